@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preset configurations, one JSON file each; installed as ``tsjax.configs``."""

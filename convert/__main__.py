@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command tsjax-convert."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+import jax
+
+from . import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
+from .conversion import MAX_SHARD_SIZE
+
+EXAMPLES = """\
+examples:
+  # A HuggingFace folder or a hub id to tsjax's own format:
+  tsjax-convert meta-llama/Llama-3.1-8B llama3.1-8b
+
+  # In another type, checked afterwards:
+  tsjax-convert path/to/hf-folder out --dtype bfloat16 --verify
+
+  # Attach TokenSwift's draft heads (a folder or a file with model.medusa_layers.*):
+  tsjax-convert path/to/hf-folder out --heads path/to/adapter
+
+  # Back to a folder that transformers loads, without and with the heads:
+  tsjax-convert out hf-folder --to hf --drop-heads
+  tsjax-convert out hf-folder --to hf --merge-heads --max-shard-size 5GB
+
+  # The heads alone, as an adapter:
+  tsjax-convert out adapter --heads-only
+
+DST appears only when it is complete. Exit code 0: done, 2: refused, 130: interrupted.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="tsjax-convert",
+        description="Convert checkpoints between HuggingFace and tsjax: Llama, Qwen2, Qwen3, "
+        "Mistral.\nA local safetensors folder needs neither torch nor a network.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("src", metavar="SRC", help="HuggingFace folder, hub id or tsjax checkpoint")
+    p.add_argument("dst", metavar="DST", help="the folder to write; must not exist")
+    p.add_argument(
+        "--to",
+        choices=("tsjax", "hf"),
+        default="tsjax",
+        help="format of DST (default: tsjax)",
+    )
+    p.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the arrays in DST (default: as in SRC)",
+    )
+    p.add_argument("--heads", metavar="PATH", help="TokenSwift draft heads to attach")
+    heads = p.add_mutually_exclusive_group()
+    heads.add_argument(
+        "--heads-only", action="store_true", help="write nothing but the draft heads"
+    )
+    heads.add_argument(
+        "--merge-heads",
+        dest="draft_heads",
+        action="store_const",
+        const=MERGE_HEADS,
+        help="with --to hf: write the draft heads beside the model",
+    )
+    heads.add_argument(
+        "--drop-heads",
+        dest="draft_heads",
+        action="store_const",
+        const=DROP_HEADS,
+        help="with --to hf: leave the draft heads out",
+    )
+    p.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        default=MAX_SHARD_SIZE,
+        help="with --to hf: largest weight file (default: %(default)s)",
+    )
+    p.add_argument("--verify", action="store_true", help="read both again and compare every tensor")
+    p.add_argument("--overwrite", action="store_true", help="replace a checkpoint at DST")
+    p.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read pickled torch weights (.bin) where there are no safetensors; needs torch",
+    )
+    p.add_argument("--quiet", action="store_true", help="no progress bar")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.draft_heads and args.to != "hf":
+        parser().error("--merge-heads and --drop-heads go with --to hf")
+    # The work is NumPy's and the disk's; a GPU would only add a copy to its memory and back.
+    jax.config.update("jax_platforms", "cpu")
+    try:
+        run(args)
+    except (ValueError, NotImplementedError, OSError, ImportError) as error:
+        print(f"tsjax-convert: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tsjax-convert: interrupted; DST was not touched", file=sys.stderr)
+        return 130
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    started = time.perf_counter()
+    common = {"heads": args.heads, "allow_pickle": args.allow_pickle}
+    with progress_bar("converting", args.quiet) as bar:
+        options = dict(
+            common,
+            dtype=args.dtype,
+            overwrite=args.overwrite,
+            on_tensor=lambda _, size: bar.update(size),
+        )
+        if args.heads_only:
+            written = export_heads(args.src, args.dst, **options)
+        elif args.to == "hf":
+            written = to_hf(
+                args.src,
+                args.dst,
+                draft_heads=args.draft_heads,
+                max_shard_size=args.max_shard_size,
+                **options,
+            )
+        else:
+            written = to_tsjax(args.src, args.dst, **options)
+    checked = ""
+    if args.verify:
+        with progress_bar("verifying", args.quiet) as bar:
+            count = verify(args.src, args.dst, on_tensor=lambda _, size: bar.update(size), **common)
+        checked = f", {count} tensors verified"
+    print(
+        f"{written.path}: {written.num_params:,} parameters, {written.num_bytes / 1e6:,.1f} MB, "
+        f"{time.perf_counter() - started:.1f} s{checked}"
+    )
+
+
+def progress_bar(label: str, quiet: bool):
+    import tqdm
+
+    hidden = quiet or not sys.stderr.isatty()
+    return tqdm.tqdm(desc=label, unit="B", unit_scale=True, disable=hidden, file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The conversions as functions. Every one writes a new folder, whole or not at all.
+
+Knows which files a converted folder consists of. The names and layouts of the tensors are one table
+in tsjax/huggingface.py, read in both directions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax import checkpoint, huggingface, weight_files
+from tsjax.config import ModelConfig, check
+from tsjax.huggingface import Entry
+
+MERGE_HEADS, DROP_HEADS = "merge", "drop"
+HEADS_FILE = "heads.safetensors"
+MAX_SHARD_SIZE = "2GB"
+
+OnTensor = Callable[[str, int], object]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """What a conversion wrote."""
+
+    path: str
+    num_params: int
+    num_bytes: int  # of all files in the folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint of either kind, read one tensor at a time in the order of the declaration."""
+
+    cfg: ModelConfig
+    stop_ids: tuple[int, ...]
+    folder: str
+    tensors: Iterator[tuple[Entry, np.ndarray]]
+
+
+def open_source(
+    path: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    heads: str | os.PathLike | None = None,
+    allow_pickle: bool = False,
+) -> Source:
+    """As tsjax.load, but HuggingFace tensors are read when they are asked for and not kept."""
+    if dtype is not None:
+        checkpoint.check_dtype(dtype)
+    folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
+    if checkpoint.is_tsjax(folder):
+        model = checkpoint.load(folder, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
+        named = zip(huggingface.entries(model.cfg), jax.tree.leaves(model.params), strict=True)
+        tensors = ((entry, np.asarray(leaf)) for entry, leaf in named)
+        return Source(model.cfg, model.stop_ids, folder, tensors)
+
+    cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
+    stop_ids = huggingface.read_stop_ids(folder)
+    if heads is None:
+        return Source(cfg, stop_ids, folder, huggingface.read_model(cfg, weights))
+    adapter = checkpoint.open_heads(heads, allow_pickle=allow_pickle)
+    bare = dataclasses.replace(cfg, num_draft_heads=0)
+    cfg = dataclasses.replace(cfg, num_draft_heads=huggingface.count_heads(adapter))
+    tensors = itertools.chain(
+        huggingface.read_model(bare, weights), huggingface.read_heads(cfg, adapter)
+    )
+    return Source(cfg, stop_ids, folder, tensors)
+
+
+def to_tsjax(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    heads: str | os.PathLike | None = None,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    on_tensor: OnTensor | None = None,
+) -> Written:
+    """HuggingFace folder, hub id or tsjax checkpoint -> tsjax checkpoint.
+
+    Args:
+      src, dst: where from and where to.
+      dtype: of the arrays written; None keeps the checkpoint's own.
+      heads: a TokenSwift adapter to attach.
+      allow_pickle: reads pickled torch weights where there are no safetensors.
+      overwrite: replaces a checkpoint at dst.
+      on_tensor: called with the path and the bytes of every array read.
+    """
+    model = checkpoint.load(
+        src, dtype=dtype, heads=heads, allow_pickle=allow_pickle, on_tensor=on_tensor
+    )
+    checkpoint.save(model, dst, overwrite=overwrite)
+    return _written(dst, model.num_params)
+
+
+def to_hf(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    heads: str | os.PathLike | None = None,
+    draft_heads: str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    on_tensor: OnTensor | None = None,
+) -> Written:
+    """tsjax checkpoint, HuggingFace folder or hub id -> HuggingFace folder with safetensors.
+
+    Args:
+      draft_heads: what becomes of the model's draft heads, if it has any: MERGE_HEADS writes them
+        as model.medusa_layers.* beside the model, where TokenSwift's own code looks for them,
+        DROP_HEADS leaves them out.
+      max_shard_size: bytes, or a size such as "2GB", of one weight file.
+      The others are those of to_tsjax.
+    """
+    shard_bytes = parse_size(max_shard_size)
+    source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
+    cfg = source.cfg
+    if cfg.num_draft_heads:
+        check(
+            draft_heads in (MERGE_HEADS, DROP_HEADS),
+            "draft_heads",
+            draft_heads,
+            f"the model has {cfg.num_draft_heads} draft heads; {MERGE_HEADS!r} (--merge-heads) or "
+            f"{DROP_HEADS!r} (--drop-heads), or export them alone (--heads-only)",
+        )
+        if draft_heads == DROP_HEADS:
+            cfg = dataclasses.replace(cfg, num_draft_heads=0)
+    config = {**huggingface.config_to_hf(cfg), **_special_ids(source)}
+    kept = {entry.path for entry in huggingface.entries(cfg)}
+    tensors = ((entry, array) for entry, array in source.tensors if entry.path in kept)
+    with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
+        num_params = _write_shards(
+            folder, huggingface.entries(cfg), tensors, shard_bytes, on_tensor
+        )
+        _write_json(os.path.join(folder, "config.json"), config)
+        checkpoint.copy_companions(source.folder, folder)
+        generation = os.path.join(folder, "generation_config.json")
+        if not os.path.exists(generation):
+            _write_json(generation, _special_ids(source))
+    return _written(dst, num_params)
+
+
+def export_heads(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    heads: str | os.PathLike | None = None,
+    allow_pickle: bool = False,
+    overwrite: bool = False,
+    on_tensor: OnTensor | None = None,
+) -> Written:
+    """The draft heads of a checkpoint alone, as an adapter that `heads=` understands."""
+    source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
+    if not source.cfg.num_draft_heads:
+        raise ValueError(f"src={os.fspath(src)!r} has no draft heads to export")
+    tensors = {}
+    for entry, array in source.tensors:
+        if entry.path.startswith("heads."):
+            tensors[entry.key] = np.ascontiguousarray(entry.as_hf(array))
+            if on_tensor is not None:
+                on_tensor(entry.path, array.nbytes)
+    with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
+        _write_safetensors(os.path.join(folder, HEADS_FILE), tensors)
+    return _written(dst, sum(array.size for array in tensors.values()))
+
+
+def verify(
+    src: str | os.PathLike,
+    dst: str | os.PathLike,
+    *,
+    heads: str | os.PathLike | None = None,
+    allow_pickle: bool = False,
+    on_tensor: OnTensor | None = None,
+) -> int:
+    """Reads both again and compares every tensor of dst, bit by bit, with src in dst's type.
+
+    Returns:
+      The number of tensors compared; a difference is a ValueError that lists all of them.
+    """
+    adapter = os.path.join(dst, HEADS_FILE)
+    if os.path.exists(adapter):
+        weights = weight_files.open_weights(adapter)
+        dtype = next(iter(weights.tensors.values())).dtype
+        expected = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
+        written = huggingface.read_heads(expected.cfg, weights)
+    else:
+        opened = open_source(dst)
+        written = opened.tensors
+        expected = open_source(src, dtype=opened.cfg.dtype, heads=heads, allow_pickle=allow_pickle)
+    different, count = [], 0
+    wanted = iter(expected.tensors)
+    for entry, array in written:
+        other = next((a for e, a in wanted if e.path == entry.path), None)
+        if other is None or not _same_bits(array, other):
+            different.append(entry.path)
+        count += 1
+        if on_tensor is not None:
+            on_tensor(entry.path, array.nbytes)
+    if different:
+        raise ValueError(f"{os.fspath(dst)!r} differs from its source in {', '.join(different)}")
+    return count
+
+
+def parse_size(size: int | str) -> int:
+    """ "500MB", "2GB", "1.5GiB" or a number of bytes -> bytes."""
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
+    unit = match[2].upper() if match else None
+    number = float(match[1]) * units[unit] if match and unit in units else 0.0
+    check(number >= 1, "max_shard_size", size, 'bytes, or a size such as "500MB" or "2GB"')
+    return int(number)
+
+
+def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
+    same_kind = a.dtype == b.dtype and a.shape == b.shape
+    bits = f"u{a.dtype.itemsize}"
+    return same_kind and bool(np.array_equal(a.view(bits), b.view(bits)))
+
+
+def _special_ids(source: Source) -> dict[str, Any]:
+    """The special token ids; written even when unknown, as transformers has defaults of its own."""
+    known: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        path = os.path.join(source.folder, name)
+        if os.path.exists(path):
+            known.update(weight_files.read_json(path))
+    stop = source.stop_ids
+    return {
+        "bos_token_id": known.get("bos_token_id"),
+        "eos_token_id": stop[0] if len(stop) == 1 else list(stop) or None,
+        "pad_token_id": known.get("pad_token_id"),
+    }
+
+
+def _write_shards(
+    folder: str,
+    named: list[Entry],
+    tensors: Iterable[tuple[Entry, np.ndarray]],
+    shard_bytes: int,
+    on_tensor: OnTensor | None,
+) -> int:
+    """Writes model.safetensors, or shards with an index; returns the number of parameters."""
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in named:
+        size = _num_bytes(entry)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += size
+
+    tensors = iter(tensors)
+    weight_map = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        content = {}
+        for entry, array in itertools.islice(tensors, len(shard)):
+            content[entry.key] = np.ascontiguousarray(entry.as_hf(array))
+            if on_tensor is not None:
+                on_tensor(entry.path, array.nbytes)
+        name = name if len(shards) > 1 else "model.safetensors"
+        _write_safetensors(os.path.join(folder, name), content)
+        weight_map.update(dict.fromkeys(content, name))
+    if len(shards) > 1:
+        total = sum(map(_num_bytes, named))
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(os.path.join(folder, "model.safetensors.index.json"), index)
+    return sum(math.prod(entry.spec.shape) for entry in named)
+
+
+def _num_bytes(entry: Entry) -> int:
+    return math.prod(entry.spec.shape) * jnp.dtype(entry.spec.dtype).itemsize
+
+
+def _write_safetensors(path: str, tensors: dict[str, np.ndarray]) -> None:
+    import safetensors.numpy
+
+    # transformers reads only files that say they are in torch's layout.
+    try:
+        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # a full disk, say
+        raise OSError(f"{path!r} could not be written: {error}") from error
+
+
+def _write_json(path: str, content: dict[str, Any]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+
+
+def _written(path: str | os.PathLike, num_params: int) -> Written:
+    sizes = (
+        os.path.getsize(os.path.join(folder, name))
+        for folder, _, names in os.walk(path)
+        for name in names
+    )
+    return Written(os.fspath(path), num_params, sum(sizes))

@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention kernels over preallocated caches. Knows jax alone; one folder per operation.
+
+Each folder holds `api.py` (the public function), `reference.py` (its definition) and one file per
+implementation.
+"""
+
+from pallas_kernels.tree_attention.api import tree_attention as tree_attention
+
+__all__ = ["tree_attention"]

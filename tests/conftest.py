@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Four CPU devices for the sharding tests, a seeded NumPy generator, and the hypothesis profile."""
+
+import os
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+# Read when the backend starts, so it is set before any test module is imported.
+jax.config.update("jax_num_cpu_devices", 4)
+
+hypothesis.settings.register_profile("tsjax", deadline=None, derandomize="CI" in os.environ)
+hypothesis.settings.load_profile("tsjax")
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models and tokenizers, and a slow NumPy decoder that shares no code with tsjax.
+
+`tiny_model` has random weights; `chain_model` says exactly what the test wants it to say; `oracle`
+decodes without a cache, one full pass in float64 per token, with naive processors. Nothing here
+reads a file that is not made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tsjax
+from tsjax.sampling import position_noise
+
+VOCAB = 61
+
+# --- models ----------------------------------------------------------------------------------
+
+
+def tiny_config(**changes) -> tsjax.ModelConfig:
+    return tsjax.ModelConfig(
+        **{
+            "vocab_size": VOCAB,
+            "embed_dim": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "head_dim": 8,
+            "mlp_dim": 48,
+            "max_positions": 100_000,
+            "norm_eps": 1e-5,
+            **changes,
+        }
+    )
+
+
+def tiny_model(*, seed: int = 0, mesh=None, stop_ids=(), path=None, **changes) -> tsjax.Model:
+    """Random weights, large enough for logits that differ clearly from token to token."""
+    cfg = tiny_config(**changes)
+    params = tsjax.init_params(cfg, seed=seed, scale=0.4, mesh=mesh)
+    return tsjax.Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
+
+
+def chain_model(successor: Mapping[int, int], *, vocab_size: int = VOCAB, **kwargs) -> tsjax.Model:
+    """A model whose greedy token depends on the last token alone: `successor[token]`, else 0.
+
+    The layers add nothing, the embedding is one-hot, and the unembedding is the table.
+    """
+    cfg = tiny_config(vocab_size=vocab_size, embed_dim=vocab_size, num_layers=1)
+    params = tsjax.init_params(cfg)
+    weights = jax.tree.map(jnp.zeros_like, params.model)
+    table = np.zeros((vocab_size, vocab_size), np.float32)
+    for token in range(vocab_size):
+        table[token, successor.get(token, 0)] = 1.0
+    weights = weights.replace(
+        embed=jnp.eye(vocab_size), final_norm=jnp.ones((vocab_size,)), unembed=jnp.asarray(table)
+    )
+    return tsjax.Model(params.replace(model=weights), cfg=cfg, **kwargs)
+
+
+def chain(*tokens: int) -> dict[int, int]:
+    """The table of a model that says `tokens` one after the other."""
+    return dict(zip(tokens, tokens[1:], strict=False))
+
+
+# --- the slow decoder ------------------------------------------------------------------------
+
+
+def oracle_logits(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
+    """Logits [T, V] of one row in float64: dense causal attention, no cache, default RoPE."""
+    cfg = model.cfg
+    assert cfg.rope.kind == "default"
+    weights = jax.tree.map(lambda x: np.asarray(x, np.float64), model.params.model)
+    T, H = len(tokens), cfg.head_dim
+    x = weights.embed[np.asarray(tokens)]
+
+    def norm(x, weight):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.norm_eps) * weight
+
+    def rotate(x):  # [T, heads, H]
+        turned = np.empty_like(x)
+        for pair in range(H // 2):
+            angle = np.arange(T) * cfg.rope.theta ** (-2 * pair / H)
+            cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+            a, b = x[..., pair], x[..., pair + H // 2]
+            turned[..., pair], turned[..., pair + H // 2] = a * cos - b * sin, b * cos + a * sin
+        return turned
+
+    for layer in weights.layers:
+        h = norm(x, layer.attn_norm)
+        q = rotate(np.einsum("td,dnh->tnh", h, layer.q))
+        k = rotate(np.einsum("td,dnh->tnh", h, layer.k))
+        v = np.einsum("td,dnh->tnh", h, layer.v)
+        for head in range(cfg.num_heads):
+            shared = head // cfg.group_size
+            scores = q[:, head] @ k[:, shared].T / math.sqrt(H)
+            scores[np.triu_indices(T, 1)] = -np.inf
+            scores = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed = scores / scores.sum(-1, keepdims=True) @ v[:, shared]
+            x = x + mixed @ layer.o[head]
+        h = norm(x, layer.mlp_norm)
+        gate = h @ layer.gate
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer.up)) @ layer.down
+    x = norm(x, weights.final_norm)
+    return x @ (weights.embed.T if weights.unembed is None else weights.unembed)
+
+
+def oracle_choice(logits, history, prompt_length, stop_ids, config, noise) -> int:
+    """The next token, by one plain loop per processor, in HuggingFace's order."""
+    scores = [float(x) for x in logits]
+    position = len(history)
+    window = config.repetition_window or position
+    for token in set(history[max(position - window, 0) :]):
+        if scores[token] < 0:
+            scores[token] *= config.repetition_penalty
+        else:
+            scores[token] /= config.repetition_penalty
+    if position - prompt_length < config.min_new_tokens:
+        for token in stop_ids:
+            scores[token] = -math.inf
+    for token in config.suppress_tokens:
+        scores[token] = -math.inf
+    if not config.do_sample:
+        return int(np.argmax(scores))
+
+    scores = [score / config.temperature for score in scores]
+
+    def probabilities():
+        weights = [math.exp(score - max(scores)) for score in scores]
+        return [weight / sum(weights) for weight in weights]
+
+    def ranked():
+        return sorted(range(len(scores)), key=lambda token: -scores[token])
+
+    def keep(survivors):
+        best = ranked()[: config.min_tokens_to_keep]
+        for token in range(len(scores)):
+            if token not in survivors and token not in best:
+                scores[token] = -math.inf
+
+    if config.top_k:
+        keep(ranked()[: config.top_k])
+    if config.top_p < 1:
+        probs, mass, nucleus = probabilities(), 0.0, []
+        for token in ranked():
+            if mass >= config.top_p:
+                break
+            nucleus.append(token)
+            mass += probs[token]
+        keep(nucleus)
+    if config.min_p:
+        probs = probabilities()
+        keep([t for t, p in enumerate(probs) if p >= config.min_p * max(probs)])
+    if config.epsilon_cutoff:
+        keep([t for t, p in enumerate(probabilities()) if p >= config.epsilon_cutoff])
+    if config.eta_cutoff:
+        probs = probabilities()
+        entropy = -sum(p * math.log(p) for p in probs if p > 0)
+        eta = min(config.eta_cutoff, math.sqrt(config.eta_cutoff) * math.exp(-entropy))
+        keep([t for t, p in enumerate(probs) if p >= eta])
+    return int(np.argmax(np.asarray(scores) + noise))
+
+
+def oracle(model: tsjax.Model, prompt: Sequence[int], **settings) -> list[int]:
+    """The new tokens of one row.
+
+    Fails where float32 could decide otherwise: a test must not stand on a near-tie.
+    """
+    config = tsjax.GenerationConfig(**settings)
+    stop_ids = model.stop_ids if config.eos_token_id is None else config.eos_token_id
+    stop_ids = (stop_ids,) if isinstance(stop_ids, int) else stop_ids
+    key = tsjax.row_keys([config.seed], [0])
+    history = list(prompt)
+    nudge = np.random.default_rng(0)
+    for _ in range(config.max_new_tokens):
+        logits = oracle_logits(model, history)[-1]
+        noise = 0.0
+        if config.do_sample:
+            at = jnp.asarray([[len(history)]])
+            noise = np.asarray(position_noise(key, at, len(logits), jnp.float32))[0, 0]
+        choices = {
+            oracle_choice(nearby, history, len(prompt), stop_ids, config, noise)
+            for nearby in [logits, *(logits + nudge.normal(size=(3, len(logits))) * 1e-5)]
+        }
+        assert len(choices) == 1, f"near-tie at {len(history)}: choose another seed or prompt"
+        history += choices
+        if history[-1] in stop_ids:
+            break
+    return history[len(prompt) :]
+
+
+# --- a tokenizer -----------------------------------------------------------------------------
+
+SPECIAL = ("<unk>", "<s>", "</s>")
+BYTES = tuple(f"<0x{byte:02X}>" for byte in (*"\n€é".encode(), 0xFF))
+LETTERS = ("▁", *"abcdehilnorstuw", "▁t", "he", "▁the", "in", "an", "re", "▁a")
+TOKENS = {token: index for index, token in enumerate((*SPECIAL, *BYTES, *LETTERS))}
+EOS_ID = TOKENS["</s>"]
+
+
+def save_tokenizer(folder: Path) -> str:
+    """Writes a Llama-like tokenizer: BPE, a space is ▁, unknown characters fall back to bytes."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+    merges = [("▁", "t"), ("h", "e"), ("▁t", "he"), ("i", "n"), ("a", "n"), ("r", "e"), ("▁", "a")]
+    tokenizer = Tokenizer(models.BPE(TOKENS, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", TOKENS["<s>"])]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>",'
+        ' "eos_token": "</s>", "unk_token": "<unk>"}'
+    )
+    return str(folder)
+
+
+# --- what a test observes ---------------------------------------------------------------------
+
+
+class RecordingStreamer:
+    """Collects what a HuggingFace streamer is given; `on_token(count)` may act in between."""
+
+    def __init__(self, on_token=lambda count: None):
+        self.prompt: list[int] | None = None
+        self.tokens: list[int] = []
+        self.ended = False
+        self.on_token = on_token
+
+    def put(self, value):
+        assert not self.ended
+        if self.prompt is None:
+            self.prompt = np.asarray(value).tolist()
+            return
+        self.tokens += np.asarray(value).tolist()
+        self.on_token(len(self.tokens))
+
+    def end(self):
+        assert not self.ended
+        self.ended = True
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Collects the names of the functions that XLA compiles inside the block."""
+    names: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record):
+            message = record.getMessage()
+            if message.startswith("Finished XLA compilation of "):
+                names.append(message.split()[4])
+
+    logger, collector = logging.getLogger("jax"), Collector()
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(collector)
+    try:
+        with jax.log_compiles(True):
+            yield names
+    finally:
+        logger.removeHandler(collector)
+        logger.propagate = propagate

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small random HuggingFace checkpoints, written without any of the code under test."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+SIZES = {
+    "vocab_size": 48,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "float32",
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "rope_theta": 500000.0},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
+    "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+}
+
+
+def config(family: str = "llama", **changes) -> dict:
+    """A config.json; a value of ... removes the key."""
+    raw = {"model_type": family, **SIZES, **FAMILIES[family], **changes}
+    return {key: value for key, value in raw.items() if value is not ...}
+
+
+def tensors(raw: dict, seed: int = 0, heads: int = 0) -> dict[str, np.ndarray]:
+    """Every tensor transformers has for this config (and TokenSwift's heads), in float32."""
+    rng = np.random.default_rng(seed)
+    family, D, F = raw["model_type"], raw["hidden_size"], raw["intermediate_size"]
+    N, K = raw["num_attention_heads"], raw["num_key_value_heads"]
+    H = raw.get("head_dim") or D // N
+    shapes = {"model.embed_tokens.weight": (raw["vocab_size"], D), "model.norm.weight": (D,)}
+    if not raw.get("tie_word_embeddings", False):
+        shapes["lm_head.weight"] = (raw["vocab_size"], D)
+    linears = {
+        "self_attn.q_proj": (N * H, D),
+        "self_attn.k_proj": (K * H, D),
+        "self_attn.v_proj": (K * H, D),
+        "self_attn.o_proj": (D, N * H),
+        "mlp.gate_proj": (F, D),
+        "mlp.up_proj": (F, D),
+        "mlp.down_proj": (D, F),
+    }
+    biased = {
+        "self_attn.q_proj": family == "qwen2" or raw.get("attention_bias", False),
+        "self_attn.o_proj": raw.get("attention_bias", False),
+        "mlp.gate_proj": raw.get("mlp_bias", False),
+    }
+    biased["self_attn.k_proj"] = biased["self_attn.v_proj"] = biased["self_attn.q_proj"]
+    biased["mlp.up_proj"] = biased["mlp.down_proj"] = biased["mlp.gate_proj"]
+    for layer in range(raw["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        for name, shape in linears.items():
+            shapes[f"{prefix}.{name}.weight"] = shape
+            if biased[name]:
+                shapes[f"{prefix}.{name}.bias"] = shape[:1]
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}.{name}.weight"] = (D,)
+        if family == "qwen3":
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = (H,)
+            shapes[f"{prefix}.self_attn.k_norm.weight"] = (H,)
+    for head in range(heads):
+        shapes[f"model.medusa_layers.{head}.linear.weight"] = (D, D)
+        shapes[f"model.medusa_layers.{head}.input_layernorm.weight"] = (D,)
+        shapes[f"model.medusa_layers.{head}.post_layernorm.weight"] = (D,)
+    return {
+        name: rng.standard_normal(shape, np.float32) * np.float32(0.2) + ("norm" in name)
+        for name, shape in shapes.items()
+    }
+
+
+def write(folder: Path, raw: dict, content: dict[str, np.ndarray], shards: int = 1) -> Path:
+    """Writes config.json and the tensors in one file or in shards with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(raw))
+    if shards == 1:
+        save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    names, places = sorted(content), {}
+    for index in range(shards):
+        file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        part = {name: content[name] for name in names[index::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        places.update(dict.fromkeys(part, file))
+    index_file = folder / "model.safetensors.index.json"
+    index_file.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def make(folder: Path, family: str = "llama", heads: int = 0, shards: int = 1, **changes) -> Path:
+    """A whole random checkpoint."""
+    raw = config(family, **changes)
+    return write(folder, raw, tensors(raw, heads=heads), shards)

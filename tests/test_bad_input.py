@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad input is refused before any compute, by a message that names argument, value and remedy."""
+
+import json
+import math
+import os
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import VOCAB, RecordingStreamer, compilations, save_tokenizer, tiny_model
+
+import tsjax
+from tsjax import generation, request
+from tsjax.cache import cache_bytes
+
+PROMPT = [1, 2, 3]
+MAX_POSITIONS = 100
+
+
+@pytest.fixture(scope="module")
+def model() -> tsjax.Model:
+    return tiny_model(max_positions=MAX_POSITIONS)
+
+
+@pytest.fixture
+def no_compute(monkeypatch):
+    """No state is made and nothing is compiled, whatever else the test does."""
+
+    def reached(*args, **kwargs):
+        pytest.fail("the state was allocated")
+
+    monkeypatch.setattr(generation, "init_state", reached)
+    with compilations() as names:
+        yield
+    assert names == []
+
+
+def refused(error, call, *words: str):
+    """`call` raises `error` with all `words` in its message."""
+    with pytest.raises(error) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+
+
+# --- prompts -----------------------------------------------------------------------------------
+
+PROMPTS = {
+    "none": (None, ValueError, ["prompt=None", "token ids", "resume_from"]),
+    "empty": ([], ValueError, ["prompt=[]", "at least one token"]),
+    "empty_array": (np.zeros((0,), int), ValueError, ["prompt=", "at least one token"]),
+    "empty_row": ([[]], ValueError, ["prompt[0]=[]", "at least one token"]),
+    "empty_second_row": ([[1], []], ValueError, ["prompt[1]=[]", "at least one token"]),
+    "no_rows": (np.zeros((0, 3), int), ValueError, ["prompt=", "at least one row"]),
+    "id_too_large": ([1, VOCAB], ValueError, ["prompt", f"id {VOCAB}", f"0 to {VOCAB - 1}"]),
+    "id_far_too_large": ([2**40], ValueError, [f"id {2**40}", f"0 to {VOCAB - 1}"]),
+    "id_beyond_int64": ([2**70], ValueError, ["prompt", "integer token ids"]),
+    "negative_id": ([[1], [2, -1]], ValueError, ["prompt[1]", "id -1", f"0 to {VOCAB - 1}"]),
+    "floats": ([1.0, 2.0], ValueError, ["prompt", "float64", "integer token ids"]),
+    "float_array": (jnp.ones((2, 3)), ValueError, ["prompt[0]", "float32", "integer"]),
+    "booleans": ([True, False], ValueError, ["prompt", "bool", "integer"]),
+    "three_dimensions": ([[[1]]], ValueError, ["prompt=[[[1]]]", "list of rows"]),
+    "three_ragged_dimensions": ([[1, [2]]], ValueError, ["prompt=[[1, [2]]]", "list of rows"]),
+    "three_dimensional_array": (np.ones((1, 1, 1), int), ValueError, ["prompt=", "list of rows"]),
+    "scalar": (5, ValueError, ["prompt=5", "a row of token ids"]),
+    "mixed": ([1, [2]], ValueError, ["prompt[0]", "a row of integer"]),
+    "mixed_text": (["a", 1], ValueError, ["prompt", "integer token ids"]),
+    "bytes": (b"text", ValueError, ["prompt=b'text'", "a string"]),
+    "dict": ({"ids": [1]}, ValueError, ["prompt={'ids': [1]}", "a row of token ids"]),
+    "text_without_tokenizer": ("text", ValueError, ["no tokenizer", "pass token ids"]),
+    "texts_without_tokenizer": (["a", "b"], ValueError, ["no tokenizer", "pass token ids"]),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(model, name, no_compute):
+    prompt, error, words = PROMPTS[name]
+    refused(error, lambda: tsjax.generate(model, prompt), *words)
+
+
+def test_empty_text(tmp_path, no_compute):
+    model = tiny_model(path=save_tokenizer(tmp_path))
+    refused(ValueError, lambda: tsjax.generate(model, ""), "prompt=''", "not empty")
+    refused(ValueError, lambda: tsjax.generate(model, ["a", ""]), "prompt[1]=''", "not empty")
+
+
+def test_a_prompt_beyond_the_positions(model, no_compute):
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, [PROMPT, [1] * 90], max_new_tokens=11),
+        "max_new_tokens=11", "90 tokens", "100 positions", "at most 10", "exceed_max_positions=",
+    )  # fmt: skip
+    refused(ValueError, lambda: tsjax.generate(model, [1] * 200), "200 tokens", "shorten")
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+INTEGERS = {
+    "max_new_tokens": 1,
+    "min_new_tokens": 0,
+    "top_k": 0,
+    "min_tokens_to_keep": 1,
+    "repetition_window": 1,
+    "suppress_tokens": 0,
+    "eos_token_id": 0,
+    "seed": 0,
+}
+FLOATS = ("temperature", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty")
+
+SETTINGS = [
+    *[({name: least - 1}, [f"{name}={least - 1}"]) for name, least in INTEGERS.items()],
+    *[({name: 1.5}, [f"{name}=1.5", "an integer"]) for name in INTEGERS if name[0] != "s"],
+    *[({name: "3"}, [f"{name}='3'"]) for name in (*INTEGERS, *FLOATS)],
+    *[({name: True}, [f"{name}=True"]) for name in (*INTEGERS, *FLOATS)],
+    *[({name: -0.1}, [f"{name}=-0.1", "a finite number"]) for name in FLOATS],
+    *[({name: math.nan}, [f"{name}=nan", "a finite number"]) for name in FLOATS],
+    *[({name: math.inf}, [f"{name}=inf", "a finite number"]) for name in FLOATS],
+    *[({name: None}, [f"{name}=None"]) for name in ("max_new_tokens", "top_k", *FLOATS)],
+    *[({name: 1.1}, [f"{name}=1.1", "between 0 and 1"]) for name in FLOATS[1:5]],
+    ({"epsilon_cutoff": 1.0}, ["epsilon_cutoff=1.0", "[0, 1)"]),
+    ({"eta_cutoff": 1.0}, ["eta_cutoff=1.0", "[0, 1)"]),
+    ({"temperature": 0}, ["temperature=0", "positive", "do_sample=False"]),
+    ({"temperature": 0.0, "do_sample": True}, ["temperature=0.0", "do_sample=False"]),
+    ({"repetition_penalty": 0}, ["repetition_penalty=0", "1.0 switches it off"]),
+    ({"repetition_window": 0}, ["repetition_window=0", "None", "repetition_penalty=1.0"]),
+    ({"do_sample": "yes"}, ["do_sample='yes'", "True or False"]),
+    ({"do_sample": 1}, ["do_sample=1", "True or False"]),
+    ({"min_new_tokens": 9, "max_new_tokens": 8}, ["min_new_tokens=9", "max_new_tokens=8"]),
+    ({"suppress_tokens": [1, -1]}, ["suppress_tokens=-1", "at least 0"]),
+    ({"suppress_tokens": [VOCAB]}, [f"suppress_tokens={VOCAB}", f"vocabulary size {VOCAB}"]),
+    ({"suppress_tokens": list(range(VOCAB))}, ["suppress_tokens", "some token must be left"]),
+    (
+        {"suppress_tokens": list(range(1, VOCAB)), "eos_token_id": 0, "min_new_tokens": 1},
+        ["suppress_tokens", "min_new_tokens"],
+    ),
+    ({"eos_token_id": VOCAB}, [f"eos_token_id={VOCAB}", f"vocabulary size {VOCAB}"]),
+    ({"eos_token_id": [1, 2.5]}, ["eos_token_id=2.5", "an integer"]),
+    ({"eos_token_id": -1}, ["eos_token_id=-1", "at least 0"]),
+    ({"seed": 2**32}, [f"seed={2**32}", "at most 4294967295"]),
+    ({"seed": [1, 2]}, ["seed=(1, 2)", "one for each of 1 rows"]),
+    ({"seed": 0.5}, ["seed=0.5", "an integer"]),
+    ({"stop_strings": ""}, ["stop_strings=('',)", "non-empty"]),
+    ({"stop_strings": ["a", ""]}, ["stop_strings=('a', '')", "non-empty"]),
+    ({"stop_strings": 5}, ["stop_strings=5", "a string or a list"]),
+    ({"stop_strings": "end"}, ["stop_strings=('end',)", "needs a tokenizer"]),
+]
+
+
+@pytest.mark.parametrize(("settings", "words"), SETTINGS, ids=[words[0] for _, words in SETTINGS])
+def test_settings(model, settings, words, no_compute):
+    refused(ValueError, lambda: tsjax.generate(model, PROMPT, **settings), *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("temprature", "did you mean 'temperature'?"),
+        ("max_tokens", "did you mean 'max_new_tokens'?"),
+        ("topk", "did you mean 'top_k'?"),
+        ("repetition_penalties", "did you mean 'repetition_penalty'?"),
+        ("zzz", "known: do_sample, eos_token_id"),
+    ],
+)
+def test_an_unknown_name_is_never_ignored(model, name, suggestion, no_compute):
+    for call in (
+        lambda: tsjax.generate(model, PROMPT, **{name: 1}),
+        lambda: tsjax.stream(model, PROMPT, **{name: 1}),
+        lambda: tsjax.GenerationConfig().replace(**{name: 1}),
+    ):
+        refused(TypeError, call, f"unknown argument {name!r}", suggestion)
+
+
+def test_a_batch_needs_a_seed_for_each_row(model, no_compute):
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, [PROMPT, [4], [5]], seed=[1, 2]),
+        "seed=(1, 2)",
+        "one for each of 3 rows",
+    )
+
+
+# --- arguments of generate ---------------------------------------------------------------------
+
+ARGUMENTS = [
+    ({"method": "medusa2"}, ValueError, ["method='medusa2'", "'autoregressive'"]),
+    ({"method": tsjax.Autoregressive}, ValueError, ["method=<class", "or its dataclass"]),
+    ({"method": None}, ValueError, ["method=None", "'autoregressive'"]),
+    ({"prefill": "lazy"}, ValueError, ["prefill='lazy'", "'full'"]),
+    ({"prefill_width": 0}, ValueError, ["prefill_width=0", "at least 1"]),
+    ({"prefill_width": 2.5}, ValueError, ["prefill_width=2.5", "an integer"]),
+    ({"capacity": 18}, ValueError, ["capacity=18", "at least 19 slots", "max_new_tokens=16"]),
+    ({"capacity": "all"}, ValueError, ["capacity='all'", "an integer"]),
+    ({"save_every": 0}, ValueError, ["save_every=0", "at least 1"]),
+    ({"config": {"top_k": 5}}, TypeError, ["config={'top_k': 5}", "GenerationConfig.from_hf"]),
+    ({"streamer": object()}, TypeError, ["streamer=<object", "put() and end()"]),
+    ({"streamer": print}, TypeError, ["streamer=", "put() and end()"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"), ARGUMENTS, ids=[next(iter(row[0])) for row in ARGUMENTS]
+)
+def test_arguments(model, arguments, error, words, no_compute):
+    arguments = {"max_new_tokens": 16, **arguments}
+    refused(error, lambda: tsjax.generate(model, PROMPT, **arguments), *words)
+
+
+def test_the_capacity_holds_the_padded_prompt(model, no_compute):
+    """33 tokens in passes of 32 take 64 slots, though prompt and output would fit into 40."""
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, [1] * 34, max_new_tokens=2, capacity=40, prefill_width=32),
+        "capacity=40", "at least 48 slots", "prefill_width=32",
+    )  # fmt: skip
+
+
+def test_a_model_is_what_load_returns(model, no_compute):
+    for other in (model.params, "a/path", None):
+        refused(TypeError, lambda: tsjax.generate(other, PROMPT), "model=", "tsjax.load")  # noqa: B023
+
+
+def test_a_streamer_takes_one_row(model, no_compute):
+    refused(
+        ValueError,
+        lambda: tsjax.generate(
+            model, [PROMPT] * 2, max_new_tokens=9, streamer=RecordingStreamer()
+        ),
+        "streamer takes one row", "has 2", "tsjax.stream",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", [PROMPT, [PROMPT] * 3])
+def test_a_cache_that_does_not_fit(model, prompt, monkeypatch, no_compute):
+    rows = 1 if prompt is PROMPT else 3
+    needed = cache_bytes(model.cfg, rows, 2048)
+    monkeypatch.setattr(request, "_available_bytes", lambda device: needed - 1)
+    refused(
+        MemoryError,
+        lambda: tsjax.generate(model, prompt, max_new_tokens=16),
+        f"{needed:,} bytes", f"{needed - 1:,} are free", "capacity=2048", "lower max_new_tokens",
+    )  # fmt: skip
+
+
+def test_a_cache_that_just_fits(model, monkeypatch):
+    needed = cache_bytes(model.cfg, 1, 2048)
+    monkeypatch.setattr(request, "_available_bytes", lambda device: needed)
+    assert len(tsjax.generate(model, PROMPT, max_new_tokens=16).tokens[0]) == 16
+
+
+# --- saved runs --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("saved") / "run.json"
+    tsjax.generate(model, PROMPT, max_new_tokens=16, save_to=path)
+    return os.fspath(path)
+
+
+def test_saving_into_nowhere(model, tmp_path, no_compute):
+    path = tmp_path / "missing" / "run.json"
+    refused(
+        FileNotFoundError,
+        lambda: tsjax.generate(model, PROMPT, max_new_tokens=16, save_to=path),
+        "save_to=", os.fspath(path), "does not exist",
+    )  # fmt: skip
+
+
+def test_saving_onto_a_folder(model, tmp_path, no_compute):
+    refused(
+        OSError,
+        lambda: tsjax.generate(model, PROMPT, max_new_tokens=16, save_to=tmp_path),
+        "save_to=", os.fspath(tmp_path),
+    )  # fmt: skip
+
+
+def test_resuming_from_what_is_no_run(model, tmp_path, no_compute):
+    path = tmp_path / "run.json"
+    refused(
+        FileNotFoundError,
+        lambda: tsjax.generate(model, resume_from=path),
+        "resume_from=", os.fspath(path), "no such file",
+    )  # fmt: skip
+    for content in ("", "text", "[]", "{}", '{"format": 1}', '{"format": 99}'):
+        path.write_text(content)
+        refused(
+            ValueError,
+            lambda: tsjax.generate(model, resume_from=path),
+            "resume_from=", os.fspath(path), "a file written by save_to",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"tokens": [[1], [2]]},
+        {"tokens": [["a"]]},
+        {"tokens": [[VOCAB]]},
+        {"prompt": [[-1]]},
+        {"prompt": [[]]},
+        {"finish_reason": []},
+        {"finish_reason": ["eos", "eos"]},
+        {"single": True, "prompt": 5},
+        {"config": {"top_k": -1}},
+        {"config": {"zzz": 1}},
+    ],
+    ids=repr,
+)
+def test_resuming_from_a_damaged_run(model, saved, damage, tmp_path, no_compute):
+    path = tmp_path / "run.json"
+    with open(saved, encoding="utf-8") as file:
+        path.write_text(json.dumps(json.load(file) | damage))
+    refused(ValueError, lambda: tsjax.generate(model, resume_from=path), "resume_from=", str(path))
+
+
+def test_resuming_with_another_model(saved):
+    other = tiny_model(vocab_size=50)
+    refused(
+        ValueError,
+        lambda: tsjax.generate(other, resume_from=saved),
+        "resume_from=", "another model", "load that of the run",
+    )  # fmt: skip
+
+
+def test_resuming_with_other_settings(model, saved, no_compute):
+    for extra in ({"seed": 1}, {"top_k": 3, "max_new_tokens": 20}, {"do_sample": True}):
+        refused(
+            ValueError,
+            lambda: tsjax.generate(model, resume_from=saved, **extra),  # noqa: B023
+            "resume_from", "its own settings", "max_new_tokens",
+        )  # fmt: skip
+    config = tsjax.GenerationConfig()
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, resume_from=saved, config=config),
+        "its own settings",
+    )
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, [9], resume_from=saved),
+        "prompt is not the one saved", "leave it out",
+    )  # fmt: skip
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, resume_from=saved, max_new_tokens=15),
+        "max_new_tokens=15", "16 tokens",
+    )  # fmt: skip
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, resume_from=saved, max_new_tokens=98),
+        "max_new_tokens=98", "at most 97", "exceed_max_positions=True",
+    )  # fmt: skip
+
+
+# --- HuggingFace's generation_config.json -------------------------------------------------------
+
+BOTH = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}
+
+
+def test_from_hf_reads_every_kind_of_source(tmp_path):
+    import transformers
+
+    (tmp_path / "generation_config.json").write_text(json.dumps(BOTH))
+    expected = tsjax.GenerationConfig(
+        do_sample=True, temperature=0.6, top_p=0.9, top_k=50, eos_token_id=(1, 2)
+    )
+    for source in (
+        BOTH,
+        tmp_path,
+        os.fspath(tmp_path / "generation_config.json"),
+        transformers.GenerationConfig(**BOTH),
+    ):
+        assert tsjax.GenerationConfig.from_hf(source) == expected
+    changed = tsjax.GenerationConfig.from_hf(BOTH, top_k=0, seed=3)
+    assert (changed.top_k, changed.seed, changed.top_p) == (0, 3, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}),
+        ({"do_sample": True}, {"do_sample": True, "top_k": 50}),
+        ({"do_sample": True, "top_k": 0}, {"do_sample": True}),
+        ({"temperature": 0.0}, {}),  # HuggingFace does not read it without do_sample
+        ({"max_new_tokens": None, "eos_token_id": None}, {}),
+        ({"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0}, {}),
+        ({"transformers_version": "5.0.0", "pad_token_id": 0, "use_cache": True}, {}),
+    ],
+)
+def test_from_hf_takes_what_does_not_matter(fields, expected):
+    assert tsjax.GenerationConfig.from_hf(fields) == tsjax.GenerationConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_beams": 4}, ["num_beams=4"]),
+        ({"no_repeat_ngram_size": 3, "num_beams": 2}, ["no_repeat_ngram_size=3", "num_beams=2"]),
+        ({"typical_p": 0.9, "do_sample": True}, ["typical_p=0.9"]),
+        ({"num_return_sequences": 2}, ["num_return_sequences=2"]),
+        ({"guidance_scale": 1.5}, ["guidance_scale=1.5"]),
+        ({"bad_words_ids": [[1]]}, ["bad_words_ids=[[1]]"]),
+        ({"forced_eos_token_id": 2}, ["forced_eos_token_id=2"]),
+        ({"penalty_alpha": 0.6}, ["penalty_alpha=0.6"]),
+    ],
+)
+def test_from_hf_refuses_by_name_what_it_cannot_do(fields, words):
+    refused(
+        NotImplementedError, lambda: tsjax.GenerationConfig.from_hf(fields), *words, "transformers"
+    )
+
+
+def test_from_hf_with_changes_is_as_if_the_file_said_so():
+    sampled = tsjax.GenerationConfig.from_hf({"temperature": 0.6, "top_k": None}, do_sample=True)
+    assert sampled == tsjax.GenerationConfig(do_sample=True, temperature=0.6, top_k=50)
+    greedy = tsjax.GenerationConfig.from_hf(
+        {"temperature": 0.0, "do_sample": True}, do_sample=False
+    )
+    assert greedy == tsjax.GenerationConfig()
+
+
+def test_from_hf_refuses_bad_sources(tmp_path):
+    path = tmp_path / "generation_config.json"
+    refused(FileNotFoundError, lambda: tsjax.GenerationConfig.from_hf(tmp_path), str(path))
+    path.write_text("{")
+    refused(ValueError, lambda: tsjax.GenerationConfig.from_hf(path), str(path), "not valid JSON")
+    refused(ValueError, lambda: tsjax.GenerationConfig.from_hf({"top_p": 2.0}), "top_p=2.0")
+    refused(
+        TypeError,
+        lambda: tsjax.GenerationConfig.from_hf({}, temprature=1.0),
+        "did you mean 'temperature'?",
+    )

@@ -1,0 +1,680 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loading is exact, placed as declared, and refuses what does not fit; saving is all or nothing."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import hf_fixtures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hf_fixtures import FAMILIES, make
+from jax.sharding import AxisType
+from safetensors.numpy import load_file, save_file
+
+import tsjax.checkpoint
+from tsjax.checkpoint import Model, load, save
+from tsjax.decoding import logits
+from tsjax.huggingface import TABLE, entries, model_config
+from tsjax.sharding import named_sharding
+from tsjax.state import abstract_params
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+
+
+def same(a, b) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def assert_same_trees(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for (path, a), b in zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True):
+        assert same(a, b), jax.tree_util.keystr(path)
+
+
+def check_layer(theirs: dict, ours, cfg, prefix: str) -> None:
+    """Every weight of one layer, moved by hand: [out, in] there, [in, heads, head_dim] here."""
+    D, H = cfg.embed_dim, cfg.head_dim
+    for name, heads in (("q", cfg.num_heads), ("k", cfg.num_kv_heads), ("v", cfg.num_kv_heads)):
+        weight = theirs[f"{prefix}.self_attn.{name}_proj.weight"]
+        for n in range(heads):
+            assert same(getattr(ours, name)[:, n, :], weight[n * H : (n + 1) * H, :].T)
+        if cfg.qkv_bias:
+            bias = theirs[f"{prefix}.self_attn.{name}_proj.bias"]
+            assert same(getattr(ours, f"{name}_bias"), bias.reshape(heads, H))
+    weight = theirs[f"{prefix}.self_attn.o_proj.weight"]
+    for n in range(cfg.num_heads):
+        assert same(ours.o[n], weight[:, n * H : (n + 1) * H].T)
+    for name in ("gate", "up", "down"):
+        assert same(getattr(ours, name), theirs[f"{prefix}.mlp.{name}_proj.weight"].T)
+        if cfg.mlp_bias:
+            bias = theirs[f"{prefix}.mlp.{name}_proj.bias"]
+            assert same(getattr(ours, f"{name}_bias"), bias)
+    if cfg.out_bias:
+        assert same(ours.o_bias, theirs[f"{prefix}.self_attn.o_proj.bias"])
+    if cfg.qk_norm:
+        assert same(ours.q_norm, theirs[f"{prefix}.self_attn.q_norm.weight"])
+        assert same(ours.k_norm, theirs[f"{prefix}.self_attn.k_norm.weight"])
+    assert same(ours.attn_norm, theirs[f"{prefix}.input_layernorm.weight"])
+    assert same(ours.mlp_norm, theirs[f"{prefix}.post_attention_layernorm.weight"])
+    assert ours.attn_norm.shape == (D,)
+
+
+def check_model(theirs: dict, model: Model) -> None:
+    weights, cfg = model.params.model, model.cfg
+    assert same(weights.embed, theirs["model.embed_tokens.weight"])
+    assert same(weights.final_norm, theirs["model.norm.weight"])
+    if cfg.tie_embeddings:
+        assert weights.unembed is None
+    else:
+        assert same(weights.unembed, theirs["lm_head.weight"].T)
+    for index, layer in enumerate(weights.layers):
+        check_layer(theirs, layer, cfg, f"model.layers.{index}")
+    for index, head in enumerate(model.params.heads):
+        prefix = f"model.medusa_layers.{index}"
+        assert same(head.linear, theirs[f"{prefix}.linear.weight"].T)
+        assert same(head.norm_in, theirs[f"{prefix}.input_layernorm.weight"])
+        assert same(head.norm_out, theirs[f"{prefix}.post_layernorm.weight"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_tensor_arrives_bit_by_bit(family, shards, tmp_path):
+    make(tmp_path, family, shards=shards)
+    model = load(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    check_model(hf_fixtures.tensors(raw), model)
+    assert model.cfg == model_config(raw)
+    assert model.stop_ids == (2,)
+    assert model.num_params == sum(a.size for a in hf_fixtures.tensors(raw).values())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", BIASED), ("qwen3", {"attention_bias": True})]
+)
+def test_biases_arrive(family, changes, tmp_path):
+    make(tmp_path, family, **changes)
+    check_model(load_file(tmp_path / "model.safetensors"), load(tmp_path))
+
+
+def test_a_tensor_larger_than_a_block_arrives(tmp_path, monkeypatch):
+    monkeypatch.setattr("tsjax.weight_files._BLOCK_BYTES", 300)  # two rows, and a rest
+    make(tmp_path, vocab_size=49)
+    check_model(load_file(tmp_path / "model.safetensors"), load(tmp_path))
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_types_are_converted_as_numpy_does(stored, wanted, tmp_path):
+    raw = hf_fixtures.config(torch_dtype=stored)
+    content = {k: v.astype(jnp.dtype(stored)) for k, v in hf_fixtures.tensors(raw).items()}
+    model = load(hf_fixtures.write(tmp_path, raw, content), dtype=wanted)
+    check_model({k: v.astype(jnp.dtype(wanted)) for k, v in content.items()}, model)
+    assert model.cfg.dtype == wanted
+    if stored == wanted:
+        assert_same_trees(load(tmp_path), model)
+
+
+def test_every_row_of_the_table_is_used():
+    biased = model_config(hf_fixtures.config(**BIASED, medusa_heads=1))
+    normed = model_config(hf_fixtures.config("qwen3"))
+    paths = {re.sub(r"\.\d+\.", ".{i}.", e.path) for c in (biased, normed) for e in entries(c)}
+    keys = {re.sub(r"\.\d+\.", ".{i}.", e.key) for c in (biased, normed) for e in entries(c)}
+    assert paths == {path for _, path, _ in TABLE}
+    assert keys == {key for key, _, _ in TABLE}
+
+
+def test_old_rotary_buffers_and_a_tied_lm_head_are_ignored(tmp_path):
+    raw = hf_fixtures.config("qwen2")
+    content = hf_fixtures.tensors(raw)
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32),
+        "lm_head.weight": content["model.embed_tokens.weight"].copy(),
+    }
+    check_model(content, load(hf_fixtures.write(tmp_path, raw, {**content, **extra})))
+
+
+def test_heads_in_the_checkpoint_are_found(tmp_path):
+    make(tmp_path, heads=3)
+    model = load(tmp_path)
+    assert model.cfg.num_draft_heads == 3 and len(model.params.heads) == 3
+    check_model(load_file(tmp_path / "model.safetensors"), model)
+
+
+@pytest.mark.parametrize("prefix", ["model.medusa_layers", "medusa_layers"])
+@pytest.mark.parametrize("base_heads", [0, 1])
+@pytest.mark.parametrize("as_file", [True, False])
+def test_heads_are_attached(prefix, base_heads, as_file, tmp_path):
+    base = make(tmp_path / "base", heads=base_heads)
+    raw = hf_fixtures.config()
+    heads = {k: v for k, v in hf_fixtures.tensors(raw, 7, heads=2).items() if "medusa" in k}
+    (tmp_path / "adapter").mkdir()
+    file = tmp_path / "adapter" / "anything.safetensors"
+    save_file({k.replace("model.medusa_layers", prefix): v for k, v in heads.items()}, file)
+    model = load(base, heads=file if as_file else file.parent)
+    assert model.cfg.num_draft_heads == 2
+    check_model({**load_file(base / "model.safetensors"), **heads}, model)
+
+    save(load(base), tmp_path / "saved")
+    assert_same_trees(load(tmp_path / "saved", heads=file).params, model.params)
+
+
+def test_heads_are_taken_from_a_whole_checkpoint(tmp_path):
+    base, other = make(tmp_path / "base"), make(tmp_path / "other", heads=2)
+    model = load(base, heads=other)
+    check_model(load_file(other / "model.safetensors"), model)
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+def change_tensors(folder, change):
+    content = load_file(folder / "model.safetensors")
+    change(content)
+    save_file(content, folder / "model.safetensors")
+
+
+def test_missing_unused_and_misshapen_tensors_are_all_listed(tmp_path):
+    def change(content):
+        del content["model.norm.weight"], content["model.layers.1.mlp.up_proj.weight"]
+        content["model.layers.2.mlp.up_proj.weight"] = np.zeros((40, 32), np.float32)
+        content["model.extra"] = np.zeros(3, np.float32)
+        content["lm_head.weight"] = np.zeros((32, 48), np.float32)
+        content["model.embed_tokens.weight"] = np.zeros((48, 32), np.int8)
+
+    change_tensors(make(tmp_path), change)
+    with pytest.raises(ValueError) as error:
+        load(tmp_path)
+    message = str(error.value)
+    file = str(tmp_path / "model.safetensors")
+    for line in (
+        f"missing in {file}: model.norm.weight",
+        f"missing in {file}: model.layers.1.mlp.up_proj.weight",
+        f"not part of this model: model.layers.2.mlp.up_proj.weight in {file}",
+        f"not part of this model: model.extra in {file}",
+        f"lm_head.weight in {file} has shape [32, 48]; the config asks for [48, 32]",
+        f"model.embed_tokens.weight in {file} has type I8",
+    ):
+        assert line in message
+    assert len(message.splitlines()) == 7
+
+
+def test_heads_announced_and_missing(tmp_path):
+    make(tmp_path, medusa_heads=1)
+    with pytest.raises(ValueError, match="missing in .*model.medusa_layers.0.linear.weight"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("model.medusa_layers.0.linear.weight"), "missing in .*0.linear.weight"),
+        (lambda c: c.update({"medusa_layers.0.x": np.zeros(2)}), "not part of .*medusa_layers.0.x"),
+    ],
+)
+def test_damaged_heads_are_refused(change, message, tmp_path):
+    base, adapter = make(tmp_path / "base"), make(tmp_path / "heads", heads=1)
+    change_tensors(adapter, change)
+    with pytest.raises(ValueError, match=message):
+        load(base, heads=adapter)
+
+
+def test_heads_without_heads_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="heads=.* holds no model.medusa_layers"):
+        load(make(tmp_path), heads=tmp_path)
+
+
+def test_heads_of_another_size_are_refused(tmp_path):
+    base = make(tmp_path / "base")
+    other = make(tmp_path / "other", heads=1, hidden_size=16)
+    with pytest.raises(ValueError, match=r"\[16, 16\]; the config asks for \[32, 32\]"):
+        load(base, heads=other)
+
+
+@pytest.mark.parametrize("keep", [4, 100, -10])
+def test_truncated_safetensors(keep, tmp_path):
+    file = make(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(ValueError, match="model.safetensors.* is truncated or corrupt"):
+        load(tmp_path)
+
+
+def test_corrupt_header_and_every_bad_shard_is_named(tmp_path):
+    make(tmp_path, shards=3)
+    for number in (1, 3):
+        file = tmp_path / f"model-0000{number}-of-00003.safetensors"
+        content = bytearray(file.read_bytes())
+        content[8:40] = b"?" * 32
+        file.write_bytes(content)
+    with pytest.raises(ValueError, match="(?s)00001-of.*corrupt.*00003-of.*corrupt"):
+        load(tmp_path)
+
+
+def test_missing_shards_are_listed(tmp_path):
+    make(tmp_path, shards=3)
+    for number in (1, 2):
+        (tmp_path / f"model-0000{number}-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="index.json.*00001-of-00003.*00002-of-00003"):
+        load(tmp_path)
+
+
+def change_index(folder, change):
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    change(content)
+    index.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("weight_map"), "no weight_map"),
+        (
+            lambda c: c["weight_map"].update({"x": "model-00001-of-00002.safetensors"}),
+            "puts x in model-00001.*does not hold it",
+        ),
+        (lambda c: c["weight_map"].update({"x": "../x.safetensors"}), "outside its folder"),
+    ],
+)
+def test_a_wrong_index_is_refused(change, message, tmp_path):
+    make(tmp_path, shards=2)
+    change_index(tmp_path, change)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    make(tmp_path, shards=2)
+    first, second = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    content = load_file(first)
+    save_file({**load_file(second), **dict([content.popitem()])}, second)
+    with pytest.raises(ValueError, match="holds .* again"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "config.json' is not valid JSON"),
+        ("config.json", "[]", "config.json' must hold a JSON object"),
+        ("config.json", None, "neither a config.json .* nor a tsjax.json"),
+        ("model.safetensors", None, "has no model.safetensors.* it has config.json"),
+    ],
+)
+def test_broken_folders(file, content, message, tmp_path):
+    make(tmp_path)
+    if content is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        load(tmp_path)
+
+
+def test_a_file_is_not_a_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="a checkpoint is a folder, this is a file"):
+        load(make(tmp_path) / "model.safetensors")
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_nan_weights_warn_and_load(value, tmp_path):
+    make(tmp_path)
+    change_tensors(tmp_path, lambda c: c["model.norm.weight"].__setitem__(3, value))
+    with pytest.warns(UserWarning, match="model.norm.weight in .* has NaN or infinite values"):
+        model = load(tmp_path)
+    check_model(load_file(tmp_path / "model.safetensors"), model)
+
+
+def test_overflow_in_the_conversion_warns(tmp_path):
+    make(tmp_path)
+    change_tensors(tmp_path, lambda c: c["model.norm.weight"].__setitem__(3, 1e6))
+    with pytest.warns(UserWarning, match="model.norm.weight .* infinite values as float16"):
+        load(tmp_path, dtype="float16")
+
+
+def test_config_without_dtype_takes_that_of_the_tensors(tmp_path):
+    raw = hf_fixtures.config(torch_dtype=...)
+    content = {k: v.astype(jnp.bfloat16) for k, v in hf_fixtures.tensors(raw).items()}
+    assert load(hf_fixtures.write(tmp_path, raw, content)).cfg.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp16", "bf16"])
+def test_unknown_types_are_refused(dtype, tmp_path):
+    with pytest.raises(ValueError, match=f"dtype='{dtype}' is not valid: one of float32"):
+        load(make(tmp_path), dtype=dtype)
+
+
+def test_float64_needs_x64(tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match="dtype='float64' .* JAX_ENABLE_X64"):
+        load(tmp_path, dtype="float64")
+    with jax.enable_x64(True):
+        model = load(tmp_path, dtype="float64")
+        assert model.params.model.embed.dtype == np.float64
+        save(model, tmp_path / "saved")
+        with pytest.raises(ValueError, match="not read as float64: .* jax.config.update"):
+            load(tmp_path / "saved")
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert_same_trees(load(tmp_path / "saved").params, model.params)
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    with pytest.raises(ValueError, match="dtype='float64' .* JAX_ENABLE_X64"):
+        load(tmp_path / "saved")
+    assert load(tmp_path / "saved", dtype="float32").cfg.dtype == "float32"
+
+
+def test_pickled_weights_need_permission(tmp_path):
+    make(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="pytorch_model.bin.*allow_pickle=True"):
+        load(tmp_path)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_pickled_weights(dtype, zipped, tmp_path):
+    torch = pytest.importorskip("torch")
+    expected = load(make(tmp_path), dtype=dtype)
+    content = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "pytorch_model.bin"
+    tensors = {k: torch.from_numpy(v).to(getattr(torch, dtype)) for k, v in content.items()}
+    torch.save(tensors, file, _use_new_zipfile_serialization=zipped)
+    model = load(tmp_path, dtype=dtype, allow_pickle=True)
+    assert_same_trees(model.params, expected.params)
+
+
+@pytest.mark.parity
+def test_pickles_of_other_things_are_refused(tmp_path):
+    torch = pytest.importorskip("torch")
+    make(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({"a": os.getcwd}, file)
+    with pytest.raises(ValueError, match="corrupt or holds more than tensors"):
+        load(tmp_path, allow_pickle=True)
+    torch.save({"epoch": 3}, file)
+    with pytest.raises(ValueError, match="holds more than tensors: epoch"):
+        load(tmp_path, allow_pickle=True)
+    file.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="corrupt"):
+        load(tmp_path, allow_pickle=True)
+
+
+# --- meshes ----------------------------------------------------------------------------------
+
+
+def mesh_of(shape, names):
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_weights_are_placed_on_the_mesh_as_declared(family, tmp_path):
+    mesh = mesh_of((2, 2), ("data", "model"))
+    plain = load(make(tmp_path / "hf", family, heads=1))
+    save(plain, tmp_path / "ts")
+    declared = jax.tree.leaves(abstract_params(plain.cfg, mesh))
+    for folder in ("hf", "ts"):
+        model = load(tmp_path / folder, mesh=mesh)
+        assert_same_trees(model.params, plain.params)
+        for leaf, wanted in zip(jax.tree.leaves(model.params), declared, strict=True):
+            assert leaf.sharding == wanted.sharding
+        q = model.params.model.layers[0].q
+        assert {shard.data.shape for shard in q.addressable_shards} == {(32, 2, 8)}
+    # What was saved from a mesh is the same on one device.
+    save(load(tmp_path / "hf", mesh=mesh), tmp_path / "again")
+    assert_same_trees(load(tmp_path / "again").params, plain.params)
+
+
+def test_a_mesh_with_an_unknown_axis_is_refused(tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match="mesh axes"):
+        load(tmp_path, mesh=mesh_of((4,), ("x",)))
+
+
+def test_a_single_device_array_is_owned(tmp_path):
+    # The array may share memory with what was read, never with the mapped file.
+    model = load(make(tmp_path))
+    before = np.array(model.params.model.embed)
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.seek(0, os.SEEK_END)
+        size = file.tell()
+        file.seek(0)
+        file.write(b"\0" * size)
+    assert same(model.params.model.embed, before)
+
+
+# --- the tsjax format ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_and_loaded_is_the_same(family, dtype, tmp_path):
+    model = load(make(tmp_path / "hf", family, heads=1), dtype=dtype)
+    save(model, tmp_path / "ts")
+    again = load(tmp_path / "ts")
+    assert_same_trees(again.params, model.params)
+    assert (again.cfg, again.stop_ids) == (model.cfg, model.stop_ids)
+    assert again.path == str(tmp_path / "ts")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_saved_float32_loads_as_another_type(dtype, tmp_path):
+    model = load(make(tmp_path / "hf"))
+    save(model, tmp_path / "ts")
+    again = load(tmp_path / "ts", dtype=dtype)
+    expected = jax.tree.map(lambda a: np.asarray(a).astype(jnp.dtype(dtype)), model.params)
+    assert_same_trees(again.params, expected)
+    assert again.cfg == dataclasses.replace(model.cfg, dtype=dtype)
+
+
+def test_companions_are_copied_and_the_tokenizer_found(tmp_path):
+    from test_tokenizer import TOKENIZERS
+
+    make(tmp_path / "hf")
+    TOKENIZERS["byte_level"].save_pretrained(tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    (tmp_path / "hf" / "notes.txt").write_text("not copied")
+    save(load(tmp_path / "hf"), tmp_path / "ts")
+    model = load(tmp_path / "ts")
+    assert model.stop_ids == (4, 5)
+    assert model.tokenizer.encode("Hello") == TOKENIZERS["byte_level"].encode("Hello")
+    assert not (tmp_path / "ts" / "notes.txt").exists()
+
+
+def test_a_model_without_tokenizer_says_so(tmp_path):
+    model = load(make(tmp_path))
+    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded"):
+        _ = model.tokenizer
+    with pytest.raises(ValueError, match="has no path"):
+        _ = dataclasses.replace(model, path=None).tokenizer
+
+
+def test_a_model_is_a_pytree_of_its_parameters(tmp_path):
+    model = load(make(tmp_path))
+    assert len(jax.tree.leaves(model)) == len(entries(model.cfg))
+    doubled = jax.jit(lambda m: jax.tree.map(lambda a: 2 * a, m))(model)
+    assert doubled.cfg == model.cfg
+    assert same(doubled.params.model.embed, 2 * np.asarray(model.params.model.embed))
+
+
+def test_an_existing_folder_is_not_overwritten_unasked(tmp_path):
+    model = load(make(tmp_path / "hf"))
+    save(model, tmp_path / "ts")
+    with pytest.raises(FileExistsError, match="exists; choose another place"):
+        save(model, tmp_path / "ts")
+    other = dataclasses.replace(model, stop_ids=(9,))
+    save(other, tmp_path / "ts", overwrite=True)
+    assert load(tmp_path / "ts").stop_ids == (9,)
+    assert sorted(os.listdir(tmp_path)) == ["hf", "ts"]
+
+
+def test_only_checkpoints_are_overwritten(tmp_path):
+    model = load(make(tmp_path / "hf"))
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("")
+    for path in (tmp_path / "precious", tmp_path / "precious" / "thesis.txt"):
+        with pytest.raises(FileExistsError, match="is not a checkpoint folder"):
+            save(model, path, overwrite=True)
+    assert (tmp_path / "precious" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failed_save_leaves_what_was_there(existing, tmp_path, monkeypatch):
+    model = load(make(tmp_path / "hf"))
+    if existing:
+        save(model, tmp_path / "ts")
+
+    def fail(*_):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(tsjax.checkpoint, "copy_companions", fail)
+    with pytest.raises(OSError, match="no space"):
+        save(dataclasses.replace(model, stop_ids=(9,)), tmp_path / "ts", overwrite=True)
+    assert sorted(os.listdir(tmp_path)) == (["hf", "ts"] if existing else ["hf"])
+    if existing:
+        assert load(tmp_path / "ts").stop_ids == (2,)
+
+
+def test_a_killed_save_leaves_nothing_at_the_destination(tmp_path):
+    make(tmp_path / "hf")
+    code = (
+        "import os, signal, sys, tsjax.checkpoint as c\n"
+        "c.copy_companions = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "c.save(c.load(sys.argv[1]), sys.argv[2])\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "ts")]
+    assert subprocess.run(command, capture_output=True).returncode == -9
+    assert not (tmp_path / "ts").exists()
+
+
+def test_params_that_do_not_fit_the_config_are_not_saved(tmp_path):
+    model = load(make(tmp_path / "hf"))
+    wrong = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, vocab_size=50))
+    with pytest.raises(ValueError, match=r"model.embed has shape \[48, 32\]; .* \[50, 32\]"):
+        save(wrong, tmp_path / "ts")
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save(load(make(tmp_path / "hf")), tmp_path / "ts")
+    return tmp_path / "ts"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(format_version=99), "format_version=99; this tsjax reads 1"),
+        (lambda d: d.pop("format_version"), "format_version=None"),
+        (lambda d: d.pop("model"), "is damaged: KeyError"),
+        (lambda d: d.update(model=[]), "is damaged"),
+        (lambda d: d["model"].update(colour="red"), "is damaged: .*unknown .*colour"),
+        (lambda d: d["model"].pop("vocab_size"), "is damaged: .*vocab_size"),
+        (lambda d: d["model"].update(vocab_size=-1), "is damaged: .*vocab_size=-1"),
+        (lambda d: d["model"]["rope"].update(kind="x"), "is damaged: .*rope kind='x'"),
+        (lambda d: d.update(stop_ids=3), "is damaged"),
+    ],
+)
+def test_a_damaged_description_is_refused(change, message, saved):
+    description = json.loads((saved / "tsjax.json").read_text())
+    change(description)
+    (saved / "tsjax.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError, match=f"tsjax.json.*{message}"):
+        load(saved)
+
+
+def test_a_truncated_description_is_refused(saved):
+    (saved / "tsjax.json").write_text((saved / "tsjax.json").read_text()[:-5])
+    with pytest.raises(ValueError, match="tsjax.json' is not valid JSON"):
+        load(saved)
+
+
+def test_arrays_that_do_not_fit_the_description_are_listed(saved):
+    description = json.loads((saved / "tsjax.json").read_text())
+    description["model"].update(num_layers=1, tie_embeddings=True, vocab_size=50, mlp_bias=True)
+    (saved / "tsjax.json").write_text(json.dumps(description))
+    with pytest.raises(ValueError) as error:
+        load(saved)
+    for line in (
+        "does not fit the config",
+        "missing: model.layers.0.up_bias",
+        "not part of this model: model.layers.1.q\n",
+        "not part of this model: model.unembed",
+        "model.embed has shape [48, 32]; the config asks for [50, 32]",
+    ):
+        assert line in str(error.value)
+
+
+def test_missing_or_damaged_arrays_are_refused(saved):
+    shutil.move(saved / "params", saved / "elsewhere")
+    with pytest.raises(ValueError, match="params' is missing or damaged"):
+        load(saved)
+    shutil.move(saved / "elsewhere", saved / "params")
+    for folder, _, files in os.walk(saved / "params"):
+        for name in files:
+            if os.path.getsize(os.path.join(folder, name)) > 20_000:  # the arrays' bytes
+                with open(os.path.join(folder, name), "r+b") as file:
+                    file.truncate(100)
+    with pytest.raises(ValueError, match="params' is damaged"):
+        load(saved)
+
+
+# --- the same numbers as transformers --------------------------------------------------------
+
+
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 8.0,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"rope_scaling": LLAMA3}),
+        ("llama", {**BIASED, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": 16}),
+        ("qwen2", {"rope_scaling": YARN}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3", {"tie_word_embeddings": True}),
+        ("mistral", {"rope_scaling": {**YARN, "truncate": False}}),
+    ],
+)
+def test_logits_are_those_of_transformers(family, changes, tmp_path):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    make(tmp_path, family, **changes)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    tokens = np.random.default_rng(1).integers(0, 48, (2, 100), np.int32)
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens).long()).logits.numpy()
+    model = load(tmp_path)
+    actual = logits(model.params, jnp.asarray(tokens), cfg=model.cfg)
+    np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_named_sharding_of_an_odd_size_is_replicated():
+    # What loading relies on: sizes the mesh does not divide are replicated, not refused.
+    mesh = mesh_of((1, 4), ("data", "model"))
+    assert named_sharding((7, 8), ("vocab", "embed"), mesh).is_fully_replicated

@@ -1,0 +1,311 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pure functions: prefill, decode_step, decode, forward, and what their programs cost.
+
+Nothing here goes through `generate`, except to compare with it.
+"""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import VOCAB, chain, chain_model, compilations, oracle_logits, tiny_model
+
+import tsjax
+from tsjax.cache import cache_bytes
+from tsjax.decoding import programs
+from tsjax.state import EOS, LENGTH
+
+CAPACITY = 64
+PROMPTS = [[1, 2, 3, 4, 5], [9, 8]]
+
+
+@pytest.fixture(scope="module")
+def model() -> tsjax.Model:
+    return tiny_model()
+
+
+def fresh_state(model, prompts=PROMPTS, *, capacity=CAPACITY, max_new_tokens=12, **settings):
+    """init_state for ragged prompts, as a JAX program would call it."""
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    tokens = np.zeros((len(prompts), lengths.max()), np.int32)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    config = tsjax.GenerationConfig(max_new_tokens=max_new_tokens, **settings)
+    stop_ids = config.eos_token_id or ()
+    return tsjax.init_state(
+        tokens,
+        lengths,
+        cfg=tsjax.DecodeConfig(model=model.cfg),
+        capacity=capacity,
+        max_length=lengths + max_new_tokens,
+        sampling=tsjax.sampling_values(config, stop_ids, model.cfg.vocab_size, model.cfg.dtype),
+        row_key=tsjax.row_keys([config.seed] * len(prompts), [0] * len(prompts)),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "width"))
+def prefill(params, state, *, cfg, width=8):
+    return tsjax.prefill(params, state, width=width, cfg=cfg)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def decode(params, state, num_steps, *, cfg):
+    return tsjax.decode(params, state, num_steps, cfg=cfg)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def decode_step(params, state, *, cfg):
+    return tsjax.decode_step(params, state, cfg=cfg)
+
+
+def run(model, state, num_steps):
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    return decode(model.params, prefill(model.params, state, cfg=cfg), num_steps, cfg=cfg)
+
+
+def new_tokens(state) -> list[list[int]]:
+    tokens, length, start = map(np.asarray, (state.tokens, state.length, state.prompt_length))
+    return [row[a:b].tolist() for row, a, b in zip(tokens, start, length, strict=True)]
+
+
+def row(state, index: int):
+    """The part of a row that has a meaning: its buffers, cut at their lengths."""
+    length, cached = int(state.length[index]), int(state.kv.length[index])
+    return {
+        "tokens": np.asarray(state.tokens)[index, :length],
+        "k": [np.asarray(k)[index, :, :cached] for k in state.kv.k],
+        "v": [np.asarray(v)[index, :, :cached] for v in state.kv.v],
+        "last_seen": np.asarray(state.last_seen)[index],
+        "finish": int(state.finish[index]),
+        "steps": int(state.stats.steps[index]),
+    }
+
+
+def specified(state):
+    return [row(state, index) for index in range(state.tokens.shape[0])]
+
+
+# --- forward -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_embeddings": True, "num_kv_heads": 1}])
+def test_forward_is_the_written_out_transformer(changes, rng):
+    model = tiny_model(**changes)
+    tokens = rng.integers(0, VOCAB, (2, 37))
+    expected = np.stack([oracle_logits(model, ids) for ids in tokens])
+    np.testing.assert_allclose(tsjax.forward(model, tokens), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize(("length", "width"), [(1, 8), (21, 8), (21, 1)])
+def test_forward_does_not_depend_on_the_width_of_its_passes(model, length, width, rng):
+    tokens = rng.integers(0, VOCAB, (1, length))
+    parts = programs("cpu", "float32").logits(model.params, tokens, cfg=model.cfg, width=width)
+    np.testing.assert_allclose(parts[0], oracle_logits(model, tokens[0]), atol=2e-4)
+
+
+def test_forward_can_be_traced_with_the_model_as_argument(model, rng):
+    tokens = rng.integers(0, VOCAB, (2, 9))
+    traced = jax.jit(tsjax.forward)(model, tokens)
+    np.testing.assert_allclose(traced, tsjax.forward(model, tokens), atol=2e-5)
+
+
+def test_forward_takes_lists_and_refuses_other_shapes(model):
+    expected = tsjax.forward(model, np.asarray([[1, 2, 3]]))
+    with compilations() as compiled:
+        np.testing.assert_array_equal(tsjax.forward(model, [[1, 2, 3]]), expected)
+    assert "jit(logits)" not in compiled
+    for bad in ([1, 2, 3], [[0.5]], [[]]):
+        with pytest.raises(ValueError, match=r"tokens of shape .* is not valid: \[B, T\]"):
+            tsjax.forward(model, bad)
+
+
+def test_forward_agrees_with_prefill_and_decode(model):
+    """The greedy tokens of a run are the argmax of forward at every position of the result."""
+    state = run(model, fresh_state(model), 12)
+    best = np.argmax(tsjax.forward(model, state.tokens), axis=-1)
+    for row, prompt, expected in zip(best, PROMPTS, new_tokens(state), strict=True):
+        assert row[len(prompt) - 1 :][:12].tolist() == expected
+
+
+# --- composition -------------------------------------------------------------------------------
+
+
+def test_composed_in_the_users_own_jit_gives_the_tokens_of_generate(model):
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    tokens, lengths = np.asarray([[1, 2, 3, 4, 5], [9, 8, 0, 0, 0]]), np.asarray([5, 2])
+
+    @jax.jit
+    def my_program(params, tokens, lengths):
+        state = tsjax.init_state(
+            tokens, lengths, cfg=cfg, capacity=CAPACITY, max_length=lengths + 12
+        )
+        state = tsjax.prefill(params, state, width=4, cfg=cfg)
+        step = functools.partial(tsjax.decode_step, params, cfg=cfg)
+        return jax.lax.fori_loop(0, 15, lambda _, state: step(state), state)
+
+    expected = tsjax.generate(model, PROMPTS, max_new_tokens=12)
+    state = my_program(model.params, tokens, lengths)
+    assert new_tokens(state) == [row.tolist() for row in expected.tokens]
+
+
+def test_decode_is_decode_step_repeated(model):
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    start = prefill(model.params, fresh_state(model, do_sample=True, seed=4), cfg=cfg)
+    state = start
+    for _ in range(5):
+        state = decode_step(model.params, state, cfg=cfg)
+    looped = decode(model.params, start, 5, cfg=cfg)
+    chex.assert_trees_all_close(specified(state), specified(looped), atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [1, 3, 64])
+def test_prefill_width_changes_nothing(model, width):
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    expected = specified(prefill(model.params, fresh_state(model), cfg=cfg))
+    actual = specified(prefill(model.params, fresh_state(model), cfg=cfg, width=width))
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+
+
+def test_init_state_refuses_a_capacity_below_the_prompt(model):
+    with pytest.raises(ValueError, match="capacity=4 is not valid: at least the 5"):
+        fresh_state(model, capacity=4)
+
+
+# --- the end of rows ---------------------------------------------------------------------------
+
+
+def test_rows_end_on_their_own_and_then_do_not_change():
+    """Row 0 stops by its stop token, row 1 by its length, row 2 goes on."""
+    model = chain_model({**chain(1, 2, 3, 4), 5: 6, 6: 5})
+    state = fresh_state(model, [[1], [5], [5, 6]], max_new_tokens=6, eos_token_id=(4,))
+    state = state.replace(max_length=jnp.asarray([7, 4, 50]))
+    early = run(model, state, 3)
+    assert np.asarray(early.finish).tolist() == [EOS, LENGTH, 0]
+    late = run(model, state, 23)
+    assert new_tokens(late)[:2] == [[2, 3, 4], [6, 5, 6]]
+    assert np.asarray(late.stats.steps).tolist() == [3, 3, 23]
+    for index in (0, 1):
+        chex.assert_trees_all_equal(row(late, index), row(early, index))
+
+
+def test_decode_returns_when_every_row_has_ended(model):
+    state = run(model, fresh_state(model, max_new_tokens=3), 10**6)
+    assert np.asarray(state.stats.steps).tolist() == [3, 3]
+    again = decode(model.params, state, 10, cfg=tsjax.DecodeConfig(model=model.cfg))
+    chex.assert_trees_all_equal(specified(again), specified(state))
+
+
+def test_a_prefill_chunk_that_would_leave_the_buffers_begins_earlier(model):
+    """19 tokens in passes of 16 with a capacity of 24: the second pass has to overlap the first."""
+    prompt = [[(7 * i) % VOCAB for i in range(19)]]
+    tight = run(model, fresh_state(model, prompt, capacity=24, max_new_tokens=5), 5)
+    roomy = run(model, fresh_state(model, prompt, capacity=64, max_new_tokens=5), 5)
+    assert tight.tokens[0, :24].tolist() == roomy.tokens[0, :24].tolist()
+    with pytest.raises(ValueError, match="width=32 is not valid: at most the capacity 24"):
+        state = fresh_state(model, prompt, capacity=24, max_new_tokens=5)
+        prefill(model.params, state, cfg=tsjax.DecodeConfig(model=model.cfg), width=32)
+
+
+def test_a_donated_state_leaves_its_callers_arrays_alone(model):
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    values = tsjax.sampling_values(tsjax.GenerationConfig(), (), VOCAB, "float32")
+    mine = (jnp.array([2]), jnp.array([9]), tsjax.row_keys([0], [0]), values)
+    state = tsjax.init_state(
+        jnp.array([[1, 2]]), mine[0], cfg=cfg, capacity=16, max_length=mine[1], row_key=mine[2],
+        sampling=mine[3],
+    )  # fmt: skip
+    jax.block_until_ready(programs("cpu", "float32").decode(model.params, state, 2, cfg=cfg))
+    assert not any(array.is_deleted() for array in jax.tree.leaves(mine))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        ([1, 2], [2], r"tokens of shape \(2,\)"),
+        ([[1.0]], [1], "float32 is not valid"),
+        ([[1], [2]], [1], r"prompt_length of shape \(1,\).*2 rows"),
+        ([[1] * 20], [20], "capacity=16"),
+    ],
+)
+def test_init_state_refuses(model, tokens, lengths, message):
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    with pytest.raises(ValueError, match=message):
+        tsjax.init_state(jnp.array(tokens), lengths, cfg=cfg, capacity=16, max_length=[16])
+
+
+def test_a_row_ends_where_its_buffers_end(model):
+    state = fresh_state(model, [[1, 2, 3]], capacity=16, max_new_tokens=50)
+    state = decode(model.params, state, 50, cfg=tsjax.DecodeConfig(model=model.cfg))
+    assert int(state.length[0]) == 16
+
+
+# --- what lies beyond the length, and what a program costs --------------------------------------
+
+
+@pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
+def test_slots_beyond_the_length_are_never_read(model, garbage):
+    capacity = 1300
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    prompts = [[(7 * i) % VOCAB for i in range(1025)], [1, 2, 3]]
+    state = fresh_state(model, prompts, capacity=capacity, do_sample=True, repetition_penalty=1.3)
+    clean = prefill(model.params, state, cfg=cfg, width=128)
+
+    def poison(buffer):
+        beyond = jnp.arange(capacity) >= clean.kv.length[:, None]
+        return jnp.where(beyond[:, None, :, None], garbage, buffer)
+
+    unknown = jnp.arange(capacity) >= clean.length[:, None]
+    kv = clean.kv.replace(k=tuple(map(poison, clean.kv.k)), v=tuple(map(poison, clean.kv.v)))
+    poisoned = clean.replace(kv=kv, tokens=jnp.where(unknown, VOCAB - 1, clean.tokens))
+    expected = decode(model.params, clean, 12, cfg=cfg)
+    actual = decode(model.params, poisoned, 12, cfg=cfg)
+    chex.assert_trees_all_equal(specified(actual), specified(expected))
+
+
+PROGRAMS = {
+    "decode": lambda run, params, state, cfg: run.decode.lower(params, state, 8, cfg=cfg),
+    "prefill": lambda run, params, state, cfg: run.prefill_chunk.lower(
+        params, state, 0, width=16, cfg=cfg
+    ),
+}
+# What may yield an array of the cache's shape: names for it, and writing into it in place.
+IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice", "fusion"}
+
+
+def compiled(model, program: str, *, batch: int, capacity: int):
+    cfg = tsjax.DecodeConfig(model=model.cfg)
+    state = fresh_state(model, [[1, 2, 3]] * batch, capacity=capacity)
+    run = programs("cpu", model.cfg.dtype)
+    return PROGRAMS[program](run, model.params, state, cfg).compile()
+
+
+@pytest.mark.parametrize(("batch", "dtype"), [(1, "float32"), (3, "float32"), (1, "bfloat16")])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_no_step_copies_the_cache(program, batch, dtype):
+    # A block is a fixed amount of scratch memory; the cache has to be large beside it.
+    model, capacity = tiny_model(dtype=dtype), 65536 if dtype == "float32" else 262144
+    executable = compiled(model, program, batch=batch, capacity=capacity)
+    memory, cache = executable.memory_analysis(), cache_bytes(model.cfg, batch, capacity)
+    assert memory.temp_size_in_bytes <= 0.05 * cache
+    assert memory.alias_size_in_bytes >= cache  # the donated state is written in place
+    shape = rf"{batch},{model.cfg.num_kv_heads},{capacity},{model.cfg.head_dim}"
+    operations = re.findall(rf"= (?:f32|bf16)\[{shape}\]\S* ([a-z-]+)\(", executable.as_text())
+    assert operations and set(operations) <= IN_PLACE
+    # Each fusion of that shape is one of the writes, wrapped.
+    assert operations.count("fusion") <= operations.count("dynamic-update-slice")
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_work_does_not_grow_with_the_capacity(model, program):
+    """Neither the work of a pass through each loop nor a loop's fixed number of passes does."""
+    work = []
+    for capacity in (4096, 65536):
+        executable = compiled(model, program, batch=1, capacity=capacity)
+        cost = executable.cost_analysis()
+        passes = re.findall(r'"known_trip_count":\{"n":"(\d+)"', executable.as_text())
+        work.append((cost["flops"], cost["bytes accessed"], sorted(passes)))
+    assert work[0] == work[1] and min(work[0][:2]) > 0

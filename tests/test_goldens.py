@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax against recorded outputs of transformers: see record_goldens.py. Needs no torch."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+import record_goldens
+from safetensors.numpy import save_file
+
+import tsjax
+from tsjax.sampling import first_last_seen, process, sampling_values, warp
+
+
+def read_golden(name):
+    with np.load(os.path.join(record_goldens.FOLDER, f"{name}.npz")) as archive:
+        return dict(archive)
+
+
+def write_folder(path, raw, weights):
+    """A HuggingFace folder of a config.json and float32 weights."""
+    (path / "config.json").write_text(json.dumps(raw))
+    save_file(weights, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", record_goldens.CASES)
+def test_model(name, tmp_path):
+    golden = read_golden(name)
+    raw = json.loads(golden["config"].item())
+    assert raw == record_goldens.CASES[name]
+    weights = {
+        key.removeprefix("weights/"): value.astype(np.float32)
+        for key, value in golden.items()
+        if key.startswith("weights/")
+    }
+    write_folder(tmp_path, raw, weights)
+    model = tsjax.load(tmp_path)
+
+    logits = tsjax.forward(model, golden["prompt"][None])[0]
+    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-5)
+
+    assert golden["margin"] >= record_goldens.SMALLEST_MARGIN
+    result = tsjax.generate(
+        model,
+        golden["prompt"][: record_goldens.GREEDY_PROMPT],
+        max_new_tokens=record_goldens.GREEDY_TOKENS,
+        eos_token_id=(),
+    )
+    np.testing.assert_array_equal(result.tokens[0], golden["greedy"])
+
+
+def apply_processors(settings, tokens, logits, prompt_length):
+    """What tsjax leaves of logits [B, V] after tokens [B, P]; greedy settings are not warped."""
+    batch, length = tokens.shape
+    config = tsjax.GenerationConfig(max_new_tokens=1000, **settings)
+    values = sampling_values(config, config.eos_token_id or (), logits.shape[-1], logits.dtype)
+    last_seen = first_last_seen(tokens, np.full((batch,), length), logits.shape[-1])
+    positions = np.full((batch, 1), length, np.int32)
+    out = _process(logits[:, None], last_seen, positions, np.full((batch,), prompt_length), values)
+    return np.asarray(_warp(out, values) if config.do_sample else out)[:, 0]
+
+
+_process, _warp = jax.jit(process), jax.jit(warp)
+
+
+@pytest.mark.parametrize("index", range(len(record_goldens.PROCESSORS)))
+def test_processors(index):
+    golden = read_golden("processors")
+    settings = record_goldens.PROCESSORS[index]
+    ours = apply_processors(
+        settings, golden["tokens"], golden["logits"], record_goldens.PROCESSOR_PROMPT
+    )
+    np.testing.assert_allclose(ours, golden["outputs"][index], rtol=1e-6)

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""config.json: what is read, what is refused, and that transformers reads what is written."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from hf_fixtures import FAMILIES, config
+
+from tsjax.config import ModelConfig, RopeConfig
+from tsjax.huggingface import config_to_hf, model_config, read_stop_ids
+from tsjax.layers import rope_frequencies
+from tsjax.weight_files import find_folder
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def test_llama():
+    assert model_config(config()) == ModelConfig(
+        vocab_size=48,
+        embed_dim=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        mlp_dim=40,
+        max_positions=128,
+        norm_eps=1e-5,
+        rope=RopeConfig(theta=500000.0),
+        dtype="float32",
+        family="llama",
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "expected"),
+    [
+        ("llama", {"num_key_value_heads": ...}, {"num_kv_heads": 4}),
+        ("llama", {"num_key_value_heads": None}, {"num_kv_heads": 4}),
+        ("llama", {"head_dim": 16}, {"head_dim": 16}),
+        ("llama", {"head_dim": None}, {"head_dim": 8}),
+        ("llama", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
+        ("llama", {"mlp_bias": True}, {"mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True}, {"tie_embeddings": True}),
+        ("llama", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ("llama", {"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
+        ("llama", {"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
+        ("llama", {"medusa_heads": 3}, {"num_draft_heads": 3}),
+        ("llama", {"architectures": ...}, {}),
+        ("llama", {"layer_types": ["full_attention"] * 2}, {}),
+        ("llama", {"quantization_config": None}, {}),
+        ("qwen2", {}, {"qkv_bias": True, "out_bias": False, "tie_embeddings": True}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, {}),
+        ("qwen3", {}, {"qk_norm": True, "head_dim": 16, "qkv_bias": False}),
+        ("qwen3", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
+        ("mistral", {"sliding_window": 128}, {"qkv_bias": False}),
+        ("mistral", {"sliding_window": ..., "max_position_embeddings": 4096}, {}),
+        ("mistral", {"attention_bias": True}, {"qkv_bias": False}),  # as transformers: no such flag
+    ],
+)
+def test_family_flags(family, changes, expected):
+    cfg = model_config(config(family, **changes))
+    assert {name: getattr(cfg, name) for name in expected} == expected
+
+
+def test_dtype_replaces_the_files():
+    assert model_config(config(), dtype="bfloat16").dtype == "bfloat16"
+    assert model_config(config(torch_dtype=...), dtype="bfloat16").dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": ...}, RopeConfig(theta=10000.0)),
+        ({"rope_theta": 1000000}, RopeConfig(theta=1e6)),
+        ({"rope_scaling": None}, RopeConfig(theta=5e5)),
+        ({"rope_scaling": {"rope_type": "default"}}, RopeConfig(theta=5e5)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, RopeConfig(theta=7.0)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "finetuned": True}},
+            RopeConfig(kind="linear", theta=5e5, factor=2.0),
+        ),
+        (
+            {"rope_scaling": LLAMA3},
+            RopeConfig(kind="llama3", theta=5e5, factor=8.0, original_max_positions=64),
+        ),
+        (
+            {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}},
+            RopeConfig(kind="llama3", theta=5e5, factor=8.0, original_max_positions=128),
+        ),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 16},
+            RopeConfig(kind="llama3", theta=5e5, factor=8.0, original_max_positions=16),
+        ),
+        # rope_scaling comes before rope_parameters, as in transformers.
+        (
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 3.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 5.0},
+            },
+            RopeConfig(kind="linear", theta=5e5, factor=3.0),
+        ),
+    ],
+)
+def test_rope(changes, expected):
+    assert model_config(config(**changes)).rope == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"factor": None}, 0.1 * math.log(4) + 1),  # 128 / 32
+        ({"factor": 1.0}, 1.0),
+        ({"attention_factor": 0.5}, 0.5),
+        ({"attention_factor": None, "mscale": 2.0}, 0.1 * math.log(4) + 1),  # both or neither
+        (
+            {"mscale": 2.0, "mscale_all_dim": 0.5},
+            (0.2 * math.log(4) + 1) / (0.05 * math.log(4) + 1),
+        ),
+    ],
+)
+def test_yarn_attention_factor(changes, expected):
+    rope = model_config(config(rope_scaling={**YARN, **changes})).rope
+    assert rope.attention_factor == pytest.approx(expected, rel=1e-15)
+
+
+def test_yarn_betas_and_truncation():
+    rope = model_config(
+        config(rope_scaling={**YARN, "beta_fast": 16, "beta_slow": 0, "truncate": False})
+    ).rope
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (16.0, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"model_type": "gemma2"}, "'gemma2'.* supported are llama"),
+        ("llama", {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequence"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"layer_types": ["sliding_attention"]}, "layer_types.*sliding_attention"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
+        ("mistral", {"sliding_window": 64}, 'sliding_window=64 .*"sliding_window": null'),
+        ("mistral", {"sliding_window": ..., "max_position_embeddings": 8192}, "window=4096"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope type 'mrope'"),
+        (
+            "llama",
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "per layer type .full_attention",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+            "partial_rotary_factor=0.25",
+        ),
+        ("llama", {"rope_scaling": {**YARN, "attn_factor": 1.0}}, "attn_factor=1.0"),
+        ("llama", {"rope_scaling": {**LLAMA3, "rope_type": "linear"}}, "low_freq_factor=1.0"),
+    ],
+)
+def test_unsupported_is_refused_by_name(family, changes, message):
+    with pytest.raises(NotImplementedError, match=message):
+        model_config(config(family, **changes))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"model_type": ...}, "lacks model_type"),
+        (
+            "llama",
+            {"hidden_size": ..., "rms_norm_eps": None, "torch_dtype": ...},
+            "lacks hidden_size, rms_norm_eps, dtype",
+        ),
+        ("qwen2", {"num_key_value_heads": ...}, "lacks num_key_value_heads"),
+        ("mistral", {"num_key_value_heads": None}, "lacks num_key_value_heads"),
+        ("qwen3", {"head_dim": ...}, "lacks head_dim"),
+        ("llama", {"hidden_size": "32"}, "hidden_size='32'"),
+        ("llama", {"hidden_size": 33}, "hidden_size=33 .* multiple of the 4 heads"),
+        ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
+        ("llama", {"head_dim": 7}, "head_dim=7"),
+        ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
+        ("llama", {"attention_bias": "false"}, "attention_bias='false'"),
+        ("llama", {"torch_dtype": "int8"}, "dtype='int8'"),
+        ("llama", {"rope_theta": None}, "rope_theta=None"),
+        ("llama", {"rope_scaling": ["linear"]}, "rope_scaling="),
+        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "'linear' .* lacks factor"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "'yarn' .* lacks factor"),
+        ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor"),
+        ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, "rope factor=None"),
+        ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor=0.5"),
+    ],
+)
+def test_wrong_values_are_refused(family, changes, message):
+    with pytest.raises(ValueError, match=message):
+        model_config(config(family, **changes))
+
+
+ROUND_TRIPS = [
+    ("llama", {}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
+    ("llama", {"rope_scaling": LLAMA3, "torch_dtype": "bfloat16", "medusa_heads": 3}),
+    ("llama", {"rope_scaling": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}}),
+    ("qwen2", {"rope_scaling": {**YARN, "factor": None, "truncate": False}}),
+    ("qwen3", {"rope_scaling": {**YARN, "beta_fast": 16.0, "attention_factor": 0.3}}),
+    ("qwen3", {"attention_bias": True}),
+    ("mistral", {"sliding_window": 500, "rope_theta": 1e6}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), ROUND_TRIPS)
+def test_written_config_is_read_back(family, changes):
+    cfg = model_config(config(family, **changes))
+    assert model_config(json.loads(json.dumps(config_to_hf(cfg)))) == cfg
+
+
+@pytest.mark.parametrize(("family", "changes"), ROUND_TRIPS)
+def test_transformers_reads_the_written_config_alike(family, changes, tmp_path):
+    from transformers import AutoConfig
+
+    cfg = model_config(config(family, **changes))
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(cfg)))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    assert theirs.architectures == FAMILIES[family]["architectures"]
+    assert theirs.hidden_size == cfg.embed_dim
+    assert theirs.num_key_value_heads == cfg.num_kv_heads
+    assert theirs.head_dim == cfg.head_dim
+    assert theirs.tie_word_embeddings == cfg.tie_embeddings
+    assert getattr(theirs, "sliding_window", None) is None
+    assert set(getattr(theirs, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    assert theirs.rope_parameters["rope_theta"] == cfg.rope.theta
+    assert theirs.rope_parameters["rope_type"] == cfg.rope.kind
+    for name in ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate"):
+        if name in theirs.rope_parameters:
+            assert theirs.rope_parameters[name] == getattr(cfg.rope, name)
+    # What transformers 5 saves is read to the same settings again.
+    theirs.save_pretrained(tmp_path / "again")
+    again = json.loads((tmp_path / "again" / "config.json").read_text())
+    assert model_config(again, dtype=cfg.dtype) == cfg
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize(
+    ("family", "changes"), [case for case in ROUND_TRIPS if "rope_scaling" in case[1]]
+)
+def test_frequencies_are_those_of_transformers(family, changes):
+    pytest.importorskip("torch")
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    raw = config(family, **changes)
+    rope = model_config(raw).rope
+    theirs = AutoConfig.for_model(**{**raw, "rope_scaling": dict(raw["rope_scaling"])})
+    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope.kind](theirs, "cpu")
+    head_dim = model_config(raw).head_dim
+    np.testing.assert_allclose(rope_frequencies(rope, head_dim), frequencies.numpy(), rtol=1e-5)
+    assert rope.attention_factor == attention_factor
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"qk_norm": True},
+        {"qkv_bias": True},
+        {"family": "qwen2"},
+        {"family": "mistral", "mlp_bias": True},
+        {"rope": RopeConfig(kind="linear", attention_factor=2.0)},
+    ],
+)
+def test_a_model_no_family_has_is_not_written(changes):
+    cfg = dataclasses.replace(model_config(config()), **changes)
+    with pytest.raises(ValueError, match="ForCausalLM has the shape of this model"):
+        config_to_hf(cfg)
+
+
+def test_an_unknown_family_is_not_written():
+    with pytest.raises(ValueError, match="family='gemma'"):
+        config_to_hf(dataclasses.replace(model_config(config()), family="gemma"))
+
+
+@pytest.mark.parametrize(
+    ("generation", "main", "expected"),
+    [
+        (None, 2, (2,)),
+        (None, None, ()),
+        ({"eos_token_id": [5, 6]}, 2, (5, 6)),
+        ({"eos_token_id": 0}, 2, (0,)),
+        ({"do_sample": True}, [2, 3], (2, 3)),
+    ],
+)
+def test_stop_ids(generation, main, expected, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": main}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert read_stop_ids(str(tmp_path)) == expected
+
+
+def test_wrong_stop_ids_are_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ValueError, match="eos_token_id in .*config.json.*='</s>'"):
+        read_stop_ids(str(tmp_path))
+
+
+def test_an_existing_folder_is_not_looked_up(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert find_folder("org/name") == str(tmp_path / "org" / "name")
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "name", "a/b/c", "./a"])
+def test_a_missing_folder_that_is_no_hub_id(path):
+    with pytest.raises(FileNotFoundError, match="no such folder, and it is not a hub id"):
+        find_folder(path)
+
+
+def test_a_hub_id_is_downloaded(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, *, allow_patterns, ignore_patterns):
+        asked.append((name, "*.bin" in allow_patterns, "*.safetensors" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert find_folder("org/name") == str(tmp_path)
+    assert find_folder("org/name", allow_pickle=True) == str(tmp_path)
+    assert asked == [("org/name", False, True), ("org/name", True, True)]
+
+
+def test_a_hub_id_without_network(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def download(*args, **kwargs):
+        raise LocalEntryNotFoundError("outgoing traffic has been disabled")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(FileNotFoundError, match="'org/name'.* no such folder.*outgoing traffic"):
+        find_folder("org/name")

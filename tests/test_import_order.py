@@ -1,0 +1,309 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one-way order: a module imports from the rows above its own, and not in circles.
+
+The checker reads sources only (it imports none of them), so it sees imports inside functions too.
+The tests at the end feed it small made-up packages, to know that it fails when it should.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Module -> row. Folders listed in PACKAGE_ROWS have one row for all their modules.
+ROWS = {
+    "tsjax.config": 1,
+    "tsjax.sharding": 2,
+    "tsjax.layers": 2,
+    "tsjax.cache": 3,
+    "tsjax.tree": 3,
+    "tsjax.ngram": 3,
+    "tsjax.sampling": 3,
+    "tsjax.model": 4,
+    "tsjax.heads": 4,
+    "tsjax.state": 5,
+    "tsjax.drafting": 6,
+    "tsjax.verification": 6,
+    "tsjax.pruning": 6,
+    "tsjax.decoding": 7,
+    "tsjax.checkpoint": 8,
+    "tsjax.tokenizer": 8,
+    "tsjax.weight_files": 8,
+    "tsjax.huggingface": 8,
+    "tsjax.saved_run": 9,
+    "tsjax.request": 9,
+    "tsjax.generation": 9,
+    "tsjax": 10,
+    "tsjax.__main__": 10,
+}
+PACKAGE_ROWS = {"pallas_kernels": 0, "tsjax.configs": 0, "tsjax_convert": 11}
+FOLDERS = {
+    "pallas_kernels": "pallas_kernels",
+    "tsjax": "tsjax",
+    "tsjax.configs": "configs",
+    "tsjax_convert": "convert",
+}
+
+# Edges that the rows would allow or forbid, and that are decided by hand.
+ALLOWED = {("tsjax.__main__", "tsjax_convert")}  # the command line offers conversion
+FORBIDDEN = {("tsjax.drafting", "tsjax.verification")}  # a drafter does not know how it is judged
+
+MAY_READ_PICKLES = ("tsjax.weight_files",)
+
+PURE_ROWS = range(1, 8)  # no printing, clocks or files
+LAZY = {"transformers", "orbax", "safetensors", "huggingface_hub", "tqdm"}
+KERNELS_MAY_IMPORT = {"pallas_kernels", "jax", "numpy", *sys.stdlib_module_names}
+
+
+class Module(NamedTuple):
+    name: str
+    source: str
+    is_package: bool = False
+
+
+class Import(NamedTuple):
+    target: str  # a module, or a name inside one
+    line: int
+    at_import: bool  # runs when the module is imported
+
+
+def row_of(name: str) -> int | None:
+    for package, row in PACKAGE_ROWS.items():
+        if name == package or name.startswith(package + "."):
+            return row
+    return ROWS.get(name)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    if not isinstance(node, ast.If):
+        return False
+    return ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports_of(module: Module) -> Iterator[Import]:
+    """All imports of a module, with relative ones made absolute."""
+    package = module.name.split(".")
+    if not module.is_package:
+        package = package[:-1]
+
+    def walk(node: ast.AST, at_import: bool) -> Iterator[Import]:
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, at_import)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = base + (node.module.split(".") if node.module else [])
+            for alias in node.names:
+                yield Import(".".join([*base, alias.name]), node.lineno, at_import)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, False)
+        elif isinstance(node, ast.If) and is_type_checking(node):
+            for child in node.body:
+                yield from walk(child, False)
+            for child in node.orelse:
+                yield from walk(child, at_import)
+        else:
+            for child in ast.iter_child_nodes(node):
+                yield from walk(child, at_import)
+
+    yield from walk(ast.parse(module.source), True)
+
+
+def calls_of(module: Module) -> Iterator[tuple[str, int]]:
+    """The last name of each called function (``path.open(...)`` gives "open"), and its line."""
+    for node in ast.walk(ast.parse(module.source)):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                yield node.func.id, node.lineno
+            elif isinstance(node.func, ast.Attribute):
+                yield node.func.attr, node.lineno
+
+
+def resolve(target: str, known: set[str]) -> str | None:
+    """The known module that ``target`` is, or is a name of; None for third-party targets."""
+    if target.split(".")[0] not in {name.split(".")[0] for name in known}:
+        return None
+    while target not in known and "." in target:
+        target = target.rpartition(".")[0]
+    return target if target in known else None
+
+
+def find_cycle(edges: dict[str, set[str]]) -> list[str] | None:
+    done: set[str] = set()
+
+    def visit(name: str, path: list[str]) -> list[str] | None:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return None
+        for target in sorted(edges.get(name, ())):
+            if cycle := visit(target, [*path, name]):
+                return cycle
+        done.add(name)
+        return None
+
+    for name in sorted(edges):
+        if cycle := visit(name, []):
+            return cycle
+    return None
+
+
+def violations(modules: list[Module]) -> list[str]:
+    known = {module.name for module in modules}
+    edges: dict[str, set[str]] = {name: set() for name in known}
+    wrong = []
+    for module in modules:
+        name, row = module.name, row_of(module.name)
+        if row is None:
+            wrong.append(f"{name} has no row: add it to ROWS in {Path(__file__).name}")
+            continue
+        in_tsjax = name.split(".")[0] == "tsjax"
+
+        for target, line, at_import in imports_of(module):
+            where = f"{name}:{line}: imports {target}"
+            top = target.split(".")[0]
+            if top in ("convert", "configs"):
+                wrong.append(f"{where}: installed, it is tsjax_convert or tsjax.configs")
+            if row == 0 and top not in KERNELS_MAY_IMPORT:
+                wrong.append(f"{where}: kernels know jax, numpy and the standard library only")
+            if top == "torch" and (at_import or (in_tsjax and name not in MAY_READ_PICKLES)):
+                wrong.append(
+                    f"{where}: tsjax never imports torch, convert only inside functions; "
+                    f"{', '.join(MAY_READ_PICKLES)} may inside functions, for pickled weights"
+                )
+            if in_tsjax and at_import and top in LAZY:
+                wrong.append(f"{where}: import it in the function that uses it")
+            if row in PURE_ROWS and top == "time":
+                wrong.append(f"{where}: no clocks below generation.py")
+
+            other = resolve(target, known)
+            if other is None or other == name:
+                continue
+            edges[name].add(other)
+            pair = (name, other)
+            other_row = row_of(other)
+            if pair in FORBIDDEN:
+                wrong.append(f"{where}: this pair is forbidden")
+            if other_row is not None and other_row > row:
+                if (name, other.split(".")[0]) not in ALLOWED:
+                    wrong.append(f"{where}: row {row} may not import from row {other_row}")
+
+        if row in PURE_ROWS:
+            for called, line in calls_of(module):
+                # GenerationConfig.from_hf reads one JSON file, before anything runs.
+                if called in ("print", "input") or (called == "open" and name != "tsjax.config"):
+                    wrong.append(f"{name}:{line}: no {called}() below generation.py")
+
+    if cycle := find_cycle(edges):
+        wrong.append("imports go in a circle: " + " -> ".join(cycle))
+    return wrong
+
+
+def modules_of_the_tree(root: Path) -> list[Module]:
+    modules = []
+    for package, folder in FOLDERS.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root / folder).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            name = ".".join([package, *(parts[:-1] if is_package else parts)])
+            modules.append(Module(name, path.read_text(encoding="utf-8"), is_package))
+    return modules
+
+
+def test_tree() -> None:
+    modules = modules_of_the_tree(ROOT)
+    assert set(FOLDERS) <= {module.name for module in modules}
+    wrong = violations(modules)
+    assert not wrong, "\n".join(wrong)
+
+
+# The checker itself, on made-up modules.
+
+EMPTY = [
+    Module("tsjax", "", is_package=True),
+    Module("tsjax.config", ""),
+    Module("tsjax.layers", ""),
+    Module("tsjax.sharding", ""),
+    Module("tsjax.cache", ""),
+    Module("tsjax.decoding", ""),
+    Module("tsjax.verification", ""),
+    Module("pallas_kernels", "", is_package=True),
+    Module("pallas_kernels.ops", "", is_package=True),
+    Module("pallas_kernels.ops.api", ""),
+    Module("tsjax_convert", "", is_package=True),
+    Module("tsjax_convert.tables", ""),
+]
+
+
+def check(sources: dict[str, str]) -> str:
+    """The violations when some modules (old or new ones) have these sources."""
+    modules = {module.name: module for module in EMPTY}
+    for name, source in sources.items():
+        modules[name] = modules.get(name, Module(name, ""))._replace(source=source)
+    return "\n".join(violations(list(modules.values())))
+
+
+@pytest.mark.parametrize(
+    "sources",
+    [
+        {"tsjax.layers": "from .config import x\nfrom . import sharding\nimport tsjax.config"},
+        {"tsjax.layers": "import time_utils\nfrom jax import numpy"},
+        {"tsjax.layers": "import pallas_kernels.ops\nfrom pallas_kernels.ops import attention"},
+        {"tsjax.layers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm"},
+        {"tsjax.generation": "import time\ndef f():\n    import transformers, tqdm\n    print(1)"},
+        {"tsjax.__main__": "from tsjax import load\ndef f():\n    import tsjax_convert.tables"},
+        {"tsjax.weight_files": "def f():\n    import torch"},
+        {"tsjax_convert.tables": "import tsjax, safetensors\ndef f():\n    import torch"},
+        {"pallas_kernels.ops": "from .api import f\nfrom pallas_kernels.ops import api"},
+    ],
+)
+def test_checker_allows(sources: dict[str, str]) -> None:
+    assert check(sources) == ""
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ({"tsjax.config": "from .cache import x"}, "tsjax.config:1: .* row 1 .* row 3"),
+        ({"tsjax.config": "from . import cache"}, "row 1 may not import from row 3"),
+        ({"tsjax.config": "import tsjax.cache"}, "row 1 may not import from row 3"),
+        ({"tsjax.config": "def f():\n    from tsjax import cache"}, "tsjax.config:2: .* row 3"),
+        ({"tsjax.config": "from tsjax import load"}, "row 1 may not import from row 10"),
+        ({"tsjax.decoding": "import tsjax_convert.tables"}, "row 7 .* row 11"),
+        ({"tsjax.decoding": "import convert"}, "installed, it is tsjax_convert"),
+        ({"tsjax.drafting": "from .verification import accept"}, "this pair is forbidden"),
+        ({"tsjax.new": ""}, "tsjax.new has no row: add it to ROWS in test_import_order.py"),
+        (
+            {"tsjax.layers": "import tsjax.sharding", "tsjax.sharding": "import tsjax.layers"},
+            "circle: tsjax.layers -> tsjax.sharding -> tsjax.layers",
+        ),
+        (
+            {
+                "pallas_kernels.ops.api": "from . import x",
+                "pallas_kernels.ops": "from . import api",
+            },
+            "circle: pallas_kernels.ops -> pallas_kernels.ops.api",
+        ),
+        ({"pallas_kernels.ops": "from tsjax.config import x"}, "row 0 .* row 1"),
+        ({"pallas_kernels.ops": "import flax"}, "kernels know jax, numpy"),
+        ({"tsjax.layers": "def f():\n    import torch.nn"}, "tsjax never imports torch"),
+        ({"tsjax.huggingface": "import torch"}, "inside functions"),
+        ({"tsjax_convert.tables": "import torch"}, "convert only inside functions"),
+        ({"tsjax.generation": "import transformers"}, "import it in the function"),
+        ({"tsjax": "try:\n    import orbax\nexcept ImportError:\n    pass"}, "tsjax:2: .* orbax"),
+        ({"tsjax.cache": "class C:\n    import tqdm.auto"}, "import it in the function"),
+        ({"tsjax.cache": "def f():\n    from time import time"}, "no clocks"),
+        ({"tsjax.cache": "print(1)"}, r"tsjax.cache:1: no print\(\)"),
+        ({"tsjax.cache": "import jax\njax.debug.print('x')"}, r"tsjax.cache:2: no print\(\)"),
+        ({"tsjax.cache": "def f(p):\n    return p.open()"}, r"no open\(\)"),
+    ],
+)
+def test_checker_refuses(sources: dict[str, str], message: str) -> None:
+    assert re.search(message, check(sources))

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's promises: its code and commands run, its figures come from committed files."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import hf_fixtures
+import pytest
+
+from tsjax.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    """A tiny HuggingFace folder with a tokenizer, for every place a user would put a path."""
+    folder = tmp_path_factory.mktemp("readme") / "hf"
+    hf_fixtures.make(
+        folder, vocab_size=len(helpers.TOKENS), max_position_embeddings=2048, eos_token_id=...
+    )
+    helpers.save_tokenizer(folder)
+    return str(folder)
+
+
+def test_python_block_runs(checkpoint, capsys):
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    block = block.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
+    exec(compile(block, "README.md", "exec"), {})
+    assert "tokens_per_second" in block and "['length']" in capsys.readouterr().out
+
+
+def test_generate_command_runs(checkpoint, capsys):
+    line = next(line for line in README.splitlines() if line.startswith("tsjax generate"))
+    words = line.replace("path/to/checkpoint", checkpoint).replace("1000", "5").split('"')
+    argv = words[0].split()[1:] + [words[1]] + words[2].split()
+    assert main(argv) == 0
+    assert "5 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_example_runs(name, checkpoint):
+    command = [sys.executable, str(ROOT / "examples" / name), checkpoint]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_figures_come_from_committed_results():
+    command = [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--check"]
+    assert subprocess.run(command).returncode == 0, "run python benchmarks/readme_table.py"
+
+
+def test_file_map_names_every_module():
+    (tree,) = re.findall(r"## File map\n\n```\n(.*?)```", README, re.DOTALL)
+    modules = {path.name for path in (ROOT / "tsjax").glob("*.py")} - {"__init__.py"}
+    listed = set(re.findall(r"^  (\w+\.py) ", tree, re.MULTILINE))
+    assert listed == modules
+    folders = set(re.findall(r"^(\w+)/", tree, re.MULTILINE))
+    assert all((ROOT / folder).is_dir() for folder in folders)

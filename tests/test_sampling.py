@@ -1,0 +1,458 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax.sampling against float64 NumPy definitions that sort, as transformers does.
+
+The definitions below are written from transformers' logits_process.py for one row of logits. They
+also say how close the row came to a decision that rounding could turn (`slack`); rows that came
+too close are drawn again.
+"""
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tsjax import GenerationConfig, row_keys, sampling_values
+from tsjax.sampling import choose, first_last_seen, largest, nucleus, position_noise, process, warp
+
+# --- the definitions -------------------------------------------------------------------------
+
+
+def softmax(x):
+    weights = np.exp(x - x.max())
+    return weights / weights.sum()
+
+
+def define_process(logits, history, prompt_length, config):
+    """`history` are all tokens before the one to be chosen."""
+    x = np.array(logits, np.float64)
+    window = config.repetition_window or len(history)
+    for token in set(history[max(len(history) - window, 0) :]):
+        negative = x[token] < 0
+        x[token] *= config.repetition_penalty if negative else 1 / config.repetition_penalty
+    if len(history) - prompt_length < config.min_new_tokens:
+        x[list(config.eos_token_id or ())] = -np.inf
+    x[list(config.suppress_tokens)] = -np.inf
+    return x
+
+
+def define_warp(logits, config):
+    """The warped logits, and the smallest relative distance of a decision to its threshold."""
+    x = np.array(logits, np.float64) / config.temperature
+    keep = min(config.min_tokens_to_keep, len(x))
+    order = np.argsort(x, kind="stable")  # ascending
+    protected = order[-keep:]
+    finite = np.sort(x[np.isfinite(x)])
+    slack = np.min(np.diff(finite) / np.maximum(np.abs(finite[1:]), 1), initial=1)
+
+    def remove(doomed, distance):
+        nonlocal x, slack
+        candidates = np.isfinite(x)
+        candidates[protected] = False
+        slack = min(slack, np.min(np.abs(distance[candidates]), initial=1))
+        x = np.where(doomed & candidates, -np.inf, x)
+
+    if config.top_k:
+        kth = np.sort(x)[-min(max(config.top_k, keep), len(x))]
+        x = np.where(x < kth, -np.inf, x)
+    if config.top_p < 1:
+        order = np.argsort(x, kind="stable")
+        mass = np.empty(len(x))
+        mass[order] = np.cumsum(softmax(x)[order])  # of a token and all that are less probable
+        remove(mass <= 1 - config.top_p, mass - (1 - config.top_p))
+    if config.min_p:
+        threshold = config.min_p * softmax(x).max()
+        remove(softmax(x) < threshold, softmax(x) / threshold - 1)
+    if config.epsilon_cutoff:
+        threshold = config.epsilon_cutoff
+        remove(softmax(x) < threshold, softmax(x) / threshold - 1)
+    if config.eta_cutoff:
+        probs = softmax(x)
+        entropy = -sum(p * np.log(p) for p in probs if p > 0)
+        threshold = min(config.eta_cutoff, np.sqrt(config.eta_cutoff) * np.exp(-entropy))
+        remove(probs < threshold, probs / threshold - 1)
+    return x, slack
+
+
+# --- calling tsjax ---------------------------------------------------------------------------
+
+
+@jax.jit
+def run(logits, tokens, length, positions, prompt_length, values):
+    """Processed and warped logits [B, T, V] after `length` [B] of tokens [B, C]."""
+    last_seen = first_last_seen(tokens, length, logits.shape[-1])
+    processed = process(logits, last_seen, positions, prompt_length, values)
+    return processed, warp(processed, values)
+
+
+run_warp = jax.jit(warp)
+
+
+def make_values(config, vocab_size, dtype=jnp.float32):
+    return sampling_values(config, config.eos_token_id or (), vocab_size, dtype)
+
+
+def make_config(**settings):
+    return GenerationConfig(max_new_tokens=10_000, do_sample=True, **settings)
+
+
+def draw_logits(rng, shape, barred=0.0):
+    """Distinct multiples of 1/64 in each row; a share `barred` of them is -inf, never all."""
+    x = np.empty(shape)
+    for index in np.ndindex(shape[:-1]):
+        x[index] = rng.choice(np.arange(-1000, 1000), shape[-1], replace=False) / 64
+    x[..., 1:][rng.random(x[..., 1:].shape) < barred] = -np.inf
+    return x
+
+
+SETTINGS = {
+    "temperature": st.floats(0.3, 4.0),
+    "top_k": st.integers(1, 310),
+    "top_p": st.one_of(st.just(0.0), st.floats(0.01, 0.999)),
+    "min_p": st.one_of(st.just(1.0), st.floats(0.001, 0.9)),
+    "epsilon_cutoff": st.floats(1e-5, 0.5),
+    "eta_cutoff": st.floats(1e-5, 0.5),
+    "min_tokens_to_keep": st.integers(1, 12),
+    "repetition_penalty": st.floats(0.3, 3.0),
+    "repetition_window": st.integers(1, 40),
+    "min_new_tokens": st.integers(0, 12),
+}
+settings_strategy = st.fixed_dictionaries({}, optional=SETTINGS)
+
+# One compiled program for each shape, so a few shapes stand for all: V -> (B, T).
+SHAPES = {2: (3, 1), 3: (1, 4), 7: (2, 2), 32: (1, 1), 33: (2, 3), 257: (1, 2), 300: (2, 1)}
+
+
+# --- warp: each alone, and all together ------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"temperature": 2.5},
+        {"top_k": 1},
+        {"top_k": 10},
+        {"top_k": 3, "min_tokens_to_keep": 8},
+        {"top_k": 1000},
+        {"top_p": 0.0},
+        {"top_p": 0.3},
+        {"top_p": 0.95},
+        {"top_p": 0.3, "min_tokens_to_keep": 20},
+        {"min_p": 0.02},
+        {"min_p": 1.0},
+        {"min_p": 0.5, "min_tokens_to_keep": 5},
+        {"epsilon_cutoff": 0.01},
+        {"epsilon_cutoff": 0.9},
+        {"epsilon_cutoff": 0.9, "min_tokens_to_keep": 4},
+        {"eta_cutoff": 0.003},
+        {"eta_cutoff": 0.5, "min_tokens_to_keep": 2},
+        {"min_tokens_to_keep": 1000, "top_p": 0.5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("barred", [0.0, 0.5])
+def test_one_warper(settings, barred, rng):
+    config = make_config(**settings)
+    values = make_values(config, 33)
+    logits = draw_logits(rng, (2, 3, 33), barred)
+    logits /= np.array([[[1.0], [4.0], [0.3]], [[16.0], [8.0], [99.0]]])  # peaked and flat rows
+    ours = run_warp(jnp.asarray(logits, jnp.float32), values)
+    for row in np.ndindex(2, 3):
+        expected, slack = define_warp(logits[row].astype(np.float32), config)
+        assert slack > 1e-5
+        np.testing.assert_allclose(ours[row], expected, rtol=1e-6)
+
+
+def smooth_logits(rng):
+    """Shuffled logits [1, 1, 33] in steps of 0.1: a small shift of a threshold removes more."""
+    return 0.1 * rng.permutation(33)[None, None]
+
+
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"])
+def test_thresholds(name, rng):
+    logits = smooth_logits(rng)
+    for setting in np.linspace(0.011, 0.93, 60):
+        config = make_config(**{name: int(33 * setting) + 1 if name == "top_k" else setting})
+        expected, slack = define_warp(logits[0, 0], config)
+        assert slack > 1e-5
+        ours = run_warp(jnp.asarray(logits, jnp.float32), make_values(config, 33))
+        np.testing.assert_allclose(ours[0, 0], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings, kept",
+    [
+        ({"temperature": 3.0, "top_p": 0.5}, 13),
+        ({"top_k": 10, "top_p": 0.5}, 4),
+        ({"top_p": 0.7, "min_p": 0.3}, 12),
+        ({"min_p": 0.5, "epsilon_cutoff": 0.08}, 7),
+        ({"epsilon_cutoff": 0.03, "eta_cutoff": 0.5}, 8),
+    ],
+    ids=str,
+)
+def test_order(settings, kept, rng):
+    """Each processor sees what the one before left; the other order would keep another number."""
+    logits = smooth_logits(rng)
+    config = make_config(**settings)
+    ours = np.asarray(run_warp(jnp.asarray(logits, jnp.float32), make_values(config, 33)))
+    np.testing.assert_allclose(ours[0, 0], define_warp(logits[0, 0], config)[0], rtol=1e-6)
+    assert np.isfinite(ours).sum() == kept
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_all_processors_together(dtype):
+    sizes = list(SHAPES) if dtype == "float32" else [3, 33]
+    least_slack, rtol = (1e-5, 2e-6) if dtype == "float32" else (1e-11, 1e-12)
+
+    @hypothesis.given(
+        settings=settings_strategy,
+        vocab=st.sampled_from(sizes),
+        seed=st.integers(0, 2**32 - 1),
+        barred=st.sampled_from([0.0, 0.0, 0.3, 0.9]),
+        scale=st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.5, 2.0]),
+    )
+    @hypothesis.settings(max_examples=200)
+    def check(settings, vocab, seed, barred, scale):
+        rng = np.random.default_rng(seed)
+        batch, rows = SHAPES[vocab]
+        # The last token is neither stopped nor suppressed: something must be left.
+        lists = {
+            "eos_token_id": tuple(rng.integers(0, vocab - 1, 2).tolist()),
+            "suppress_tokens": tuple(rng.integers(0, vocab - 1, rng.integers(0, 4)).tolist()),
+        }
+        config = make_config(**settings, **lists)
+        logits = (draw_logits(rng, (batch, rows, vocab), barred) * scale).astype(dtype)
+        logits[..., -1] = np.where(np.isfinite(logits[..., -1]), logits[..., -1], 1.0)
+        tokens = rng.integers(0, vocab, (batch, 40), np.int32)
+        length = rng.integers(1, 41, batch).astype(np.int32)
+        prompt_length = np.maximum(length - rng.integers(0, 15, batch), 1).astype(np.int32)
+
+        expected = np.empty(logits.shape), np.empty(logits.shape)
+        for b, t in np.ndindex(batch, rows):
+            history = tokens[b, : length[b]].tolist()
+            expected[0][b, t] = define_process(logits[b, t], history, prompt_length[b], config)
+            expected[1][b, t], slack = define_warp(expected[0][b, t], config)
+            hypothesis.assume(slack > least_slack)
+        positions = np.broadcast_to(length[:, None], (batch, rows))
+        values = make_values(config, vocab, dtype)
+        ours = run(logits, tokens, length, positions, prompt_length, values)
+        assert ours[0].dtype == ours[1].dtype == dtype
+        np.testing.assert_allclose(ours[0], expected[0], rtol=rtol)
+        np.testing.assert_allclose(ours[1], expected[1], rtol=rtol)
+
+    with jax.enable_x64(dtype == "float64"):
+        check()
+
+
+def test_neutral_values_change_nothing(rng):
+    logits = jnp.asarray(draw_logits(rng, (2, 3, 33), 0.3), jnp.float32)
+    values = make_values(make_config(), 33)
+    tokens = np.zeros((2, 5), np.int32)
+    length = np.full((2,), 5, np.int32)
+    for out in run(logits, tokens, length, np.full((2, 3), 5), length, values):
+        np.testing.assert_array_equal(out, logits)
+
+
+def test_changing_values_does_not_retrace(rng):
+    traces = 0
+
+    @jax.jit
+    def counted(logits, last_seen, positions, prompt_length, key, values):
+        nonlocal traces
+        traces += 1
+        return choose(logits, last_seen, positions, prompt_length, key, values)
+
+    logits = jnp.asarray(draw_logits(rng, (1, 1, 33)), jnp.float32)
+    last_seen = first_last_seen(np.zeros((1, 4), np.int32), np.full((1,), 4), 33)
+    for config in (
+        GenerationConfig(),
+        make_config(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1, min_tokens_to_keep=3),
+        make_config(epsilon_cutoff=0.1, eta_cutoff=0.2, repetition_penalty=1.5),
+        make_config(repetition_window=3, suppress_tokens=(1, 2)),
+        make_config(min_new_tokens=4, eos_token_id=(3, 4)),
+    ):
+        where = np.full((1, 1), 4), np.full((1,), 2)
+        counted(logits, last_seen, *where, row_keys([0], [0]), make_values(config, 33))
+    assert traces == 1
+
+
+# --- process: the history --------------------------------------------------------------------
+
+
+def run_process(logits, tokens, length, positions, prompt_length, config):
+    values = make_values(config, logits.shape[-1])
+    return run(logits, tokens, length, positions, prompt_length, values)[0]
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 19, 20, 21, 1000, None])
+@pytest.mark.parametrize("penalty", [1.7, 0.6])
+def test_repetition_window(window, penalty, rng):
+    """Against the set of the last W tokens before the position, for rows of different positions."""
+    config = make_config(repetition_penalty=penalty, repetition_window=window)
+    tokens = rng.integers(0, 12, (3, 20), np.int32)
+    length = np.asarray([20, 1, 11], np.int32)
+    ahead = np.arange(4, dtype=np.int32)  # positions beyond the known tokens: the window moves on
+    logits = np.asarray(draw_logits(rng, (3, 4, 15)), np.float32)
+    ours = run_process(logits, tokens, length, length[:, None] + ahead, length, config)
+    for b, t in np.ndindex(3, 4):
+        position = length[b] + t
+        oldest = 0 if window is None else max(position - window, 0)
+        recent = set(tokens[b, oldest : length[b]].tolist())
+        for token, x in enumerate(logits[b, t]):
+            expected = x if token not in recent else x * penalty if x < 0 else x / penalty
+            np.testing.assert_allclose(ours[b, t, token], expected, rtol=1e-6)
+
+
+def test_tokens_beyond_the_length_are_not_seen():
+    tokens = np.asarray([[3, 1, 3, 2, 0, 0]], np.int32)
+    seen = np.asarray(first_last_seen(tokens, np.asarray([3]), 5))[0]
+    assert seen[[1, 3]].tolist() == [1, 2]
+    assert (seen[[0, 2, 4]] < -(2**30)).all()
+
+
+@pytest.mark.parametrize("new", [0, 1, 4, 5, 6])
+def test_min_new_tokens_bars_only_the_stop_tokens(new, rng):
+    config = make_config(min_new_tokens=5, eos_token_id=(1, 3))
+    logits = np.asarray(draw_logits(rng, (1, 1, 6)), np.float32)
+    length, prompt_length = np.asarray([10 + new]), np.asarray([10])
+    tokens = np.zeros((1, 20), np.int32)
+    ours = run_process(logits, tokens, length, length[:, None], prompt_length, config)
+    barred = np.flatnonzero(np.isneginf(ours[0, 0])).tolist()
+    assert barred == ([1, 3] if new < 5 else [])
+
+
+# --- largest and nucleus: ties ---------------------------------------------------------------
+
+TIED = st.lists(
+    st.sampled_from([-np.inf, -3.0, -0.5, -0.0, 0.0, 0.5, 1.0, 1.25]), min_size=33, max_size=33
+)
+run_largest, run_nucleus = jax.jit(largest), jax.jit(nucleus)
+
+
+@hypothesis.given(x=TIED, k=st.integers(1, 33))
+def test_largest(x, k):
+    x = np.asarray(x, np.float32)
+    np.testing.assert_array_equal(run_largest(x, k), x >= np.sort(x)[-k])
+
+
+@hypothesis.given(x=TIED, top_p=st.sampled_from([0.0, 0.1, 0.37, 0.71, 0.9, 0.99]))
+def test_nucleus_keeps_or_removes_equal_tokens_together(x, top_p):
+    x = np.asarray([1.5, *x[1:]], np.float32)  # something finite
+    probs = softmax(x.astype(np.float64))
+    mass = np.asarray([probs[x <= value].sum() for value in x])
+    hypothesis.assume(np.min(np.abs(mass - (1 - top_p))[mass < 0.999]) > 1e-5)
+    expected = mass > 1 - top_p if top_p else x == x.max()
+    protected = run_nucleus(x, np.float32(top_p)) | (x == x.max())  # as `warp` does
+    np.testing.assert_array_equal(protected, expected)
+
+
+def test_tied_best_tokens_are_never_removed():
+    logits = np.log(np.asarray([[[0.3, 0.1, 0.3, 0.3]]], np.float32))
+    for settings in ({"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}, {"epsilon_cutoff": 0.9}):
+        out = np.asarray(run_warp(logits, make_values(make_config(**settings), 4)))
+        assert np.isfinite(out[0, 0]).tolist() == [True, False, True, True], settings
+
+
+# --- noise and choice ------------------------------------------------------------------------
+
+
+def test_noise_depends_on_row_key_and_position_only():
+    keys = row_keys([5, 6, 5], [0, 0, 1])
+    positions = np.asarray([[3, 9], [3, 9], [3, 9]])
+    noise = np.asarray(position_noise(keys, positions, 17, jnp.float32))
+    alone = position_noise(keys[1:2], np.asarray([[100, 9, 4, 3]]), 17, jnp.float32)
+    np.testing.assert_array_equal(noise[1, 0], alone[0, 3])
+    np.testing.assert_array_equal(noise[1, 1], alone[0, 1])
+    rows = {noise[index].tobytes() for index in np.ndindex(3, 2)}
+    assert len(rows) == 6, "each row and position has its own noise"
+
+
+def test_a_row_chooses_alone_as_in_a_batch(rng):
+    config = make_config(top_p=0.9, repetition_penalty=1.2, temperature=1.3)
+    logits = np.asarray(draw_logits(rng, (3, 2, 33)) / 8, np.float32)
+    tokens = rng.integers(0, 33, (3, 20), np.int32)
+    length = np.asarray([4, 20, 9], np.int32)
+    keys, values = row_keys([1, 2, 3], [0, 0, 0]), make_values(config, 33)
+
+    def pick(rows, columns):
+        last_seen = first_last_seen(tokens[rows], length[rows], 33)
+        positions = length[rows, None] + np.arange(2)[columns]
+        return jax.jit(choose)(
+            logits[rows][:, columns], last_seen, positions, length[rows], keys[rows], values
+        )
+
+    together = pick(slice(0, 3), slice(0, 2))
+    for row, column in np.ndindex(3, 2):
+        alone = pick(slice(row, row + 1), slice(column, column + 1))
+        assert alone[0, 0] == together[row, column]
+
+
+def test_greedy_takes_the_first_of_the_best_and_ignores_the_warpers():
+    config = dataclasses.replace(
+        make_config(temperature=0.1, top_k=1, repetition_penalty=2.0), do_sample=False
+    )
+    logits = np.asarray([[[1.0, 3.0, 7.0, 4.0, 4.0]]], np.float32)
+    last_seen = first_last_seen(np.asarray([[2, 2]], np.int32), np.asarray([2]), 5)
+    where = np.asarray([[2]]), np.asarray([2])
+    token = choose(logits, last_seen, *where, row_keys([0], [0]), make_values(config, 5))
+    assert token.tolist() == [[3]]
+
+
+# chi-square quantiles at 0.999, by degrees of freedom
+CRITICAL = {3: 16.266, 4: 18.467, 5: 20.515, 7: 24.322, 63: 103.442}
+LOGITS = np.asarray([0.1, 1.3, -0.7, 0.9, 2.0, -2.0, 0.0, 0.6])
+
+
+def draw_samples(config, count=30_000, seed=0):
+    """Tokens [count] at positions 100, 101, ... after token 4, all from LOGITS."""
+    logits = jnp.broadcast_to(LOGITS.astype(np.float32), (1, count, 8))
+    last_seen = first_last_seen(np.full((1, 100), 4, np.int32), np.asarray([100]), 8)
+    positions = 100 + np.arange(count)[None]
+    values = make_values(config, 8)
+    tokens = jax.jit(choose)(
+        logits, last_seen, positions, np.asarray([100]), row_keys([seed], [0]), values
+    )
+    return np.asarray(tokens[0])
+
+
+def chi_square(counts, probs):
+    expected = probs * counts.sum()
+    assert (counts[probs == 0] == 0).all(), "a removed token was drawn"
+    possible = probs > 0
+    return (((counts - expected) ** 2)[possible] / expected[possible]).sum(), possible.sum() - 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 1.7, "top_k": 6},
+        {"repetition_penalty": 1.8, "repetition_window": 50_000},
+        {"top_p": 0.8},
+        {"min_p": 0.2, "temperature": 1.5, "suppress_tokens": (1,)},
+    ],
+    ids=str,
+)
+def test_samples_follow_the_warped_logits(settings):
+    config = make_config(**settings)
+    processed = define_process(LOGITS, [4] * 100, 100, config)
+    probs = softmax(define_warp(processed, config)[0])
+    counts = np.bincount(draw_samples(config), minlength=8)
+    statistic, freedom = chi_square(counts, probs)
+    assert statistic < CRITICAL[freedom]
+
+
+@pytest.mark.parametrize("other", ["next position", "other seed"])
+def test_samples_are_independent(other):
+    config = make_config()
+    first = draw_samples(config)
+    second = np.roll(first, 1) if other == "next position" else draw_samples(config, seed=1)
+    joint = np.bincount(first * 8 + second, minlength=64)
+    probs = softmax(LOGITS)
+    statistic, freedom = chi_square(joint, np.outer(probs, probs).ravel())
+    assert statistic < CRITICAL[freedom]

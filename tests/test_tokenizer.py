@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text pieces join to the whole text, for any tokens and any way of handing them in.
+
+The tokenizers are built here: a byte-level one (Llama 3, Qwen) and two with a space symbol, one of
+them with byte tokens (Llama 2, Mistral).
+"""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from tsjax.tokenizer import Detokenizer, decode_text, encode, load_tokenizer
+
+SAMPLE = "Hello world, naïve 日本語 😀 👩‍👩‍👧 \u202e x  y\n"
+
+
+def wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    start = tokenizer.token_to_id("<s>")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", start)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("H", "e"), ("l", "l"), ("Ġ", "w"), ("ð", "Ł"), ("æ", "Ĺ"), ("Ģ", "ð")]
+    tokens = [*alphabet, *(a + b for a, b in pairs)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return wrap(tokenizer)
+
+
+def spaced(decoder) -> PreTrainedTokenizerFast:
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁the", "▁a"]
+    words += [*"abcdefgHlwo,.x", "本", "é", "!▁?", "ab▁"]
+    vocab = {token: index for index, token in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoder
+    return wrap(tokenizer)
+
+
+def llama_like() -> PreTrainedTokenizerFast:
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    return spaced(decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)]))
+
+
+def metaspace() -> PreTrainedTokenizerFast:
+    return spaced(decoders.Metaspace())
+
+
+TOKENIZERS = {"byte_level": byte_level(), "llama_like": llama_like(), "metaspace": metaspace()}
+
+
+def in_pieces(tokenizer, ids, sizes=(1,)):
+    writer, pieces, start, turn = Detokenizer(tokenizer), [], 0, 0
+    while start < len(ids):
+        size = sizes[turn % len(sizes)]
+        pieces.append(writer.push(ids[start : start + size]))
+        start, turn = start + size, turn + 1
+    whole = "".join(pieces) + writer.pending()
+    pieces.append(writer.flush())
+    assert "".join(pieces) == whole
+    assert writer.pending() == ""
+    return pieces
+
+
+def rows_of(tokenizer):
+    """Random tokens, with stretches of one kind: bytes, special tokens, ids without a token."""
+    size = len(tokenizer)
+    bytes_ = st.integers(1, 256) if "<0x41>" in tokenizer.get_vocab() else st.integers(0, 255)
+    stretch = st.one_of(
+        st.lists(st.integers(0, size - 1), max_size=40),
+        st.lists(bytes_, max_size=90),
+        st.lists(st.integers(size - 2, size + 3), max_size=90),
+        st.text(max_size=20).map(lambda text: tokenizer.encode(text)),
+        st.just(tokenizer.encode(SAMPLE)),
+    )
+    return st.lists(stretch, max_size=6).map(lambda parts: sum(parts, []))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_pieces_join_to_the_whole_text(name):
+    tokenizer = TOKENIZERS[name]
+
+    @given(rows_of(tokenizer), st.lists(st.integers(1, 7), min_size=1, max_size=4))
+    def run(ids, sizes):
+        assert "".join(in_pieces(tokenizer, ids, sizes)) == decode_text(tokenizer, ids)
+
+    run()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_decode_is_what_transformers_decodes(name):
+    ids = TOKENIZERS[name].encode(SAMPLE)
+    assert decode_text(TOKENIZERS[name], ids) == TOKENIZERS[name].decode(
+        ids, skip_special_tokens=True
+    )
+
+
+def test_a_character_of_several_tokens_comes_whole():
+    tokenizer = TOKENIZERS["byte_level"]
+    pieces = in_pieces(tokenizer, tokenizer.encode("a日b😀"))
+    assert "".join(pieces) == "a日b😀"
+    assert all("\ufffd" not in piece for piece in pieces)
+    assert pieces[1] == "a" and "日" in pieces
+
+
+def test_a_character_of_byte_tokens_comes_with_the_next_token():
+    tokenizer = TOKENIZERS["llama_like"]
+    vocab = tokenizer.get_vocab()
+    ids = [vocab[t] for t in ("▁a", "<0xE2>", "<0x82>", "<0xAC>", "b")]
+    assert in_pieces(tokenizer, ids) == ["a", "", "", "", "€b", ""]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_long_row_is_decoded_in_a_bounded_window(name, monkeypatch):
+    tokenizer = TOKENIZERS[name]
+    ids = [*tokenizer.encode(SAMPLE), *tokenizer.all_special_ids * 50] * 20
+    sizes = []
+    monkeypatch.setattr(
+        "tsjax.tokenizer.decode_text",
+        lambda tokenizer, ids: (sizes.append(len(ids)), decode_text(tokenizer, ids))[1],
+    )
+    text = "".join(in_pieces(tokenizer, ids))
+    assert text == decode_text(tokenizer, ids)
+    assert max(sizes) < 150 < len(ids)
+
+
+def test_rows_are_independent():
+    tokenizer = TOKENIZERS["byte_level"]
+    first, second = Detokenizer(tokenizer), Detokenizer(tokenizer)
+    assert first.push(tokenizer.encode("He")) + second.push(tokenizer.encode("wo")) == "Hewo"
+
+
+def test_encode_adds_the_tokenizers_special_tokens():
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = encode(tokenizer, "Hello")
+    assert ids.dtype == np.int32 and ids.ndim == 1
+    assert ids[0] == tokenizer.bos_token_id
+    assert decode_text(tokenizer, ids) == "Hello"
+
+
+def test_load_tokenizer_loads_once(tmp_path):
+    TOKENIZERS["byte_level"].save_pretrained(tmp_path)
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.encode(SAMPLE) == TOKENIZERS["byte_level"].encode(SAMPLE)
+    assert load_tokenizer(str(tmp_path)) is loaded
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded from .*pass token"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pallas_kernels.tree_attention against a float64 NumPy loop, and against its own reference.
+
+The bound on the error is a few roundings of the largest value times the square root of what is
+summed: all committed slots and fresh rows, and the head dimension.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_attention import reference, xla
+from pallas_kernels.tree_attention.api import tree_attention
+
+BLOCK = 16  # small, so that a cache of a few dozen slots has several
+
+
+@functools.partial(jax.jit, static_argnames="block")
+def blockwise(*args, block=BLOCK):
+    return xla.tree_attention(*args, block=block)
+
+
+def define(q, k_cache, v_cache, length, k_new, v_new, mask):
+    """One query at a time, over the keys it sees and nothing else."""
+    q, k_cache, v_cache, k_new, v_new = (
+        np.asarray(x, np.float64) for x in (q, k_cache, v_cache, k_new, v_new)
+    )
+    B, T, N, H = q.shape
+    group = N // k_cache.shape[1]
+    mask = np.broadcast_to(mask, (B, T, T))
+    out = np.empty(q.shape)
+    for b, t, n in np.ndindex(B, T, N):
+        head, committed = n // group, slice(0, length[b])
+        keys = np.concatenate([k_cache[b, head, committed], k_new[b, mask[b, t], head]])
+        values = np.concatenate([v_cache[b, head, committed], v_new[b, mask[b, t], head]])
+        scores = keys @ q[b, t, n] / np.sqrt(H)
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights @ values / weights.sum()
+    return out
+
+
+def random_tree(rng, T):
+    """Which row sees which, [T, T]: row 0 is the root, each later row hangs on an earlier one."""
+    mask = np.eye(T, dtype=bool)
+    for row in range(1, T):
+        mask[row] |= mask[rng.integers(0, row)]
+    return mask
+
+
+def make_inputs(rng, *, B=1, S=40, T=3, K=2, G=2, H=8, length=None, dtype=jnp.float32):
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    length = np.asarray([S] * B if length is None else length, np.int32)
+    mask = np.stack([random_tree(rng, T) for _ in range(B)])
+    return (
+        2 * normal(B, T, K * G, H),
+        normal(B, K, S, H),
+        normal(B, K, S, H),
+        length,
+        normal(B, T, K, H),
+        normal(B, T, K, H),
+        mask,
+    )
+
+
+def tolerance(inputs, dtype=np.float32):
+    q, k_cache, v_cache, length, _, v_new, _ = inputs
+    summed = q.shape[3] + int(max(length)) + q.shape[1]
+    largest = max(float(jnp.max(jnp.abs(v))) for v in (v_cache, v_new))
+    return 2 * float(jnp.finfo(dtype).eps) * np.sqrt(summed) * largest
+
+
+def check(inputs, block=BLOCK):
+    out, tol = blockwise(*inputs, block=block), tolerance(inputs)
+    assert out.dtype == inputs[0].dtype
+    np.testing.assert_allclose(out, define(*inputs), rtol=0, atol=tol)
+    np.testing.assert_allclose(out, reference.tree_attention(*inputs), rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("capacity", [BLOCK - 1, BLOCK, 2 * BLOCK, 40])
+def test_lengths(capacity, rng):
+    edges = {0, 1, BLOCK - 1, BLOCK, BLOCK + 1, capacity - 1, capacity}
+    for length in sorted(n for n in edges if n <= capacity):
+        check(make_inputs(rng, S=capacity, length=[length]))
+
+
+@pytest.mark.parametrize("T", [1, 2, 5, 16, 17, 33])
+def test_rows(T, rng):
+    check(make_inputs(rng, T=T, B=2, length=[40, 11]))
+
+
+@pytest.mark.parametrize("G", [1, 4, 5, 7, 8])
+def test_groups(G, rng):
+    check(make_inputs(rng, G=G, B=2, length=[7, 40]))
+
+
+@pytest.mark.parametrize("H", [8, 64, 80])
+def test_head_dims(H, rng):
+    check(make_inputs(rng, H=H, length=[37]))
+
+
+@pytest.mark.parametrize("S", [1023, 1025, 2500])
+@pytest.mark.parametrize("T", [1, 33])
+def test_default_blocks(S, T, rng):
+    """The public function: few rows take large blocks, many rows smaller ones."""
+    for length in (S, S // 2 + 3):
+        inputs = make_inputs(rng, S=S, T=T, length=[length])
+        out = jax.jit(tree_attention)(*inputs)
+        np.testing.assert_allclose(out, define(*inputs), rtol=0, atol=tolerance(inputs))
+
+
+@pytest.mark.parametrize("block", [1, 3, 16, 39, 40, 1000])
+def test_block_sizes(block, rng):
+    check(make_inputs(rng, B=2, length=[40, 17]), block=block)
+
+
+def test_one_mask_for_all_rows_of_the_batch(rng):
+    *inputs, mask = make_inputs(rng, B=3, T=6, length=[0, 20, 40])
+    shared = blockwise(*inputs, mask[0])
+    repeated = blockwise(*inputs, np.stack([mask[0]] * 3))
+    np.testing.assert_array_equal(shared, repeated)
+    check((*inputs, mask[0]))
+
+
+def test_a_row_alone_equals_the_row_in_a_batch(rng):
+    inputs = make_inputs(rng, B=4, T=5, length=[0, 40, 17, 16])
+    together, tol = blockwise(*inputs), tolerance(inputs)
+    for b in range(4):
+        alone = blockwise(*(x[b : b + 1] for x in inputs))
+        np.testing.assert_allclose(alone[0], together[b], rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("length", [[0, 5], [16, 40], [17, 1]])
+def test_slots_beyond_the_length_are_never_read(poison, length, rng):
+    q, k_cache, v_cache, length, *rest = make_inputs(rng, B=2, length=length)
+    beyond = (np.arange(40) >= length[:, None])[:, None, :, None]
+    poisoned = [jnp.where(beyond, poison, cache) for cache in (k_cache, v_cache)]
+    for attention in (blockwise, jax.jit(tree_attention), jax.jit(reference.tree_attention)):
+        clean = attention(q, k_cache, v_cache, length, *rest)
+        np.testing.assert_array_equal(attention(q, *poisoned, length, *rest), clean)
+
+
+def test_extreme_scores(rng):
+    """Scores far apart: the running maximum jumps from block to block and nothing overflows."""
+    q, k_cache, v_cache, *rest = make_inputs(rng, B=2, T=4, length=[40, 23])
+    ramp = jnp.linspace(-30, 30, 40)[:, None] * jnp.ones((8,))
+    inputs = (jnp.abs(q) * 4, k_cache + ramp, v_cache, *rest)
+    out = np.asarray(blockwise(*inputs))
+    assert np.isfinite(out).all()
+    # The scores themselves, up to some thousands, carry the rounding error here.
+    np.testing.assert_allclose(out, define(*inputs), rtol=0, atol=2e-3)
+
+
+def test_float64(rng):
+    with jax.enable_x64(True):
+        inputs = make_inputs(rng, B=2, T=5, length=[40, 9], dtype=jnp.float64)
+        out = blockwise(*inputs)
+        assert out.dtype == np.float64
+        np.testing.assert_allclose(out, define(*inputs), rtol=0, atol=tolerance(inputs, np.float64))
+
+
+@pytest.mark.parametrize("shape", [dict(T=1, S=1500), dict(T=17, G=4, H=64), dict(T=5, H=80)])
+def test_bfloat16(shape, rng):
+    """Against float64 from the same bfloat16 inputs, relative to the largest output."""
+    inputs = make_inputs(rng, dtype=jnp.bfloat16, **shape)
+    out, expected = jax.jit(tree_attention)(*inputs), define(*inputs)
+    assert out.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(out, np.float64) - expected).max() / np.abs(expected).max()
+    assert error < 1e-2
+
+
+def test_twice_the_same_bits(rng):
+    inputs = make_inputs(rng, B=2, T=7, S=600, length=[600, 123])
+    first, second = (np.asarray(jax.jit(tree_attention)(*inputs)) for _ in range(2))
+    np.testing.assert_array_equal(first, second)
+
+
+# Positions of the arguments, the shape each is given, and what the message must name.
+WRONG_SHAPES = [
+    (0, (1, 3, 32), "q must be"),
+    (0, (1, 3, 5, 8), "not a multiple"),
+    (0, (1, 3, 4, 16), "k_cache, v_cache, k_new, v_new"),
+    (1, (2, 40, 8), "k_cache"),
+    (2, (1, 2, 39, 8), r"\(v_cache\)"),
+    (3, (2,), r"\(length\)"),
+    (4, (1, 4, 2, 8), r"\(k_new\)"),
+    (5, (1, 3, 1, 8), r"\(v_new\)"),
+    (6, (3, 4), r"\(mask\)"),
+    (6, (2, 3, 3), r"\(mask\)"),
+]
+
+
+@pytest.mark.parametrize("index, shape, message", WRONG_SHAPES)
+def test_wrong_shapes_are_refused_with_the_shapes(index, shape, message, rng):
+    inputs = list(make_inputs(rng))
+    inputs[index] = jnp.zeros(shape, inputs[index].dtype)
+    with pytest.raises(ValueError, match=message) as caught:
+        tree_attention(*inputs)
+    for array in inputs:
+        assert str(tuple(array.shape)) in str(caught.value)

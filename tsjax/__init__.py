@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax: long text generation in JAX, with the same tokens as plain decoding.
+
+The public list. What is not named here may change without notice.
+"""
+
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
+from importlib.metadata import version as _version
+
+# Models and checkpoints
+from tsjax.checkpoint import Model as Model
+from tsjax.checkpoint import load as load
+from tsjax.checkpoint import save as save
+
+# Settings
+from tsjax.config import Autoregressive as Autoregressive
+from tsjax.config import DecodeConfig as DecodeConfig
+from tsjax.config import GenerationConfig as GenerationConfig
+from tsjax.config import ModelConfig as ModelConfig
+from tsjax.config import RopeConfig as RopeConfig
+
+# For JAX programs: pure functions of arrays
+from tsjax.decoding import decode as decode
+from tsjax.decoding import decode_step as decode_step
+from tsjax.decoding import init_state as init_state
+from tsjax.decoding import prefill as prefill
+from tsjax.decoding import row_keys as row_keys
+
+# Generation
+from tsjax.generation import GenerationResult as GenerationResult
+from tsjax.generation import StreamChunk as StreamChunk
+from tsjax.generation import enable_compilation_cache as enable_compilation_cache
+from tsjax.generation import forward as forward
+from tsjax.generation import generate as generate
+from tsjax.generation import stream as stream
+from tsjax.sampling import sampling_values as sampling_values
+from tsjax.state import DecodeState as DecodeState
+from tsjax.state import Params as Params
+from tsjax.state import StepStats as StepStats
+from tsjax.state import init_params as init_params
+
+try:
+    __version__ = _version("tsjax")
+except _PackageNotFoundError:  # run from a checkout that is not installed
+    __version__ = "0+checkout"
+
+__all__ = [
+    "Autoregressive",
+    "DecodeConfig",
+    "DecodeState",
+    "GenerationConfig",
+    "GenerationResult",
+    "Model",
+    "ModelConfig",
+    "Params",
+    "RopeConfig",
+    "StepStats",
+    "StreamChunk",
+    "decode",
+    "decode_step",
+    "enable_compilation_cache",
+    "forward",
+    "generate",
+    "init_params",
+    "init_state",
+    "load",
+    "prefill",
+    "row_keys",
+    "sampling_values",
+    "save",
+    "stream",
+]

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `tsjax generate` and `tsjax demo`.
+
+Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
+one line on stderr and exit code 2; an interrupted run prints what it has and exits with 130.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from tsjax.config import DTYPES, METHODS, GenerationConfig
+
+SETTING_HELP = {
+    "max_new_tokens": "tokens to generate",
+    "min_new_tokens": "bar the stop tokens before this many",
+    "do_sample": "sample instead of taking the most probable token",
+    "temperature": "divide the logits by this",
+    "top_k": "keep the k best tokens; 0 is off (HuggingFace's default is 50)",
+    "top_p": "keep the smallest set of tokens with this mass; 1 is off",
+    "min_p": "keep tokens with at least this share of the best one's probability; 0 is off",
+    "epsilon_cutoff": "keep tokens with at least this probability; 0 is off",
+    "eta_cutoff": "as epsilon, but adapted to the entropy; 0 is off",
+    "min_tokens_to_keep": "never truncate to fewer tokens",
+    "repetition_penalty": "above 1 makes recent tokens less likely; 1 is off",
+    "repetition_window": "how many tokens count as recent; all by default",
+    "suppress_tokens": "ids that are never chosen",
+    "eos_token_id": "ids that end the text; the model's own by default, none with -1",
+    "stop_strings": "strings that end the text",
+    "seed": "the same seed gives the same tokens, whatever the method",
+}
+# What a wrong argument, a damaged file, a missing package or too little memory raise.
+EXPECTED_ERRORS = (
+    ValueError,
+    TypeError,
+    OSError,
+    ImportError,
+    NotImplementedError,
+    MemoryError,
+    jax.errors.JaxRuntimeError,
+)
+EXAMPLES = """examples:
+  tsjax generate ./llama-3.1-8b "Once upon a time" --dtype bfloat16 --max-new-tokens 1000
+  tsjax generate ./story-model --prompt-file start.txt --do-sample --min-p 0.1 \\
+      --repetition-penalty 1.2 --repetition-window 1024 --seed 7
+  tsjax generate ./story-model "Once" --max-new-tokens 100000 --save-to run.json --progress
+  tsjax generate ./story-model --resume-from run.json
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except BrokenPipeError:  # whoever read the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except EXPECTED_ERRORS as error:
+        print(f"tsjax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the whole usage; no abbreviated names."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tsjax", description="Long text generation in JAX. tsjax COMMAND --help tells more."
+    )
+    parser.add_argument("--version", action="version", version=f"tsjax {_version()}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text with a HuggingFace or tsjax checkpoint",
+        description="Continues a text and prints it as it comes. Figures go to stderr.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    generate.add_argument("model", help="checkpoint folder, or organisation/name on the hub")
+    generate.add_argument("prompt", nargs="?", help="the text to continue; - reads stdin")
+    generate.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
+    generate.add_argument("--ids", metavar="ID,ID,...", help="the prompt as token ids")
+    generate.add_argument("--dtype", choices=DTYPES, help="the checkpoint's own by default")
+    generate.add_argument(
+        "--method",
+        choices=sorted(METHODS),
+        default="autoregressive",
+        help="how to decode; every method returns the same tokens (default: %(default)s)",
+    )
+    generate.add_argument("--progress", action="store_true", help="progress bar instead of text")
+    generate.add_argument("--json", action="store_true", help="print one JSON document at the end")
+    generate.add_argument("--exceed-max-positions", action="store_true",
+                          help="allow more tokens than the model was made for")  # fmt: skip
+    generate.add_argument("--save-to", metavar="FILE", help="keep the run here, to resume it")
+    generate.add_argument(
+        "--save-every",
+        type=int,
+        default=1000,
+        metavar="TOKENS",
+        help="tokens between two writes of that file (default: %(default)s)",
+    )
+    generate.add_argument("--resume-from", metavar="FILE", help="go on with a run kept there")
+    generate.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs here")
+    _add_settings(generate)
+    generate.set_defaults(run=_generate)
+
+    demo = commands.add_parser(
+        "demo",
+        help="a first look, with nothing downloaded",
+        description="Runs plain decoding on a tiny random model and checks what is promised.",
+    )
+    demo.add_argument("--tokens", type=int, default=200, help="tokens to generate")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.set_defaults(run=_demo)
+    return parser
+
+
+def _version() -> str:
+    import tsjax
+
+    return tsjax.__version__
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of GenerationConfig."""
+    group = parser.add_argument_group("what to generate")
+    for field in dataclasses.fields(GenerationConfig):
+        flag, text = "--" + field.name.replace("_", "-"), SETTING_HELP[field.name]
+        if field.name == "do_sample":
+            group.add_argument(flag, action="store_true", default=None, help=text)
+        elif field.name in ("suppress_tokens", "eos_token_id"):
+            group.add_argument(flag, type=int, nargs="+", metavar="ID", help=text)
+        elif field.name == "stop_strings":
+            group.add_argument(flag, nargs="+", metavar="TEXT", help=text)
+        else:
+            kind = float if isinstance(field.default, float) else int
+            default = "" if field.default is None else f" (default: {field.default})"
+            group.add_argument(flag, type=kind, metavar="N", help=text + default)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(GenerationConfig)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if given.get("eos_token_id") == [-1]:
+        given["eos_token_id"] = ()
+    return given
+
+
+def _prompt(args: argparse.Namespace) -> Any:
+    sources = ("prompt", "prompt_file", "ids", "resume_from")
+    given = [name for name in sources if getattr(args, name) is not None]
+    if len(given) != 1:
+        raise ValueError(
+            "give the prompt once: as an argument (- reads stdin), with --prompt-file, --ids or "
+            "--resume-from"
+        )
+    if args.ids is not None:
+        try:
+            return [int(part) for part in args.ids.split(",")]
+        except ValueError:
+            raise ValueError(f"--ids {args.ids!r} is not valid: integers with commas") from None
+    if args.prompt_file is not None:
+        with open(args.prompt_file, encoding="utf-8") as file:
+            return file.read()
+    return sys.stdin.read() if args.prompt == "-" else args.prompt
+
+
+class _Printer:
+    """A streamer that prints text as soon as it is final; ids where there is no tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.writer, self.prompt_seen = tokenizer, None, False
+
+    def put(self, ids: Any) -> None:
+        from tsjax.tokenizer import Detokenizer
+
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            if self.tokenizer is not None:
+                self.writer = Detokenizer(self.tokenizer, context=ids)
+        elif self.writer is not None:
+            print(self.writer.push(ids), end="", flush=True)
+        else:
+            print(*ids, end=" ", flush=True)
+
+    def end(self) -> None:
+        print(self.writer.flush() if self.writer is not None else "", flush=True)
+
+
+def _generate(args: argparse.Namespace) -> int:
+    import tsjax
+    from tsjax.request import tokenizer_of
+
+    prompt, settings = _prompt(args), _settings(args)
+    if args.compilation_cache is not None:
+        tsjax.enable_compilation_cache(args.compilation_cache)
+    GenerationConfig().replace(**settings)  # refuses a wrong value before the model is read
+    model = tsjax.load(args.model, dtype=args.dtype)
+    tokenizer = tokenizer_of(model)
+    quiet = args.json or args.progress
+    result = tsjax.generate(
+        model,
+        prompt,
+        method=args.method,
+        streamer=None if quiet else _Printer(tokenizer),
+        progress=args.progress,
+        exceed_max_positions=args.exceed_max_positions,
+        save_to=args.save_to,
+        save_every=args.save_every,
+        resume_from=args.resume_from,
+        **settings,
+    )
+    stats = result.stats
+    if args.json:
+        document = {
+            "text": result.text if tokenizer is not None else None,
+            "tokens": [row.tolist() for row in result.tokens],
+            "finish_reason": result.finish_reason,
+            "stats": {
+                **dataclasses.asdict(stats),
+                "tokens_per_step": stats.tokens_per_step,
+                "tokens_per_second": stats.tokens_per_second,
+            },
+        }
+        print(json.dumps(document))
+    elif args.progress:
+        print(result.text if tokenizer is not None else result.tokens)
+    print(
+        f"[{sum(stats.new_tokens)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"{stats.tokens_per_step:.2f} tokens/step, prefill {stats.prefill_seconds:.2f} s, "
+        f"{', '.join(result.finish_reason)}]",
+        file=sys.stderr,
+    )
+    if "interrupted" not in result.finish_reason:
+        return 0
+    if args.save_to is not None:
+        print(f"[go on with --resume-from {args.save_to}]", file=sys.stderr)
+    return 130
+
+
+def _demo(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    import tsjax
+
+    cfg = tsjax.ModelConfig(
+        vocab_size=95,
+        embed_dim=256,
+        num_layers=4,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=32,
+        mlp_dim=688,
+        max_positions=131072,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+    )
+    model = tsjax.Model(tsjax.init_params(cfg, seed=1, scale=0.1), cfg=cfg)
+    device = jax.devices()[0]
+    print(f"A tiny RANDOM model ({model.num_params:,} parameters) on {device.device_kind}.")
+    print("Its text means nothing; what it shows is the machinery.\n")
+    settings = dict(max_new_tokens=args.tokens, do_sample=True, min_p=0.1, seed=args.seed)
+    prompt = [ord(c) - 32 for c in "Once upon a time"]
+    first = tsjax.generate(model, prompt, **settings)
+    print("".join(chr(32 + token) for token in first.tokens[0]), "\n")
+
+    again = tsjax.generate(model, prompt, **settings)
+    wide = tsjax.generate(model, prompt, capacity=65536, **settings)
+    batch = tsjax.generate(model, [prompt[:5], prompt], **settings)
+    rows = [
+        ("run again with the same seed", again, 0),
+        ("with a cache of 65,536 slots", wide, 0),
+        ("as the second row of a batch", batch, 1),
+    ]
+    print(f"{'':32}{'same tokens':>12}{'tokens/s':>10}")
+    wrong = 0
+    for name, result, row in rows:
+        same = np.array_equal(result.tokens[row], first.tokens[0])
+        wrong += not same
+        print(f"{name:32}{'yes' if same else 'NO':>12}{result.stats.tokens_per_second:10.0f}")
+    print("\n(The last two include the compilation of their programs.)")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

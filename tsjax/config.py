@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static settings: frozen, hashable dataclasses that a jitted function may take as constants.
+
+Knows the shape of a model, how it is decoded and what a user may ask of `generate`. Does not know
+arrays, checkpoints or where a setting came from. Every message names the argument, its value and
+what would be right.
+
+Dimension letters used in all shape comments of the project:
+    B batch   T rows of one pass   S cache slots   L layers   D embed   N query heads   K kv heads
+    G = N // K   H head dim   F mlp   V vocab   C token capacity
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import numbers
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def check(condition: bool, argument: str, value: Any, wanted: str) -> None:
+    """Raises the one kind of message this library has for a wrong argument."""
+    if not condition:
+        raise ValueError(f"{argument}={value!r} is not valid: {wanted}")
+
+
+def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str) -> None:
+    """An unknown name is an error, never ignored; the nearest known name is offered."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = (
+                f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
+            )
+            raise TypeError(f"unknown {what} {name!r}{hint}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding. `kind` chooses which of the other fields are read."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0  # linear, llama3, yarn
+    original_max_positions: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range to whole dimensions
+    attention_factor: float = 1.0  # yarn: cos and sin are multiplied by it (already resolved)
+
+    def __post_init__(self):
+        check(self.kind in ROPE_KINDS, "rope kind", self.kind, f"one of {', '.join(ROPE_KINDS)}")
+        check(self.theta > 0, "rope theta", self.theta, "a positive number")
+        check(self.factor > 0, "rope factor", self.factor, "a positive number")
+        if self.kind in ("llama3", "yarn"):
+            check(
+                self.original_max_positions > 0,
+                "rope original_max_positions",
+                self.original_max_positions,
+                f"rope kind {self.kind!r} needs the context length the model was trained with",
+            )
+        if self.kind == "llama3":
+            check(
+                self.high_freq_factor > self.low_freq_factor,
+                "rope high_freq_factor",
+                self.high_freq_factor,
+                f"larger than low_freq_factor={self.low_freq_factor}",
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer. Families differ by the flags at the end and nothing else."""
+
+    vocab_size: int
+    embed_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    max_positions: int
+    norm_eps: float
+    rope: RopeConfig = RopeConfig()
+    dtype: str = "float32"
+    num_draft_heads: int = 0  # TokenSwift heads that came with the checkpoint
+    family: str = "llama"  # only used to name the architecture on export
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+    def __post_init__(self):
+        for name in (
+            "vocab_size",
+            "embed_dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "mlp_dim",
+            "max_positions",
+        ):
+            value = getattr(self, name)
+            check(isinstance(value, int) and value > 0, name, value, "a positive integer")
+        check(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of num_heads={self.num_heads}",
+        )
+        check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
+        check(self.norm_eps > 0, "norm_eps", self.norm_eps, "a small positive number")
+        check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+
+    @property
+    def group_size(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
+        known = [field.name for field in dataclasses.fields(cls)]
+        refuse_unknown(list(fields), known, "model config field")
+        return cls(**{**fields, "rope": RopeConfig(**fields.get("rope", {}))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive:
+    """Plain decoding, one token per step: the definition every other method must reproduce."""
+
+
+METHODS = {"autoregressive": Autoregressive}
+
+
+def resolve_method(method: Any) -> Any:
+    """A method's name or its dataclass -> the dataclass."""
+    if isinstance(method, str):
+        check(method in METHODS, "method", method, f"one of {', '.join(map(repr, METHODS))}")
+        return METHODS[method]()
+    check(
+        isinstance(method, tuple(METHODS.values())),
+        "method",
+        method,
+        f"one of {', '.join(map(repr, METHODS))} or its dataclass",
+    )
+    return method
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Everything a decode step is compiled for. What changes from call to call is in the state."""
+
+    model: ModelConfig
+    method: Autoregressive = Autoregressive()
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """What a user may ask of `generate`, in HuggingFace's names. Greedy by default.
+
+    Processors run in HuggingFace's order: repetition penalty, min_new_tokens, suppress_tokens and,
+    when sampling, temperature, top_k, top_p, min_p, epsilon_cutoff, eta_cutoff. A neutral value
+    switches a processor off. Unlike HuggingFace, `top_k` is off by default (theirs is 50).
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    epsilon_cutoff: float = 0.0  # 0: off
+    eta_cutoff: float = 0.0  # 0: off
+    min_tokens_to_keep: int = 1  # no truncation leaves fewer tokens than this
+    repetition_penalty: float = 1.0  # 1: off
+    repetition_window: int | None = None  # penalise the last so many tokens; None: all of them
+    suppress_tokens: tuple[int, ...] = ()
+    eos_token_id: int | tuple[int, ...] | None = None  # None: the model's own; (): never stop
+    stop_strings: tuple[str, ...] = ()
+    seed: int | tuple[int, ...] = 0  # one for all rows, or one per row
+
+    def __post_init__(self):
+        # Plain Python values from here on: they are compared, hashed and written to files.
+        for name in GENERATION_NAMES:
+            value = _plain(getattr(self, name))
+            if name == "stop_strings" and isinstance(value, str):
+                value = (value,)
+            elif name in ("suppress_tokens", "stop_strings") and value is None:
+                value = ()
+            elif name == "suppress_tokens" and not isinstance(value, tuple):
+                value = (value,)
+            object.__setattr__(self, name, value)
+        if self.repetition_window == 0:
+            raise ValueError(
+                "repetition_window=0 is not valid: a positive number of tokens, or None for the "
+                "whole context; repetition_penalty=1.0 switches the penalty off"
+            )
+        check_int(self.max_new_tokens, "max_new_tokens", 1)
+        check_int(self.min_new_tokens, "min_new_tokens", 0)
+        check(
+            self.min_new_tokens <= self.max_new_tokens,
+            "min_new_tokens",
+            self.min_new_tokens,
+            f"at most max_new_tokens={self.max_new_tokens}",
+        )
+        check(isinstance(self.do_sample, bool), "do_sample", self.do_sample, "True or False")
+        check_int(self.top_k, "top_k", 0)
+        check_int(self.min_tokens_to_keep, "min_tokens_to_keep", 1)
+        if self.repetition_window is not None:
+            check_int(self.repetition_window, "repetition_window", 1)
+        for name, low, high in (
+            ("temperature", 0.0, math.inf),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("epsilon_cutoff", 0.0, 1.0),
+            ("eta_cutoff", 0.0, 1.0),
+            ("repetition_penalty", 0.0, math.inf),
+        ):
+            check_float(getattr(self, name), name, low, high)
+        if self.temperature == 0.0:
+            raise ValueError(
+                "temperature=0.0 is not valid: a positive number; for greedy decoding leave "
+                "do_sample=False"
+            )
+        check(
+            self.repetition_penalty > 0,
+            "repetition_penalty",
+            self.repetition_penalty,
+            "a positive number; 1.0 switches it off",
+        )
+        for name in ("epsilon_cutoff", "eta_cutoff"):
+            check(getattr(self, name) < 1, name, getattr(self, name), "in [0, 1); 0 is off")
+        for name in ("suppress_tokens", "eos_token_id", "seed"):
+            value = getattr(self, name)
+            if value is None and name == "eos_token_id":
+                continue
+            for item in value if isinstance(value, tuple) else (value,):
+                check_int(item, name, 0, 2**32 - 1)
+        check(
+            isinstance(self.stop_strings, tuple)
+            and all(isinstance(s, str) and s for s in self.stop_strings),
+            "stop_strings",
+            self.stop_strings,
+            "a string or a list of non-empty strings",
+        )
+
+    def replace(self, **changes: Any) -> GenerationConfig:
+        refuse_unknown(list(changes), GENERATION_NAMES, "argument")
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def from_hf(cls, source: Any, **changes: Any) -> GenerationConfig:
+        """Reads a generation_config.json (path, folder, dict or a transformers GenerationConfig).
+
+        Settings that would choose other tokens and that tsjax does not have are refused by name.
+        Those about lengths in another measure (max_length), about caches and about other libraries
+        are passed over.
+        """
+        refuse_unknown(list(changes), GENERATION_NAMES, "argument")
+        fields = {**_read_hf_generation_config(source), **changes}
+        kept, refused = {}, []
+        for name, value in fields.items():
+            if name in GENERATION_NAMES:
+                if value is not None:
+                    kept[name] = value
+            elif name in _HF_NEUTRAL and value is not None and value not in _HF_NEUTRAL[name]:
+                refused.append(f"{name}={value!r}")
+        if refused:
+            raise NotImplementedError(
+                f"generation config asks for {', '.join(refused)}, which tsjax does not have; "
+                "remove the setting or decode with transformers"
+            )
+        if kept.get("do_sample"):
+            kept.setdefault("top_k", 50)  # HuggingFace's default, where the file is silent
+        elif kept.get("temperature") == 0:
+            del kept["temperature"]  # HuggingFace does not read it without sampling
+        return cls(**kept)
+
+
+GENERATION_NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
+
+# HuggingFace settings that change the output, with the values that do nothing.
+_HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (1,),
+    "min_length": (0,),
+    "num_return_sequences": (1,),
+    "token_healing": (False,),
+    "typical_p": (1.0,),
+    "top_h": (),
+    "penalty_alpha": (0.0,),
+    "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "forced_decoder_ids": (),
+    "sequence_bias": ({}, []),
+    "guidance_scale": (1.0,),
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": (),
+    "dola_layers": (),
+    "constraints": (),
+    "force_words_ids": (),
+}
+
+
+def _read_hf_generation_config(source: Any) -> dict[str, Any]:
+    if hasattr(source, "to_diff_dict"):  # a transformers GenerationConfig
+        return {k: v for k, v in source.to_dict().items() if v is not None}
+    if isinstance(source, Mapping):
+        return dict(source)
+    path = os.fspath(source)
+    if os.path.isdir(path):
+        path = os.path.join(path, "generation_config.json")
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"no generation config at {path!r}")
+    with open(path, encoding="utf-8") as file:
+        try:
+            return json.load(file)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path!r} is not valid JSON: {error}") from error
+
+
+def _plain(value: Any) -> Any:
+    """NumPy and JAX scalars and arrays, and lists of them, as Python numbers and tuples."""
+    if value is not None and hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return tuple(map(_plain, value))
+    return value
+
+
+def check_int(value: Any, name: str, low: int, high: int = 2**31 - 1) -> None:
+    ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    check(ok and int(value) >= low, name, value, f"an integer, at least {low}")
+    check(int(value) <= high, name, value, f"an integer, at most {high}")
+
+
+def check_float(value: Any, name: str, low: float, high: float) -> None:
+    ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    ok = ok and math.isfinite(value) and low <= float(value) <= high
+    bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+    check(bool(ok), name, value, f"a finite number, {bounds}")

@@ -1,0 +1,532 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate() and stream(): the host side of decoding.
+
+Knows text, streaming, progress, stop strings and interrupts. Does not know how a step works: it
+fills a state, runs chunks of steps on the device and reads tokens and counters once per chunk.
+
+The flow: `make_request` has checked everything a user passed, `_start` allocates and prefills, and
+`_run` is the generator over chunks of steps that both public functions consume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from tsjax.checkpoint import Model
+from tsjax.config import GenerationConfig, check_int
+from tsjax.decoding import Programs, init_state, logits, programs, row_keys
+from tsjax.request import (
+    Request,
+    check_row,
+    fingerprint,
+    make_request,
+    repeat_numbers,
+    tokenizer_of,
+)
+from tsjax.sampling import sampling_values
+from tsjax.saved_run import SavedRun, check_target, write_run
+from tsjax.sharding import mesh_of
+from tsjax.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState
+from tsjax.tokenizer import Detokenizer, decode_text, special_tokens
+
+SECONDS_PER_CHUNK = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class RunStats:
+    """What a run cost. A step emits at least one token for each row that is still running."""
+
+    prompt_tokens: tuple[int, ...]  # per row
+    new_tokens: tuple[int, ...]  # per row
+    steps: tuple[int, ...]  # per row, without those of an earlier run that was resumed
+    computed_tokens: int  # emitted by those steps, also behind a stop string, all rows together
+    prefill_seconds: float  # compilation included
+    decode_seconds: float  # compilation included
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens per pass of the full model, the bonus token included; 1 for plain decoding."""
+        return self.computed_tokens / max(sum(self.steps), 1)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.computed_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationResult:
+    """What `generate` returns.
+
+    Attributes:
+      tokens: the new tokens of each row, one int32 array per row, also for a single prompt. A stop
+        token is included.
+      finish_reason: per row, "eos", "stop_string", "length" or "interrupted".
+      stats: what it cost.
+    """
+
+    tokens: list[np.ndarray]
+    finish_reason: list[str]
+    stats: RunStats
+    _prompts: list[np.ndarray]
+    _single: bool
+    _tokenizer: Callable[[], Any]
+
+    @functools.cached_property
+    def text(self) -> str | list[str]:
+        """The new text: a string for a single prompt, else one per row. Needs a tokenizer.
+
+        It continues the prompt's text: a space between the two belongs to it.
+        """
+        tokenizer, texts = self._tokenizer(), []
+        for prompt, row in zip(self._prompts, self.tokens, strict=True):
+            writer = Detokenizer(tokenizer, context=prompt)
+            texts.append(writer.push(row) + writer.flush())
+        return texts[0] if self._single else texts
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamChunk:
+    """What `stream` yields: the news of each row since the chunk before.
+
+    `text` is None for a model without a tokenizer; `finish_reason` is None while a row runs.
+    """
+
+    tokens: list[np.ndarray]
+    text: list[str] | None
+    finish_reason: list[str | None]
+
+
+def generate(
+    model: Model,
+    prompt: Any = None,
+    *,
+    config: GenerationConfig | None = None,
+    method: Any = "autoregressive",
+    prefill: str = "full",
+    streamer: Any = None,
+    progress: bool = False,
+    capacity: int | None = None,
+    prefill_width: int = 512,
+    exceed_max_positions: bool = False,
+    save_to: str | os.PathLike | None = None,
+    save_every: int = 1000,
+    resume_from: str | os.PathLike | None = None,
+    **settings: Any,
+) -> GenerationResult:
+    """Generates new tokens for one prompt or a batch of prompts.
+
+    Args:
+      model: from `tsjax.load`.
+      prompt: a string, a list of strings, one row of token ids, a batch of rows, or a ragged list.
+      config: a GenerationConfig; `settings` (its fields: max_new_tokens, do_sample, temperature,
+        top_p, seed, stop_strings, ...) override it one by one.
+      method: "autoregressive", or a method's dataclass. All methods return the same tokens.
+      prefill: "full".
+      streamer: an object with put(ids) and end(), as HuggingFace's streamers; single prompts only.
+        It gets the prompt and then the tokens that this call makes.
+      progress: show a progress bar with tokens/s and tokens/step on stderr.
+      capacity: cache slots per row; by default the next power of two (from 32768 on the next
+        multiple of it) that holds prompt and new tokens. Runs of one capacity share one compiled
+        program.
+      prefill_width: prompt tokens per pass of the prefill.
+      exceed_max_positions: allow prompt and new tokens beyond what the model was made for.
+      save_to: a file that receives prompt, settings and tokens every `save_every` tokens, when
+        interrupted and at the end.
+      resume_from: such a file; prompt and settings come from it, and the run goes on as if it had
+        never stopped. Only `max_new_tokens` may be given anew.
+
+    Returns:
+      A GenerationResult. Ctrl-C and SIGTERM end the run early and return what there is, with
+      finish_reason "interrupted"; a second Ctrl-C raises KeyboardInterrupt.
+    """
+    request = make_request(
+        model,
+        prompt,
+        config,
+        settings,
+        method=method,
+        prefill=prefill,
+        capacity=capacity,
+        prefill_width=prefill_width,
+        exceed_max_positions=exceed_max_positions,
+        resume_from=resume_from,
+    )
+    check_int(save_every, "save_every", 1)
+    _check_streamer(streamer, request)
+    interrupt = _Interrupt()
+    save = _saver(model, request, save_to, save_every)
+    news = None
+    with interrupt, _progress_bar(request, progress) as show:
+        try:
+            if streamer is not None:
+                streamer.put(request.prompts[0])
+            for news in _run(model, request, interrupt):
+                if streamer is not None:
+                    for token in news.tokens[0]:
+                        streamer.put(np.asarray([token]))
+                show(news)
+                save(news, last=False)
+        finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is kept
+            if news is not None:
+                save(news, last=True)
+    if streamer is not None:
+        streamer.end()
+    assert news is not None  # _run yields at least once
+    return _result(model, request, news)
+
+
+def stream(
+    model: Model,
+    prompt: Any = None,
+    *,
+    config: GenerationConfig | None = None,
+    method: Any = "autoregressive",
+    prefill: str = "full",
+    capacity: int | None = None,
+    prefill_width: int = 512,
+    exceed_max_positions: bool = False,
+    **settings: Any,
+) -> Iterator[StreamChunk]:
+    """As `generate`, but an iterator of StreamChunk: the new tokens and text as they come.
+
+    Arguments are checked at the call, not at the first chunk. Ctrl-C during a chunk ends the stream
+    with finish_reason "interrupted".
+    """
+    request = make_request(
+        model,
+        prompt,
+        config,
+        settings,
+        method=method,
+        prefill=prefill,
+        capacity=capacity,
+        prefill_width=prefill_width,
+        exceed_max_positions=exceed_max_positions,
+    )
+    return _stream(model, request)
+
+
+def _stream(model: Model, request: Request) -> Iterator[StreamChunk]:
+    tokenizer = tokenizer_of(model)
+    writers = [Detokenizer(tokenizer, context=row) for row in request.rows if tokenizer]
+    for news in _run(model, request, _Interrupt()):
+        text = None
+        if tokenizer:
+            text = [
+                writer.push(new) + (writer.flush() if ended else "")
+                for writer, new, ended in zip(writers, news.tokens, news.newly_ended, strict=True)
+            ]
+        pairs = zip(news.reasons, news.newly_ended, strict=True)
+        reasons = [reason if ended else None for reason, ended in pairs]
+        yield StreamChunk(tokens=news.tokens, text=text, finish_reason=reasons)
+
+
+def forward(model: Model, tokens: Any) -> jax.Array:
+    """Logits [B, T, V] of every position of tokens [B, T]; can be traced, `model` too.
+
+    Its loops have no fixed length, so there is no reverse-mode gradient.
+    """
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and type {tokens.dtype} is not valid: [B, T] integers"
+        )
+    if any(isinstance(array, Tracer) for array in (tokens, *jax.tree.leaves(model.params))):
+        return logits(model.params, tokens, cfg=model.cfg)
+    check_row(np.asarray(tokens).ravel(), "tokens", model)
+    return _programs(model).logits(model.params, tokens, cfg=model.cfg)
+
+
+def _programs(model: Model) -> Programs:
+    device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+    return programs(device.platform, model.cfg.dtype)
+
+
+def enable_compilation_cache(folder: str | os.PathLike) -> None:
+    """Keeps compiled programs in `folder`, also those that compile in under a second."""
+    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _check_streamer(streamer: Any, request: Request) -> None:
+    if streamer is None:
+        return
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise TypeError(f"streamer={streamer!r:.80} is not valid: an object with put() and end()")
+    if len(request.rows) > 1:
+        raise ValueError(
+            f"streamer takes one row, the prompt has {len(request.rows)}: use tsjax.stream"
+        )
+
+
+# ---------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _News:
+    """One chunk as the host sees it. `all_tokens` are the rows' new tokens since the prompt."""
+
+    tokens: list[np.ndarray]
+    all_tokens: list[np.ndarray]
+    reasons: list[str | None]
+    newly_ended: list[bool]
+    last: bool
+    steps: np.ndarray
+    computed: int  # tokens that the steps emitted, kept or not
+    prefill_seconds: float
+    decode_seconds: float
+
+
+def _run(model: Model, request: Request, interrupt: _Interrupt) -> Iterator[_News]:
+    """Yields one _News per chunk of steps; the last one has every finish reason filled in."""
+    began = time.perf_counter()
+    with interrupt:
+        state = _start(model, request, interrupt)
+    prefill_seconds = time.perf_counter() - began
+    decode_seconds = 0.0
+    run_steps = _programs(model).decode
+    watch = _StopStrings(model, request)
+    emitted = [len(row) for row in request.rows]
+    reasons = list(request.finish_reason)
+    steps = 1
+    while True:
+        began = time.perf_counter()
+        if not interrupt.requested and None in reasons:
+            with interrupt:
+                state = run_steps(model.params, state, steps, cfg=request.decode)
+                state.kv.length.block_until_ready()
+        elapsed = time.perf_counter() - began
+        decode_seconds += elapsed
+        steps = _next_chunk(steps, elapsed)
+
+        tokens, length, finish = map(np.asarray, (state.tokens, state.length, state.finish))
+        new, ended = [], []
+        for row, reason in enumerate(reasons):
+            fresh = np.array(tokens[row, emitted[row] : length[row]])
+            if reason is None:
+                cut = watch.find(row, fresh)
+                if cut is not None:
+                    fresh, reasons[row] = fresh[:cut], "stop_string"
+                elif finish[row] in _REASONS:
+                    reasons[row] = _REASONS[finish[row]]
+                elif interrupt.requested:
+                    reasons[row] = "interrupted"
+            else:
+                fresh = fresh[:0]
+            ended.append(reason is None and reasons[row] is not None)
+            emitted[row] += len(fresh)
+            new.append(fresh)
+        last = None not in reasons
+        yield _News(
+            tokens=new,
+            all_tokens=[
+                tokens[row, n : emitted[row]].copy() for row, n in enumerate(request.prompt_length)
+            ],
+            reasons=list(reasons),
+            newly_ended=ended,
+            last=last,
+            steps=np.array(state.stats.steps),
+            computed=int(length.sum()) - sum(map(len, request.rows)),
+            prefill_seconds=prefill_seconds,
+            decode_seconds=decode_seconds,
+        )
+        if last:
+            return
+        stopped = np.asarray([reason is not None for reason in reasons]) & (finish == RUNNING)
+        if stopped.any():
+            state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+
+
+_REASONS = {EOS: "eos", LENGTH: "length"}
+
+
+def _start(model: Model, request: Request, interrupt: _Interrupt) -> DecodeState:
+    """Allocates the state and prefills it."""
+    cfg, config, rows = model.cfg, request.config, request.rows
+    mesh = mesh_of(model.params)
+    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    state = init_state(
+        tokens,
+        np.asarray(request.prompt_length, np.int32),
+        cfg=request.decode,
+        capacity=request.capacity,
+        max_length=np.asarray(request.max_length, np.int32),
+        length=np.asarray([len(row) for row in rows], np.int32),
+        sampling=sampling_values(config, request.stop_ids, cfg.vocab_size, cfg.dtype),
+        row_key=row_keys(request.seeds, repeat_numbers(request)),
+        mesh=mesh,
+    )
+    if any(request.finish_reason):
+        ended = np.asarray([reason is not None for reason in request.finish_reason])
+        state = state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
+    prefill_chunk = _programs(model).prefill_chunk
+    start = 0
+    for width in request.prefill_widths:
+        if interrupt.requested:
+            break  # the rows are reported as interrupted, no step runs on this state
+        state = prefill_chunk(model.params, state, start, width=width, cfg=request.decode)
+        state.kv.length.block_until_ready()
+        start += width
+    return state
+
+
+def _next_chunk(steps: int, elapsed: float) -> int:
+    """Chunks grow until one takes long enough not to matter and short enough to be interrupted."""
+    wanted = int(steps * SECONDS_PER_CHUNK / max(elapsed, 1e-6))
+    return max(1, min(wanted, 4 * steps))
+
+
+class _StopStrings:
+    """Finds the token that completes a stop string, also across token boundaries and chunks.
+
+    As in transformers, a stop string may begin in the prompt. Special tokens are no part of the
+    text, but a stop string may name one; a token that ends the row anyway is left to that.
+    """
+
+    def __init__(self, model: Model, request: Request):
+        self.stops = request.config.stop_strings
+        if not self.stops:
+            return
+        tokenizer, self.keep = model.tokenizer, max(map(len, self.stops)) - 1
+        self.special = {
+            index: text
+            for index, text in special_tokens(tokenizer).items()
+            if index not in request.stop_ids and any(text in stop for stop in self.stops)
+        }
+        self.writers = [Detokenizer(tokenizer, context=row) for row in request.rows]
+        recent = [row[-self.keep - 64 :] for row in request.rows]
+        self.tails = [self._tail(decode_text(tokenizer, ids.tolist())) for ids in recent]
+
+    def find(self, row: int, tokens: np.ndarray) -> int | None:
+        """How many of `tokens` it takes to complete a stop string, None if none does."""
+        if not self.stops:
+            return None
+        for index, token in enumerate(tokens):
+            tail, writer = self.tails[row], self.writers[row]
+            text = tail + writer.push([token])
+            # If the row ended here, its text would end with what is still pending.
+            whole = text + writer.pending() + self.special.get(int(token), "")
+            # Only a match that ends behind the tail is new.
+            if any(whole.find(s, max(0, len(tail) - len(s) + 1)) >= 0 for s in self.stops):
+                return index + 1
+            self.tails[row] = self._tail(text)
+        return None
+
+    def _tail(self, text: str) -> str:
+        return text[-self.keep :] if self.keep else ""
+
+
+class _Interrupt:
+    """Turns SIGINT and SIGTERM into a flag while entered; re-entrant; only the main thread can."""
+
+    def __init__(self):
+        self.requested = False
+        self._depth = 0
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self):
+        if self._depth == 0 and threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._note)
+        self._depth += 1
+        return self
+
+    def __exit__(self, *_):
+        self._depth -= 1
+        if self._depth == 0:
+            while self._previous:
+                signal.signal(*self._previous.popitem())
+
+    def _note(self, number, frame):
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+def _result(model: Model, request: Request, news: _News) -> GenerationResult:
+    new_tokens = tuple(len(row) for row in news.all_tokens)
+    return GenerationResult(
+        tokens=news.all_tokens,
+        finish_reason=[str(reason) for reason in news.reasons],
+        stats=RunStats(
+            prompt_tokens=tuple(request.prompt_length),
+            new_tokens=new_tokens,
+            steps=tuple(int(n) for n in news.steps),
+            computed_tokens=news.computed,
+            prefill_seconds=news.prefill_seconds,
+            decode_seconds=news.decode_seconds,
+        ),
+        _prompts=request.prompts,
+        _single=request.single,
+        _tokenizer=lambda: model.tokenizer,
+    )
+
+
+@contextlib.contextmanager
+def _progress_bar(request: Request, wanted: bool) -> Iterator[Callable[[_News], None]]:
+    """Yields a function that takes each _News; a tqdm bar over the tokens of all rows if wanted."""
+    if not wanted:
+        yield lambda news: None
+        return
+    from tqdm import tqdm
+
+    total = len(request.rows) * request.config.max_new_tokens
+    made = sum(request.num_made)
+    with tqdm(total=total, initial=made, unit="tok", dynamic_ncols=True) as bar:
+
+        def show(news: _News) -> None:
+            rate = news.computed / max(int(news.steps.sum()), 1)
+            bar.set_postfix_str(f"{rate:.2f} tok/step", False)
+            bar.update(sum(map(len, news.tokens)))
+
+        yield show
+
+
+def _saver(model: Model, request: Request, path, every: int) -> Callable[..., None]:
+    """A function that writes the run's file when enough tokens have come since the last time."""
+    if path is None:
+        return lambda news, *, last: None
+    check_target(path)
+    mark, written, failed = fingerprint(model), 0, False
+
+    def save(news: _News, *, last: bool) -> None:
+        nonlocal written, failed
+        count = max(map(len, news.all_tokens))
+        if not last and count - written < every:
+            return
+        written = count
+        run = SavedRun(
+            model=mark,
+            exceed_max_positions=request.exceed_max_positions,
+            single=request.single,
+            config=request.config,
+            prompts=request.prompts,
+            tokens=news.all_tokens,
+            finish_reason=[None if r == "interrupted" else r for r in news.reasons],
+        )
+        try:
+            write_run(path, run)
+        except OSError as error:  # a full disk must not cost the tokens that are in memory
+            if not failed:
+                warnings.warn(f"save_to={os.fspath(path)!r} was not written: {error}", stacklevel=3)
+            failed = True
+
+    return save

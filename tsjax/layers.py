@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pieces of a transformer layer as pure functions: linear, RMS norm, rotary embedding.
+
+Knows array shapes and RopeConfig. Does not know parameters' names, caches or models.
+Matrix products of float32 and float64 arrays run at full precision on every device, those of
+bfloat16 arrays accumulate in float32.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tsjax.config import RopeConfig
+
+
+def accumulation_dtype(dtype) -> jnp.dtype:
+    """float32 for the 16-bit types, the type itself otherwise."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def linear(x, weight, bias=None, *, contract: int = 1, out_dtype=None):
+    """x [..., *I] @ weight [*I, *O] + bias [*O], where I are the last `contract` axes of x."""
+    axes = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
+    y = lax.dot_general(
+        x,
+        weight,
+        (axes, ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=accumulation_dtype(x.dtype),
+    )
+    if bias is not None:
+        y = y + bias.astype(y.dtype)
+    return y.astype(out_dtype or x.dtype)
+
+
+def rms_norm(x, weight, eps: float):
+    """x / rms(x) * weight over the last axis, computed in the accumulation type."""
+    wide = x.astype(accumulation_dtype(x.dtype))
+    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype) * weight
+
+
+def swiglu(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None):
+    """down(silu(gate(x)) * up(x)): the feed-forward part of every supported family."""
+    hidden = jax.nn.silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
+    return linear(hidden, down, down_bias)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Angle per position of each pair of dimensions, [head_dim // 2] float64."""
+    frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "linear":
+        return frequencies / rope.factor
+    if rope.kind == "llama3":
+        return _llama3_frequencies(frequencies, rope)
+    if rope.kind == "yarn":
+        return _yarn_frequencies(frequencies, rope, head_dim)
+    return frequencies
+
+
+def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Long wavelengths are slowed down by `factor`, short ones kept, those between are blended."""
+    wavelength = 2 * math.pi / frequencies
+    rotations = rope.original_max_positions / wavelength
+    blend = (rotations - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blend = np.clip(blend, 0.0, 1.0)
+    return (1 - blend) * frequencies / rope.factor + blend * frequencies
+
+
+def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones, ramp between."""
+
+    def dimension_of(rotations: float) -> float:
+        turns = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_of(rope.beta_fast), dimension_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = np.clip((np.arange(head_dim // 2) - low) / (high - low), 0.0, 1.0)
+    return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
+
+
+def rotary_angles(positions, rope: RopeConfig, head_dim: int, dtype):
+    """cos and sin [..., head_dim // 2] for `positions` [...], in `dtype`'s accumulation type."""
+    wide = accumulation_dtype(dtype)
+    angles = positions[..., None].astype(wide) * rope_frequencies(rope, head_dim).astype(wide)
+    scale = rope.attention_factor
+    return (jnp.cos(angles) * scale).astype(wide), (jnp.sin(angles) * scale).astype(wide)
+
+
+def apply_rotary(x, cos, sin):
+    """Rotates the pairs (i, i + H/2) of x [B, T, heads, H] by cos, sin [B, T, H/2]."""
+    wide = x.astype(cos.dtype)
+    first, second = jnp.split(wide, 2, axis=-1)
+    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where arrays live on a device mesh: logical axis names -> mesh axis names.
+
+Knows meshes and the names of array dimensions. Does not know which arrays exist: the model names
+logical axes only, and this is the single place that turns them into mesh axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingRules:
+    """Logical axis -> mesh axis. An axis the mesh lacks, or does not divide, stays replicated."""
+
+    batch: str | None = "data"
+    vocab: str | None = "model"
+    heads: str | None = "model"
+    kv_heads: str | None = "model"
+    mlp: str | None = "model"
+    embed: str | None = None
+    head_dim: str | None = None
+    slots: str | None = None
+
+
+RULES = ShardingRules()
+
+
+def usable_mesh(mesh: Mesh | None, rules: ShardingRules = RULES) -> Mesh | None:
+    """The mesh with Auto axes, so that XLA places what lies between the named arrays.
+
+    `jax.make_mesh` makes Explicit axes by default. A mesh with an axis that no rule names is
+    refused: everything would be replicated over it silently.
+    """
+    if mesh is None:
+        return None
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh={mesh!r} is not valid: a jax.sharding.Mesh or None")
+    known = {axis for axis in dataclasses.asdict(rules).values() if axis}
+    unknown = [axis for axis in mesh.axis_names if axis not in known]
+    if unknown:
+        raise ValueError(
+            f"mesh axes {tuple(mesh.axis_names)} are not valid: {unknown} means nothing here; "
+            f"use {' and '.join(sorted(repr(axis) for axis in known))}"
+        )
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
+def named_sharding(
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    mesh: Mesh,
+    rules: ShardingRules = RULES,
+) -> NamedSharding:
+    """The sharding of one array whose dimensions carry the logical names `axes`."""
+    parts: list[str | None] = []
+    for size, axis in zip(shape, axes, strict=True):
+        mesh_axis = getattr(rules, axis) if axis else None
+        divides = mesh_axis in mesh.shape and size % mesh.shape[mesh_axis] == 0
+        parts.append(mesh_axis if divides and mesh_axis not in parts else None)
+    return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def mesh_of(tree) -> Mesh | None:
+    """The mesh the arrays of `tree` are placed on, None for a single device."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None

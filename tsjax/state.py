@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pytrees every later room takes: Params, DecodeState, StepStats.
+
+Knows what each buffer holds and what its unused part means. Does not know how a step changes them.
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax.cache import KVCache
+from tsjax.config import ModelConfig
+from tsjax.heads import HeadWeights, declare_heads
+from tsjax.model import ModelWeights, ParamSpec, declare_model
+from tsjax.sampling import SamplingValues
+from tsjax.sharding import named_sharding, usable_mesh
+
+RUNNING, EOS, LENGTH, STOPPED = 0, 1, 2, 3  # values of DecodeState.finish
+
+
+class Params(flax.struct.PyTreeNode):
+    """All trained arrays: the frozen model and its draft heads (an empty tuple without heads)."""
+
+    model: ModelWeights
+    heads: tuple[HeadWeights, ...] = ()
+
+
+class StepStats(flax.struct.PyTreeNode):
+    """Counters of a run, per batch row. A step counts for a row that was still running."""
+
+    steps: jax.Array  # [B] int32
+
+
+class DecodeState(flax.struct.PyTreeNode):
+    """Everything a step reads and writes. All buffers are preallocated; `length` says what counts.
+
+    Attributes:
+      kv: the cache of all tokens but the last known one: kv.length == length - 1.
+      tokens: [B, C] int32, prompt and output. Entries at `length` and beyond are unspecified.
+      prompt_length: [B] int32.
+      max_length: [B] int32, the length at which the row is full; at most C.
+      last_seen: [B, V] int32, the last position below `length` that holds the token, or
+        NEVER_SEEN.
+      row_key: [B] PRNG keys; the noise of a position follows from row key and position alone.
+      finish: [B] int8, RUNNING, EOS, LENGTH or STOPPED (by the host). A finished row no longer
+        changes.
+      sampling: the values a user chose, as arrays, so that they never recompile.
+      stats: counters.
+    """
+
+    kv: KVCache
+    tokens: jax.Array
+    prompt_length: jax.Array
+    max_length: jax.Array
+    last_seen: jax.Array
+    row_key: jax.Array
+    finish: jax.Array
+    sampling: SamplingValues
+    stats: StepStats
+
+    @property
+    def length(self) -> jax.Array:
+        """[B] int32, known tokens. The last of them, the root, is not in the cache yet."""
+        return self.kv.length + 1
+
+    @property
+    def root(self) -> jax.Array:
+        """[B] int32, the last known token of each row."""
+        return jnp.take_along_axis(self.tokens, self.kv.length[:, None], axis=1)[:, 0]
+
+    @property
+    def running(self) -> jax.Array:
+        return self.finish == RUNNING
+
+
+def declare_params(cfg: ModelConfig) -> Params:
+    """Shape, type and logical axes of every parameter: init, sharding, loading, checks read it."""
+    return Params(model=declare_model(cfg), heads=declare_heads(cfg))
+
+
+def is_spec(leaf) -> bool:
+    return isinstance(leaf, ParamSpec)
+
+
+def abstract_params(cfg: ModelConfig, mesh=None) -> Params:
+    """The declaration as jax.ShapeDtypeStruct, with shardings when a mesh is given."""
+
+    def abstract(spec: ParamSpec):
+        sharding = named_sharding(spec.shape, spec.axes, mesh) if mesh else None
+        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+
+    return jax.tree.map(abstract, declare_params(cfg), is_leaf=is_spec)
+
+
+def init_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.02, mesh=None) -> Params:
+    """Random weights (normal, standard deviation `scale`); norms are one and biases zero."""
+    mesh = usable_mesh(mesh)
+    specs, treedef = jax.tree.flatten(declare_params(cfg), is_leaf=is_spec)
+    rng = np.random.default_rng(seed)
+
+    def make(spec: ParamSpec):
+        if spec.init == "normal":
+            values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale)
+        else:
+            values = np.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, np.float32)
+        values = values.astype(jnp.dtype(spec.dtype))
+        sharding = named_sharding(spec.shape, spec.axes, mesh) if mesh else None
+        return jax.device_put(values, sharding)
+
+    return jax.tree.unflatten(treedef, [make(spec) for spec in specs])

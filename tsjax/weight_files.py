@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint: folders and hub ids, JSON, safetensors and pickled torch weights.
+
+Knows formats and hands out NumPy arrays in blocks of rows, so that a big tensor is never in memory
+twice. Does not know what the tensors mean. torch, safetensors and huggingface_hub are imported only
+by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pickle
+import re
+import zipfile
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+_BLOCK_BYTES = 32 * 2**20  # what is read at a time; bounds the scratch memory of reading
+_SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    file: str
+    shape: tuple[int, ...]
+    dtype: str  # one of DTYPES, or whatever the file calls it
+
+
+class Weights:
+    """The tensors of a checkpoint by name. Subclasses read one kind of file."""
+
+    def __init__(self, files: Collection[str]):
+        self.tensors: dict[str, StoredTensor] = {}
+        problems = []
+        for file in files:
+            try:
+                found = self._list(file)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            twice = found.keys() & self.tensors.keys()
+            problems += [f"{file!r} holds {name} again" for name in sorted(twice)]
+            self.tensors.update(found)
+        raise_all(problems)
+
+    def _list(self, file: str) -> dict[str, StoredTensor]:
+        raise NotImplementedError
+
+    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows start..stop (along the first dimension) of one tensor."""
+        raise NotImplementedError
+
+    def blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+        """The tensor in blocks of rows, so that a big one is never in memory twice."""
+        shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
+        row_bytes = math.prod(shape[1:]) * jnp.dtype(dtype).itemsize
+        step = max(1, _BLOCK_BYTES // row_bytes)
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            yield slice(start, stop), self.rows(name, start, stop)
+
+
+class SafetensorsWeights(Weights):
+    def _list(self, file):
+        import safetensors
+
+        try:
+            with safetensors.safe_open(file, framework="np") as handle:
+                found = {}
+                for name in handle.keys():
+                    tensor = handle.get_slice(name)
+                    dtype = tensor.get_dtype()
+                    found[name] = StoredTensor(
+                        file, tuple(tensor.get_shape()), _SAFETENSORS_DTYPES.get(dtype, str(dtype))
+                    )
+                return found
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ValueError(f"{file!r} is truncated or corrupt: {error}") from error
+
+    def rows(self, name, start, stop):
+        import safetensors
+
+        # Opened anew each time: the pages of a mapped file count as this process's memory until
+        # it is closed.
+        with safetensors.safe_open(self.tensors[name].file, framework="np") as handle:
+            return handle.get_slice(name)[start:stop]
+
+
+class TorchWeights(Weights):
+    """Pickled torch files. Only tensors and plain containers are unpickled (weights_only)."""
+
+    def __init__(self, files):
+        self._loaded: dict[str, Any] = {}
+        super().__init__(files)
+
+    def _list(self, file):
+        try:
+            import torch
+        except ImportError as error:
+            raise ImportError(
+                f"{file!r} is a pickled torch file and torch is not installed; pip install torch, "
+                "or convert the checkpoint to safetensors"
+            ) from error
+        mapped = zipfile.is_zipfile(file)  # the format of torch < 1.6 cannot be mapped
+        try:
+            loaded = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
+            raise ValueError(f"{file!r} is corrupt or holds more than tensors: {error}") from error
+        other = [k for k, v in loaded.items() if not isinstance(v, torch.Tensor)]
+        if other:
+            raise ValueError(f"{file!r} holds more than tensors: {', '.join(map(str, other))}")
+        self._loaded[file] = loaded
+        return {
+            name: StoredTensor(file, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            for name, value in loaded.items()
+        }
+
+    def rows(self, name, start, stop):
+        stored = self.tensors[name]
+        block = self._loaded[stored.file][name][start:stop].contiguous()
+        if stored.dtype == "bfloat16":  # torch cannot hand this type to NumPy
+            import torch
+
+            return block.view(torch.int16).numpy().view(jnp.bfloat16)
+        return block.numpy()
+
+
+def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
+    """The weight files of a checkpoint folder, or a single weight file.
+
+    As in transformers, model.safetensors comes before an index, and safetensors before pickles.
+    """
+    if os.path.isfile(path):
+        return _open_files([path], allow_pickle)
+    for single in ("model.safetensors", "pytorch_model.bin"):
+        file = os.path.join(path, single)
+        index = f"{file}.index.json"
+        if os.path.exists(file):
+            return _open_files([file], allow_pickle)
+        if os.path.exists(index):
+            return _open_index(index, allow_pickle)
+    names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
+    if len(names) == 1:
+        return _open_files([os.path.join(path, names[0])], allow_pickle)
+    raise FileNotFoundError(
+        f"{path!r} has no model.safetensors, no model.safetensors.index.json and no "
+        f"pytorch_model.bin; it has {', '.join(sorted(os.listdir(path))) or 'nothing'}"
+    )
+
+
+def _open_files(files: Collection[str], allow_pickle: bool) -> Weights:
+    pickled = [file for file in files if not file.endswith(".safetensors")]
+    if not pickled:
+        return SafetensorsWeights(files)
+    if not allow_pickle:
+        raise ValueError(
+            f"{', '.join(map(repr, pickled))}: only pickled torch weights were found; pass "
+            "allow_pickle=True (--allow-pickle) to read them with torch, or save the checkpoint as "
+            "safetensors"
+        )
+    return TorchWeights(files)
+
+
+def _open_index(index: str, allow_pickle: bool) -> Weights:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict):
+        raise ValueError(f"{index!r} has no weight_map")
+    shards = sorted(set(places.values()))
+    outside = [shard for shard in shards if os.path.basename(shard) != shard]
+    if outside:
+        raise ValueError(f"{index!r} names files outside its folder: {', '.join(outside)}")
+    files = [os.path.join(os.path.dirname(index), shard) for shard in shards]
+    absent = [file for file in files if not os.path.exists(file)]
+    if absent:
+        raise FileNotFoundError(f"{index!r} names missing files: {', '.join(map(repr, absent))}")
+    weights = _open_files(files, allow_pickle)
+    raise_all(
+        f"{index!r} puts {name} in {shard}, which does not hold it"
+        for name, shard in sorted(places.items())
+        if name not in weights.tensors or os.path.basename(weights.tensors[name].file) != shard
+    )
+    return weights
+
+
+def raise_all(problems: Iterable[str]) -> None:
+    """One error that lists all problems, so that a checkpoint is repaired in one go."""
+    problems = list(problems)
+    if problems:
+        raise ValueError("\n  ".join(["the checkpoint cannot be read:", *problems]))
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """A JSON file that must hold an object."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path!r} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path!r} must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
+    """A folder as it is, or the local snapshot of a hub id, downloaded if need be."""
+    name = os.fspath(path)
+    if os.path.isdir(name):
+        return os.path.abspath(name)
+    if os.path.exists(name):
+        raise ValueError(f"path={name!r} is not valid: a checkpoint is a folder, this is a file")
+    if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        raise FileNotFoundError(
+            f"path={name!r}: there is no such folder, and it is not a hub id (organisation/name)"
+        )
+    import huggingface_hub
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
+    try:
+        return huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=patterns + ["*.bin"] * allow_pickle,
+            ignore_patterns=["*/*", "consolidated*"],  # second copies of the weights
+        )
+    except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
+        reason = str(error).strip().splitlines()
+        raise FileNotFoundError(
+            f"path={name!r}: there is no such folder, and as a hub id it could not be downloaded: "
+            f"{reason[0] if reason else type(error).__name__}"
+        ) from error
