@@ -5,6 +5,7 @@ Each folder holds `api.py` (the public function), `reference.py` (its definition
 implementation.
 """
 
+from pallas_kernels.cache_scores.api import cache_scores as cache_scores
 from pallas_kernels.tree_attention.api import tree_attention as tree_attention
 
-__all__ = ["tree_attention"]
+__all__ = ["cache_scores", "tree_attention"]

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Module -> row. Folders listed in PACKAGE_ROWS have one row for all their modules.
 ROWS = {
     "tsjax.config": 1,
+    "tsjax.methods": 1,
     "tsjax.sharding": 2,
     "tsjax.layers": 2,
     "tsjax.cache": 3,
@@ -28,6 +29,7 @@ ROWS = {
     "tsjax.model": 4,
     "tsjax.heads": 4,
     "tsjax.state": 5,
+    "tsjax.passes": 5,
     "tsjax.drafting": 6,
     "tsjax.verification": 6,
     "tsjax.pruning": 6,

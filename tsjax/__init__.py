@@ -13,8 +13,6 @@ from tsjax.checkpoint import load as load
 from tsjax.checkpoint import save as save
 
 # Settings
-from tsjax.config import Autoregressive as Autoregressive
-from tsjax.config import DecodeConfig as DecodeConfig
 from tsjax.config import GenerationConfig as GenerationConfig
 from tsjax.config import ModelConfig as ModelConfig
 from tsjax.config import RopeConfig as RopeConfig
@@ -33,6 +31,12 @@ from tsjax.generation import enable_compilation_cache as enable_compilation_cach
 from tsjax.generation import forward as forward
 from tsjax.generation import generate as generate
 from tsjax.generation import stream as stream
+
+# Methods
+from tsjax.methods import Autoregressive as Autoregressive
+from tsjax.methods import DecodeConfig as DecodeConfig
+from tsjax.methods import NGram as NGram
+from tsjax.methods import TokenSwift as TokenSwift
 from tsjax.sampling import sampling_values as sampling_values
 from tsjax.state import DecodeState as DecodeState
 from tsjax.state import Params as Params
@@ -52,10 +56,12 @@ __all__ = [
     "GenerationResult",
     "Model",
     "ModelConfig",
+    "NGram",
     "Params",
     "RopeConfig",
     "StepStats",
     "StreamChunk",
+    "TokenSwift",
     "decode",
     "decode_step",
     "enable_compilation_cache",

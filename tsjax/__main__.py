@@ -17,7 +17,8 @@ from typing import Any
 
 import jax
 
-from tsjax.config import DTYPES, METHODS, GenerationConfig
+from tsjax.config import DTYPES, GenerationConfig
+from tsjax.methods import METHODS
 
 SETTING_HELP = {
     "max_new_tokens": "tokens to generate",

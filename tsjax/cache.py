@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The preallocated key/value cache. Knows arrays and lengths, no model.
+"""The preallocated key/value caches: the whole one, and the small one for drafts.
 
-A cache is written in one way only: T consecutive rows per batch row, at any start. Nothing is ever
-shifted or compacted inside it.
+Knows arrays and lengths, no model. The whole cache is written in one way only: T consecutive rows
+per batch row, at any start. Nothing is ever shifted or compacted inside it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import cache_scores
 from tsjax.config import ModelConfig
 from tsjax.sharding import named_sharding
 
@@ -38,19 +39,67 @@ class KVCache(flax.struct.PyTreeNode):
         return self.k[0].shape[2]
 
 
+class DraftCache(flax.struct.PyTreeNode):
+    """Keys and values of the few tokens that a draft pass may see, chosen per layer and kv head.
+
+    The rule. While all committed tokens fit, they are all here. When the next step's tokens would
+    no longer fit, the first `num_sinks` tokens and those with the highest importance are chosen,
+    best first. Importance is the product of a key with `query`. From then on the newest tokens
+    overwrite the least important ones, from the end towards the beginning; when they have reached
+    the sinks, all are chosen again.
+
+    Attributes:
+      k, v: one [B, K, M, H] array per layer. Slots at `length` and beyond are unspecified.
+      query: one [B, K, H] array per layer, the queries of the last committed token, summed over
+        the query heads that share a kv head; zero before there is one.
+      length: [B] int32, slots in use.
+      newest: [B] int32, slots at newest .. length hold the tokens since the last choice. At
+        `length` when there are none.
+      seen: [B] int32, the length of the whole cache when this one was last brought up to date.
+    """
+
+    k: tuple[jax.Array, ...]
+    v: tuple[jax.Array, ...]
+    query: tuple[jax.Array, ...]
+    length: jax.Array
+    newest: jax.Array
+    seen: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        return self.k[0].shape[2]
+
+
 def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCache:
     """An empty cache of `capacity` slots per row in the model's type."""
+    return KVCache(
+        k=_buffers(cfg, batch, capacity, mesh),
+        v=_buffers(cfg, batch, capacity, mesh),
+        length=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def init_draft_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> DraftCache:
+    """An empty draft cache of `capacity` slots per row."""
+    query = (batch, cfg.num_kv_heads, cfg.head_dim)
+    return DraftCache(
+        k=_buffers(cfg, batch, capacity, mesh),
+        v=_buffers(cfg, batch, capacity, mesh),
+        query=tuple(jnp.zeros(query, cfg.dtype) for _ in range(cfg.num_layers)),
+        length=jnp.zeros((batch,), jnp.int32),
+        newest=jnp.zeros((batch,), jnp.int32),
+        seen=jnp.zeros((batch,), jnp.int32),
+    )
+
+
+def _buffers(cfg: ModelConfig, batch: int, capacity: int, mesh) -> tuple[jax.Array, ...]:
     shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
     sharding = named_sharding(shape, CACHE_AXES, mesh) if mesh is not None else None
-
-    def buffers():
-        return tuple(jnp.zeros(shape, cfg.dtype, device=sharding) for _ in range(cfg.num_layers))
-
-    return KVCache(k=buffers(), v=buffers(), length=jnp.zeros((batch,), jnp.int32))
+    return tuple(jnp.zeros(shape, cfg.dtype, device=sharding) for _ in range(cfg.num_layers))
 
 
 def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> int:
-    """Bytes of `init_cache` with the same arguments, on each device."""
+    """Bytes of the buffers of `init_cache` or `init_draft_cache`, on each device."""
     shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
     if mesh is not None:
         shape = named_sharding(shape, CACHE_AXES, mesh).shard_shape(shape)
@@ -77,14 +126,95 @@ def write_rows(cache: KVCache, k_rows, v_rows, start, *, after) -> KVCache:
             row = lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
             return lax.dynamic_update_slice(buffer, row, (b, zero, start[b], zero))
 
-        if buffer.shape[0] == 1:
-            return one(zero, buffer)
-        return lax.fori_loop(zero, jnp.int32(buffer.shape[0]), one, buffer)
+        return _for_each_row(one, buffer)
 
     with jax.named_scope("write_rows"):
         return cache.replace(
             k=tuple(map(write, cache.k, k_rows)), v=tuple(map(write, cache.v, v_rows))
         )
+
+
+def refresh_draft_cache(
+    draft: DraftCache, kv: KVCache, *, num_sinks: int, max_rows: int
+) -> DraftCache:
+    """Brings `draft` up to date with the committed tokens of `kv`, by the rule of DraftCache.
+
+    `max_rows` is the most that one step commits; more new tokens than that are a reason to choose
+    again. `kv` has to have room for `max_rows` rows behind `draft.seen`.
+    """
+    new = kv.length - draft.seen  # [B]
+    has_all = (draft.length == draft.seen) & (draft.length + max_rows <= draft.capacity)
+    has_room = draft.newest - max_rows >= num_sinks
+    slides = (new > 0) & (new <= max_rows) & (has_all | has_room)
+    chooses = (new > 0) & ~slides
+    with jax.named_scope("refresh_draft_cache"):
+        first = jnp.where(has_all, draft.length, draft.newest - max_rows)
+        first = jnp.where(slides, first, 0)
+        # Row i of the slots first .. first + max_rows takes new token i - shift, if there is one.
+        shift = jnp.where(has_all, 0, max_rows - new)
+        draft = draft.replace(
+            k=_slide(draft.k, kv.k, first, draft.seen, shift, jnp.where(slides, new, 0), max_rows),
+            v=_slide(draft.v, kv.v, first, draft.seen, shift, jnp.where(slides, new, 0), max_rows),
+            length=jnp.where(slides & has_all, draft.length + new, draft.length),
+            newest=jnp.where(
+                slides, jnp.where(has_all, draft.length + new, draft.newest - new), draft.newest
+            ),
+            seen=kv.length,
+        )
+        # A loop of no or one pass: unlike a conditional, it never copies what it leaves alone.
+        once = jnp.any(chooses).astype(jnp.int32)
+        return lax.fori_loop(
+            jnp.int32(0), once, lambda _, draft: _choose(draft, kv, chooses, num_sinks), draft
+        )
+
+
+def _slide(buffers, committed, first, start, shift, count, max_rows: int):
+    """Writes `count` [B] rows of `committed` from `start` [B] on into slots from `first` [B] on."""
+    zero = jnp.int32(0)
+    index = jnp.arange(max_rows, dtype=jnp.int32)
+
+    def write(buffer, source):
+        _, K, _, H = buffer.shape
+
+        def one(b, buffer):
+            old = lax.dynamic_slice(buffer, (b, zero, first[b], zero), (1, K, max_rows, H))
+            new = lax.dynamic_slice(source, (b, zero, start[b], zero), (1, K, max_rows, H))
+            wanted = index - shift[b]
+            moved = jnp.take(new, jnp.clip(wanted, 0, max_rows - 1), axis=2)
+            fresh = (wanted >= 0) & (wanted < count[b])
+            rows = jnp.where(fresh[:, None], moved, old)
+            return lax.dynamic_update_slice(buffer, rows, (b, zero, first[b], zero))
+
+        return _for_each_row(one, buffer)
+
+    return tuple(map(write, buffers, committed))
+
+
+def _choose(draft: DraftCache, kv: KVCache, rows, num_sinks: int) -> DraftCache:
+    """Fills the draft caches of the batch rows `rows` [B] by importance."""
+    is_sink = jnp.arange(kv.capacity) < num_sinks
+    k, v = [], []
+    for layer, query in enumerate(draft.query):
+        scores = cache_scores(query, kv.k[layer], kv.length)
+        scores = jnp.where(is_sink & (scores > -jnp.inf), jnp.inf, scores)
+        _, slots = lax.top_k(scores, draft.capacity)  # equal ones by position
+
+        def gather(old, whole, slots=slots):
+            chosen = jnp.take_along_axis(whole, slots[..., None], axis=2)
+            return jnp.where(rows[:, None, None, None], chosen, old)
+
+        k.append(gather(draft.k[layer], kv.k[layer]))
+        v.append(gather(draft.v[layer], kv.v[layer]))
+    length = jnp.where(rows, jnp.minimum(kv.length, draft.capacity), draft.length)
+    newest = jnp.where(rows, length, draft.newest)
+    return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
+
+
+def _for_each_row(one, buffer):
+    """one(b, buffer) for every batch row b, in place."""
+    if buffer.shape[0] == 1:
+        return one(jnp.int32(0), buffer)
+    return lax.fori_loop(jnp.int32(0), jnp.int32(buffer.shape[0]), one, buffer)
 
 
 def _zero_after(x):

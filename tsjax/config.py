@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static settings: frozen, hashable dataclasses that a jitted function may take as constants.
 
-Knows the shape of a model, how it is decoded and what a user may ask of `generate`. Does not know
-arrays, checkpoints or where a setting came from. Every message names the argument, its value and
+Knows the shape of a model and what a user may ask of `generate`; how a model is decoded is in
+methods.py. Does not know arrays, checkpoints or where a setting came from. Every message names the argument, its value and
 what would be right.
 
 Dimension letters used in all shape comments of the project:
     B batch   T rows of one pass   S cache slots   L layers   D embed   N query heads   K kv heads
-    G = N // K   H head dim   F mlp   V vocab   C token capacity
+    G = N // K   H head dim   F mlp   V vocab   C token capacity   M slots of the draft cache
+    J drafted tokens on the longest path   R paths
 """
 
 from __future__ import annotations
@@ -135,36 +136,6 @@ class ModelConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         refuse_unknown(list(fields), known, "model config field")
         return cls(**{**fields, "rope": RopeConfig(**fields.get("rope", {}))})
-
-
-@dataclasses.dataclass(frozen=True)
-class Autoregressive:
-    """Plain decoding, one token per step: the definition every other method must reproduce."""
-
-
-METHODS = {"autoregressive": Autoregressive}
-
-
-def resolve_method(method: Any) -> Any:
-    """A method's name or its dataclass -> the dataclass."""
-    if isinstance(method, str):
-        check(method in METHODS, "method", method, f"one of {', '.join(map(repr, METHODS))}")
-        return METHODS[method]()
-    check(
-        isinstance(method, tuple(METHODS.values())),
-        "method",
-        method,
-        f"one of {', '.join(map(repr, METHODS))} or its dataclass",
-    )
-    return method
-
-
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """Everything a decode step is compiled for. What changes from call to call is in the state."""
-
-    model: ModelConfig
-    method: Autoregressive = Autoregressive()
 
 
 @dataclasses.dataclass(frozen=True)

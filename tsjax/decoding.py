@@ -16,12 +16,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels import tree_attention
-from tsjax.cache import KVCache, init_cache, write_rows
-from tsjax.config import DecodeConfig, GenerationConfig, ModelConfig
-from tsjax.model import ModelWeights, forward, unembed
-from tsjax.sampling import NEVER_SEEN, SamplingValues, choose, first_last_seen, sampling_values
-from tsjax.state import EOS, LENGTH, RUNNING, DecodeState, Params, StepStats
+from tsjax.cache import init_cache, init_draft_cache, refresh_draft_cache, write_rows
+from tsjax.config import GenerationConfig, ModelConfig
+from tsjax.drafting import draft, remember
+from tsjax.methods import DecodeConfig, TokenSwift
+from tsjax.model import final_norm, unembed
+from tsjax.ngram import init_table
+from tsjax.passes import run_rows
+from tsjax.sampling import (
+    NEVER_SEEN,
+    SamplingValues,
+    first_last_seen,
+    sampling_values,
+    step_noise,
+)
+from tsjax.state import EOS, LENGTH, RUNNING, DecodeState, DraftState, Params, StepStats
+from tsjax.tree import SOURCES, DraftTree
+from tsjax.verification import Acceptance, Verdict, accept, verify
 
 
 def init_state(
@@ -41,8 +52,9 @@ def init_state(
     Args:
       tokens: [B, P] int32, prompts padded on the right with anything.
       prompt_length: [B] int32, at least 1.
-      capacity: slots of the cache and of the token buffer, at least P.
-      max_length: [B] int32, prompt and new tokens together; more than `capacity` means `capacity`.
+      capacity: slots of the cache and of the token buffer, at least P and one step's drafts.
+      max_length: [B] int32, prompt and new tokens together; at most what `capacity` holds, that is
+        capacity - cfg.draft_depth: a step writes the rows of its longest path.
       length: [B] int32, known tokens when a run continues behind its prompt; else prompt_length.
       sampling: greedy without stop tokens if None.
       row_key: [B] PRNG keys, see `row_keys`; those of seed 0 if None.
@@ -61,6 +73,11 @@ def init_state(
         )
     if width > capacity:
         raise ValueError(f"capacity={capacity} is not valid: at least the {width} prompt columns")
+    if capacity <= cfg.draft_depth:
+        raise ValueError(
+            f"capacity={capacity} is not valid: at least {cfg.draft_depth + 1} slots, for the "
+            "longest path of one step"
+        )
     model = cfg.model
     if sampling is None:
         sampling = sampling_values(GenerationConfig(), (), model.vocab_size, model.dtype)
@@ -75,14 +92,33 @@ def init_state(
         kv=kv.replace(length=length - 1),
         tokens=jnp.pad(tokens, ((0, 0), (0, capacity - width))),
         prompt_length=jnp.array(prompt_length, jnp.int32),
-        max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity),
+        max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity - cfg.draft_depth),
         last_seen=first_last_seen(tokens, length, model.vocab_size),
         row_key=jnp.copy(row_key),
         finish=jnp.full((batch,), RUNNING, jnp.int8),
         sampling=jax.tree.map(jnp.copy, sampling),
-        stats=StepStats(steps=jnp.zeros((batch,), jnp.int32)),
+        stats=StepStats(
+            steps=jnp.zeros((batch,), jnp.int32),
+            drafted=jnp.zeros((batch,), jnp.int32),
+            accepted=jnp.zeros((batch, cfg.draft_depth + 1), jnp.int32),
+            by_source=jnp.zeros((batch, len(SOURCES)), jnp.int32),
+        ),
+        draft=_init_draft(cfg, batch, capacity, mesh),
     )
     return state if mesh is None else replicate_but_cache(state, mesh)
+
+
+def _init_draft(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> DraftState:
+    model, method = cfg.model, cfg.method
+    cache = hidden = ngrams = None
+    if isinstance(method, TokenSwift) and cfg.draft_levels:
+        if method.draft_from == "partial_cache":
+            cache = init_draft_cache(model, batch, min(method.draft_budget, capacity), mesh)
+        else:
+            hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
+    if cfg.ngram_depth:
+        ngrams = init_table(batch, model.vocab_size, method.ngram_slots, method.ngram_size)
+    return DraftState(cache=cache, hidden=hidden, ngrams=ngrams)
 
 
 def row_keys(seeds, repeats):
@@ -97,29 +133,14 @@ def row_keys(seeds, repeats):
 def replicate_but_cache(state: DecodeState, mesh) -> DecodeState:
     """Copies everything but the (already placed) cache buffers to every device of the mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
-    k, v = state.kv.k, state.kv.v
-    rest = state.replace(kv=state.kv.replace(k=(), v=()))
+    caches = (state.kv, state.draft.cache)
+    kv, cache = (c and jax.device_put(c.replace(k=(), v=()), everywhere) for c in caches)
+    rest = state.replace(kv=None, draft=state.draft.replace(cache=None))
     rest = jax.device_put(rest, everywhere)
-    return rest.replace(kv=rest.kv.replace(k=k, v=v))
-
-
-def run_rows(weights: ModelWeights, cache: KVCache, tokens, depths, mask, *, cfg: ModelConfig):
-    """One pass of T rows that follow the committed tokens; the cache is only read.
-
-    Args:
-      tokens: [B, T] int32.
-      depths: [T] or [B, T] int32, the position of a row is cache.length + its depth.
-      mask: [T, T] or [B, T, T] bool, which fresh row sees which.
-
-    Returns:
-      hidden [B, T, D] and the fresh keys and values per layer, as `model.forward`.
-    """
-
-    def attend(layer, q, k, v):
-        return tree_attention(q, cache.k[layer], cache.v[layer], cache.length, k, v, mask)
-
-    positions = cache.length[:, None] + depths
-    return forward(weights, tokens, positions=positions, attend=attend, cfg=cfg)
+    kv, cache = (
+        c and c.replace(k=old.k, v=old.v) for c, old in zip((kv, cache), caches, strict=True)
+    )
+    return rest.replace(kv=kv, draft=rest.draft.replace(cache=cache))
 
 
 def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):
@@ -138,8 +159,9 @@ def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg:
         begin = jnp.full(state.kv.length.shape, start, jnp.int32)
         causal = jnp.tril(jnp.ones((width, width), bool))
         cache = state.kv.replace(length=begin)
-        _, k, v = run_rows(params.model, cache, tokens, jnp.arange(width), causal, cfg=cfg.model)
-        cache = write_rows(cache, k, v, begin, after=k[-1])
+        positions = begin[:, None] + jnp.arange(width, dtype=jnp.int32)
+        rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg.model)
+        cache = write_rows(cache, rows.k, rows.v, begin, after=rows.k[-1])
         return state.replace(kv=cache.replace(length=state.kv.length))
 
 
@@ -154,15 +176,16 @@ def logits(params: Params, tokens, *, cfg: ModelConfig, width: int = 512):
     padded = jnp.pad(jnp.asarray(tokens, jnp.int32), ((0, 0), (0, chunks * width - length)))
     causal = jnp.tril(jnp.ones((width, width), bool))
 
-    def body(cache, rows):
-        hidden, k, v = run_rows(params.model, cache, rows, jnp.arange(width), causal, cfg=cfg)
-        cache = write_rows(cache, k, v, cache.length, after=hidden)
-        return cache.replace(length=cache.length + width), hidden
+    def body(cache, tokens):
+        positions = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
+        rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg)
+        cache = write_rows(cache, rows.k, rows.v, cache.length, after=rows.hidden)
+        return cache.replace(length=cache.length + width), rows.hidden
 
     rows = jnp.swapaxes(padded.reshape(batch, chunks, width), 0, 1)
     _, hidden = lax.scan(body, init_cache(cfg, batch, chunks * width), rows)
     hidden = jnp.swapaxes(hidden, 0, 1).reshape(batch, chunks * width, -1)[:, :length]
-    return unembed(params.model, hidden, cfg=cfg)
+    return unembed(params.model, final_norm(params.model, hidden, cfg=cfg), cfg=cfg)
 
 
 def prefill(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig) -> DecodeState:
@@ -176,52 +199,117 @@ def prefill(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig
 
 
 def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
-    """One step of plain decoding: run the root on the full cache, choose its successor, commit."""
-    alone = jnp.ones((1, 1), bool)
-    hidden, k, v = run_rows(
-        params.model,
-        state.kv,
-        state.root[:, None],
-        jnp.zeros((1,), jnp.int32),
-        alone,
-        cfg=cfg.model,
+    """One step: draft, verify, accept, commit, refresh. Plain decoding is a tree of one node."""
+    noise = step_noise(
+        state.row_key, state.length, cfg.draft_depth, cfg.model.vocab_size, state.sampling
     )
-    logits = unembed(params.model, hidden, cfg=cfg.model)  # [B, 1, V]
-    target = choose(
-        logits,
-        state.last_seen,
-        state.length[:, None],
-        state.prompt_length,
-        state.row_key,
-        state.sampling,
-    )
-    return commit(state, k, v, target[:, 0])
+    state = remember(state, cfg=cfg)
+    tree = draft(params, state, noise, cfg=cfg)
+    verdict = verify(params, state, tree, noise, cfg=cfg)
+    acceptance = accept(tree, verdict)
+    state = commit(state, tree, verdict, acceptance)
+    return refresh(state, cfg=cfg)
 
 
-def commit(state: DecodeState, k_rows, v_rows, token) -> DecodeState:
-    """Appends the root's keys and values and the next token; the only place where lengths grow.
+def commit(
+    state: DecodeState, tree: DraftTree, verdict: Verdict, acceptance: Acceptance
+) -> DecodeState:
+    """Appends the accepted path and the token behind it; the only place where lengths grow.
 
-    A finished row changes nothing that is specified: its rows land beyond its length.
+    The rows of the whole path are written at once; those beyond the new length are unspecified. A
+    path is cut behind the first stop token and where the row is full. A finished row changes
+    nothing that is specified: its rows land beyond its length.
     """
     with jax.named_scope("commit"):
-        running = state.running
-        kv = write_rows(state.kv, k_rows, v_rows, state.kv.length, after=token)
-        batch = jnp.arange(token.shape[0])
-        position = state.length
-        slot = jnp.where(running, position, state.tokens.shape[1])  # out of bounds: dropped
-        tokens = state.tokens.at[batch, slot].set(token, mode="drop")
-        last_seen = state.last_seen.at[batch, token].max(jnp.where(running, position, NEVER_SEEN))
-        length = jnp.where(running, position + 1, position)
-        stopped = state.sampling.stop_mask[token]
-        full = length >= state.max_length
-        verdict = jnp.where(stopped, EOS, jnp.where(full, LENGTH, RUNNING)).astype(jnp.int8)
+        B, steps = acceptance.path.shape  # J + 1
+        b = jnp.arange(B)
+        running, length, path = state.running, state.length, acceptance.path
+
+        def on_path(x):  # [B, T, ...] -> [B, J + 1, ...]
+            return x[b[:, None], path]
+
+        kv = write_rows(
+            state.kv,
+            tuple(map(on_path, verdict.rows.k)),
+            tuple(map(on_path, verdict.rows.v)),
+            state.kv.length,
+            after=verdict.target,
+        )
+        # The target of each node of the path: its drafted tokens, and one more.
+        emitted = on_path(verdict.target)
+        index = jnp.arange(steps, dtype=jnp.int32)
+        found = index <= acceptance.count[:, None]
+        stops = found & state.sampling.stop_mask[emitted]
+        stopped = jnp.any(stops, axis=1)
+        count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, steps)
+        count = jnp.minimum(count, acceptance.count + 1)
+        room = state.max_length - length
+        stopped &= count <= room
+        count = jnp.where(running, jnp.minimum(count, room), 0)
+        new_length = length + count
+        verdicts = jnp.where(
+            stopped, EOS, jnp.where(new_length >= state.max_length, LENGTH, RUNNING)
+        )
+
+        positions = length[:, None] + index
+        kept = index < count[:, None]
+        slots = jnp.where(kept, positions, state.tokens.shape[1])  # out of bounds: dropped
+        tokens = state.tokens.at[b[:, None], slots].set(emitted, mode="drop")
+        last_seen = state.last_seen.at[b[:, None], emitted].max(
+            jnp.where(kept, positions, NEVER_SEEN)
+        )
+        last = path[b, jnp.maximum(count - 1, 0)]  # the last committed node
         return state.replace(
-            kv=kv.replace(length=length - 1),
+            kv=kv.replace(length=new_length - 1),
             tokens=tokens,
             last_seen=last_seen,
-            finish=jnp.where(running, verdict, state.finish),
-            stats=state.stats.replace(steps=state.stats.steps + running),
+            finish=jnp.where(running, verdicts.astype(jnp.int8), state.finish),
+            stats=_counted(state.stats, tree, path, count),
+            draft=_last_verified(state.draft, verdict, last, count > 0),
         )
+
+
+def _counted(stats: StepStats, tree: DraftTree, path, count) -> StepStats:
+    """One more step, which emitted `count` [B] tokens: drafted ones and then one that is not."""
+    b, steps = jnp.arange(path.shape[0]), path.shape[1]
+    active = (count > 0).astype(jnp.int32)
+    accepted = jnp.maximum(count - 1, 0)
+    drafted_on_path = jnp.arange(steps) - 1 < accepted[:, None]
+    named = tree.sources[b[:, None], path] & drafted_on_path[..., None]  # none at the root
+    return StepStats(
+        steps=stats.steps + active,
+        drafted=stats.drafted + active * tree.drafted,
+        accepted=stats.accepted.at[b, accepted].add(active),
+        by_source=stats.by_source + active[:, None] * jnp.sum(named, axis=1, dtype=jnp.int32),
+    )
+
+
+def _last_verified(draft: DraftState, verdict: Verdict, last, rows) -> DraftState:
+    """Keeps hidden state and queries of the nodes `last` [B], for the batch rows `rows` [B]."""
+    b = jnp.arange(last.shape[0])
+    if draft.hidden is not None:
+        hidden = jnp.where(rows[:, None], verdict.rows.hidden[b, last], draft.hidden)
+        draft = draft.replace(hidden=hidden)
+    if draft.cache is not None:
+        query = tuple(
+            jnp.where(rows[:, None, None], new[b, last], old)
+            for new, old in zip(verdict.rows.query, draft.cache.query, strict=True)
+        )
+        draft = draft.replace(cache=draft.cache.replace(query=query))
+    return draft
+
+
+def refresh(state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
+    """Brings the draft cache up to date with what was committed."""
+    if state.draft.cache is None:
+        return state
+    cache = refresh_draft_cache(
+        state.draft.cache,
+        state.kv,
+        num_sinks=cfg.method.num_sinks,
+        max_rows=cfg.draft_depth + 1,
+    )
+    return state.replace(draft=state.draft.replace(cache=cache))
 
 
 def decode(params: Params, state: DecodeState, num_steps, *, cfg: DecodeConfig) -> DecodeState:

@@ -158,10 +158,14 @@ def forward(weights: ModelWeights, tokens, *, positions, attend: Attend, cfg: Mo
     return x, tuple(keys), tuple(values)
 
 
-def unembed(weights: ModelWeights, hidden, *, cfg: ModelConfig):
-    """Logits [..., V] of hidden states [..., D] that have not passed the final norm."""
+def final_norm(weights: ModelWeights, hidden, *, cfg: ModelConfig):
+    """What the unembedding takes, from the last layer's output."""
+    return rms_norm(hidden, weights.final_norm, cfg.norm_eps)
+
+
+def unembed(weights: ModelWeights, normed, *, cfg: ModelConfig):
+    """Logits [..., V] of normed states [..., D]."""
     with jax.named_scope("unembed"):
-        normed = rms_norm(hidden, weights.final_norm, cfg.norm_eps)
         out_dtype = accumulation_dtype(cfg.dtype)
         if weights.unembed is not None:
             return linear(normed, weights.unembed, out_dtype=out_dtype)

@@ -21,13 +21,12 @@ from tsjax.cache import cache_bytes
 from tsjax.checkpoint import Model
 from tsjax.config import (
     GENERATION_NAMES,
-    DecodeConfig,
     GenerationConfig,
     check,
     check_int,
     refuse_unknown,
-    resolve_method,
 )
+from tsjax.methods import DecodeConfig, TokenSwift, fastest_source, resolve_method
 from tsjax.saved_run import SavedRun, read_run
 from tsjax.sharding import mesh_of
 from tsjax.state import Params
@@ -133,7 +132,7 @@ def make_request(
         finish_reason=finish_reason,
         single=single,
         config=config,
-        decode=DecodeConfig(model=model.cfg, method=resolve_method(method)),
+        decode=_decode_config(model, method, prompts, config),
         stop_ids=_stop_ids(config, model),
         capacity=0,
         prefill_widths=widths,
@@ -143,6 +142,15 @@ def make_request(
     request = dataclasses.replace(request, capacity=_capacity(request, capacity, prefill_width))
     _check_memory(request, model.params)
     return request
+
+
+def _decode_config(model: Model, method: Any, prompts, config: GenerationConfig) -> DecodeConfig:
+    method = resolve_method(method)
+    if isinstance(method, TokenSwift) and method.draft_from == "auto":
+        context = max(map(len, prompts)) + config.max_new_tokens // 2
+        source = fastest_source(method, model.cfg, context)
+        method = dataclasses.replace(method, draft_from=source)
+    return DecodeConfig(model=model.cfg, method=method)
 
 
 # --- prompts ---------------------------------------------------------------------------------
@@ -335,7 +343,8 @@ def _check_positions(request: Request) -> None:
 
 def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
     """The slots a user asked for, if they suffice, or the bucket that holds the run."""
-    needed = max(*request.max_length, sum(request.prefill_widths))
+    # A step writes the rows of its longest path, of which the last ones may be in vain.
+    needed = max(max(request.max_length) + request.decode.draft_depth, sum(request.prefill_widths))
     if wanted is None:
         return _capacity_bucket(needed)
     check_int(wanted, "capacity", 1)
@@ -344,7 +353,8 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
         "capacity",
         wanted,
         f"at least {needed} slots for this prompt, "
-        f"max_new_tokens={request.config.max_new_tokens} and prefill_width={prefill_width}",
+        f"max_new_tokens={request.config.max_new_tokens}, prefill_width={prefill_width} and "
+        f"{request.decode.draft_depth} drafted tokens in a step",
     )
     return wanted
 

@@ -101,18 +101,42 @@ def position_noise(row_key, positions, vocab_size: int, dtype):
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(row_key, positions)
 
 
-def process(logits, last_seen, positions, prompt_length, values: SamplingValues):
+def step_noise(row_key, length, depth: int, vocab_size: int, values: SamplingValues):
+    """Noise [B, depth + 1, V] of the positions from `length` [B] on; zeros where nothing samples.
+
+    One array for the drafts and for the choice: only then do they meet.
+    """
+    positions = length[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)
+    dtype = values.temperature.dtype
+    shape = (*positions.shape, vocab_size)
+    return lax.cond(
+        values.do_sample,
+        lambda: position_noise(row_key, positions, vocab_size, dtype),
+        lambda: jnp.zeros(shape, dtype),
+    )
+
+
+def process(
+    logits, last_seen, positions, prompt_length, values: SamplingValues, ancestors=None
+):
     """The processors that also act without sampling.
 
     Args:
       logits: [B, T, V] of the tokens to be chosen at `positions` [B, T].
       last_seen: [B, V]; a token is recent if its last position is within the window before p.
       prompt_length: [B].
+      ancestors: for each of the T rows, drafted tokens that come before it and are not in
+        `last_seen`: a pair of [B, T, A] tokens and [B, T, A] positions, NEVER_SEEN for none.
     """
 
     def penalise(logits):
         oldest = positions - values.repetition_window  # [B, T]
         recent = last_seen[:, None, :] >= oldest[:, :, None]
+        if ancestors is not None:
+            tokens, at = ancestors
+            b, t = jnp.arange(logits.shape[0]), jnp.arange(logits.shape[1])
+            in_window = at >= oldest[:, :, None]
+            recent = recent.at[b[:, None, None], t[:, None], tokens].max(in_window)
         penalty = values.repetition_penalty
         penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
         return jnp.where(recent, penalised, logits)
@@ -169,17 +193,32 @@ def warp(logits, values: SamplingValues):
     return logits
 
 
-def choose(logits, last_seen, positions, prompt_length, row_key, values: SamplingValues):
-    """The tokens [B, T] at `positions` [B, T], from the model's logits [B, T, V]."""
+def score(
+    logits,
+    last_seen,
+    depths,
+    length,
+    prompt_length,
+    noise,
+    values: SamplingValues,
+    ancestors=None,
+):
+    """What the choice of a token is the argmax of: processed logits [B, T, V] plus noise.
+
+    Args:
+      logits: [B, T, V] of the model; row t is about the token at position length + depths[b, t].
+      last_seen, prompt_length, ancestors: see `process`.
+      length: [B] int32.
+      noise: [B, J + 1, V], of the positions from `length` on.
+    """
     with jax.named_scope("sampling"):
-        logits = process(logits, last_seen, positions, prompt_length, values)
+        positions = length[:, None] + depths
+        logits = process(logits, last_seen, positions, prompt_length, values, ancestors)
 
         def sample(logits):
-            noise = position_noise(row_key, positions, logits.shape[-1], logits.dtype)
-            return warp(logits, values) + noise
+            return warp(logits, values) + jnp.take_along_axis(noise, depths[..., None], axis=1)
 
-        scores = lax.cond(values.do_sample, sample, _unchanged, logits)
-        return best(scores)
+        return lax.cond(values.do_sample, sample, _unchanged, logits)
 
 
 def best(scores):

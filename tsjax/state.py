@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.cache import KVCache
+from tsjax.cache import DraftCache, KVCache
 from tsjax.config import ModelConfig
 from tsjax.heads import HeadWeights, declare_heads
 from tsjax.model import ModelWeights, ParamSpec, declare_model
+from tsjax.ngram import NgramTable
 from tsjax.sampling import SamplingValues
 from tsjax.sharding import named_sharding, usable_mesh
 
@@ -32,6 +33,23 @@ class StepStats(flax.struct.PyTreeNode):
     """Counters of a run, per batch row. A step counts for a row that was still running."""
 
     steps: jax.Array  # [B] int32
+    drafted: jax.Array  # [B] int32, nodes of all trees, the roots not counted
+    accepted: jax.Array  # [B, J + 1] int32, steps that emitted 0, 1, ... J drafted tokens
+    by_source: jax.Array  # [B, len(SOURCES)] int32, emitted drafted tokens that a source drafted
+
+
+class DraftState(flax.struct.PyTreeNode):
+    """What a method remembers for its drafts; None where it does not need it.
+
+    Attributes:
+      cache: for passes of the model on few tokens.
+      hidden: [B, D], last layer's output for the last committed token; zero before there is one.
+      ngrams: of prompt and output.
+    """
+
+    cache: DraftCache | None = None
+    hidden: jax.Array | None = None
+    ngrams: NgramTable | None = None
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -49,6 +67,7 @@ class DecodeState(flax.struct.PyTreeNode):
         changes.
       sampling: the values a user chose, as arrays, so that they never recompile.
       stats: counters.
+      draft: what the method remembers for its drafts.
     """
 
     kv: KVCache
@@ -60,6 +79,7 @@ class DecodeState(flax.struct.PyTreeNode):
     finish: jax.Array
     sampling: SamplingValues
     stats: StepStats
+    draft: DraftState
 
     @property
     def length(self) -> jax.Array:

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts: what might come next, as a tree of tokens.
+
+Knows the model, its heads, the partial cache and the text so far. Does not know how a draft is
+judged; nothing here can change the tokens that are returned, only how many a step finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tsjax.heads import run_heads
+from tsjax.methods import DecodeConfig, TokenSwift
+from tsjax.model import final_norm, unembed
+from tsjax.ngram import enter, longest_suffix, most_frequent
+from tsjax.passes import run_rows
+from tsjax.sampling import WHOLE_CONTEXT, score
+from tsjax.state import DecodeState, Params
+from tsjax.tree import SOURCES, DraftTree, merge_paths
+
+
+def draft(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig) -> DraftTree:
+    """The tree of one step: paths from the model, from frequent n-grams and from a suffix match.
+
+    `noise` [B, J + 1, V] is that of the positions from state.length on.
+    """
+    with jax.named_scope("draft"):
+        J, B = cfg.draft_depth, state.tokens.shape[0]
+        best = state.root
+        groups = [_Paths.none(B, J)]
+        if cfg.draft_levels:
+            ranked = _model_tokens(params, state, noise, cfg=cfg)
+            best = ranked[0].tokens[:, 0]
+            groups.append(_tree_paths(ranked, cfg))
+        if cfg.ngram_depth:
+            following, exists = most_frequent(state.draft.ngrams, best, cfg.method.num_ngrams)
+            if cfg.ngrams_follow_draft:
+                first = jnp.broadcast_to(best[:, None, None], (*exists.shape, 1))
+                following = jnp.concatenate([first, following], axis=2)
+            groups.append(_Paths(following, cfg.ngram_depth * exists, "ngrams"))
+        if cfg.draft_depth and cfg.method.suffix_length:
+            tokens, count = longest_suffix(state.tokens, state.length, cfg.method.suffix_length)
+            groups.append(_Paths(tokens[:, None], count[:, None], "suffix"))
+        groups = [group.padded(J) for group in groups]
+        return merge_paths(
+            state.root,
+            jnp.concatenate([group.tokens for group in groups], axis=1),
+            jnp.concatenate([group.lengths for group in groups], axis=1),
+            [SOURCES.index(g.source) for g in groups for _ in range(g.tokens.shape[1])],
+            width=cfg.tree_width,
+        )
+
+
+def remember(state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
+    """Enters the n-grams that have become old enough since the last step; at first, the prompt's.
+
+    The repetition penalty makes what was said within its window less likely, so n-grams wait until
+    they have left it.
+    """
+    if state.draft.ngrams is None:
+        return state
+    delay = cfg.method.ngram_delay
+    if delay is None:
+        values = state.sampling
+        limited = values.repetition_window < WHOLE_CONTEXT
+        delay = jnp.where((values.repetition_penalty > 1) & limited, values.repetition_window, 0)
+    known = jnp.where(state.running, state.length - delay, 0)
+    ngrams = enter(state.draft.ngrams, state.tokens, known)
+    return state.replace(draft=state.draft.replace(ngrams=ngrams))
+
+
+@dataclasses.dataclass
+class _Ranked:
+    """The candidates of one depth, best first, and which of them may be drafted at all."""
+
+    tokens: jax.Array  # [B, k]
+    possible: jax.Array  # [B, k]
+
+
+@dataclasses.dataclass
+class _Paths:
+    """Paths of one source: tokens [B, R, depth] of which the first `lengths` [B, R] count."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    source: str
+
+    @classmethod
+    def none(cls, batch: int, depth: int) -> _Paths:
+        tokens = jnp.zeros((batch, 0, depth), jnp.int32)
+        return cls(tokens, jnp.zeros((batch, 0), jnp.int32), SOURCES[0])
+
+    def padded(self, depth: int) -> _Paths:
+        missing = depth - self.tokens.shape[2]
+        tokens = jnp.pad(self.tokens, ((0, 0), (0, 0), (0, missing)))
+        return dataclasses.replace(self, tokens=tokens)
+
+
+def _tree_paths(ranked: list[_Ranked], cfg: DecodeConfig) -> _Paths:
+    """The leaves of the static tree with the ranked tokens of each depth filled in."""
+    nodes = cfg.tree_paths or ((0,),)
+    parents = {path[:-1] for path in nodes}
+    leaves = [path for path in nodes if path not in parents]
+    tokens, lengths = [], []
+    for path in leaves:
+        row = [ranked[depth].tokens[:, rank] for depth, rank in enumerate(path)]
+        possible = [ranked[depth].possible[:, rank] for depth, rank in enumerate(path)]
+        row += [jnp.zeros_like(row[0])] * (len(ranked) - len(path))
+        tokens.append(jnp.stack(row, axis=1))
+        # A path ends before its first token that truncation has removed.
+        lengths.append(jnp.sum(jnp.cumprod(jnp.stack(possible, 1), 1), 1, dtype=jnp.int32))
+    return _Paths(jnp.stack(tokens, axis=1), jnp.stack(lengths, axis=1), "heads")
+
+
+def _model_tokens(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig):
+    """Candidates for each depth that the model drafts: a list of cfg.draft_levels _Ranked."""
+    assert isinstance(cfg.method, TokenSwift)
+    if cfg.method.draft_from == "verified_state":
+        heads = params.heads[: cfg.draft_levels]
+        normed = run_heads(heads, state.draft.hidden, cfg=cfg.model)
+        return _rank(params, state, normed, 0, noise, cfg=cfg)
+
+    passes = min(cfg.method.draft_passes, cfg.draft_levels)
+    heads = params.heads[: cfg.draft_levels - passes]
+    tokens, ranked = state.root[:, None], []
+    for depth in range(passes):
+        # Few rows cost as much as one, so the drafted ones run again instead of being stored.
+        rows = jnp.arange(depth + 1, dtype=jnp.int32)
+        positions = state.kv.length[:, None] + rows
+        causal = rows <= rows[:, None]
+        hidden = run_rows(
+            params.model, state.draft.cache, tokens, positions, causal, cfg=cfg.model
+        ).hidden[:, -1]
+        normed = final_norm(params.model, hidden, cfg=cfg.model)[:, None]
+        if depth == passes - 1 and heads:
+            normed = jnp.concatenate([normed, run_heads(heads, hidden, cfg=cfg.model)], axis=1)
+        ranked += _rank(params, state, normed, depth, noise, cfg=cfg)
+        tokens = jnp.concatenate([tokens, ranked[depth].tokens[:, :1]], axis=1)
+    return ranked
+
+
+def _rank(params: Params, state: DecodeState, normed, depth: int, noise, *, cfg: DecodeConfig):
+    """The best candidates by the drafts' logits, processed as the model's own will be.
+
+    `normed` [B, n, D] are the states for the tokens `depth`, `depth` + 1, ... behind the root.
+    """
+    paths, count = cfg.tree_paths, normed.shape[1]
+    B = normed.shape[0]
+    if not cfg.method.noise_coupled:
+        noise = jnp.zeros_like(noise)
+    depths = jnp.broadcast_to(depth + jnp.arange(count, dtype=jnp.int32), (B, count))
+    scores = score(
+        unembed(params.model, normed, cfg=cfg.model),
+        state.last_seen,
+        depths,
+        state.length,
+        state.prompt_length,
+        noise,
+        state.sampling,
+    )
+    width = 1 + max((rank for path in paths for rank in path), default=0)
+    best, tokens = lax.top_k(scores, min(width, cfg.model.vocab_size))
+    possible = best > -jnp.inf
+    return [_Ranked(tokens[:, i], possible[:, i]) for i in range(count)]

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of decoding, as frozen dataclasses, and the static sizes of a step that follow.
+
+Knows what each method may be asked and how wide and deep its drafts are. Does not know arrays.
+Every method returns the tokens of `Autoregressive`; they differ in how many a step finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from tsjax.config import ModelConfig, check, check_int
+
+DRAFT_FROM = ("partial_cache", "verified_state", "auto")
+Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive:
+    """Plain decoding, one token per step: the definition every other method must reproduce."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NGram:
+    """Drafts from the text so far alone (prompt and output): no heads, no pass of the model.
+
+    Attributes:
+      num_ngrams: the most frequent so many n-grams that begin with the last token are drafted;
+        0 for none.
+      ngram_size: tokens of an n-gram, its first token included.
+      ngram_slots: n-grams that are kept for each first token, see `ngram.NgramTable`.
+      ngram_delay: an n-gram may be drafted when its last token is so many tokens old. None is the
+        repetition window while a penalty with a limited window is on, and 0 otherwise.
+      suffix_length: the longest continuation that is drafted behind the longest earlier match of
+        the last tokens, see `ngram.longest_suffix`; 0 for none.
+    """
+
+    num_ngrams: int = 20
+    ngram_size: int = 4
+    ngram_slots: int = 32
+    ngram_delay: int | None = None
+    suffix_length: int = 16
+
+    def __post_init__(self):
+        check_int(self.num_ngrams, "num_ngrams", 0, 1024)
+        check_int(self.ngram_size, "ngram_size", 2, 64)
+        check_int(self.ngram_slots, "ngram_slots", 1, 4096)
+        check(
+            self.ngram_slots >= self.num_ngrams,
+            "ngram_slots",
+            self.ngram_slots,
+            f"at least num_ngrams={self.num_ngrams}",
+        )
+        if self.ngram_delay is not None:
+            check_int(self.ngram_delay, "ngram_delay", 0)
+        check_int(self.suffix_length, "suffix_length", 0, 256)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenSwift(NGram):
+    """TokenSwift (arXiv 2502.18890): a tree of drafts from the model and its heads, and n-grams.
+
+    Attributes:
+      tree: the shape of the model's drafts. (1, 3, 3, 3) is the number of children of every node at
+        each depth; ((0,), (0, 0), (0, 1), (1,)) names every node by its path of ranks: (0, 1) is
+        the second best token behind the best. () is no tree. A tree deeper than what the model
+        drafts is cut: partial_cache drafts draft_passes + heads tokens, verified_state one for
+        each head.
+      draft_from: "partial_cache" runs the model on a small part of the cache and the heads on its
+        result, as the paper; n-grams then begin with the best drafted token. "verified_state"
+        gives the heads the verified hidden state that the step before ended with, which costs no
+        pass of the model; n-grams begin with the last token. "auto" takes what the cost model of
+        `fastest_source` says.
+      draft_passes: passes on the partial cache per step, each of which drafts one token deeper.
+      draft_budget: slots of the partial cache per layer and kv head.
+      num_sinks: first tokens of the text that always stay in it.
+      noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
+        are the most probable tokens, which sampling then chooses less often; the tokens that are
+        returned are the same.
+    """
+
+    tree: tuple[int, ...] | tuple[Path, ...] = (1, 3, 3, 3)
+    draft_from: str = "partial_cache"
+    draft_passes: int = 1
+    draft_budget: int = 4096
+    num_sinks: int = 16
+    noise_coupled: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "tree", _as_tuples(self.tree))
+        tree_paths(self.tree)
+        check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, _one_of(DRAFT_FROM))
+        check_int(self.draft_passes, "draft_passes", 1, 64)
+        check_int(self.num_sinks, "num_sinks", 0)
+        check_int(self.draft_budget, "draft_budget", 1)
+        check(
+            self.draft_budget > self.num_sinks,
+            "draft_budget",
+            self.draft_budget,
+            f"larger than num_sinks={self.num_sinks}",
+        )
+        check(
+            isinstance(self.noise_coupled, bool), "noise_coupled", self.noise_coupled, "a boolean"
+        )
+
+
+METHODS: dict[str, Any] = {
+    "autoregressive": Autoregressive,
+    "ngram": NGram,
+    "tokenswift": TokenSwift,
+}
+Method = Autoregressive | NGram  # TokenSwift is an NGram
+
+
+def resolve_method(method: Any) -> Method:
+    """A method's name or its dataclass -> the dataclass."""
+    if isinstance(method, str):
+        check(method in METHODS, "method", method, _one_of(METHODS))
+        return METHODS[method]()
+    check(
+        isinstance(method, tuple(METHODS.values())),
+        "method",
+        method,
+        f"{_one_of(METHODS)} or its dataclass",
+    )
+    return method
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeConfig:
+    """Everything a decode step is compiled for. What changes from call to call is in the state."""
+
+    model: ModelConfig
+    method: Method = Autoregressive()
+
+    def __post_init__(self):
+        method, heads = self.method, self.model.num_draft_heads
+        if isinstance(method, TokenSwift):
+            if method.draft_from == "auto":
+                raise ValueError(
+                    "draft_from='auto' is not valid here: 'partial_cache' or 'verified_state'; "
+                    "tsjax.generate chooses by the length of its run"
+                )
+            if method.draft_from == "verified_state" and not heads and method.tree:
+                raise ValueError(
+                    "draft_from='verified_state' needs draft heads, and the model has none: load "
+                    "some with tsjax.load(..., heads=...), or use draft_from='partial_cache' or "
+                    "method='ngram', which need no heads"
+                )
+            check(
+                all(rank < self.model.vocab_size for path in self.tree_paths for rank in path),
+                "tree",
+                method.tree,
+                f"ranks and children below the vocabulary size {self.model.vocab_size}",
+            )
+            room = method.draft_budget - method.num_sinks
+            check(
+                not self.uses_partial_cache or room > self.draft_depth,
+                "draft_budget",
+                method.draft_budget,
+                f"at least {method.num_sinks + self.draft_depth + 1}: num_sinks and the "
+                f"{self.draft_depth + 1} tokens that one step may add",
+            )
+
+    @property
+    def uses_partial_cache(self) -> bool:
+        return self.draft_levels > 0 and not self._heads_alone
+
+    @property
+    def _heads_alone(self) -> bool:
+        return isinstance(self.method, TokenSwift) and self.method.draft_from == "verified_state"
+
+    @property
+    def ngrams_follow_draft(self) -> bool:
+        """Whether n-grams begin with the best drafted token rather than with the root."""
+        return (
+            isinstance(self.method, TokenSwift)
+            and self.method.num_ngrams > 0
+            and not self._heads_alone
+        )
+
+    @property
+    def tree_paths(self) -> tuple[Path, ...]:
+        """The nodes of the model's tree, cut at the depth that it can draft."""
+        if not isinstance(self.method, TokenSwift):
+            return ()
+        heads = self.model.num_draft_heads
+        reach = heads if self._heads_alone else self.method.draft_passes + heads
+        return tuple(path for path in tree_paths(self.method.tree) if len(path) <= reach)
+
+    @property
+    def draft_levels(self) -> int:
+        """How many tokens deep the model drafts."""
+        deepest = max(map(len, self.tree_paths), default=0)
+        return max(deepest, 1 if self.ngrams_follow_draft else 0)
+
+    @property
+    def ngram_depth(self) -> int:
+        if isinstance(self.method, Autoregressive) or not self.method.num_ngrams:
+            return 0
+        return self.method.ngram_size - (0 if self.ngrams_follow_draft else 1)
+
+    @property
+    def draft_depth(self) -> int:
+        """J: drafted tokens on the longest path. A step emits at most one more."""
+        if isinstance(self.method, Autoregressive):
+            return 0
+        return max(self.draft_levels, self.ngram_depth, self.method.suffix_length)
+
+    @property
+    def tree_width(self) -> int:
+        """T: the root and every node that a step can draft."""
+        if isinstance(self.method, Autoregressive):
+            return 1
+        nodes = set(self.tree_paths) | ({(0,)} if self.ngrams_follow_draft else set())
+        ngrams = self.method.num_ngrams * (self.method.ngram_size - 1)
+        return 1 + len(nodes) + ngrams + self.method.suffix_length
+
+
+@functools.cache
+def tree_paths(tree: tuple[Any, ...]) -> tuple[Path, ...]:
+    """The nodes of a tree, parents first, each as its path of ranks."""
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in tree):
+        for count in tree:
+            check(count >= 1, "tree", tree, "each depth has at least one child per node")
+        check(
+            sum(math.prod(tree[: d + 1]) for d in range(len(tree))) <= 4096,
+            "tree",
+            tree,
+            "at most 4096 nodes",
+        )
+        paths: list[Path] = []
+        layer: list[Path] = [()]
+        for count in tree:
+            layer = [(*path, rank) for path in layer for rank in range(count)]
+            paths += layer
+        return tuple(paths)
+    for path in tree:
+        check(
+            isinstance(path, tuple)
+            and len(path) > 0
+            and all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path),
+            "tree",
+            tree,
+            "either children per depth, such as (1, 3, 3, 3), or paths of ranks, such as "
+            f"((0,), (0, 0), (0, 1)); {path!r} is neither",
+        )
+    if len(set(tree)) != len(tree):
+        twice = next(path for path in tree if tree.count(path) > 1)
+        raise ValueError(f"tree={tree!r} is not valid: the path {twice!r} is there twice")
+    for path in tree:
+        if len(path) > 1 and path[:-1] not in tree:
+            raise ValueError(
+                f"tree={tree!r} is not valid: {path!r} cannot be reached, its parent "
+                f"{path[:-1]!r} is missing"
+            )
+    check(len(tree) <= 4096, "tree", f"{len(tree)} paths", "at most 4096 nodes")
+    return tuple(sorted(tree, key=lambda path: (len(path), path)))
+
+
+# Tokens per step that the paper reports at 100K tokens (Table 3, Llama-3.1-8B with P=4096): alpha
+# 0.84 for TokenSwift, and 0.40 for the same heads fed with verified states (its "Medusa*").
+TOKENS_PER_STEP = {"partial_cache": 1 + 4 * 0.84, "verified_state": 1 + 4 * 0.40}
+
+
+def fastest_source(method: TokenSwift, model: ModelConfig, context: int) -> str:
+    """What draft_from="auto" means for a model at a mean length of `context` tokens.
+
+    A step is bound by the bytes it reads: weights and cache for the verification, and for
+    "partial_cache" weights and partial cache once more for every draft pass.
+    """
+    if not model.num_draft_heads:
+        return "partial_cache"
+    item = {"float64": 8, "float32": 4}.get(model.dtype, 2)
+    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
+    attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    per_layer = attention + 3 * model.embed_dim * model.mlp_dim
+    weights = (model.num_layers * per_layer + model.vocab_size * model.embed_dim) * item
+    verify = weights + context * per_token
+    draft = method.draft_passes * (weights + min(method.draft_budget, context) * per_token)
+    bytes_of = {"partial_cache": verify + draft, "verified_state": verify}
+    return min(bytes_of, key=lambda source: bytes_of[source] / TOKENS_PER_STEP[source])
+
+
+def _as_tuples(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _one_of(names: Any) -> str:
+    return f"one of {', '.join(map(repr, names))}"

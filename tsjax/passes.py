@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass of the model over rows that follow a cache. Reads caches, never writes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tree_attention
+from tsjax.cache import DraftCache, KVCache
+from tsjax.config import ModelConfig
+from tsjax.model import ModelWeights, forward
+
+
+class Rows(NamedTuple):
+    """What a pass yields for its T rows; tuples have one entry per layer.
+
+    `query` is summed over the query heads of each kv head: what `cache_scores` takes.
+    """
+
+    hidden: jax.Array  # [B, T, D] before the final norm
+    k: tuple[jax.Array, ...]  # [B, T, K, H]
+    v: tuple[jax.Array, ...]  # [B, T, K, H]
+    query: tuple[jax.Array, ...]  # [B, T, K, H]
+
+
+def run_rows(
+    weights: ModelWeights,
+    cache: KVCache | DraftCache,
+    tokens,
+    positions,
+    mask,
+    *,
+    cfg: ModelConfig,
+) -> Rows:
+    """One pass of T rows that see the cached tokens and, where `mask` says, one another.
+
+    Args:
+      tokens, positions: [B, T] int32.
+      mask: [T, T] or [B, T, T] bool, which row sees which.
+    """
+    queries = []
+
+    def attend(layer, q, k, v):
+        B, T, _, H = q.shape
+        grouped = q.reshape(B, T, cfg.num_kv_heads, cfg.group_size, H)
+        queries.append(jnp.sum(grouped, axis=3))
+        return tree_attention(q, cache.k[layer], cache.v[layer], cache.length, k, v, mask)
+
+    hidden, k, v = forward(weights, tokens, positions=positions, attend=attend, cfg=cfg)
+    return Rows(hidden, k, v, tuple(queries))
