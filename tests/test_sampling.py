@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 
 from tsjax import GenerationConfig, row_keys, sampling_values
-from tsjax.sampling import choose, first_last_seen, largest, nucleus, position_noise, process, warp
+from tsjax.sampling import (
+    best,
+    first_last_seen,
+    largest,
+    nucleus,
+    position_noise,
+    process,
+    score,
+    step_noise,
+    warp,
+)
 
 # --- the definitions -------------------------------------------------------------------------
 
@@ -255,6 +265,15 @@ def test_neutral_values_change_nothing(rng):
     length = np.full((2,), 5, np.int32)
     for out in run(logits, tokens, length, np.full((2, 3), 5), length, values):
         np.testing.assert_array_equal(out, logits)
+
+
+def choose(logits, last_seen, positions, prompt_length, row_key, values):
+    """The tokens at consecutive positions [B, T], as a step chooses them."""
+    length = jnp.asarray(positions[:, 0])
+    depths = jnp.asarray(positions) - length[:, None]
+    _, T, V = logits.shape
+    noise = step_noise(row_key, length, T - 1, V, values)
+    return best(score(logits, last_seen, depths, length, prompt_length, noise, values))
 
 
 def test_changing_values_does_not_retrace(rng):

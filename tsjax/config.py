@@ -2,8 +2,8 @@
 """The static settings: frozen, hashable dataclasses that a jitted function may take as constants.
 
 Knows the shape of a model and what a user may ask of `generate`; how a model is decoded is in
-methods.py. Does not know arrays, checkpoints or where a setting came from. Every message names the argument, its value and
-what would be right.
+methods.py. Does not know arrays, checkpoints or where a setting came from. Every message names the
+argument, its value and what would be right.
 
 Dimension letters used in all shape comments of the project:
     B batch   T rows of one pass   S cache slots   L layers   D embed   N query heads   K kv heads

@@ -16,7 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsjax.cache import init_cache, init_draft_cache, refresh_draft_cache, write_rows
+from tsjax.cache import (
+    DraftCache,
+    KVCache,
+    init_cache,
+    init_draft_cache,
+    refresh_draft_cache,
+    write_rows,
+)
 from tsjax.config import GenerationConfig, ModelConfig
 from tsjax.drafting import draft, remember
 from tsjax.methods import DecodeConfig, TokenSwift
@@ -133,14 +140,16 @@ def row_keys(seeds, repeats):
 def replicate_but_cache(state: DecodeState, mesh) -> DecodeState:
     """Copies everything but the (already placed) cache buffers to every device of the mesh."""
     everywhere = NamedSharding(mesh, PartitionSpec())
-    caches = (state.kv, state.draft.cache)
-    kv, cache = (c and jax.device_put(c.replace(k=(), v=()), everywhere) for c in caches)
-    rest = state.replace(kv=None, draft=state.draft.replace(cache=None))
-    rest = jax.device_put(rest, everywhere)
-    kv, cache = (
-        c and c.replace(k=old.k, v=old.v) for c, old in zip((kv, cache), caches, strict=True)
-    )
-    return rest.replace(kv=kv, draft=rest.draft.replace(cache=cache))
+
+    def is_cache(x):
+        return isinstance(x, KVCache | DraftCache)
+
+    def place(x):
+        if is_cache(x):
+            return jax.device_put(x.replace(k=(), v=()), everywhere).replace(k=x.k, v=x.v)
+        return jax.device_put(x, everywhere)
+
+    return jax.tree.map(place, state, is_leaf=is_cache)
 
 
 def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):

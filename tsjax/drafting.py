@@ -36,7 +36,7 @@ def draft(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig) -> Dr
             ranked = _model_tokens(params, state, noise, cfg=cfg)
             best = ranked[0].tokens[:, 0]
             groups.append(_tree_paths(ranked, cfg))
-        if cfg.ngram_depth:
+        if state.draft.ngrams is not None:
             following, exists = most_frequent(state.draft.ngrams, best, cfg.method.num_ngrams)
             if cfg.ngrams_follow_draft:
                 first = jnp.broadcast_to(best[:, None, None], (*exists.shape, 1))
@@ -126,15 +126,17 @@ def _model_tokens(params: Params, state: DecodeState, noise, *, cfg: DecodeConfi
 
     passes = min(cfg.method.draft_passes, cfg.draft_levels)
     heads = params.heads[: cfg.draft_levels - passes]
+    cache = state.draft.cache
+    assert cache is not None
     tokens, ranked = state.root[:, None], []
     for depth in range(passes):
         # Few rows cost as much as one, so the drafted ones run again instead of being stored.
         rows = jnp.arange(depth + 1, dtype=jnp.int32)
         positions = state.kv.length[:, None] + rows
         causal = rows <= rows[:, None]
-        hidden = run_rows(
-            params.model, state.draft.cache, tokens, positions, causal, cfg=cfg.model
-        ).hidden[:, -1]
+        hidden = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg.model).hidden[
+            :, -1
+        ]
         normed = final_norm(params.model, hidden, cfg=cfg.model)[:, None]
         if depth == passes - 1 and heads:
             normed = jnp.concatenate([normed, run_heads(heads, hidden, cfg=cfg.model)], axis=1)

@@ -82,7 +82,7 @@ def _counted(slots, following, position):
 
 
 def most_frequent(table: NgramTable, first, k: int):
-    """The followers [B, k, n - 1] of first tokens [B], best first, and [B, k] which of them exist."""
+    """The followers [B, k, n - 1] of first tokens [B], best first, and [B, k] which exist."""
 
     def one(entries, first):
         slots = lax.dynamic_index_in_dim(entries, first, keepdims=False)

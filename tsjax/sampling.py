@@ -116,9 +116,7 @@ def step_noise(row_key, length, depth: int, vocab_size: int, values: SamplingVal
     )
 
 
-def process(
-    logits, last_seen, positions, prompt_length, values: SamplingValues, ancestors=None
-):
+def process(logits, last_seen, positions, prompt_length, values: SamplingValues, ancestors=None):
     """The processors that also act without sampling.
 
     Args:

@@ -49,9 +49,7 @@ def verify(
     with jax.named_scope("verify"):
         depths = tree.depths
         positions = state.kv.length[:, None] + depths
-        rows = run_rows(
-            params.model, state.kv, tree.tokens, positions, tree.mask, cfg=cfg.model
-        )
+        rows = run_rows(params.model, state.kv, tree.tokens, positions, tree.mask, cfg=cfg.model)
         logits = unembed(
             params.model, final_norm(params.model, rows.hidden, cfg=cfg.model), cfg=cfg.model
         )
