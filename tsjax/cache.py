@@ -18,6 +18,7 @@ from pallas_kernels import cache_scores
 from tsjax.config import ModelConfig
 from tsjax.sharding import named_sharding
 
+SELECT_BLOCK = 4096  # scores that are looked at together when the important ones are chosen
 CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")
 
 
@@ -192,12 +193,9 @@ def _slide(buffers, committed, first, start, shift, count, max_rows: int):
 
 def _choose(draft: DraftCache, kv: KVCache, rows, num_sinks: int) -> DraftCache:
     """Fills the draft caches of the batch rows `rows` [B] by importance."""
-    is_sink = jnp.arange(kv.capacity) < num_sinks
     k, v = [], []
     for layer, query in enumerate(draft.query):
-        scores = cache_scores(query, kv.k[layer], kv.length)
-        scores = jnp.where(is_sink & (scores > -jnp.inf), jnp.inf, scores)
-        _, slots = lax.top_k(scores, draft.capacity)  # equal ones by position
+        slots = _important_slots(query, kv.k[layer], kv.length, draft.capacity, num_sinks)
 
         def gather(old, whole, slots=slots):
             chosen = jnp.take_along_axis(whole, slots[..., None], axis=2)
@@ -208,6 +206,34 @@ def _choose(draft: DraftCache, kv: KVCache, rows, num_sinks: int) -> DraftCache:
     length = jnp.where(rows, jnp.minimum(kv.length, draft.capacity), draft.length)
     newest = jnp.where(rows, length, draft.newest)
     return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
+
+
+def _important_slots(query, keys, length, count: int, num_sinks: int):
+    """The sinks and then the slots [B, K, count] of the keys [B, K, S] with the highest scores.
+
+    Equal ones by position. Of the slots below `length` [B] alone, at a cost that follows it; if
+    they are fewer than `count`, the rest is unspecified.
+    """
+    B, K, S, H = keys.shape
+    block, zero = min(max(count, SELECT_BLOCK), S), jnp.int32(0)
+
+    def merge(index, best):
+        first = index * block
+        start = jnp.minimum(first, S - block)  # the last block may overlap
+        here = start + jnp.arange(block, dtype=jnp.int32)
+        block_keys = lax.dynamic_slice(keys, (zero, zero, start, zero), (B, K, block, H))
+        fresh = cache_scores(query, block_keys, jnp.clip(length - start, 0, block))
+        fresh = jnp.where((here < num_sinks) & (fresh > -jnp.inf), jnp.inf, fresh)
+        fresh = jnp.where(here >= first, fresh, -jnp.inf)
+        values = jnp.concatenate([best[0], fresh], axis=2)
+        slots = jnp.concatenate([best[1], jnp.broadcast_to(here, fresh.shape)], axis=2)
+        values, order = lax.top_k(values, count)
+        return values, jnp.take_along_axis(slots, order, axis=2)
+
+    blocks = (jnp.max(length).astype(jnp.int32) + block - 1) // block
+    real = jnp.promote_types(query.dtype, jnp.float32)
+    nothing = jnp.full((B, K, count), -jnp.inf, real), jnp.zeros((B, K, count), jnp.int32)
+    return lax.fori_loop(zero, blocks, merge, nothing)[1]
 
 
 def _for_each_row(one, buffer):
