@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Preset configurations, one JSON file each; installed as ``tsjax.configs``."""
+"""JSON files with presets, read by `tsjax.presets`; installed as ``tsjax.configs``."""

@@ -37,6 +37,8 @@ from tsjax.methods import Autoregressive as Autoregressive
 from tsjax.methods import DecodeConfig as DecodeConfig
 from tsjax.methods import NGram as NGram
 from tsjax.methods import TokenSwift as TokenSwift
+from tsjax.presets import model_preset as model_preset
+from tsjax.presets import preset as preset
 from tsjax.sampling import sampling_values as sampling_values
 from tsjax.state import DecodeState as DecodeState
 from tsjax.state import Params as Params
@@ -70,7 +72,9 @@ __all__ = [
     "init_params",
     "init_state",
     "load",
+    "model_preset",
     "prefill",
+    "preset",
     "row_keys",
     "sampling_values",
     "save",

@@ -8,6 +8,7 @@ one line on stderr and exit code 2; an interrupted run prints what it has and ex
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
@@ -17,8 +18,9 @@ from typing import Any
 
 import jax
 
-from tsjax.config import DTYPES, GenerationConfig
-from tsjax.methods import METHODS
+from tsjax.config import DTYPES, GenerationConfig, refuse_unknown
+from tsjax.methods import METHODS, resolve_method
+from tsjax.presets import preset, preset_names
 
 SETTING_HELP = {
     "max_new_tokens": "tokens to generate",
@@ -54,6 +56,8 @@ EXAMPLES = """examples:
       --repetition-penalty 1.2 --repetition-window 1024 --seed 7
   tsjax generate ./story-model "Once" --max-new-tokens 100000 --save-to run.json --progress
   tsjax generate ./story-model --resume-from run.json
+  tsjax generate ./llama-3.1-8b --prompt-file start.txt --preset llama3.1-8b --max-new-tokens 20000
+  tsjax generate ./story-model "Once" --method ngram --method-options suffix_length=32
 """
 
 
@@ -103,8 +107,26 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--method",
         choices=sorted(METHODS),
-        default="autoregressive",
-        help="how to decode; every method returns the same tokens (default: %(default)s)",
+        help="how to decode; every method returns the same tokens (default: autoregressive)",
+    )
+    generate.add_argument(
+        "--method-options",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fields of the method, such as tree=(1,3,3) draft_from=verified_state; "
+        + "; ".join(
+            f"{name}: {', '.join(_fields(METHODS[name]))}"
+            for name in METHODS
+            if _fields(METHODS[name])
+        ),
+    )
+    generate.add_argument(
+        "--preset",
+        choices=preset_names(),
+        metavar="NAME",
+        help="sampling and TokenSwift settings of the paper for a model, which other flags "
+        f"override: {', '.join(preset_names())}",
     )
     generate.add_argument("--progress", action="store_true", help="progress bar instead of text")
     generate.add_argument("--json", action="store_true", help="print one JSON document at the end")
@@ -184,6 +206,33 @@ def _prompt(args: argparse.Namespace) -> Any:
     return sys.stdin.read() if args.prompt == "-" else args.prompt
 
 
+def _fields(method: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(method)]
+
+
+def _method(args: argparse.Namespace) -> Any:
+    """The preset's method, or the one that is named, with the options applied."""
+    method = resolve_method(args.method or "autoregressive")
+    if args.preset is not None and args.method in (None, "tokenswift"):
+        method = preset(args.preset).method
+    changes = {}
+    for option in args.method_options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ValueError(f"--method-options {option!r} is not valid: NAME=VALUE")
+        try:
+            changes[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[name] = value  # a plain word
+    if changes and not _fields(type(method)):
+        raise ValueError(
+            f"--method-options {args.method_options} is not valid: plain decoding has "
+            "none; choose another --method"
+        )
+    refuse_unknown(list(changes), _fields(type(method)), f"option of {type(method).__name__}")
+    return dataclasses.replace(method, **changes)
+
+
 class _Printer:
     """A streamer that prints text as soon as it is final; ids where there is no tokenizer."""
 
@@ -210,17 +259,21 @@ def _generate(args: argparse.Namespace) -> int:
     import tsjax
     from tsjax.request import tokenizer_of
 
-    prompt, settings = _prompt(args), _settings(args)
+    prompt, settings, method = _prompt(args), _settings(args), _method(args)
+    config = preset(args.preset).config if args.preset is not None else None
     if args.compilation_cache is not None:
         tsjax.enable_compilation_cache(args.compilation_cache)
-    GenerationConfig().replace(**settings)  # refuses a wrong value before the model is read
+    (config or GenerationConfig()).replace(
+        **settings
+    )  # refuses a wrong value before the model is read
     model = tsjax.load(args.model, dtype=args.dtype)
     tokenizer = tokenizer_of(model)
     quiet = args.json or args.progress
     result = tsjax.generate(
         model,
         prompt,
-        method=args.method,
+        config=config,
+        method=method,
         streamer=None if quiet else _Printer(tokenizer),
         progress=args.progress,
         exceed_max_positions=args.exceed_max_positions,
@@ -238,6 +291,7 @@ def _generate(args: argparse.Namespace) -> int:
             "stats": {
                 **dataclasses.asdict(stats),
                 "tokens_per_step": stats.tokens_per_step,
+                "alpha": stats.alpha,
                 "tokens_per_second": stats.tokens_per_second,
             },
         }

@@ -43,11 +43,11 @@ class KVCache(flax.struct.PyTreeNode):
 class DraftCache(flax.struct.PyTreeNode):
     """Keys and values of the few tokens that a draft pass may see, chosen per layer and kv head.
 
-    The rule. While all committed tokens fit, they are all here. When the next step's tokens would
-    no longer fit, the first `num_sinks` tokens and those with the highest importance are chosen,
-    best first. Importance is the product of a key with `query`. From then on the newest tokens
-    overwrite the least important ones, from the end towards the beginning; when they have reached
-    the sinks, all are chosen again.
+    The rule. While all committed tokens fit, they are all here. When new ones no longer fit, the
+    first `num_sinks` tokens and those with the highest importance are chosen, best first.
+    Importance is the product of a key with `query`. From then on new tokens overwrite the least
+    important ones, from the end towards the beginning; when they would reach the sinks, all are
+    chosen again.
 
     Attributes:
       k, v: one [B, K, M, H] array per layer. Slots at `length` and beyond are unspecified.
@@ -141,25 +141,20 @@ def refresh_draft_cache(
     """Brings `draft` up to date with the committed tokens of `kv`, by the rule of DraftCache.
 
     `max_rows` is the most that one step commits; more new tokens than that are a reason to choose
-    again. `kv` has to have room for `max_rows` rows behind `draft.seen`.
+    again. `kv` has to have room for `max_rows` rows behind `draft.seen`, and `draft` for as many.
     """
     new = kv.length - draft.seen  # [B]
-    has_all = (draft.length == draft.seen) & (draft.length + max_rows <= draft.capacity)
-    has_room = draft.newest - max_rows >= num_sinks
-    slides = (new > 0) & (new <= max_rows) & (has_all | has_room)
+    has_all = draft.length == draft.seen
+    to = jnp.where(has_all, draft.length, draft.newest - new)  # the slots of the new tokens
+    fits = jnp.where(has_all, to + new <= draft.capacity, to >= num_sinks)
+    slides = (new > 0) & (new <= max_rows) & fits
     chooses = (new > 0) & ~slides
     with jax.named_scope("refresh_draft_cache"):
-        first = jnp.where(has_all, draft.length, draft.newest - max_rows)
-        first = jnp.where(slides, first, 0)
-        # Row i of the slots first .. first + max_rows takes new token i - shift, if there is one.
-        shift = jnp.where(has_all, 0, max_rows - new)
         draft = draft.replace(
-            k=_slide(draft.k, kv.k, first, draft.seen, shift, jnp.where(slides, new, 0), max_rows),
-            v=_slide(draft.v, kv.v, first, draft.seen, shift, jnp.where(slides, new, 0), max_rows),
-            length=jnp.where(slides & has_all, draft.length + new, draft.length),
-            newest=jnp.where(
-                slides, jnp.where(has_all, draft.length + new, draft.newest - new), draft.newest
-            ),
+            k=_slide(draft.k, kv.k, to, draft.seen, jnp.where(slides, new, 0), max_rows),
+            v=_slide(draft.v, kv.v, to, draft.seen, jnp.where(slides, new, 0), max_rows),
+            length=jnp.where(slides & has_all, to + new, draft.length),
+            newest=jnp.where(slides, jnp.where(has_all, to + new, to), draft.newest),
             seen=kv.length,
         )
         # A loop of no or one pass: unlike a conditional, it never copies what it leaves alone.
@@ -169,21 +164,24 @@ def refresh_draft_cache(
         )
 
 
-def _slide(buffers, committed, first, start, shift, count, max_rows: int):
-    """Writes `count` [B] rows of `committed` from `start` [B] on into slots from `first` [B] on."""
+def _slide(buffers, committed, to, start, count, max_rows: int):
+    """Copies `count` [B] tokens, at most `max_rows`, from slot `start` [B] of `committed` on to
+    slot `to` [B] of `buffers` on."""
     zero = jnp.int32(0)
     index = jnp.arange(max_rows, dtype=jnp.int32)
 
     def write(buffer, source):
-        _, K, _, H = buffer.shape
+        _, K, M, H = buffer.shape
+        # A window of fixed size that holds the slots; the others in it are written as they were.
+        first = jnp.clip(to, 0, M - max_rows)
+        wanted = index - (to - first)[:, None]  # [B, max_rows]
+        fresh = (wanted >= 0) & (wanted < count[:, None])
 
         def one(b, buffer):
             old = lax.dynamic_slice(buffer, (b, zero, first[b], zero), (1, K, max_rows, H))
             new = lax.dynamic_slice(source, (b, zero, start[b], zero), (1, K, max_rows, H))
-            wanted = index - shift[b]
-            moved = jnp.take(new, jnp.clip(wanted, 0, max_rows - 1), axis=2)
-            fresh = (wanted >= 0) & (wanted < count[b])
-            rows = jnp.where(fresh[:, None], moved, old)
+            moved = jnp.take(new, jnp.clip(wanted[b], 0, max_rows - 1), axis=2)
+            rows = jnp.where(fresh[b][:, None], moved, old)
             return lax.dynamic_update_slice(buffer, rows, (b, zero, first[b], zero))
 
         return _for_each_row(one, buffer)

@@ -40,15 +40,20 @@ from tsjax.request import (
 from tsjax.sampling import sampling_values
 from tsjax.saved_run import SavedRun, check_target, write_run
 from tsjax.sharding import mesh_of
-from tsjax.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState
+from tsjax.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.tokenizer import Detokenizer, decode_text, special_tokens
+from tsjax.tree import SOURCES
 
 SECONDS_PER_CHUNK = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
 class RunStats:
-    """What a run cost. A step emits at least one token for each row that is still running."""
+    """What a run cost. A step emits at least one token for each row that is still running.
+
+    A step's last token is not drafted: it is the model's own choice behind the accepted drafts
+    (the "bonus token"). A drafted token may have several sources; it counts for each of them.
+    """
 
     prompt_tokens: tuple[int, ...]  # per row
     new_tokens: tuple[int, ...]  # per row
@@ -56,6 +61,25 @@ class RunStats:
     computed_tokens: int  # emitted by those steps, also behind a stop string, all rows together
     prefill_seconds: float  # compilation included
     decode_seconds: float  # compilation included
+    drafted: int = 0  # nodes of all draft trees
+    accepted_lengths: tuple[int, ...] = (0,)  # steps that emitted 0, 1, ... drafted tokens
+    accepted_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
+    draft_positions: int = 0  # see `alpha`
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that were emitted."""
+        return sum(length * steps for length, steps in enumerate(self.accepted_lengths))
+
+    @property
+    def alpha(self) -> float:
+        """The paper's acceptance rate: accepted tokens per step and per position that is drafted.
+
+        The positions are those of the model's tree and the n-grams: 4 for three heads on the
+        partial cache. Longer suffix drafts are not counted among them, so with them alpha may be
+        above 1.
+        """
+        return self.accepted / max(sum(self.steps) * self.draft_positions, 1)
 
     @property
     def tokens_per_step(self) -> float:
@@ -287,7 +311,7 @@ class _News:
     reasons: list[str | None]
     newly_ended: list[bool]
     last: bool
-    steps: np.ndarray
+    steps: StepStats  # of the run so far, as NumPy arrays
     computed: int  # tokens that the steps emitted, kept or not
     prefill_seconds: float
     decode_seconds: float
@@ -341,7 +365,7 @@ def _run(model: Model, request: Request, interrupt: _Interrupt) -> Iterator[_New
             reasons=list(reasons),
             newly_ended=ended,
             last=last,
-            steps=np.array(state.stats.steps),
+            steps=jax.tree.map(np.array, state.stats),
             computed=int(length.sum()) - sum(map(len, request.rows)),
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
@@ -463,16 +487,22 @@ class _Interrupt:
 
 def _result(model: Model, request: Request, news: _News) -> GenerationResult:
     new_tokens = tuple(len(row) for row in news.all_tokens)
+    counts, by_source = news.steps, news.steps.by_source.sum(axis=0)
+    decode = request.decode
     return GenerationResult(
         tokens=news.all_tokens,
         finish_reason=[str(reason) for reason in news.reasons],
         stats=RunStats(
             prompt_tokens=tuple(request.prompt_length),
             new_tokens=new_tokens,
-            steps=tuple(int(n) for n in news.steps),
+            steps=tuple(counts.steps.tolist()),
             computed_tokens=news.computed,
             prefill_seconds=news.prefill_seconds,
             decode_seconds=news.decode_seconds,
+            drafted=int(counts.drafted.sum()),
+            accepted_lengths=tuple(counts.accepted.sum(axis=0).tolist()),
+            accepted_by_source=dict(zip(SOURCES, by_source.tolist(), strict=True)),
+            draft_positions=max(decode.draft_levels, decode.ngram_depth) or decode.draft_depth,
         ),
         _prompts=request.prompts,
         _single=request.single,
@@ -493,7 +523,7 @@ def _progress_bar(request: Request, wanted: bool) -> Iterator[Callable[[_News], 
     with tqdm(total=total, initial=made, unit="tok", dynamic_ncols=True) as bar:
 
         def show(news: _News) -> None:
-            rate = news.computed / max(int(news.steps.sum()), 1)
+            rate = news.computed / max(int(news.steps.steps.sum()), 1)
             bar.set_postfix_str(f"{rate:.2f} tok/step", False)
             bar.update(sum(map(len, news.tokens)))
 

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What drafting costs: by context, and against the step it serves. Interleaved, medians.
+
+* the draft pass on the partial cache with a context of 1,024 and of 65,536 tokens;
+* entering and looking up n-grams, the suffix match and the merging of their paths at 65,536 tokens,
+  as a share of the step they are part of and of a step of plain decoding.
+
+The caches hold random numbers, which cost what real ones cost.
+
+    python benchmarks/bench_draft.py --out benchmarks/results/cpu
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", type=int, default=1024)
+    parser.add_argument("--long", type=int, default=65536)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=15)
+    report.add_out(parser)
+    args = parser.parse_args()
+
+    import jax
+    import jax.numpy as jnp
+
+    import tsjax
+    from tsjax.decoding import refresh
+    from tsjax.drafting import draft, remember
+    from tsjax.sampling import step_noise
+
+    model = tsjax.ModelConfig(
+        vocab_size=32000,
+        embed_dim=288,
+        num_layers=6,
+        num_heads=6,
+        num_kv_heads=6,
+        head_dim=48,
+        mlp_dim=768,
+        max_positions=2 * args.long,
+        norm_eps=1e-5,
+        num_draft_heads=3,
+    )
+    params = tsjax.init_params(model)
+    rng = np.random.default_rng(0)
+    capacity = args.long + 4096
+
+    def state_at(length: int, cfg: tsjax.DecodeConfig):
+        # Words follow Zipf's law, as in text.
+        tokens = np.minimum(rng.zipf(1.2, (1, length)), model.vocab_size - 1).astype(np.int32)
+        state = tsjax.init_state(
+            tokens, [length], cfg=cfg, capacity=capacity, max_length=[capacity]
+        )
+        shape = state.kv.k[0].shape
+        noise = jnp.asarray(rng.standard_normal(shape, np.float32))
+        fill = tuple(noise for _ in range(model.num_layers))
+        state = state.replace(kv=state.kv.replace(k=fill, v=fill))
+        state = jax.jit(functools.partial(refresh, cfg=cfg))(state)
+        return jax.jit(functools.partial(remember, cfg=cfg))(state)
+
+    def timed(function, *arguments) -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        return 1e3 * (time.perf_counter() - began)
+
+    def drafting(cfg):
+        def run(params, state):
+            noise = step_noise(
+                state.row_key, state.length, cfg.draft_depth, model.vocab_size, state.sampling
+            )
+            return draft(params, state, noise, cfg=cfg).path
+
+        return jax.jit(run)
+
+    # The draft pass at two contexts.
+    partial = tsjax.DecodeConfig(
+        model, tsjax.TokenSwift(draft_budget=args.budget, num_ngrams=0, suffix_length=0)
+    )
+    run_partial = drafting(partial)
+    partial_states = {n: state_at(n, partial) for n in (args.short, args.long)}
+    # Drafts from history, and whole steps.
+    history = tsjax.DecodeConfig(model, tsjax.NGram())
+    run_history = drafting(history)
+    history_state = state_at(args.long, history)
+    plain = tsjax.DecodeConfig(model)
+    plain_state = state_at(args.long, plain)
+
+    # Five n-grams enter the table, which is donated as in the real loop.
+    table = history_state.draft.ngrams
+    history_state = history_state.replace(draft=history_state.draft.replace(ngrams=None))
+
+    @functools.partial(jax.jit, donate_argnames="table")
+    def enter_and_draft(params, state, table):
+        table = table.replace(entered=table.entered - 5)
+        state = state.replace(draft=state.draft.replace(ngrams=table))
+        state = remember(state, cfg=history)
+        return run_history(params, state), state.draft.ngrams
+
+    def with_history(params, state):
+        nonlocal table
+        path, table = enter_and_draft(params, state, table)
+        return path
+
+    @functools.partial(jax.jit, static_argnames="cfg")
+    def step(params, state, table, *, cfg):
+        # The new state's caches stay inside: what is timed is the work, not the allocation.
+        state = state.replace(draft=state.draft.replace(ngrams=table))
+        new = tsjax.decode_step(params, state, cfg=cfg)
+        return new.length, new.tokens
+
+    def step_with_history(params, state):
+        return step(params, state, table, cfg=history)
+
+    def plain_step(params, state):
+        return step(params, state, None, cfg=plain)
+
+    runs = {
+        f"draft pass at {args.short}": (run_partial, params, partial_states[args.short]),
+        f"draft pass at {args.long}": (run_partial, params, partial_states[args.long]),
+        "history": (with_history, params, history_state),
+        "step with history": (step_with_history, params, history_state),
+        "plain step": (plain_step, params, plain_state),
+    }
+    for run in runs.values():
+        timed(*run)
+    times = {name: [] for name in runs}
+    for _ in range(args.rounds):
+        for name, run in runs.items():
+            times[name].append(timed(*run))
+    ms = {name: report.summary(values) for name, values in times.items()}
+    pairs = list(zip(*times.values(), strict=True))
+    ratios = {
+        "draft pass, long context / short": report.summary([r[1] / r[0] for r in pairs]),
+        "history / its step": report.summary([r[2] / r[3] for r in pairs]),
+        "history / plain step": report.summary([r[2] / r[4] for r in pairs]),
+    }
+    for name, values in ms.items():
+        print(f"{name:34}{values['median']:10.3f} ms")
+    for name, values in ratios.items():
+        print(f"{name:34}{values['median']:10.3f}")
+    document = {
+        "short": args.short,
+        "long": args.long,
+        "budget": args.budget,
+        "ms": ms,
+        "ratios": ratios,
+    }
+    report.write(document, args.out, "draft")
+
+
+if __name__ == "__main__":
+    main()
