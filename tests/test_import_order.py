@@ -38,6 +38,7 @@ ROWS = {
     "tsjax.tokenizer": 8,
     "tsjax.weight_files": 8,
     "tsjax.huggingface": 8,
+    "tsjax.presets": 8,
     "tsjax.saved_run": 9,
     "tsjax.request": 9,
     "tsjax.generation": 9,

@@ -2,6 +2,7 @@
 """The README's promises: its code and commands run, its figures come from committed files."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -27,19 +28,23 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_python_block_runs(checkpoint, capsys):
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    block = block.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
-    exec(compile(block, "README.md", "exec"), {})
-    assert "tokens_per_second" in block and "['length']" in capsys.readouterr().out
+def test_python_blocks_run(checkpoint, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 2
+    code = "\n".join(blocks).replace("path/to/checkpoint", checkpoint).replace("1000", "20")
+    exec(compile(code, "README.md", "exec"), {})
+    out = capsys.readouterr().out
+    assert "['length']" in out and "{'heads': 0, 'ngrams': " in out
 
 
-def test_generate_command_runs(checkpoint, capsys):
-    line = next(line for line in README.splitlines() if line.startswith("tsjax generate"))
-    words = line.replace("path/to/checkpoint", checkpoint).replace("1000", "5").split('"')
-    argv = words[0].split()[1:] + [words[1]] + words[2].split()
-    assert main(argv) == 0
-    assert "5 tokens" in capsys.readouterr().err
+COMMANDS = [line for line in README.splitlines() if line.startswith("tsjax generate")]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_generate_commands_run(line, checkpoint, capsys):
+    argv = shlex.split(line.replace("path/to/checkpoint", checkpoint))[1:]
+    assert main([*argv, "--max-new-tokens", "5"]) == 0
+    assert "[5 tokens" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))

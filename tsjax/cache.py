@@ -54,8 +54,8 @@ class DraftCache(flax.struct.PyTreeNode):
       query: one [B, K, H] array per layer, the queries of the last committed token, summed over
         the query heads that share a kv head; zero before there is one.
       length: [B] int32, slots in use.
-      newest: [B] int32, slots at newest .. length hold the tokens since the last choice. At
-        `length` when there are none.
+      newest: [B] int32, once not all tokens are here, slots at newest .. length hold those since
+        the last choice; before that, `length`.
       seen: [B] int32, the length of the whole cache when this one was last brought up to date.
     """
 

@@ -128,6 +128,12 @@ def _init_draft(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> DraftStat
     return DraftState(cache=cache, hidden=hidden, ngrams=ngrams)
 
 
+def draft_bytes(cfg: DecodeConfig, batch: int, capacity: int) -> int:
+    """Bytes of what `init_state` allocates for the method's drafts, on one device."""
+    shapes = jax.eval_shape(lambda: _init_draft(cfg, batch, capacity, None))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
 def row_keys(seeds, repeats):
     """One PRNG key per row. Rows with the same seed and prompt differ by their repeat number."""
     keys = [

@@ -8,7 +8,6 @@ Every method returns the tokens of `Autoregressive`; they differ in how many a s
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -220,9 +219,13 @@ class DecodeConfig:
         return 1 + len(nodes) + ngrams + self.method.suffix_length
 
 
-@functools.cache
-def tree_paths(tree: tuple[Any, ...]) -> tuple[Path, ...]:
+def tree_paths(tree: Any) -> tuple[Path, ...]:
     """The nodes of a tree, parents first, each as its path of ranks."""
+    wanted = (
+        "either children per depth, such as (1, 3, 3, 3), or paths of ranks, such as "
+        "((0,), (0, 0), (0, 1))"
+    )
+    check(isinstance(tree, tuple), "tree", tree, wanted)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in tree):
         for count in tree:
             check(count >= 1, "tree", tree, "each depth has at least one child per node")
@@ -245,8 +248,7 @@ def tree_paths(tree: tuple[Any, ...]) -> tuple[Path, ...]:
             and all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path),
             "tree",
             tree,
-            "either children per depth, such as (1, 3, 3, 3), or paths of ranks, such as "
-            f"((0,), (0, 0), (0, 1)); {path!r} is neither",
+            f"{wanted}; {path!r} is neither",
         )
     if len(set(tree)) != len(tree):
         twice = next(path for path in tree if tree.count(path) > 1)

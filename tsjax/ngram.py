@@ -117,7 +117,7 @@ def longest_suffix(tokens, length, limit: int):
     recent = length[:, None] - 1 - jnp.arange(MATCH_LIMIT, dtype=jnp.int32)
     # Nothing equals what lies before the first token.
     pattern = jnp.where(
-        recent >= 0, jnp.take_along_axis(tokens, jnp.maximum(recent, 0), axis=1), -2
+        recent >= 0, jnp.take_along_axis(tokens, jnp.maximum(recent, 0), axis=1), -1
     )
 
     def search(index, best):

@@ -26,6 +26,7 @@ from tsjax.config import (
     check_int,
     refuse_unknown,
 )
+from tsjax.decoding import draft_bytes
 from tsjax.methods import DecodeConfig, TokenSwift, fastest_source, resolve_method
 from tsjax.saved_run import SavedRun, read_run
 from tsjax.sharding import mesh_of
@@ -377,15 +378,18 @@ def _capacity_bucket(needed: int) -> int:
 def _check_memory(request: Request, params: Params) -> None:
     """Refuses a cache that cannot fit before a byte of it is allocated."""
     mesh = mesh_of(params)
-    needed = cache_bytes(request.decode.model, len(request.rows), request.capacity, mesh)
+    rows, slots = len(request.rows), request.capacity
+    needed = cache_bytes(request.decode.model, rows, slots, mesh)
+    needed += draft_bytes(request.decode, rows, slots)
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     available = _available_bytes(device)
     if device.platform == "cpu" and mesh is not None:
         needed *= mesh.size  # simulated devices share one memory
     if available is not None and needed > available:
         raise MemoryError(
-            f"not enough memory for the cache: capacity={request.capacity} slots for "
-            f"{len(request.rows)} rows take {needed:,} bytes per device, {available:,} are free; "
+            f"not enough memory for the cache: capacity={slots} slots for {rows} rows, and what "
+            f"the method keeps for its drafts, take {needed:,} bytes per device, {available:,} are "
+            "free; "
             "lower max_new_tokens, shorten or split the batch, or load the model as bfloat16"
         )
 

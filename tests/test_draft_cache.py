@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""pallas_kernels.cache_scores against float64 NumPy, and the draft cache against its rule.
+
+The values in the cache say which layer, row, head and position they belong to, so a test can read
+what the draft cache holds. Keys and queries are small integers that rank all positions differently
+for every layer, row and head: importance is exact, and no two positions are equal.
+"""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config
+
+from pallas_kernels import cache_scores
+from pallas_kernels.cache_scores import reference, xla
+from tsjax import cache
+from tsjax.cache import KVCache, init_cache, init_draft_cache, refresh_draft_cache
+
+# --- cache_scores ----------------------------------------------------------------------------
+
+BLOCK = 16
+
+
+def define_scores(q, k_cache, length):
+    q, k_cache = np.asarray(q, np.float64), np.asarray(k_cache, np.float64)
+    scores = np.full(k_cache.shape[:3], -np.inf)
+    for b, head in np.ndindex(q.shape[:2]):
+        for slot in range(length[b]):
+            scores[b, head, slot] = q[b, head] @ k_cache[b, head, slot]
+    return scores
+
+
+def make_inputs(rng, *, B=2, K=2, S=40, H=8, length=(40, 11), dtype=jnp.float32):
+    q = jnp.asarray(rng.standard_normal((B, K, H)), dtype)
+    k_cache = jnp.asarray(rng.standard_normal((B, K, S, H)), dtype)
+    return q, k_cache, np.asarray(length, np.int32)
+
+
+def check_scores(score, inputs):
+    """In the type of the scores: products of bfloat16 are exact in float32."""
+    q, k_cache, _ = inputs
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores, expected = np.asarray(score(*inputs)), define_scores(*inputs)
+    assert scores.dtype == wide and scores.shape == k_cache.shape[:3]
+    np.testing.assert_array_equal(np.isneginf(scores), np.isneginf(expected))
+    largest = float(jnp.max(jnp.abs(q)) * jnp.max(jnp.abs(k_cache)))
+    tolerance = float(jnp.finfo(wide).eps) * q.shape[2] * largest
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=tolerance)
+
+
+@pytest.fixture
+def blockwise(monkeypatch):
+    """xla.cache_scores in small blocks, so that a cache of a few dozen slots has several."""
+    monkeypatch.setattr(xla, "BLOCK", BLOCK)
+    return jax.jit(lambda *inputs: xla.cache_scores(*inputs))
+
+
+run_reference = jax.jit(reference.cache_scores)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("capacity", [BLOCK - 1, BLOCK, 2 * BLOCK, 40])
+def test_scores_of_all_lengths(dtype, capacity, blockwise, rng):
+    edges = {0, 1, BLOCK - 1, BLOCK, BLOCK + 1, capacity - 1, capacity}
+    with jax.enable_x64(dtype == "float64"):
+        for n in sorted(edge for edge in edges if edge <= capacity):
+            for length in [(n, n), (n, 0), (1, n)]:
+                inputs = make_inputs(rng, S=capacity, length=length, dtype=dtype)
+                check_scores(blockwise, inputs)
+                check_scores(run_reference, inputs)
+
+
+@pytest.mark.parametrize("S", [1, 1023, 1024, 1025, 2500])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_scores_in_default_blocks(S, dtype, rng):
+    """The public function."""
+    score = jax.jit(cache_scores)
+    for length in [(S, S // 2), (0, S), (1, 0)]:
+        check_scores(score, make_inputs(rng, S=S, length=length, dtype=dtype))
+
+
+@pytest.mark.parametrize("shape", [dict(K=1), dict(K=5, H=80), dict(H=1)])
+def test_scores_of_other_shapes(shape, blockwise, rng):
+    check_scores(blockwise, make_inputs(rng, **shape))
+    check_scores(run_reference, make_inputs(rng, **shape))
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+@pytest.mark.parametrize("length", [(0, 5), (16, 40), (17, 1)])
+def test_scores_do_not_read_beyond_the_length(poison, length, blockwise, rng):
+    q, k_cache, length = make_inputs(rng, length=length)
+    beyond = (np.arange(40) >= length[:, None])[:, None, :, None]
+    poisoned = jnp.where(beyond, poison, k_cache)
+    for score in (blockwise, run_reference, jax.jit(cache_scores)):
+        np.testing.assert_array_equal(score(q, poisoned, length), score(q, k_cache, length))
+
+
+@pytest.mark.parametrize(
+    "index, shape",
+    [
+        (0, (2, 2, 7)),
+        (0, (1, 2, 8)),
+        (0, (2, 3, 8)),
+        (1, (2, 2, 8)),
+        (1, (2, 1, 40, 8)),
+        (1, (2, 2, 40, 8, 1)),
+        (2, (1,)),
+        (2, (2, 1)),
+        (2, ()),
+    ],
+)
+def test_wrong_shapes_are_refused_with_the_shapes(index, shape, rng):
+    inputs = list(make_inputs(rng))
+    inputs[index] = jnp.zeros(shape, inputs[index].dtype)
+    with pytest.raises(ValueError, match=r"q must be \[B, K, H\]") as caught:
+        cache_scores(*inputs)
+    for array in inputs:
+        assert str(tuple(array.shape)) in str(caught.value)
+
+
+# --- the draft cache: the rule ---------------------------------------------------------------
+
+B, K, S = 3, 2, 96
+M, SINKS, MAX_ROWS = 20, 3, 5
+CFG = tiny_config(num_kv_heads=K, head_dim=4)
+LAYERS = CFG.num_layers
+
+
+class Held:
+    """The rule of DraftCache for one layer, row and kv head: which positions it holds."""
+
+    def __init__(self, num_sinks, max_rows):
+        self.num_sinks, self.max_rows = num_sinks, max_rows
+        self.seen = 0
+        self.chosen = None  # best first, without the sinks; None while everything is held
+        self.recent = []  # since the last choice
+
+    def refresh(self, length, importance):
+        new = list(range(self.seen, length))
+        self.seen = length
+        if not new or length <= M:
+            return
+        if self.chosen is None or len(new) > min(len(self.chosen), self.max_rows):
+            ranked = sorted(range(self.num_sinks, length), key=lambda p: -importance[p])
+            self.chosen, self.recent = ranked[: M - self.num_sinks], []
+        else:
+            del self.chosen[-len(new) :]
+            self.recent += new
+
+    @property
+    def positions(self):
+        if self.chosen is None:
+            return list(range(self.seen))
+        return [*range(self.num_sinks), *self.chosen, *self.recent]
+
+
+class Text:
+    """The keys and values of S tokens, and queries."""
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        shape = (LAYERS, B, K)
+        # Two rankings of the positions, and two dimensions that no query looks at.
+        ranks = self.rng.permuted(np.broadcast_to(np.arange(S), (*shape, 2, S)), axis=-1)
+        noise = self.rng.standard_normal((*shape, S, 2))
+        self.keys = np.concatenate([np.swapaxes(ranks, -1, -2), noise], -1).astype(np.float32)
+        index = np.meshgrid(*map(np.arange, (*shape, S)), indexing="ij")
+        self.values = np.stack(index, -1).astype(np.float32)  # layer, row, head, position
+
+    def queries(self):
+        """[LAYERS, B, K, H], each of which looks at the rankings in another way."""
+        weights = np.asarray([[1, 128], [128, 1], [-1, 128], [128, -1], [-128, 1], [1, -128]])
+        chosen = weights[self.rng.integers(0, len(weights), (LAYERS, B, K))]
+        return np.concatenate([chosen, np.zeros_like(chosen)], -1).astype(np.float32)
+
+    def committed(self, length):
+        """The whole cache at these lengths, with NaN beyond them."""
+        beyond = (np.arange(S) >= np.asarray(length)[:, None])[:, None, :, None]
+        k, v = (
+            tuple(jnp.asarray(np.where(beyond, np.nan, layer)) for layer in array)
+            for array in (self.keys, self.values)
+        )
+        return KVCache(k=k, v=v, length=jnp.asarray(length, jnp.int32))
+
+
+def poison(draft):
+    """NaN in the slots beyond the lengths."""
+    beyond = (jnp.arange(draft.capacity) >= draft.length[:, None])[:, None, :, None]
+    k, v = (
+        tuple(jnp.where(beyond, jnp.nan, array) for array in layers)
+        for layers in (draft.k, draft.v)
+    )
+    return draft.replace(k=k, v=v)
+
+
+@functools.partial(jax.jit, static_argnames=("num_sinks", "max_rows", "block"))
+def refresh(draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, block=None):
+    """`block` slots of the whole cache are looked at together when all are chosen."""
+    draft = poison(draft).replace(query=tuple(query))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "SELECT_BLOCK", block or cache.SELECT_BLOCK)
+        return refresh_draft_cache(draft, kv, num_sinks=num_sinks, max_rows=max_rows)
+
+
+def read_positions(draft, text, layer, b, head):
+    """The position in each slot; a slot holds the key and the value of the same token."""
+    length = int(draft.length[b])
+    values = np.asarray(draft.v[layer][b, head, :length])
+    positions = values[:, 3].astype(int)
+    np.testing.assert_array_equal(values, text.values[layer, b, head, positions])
+    keys = np.asarray(draft.k[layer][b, head, :length])
+    np.testing.assert_array_equal(keys, text.keys[layer, b, head, positions])
+    return positions.tolist()
+
+
+def run_refreshes(commits, seed=0, block=None, **sizes):
+    """Refreshes after commits[step][b] more tokens, with the rule alongside; how often it chose."""
+    sizes = {"num_sinks": SINKS, "max_rows": MAX_ROWS, **sizes}
+    sinks, text, length, choices = sizes["num_sinks"], Text(seed), np.zeros(B, int), 0
+    draft = init_draft_cache(CFG, B, M)
+    rule = {index: Held(**sizes) for index in np.ndindex(LAYERS, B, K)}
+    for commit in commits:
+        # As a finished row, one without room commits nothing.
+        length += np.where(length + commit + sizes["max_rows"] <= S, commit, 0)
+        query = text.queries()
+        before, committed = draft, text.committed(length)
+        draft = jax.device_get(refresh(before, committed, query, **sizes, block=block))
+        np.testing.assert_array_equal(draft.seen, length)
+        np.testing.assert_array_equal(draft.query, query)
+        for (layer, b, head), held in rule.items():
+            slots = read_positions(draft, text, layer, b, head)
+            if held.seen == length[b]:
+                assert slots == read_positions(before, text, layer, b, head)
+                continue
+            importance = text.keys[layer, b, head] @ query[layer, b, head]
+            held.refresh(length[b], importance)
+            assert sorted(slots) == sorted(held.positions)
+            assert set(slots) >= set(range(min(sinks, length[b])))
+            if held.chosen is not None:
+                assert len(slots) == M
+                assert set(slots[draft.newest[b] :]) == set(held.recent)
+                if not held.recent:
+                    choices += 1
+                    assert set(slots[:sinks]) == set(range(sinks))
+                    assert slots[sinks:] == held.chosen, "best first"
+    return choices // (LAYERS * K)
+
+
+# --- the draft cache: refreshes --------------------------------------------------------------
+
+# A prompt, and then what steps commit; more than MAX_ROWS at once is a reason to choose again.
+commits_strategy = st.tuples(
+    st.tuples(*[st.integers(0, 40)] * B),
+    st.lists(
+        st.tuples(*[st.sampled_from([0, 1, 1, 2, 3, MAX_ROWS, MAX_ROWS, MAX_ROWS + 2])] * B),
+        max_size=16,
+    ),
+).map(lambda draft: [draft[0], *draft[1]])
+
+
+@hypothesis.given(commits_strategy, st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=60)
+def test_refreshes(commits, seed):
+    run_refreshes(np.asarray(commits), seed)
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, MAX_ROWS])
+def test_one_token_to_several_per_step(step):
+    """From the empty cache through several choices."""
+    assert run_refreshes(np.full((S // step, B), step)) >= 2 * B
+
+
+@pytest.mark.parametrize("prompt", [1, MAX_ROWS, M - MAX_ROWS, M - MAX_ROWS + 1, M - 1, M, M + 1])
+def test_prompts_of_about_the_budget(prompt):
+    commits = [[prompt, prompt + 1, 0], *[[2, 3, prompt]] * 12]
+    assert run_refreshes(np.asarray(commits)) >= B - 1
+
+
+def test_finished_rows_stay_while_others_choose():
+    commits = np.asarray([[40, 17, 3], *[[0, 5, 0]] * 10, *[[5, 0, 1]] * 8])
+    assert run_refreshes(commits) >= 4
+
+
+def test_nothing_committed_changes_nothing():
+    text = Text(0)
+    draft = init_draft_cache(CFG, B, M)
+    for length in ([0, 0, 0], [50, 7, 20]):
+        kv = text.committed(length)
+        draft = jax.device_get(refresh(draft, kv, text.queries()))
+        again = jax.device_get(refresh(draft, kv, text.queries()))
+        for layer, b, head in np.ndindex(LAYERS, B, K):
+            slots = read_positions(draft, text, layer, b, head)
+            assert read_positions(again, text, layer, b, head) == slots
+        for name in ("length", "newest", "seen"):
+            np.testing.assert_array_equal(getattr(again, name), getattr(draft, name))
+
+
+@pytest.mark.parametrize("block", [1, M + 1, S // 2, S - 1, S])
+def test_choices_from_several_blocks(block):
+    """Blocks have at least M slots, and the last one may overlap."""
+    commits = np.asarray([[40, 20, 83], *[[5, 3, 1]] * 12])
+    assert run_refreshes(commits, block=block) >= B
+
+
+def test_each_layer_and_head_chooses_for_itself():
+    text = Text(0)
+    query = text.queries()
+    draft = refresh(init_draft_cache(CFG, B, M), text.committed([60, 60, 60]), query)
+    chosen = set()
+    for index in np.ndindex(LAYERS, B, K):
+        slots = read_positions(draft, text, *index)
+        importance = (text.keys[index] @ query[index])[:60]
+        best = sorted(range(SINKS, 60), key=lambda position: -importance[position])
+        assert set(slots[:SINKS]) == set(range(SINKS)) and slots[SINKS:] == best[: M - SINKS]
+        chosen.add(tuple(slots))
+    assert len(chosen) == LAYERS * B * K
+
+
+@pytest.mark.parametrize("block", [None, 1])
+def test_equally_important_tokens_are_taken_by_position(block):
+    """As all are before there is a query."""
+    text, length = Text(0), [60, 30, 9]
+    draft = init_draft_cache(CFG, B, M)
+    draft = refresh(draft, text.committed(length), np.zeros((LAYERS, B, K, 4)), block=block)
+    for layer, b, head in np.ndindex(LAYERS, B, K):
+        slots = read_positions(draft, text, layer, b, head)
+        assert slots == list(range(min(M, length[b])))
+
+
+@pytest.mark.parametrize("num_sinks", [0, 1, M - MAX_ROWS])
+@pytest.mark.parametrize("max_rows", [1, MAX_ROWS])
+def test_other_sinks_and_steps(num_sinks, max_rows):
+    rng = np.random.default_rng(0)
+    commits = [[30, 4, 0], *rng.integers(0, max_rows + 1, (40, B))]
+    assert run_refreshes(np.asarray(commits), num_sinks=num_sinks, max_rows=max_rows) >= B
+
+
+def test_x64():
+    with jax.enable_x64(True):
+        commits = np.asarray([[50, 7, 0], *[[2, 3, 5]] * 10])
+        assert run_refreshes(commits) >= B
+        text = Text(0)
+        draft = init_draft_cache(CFG, B, M)
+        draft = refresh(draft, text.committed([50, 7, 20]), text.queries())
+        for name in ("length", "newest", "seen"):
+            assert getattr(draft, name).dtype == np.int32
+        assert {array.dtype for array in (*draft.k, *draft.v)} == {np.dtype(np.float32)}
+
+
+def test_a_draft_cache_as_large_as_the_whole_one_holds_everything():
+    """Up to the last tokens: as in a short run, where the budget is larger than the capacity."""
+    capacity, draft = 23, init_draft_cache(CFG, 1, 23)
+    kv, rng = init_cache(CFG, 1, capacity), np.random.default_rng(0)
+    v = tuple(jnp.asarray(rng.standard_normal(array.shape), np.float32) for array in kv.v)
+    for length in (2, 7, 8, 8, 13, 17, 18):  # MAX_ROWS more are left
+        kv = kv.replace(v=v, length=jnp.asarray([length], jnp.int32))
+        draft = refresh(draft, kv, draft.query)
+        assert draft.length.tolist() == draft.seen.tolist() == [length]
+        for layer in range(LAYERS):
+            np.testing.assert_array_equal(draft.v[layer][:, :, :length], v[layer][:, :, :length])

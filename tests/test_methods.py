@@ -1,0 +1,524 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method returns the tokens of plain decoding, whatever is drafted and however it is asked.
+
+The main test draws cases for a dozen static configurations and compares `generate` with
+method="autoregressive". It runs in float64: there no two choices are near-ties, so equality is a
+fact about the algorithm. A smaller set runs in float32. What a single step does is the subject of
+test_verification.py.
+"""
+
+import functools
+import itertools
+import os
+import signal
+from typing import Any, NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    EOS_ID,
+    TOKENS,
+    RecordingStreamer,
+    chain,
+    chain_model,
+    save_tokenizer,
+    tiny_config,
+    tiny_model,
+)
+
+import tsjax
+from tsjax import generation
+from tsjax.tree import SOURCES
+
+VOCAB = 24
+CAPACITY = 160
+SHAPE = dict(vocab_size=VOCAB, embed_dim=VOCAB, mlp_dim=32)
+RAGGED = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 5, 6, 7, 5]]
+SAMPLED = dict(do_sample=True, temperature=0.9, min_p=0.02, repetition_penalty=1.1, seed=7)
+
+
+# --- models ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def models(num_draft_heads: int, dtype: str) -> tuple[tsjax.Model, ...]:
+    """Models of one config, so of one program: two random ones, and one that likes to loop.
+
+    The third mostly continues a token in one way, so that long drafts are accepted when sampling.
+    """
+    shape = dict(SHAPE, num_draft_heads=num_draft_heads, dtype=dtype)
+    cfg = tiny_config(**shape)
+    params = tsjax.init_params(cfg, seed=2, scale=0.1)
+    table = 0.3 * np.random.default_rng(2).standard_normal((VOCAB, VOCAB))
+    table[np.arange(VOCAB), (5 * np.arange(VOCAB) + 3) % VOCAB] += 1.2
+    weights = params.model.replace(
+        embed=jnp.eye(VOCAB, dtype=dtype), unembed=jnp.asarray(table, dtype)
+    )
+    looping = tsjax.Model(params.replace(model=weights), cfg=cfg)
+    return tiny_model(seed=0, **shape), tiny_model(seed=1, **shape), looping
+
+
+def perfect_model(successor: dict[int, int], num_draft_heads: int) -> tsjax.Model:
+    """A chain_model whose heads say what it will say."""
+    plain = chain_model(successor, vocab_size=VOCAB)
+    cfg = tiny_config(
+        vocab_size=VOCAB, embed_dim=VOCAB, num_layers=1, num_draft_heads=num_draft_heads
+    )
+    follow = np.zeros((VOCAB, VOCAB), np.float32)
+    follow[np.arange(VOCAB), [successor.get(token, 0) for token in range(VOCAB)]] = 1
+    # Each head adds the next token's vector to those of the heads before it, ten times as large.
+    heads = tuple(
+        head.replace(linear=jnp.asarray(10**index * follow))
+        for index, head in enumerate(tsjax.init_params(cfg).heads, start=1)
+    )
+    return tsjax.Model(plain.params.replace(heads=heads), cfg=cfg)
+
+
+def headless(model: tsjax.Model) -> tsjax.Model:
+    """The same model without its heads: what plain decoding needs, and one program for all."""
+    fields = {**model.cfg.to_dict(), "num_draft_heads": 0}
+    cfg, params = tsjax.ModelConfig.from_dict(fields), model.params.replace(heads=())
+    return tsjax.Model(params, cfg=cfg, stop_ids=model.stop_ids, path=model.path)
+
+
+def rows_of(result) -> list[tuple[list[int], str]]:
+    return [
+        (row.tolist(), reason)
+        for row, reason in zip(result.tokens, result.finish_reason, strict=True)
+    ]
+
+
+def compare(model, prompts, method, **settings):
+    """Generates with `method` and plainly; fails where they differ, else returns the result."""
+    settings = {"capacity": CAPACITY, "prefill_width": 16, **settings}
+    result = tsjax.generate(model, prompts, method=method, **settings)
+    plain = rows_of(tsjax.generate(headless(model), prompts, **settings))
+    for index, (actual, expected) in enumerate(zip(rows_of(result), plain, strict=True)):
+        pairs = enumerate(zip(actual[0], expected[0], strict=False))
+        first = next((i for i, (a, b) in pairs if a != b), "none")
+        assert actual == expected, (
+            f"row {index} differs from plain decoding, first different token: {first}\n"
+            f"  {method}\n  {prompts=}\n  {settings=}\n  {actual=}\n  {expected=}"
+        )
+    return result
+
+
+# --- any case, in a dozen configurations -------------------------------------------------------
+
+
+class Setup(NamedTuple):
+    """What a step is compiled for."""
+
+    method: Any
+    num_draft_heads: int = 0
+    batch: int = 1
+
+
+NO_TEXT = dict(num_ngrams=0, suffix_length=0)  # nothing but the model's drafts
+SETUPS = {
+    "ngram": Setup(
+        tsjax.NGram(num_ngrams=4, ngram_size=3, ngram_slots=5, suffix_length=6), batch=2
+    ),
+    "ngrams_alone": Setup(tsjax.NGram(ngram_size=5, ngram_delay=3, suffix_length=0)),
+    "suffix_alone": Setup(tsjax.NGram(num_ngrams=0, suffix_length=16), batch=4),
+    # The least draft cache there is; a tree that is deeper than the drafts is cut to its first.
+    "one_token": Setup(
+        tsjax.TokenSwift(tree=(1, 2), draft_budget=2, num_sinks=0, **NO_TEXT), batch=2
+    ),
+    "paper": Setup(
+        tsjax.TokenSwift(draft_budget=32, num_sinks=4, suffix_length=0), num_draft_heads=3
+    ),
+    "121_rows": Setup(
+        tsjax.TokenSwift(tree=(3, 3, 3, 3), draft_budget=128, **NO_TEXT), num_draft_heads=3
+    ),
+    "paths": Setup(
+        tsjax.TokenSwift(
+            tree=((0,), (1,), (0, 0), (0, 2), (1, 0)),
+            num_ngrams=3,
+            ngram_size=2,
+            ngram_slots=3,
+            suffix_length=4,
+            draft_budget=12,
+            num_sinks=2,
+            noise_coupled=False,
+        ),
+        num_draft_heads=1,
+        batch=2,
+    ),
+    "passes": Setup(
+        tsjax.TokenSwift(
+            tree=(2, 2, 1), draft_passes=3, draft_budget=24, num_sinks=3, suffix_length=0
+        ),
+        batch=2,
+    ),
+    "passes_and_heads": Setup(
+        tsjax.TokenSwift(
+            tree=(1, 2, 1, 1), draft_passes=2, draft_budget=4096, num_ngrams=2, ngram_size=4
+        ),
+        num_draft_heads=2,
+        batch=4,
+    ),
+    "no_tree": Setup(
+        tsjax.TokenSwift(tree=(), num_ngrams=3, ngram_size=3, suffix_length=3, draft_budget=40)
+    ),
+    "verified": Setup(
+        tsjax.TokenSwift(
+            tree=(2, 2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=6
+        ),
+        num_draft_heads=3,
+        batch=4,
+    ),
+    "verified_alone": Setup(
+        tsjax.TokenSwift(
+            tree=(3,), draft_from="verified_state", noise_coupled=False, **NO_TEXT
+        ),
+        num_draft_heads=1,
+        batch=2,
+    ),
+}  # fmt: skip
+
+tokens = st.integers(0, VOCAB - 1)
+
+
+@st.composite
+def prompts(draw, batch: int) -> list[list[int]]:
+    """Rows of motifs that repeat themselves; the first one is as long as any.
+
+    Of the longest row there are few lengths: single operations of init_state compile for each.
+    """
+    longest, rows = draw(st.sampled_from([40, 17, 5, 1])), []
+    for index in range(batch):
+        motif = draw(st.lists(tokens, min_size=1, max_size=12))
+        tail = draw(st.lists(tokens, max_size=6))
+        length = longest if index == 0 else draw(st.integers(1, longest))
+        rows.append((motif * length + tail)[-length:])
+    return rows
+
+
+@st.composite
+def cases(draw, batch: int):
+    """(index of the model, prompts, settings): everything that compiles nothing."""
+    rows = draw(prompts(batch))
+    settings = draw(
+        st.fixed_dictionaries(
+            {
+                "do_sample": st.booleans(),
+                "max_new_tokens": st.integers(20, 60) | st.integers(1, 60),
+                "seed": st.integers(0, 2**32 - 1) | st.tuples(*[st.integers(0, 2**32 - 1)] * batch),
+            },
+            optional={
+                "temperature": st.floats(0.4, 1.2),
+                "top_k": st.integers(0, VOCAB + 3),
+                "top_p": st.floats(0.3, 1.0),
+                "min_p": st.floats(0.0, 0.3),
+                "epsilon_cutoff": st.floats(0.0, 0.1),
+                "eta_cutoff": st.floats(0.0, 0.2),
+                "min_tokens_to_keep": st.integers(1, 5),
+                "repetition_penalty": st.floats(1.0, 1.5),
+                "repetition_window": st.sampled_from([None, 1, 2, 3, 4, 5, 8, 20, 64, 1024, 2048]),
+                "eos_token_id": tokens | st.lists(tokens, max_size=3),
+                "min_new_tokens": st.integers(0, 20),
+                "suppress_tokens": st.lists(tokens, max_size=4),
+            },
+        )
+    )
+    least = settings.get("min_new_tokens", 0)
+    settings["min_new_tokens"] = min(least, settings["max_new_tokens"])
+    return draw(st.integers(0, 2)), rows, settings
+
+
+def check_equality(name: str, dtype: str, max_examples: int) -> None:
+    setup = SETUPS[name]
+    steps = emitted = 0
+
+    @hypothesis.settings(max_examples=max_examples)
+    @hypothesis.given(cases(setup.batch))
+    def equal(case):
+        nonlocal steps, emitted
+        index, rows, settings = case
+        model = models(setup.num_draft_heads, dtype)[index]
+        stats = compare(model, rows, setup.method, **settings).stats
+        steps, emitted = steps + sum(stats.steps), emitted + stats.computed_tokens
+
+    with jax.enable_x64(dtype == "float64"):
+        equal()
+    assert emitted > 1.1 * steps, "next to nothing was accepted, so next to nothing was tested"
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_tokens_are_those_of_plain_decoding(name):
+    check_equality(name, "float64", 80)
+
+
+@pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
+def test_tokens_are_those_of_plain_decoding_in_float32(name):
+    check_equality(name, "float32", 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_tokens_are_those_of_plain_decoding_in_many_cases(name, dtype):
+    check_equality(name, dtype, 1000 if dtype == "float64" else 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_20000_tokens(settings):
+    """A draft cache of 256 slots is chosen again at least 80 times."""
+    method = tsjax.TokenSwift(tree=(2, 2), draft_budget=256, draft_passes=2)
+    settings = dict(settings, repetition_penalty=1.1, repetition_window=512)
+    result = compare(
+        tiny_model(), [1, 2, 3], method, max_new_tokens=20_000, capacity=32768, **settings
+    )
+    assert result.stats.new_tokens == (20_000,) and result.stats.tokens_per_step > 1.2
+
+
+def test_a_method_that_drafts_nothing_is_plain_decoding():
+    model = models(0, "float32")[0]
+    for method in (tsjax.NGram(**NO_TEXT), tsjax.TokenSwift(tree=(), **NO_TEXT)):
+        assert tsjax.DecodeConfig(model=model.cfg, method=method).tree_width == 1
+        result = compare(model, RAGGED, method, max_new_tokens=20, **SAMPLED)
+        assert result.stats.tokens_per_step == 1.0
+
+
+# --- drafts are accepted -----------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def prefilled_and_decoded(params, state, num_steps, *, cfg):
+    state = tsjax.prefill(params, state, width=8, cfg=cfg)
+    return tsjax.decode(params, state, num_steps, cfg=cfg)
+
+
+def decoded(model, method, prompt: list[int], num_steps: int, **settings):
+    """The state after `num_steps` steps of the pure functions."""
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    config = tsjax.GenerationConfig(**settings)
+    state = tsjax.init_state(
+        [prompt],
+        [len(prompt)],
+        cfg=cfg,
+        capacity=CAPACITY,
+        max_length=[CAPACITY],
+        sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
+    )
+    return prefilled_and_decoded(model.params, state, num_steps, cfg=cfg)
+
+
+def new_tokens(state) -> list[int]:
+    start, end = int(state.prompt_length[0]), int(state.length[0])
+    return np.asarray(state.tokens)[0, start:end].tolist()
+
+
+@pytest.mark.parametrize("draft_from", ["partial_cache", "verified_state"])
+def test_drafts_of_every_source_are_accepted(draft_from):
+    """In sampled text that loops: every counter has counted, and the counters agree."""
+    model = models(2, "float32")[2]
+    method = tsjax.TokenSwift(
+        tree=(2, 2), draft_from=draft_from, num_ngrams=3, ngram_slots=4, suffix_length=6
+    )
+    state = decoded(model, method, [1, 2, 3], 30, do_sample=True, temperature=0.5)
+    accepted, by_source = np.asarray(state.stats.accepted[0]), np.asarray(state.stats.by_source[0])
+    drafts = int(accepted @ np.arange(len(accepted)))
+    assert int(state.stats.steps[0]) == accepted.sum() == 30
+    assert len(new_tokens(state)) == 30 + drafts
+    assert dict(zip(SOURCES, by_source > 0, strict=True)) == dict.fromkeys(SOURCES, True)
+    # A token that two sources drafted counts for both.
+    assert by_source.max() <= drafts <= by_source.sum()
+    assert accepted[-1] > 0  # also the longest path there is
+    assert int(state.stats.drafted[0]) >= drafts
+    plain = tsjax.generate(
+        headless(model), [1, 2, 3], max_new_tokens=30 + drafts, do_sample=True, temperature=0.5
+    )
+    assert new_tokens(state) == plain.tokens[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, dict(do_sample=True), dict(do_sample=True, top_p=0.9)], ids=str
+)
+def test_a_draft_that_sees_everything_is_accepted_in_full(settings):
+    """With the whole text in the draft cache the first drafts are the model's own choices.
+
+    Only the first step starts with an empty draft cache. The random model shows that drafts are
+    ranked with the noise of the right positions, and that the draft cache holds the right rows.
+    """
+    method = tsjax.TokenSwift(tree=(1, 1, 1), draft_passes=3, draft_budget=CAPACITY, **NO_TEXT)
+    for model in models(0, "float32"):
+        state = decoded(model, method, list(range(11)), 20, **settings)
+        assert np.asarray(state.stats.accepted[0, :3]).sum() <= 1
+        assert np.asarray(state.stats.accepted[0, 3]) >= 19
+
+
+def test_a_penalty_does_not_keep_the_first_draft_from_being_accepted():
+    method = tsjax.TokenSwift(tree=(1,), draft_budget=CAPACITY, **NO_TEXT)
+    settings = dict(do_sample=True, repetition_penalty=1.3, repetition_window=7)
+    state = decoded(models(0, "float32")[0], method, list(range(11)), 30, **settings)
+    assert int(state.stats.accepted[0, 1]) >= 29
+
+
+@pytest.mark.parametrize(
+    ("draft_from", "tree"),
+    [("partial_cache", (1, 1, 1, 1)), ("verified_state", (1, 1, 1)), ("partial_cache", (1, 3, 2))],
+)
+def test_perfect_heads_are_accepted_in_full(draft_from, tree):
+    model = perfect_model({token: (token + 5) % VOCAB for token in range(VOCAB)}, 3)
+    method = tsjax.TokenSwift(tree=tree, draft_from=draft_from, **NO_TEXT)
+    state = decoded(model, method, [1], 12)
+    full = np.asarray(state.stats.accepted[0, len(tree)])
+    assert full >= 11  # verified_state has no state to start from in the first step
+    assert new_tokens(state) == [(6 + 5 * i) % VOCAB for i in range(len(new_tokens(state)))]
+
+
+def test_noise_makes_sampled_drafts_meet():
+    """noise_coupled=False drafts the most probable tokens: the same text in more steps."""
+    steps = {}
+    for coupled in (True, False):
+        method = tsjax.TokenSwift(tree=(1,), noise_coupled=coupled, **NO_TEXT)
+        result = compare(models(0, "float32")[0], [1, 2, 3], method, max_new_tokens=60, **SAMPLED)
+        steps[coupled] = result.stats.steps[0]
+    assert steps[True] < 0.8 * steps[False]
+
+
+# --- where a row ends --------------------------------------------------------------------------
+
+COUNTING = {token: (token + 1) % VOCAB for token in range(VOCAB)}
+DEEP = tsjax.TokenSwift(tree=(1, 1, 1, 1), **NO_TEXT)  # 5 tokens per step for perfect heads
+SIZES = dict(capacity=CAPACITY, prefill_width=16)
+
+
+@pytest.mark.parametrize("max_new_tokens", [1, 2, 3, 4, 5, 6, 17])
+def test_exactly_max_new_tokens(max_new_tokens):
+    """The room ends at every place inside an accepted path."""
+    model = perfect_model(COUNTING, 3)
+    result = tsjax.generate(
+        model, [[1], [5, 9]], method=DEEP, max_new_tokens=max_new_tokens, **SIZES
+    )
+    expected = [[(start + i) % VOCAB for i in range(max_new_tokens)] for start in (2, 10)]
+    assert rows_of(result) == [(row, "length") for row in expected]
+    assert result.stats.computed_tokens == 2 * max_new_tokens
+    assert result.stats.steps == (-(-max_new_tokens // 5),) * 2
+
+
+@pytest.mark.parametrize("stop", range(2, 14))
+def test_a_stop_token_inside_an_accepted_path_is_the_last(stop):
+    model = perfect_model(COUNTING, 3)
+    for limit in (stop - 1, 40):  # the stop token is also the last that fits
+        settings = dict(eos_token_id=[stop, stop + 1], max_new_tokens=limit)
+        result = tsjax.generate(model, [[1], [1]], method=DEEP, **settings, **SIZES)
+        assert rows_of(result) == [(list(range(2, stop + 1)), "eos")] * 2
+    assert result.stats.steps == (-(-(stop - 1) // 5),) * 2
+
+
+def test_a_stop_token_behind_the_room_is_not_seen():
+    model = perfect_model(COUNTING, 3)
+    settings = dict(eos_token_id=5, max_new_tokens=3, **SIZES)
+    result = tsjax.generate(model, [[1], [1]], method=DEEP, **settings)
+    assert rows_of(result) == [([2, 3, 4], "length")] * 2
+
+
+def test_rows_end_one_by_one():
+    model = perfect_model({**chain(1, 2, 3, 4, 5), 7: 8, 8: 7}, 3)
+    settings = dict(eos_token_id=4, max_new_tokens=6)
+    for rows, lengths in (([[1], [7]], (3, 6)), ([[3], [7, 1, 2]], (1, 2)), ([[7], [1]], (6, 3))):
+        result = compare(model, rows, DEEP, **settings)
+        assert result.finish_reason == ["length" if n == 6 else "eos" for n in lengths]
+        assert result.stats.new_tokens == lengths
+
+
+def test_stop_strings_end_a_row_at_the_same_token(tmp_path):
+    shape = dict(vocab_size=len(TOKENS), path=save_tokenizer(tmp_path), stop_ids=(EOS_ID,))
+    model = tiny_model(**shape)
+    text = tsjax.generate(model, [5], max_new_tokens=40, **SIZES).text
+    method = tsjax.TokenSwift(tree=(2, 2), draft_passes=2, **NO_TEXT)
+    for start in range(0, len(text) - 3, 3):
+        settings = dict(stop_strings=text[start : start + 3], max_new_tokens=40)
+        result = compare(model, [5], method, **settings)
+        assert result.finish_reason == ["stop_string"]
+        assert result.text == tsjax.generate(model, [5], **settings, **SIZES).text
+
+
+def test_capacity_has_room_for_the_drafts_of_the_last_step():
+    model = models(0, "float32")[0]
+    method = tsjax.NGram(suffix_length=9)
+    with pytest.raises(ValueError, match=r"capacity=41 is not valid: at least 42 .*9 drafted"):
+        tsjax.generate(model, [1, 2, 3], method=method, max_new_tokens=30, capacity=41)
+    settings = dict(max_new_tokens=30, prefill_width=2)
+    tight = tsjax.generate(model, [1, 2, 3], method=method, capacity=42, **settings)
+    assert rows_of(tight) == rows_of(
+        tsjax.generate(model, [1, 2, 3], **settings, capacity=CAPACITY)
+    )
+
+
+# --- however it is asked for -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
+def test_neither_chunks_nor_stream_nor_resuming_matter(name, tmp_path, monkeypatch):
+    """A run that one method has begun is continued by others."""
+    setup, path = SETUPS[name], tmp_path / "run.json"
+    model = models(setup.num_draft_heads, "float32")[2]
+    settings = dict(SAMPLED, max_new_tokens=40, eos_token_id=11, **SIZES)
+    whole = compare(model, RAGGED, setup.method, **settings)
+    assert set(whole.finish_reason) == {"eos", "length"}
+    sizes = itertools.cycle([1, 3, 2])
+    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: next(sizes))
+
+    streamed = list(tsjax.stream(model, RAGGED, method=setup.method, **settings))
+    joined = [np.concatenate(rows) for rows in zip(*(c.tokens for c in streamed), strict=True)]
+    assert [row.tolist() for row in joined] == [row.tolist() for row in whole.tokens]
+    assert max(len(row) for chunk in streamed for row in chunk.tokens) > 3  # the most plain steps
+
+    begin = dict(settings, max_new_tokens=17, save_to=path)
+    for first, second in ((setup.method, "autoregressive"), ("autoregressive", setup.method)):
+        tsjax.generate(model, RAGGED, method=first, **begin)
+        resumed = tsjax.generate(model, resume_from=path, method=second, max_new_tokens=40, **SIZES)
+        assert rows_of(resumed) == rows_of(whole)
+
+
+@pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
+def test_alone_and_interrupted_a_row_has_the_same_tokens(name, tmp_path, monkeypatch):
+    setup, path = SETUPS[name], tmp_path / "run.json"
+    model = models(setup.num_draft_heads, "float32")[2]
+    settings = dict(SAMPLED, max_new_tokens=40, eos_token_id=11, **SIZES)
+    whole = rows_of(tsjax.generate(headless(model), RAGGED, **settings))
+    for index in (0, 1, 3):  # row 2 repeats row 0's prompt
+        alone = tsjax.generate(model, RAGGED[index], method=setup.method, **settings)
+        assert rows_of(alone) == [whole[index]]
+
+    def interrupt(count):
+        if count == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(generation, "_next_chunk", lambda *_: 2)
+    settings.update(streamer=RecordingStreamer(interrupt), save_to=path)
+    part = tsjax.generate(model, RAGGED[3], method=setup.method, **settings)
+    assert part.finish_reason == ["interrupted"] and 12 <= len(part.tokens[0]) < 40
+    assert part.tokens[0].tolist() == whole[3][0][: len(part.tokens[0])]
+    resumed = tsjax.generate(model, resume_from=path, method=setup.method, **SIZES)
+    assert rows_of(resumed) == [whole[3]]
+
+
+def test_names_are_methods_with_their_defaults():
+    model = models(2, "float32")[2]
+    settings = dict(SAMPLED, max_new_tokens=40)
+    for name in ("ngram", "tokenswift"):
+        result = compare(model, RAGGED[3], name, **settings)
+        assert result.stats.tokens_per_step > 1
+
+
+def test_a_mesh_gives_the_same_tokens():
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    shape = dict(num_layers=1, num_draft_heads=1)
+    placed, single = tiny_model(mesh=mesh, **shape), tiny_model(**shape)
+    method = tsjax.TokenSwift(tree=(2, 2), draft_budget=24, num_sinks=4, num_ngrams=2)
+    for settings in ({}, SAMPLED):
+        settings = dict(settings, max_new_tokens=30)
+        expected = tsjax.generate(single, RAGGED, **settings)
+        assert rows_of(tsjax.generate(placed, RAGGED, method=method, **settings)) == rows_of(
+            expected
+        )

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax.ngram against the rules of its docstrings in plain Python: dicts, lists and loops."""
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+
+from tsjax import ngram
+from tsjax.ngram import MATCH_LIMIT, SEARCH_BLOCK, SHORTEST_MATCH, TOKENS_PER_MATCH
+
+# --- the n-gram table ------------------------------------------------------------------------
+
+B, V, C = 3, 4, 48  # few tokens, so that n-grams repeat and slots run out
+
+run_enter = jax.jit(ngram.enter)
+look_up = jax.jit(ngram.most_frequent, static_argnames="k")
+
+
+class Table:
+    """The rule of NgramTable for one batch row: first token -> {following: [count, last]}."""
+
+    def __init__(self, slots, size):
+        self.slots, self.size = slots, size
+        self.entered = 0
+        self.entries = {}
+
+    def enter(self, tokens, known):
+        while self.entered + self.size <= known:
+            first, *following = tokens[self.entered : self.entered + self.size]
+            entries = self.entries.setdefault(first, {})
+            if tuple(following) not in entries and len(entries) == self.slots:
+                del entries[min(entries, key=entries.get)]  # lowest count, then seen longest ago
+            count, _ = entries.pop(tuple(following), (0, None))
+            entries[tuple(following)] = [count + 1, self.entered]
+            self.entered += 1
+
+    def most_frequent(self, first, k):
+        entries = self.entries.get(first, {})
+        return sorted(entries, key=entries.get, reverse=True)[:k]
+
+
+def check_table(table, models, k):
+    assert table.entries.dtype == table.entered.dtype == np.int32
+    assert table.entered.tolist() == [model.entered for model in models]
+    for first in range(V):
+        following, exists = look_up(table, np.full((B,), first, np.int32), k=k)
+        assert following.dtype == np.int32 and exists.dtype == bool
+        assert following.shape == (B, k, table.size - 1) and exists.shape == (B, k)
+        for b, model in enumerate(models):
+            expected = model.most_frequent(first, k)
+            assert exists[b].tolist() == [i < len(expected) for i in range(k)]
+            found = np.asarray(following[b])[np.asarray(exists[b])]
+            assert list(map(tuple, found.tolist())) == expected
+
+
+@st.composite
+def texts(draw, count, width, vocab):
+    """Random, periodic and constant rows of tokens [count, width]."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    tokens = rng.integers(0, draw(st.integers(1, vocab)), (count, width), np.int32)
+    for row in range(count):
+        if draw(st.booleans()):
+            period = draw(st.integers(1, width))
+            tokens[row] = np.resize(tokens[row, :period], width)
+            changed = rng.random(width) < draw(st.sampled_from([0, 0, 0.03, 0.2]))
+            tokens[row, changed] = rng.integers(0, vocab, changed.sum())
+    return tokens
+
+
+# How many tokens of each row are known, step by step: ragged, and now and then going backwards.
+steps_strategy = st.lists(st.tuples(*[st.integers(-3, C)] * B), min_size=1, max_size=5)
+
+
+def check_entering(size, slots, tokens, steps):
+    table = ngram.init_table(B, V, slots, size)
+    models = [Table(slots, size) for _ in range(B)]
+    for step in steps:
+        table = run_enter(table, tokens, np.asarray(step, np.int32))
+        for row, known, model in zip(tokens.tolist(), step, models, strict=True):
+            model.enter(row, known)
+        check_table(table, models, slots)
+    if slots > 1:
+        check_table(table, models, 1)
+    at_once = ngram.init_table(B, V, slots, size)
+    at_once = run_enter(at_once, tokens, np.max(steps, axis=0).astype(np.int32))
+    np.testing.assert_array_equal(at_once.entries, table.entries)
+    np.testing.assert_array_equal(at_once.entered, table.entered)
+
+
+@pytest.mark.parametrize(
+    "size, slots",
+    [
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        (2, 4),
+        (3, 1),
+        (3, 2),
+        (3, 4),
+        (3, 6),
+        (4, 3),
+        (4, 5),
+        (5, 2),
+        (5, 6),
+    ],
+)
+def test_table(size, slots):
+    @hypothesis.given(texts(B, C, V), steps_strategy)
+    @hypothesis.settings(max_examples=25)
+    def check(tokens, steps):
+        check_entering(size, slots, tokens, steps)
+
+    check()
+
+
+def test_table_in_x64():
+    @hypothesis.given(texts(B, C, V), steps_strategy)
+    @hypothesis.settings(max_examples=10)
+    def check(tokens, steps):
+        check_entering(3, 2, tokens, steps)
+
+    with jax.enable_x64(True):
+        check()
+
+
+def tokens_of(text):
+    """Tokens [1, C] from letters; what is beyond the text is a token of its own."""
+    tokens = np.full((1, C), V - 1, np.int32)
+    tokens[0, : len(text)] = ["abc".index(letter) for letter in text]
+    return tokens
+
+
+def bigrams_after_a(text, slots):
+    table = ngram.init_table(1, V, slots, 2)
+    table = run_enter(table, tokens_of(text), np.asarray([len(text)], np.int32))
+    following, exists = look_up(table, np.asarray([0], np.int32), k=slots)
+    return "".join("abc"[token] for token in np.asarray(following)[np.asarray(exists)].ravel())
+
+
+@pytest.mark.parametrize(
+    "text, slots, expected",
+    [
+        ("a", 2, ""),
+        ("ab", 2, "b"),
+        ("abac", 2, "cb"),  # equal counts: seen last first
+        ("abacab", 2, "bc"),
+        ("abacaba", 1, "b"),  # replaced twice, and a new entry begins to count anew
+        ("ababac", 2, "bc"),
+        ("ababacaa", 2, "ba"),  # c gives way: its count is the lowest
+        ("acabaa", 2, "ab"),  # equal counts: the one seen longest ago gives way
+        ("acabacaa", 2, "ca"),  # c was seen twice, so b gives way
+    ],
+)
+def test_table_by_hand(text, slots, expected):
+    assert bigrams_after_a(text, slots) == expected
+
+
+def test_only_whole_ngrams_that_are_known_are_entered():
+    table = ngram.init_table(1, V, 2, 3)
+    for known, entered in [(-3, 0), (0, 0), (2, 0), (3, 1), (1, 1), (3, 1), (5, 3), (C, C - 2)]:
+        before = jax.device_get(table)
+        table = run_enter(table, tokens_of("abcab"), np.asarray([known], np.int32))
+        assert table.entered.tolist() == [entered]
+        if entered == before.entered:
+            np.testing.assert_array_equal(table.entries, before.entries)
+
+
+# --- the longest suffix ----------------------------------------------------------------------
+
+ROWS, WIDTH = 3, 100
+
+
+def define_suffix(text, limit):
+    """The rule of longest_suffix for one row, by comparing token by token."""
+    most, place = 0, None
+    for position in range(len(text) - 1):
+        equal = 0
+        while equal <= position and equal < MATCH_LIMIT and text[position - equal] == text[~equal]:
+            equal += 1
+        if equal >= most:
+            most, place = equal, position
+    if most < SHORTEST_MATCH:
+        return []
+    drafted = min(TOKENS_PER_MATCH * most, limit)
+    repeated = text[place + 1 :]
+    return [repeated[i % len(repeated)] for i in range(drafted)]
+
+
+def fresh_search():
+    """A jitted longest_suffix of its own, which reads SEARCH_BLOCK anew."""
+
+    def search(tokens, length, limit):
+        return ngram.longest_suffix(tokens, length, limit)
+
+    return jax.jit(search, static_argnames="limit")
+
+
+def check_suffix(search, tokens, length, limit):
+    drafted, count = search(tokens, np.asarray(length, np.int32), limit=limit)
+    assert drafted.dtype == count.dtype == np.int32
+    assert drafted.shape == (len(tokens), limit) and count.shape == (len(tokens),)
+    for b, row in enumerate(tokens.tolist()):
+        expected = define_suffix(row[: length[b]], limit)
+        assert np.asarray(drafted[b, : count[b]]).tolist() == expected
+
+
+suffix_search = fresh_search()
+lengths_strategy = st.tuples(
+    *[st.one_of(st.integers(0, WIDTH), st.sampled_from([WIDTH - 1, WIDTH]))] * ROWS
+)
+
+
+@hypothesis.given(texts(ROWS, WIDTH, 4), lengths_strategy, st.sampled_from([1, 5, 16, 80]))
+@hypothesis.settings(max_examples=150)
+def test_longest_suffix(tokens, length, limit):
+    check_suffix(suffix_search, tokens, length, limit)
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 32, 33, 99])
+def test_blocks_of_the_search(block, monkeypatch):
+    monkeypatch.setattr(ngram, "SEARCH_BLOCK", block)
+    search = fresh_search()
+
+    @hypothesis.given(texts(ROWS, WIDTH, 3), lengths_strategy)
+    @hypothesis.settings(max_examples=40)
+    def check(tokens, length):
+        check_suffix(search, tokens, length, 16)
+
+    check()
+
+
+def test_longest_suffix_in_x64():
+    @hypothesis.given(texts(ROWS, WIDTH, 3), lengths_strategy)
+    @hypothesis.settings(max_examples=20)
+    def check(tokens, length):
+        check_suffix(suffix_search, tokens, length, 16)
+
+    with jax.enable_x64(True):
+        check()
+
+
+@hypothesis.given(texts(ROWS, WIDTH, 3), lengths_strategy, st.sampled_from([-1, -2, 0, 2, 2**30]))
+@hypothesis.settings(max_examples=50)
+def test_tokens_beyond_the_length_do_not_matter(tokens, length, garbage):
+    drafted, count = suffix_search(tokens, np.asarray(length, np.int32), limit=16)
+    known = np.arange(WIDTH) < np.asarray(length)[:, None]
+    other = np.where(known, tokens, garbage).astype(np.int32)
+    drafted_2, count_2 = suffix_search(other, np.asarray(length, np.int32), limit=16)
+    counts = np.arange(16) < np.asarray(count)[:, None]
+    np.testing.assert_array_equal(count, count_2)
+    np.testing.assert_array_equal(np.where(counts, drafted, 0), np.where(counts, drafted_2, 0))
+
+
+@pytest.mark.parametrize(
+    "text, limit, expected",
+    [
+        ("", 8, ""),
+        ("a", 8, ""),
+        ("ab", 8, ""),
+        ("abca", 8, ""),  # one equal token is no match
+        ("abcab", 3, "cab"),
+        ("abcab", 8, "cabc"),  # two tokens for each equal one, and the text repeats itself
+        ("abcabc", 8, "abcabc"),
+        ("aaa", 8, "aaaa"),
+        ("abbaccab", 4, "bacc"),
+        ("cbabaacbabccba", 4, "bccb"),  # the last of two equally long matches
+        ("cbaacbabcba", 6, "bcbabc"),
+        ("ccbabaacbabccba", 6, "baacba"),  # the longer one, though another is later
+    ],
+)
+def test_longest_suffix_by_hand(text, limit, expected):
+    tokens = np.resize(tokens_of(text), (1, WIDTH))
+    drafted, count = suffix_search(tokens, np.asarray([len(text)], np.int32), limit=limit)
+    assert "".join("abcd"[token] for token in drafted[0, : count[0]]) == expected
+
+
+def test_no_more_than_the_limit_is_compared():
+    """40 equal tokens count as much as 32 of them: the later match is taken."""
+    suffix = list(range(100, 100 + 40))
+    text = [*suffix, 7, *suffix[8:], 8, *suffix]
+    for limit in (60, 80):
+        tokens = np.asarray([text], np.int32)
+        length = np.asarray([len(text)], np.int32)
+        drafted, count = suffix_search(tokens, length, limit=limit)
+        assert count.tolist() == [min(limit, TOKENS_PER_MATCH * MATCH_LIMIT)]
+        assert drafted[0, 0] == 8
+    cut = [*suffix, 7, *suffix[9:], 8, *suffix]  # 31 equal tokens are fewer
+    drafted, _ = suffix_search(
+        np.asarray([cut], np.int32), np.asarray([len(cut)], np.int32), limit=60
+    )
+    assert drafted[0, 0] == 7
+
+
+@functools.cache
+def long_text():
+    """Three and a bit blocks of tokens without a repetition."""
+    return np.arange(1000, 1000 + 3 * SEARCH_BLOCK + 77, dtype=np.int32)
+
+
+@pytest.mark.parametrize("end", [2, 31, SEARCH_BLOCK, SEARCH_BLOCK + 1, 2 * SEARCH_BLOCK + 15, -40])
+@pytest.mark.parametrize("length", [-1, 0])
+def test_matches_at_the_borders_of_blocks(end, length):
+    """A match that ends at `end`, in a buffer that is full or has one token to spare."""
+    tokens = long_text().copy()
+    length, end = len(tokens) + length, end % len(tokens)
+    size = min(end, 20)
+    tokens[length - size : length] = tokens[end - size : end]
+    both = np.stack([tokens, long_text()])
+    check_suffix(suffix_search, both, [length, length], 48)
+    assert suffix_search(both, np.asarray([length] * 2, np.int32), limit=48)[1].tolist() == [
+        2 * size,
+        0,
+    ]

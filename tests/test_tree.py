@@ -1,0 +1,521 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax.tree against a trie of plain dicts, and the static sizes of a step in tsjax.methods.
+
+A node is named by the tokens on its path from the root, so the slots that merge_paths chooses do
+not matter: only which paths there are, and what each node says about the others.
+"""
+
+import functools
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from helpers import VOCAB, tiny_config
+
+from tsjax.methods import (
+    Autoregressive,
+    DecodeConfig,
+    NGram,
+    TokenSwift,
+    fastest_source,
+    resolve_method,
+    tree_paths,
+)
+from tsjax.tree import NO_NODE, merge_paths
+
+B, R, J = 3, 5, 4
+FROM = (0, 0, 1, 2, 1)  # the sources of the R paths
+WIDEST = 1 + R * J
+WIDTHS = (5, 11, 15, WIDEST)  # each is one compilation
+
+merge = jax.jit(merge_paths, static_argnames=("sources", "width"))
+
+
+def define(paths, lengths, sources):
+    """The nodes of one batch row: their tokens from the root -> the sources that drafted them."""
+    nodes = {(): set()}
+    for path, length, source in zip(paths.tolist(), lengths, sources, strict=True):
+        for depth in range(1, length + 1):
+            nodes.setdefault(tuple(path[:depth]), set()).add(source)
+    return nodes
+
+
+def needed_width(paths, lengths):
+    return max(len(define(*row, FROM)) for row in zip(paths, lengths, strict=True))
+
+
+def read_nodes(tree, b, root):
+    """slot -> tokens of the path, for every slot of row b that is not padding."""
+    tokens, paths = np.asarray(tree.tokens[b]), np.asarray(tree.path[b])
+    assert tokens[0] == root
+    named = {}
+    for slot, path in enumerate(paths.tolist()):
+        chain = [node for node in path if node != NO_NODE]
+        assert path == chain + [NO_NODE] * (len(path) - len(chain)), "the chain has no gaps"
+        if slot and chain == [slot]:
+            continue
+        assert chain[0] == 0 and chain[-1] == slot
+        assert chain == sorted(set(chain)), "parents come before their children"
+        named[slot] = tuple(tokens[chain[1:]].tolist())
+    return named
+
+
+def check_tree(tree, roots, paths, lengths, sources):
+    width, depth = tree.tokens.shape[1], paths.shape[2]
+    assert tree.path.shape == (*tree.tokens.shape, depth + 1)
+    for array in (tree.tokens, tree.path, tree.depths, tree.parents, tree.drafted):
+        assert array.dtype == np.int32
+    for b, root in enumerate(roots):
+        expected, named = define(paths[b], lengths[b], sources), read_nodes(tree, b, root)
+        slot_of = {path: slot for slot, path in named.items()}
+        assert len(slot_of) == len(named), "a path is there twice"
+        assert set(slot_of) == set(expected)
+        assert tree.drafted[b] == len(expected) - 1
+        seen = np.eye(width, dtype=bool)
+        for slot in range(width):
+            path = named.get(slot, ())
+            assert tree.depths[b, slot] == len(path)
+            parent = slot_of[path[:-1]] if path else NO_NODE
+            assert tree.parents[b, slot] == parent
+            drafted_by = expected[path] if slot in named else set()
+            assert set(np.flatnonzero(tree.sources[b, slot]).tolist()) == drafted_by
+            if slot in named:
+                seen[slot, [slot_of[path[:d]] for d in range(len(path))]] = True
+            else:
+                assert tree.tokens[b, slot] == 0
+        np.testing.assert_array_equal(tree.mask[b], seen)
+
+
+@st.composite
+def drafts(draw):
+    """Roots [B], paths [B, R, J] over a few tokens and ragged lengths [B, R]."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    vocab = draw(st.sampled_from([1, 2, 3, 50]))
+    shortest = draw(st.sampled_from([0, 0, 2, J]))
+    return (
+        rng.integers(0, 50, B, np.int32),
+        rng.integers(0, vocab, (B, R, J), np.int32),
+        rng.integers(shortest, J + 1, (B, R), np.int32),
+    )
+
+
+# --- merge_paths -----------------------------------------------------------------------------
+
+
+@hypothesis.given(drafts(), st.sampled_from(WIDTHS))
+@hypothesis.settings(max_examples=100)
+def test_merge_paths(draft, width):
+    _, paths, lengths = draft
+    needed = needed_width(paths, lengths)
+    width = next(enough for enough in WIDTHS if enough >= max(needed, width))
+    tree = jax.device_get(merge(*draft, sources=FROM, width=width))
+    check_tree(tree, *draft, FROM)
+
+
+@hypothesis.given(drafts(), drafts(), st.integers(0, B - 1))
+@hypothesis.settings(max_examples=50)
+def test_rows_of_the_batch_are_independent(draft, other, row):
+    """Other neighbours, and other tokens behind the lengths, change nothing."""
+    roots, paths, lengths = (np.copy(x) for x in other)
+    roots[row], lengths[row] = draft[0][row], draft[2][row]
+    counts = np.arange(J) < lengths[row, :, None]
+    paths[row] = np.where(counts, draft[1][row], paths[row])
+    alone = merge(*draft, sources=FROM, width=WIDEST)
+    among_others = merge(roots, paths, lengths, sources=FROM, width=WIDEST)
+    for ours, theirs in zip(jax.tree.leaves(alone), jax.tree.leaves(among_others), strict=True):
+        np.testing.assert_array_equal(ours[row], theirs[row])
+
+
+def test_all_tokens_differ_and_the_width_is_exactly_enough():
+    paths = np.arange(B * R * J, dtype=np.int32).reshape(B, R, J)
+    draft = np.asarray([7, 8, 9], np.int32), paths, np.full((B, R), J, np.int32)
+    tree = jax.device_get(merge(*draft, sources=FROM, width=WIDEST))
+    check_tree(tree, *draft, FROM)
+    assert tree.drafted.tolist() == [R * J] * B
+
+
+def test_one_node_of_several_sources():
+    """The second path ends inside the first, the third leaves it: written out by hand."""
+    paths = np.asarray([[[5, 6, 7], [5, 6, 0], [5, 9, 7]]], np.int32)
+    lengths, sources = np.asarray([[3, 2, 3]], np.int32), (0, 2, 1)
+    tree = merge(np.asarray([4], np.int32), paths, lengths, sources=sources, width=7)
+    named = {path: slot for slot, path in read_nodes(tree, 0, 4).items()}
+    assert set(named) == {(), (5,), (5, 6), (5, 6, 7), (5, 9), (5, 9, 7)}
+    by = {path: np.asarray(tree.sources[0, slot]).tolist() for path, slot in named.items()}
+    assert by[()] == [False, False, False]
+    assert by[5,] == [True, True, True]
+    assert by[5, 6] == [True, False, True]
+    assert by[5, 6, 7] == [True, False, False]
+    assert by[5, 9] == by[5, 9, 7] == [False, True, False]
+
+
+@pytest.mark.parametrize("count, depth", [(0, 3), (0, 0), (2, 0)])
+@pytest.mark.parametrize("width", [1, 4])
+def test_no_paths(count, depth, width):
+    draft = (
+        np.asarray([7, 8], np.int32),
+        np.zeros((2, count, depth), np.int32),
+        np.zeros((2, count), np.int32),
+    )
+    tree = jax.device_get(merge_paths(*draft, [0] * count, width=width))
+    check_tree(tree, *draft, [0] * count)
+
+
+def test_paths_of_no_tokens():
+    draft = np.asarray([7, 0, 3], np.int32), np.ones((B, R, J), np.int32), np.zeros((B, R), int)
+    tree = jax.device_get(merge(*draft, sources=FROM, width=3))
+    check_tree(tree, *draft, FROM)
+
+
+def test_x64_keeps_int32():
+    rng = np.random.default_rng(0)
+    draft = (
+        rng.integers(0, 50, B, np.int32),
+        rng.integers(0, 2, (B, R, J), np.int32),
+        rng.integers(0, J + 1, (B, R), np.int32),
+    )
+    none = draft[0], draft[1][:, :0], draft[2][:, :0]
+    with jax.enable_x64(True):
+        check_tree(jax.device_get(merge(*draft, sources=FROM, width=WIDEST)), *draft, FROM)
+        check_tree(jax.device_get(merge(*none, sources=(), width=3)), *none, ())
+
+
+# --- tree_paths ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("branching", [(), (1,), (3,), (1, 3, 3, 3), (2, 1, 4), (4, 3, 2, 1)])
+def test_branching_trees(branching):
+    nodes = tree_paths(branching)
+    by_depth = [[path for path in nodes if len(path) == d + 1] for d in range(len(branching))]
+    expected = [()]
+    for count, layer in zip(branching, by_depth, strict=True):
+        expected = [(*parent, rank) for parent in expected for rank in range(count)]
+        assert set(layer) == set(expected) and len(layer) == len(expected)
+    assert sum(map(len, by_depth)) == len(nodes)
+    assert list(nodes) == sorted(nodes, key=len), "parents first"
+
+
+@hypothesis.given(st.data())
+def test_explicit_trees(data):
+    """Any order of the paths is accepted; the nodes are these, parents first."""
+    nodes = [()]
+    for _ in range(data.draw(st.integers(0, 12))):
+        parent = data.draw(st.sampled_from(nodes))
+        child = (*parent, data.draw(st.integers(0, 3)))
+        nodes += [child] * (child not in nodes)
+    given = tuple(data.draw(st.permutations(nodes[1:])))
+    ours = tree_paths(given)
+    assert set(ours) == set(given) and len(ours) == len(given)
+    for index, path in enumerate(ours):
+        assert len(path) == 1 or path[:-1] in ours[:index]
+
+
+def test_the_two_ways_to_name_a_tree_agree():
+    assert tree_paths(((0,), (0, 0), (0, 1), (1,), (1, 0), (1, 1))) == tree_paths((2, 2))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.asarray])
+def test_a_tree_may_be_a_list_or_an_array(kind):
+    assert TokenSwift(tree=kind([1, 3])).tree == (1, 3)
+    assert TokenSwift(tree=kind([kind([0]), kind([1])])).tree == ((0,), (1,))
+    assert hash(TokenSwift(tree=kind([1, 3]))) == hash(TokenSwift(tree=(1, 3)))
+
+
+MALFORMED_TREES = [
+    ((1, 0), "each depth has at least one child"),
+    ((-1,), "each depth has at least one child"),
+    ((17, 17, 17), "at most 4096 nodes"),
+    ((4097,), "at most 4096 nodes"),
+    (tuple((rank,) for rank in range(4097)), "4097 paths.*at most 4096 nodes"),
+    (((0,), (0, -1)), r"\(0, -1\) is neither"),
+    (((0,), ()), r"; \(\) is neither"),
+    (((0,), 1), "; 1 is neither"),
+    (((0,), (0.0,)), r"\(0\.0,\) is neither"),
+    (((0,), (False,)), r"\(False,\) is neither"),
+    ((1, "3"), "is neither"),
+    ((1, 3.5), "is neither"),
+    (((0,), (1,), (0,)), r"\(0,\) is there twice"),
+    (((0, 0), (1,)), r"\(0, 0\) cannot be reached, its parent \(0,\) is missing"),
+    (((0,), (0, 1, 2)), r"its parent \(0, 1\) is missing"),
+]
+
+
+@pytest.mark.parametrize("tree, message", MALFORMED_TREES, ids=lambda x: str(x)[:40])
+def test_malformed_trees(tree, message):
+    for make in (tree_paths, lambda tree: TokenSwift(tree=tree)):
+        with pytest.raises(ValueError, match=message) as caught:
+            make(tree)
+        assert "tree=" in str(caught.value)
+
+
+@pytest.mark.parametrize("tree", [(True, 3), (1.0, 3)])
+def test_numbers_that_only_equal_integers_are_refused(tree):
+    """Also after the tree of integers, which compares and hashes the same."""
+    tree_paths((1, 3))
+    with pytest.raises(ValueError, match="is neither"):
+        TokenSwift(tree=tree)
+
+
+# --- the sizes of a step ---------------------------------------------------------------------
+
+SMALL = {"num_ngrams": 2, "ngram_size": 3, "suffix_length": 5}
+ONE_WIDE = {"num_ngrams": 0, "suffix_length": 0}
+
+# Method, heads, and then draft_levels, draft_depth, tree_width and ngrams_follow_draft by hand.
+SIZES = [
+    (Autoregressive(), 3, 0, 0, 1, False),
+    (NGram(**SMALL), 0, 0, 5, 1 + 2 * 2 + 5, False),
+    (NGram(**SMALL), 3, 0, 5, 1 + 2 * 2 + 5, False),
+    (NGram(num_ngrams=1, ngram_size=9, suffix_length=3), 0, 0, 8, 1 + 8 + 3, False),
+    (NGram(num_ngrams=0, suffix_length=4), 0, 0, 4, 5, False),
+    (NGram(**ONE_WIDE), 0, 0, 0, 1, False),
+    # 1 + 3 + 9 + 27 nodes; n-grams hang on the best token, which is one of them.
+    (TokenSwift(**SMALL), 3, 4, 5, 1 + 40 + 2 * 2 + 5, True),
+    (TokenSwift(), 3, 4, 16, 1 + 40 + 20 * 3 + 16, True),
+    (TokenSwift(**SMALL), 5, 4, 5, 1 + 40 + 2 * 2 + 5, True),
+    (TokenSwift(**SMALL), 1, 2, 5, 1 + 4 + 2 * 2 + 5, True),
+    (TokenSwift(**SMALL), 0, 1, 5, 1 + 1 + 2 * 2 + 5, True),
+    (TokenSwift(**SMALL, draft_passes=2), 0, 2, 5, 1 + 4 + 2 * 2 + 5, True),
+    (TokenSwift(**SMALL, draft_passes=9), 3, 4, 5, 1 + 40 + 2 * 2 + 5, True),
+    (TokenSwift(**ONE_WIDE), 3, 4, 4, 1 + 40, False),
+    (TokenSwift(**ONE_WIDE, tree=()), 3, 0, 0, 1, False),
+    (TokenSwift(**SMALL, tree=()), 3, 1, 5, 1 + 1 + 2 * 2 + 5, True),
+    (TokenSwift(**SMALL, tree=((1,),)), 3, 1, 5, 1 + 2 + 2 * 2 + 5, True),
+    (TokenSwift(**ONE_WIDE, tree=((1,), (1, 0))), 3, 2, 2, 1 + 2, False),
+    (TokenSwift(num_ngrams=1, ngram_size=6, suffix_length=0), 0, 1, 6, 1 + 1 + 5, True),
+    (TokenSwift(**SMALL, draft_from="verified_state"), 3, 3, 5, 1 + 13 + 2 * 2 + 5, False),
+    (TokenSwift(**SMALL, draft_from="verified_state"), 1, 1, 5, 1 + 1 + 2 * 2 + 5, False),
+    (TokenSwift(**SMALL, draft_from="verified_state", tree=()), 0, 0, 5, 1 + 2 * 2 + 5, False),
+]
+
+
+def decode_config(method, heads, **changes):
+    return DecodeConfig(tiny_config(num_draft_heads=heads, **changes), method)
+
+
+@pytest.mark.parametrize("method, heads, levels, depth, width, follow", SIZES)
+def test_sizes_by_hand(method, heads, levels, depth, width, follow):
+    cfg = decode_config(method, heads)
+    sizes = cfg.draft_levels, cfg.draft_depth, cfg.tree_width, cfg.ngrams_follow_draft
+    assert sizes == (levels, depth, width, follow)
+    partial = isinstance(method, TokenSwift) and method.draft_from == "partial_cache"
+    assert cfg.uses_partial_cache == (partial and levels > 0)
+
+
+def draft_paths(cfg, token):
+    """All paths that one step may draft, as lists; `token(name)` is the token of a node or slot."""
+    method, paths = cfg.method, []
+    if isinstance(method, Autoregressive):
+        return paths
+    if isinstance(method, TokenSwift):
+        reach = cfg.model.num_draft_heads
+        reach += method.draft_passes if method.draft_from == "partial_cache" else 0
+        for path in tree_paths(method.tree):
+            cut = path[:reach]
+            paths.append([token(cut[: d + 1]) for d in range(len(cut))])
+    best = [token((0,))] if cfg.ngrams_follow_draft else []
+    for n in range(method.num_ngrams):
+        paths.append(best + [token(("ngram", n, i)) for i in range(method.ngram_size - 1)])
+    paths.append([token(("suffix", i)) for i in range(method.suffix_length)])
+    return paths
+
+
+def count_nodes(paths):
+    """Distinct nodes with the root."""
+    return len({tuple(path[:d]) for path in paths for d in range(len(path) + 1)} | {()})
+
+
+def all_different():
+    numbers = itertools.count()
+    return functools.cache(lambda name: next(numbers))
+
+
+trees = st.one_of(
+    st.lists(st.integers(1, 3), max_size=4).map(tuple),
+    st.sampled_from([((0,), (0, 0), (1,)), ((1,),), ((2,), (2, 1), (2, 1, 0), (0,))]),
+)
+methods = st.one_of(
+    st.builds(
+        NGram,
+        num_ngrams=st.integers(0, 4),
+        ngram_size=st.integers(2, 5),
+        suffix_length=st.integers(0, 6),
+    ),
+    st.builds(
+        TokenSwift,
+        num_ngrams=st.integers(0, 4),
+        ngram_size=st.integers(2, 5),
+        suffix_length=st.integers(0, 6),
+        tree=trees,
+        draft_from=st.sampled_from(["partial_cache", "verified_state"]),
+        draft_passes=st.integers(1, 3),
+    ),
+)
+
+
+@hypothesis.given(methods, st.integers(0, 4), st.integers(0, 2**32 - 1))
+@hypothesis.settings(max_examples=300)
+def test_the_tree_width_is_what_a_step_may_need_at_most(method, heads, seed):
+    from_state = isinstance(method, TokenSwift) and method.draft_from == "verified_state"
+    hypothesis.assume(heads or not from_state or not method.tree)
+    cfg = decode_config(method, heads)
+    paths = draft_paths(cfg, all_different())
+    assert count_nodes(paths) == cfg.tree_width
+    assert max(map(len, paths), default=0) == cfg.draft_depth
+    for vocab in (1, 2, 5, 50):
+        rng = np.random.default_rng(seed)
+        drawn = functools.cache(lambda name, rng=rng, vocab=vocab: int(rng.integers(vocab)))
+        assert count_nodes(draft_paths(cfg, drawn)) <= cfg.tree_width
+
+
+@pytest.mark.parametrize("index", [1, 6, 9, 15, 16, 19])
+def test_merge_paths_fills_the_tree_width(index):
+    cfg = decode_config(*SIZES[index][:2])
+    paths = draft_paths(cfg, all_different())
+    lengths = np.asarray([[len(path) for path in paths]], np.int32)
+    padded = np.asarray([[p + [0] * (cfg.draft_depth - len(p)) for p in paths]], np.int32)
+    draft, sources = (np.asarray([3], np.int32), padded, lengths), (0,) * len(paths)
+    tree = jax.device_get(merge(*draft, sources=sources, width=cfg.tree_width))
+    check_tree(tree, *draft, sources)
+    assert tree.drafted.tolist() == [cfg.tree_width - 1]
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+# Constructor, argument, value, and what the message says would be right.
+REFUSED = [
+    *[
+        (method, name, value, wanted)
+        for method in (NGram, TokenSwift)
+        for name, value, wanted in [
+            ("num_ngrams", -1, "an integer, at least 0"),
+            ("num_ngrams", 1025, "an integer, at most 1024"),
+            ("num_ngrams", 2.0, "an integer, at least 0"),
+            ("num_ngrams", True, "an integer, at least 0"),
+            ("num_ngrams", None, "an integer, at least 0"),
+            ("ngram_size", 1, "an integer, at least 2"),
+            ("ngram_size", 65, "an integer, at most 64"),
+            ("ngram_slots", 0, "an integer, at least 1"),
+            ("ngram_slots", 4097, "an integer, at most 4096"),
+            ("ngram_slots", 19, "at least num_ngrams=20"),
+            ("ngram_delay", -1, "an integer, at least 0"),
+            ("ngram_delay", 0.5, "an integer, at least 0"),
+            ("ngram_delay", 2**31, "an integer, at most 2147483647"),
+            ("suffix_length", -1, "an integer, at least 0"),
+            ("suffix_length", 257, "an integer, at most 256"),
+            ("suffix_length", "16", "an integer, at least 0"),
+        ]
+    ],
+    (TokenSwift, "draft_from", "heads", "one of 'partial_cache', 'verified_state', 'auto'"),
+    (TokenSwift, "draft_from", None, "one of 'partial_cache', 'verified_state', 'auto'"),
+    (TokenSwift, "draft_passes", 0, "an integer, at least 1"),
+    (TokenSwift, "draft_passes", 65, "an integer, at most 64"),
+    (TokenSwift, "num_sinks", -1, "an integer, at least 0"),
+    (TokenSwift, "num_sinks", False, "an integer, at least 0"),
+    (TokenSwift, "draft_budget", 0, "an integer, at least 1"),
+    (TokenSwift, "draft_budget", 16, "larger than num_sinks=16"),
+    (TokenSwift, "noise_coupled", 1, "a boolean"),
+    (TokenSwift, "noise_coupled", None, "a boolean"),
+]
+
+
+@pytest.mark.parametrize("method, name, value, wanted", REFUSED)
+def test_refused_settings(method, name, value, wanted):
+    with pytest.raises(ValueError) as caught:
+        method(**{name: value})
+    assert str(caught.value) == f"{name}={value!r} is not valid: {wanted}"
+
+
+@pytest.mark.parametrize("value", ["medusa", None, 3, TokenSwift, ("ngram",)])
+def test_unknown_methods(value):
+    with pytest.raises(ValueError) as caught:
+        resolve_method(value)
+    assert f"method={value!r} is not valid: one of 'autoregressive'" in str(caught.value)
+    assert "'ngram', 'tokenswift'" in str(caught.value)
+
+
+def test_methods_by_name_and_by_dataclass():
+    assert resolve_method("autoregressive") == Autoregressive()
+    assert resolve_method("ngram") == NGram()
+    assert resolve_method("tokenswift") == TokenSwift()
+    assert resolve_method(NGram(num_ngrams=3)) == NGram(num_ngrams=3)
+
+
+def test_auto_has_to_be_resolved():
+    with pytest.raises(ValueError, match="draft_from='auto'.*'partial_cache' or 'verified_state'"):
+        decode_config(TokenSwift(draft_from="auto"), 3)
+
+
+def test_verified_state_needs_heads():
+    message = "draft_from='verified_state' needs draft heads.*heads=.*partial_cache.*ngram"
+    with pytest.raises(ValueError, match=message):
+        decode_config(TokenSwift(draft_from="verified_state"), 0)
+
+
+@pytest.mark.parametrize("tree", [(VOCAB + 1,), ((0,), (0, VOCAB))])
+def test_ranks_lie_within_the_vocabulary(tree):
+    with pytest.raises(ValueError, match=f"tree=.*below the vocabulary size {VOCAB}"):
+        decode_config(TokenSwift(tree=tree), 3)
+
+
+def test_ranks_up_to_the_vocabulary_and_below_the_cut_are_accepted():
+    decode_config(TokenSwift(tree=(VOCAB,)), 0)
+    decode_config(TokenSwift(tree=((0,), (0, VOCAB))), 0)  # drafted one token deep
+
+
+@pytest.mark.parametrize("num_sinks", [0, 16])
+def test_the_budget_holds_the_sinks_and_one_step(num_sinks):
+    def method(budget, **changes):
+        return TokenSwift(**SMALL, num_sinks=num_sinks, draft_budget=budget, **changes)
+
+    enough = num_sinks + 5 + 1
+    decode_config(method(enough), 3)
+    with pytest.raises(
+        ValueError, match=f"draft_budget={enough - 1}.*at least {enough}: num_sinks"
+    ):
+        decode_config(method(enough - 1), 3)
+    decode_config(method(num_sinks + 1, draft_from="verified_state"), 3)  # has no partial cache
+
+
+# --- fastest_source --------------------------------------------------------------------------
+
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "embed_dim": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "mlp_dim": 14_336,
+    "dtype": "bfloat16",
+}
+CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
+
+
+def test_without_heads_there_is_only_the_partial_cache():
+    model = tiny_config(num_draft_heads=0, **LLAMA_8B)
+    assert {fastest_source(TokenSwift(), model, context) for context in CONTEXTS} == {
+        "partial_cache"
+    }
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_long_contexts_prefer_the_partial_cache(dtype):
+    """Short ones are bound by the weights, which "partial_cache" reads twice."""
+    model = tiny_config(num_draft_heads=3, **{**LLAMA_8B, "dtype": dtype})
+    sources = [fastest_source(TokenSwift(), model, context) for context in CONTEXTS]
+    assert sources[0] == "verified_state"
+    assert sources[-2:] == ["partial_cache"] * 2, "as in the paper at 100K tokens"
+    switch = sources.index("partial_cache")
+    assert set(sources[:switch]) == {"verified_state"} and set(sources[switch:]) == {
+        "partial_cache"
+    }
+
+
+def test_costly_drafts_prefer_the_verified_state():
+    model = tiny_config(num_draft_heads=3, **LLAMA_8B)
+    assert fastest_source(TokenSwift(draft_passes=3), model, 100_000) == "verified_state"
+    assert fastest_source(TokenSwift(draft_budget=200_000), model, 100_000) == "verified_state"
