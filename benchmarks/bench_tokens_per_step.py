@@ -49,6 +49,7 @@ def main() -> None:
     methods = {
         "plain decoding": tsjax.Autoregressive(),
         "n-grams": tsjax.NGram(suffix_length=0),
+        "n-grams, entered at once": tsjax.NGram(suffix_length=0, ngram_delay=0),
         "suffix": tsjax.NGram(num_ngrams=0),
         "n-grams + suffix": tsjax.NGram(),
         "model (1 pass)": tsjax.TokenSwift(tree=(3,), **cache, **off),

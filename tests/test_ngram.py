@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tsjax import ngram
-from tsjax.ngram import MATCH_LIMIT, SEARCH_BLOCK, SHORTEST_MATCH, TOKENS_PER_MATCH
+from tsjax.ngram import MATCH_LIMIT, SEARCH_BLOCK, TOKENS_PER_MATCH
 
 # --- the n-gram table ------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ def define_suffix(text, limit):
             equal += 1
         if equal >= most:
             most, place = equal, position
-    if most < SHORTEST_MATCH:
+    if most == 0:
         return []
     drafted = min(TOKENS_PER_MATCH * most, limit)
     repeated = text[place + 1 :]
@@ -261,11 +261,12 @@ def test_tokens_beyond_the_length_do_not_matter(tokens, length, garbage):
         ("", 8, ""),
         ("a", 8, ""),
         ("ab", 8, ""),
-        ("abca", 8, ""),  # one equal token is no match
+        ("abca", 8, "bcab"),  # four tokens for each equal one
         ("abcab", 3, "cab"),
-        ("abcab", 8, "cabc"),  # two tokens for each equal one, and the text repeats itself
-        ("abcabc", 8, "abcabc"),
-        ("aaa", 8, "aaaa"),
+        ("abcab", 9, "cabcabca"),  # and the text repeats itself
+        ("abcabc", 8, "abcabcab"),
+        ("aa", 8, "aaaa"),
+        ("abbc", 8, ""),
         ("abbaccab", 4, "bacc"),
         ("cbabaacbabccba", 4, "bccb"),  # the last of two equally long matches
         ("cbaacbabcba", 6, "bcbabc"),
@@ -279,16 +280,16 @@ def test_longest_suffix_by_hand(text, limit, expected):
 
 
 def test_no_more_than_the_limit_is_compared():
-    """40 equal tokens count as much as 32 of them: the later match is taken."""
-    suffix = list(range(100, 100 + 40))
-    text = [*suffix, 7, *suffix[8:], 8, *suffix]
+    """20 equal tokens count as much as MATCH_LIMIT of them: the later match is taken."""
+    suffix = list(range(100, 100 + 20))
+    text = [*suffix, 7, *suffix[20 - MATCH_LIMIT :], 8, *suffix]
     for limit in (60, 80):
         tokens = np.asarray([text], np.int32)
         length = np.asarray([len(text)], np.int32)
         drafted, count = suffix_search(tokens, length, limit=limit)
         assert count.tolist() == [min(limit, TOKENS_PER_MATCH * MATCH_LIMIT)]
         assert drafted[0, 0] == 8
-    cut = [*suffix, 7, *suffix[9:], 8, *suffix]  # 31 equal tokens are fewer
+    cut = [*suffix, 7, *suffix[21 - MATCH_LIMIT :], 8, *suffix]  # one fewer
     drafted, _ = suffix_search(
         np.asarray([cut], np.int32), np.asarray([len(cut)], np.int32), limit=60
     )
@@ -312,6 +313,6 @@ def test_matches_at_the_borders_of_blocks(end, length):
     both = np.stack([tokens, long_text()])
     check_suffix(suffix_search, both, [length, length], 48)
     assert suffix_search(both, np.asarray([length] * 2, np.int32), limit=48)[1].tolist() == [
-        2 * size,
+        min(48, TOKENS_PER_MATCH * min(size, MATCH_LIMIT)),
         0,
     ]

@@ -280,11 +280,11 @@ def test_steps_leave_the_state_of_a_prefill_of_the_same_text(name):
     method = STEP_METHODS[name]
     model = tiny_model(vocab_size=VOCAB, num_draft_heads=2)
     cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
-    settings = dict(do_sample=True, temperature=0.1, method=method)
+    settings = dict(repetition_penalty=0.7, method=method)  # says again what it has said
     texts = [[1, 2, 3, 1, 2, 3, 1, 2], [4], [5, 6]]
-    state = fresh_state(model, texts, **settings).replace(max_length=jnp.asarray([11, 58, 59]))
+    state = fresh_state(model, texts, **settings).replace(max_length=jnp.asarray([14, 58, 59]))
     state = prefilled(model.params, state, cfg=cfg)
-    for steps in (1, 1, 2, 8):
+    for steps in (1, 1, 2, 12):
         state = decoded(model.params, state, steps, cfg=cfg)
         tokens, length = np.asarray(state.tokens), np.asarray(state.length)
         texts = [row[:n].tolist() for row, n in zip(tokens, length, strict=True)]
@@ -450,8 +450,8 @@ def operations(executable, array) -> list[str]:
     ],
 )
 def test_no_step_copies_a_buffer(name, batch, dtype):
-    capacity = 65536 if dtype == "float32" else 262144
-    executable, state = compiled(name, capacity=capacity, batch=batch, dtype=dtype)
+    # Blocks and rows are a fixed amount of scratch memory; the cache has to be large beside it.
+    executable, state = compiled(name, capacity=262144, batch=batch, dtype=dtype)
     memory = executable.memory_analysis()
     cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
     assert memory.temp_size_in_bytes <= 0.05 * cache
@@ -476,33 +476,37 @@ def test_no_step_copies_a_buffer(name, batch, dtype):
 def test_work_does_not_grow_with_the_capacity(name):
     """Neither the work of a pass through each loop nor a loop's fixed number of passes does.
 
-    The exception is the choice of a draft cache, whose top_k ranks all slots: once in many steps.
+    Writing a few tokens in place counts as reading and writing that whole buffer of 4 bytes per
+    slot, once or twice; a single layer's keys would be 64. The exception is the choice of a draft
+    cache, which ranks all slots: once in many steps.
     """
+    small, large = 8192, 262144
     work = []
-    for capacity in (4096, 65536):
+    for capacity in (small, large):
         executable, _ = compiled(name, capacity=capacity)
         cost = executable.cost_analysis()
         passes = re.findall(r'"known_trip_count":\{"n":"(\d+)"', executable.as_text())
-        work.append((cost["flops"], cost["bytes accessed"], sorted(passes)))
-    print(work)
+        scratch = executable.memory_analysis().temp_size_in_bytes
+        work.append((cost["flops"], sorted(passes), scratch, cost["bytes accessed"]))
+    assert work[0][:3] == work[1][:3] and work[0][0] > 0
     if name != "partial_cache":
-        assert work[0] == work[1] and min(work[0][:2]) > 0
-    else:
-        assert work[0][2] == work[1][2]
+        assert work[1][3] - work[0][3] <= 24 * (large - small)
 
 
 @pytest.mark.parametrize("name", COST_METHODS)
 def test_one_program_for_every_length_seed_and_setting(name):
     method, model = COST_METHODS[name], tiny_model(num_draft_heads=2, vocab_size=VOCAB)
     settings = dict(method=method, capacity=128, prefill_width=16)
-    tsjax.generate(model, [1, 2, 3], max_new_tokens=2, **settings)
+    tsjax.generate(model, [1, 2, 3], max_new_tokens=2, **settings)  # compiles
     with compilations() as names:
         for count in (1, 7, 40, 90):
             tsjax.generate(model, [1, 2, 3], max_new_tokens=count, **settings)
         for seed in (1, 2):
             sampled = dict(do_sample=True, seed=seed, top_p=0.9, min_p=0.01, temperature=0.7)
             penalised = dict(repetition_penalty=1.2, repetition_window=20, eos_token_id=seed)
-            tsjax.generate(model, [1, 2, 3, 4], **sampled, **penalised, **settings)
+            tsjax.generate(
+                model, [1, 2, 3, 4], max_new_tokens=60, **sampled, **penalised, **settings
+            )
     assert not {"jit(decode)", "jit(prefill_chunk)"} & set(names)
 
 

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-MATCH_LIMIT = 32  # tokens of a suffix that are compared
-SHORTEST_MATCH = 2  # a single equal token says little
-TOKENS_PER_MATCH = 2  # a match of m tokens is continued by up to so many times m
+MATCH_LIMIT = 16  # tokens of a suffix that are compared
+TOKENS_PER_MATCH = 4  # a match of m tokens is continued by up to so many times m
 SEARCH_BLOCK = 4096
 
 
@@ -101,9 +100,9 @@ def longest_suffix(tokens, length, limit: int):
 
     The rule. Among the positions before the last known token, that is chosen at which most tokens
     equal those at the end of the text, counted backwards and at most MATCH_LIMIT of them; among
-    equals the last. Fewer than SHORTEST_MATCH equal tokens are no match. What followed there is
-    drafted, TOKENS_PER_MATCH tokens for each equal one and at most `limit`; where it reaches the
-    end of the text, it goes on as it would if the text from there on repeated itself.
+    equals the last; no equal token is no match. What followed there is drafted, TOKENS_PER_MATCH
+    tokens for each equal one and at most `limit`; where it reaches the end of the text, it goes on
+    as it would if the text from there on repeated itself.
 
     Args:
       tokens: [B, C] int32.
@@ -142,7 +141,7 @@ def longest_suffix(tokens, length, limit: int):
         blocks = (longest + block - 1) // block
         best = lax.fori_loop(jnp.int32(0), blocks, search, jnp.full((B,), -1, jnp.int32))
         size, position = best // C, best % C
-        count = jnp.where(size >= SHORTEST_MATCH, jnp.minimum(TOKENS_PER_MATCH * size, limit), 0)
+        count = jnp.minimum(TOKENS_PER_MATCH * jnp.maximum(size, 0), limit)
         period = jnp.maximum(length - 1 - position, 1)
         offset = jnp.arange(limit, dtype=jnp.int32) % period[:, None]
         source = jnp.clip(position[:, None] + 1 + offset, 0, C - 1)
