@@ -119,52 +119,58 @@ def _tree_paths(ranked: list[_Ranked], cfg: DecodeConfig) -> _Paths:
 def _model_tokens(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig):
     """Candidates for each depth that the model drafts: a list of cfg.draft_levels _Ranked."""
     assert isinstance(cfg.method, TokenSwift)
+    best = state.root[:, None]  # [B, 1 + depth], the root and the best draft behind it
     if cfg.method.draft_from == "verified_state":
         heads = params.heads[: cfg.draft_levels]
         normed = run_heads(heads, state.draft.hidden, cfg=cfg.model)
-        return _rank(params, state, normed, 0, noise, cfg=cfg)
+        return _rank(params, state, normed, best, noise, cfg=cfg)
 
     passes = min(cfg.method.draft_passes, cfg.draft_levels)
     heads = params.heads[: cfg.draft_levels - passes]
-    cache = state.draft.cache
+    cache, ranked = state.draft.cache, []
     assert cache is not None
-    tokens, ranked = state.root[:, None], []
     for depth in range(passes):
         # Few rows cost as much as one, so the drafted ones run again instead of being stored.
-        rows = jnp.arange(depth + 1, dtype=jnp.int32)
-        positions = state.kv.length[:, None] + rows
-        causal = rows <= rows[:, None]
-        hidden = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg.model).hidden[
-            :, -1
-        ]
+        order = jnp.arange(depth + 1, dtype=jnp.int32)
+        positions, causal = state.kv.length[:, None] + order, order <= order[:, None]
+        rows = run_rows(params.model, cache, best, positions, causal, cfg=cfg.model)
+        hidden = rows.hidden[:, -1]
         normed = final_norm(params.model, hidden, cfg=cfg.model)[:, None]
         if depth == passes - 1 and heads:
             normed = jnp.concatenate([normed, run_heads(heads, hidden, cfg=cfg.model)], axis=1)
-        ranked += _rank(params, state, normed, depth, noise, cfg=cfg)
-        tokens = jnp.concatenate([tokens, ranked[depth].tokens[:, :1]], axis=1)
+        ranked += _rank(params, state, normed, best, noise, cfg=cfg)
+        best = jnp.concatenate([best, ranked[depth].tokens[:, :1]], axis=1)
     return ranked
 
 
-def _rank(params: Params, state: DecodeState, normed, depth: int, noise, *, cfg: DecodeConfig):
-    """The best candidates by the drafts' logits, processed as the model's own will be.
+def _rank(params: Params, state: DecodeState, normed, best, noise, *, cfg: DecodeConfig):
+    """Candidates by the drafts' logits, processed as the model's own will be.
 
-    `normed` [B, n, D] are the states for the tokens `depth`, `depth` + 1, ... behind the root.
+    `normed` [B, n, D] are the states for the n tokens behind `best` [B, 1 + depth], the root and
+    what is drafted so far. The penalty sees these tokens, and the best ones of the n in turn.
     """
-    paths, count = cfg.tree_paths, normed.shape[1]
-    B = normed.shape[0]
     if not cfg.method.noise_coupled:
         noise = jnp.zeros_like(noise)
-    depths = jnp.broadcast_to(depth + jnp.arange(count, dtype=jnp.int32), (B, count))
-    scores = score(
-        unembed(params.model, normed, cfg=cfg.model),
-        state.last_seen,
-        depths,
-        state.length,
-        state.prompt_length,
-        noise,
-        state.sampling,
-    )
-    width = 1 + max((rank for path in paths for rank in path), default=0)
-    best, tokens = lax.top_k(scores, min(width, cfg.model.vocab_size))
-    possible = best > -jnp.inf
-    return [_Ranked(tokens[:, i], possible[:, i]) for i in range(count)]
+    width = 1 + max((rank for path in cfg.tree_paths for rank in path), default=0)
+    logits = unembed(params.model, normed, cfg=cfg.model)
+    ranked = []
+    for index in range(normed.shape[1]):
+        depth = best.shape[1] - 1
+        ancestors = None
+        if depth:
+            positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
+            ancestors = best[:, None, 1:], positions[:, None]
+        scores = score(
+            logits[:, index : index + 1],
+            state.last_seen,
+            jnp.full((best.shape[0], 1), depth, jnp.int32),
+            state.length,
+            state.prompt_length,
+            noise,
+            state.sampling,
+            ancestors,
+        )
+        values, tokens = lax.top_k(scores[:, 0], min(width, cfg.model.vocab_size))
+        ranked.append(_Ranked(tokens, values > -jnp.inf))
+        best = jnp.concatenate([best, tokens[:, :1]], axis=1)
+    return ranked
