@@ -74,14 +74,15 @@ def main() -> None:
     for name, method in methods.items():
         cells = {}
         for setting, (values, coupled) in settings.items():
+            asked = method
             if not coupled:
                 if not isinstance(method, tsjax.TokenSwift):
                     continue  # drafts without a model know no noise
-                method = dataclasses.replace(method, noise_coupled=False)
+                asked = dataclasses.replace(method, noise_coupled=False)
             result = tsjax.generate(
                 model,
                 prompts,
-                method=method,
+                method=asked,
                 max_new_tokens=args.new_tokens,
                 eos_token_id=(),
                 exceed_max_positions=True,
