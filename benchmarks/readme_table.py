@@ -97,9 +97,7 @@ def measured() -> str:
         rows += render(document)
         sources.append(source(document))
     head = ["| what | tsjax | against | ratio |", "|---|---|---|---|"]
-    note = (
-        "Times: float32, medians of interleaved runs, random weights of 15M parameters. Made by "
-    )
+    note = "Times: float32, medians of interleaved runs, random weights of 15M parameters. Made by "
     return "\n".join([*head, *rows, "", note + "; ".join(sources) + "."])
 
 
