@@ -384,7 +384,8 @@ def _start(model: Model, request: Request, interrupt: _Interrupt) -> DecodeState
     """Allocates the state and prefills it."""
     cfg, config, rows = model.cfg, request.config, request.rows
     mesh = mesh_of(model.params)
-    tokens = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    # As wide as the buffer: operations of init_state compile for a width, not for each prompt.
+    tokens = np.zeros((len(rows), request.capacity), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
     state = init_state(
