@@ -18,6 +18,7 @@ import pytest
 from tsjax import GenerationConfig, row_keys, sampling_values
 from tsjax.sampling import (
     best,
+    best_few,
     first_last_seen,
     largest,
     nucleus,
@@ -274,6 +275,17 @@ def choose(logits, last_seen, positions, prompt_length, row_key, values):
     _, T, V = logits.shape
     noise = step_noise(row_key, length, T - 1, V, values)
     return best(score(logits, last_seen, depths, length, prompt_length, noise, values))
+
+
+@pytest.mark.parametrize("k", [1, 3, 8, 40])
+def test_best_few_is_top_k(k, rng):
+    scores = rng.integers(0, 9, (4, 2, 50)).astype(np.float32)  # with ties
+    scores[0, 0, 5:] = -np.inf
+    values, indices = best_few(jnp.asarray(scores), k)
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
+    np.testing.assert_array_equal(values, np.take_along_axis(scores, order, -1))
+    real = np.asarray(values) > -np.inf
+    np.testing.assert_array_equal(np.asarray(indices)[real], order[real])
 
 
 def test_changing_values_does_not_retrace(rng):

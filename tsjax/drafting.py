@@ -11,14 +11,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tsjax.heads import run_heads
 from tsjax.methods import DecodeConfig, TokenSwift
 from tsjax.model import final_norm, unembed
 from tsjax.ngram import enter, longest_suffix, most_frequent
 from tsjax.passes import run_rows
-from tsjax.sampling import WHOLE_CONTEXT, score
+from tsjax.sampling import WHOLE_CONTEXT, best_few, score
 from tsjax.state import DecodeState, Params
 from tsjax.tree import SOURCES, DraftTree, merge_paths
 
@@ -170,7 +169,7 @@ def _rank(params: Params, state: DecodeState, normed, best, noise, *, cfg: Decod
             state.sampling,
             ancestors,
         )
-        values, tokens = lax.top_k(scores[:, 0], min(width, cfg.model.vocab_size))
+        values, tokens = best_few(scores[:, 0], width)
         ranked.append(_Ranked(tokens, values > -jnp.inf))
         best = jnp.concatenate([best, tokens[:, :1]], axis=1)
     return ranked
