@@ -185,7 +185,8 @@ SETUPS = {
     ),
 }  # fmt: skip
 
-SLOW_SETUPS = ("ngrams_alone", "no_tree", "verified_alone")  # compiling is what costs
+# Compiling is what costs; these are run with -m slow.
+SLOW_SETUPS = ("ngrams_alone", "one_token", "passes", "no_tree", "verified_alone")
 
 tokens = st.integers(0, VOCAB - 1)
 
