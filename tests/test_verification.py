@@ -351,7 +351,7 @@ def p_value(chains) -> float:
     return float(scipy.stats.chi2.sf(statistic, STATES * (STATES - 1)))
 
 
-@pytest.mark.parametrize("noise_coupled", [False, True])
+@pytest.mark.parametrize("noise_coupled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tokens_have_the_law_of_the_model(noise_coupled):
     """More than 50,000 sampled tokens, most of them drafted, by a wide tree and by n-grams."""
     method = tsjax.TokenSwift(
@@ -493,9 +493,8 @@ def test_work_does_not_grow_with_the_capacity(name):
         assert work[1][3] - work[0][3] <= 24 * (large - small)
 
 
-@pytest.mark.parametrize("name", COST_METHODS)
-def test_one_program_for_every_length_seed_and_setting(name):
-    method, model = COST_METHODS[name], tiny_model(num_draft_heads=2, vocab_size=VOCAB)
+def test_one_program_for_every_length_seed_and_setting():
+    method, model = COST_METHODS["partial_cache"], tiny_model(num_draft_heads=2, vocab_size=VOCAB)
     settings = dict(method=method, capacity=128, prefill_width=16)
     tsjax.generate(model, [1, 2, 3], max_new_tokens=2, **settings)  # compiles
     with compilations() as names:
@@ -513,7 +512,7 @@ def test_one_program_for_every_length_seed_and_setting(name):
 @pytest.mark.parametrize("name", COST_METHODS)
 def test_steps_ask_the_host_nothing(name):
     """All that a step reads and writes is on the device; the host only starts the loop."""
-    executable, state = compiled(name, capacity=4096)
+    executable, state = compiled(name, capacity=8192)  # compiled by the test before
     params, steps = tiny_model(num_draft_heads=2).params, jnp.int32(8)
     state = jax.tree.map(jnp.copy, state)  # it is donated
     with jax.transfer_guard("disallow"):
