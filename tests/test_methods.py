@@ -299,6 +299,17 @@ def test_a_method_that_drafts_nothing_is_plain_decoding():
         assert result.stats.tokens_per_step == 1.0
 
 
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_a_draft_cache_smaller_than_one_step(settings):
+    """Two slots beside the sinks, and up to nine tokens per step: it is often chosen again."""
+    method = tsjax.TokenSwift(
+        tree=(2, 2), draft_budget=4, num_sinks=2, num_ngrams=2, suffix_length=8
+    )
+    rows = [[1, 2, 3] * 6, [4]]
+    result = compare(models(1, "float32")[2], rows, method, max_new_tokens=60, **settings)
+    assert result.stats.tokens_per_step > 1
+
+
 # --- drafts are accepted -----------------------------------------------------------------------
 
 

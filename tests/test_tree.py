@@ -466,20 +466,6 @@ def test_ranks_up_to_the_vocabulary_and_below_the_cut_are_accepted():
     decode_config(TokenSwift(tree=((0,), (0, VOCAB))), 0)  # drafted one token deep
 
 
-@pytest.mark.parametrize("num_sinks", [0, 16])
-def test_the_budget_holds_the_sinks_and_one_step(num_sinks):
-    def method(budget, **changes):
-        return TokenSwift(**SMALL, num_sinks=num_sinks, draft_budget=budget, **changes)
-
-    enough = num_sinks + 5 + 1
-    decode_config(method(enough), 3)
-    with pytest.raises(
-        ValueError, match=f"draft_budget={enough - 1}.*at least {enough}: num_sinks"
-    ):
-        decode_config(method(enough - 1), 3)
-    decode_config(method(num_sinks + 1, draft_from="verified_state"), 3)  # has no partial cache
-
-
 # --- fastest_source --------------------------------------------------------------------------
 
 LLAMA_8B = {

@@ -141,8 +141,9 @@ def refresh_draft_cache(
     """Brings `draft` up to date with the committed tokens of `kv`, by the rule of DraftCache.
 
     `max_rows` is the most that one step commits; more new tokens than that are a reason to choose
-    again. `kv` has to have room for `max_rows` rows behind `draft.seen`, and `draft` for as many.
+    again. `kv` has to have room for `max_rows` rows behind `draft.seen`.
     """
+    max_rows = min(max_rows, draft.capacity)
     new = kv.length - draft.seen  # [B]
     has_all = draft.length == draft.seen
     to = jnp.where(has_all, draft.length, draft.newest - new)  # the slots of the new tokens

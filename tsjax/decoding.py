@@ -26,7 +26,7 @@ from tsjax.cache import (
 )
 from tsjax.config import GenerationConfig, ModelConfig
 from tsjax.drafting import draft, remember
-from tsjax.methods import DecodeConfig, TokenSwift
+from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.ngram import init_table
 from tsjax.passes import run_rows
@@ -118,11 +118,10 @@ def init_state(
 def _init_draft(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> DraftState:
     model, method = cfg.model, cfg.method
     cache = hidden = ngrams = None
-    if isinstance(method, TokenSwift) and cfg.draft_levels:
-        if method.draft_from == "partial_cache":
-            cache = init_draft_cache(model, batch, min(method.draft_budget, capacity), mesh)
-        else:
-            hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
+    if cfg.uses_partial_cache:
+        cache = init_draft_cache(model, batch, min(method.draft_budget, capacity), mesh)
+    elif cfg.draft_levels:
+        hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
     if cfg.ngram_depth:
         ngrams = init_table(batch, model.vocab_size, method.ngram_slots, method.ngram_size)
     return DraftState(cache=cache, hidden=hidden, ngrams=ngrams)

@@ -155,14 +155,6 @@ class DecodeConfig:
                 method.tree,
                 f"ranks and children below the vocabulary size {self.model.vocab_size}",
             )
-            room = method.draft_budget - method.num_sinks
-            check(
-                not self.uses_partial_cache or room > self.draft_depth,
-                "draft_budget",
-                method.draft_budget,
-                f"at least {method.num_sinks + self.draft_depth + 1}: num_sinks and the "
-                f"{self.draft_depth + 1} tokens that one step may add",
-            )
 
     @property
     def uses_partial_cache(self) -> bool:
