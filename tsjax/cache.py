@@ -213,15 +213,15 @@ def _important_slots(query, keys, length, count: int, num_sinks: int):
     Equal ones by position. Of the slots below `length` [B] alone, at a cost that follows it; if
     they are fewer than `count`, the rest is unspecified.
     """
-    B, K, S, H = keys.shape
+    B, K, S, _ = keys.shape
     block, zero = min(max(count, SELECT_BLOCK), S), jnp.int32(0)
+    scores = cache_scores(query, keys, length)
 
     def merge(index, best):
         first = index * block
         start = jnp.minimum(first, S - block)  # the last block may overlap
         here = start + jnp.arange(block, dtype=jnp.int32)
-        block_keys = lax.dynamic_slice(keys, (zero, zero, start, zero), (B, K, block, H))
-        fresh = cache_scores(query, block_keys, jnp.clip(length - start, 0, block))
+        fresh = lax.dynamic_slice_in_dim(scores, start, block, axis=2)
         fresh = jnp.where((here < num_sinks) & (fresh > -jnp.inf), jnp.inf, fresh)
         fresh = jnp.where(here >= first, fresh, -jnp.inf)
         values = jnp.concatenate([best[0], fresh], axis=2)

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition: one product with the whole cache, then the mask."""
+"""The definition: products with the whole cache, then the mask."""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 
 
-def cache_scores(q, k_cache, length):
+def cache_scores(q_last, k_cache, length, mode="dot"):
     """Arguments and result as in `api.cache_scores`; costs by capacity."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    committed = (jnp.arange(k_cache.shape[2]) < length[:, None])[:, None]  # [B, 1, S]
+    (B, N, H), (_, K, S, _) = q_last.shape, k_cache.shape
+    wide = jnp.promote_types(q_last.dtype, jnp.float32)
+    committed = (jnp.arange(S) < length[:, None])[:, None]  # [B, 1, S]
     keys = jnp.where(committed[..., None], k_cache, 0).astype(wide)
-    scores = jnp.einsum("bkh,bksh->bks", q.astype(wide), keys, precision="highest")
-    return jnp.where(committed, scores, -jnp.inf)
+    grouped = q_last.reshape(B, K, N // K, H).astype(wide)
+    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, precision="highest")
+    if mode == "dot":
+        return jnp.where(committed, jnp.sum(scores, axis=2), -jnp.inf)
+    scores = jnp.where(committed[:, None], scores * H**-0.5, -jnp.inf)
+    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(wide).min)
+    weights = jnp.exp(scores - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.mean(weights / jnp.where(total == 0, 1, total), axis=(1, 2))

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public function: checks shapes, then calls the implementation for the device at hand."""
+"""The public functions: check their arguments, then call the first implementation that serves."""
 
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels import dispatch
+from pallas_kernels.checks import check_arrays, check_length
 from pallas_kernels.tree_attention import xla
 
 
-def tree_attention(q, k_cache, v_cache, length, k_new, v_new, mask):
-    """Attention of T fresh rows to `length` committed slots and, where `mask` says, to each other.
+def tree_attention(
+    q, k_cache, v_cache, length, k_new, v_new, tree_mask, *, implementation: str | None = None
+):
+    """Attention of T fresh rows to `length` committed slots and, by `tree_mask`, to each other.
 
     The cache is only read, and only its first `length` slots: the cost follows `length`, not the
     capacity, and slots beyond it may hold anything, NaN included. Scores are scaled by H**-0.5 and
@@ -20,36 +25,78 @@ def tree_attention(q, k_cache, v_cache, length, k_new, v_new, mask):
       k_cache, v_cache: [B, K, S, H] committed keys and values; N is a multiple of K.
       length: [B] int32, committed slots of each batch row, at most S.
       k_new, v_new: [B, T, K, H] keys and values of the fresh rows.
-      mask: [T, T] or [B, T, T] bool, mask[t, u]: row t sees fresh row u. Every row sees itself.
+      tree_mask: [T, T] or [B, T, T] bool, tree_mask[t, u]: row t sees fresh row u. Every row sees
+        itself.
+      implementation: "triton" or "xla" to have that one or an error; None for the first that
+        serves.
 
     Returns:
       [B, T, N, H] in q's type.
     """
-    _check_shapes(q, k_cache, v_cache, length, k_new, v_new, mask)
-    with jax.named_scope("tree_attention"):
-        return xla.tree_attention(q, k_cache, v_cache, length, k_new, v_new, mask)
-
-
-def _check_shapes(q, k_cache, v_cache, length, k_new, v_new, mask) -> None:
     arrays = dict(
-        q=q, k_cache=k_cache, v_cache=v_cache, length=length, k_new=k_new, v_new=v_new, mask=mask
+        q=q, k_cache=k_cache, v_cache=v_cache, length=length, k_new=k_new, v_new=v_new,
+        tree_mask=tree_mask,
+    )  # fmt: skip
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    check_arrays(
+        arrays,
+        dict(
+            q="B T N H",
+            k_cache="B K S H",
+            v_cache="B K S H",
+            length="B",
+            k_new="B T K H",
+            v_new="B T K H",
+            tree_mask=("T T", "B T T"),
+        ),
+        floats=("q", "k_cache", "v_cache", "k_new", "v_new"),
+        integers=("length",),
+        bools=("tree_mask",),
     )
-    shapes = ", ".join(f"{name} {tuple(a.shape)}" for name, a in arrays.items())
-    if q.ndim != 4 or k_cache.ndim != 4:
-        raise ValueError(f"q must be [B, T, N, H] and k_cache [B, K, S, H]; got {shapes}")
-    B, T, N, H = q.shape
-    K, S = k_cache.shape[1:3]
-    wanted = dict(
-        k_cache=[(B, K, S, H)],
-        v_cache=[(B, K, S, H)],
-        length=[(B,)],
-        k_new=[(B, T, K, H)],
-        v_new=[(B, T, K, H)],
-        mask=[(T, T), (B, T, T)],
+    check_length(arrays["length"], arrays["k_cache"].shape[2])
+    with jax.named_scope("tree_attention"):
+        return dispatch.run(IMPLEMENTATIONS, tuple(arrays.values()), name=implementation)
+
+
+def decode_attention(
+    q, k_cache, v_cache, length, k_new, v_new, *, implementation: str | None = None
+):
+    """Attention of one fresh row per batch row to `length` committed slots and to itself.
+
+    `tree_attention` for T = 1, without the dimension: q is [B, N, H], k_new and v_new are
+    [B, K, H], and so is the result [B, N, H].
+    """
+    arrays = dict(
+        q=q, k_cache=k_cache, v_cache=v_cache, length=length, k_new=k_new, v_new=v_new
+    )  # fmt: skip
+    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    check_arrays(
+        arrays,
+        dict(
+            q="B N H",
+            k_cache="B K S H",
+            v_cache="B K S H",
+            length="B",
+            k_new="B K H",
+            v_new="B K H",
+        ),
+        floats=("q", "k_cache", "v_cache", "k_new", "v_new"),
+        integers=("length",),
     )
-    wrong = [name for name, allowed in wanted.items() if arrays[name].shape not in allowed]
-    if wrong or N % K:
-        raise ValueError(
-            f"shapes do not fit together ({', '.join(wrong) or 'N is not a multiple of K'}); "
-            f"got {shapes}"
-        )
+    for name in ("q", "k_new", "v_new"):
+        arrays[name] = arrays[name][:, None]
+    itself = jnp.ones((1, 1), bool)
+    out = tree_attention(**arrays, tree_mask=itself, implementation=implementation)
+    return out[:, 0]
+
+
+def _triton(*arrays):
+    from pallas_kernels.tree_attention import triton
+
+    return triton.tree_attention(*arrays)
+
+
+IMPLEMENTATIONS = (
+    dispatch.Implementation("triton", "cuda", _triton),
+    dispatch.Implementation("xla", None, xla.tree_attention),
+)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 
-def tree_attention(q, k_cache, v_cache, length, k_new, v_new, mask):
+def tree_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
     """Arguments and result as in `api.tree_attention`; costs by capacity."""
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
@@ -18,7 +18,7 @@ def tree_attention(q, k_cache, v_cache, length, k_new, v_new, mask):
     visible = jnp.concatenate(
         [
             jnp.broadcast_to(committed[:, None, :], (B, T, S)),
-            jnp.broadcast_to(mask, (B, T, T)),
+            jnp.broadcast_to(tree_mask, (B, T, T)),
         ],
         axis=2,
     )  # [B, T, S + T]

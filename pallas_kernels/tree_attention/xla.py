@@ -15,7 +15,9 @@ SMALL_BLOCK = 128
 MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can arise
 
 
-def tree_attention(q, k_cache, v_cache, length, k_new, v_new, mask, *, block: int | None = None):
+def tree_attention(
+    q, k_cache, v_cache, length, k_new, v_new, tree_mask, *, block: int | None = None
+):
     """Arguments and result as in `api.tree_attention`; `block` cache slots are read at a time."""
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
@@ -37,7 +39,7 @@ def tree_attention(q, k_cache, v_cache, length, k_new, v_new, mask, *, block: in
     # Fresh rows among themselves. Each row sees itself, so the running maximum is finite from here.
     k_fresh, v_fresh = jnp.swapaxes(k_new, 1, 2), jnp.swapaxes(v_new, 1, 2)  # [B, K, T, H]
     scores = dot(tile, k_fresh, 3, 3) * H**-0.5  # [B, K, rows, T]
-    visible = jnp.broadcast_to(mask, (B, T, T))
+    visible = jnp.broadcast_to(tree_mask, (B, T, T))
     visible = jnp.repeat(visible, G, axis=1)[:, None]  # [B, 1, rows, T]
     scores = jnp.where(visible, scores, MASKED)
     peak = jnp.max(scores, axis=-1)  # [B, K, rows]

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation of an operation runs, and how a kernel runs on a device mesh."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+class Implementation(NamedTuple):
+    """One way to compute an operation.
+
+    `run` raises NotImplementedError, while it is traced, for a case it cannot serve.
+    """
+
+    name: str
+    platform: str | None  # what it can be compiled for; None: everything
+    run: Callable
+
+
+def run(implementations: Sequence[Implementation], arrays, *, name: str | None = None):
+    """The result of the first implementation that serves the case on the platform compiled for.
+
+    The platform is known when the program is lowered, not before, so a program that is compiled
+    ahead of time for another machine gets that machine's implementation. A `name` asks for one
+    implementation and no other: it raises what that one raises.
+    """
+    if name is not None:
+        names = [one.name for one in implementations]
+        if name not in names:
+            raise ValueError(f"implementation={name!r} is not valid: one of {', '.join(names)}")
+        implementations = [one for one in implementations if one.name == name]
+    platforms = {one.platform for one in implementations} - {None}
+    branches = {
+        platform: _first([one for one in implementations if one.platform in (platform, None)])
+        for platform in platforms
+    }
+    anywhere = [one for one in implementations if one.platform is None]
+    if not branches:
+        return _first(anywhere)(*arrays)
+    if anywhere:
+        branches["default"] = _first(anywhere)
+    return lax.platform_dependent(*arrays, **branches)
+
+
+def _first(implementations: Sequence[Implementation]) -> Callable:
+    """A function that runs the first of them that does not refuse."""
+
+    def call(*arrays):
+        refusals = []
+        for one in implementations:
+            try:
+                return one.run(*arrays)
+            except NotImplementedError as refusal:
+                refusals.append(f"{one.name}: {refusal}")
+        raise NotImplementedError("; ".join(refusals))
+
+    return call
+
+
+def on_each_device(rule: str, **sizes: int) -> Callable:
+    """A decorator for a kernel: XLA cannot look into one, so it is told here how to split it.
+
+    `rule` names the dimensions of the operands and of the one result, in the notation of Shardy:
+    those called b and k (batch rows and kv heads) are split as those of the operand that begins
+    with both, everything else is whole on every device. `sizes` are factors such as g in (k g).
+    """
+    operands, result = (
+        [[part.split()[0].strip("()") for part in _dimensions(array)] for array in side.split(",")]
+        for side in rule.split("->")
+    )
+    # In the order of their appearance, as Shardy wants them.
+    factors = dict.fromkeys(re.findall(r"\w+", rule))
+    whole = tuple(name for name in factors if name not in ("b", "k"))
+    leader = next(index for index, dims in enumerate(operands) if dims[:2] == ["b", "k"])
+
+    def decorate(kernel: Callable) -> Callable:
+        split = custom_partitioning(lambda *arrays: kernel(*arrays))  # takes no partial itself
+
+        def partition(mesh, arg_shapes, result_shape):
+            spec = (*arg_shapes[leader].sharding.spec, None, None)
+            axes = {"b": spec[0], "k": spec[1]}
+
+            def sharding(dims):
+                return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in dims)))
+
+            return mesh, kernel, sharding(result[0]), tuple(map(sharding, operands))
+
+        split.def_partition(
+            partition,
+            sharding_rule=rule,
+            need_replication_factors=whole,
+            **sizes,
+        )
+        return split
+
+    return decorate
+
+
+def _dimensions(array: str) -> list[str]:
+    """The dimensions of one array of a rule: "b (k g) h" -> ["b", "(k g)", "h"]."""
+    parts, inside = [], False
+    for word in array.split():
+        if inside:
+            parts[-1] += " " + word
+        else:
+            parts.append(word)
+        inside = (inside or word.startswith("(")) and not word.endswith(")")
+    return parts

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two GPU kernels: attention of parts of the cache in parallel, then their merge.
+
+The G * T rows that share one kv head form one tile, in blocks of `Blocks.rows`, so the cache is
+read once for each block of rows. What a block of rows attends to, the fresh rows and then the
+first `length` slots of the cache, is cut into blocks of slots and shared out evenly among
+`Blocks.parts` programs, so that one row of a batch fills the chip. Each part leaves a softmax of
+its own (peak, total, weighted sum); the second kernel merges those parts that had work. No atomics:
+two runs give the same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import device
+from pallas_kernels.dispatch import on_each_device
+from pallas_kernels.tree_attention.specs import tuned_key
+from pallas_kernels.triton import MASKED, check_supported, dot, launch, load, padded, steps, store
+
+MOST_PARTS = 128
+MERGE_SIZE = 4096  # entries that one program of the merge holds
+
+
+class Blocks(NamedTuple):
+    """How the work is cut; changes speed and, within rounding, nothing else."""
+
+    rows: int  # rows of a tile that one program holds, a power of two, at least 16
+    slots: int  # slots that it reads at a time, likewise
+    parts: int  # programs that share what one block of rows attends to
+    warps: int
+    stages: int
+
+
+def default_blocks(B: int, T: int, N: int, K: int, S: int, H: int, dtype) -> Blocks:
+    """What was measured on this GPU, or what docs/kernels.md derives."""
+    if measured := device.tuned("tree_attention", tuned_key(B, T, N, K, S, H, dtype)):
+        return Blocks(**measured)
+    _, cores = device.gpu()
+    rows = min(padded(T * N // K), 128)
+    slots = 64
+    if dtype == jnp.float32:  # ordinary units and twice the registers
+        rows, slots = min(rows, 32), 32
+    warps = 8 if rows == 128 else 4
+    row_blocks = pl.cdiv(T * N // K, rows)
+    places = cores * (1 if rows == 128 else 2)
+    most = min(MOST_PARTS, pl.cdiv(T, slots) + pl.cdiv(S, slots))
+    parts = device.even_parts(B * K * row_blocks, places, most)
+    return Blocks(rows=rows, slots=slots, parts=parts, warps=warps, stages=3 if rows <= 32 else 2)
+
+
+def tree_attention(
+    q, k_cache, v_cache, length, k_new, v_new, tree_mask, *, blocks=None, interpret=False
+):
+    """Arguments and result as in `api.tree_attention`."""
+    B, T, N, H = q.shape
+    check_supported(q.dtype, H)
+    mask = jnp.broadcast_to(tree_mask, (B, T, T)).astype(jnp.int8)
+    attention = _on_each_device(N // k_cache.shape[1], blocks, interpret)
+    return attention(q, k_cache, v_cache, length, k_new, v_new, mask)
+
+
+@functools.cache
+def _on_each_device(group: int, blocks, interpret: bool):
+    split = on_each_device(
+        "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u -> b t (k g) h", g=group
+    )
+    return jax.jit(split(functools.partial(_attention, blocks=blocks, interpret=interpret)))
+
+
+def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *, blocks, interpret):
+    (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
+    blocks = blocks or default_blocks(B, T, N, K, S, H, q.dtype)
+    length = jnp.minimum(length.astype(jnp.int32), S)
+    rows = pl.cdiv(T * (N // K), blocks.rows) * blocks.rows
+    attend = functools.partial(_attend, blocks=blocks)
+    parts = launch(
+        attend,
+        length, q, k_cache, v_cache, k_new, v_new, mask,
+        grid=(rows // blocks.rows, blocks.parts, B * K),
+        outputs=[
+            ((blocks.parts, B, K, rows, H), jnp.float32),
+            ((blocks.parts, B, K, rows), jnp.float32),
+            ((blocks.parts, B, K, rows), jnp.float32),
+        ],
+        warps=blocks.warps, stages=blocks.stages, name="tsjax_tree_attention",
+        interpret=interpret,
+    )  # fmt: skip
+    columns = min(padded(H), max(16, MERGE_SIZE // padded(blocks.parts)))
+    merge = functools.partial(_merge, fresh=T, blocks=blocks, columns=columns)
+    (out,) = launch(
+        merge,
+        length, *parts,
+        grid=(T * N // K, pl.cdiv(H, columns), B * K),
+        outputs=[((B, T, N, H), q.dtype)],
+        warps=4, stages=1, name="tsjax_tree_attention_merge",
+        interpret=interpret,
+    )  # fmt: skip
+    return out
+
+
+def _share(length, fresh: int, blocks: Blocks):
+    """Blocks of fresh rows, all blocks, and how many of them each part takes."""
+    fresh_blocks = pl.cdiv(fresh, blocks.slots)
+    all_blocks = fresh_blocks + lax.div(length + (blocks.slots - 1), blocks.slots)
+    return fresh_blocks, all_blocks, lax.div(all_blocks + (blocks.parts - 1), blocks.parts)
+
+
+def _attend(
+    # inputs
+    length_ref,  # [B]
+    q_ref,  # [B, T, N, H]
+    k_cache_ref, v_cache_ref,  # [B, K, S, H]
+    k_new_ref, v_new_ref,  # [B, T, K, H]
+    mask_ref,  # [B, T, T]
+    # outputs
+    out_ref,  # [parts, B, K, rows, H]
+    peak_ref, total_ref,  # [parts, B, K, rows]
+    *,
+    blocks: Blocks,
+):  # fmt: skip
+    _, T, N, H = q_ref.shape
+    K = k_cache_ref.shape[1]
+    G = N // K
+    part = pl.program_id(1)
+    b, head = lax.div(pl.program_id(2), K), lax.rem(pl.program_id(2), K)
+    length = length_ref[b]
+    fresh_blocks, all_blocks, share = _share(length, T, blocks)
+    first = jnp.minimum(part * share, all_blocks)
+    last = jnp.minimum(first + share, all_blocks)
+
+    rows = steps(blocks.rows, pl.program_id(0) * blocks.rows)
+    row_of_q, is_row = lax.div(rows, G), rows < T * G
+    columns = steps(padded(H))[None, :]
+    is_column = columns < H
+    q_index = b, row_of_q[:, None], (head * G + lax.rem(rows, G))[:, None], columns
+    q = load(q_ref, q_index, is_row[:, None] & is_column)
+    scale = H**-0.5 * math.log2(math.e)  # powers of two are what the chip computes
+
+    def attend(k, v, visible, carry):
+        """Adds some slots, of which each row sees those that are `visible`."""
+        out, peak, total = carry
+        scores = jnp.where(visible, dot(q, k, transpose_b=True) * scale, MASKED)
+        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+        shrink = jnp.exp2(peak - new_peak)
+        weights = jnp.where(visible, jnp.exp2(scores - new_peak[:, None]), 0.0)
+        total = total * shrink + jnp.sum(weights, axis=1)
+        return out * shrink[:, None] + dot(weights.astype(v.dtype), v), new_peak, total
+
+    def attend_fresh(index, carry):
+        other = steps(blocks.slots, index * blocks.slots)
+        exists = other < T
+        at = b, other[:, None], head, columns
+        inside = exists[:, None] & is_column
+        k, v = load(k_new_ref, at, inside), load(v_new_ref, at, inside)
+        sees = b, row_of_q[:, None], other[None, :]
+        visible = load(mask_ref, sees, is_row[:, None] & exists[None, :]) != 0
+        return attend(k, v, visible, carry)
+
+    def attend_cache(index, carry):
+        slots = steps(blocks.slots, (index - fresh_blocks) * blocks.slots)
+        committed = slots < length
+        at = b, head, slots[:, None], columns
+        inside = committed[:, None] & is_column
+        k, v = load(k_cache_ref, at, inside), load(v_cache_ref, at, inside)
+        return attend(k, v, committed[None, :], carry)
+
+    nothing = (
+        jnp.zeros((blocks.rows, padded(H)), jnp.float32),
+        jnp.full((blocks.rows,), MASKED, jnp.float32),
+        jnp.zeros((blocks.rows,), jnp.float32),
+    )
+    carry = lax.fori_loop(first, jnp.minimum(last, fresh_blocks), attend_fresh, nothing)
+    out, peak, total = lax.fori_loop(jnp.maximum(first, fresh_blocks), last, attend_cache, carry)
+    worked = first < last
+    store(out_ref, (part, b, head, rows[:, None], columns), out, worked & is_column)
+    store(peak_ref, (part, b, head, rows), peak, worked)
+    store(total_ref, (part, b, head, rows), total, worked)
+
+
+def _merge(
+    # inputs
+    length_ref,  # [B]
+    out_ref,  # [parts, B, K, rows, H]
+    peak_ref, total_ref,  # [parts, B, K, rows]
+    # outputs
+    merged_ref,  # [B, T, N, H]
+    *,
+    fresh: int,
+    blocks: Blocks,
+    columns: int,
+):  # fmt: skip
+    H, K, N = merged_ref.shape[3], out_ref.shape[2], merged_ref.shape[2]
+    G = N // K
+    row = pl.program_id(0)
+    b, head = lax.div(pl.program_id(2), K), lax.rem(pl.program_id(2), K)
+    _, all_blocks, share = _share(length_ref[b], fresh, blocks)
+
+    parts = steps(padded(blocks.parts))
+    worked = (parts < blocks.parts) & (parts * share < all_blocks)
+    column = steps(columns, pl.program_id(1) * columns)
+    peak = load(peak_ref, (parts, b, head, row), worked, MASKED)
+    total = load(total_ref, (parts, b, head, row), worked)
+    at = parts[:, None], b, head, row, column[None, :]
+    out = load(out_ref, at, worked[:, None] & (column < H)[None, :])
+    weight = jnp.exp2(peak - jnp.max(peak))
+    merged = jnp.sum(out * weight[:, None], axis=0) / jnp.sum(total * weight)
+    place = b, lax.div(row, G), head * G + lax.rem(row, G), column
+    store(merged_ref, place, merged.astype(merged_ref.dtype), column < H)
