@@ -63,13 +63,17 @@ def _first(implementations: Sequence[Implementation]) -> Callable:
     return call
 
 
-def on_each_device(rule: str, **sizes: int) -> Callable:
+def on_each_device(rule: str, *, group: int) -> Callable:
     """A decorator for a kernel: XLA cannot look into one, so it is told here how to split it.
 
     `rule` names the dimensions of the operands and of the one result, in the notation of Shardy:
     those called b and k (batch rows and kv heads) are split as those of the operand that begins
-    with both, everything else is whole on every device. `sizes` are factors such as g in (k g).
+    with both, everything else is whole on every device. (k g) are query heads, `group` of them
+    for each kv head.
     """
+    sizes = {"g": group}
+    if group == 1:  # a factor of 1 may not be part of a product
+        rule, sizes = rule.replace("(k g)", "k"), {}
     operands, result = (
         [[part.split()[0].strip("()") for part in _dimensions(array)] for array in side.split(",")]
         for side in rule.split("->")

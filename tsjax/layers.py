@@ -23,16 +23,27 @@ def accumulation_dtype(dtype) -> jnp.dtype:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-def linear(x, weight, bias=None, *, contract: int = 1, out_dtype=None):
-    """x [..., *I] @ weight [*I, *O] + bias [*O], where I are the last `contract` axes of x."""
-    axes = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
+def linear(x, weight, bias=None, *, contract: int = 1, transposed=False, out_dtype=None):
+    """x [..., *I] @ weight [*I, *O] + bias [*O], where I are the last `contract` axes of x.
+
+    A `transposed` weight is [*O, *I].
+    """
+    lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
+    outer = weight.shape[: weight.ndim - contract] if transposed else weight.shape[contract:]
+    rows = x.reshape(*lead, math.prod(inner))
+    sides = (outer, inner) if transposed else (inner, outer)
+    matrix = weight.reshape(*map(math.prod, sides))
+    # XLA sees no further than this product: for GPUs it would otherwise keep transposed copies of
+    # weights with several output axes, and in each step join those that share an input.
+    rows, matrix = lax.optimization_barrier((rows, matrix))
     y = lax.dot_general(
-        x,
-        weight,
-        (axes, ((), ())),
+        rows,
+        matrix,
+        (((len(lead),), (int(transposed),)), ((), ())),
         precision=lax.Precision.HIGHEST,
         preferred_element_type=accumulation_dtype(x.dtype),
     )
+    y = y.reshape(*lead, *outer)
     if bias is not None:
         y = y + bias.astype(y.dtype)
     return y.astype(out_dtype or x.dtype)

@@ -15,6 +15,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tsjax.config import ModelConfig
 from tsjax.layers import (
@@ -127,7 +128,7 @@ def forward(weights: ModelWeights, tokens, *, positions, attend: Attend, cfg: Mo
       hidden [B, T, D] before the final norm, and the fresh keys and values, each a tuple of one
       [B, T, K, H] array per layer.
     """
-    x = weights.embed[tokens]
+    x = _look_up(weights.embed, tokens)
     cos, sin = rotary_angles(positions, cfg.rope, cfg.head_dim, cfg.dtype)
     keys, values = [], []
     for index, layer in enumerate(weights.layers):
@@ -158,6 +159,18 @@ def forward(weights: ModelWeights, tokens, *, positions, attend: Attend, cfg: Mo
     return x, tuple(keys), tuple(values)
 
 
+def _look_up(table, tokens):
+    """table[tokens], also where the table's rows lie on several devices.
+
+    XLA turns a look-up of one row into a slice, and to slice a split table each device would fetch
+    all of it. Two rows stay a look-up.
+    """
+    if tokens.size > 1:
+        return table[tokens]
+    twice = jnp.concatenate([tokens, tokens], axis=1)
+    return lax.optimization_barrier(table[twice])[:, :1]
+
+
 def final_norm(weights: ModelWeights, hidden, *, cfg: ModelConfig):
     """What the unembedding takes, from the last layer's output."""
     return rms_norm(hidden, weights.final_norm, cfg.norm_eps)
@@ -169,4 +182,4 @@ def unembed(weights: ModelWeights, normed, *, cfg: ModelConfig):
         out_dtype = accumulation_dtype(cfg.dtype)
         if weights.unembed is not None:
             return linear(normed, weights.unembed, out_dtype=out_dtype)
-        return linear(normed, jnp.swapaxes(weights.embed, 0, 1), out_dtype=out_dtype)
+        return linear(normed, weights.embed, transposed=True, out_dtype=out_dtype)

@@ -62,7 +62,7 @@ def cache_scores(q, k_cache, length, *, mode: str, blocks=None, interpret=False)
 @functools.cache
 def _on_each_device(mode: str, group: int, blocks, interpret: bool):
     scores = dict(dot=_dot_scores, softmax=_softmax_scores)[mode]
-    split = on_each_device("b (k g) h, b k s h, b -> b k s", g=group)
+    split = on_each_device("b (k g) h, b k s h, b -> b k s", group=group)
     return jax.jit(split(functools.partial(scores, blocks=blocks, interpret=interpret)))
 
 

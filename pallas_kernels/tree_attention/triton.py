@@ -44,16 +44,16 @@ def default_blocks(B: int, T: int, N: int, K: int, S: int, H: int, dtype) -> Blo
     if measured := device.tuned("tree_attention", tuned_key(B, T, N, K, S, H, dtype)):
         return Blocks(**measured)
     _, cores = device.gpu()
-    rows = min(padded(T * N // K), 128)
-    slots = 64
-    if dtype == jnp.float32:  # ordinary units and twice the registers
-        rows, slots = min(rows, 32), 32
+    rows, slots = min(padded(T * N // K), 128), 64
+    if dtype == jnp.float32:  # not for the matrix units, so the tiles live in registers
+        rows, slots = min(rows, 32), 16
     warps = 8 if rows == 128 else 4
+    stages = 3 if rows <= 32 and slots == 64 else 2
     row_blocks = pl.cdiv(T * N // K, rows)
     places = cores * (1 if rows == 128 else 2)
     most = min(MOST_PARTS, pl.cdiv(T, slots) + pl.cdiv(S, slots))
     parts = device.even_parts(B * K * row_blocks, places, most)
-    return Blocks(rows=rows, slots=slots, parts=parts, warps=warps, stages=3 if rows <= 32 else 2)
+    return Blocks(rows=rows, slots=slots, parts=parts, warps=warps, stages=stages)
 
 
 def tree_attention(
@@ -70,7 +70,7 @@ def tree_attention(
 @functools.cache
 def _on_each_device(group: int, blocks, interpret: bool):
     split = on_each_device(
-        "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u -> b t (k g) h", g=group
+        "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u -> b t (k g) h", group=group
     )
     return jax.jit(split(functools.partial(_attention, blocks=blocks, interpret=interpret)))
 
@@ -79,6 +79,9 @@ def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *, blocks, inter
     (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
     blocks = blocks or default_blocks(B, T, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
+    mask = jnp.pad(
+        mask, ((0, 0), (0, 0), (0, -T % blocks.slots))
+    )  # rows begin where wide loads can
     rows = pl.cdiv(T * (N // K), blocks.rows) * blocks.rows
     attend = functools.partial(_attend, blocks=blocks)
     parts = launch(
@@ -119,7 +122,7 @@ def _attend(
     q_ref,  # [B, T, N, H]
     k_cache_ref, v_cache_ref,  # [B, K, S, H]
     k_new_ref, v_new_ref,  # [B, T, K, H]
-    mask_ref,  # [B, T, T]
+    mask_ref,  # [B, T, T padded to whole blocks of slots]
     # outputs
     out_ref,  # [parts, B, K, rows, H]
     peak_ref, total_ref,  # [parts, B, K, rows]
@@ -161,7 +164,7 @@ def _attend(
         inside = exists[:, None] & is_column
         k, v = load(k_new_ref, at, inside), load(v_new_ref, at, inside)
         sees = b, row_of_q[:, None], other[None, :]
-        visible = load(mask_ref, sees, is_row[:, None] & exists[None, :]) != 0
+        visible = load(mask_ref, sees, is_row[:, None]) != 0
         return attend(k, v, visible, carry)
 
     def attend_cache(index, carry):

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU's compiler makes of each kernel and of whole decode steps, on a machine without one.
+
+    JAX_PLATFORMS=cpu python benchmarks/aot.py --out benchmarks/results/aot
+
+Needs the CUDA plugin (see tests/aot.py). Beside what the compiler says stands what a call has to do:
+bytes read once, operations, and the time that both bound on a chip of the nominal speed. Nothing is
+run on a GPU. One process per case, `--jobs` at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import report
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import aot  # noqa: E402
+
+# Bytes and bfloat16 operations per second, from the makers' data sheets.
+CHIPS = {"a100": (2.039e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
+
+
+def work(case: str, shapes: dict) -> dict:
+    """What one call has to read and compute when the cache is full."""
+    (B, K, S, H), size = shapes["k_cache"][0], 4 if "float32" in case else 2
+    if case.startswith("tree_attention"):
+        _, T, N, _ = shapes["q"][0]
+        cache, operations = 2 * B * K * S * H * size, 4 * B * T * N * S * H
+    else:
+        N, passes = shapes["q_last"][0][1], 2 if " softmax " in case else 1
+        cache, operations = passes * B * K * S * H * size, 2 * passes * B * N * S * H
+        if passes == 1:
+            operations = 2 * B * K * S * H  # the group's queries are added first
+    bounds = {
+        chip: 1e6 * max(cache / bandwidth, operations / peak)
+        for chip, (bandwidth, peak) in CHIPS.items()
+        if "float32" not in case
+    }
+    return {"cache_bytes": cache, "operations": operations, "bound_us": bounds}
+
+
+def compile_case(case: str, target: str) -> dict:
+    command = [sys.executable, "-W", "ignore", aot.__file__, case, target]
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RuntimeError(f"{case} for {target}: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    report.add_out(parser)
+    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
+    parser.add_argument("--only", default="", help="cases with this in their name")
+    options = parser.parse_args()
+
+    kernels = {name: shapes for name, (_, shapes) in aot.kernel_cases().items()}
+    wanted = [(case, target) for case in kernels for target in ("a100", "h100")]
+    wanted += [(case, "a100") for case in aot.STEPS]
+    wanted = [(case, target) for case, target in wanted if options.only in case]
+    cases: dict[str, dict] = {}
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (case, target), found in zip(
+            wanted, pool.map(lambda pair: compile_case(*pair), wanted), strict=True
+        ):
+            entry = cases.setdefault(case, work(case, kernels[case]) if case in kernels else {})
+            entry[target] = {k: v for k, v in found.items() if k not in ("case", "target")}
+            for kernel in found["kernels"]:
+                print(
+                    f"{case:38} {target} {kernel['name'].removeprefix('tsjax_'):26} "
+                    f"{kernel['registers']:4} registers {kernel['spilled_bytes']:5} spilled "
+                    f"{kernel['shared_bytes'] or 0:7} B shared",
+                    flush=True,
+                )
+            if case in aot.STEPS:
+                print(f"{case:38} {target} temp {found['temp_bytes'] / 1e6:,.0f} MB", flush=True)
+    report.write({"cases": cases, "chips": CHIPS}, options.out, "aot")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

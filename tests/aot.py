@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles one case for a GPU that is not there, and prints what the compiler made of it.
+
+    JAX_PLATFORMS=cpu python tests/aot.py CASE TARGET
+
+One process per case: a bad kernel can abort the whole process. Needs the plugin of jax[cuda], not
+the CUDA libraries, and `ptxas`:
+
+    pip install --no-deps jax-cuda12-plugin==$JAX jax-cuda12-pjrt==$JAX nvidia-cuda-nvcc-cu12
+
+The last line is one JSON object: memory of the program, copies of cache buffers in it, and for each
+kernel of this project registers, spilled bytes, shared memory and instructions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class Step(NamedTuple):
+    """A chunk of decode steps of a model with `capacity` slots over `devices`."""
+
+    model: str
+    devices: int = 1
+    method: str = "tokenswift"
+    capacity: int = 106_496
+
+
+STEPS = {
+    "step llama3.1-8b plain": Step("llama3.1-8b", method="autoregressive"),
+    "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
+    "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
+    "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
+    "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", 2, "autoregressive"),
+    "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", 2),
+}
+
+
+def kernel_cases() -> dict:
+    """Case name -> (function of the public API, shapes and types of its arguments)."""
+    import functools
+
+    from pallas_kernels.cache_scores import specs as scores
+    from pallas_kernels.cache_scores.api import cache_scores
+    from pallas_kernels.tree_attention import specs as attention
+    from pallas_kernels.tree_attention.api import tree_attention
+
+    cases = {}
+    for name, spec in attention.SPECS.items():
+        run = functools.partial(tree_attention, implementation="triton")
+        cases[f"tree_attention {name}"] = run, spec.shapes()
+    for name, spec in scores.SPECS.items():
+        for mode in ("dot", "softmax"):
+            run = functools.partial(cache_scores, mode=mode, implementation="triton")
+            cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
+    return cases
+
+
+def lower_kernel(case: str, target: str):
+    import gpu_targets
+    import jax
+    import jax.numpy as jnp
+
+    run, shapes = kernel_cases()[case]
+    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+        for name, (shape, dtype) in shapes.items()
+    }
+    with gpu_targets.abstract_gpu(target):
+        return jax.jit(run).trace(**arrays).lower(lowering_platforms=("cuda",))
+
+
+def lower_step(step: Step, target: str):
+    """The program that `tsjax.generate` runs, from shapes alone."""
+    import gpu_targets
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    import tsjax
+    from tsjax.cache import CACHE_AXES, DraftCache, KVCache
+    from tsjax.decoding import init_state, programs
+    from tsjax.methods import DecodeConfig, resolve_method
+    from tsjax.sharding import named_sharding, usable_mesh
+    from tsjax.state import declare_params, is_spec
+
+    config = tsjax.model_preset(step.model)
+    method = resolve_method(step.method)
+    if step.method == "tokenswift":
+        import dataclasses
+
+        config = dataclasses.replace(config, num_draft_heads=3)
+        method = tsjax.preset(step.model).method if step.model in PAPER else method
+    cfg = DecodeConfig(config, method)
+    devices = np.asarray(gpu_targets.devices(target, step.devices)[: step.devices])
+    mesh = usable_mesh(Mesh(devices, ("model",)))
+
+    def aval(x, axes):
+        sharding = named_sharding(x.shape, axes, mesh)
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=sharding)
+
+    params = jax.tree.map(lambda p: aval(p, p.axes), declare_params(config), is_leaf=is_spec)
+    state = jax.eval_shape(
+        lambda: init_state(
+            jnp.zeros((1, 4096), jnp.int32),
+            jnp.array([4096]),
+            cfg=cfg,
+            capacity=step.capacity,
+            max_length=jnp.array([step.capacity]),
+        )
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(x):
+        if isinstance(x, KVCache | DraftCache):
+            rest = jax.tree.map(place, x.replace(k=(), v=()))
+            buffers = {name: tuple(aval(b, CACHE_AXES) for b in getattr(x, name)) for name in "kv"}
+            return rest.replace(**buffers)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
+
+    state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, KVCache | DraftCache))
+    steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
+    decode = programs("gpu", config.dtype).decode
+    with gpu_targets.abstract_gpu(target):
+        lowered = decode.trace(params, state, steps, cfg=cfg).lower(lowering_platforms=("cuda",))
+    local = state.kv.k[0].sharding.shard_shape(state.kv.k[0].shape)
+    return lowered, local
+
+
+PAPER = ("llama3.1-8b", "qwen2.5-14b")
+
+
+def figures(case: str, target: str, dump: Path) -> dict:
+    """Compiles the case; XLA's dumps land in `dump`."""
+    start = time.perf_counter()
+    found: dict = {"case": case, "target": target}
+    if case in STEPS:
+        lowered, cache = lower_step(STEPS[case], target)
+    else:
+        lowered, cache = lower_kernel(case, target), None
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    found.update(
+        argument_bytes=memory.argument_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
+        seconds=round(time.perf_counter() - start, 1),
+    )
+    if cache:
+        text = compiled.as_text()
+        shape = re.escape(f"bf16[{','.join(map(str, cache))}]")
+        found["cache_bytes"] = 2 * 2 * cache[1] * cache[2] * cache[3]  # of one layer
+        found["cache_copies"] = len(re.findall(rf"= {shape}\S* copy\(", text))
+        found["kernels_called"] = sorted(set(re.findall(r"tsjax_\w+", text)))
+    found["kernels"] = kernels(dump)
+    return found
+
+
+def kernels(dump: Path) -> list[dict]:
+    """What ptxas and the PTX say about each of this project's kernels."""
+    shared: dict[str, int] = {}
+    for file in dump.glob("*thunk_sequence.txt"):
+        lines = re.findall(r"\] (\S+) grid: .*shared_memory: (\d+) bytes", file.read_text())
+        shared.update((name, int(size)) for name, size in lines)
+    found = []
+    for file in sorted(dump.glob("*.ptx")):
+        text = file.read_text()
+        for name in re.findall(r"\.visible \.entry (\w*tsjax_\w+)", text):
+            (arch,) = re.findall(r"\.target (\w+)", text)
+            ptxas = [find_ptxas(), "-v", f"-arch={arch}", str(file), "-o", str(dump / "cubin")]
+            done = subprocess.run(ptxas, capture_output=True, text=True, check=True)
+            report = done.stdout + done.stderr
+            instructions = [line.strip() for line in text.splitlines()]
+
+            def count(pattern: str, instructions=instructions) -> int:
+                return sum(bool(re.search(pattern, line)) for line in instructions)
+
+            found.append(
+                {
+                    "name": name[name.index("tsjax_") :],
+                    "arch": arch,
+                    "registers": max(map(int, re.findall(r"Used (\d+) registers", report))),
+                    "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
+                    "shared_bytes": shared.get(name),
+                    "mma": count(r"mma\.sync"),
+                    "wgmma": count(r"wgmma\.mma_async"),
+                    "wide_loads": count(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v4\.f32|"
+                                        r"ld\.global\S*\.v2\.b64|cp\.async\.c[ag]\S* .*, (0x10|16)"),
+                    "narrow_loads": count(r"ld\.global|cp\.async\.c[ag]"),
+                }
+            )  # fmt: skip
+            found[-1]["narrow_loads"] -= found[-1]["wide_loads"]
+    return found
+
+
+def find_ptxas() -> str:
+    found = shutil.which("ptxas")
+    packaged = sorted(Path(sys.prefix).glob("lib/python3*/site-packages/nvidia/*/bin/ptxas"))
+    if not found and not packaged:
+        raise FileNotFoundError("ptxas: install a CUDA toolkit, or nvidia-cuda-nvcc-cu12 by pip")
+    return found or str(packaged[0])
+
+
+def main(argv: list[str]) -> int:
+    if argv == ["--list"]:
+        print("\n".join([*kernel_cases(), *STEPS]))
+        return 0
+    case, target = argv
+    # From jax 0.11 on, PTX is dumped only for emitters that are named.
+    from importlib import metadata
+
+    emitters = "" if metadata.version("jax").startswith("0.10.") else " --xla_dump_emitter_re=.*"
+    with tempfile.TemporaryDirectory() as dump:
+        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump}{emitters}"
+        print(json.dumps(figures(case, target, Path(dump))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT)]
+    sys.exit(main(sys.argv[1:]))

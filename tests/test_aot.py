@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the GPU's compiler makes of the kernels and of whole decode steps, without a GPU.
+
+`pytest -m aot`, with JAX_PLATFORMS=cpu and the CUDA plugin installed (see tests/aot.py). Nothing is
+run: numbers and speed are not covered, registers, memory and copies are.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import aot
+import pytest
+
+pytestmark = pytest.mark.aot
+
+SHARED_LIMIT = {"a100": 163 * 1024, "h100": 227 * 1024}  # of one program, on chip
+MEMORY = {"a100": 80e9}  # an A100-80GB has somewhat more
+MATRIX = {"tsjax_tree_attention", "tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"}
+
+
+def compile_case(case: str, target: str) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", aot.__file__, case, target],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    assert done.returncode == 0, f"{case} for {target}: {done.stderr[-3000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def base_name(kernel: dict) -> str:
+    return re.sub(r"__\d+$", "", kernel["name"])
+
+
+def check_kernels(found: dict, target: str, dtype: str) -> None:
+    assert found["kernels"]
+    for kernel in found["kernels"]:
+        assert kernel["spilled_bytes"] == 0, kernel
+        assert kernel["registers"] <= 255, kernel
+        assert kernel["shared_bytes"] <= SHARED_LIMIT[target], kernel
+        if base_name(kernel) == "tsjax_tree_attention_merge":
+            continue  # reads a few short rows of float32
+        assert kernel["wide_loads"] > kernel["narrow_loads"], kernel
+        uses_matrix_units = bool(kernel["mma"] or kernel["wgmma"])
+        assert uses_matrix_units == (base_name(kernel) in MATRIX and dtype != "float32"), kernel
+
+
+@pytest.mark.parametrize("target", ["a100", "h100"])
+@pytest.mark.parametrize("case", list(aot.kernel_cases()))
+def test_kernel(case, target):
+    found = compile_case(case, target)
+    _, shapes = aot.kernel_cases()[case]
+    (dtype,) = {dtype for name, (_, dtype) in shapes.items() if name.startswith("q")}
+    check_kernels(found, target, dtype)
+    names = {base_name(kernel) for kernel in found["kernels"]}
+    if case.startswith("tree_attention"):
+        assert names == {"tsjax_tree_attention", "tsjax_tree_attention_merge"}
+        rows = shapes["q"][0][1] * shapes["q"][0][2] // shapes["k_cache"][0][1]
+        if target == "h100" and dtype != "float32" and rows >= 64:
+            # The matrix units of Hopper take tiles of 64 rows; smaller ones use those of Ampere.
+            assert all(k["wgmma"] for k in found["kernels"] if k["mma"] or k["wgmma"])
+            assert any(k["wgmma"] for k in found["kernels"])
+    elif case.startswith("cache_scores dot"):
+        assert names == {"tsjax_cache_scores"}
+    else:
+        assert names == {"tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"}
+
+
+@pytest.mark.parametrize("case", list(aot.STEPS))
+def test_step(case):
+    """The step fits the chip, is done in place, uses the kernels, and copies no cache."""
+    found, step = compile_case(case, "a100"), aot.STEPS[case]
+    used = sum(found[f"{part}_bytes"] for part in ("argument", "temp", "output"))
+    assert used - found["alias_bytes"] < MEMORY["a100"]
+    assert found["alias_bytes"] > 0.99 * found["output_bytes"]
+    assert found["cache_copies"] == 0
+    assert found["temp_bytes"] < found["cache_bytes"] * 2  # less than the cache of two layers
+    wanted = {"tsjax_tree_attention", "tsjax_tree_attention_merge"}
+    if step.method == "tokenswift":
+        wanted.add("tsjax_cache_scores")
+    assert {base_name({"name": name}) for name in found["kernels_called"]} == wanted
+    check_kernels(found, "a100", "bfloat16")
