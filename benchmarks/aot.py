@@ -3,9 +3,9 @@
 
     JAX_PLATFORMS=cpu python benchmarks/aot.py --out benchmarks/results/aot
 
-Needs the CUDA plugin (see tests/aot.py). Beside what the compiler says stands what a call has to do:
-bytes read once, operations, and the time that both bound on a chip of the nominal speed. Nothing is
-run on a GPU. One process per case, `--jobs` at a time.
+Needs the CUDA plugin (see tests/aot.py). Beside what the compiler says stands what a call has to
+do: bytes read once, operations, and the time that both bound on a chip of the nominal speed.
+Nothing is run on a GPU. One process per case, `--jobs` at a time.
 """
 
 from __future__ import annotations

@@ -139,10 +139,80 @@ def exactness() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
+def compiled() -> dict:
+    return json.loads((RESULTS.parent / "aot" / "aot.json").read_text())
+
+
+def paper() -> str:
+    lines = [
+        "| call | read | operations | A100 | H100 | H200 | operations per byte |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, case in compiled()["cases"].items():
+        if not case.get("bound_us"):
+            continue
+        read, operations = case["cache_bytes"], case["operations"]
+        times = " | ".join(f"{case['bound_us'][chip]:.0f} us" for chip in ("a100", "h100", "h200"))
+        lines.append(
+            f"| {name} | {read / 1e6:.0f} MB | {operations / 1e9:.1f} G | {times} "
+            f"| {operations / read:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def registers() -> str:
+    lines = [
+        "| call | kernel | A100: registers, shared memory | H100 | instructions |",
+        "|---|---|---|---|---|",
+    ]
+    document = compiled()
+    spilled = 0
+    for name, case in document["cases"].items():
+        if "bound_us" not in case:
+            continue
+        for kernel in case["a100"]["kernels"]:
+            (other,) = [k for k in case["h100"]["kernels"] if k["name"] == kernel["name"]]
+            spilled += kernel["spilled_bytes"] + other["spilled_bytes"]
+            if kernel["name"].endswith("_merge"):
+                continue
+            cells = [
+                f"{k['registers']}, {k['shared_bytes'] / 1024:.0f} KiB" for k in (kernel, other)
+            ]
+            used = ["wgmma" if k["wgmma"] else "mma" if k["mma"] else "" for k in (kernel, other)]
+            short = kernel["name"].removeprefix("tsjax_")
+            lines.append(
+                f"| {name} | {short} | {' | '.join(cells)} "
+                f"| {' / '.join(used) if any(used) else ''} |"
+            )
+    note = f"Spilled bytes in all of them together: {spilled}. Made by "
+    return "\n".join([*lines, "", note + source(document) + "."])
+
+
+def steps() -> str:
+    lines = [
+        "| step | weights, cache and state | temporary | copies of a cache | compiled in |",
+        "|---|---|---|---|---|",
+    ]
+    for name, case in compiled()["cases"].items():
+        if "bound_us" in case:
+            continue
+        found = case["a100"]
+        each = ", each device" if "devices" in name else ""
+        lines.append(
+            f"| {name.removeprefix('step ')} | {found['argument_bytes'] / 1e9:.1f} GB{each} "
+            f"| {found['temp_bytes'] / 1e6:,.0f} MB | {found['cache_copies']} "
+            f"| {found['seconds']:.0f} s |"
+        )
+    return "\n".join([*lines, "", "Made by the same command."])
+
+
 SECTIONS = {
     ("README.md", "measured"): measured,
     ("README.md", "tokens-per-step"): tokens_per_step,
     ("docs/exactness.md", "exactness"): exactness,
+    ("docs/kernels.md", "paper"): paper,
+    ("docs/kernels.md", "compiled"): registers,
+    ("docs/kernels.md", "steps"): steps,
 }
 
 

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every benchmark shares: the facts beside the figures, and where they are written."""
+"""What every benchmark shares: the facts beside the figures, and where they are written.
+
+The commands for a GPU share more: a time budget, a file that is written again after every case,
+programs compiled side by side, and the bandwidth of a copy. They may run from a copy of the
+checkout without its history: the variable TSJAX_COMMIT then names the commit.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -12,9 +19,16 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent import futures
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGAN = time.monotonic()
+NOMINAL = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}  # bytes per second by data sheet
 
 PACKAGES = (
     "tsjax",
@@ -66,8 +80,9 @@ def _commit() -> str | None:
         commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True)
         changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
     except OSError:
-        return None
-    return (commit.stdout.decode().strip() + "+" * bool(changed.stdout.strip())) or None
+        return os.environ.get("TSJAX_COMMIT")
+    name = commit.stdout.decode().strip() + "+" * bool(changed.stdout.strip())
+    return name or os.environ.get("TSJAX_COMMIT")
 
 
 def _cpu_name() -> str:
@@ -84,12 +99,130 @@ def summary(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def save(document: dict[str, Any], out: Path | None, name: str) -> Path | None:
+    """The document as it stands, in `out`; a run that is killed leaves the last one whole."""
+    if out is None:
+        return None
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"{name}.json"
+    fresh = path.with_suffix(".part")
+    fresh.write_text(json.dumps(document, indent=1) + "\n")
+    fresh.replace(path)
+    return path
+
+
 def write(document: dict[str, Any], out: Path | None, name: str) -> None:
     """One JSON document as the last line on stdout, and as a file in `out`."""
     document = {**facts(), **document}
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        path = out / f"{name}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+    if path := save(document, out, name):
         print(f"written: {path}", file=sys.stderr)
     print(json.dumps(document))
+
+
+def first_line(error: BaseException | str) -> str:
+    """What went wrong, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else ""
+    if isinstance(error, BaseException):
+        text = f"{type(error).__name__}: {text}"
+    return text[:300]
+
+
+class Budget:
+    """Minutes since the start of the process after which no new case begins."""
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic, began=BEGAN):
+        self.minutes, self._clock, self._began = minutes, clock, began
+
+    @property
+    def used(self) -> float:
+        """Seconds."""
+        return self._clock() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds, at least 0."""
+        return max(0.0, 60 * self.minutes - self.used)
+
+    @property
+    def is_used_up(self) -> bool:
+        return not self.left
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="no case begins when so many have passed"
+    )
+
+
+def attempt_all(tasks: dict[Any, Callable[[], Any]], workers: int, timeout: float | None = None):
+    """What each task returns or raises, the errors as values. They run side by side.
+
+    XLA compiles without Python's lock, so compilations take turns only while they are traced. A
+    task that is not done in time is a TimeoutError; its thread goes on.
+    """
+    pool = futures.ThreadPoolExecutor(workers)
+    submitted = {name: pool.submit(task) for name, task in tasks.items()}
+    futures.wait(submitted.values(), timeout)
+    results = {}
+    for name, future in submitted.items():
+        if future.done():
+            results[name] = future.exception() or future.result()
+        else:
+            results[name] = TimeoutError(f"not done after {timeout:.0f} s")
+            _abandoned.append(name)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return results
+
+
+_abandoned: list = []
+
+
+def leave() -> None:
+    """Ends the process if `attempt_all` has given up threads, which Python would wait for."""
+    if not _abandoned:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def copy_bandwidth(nbytes: int, rounds: int = 7, calls: int = 10) -> float:
+    """Bytes per second, read and written, of copying a large array: the best round."""
+    import jax
+    import jax.numpy as jnp
+
+    copy = jax.jit(lambda x: x ^ 1)  # a plain copy might not be computed at all
+    data = jax.random.bits(jax.random.key(0), (nbytes // 4,), jnp.uint32)
+    copy(data).block_until_ready()
+    best = float("inf")
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        x = data
+        for _ in range(calls):
+            x = copy(x)
+        x.block_until_ready()
+        best = min(best, (time.perf_counter() - begin) / calls)
+    return 2 * data.nbytes / best
+
+
+def nominal_bandwidth(device_kind: str) -> float | None:
+    return next((value for name, value in NOMINAL.items() if name in device_kind), None)
+
+
+def use_configs() -> None:
+    """Makes `tsjax.configs` importable in a checkout that is not installed: see setup.py."""
+    import tsjax
+
+    with contextlib.suppress(ModuleNotFoundError):
+        import tsjax.configs  # noqa: F401
+
+        return
+    folder = ROOT / "configs"
+    spec = importlib.util.spec_from_file_location(
+        "tsjax.configs", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tsjax.configs"] = module
+    spec.loader.exec_module(module)
+    tsjax.configs = module

@@ -67,9 +67,9 @@ def on_each_device(rule: str, *, group: int) -> Callable:
     """A decorator for a kernel: XLA cannot look into one, so it is told here how to split it.
 
     `rule` names the dimensions of the operands and of the one result, in the notation of Shardy:
-    those called b and k (batch rows and kv heads) are split as those of the operand that begins
-    with both, everything else is whole on every device. (k g) are query heads, `group` of them
-    for each kv head.
+    those called b and k (batch rows and kv heads) are split as those of the cache, b k s h;
+    everything else is whole on every device. (k g) are query heads, `group` of them for each kv
+    head.
     """
     sizes = {"g": group}
     if group == 1:  # a factor of 1 may not be part of a product
@@ -81,13 +81,13 @@ def on_each_device(rule: str, *, group: int) -> Callable:
     # In the order of their appearance, as Shardy wants them.
     factors = dict.fromkeys(re.findall(r"\w+", rule))
     whole = tuple(name for name in factors if name not in ("b", "k"))
-    leader = next(index for index, dims in enumerate(operands) if dims[:2] == ["b", "k"])
+    cache = next(i for i, dims in enumerate(operands) if dims == ["b", "k", "s", "h"])
 
     def decorate(kernel: Callable) -> Callable:
         split = custom_partitioning(lambda *arrays: kernel(*arrays))  # takes no partial itself
 
         def partition(mesh, arg_shapes, result_shape):
-            spec = (*arg_shapes[leader].sharding.spec, None, None)
+            spec = (*arg_shapes[cache].sharding.spec, None, None)
             axes = {"b": spec[0], "k": spec[1]}
 
             def sharding(dims):

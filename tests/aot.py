@@ -140,6 +140,8 @@ def lower_step(step: Step, target: str):
     return lowered, local
 
 
+# 16 bytes at a time, to registers or to shared memory.
+WIDE_LOADS = r"ld\.global\S*\.(v4\.[bf]32|v2\.b64)|cp\.async\.c[ag]\S* .*, (0x10|16)"
 PAPER = ("llama3.1-8b", "qwen2.5-14b")
 
 
@@ -165,6 +167,8 @@ def figures(case: str, target: str, dump: Path) -> dict:
         shape = re.escape(f"bf16[{','.join(map(str, cache))}]")
         found["cache_bytes"] = 2 * 2 * cache[1] * cache[2] * cache[3]  # of one layer
         found["cache_copies"] = len(re.findall(rf"= {shape}\S* copy\(", text))
+        gathers = [line for line in text.splitlines() if "all-gather" in line]
+        found["cache_gathers"] = sum(f",{cache[2]},{cache[3]}]" in line for line in gathers)
         found["kernels_called"] = sorted(set(re.findall(r"tsjax_\w+", text)))
     found["kernels"] = kernels(dump)
     return found
@@ -198,11 +202,10 @@ def kernels(dump: Path) -> list[dict]:
                     "shared_bytes": shared.get(name),
                     "mma": count(r"mma\.sync"),
                     "wgmma": count(r"wgmma\.mma_async"),
-                    "wide_loads": count(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v4\.f32|"
-                                        r"ld\.global\S*\.v2\.b64|cp\.async\.c[ag]\S* .*, (0x10|16)"),
+                    "wide_loads": count(WIDE_LOADS),
                     "narrow_loads": count(r"ld\.global|cp\.async\.c[ag]"),
                 }
-            )  # fmt: skip
+            )
             found[-1]["narrow_loads"] -= found[-1]["wide_loads"]
     return found
 

@@ -3,16 +3,21 @@
 
 import os
 
-import hypothesis
 import jax
 import numpy as np
 import pytest
 
+try:
+    import hypothesis
+except ImportError:  # a GPU machine needs it for nothing: pytest -m gpu tests/test_on_gpu.py
+    hypothesis = None
+
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
 
-hypothesis.settings.register_profile("tsjax", deadline=None, derandomize="CI" in os.environ)
-hypothesis.settings.load_profile("tsjax")
+if hypothesis is not None:
+    hypothesis.settings.register_profile("tsjax", deadline=None, derandomize="CI" in os.environ)
+    hypothesis.settings.load_profile("tsjax")
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pallas_kernels.cache_scores against float64 NumPy, and the draft cache against its rule.
+"""The draft cache against its rule.
 
 The values in the cache say which layer, row, head and position they belong to, so a test can read
 what the draft cache holds. Keys and queries are small integers that rank all positions differently
@@ -16,114 +16,10 @@ import numpy as np
 import pytest
 from helpers import tiny_config
 
-from pallas_kernels import cache_scores
-from pallas_kernels.cache_scores import reference, xla
 from tsjax import cache
 from tsjax.cache import KVCache, init_cache, init_draft_cache, refresh_draft_cache
 
-# --- cache_scores ----------------------------------------------------------------------------
-
-BLOCK = 16
-
-
-def define_scores(q, k_cache, length):
-    q, k_cache = np.asarray(q, np.float64), np.asarray(k_cache, np.float64)
-    scores = np.full(k_cache.shape[:3], -np.inf)
-    for b, head in np.ndindex(q.shape[:2]):
-        for slot in range(length[b]):
-            scores[b, head, slot] = q[b, head] @ k_cache[b, head, slot]
-    return scores
-
-
-def make_inputs(rng, *, B=2, K=2, S=40, H=8, length=(40, 11), dtype=jnp.float32):
-    q = jnp.asarray(rng.standard_normal((B, K, H)), dtype)
-    k_cache = jnp.asarray(rng.standard_normal((B, K, S, H)), dtype)
-    return q, k_cache, np.asarray(length, np.int32)
-
-
-def check_scores(score, inputs):
-    """In the type of the scores: products of bfloat16 are exact in float32."""
-    q, k_cache, _ = inputs
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores, expected = np.asarray(score(*inputs)), define_scores(*inputs)
-    assert scores.dtype == wide and scores.shape == k_cache.shape[:3]
-    np.testing.assert_array_equal(np.isneginf(scores), np.isneginf(expected))
-    largest = float(jnp.max(jnp.abs(q)) * jnp.max(jnp.abs(k_cache)))
-    tolerance = float(jnp.finfo(wide).eps) * q.shape[2] * largest
-    np.testing.assert_allclose(scores, expected, rtol=0, atol=tolerance)
-
-
-@pytest.fixture
-def blockwise(monkeypatch):
-    """xla.cache_scores in small blocks, so that a cache of a few dozen slots has several."""
-    monkeypatch.setattr(xla, "BLOCK", BLOCK)
-    return jax.jit(lambda *inputs: xla.cache_scores(*inputs))
-
-
-run_reference = jax.jit(reference.cache_scores)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("capacity", [BLOCK - 1, BLOCK, 2 * BLOCK, 40])
-def test_scores_of_all_lengths(dtype, capacity, blockwise, rng):
-    edges = {0, 1, BLOCK - 1, BLOCK, BLOCK + 1, capacity - 1, capacity}
-    with jax.enable_x64(dtype == "float64"):
-        for n in sorted(edge for edge in edges if edge <= capacity):
-            for length in [(n, n), (n, 0), (1, n)]:
-                inputs = make_inputs(rng, S=capacity, length=length, dtype=dtype)
-                check_scores(blockwise, inputs)
-                check_scores(run_reference, inputs)
-
-
-@pytest.mark.parametrize("S", [1, 1023, 1024, 1025, 2500])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_scores_in_default_blocks(S, dtype, rng):
-    """The public function."""
-    score = jax.jit(cache_scores)
-    for length in [(S, S // 2), (0, S), (1, 0)]:
-        check_scores(score, make_inputs(rng, S=S, length=length, dtype=dtype))
-
-
-@pytest.mark.parametrize("shape", [dict(K=1), dict(K=5, H=80), dict(H=1)])
-def test_scores_of_other_shapes(shape, blockwise, rng):
-    check_scores(blockwise, make_inputs(rng, **shape))
-    check_scores(run_reference, make_inputs(rng, **shape))
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("length", [(0, 5), (16, 40), (17, 1)])
-def test_scores_do_not_read_beyond_the_length(poison, length, blockwise, rng):
-    q, k_cache, length = make_inputs(rng, length=length)
-    beyond = (np.arange(40) >= length[:, None])[:, None, :, None]
-    poisoned = jnp.where(beyond, poison, k_cache)
-    for score in (blockwise, run_reference, jax.jit(cache_scores)):
-        np.testing.assert_array_equal(score(q, poisoned, length), score(q, k_cache, length))
-
-
-@pytest.mark.parametrize(
-    "index, shape",
-    [
-        (0, (2, 2, 7)),
-        (0, (1, 2, 8)),
-        (0, (2, 3, 8)),
-        (1, (2, 2, 8)),
-        (1, (2, 1, 40, 8)),
-        (1, (2, 2, 40, 8, 1)),
-        (2, (1,)),
-        (2, (2, 1)),
-        (2, ()),
-    ],
-)
-def test_wrong_shapes_are_refused_with_the_shapes(index, shape, rng):
-    inputs = list(make_inputs(rng))
-    inputs[index] = jnp.zeros(shape, inputs[index].dtype)
-    with pytest.raises(ValueError, match=r"q must be \[B, K, H\]") as caught:
-        cache_scores(*inputs)
-    for array in inputs:
-        assert str(tuple(array.shape)) in str(caught.value)
-
-
-# --- the draft cache: the rule ---------------------------------------------------------------
+# --- the rule ---------------------------------------------------------------------------------
 
 B, K, S = 3, 2, 96
 M, SINKS, MAX_ROWS = 20, 3, 5
@@ -251,7 +147,7 @@ def run_refreshes(commits, seed=0, block=None, **sizes):
     return choices // (LAYERS * K)
 
 
-# --- the draft cache: refreshes --------------------------------------------------------------
+# --- refreshes --------------------------------------------------------------------------------
 
 # A prompt, and then what steps commit; more than MAX_ROWS at once is a reason to choose again.
 commits_strategy = st.tuples(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_cases import define, make_inputs, tolerance
 
 from pallas_kernels.tree_attention import reference, xla
 from pallas_kernels.tree_attention.api import tree_attention
@@ -21,57 +22,6 @@ BLOCK = 16  # small, so that a cache of a few dozen slots has several
 @functools.partial(jax.jit, static_argnames="block")
 def blockwise(*args, block=BLOCK):
     return xla.tree_attention(*args, block=block)
-
-
-def define(q, k_cache, v_cache, length, k_new, v_new, mask):
-    """One query at a time, over the keys it sees and nothing else."""
-    q, k_cache, v_cache, k_new, v_new = (
-        np.asarray(x, np.float64) for x in (q, k_cache, v_cache, k_new, v_new)
-    )
-    B, T, N, H = q.shape
-    group = N // k_cache.shape[1]
-    mask = np.broadcast_to(mask, (B, T, T))
-    out = np.empty(q.shape)
-    for b, t, n in np.ndindex(B, T, N):
-        head, committed = n // group, slice(0, length[b])
-        keys = np.concatenate([k_cache[b, head, committed], k_new[b, mask[b, t], head]])
-        values = np.concatenate([v_cache[b, head, committed], v_new[b, mask[b, t], head]])
-        scores = keys @ q[b, t, n] / np.sqrt(H)
-        weights = np.exp(scores - scores.max())
-        out[b, t, n] = weights @ values / weights.sum()
-    return out
-
-
-def random_tree(rng, T):
-    """Which row sees which, [T, T]: row 0 is the root, each later row hangs on an earlier one."""
-    mask = np.eye(T, dtype=bool)
-    for row in range(1, T):
-        mask[row] |= mask[rng.integers(0, row)]
-    return mask
-
-
-def make_inputs(rng, *, B=1, S=40, T=3, K=2, G=2, H=8, length=None, dtype=jnp.float32):
-    def normal(*shape):
-        return jnp.asarray(rng.standard_normal(shape), dtype)
-
-    length = np.asarray([S] * B if length is None else length, np.int32)
-    mask = np.stack([random_tree(rng, T) for _ in range(B)])
-    return (
-        2 * normal(B, T, K * G, H),
-        normal(B, K, S, H),
-        normal(B, K, S, H),
-        length,
-        normal(B, T, K, H),
-        normal(B, T, K, H),
-        mask,
-    )
-
-
-def tolerance(inputs, dtype=np.float32):
-    q, k_cache, v_cache, length, _, v_new, _ = inputs
-    summed = q.shape[3] + int(max(length)) + q.shape[1]
-    largest = max(float(jnp.max(jnp.abs(v))) for v in (v_cache, v_new))
-    return 2 * float(jnp.finfo(dtype).eps) * np.sqrt(summed) * largest
 
 
 def check(inputs, block=BLOCK):
@@ -182,7 +132,7 @@ def test_twice_the_same_bits(rng):
 
 # Positions of the arguments, the shape each is given, and what the message must name.
 WRONG_SHAPES = [
-    (0, (1, 3, 32), "q must be"),
+    (0, (1, 3, 32), r"\(q\)"),
     (0, (1, 3, 5, 8), "not a multiple"),
     (0, (1, 3, 4, 16), "k_cache, v_cache, k_new, v_new"),
     (1, (2, 40, 8), "k_cache"),

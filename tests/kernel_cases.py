@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs of the kernels and what they mean: float64 NumPy that shares no code with them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+# --- tree_attention --------------------------------------------------------------------------
+
+
+def define(q, k_cache, v_cache, length, k_new, v_new, mask):
+    """One query at a time, over the keys it sees and nothing else."""
+    q, k_cache, v_cache, k_new, v_new = (
+        np.asarray(x, np.float64) for x in (q, k_cache, v_cache, k_new, v_new)
+    )
+    B, T, N, H = q.shape
+    group = N // k_cache.shape[1]
+    mask = np.broadcast_to(mask, (B, T, T))
+    out = np.empty(q.shape)
+    for b, t, n in np.ndindex(B, T, N):
+        head, committed = n // group, slice(0, length[b])
+        keys = np.concatenate([k_cache[b, head, committed], k_new[b, mask[b, t], head]])
+        values = np.concatenate([v_cache[b, head, committed], v_new[b, mask[b, t], head]])
+        scores = keys @ q[b, t, n] / np.sqrt(H)
+        weights = np.exp(scores - scores.max())
+        out[b, t, n] = weights @ values / weights.sum()
+    return out
+
+
+def random_tree(rng, T):
+    """Which row sees which, [T, T]: row 0 is the root, each later row hangs on an earlier one."""
+    mask = np.eye(T, dtype=bool)
+    for row in range(1, T):
+        mask[row] |= mask[rng.integers(0, row)]
+    return mask
+
+
+def make_inputs(rng, *, B=1, S=40, T=3, K=2, G=2, H=8, length=None, dtype=jnp.float32):
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    length = np.asarray([S] * B if length is None else length, np.int32)
+    mask = np.stack([random_tree(rng, T) for _ in range(B)])
+    return (
+        2 * normal(B, T, K * G, H),
+        normal(B, K, S, H),
+        normal(B, K, S, H),
+        length,
+        normal(B, T, K, H),
+        normal(B, T, K, H),
+        mask,
+    )
+
+
+def tolerance(inputs, dtype=np.float32):
+    """A few roundings of the largest value times the square root of what is summed."""
+    q, k_cache, v_cache, length, _, v_new, _ = inputs
+    summed = q.shape[3] + int(max(length)) + q.shape[1]
+    largest = max(float(jnp.max(jnp.abs(v))) for v in (v_cache, v_new))
+    return 2 * float(jnp.finfo(dtype).eps) * np.sqrt(summed) * largest
+
+
+def relative_error(out, expected):
+    """The largest error over the largest entry."""
+    out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
+    assert out.shape == expected.shape
+    return np.abs(out - expected).max() / np.abs(expected).max()
+
+
+def poison(array, length, value=np.nan):
+    """`value` in the slots of a cache [B, K, S, H] beyond the lengths."""
+    beyond = (np.arange(array.shape[2]) >= np.asarray(length)[:, None])[:, None, :, None]
+    return jnp.where(beyond, value, array).astype(array.dtype)
+
+
+# --- cache_scores ----------------------------------------------------------------------------
+
+
+def make_score_inputs(rng, *, K=2, G=1, S=40, H=8, length=(40, 11), dtype=jnp.float32):
+    B = len(length)
+    q = jnp.asarray(rng.standard_normal((B, K * G, H)), dtype)
+    k_cache = jnp.asarray(rng.standard_normal((B, K, S, H)), dtype)
+    return q, k_cache, np.asarray(length, np.int32)
+
+
+def define_scores(q, k_cache, length, mode):
+    """As `api.cache_scores`; "shares" are the weights before the mean, [B, K, S]."""
+    q, k_cache = np.asarray(q, np.float64), np.asarray(k_cache, np.float64)
+    (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
+    products = np.full((B, N, S), -np.inf)
+    weights = np.zeros((B, N, S))
+    for b, n in np.ndindex(B, N):
+        if length[b]:
+            row = k_cache[b, n * K // N, : length[b]] @ q[b, n]
+            products[b, n, : length[b]] = row
+            row = np.exp((row - row.max()) / np.sqrt(H))
+            weights[b, n, : length[b]] = row / row.sum()
+    if mode == "softmax":
+        return weights.mean(axis=1)
+    return (products if mode == "dot" else weights).reshape(B, K, N // K, S).sum(axis=2)
+
+
+def check_scores(scores, inputs, mode):
+    """In the type of the scores: products of bfloat16 are exact in float32."""
+    q, k_cache, _ = inputs
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores, expected = np.asarray(scores), define_scores(*inputs, mode)
+    assert scores.dtype == wide and scores.shape == expected.shape
+    # The largest product, its error, and what that does to a probability of at most 1.
+    largest = float(jnp.max(jnp.abs(q)) * jnp.max(jnp.abs(k_cache))) * q.shape[2]
+    tolerance = float(jnp.finfo(wide).eps) * largest
+    if mode == "dot":
+        np.testing.assert_array_equal(np.isneginf(scores), np.isneginf(expected))
+        tolerance *= q.shape[1] // k_cache.shape[1]
+    else:
+        np.testing.assert_array_equal(scores == 0, expected == 0)
+        tolerance *= 4 * q.shape[2] ** -0.5
+    np.testing.assert_allclose(scores, expected, rtol=0, atol=tolerance)

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks of a GPU: that they run, what they write, and their arithmetic."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+
+import bench_kernels  # noqa: E402
+import bench_step  # noqa: E402
+import report  # noqa: E402
+
+from pallas_kernels.cache_scores import specs as scores_specs  # noqa: E402
+from pallas_kernels.cache_scores import triton as scores_triton  # noqa: E402
+from pallas_kernels.tree_attention import specs as tree_specs  # noqa: E402
+from pallas_kernels.tree_attention import triton as tree_triton  # noqa: E402
+
+
+def run(script: str, out: Path, *arguments: str, complete: bool = True) -> dict:
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", "--out", str(out)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *arguments], env=environment, capture_output=True, text=True, cwd=out
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert {"commit", "date", "device", "command"} <= set(document)
+    assert {"python", "jax", "numpy"} <= set(document["versions"])
+    assert document["complete"] == complete == (not document["left_out"])
+    assert document["copy_bytes_per_second"] > 0
+    assert not [row for row in document["rows"] if "error" in row]
+    return document
+
+
+def test_kernels_run_on_a_cpu(tmp_path):
+    document = run("bench_kernels.py", tmp_path)
+    assert json.loads((tmp_path / "kernels.json").read_text()) == document
+    names = {(row["op"], row["T"], row["implementation"]) for row in document["rows"]}
+    assert names == {
+        ("decode_attention", 1, "xla"),
+        ("decode_attention", 1, "jax.nn xla"),
+        ("tree_attention", 8, "xla"),
+        ("tree_attention", 8, "jax.nn xla"),
+        ("cache_scores dot", 1, "xla"),
+        ("cache_scores softmax", 1, "xla"),
+    }
+    for row in document["rows"]:
+        assert 0 < row["us"]["min"] <= row["us"]["median"]
+        assert row["gb_per_s"] > 0 and row["share_of_copy"] > 0
+    assert document["bars"] == []  # they are asked of the kernels alone
+
+
+@pytest.mark.slow
+def test_tuning_runs_interpreted(tmp_path):
+    document = run("bench_kernels.py", tmp_path, "--tune")
+    assert [row["op"] for row in document["rows"]] == ["tree_attention", "cache_scores"]
+    table = json.loads((tmp_path / document["file"]).read_text())
+    assert set(table) == {"tree_attention", "cache_scores"}
+    for row in document["rows"]:
+        assert not row["failed"] and len(row["tried"]) >= 2
+        assert row["kept"] == (row["ratio"] <= 1 - bench_kernels.LEAST_GAIN)
+        assert table[row["op"]].get(row["key"]) == (row["best"] if row["kept"] else None)
+
+
+def test_a_step_runs_on_a_cpu(tmp_path):
+    document = run("bench_step.py", tmp_path)
+    assert json.loads((tmp_path / "step-llama3.1-8b.json").read_text()) == document
+    names = {(row["context"], row["pass"], row["rows"]) for row in document["rows"]}
+    assert names == {
+        (context, *name)
+        for context in (128, 256)
+        for name in (
+            ("plain", 1), ("draft", 1), ("tokenswift", 16), ("verify", 1), ("verify", 8),
+        )
+    }  # fmt: skip
+    for row in document["rows"]:
+        assert row["ms"]["min"] > 0 and row["bound_ms"] > 0 and row["over_plain"] > 0
+    assert len(document["bars"]) == 2  # the plain steps; no pass has 64 rows
+
+
+def test_no_case_begins_when_no_time_is_left(tmp_path):
+    document = run("bench_kernels.py", tmp_path, "--minutes", "0", complete=False)
+    assert not document["rows"]
+    assert len(document["left_out"]) == 4  # one of each operation
+
+
+def test_the_bytes_of_a_kernel():
+    gqa = bench_kernels.Case("tree_attention", "GQA", 1024, 8)
+    assert gqa.read_bytes == 2 * 8 * 1024 * 128 * 2
+    assert bench_kernels.Case("decode_attention", "MHA", 1024).read_bytes == 4 * gqa.read_bytes
+    assert bench_kernels.Case("cache_scores dot", "GQA", 1024).read_bytes * 2 == gqa.read_bytes
+
+
+def test_the_bytes_of_a_step():
+    sizes = dict(weights=1000, heads=7, per_token=10, budget=64)
+    assert bench_step.read_bytes("plain", context=128, **sizes) == 1000 + 1280
+    assert bench_step.read_bytes("verify", context=128, **sizes) == 1000 + 1280
+    assert bench_step.read_bytes("draft", context=128, **sizes) == 1000 + 640
+    assert bench_step.read_bytes("draft", context=32, **sizes) == 1000 + 320
+    assert bench_step.read_bytes("tokenswift", context=128, **sizes) == 2280 + 1640 + 7
+
+
+def test_every_case_once_and_the_important_first():
+    found = bench_kernels.cases()
+    assert len(found) == len(set(found)) == 8 * (1 + 5 + 2)  # S and heads; decode, trees, scores
+    long = [case.S >= 32_768 for case in found]
+    assert long == sorted(long, reverse=True)
+    assert {case.heads for case in found[: len(found) // 4]} == {"GQA"}
+    for case in found:
+        names = bench_kernels.implementations(case, is_gpu=True)
+        assert names[:2] == ["triton", "xla"]
+        assert ("torch sdpa" in names) == case.is_attention
+
+
+def test_caches_take_turns_beyond_the_l2_cache():
+    for nbytes in (2**23, 2**28, 2**31):
+        copies = bench_kernels.copies_needed(nbytes, is_gpu=True)
+        assert copies == 1 or (copies - 1) * nbytes < 4 * bench_kernels.L2_BYTES
+        assert copies * nbytes >= min(nbytes, 4 * bench_kernels.L2_BYTES)
+        unrolled = bench_kernels.rounds_of_caches(copies, "triton", is_gpu=True)
+        assert copies * unrolled >= bench_kernels.TURN_CALLS
+
+
+@pytest.mark.parametrize("name", tree_specs.SPECS)
+def test_tree_candidates_are_valid(name):
+    spec = tree_specs.SPECS[name]
+    case = bench_kernels.TuneCase("tree_attention", spec.key(), spec)
+    found = case.candidates()
+    assert found[0] == case.default()
+    assert 8 <= len(found) == len(set(found)) <= 13
+    for blocks in found:
+        assert isinstance(blocks, tree_triton.Blocks)
+        assert blocks.rows in (16, 32, 64, 128) and blocks.slots in (32, 64, 128)
+        assert 1 <= blocks.parts <= tree_triton.MOST_PARTS
+        assert blocks.warps in (4, 8) and blocks.stages in (2, 3)
+
+
+@pytest.mark.parametrize("name", scores_specs.SPECS)
+def test_scores_candidates_are_valid(name):
+    spec = scores_specs.SPECS[name]
+    case = bench_kernels.TuneCase("cache_scores", spec.key(), spec)
+    found = case.candidates()
+    assert found[0] == case.default()
+    assert 8 <= len(found) == len(set(found)) <= 12
+    for blocks in found:
+        assert isinstance(blocks, scores_triton.Blocks)
+        assert blocks.slots in (32, 64, 128, 256) and 1 <= blocks.parts <= 128
+        assert blocks.warps in (4, 8) and blocks.stages in (2, 3)
+
+
+def test_every_key_is_tuned_once():
+    found = [(case.op, case.key) for case in bench_kernels.tune_cases(quick=False)]
+    assert len(found) == len(set(found))
+    keys = {("tree_attention", spec.key()) for spec in tree_specs.SPECS.values()}
+    keys |= {("cache_scores", spec.key()) for spec in scores_specs.SPECS.values()}
+    assert set(found) == keys
+
+
+def test_the_best_of_each_field_combined():
+    default = scores_triton.Blocks(slots=64, parts=8, warps=4, stages=2)
+    ratios = {
+        default: 1.0,
+        default._replace(slots=128): 0.9,
+        default._replace(slots=32): 0.95,
+        default._replace(parts=16): 0.99,  # too little
+        default._replace(stages=3): 0.8,
+    }
+    assert bench_kernels.combined(default, ratios) == default._replace(slots=128, stages=3)
+    assert bench_kernels.combined(default, {default: 1.0}) == default
+
+
+def test_bars_of_the_kernels():
+    def row(op, T, us, share, **changes):
+        row = dict(op=op, heads="GQA", S=32_768, T=T, G=4, implementation="triton")
+        return {**row, "us": {"median": us}, "share_of_copy": share, **changes}
+
+    found = bench_kernels.bars(
+        [
+            row("decode_attention", 1, 30.0, 0.9),
+            row("decode_attention", 1, 10.0, 0.9, S=4096),
+            row("decode_attention", 1, 10.0, 0.9, implementation="xla"),
+            row("tree_attention", 16, 40.0, 0.8),
+            row("tree_attention", 64, 45.0, 0.6),
+            row("tree_attention", 32, 0.0, 0.6) | {"error": "no"},
+        ]
+    )
+    assert [(round(bar["value"], 3), bar["met"]) for bar in found] == [
+        (0.9, True), (0.8, False), (1.5, False),
+    ]  # fmt: skip
+
+
+def test_a_budget_ends():
+    now = [100.0]
+    budget = report.Budget(2, clock=lambda: now[0], began=90.0)
+    assert budget.used == 10 and budget.left == 110 and not budget.is_used_up
+    now[0] = 300.0
+    assert budget.left == 0 and budget.is_used_up
+
+
+def test_tasks_side_by_side():
+    def fail():
+        raise ValueError("first\nsecond")
+
+    found = report.attempt_all({"good": lambda: 1, "bad": fail}, workers=2)
+    assert found["good"] == 1
+    assert report.first_line(found["bad"]) == "ValueError: first"
+
+
+def test_a_document_is_written_whole(tmp_path):
+    for value in (1, 2):
+        report.save({"value": value}, tmp_path / "new", "name")
+    assert json.loads((tmp_path / "new" / "name.json").read_text()) == {"value": 2}
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["name.json"]
+    assert report.save({}, None, "name") is None
+
+
+def test_bandwidth_by_name():
+    assert report.nominal_bandwidth("NVIDIA H200") == 4.8e12
+    assert report.nominal_bandwidth("NVIDIA A100-SXM4-80GB") == 2.04e12
+    assert report.nominal_bandwidth("cpu") is None
+
+
+def test_contexts_that_do_not_fit():
+    import tsjax
+
+    model = tsjax.model_preset("llama3.1-8b")
+    assert bench_step.fitting([4096, 106_496], model, 100e9) == ([4096, 106_496], [])
+    assert bench_step.fitting([106_496, 4096], model, 20e9) == ([4096], [106_496])
+    assert bench_step.fitting([4096], model, None) == ([4096], [])

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The compiled kernels on a GPU, for the shapes of real models: pytest -m gpu tests/test_on_gpu.py
+
+Needs jax, numpy and pytest only. Errors are the largest error over the largest entry, against the
+float32 reference of the same inputs, which is computed for one kv head after the other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from pallas_kernels.cache_scores import reference as scores_reference
+from pallas_kernels.cache_scores import specs as scores_specs
+from pallas_kernels.cache_scores.api import cache_scores
+from pallas_kernels.tree_attention import reference as attention_reference
+from pallas_kernels.tree_attention import specs as attention_specs
+from pallas_kernels.tree_attention.api import decode_attention, tree_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
+]
+
+ATTENTION_ERROR = {"float32": 1e-5, "bfloat16": 1e-2}
+SCORES_ERROR = {"dot": 1e-5, "softmax": 1e-3}
+
+
+@pytest.fixture(autouse=True)
+def gpu():
+    if jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU; this is {jax.default_backend()}")
+
+
+def lengths(spec):
+    """For each batch row another one, and each row has had all of them."""
+    edges = [spec.S, spec.S // 2 + 3, 1, 0]
+    return [[edges[(first + row) % 4] for row in range(spec.B)] for first in range(4)]
+
+
+@jax.jit
+def expected_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
+    """The reference in float32: [B, T, N, H]."""
+    (B, T, N, H), K = q.shape, k_cache.shape[1]
+    grouped = q.reshape(B, T, K, N // K, H)
+
+    def attend(head):
+        q_head = lax.dynamic_index_in_dim(grouped, head, 2, keepdims=False)
+        caches = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k_cache, v_cache))
+        fresh = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_new, v_new))
+        q_head, k, v, k_fresh, v_fresh = (x.astype(jnp.float32) for x in (q_head, *caches, *fresh))
+        return attention_reference.tree_attention(q_head, k, v, length, k_fresh, v_fresh, tree_mask)
+
+    out = lax.map(attend, jnp.arange(K))  # [K, B, T, G, H]
+    return jnp.moveaxis(out, 0, 2).reshape(B, T, N, H)
+
+
+@functools.partial(jax.jit, static_argnames="mode")
+def expected_scores(q, k_cache, length, mode):
+    """The reference in float32, as the public function."""
+    (B, N, H), K = q.shape, k_cache.shape[1]
+    grouped = q.reshape(B, K, N // K, H)
+
+    def score(head):
+        q_head = lax.dynamic_index_in_dim(grouped, head, 1, keepdims=False)
+        k = lax.dynamic_slice_in_dim(k_cache, head, 1, axis=1)
+        q_head, k = q_head.astype(jnp.float32), k.astype(jnp.float32)
+        return scores_reference.cache_scores(q_head, k, length, mode)
+
+    scores = lax.map(score, jnp.arange(K))  # [K, B, 1, S] or [K, B, S]
+    return jnp.moveaxis(scores[:, :, 0], 0, 1) if mode == "dot" else jnp.mean(scores, axis=0)
+
+
+@jax.jit
+def relative_error(out, expected):
+    """NaN if there is one in either; equal infinities are no error."""
+    out, expected = out.astype(jnp.float32), expected.astype(jnp.float32)
+    infinite = jnp.isinf(expected) & (out == expected)
+    out, expected = (jnp.where(infinite, 0, x) for x in (out, expected))
+    largest = jnp.max(jnp.abs(expected))
+    return jnp.max(jnp.abs(out - expected)) / jnp.where(largest == 0, 1, largest)
+
+
+@jax.jit
+def poison(cache, length):
+    beyond = jnp.arange(cache.shape[2]) >= length[:, None]
+    return jnp.where(beyond[:, None, :, None], jnp.nan, cache).astype(cache.dtype)
+
+
+def compile_kernels(function, inputs, *names):
+    """The compiled function, in which these kernels are."""
+    compiled = jax.jit(function).lower(*inputs).compile()
+    text = compiled.as_text()
+    assert all(name in text for name in names)
+    return compiled
+
+
+@pytest.mark.parametrize("name", attention_specs.SPECS)
+def test_tree_attention(name):
+    spec = attention_specs.SPECS[name]
+    attention = xla = None
+    for length in lengths(spec):
+        arrays = attention_specs.inputs(spec, length=length)
+        inputs = tuple(arrays.values())
+        if attention is None:
+            attention = compile_kernels(
+                tree_attention, inputs, "tsjax_tree_attention", "tsjax_tree_attention_merge"
+            )
+            xla = jax.jit(functools.partial(tree_attention, implementation="xla"))
+        out = attention(*inputs)
+        assert out.dtype == spec.dtype and out.shape == arrays["q"].shape
+        bound = ATTENTION_ERROR[spec.dtype]
+        assert relative_error(out, expected_attention(*inputs)) < bound, length
+        assert relative_error(out, xla(*inputs)) < 2 * bound, length
+        assert jnp.array_equal(attention(*inputs), out), "not the same bits twice"
+        for cache in ("k_cache", "v_cache"):
+            arrays[cache] = poison(arrays[cache], arrays["length"])
+        assert jnp.array_equal(attention(*arrays.values()), out), "slots beyond length are read"
+
+
+@pytest.mark.parametrize("mode", SCORES_ERROR)
+@pytest.mark.parametrize("name", scores_specs.SPECS)
+def test_cache_scores(name, mode):
+    spec = scores_specs.SPECS[name]
+    names = {
+        "dot": ["tsjax_cache_scores"],
+        "softmax": ["tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"],
+    }
+    score = xla = None
+    for length in lengths(spec):
+        arrays = scores_specs.inputs(spec, length=length)
+        inputs = tuple(arrays.values())
+        if score is None:
+            run = functools.partial(cache_scores, mode=mode)
+            score = compile_kernels(run, inputs, *names[mode])
+            xla = jax.jit(functools.partial(run, implementation="xla"))
+        out = score(*inputs)
+        assert out.dtype == jnp.float32
+        bound = SCORES_ERROR[mode]
+        assert relative_error(out, expected_scores(*inputs, mode=mode)) < bound, length
+        assert relative_error(out, xla(*inputs)) < 2 * bound, length
+        if mode == "softmax":
+            sums = jnp.sum(out, axis=1)
+            assert jnp.max(jnp.abs(sums - (arrays["length"] > 0))) < 1e-3
+        assert jnp.array_equal(score(*inputs), out), "not the same bits twice"
+        arrays["k_cache"] = poison(arrays["k_cache"], arrays["length"])
+        assert jnp.array_equal(score(*arrays.values()), out), "slots beyond length are read"
+
+
+def test_decode_attention_is_tree_attention_for_one_row():
+    spec = attention_specs.SPECS["llama3.1-8b t1"]
+    q, k_cache, v_cache, length, k_new, v_new, mask = attention_specs.inputs(
+        spec, length=spec.S - 5
+    ).values()
+    tree = jax.jit(tree_attention)(q, k_cache, v_cache, length, k_new, v_new, mask)
+    one = jax.jit(decode_attention)(q[:, 0], k_cache, v_cache, length, k_new[:, 0], v_new[:, 0])
+    assert jnp.array_equal(one, tree[:, 0])
+
+
+@pytest.mark.parametrize("H", [12, 256])
+def test_what_no_kernel_serves_takes_xla(H):
+    spec = attention_specs.Spec(5, K=2, G=4, H=H, S=1000, dtype="float32")
+    inputs = tuple(attention_specs.inputs(spec, length=777).values())
+    compiled = jax.jit(tree_attention).lower(*inputs).compile()
+    assert "tsjax_" not in compiled.as_text()
+    assert relative_error(compiled(*inputs), expected_attention(*inputs)) < 1e-5
