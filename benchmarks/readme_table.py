@@ -161,29 +161,28 @@ def paper() -> str:
 
 
 def registers() -> str:
-    lines = [
-        "| call | kernel | A100: registers, shared memory | H100 | instructions |",
-        "|---|---|---|---|---|",
-    ]
     document = compiled()
-    spilled = 0
+    spilled, alike = 0, {}
     for name, case in document["cases"].items():
         if "bound_us" not in case:
             continue
         for kernel in case["a100"]["kernels"]:
             (other,) = [k for k in case["h100"]["kernels"] if k["name"] == kernel["name"]]
             spilled += kernel["spilled_bytes"] + other["spilled_bytes"]
-            if kernel["name"].endswith("_merge"):
-                continue
             cells = [
                 f"{k['registers']}, {k['shared_bytes'] / 1024:.0f} KiB" for k in (kernel, other)
             ]
             used = ["wgmma" if k["wgmma"] else "mma" if k["mma"] else "" for k in (kernel, other)]
-            short = kernel["name"].removeprefix("tsjax_")
-            lines.append(
-                f"| {name} | {short} | {' | '.join(cells)} "
-                f"| {' / '.join(used) if any(used) else ''} |"
-            )
+            cells.append(" / ".join(used) if any(used) else "")
+            key = kernel["name"].removeprefix("tsjax_"), *cells
+            shape = name.split(" ", 2 if name.startswith("cache_scores") else 1)[-1]
+            alike.setdefault(key, []).append(shape)
+    lines = [
+        "| kernel | A100: registers, shared memory | H100 | instructions | shapes |",
+        "|---|---|---|---|---|",
+    ]
+    for key, shapes in sorted(alike.items(), key=lambda item: item[0][0]):
+        lines.append(f"| {' | '.join(key)} | {', '.join(shapes)} |")
     note = f"Spilled bytes in all of them together: {spilled}. Made by "
     return "\n".join([*lines, "", note + source(document) + "."])
 

@@ -7,6 +7,7 @@ test_on_gpu.py runs the compiled kernels.
 """
 
 import functools
+import json
 
 import hypothesis
 import hypothesis.strategies as st
@@ -28,10 +29,11 @@ from kernel_cases import (
 from kernel_programs import in_numpy, kernel_names, lower_for_cuda, unmasked_accesses
 
 import tsjax
-from pallas_kernels import cache_scores, decode_attention, tree_attention
+from pallas_kernels import cache_scores, decode_attention, device, tree_attention
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.tree_attention import reference as attention_reference
+from pallas_kernels.tree_attention import specs as attention_specs
 from pallas_kernels.tree_attention import triton as attention_triton
 from tsjax.decoding import programs
 
@@ -494,3 +496,37 @@ def test_cache_scores_is_split_as_the_cache(mode, K, G, axes, place, rng):
     assert is_placed(out, place, *axes)
     expected = define_scores(q, k_cache, length, "dot" if mode == "dot" else "shares")
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
+
+
+# --- block sizes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("programs", "places", "parts"),
+    [
+        (8, 216, 27),  # one full round
+        (16, 108, 13),  # six parts would leave twelve places idle, thirteen eight of two rounds
+        (128, 108, 3),
+        (1, 216, 128),  # as many as may be
+        (1000, 108, 1),
+    ],
+)
+def test_parts_keep_the_places_busy(programs, places, parts):
+    assert device.even_parts(programs, places, most=128) == parts
+
+
+def test_tuned_block_sizes_take_the_place_of_the_rule(monkeypatch, tmp_path):
+    shape = dict(B=1, T=3, N=8, K=2, S=1000, H=64, dtype=jnp.bfloat16)
+    rule = attention_triton.default_blocks(**shape)
+    line = {"rows": 32, "slots": 128, "parts": 7, "warps": 8, "stages": 2}
+    table = {"tree_attention": {attention_specs.tuned_key(**shape): line}}
+    (tmp_path / "tuned").mkdir()
+    (tmp_path / "tuned" / "nvidia_test_gpu.json").write_text(json.dumps(table))
+    monkeypatch.setattr(device.resources, "files", lambda _: tmp_path)
+    for name, expected in (("NVIDIA Test-GPU", tuple(line.values())), ("another", rule)):
+        device._table.cache_clear()
+        monkeypatch.setattr(device, "gpu", lambda name=name: (name, device.DEFAULT_CORES))
+        assert attention_triton.default_blocks(**shape) == expected
+    other = attention_triton.default_blocks(**{**shape, "T": 40})
+    assert other.rows == 128  # a shape without a line follows the rule
+    device._table.cache_clear()
