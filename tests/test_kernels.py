@@ -235,7 +235,7 @@ def check_accesses(shape, blocks, length, rng):
     parts=st.integers(1, 6),
     lengths=st.lists(st.integers(0, 70), min_size=2, max_size=2),
 )
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=5)
 def test_tree_attention_touches_what_it_should(shape, parts, lengths):
     rng = np.random.default_rng(0)
     check_accesses(shape, (16, 16, parts), lengths[: shape["B"]], rng)
@@ -250,7 +250,7 @@ def test_tree_attention_touches_what_it_should(shape, parts, lengths):
     lengths=st.lists(st.integers(0, 70), min_size=1, max_size=3),
     mode=st.sampled_from(list(SCORES_KERNELS)),
 )
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 def test_cache_scores_touches_what_it_should(K, G, H, S, parts, lengths, mode):
     rng = np.random.default_rng(0)
     inputs = make_score_inputs(rng, K=K, G=G, H=H, S=S, length=np.minimum(lengths, S))

@@ -187,6 +187,8 @@ SETUPS = {
 
 # Compiling is what costs; these are run with -m slow.
 SLOW_SETUPS = (
+    "121_rows",
+    "paths",
     "ngrams_alone",
     "suffix_alone",
     "one_token",

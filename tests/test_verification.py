@@ -439,6 +439,14 @@ def operations(executable, array) -> list[str]:
     return re.findall(rf"= {kind}\[{shape}\]\S* ([a-z-]+)\(", executable.as_text())
 
 
+def scores_bytes(state) -> int:
+    """A score for every slot and kv head, which the choice of a draft cache needs: thrice, for the
+    loop that fills it and for two layers. With 128 dimensions a head one is 0.8% of a layer.
+    """
+    B, K, S, _ = state.kv.k[0].shape
+    return 3 * 4 * B * K * S if state.draft.cache is not None else 0
+
+
 @pytest.mark.parametrize(
     ("name", "batch", "dtype"),
     [
@@ -454,7 +462,7 @@ def test_no_step_copies_a_buffer(name, batch, dtype):
     executable, state = compiled(name, capacity=262144, batch=batch, dtype=dtype)
     memory = executable.memory_analysis()
     cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
-    assert memory.temp_size_in_bytes <= 0.05 * cache
+    assert memory.temp_size_in_bytes <= 0.05 * cache + scores_bytes(state)
     donated = cache + state.draft.ngrams.entries.nbytes + state.tokens.nbytes
     if state.draft.cache is not None:
         donated += sum(buffer.nbytes for buffer in state.draft.cache.k + state.draft.cache.v)
@@ -478,17 +486,21 @@ def test_work_does_not_grow_with_the_capacity(name):
 
     Writing a few tokens in place counts as reading and writing that whole buffer of 4 bytes per
     slot, once or twice; a single layer's keys would be 64. The exception is the choice of a draft
-    cache, which ranks all slots: once in many steps.
+    cache, which scores all slots: once in many steps.
     """
     small, large = 8192, 262144
     work = []
     for capacity in (small, large):
-        executable, _ = compiled(name, capacity=capacity)
+        executable, state = compiled(name, capacity=capacity)
         cost = executable.cost_analysis()
         passes = re.findall(r'"known_trip_count":\{"n":"(\d+)"', executable.as_text())
-        scratch = executable.memory_analysis().temp_size_in_bytes
+        scratch = executable.memory_analysis().temp_size_in_bytes - scores_bytes(state)
         work.append((cost["flops"], sorted(passes), scratch, cost["bytes accessed"]))
-    assert work[0][:3] == work[1][:3] and work[0][0] > 0
+    assert work[0][:2] == work[1][:2] and work[0][0] > 0
+    if name == "partial_cache":
+        assert work[1][2] <= work[0][2]
+    else:
+        assert work[1][2] == work[0][2]
     if name != "partial_cache":
         assert work[1][3] - work[0][3] <= 24 * (large - small)
 
