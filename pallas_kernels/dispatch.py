@@ -7,7 +7,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -40,12 +43,21 @@ def run(implementations: Sequence[Implementation], arrays, *, name: str | None =
         platform: _first([one for one in implementations if one.platform in (platform, None)])
         for platform in platforms
     }
-    anywhere = [one for one in implementations if one.platform is None]
-    if not branches:
-        return _first(anywhere)(*arrays)
-    if anywhere:
-        branches["default"] = _first(anywhere)
+    if general := [one for one in implementations if one.platform is None]:
+        anywhere = _first(general)
+        if not branches:
+            return anywhere(*arrays)
+        branches = {name: _with_derivative_of(anywhere, f) for name, f in branches.items()}
+        branches["default"] = anywhere
     return lax.platform_dependent(*arrays, **branches)
+
+
+def _with_derivative_of(other: Callable, function: Callable) -> Callable:
+    """`function` where values are asked for, `other` where forward derivatives are: a kernel has
+    none."""
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(lambda primals, tangents: jax.jvp(other, primals, tangents))
+    return wrapped
 
 
 def _first(implementations: Sequence[Implementation]) -> Callable:
@@ -101,9 +113,27 @@ def on_each_device(rule: str, *, group: int) -> Callable:
             need_replication_factors=whole,
             **sizes,
         )
-        return split
+        return _fold_batches(split)
 
     return decorate
+
+
+def _fold_batches(kernel: Callable) -> Callable:
+    """`kernel`, whose operands all begin with batch rows, with a rule for jax.vmap: the new axis
+    becomes more of them."""
+    function = custom_vmap(lambda *arrays: kernel(*arrays))
+
+    @function.def_vmap
+    def rule(size, batched, *arrays):
+        whole = [
+            array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+            for array, is_batched in zip(arrays, batched, strict=True)
+        ]
+        rows = whole[0].shape[1]
+        out = function(*(array.reshape(-1, *array.shape[2:]) for array in whole))
+        return out.reshape(size, rows, *out.shape[1:]), True
+
+    return function
 
 
 def _dimensions(array: str) -> list[str]:

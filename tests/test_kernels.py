@@ -530,3 +530,44 @@ def test_tuned_block_sizes_take_the_place_of_the_rule(monkeypatch, tmp_path):
     other = attention_triton.default_blocks(**{**shape, "T": 40})
     assert other.rows == 128  # a shape without a line follows the rule
     device._table.cache_clear()
+
+
+# --- transformations -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["public", "interpreted"])
+def test_vmap_is_a_loop(implementation, rng):
+    attention, scores = tree_attention, cache_scores
+    if implementation == "interpreted":
+        blocks = dict(blocks=attention_blocks(16, 16, 3), interpret=True)
+        attention = functools.partial(attention_triton.tree_attention, **blocks)
+        blocks = dict(blocks=scores_blocks(16, 3), interpret=True)
+        scores = functools.partial(scores_triton.cache_scores, mode="dot", **blocks)
+    cases = [make_inputs(rng, B=2, T=3, S=40, length=length) for length in ([40, 7], [0, 21])]
+    q, k_cache, *rest = (
+        jnp.stack([jnp.asarray(x) for x in pair]) for pair in zip(*cases, strict=True)
+    )
+    # The second cache is that of both; the mapped axis of the query is not the first.
+    out = jax.jit(jax.vmap(attention, in_axes=(1, None, 0, 0, 0, 0, 0)))(
+        jnp.swapaxes(q, 0, 1), k_cache[1], *rest
+    )
+    for index in range(2):
+        alone = attention(q[index], k_cache[1], *(x[index] for x in rest))
+        assert relative_error(out[index], alone) < LARGEST_ERROR["float32"]
+    out = jax.jit(jax.vmap(scores))(q[:, :, 0], k_cache, rest[1])
+    for index in range(2):
+        alone = scores(q[index, :, 0], k_cache[index], rest[1][index])
+        np.testing.assert_allclose(out[index], alone, rtol=1e-5)
+
+
+def test_forward_derivatives_are_those_of_the_definition(rng):
+    q, k_cache, *rest = (jnp.asarray(x) for x in make_inputs(rng, B=2, T=3, S=40, length=[40, 7]))
+
+    def derivative(attention):
+        def of(q, k_cache):
+            return attention(q, k_cache, *rest)
+
+        return jax.jit(lambda *x: jax.jvp(of, x, x)[1])(q, k_cache)
+
+    expected = derivative(attention_reference.tree_attention)
+    assert relative_error(derivative(tree_attention), expected) < 1e-5

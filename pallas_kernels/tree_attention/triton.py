@@ -79,9 +79,8 @@ def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *, blocks, inter
     (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
     blocks = blocks or default_blocks(B, T, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
-    mask = jnp.pad(
-        mask, ((0, 0), (0, 0), (0, -T % blocks.slots))
-    )  # rows begin where wide loads can
+    # Rows of the mask begin where wide loads can.
+    mask = jnp.pad(mask, ((0, 0), (0, 0), (0, -T % blocks.slots)))
     rows = pl.cdiv(T * (N // K), blocks.rows) * blocks.rows
     attend = functools.partial(_attend, blocks=blocks)
     parts = launch(
