@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
@@ -69,7 +70,7 @@ def check_arrays(
 
 def check_length(length, capacity: int) -> None:
     """Refuses lengths outside 0 .. capacity where they are known, not in a traced program."""
-    if isinstance(length, jax.core.Tracer):
+    if isinstance(length, Tracer):
         return
     values = np.asarray(length)
     if values.min() < 0 or values.max() > capacity:

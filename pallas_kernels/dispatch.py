@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +83,7 @@ def on_each_device(rule: str, *, group: int) -> Callable:
     everything else is whole on every device. (k g) are query heads, `group` of them for each kv
     head.
     """
-    sizes = {"g": group}
+    sizes: dict[str, Any] = {"g": group}
     if group == 1:  # a factor of 1 may not be part of a product
         rule, sizes = rule.replace("(k g)", "k"), {}
     operands, result = (

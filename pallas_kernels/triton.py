@@ -14,6 +14,7 @@ program.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +43,12 @@ def padded(size: int) -> int:
     return max(LEAST_DOT, 1 << (size - 1).bit_length())
 
 
-def steps(size: int, start=0):
+def steps(size: int, start: Any = 0):
     """start, start + 1, ... as a vector; int32 whatever the default integer type is."""
     return start + lax.iota(jnp.int32, size)
 
 
-def load(ref, index: Sequence, inside, other=0):
+def load(ref, index: Sequence, inside, other: Any = 0):
     """ref[index] where `inside`, `other` elsewhere; what lies outside is not touched.
 
     All vectors of `index`, and `inside`, have the rank of the result.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,7 @@ def _softmax_scores(q, k_cache, length, *, blocks, interpret):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
     blocks = blocks or default_blocks(B, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
-    options = dict(warps=blocks.warps, stages=blocks.stages, interpret=interpret)
+    options: dict[str, Any] = dict(warps=blocks.warps, stages=blocks.stages, interpret=interpret)
     peaks, totals = launch(
         functools.partial(_totals, blocks=blocks),
         length, q, k_cache,
