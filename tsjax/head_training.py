@@ -139,7 +139,7 @@ def add_gradients(
     total: GradientSum,
     *,
     cfg: ModelConfig,
-    settings: HeadTraining,
+    chunk_tokens: int,
 ) -> GradientSum:
     """Adds one micro-batch of tokens [B, T] with the model's `hidden` [B, T, D].
 
@@ -161,7 +161,7 @@ def add_gradients(
         return jax.tree.map(jnp.add, total, GradientSum(gradient, metrics))
 
     shifts = range(2, len(heads) + 2)
-    return _over_chunks(body, total, hidden, tokens, shifts, settings.chunk_tokens)
+    return _over_chunks(body, total, hidden, tokens, shifts, chunk_tokens)
 
 
 def measure(
@@ -221,14 +221,17 @@ def _over_chunks(body, total, hidden, tokens, shifts: Sequence[int], chunk_token
     return lax.scan(at, total, jnp.arange(count, dtype=jnp.int32))[0]
 
 
-def _measure_states(states, weights: ModelWeights, chunk: _Chunk, *, cfg: ModelConfig):
+def _measure_states(
+    states, weights: ModelWeights, chunk: _Chunk, *, cfg: ModelConfig
+) -> HeadMetrics:
     """HeadMetrics of normed states [n, B, c, D], one head after the other."""
 
     def one(_, inputs):
         return None, _cross_entropy(*inputs, weights, cfg)
 
     valid = jnp.broadcast_to(chunk.valid[:, None], chunk.labels.shape)
-    return lax.scan(one, None, (states, chunk.labels, valid))[1]
+    metrics: Any = lax.scan(one, None, (states, chunk.labels, valid))[1]
+    return metrics
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -317,5 +320,6 @@ def update(heads, moments, total: GradientSum, *, settings: HeadTraining):
 
     tokens = settings.batch_size * settings.sequence_length
     gradient = jax.tree.map(lambda g: g / tokens, total.gradient)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))
     changes, moments = optimiser(settings).update(gradient, moments, heads)
-    return optax.apply_updates(heads, changes), moments, optax.global_norm(gradient)
+    return optax.apply_updates(heads, changes), moments, norm

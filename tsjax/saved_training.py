@@ -24,6 +24,8 @@ import jax
 FORMAT = 1
 CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays", "run.json"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
+HEADS = "heads.safetensors"
+FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT, HEADS}
 _STEP = re.compile(r"step-(\d{8})")
 
 

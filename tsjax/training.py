@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
@@ -25,7 +26,7 @@ import jax
 import numpy as np
 
 from tsjax.checkpoint import Model, write_heads
-from tsjax.config import check, check_int, refuse_unknown
+from tsjax.config import ModelConfig, check, check_int, refuse_unknown
 from tsjax.corpus import Corpus, Order, predictions_from_counts, read_corpus
 from tsjax.decoding import programs
 from tsjax.head_training import (
@@ -44,6 +45,8 @@ from tsjax.interrupt import Interrupt
 from tsjax.request import fingerprint
 from tsjax.saved_training import (
     CHECKPOINTS,
+    FILES,
+    HEADS,
     PLOT,
     SUMMARY,
     append_metrics,
@@ -58,7 +61,6 @@ from tsjax.saved_training import (
 from tsjax.sharding import mesh_of, named_sharding
 
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
-HEADS_FILE = "heads.safetensors"
 
 Record = dict[str, Any]
 
@@ -140,7 +142,7 @@ def train_heads(
         read_document(latest(folder) or "")
     train, held = _read_data(model, data, held_out, whole_books, data_dtype, settings)
     identity = {
-        "model": fingerprint(model),
+        "model": _model_mark(model),
         "data": train.fingerprint,
         "settings": dataclasses.asdict(settings),
     }
@@ -151,19 +153,22 @@ def train_heads(
         if folder is not None and resume:
             history = _restore(run, latest(folder) or "", identity)
         saving.begin(history)
-        with _progress_bar(settings, len(history), progress) as show:
-            while len(history) < settings.steps:
-                record = run.step(len(history), interrupt)
-                if record is None:
-                    break
-                history.append(record)
-                show(record)
-                saving.note(record)
-                if on_step is not None:
-                    on_step(record)
-                if len(history) % save_every == 0 and len(history) < settings.steps:
-                    saving.save(run, history)
-        saving.save(run, history)
+        try:
+            with _progress_bar(settings, len(history), progress) as show:
+                while len(history) < settings.steps:
+                    record = run.step(interrupt)
+                    if record is None:
+                        break
+                    history.append(record)
+                    show(record)
+                    saving.note(record)
+                    if on_step is not None:
+                        on_step(record)
+                    if len(history) % save_every == 0 and len(history) < settings.steps:
+                        saving.save(run, history)
+        finally:  # also when on_step fails or a second Ctrl-C comes: what was made is kept
+            if run.is_whole and run.state.steps == len(history) > 0:
+                saving.save(run, history)
         finished = len(history) == settings.steps
         evaluation = run.evaluate(held) if held is not None and finished else []
     saving.finish(history, evaluation)
@@ -177,6 +182,19 @@ def train_heads(
         problems=tuple(saving.problems),
         unsaved=saving.unsaved,
     )
+
+
+def _model_mark(model: Model) -> str:
+    """Tells models apart by their settings, their norms and some of their first weights."""
+    weights = model.params.model
+    digest = hashlib.sha256(fingerprint(model.replace(cfg=_without_heads(model.cfg))).encode())
+    for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):
+        digest.update(np.asarray(array[:16]).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _without_heads(cfg: ModelConfig) -> ModelConfig:
+    return dataclasses.replace(cfg, num_draft_heads=0)
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -216,11 +234,16 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
         raise FileNotFoundError(
             f"save_to={folder!r} is not valid with resume: it has no {CHECKPOINTS}/step-*"
         )
-    if not resume and os.path.isdir(folder) and os.listdir(folder):
+    if not resume and newest is not None:
         raise FileExistsError(
-            f"save_to={folder!r} is not valid: it is not empty"
-            + ("; pass resume=True (--resume) to go on with its run" if newest else "")
-            + "; choose another folder"
+            f"save_to={folder!r} is not valid: it holds a run; pass resume=True (--resume) to go "
+            "on with it, or choose another folder"
+        )
+    others = set(os.listdir(folder)) - FILES if os.path.isdir(folder) else set()
+    if others:
+        raise FileExistsError(
+            f"save_to={folder!r} is not valid: it has {sorted(others)[0]!r}; choose a folder of "
+            "its own"
         )
     try:
         os.makedirs(folder, exist_ok=True)
@@ -268,12 +291,20 @@ class _Programs(NamedTuple):
 
 @functools.cache
 def _programs() -> _Programs:
-    static = ("cfg", "settings")
+    static = ("cfg", "chunk_tokens")
     return _Programs(
         add_gradients=jax.jit(add_gradients, static_argnames=static, donate_argnames=("total",)),
         update=jax.jit(update, static_argnames=("settings",), donate_argnames=("heads", "moments")),
-        measure=jax.jit(measure, static_argnames=("cfg", "chunk_tokens")),
+        measure=jax.jit(measure, static_argnames=static),
     )
+
+
+class _State(NamedTuple):
+    """What a step replaces, in one assignment: a signal in between finds all of it or nothing."""
+
+    heads: Any
+    moments: Any
+    steps: int  # that were taken
 
 
 class _Run:
@@ -283,15 +314,15 @@ class _Run:
         self, model: Model, settings: HeadTraining, train: Corpus, micro: int, cached: bool
     ):
         self.model, self.settings, self.train, self.micro = model, settings, train, micro
-        self.cfg = dataclasses.replace(model.cfg, num_draft_heads=0)
+        self.cfg = _without_heads(model.cfg)
         self.mesh = mesh_of(model.params)
         self.order = Order(len(train), settings.seed)
         self.rates = learning_rates(settings)
         device = next(iter(jax.tree.leaves(model.params)[0].devices()))
         self._hidden_states = programs(device.platform, model.cfg.dtype).hidden_states
         self._params = model.params.replace(heads=())
-        self.heads = self._everywhere(init_heads(self.cfg, settings))
-        self.moments = self._everywhere(optimiser(settings).init(self.heads))
+        heads = self._everywhere(init_heads(self.cfg, settings))
+        self.state = _State(heads, self._everywhere(optimiser(settings).init(heads)), 0)
         self._cache = self._compute_hidden() if cached else None
 
     def _everywhere(self, tree):
@@ -328,11 +359,12 @@ class _Run:
             hidden[numbers] = np.asarray(fresh)
         return hidden
 
-    def step(self, index: int, interrupt: Interrupt) -> Record | None:
-        """The step with this index, from 0; None, and nothing changed, if it is interrupted."""
+    def step(self, interrupt: Interrupt) -> Record | None:
+        """The next step; None, and nothing changed, if it is interrupted."""
         began, settings = time.perf_counter(), self.settings
-        total = self._everywhere(zero_gradients(self.heads))
-        first = index * settings.batch_size
+        heads, moments, steps = self.state
+        total = self._everywhere(zero_gradients(heads))
+        first = steps * settings.batch_size
         for start in range(first, first + settings.batch_size, self.micro):
             if interrupt.requested:
                 return None
@@ -343,24 +375,23 @@ class _Run:
             else:
                 hidden = self._hidden(tokens)
             total = _programs().add_gradients(
-                self.heads,
+                heads,
                 self._params.model,
                 hidden,
                 tokens,
                 total,
                 cfg=self.cfg,
-                settings=settings,
+                chunk_tokens=settings.chunk_tokens,
             )
             jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
         metrics: Any = jax.device_get(total.metrics)
-        self.heads, self.moments, norm = _programs().update(
-            self.heads, self.moments, total, settings=settings
-        )
+        heads, moments, norm = _programs().update(heads, moments, total, settings=settings)
+        self.state = _State(heads, moments, steps + 1)
         labels = np.asarray(settings.labels, np.float64) * settings.batch_size
         losses = (metrics.loss / labels).tolist()
         return {
-            "step": index + 1,
-            "learning_rate": float(np.asarray(self.rates(index))),
+            "step": steps + 1,
+            "learning_rate": float(np.asarray(self.rates(steps))),
             "loss": math.fsum(losses),
             "head_losses": losses,
             **_shares(metrics.hits, labels),
@@ -376,7 +407,7 @@ class _Run:
             numbers = range(first, min(first + self.micro, len(held_out)))
             tokens = self._place(held_out.sequences(numbers))
             metrics = _programs().measure(
-                self.heads,
+                self.state.heads,
                 self._params.model,
                 self._hidden(tokens),
                 tokens,
@@ -399,7 +430,7 @@ class _Run:
             records.append(
                 {
                     "head": head,
-                    "loss": loss[head] / labels,
+                    "loss": float(loss[head] / labels),
                     **shares,
                     "unigram": free["unigram"].tolist(),
                     "skip_bigram": free["skip_bigram"].tolist(),
@@ -409,22 +440,27 @@ class _Run:
 
     def arrays(self) -> dict[str, jax.Array]:
         """Everything a step changes, by name."""
-        leaves, _ = jax.tree_util.tree_flatten_with_path(
-            {"heads": self.heads, "adam": self.moments}
-        )
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
         return {
             jax.tree_util.keystr(keys, simple=True, separator="."): leaf for keys, leaf in leaves
         }
 
-    def set_arrays(self, arrays: Mapping[str, jax.Array]) -> None:
-        names = self.arrays().keys()
-        tree = {"heads": self.heads, "adam": self.moments}
-        tree = jax.tree.unflatten(jax.tree.structure(tree), [arrays[name] for name in names])
-        self.heads, self.moments = tree["heads"], tree["adam"]
+    def _tree(self) -> dict[str, Any]:
+        return {"heads": self.state.heads, "adam": self.state.moments}
+
+    def restore(self, arrays: Mapping[str, jax.Array], steps: int) -> None:
+        leaves = [arrays[name] for name in self.arrays()]
+        tree = jax.tree.unflatten(jax.tree.structure(self._tree()), leaves)
+        self.state = _State(tree["heads"], tree["adam"], steps)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no step was torn apart by an exception after it had given its arrays away."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
 
     def trained_model(self) -> Model:
         cfg = dataclasses.replace(self.cfg, num_draft_heads=self.settings.num_heads)
-        params = self._params.replace(heads=cast_heads(self.heads, cfg))
+        params = self._params.replace(heads=cast_heads(self.state.heads, cfg))
         return self.model.replace(params=params, cfg=cfg)
 
 
@@ -451,7 +487,7 @@ def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Re
             f"resume=True is not valid: the run in {checkpoint!r} "
             + ("has an incomplete history" if not wrong else "was made with " + "; ".join(wrong))
         )
-    run.set_arrays(read_arrays(checkpoint, run.arrays()))
+    run.restore(read_arrays(checkpoint, run.arrays()), len(history))
     return history
 
 
@@ -508,7 +544,7 @@ class _Saving:
         self.unsaved = not written
 
     def _write_heads(self, trained: Model) -> None:
-        write_heads(trained, os.path.join(self.folder or "", HEADS_FILE))
+        write_heads(trained, os.path.join(self.folder or "", HEADS))
 
     def finish(self, history: list[Record], evaluation: list[Record]) -> None:
         if self.folder is None:
