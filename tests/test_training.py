@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -258,6 +259,7 @@ def test_what_a_killed_writer_left_is_removed(model, whole, tmp_path):
 
 def test_the_folder_has_metrics_summary_and_plot(model, tmp_path):
     pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib")
     trained = train(model, save_to=tmp_path, held_out=0.2)
     assert set(os.listdir(tmp_path)) == saved_training.FILES
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -336,8 +338,7 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
         with pytest.raises(ValueError, match="step-00000003' is damaged"):
             train(model, save_to=tmp_path, steps=3, resume=True)
     document.write_text(whole)
-    for file in tmp_path.rglob("d/*"):
-        file.write_bytes(file.read_bytes()[:10])
+    shutil.rmtree(document.parent / "arrays")
     with pytest.raises(ValueError, match="step-00000003' is damaged"):
         train(model, save_to=tmp_path, steps=3, resume=True)
 
