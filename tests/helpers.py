@@ -75,8 +75,8 @@ def chain(*tokens: int) -> dict[int, int]:
 # --- the slow decoder ------------------------------------------------------------------------
 
 
-def oracle_logits(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
-    """Logits [T, V] of one row in float64: dense causal attention, no cache, default RoPE."""
+def oracle_hidden(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
+    """The last layer's output [T, D] of one row in float64: dense attention, default RoPE."""
     cfg = model.cfg
     assert cfg.rope.kind == "default"
     weights = jax.tree.map(lambda x: np.asarray(x, np.float64), model.params.model)
@@ -84,7 +84,7 @@ def oracle_logits(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
     x = weights.embed[np.asarray(tokens)]
 
     def norm(x, weight):
-        return x / np.sqrt((x * x).mean(-1, keepdims=True) + cfg.norm_eps) * weight
+        return oracle_norm(x, weight, cfg.norm_eps)
 
     def rotate(x):  # [T, heads, H]
         turned = np.empty_like(x)
@@ -110,8 +110,24 @@ def oracle_logits(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
         h = norm(x, layer.mlp_norm)
         gate = h @ layer.gate
         x = x + (gate / (1 + np.exp(-gate)) * (h @ layer.up)) @ layer.down
-    x = norm(x, weights.final_norm)
-    return x @ (weights.embed.T if weights.unembed is None else weights.unembed)
+    return x
+
+
+def oracle_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+
+
+def oracle_unembed(model: tsjax.Model, normed: np.ndarray) -> np.ndarray:
+    weights = model.params.model
+    matrix = weights.embed.T if weights.unembed is None else weights.unembed
+    return normed @ np.asarray(matrix, np.float64)
+
+
+def oracle_logits(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
+    """Logits [T, V] of one row in float64."""
+    weight = np.asarray(model.params.model.final_norm, np.float64)
+    hidden = oracle_norm(oracle_hidden(model, tokens), weight, model.cfg.norm_eps)
+    return oracle_unembed(model, hidden)
 
 
 def oracle_choice(logits, history, prompt_length, stop_ids, config, noise) -> int:

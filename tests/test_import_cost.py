@@ -6,7 +6,16 @@ import sys
 
 import pytest
 
-HEAVY = ("torch", "transformers", "orbax", "safetensors", "huggingface_hub", "tqdm", "matplotlib")
+HEAVY = (
+    "torch",
+    "transformers",
+    "orbax",
+    "optax",
+    "safetensors",
+    "huggingface_hub",
+    "tqdm",
+    "matplotlib",
+)
 
 
 @pytest.mark.parametrize(

@@ -34,14 +34,19 @@ ROWS = {
     "tsjax.verification": 6,
     "tsjax.pruning": 6,
     "tsjax.decoding": 7,
+    "tsjax.head_training": 7,
     "tsjax.checkpoint": 8,
     "tsjax.tokenizer": 8,
     "tsjax.weight_files": 8,
     "tsjax.huggingface": 8,
     "tsjax.presets": 8,
+    "tsjax.corpus": 8,
     "tsjax.saved_run": 9,
     "tsjax.request": 9,
+    "tsjax.interrupt": 9,
     "tsjax.generation": 9,
+    "tsjax.saved_training": 9,
+    "tsjax.training": 9,
     "tsjax": 10,
     "tsjax.__main__": 10,
 }
@@ -60,7 +65,15 @@ FORBIDDEN = {("tsjax.drafting", "tsjax.verification")}  # a drafter does not kno
 MAY_READ_PICKLES = ("tsjax.weight_files",)
 
 PURE_ROWS = range(1, 8)  # no printing, clocks or files
-LAZY = {"transformers", "orbax", "safetensors", "huggingface_hub", "tqdm"}
+LAZY = {
+    "transformers",
+    "orbax",
+    "optax",
+    "safetensors",
+    "huggingface_hub",
+    "tqdm",
+    "matplotlib",
+}
 KERNELS_MAY_IMPORT = {"pallas_kernels", "jax", "numpy", *sys.stdlib_module_names}
 
 

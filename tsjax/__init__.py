@@ -32,6 +32,9 @@ from tsjax.generation import forward as forward
 from tsjax.generation import generate as generate
 from tsjax.generation import stream as stream
 
+# Training of draft heads
+from tsjax.head_training import HeadTraining as HeadTraining
+
 # Methods
 from tsjax.methods import Autoregressive as Autoregressive
 from tsjax.methods import DecodeConfig as DecodeConfig
@@ -39,11 +42,14 @@ from tsjax.methods import NGram as NGram
 from tsjax.methods import TokenSwift as TokenSwift
 from tsjax.presets import model_preset as model_preset
 from tsjax.presets import preset as preset
+from tsjax.presets import training_preset as training_preset
 from tsjax.sampling import sampling_values as sampling_values
 from tsjax.state import DecodeState as DecodeState
 from tsjax.state import Params as Params
 from tsjax.state import StepStats as StepStats
 from tsjax.state import init_params as init_params
+from tsjax.training import TrainedHeads as TrainedHeads
+from tsjax.training import train_heads as train_heads
 
 try:
     __version__ = _version("tsjax")
@@ -56,6 +62,7 @@ __all__ = [
     "DecodeState",
     "GenerationConfig",
     "GenerationResult",
+    "HeadTraining",
     "Model",
     "ModelConfig",
     "NGram",
@@ -64,6 +71,7 @@ __all__ = [
     "StepStats",
     "StreamChunk",
     "TokenSwift",
+    "TrainedHeads",
     "decode",
     "decode_step",
     "enable_compilation_cache",
@@ -79,4 +87,6 @@ __all__ = [
     "sampling_values",
     "save",
     "stream",
+    "train_heads",
+    "training_preset",
 ]

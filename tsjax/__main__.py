@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `tsjax generate` and `tsjax demo`.
+"""The command line: `tsjax generate`, `tsjax train-heads` and `tsjax demo`.
 
 Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
 one line on stderr and exit code 2; an interrupted run prints what it has and exits with 130.
@@ -18,9 +18,11 @@ from typing import Any
 
 import jax
 
-from tsjax.config import DTYPES, GenerationConfig, refuse_unknown
+from tsjax.config import DTYPES, GenerationConfig, check, refuse_unknown
+from tsjax.corpus import TOKEN_DTYPES
+from tsjax.head_training import HeadTraining
 from tsjax.methods import METHODS, resolve_method
-from tsjax.presets import preset, preset_names
+from tsjax.presets import preset, preset_names, training_preset, training_preset_names
 
 SETTING_HELP = {
     "max_new_tokens": "tokens to generate",
@@ -40,6 +42,22 @@ SETTING_HELP = {
     "stop_strings": "strings that end the text",
     "seed": "the same seed gives the same tokens, whatever the method",
 }
+TRAINING_HELP = {
+    "num_heads": "heads to train; head i guesses the token i + 1 further",
+    "sequence_length": "tokens of each sequence",
+    "steps": "steps of the optimiser",
+    "batch_size": "sequences per step",
+    "micro_batch": "sequences per pass, on each part of the mesh's data axis",
+    "learning_rate": "the highest, behind the warm-up",
+    "warmup_steps": "steps until it is reached",
+    "weight_decay": "AdamW's, for the heads' matrices",
+    "beta1": "AdamW's",
+    "beta2": "AdamW's",
+    "max_grad_norm": "clip gradients to this norm; 0 is off",
+    "init_scale": "standard deviation of the first weights",
+    "chunk_tokens": "positions whose logits exist at a time",
+    "seed": "of the first weights and of the order of the sequences",
+}
 # What a wrong argument, a damaged file, a missing package or too little memory raise.
 EXPECTED_ERRORS = (
     ValueError,
@@ -58,6 +76,15 @@ EXAMPLES = """examples:
   tsjax generate ./story-model --resume-from run.json
   tsjax generate ./llama-3.1-8b --prompt-file start.txt --preset llama3.1-8b --max-new-tokens 20000
   tsjax generate ./story-model "Once" --method ngram --method-options suffix_length=32
+"""
+
+TRAINING_EXAMPLES = """examples:
+  tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b
+  tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b --resume
+  tsjax train-heads ./llama-3.1-8b --data ids.bin --data-dtype uint32 --save-to heads --mesh 4,1
+  tsjax train-heads ./story-model --data a.txt b.txt --whole-books --sequence-length 512 \\
+      --batch-size 16 --micro-batch 8 --held-out 0.1 --save-to heads
+  tsjax generate ./llama-3.1-8b-with-heads "Once" --method tokenswift
 """
 
 
@@ -145,6 +172,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(generate)
     generate.set_defaults(run=_generate)
 
+    _add_train_heads(commands)
+
     demo = commands.add_parser(
         "demo",
         help="a first look, with nothing downloaded",
@@ -155,6 +184,65 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=int, default=0)
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_train_heads(commands: Any) -> None:
+    train = commands.add_parser(
+        "train-heads",
+        help="train draft heads for a checkpoint",
+        description="Trains TokenSwift draft heads on texts; the model stays as it is. The "
+        "defaults are the paper's recipe. Figures go to stderr, the last line is JSON.",
+        epilog=TRAINING_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train.add_argument("model", help="checkpoint folder, or organisation/name on the hub")
+    train.add_argument(
+        "--data",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text files, folders of them, .npy or .bin files of token ids",
+    )
+    train.add_argument(
+        "--save-to",
+        required=True,
+        metavar="DIR",
+        help="receives checkpoints, metrics and the heads; tsjax.load(model, heads=DIR) takes it",
+    )
+    train.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    train.add_argument("--save-every", type=int, default=50, metavar="STEPS",
+                       help="steps between checkpoints (default: %(default)s)")  # fmt: skip
+    train.add_argument(
+        "--held-out",
+        nargs="+",
+        metavar="FRACTION|PATH",
+        help="evaluate at the end on this share of the texts, or on these files",
+    )
+    train.add_argument("--whole-books", action="store_true",
+                       help="use all sequences of a text, not the first one")  # fmt: skip
+    train.add_argument("--data-dtype", choices=TOKEN_DTYPES, help="type of the ids in .bin files")
+    train.add_argument("--cache-hidden", action="store_true",
+                       help="keep the model's hidden states in host memory")  # fmt: skip
+    train.add_argument("--dtype", choices=DTYPES, help="the checkpoint's own by default")
+    train.add_argument("--mesh", metavar="DATA,MODEL",
+                       help="devices: parts of a batch, parts of the model")  # fmt: skip
+    train.add_argument(
+        "--preset",
+        choices=training_preset_names(),
+        metavar="NAME",
+        help="the paper's settings for a model, which other flags override: "
+        + ", ".join(training_preset_names()),
+    )
+    train.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs here")
+    group = train.add_argument_group("how to train")
+    for field in dataclasses.fields(HeadTraining):
+        group.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=type(field.default),
+            metavar="N",
+            help=f"{TRAINING_HELP[field.name]} (default: {field.default})",
+        )
+    train.set_defaults(run=_train_heads)
 
 
 def _version() -> str:
@@ -310,6 +398,73 @@ def _generate(args: argparse.Namespace) -> int:
     if args.save_to is not None:
         print(f"[go on with --resume-from {args.save_to}]", file=sys.stderr)
     return 130
+
+
+def _train_heads(args: argparse.Namespace) -> int:
+    import tsjax
+
+    settings = training_preset(args.preset) if args.preset is not None else HeadTraining()
+    names = [field.name for field in dataclasses.fields(HeadTraining)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    settings = dataclasses.replace(settings, **given)  # before the model is read
+    if args.compilation_cache is not None:
+        tsjax.enable_compilation_cache(args.compilation_cache)
+    held_out: Any = args.held_out
+    if held_out is not None and len(held_out) == 1 and not os.path.exists(held_out[0]):
+        try:
+            held_out = float(held_out[0])
+        except ValueError:
+            pass  # the library says that there is no such file
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=_mesh(args.mesh))
+    trained = tsjax.train_heads(
+        model,
+        args.data,
+        settings=settings,
+        held_out=held_out,
+        whole_books=args.whole_books,
+        data_dtype=args.data_dtype,
+        cache_hidden=args.cache_hidden,
+        save_to=args.save_to,
+        save_every=args.save_every,
+        resume=args.resume,
+        progress=True,
+    )
+    if trained.skipped:
+        print(f"[{len(trained.skipped)} texts are shorter than a sequence, such as "
+              f"{trained.skipped[0]}]", file=sys.stderr)  # fmt: skip
+    for record in trained.evaluation:
+        who = f"head {record['head']}" if record["head"] else "model "
+        print(
+            f"[{who}: {100 * record['top1']:.1f}% right, {100 * record['skip_bigram'][0]:.1f}% by "
+            f"the best guess from counts; loss {record['loss']:.3f}]",
+            file=sys.stderr,
+        )
+    for problem in trained.problems:
+        print(f"tsjax: {problem}", file=sys.stderr)
+    last = trained.history[-1] if trained.history else {}
+    document = {
+        "save_to": args.save_to,
+        "finish_reason": trained.finish_reason,
+        "steps": len(trained.history),
+        "head_losses": last.get("head_losses"),
+        "top1": last.get("top1"),
+    }
+    print(json.dumps(document))
+    if trained.finish_reason == "interrupted":
+        print("[go on with the same command and --resume]", file=sys.stderr)
+        return 130
+    return 2 if trained.unsaved else 0
+
+
+def _mesh(sizes: str | None) -> jax.sharding.Mesh | None:
+    if sizes is None:
+        return None
+    parts = [int(part) for part in sizes.split(",") if part.isdigit()]
+    wanted = f"DATA,MODEL, two sizes whose product is at most {jax.device_count()} devices"
+    fits = len(parts) == 2 == len(sizes.split(",")) and 0 < parts[0] * parts[1]
+    check(fits and parts[0] * parts[1] <= jax.device_count(), "--mesh", sizes, wanted)
+    devices = jax.devices()[: parts[0] * parts[1]]
+    return jax.make_mesh(tuple(parts), ("data", "model"), devices=devices)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsjax import huggingface, weight_files
 from tsjax.config import DTYPES, ModelConfig, check
@@ -143,6 +144,30 @@ def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> N
         with open(os.path.join(folder, DESCRIPTION), "w", encoding="utf-8") as file:
             json.dump(description, file, indent=2)
         copy_companions(model.path, folder)
+
+
+def write_heads(model: Model, file: str) -> None:
+    """Replaces a file with the model's draft heads, under the names that `heads=` reads.
+
+    These are TokenSwift's names, model.medusa_layers.*.
+    """
+    import safetensors.numpy
+
+    named = zip(huggingface.entries(model.cfg), jax.tree.leaves(model.params), strict=True)
+    tensors = {
+        entry.key: np.ascontiguousarray(entry.as_hf(np.asarray(leaf)))
+        for entry, leaf in named
+        if entry.path.startswith("heads.")
+    }
+    temporary = f"{file}.writing-{os.getpid()}"
+    try:
+        safetensors.numpy.save_file(tensors, temporary, metadata={"format": "pt"})
+        os.replace(temporary, file)
+    except safetensors.SafetensorError as error:  # a full disk, say
+        raise OSError(f"{file!r} could not be written: {error}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
 
 
 def is_tsjax(folder: str) -> bool:

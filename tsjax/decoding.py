@@ -179,8 +179,8 @@ def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg:
         return state.replace(kv=cache.replace(length=state.kv.length))
 
 
-def logits(params: Params, tokens, *, cfg: ModelConfig, width: int = 512):
-    """Logits [B, T, V] of every position of tokens [B, T]: the model without any decoding.
+def hidden_states(params: Params, tokens, *, cfg: ModelConfig, width: int = 512):
+    """The last layer's output [B, T, D], before the final norm, at every position of tokens [B, T].
 
     Runs `width` rows at a time against a cache of its own, so no T x T array exists.
     """
@@ -198,7 +198,12 @@ def logits(params: Params, tokens, *, cfg: ModelConfig, width: int = 512):
 
     rows = jnp.swapaxes(padded.reshape(batch, chunks, width), 0, 1)
     _, hidden = lax.scan(body, init_cache(cfg, batch, chunks * width), rows)
-    hidden = jnp.swapaxes(hidden, 0, 1).reshape(batch, chunks * width, -1)[:, :length]
+    return jnp.swapaxes(hidden, 0, 1).reshape(batch, chunks * width, -1)[:, :length]
+
+
+def logits(params: Params, tokens, *, cfg: ModelConfig, width: int = 512):
+    """Logits [B, T, V] of every position of tokens [B, T]: the model without any decoding."""
+    hidden = hidden_states(params, tokens, cfg=cfg, width=width)
     return unembed(params.model, final_norm(params.model, hidden, cfg=cfg), cfg=cfg)
 
 
@@ -345,6 +350,7 @@ class Programs(NamedTuple):
 
     prefill_chunk: Any
     decode: Any
+    hidden_states: Any
     logits: Any
 
 
@@ -362,5 +368,6 @@ def programs(platform: str, dtype: str) -> Programs:
             prefill_chunk, static_argnames=("width", "cfg"), donate_argnames=("state",)
         ),
         decode=jit(decode, static_argnames=("cfg",), donate_argnames=("state",)),
+        hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),
         logits=jit(logits, static_argnames=("cfg", "width")),
     )

@@ -14,8 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import signal
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,6 +27,7 @@ from jax.core import Tracer
 from tsjax.checkpoint import Model
 from tsjax.config import GenerationConfig, check_int
 from tsjax.decoding import Programs, init_state, logits, programs, row_keys
+from tsjax.interrupt import Interrupt
 from tsjax.request import (
     Request,
     check_row,
@@ -191,7 +190,7 @@ def generate(
     )
     check_int(save_every, "save_every", 1)
     _check_streamer(streamer, request)
-    interrupt = _Interrupt()
+    interrupt = Interrupt()
     save = _saver(model, request, save_to, save_every)
     news = None
     with interrupt, _progress_bar(request, progress) as show:
@@ -247,7 +246,7 @@ def stream(
 def _stream(model: Model, request: Request) -> Iterator[StreamChunk]:
     tokenizer = tokenizer_of(model)
     writers = [Detokenizer(tokenizer, context=row) for row in request.rows if tokenizer]
-    for news in _run(model, request, _Interrupt()):
+    for news in _run(model, request, Interrupt()):
         text = None
         if tokenizer:
             text = [
@@ -317,7 +316,7 @@ class _News:
     decode_seconds: float
 
 
-def _run(model: Model, request: Request, interrupt: _Interrupt) -> Iterator[_News]:
+def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News]:
     """Yields one _News per chunk of steps; the last one has every finish reason filled in."""
     began = time.perf_counter()
     with interrupt:
@@ -380,7 +379,7 @@ def _run(model: Model, request: Request, interrupt: _Interrupt) -> Iterator[_New
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
 
-def _start(model: Model, request: Request, interrupt: _Interrupt) -> DecodeState:
+def _start(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
     """Allocates the state and prefills it."""
     cfg, config, rows = model.cfg, request.config, request.rows
     mesh = mesh_of(model.params)
@@ -457,33 +456,6 @@ class _StopStrings:
 
     def _tail(self, text: str) -> str:
         return text[-self.keep :] if self.keep else ""
-
-
-class _Interrupt:
-    """Turns SIGINT and SIGTERM into a flag while entered; re-entrant; only the main thread can."""
-
-    def __init__(self):
-        self.requested = False
-        self._depth = 0
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self):
-        if self._depth == 0 and threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
-        self._depth += 1
-        return self
-
-    def __exit__(self, *_):
-        self._depth -= 1
-        if self._depth == 0:
-            while self._previous:
-                signal.signal(*self._previous.popitem())
-
-    def _note(self, number, frame):
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
 
 
 def _result(model: Model, request: Request, news: _News) -> GenerationResult:

@@ -2,7 +2,8 @@
 """Presets that come with the package: shapes of known models, and the paper's settings for them.
 
 Knows the JSON files of tsjax.configs. `models.json` holds ModelConfig fields, `generation.json` the
-values of TokenSwift's Table 10, as GenerationConfig and TokenSwift fields.
+values of TokenSwift's Table 10, as GenerationConfig and TokenSwift fields, `training.json` those of
+its Table 9 that differ from HeadTraining's defaults.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 from typing import Any, NamedTuple
 
 from tsjax.config import GenerationConfig, ModelConfig, check
+from tsjax.head_training import HeadTraining
 from tsjax.methods import TokenSwift
 
 
@@ -29,6 +31,11 @@ def preset(name: str) -> Preset:
     return Preset(GenerationConfig(**fields["generation"]), TokenSwift(**fields["tokenswift"]))
 
 
+def training_preset(name: str) -> HeadTraining:
+    """How the paper trains the heads of a model, such as "qwen2.5-14b"."""
+    return HeadTraining(**_named("training.json", name, "training_preset"))
+
+
 def model_preset(name: str) -> ModelConfig:
     """The shape of a model, such as "qwen2.5-7b", for random weights of its size."""
     return ModelConfig.from_dict(_named("models.json", name, "model_preset"))
@@ -36,6 +43,10 @@ def model_preset(name: str) -> ModelConfig:
 
 def preset_names() -> tuple[str, ...]:
     return tuple(_read("generation.json"))
+
+
+def training_preset_names() -> tuple[str, ...]:
+    return tuple(_read("training.json"))
 
 
 def model_preset_names() -> tuple[str, ...]:

@@ -1,0 +1,474 @@
+# SPDX-License-Identifier: Apache-2.0
+"""train_heads(): it learns, resumes with the same numbers, loses nothing and refuses early."""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import helpers
+import hf_fixtures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+from test_head_training import oracle
+
+import tsjax
+import tsjax_convert
+from tsjax import saved_training
+from tsjax.__main__ import main
+from tsjax.corpus import Order
+from tsjax.head_training import init_heads
+
+LENGTH, ROWS = 16, 10
+SETTINGS = tsjax.HeadTraining(
+    num_heads=2,
+    sequence_length=LENGTH,
+    steps=7,
+    warmup_steps=2,
+    batch_size=4,
+    micro_batch=2,
+    chunk_tokens=12,
+    init_scale=0.1,
+)
+DATA = np.random.default_rng(0).integers(0, helpers.VOCAB, (ROWS, LENGTH))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return helpers.tiny_model()
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    """A run that nothing stopped."""
+    return tsjax.train_heads(model, DATA, settings=SETTINGS)
+
+
+def train(model, **options):
+    return tsjax.train_heads(model, DATA, **{"settings": SETTINGS, **options})
+
+
+def numbers(history):
+    """Records without their times."""
+    return [{k: v for k, v in record.items() if k != "seconds"} for record in history]
+
+
+def arrays(trained):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(trained.model.params.heads)]
+
+
+def assert_same_run(trained, other):
+    assert numbers(trained.history) == numbers(other.history)
+    for a, b in zip(arrays(trained), arrays(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# --- learning --------------------------------------------------------------------------------
+
+
+def test_two_heads_learn_a_text_that_repeats_itself():
+    size = 12
+    model = helpers.chain_model({i: (i + 1) % size for i in range(size)}, vocab_size=size)
+    sharp = model.params.model.replace(unembed=model.params.model.unembed * 8)
+    model = model.replace(params=model.params.replace(model=sharp))
+    text = np.arange(40 * 24) % size
+    settings = tsjax.HeadTraining(
+        num_heads=2,
+        sequence_length=24,
+        steps=80,
+        warmup_steps=5,
+        batch_size=4,
+        micro_batch=4,
+        learning_rate=0.05,
+    )
+    trained = tsjax.train_heads(model, text, settings=settings, held_out=0.1)
+    assert trained.history[0]["loss"] > 3
+    assert max(trained.history[-1]["head_losses"]) < 0.01
+    assert [record["top1"] for record in trained.evaluation] == [1.0, 1.0, 1.0]
+    assert max(record["loss"] for record in trained.evaluation[1:]) < 0.01
+    # Here counts are as good: behind each token comes one token.
+    assert [record["skip_bigram"][0] for record in trained.evaluation] == [1.0, 1.0, 1.0]
+    # The heads are drafts of the model from now on, and all of them are accepted.
+    method = tsjax.TokenSwift(
+        tree=(1, 1), num_ngrams=0, suffix_length=0, draft_from="verified_state"
+    )
+    result = tsjax.generate(trained.model, [3], method=method, max_new_tokens=40)
+    assert result.tokens[0].tolist() == [(4 + i) % size for i in range(40)]
+    assert result.stats.tokens_per_step > 2.5
+
+
+def test_the_model_stays_as_it_is(model, whole):
+    before = jax.tree.leaves(helpers.tiny_model().params.model)
+    for a, b in zip(jax.tree.leaves(whole.model.params.model), before, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert whole.model.cfg.num_draft_heads == 2 and whole.model.path is model.path
+    assert [record["step"] for record in whole.history] == list(range(1, 8))
+    assert whole.finish_reason == "steps" and whole.problems == () and not whole.unsaved
+    assert arrays(whole)[0].any()
+
+
+def test_each_step_has_the_losses_of_its_own_sequences(model, whole):
+    # The first step's learning rate is 0, so two steps start from the same heads.
+    heads = init_heads(model.cfg, SETTINGS)
+    order = Order(ROWS, SETTINGS.seed)
+    for step in range(2):
+        tokens = DATA[order.numbers(4 * step, 4)]
+        loss, hits = oracle(model, heads, tokens)
+        labels = 4 * np.asarray(SETTINGS.labels)
+        record = whole.history[step]
+        np.testing.assert_allclose(record["head_losses"], loss[1:] / labels, rtol=1e-5)
+        assert record["loss"] == pytest.approx((loss[1:] / labels).sum(), rel=1e-5)
+        for k in range(3):
+            np.testing.assert_allclose(record[f"top{k + 1}"], hits[1:, k] / labels)
+
+
+@pytest.mark.parametrize("options", [{"micro_batch": 4}, {"cache_hidden": True}])
+def test_micro_batches_and_cached_states_only_round_differently(options, model, whole):
+    trained = train(model, **options)
+    for a, b in zip(trained.history, whole.history, strict=True):
+        np.testing.assert_allclose(a["head_losses"], b["head_losses"], rtol=1e-5)
+
+
+def test_on_a_mesh(model):
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    placed = helpers.tiny_model(mesh=mesh)
+    trained = train(placed, micro_batch=2, held_out=0.2)
+    alone = train(model, micro_batch=4, held_out=0.2)
+    for a, b in zip(trained.history, alone.history, strict=True):
+        np.testing.assert_allclose(a["head_losses"], b["head_losses"], rtol=1e-5)
+        assert a["top3"] == b["top3"]
+    for a, b in zip(trained.evaluation, alone.evaluation, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    assert trained.model.params.heads[0].linear.sharding.mesh.shape == {"data": 2, "model": 2}
+
+
+def test_batches_alone_are_split_over_a_mesh(whole):
+    mesh = jax.make_mesh((4,), ("data",))
+    trained = train(helpers.tiny_model(mesh=mesh), micro_batch=1)
+    for a, b in zip(trained.history, whole.history, strict=True):
+        np.testing.assert_allclose(a["head_losses"], b["head_losses"], rtol=1e-5)
+
+
+def test_bfloat16(tmp_path):
+    model = helpers.tiny_model(dtype="bfloat16")
+    trained = train(model, save_to=tmp_path / "run", steps=3)
+    assert {leaf.dtype for leaf in arrays(trained)} == {jnp.dtype("bfloat16")}
+    stored = safetensors.numpy.load_file(tmp_path / "run" / "heads.safetensors")
+    assert {array.dtype for array in stored.values()} == {jnp.dtype("bfloat16")}
+    checkpoint = saved_training.latest(str(tmp_path / "run"))
+    from orbax.checkpoint import v1 as ocp
+
+    kept = ocp.metadata(os.path.join(checkpoint, "arrays")).metadata
+    assert {str(array.dtype) for array in kept.values()} == {"float32", "int32"}
+
+
+# --- what is kept ----------------------------------------------------------------------------
+
+
+def test_a_run_that_failed_and_was_resumed_is_the_run_that_did_not(model, whole, tmp_path):
+    def fail(record):
+        if record["step"] == 5:
+            raise RuntimeError("the machine caught fire")
+
+    with pytest.raises(RuntimeError, match="fire"):
+        train(model, save_to=tmp_path, save_every=2, on_step=fail)
+    assert [record["step"] for record in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+    assert os.listdir(tmp_path / "checkpoint") == ["step-00000005"]
+    resumed = train(model, save_to=tmp_path, resume=True)
+    assert_same_run(resumed, whole)
+    assert numbers(read_metrics(tmp_path)) == numbers(whole.history)
+    again = train(model, save_to=tmp_path, resume=True)  # it has ended: nothing is left to do
+    assert_same_run(again, whole)
+
+
+KILLED = """
+import os, signal, sys, numpy as np, helpers, test_training as t, tsjax
+
+def kill(record):
+    if record["step"] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+t.train(helpers.tiny_model(), save_to=sys.argv[1], save_every=2, on_step=kill)
+"""
+
+
+def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(model, whole, tmp_path):
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # as conftest.py: same threads
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=env)
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path / "checkpoint") == ["step-00000004"]
+    assert len(read_metrics(tmp_path)) == 5  # the fifth is computed again
+    assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
+    assert numbers(read_metrics(tmp_path)) == numbers(whole.history)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_with_what_there_is(number, model, whole, tmp_path):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+
+    def send(record):
+        if record["step"] == 3:
+            os.kill(os.getpid(), number)
+
+    trained = train(model, save_to=tmp_path, on_step=send)
+    assert trained.finish_reason == "interrupted" and trained.evaluation == []
+    assert numbers(trained.history) == numbers(whole.history)[:3]
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
+    if number == signal.SIGTERM:
+        assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
+
+
+def test_a_second_ctrl_c_raises_and_the_run_is_kept(model, whole, tmp_path):
+    def twice(record):
+        if record["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(model, save_to=tmp_path, on_step=twice)
+    assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
+
+
+@contextlib.contextmanager
+def full_disk(monkeypatch):
+    """Orbax as it behaves on a full disk: some of it is written, then comes a ValueError."""
+    from orbax.checkpoint import v1 as ocp
+
+    def save(path, tree):
+        os.mkdir(f"{path}.orbax-checkpoint-tmp")
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nand more lines")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp, "save", save)
+        yield
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(model, whole, tmp_path, monkeypatch):
+    def stop(record):
+        if record["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    train(model, save_to=tmp_path, on_step=stop)
+    message = "checkpoint in .* not written: RESOURCE_EXHAUSTED: No space left on device$"
+    with full_disk(monkeypatch), pytest.warns(UserWarning, match=message):
+        trained = train(model, save_to=tmp_path, save_every=2, resume=True)
+    assert_same_run(trained, whole)  # it went on: what was made is returned
+    assert trained.unsaved and "No space left" in trained.problems[0]
+    assert os.listdir(tmp_path / "checkpoint") == ["step-00000003"]  # and nothing half-written
+    resumed = train(model, save_to=tmp_path, resume=True)
+    assert_same_run(resumed, whole)
+    assert not resumed.unsaved and os.listdir(tmp_path / "checkpoint") == ["step-00000007"]
+
+
+def test_what_a_killed_writer_left_is_removed(model, whole, tmp_path):
+    (tmp_path / "checkpoint" / ".writing-1").mkdir(parents=True)
+    train(model, save_to=tmp_path)
+    assert os.listdir(tmp_path / "checkpoint") == ["step-00000007"]
+
+
+def test_the_folder_has_metrics_summary_and_plot(model, tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib")
+    trained = train(model, save_to=tmp_path, held_out=0.2)
+    assert set(os.listdir(tmp_path)) == saved_training.FILES
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["steps"] == 7 and summary["settings"]["learning_rate"] == 5e-3
+    assert summary["evaluation"] == trained.evaluation
+    assert [record["head"] for record in trained.evaluation] == [0, 1, 2]
+    assert read_metrics(tmp_path) == trained.history
+
+
+def test_without_matplotlib_the_plot_alone_is_missing(model, tmp_path, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    trained = train(model, save_to=tmp_path, steps=3)
+    assert trained.problems == ("no plot of the losses: pip install 'tsjax[plot]'",)
+    assert not trained.unsaved and not (tmp_path / "loss.png").exists()
+
+
+def test_the_adapter_is_read_by_tsjax_and_has_tokenswifts_names(tmp_path):
+    base = str(hf_fixtures.make(tmp_path / "hf", vocab_size=helpers.VOCAB))
+    trained = train(tsjax.load(base), save_to=tmp_path / "run", steps=3)
+    adapter = tmp_path / "run" / "heads.safetensors"
+    stored = safetensors.numpy.load_file(adapter)
+    parts = ("linear", "input_layernorm", "post_layernorm")
+    names = itertools.product(range(2), parts)
+    assert set(stored) == {f"model.medusa_layers.{i}.{part}.weight" for i, part in names}
+    linear = np.asarray(trained.model.params.heads[1].linear)
+    np.testing.assert_array_equal(stored["model.medusa_layers.1.linear.weight"], linear.T)
+
+    for place in (tmp_path / "run", adapter):
+        loaded = tsjax.load(base, heads=place)
+        for a, b in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(trained.model.params),
+                        strict=True):  # fmt: skip
+            np.testing.assert_array_equal(a, b)
+    # A whole TokenSwift checkpoint, and one of tsjax.
+    merged = tmp_path / "merged"
+    tsjax_convert.to_hf(base, merged, heads=tmp_path / "run", draft_heads=tsjax_convert.MERGE_HEADS)
+    assert stored.keys() <= safetensors.numpy.load_file(merged / "model.safetensors").keys()
+    assert json.loads((merged / "config.json").read_text())["medusa_heads"] == 2
+    tsjax.save(trained.model, tmp_path / "tsjax")
+    assert tsjax.load(tmp_path / "tsjax").cfg.num_draft_heads == 2
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+
+def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path):
+    train(model, save_to=tmp_path / "run", steps=3)
+    before = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file())
+
+    def refused(message, error=ValueError, **options):
+        options = {"save_to": tmp_path / "run", "resume": True, "steps": 3, **options}
+        with pytest.raises(error, match=message):
+            train(options.pop("model", model), **options)
+
+    refused(r"made with learning_rate=0.005, now 0.01; seed=0, now 1$", learning_rate=0.01, seed=1)
+    refused(r"made with steps=3, now 4$", steps=4)
+    refused(r"made with another model \(or type\)", model=helpers.tiny_model(seed=1))
+    with pytest.raises(ValueError, match="made with other data"):
+        tsjax.train_heads(model, DATA[1:], settings=SETTINGS, steps=3, save_to=tmp_path / "run",
+                          resume=True)  # fmt: skip
+    refused("other data", held_out=0.2)
+    refused(r"it holds a run; pass resume=True \(--resume\)", FileExistsError, resume=False)
+    refused(r"has no checkpoint/step-\*", FileNotFoundError, save_to=tmp_path / "other")
+    refused("save_to names the folder", save_to=None)
+    after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file())
+    assert after == before
+
+
+def test_a_damaged_checkpoint_is_named(model, tmp_path):
+    train(model, save_to=tmp_path, steps=3)
+    (document,) = tmp_path.rglob("run.json")
+    whole = document.read_text()
+    for content in ("{", "[]", "{}", whole.replace('"format": 1', '"format": 2')):
+        document.write_text(content)
+        with pytest.raises(ValueError, match="step-00000003' is damaged"):
+            train(model, save_to=tmp_path, steps=3, resume=True)
+    document.write_text(whole)
+    shutil.rmtree(document.parent / "arrays")
+    with pytest.raises(ValueError, match="step-00000003' is damaged"):
+        train(model, save_to=tmp_path, steps=3, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"epochs": 3}, TypeError, "unknown argument 'epochs'"),
+        ({"step": 3}, TypeError, "did you mean 'steps'"),
+        ({"batch_size": 5}, ValueError, r"batch_size=5 is not valid: a multiple of the 2 seq.* of"),
+        ({"sequence_length": 10**6}, ValueError, "at most the 100000 positions"),
+        ({"save_every": 0}, ValueError, "save_every=0"),
+        ({"held_out": 0.0}, ValueError, "held_out=0.0 is not valid"),
+        (
+            {"sequence_length": 17},
+            ValueError,
+            "the longest of 10 documents, 'the array.9.', has 16",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(options, error, message, model):
+    with pytest.raises(error, match=message):
+        train(model, **options)
+
+
+def test_wrong_places_are_refused(model, tmp_path):
+    def refused(error, message, place):
+        with pytest.raises(error, match=message):
+            train(model, save_to=place)
+
+    (tmp_path / "file").write_text("x")
+    refused(NotADirectoryError, "a folder, not a file", tmp_path / "file")
+    refused(FileExistsError, "it has 'file'; choose a folder of its own", tmp_path)
+    refused(PermissionError, "a folder that can be written", "/proc/nowhere")
+    refused(ValueError, "save_to='' is not valid", "")
+    with pytest.raises(TypeError, match="model=3 is not valid"):
+        tsjax.train_heads(3, DATA)
+    with pytest.raises(ValueError, match="batch_size=4 is not valid: a multiple of the 8 .* mesh"):
+        mesh = jax.make_mesh((4, 1), ("data", "model"))
+        train(helpers.tiny_model(mesh=mesh))
+    with pytest.raises(ValueError, match="this model has no path, so it has no tokenizer"):
+        text = tmp_path / "a.txt"
+        text.write_text("some text")
+        tsjax.train_heads(model, text, settings=SETTINGS)
+
+
+# --- the command -----------------------------------------------------------------------------
+
+FLAGS = (
+    "--sequence-length 12 --steps 4 --warmup-steps 1 --batch-size 2 --micro-batch 2 --num-heads 2"
+).split()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("training") / "hf"
+    hf_fixtures.make(folder, vocab_size=len(helpers.TOKENS))
+    return helpers.save_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("books")
+    rng = np.random.default_rng(1)
+    for name in "abcde":
+        words = rng.choice(["the", "train", "and", "rain", "in", "her", "hair"], 40)
+        (folder / f"{name}.txt").write_text(" ".join(words))
+    (folder / "short.txt").write_text("a")
+    return str(folder)
+
+
+def test_the_command_trains_saves_and_resumes(checkpoint, books, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", run, *FLAGS]
+    argv += ["--held-out", "0.2"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["steps"] == 4 and document["finish_reason"] == "steps"
+    assert len(document["head_losses"]) == 2
+    assert "4/4" in err and "top-1/2/3 %" in err and "short.txt" in err
+    assert "head 2: " in err and "% by the best guess from counts" in err
+    assert main(argv) == 2
+    assert "it holds a run; pass resume=True (--resume)" in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert main([*argv, "--resume", "--seed", "3"]) == 2
+    assert "seed=0, now 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh", "3"], "--mesh='3' is not valid: DATA,MODEL"),
+        (["--mesh", "3,4"], "at most 4 devices"),
+        (["--steps", "1"], "warmup_steps=1 is not valid: less than steps=1"),
+        (["--held-out", "nowhere"], "held_out='nowhere': there is no such file"),
+        (["--data", "nowhere"], "data='nowhere': there is no such file"),
+    ],
+)
+def test_the_command_refuses_in_one_line(flags, message, checkpoint, books, tmp_path, capsys):
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", str(tmp_path / "x"), *FLAGS]
+    assert main([*argv, *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+def test_the_command_on_a_mesh(checkpoint, books, tmp_path, capsys):
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", str(tmp_path / "x"), *FLAGS]
+    assert main([*argv, "--mesh", "2,2", "--micro-batch", "1", "--steps", "2"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run kept in a folder, so that it can go on after a kill.
+
+    checkpoint/step-00000050/   the newest complete one: arrays (orbax) and run.json
+    heads.safetensors           the heads, as an adapter
+    metrics.jsonl               one line per step
+    summary.json, loss.png      at the end
+
+Knows the folder's format. Whatever is written appears whole, beside what it replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+FORMAT = 1
+CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays", "run.json"
+METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
+HEADS = "heads.safetensors"
+FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT, HEADS}
+_STEP = re.compile(r"step-(\d{8})")
+
+
+def latest(folder: str) -> str | None:
+    """The newest checkpoint of a run, None if there is none."""
+    place = os.path.join(folder, CHECKPOINTS)
+    names = os.listdir(place) if os.path.isdir(place) else []
+    steps = sorted(name for name in names if _STEP.fullmatch(name))
+    return os.path.join(place, steps[-1]) if steps else None
+
+
+def write_checkpoint(
+    folder: str, step: int, arrays: Mapping[str, jax.Array], document: Mapping[str, Any]
+) -> None:
+    """Writes the checkpoint of a step, then removes older ones.
+
+    An OSError leaves the checkpoint that was there before.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    place = os.path.join(folder, CHECKPOINTS)
+    target = os.path.join(place, f"step-{step:08d}")
+    fresh = os.path.join(place, f".writing-{os.getpid()}")
+    try:
+        os.makedirs(place, exist_ok=True)
+        for name in os.listdir(place):  # of a process that was killed while it wrote
+            if name.startswith(".writing-"):
+                shutil.rmtree(os.path.join(place, name))
+        os.mkdir(fresh)
+        try:
+            ocp.save(os.path.join(fresh, ARRAYS), dict(arrays))
+        except Exception as error:
+            # A full disk is a ValueError here, or a plain Exception whose cause says what happened.
+            if not isinstance(error, OSError | ValueError) and type(error) is not Exception:
+                raise
+            raise OSError(_reason(error)) from error
+        content = {"format": FORMAT, "step": step, **document}
+        write_text(os.path.join(fresh, DOCUMENT), json.dumps(content))
+        if os.path.isdir(target):  # of a run that ended at this step
+            shutil.rmtree(target)
+        os.replace(fresh, target)
+        for name in os.listdir(place):
+            if _STEP.fullmatch(name) and name != os.path.basename(target):
+                shutil.rmtree(os.path.join(place, name))
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def read_document(checkpoint: str) -> dict[str, Any]:
+    path = os.path.join(checkpoint, DOCUMENT)
+    try:
+        with open(path, encoding="utf-8") as file:
+            document = json.load(file)
+        if document["format"] != FORMAT:
+            raise ValueError(f"format {document['format']!r}")
+        return document
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{checkpoint!r} is damaged: {error!r}") from error
+
+
+def read_arrays(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
+    from orbax.checkpoint import v1 as ocp
+
+    abstract = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in like.items()
+    }
+    try:
+        return ocp.load(os.path.join(checkpoint, ARRAYS), abstract)
+    except Exception as error:
+        reason = str(error.__cause__ or error).splitlines()
+        raise ValueError(
+            f"{checkpoint!r} is damaged: {reason[0] if reason else error!r}"
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What orbax says, without the many lines that follow."""
+    lines = str(error.__cause__ or error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def write_text(path: str, text: str) -> None:
+    """Replaces a file in one step: a kill or a full disk leaves the old one or the new one."""
+    temporary = f"{path}.writing-{os.getpid()}"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def write_metrics(folder: str, history: Sequence[Mapping[str, Any]]) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in history)
+    write_text(os.path.join(folder, METRICS), lines)
+
+
+def append_metrics(folder: str, record: Mapping[str, Any]) -> None:
+    with open(os.path.join(folder, METRICS), "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def plot_losses(history: Sequence[Mapping[str, Any]], path: str) -> None:
+    """The heads' losses over the steps, as a PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [record["step"] for record in history]
+    for head in range(len(history[0]["head_losses"])):
+        losses = [record["head_losses"][head] for record in history]
+        axes.plot(steps, losses, label=f"head {head + 1}")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats)", title="Draft heads")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    temporary = f"{path}.writing-{os.getpid()}.png"
+    try:
+        figure.savefig(temporary, dpi=120)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
