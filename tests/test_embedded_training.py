@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The embedded model's training commands, on a miniature: they learn, go on, and export."""
+
+import functools
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsjax
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from examples.embedded_model import texts, training  # noqa: E402
+from examples.embedded_model.__main__ import main  # noqa: E402
+
+SMALL = (
+    "--embed-dim 32 --num-layers 1 --num-heads 4 --num-kv-heads 2 --head-dim 8 --mlp-dim 48 "
+    "--length 64 --final-length 128 --final-part 0.25 --batch 256 --micro 128 "
+    "--evals 4 --chunk 5 --learning-rate 0.01 --steps 40"
+).split()
+
+
+def write_books(folder: Path, size: int = 30_000) -> Path:
+    """Sentences of a few words, with hard line breaks."""
+    rng = np.random.default_rng(0)
+    folder.mkdir()
+    for name in ("first", "second"):
+        paragraphs = []
+        while sum(map(len, paragraphs)) < size:
+            words = rng.choice("the old captain saw a small white ship upon a dark sea".split(), 40)
+            lines = [" ".join(words[i : i + 10]) for i in range(0, 40, 10)]
+            paragraphs.append("\n".join(lines).capitalize() + ".")
+        (folder / f"{name}.txt").write_text("\n\n".join(paragraphs))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Two model folders, `whole` and `continued`, by the same schedule."""
+    top = tmp_path_factory.mktemp("embedded")
+    books = write_books(top / "books")
+    for name in ("whole", "continued"):
+        work = ["--work", str(top / f"work-{name}")]
+        command = ["train", *work, "--out", str(top / name), *SMALL]
+        assert main(["tokenizer", "--texts", str(books), *work, "--vocab-size", "300"]) == 0
+        if name == "continued":
+            assert main([*command, "--stop-at", "25"]) == 0
+            assert not (top / name).exists()
+            command.append("--resume")
+        assert main(command) == 0
+    return top
+
+
+def test_the_loss_falls_in_both_phases(runs):
+    lines = (runs / "work-whole" / training.METRICS).read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    assert [line["length"] for line in metrics] == [64, 64, 64, 128]
+    assert metrics[0]["loss"] < np.log(300) - 1
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
+    assert metrics[-1]["held_out"] < metrics[0]["held_out"] < np.log(300) - 1
+
+
+def test_a_continued_run_is_the_same_run(runs):
+    whole, continued = (runs / name / "model.safetensors" for name in ("whole", "continued"))
+    assert whole.read_bytes() == continued.read_bytes()
+
+
+def test_the_folder(runs):
+    folder = runs / "whole"
+    card = (folder / "README.md").read_text()
+    assert "40 updates of 256 tokens" in card and str(runs) not in card
+    assert "--texts TEXTS --work WORK --vocab-size 300" in card
+    model = tsjax.load(folder)
+    assert model.cfg.dtype == "bfloat16" and model.cfg.tie_embeddings
+    text = 'Once "upon" a time -- \u65e5\u672c\n\n  the sea'
+    ids = model.tokenizer.encode(text)
+    assert ids[0] == model.tokenizer.bos_token_id and 1 in model.stop_ids
+    assert model.tokenizer.decode(ids, skip_special_tokens=True) == text
+
+
+def test_export_again(runs, tmp_path):
+    argv = ["export", "--work", str(runs / "work-whole"), "--out", str(tmp_path / "again")]
+    assert main(argv) == 0
+    for name in ("model.safetensors", "README.md"):
+        assert (tmp_path / "again" / name).read_bytes() == (runs / "whole" / name).read_bytes()
+
+
+def test_transformers_reads_the_same_model(runs):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = runs / "whole"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ours = tsjax.load(folder, dtype="float32")
+    ids = transformers.AutoTokenizer.from_pretrained(folder)("The old captain saw")["input_ids"]
+    assert ids == ours.tokenizer.encode("The old captain saw")
+    with torch.no_grad():
+        expected = theirs(torch.tensor([ids])).logits.numpy()
+    np.testing.assert_allclose(tsjax.forward(ours, np.array([ids])), expected, atol=1e-3)
+
+
+def test_attention_is_causal_attention(rng):
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 150, heads, 8), np.float32)) for heads in (4, 2, 2)
+    )
+    expected = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True))(q, k, v)
+    found = jax.jit(training.causal_attention, static_argnums=0)(0, q, k, v)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_dropout_keeps_the_mean():
+    cfg = tsjax.ModelConfig(50, 16, 2, 4, 2, 8, 16, 512, 1e-5, tie_embeddings=True)
+    weights = tsjax.init_params(cfg).model
+    weights = jax.tree.map(jnp.ones_like, weights)
+    dropped = jax.jit(training.drop_units, static_argnums=1)(weights, 0.5, jax.random.key(0))
+    for layer in dropped.layers:
+        for units in (layer.o.reshape(32, 16), layer.down):
+            assert set(np.unique(units)) == {0.0, 2.0}  # whole units, scaled
+            assert (units == units[:, :1]).all()
+    assert (dropped.layers[0].down != dropped.layers[1].down).any()
+    assert (dropped.embed == 1).all() and (dropped.layers[0].gate == 1).all()
+
+
+def test_a_long_row_has_the_same_losses(rng):
+    cfg = tsjax.ModelConfig(50, 16, 1, 4, 2, 8, 16, 512, 1e-5, tie_embeddings=True)
+    weights = tsjax.init_params(cfg, scale=0.2).model
+    row = jnp.asarray(rng.integers(2, 50, 257), jnp.int32).at[0].set(0)[None]
+    places = jnp.arange(256)[None]
+    losses = jax.jit(training.token_losses, static_argnums=4)
+    expected = losses(weights, row[:, :-1], row[:, 1:], places, cfg)[0]
+    found = training.loss_by_position(weights, row[0, 1:], cfg=cfg, bos=0)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_rows_with_gaps(rng):
+    """Both parts are the stream's own tokens at the stream's own distances."""
+    starts = np.flatnonzero(rng.random(5000) < 0.05)
+    stream = texts.Stream(np.arange(5000, dtype=np.int32), starts, bos=-1)
+    windows = training.Order(stream, 128, 4096, gaps=0.9, seed=0).take(200)
+    inputs, targets, positions = map(np.asarray, training.cut_rows(stream.tokens, windows, 128, -1))
+    assert inputs.shape == targets.shape == (200, 128)
+    assert (inputs[:, 0] == -1).all() and (positions[:, 0] == 0).all()
+    assert np.isin(inputs[:, 1], starts).all()
+    np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
+    np.testing.assert_array_equal(np.diff(inputs[:, 1:]), np.diff(positions[:, 1:]))
+    jumps = np.diff(inputs[:, 1:]) > 1
+    assert 0 < jumps.any(1).mean() < 1 and jumps.sum(1).max() == 1
+    assert np.isin(inputs[:, 2:][jumps], starts).all()
+    assert positions.max() < 4096 and positions.max() > 2048
+
+
+def test_an_epoch_covers_the_stream():
+    stream = texts.Stream(np.zeros(6401, np.int32), np.arange(6401), bos=0)
+    order = training.Order(stream, 64, 4096, gaps=0.0, seed=0)
+    windows = order.take(order.per_epoch)
+    assert sorted(np.diff(np.sort(windows.start))) == [64] * (order.per_epoch - 1)
+
+
+def test_schedule():
+    rates = training.scheduled(np.array([0.0, 0.05, 0.1, 0.55, 1.0, 1.1]), 0.1)
+    np.testing.assert_allclose(rates, [0, 0.5, 1, 0.5, 0, 0], atol=1e-6)
+
+
+def test_minutes_are_a_schedule(tmp_path, monkeypatch):
+    """The learning rate and the length of rows follow the clock, however slow an update is."""
+    rates = []
+
+    def update(weights, moments, stream, windows, rate, key, **kwargs):
+        rates.append(float(rate[0]))
+        return weights, moments, (np.ones(1), np.ones(1))
+
+    monkeypatch.setattr(training, "run_updates", update)
+    monkeypatch.setattr(training.Trainer, "evaluate", lambda self, weights: 1.0)
+    stream = texts.Stream(np.arange(2000, dtype=np.int32) % 50, np.arange(0, 2000, 9), bos=0)
+    cfg = tsjax.ModelConfig(50, 16, 1, 2, 1, 8, 16, 512, 1e-5, tie_embeddings=True)
+    seconds = iter(range(0, 10_000, 3))
+    settings = training.Settings(
+        minutes=1, length=32, final_length=64, batch=64, evals=2, warmup=0.2, learning_rate=1.0
+    )
+    trainer = training.Trainer(
+        cfg, settings, stream, stream, tmp_path, clock=lambda: float(next(seconds))
+    )
+    done = trainer.run()
+    assert 60 <= done.seconds < 67 and done.evals == 2 and done.length == 64
+    peak = int(np.argmax(rates))
+    assert 3 <= peak <= 6 and rates[peak] > 0.95 and rates[0] == 0 and rates[-1] < 0.05
+    assert rates[:peak] == sorted(rates[:peak])
+    assert rates[peak:] == sorted(rates[peak:], reverse=True)
+
+
+def test_clean():
+    raw = (
+        "The Project Gutenberg EBook\n*** START OF THIS PROJECT GUTENBERG EBOOK X ***\r\n\r\n"
+        "TITLE\n\n\n"
+        "\u201cIt was a _very_ long line of the book, which went on until it was full,\u201d he\n"
+        "said to the other one who was there\u2014and who listened to all of it,--\n"
+        "patiently.\n\n"
+        "   A verse\n   of two lines\n\n"
+        "*** END OF THIS PROJECT GUTENBERG EBOOK X ***\nLicence\n"
+    )
+    assert texts.clean(raw) == (
+        "TITLE\n\n"
+        '"It was a very long line of the book, which went on until it was full," he said to the '
+        "other one who was there--and who listened to all of it,--patiently.\n\n"
+        "A verse\nof two lines"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no such folder"),
+        ({}, "it holds no *.txt file"),
+        ({"a.txt": b"\xff\xfe"}, "is not UTF-8"),
+        ({"a.txt": b"One line."}, "has no paragraphs"),
+        ({"a.txt": b"One.\n\n" * 500}, "are too little to learn from"),
+        ({"a.txt": b"One day.\n\n" * 5000}, "use more text or a smaller vocabulary"),
+    ],
+)
+def test_bad_texts(content, message, tmp_path, capsys):
+    folder = tmp_path / "books"
+    if content is not None:
+        folder.mkdir()
+        for name, data in content.items():
+            (folder / name).write_bytes(data)
+    argv = ["tokenizer", "--texts", str(folder), "--work", str(tmp_path / "work")]
+    assert main(argv) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "either minutes or steps"),
+        (["--steps", "5", "--batch", "100"], "at least a row of 128 tokens"),
+        (["--steps", "5", "--embed-dim", "2048"], "at most 12,000,000"),
+        (["--steps", "5", "--length", "40000"], "need at least"),
+        (["--steps", "5", "--resume"], "was written with other settings"),
+    ],
+)
+def test_bad_training(options, message, runs, capsys):
+    argv = ["train", "--work", str(runs / "work-whole"), "--out", str(runs / "new")]
+    argv += SMALL[: SMALL.index("--steps")]
+    if "--length" in options:
+        argv += ["--batch", "40000"]
+    assert main([*argv, *options]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else_is_not_replaced(runs, capsys):
+    argv = ["train", "--work", str(runs / "work-whole"), "--out", str(runs / "books"), *SMALL]
+    assert main(argv) == 1
+    assert "is not a model folder" in capsys.readouterr().err
