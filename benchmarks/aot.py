@@ -11,9 +11,6 @@ Nothing is run on a GPU. One process per case, `--jobs` at a time.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -48,15 +45,6 @@ def work(case: str, shapes: dict) -> dict:
     return {"cache_bytes": cache, "operations": operations, "bound_us": bounds}
 
 
-def compile_case(case: str, target: str) -> dict:
-    command = [sys.executable, "-W", "ignore", aot.__file__, case, target]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"{case} for {target}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     report.add_out(parser)
@@ -71,7 +59,7 @@ def main() -> int:
     cases: dict[str, dict] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         for (case, target), found in zip(
-            wanted, pool.map(lambda pair: compile_case(*pair), wanted), strict=True
+            wanted, pool.map(lambda pair: aot.compile_case(*pair), wanted), strict=True
         ):
             entry = cases.setdefault(case, work(case, kernels[case]) if case in kernels else {})
             entry[target] = {k: v for k, v in found.items() if k not in ("case", "target")}

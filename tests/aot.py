@@ -174,6 +174,19 @@ def figures(case: str, target: str, dump: Path) -> dict:
     return found
 
 
+def compile_case(case: str, target: str) -> dict:
+    """What `figures` says, from a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, case, target],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    if done.returncode:
+        raise RuntimeError(f"{case} for {target}: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def kernels(dump: Path) -> list[dict]:
     """What ptxas and the PTX say about each of this project's kernels."""
     shared: dict[str, int] = {}

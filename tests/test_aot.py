@@ -5,11 +5,7 @@
 run: numbers and speed are not covered, registers, memory and copies are.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
 
 import aot
 import pytest
@@ -27,17 +23,6 @@ NARROW = {
     "tsjax_cache_scores_softmax": 5,
 }
 MATRIX = {"tsjax_tree_attention", "tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"}
-
-
-def compile_case(case: str, target: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", aot.__file__, case, target],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
-    )
-    assert done.returncode == 0, f"{case} for {target}: {done.stderr[-3000:]}"
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def base_name(kernel: dict) -> str:
@@ -61,7 +46,7 @@ def check_kernels(found: dict, target: str, dtype: str) -> None:
 @pytest.mark.parametrize("target", ["a100", "h100"])
 @pytest.mark.parametrize("case", list(aot.kernel_cases()))
 def test_kernel(case, target):
-    found = compile_case(case, target)
+    found = aot.compile_case(case, target)
     _, shapes = aot.kernel_cases()[case]
     (dtype,) = {dtype for name, (_, dtype) in shapes.items() if name.startswith("q")}
     check_kernels(found, target, dtype)
@@ -82,7 +67,7 @@ def test_kernel(case, target):
 @pytest.mark.parametrize("case", list(aot.STEPS))
 def test_step(case):
     """The step fits the chip, is done in place, uses the kernels, and copies no cache."""
-    found, step = compile_case(case, "a100"), aot.STEPS[case]
+    found, step = aot.compile_case(case, "a100"), aot.STEPS[case]
     used = sum(found[f"{part}_bytes"] for part in ("argument", "temp", "output"))
     assert used - found["alias_bytes"] < MEMORY["a100"]
     assert found["alias_bytes"] > 0.99 * found["output_bytes"]
