@@ -63,15 +63,15 @@ class Settings:
     length: int = 512
     final_length: int = 2048
     final_part: float = 0.1  # of the run, with rows of final_length
-    batch: int = 4096  # tokens of one update
+    batch: int = 8192  # tokens of one update
     micro: int = 1024  # tokens of one forward pass, at least one row
-    learning_rate: float = 2e-3
+    learning_rate: float = 5e-3
     warmup: float = 0.02  # part of the run
     weight_decay: float = 0.1
     dropout: float = 0.0  # of units, drawn for each micro-batch
     gaps: float = 0.3  # part of the rows
     dtype: str = "float32"  # of the forward and backward pass
-    evals: int = 30
+    evals: int = 15
     chunk: int = 1  # updates in one call of the device
     seed: int = 0
 
@@ -239,14 +239,39 @@ def scheduled(progress, warmup: float):
 
 
 def optimizer(settings: Settings) -> optax.GradientTransformation:
-    """Updates for a learning rate of 1."""
+    """Updates for a learning rate of 1: Muon for the layers' matrices, AdamW for all else.
+
+    Both move a weight by about the same, so one learning rate serves both. Muon needs about two
+    thirds of AdamW's tokens for the same loss of this model.
+    """
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.scale_by_adam(b1=0.9, b2=0.98, eps=1e-9),
-        optax.add_decayed_weights(
-            settings.weight_decay, mask=lambda w: jax.tree.map(lambda leaf: leaf.ndim > 1, w)
+        optax.contrib.muon(
+            learning_rate=1.0,
+            weight_decay=settings.weight_decay,
+            adam_b2=0.98,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=_matrices,
         ),
     )
+
+
+def _matrices(weights: ModelWeights) -> ModelWeights:
+    """For Muon: which axes of each weight are the inputs and outputs of its matrix."""
+
+    def matrix(inputs: int):
+        return lambda leaf: optax.contrib.MuonDimensionNumbers(
+            tuple(range(inputs)), tuple(range(inputs, leaf.ndim))
+        )
+
+    def layer(one):
+        matrices = {name: matrix(1) for name in ("q", "k", "v", "gate", "up", "down")}
+        matrices["o"] = matrix(2)
+        none = jax.tree.map(lambda leaf: None, one)
+        return none.replace(**{name: of(getattr(one, name)) for name, of in matrices.items()})
+
+    none = jax.tree.map(lambda leaf: None, weights)
+    return none.replace(layers=tuple(map(layer, weights.layers)))
 
 
 def first_weights(cfg: tsjax.ModelConfig, seed: int) -> ModelWeights:
@@ -290,7 +315,7 @@ def run_updates(weights, moments, stream, windows, rates, key, *, cfg, settings,
         total, _ = lax.scan(add, nothing, (windows, jax.random.split(key, micros)))
         loss, gradient = jax.tree.map(lambda a: a / micros, total)
         changes, moments = optimizer(settings).update(gradient, moments, weights)
-        weights = jax.tree.map(lambda w, c: w - rate * c, weights, changes)
+        weights = jax.tree.map(lambda w, c: w + rate * c, weights, changes)
         return (weights, moments), (loss, optax.tree.norm(gradient))
 
     keys = jax.random.split(key, len(rates))
