@@ -492,6 +492,14 @@ def test_neither_chunks_nor_stream_nor_resuming_matter(name, tmp_path, monkeypat
     joined = [np.concatenate(rows) for rows in zip(*(c.tokens for c in streamed), strict=True)]
     assert [row.tolist() for row in joined] == [row.tolist() for row in whole.tokens]
     assert max(len(row) for chunk in streamed for row in chunk.tokens) > 3  # the most plain steps
+    # Each token says who drafted it, and what a stream has counted is what it has said.
+    for chunk in streamed:
+        pairs = zip(chunk.sources, chunk.tokens, strict=True)
+        assert all(len(sources) == len(tokens) for sources, tokens in pairs)
+    said = np.concatenate([sources for chunk in streamed for sources in chunk.sources])
+    counted = {name: int((said >> i & 1).sum()) for i, name in enumerate(tsjax.SOURCES)}
+    assert counted == streamed[-1].stats.accepted_by_source
+    assert (said > 0).sum() == streamed[-1].stats.accepted > 0
 
     begin = dict(settings, max_new_tokens=17, save_to=path)
     for first, second in ((setup.method, "autoregressive"), ("autoregressive", setup.method)):

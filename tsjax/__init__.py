@@ -50,6 +50,8 @@ from tsjax.state import StepStats as StepStats
 from tsjax.state import init_params as init_params
 from tsjax.training import TrainedHeads as TrainedHeads
 from tsjax.training import train_heads as train_heads
+from tsjax.tree import SOURCES as SOURCES
+from tsjax.weight_files import EMBEDDED as EMBEDDED
 
 try:
     __version__ = _version("tsjax")
@@ -57,6 +59,8 @@ except _PackageNotFoundError:  # run from a checkout that is not installed
     __version__ = "0+checkout"
 
 __all__ = [
+    "EMBEDDED",
+    "SOURCES",
     "Autoregressive",
     "DecodeConfig",
     "DecodeState",

@@ -98,6 +98,7 @@ def init_state(
     state = DecodeState(
         kv=kv.replace(length=length - 1),
         tokens=jnp.pad(tokens, ((0, 0), (0, capacity - width))),
+        sources=jnp.zeros((batch, capacity), jnp.uint8),
         prompt_length=jnp.array(prompt_length, jnp.int32),
         max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity - cfg.draft_depth),
         last_seen=first_last_seen(tokens, length, model.vocab_size),
@@ -274,6 +275,8 @@ def commit(
         kept = index < count[:, None]
         slots = jnp.where(kept, positions, state.tokens.shape[1])  # out of bounds: dropped
         tokens = state.tokens.at[b[:, None], slots].set(emitted, mode="drop")
+        drafted_by = _drafted_by(tree, path, count)
+        sources = state.sources.at[b[:, None], slots].set(drafted_by, mode="drop")
         last_seen = state.last_seen.at[b[:, None], emitted].max(
             jnp.where(kept, positions, NEVER_SEEN)
         )
@@ -281,11 +284,25 @@ def commit(
         return state.replace(
             kv=kv.replace(length=new_length - 1),
             tokens=tokens,
+            sources=sources,
             last_seen=last_seen,
             finish=jnp.where(running, verdicts.astype(jnp.int8), state.finish),
             stats=_counted(state.stats, tree, path, count),
             draft=_last_verified(state.draft, verdict, last, count > 0),
         )
+
+
+def _drafted_by(tree: DraftTree, path, count):
+    """The sources of the tokens that a step emits, [B, J + 1] uint8 as in DecodeState.
+
+    The token behind the path's node i is its node i + 1. The last of `count` [B] tokens counts as
+    the model's own, as in the counters.
+    """
+    b, bits = jnp.arange(path.shape[0])[:, None], 1 << jnp.arange(len(SOURCES))
+    of_node = jnp.sum(jnp.where(tree.sources[b, path], bits, 0), axis=-1)
+    following = jnp.pad(of_node[:, 1:], ((0, 0), (0, 1)))
+    drafted = jnp.arange(path.shape[1]) < count[:, None] - 1
+    return jnp.where(drafted, following, 0).astype(jnp.uint8)
 
 
 def _counted(stats: StepStats, tree: DraftTree, path, count) -> StepStats:

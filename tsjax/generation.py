@@ -125,12 +125,19 @@ class GenerationResult:
 class StreamChunk:
     """What `stream` yields: the news of each row since the chunk before.
 
-    `text` is None for a model without a tokenizer; `finish_reason` is None while a row runs.
+    Attributes:
+      tokens: one int32 array per row.
+      text: None for a model without a tokenizer.
+      finish_reason: None while a row runs.
+      sources: who drafted each of `tokens`, uint8: bit i stands for tsjax.SOURCES[i], 0 for nobody.
+      stats: of the run so far.
     """
 
     tokens: list[np.ndarray]
     text: list[str] | None
     finish_reason: list[str | None]
+    sources: list[np.ndarray]
+    stats: RunStats
 
 
 def generate(
@@ -255,7 +262,13 @@ def _stream(model: Model, request: Request) -> Iterator[StreamChunk]:
             ]
         pairs = zip(news.reasons, news.newly_ended, strict=True)
         reasons = [reason if ended else None for reason, ended in pairs]
-        yield StreamChunk(tokens=news.tokens, text=text, finish_reason=reasons)
+        yield StreamChunk(
+            tokens=news.tokens,
+            text=text,
+            finish_reason=reasons,
+            sources=news.sources,
+            stats=_run_stats(request, news),
+        )
 
 
 def forward(model: Model, tokens: Any) -> jax.Array:
@@ -306,6 +319,7 @@ class _News:
     """One chunk as the host sees it. `all_tokens` are the rows' new tokens since the prompt."""
 
     tokens: list[np.ndarray]
+    sources: list[np.ndarray]  # as in StreamChunk
     all_tokens: list[np.ndarray]
     reasons: list[str | None]
     newly_ended: list[bool]
@@ -339,7 +353,8 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
         steps = _next_chunk(steps, elapsed)
 
         tokens, length, finish = map(np.asarray, (state.tokens, state.length, state.finish))
-        new, ended = [], []
+        drafted_by = np.asarray(state.sources)
+        new, sources, ended = [], [], []
         for row, reason in enumerate(reasons):
             fresh = np.array(tokens[row, emitted[row] : length[row]])
             if reason is None:
@@ -353,11 +368,13 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             else:
                 fresh = fresh[:0]
             ended.append(reason is None and reasons[row] is not None)
+            sources.append(drafted_by[row, emitted[row] : emitted[row] + len(fresh)].copy())
             emitted[row] += len(fresh)
             new.append(fresh)
         last = None not in reasons
         yield _News(
             tokens=new,
+            sources=sources,
             all_tokens=[
                 tokens[row, n : emitted[row]].copy() for row, n in enumerate(request.prompt_length)
             ],
@@ -458,25 +475,28 @@ class _StopStrings:
         return text[-self.keep :] if self.keep else ""
 
 
-def _result(model: Model, request: Request, news: _News) -> GenerationResult:
-    new_tokens = tuple(len(row) for row in news.all_tokens)
+def _run_stats(request: Request, news: _News) -> RunStats:
     counts, by_source = news.steps, news.steps.by_source.sum(axis=0)
     decode = request.decode
+    return RunStats(
+        prompt_tokens=tuple(request.prompt_length),
+        new_tokens=tuple(len(row) for row in news.all_tokens),
+        steps=tuple(counts.steps.tolist()),
+        computed_tokens=news.computed,
+        prefill_seconds=news.prefill_seconds,
+        decode_seconds=news.decode_seconds,
+        drafted=int(counts.drafted.sum()),
+        accepted_lengths=tuple(counts.accepted.sum(axis=0).tolist()),
+        accepted_by_source=dict(zip(SOURCES, by_source.tolist(), strict=True)),
+        draft_positions=max(decode.draft_levels, decode.ngram_depth) or decode.draft_depth,
+    )
+
+
+def _result(model: Model, request: Request, news: _News) -> GenerationResult:
     return GenerationResult(
         tokens=news.all_tokens,
         finish_reason=[str(reason) for reason in news.reasons],
-        stats=RunStats(
-            prompt_tokens=tuple(request.prompt_length),
-            new_tokens=new_tokens,
-            steps=tuple(counts.steps.tolist()),
-            computed_tokens=news.computed,
-            prefill_seconds=news.prefill_seconds,
-            decode_seconds=news.decode_seconds,
-            drafted=int(counts.drafted.sum()),
-            accepted_lengths=tuple(counts.accepted.sum(axis=0).tolist()),
-            accepted_by_source=dict(zip(SOURCES, by_source.tolist(), strict=True)),
-            draft_positions=max(decode.draft_levels, decode.ngram_depth) or decode.draft_depth,
-        ),
+        stats=_run_stats(request, news),
         _prompts=request.prompts,
         _single=request.single,
         _tokenizer=lambda: model.tokenizer,

@@ -58,6 +58,8 @@ class DecodeState(flax.struct.PyTreeNode):
     Attributes:
       kv: the cache of all tokens but the last known one: kv.length == length - 1.
       tokens: [B, C] int32, prompt and output. Entries at `length` and beyond are unspecified.
+      sources: [B, C] uint8, who drafted each token: bit i stands for tree.SOURCES[i]. 0 for the
+        prompt and for tokens that no draft had. Entries at `length` and beyond are unspecified.
       prompt_length: [B] int32.
       max_length: [B] int32, the length at which the row is full; at most C.
       last_seen: [B, V] int32, the last position below `length` that holds the token, or
@@ -72,6 +74,7 @@ class DecodeState(flax.struct.PyTreeNode):
 
     kv: KVCache
     tokens: jax.Array
+    sources: jax.Array
     prompt_length: jax.Array
     max_length: jax.Array
     last_seen: jax.Array

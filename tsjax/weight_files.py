@@ -207,9 +207,18 @@ def read_json(path: str) -> dict[str, Any]:
     return content
 
 
+# The small English model of this package, and where it lies beside this file.
+EMBEDDED, EMBEDDED_FOLDER = "tsjax/small-english", "small_english"
+
+
 def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
-    """A folder as it is, or the local snapshot of a hub id, downloaded if need be."""
+    """A folder as it is, or the local snapshot of a hub id, downloaded if need be.
+
+    EMBEDDED names the model that comes with this package.
+    """
     name = os.fspath(path)
+    if name == EMBEDDED:
+        return os.path.join(os.path.dirname(os.path.abspath(__file__)), EMBEDDED_FOLDER)
     if os.path.isdir(name):
         return os.path.abspath(name)
     if os.path.exists(name):
