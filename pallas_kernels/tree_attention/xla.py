@@ -3,7 +3,8 @@
 
 Serves every shape and device. The fresh rows start a running softmax, each cache block updates it,
 so nothing larger than one block of scores exists and the cost follows the longest `length` of the
-batch: whole blocks first, then small ones for the rest, so that a short cache costs little.
+batch. Blocks that every batch row has filled come first and need no mask; smaller ones take the
+rest, so that a short cache costs little.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-SMALL_BLOCK = 128
+LARGEST_BLOCK, SMALL_BLOCK = 4096, 512
+MOST_ELEMENTS = 2**19  # of one array of a block
 MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can arise
 
 
@@ -24,7 +26,8 @@ def tree_attention(
     G = N // K
     rows = T * G
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    block = min(block or default_block(rows), S)
+    block = min(block or default_block(B * K, max(rows, H)), S)
+    small = min(SMALL_BLOCK, block)
 
     # The G * T rows that share one kv head are one tile: the cache is read once for all of them.
     tile = q.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, rows, H)
@@ -47,20 +50,18 @@ def tree_attention(
     total = jnp.sum(weights, axis=-1)
     out = dot(weights.astype(q.dtype), v_fresh, 3, 2)  # [B, K, rows, H]
 
-    def attend_block(first, block, carry):
-        """Adds slots first .. first + block to the running softmax."""
+    def add_slots(start, size, committed, carry):
+        """Adds slots start .. start + size to the running softmax, all or those `committed`."""
         peak, total, out = carry
-        start = jnp.minimum(first, S - block)  # the last block may overlap the one before it
-        k = lax.dynamic_slice_in_dim(k_cache, start, block, axis=2)
-        v = lax.dynamic_slice_in_dim(v_cache, start, block, axis=2)
-        slots = start + jnp.arange(block, dtype=jnp.int32)
-        committed = (slots >= first) & (slots < length[:, None])  # [B, block]
+        k = lax.dynamic_slice_in_dim(k_cache, start, size, axis=2)
+        v = lax.dynamic_slice_in_dim(v_cache, start, size, axis=2)
         scores = dot(tile, k, 3, 3) * H**-0.5
-        scores = jnp.where(committed[:, None, None, :], scores, MASKED)
+        if committed is not None:
+            scores = jnp.where(committed[:, None, None, :], scores, MASKED)
+            v = jnp.where(committed[:, None, :, None], v, 0)  # 0 * NaN would not be 0
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         shrink = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
-        v = jnp.where(committed[:, None, :, None], v, 0)  # 0 * NaN would not be 0
         fresh = dot(weights.astype(q.dtype), v, 3, 2)
         return (
             new_peak,
@@ -68,23 +69,28 @@ def tree_attention(
             out * shrink[..., None] + fresh,
         )
 
-    longest = jnp.max(length).astype(jnp.int32)
-    small = min(SMALL_BLOCK, block)
-    whole = longest // block
-    rest = longest - whole * block
-    carry = lax.fori_loop(
-        0, whole, lambda i, carry: attend_block(i * block, block, carry), (peak, total, out)
-    )
-    _, total, out = lax.fori_loop(
-        0,
-        (rest + small - 1) // small,
-        lambda i, carry: attend_block(whole * block + i * small, small, carry),
-        carry,
-    )
+    def add_whole_block(index, carry):
+        return add_slots(index * block, block, None, carry)
+
+    def add_small_block(index, carry):
+        first = behind_whole + index * small
+        start = jnp.minimum(first, S - small)  # the last block may overlap the one before it
+        slots = start + jnp.arange(small, dtype=jnp.int32)
+        return add_slots(start, small, (slots >= first) & (slots < length[:, None]), carry)
+
+    shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)
+    whole = shortest // block
+    behind_whole = whole * block
+    rest = (longest - behind_whole + small - 1) // small
+    carry = lax.fori_loop(0, whole, add_whole_block, (peak, total, out))
+    _, total, out = lax.fori_loop(0, rest, add_small_block, carry)
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
-def default_block(rows: int) -> int:
-    """Few rows are bound by reading the cache, many by the size of the block of scores."""
-    return 1024 if rows <= 64 else 512
+def default_block(heads: int, width: int) -> int:
+    """As long as the scores of a block, and its keys, stay in a core's nearest caches."""
+    block = LARGEST_BLOCK
+    while block > SMALL_BLOCK and heads * width * block > MOST_ELEMENTS:
+        block //= 2
+    return block
