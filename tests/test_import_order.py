@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = {
     "tsjax.config": 1,
     "tsjax.methods": 1,
+    "tsjax.cost_model": 2,
     "tsjax.sharding": 2,
     "tsjax.layers": 2,
     "tsjax.cache": 3,

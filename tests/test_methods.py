@@ -125,7 +125,10 @@ class Setup(NamedTuple):
 NO_TEXT = dict(num_ngrams=0, suffix_length=0)  # nothing but the model's drafts
 SETUPS = {
     "ngram": Setup(
-        tsjax.NGram(num_ngrams=4, ngram_size=3, ngram_slots=5, suffix_length=6), batch=2
+        tsjax.NGram(
+            num_ngrams=4, ngram_size=3, ngram_slots=5, suffix_length=6, pass_widths=(1, 4)
+        ),
+        batch=2,
     ),
     "ngrams_alone": Setup(tsjax.NGram(ngram_size=5, ngram_delay=3, suffix_length=0)),
     "suffix_alone": Setup(tsjax.NGram(num_ngrams=0, suffix_length=16), batch=4),
@@ -171,7 +174,8 @@ SETUPS = {
     ),
     "verified": Setup(
         tsjax.TokenSwift(
-            tree=(2, 2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=6
+            tree=(2, 2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=6,
+            pass_widths=(17, 5),
         ),
         num_draft_heads=3,
         batch=4,
@@ -533,7 +537,7 @@ def test_alone_and_interrupted_a_row_has_the_same_tokens(name, tmp_path, monkeyp
 
 def test_names_are_methods_with_their_defaults():
     assert resolve_method("ngram") == tsjax.NGram()
-    assert resolve_method("tokenswift") == tsjax.TokenSwift()
+    assert resolve_method("tokenswift") == tsjax.TokenSwift(tree="auto")
     result = compare(models(0, "float32")[2], RAGGED[3], "ngram", max_new_tokens=40, **SAMPLED)
     assert result.stats.tokens_per_step > 1
 

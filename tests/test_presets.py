@@ -117,7 +117,15 @@ def test_method_options(checkpoint, capsys):
             "'num_ngrams' is not valid: NAME",
         ),
         (["--method", "ngram", "--method-options", "num_ngrams=x"], "num_ngrams='x' is not valid"),
-        (["--method", "tokenswift", "--method-options", "draft_from=verified_state"], "heads"),
+        (
+            ["--method", "tokenswift", "--method-options", "draft_from=verified_state"],
+            "tree='auto'",
+        ),
+        (
+            ["--method", "tokenswift", "--method-options"]
+            + ["tree=(1,)", "draft_from=verified_state"],
+            "heads",
+        ),
         (["--preset", "gpt2"], "invalid choice: 'gpt2'"),
     ],
 )

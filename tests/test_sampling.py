@@ -273,7 +273,7 @@ def choose(logits, last_seen, positions, prompt_length, row_key, values):
     length = jnp.asarray(positions[:, 0])
     depths = jnp.asarray(positions) - length[:, None]
     _, T, V = logits.shape
-    noise = step_noise(row_key, length, T - 1, V, values)
+    noise = step_noise(row_key, length, T, V, values)
     return best(score(logits, last_seen, depths, length, prompt_length, noise, values))
 
 

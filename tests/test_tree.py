@@ -20,7 +20,6 @@ from tsjax.methods import (
     DecodeConfig,
     NGram,
     TokenSwift,
-    fastest_source,
     resolve_method,
     tree_paths,
 )
@@ -440,13 +439,14 @@ def test_unknown_methods(value):
 def test_methods_by_name_and_by_dataclass():
     assert resolve_method("autoregressive") == Autoregressive()
     assert resolve_method("ngram") == NGram()
-    assert resolve_method("tokenswift") == TokenSwift()
+    assert resolve_method("tokenswift") == TokenSwift(tree="auto")
     assert resolve_method(NGram(num_ngrams=3)) == NGram(num_ngrams=3)
 
 
-def test_auto_has_to_be_resolved():
-    with pytest.raises(ValueError, match="draft_from='auto'.*'partial_cache' or 'verified_state'"):
-        decode_config(TokenSwift(draft_from="auto"), 3)
+@pytest.mark.parametrize("name", ["tree", "draft_from"])
+def test_auto_has_to_be_resolved(name):
+    with pytest.raises(ValueError, match=f"{name}='auto'.*tsjax.choose_method"):
+        decode_config(TokenSwift(**{name: "auto"}), 3)
 
 
 def test_verified_state_needs_heads():
@@ -464,44 +464,3 @@ def test_ranks_lie_within_the_vocabulary(tree):
 def test_ranks_up_to_the_vocabulary_and_below_the_cut_are_accepted():
     decode_config(TokenSwift(tree=(VOCAB,)), 0)
     decode_config(TokenSwift(tree=((0,), (0, VOCAB))), 0)  # drafted one token deep
-
-
-# --- fastest_source --------------------------------------------------------------------------
-
-LLAMA_8B = {
-    "vocab_size": 128_256,
-    "embed_dim": 4096,
-    "num_layers": 32,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "mlp_dim": 14_336,
-    "dtype": "bfloat16",
-}
-CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
-
-
-def test_without_heads_there_is_only_the_partial_cache():
-    model = tiny_config(num_draft_heads=0, **LLAMA_8B)
-    assert {fastest_source(TokenSwift(), model, context) for context in CONTEXTS} == {
-        "partial_cache"
-    }
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_long_contexts_prefer_the_partial_cache(dtype):
-    """Short ones are bound by the weights, which "partial_cache" reads twice."""
-    model = tiny_config(num_draft_heads=3, **{**LLAMA_8B, "dtype": dtype})
-    sources = [fastest_source(TokenSwift(), model, context) for context in CONTEXTS]
-    assert sources[0] == "verified_state"
-    assert sources[-2:] == ["partial_cache"] * 2, "as in the paper at 100K tokens"
-    switch = sources.index("partial_cache")
-    assert set(sources[:switch]) == {"verified_state"} and set(sources[switch:]) == {
-        "partial_cache"
-    }
-
-
-def test_costly_drafts_prefer_the_verified_state():
-    model = tiny_config(num_draft_heads=3, **LLAMA_8B)
-    assert fastest_source(TokenSwift(draft_passes=3), model, 100_000) == "verified_state"
-    assert fastest_source(TokenSwift(draft_budget=200_000), model, 100_000) == "verified_state"

@@ -186,7 +186,7 @@ def decoded(params, state, num_steps, *, cfg):
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def verified(params, state, tree, *, cfg):
-    noise = step_noise(state.row_key, state.length, DEPTH, VOCAB, state.sampling)
+    noise = step_noise(state.row_key, state.length, DEPTH + 1, VOCAB, state.sampling)
     return verify(params, state, tree, noise, cfg=cfg)
 
 

@@ -43,6 +43,7 @@ from tsjax.methods import TokenSwift as TokenSwift
 from tsjax.presets import model_preset as model_preset
 from tsjax.presets import preset as preset
 from tsjax.presets import training_preset as training_preset
+from tsjax.request import choose_method as choose_method
 from tsjax.sampling import sampling_values as sampling_values
 from tsjax.state import DecodeState as DecodeState
 from tsjax.state import Params as Params
@@ -76,6 +77,7 @@ __all__ = [
     "StreamChunk",
     "TokenSwift",
     "TrainedHeads",
+    "choose_method",
     "decode",
     "decode_step",
     "enable_compilation_cache",

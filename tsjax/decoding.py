@@ -220,10 +220,10 @@ def prefill(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig
 
 def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
     """One step: draft, verify, accept, commit, refresh. Plain decoding is a tree of one node."""
-    noise = step_noise(
-        state.row_key, state.length, cfg.draft_depth, cfg.model.vocab_size, state.sampling
-    )
     state = remember(state, cfg=cfg)
+    noise = step_noise(
+        state.row_key, state.length, cfg.draft_levels, cfg.model.vocab_size, state.sampling
+    )
     tree = draft(params, state, noise, cfg=cfg)
     verdict = verify(params, state, tree, noise, cfg=cfg)
     acceptance = accept(tree, verdict)

@@ -25,7 +25,7 @@ from tsjax.tree import SOURCES, DraftTree, merge_paths
 def draft(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig) -> DraftTree:
     """The tree of one step: paths from the model, from frequent n-grams and from a suffix match.
 
-    `noise` [B, J + 1, V] is that of the positions from state.length on.
+    `noise` [B, cfg.draft_levels, V] is that of the positions from state.length on.
     """
     with jax.named_scope("draft"):
         J, B = cfg.draft_depth, state.tokens.shape[0]

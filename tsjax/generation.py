@@ -28,6 +28,7 @@ from tsjax.checkpoint import Model
 from tsjax.config import GenerationConfig, check_int
 from tsjax.decoding import Programs, init_state, logits, programs, row_keys
 from tsjax.interrupt import Interrupt
+from tsjax.methods import DecodeConfig
 from tsjax.request import (
     Request,
     check_row,
@@ -39,11 +40,12 @@ from tsjax.request import (
 from tsjax.sampling import sampling_values
 from tsjax.saved_run import SavedRun, check_target, write_run
 from tsjax.sharding import mesh_of
-from tsjax.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
+from tsjax.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, DraftState, StepStats
 from tsjax.tokenizer import Detokenizer, decode_text, special_tokens
 from tsjax.tree import SOURCES
 
 SECONDS_PER_CHUNK = 0.2
+STEPS_TO_JUDGE = 64  # of all rows together, before tree="auto" may give up its drafts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,8 @@ class RunStats:
     accepted_lengths: tuple[int, ...] = (0,)  # steps that emitted 0, 1, ... drafted tokens
     accepted_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
     draft_positions: int = 0  # see `alpha`
+    method: Any = None  # with tree="auto" and draft_from="auto" resolved
+    gave_up: bool = False  # tree="auto" went on with plain decoding, as drafts did not pay
 
     @property
     def accepted(self) -> int:
@@ -328,6 +332,7 @@ class _News:
     computed: int  # tokens that the steps emitted, kept or not
     prefill_seconds: float
     decode_seconds: float
+    gave_up: bool
 
 
 def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News]:
@@ -341,12 +346,12 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
     watch = _StopStrings(model, request)
     emitted = [len(row) for row in request.rows]
     reasons = list(request.finish_reason)
-    steps = 1
+    steps, decode, gave_up = 1, request.decode, False
     while True:
         began = time.perf_counter()
         if not interrupt.requested and None in reasons:
             with interrupt:
-                state = run_steps(model.params, state, steps, cfg=request.decode)
+                state = run_steps(model.params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
         elapsed = time.perf_counter() - began
         decode_seconds += elapsed
@@ -385,12 +390,23 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             computed=int(length.sum()) - sum(map(len, request.rows)),
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
+            gave_up=gave_up,
         )
         if last:
             return
+        if not gave_up and _drafts_do_not_pay(request, state):
+            # The drafts' state belongs to the method; what a row has said does not.
+            decode, gave_up = DecodeConfig(model=decode.model), True
+            state = state.replace(draft=DraftState())
         stopped = np.asarray([reason is not None for reason in reasons]) & (finish == RUNNING)
         if stopped.any():
             state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+
+
+def _drafts_do_not_pay(request: Request, state: DecodeState) -> bool:
+    taken = int(np.sum(state.stats.steps))
+    found = int(np.sum(state.length)) - sum(map(len, request.rows))
+    return taken >= STEPS_TO_JUDGE and found < request.give_up_below * taken
 
 
 _REASONS = {EOS: "eos", LENGTH: "length"}
@@ -489,6 +505,8 @@ def _run_stats(request: Request, news: _News) -> RunStats:
         accepted_lengths=tuple(counts.accepted.sum(axis=0).tolist()),
         accepted_by_source=dict(zip(SOURCES, by_source.tolist(), strict=True)),
         draft_positions=max(decode.draft_levels, decode.ngram_depth) or decode.draft_depth,
+        method=decode.method,
+        gave_up=news.gave_up,
     )
 
 

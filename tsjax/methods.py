@@ -9,10 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 from tsjax.config import ModelConfig, check, check_int
 
+# What tree="auto" decides beside the tree.
+CHOSEN_WITH_THE_TREE = (
+    "draft_from",
+    "draft_passes",
+    "draft_budget",
+    "num_ngrams",
+    "suffix_length",
+    "pass_widths",
+)
 DRAFT_FROM = ("partial_cache", "verified_state", "auto")
 Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
 
@@ -35,6 +44,9 @@ class NGram:
         repetition window while a penalty with a limited window is on, and 0 otherwise.
       suffix_length: the longest continuation that is drafted behind the longest earlier match of
         the last tokens, see `ngram.longest_suffix`; 0 for none.
+      pass_widths: narrower passes to compile beside the one that holds every draft a step can
+        make: a step takes the narrowest that holds its own. They pay where rows cost time, on a
+        CPU, and when drafts vary in number.
     """
 
     num_ngrams: int = 20
@@ -42,8 +54,13 @@ class NGram:
     ngram_slots: int = 32
     ngram_delay: int | None = None
     suffix_length: int = 16
+    pass_widths: tuple[int, ...] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "pass_widths", _as_tuples(self.pass_widths))
+        check(isinstance(self.pass_widths, tuple), "pass_widths", self.pass_widths, "a tuple")
+        for width in self.pass_widths:
+            check_int(width, "pass_widths", 1)
         check_int(self.num_ngrams, "num_ngrams", 0, 1024)
         check_int(self.ngram_size, "ngram_size", 2, 64)
         check_int(self.ngram_slots, "ngram_slots", 1, 4096)
@@ -67,12 +84,15 @@ class TokenSwift(NGram):
         each depth; ((0,), (0, 0), (0, 1), (1,)) names every node by its path of ranks: (0, 1) is
         the second best token behind the best. () is no tree. A tree deeper than what the model
         drafts is cut: partial_cache drafts draft_passes + heads tokens, verified_state one for
-        each head.
+        each head. "auto" leaves tree, draft_from, draft_passes, draft_budget, num_ngrams,
+        suffix_length and pass_widths to the cost model, which knows the chip, the model and the
+        length of the run: a narrow tree for a CPU, a wide one for a GPU, and plain decoding where
+        drafts cannot pay, from the start or as soon as a run shows it. method="tokenswift" is
+        TokenSwift(tree="auto").
       draft_from: "partial_cache" runs the model on a small part of the cache and the heads on its
         result, as the paper; n-grams then begin with the best drafted token. "verified_state"
         gives the heads the verified hidden state that the step before ended with, which costs no
-        pass of the model; n-grams begin with the last token. "auto" takes what the cost model of
-        `fastest_source` says.
+        pass of the model; n-grams begin with the last token. "auto" leaves it to the cost model.
       draft_passes: passes on the partial cache per step, each of which drafts one token deeper.
       draft_budget: slots of the partial cache per layer and kv head.
       num_sinks: first tokens of the text that always stay in it.
@@ -81,7 +101,7 @@ class TokenSwift(NGram):
         returned are the same.
     """
 
-    tree: tuple[int, ...] | tuple[Path, ...] = (1, 3, 3, 3)
+    tree: tuple[int, ...] | tuple[Path, ...] | Literal["auto"] = (1, 3, 3, 3)
     draft_from: str = "partial_cache"
     draft_passes: int = 1
     draft_budget: int = 4096
@@ -91,7 +111,17 @@ class TokenSwift(NGram):
     def __post_init__(self):
         super().__post_init__()
         object.__setattr__(self, "tree", _as_tuples(self.tree))
-        tree_paths(self.tree)
+        if self.tree == "auto":
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            for name in CHOSEN_WITH_THE_TREE:
+                check(
+                    getattr(self, name) == defaults[name],
+                    name,
+                    getattr(self, name),
+                    "left out beside tree='auto', which chooses it; or name a tree",
+                )
+        else:
+            tree_paths(self.tree)
         check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, _one_of(DRAFT_FROM))
         check_int(self.draft_passes, "draft_passes", 1, 64)
         check_int(self.num_sinks, "num_sinks", 0)
@@ -118,7 +148,7 @@ def resolve_method(method: Any) -> Any:
     """A method's name or its dataclass -> the dataclass."""
     if isinstance(method, str):
         check(method in METHODS, "method", method, _one_of(METHODS))
-        return METHODS[method]()
+        return TokenSwift(tree="auto") if method == "tokenswift" else METHODS[method]()
     check(
         isinstance(method, tuple(METHODS.values())),
         "method",
@@ -138,11 +168,12 @@ class DecodeConfig:
     def __post_init__(self):
         method, heads = self.method, self.model.num_draft_heads
         if isinstance(method, TokenSwift):
-            if method.draft_from == "auto":
-                raise ValueError(
-                    "draft_from='auto' is not valid here: 'partial_cache' or 'verified_state'; "
-                    "tsjax.generate chooses by the length of its run"
-                )
+            for name in ("tree", "draft_from"):
+                if getattr(method, name) == "auto":
+                    raise ValueError(
+                        f"{name}='auto' is not valid here: tsjax.generate chooses by the length of "
+                        "its run; tsjax.choose_method(method, model, context) does the same"
+                    )
             if method.draft_from == "verified_state" and not heads and method.tree:
                 raise ValueError(
                     "draft_from='verified_state' needs draft heads, and the model has none: load "
@@ -210,12 +241,19 @@ class DecodeConfig:
         ngrams = self.method.num_ngrams * (self.method.ngram_size - 1)
         return 1 + len(nodes) + ngrams + self.method.suffix_length
 
+    @property
+    def pass_widths(self) -> tuple[int, ...]:
+        """Rows of the passes that a step can choose from, ascending; the last is tree_width."""
+        narrower = () if isinstance(self.method, Autoregressive) else self.method.pass_widths
+        widest = self.tree_width
+        return (*sorted({width for width in narrower if width < widest}), widest)
+
 
 def tree_paths(tree: Any) -> tuple[Path, ...]:
     """The nodes of a tree, parents first, each as its path of ranks."""
     wanted = (
-        "either children per depth, such as (1, 3, 3, 3), or paths of ranks, such as "
-        "((0,), (0, 0), (0, 1))"
+        "children per depth, such as (1, 3, 3, 3), or paths of ranks, such as "
+        "((0,), (0, 0), (0, 1)), or 'auto'"
     )
     check(isinstance(tree, tuple), "tree", tree, wanted)
     if all(isinstance(item, int) and not isinstance(item, bool) for item in tree):
@@ -253,30 +291,6 @@ def tree_paths(tree: Any) -> tuple[Path, ...]:
             )
     check(len(tree) <= 4096, "tree", f"{len(tree)} paths", "at most 4096 nodes")
     return tuple(sorted(tree, key=lambda path: (len(path), path)))
-
-
-# Tokens per step that the paper reports at 100K tokens (Table 3, Llama-3.1-8B with P=4096): alpha
-# 0.84 for TokenSwift, and 0.40 for the same heads fed with verified states (its "Medusa*").
-TOKENS_PER_STEP = {"partial_cache": 1 + 4 * 0.84, "verified_state": 1 + 4 * 0.40}
-
-
-def fastest_source(method: TokenSwift, model: ModelConfig, context: int) -> str:
-    """What draft_from="auto" means for a model at a mean length of `context` tokens.
-
-    A step is bound by the bytes it reads: weights and cache for the verification, and for
-    "partial_cache" weights and partial cache once more for every draft pass.
-    """
-    if not model.num_draft_heads:
-        return "partial_cache"
-    item = {"float64": 8, "float32": 4}.get(model.dtype, 2)
-    per_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * item
-    attention = model.embed_dim * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
-    per_layer = attention + 3 * model.embed_dim * model.mlp_dim
-    weights = (model.num_layers * per_layer + model.vocab_size * model.embed_dim) * item
-    verify = weights + context * per_token
-    draft = method.draft_passes * (weights + min(method.draft_budget, context) * per_token)
-    bytes_of = {"partial_cache": verify + draft, "verified_state": verify}
-    return min(bytes_of, key=lambda source: bytes_of[source] / TOKENS_PER_STEP[source])
 
 
 def _as_tuples(value: Any) -> Any:

@@ -26,8 +26,9 @@ from tsjax.config import (
     check_int,
     refuse_unknown,
 )
+from tsjax.cost_model import Choice, chip_of, choose
 from tsjax.decoding import draft_bytes
-from tsjax.methods import DecodeConfig, TokenSwift, fastest_source, resolve_method
+from tsjax.methods import DecodeConfig, TokenSwift, resolve_method
 from tsjax.saved_run import SavedRun, read_run
 from tsjax.sharding import mesh_of
 from tsjax.state import Params
@@ -47,6 +48,8 @@ class Request:
       prompt_length: how many of them are prompt.
       finish_reason: of rows that a resumed run had already ended, else None.
       single: whether one prompt was given, not a batch of one.
+      give_up_below: tokens per step at which plain decoding is expected to be faster; 0 if the
+        method is to be kept in any case.
       stop_ids: the resolved end tokens.
       capacity: cache slots per row.
       prefill_widths: tokens of each pass of the prefill.
@@ -58,6 +61,7 @@ class Request:
     single: bool
     config: GenerationConfig
     decode: DecodeConfig
+    give_up_below: float
     stop_ids: tuple[int, ...]
     capacity: int
     prefill_widths: list[int]
@@ -124,6 +128,7 @@ def make_request(
         config, finish_reason = run.config, run.finish_reason
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
     _check_against_model(config, model, len(prompts))
+    choice = _choice(model, method, prompts, config)
 
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     widths = _prefill_widths(max(map(len, rows)) - 1, prefill_width)
@@ -133,7 +138,8 @@ def make_request(
         finish_reason=finish_reason,
         single=single,
         config=config,
-        decode=_decode_config(model, method, prompts, config),
+        decode=DecodeConfig(model=model.cfg, method=choice.method),
+        give_up_below=choice.step_cost if _is_auto(method) else 0.0,
         stop_ids=_stop_ids(config, model),
         capacity=0,
         prefill_widths=widths,
@@ -145,13 +151,30 @@ def make_request(
     return request
 
 
-def _decode_config(model: Model, method: Any, prompts, config: GenerationConfig) -> DecodeConfig:
+def _is_auto(method: Any) -> bool:
     method = resolve_method(method)
-    if isinstance(method, TokenSwift) and method.draft_from == "auto":
-        context = max(map(len, prompts)) + config.max_new_tokens // 2
-        source = fastest_source(method, model.cfg, context)
-        method = dataclasses.replace(method, draft_from=source)
-    return DecodeConfig(model=model.cfg, method=method)
+    return isinstance(method, TokenSwift) and method.tree == "auto"
+
+
+def _choice(model: Model, method: Any, prompts, config: GenerationConfig) -> Choice:
+    context = max(map(len, prompts)) + config.max_new_tokens // 2
+    return choose_method(method, model, context, batch=len(prompts))
+
+
+def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) -> Choice:
+    """What tree="auto" and draft_from="auto" mean for a model, on the device where it lies.
+
+    Args:
+      method: a method's name or dataclass.
+      context: mean length of the rows during the run, prompt included.
+      batch: rows.
+
+    Returns:
+      The method without "auto", and what one of its steps costs, in steps of plain decoding.
+    """
+    device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+    chip = chip_of(device.platform, device.device_kind)
+    return choose(resolve_method(method), model.cfg, chip, context, batch)
 
 
 # --- prompts ---------------------------------------------------------------------------------

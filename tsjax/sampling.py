@@ -101,12 +101,9 @@ def position_noise(row_key, positions, vocab_size: int, dtype):
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(row_key, positions)
 
 
-def step_noise(row_key, length, depth: int, vocab_size: int, values: SamplingValues):
-    """Noise [B, depth + 1, V] of the positions from `length` [B] on; zeros where nothing samples.
-
-    One array for the drafts and for the choice: only then do they meet.
-    """
-    positions = length[:, None] + jnp.arange(depth + 1, dtype=jnp.int32)
+def step_noise(row_key, first, count: int, vocab_size: int, values: SamplingValues):
+    """Noise [B, count, V] of the positions from `first` [B] on; zeros where nothing samples."""
+    positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
     dtype = values.temperature.dtype
     shape = (*positions.shape, vocab_size)
     return lax.cond(
@@ -207,7 +204,7 @@ def score(
       logits: [B, T, V] of the model; row t is about the token at position length + depths[b, t].
       last_seen, prompt_length, ancestors: see `process`.
       length: [B] int32.
-      noise: [B, J + 1, V], of the positions from `length` on.
+      noise: [B, n, V], of the positions from `length` on, n above every depth.
     """
     with jax.named_scope("sampling"):
         positions = length[:, None] + depths

@@ -33,6 +33,12 @@ class DraftTree(flax.struct.PyTreeNode):
     path: jax.Array
     sources: jax.Array
 
+    def narrowed(self, width: int) -> DraftTree:
+        """The first `width` nodes: the same tree if it has drafted no more than width - 1."""
+        return DraftTree(
+            self.tokens[:, :width], self.path[:, :width, :width], self.sources[:, :width]
+        )
+
     @property
     def depths(self) -> jax.Array:
         """[B, T] int32, 0 for the root and for padding."""

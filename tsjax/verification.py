@@ -10,11 +10,12 @@ from __future__ import annotations
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.passes import Rows, run_rows
-from tsjax.sampling import NEVER_SEEN, best, score
+from tsjax.sampling import NEVER_SEEN, best, score, step_noise
 from tsjax.state import DecodeState, Params
 from tsjax.tree import NO_NODE, DraftTree
 
@@ -44,26 +45,56 @@ def verify(
 ) -> Verdict:
     """Runs all nodes on the full cache and decides each node's successor.
 
-    `noise` [B, J + 1, V] is that of the positions from state.length on.
+    `noise` [B, n, V] is that of the first n positions from state.length on; drafts are chosen with
+    the same noise as tokens, only then do they meet. Where the method has several pass widths, the
+    narrowest that holds the trees of all batch rows runs; what lies behind it is unspecified.
     """
+    widths = cfg.pass_widths
+
+    def run(width: int):
+        def run_width(weights, state, tree, noise):
+            verdict = _verify_rows(weights, state, tree.narrowed(width), noise, cfg=cfg)
+            return jax.tree.map(lambda x: _padded(x, widths[-1]), verdict)
+
+        return run_width
+
     with jax.named_scope("verify"):
-        depths = tree.depths
-        positions = state.kv.length[:, None] + depths
-        rows = run_rows(params.model, state.kv, tree.tokens, positions, tree.mask, cfg=cfg.model)
-        logits = unembed(
-            params.model, final_norm(params.model, rows.hidden, cfg=cfg.model), cfg=cfg.model
+        if len(widths) == 1:
+            return run(widths[0])(params.model, state, tree, noise)
+        nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
+        narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
+        return lax.switch(
+            narrowest, [run(width) for width in widths], params.model, state, tree, noise
         )
-        scores = score(
-            logits,
-            state.last_seen,
-            depths,
-            state.length,
-            state.prompt_length,
-            noise,
-            state.sampling,
-            drafted_ancestors(tree, state.length),
-        )
-        return Verdict(target=best(scores), rows=rows)
+
+
+def _padded(x, width: int):
+    """x [B, T, ...] with axis 1 extended to `width`."""
+    missing = ((0, 0), (0, width - x.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(x, missing)
+
+
+def _verify_rows(weights, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig):
+    positions = state.kv.length[:, None] + tree.depths
+    rows = run_rows(weights, state.kv, tree.tokens, positions, tree.mask, cfg=cfg.model)
+    logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
+    known = noise.shape[1]
+    missing = tree.path.shape[2] - known
+    if missing > 0:
+        first, size = state.length + known, cfg.model.vocab_size
+        deeper = step_noise(state.row_key, first, missing, size, state.sampling)
+        noise = jnp.concatenate([noise, deeper], axis=1)
+    scores = score(
+        logits,
+        state.last_seen,
+        tree.depths,
+        state.length,
+        state.prompt_length,
+        noise,
+        state.sampling,
+        drafted_ancestors(tree, state.length),
+    )
+    return Verdict(target=best(scores), rows=rows)
 
 
 def drafted_ancestors(tree: DraftTree, length):

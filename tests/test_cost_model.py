@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tree="auto" and draft_from="auto" choose, and that a run gives up drafts that do not pay."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from helpers import tiny_config, tiny_model
+
+import tsjax
+from tsjax import generation, request
+from tsjax.cost_model import CHIPS, CPU, Choice, chip_of, choose, pass_time, row_cost, step_cost
+from tsjax.methods import Autoregressive, DecodeConfig, NGram, TokenSwift
+
+LLAMA_8B = {
+    "vocab_size": 128_256,
+    "embed_dim": 4096,
+    "num_layers": 32,
+    "num_heads": 32,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "mlp_dim": 14_336,
+    "dtype": "bfloat16",
+}
+CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
+AUTO = TokenSwift(tree="auto")
+PAPER = TokenSwift(draft_from="auto")
+
+
+def llama(heads: int = 3, **changes) -> tsjax.ModelConfig:
+    return tiny_config(num_draft_heads=heads, **{**LLAMA_8B, **changes})
+
+
+def chosen(method, model, chip, context, batch=1):
+    return choose(method, model, chip, context, batch).method
+
+
+# --- the bound -------------------------------------------------------------------------------
+
+
+def test_a_pass_reads_weights_and_cache_once():
+    """Llama-3.1-8B on an A100: 15.0 GB of weights that a pass reads (the embedding is looked up),
+    and 131,072 bytes of cache per token, as in docs/kernels.md."""
+    weights = 2 * (32 * (4096 * 128 * 2 * (32 + 8) + 3 * 4096 * 14_336) + 128_256 * 4096)
+    chip = CHIPS["a100"]
+    assert pass_time(llama(), chip, 1, 0, 1) == pytest.approx(weights / 2.04e12)
+    with_cache = pass_time(llama(), chip, 1, 50_000, 2)
+    assert with_cache == pytest.approx((weights + 2 * 50_000 * 131_072) / 2.04e12)
+    assert pass_time(llama(dtype="float32"), chip, 1, 0, 1) == pytest.approx(weights / 1.02e12)
+
+
+def test_many_rows_are_bound_by_operations():
+    chip = CHIPS["a100"]
+    few, many = (pass_time(llama(), chip, rows, 0, 1) for rows in (64, 1024))
+    assert few == pass_time(llama(), chip, 1, 0, 1)
+    products = pass_time(llama(), chip, 1, 0, 1) * 2.04e12 / 2  # weights
+    assert many == pytest.approx(2 * 1024 * products / 312e12)
+
+
+def test_rows_of_a_cpu():
+    assert [row_cost(CPU, rows) for rows, _ in CPU.row_costs] == [c for _, c in CPU.row_costs]
+    costs = [row_cost(CPU, rows) for rows in range(1, 65)]
+    assert costs == sorted(costs) and len(set(costs)) == 64
+    assert pass_time(llama(), CPU, 4, 500, 1) / pass_time(llama(), CPU, 1, 500, 1) == pytest.approx(
+        row_cost(CPU, 4)
+    )
+
+
+def test_a_step_by_hand():
+    """Two passes on 64 slots and one of three rows on everything."""
+    method = TokenSwift(tree=(1, 1), draft_passes=2, draft_budget=64, num_ngrams=0, suffix_length=0)
+    decode = DecodeConfig(model=llama(0), method=method)
+    one, two = (pass_time(llama(0), CPU, rows, 64, 1) for rows in (1, 2))
+    plain, verify = (pass_time(llama(0), CPU, rows, 9000, 1) for rows in (1, 3))
+    assert step_cost(decode, CPU, 9000, 1) == pytest.approx((one + two + verify) / plain)
+    assert step_cost(DecodeConfig(model=llama()), CPU, 9000, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [
+        ("gpu", "NVIDIA A100-SXM4-80GB", "a100"),
+        ("gpu", "NVIDIA H100 80GB HBM3", "h100"),
+        ("gpu", "NVIDIA H200", "h200"),
+        ("gpu", "something new", "a100"),
+    ],
+)
+def test_chips(platform, kind, name):
+    assert chip_of(platform, kind) is CHIPS[name]
+    assert chip_of("cpu", "cpu") is CPU
+
+
+# --- the choice ------------------------------------------------------------------------------
+
+
+def test_without_heads_there_is_only_the_partial_cache():
+    for context in CONTEXTS:
+        assert chosen(PAPER, llama(0), CHIPS["a100"], context).draft_from == "partial_cache"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_long_contexts_prefer_the_partial_cache(dtype):
+    """Short ones are bound by the weights, which "partial_cache" reads twice."""
+    model = llama(dtype=dtype)
+    sources = [chosen(PAPER, model, CHIPS["h200"], context).draft_from for context in CONTEXTS]
+    assert sources[0] == "verified_state"
+    assert sources[-1] == "partial_cache"
+    switch = sources.index("partial_cache")
+    assert set(sources[:switch]) == {"verified_state"}
+    assert set(sources[switch:]) == {"partial_cache"}
+
+
+def test_costly_drafts_prefer_the_verified_state():
+    chip = CHIPS["h200"]
+    for changes in ({"draft_passes": 3}, {"draft_budget": 200_000}):
+        method = dataclasses.replace(PAPER, **changes)
+        assert chosen(method, llama(), chip, 100_000).draft_from == "verified_state"
+
+
+def test_a_cpu_gets_one_narrow_path_and_a_gpu_the_papers_tree():
+    for context in (1000, 30_000, 100_000):
+        narrow = chosen(AUTO, llama(), CPU, context)
+        wide = chosen(AUTO, llama(), CHIPS["h200"], context)
+        assert set(narrow.tree) == {1} and narrow.pass_widths == (1 + len(narrow.tree),)
+        assert max(wide.tree) == 3 and wide.num_ngrams == 20 and wide.pass_widths == ()
+
+
+def test_more_passes_where_the_cache_outweighs_the_weights():
+    small = tiny_config(num_layers=6, embed_dim=256, mlp_dim=704, vocab_size=4096, head_dim=32)
+    passes = [chosen(AUTO, small, CPU, context) for context in (20_000, 60_000, 500_000)]
+    depths = [len(method.tree) for method in passes]
+    assert depths == sorted(depths) and depths[0] < depths[-1]
+
+
+def test_no_drafts_where_they_cannot_pay():
+    """A pass on the partial cache costs what a step costs: it reads the same weights."""
+    assert chosen(AUTO, llama(0), CPU, 500) == Autoregressive()
+    assert chosen(AUTO, llama(0), CHIPS["a100"], 500) == Autoregressive()
+    assert choose(AUTO, llama(0), CPU, 500, 1).step_cost == 1
+
+
+@pytest.mark.parametrize("method", [Autoregressive(), NGram(), TokenSwift(tree=(2,))])
+def test_what_is_named_is_kept(method):
+    assert chosen(method, llama(), CPU, 1000) == method
+
+
+def test_every_choice_can_be_decoded():
+    for heads in (0, 1, 3, 5):
+        for chip in (CPU, *CHIPS.values()):
+            for context in CONTEXTS:
+                for batch in (1, 8):
+                    choice = choose(AUTO, llama(heads), chip, context, batch)
+                    DecodeConfig(model=llama(heads), method=choice.method)
+                    assert choice.step_cost >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("draft_from", "verified_state"), ("num_ngrams", 3), ("pass_widths", (2,))]
+)
+def test_auto_chooses_alone(name, value):
+    with pytest.raises(ValueError, match=f"{name}=.*left out beside tree='auto'"):
+        TokenSwift(tree="auto", **{name: value})
+
+
+# --- in a run --------------------------------------------------------------------------------
+
+SETTINGS = dict(max_new_tokens=60, do_sample=True, seed=5)
+DRAFTING = TokenSwift(tree=(1,), draft_budget=8, num_sinks=2, num_ngrams=2, suffix_length=2)
+
+
+@pytest.mark.parametrize("step_cost", [1.01, 100.0])
+def test_a_run_gives_up_drafts_that_do_not_pay(step_cost, monkeypatch):
+    """The tokens stay those of plain decoding, and so do the counters' sums."""
+    model = tiny_model()
+    plain = tsjax.generate(model, [[1, 2, 3], [4]], **SETTINGS)
+    monkeypatch.setattr(request, "choose", lambda *args: Choice(DRAFTING, step_cost))
+    monkeypatch.setattr(generation, "STEPS_TO_JUDGE", 6)
+    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 5)
+    auto = tsjax.generate(model, [[1, 2, 3], [4]], method="tokenswift", **SETTINGS)
+    assert [row.tolist() for row in auto.tokens] == [row.tolist() for row in plain.tokens]
+    assert auto.stats.method == DRAFTING
+    assert auto.stats.gave_up == (step_cost == 100)
+    assert auto.stats.accepted + sum(auto.stats.steps) == auto.stats.computed_tokens == 120
+    if auto.stats.gave_up:  # every step after the first eleven found one token
+        assert 120 - 2 * 11 * 4 <= sum(auto.stats.steps) <= 120
+    kept = tsjax.generate(model, [[1, 2, 3], [4]], method=DRAFTING, **SETTINGS)
+    assert not kept.stats.gave_up and kept.stats.accepted > 0
+
+
+def test_choose_method_is_what_generate_takes():
+    model = tiny_model()
+    choice = tsjax.choose_method("tokenswift", model, 3 + 10)
+    result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=20)
+    assert result.stats.method == choice.method
+    assert tsjax.choose_method("ngram", model, 13).method == NGram()
