@@ -256,3 +256,23 @@ def test_a_folder_of_something_else_is_not_replaced(runs, capsys):
     argv = ["train", "--work", str(runs / "work-whole"), "--out", str(runs / "books"), *SMALL]
     assert main(argv) == 1
     assert "is not a model folder" in capsys.readouterr().err
+
+
+def test_heads_join_the_folder(runs):
+    work, out = runs / "work-whole", runs / "with-heads"
+    command = ["heads", "--work", str(work), "--out", str(out), "--steps", "4"]
+    small = "--warmup-steps 1 --sequence-length 64 --batch-size 4 --micro-batch 2".split()
+    assert main([*command, *small]) == 0
+    model, before = tsjax.load(out), tsjax.load(runs / "whole")
+    assert model.cfg.num_draft_heads == 3 and before.cfg.num_draft_heads == 0
+    pairs = zip(
+        jax.tree.leaves(model.params.model), jax.tree.leaves(before.params.model), strict=True
+    )
+    assert all((a == b).all() for a, b in pairs)
+    card = (out / "README.md").read_text()
+    assert "4 steps of 4 rows of 64 tokens" in card and "heads --work WORK --out OUT" in card
+    evaluation = json.loads((work / "heads" / "summary.json").read_text())["evaluation"]
+    for name, record in zip(("the model", "1", "2", "3"), evaluation, strict=True):
+        shares = [record["top1"], record["skip_bigram"][0], record["unigram"][0], record["top3"]]
+        row = [name, f"{record['loss']:.3f}", *(f"{share:.1%}" for share in shares)]
+        assert f"| {' | '.join(row)} |" in card

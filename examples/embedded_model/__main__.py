@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands: tokenizer, train, export."""
+"""The commands: tokenizer, train, heads, export."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
+
+import tsjax
 
 from . import folder, texts, training
 
@@ -20,10 +23,12 @@ Train the small English model of this repository, from the root of a checkout:
 
   python -m examples.embedded_model tokenizer --texts TEXTS --work WORK
   python -m examples.embedded_model train --work WORK --out OUT --minutes 120
+  python -m examples.embedded_model heads --work WORK --out OUT
   python -m examples.embedded_model export --work WORK --out OUT
 
 TEXTS is a folder of books as UTF-8 text files with blank lines between paragraphs. WORK receives
-the tokenizer, the token ids and checkpoints, OUT the model in HuggingFace's format with its card.
+the tokenizer, the token ids and checkpoints, OUT the model in HuggingFace's format with its card,
+and with draft heads as soon as there are some.
 """
 
 # Where a device differs from the defaults of Settings, which are for a CPU.
@@ -36,6 +41,16 @@ ON_GPU = {
     "dropout": 0.1,
 }
 
+# Of tsjax.train_heads. The paper's learning rate is for models with 16 times as many dimensions.
+HEADS = {
+    "steps": 200,
+    "learning_rate": 0.03,
+    "batch_size": 16,
+    "micro_batch": 4,
+    "sequence_length": 512,
+    "warmup_steps": 20,
+}
+
 SHAPE = ("embed_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "mlp_dim")
 
 
@@ -43,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
     try:
-        {"tokenizer": make_tokenizer, "train": train, "export": export}[args.command](args, argv)
+        run = {"tokenizer": make_tokenizer, "train": train, "heads": heads, "export": export}
+        run[args.command](args, argv)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -79,6 +95,14 @@ def parser() -> argparse.ArgumentParser:
         two.add_argument(
             f"--{name.replace('_', '-')}", type=int, default=default, help=f"default {default}"
         )
+
+    four = commands.add_parser("heads", help="train draft heads on the same texts, then export")
+    four.add_argument("--work", type=Path, required=True)
+    four.add_argument("--out", type=Path, required=True)
+    four.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    for name, default in HEADS.items():
+        flag = f"--{name.replace('_', '-')}"
+        four.add_argument(flag, type=type(default), default=default, help=f"default {default}")
 
     three = commands.add_parser("export", help="write the model folder from the best checkpoint")
     three.add_argument("--work", type=Path, required=True)
@@ -146,6 +170,29 @@ def train(args: argparse.Namespace, argv: list[str]) -> None:
     trainer.run(stop_at=args.stop_at)
     if args.stop_at is None:
         print(folder.export(args.work, args.out, trainer))
+
+
+def heads(args: argparse.Namespace, argv: list[str]) -> None:
+    folder.check_target(args.out)
+    folder.check_trained(args.work)
+    held_out = args.work / "held_out.npy"
+    np.save(held_out, texts.Stream.load(args.work / folder.HELD_OUT).tokens)
+    trained = tsjax.train_heads(
+        tsjax.load(args.work / folder.BEST),
+        texts.Stream.load(args.work / folder.TRAIN).tokens,
+        held_out=[held_out],
+        whole_books=True,
+        save_to=args.work / folder.HEADS,
+        resume=args.resume,
+        progress=True,
+        num_heads=folder.NUM_HEADS,
+        **{name: getattr(args, name) for name in HEADS},
+    )
+    if trained.finish_reason != "steps":
+        raise ValueError("interrupted; --resume goes on")
+    shown = {"command": command(argv), **folder.measured_with()}
+    (args.work / folder.HEADS_RUN).write_text(json.dumps(shown, indent=1) + "\n")
+    export(args, argv)
 
 
 def export(args: argparse.Namespace, argv: list[str]) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import tsjax
 from benchmarks.report import facts
 from convert import to_hf
+from convert.conversion import MERGE_HEADS
 from tsjax.model import ModelWeights
 from tsjax.state import Params, abstract_params
 
@@ -28,6 +29,7 @@ from .training import ATTENTION_BLOCK, METRICS, STATE, Trainer, loss_by_position
 # In a work folder.
 TOKENIZER, TRAIN, HELD_OUT = "tokenizer", "train.npz", "held_out.npz"
 TEXTS, RUN, BEST = "texts.json", "run.json", "best"
+HEADS, HEADS_RUN = "heads", "heads.json"
 
 LARGEST = 12_000_000  # bytes of the folder, draft heads included
 NUM_HEADS = 3
@@ -68,14 +70,23 @@ def check_room(cfg: tsjax.ModelConfig, work: Path) -> None:
         )
 
 
-def export(work: Path, out: Path, trainer: Trainer) -> str:
-    """Writes the folder `out` from the best checkpoint of `work`; returns a report."""
+def check_trained(work: Path) -> None:
     if not (work / BEST).is_dir():
         raise FileNotFoundError(f"{work / BEST} is missing; run the train command first")
+
+
+def export(work: Path, out: Path, trainer: Trainer) -> str:
+    """Writes the folder `out` from the best checkpoint of `work`; returns a report."""
+    check_trained(work)
     run = json.loads((work / RUN).read_text("utf-8"))
     run["texts"] = json.loads((work / TEXTS).read_text("utf-8"))
     run["metrics"] = [json.loads(line) for line in (work / METRICS).read_text().splitlines()]
-    to_hf(work / BEST, out, dtype="bfloat16", overwrite=True)
+    with_heads: dict[str, Any] = {}
+    if (work / HEADS_RUN).exists():
+        run["heads"] = json.loads((work / HEADS_RUN).read_text("utf-8"))
+        run["heads"] |= json.loads((work / HEADS / "summary.json").read_text("utf-8"))
+        with_heads = {"heads": work / HEADS, "draft_heads": MERGE_HEADS}
+    to_hf(work / BEST, out, dtype="bfloat16", overwrite=True, **with_heads)
     # Written again with what each check finds: whole even if a later one fails.
     (out / "README.md").write_text(card(run), encoding="utf-8")
 
@@ -92,7 +103,8 @@ def export(work: Path, out: Path, trainer: Trainer) -> str:
         run["final"]["samples"] = {prompt: sample(model, prompt) for prompt in PROMPTS}
     (out / "README.md").write_text(card(run), encoding="utf-8")
     size = sum(file.stat().st_size for file in out.iterdir())
-    room = 2 * NUM_HEADS * (model.cfg.embed_dim**2 + 2 * model.cfg.embed_dim)
+    missing = NUM_HEADS - model.cfg.num_draft_heads
+    room = 2 * missing * (model.cfg.embed_dim**2 + 2 * model.cfg.embed_dim)
     if size + room > LARGEST:
         raise ValueError(f"{out} has {size:,} bytes, and draft heads need {room:,} of {LARGEST:,}")
     lines = [f"{out}: {size:,} bytes, {model.num_params:,} parameters"]
@@ -127,21 +139,26 @@ def by_position(model: tsjax.Model, held_out: Stream) -> dict[str, float]:
 
 
 def describe_run(command: str, trainer: Trainer) -> dict[str, Any]:
-    known = facts()
     return {
         "command": command,
         "settings": {k: v for k, v in vars(trainer.settings).items() if v is not None},
         "shape": trainer.cfg.to_dict(),
-        **{name: known[name] for name in ("device", "cpus", "versions", "commit", "date")},
+        **measured_with(),
     }
+
+
+def measured_with() -> dict[str, Any]:
+    known = facts()
+    return {name: known[name] for name in ("device", "cpus", "versions", "commit", "date")}
 
 
 def start_afresh(work: Path) -> None:
     """Removes what an earlier run left in the work folder."""
-    for name in (RUN, METRICS, STATE):
+    for name in (RUN, METRICS, STATE, HEADS_RUN):
         (work / name).unlink(missing_ok=True)
-    if (work / BEST).is_dir():
-        shutil.rmtree(work / BEST)
+    for name in (BEST, HEADS):
+        if (work / name).is_dir():
+            shutil.rmtree(work / name)
 
 
 def card(run: dict[str, Any]) -> str:
@@ -185,7 +202,8 @@ def card(run: dict[str, Any]) -> str:
         "## Training",
         f"{last['step']:,} updates of {settings['batch']:,} tokens: {last['tokens']:,} tokens, "
         f"{last['epochs']:.1f} epochs, {last['minutes']:.0f} minutes on {run['device']} "
-        f"({versions}, {run['date']}, commit {run['commit']}). AdamW, learning rate "
+        f"({versions}, {run['date']}, commit {run['commit']}). Muon for the layers' matrices and "
+        "AdamW for all else, learning rate "
         f"{settings['learning_rate']:g} with warm-up and cosine, weight decay "
         f"{settings['weight_decay']:g}, dropout {settings['dropout']:g}, {settings['dtype']}. The "
         f"weights are those of update {best['step']:,}, which had the lowest held-out loss.",
@@ -204,11 +222,43 @@ def card(run: dict[str, Any]) -> str:
                 + [f"| {place} | {value:.3f} |" for place, value in places.items()]
             ),
         ]
+    commands = [texts["command"], run["command"]]
+    if heads := run.get("heads"):
+        commands.append(heads["command"])
+        parts += heads_part(heads)
     parts += [
         "Made from a checkout of tsjax by",
-        f"```bash\n{texts['command']}\n{run['command']}\n```",
+        "```bash\n" + "\n".join(commands) + "\n```",
     ]
     if samples := final.get("samples"):
         parts.append("## Text")
         parts += [f"> **{p}**{text}".replace("\n", "\n> ") for p, text in samples.items()]
     return "\n\n".join(parts) + "\n"
+
+
+def heads_part(heads: dict[str, Any]) -> list[str]:
+    """What the card says about the draft heads."""
+    settings = heads["settings"]
+    versions = ", ".join(f"{k} {v}" for k, v in heads["versions"].items() if k in ("jax", "python"))
+    rows = [
+        f"| {record['head'] or 'the model'} | {record['loss']:.3f} | "
+        f"{record['top1']:.1%} | {record['skip_bigram'][0]:.1%} | "
+        f"{record['unigram'][0]:.1%} | {record['top3']:.1%} |"
+        for record in heads["evaluation"]
+    ]
+    return [
+        "## Draft heads",
+        f"{heads['steps']} steps of {settings['batch_size']} rows of "
+        f"{settings['sequence_length']} tokens with the model frozen, learning rate "
+        f"{settings['learning_rate']:g}, on {heads['device']} ({versions}, {heads['date']}, commit "
+        f"{heads['commit']}). Head i guesses the token i + 1 further. On the held-out text, its "
+        "best guess beside the best ones from counts in the training text:",
+        "\n".join(
+            [
+                "| head | loss | best guess | after the last token (skip-bigram) | most frequent | "
+                "among three |",
+                "|---|---|---|---|---|---|",
+                *rows,
+            ]
+        ),
+    ]
