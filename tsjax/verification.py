@@ -49,7 +49,7 @@ def verify(
     the same noise as tokens, only then do they meet. Where the method has several pass widths, the
     narrowest that holds the trees of all batch rows runs; what lies behind it is unspecified.
     """
-    widths = cfg.pass_widths
+    widths = (*cfg.pass_widths[:-1], tree.tokens.shape[1])
 
     def run(width: int):
         def run_width(weights, state, tree, noise):

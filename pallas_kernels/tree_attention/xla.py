@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LARGEST_BLOCK, SMALL_BLOCK = 4096, 512
-MOST_ELEMENTS = 2**19  # of one array of a block
+MOST_ELEMENTS = 2**18  # of one array of a block
 MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can arise
 
 
