@@ -68,9 +68,3 @@ def test_file_map_names_every_module():
         assert set(re.findall(r"^  (\w+\.py) ", lines, re.MULTILINE)) == modules
     folders = set(re.findall(r"^(\w+)/", tree, re.MULTILINE))
     assert all((ROOT / folder).is_dir() for folder in folders)
-
-
-def test_demo_runs(capsys):
-    assert main(["demo", "--tokens", "16"]) == 0
-    out = capsys.readouterr().out
-    assert out.count(" yes ") == 5 and " NO " not in out
