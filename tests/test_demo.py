@@ -206,9 +206,8 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def test_in_a_pipe_there_are_no_escape_codes(checkpoint, capsys):
-    assert (
-        main(["demo", "--model", checkpoint, "--tokens", "24", "--prompt", "a thin man", *FEW]) == 0
-    )
+    flags = ["--tokens", "24", "--prompt", "a thin man", *FEW]
+    assert main(["demo", "--model", checkpoint, *flags]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\r" not in out
     assert out.count("a thin man") == 1
@@ -296,7 +295,7 @@ def on_screen(output: str, height: int) -> list[str]:
             lines += [""] * (at + 1 - len(lines))
         elif part == "\r":
             pass  # every line is erased before it is written
-        elif part.endswith("A"):
+        elif re.fullmatch(r"\x1b\[\d+A", part):
             count = int(part[2:-1])
             assert count < height, "a terminal cannot go up beyond its first line"
             at -= count
@@ -325,7 +324,7 @@ def test_in_a_terminal_it_redraws_and_leaves_the_cursor_visible(checkpoint, monk
 
     for name, value in (("COLUMNS", "80"), ("LINES", "20"), ("TERM", "xterm"), ("NO_COLOR", "")):
         monkeypatch.setenv(name, value)
-    reader = threading.Thread(target=read)
+    reader = threading.Thread(target=read, daemon=True)
     reader.start()
     with open(slave, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
