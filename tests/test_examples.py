@@ -37,7 +37,7 @@ def test_quickstart(run):
 def test_streaming(run):
     out = run("streaming.py")
     text, summary = out.rstrip("\n").rsplit("\n", 1)
-    assert text.startswith("The old man ")
+    assert text.startswith("The old man")
     reason, count, drafted = re.fullmatch(
         r"\[(\w+): (\d+) tokens, (\d+) of them drafted\]", summary
     ).groups()
@@ -50,7 +50,9 @@ def test_batch(run):
     out = run("batch.py")
     assert "row 1 alone is row 1 of the batch: True" in out
     assert "row 0 and row 2, same prompt and seed, differ: True" in out
-    assert len(re.findall(r"^seed \d: (?:The old house|She opened the door and) \w", out, re.M)) > 2
+    assert (
+        len(re.findall(r"^seed \d: (?:The old house|She opened the door and).{9}", out, re.M)) == 4
+    )
 
 
 def test_inside_jit(run):

@@ -20,6 +20,8 @@ import jax
 
 from tsjax.config import DTYPES, GenerationConfig, check, refuse_unknown
 from tsjax.corpus import TOKEN_DTYPES
+from tsjax.demo import METHOD, PROMPT
+from tsjax.demo import run as run_demo
 from tsjax.head_training import HeadTraining
 from tsjax.methods import METHODS, resolve_method
 from tsjax.presets import preset, preset_names, training_preset, training_preset_names
@@ -185,7 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--tokens", type=int, default=400, metavar="N",
                       help="tokens to generate (default: %(default)s)")  # fmt: skip
     demo.add_argument("--seed", type=int, default=0, metavar="N", help=SETTING_HELP["seed"])
-    demo.add_argument("--prompt", default="Once upon a time", help="default: %(default)s")
+    demo.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
     demo.add_argument("--model", default=EMBEDDED, metavar="PATH", help="another checkpoint")
     demo.add_argument("--greedy", action="store_true", help="do not sample")
     demo.add_argument("--plain", action="store_true",
@@ -483,15 +485,13 @@ def _mesh(sizes: str | None) -> jax.sharding.Mesh | None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from tsjax import demo
-
-    return demo.run(
+    return run_demo(
         args.model,
         prompt=args.prompt,
         tokens=args.tokens,
         seed=args.seed,
         greedy=args.greedy,
-        method=_with_options(demo.METHOD, args.method_options),
+        method=_with_options(METHOD, args.method_options),
         plain=args.plain,
         out=sys.stdout,
     )
