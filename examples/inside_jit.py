@@ -1,51 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Use the decode step in a JAX program of your own: python examples/inside_jit.py.
+"""Use the decode step in a JAX program of your own: python examples/inside_jit.py [CHECKPOINT].
 
-`generate` is a host loop around these functions and nothing more. Here one jitted function
-prefills, decodes and scores, on a random model.
+`tsjax.generate` is a host loop around pure functions. Here one jitted function calls them in a loop
+of its own: it stops at the first token that is wanted, and counts the steps until then.
 """
 
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
 
 import tsjax
 
-CFG = tsjax.DecodeConfig(
-    tsjax.ModelConfig(
-        vocab_size=100,
-        embed_dim=64,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        mlp_dim=128,
-        max_positions=512,
-        norm_eps=1e-5,
-    )
-)
 
+@functools.partial(jax.jit, static_argnames=("limit", "cfg"))
+def decode_until(params, prompts, lengths, wanted, *, limit: int, cfg: tsjax.DecodeConfig):
+    """Greedy tokens [B, capacity], lengths [B] and steps: until each row has `wanted`, or `limit`.
 
-@functools.partial(jax.jit, static_argnames=("new", "cfg"))
-def continue_and_count(params, prompts, lengths, wanted, *, new: int, cfg: tsjax.DecodeConfig):
-    """How often the token `wanted` occurs in `new` greedy tokens after each prompt."""
-    state = tsjax.init_state(prompts, lengths, cfg=cfg, capacity=128, max_length=lengths + new)
+    A step emits one token or, with a method that drafts, several.
+    """
+    state = tsjax.init_state(prompts, lengths, cfg=cfg, capacity=256, max_length=lengths + limit)
     state = tsjax.prefill(params, state, width=16, cfg=cfg)
-    state = tsjax.decode(params, state, new, cfg=cfg)
-    positions = jnp.arange(state.tokens.shape[1])
-    is_new = (positions >= lengths[:, None]) & (positions < state.length[:, None])
-    return jnp.sum(is_new & (state.tokens == wanted), axis=1), state.tokens
+
+    def found(state: tsjax.DecodeState):
+        at = jnp.arange(state.tokens.shape[1])
+        new = (at >= lengths[:, None]) & (at < state.length[:, None])
+        return jnp.any(new & (state.tokens == wanted), axis=1)
+
+    def unfinished(carry):
+        state, steps = carry
+        return jnp.any(~found(state) & (state.length < lengths + limit))
+
+    def step(carry):
+        state, steps = carry
+        return tsjax.decode_step(params, state, cfg=cfg), steps + 1
+
+    state, steps = jax.lax.while_loop(unfinished, step, (state, jnp.int32(0)))
+    return state.tokens, state.length, steps
 
 
-def main() -> None:
-    params = tsjax.init_params(CFG.model, seed=0, scale=0.2)
-    prompts = jnp.array([[5, 6, 7, 0], [8, 9, 10, 11]])
-    lengths = jnp.array([3, 4])
-    counts, tokens = continue_and_count(params, prompts, lengths, 42, new=50, cfg=CFG)
-    print("tokens of row 0:", tokens[0, :53])
-    print("occurrences of token 42:", counts)
+def main(path: str = tsjax.EMBEDDED, prompt: str = "It was a dark") -> None:
+    model = tsjax.load(path, dtype="float32")
+    ids = model.tokenizer.encode(prompt)
+    wanted = model.tokenizer.encode(".", add_special_tokens=False)[-1]
+    prompts, lengths = jnp.asarray([ids]), jnp.asarray([len(ids)])
+    for method in (tsjax.Autoregressive(), tsjax.TokenSwift(tree=(1,), num_ngrams=1)):
+        cfg = tsjax.DecodeConfig(model.cfg, method)
+        tokens, length, steps = decode_until(
+            model.params, prompts, lengths, wanted, limit=60, cfg=cfg
+        )
+        text = model.tokenizer.decode(tokens[0, : length[0]].tolist(), skip_special_tokens=True)
+        print(f"{type(method).__name__}: {int(length[0]) - len(ids)} tokens in {steps} steps")
+        print(f"  {text!r}")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -49,6 +49,7 @@ ROWS = {
     "tsjax.saved_training": 9,
     "tsjax.training": 9,
     "tsjax": 10,
+    "tsjax.demo": 10,
     "tsjax.__main__": 10,
 }
 PACKAGE_ROWS = {"pallas_kernels": 0, "tsjax.configs": 0, "tsjax_convert": 11}

@@ -47,14 +47,6 @@ def test_generate_commands_run(line, checkpoint, capsys):
     assert "[5 tokens" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
-def test_example_runs(name, checkpoint):
-    command = [sys.executable, str(ROOT / "examples" / name), checkpoint]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-
-
 def test_figures_come_from_committed_results():
     command = [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--check"]
     assert subprocess.run(command).returncode == 0, "run python benchmarks/readme_table.py"
@@ -68,9 +60,3 @@ def test_file_map_names_every_module():
         assert set(re.findall(r"^  (\w+\.py) ", lines, re.MULTILINE)) == modules
     folders = set(re.findall(r"^(\w+)/", tree, re.MULTILINE))
     assert all((ROOT / folder).is_dir() for folder in folders)
-
-
-def test_demo_runs(capsys):
-    assert main(["demo", "--tokens", "16"]) == 0
-    out = capsys.readouterr().out
-    assert out.count(" yes ") == 5 and " NO " not in out

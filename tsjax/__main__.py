@@ -20,9 +20,12 @@ import jax
 
 from tsjax.config import DTYPES, GenerationConfig, check, refuse_unknown
 from tsjax.corpus import TOKEN_DTYPES
+from tsjax.demo import METHOD, PROMPT
+from tsjax.demo import run as run_demo
 from tsjax.head_training import HeadTraining
 from tsjax.methods import METHODS, resolve_method
 from tsjax.presets import preset, preset_names, training_preset, training_preset_names
+from tsjax.weight_files import EMBEDDED
 
 SETTING_HELP = {
     "max_new_tokens": "tokens to generate",
@@ -177,11 +180,20 @@ def _parser() -> argparse.ArgumentParser:
     demo = commands.add_parser(
         "demo",
         help="a first look, with nothing downloaded",
-        description="Decodes with a tiny random model in several ways and checks that the tokens "
-        "are the same.",
+        description="Decodes a text with plain decoding and with TokenSwift side by side, by the "
+        "small model that comes with tsjax, and compares tokens and times. Exit code 1 if the "
+        "tokens differ.",
     )
-    demo.add_argument("--tokens", type=int, default=200, help="tokens to generate")
-    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument("--tokens", type=int, default=400, metavar="N",
+                      help="tokens to generate (default: %(default)s)")  # fmt: skip
+    demo.add_argument("--seed", type=int, default=0, metavar="N", help=SETTING_HELP["seed"])
+    demo.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
+    demo.add_argument("--model", default=EMBEDDED, metavar="PATH", help="another checkpoint")
+    demo.add_argument("--greedy", action="store_true", help="do not sample")
+    demo.add_argument("--plain", action="store_true",
+                      help="no colours and no redrawing, as without a terminal")  # fmt: skip
+    demo.add_argument("--method-options", nargs="+", default=[], metavar="NAME=VALUE",
+                      help="fields of TokenSwift, as in tsjax generate")  # fmt: skip
     demo.set_defaults(run=_demo)
     return parser
 
@@ -304,8 +316,13 @@ def _method(args: argparse.Namespace) -> Any:
     method = resolve_method(args.method or "autoregressive")
     if args.preset is not None and args.method in (None, "tokenswift"):
         method = preset(args.preset).method
+    return _with_options(method, args.method_options)
+
+
+def _with_options(method: Any, options: Sequence[str]) -> Any:
+    """`method` with the fields that NAME=VALUE options change."""
     changes = {}
-    for option in args.method_options:
+    for option in options:
         name, equals, value = option.partition("=")
         if not equals:
             raise ValueError(f"--method-options {option!r} is not valid: NAME=VALUE")
@@ -315,8 +332,8 @@ def _method(args: argparse.Namespace) -> Any:
             changes[name] = value  # a plain word
     if changes and not _fields(type(method)):
         raise ValueError(
-            f"--method-options {args.method_options} is not valid: plain decoding has "
-            "none; choose another --method"
+            f"--method-options {options} is not valid: plain decoding has none; choose another "
+            "--method"
         )
     refuse_unknown(list(changes), _fields(type(method)), f"option of {type(method).__name__}")
     return dataclasses.replace(method, **changes)
@@ -468,51 +485,16 @@ def _mesh(sizes: str | None) -> jax.sharding.Mesh | None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    import numpy as np
-
-    import tsjax
-
-    cfg = tsjax.ModelConfig(
-        vocab_size=95,
-        embed_dim=256,
-        num_layers=4,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=32,
-        mlp_dim=688,
-        max_positions=131072,
-        norm_eps=1e-5,
-        tie_embeddings=True,
+    return run_demo(
+        args.model,
+        prompt=args.prompt,
+        tokens=args.tokens,
+        seed=args.seed,
+        greedy=args.greedy,
+        method=_with_options(METHOD, args.method_options),
+        plain=args.plain,
+        out=sys.stdout,
     )
-    model = tsjax.Model(tsjax.init_params(cfg, seed=1, scale=0.1), cfg=cfg)
-    device = jax.devices()[0]
-    print(f"A tiny RANDOM model ({model.num_params:,} parameters) on {device.device_kind}.")
-    print("Its text means nothing; what it shows is the machinery.\n")
-    settings = dict(max_new_tokens=args.tokens, do_sample=True, min_p=0.1, seed=args.seed)
-    prompt = [ord(c) - 32 for c in "Once upon a time"]
-    first = tsjax.generate(model, prompt, **settings)
-    print("".join(chr(32 + token) for token in first.tokens[0]), "\n")
-
-    ngram = tsjax.generate(model, prompt, method="ngram", **settings)
-    swift = tsjax.TokenSwift(tree=(2, 1), draft_passes=2, num_ngrams=0, draft_budget=64)
-    swift = tsjax.generate(model, prompt, method=swift, **settings)
-    again = tsjax.generate(model, prompt, **settings)
-    wide = tsjax.generate(model, prompt, capacity=65536, **settings)
-    batch = tsjax.generate(model, [prompt[:5], prompt], **settings)
-    rows = [
-        ("drafts from n-grams and suffixes", ngram, 0),
-        ("drafts from a partial cache", swift, 0),
-        ("run again with the same seed", again, 0),
-        ("with a cache of 65,536 slots", wide, 0),
-        ("as the second row of a batch", batch, 1),
-    ]
-    print(f"{'':34}{'same tokens':>12}{'tokens/step':>12}")
-    wrong = 0
-    for name, result, row in rows:
-        same = np.array_equal(result.tokens[row], first.tokens[0])
-        wrong += not same
-        print(f"{name:34}{'yes' if same else 'NO':>12}{result.stats.tokens_per_step:12.2f}")
-    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

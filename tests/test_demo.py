@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax demo: the layout on made-up text, and the command in a pipe and in a terminal."""
+
+import os
+import re
+import signal
+import sys
+import threading
+import types
+
+import helpers
+import hf_fixtures
+import numpy as np
+import pytest
+
+import tsjax
+from tsjax import demo
+from tsjax.__main__ import main
+from tsjax.demo import OWN, Column, frame, paint, text_width, wrap
+from tsjax.tokenizer import Detokenizer
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+COLOURED = re.compile(r"\x1b\[\d+m[^\x1b]*\x1b\[0m")
+MIXED = [
+    ("Once upon a time, ", OWN),
+    ("there was ", "heads"),
+    ("日本語 の文 ", "ngrams"),
+    ("e\u0301tude 😀😀\n\nextraordinarilylongwordwithoutspaces", "suffix"),
+    (" end", OWN),
+]
+STATS = {
+    "prompt_tokens": (4,),
+    "prefill_seconds": 0.1,
+    "decode_seconds": 1.0,
+}
+
+
+def text_of(lines) -> list[str]:
+    return ["".join(text for text, _ in line) for line in lines]
+
+
+def stats(new: int, steps: int, **drafts) -> tsjax.generation.RunStats:
+    return tsjax.generation.RunStats(
+        new_tokens=(new,), steps=(steps,), computed_tokens=new, **STATS, **drafts
+    )
+
+
+DRAFTS = {
+    "drafted": 80,
+    "accepted_lengths": (0, 0, 10),
+    "accepted_by_source": {"heads": 15, "ngrams": 5, "suffix": 2},
+}
+
+
+def column(name="plain decoding", pieces=MIXED, tokens=range(30), seconds=1.5, **changes) -> Column:
+    made = Column(name, iter(()), None, list(pieces), list(tokens), seconds, stats(30, 30))  # type: ignore[arg-type]
+    for field, value in {"finish_reason": "length", **changes}.items():
+        setattr(made, field, value)
+    return made
+
+
+def pair(**changes) -> tuple[Column, Column]:
+    swift = {"seconds": 0.5, "stats": stats(30, 10, **DRAFTS), **changes}
+    return column(), column("TokenSwift", **swift)
+
+
+# --- layout ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [2, 5, 10, 28, 38, 200])
+def test_no_line_is_too_wide_and_no_letter_is_lost(width):
+    lines = wrap(MIXED, width)
+    assert max(map(demo.line_width, lines)) <= width
+    whole = "".join(text for text, _ in MIXED)
+    assert "".join(text_of(lines)).replace(" ", "") == re.sub(r"\s", "", whole)
+
+
+def test_text_breaks_between_words_and_at_newlines():
+    assert text_of(wrap([("the old house", OWN)], 9)) == ["the old ", "house"]
+    assert text_of(wrap([("abc def", OWN)], 3)) == ["abc", "def"]  # the break is the space
+    assert text_of(wrap([("a\n\nb", OWN)], 9)) == ["a", "", "b"]
+    assert text_of(wrap([("ab", OWN), ("cdefg", "heads")], 4)) == ["abcd", "efg"]
+    assert text_of(wrap([("a 日日日", OWN)], 5)) == ["a ", "日日", "日"]
+    assert wrap([("e", "heads"), ("\u0301", "suffix")], 9) == [[("e\u0301", "heads")]]
+
+
+def test_each_token_has_the_colour_of_its_source():
+    line = [("a", OWN), ("b", "heads"), ("c", "heads"), ("d", "suffix")]
+    assert paint(line, True) == "a\x1b[32mbc\x1b[0m\x1b[36md\x1b[0m"
+    assert paint(line, False) == "abcd"
+    assert [demo.source_of(mask) for mask in range(8)] == [
+        OWN, "heads", "ngrams", "heads", "suffix", "heads", "ngrams", "heads",
+    ]  # fmt: skip
+    assert set(demo.COLOURS) == set(demo.NAMES) == set(tsjax.SOURCES)
+
+
+@pytest.mark.parametrize("height", [8, 12, 50])
+@pytest.mark.parametrize("width", [60, 80, 133])
+def test_frame_fits_and_closes_its_colours(width, height):
+    lines = frame(pair(), width, height)
+    assert len(lines) <= height
+    for line in lines:
+        assert "\x1b" not in COLOURED.sub("", line)
+        assert text_width(ESCAPE.sub("", line)) <= width
+    plain = frame(pair(), width, height, colour=False)
+    assert plain == [ESCAPE.sub("", line) for line in lines]
+    bars = {text_width(line[: line.index(" | ")]) for line in plain if " | " in line}
+    assert len(bars) == 1  # the columns stand straight, also behind wide characters
+
+
+def test_frame_scrolls_to_the_last_lines():
+    pieces = [("\n".join(f"line {i}" for i in range(40)), OWN)]
+    left, right = column(pieces=pieces), column(pieces=[("short", "heads")])
+    lines = frame((left, right), 80, 15, colour=False)
+    assert len(lines) == 15
+    rows = [line for line in lines if line.startswith("line")]
+    assert rows[0].startswith("line 30") and rows[-1].startswith("line 39")
+    assert rows[0].endswith("| short") and rows[-1].endswith("| ")
+
+
+def test_frame_shows_running_figures():
+    lines = frame(pair(), 80, 24, colour=False)
+    assert re.search(r"20 tokens/s, 1.00 per step +\| 60 tokens/s, 3.00 per step", lines[-2])
+    assert "model n-grams suffix" in lines[-1]
+
+
+def test_control_characters_do_not_reach_the_terminal():
+    assert demo.printable("a\x1b[31mb\tc\r\n\u202ed\u200d\x9b") == "a[31mb c\nd"
+
+
+def test_column_takes_chunks_token_by_token(tmp_path):
+    helpers.save_tokenizer(tmp_path)
+    tokenizer = tsjax.tokenizer.load_tokenizer(str(tmp_path))
+    ids = tokenizer.encode(" the é an", add_special_tokens=False)  # é is two byte tokens
+    masks = [1 << (i % 3) for i in range(len(ids))]
+    made = column(pieces=[], tokens=[], finish_reason=None)
+    made.writer = Detokenizer(tokenizer, context=tokenizer.encode("a"))
+    for part, reason in ((slice(0, 3), None), (slice(3, None), "length")):
+        chunk = types.SimpleNamespace(
+            tokens=[np.array(ids[part], np.int32)],
+            sources=[np.array(masks[part], np.uint8)],
+            stats=stats(9, 3),
+            finish_reason=[reason],
+        )
+        made.add(chunk)  # type: ignore[arg-type]
+    assert made.tokens == ids and made.finish_reason == "length" and made.tokens_per_step == 3.0
+    assert "".join(text for text, _ in made.pieces).strip() == "the é an"
+    first = next(source for text, source in made.pieces if text)
+    assert first == "heads" and {source for _, source in made.pieces} == set(tsjax.SOURCES)
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+def row(lines, label) -> list[str]:
+    (line,) = [line for line in lines if line.strip().startswith(label)]
+    return re.split(r"\s{2,}", line.strip())[1:]
+
+
+def test_table():
+    lines = demo.table(pair())
+    assert max(map(len, lines)) <= 60
+    assert row(lines, "same tokens") == ["yes"]
+    assert row(lines, "time") == ["1.50 s", "0.50 s"]
+    assert row(lines, "tokens/s") == ["20.0", "60.0"]
+    assert row(lines, "speed-up") == ["1.00x", "3.00x"]
+    assert row(lines, "tokens per step") == ["1.00", "3.00"]
+    assert row(lines, "accepted drafts") == ["-", "20 of 80 (25%)"]
+    assert row(lines, "from model") == ["-", "75%"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish_reason", "verdict"),
+    [
+        ([*range(29), 7], "length", "NO"),
+        (range(29), "length", "NO"),
+        (range(20), "interrupted", "yes, the first 20"),
+        (range(20), None, "yes, the first 20"),
+        ([5], None, "NO"),
+        ([], None, "-"),
+    ],
+)
+def test_tokens_are_really_compared(tokens, finish_reason, verdict):
+    columns = pair(tokens=list(tokens), finish_reason=finish_reason)
+    assert row(demo.table(columns), "same tokens") == [verdict]
+    assert demo.same_tokens(columns) == (verdict != "NO")
+
+
+def test_table_of_a_run_that_never_began():
+    columns = [column(tokens=[], seconds=0.0, stats=None, finish_reason=None) for _ in range(2)]
+    assert row(demo.table(columns), "speed-up") == ["-", "-"]
+
+
+# --- the command -----------------------------------------------------------------------------
+
+# A small step: most of the time goes into compiling it, once for all tests here.
+FEW = ["--method-options", "tree=(1,)", "draft_passes=1", "num_ngrams=1", "suffix_length=1"]
+FEW += ["draft_budget=32"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("demo") / "hf"
+    hf_fixtures.make(folder, vocab_size=len(helpers.TOKENS), max_position_embeddings=4096)
+    return helpers.save_tokenizer(folder)
+
+
+def test_in_a_pipe_there_are_no_escape_codes(checkpoint, capsys):
+    flags = ["--tokens", "24", "--prompt", "a thin man", *FEW]
+    assert main(["demo", "--model", checkpoint, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\r" not in out
+    assert out.count("a thin man") == 1
+    lines = out.splitlines()
+    assert row(lines, "same tokens") == ["yes"] and row(lines, "tokens  ") == ["24", "24"]
+
+
+def test_other_tokens_are_exit_code_1(checkpoint, capsys, monkeypatch):
+    whole = demo.stream
+
+    def lying(*args, method, **options):
+        for chunk in whole(*args, method=method, **options):
+            if isinstance(method, tsjax.TokenSwift):
+                chunk.tokens[0][-1] ^= 1
+            yield chunk
+
+    monkeypatch.setattr(demo, "stream", lying)
+    assert main(["demo", "--model", checkpoint, "--tokens", "8", "--greedy", *FEW]) == 1
+    assert row(capsys.readouterr().out.splitlines(), "same tokens") == ["NO"]
+
+
+def test_ctrl_c_stops_both_and_shows_the_table(checkpoint, capsys, monkeypatch):
+    advance, turns = Column.advance, []
+
+    def interrupted(self):
+        turns.append(self.name)
+        if len(turns) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+        advance(self)
+
+    monkeypatch.setattr(Column, "advance", interrupted)
+    assert main(["demo", "--model", checkpoint, "--tokens", "900", "--plain", *FEW]) == 130
+    lines = capsys.readouterr().out.splitlines()
+    assert len(turns) == 4 and row(lines, "same tokens")[0].startswith("yes, the first")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokens", "0"], "max_new_tokens=0"),
+        (["--tokens", "many"], "--tokens"),
+        (["--seed", "-1"], "seed"),
+        (["--model", "no/such/folder/here"], "no/such/folder/here"),
+        (["--method-options", "depth=3"], "depth"),
+        (["--method-options", "tree"], "NAME=VALUE"),
+        (["--method-options", "draft_budget=1"], "draft_budget"),
+        (["--tokens", "5000"], "4096"),
+    ],
+)
+def test_wrong_flags_are_one_line(flags, message, checkpoint, capsys):
+    flags = flags if "--model" in flags else ["--model", checkpoint, *flags]
+    try:
+        code = main(["demo", *flags])
+    except SystemExit as error:
+        code = error.code
+    out, err = capsys.readouterr()
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("plain", "terminal", "environ", "wanted"),
+    [
+        (False, True, {"TERM": "xterm"}, True),
+        (False, True, {"TERM": "xterm", "NO_COLOR": ""}, True),
+        (True, True, {"TERM": "xterm"}, False),
+        (False, False, {"TERM": "xterm"}, False),
+        (False, True, {"TERM": "xterm", "NO_COLOR": "1"}, False),
+        (False, True, {"TERM": "dumb"}, False),
+        (False, True, {}, False),
+    ],
+)
+def test_when_to_redraw(plain, terminal, environ, wanted):
+    assert demo.can_redraw(plain, terminal, environ) == wanted
+
+
+# --- a terminal ------------------------------------------------------------------------------
+
+
+def on_screen(output: str, height: int) -> list[str]:
+    """What a terminal of this height shows in the end, lines that scrolled away included."""
+    lines, at = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[^\x1b]", output):
+        if part == "\n":
+            at += 1
+            lines += [""] * (at + 1 - len(lines))
+        elif part == "\r":
+            pass  # every line is erased before it is written
+        elif re.fullmatch(r"\x1b\[\d+A", part):
+            count = int(part[2:-1])
+            assert count < height, "a terminal cannot go up beyond its first line"
+            at -= count
+        elif part == "\x1b[2K":
+            lines[at] = ""
+        elif part == "\x1b[J":
+            del lines[at + 1 :]
+            lines[at] = ""
+        elif not part.startswith("\x1b"):
+            lines[at] += part
+        else:
+            assert part[-1] in "mhl", part
+    return lines
+
+
+def test_in_a_terminal_it_redraws_and_leaves_the_cursor_visible(checkpoint, monkeypatch):
+    master, slave = os.openpty()
+    output: list[bytes] = []
+
+    def read() -> None:
+        try:
+            while data := os.read(master, 4096):
+                output.append(data)
+        except OSError:  # the other end is closed
+            pass
+
+    for name, value in (("COLUMNS", "80"), ("LINES", "20"), ("TERM", "xterm"), ("NO_COLOR", "")):
+        monkeypatch.setenv(name, value)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with open(slave, "w", encoding="utf-8") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        assert main(["demo", "--model", checkpoint, "--tokens", "300", *FEW]) == 0
+        monkeypatch.undo()
+    reader.join()
+    os.close(master)
+    text = b"".join(output).decode().replace("\r\n", "\n")
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[J")
+    assert text.count("\x1b[J") > 3  # it moved
+    assert re.search(r" \| .*\x1b\[3[236]m", text)  # drafted tokens on the right
+    assert not re.search(r"\x1b\[3[236]m.* \| ", text)  # and none on the left
+    lines = on_screen(text, height=20)
+    assert sum("plain decoding" in line and "|" in line for line in lines) == 1
+    assert sum("per step" in line and "|" in line for line in lines) == 1
+    assert row(lines, "same tokens") == ["yes"]
+    assert max(map(text_width, lines)) <= 80

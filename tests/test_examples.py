@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each example runs on the embedded model as a user would run it, and says what it promises."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    def run(name: str, *argv: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *argv])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_every_example_has_a_test():
+    tests = {name.removeprefix("test_") + ".py" for name in globals() if name.startswith("test_")}
+    assert {path.name for path in EXAMPLES.glob("*.py")} <= tests
+
+
+def test_quickstart(run):
+    out = run("quickstart.py")
+    assert out.startswith("Once upon a time")
+    assert "the same text: True" in out
+    plain, swift = map(float, re.findall(r"([\d.]+) tokens per step", out))
+    assert plain == 1.0 and swift > 1.3
+
+
+def test_streaming(run):
+    out = run("streaming.py")
+    text, summary = out.rstrip("\n").rsplit("\n", 1)
+    assert text.startswith("The old man")
+    reason, count, drafted = re.fullmatch(
+        r"\[(\w+): (\d+) tokens, (\d+) of them drafted\]", summary
+    ).groups()
+    assert reason in ("stop_string", "length", "eos")
+    assert ("." in text) == (reason == "stop_string")
+    assert 0 <= int(drafted) < int(count) <= 100
+
+
+def test_batch(run):
+    out = run("batch.py")
+    assert "row 1 alone is row 1 of the batch: True" in out
+    assert "row 0 and row 2, same prompt and seed, differ: True" in out
+    assert (
+        len(re.findall(r"^seed \d: (?:The old house|She opened the door and).{9}", out, re.M)) == 4
+    )
+
+
+def test_inside_jit(run):
+    out = run("inside_jit.py")
+    (name, few, steps), (_, more, fewer_steps) = re.findall(r"(\w+): (\d+) tokens in (\d+)", out)
+    assert name == "Autoregressive" and few == steps
+    assert int(fewer_steps) < int(steps) and int(more) >= int(few)
+    plain, drafted = (eval(line) for line in re.findall(r"^  (.*)$", out, re.M))
+    # A step that finds several tokens may go on behind the one that was wanted.
+    assert plain.startswith("It was a dark") and drafted.startswith(plain)
+
+
+def test_train_heads(run, tmp_path):
+    out = run("train_heads.py", "tsjax/small-english", str(tmp_path / "heads"))
+    first, last = (
+        [float(loss) for loss in line.split(", ")]
+        for line in re.findall(r"losses of the heads (.*)", out)
+    )
+    assert len(first) == 2 and all(b < a for a, b in zip(first, last, strict=True))
+    assert re.search(r"^\d+ of [1-9]\d* drafts accepted", out, re.M)
+    assert "the same text as without heads: True" in out
+    assert (tmp_path / "heads" / "heads.safetensors").exists()

@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax demo: plain decoding and TokenSwift side by side, then a table that compares them.
+
+Knows terminals, colours and how to lay out text. Does not know how tokens are made: it advances two
+streams of generation.py and shows what they yield. Layout is done by pure functions from what was
+made so far to lines; `Screen` alone writes escape codes that move the cursor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import operator
+import os
+import shutil
+import time
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TextIO
+
+import jax
+
+from tsjax.checkpoint import Model, load
+from tsjax.config import GenerationConfig
+from tsjax.generation import RunStats, StreamChunk, stream
+from tsjax.interrupt import Interrupt
+from tsjax.methods import Autoregressive, TokenSwift
+from tsjax.tokenizer import Detokenizer, encode
+from tsjax.tree import SOURCES
+
+# The right column's method: a narrow tree, since on a CPU every drafted row costs time.
+METHOD = TokenSwift(
+    tree=(1, 1, 1),
+    draft_passes=3,
+    num_ngrams=2,
+    draft_budget=256,
+    num_sinks=4,
+    suffix_length=4,
+)
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 1.0,
+    "min_p": 0.1,
+    "repetition_penalty": 1.2,
+    "repetition_window": 1024,
+}
+PROMPT = "Once upon a time"
+
+# What each of tsjax.SOURCES is called here, and its colour: green, yellow, cyan.
+NAMES = {"heads": "model", "ngrams": "n-grams", "suffix": "suffix"}
+COLOURS = {"heads": "32", "ngrams": "33", "suffix": "36"}
+OWN = ""  # a token that nobody drafted
+BETWEEN = " | "
+WARM_UP_CHUNKS = 2  # prefill and the loop, entered from the prefill and from itself
+
+Piece = tuple[str, str]  # text, and its source: one of SOURCES or OWN
+Cell = tuple[str, str]  # what stands in one place of a line (or in two, a wide character); source
+
+
+@dataclasses.dataclass
+class Column:
+    """One method's run so far.
+
+    Attributes:
+      pieces: the text, the prompt's first.
+      seconds: the time spent inside the stream.
+      finish_reason: None while it runs.
+    """
+
+    name: str
+    chunks: Iterator[StreamChunk]
+    writer: Detokenizer
+    pieces: list[Piece]
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    stats: RunStats | None = None
+    finish_reason: str | None = None
+
+    def advance(self) -> None:
+        began = time.perf_counter()
+        chunk = next(self.chunks)
+        self.seconds += time.perf_counter() - began
+        self.add(chunk)
+
+    def add(self, chunk: StreamChunk) -> None:
+        source = OWN
+        for token, mask in zip(chunk.tokens[0].tolist(), chunk.sources[0].tolist(), strict=True):
+            source = source_of(mask)
+            self.tokens.append(token)
+            self.pieces.append((printable(self.writer.push([token])), source))
+        self.stats, self.finish_reason = chunk.stats, chunk.finish_reason[0]
+        if self.finish_reason is not None:
+            self.pieces.append((printable(self.writer.flush()), source))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.stats.tokens_per_step if self.stats else 0.0
+
+
+def source_of(mask: int) -> str:
+    """The first source of a token, from the bits of StreamChunk.sources."""
+    return next((source for bit, source in enumerate(SOURCES) if mask >> bit & 1), OWN)
+
+
+# ---------------------------------------------------------------------------------------------
+# The run
+# ---------------------------------------------------------------------------------------------
+
+
+def run(
+    path: str,
+    *,
+    prompt: str = PROMPT,
+    tokens: int = 400,
+    seed: int = 0,
+    greedy: bool = False,
+    method: TokenSwift = METHOD,
+    plain: bool = False,
+    out: TextIO,
+) -> int:
+    """The whole demo with the model in `path`; returns the exit code.
+
+    0 where both methods returned the same tokens, 1 where they did not, 130 after Ctrl-C. Stop
+    tokens are barred, so that both columns have `tokens` tokens.
+    """
+    sampling = {**SAMPLING, "do_sample": not greedy}
+    config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, seed=seed, **sampling)
+    model = load(path, dtype="float32")
+    warm_up = start(model, prompt, config, method)
+    live = can_redraw(plain, out.isatty(), os.environ)
+    print(f"{path}: {model.num_params:,} parameters, on {jax.devices()[0].device_kind}", file=out)
+    began = time.perf_counter()
+    print("Compiling both methods ...", end=" ", file=out, flush=True)
+    for column in warm_up:
+        for chunk in itertools.islice(column.chunks, WARM_UP_CHUNKS):
+            if chunk.finish_reason == ["interrupted"]:
+                raise KeyboardInterrupt
+    print(f"{time.perf_counter() - began:.0f} s\n", file=out, flush=True)
+
+    columns = start(model, prompt, config, method)
+    with Screen(out) if live else contextlib.nullcontext() as screen:
+        interrupted = race(columns, screen.draw if screen else no_drawing)
+    if not live:
+        print(clean("".join(text for text, _ in columns[-1].pieces), out), "\n", file=out)
+    print("\n".join(table(columns)), file=out, flush=True)
+    if not same_tokens(columns):
+        return 1
+    return 130 if interrupted else 0
+
+
+def start(
+    model: Model, prompt: str, config: GenerationConfig, method: TokenSwift
+) -> tuple[Column, Column]:
+    """Plain decoding and `method`, nothing of them computed yet."""
+    ids = encode(model.tokenizer, prompt)
+
+    def column(name: str, method: Any) -> Column:
+        chunks = stream(model, ids, config=config, method=method)
+        writer = Detokenizer(model.tokenizer, context=ids)
+        return Column(name, chunks, writer, [(printable(prompt), OWN)])
+
+    return column("plain decoding", Autoregressive()), column("TokenSwift", method)
+
+
+def race(columns: Sequence[Column], draw: Callable[[Sequence[Column]], None]) -> bool:
+    """Runs both to their ends; returns whether Ctrl-C ended them early.
+
+    The next turn is that of the column which has used less time: both clocks go side by side.
+    """
+    with Interrupt() as interrupt:
+        while running := [column for column in columns if column.finish_reason is None]:
+            column = min(running, key=operator.attrgetter("seconds"))
+            column.advance()
+            draw(columns)
+            if interrupt.requested or column.finish_reason == "interrupted":
+                return True
+    return False
+
+
+def same_tokens(columns: Sequence[Column]) -> bool:
+    """Whether they agree as far as both have come; whole runs must agree in length, too."""
+    left, right = (column.tokens for column in columns)
+    if any(column.finish_reason in (None, "interrupted") for column in columns):
+        shorter = min(len(left), len(right))
+        left, right = left[:shorter], right[:shorter]
+    return left == right
+
+
+# ---------------------------------------------------------------------------------------------
+# Layout: from what was made so far to lines
+# ---------------------------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    """Text without control and formatting characters; newlines stay, a tab becomes a space."""
+    hidden = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    text = text.replace("\t", " ")
+    return "".join(c for c in text if c == "\n" or unicodedata.category(c) not in hidden)
+
+
+def char_width(char: str) -> int:
+    """How many places of a terminal's line a character takes."""
+    if unicodedata.category(char) in ("Mn", "Me"):
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in ("W", "F") else 1
+
+
+def text_width(text: str) -> int:
+    return sum(map(char_width, text))
+
+
+def line_width(line: Iterable[Cell]) -> int:
+    return sum(text_width(text) for text, _ in line)
+
+
+def wrap(pieces: Iterable[Piece], width: int) -> list[list[Cell]]:
+    """Breaks text into lines of at most `width` places, between words where that is possible."""
+    lines: list[list[Cell]] = [[]]
+    used = 0
+    for char, source in ((char, source) for text, source in pieces for char in text):
+        line, size = lines[-1], char_width(char)
+        if char == "\n" or (char == " " and used == width):  # the break stands for the space
+            lines.append([])
+            used = 0
+            continue
+        if size == 0 and line:  # an accent belongs to the letter before it
+            line[-1] = (line[-1][0] + char, line[-1][1])
+            continue
+        while used and used + size > width:
+            lines.append(take_last_word(lines[-1]))
+            used = line_width(lines[-1])
+        lines[-1].append((char, source))
+        used += size
+    return lines
+
+
+def take_last_word(line: list[Cell]) -> list[Cell]:
+    """Removes what follows the last space; nothing where there is no space."""
+    start = next((i for i in range(len(line), 0, -1) if line[i - 1][0] == " "), len(line))
+    word = line[start:]
+    del line[start:]
+    return word
+
+
+def paint(line: Iterable[Cell], colour: bool) -> str:
+    """A line as text; each run of drafted tokens is one coloured stretch."""
+    painted = []
+    for source, cells in itertools.groupby(line, key=operator.itemgetter(1)):
+        text = "".join(text for text, _ in cells)
+        painted.append(f"\x1b[{COLOURS[source]}m{text}\x1b[0m" if colour and source else text)
+    return "".join(painted)
+
+
+def beside(pair: Sequence[list[Cell]], half: int, colour: bool) -> str:
+    left, right = pair
+    return paint(left, colour) + " " * (half - line_width(left)) + BETWEEN + paint(right, colour)
+
+
+def frame(columns: Sequence[Column], width: int, height: int, colour: bool = True) -> list[str]:
+    """The whole picture: titles, the last lines of both texts, figures, the legend."""
+    half = max(2, (width - len(BETWEEN)) // 2)
+    titles = [first_line(column.name, half) for column in columns]
+    figures = [first_line(running_figures(column), half) for column in columns]
+    key = [paint(line, colour) for line in wrap(legend(), width)]
+    texts = [wrap(column.pieces, half) for column in columns]
+    room = max(1, height - 4 - len(key))  # titles, two rules, figures
+    count = min(room, max(map(len, texts)))
+    texts = [lines[-count:] + [[]] * (count - len(lines)) for lines in texts]
+    rule = "-" * (2 * half + len(BETWEEN))
+    return [
+        beside(titles, half, colour),
+        rule,
+        *(beside(pair, half, colour) for pair in zip(*texts, strict=True)),
+        rule,
+        beside(figures, half, colour),
+        *key,
+    ]
+
+
+def first_line(text: str, width: int) -> list[Cell]:
+    return wrap([(text, OWN)], width)[0]
+
+
+def running_figures(column: Column) -> str:
+    return f"{column.tokens_per_second:.0f} tokens/s, {column.tokens_per_step:.2f} per step"
+
+
+def legend() -> list[Piece]:
+    names = [piece for source in SOURCES for piece in ((" ", OWN), (NAMES[source], source))]
+    return [("Accepted drafts:", OWN), *names, ("; without colour: own tokens", OWN)]
+
+
+def table(columns: Sequence[Column]) -> list[str]:
+    """The comparison, one line for each figure; at most 60 places wide."""
+    plain = columns[0]
+    common = min(len(column.tokens) for column in columns)
+    whole = all(len(column.tokens) == common for column in columns)
+    verdict = "yes" if same_tokens(columns) else "NO"
+    if not common:
+        verdict = "-"
+    elif not whole and verdict == "yes":
+        verdict = f"yes, the first {common}"
+    rows = [
+        ("", [column.name for column in columns]),
+        ("same tokens", ["", verdict]),
+        ("tokens", [f"{len(column.tokens):,}" for column in columns]),
+        ("time", [f"{column.seconds:.2f} s" for column in columns]),
+        ("tokens/s", [f"{column.tokens_per_second:.1f}" for column in columns]),
+        ("speed-up", [ratio(column, plain) for column in columns]),
+        ("tokens per step", [f"{column.tokens_per_step:.2f}" for column in columns]),
+        ("accepted drafts", [acceptance(column) for column in columns]),
+    ]
+    for source in SOURCES:
+        rows.append((f"  from {NAMES[source]}", [share(column, source) for column in columns]))
+    return [f"{label:18}{cells[0]:>16}{cells[1]:>26}".rstrip() for label, cells in rows]
+
+
+def ratio(column: Column, plain: Column) -> str:
+    known = column.tokens and plain.tokens
+    return f"{column.tokens_per_second / plain.tokens_per_second:.2f}x" if known else "-"
+
+
+def acceptance(column: Column) -> str:
+    stats = column.stats
+    if stats is None or not stats.drafted:
+        return "-"
+    rate = stats.accepted / stats.drafted
+    return f"{stats.accepted:,} of {stats.drafted:,} ({rate:.0%})"
+
+
+def share(column: Column, source: str) -> str:
+    """Of the accepted drafts; one that several sources had counts for each."""
+    stats = column.stats
+    if stats is None or not stats.accepted:
+        return "-"
+    return f"{stats.accepted_by_source[source] / stats.accepted:.0%}"
+
+
+# ---------------------------------------------------------------------------------------------
+# The terminal
+# ---------------------------------------------------------------------------------------------
+
+
+def can_redraw(plain: bool, terminal: bool, environ: Mapping[str, str]) -> bool:
+    """Whether escape codes are wanted and understood."""
+    dumb = environ.get("TERM", "dumb") == "dumb"
+    return terminal and not plain and not dumb and not environ.get("NO_COLOR")
+
+
+def clean(text: str, out: TextIO) -> str:
+    """`text` with ? for what the output's encoding does not have."""
+    encoding = out.encoding or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
+def no_drawing(columns: Sequence[Column]) -> None:
+    pass
+
+
+class Screen:
+    """Draws frames over one another. The cursor is hidden while it is entered."""
+
+    def __init__(self, out: TextIO):
+        self._out, self._drawn, self._size = out, 0, None
+
+    def __enter__(self) -> Screen:
+        self._out.write("\x1b[?25l")
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._out.write("\x1b[?25h\n")
+        self._out.flush()
+
+    def draw(self, columns: Sequence[Column]) -> None:
+        size = shutil.get_terminal_size()
+        # The last line stays free: the cursor waits there, and nothing scrolls.
+        lines = frame(columns, size.columns, size.lines - 1)[: max(1, size.lines - 1)]
+        if self._size not in (None, size):  # lines have moved: begin on an empty screen
+            begin = "\x1b[2J\x1b[H"
+        else:
+            begin = f"\x1b[{self._drawn}A\r" if self._drawn else ""
+        text = begin + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[J"
+        self._out.write(clean(text, self._out))
+        self._out.flush()
+        self._drawn, self._size = len(lines), size
