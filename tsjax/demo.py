@@ -29,15 +29,7 @@ from tsjax.methods import Autoregressive, TokenSwift
 from tsjax.tokenizer import Detokenizer, encode
 from tsjax.tree import SOURCES
 
-# The right column's method: a narrow tree, since on a CPU every drafted row costs time.
-METHOD = TokenSwift(
-    tree=(1, 1, 1),
-    draft_passes=3,
-    num_ngrams=2,
-    draft_budget=256,
-    num_sinks=4,
-    suffix_length=4,
-)
+METHOD = TokenSwift(tree="auto")  # of the right column
 SAMPLING = {
     "do_sample": True,
     "temperature": 1.0,
