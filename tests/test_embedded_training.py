@@ -271,7 +271,7 @@ def test_heads_join_the_folder(runs):
     assert all((a == b).all() for a, b in pairs)
     card = (out / "README.md").read_text()
     assert "4 steps of 4 rows of 64 tokens" in card and "heads --work WORK --out OUT" in card
-    evaluation = json.loads((work / "heads" / "summary.json").read_text())["evaluation"]
+    evaluation = json.loads((out / "training.json").read_text())["heads"]["evaluation"]
     for name, record in zip(("the model", "1", "2", "3"), evaluation, strict=True):
         shares = [record["top1"], record["skip_bigram"][0], record["unigram"][0], record["top3"]]
         row = [name, f"{record['loss']:.3f}", *(f"{share:.1%}" for share in shares)]

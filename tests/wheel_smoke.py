@@ -21,7 +21,7 @@ INSTALLED_AS = {
     "convert": "tsjax_convert",
     "configs": "tsjax/configs",
 }
-DATA = (".json", ".typed")
+DATA = (".json", ".typed", ".safetensors", ".md")
 
 IN_THE_WHEEL = """
 import importlib, importlib.metadata, importlib.resources, importlib.util, json, sys
@@ -35,6 +35,12 @@ for name in ("convert", "configs", "tests", "benchmarks", "examples"):
 for file in importlib.resources.files("tsjax.configs").iterdir():
     if file.name.endswith(".json"):
         json.loads(file.read_text(encoding="utf-8"))
+
+import tsjax
+
+model = tsjax.load(tsjax.EMBEDDED)
+assert model.path.startswith(sys.prefix) and model.cfg.num_draft_heads == 3, model
+assert tsjax.generate(model, "Once upon a time", max_new_tokens=8).text.strip()
 """
 
 

@@ -30,6 +30,8 @@ from .training import ATTENTION_BLOCK, METRICS, STATE, Trainer, loss_by_position
 TOKENIZER, TRAIN, HELD_OUT = "tokenizer", "train.npz", "held_out.npz"
 TEXTS, RUN, BEST = "texts.json", "run.json", "best"
 HEADS, HEADS_RUN = "heads", "heads.json"
+# In a model folder: what the card was made from.
+RECORD = "training.json"
 
 LARGEST = 12_000_000  # bytes of the folder, draft heads included
 NUM_HEADS = 3
@@ -102,6 +104,7 @@ def export(work: Path, out: Path, trainer: Trainer) -> str:
         model = tsjax.load(out, dtype="float32")
         run["final"]["samples"] = {prompt: sample(model, prompt) for prompt in PROMPTS}
     (out / "README.md").write_text(card(run), encoding="utf-8")
+    (out / RECORD).write_text(json.dumps(run, indent=1) + "\n")
     size = sum(file.stat().st_size for file in out.iterdir())
     missing = NUM_HEADS - model.cfg.num_draft_heads
     room = 2 * missing * (model.cfg.embed_dim**2 + 2 * model.cfg.embed_dim)
