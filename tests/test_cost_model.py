@@ -11,6 +11,7 @@ from helpers import tiny_config, tiny_model
 import tsjax
 from tsjax import generation, request
 from tsjax.cost_model import CHIPS, CPU, Choice, chip_of, choose, pass_time, row_cost, step_cost
+from tsjax.decoding import programs
 from tsjax.methods import Autoregressive, DecodeConfig, NGram, TokenSwift
 
 LLAMA_8B = {
@@ -174,6 +175,8 @@ def test_a_run_gives_up_drafts_that_do_not_pay(step_cost, monkeypatch):
     """The tokens stay those of plain decoding, and so do the counters' sums."""
     model = tiny_model()
     plain = tsjax.generate(model, [[1, 2, 3], [4]], **SETTINGS)
+    decode = programs("cpu", model.cfg.dtype).decode
+    compiled = decode._cache_size()
     monkeypatch.setattr(request, "choose", lambda *args: Choice(DRAFTING, step_cost))
     monkeypatch.setattr(generation, "STEPS_TO_JUDGE", 6)
     monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 5)
@@ -182,6 +185,8 @@ def test_a_run_gives_up_drafts_that_do_not_pay(step_cost, monkeypatch):
     assert auto.stats.method == DRAFTING
     assert auto.stats.gave_up == (step_cost == 100)
     assert auto.stats.accepted + sum(auto.stats.steps) == auto.stats.computed_tokens == 120
+    assert sum(auto.stats.accepted_lengths) == sum(auto.stats.steps)
+    assert decode._cache_size() <= compiled + 1, "plain decoding has its program already"
     if auto.stats.gave_up:  # every step after the first eleven found one token
         assert 120 - 2 * 11 * 4 <= sum(auto.stats.steps) <= 120
     kept = tsjax.generate(model, [[1, 2, 3], [4]], method=DRAFTING, **SETTINGS)

@@ -347,6 +347,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
     emitted = [len(row) for row in request.rows]
     reasons = list(request.finish_reason)
     steps, decode, gave_up = 1, request.decode, False
+    counted = earlier = _on_host(state.stats)
     while True:
         began = time.perf_counter()
         if not interrupt.requested and None in reasons:
@@ -358,6 +359,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
         steps = _next_chunk(steps, elapsed)
 
         tokens, length, finish = map(np.asarray, (state.tokens, state.length, state.finish))
+        counted = _sum_of_stats(earlier, state.stats) if gave_up else _on_host(state.stats)
         drafted_by = np.asarray(state.sources)
         new, sources, ended = [], [], []
         for row, reason in enumerate(reasons):
@@ -386,7 +388,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             reasons=list(reasons),
             newly_ended=ended,
             last=last,
-            steps=jax.tree.map(np.array, state.stats),
+            steps=counted,
             computed=int(length.sum()) - sum(map(len, request.rows)),
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
@@ -395,12 +397,30 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
         if last:
             return
         if not gave_up and _drafts_do_not_pay(request, state):
-            # The drafts' state belongs to the method; what a row has said does not.
-            decode, gave_up = DecodeConfig(model=decode.model), True
-            state = state.replace(draft=DraftState())
+            decode, gave_up, earlier = DecodeConfig(model=decode.model), True, counted
+            state = _without_drafts(state)
         stopped = np.asarray([reason is not None for reason in reasons]) & (finish == RUNNING)
         if stopped.any():
             state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+
+
+def _on_host(stats: StepStats) -> StepStats:
+    return jax.tree.map(np.array, stats)
+
+
+def _without_drafts(state: DecodeState) -> DecodeState:
+    """The state as plain decoding has it, so that its program is the same; counters from 0."""
+    none = jax.tree.map(jnp.zeros_like, state.stats)
+    return state.replace(
+        draft=DraftState(), stats=none.replace(accepted=jnp.zeros_like(none.accepted[:, :1]))
+    )
+
+
+def _sum_of_stats(earlier: StepStats, plain: StepStats) -> StepStats:
+    """Counters of a run that went on with plain decoding, which accepts no drafts."""
+    accepted = earlier.accepted.copy()
+    accepted[:, :1] += np.asarray(plain.accepted)
+    return earlier.replace(steps=earlier.steps + np.asarray(plain.steps), accepted=accepted)
 
 
 def _drafts_do_not_pay(request: Request, state: DecodeState) -> bool:
