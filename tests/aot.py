@@ -93,12 +93,12 @@ def lower_step(step: Step, target: str):
     import tsjax
     from tsjax.cache import CACHE_AXES, DraftCache, KVCache
     from tsjax.decoding import init_state, programs
-    from tsjax.methods import DecodeConfig, resolve_method
+    from tsjax.methods import METHODS, DecodeConfig
     from tsjax.sharding import named_sharding, usable_mesh
     from tsjax.state import declare_params, is_spec
 
     config = tsjax.model_preset(step.model)
-    method = resolve_method(step.method)
+    method = METHODS[step.method]()
     if step.method == "tokenswift":
         import dataclasses
 

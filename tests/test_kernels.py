@@ -382,14 +382,15 @@ def test_kernels_are_lowered_for_every_target(target, rng):
 @pytest.mark.parametrize(
     "method, names",
     [
-        ("autoregressive", ATTENTION_KERNELS),
-        ("tokenswift", ATTENTION_KERNELS | SCORES_KERNELS["dot"]),
+        (tsjax.Autoregressive(), ATTENTION_KERNELS),
+        (tsjax.TokenSwift(), ATTENTION_KERNELS | SCORES_KERNELS["dot"]),
     ],
+    ids=["autoregressive", "tokenswift"],
 )
 def test_a_decode_step_runs_the_kernels(method, names):
     """The program that `generate` runs, for tiny model and cache."""
     model = tiny_model(num_draft_heads=3)
-    cfg = tsjax.DecodeConfig(model.cfg, tsjax.methods.resolve_method(method))
+    cfg = tsjax.DecodeConfig(model.cfg, method)
     state = tsjax.init_state(
         jnp.ones((1, 4), jnp.int32), jnp.array([4]), cfg=cfg, capacity=256, max_length=[99]
     )
