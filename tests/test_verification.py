@@ -411,7 +411,7 @@ def test_the_test_of_the_law_tells_the_published_rule():
 # --- no waste ------------------------------------------------------------------------------------
 
 COST_METHODS = {
-    "ngram": tsjax.NGram(num_ngrams=4),
+    "ngram": tsjax.NGram(num_ngrams=4, pass_widths=(1, 9)),
     "partial_cache": tsjax.TokenSwift(tree=(2, 2), draft_budget=500, num_ngrams=4),
     "verified_state": tsjax.TokenSwift(
         tree=(2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=0

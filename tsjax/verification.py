@@ -7,6 +7,8 @@ to: what is accepted is what plain decoding would have chosen.
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -52,20 +54,24 @@ def verify(
     widths = (*cfg.pass_widths[:-1], tree.tokens.shape[1])
 
     def run(width: int):
-        def run_width(weights, state, tree, noise):
-            verdict = _verify_rows(weights, state, tree.narrowed(width), noise, cfg=cfg)
-            return jax.tree.map(lambda x: _padded(x, widths[-1]), verdict)
+        return _verify_rows(params.model, state, tree.narrowed(width), noise, cfg=cfg)
 
-        return run_width
+    def run_padded(width: int):
+        return jax.tree.map(lambda x: _padded(x, widths[-1]), run(width))
 
     with jax.named_scope("verify"):
         if len(widths) == 1:
-            return run(widths[0])(params.model, state, tree, noise)
+            return run(widths[0])
         nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
         narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
-        return lax.switch(
-            narrowest, [run(width) for width in widths], params.model, state, tree, noise
-        )
+        shapes = jax.eval_shape(lambda: run_padded(widths[0]))
+        verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        for index, width in enumerate(widths):
+            # A loop of one pass or none: for a conditional XLA would copy the cache.
+            times = (narrowest == index).astype(jnp.int32)
+            body = functools.partial(lambda width, *_: run_padded(width), width)
+            verdict = lax.fori_loop(0, times, body, verdict)
+        return verdict
 
 
 def _padded(x, width: int):
