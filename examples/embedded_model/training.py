@@ -241,8 +241,7 @@ def scheduled(progress, warmup: float):
 def optimizer(settings: Settings) -> optax.GradientTransformation:
     """Updates for a learning rate of 1: Muon for the layers' matrices, AdamW for all else.
 
-    Both move a weight by about the same, so one learning rate serves both. Muon needs about two
-    thirds of AdamW's tokens for the same loss of this model.
+    Both move a weight by about the same, so one learning rate serves both.
     """
     return optax.chain(
         optax.clip_by_global_norm(1.0),
