@@ -15,8 +15,8 @@ from tsjax.methods import Autoregressive, DecodeConfig, TokenSwift
 
 # How often a draft is right when all before it were. Heads among three candidates and 20 n-grams:
 # what TokenSwift reports (Table 3: 3.36 accepted tokens of 4 behind a pass, 1.6 of 4 from verified
-# states), spread evenly over the depths. The other two are assumptions: a pass on the partial cache,
-# and the share that is left when only the best candidate is drafted.
+# states), spread evenly over the depths. The other two are assumptions: a pass on the partial
+# cache, and the share that is left when only the best candidate is drafted.
 HEAD_IS_RIGHT = {"partial_cache": 0.83, "verified_state": 0.65}
 PASS_IS_RIGHT = 0.9
 BEST_GUESS = 0.7
