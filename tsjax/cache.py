@@ -16,6 +16,7 @@ from jax import lax
 
 from pallas_kernels import cache_scores
 from tsjax.config import ModelConfig
+from tsjax.control_flow import run_if
 from tsjax.sharding import named_sharding
 
 SELECT_BLOCK = 4096  # scores that are looked at together when the important ones are chosen
@@ -158,10 +159,11 @@ def refresh_draft_cache(
             newest=jnp.where(slides, jnp.where(has_all, to + new, to), draft.newest),
             seen=kv.length,
         )
-        # A loop of no or one pass: unlike a conditional, it never copies what it leaves alone.
-        once = jnp.any(chooses).astype(jnp.int32)
-        return lax.fori_loop(
-            jnp.int32(0), once, lambda _, draft: _choose(draft, kv, chooses, num_sinks), draft
+        return run_if(
+            jnp.any(chooses),
+            lambda draft, query: _choose(draft, query, kv, chooses, num_sinks),
+            draft,
+            draft.query,
         )
 
 
@@ -190,10 +192,10 @@ def _slide(buffers, committed, to, start, count, max_rows: int):
     return tuple(map(write, buffers, committed))
 
 
-def _choose(draft: DraftCache, kv: KVCache, rows, num_sinks: int) -> DraftCache:
-    """Fills the draft caches of the batch rows `rows` [B] by importance."""
+def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> DraftCache:
+    """Fills the draft caches of the batch rows `rows` [B] by importance to `queries`."""
     k, v = [], []
-    for layer, query in enumerate(draft.query):
+    for layer, query in enumerate(queries):
         slots = _important_slots(query, kv.k[layer], kv.length, draft.capacity, num_sinks)
 
         def gather(old, whole, slots=slots):

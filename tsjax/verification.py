@@ -12,8 +12,8 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from tsjax.control_flow import run_if
 from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.passes import Rows, run_rows
@@ -53,24 +53,24 @@ def verify(
     """
     widths = (*cfg.pass_widths[:-1], tree.tokens.shape[1])
 
-    def run(width: int):
-        return _verify_rows(params.model, state, tree.narrowed(width), noise, cfg=cfg)
+    def run(width: int, tree, noise, length, row_key):
+        begun = state.replace(kv=state.kv.replace(length=length), row_key=row_key)
+        return _verify_rows(params.model, begun, tree.narrowed(width), noise, cfg=cfg)
 
-    def run_padded(width: int):
-        return jax.tree.map(lambda x: _padded(x, widths[-1]), run(width))
+    def run_padded(width: int, *inputs):
+        return jax.tree.map(lambda x: _padded(x, widths[-1]), run(width, *inputs))
 
+    inputs = (tree, noise, state.kv.length, state.row_key)  # what a pass begins with
     with jax.named_scope("verify"):
         if len(widths) == 1:
-            return run(widths[0])
+            return run(widths[0], *inputs)
         nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
         narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
-        shapes = jax.eval_shape(lambda: run_padded(widths[0]))
+        shapes = jax.eval_shape(lambda: run_padded(widths[0], *inputs))
         verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         for index, width in enumerate(widths):
-            # A loop of one pass or none: for a conditional XLA would copy the cache.
-            times = (narrowest == index).astype(jnp.int32)
-            body = functools.partial(lambda width, *_: run_padded(width), width)
-            verdict = lax.fori_loop(0, times, body, verdict)
+            one = functools.partial(lambda width, _, *inputs: run_padded(width, *inputs), width)
+            verdict = run_if(narrowest == index, one, verdict, *inputs)
         return verdict
 
 

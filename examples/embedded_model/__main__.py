@@ -28,7 +28,8 @@ Train the small English model of this repository, from the root of a checkout:
 
 TEXTS is a folder of books as UTF-8 text files with blank lines between paragraphs. WORK receives
 the tokenizer, the token ids and checkpoints, OUT the model in HuggingFace's format with its card,
-and with draft heads as soon as there are some.
+and with draft heads as soon as there are some. `train --start-from` goes on from a folder OUT of an
+earlier run, such as tsjax/small_english, with a schedule of its own.
 """
 
 # Where a device differs from the defaults of Settings, which are for a CPU.
@@ -84,6 +85,9 @@ def parser() -> argparse.ArgumentParser:
     two.add_argument("--work", type=Path, required=True)
     two.add_argument("--out", type=Path, required=True)
     two.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    two.add_argument(
+        "--start-from", type=Path, help="a model folder of an earlier run, whose weights to train"
+    )
     two.add_argument("--stop-at", type=int, help="end at this update and export nothing")
     for field in dataclasses.fields(training.Settings):
         kind = {"minutes": float, "steps": int}.get(field.name) or type(field.default)
@@ -137,17 +141,22 @@ def make_tokenizer(args: argparse.Namespace, argv: list[str]) -> None:
     )
 
 
-def make_trainer(work: Path, cfg: dict, settings: training.Settings) -> training.Trainer:
+def make_trainer(
+    work: Path, cfg: dict, settings: training.Settings, start_from: Path | None = None
+) -> training.Trainer:
     train = texts.Stream.load(work / folder.TRAIN)
     held_out = texts.Stream.load(work / folder.HELD_OUT)
     about = json.loads((work / folder.TEXTS).read_text("utf-8"))
     shape = dataclasses.replace(training.SMALL, vocab_size=about["vocab_size"], **cfg)
     folder.check_room(shape, work)
+    weights = folder.earlier_weights(start_from, shape, work) if start_from else None
 
     def save(weights) -> None:
         folder.save_best(weights, shape, about["stop_id"], work)
 
-    return training.Trainer(shape, settings, train, held_out, work, on_best=save)
+    return training.Trainer(
+        shape, settings, train, held_out, work, on_best=save, start_from=weights
+    )
 
 
 def train(args: argparse.Namespace, argv: list[str]) -> None:
@@ -160,12 +169,15 @@ def train(args: argparse.Namespace, argv: list[str]) -> None:
     if jax.default_backend() == "gpu":
         given = {**ON_GPU, **given}
     shape = {name: getattr(args, name) for name in SHAPE}
-    trainer = make_trainer(args.work, shape, training.Settings(**given))
+    if args.start_from and args.resume:
+        raise ValueError("--resume goes on from its own checkpoint; leave out --start-from")
+    trainer = make_trainer(args.work, shape, training.Settings(**given), args.start_from)
     if args.resume:
         trainer.restore()
     else:
+        before = folder.earlier_runs(args.start_from) if args.start_from else []
         folder.start_afresh(args.work)
-        run = folder.describe_run(command(argv), trainer)
+        run = folder.describe_run(command(argv), trainer, before)
         (args.work / folder.RUN).write_text(json.dumps(run, indent=1) + "\n")
     trainer.run(stop_at=args.stop_at)
     if args.stop_at is None:
@@ -207,8 +219,8 @@ def command(argv: list[str]) -> str:
     """What was typed, with names in place of paths."""
     shown = list(argv)
     for index, word in enumerate(argv[:-1]):
-        if word in ("--texts", "--work", "--out"):
-            shown[index + 1] = word[2:].upper()
+        if word in ("--texts", "--work", "--out", "--start-from"):
+            shown[index + 1] = word[2:].upper().replace("-", "_")
     shown = [word for word in shown if word != "--resume"]
     return shlex.join(["python", "-m", "examples.embedded_model", *shown])
 

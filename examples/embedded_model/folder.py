@@ -6,6 +6,7 @@ Knows what a work folder holds. Conversion is tsjax's own.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -141,8 +142,33 @@ def by_position(model: tsjax.Model, held_out: Stream) -> dict[str, float]:
     return found
 
 
-def describe_run(command: str, trainer: Trainer) -> dict[str, Any]:
+def earlier_weights(start_from: Path, cfg: tsjax.ModelConfig, work: Path) -> ModelWeights:
+    """The weights of a folder that `export` wrote, for a run that goes on from them."""
+    model = tsjax.load(start_from, dtype=cfg.dtype)
+    mine = dataclasses.replace(model.cfg, num_draft_heads=0)
+    if mine != cfg:
+        raise ValueError(f"--start-from {start_from} is a model of {mine}\ninstead of\n{cfg}")
+    theirs, ours = (folder / "tokenizer.json" for folder in (start_from, work / TOKENIZER))
+    if theirs.read_bytes() != ours.read_bytes():
+        raise ValueError(
+            f"--start-from {start_from} has another tokenizer than {work}: train on the texts that "
+            "it was trained on"
+        )
+    if not (start_from / RECORD).exists():
+        raise FileNotFoundError(f"--start-from {start_from} has no {RECORD}: what was it made by?")
+    return jax.tree.map(jnp.asarray, model.params.model)
+
+
+def earlier_runs(start_from: Path) -> list[dict[str, Any]]:
+    """What made the model that a run starts from: one record per run, without what all share."""
+    record = json.loads((start_from / RECORD).read_text("utf-8"))
+    shared = ("texts", "heads", "final", "shape", "before")
+    return [*record.get("before", []), {k: v for k, v in record.items() if k not in shared}]
+
+
+def describe_run(command: str, trainer: Trainer, before: list[dict[str, Any]]) -> dict[str, Any]:
     return {
+        "before": before,
         "command": command,
         "settings": {k: v for k, v in vars(trainer.settings).items() if v is not None},
         "shape": trainer.cfg.to_dict(),
@@ -166,20 +192,12 @@ def start_afresh(work: Path) -> None:
 
 def card(run: dict[str, Any]) -> str:
     """The model's README.md."""
-    texts, metrics, final = run["texts"], run["metrics"], run.get("final", {})
-    best = min(metrics, key=lambda line: line["held_out"])
-    last, shape, settings = metrics[-1], run["shape"], run["settings"]
+    texts, final, shape = run["texts"], run.get("final", {}), run["shape"]
+    runs = [*run.get("before", []), run]
+    settings = run["settings"]
     bytes_per_token = texts["held_out_bytes"] / texts["held_out_tokens"]
-    loss = final.get("held_out", best["held_out"])
+    loss = final.get("held_out", min(line["held_out"] for line in run["metrics"]))
     rows = [f"| {b['name']} | {b['characters']:,} | `{b['sha256'][:16]}` |" for b in texts["books"]]
-    shown = metrics[:: max(1, len(metrics) // 10)]
-    shown = shown if shown[-1] is last else [*shown, last]
-    losses = [
-        f"| {m['step']:,} | {m['epochs']:.1f} | {m['length']} | {m['loss']:.3f} | "
-        f"{m['held_out']:.3f} |"
-        for m in shown
-    ]
-    versions = ", ".join(f"{k} {v}" for k, v in run["versions"].items() if k in ("jax", "python"))
     parts = [
         "---\nlanguage: en\nlicense: apache-2.0\nlibrary_name: tsjax\npipeline_tag: "
         "text-generation\n---",
@@ -203,17 +221,7 @@ def card(run: dict[str, Any]) -> str:
         "out. Licence texts removed, hard line breaks joined, a blank line between paragraphs, "
         "quotation marks and dashes in ASCII, marks of emphasis removed.",
         "## Training",
-        f"{last['step']:,} updates of {settings['batch']:,} tokens: {last['tokens']:,} tokens, "
-        f"{last['epochs']:.1f} epochs, {last['minutes']:.0f} minutes on {run['device']} "
-        f"({versions}, {run['date']}, commit {run['commit']}). Muon for the layers' matrices and "
-        "AdamW for all else, learning rate "
-        f"{settings['learning_rate']:g} with warm-up and cosine, weight decay "
-        f"{settings['weight_decay']:g}, dropout {settings['dropout']:g}, {settings['dtype']}. The "
-        f"weights are those of update {best['step']:,}, which had the lowest held-out loss.",
-        "\n".join(
-            ["| update | epochs | row | training loss | held-out loss |", "|---|---|---|---|---|"]
-            + losses
-        ),
+        *(part for number, one in enumerate(runs) for part in run_part(one, number)),
         f"Held-out loss of these files: {loss:.4f} nats per token (perplexity "
         f"{math.exp(loss):.1f}), {loss / math.log(2) / bytes_per_token:.3f} bits per byte.",
     ]
@@ -225,7 +233,7 @@ def card(run: dict[str, Any]) -> str:
                 + [f"| {place} | {value:.3f} |" for place, value in places.items()]
             ),
         ]
-    commands = [texts["command"], run["command"]]
+    commands = [texts["command"], *(one["command"] for one in runs)]
     if heads := run.get("heads"):
         commands.append(heads["command"])
         parts += heads_part(heads)
@@ -239,10 +247,40 @@ def card(run: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def run_part(run: dict[str, Any], number: int) -> list[str]:
+    """What the card says about one run of training."""
+    metrics, settings = run["metrics"], run["settings"]
+    best, last = min(metrics, key=lambda line: line["held_out"]), metrics[-1]
+    shown = metrics[:: max(1, len(metrics) // 10)]
+    shown = shown if shown[-1] is last else [*shown, last]
+    losses = [
+        f"| {m['step']:,} | {m['epochs']:.1f} | {m['length']} | {m['loss']:.3f} | "
+        f"{m['held_out']:.3f} |"
+        for m in shown
+    ]
+    begun = f"Run {number + 1}, from the weights of the run before: " if number else ""
+    return [
+        f"{begun}{last['step']:,} updates of {settings['batch']:,} tokens: {last['tokens']:,} "
+        f"tokens, {last['epochs']:.1f} epochs, {last['minutes']:.0f} minutes on {run['device']} "
+        f"({versions_of(run)}, {run['date']}, commit {run['commit']}). Muon for the layers' "
+        f"matrices and AdamW for all else, learning rate {settings['learning_rate']:g} with "
+        f"warm-up and cosine, weight decay {settings['weight_decay']:g}, dropout "
+        f"{settings['dropout']:g}, {settings['dtype']}. Its weights are those of update "
+        f"{best['step']:,}, which had the lowest held-out loss.",
+        "\n".join(
+            ["| update | epochs | row | training loss | held-out loss |", "|---|---|---|---|---|"]
+            + losses
+        ),
+    ]
+
+
+def versions_of(run: dict[str, Any]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in run["versions"].items() if k in ("jax", "python"))
+
+
 def heads_part(heads: dict[str, Any]) -> list[str]:
     """What the card says about the draft heads."""
     settings = heads["settings"]
-    versions = ", ".join(f"{k} {v}" for k, v in heads["versions"].items() if k in ("jax", "python"))
     rows = [
         f"| {record['head'] or 'the model'} | {record['loss']:.3f} | "
         f"{record['top1']:.1%} | {record['skip_bigram'][0]:.1%} | "
@@ -253,8 +291,8 @@ def heads_part(heads: dict[str, Any]) -> list[str]:
         "## Draft heads",
         f"{heads['steps']} steps of {settings['batch_size']} rows of "
         f"{settings['sequence_length']} tokens with the model frozen, learning rate "
-        f"{settings['learning_rate']:g}, on {heads['device']} ({versions}, {heads['date']}, commit "
-        f"{heads['commit']}). Head i guesses the token i + 1 further. On the held-out text, its "
+        f"{settings['learning_rate']:g}, on {heads['device']} ({versions_of(heads)}, {heads['date']}, "
+        f"commit {heads['commit']}). Head i guesses the token i + 1 further. On the held-out text, its "
         "best guess beside the best ones from counts in the training text:",
         "\n".join(
             [
