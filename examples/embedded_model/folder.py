@@ -291,9 +291,10 @@ def heads_part(heads: dict[str, Any]) -> list[str]:
         "## Draft heads",
         f"{heads['steps']} steps of {settings['batch_size']} rows of "
         f"{settings['sequence_length']} tokens with the model frozen, learning rate "
-        f"{settings['learning_rate']:g}, on {heads['device']} ({versions_of(heads)}, {heads['date']}, "
-        f"commit {heads['commit']}). Head i guesses the token i + 1 further. On the held-out text, its "
-        "best guess beside the best ones from counts in the training text:",
+        f"{settings['learning_rate']:g}, on {heads['device']} ({versions_of(heads)}, "
+        f"{heads['date']}, commit {heads['commit']}). Head i guesses the token i + 1 further. On "
+        "the held-out text, its best guess beside the best ones from counts in the training "
+        "text:",
         "\n".join(
             [
                 "| head | loss | best guess | after the last token (skip-bigram) | most frequent | "
