@@ -23,6 +23,7 @@ ROWS = {
     "tsjax.cost_model": 2,
     "tsjax.sharding": 2,
     "tsjax.layers": 2,
+    "tsjax.control_flow": 2,
     "tsjax.cache": 3,
     "tsjax.tree": 3,
     "tsjax.ngram": 3,

@@ -130,7 +130,7 @@ def expected_tokens(decode: DecodeConfig) -> float:
     method = decode.method
     if not isinstance(method, TokenSwift):
         return 1.0
-    passes = _passes(decode)
+    passes = decode.draft_passes
     head = HEAD_IS_RIGHT[method.draft_from]
     if max((rank for path in decode.tree_paths for rank in path), default=0) == 0:
         head *= BEST_GUESS
@@ -149,20 +149,13 @@ def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> flo
         return 1.0
     rows = decode.pass_widths[0] if chip.row_costs else decode.tree_width
     time = pass_time(model, chip, rows, context, batch)
-    passes = _passes(decode)
+    passes = decode.draft_passes
     for depth in range(passes):
         slots = min(method.draft_budget, context)
         time += pass_time(model, chip, depth + 1, slots, batch)
     if decode.draft_levels > passes:  # heads run, and the unembedding once more
         time += model.vocab_size * model.embed_dim * _bytes(model) / chip.bytes_per_second
     return time / plain
-
-
-def _passes(decode: DecodeConfig) -> int:
-    """Passes of the model on the partial cache in a step."""
-    if not decode.uses_partial_cache:
-        return 0
-    return min(decode.method.draft_passes, decode.draft_levels)
 
 
 def pass_time(model: ModelConfig, chip: Chip, rows: int, context: int, batch: int) -> float:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 
+from tsjax.control_flow import run_if
 from tsjax.heads import run_heads
-from tsjax.methods import DecodeConfig, TokenSwift
+from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.ngram import enter, longest_suffix, most_frequent
 from tsjax.passes import run_rows
@@ -28,22 +30,28 @@ def draft(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig) -> Dr
     `noise` [B, cfg.draft_levels, V] is that of the positions from state.length on.
     """
     with jax.named_scope("draft"):
-        J, B = cfg.draft_depth, state.tokens.shape[0]
+        method, J, B = cfg.method, cfg.draft_depth, state.tokens.shape[0]
+        groups, passes_run = [_Paths.none(B, J)], jnp.asarray(True)
+        if J and method.suffix_length:
+            tokens, count, matched = longest_suffix(
+                state.tokens, state.length, method.suffix_length
+            )
+            count = jnp.where(matched >= method.suffix_match, count, 0)
+            groups.append(_Paths(tokens[:, None], count[:, None], "suffix"))
+            if cfg.draft_passes and method.suffix_alone:
+                passes_run = jnp.any(state.running & (matched < method.suffix_alone))
         best = state.root
-        groups = [_Paths.none(B, J)]
         if cfg.draft_levels:
-            ranked = _model_tokens(params, state, noise, cfg=cfg)
+            ranked = _model_tokens(params, state, noise, passes_run, cfg=cfg)
             best = ranked[0].tokens[:, 0]
             groups.append(_tree_paths(ranked, cfg))
         if state.draft.ngrams is not None:
-            following, exists = most_frequent(state.draft.ngrams, best, cfg.method.num_ngrams)
+            following, exists = most_frequent(state.draft.ngrams, best, method.num_ngrams)
             if cfg.ngrams_follow_draft:
                 first = jnp.broadcast_to(best[:, None, None], (*exists.shape, 1))
                 following = jnp.concatenate([first, following], axis=2)
+                exists &= passes_run
             groups.append(_Paths(following, cfg.ngram_depth * exists, "ngrams"))
-        if cfg.draft_depth and cfg.method.suffix_length:
-            tokens, count = longest_suffix(state.tokens, state.length, cfg.method.suffix_length)
-            groups.append(_Paths(tokens[:, None], count[:, None], "suffix"))
         groups = [group.padded(J) for group in groups]
         return merge_paths(
             state.root,
@@ -72,12 +80,11 @@ def remember(state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
     return state.replace(draft=state.draft.replace(ngrams=ngrams))
 
 
-@dataclasses.dataclass
-class _Ranked:
+class _Ranked(flax.struct.PyTreeNode):
     """The candidates of one depth, best first, and which of them may be drafted at all."""
 
-    tokens: jax.Array  # [B, k]
-    possible: jax.Array  # [B, k]
+    tokens: jax.Array  # [B, cfg.best_of]
+    possible: jax.Array  # [B, cfg.best_of]
 
 
 @dataclasses.dataclass
@@ -115,19 +122,31 @@ def _tree_paths(ranked: list[_Ranked], cfg: DecodeConfig) -> _Paths:
     return _Paths(jnp.stack(tokens, axis=1), jnp.stack(lengths, axis=1), "heads")
 
 
-def _model_tokens(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig):
-    """Candidates for each depth that the model drafts: a list of cfg.draft_levels _Ranked."""
-    assert isinstance(cfg.method, TokenSwift)
-    best = state.root[:, None]  # [B, 1 + depth], the root and the best draft behind it
-    if cfg.method.draft_from == "verified_state":
+def _model_tokens(params: Params, state: DecodeState, noise, passes_run, *, cfg: DecodeConfig):
+    """Candidates for each depth that the model drafts: a list of cfg.draft_levels _Ranked.
+
+    Where the scalar `passes_run` is false the passes are left out, and no candidate is possible.
+    """
+    root = state.root[:, None]
+    if not cfg.draft_passes:
         heads = params.heads[: cfg.draft_levels]
         normed = run_heads(heads, state.draft.hidden, cfg=cfg.model)
-        return _rank(params, state, normed, best, noise, cfg=cfg)
+        return _rank(params, state, normed, root, noise, cfg=cfg)
+    if not cfg.method.suffix_alone:
+        return _run_passes(params, state, root, noise, cfg=cfg)
 
-    passes = min(cfg.method.draft_passes, cfg.draft_levels)
+    def run(_, root, noise):
+        return _run_passes(params, state, root, noise, cfg=cfg)
+
+    shape = (root.shape[0], cfg.best_of)
+    none = _Ranked(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+    return run_if(passes_run, run, [none] * cfg.draft_levels, root, noise)
+
+
+def _run_passes(params: Params, state: DecodeState, best, noise, *, cfg: DecodeConfig):
+    """As `_model_tokens`. `best` [B, 1 + depth] are the root and the best drafts behind it."""
+    passes, cache, ranked = cfg.draft_passes, state.draft.cache, []
     heads = params.heads[: cfg.draft_levels - passes]
-    cache, ranked = state.draft.cache, []
-    assert cache is not None
     for depth in range(passes):
         # Few rows cost as much as one, so the drafted ones run again instead of being stored.
         order = jnp.arange(depth + 1, dtype=jnp.int32)
@@ -150,7 +169,6 @@ def _rank(params: Params, state: DecodeState, normed, best, noise, *, cfg: Decod
     """
     if not cfg.method.noise_coupled:
         noise = jnp.zeros_like(noise)
-    width = 1 + max((rank for path in cfg.tree_paths for rank in path), default=0)
     logits = unembed(params.model, normed, cfg=cfg.model)
     ranked = []
     for index in range(normed.shape[1]):
@@ -169,7 +187,7 @@ def _rank(params: Params, state: DecodeState, normed, best, noise, *, cfg: Decod
             state.sampling,
             ancestors,
         )
-        values, tokens = best_few(scores[:, 0], width)
+        values, tokens = best_few(scores[:, 0], cfg.best_of)
         ranked.append(_Ranked(tokens, values > -jnp.inf))
         best = jnp.concatenate([best, tokens[:, :1]], axis=1)
     return ranked

@@ -20,8 +20,11 @@ CHOSEN_WITH_THE_TREE = (
     "draft_budget",
     "num_ngrams",
     "suffix_length",
+    "suffix_match",
+    "suffix_alone",
     "pass_widths",
 )
+MATCH_LIMIT = 16  # tokens of a suffix that are compared
 DRAFT_FROM = ("partial_cache", "verified_state", "auto")
 Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
 
@@ -44,6 +47,7 @@ class NGram:
         repetition window while a penalty with a limited window is on, and 0 otherwise.
       suffix_length: the longest continuation that is drafted behind the longest earlier match of
         the last tokens, see `ngram.longest_suffix`; 0 for none.
+      suffix_match: the fewest equal tokens that count as such a match.
       pass_widths: narrower passes to compile beside the one that holds every draft a step can
         make: a step takes the narrowest that holds its own. They pay where rows cost time, on a
         CPU, and when drafts vary in number.
@@ -54,6 +58,7 @@ class NGram:
     ngram_slots: int = 32
     ngram_delay: int | None = None
     suffix_length: int = 16
+    suffix_match: int = 1
     pass_widths: tuple[int, ...] = ()
 
     def __post_init__(self):
@@ -73,6 +78,7 @@ class NGram:
         if self.ngram_delay is not None:
             check_int(self.ngram_delay, "ngram_delay", 0)
         check_int(self.suffix_length, "suffix_length", 0, 256)
+        check_int(self.suffix_match, "suffix_match", 1, MATCH_LIMIT)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,7 +91,7 @@ class TokenSwift(NGram):
         the second best token behind the best. () is no tree. A tree deeper than what the model
         drafts is cut: partial_cache drafts draft_passes + heads tokens, verified_state one for
         each head. "auto" leaves tree, draft_from, draft_passes, draft_budget, num_ngrams,
-        suffix_length and pass_widths to the cost model, which knows the chip, the model and the
+        suffix_length, suffix_match, suffix_alone and pass_widths to the cost model, which knows the chip, the model and the
         length of the run: a narrow tree for a CPU, a wide one for a GPU, and plain decoding where
         drafts cannot pay, from the start or as soon as a run shows it. method="tokenswift" is
         TokenSwift(tree="auto").
@@ -96,6 +102,8 @@ class TokenSwift(NGram):
       draft_passes: passes on the partial cache per step, each of which drafts one token deeper.
       draft_budget: slots of the partial cache per layer and kv head.
       num_sinks: first tokens of the text that always stay in it.
+      suffix_alone: in a step where so many tokens or more match, what followed them is drafted
+        alone and the passes on the partial cache are left out; 0 for never.
       noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
         are the most probable tokens, which sampling then chooses less often; the tokens that are
         returned are the same.
@@ -106,6 +114,7 @@ class TokenSwift(NGram):
     draft_passes: int = 1
     draft_budget: int = 4096
     num_sinks: int = 16
+    suffix_alone: int = 0
     noise_coupled: bool = True
 
     def __post_init__(self):
@@ -132,6 +141,7 @@ class TokenSwift(NGram):
             self.draft_budget,
             f"larger than num_sinks={self.num_sinks}",
         )
+        check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
         check(
             isinstance(self.noise_coupled, bool), "noise_coupled", self.noise_coupled, "a boolean"
         )
@@ -218,6 +228,16 @@ class DecodeConfig:
         """How many tokens deep the model drafts."""
         deepest = max(map(len, self.tree_paths), default=0)
         return max(deepest, 1 if self.ngrams_follow_draft else 0)
+
+    @property
+    def best_of(self) -> int:
+        """Candidates of each depth that the tree names."""
+        return 1 + max((rank for path in self.tree_paths for rank in path), default=0)
+
+    @property
+    def draft_passes(self) -> int:
+        """Passes of the model on the partial cache in a step."""
+        return min(self.method.draft_passes, self.draft_levels) if self.uses_partial_cache else 0
 
     @property
     def ngram_depth(self) -> int:

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-MATCH_LIMIT = 16  # tokens of a suffix that are compared
+from tsjax.methods import MATCH_LIMIT
+
 TOKENS_PER_MATCH = 4  # a match of m tokens is continued by up to so many times m
 SEARCH_BLOCK = 4096
 
@@ -96,7 +97,7 @@ def most_frequent(table: NgramTable, first, k: int):
 
 
 def longest_suffix(tokens, length, limit: int):
-    """What followed the longest earlier match of the last tokens, [B, limit], and how much counts.
+    """What followed the longest earlier match of the last tokens, and how long the match is.
 
     The rule. Among the positions before the last known token, that is chosen at which most tokens
     equal those at the end of the text, counted backwards and at most MATCH_LIMIT of them; among
@@ -109,7 +110,8 @@ def longest_suffix(tokens, length, limit: int):
       length: [B] int32, known tokens.
 
     Returns:
-      [B, limit] int32 tokens and [B] int32, how many of them are drafted.
+      [B, limit] int32 tokens, [B] int32, how many of them are drafted, and [B] int32, how many
+      tokens matched.
     """
     B, C = tokens.shape
     block = min(SEARCH_BLOCK, C)
@@ -145,4 +147,4 @@ def longest_suffix(tokens, length, limit: int):
         period = jnp.maximum(length - 1 - position, 1)
         offset = jnp.arange(limit, dtype=jnp.int32) % period[:, None]
         source = jnp.clip(position[:, None] + 1 + offset, 0, C - 1)
-        return jnp.take_along_axis(tokens, source, axis=1), count
+        return jnp.take_along_axis(tokens, source, axis=1), count, jnp.maximum(size, 0)
