@@ -80,7 +80,7 @@ def main() -> None:
             noise = step_noise(
                 state.row_key, state.length, cfg.draft_depth, model.vocab_size, state.sampling
             )
-            return draft(params, state, noise, cfg=cfg).path
+            return draft(params, state, noise, cfg=cfg)[1].path
 
         return jax.jit(run)
 

@@ -143,13 +143,21 @@ def sweep(heads: int) -> dict[str, Any]:
     import tsjax
 
     off = dict(num_ngrams=0, suffix_length=0)
-    methods: dict[str, Any] = {
-        "suffix": tsjax.NGram(num_ngrams=0, suffix_length=8, pass_widths=(1,))
-    }
+    suffix = dict(num_ngrams=0, suffix_length=15, suffix_match=4)
+    methods: dict[str, Any] = {"suffix": tsjax.NGram(**suffix, pass_widths=(1,))}
     for n in range(1, 7):
-        methods[f"{n} passes"] = tsjax.TokenSwift(
-            tree=(1,) * n, draft_passes=n, draft_budget=512, **off
-        )
+        for budget in (128, 512):
+            methods[f"{n} passes {budget}"] = tsjax.TokenSwift(
+                tree=(1,) * n, draft_passes=n, draft_budget=budget, **off
+            )
+    methods["4 passes, suffix"] = tsjax.TokenSwift(
+        tree=(1,) * 4,
+        draft_passes=4,
+        draft_budget=512,
+        suffix_alone=8,
+        pass_widths=(5,),
+        **suffix,
+    )
     if heads:
         methods["heads"] = tsjax.TokenSwift(tree=(1,) * heads, draft_from="verified_state", **off)
     return methods

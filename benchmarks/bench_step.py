@@ -117,7 +117,7 @@ class Machine:
         from tsjax.cache import cache_bytes
         from tsjax.sampling import sampling_values
 
-        self.model = dataclasses.replace(model, num_draft_heads=NUM_HEADS)
+        self.model = model.with_heads(NUM_HEADS)
         self.cfgs = {
             "plain": tsjax.DecodeConfig(self.model),
             "tokenswift": tsjax.DecodeConfig(self.model, preset.method),

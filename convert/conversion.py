@@ -72,8 +72,8 @@ def open_source(
     if heads is None:
         return Source(cfg, stop_ids, folder, huggingface.read_model(cfg, weights))
     adapter = checkpoint.open_heads(heads, allow_pickle=allow_pickle)
-    bare = dataclasses.replace(cfg, num_draft_heads=0)
-    cfg = dataclasses.replace(cfg, num_draft_heads=huggingface.count_heads(adapter))
+    bare = cfg.with_heads(0)
+    cfg = cfg.with_heads(huggingface.count_heads(adapter))
     tensors = itertools.chain(
         huggingface.read_model(bare, weights), huggingface.read_heads(cfg, adapter)
     )
@@ -140,7 +140,7 @@ def to_hf(
             f"{DROP_HEADS!r} (--drop-heads), or export them alone (--heads-only)",
         )
         if draft_heads == DROP_HEADS:
-            cfg = dataclasses.replace(cfg, num_draft_heads=0)
+            cfg = cfg.with_heads(0)
     config = {**huggingface.config_to_hf(cfg), **_special_ids(source)}
     kept = {entry.path for entry in huggingface.entries(cfg)}
     tensors = ((entry, array) for entry, array in source.tensors if entry.path in kept)

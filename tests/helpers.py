@@ -298,3 +298,8 @@ def compilations() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(collector)
         logger.propagate = propagate
+
+
+def entry_computation(hlo: str) -> str:
+    """The part of a compiled program's text that runs whatever its loops and conditions do."""
+    return hlo[hlo.index("\nENTRY ") :]

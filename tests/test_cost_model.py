@@ -60,12 +60,24 @@ def test_many_rows_are_bound_by_operations():
 
 
 def test_rows_of_a_cpu():
-    assert [row_cost(CPU, rows) for rows, _ in CPU.row_costs] == [c for _, c in CPU.row_costs]
-    costs = [row_cost(CPU, rows) for rows in range(1, 65)]
-    assert costs == sorted(costs) and len(set(costs)) == 64
-    assert pass_time(llama(), CPU, 4, 500, 1) / pass_time(llama(), CPU, 1, 500, 1) == pytest.approx(
-        row_cost(CPU, 4)
+    for points in (CPU.rows.weights, CPU.rows.attention):
+        assert [row_cost(points, rows) for rows, _ in points] == [cost for _, cost in points]
+        costs = [row_cost(points, rows) for rows in range(1, 65)]
+        assert costs == sorted(costs) and len(set(costs)) == 64
+
+
+def test_a_pass_of_a_cpu_by_hand():
+    """Weights of 15.0 GB in one row, cache of 500 tokens, three batch rows of four rows each."""
+    weights, cache = pass_time(llama(), CPU, 1, 0, 1) - CPU.rows.overhead, 500 * 131_072
+    assert weights == pytest.approx(
+        2 * (32 * (4096 * 128 * 80 + 3 * 4096 * 14_336) + 128_256 * 4096)
     )
+    expected = (
+        weights * row_cost(CPU.rows.weights, 12)
+        + 3 * cache * CPU.rows.cache_byte * row_cost(CPU.rows.attention, 4)
+        + CPU.rows.overhead
+    )
+    assert pass_time(llama(), CPU, 4, 500, 3) == pytest.approx(expected)
 
 
 def test_a_step_by_hand():
@@ -134,9 +146,12 @@ def test_more_passes_where_the_cache_outweighs_the_weights():
     assert depths == sorted(depths) and depths[0] < depths[-1]
 
 
-def test_no_drafts_where_they_cannot_pay():
-    """A pass on the partial cache costs what a step costs: it reads the same weights."""
-    assert chosen(AUTO, llama(0), CPU, 500) == Autoregressive()
+def test_no_pass_where_it_cannot_pay():
+    """A pass on the partial cache costs what a step costs: it reads the same weights. Repetitions
+    of the text are drafted where a step without one is a plain one."""
+    repeats = chosen(AUTO, llama(0), CPU, 500)
+    assert isinstance(repeats, NGram) and not isinstance(repeats, TokenSwift)
+    assert repeats.num_ngrams == 0 and repeats.pass_widths == (1,)
     assert chosen(AUTO, llama(0), CHIPS["a100"], 500) == Autoregressive()
     assert choose(AUTO, llama(0), CPU, 500, 1).step_cost == 1
 

@@ -210,9 +210,20 @@ def test_in_a_pipe_there_are_no_escape_codes(checkpoint, capsys):
     assert main(["demo", "--model", checkpoint, *flags]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\r" not in out
-    assert out.count("a thin man") == 1
-    lines = out.splitlines()
-    assert row(lines, "same tokens") == ["yes"] and row(lines, "tokens  ") == ["24", "24"]
+    assert out.count("a thin man") == 2
+    greedy, sampled = out[out.index("\nGreedy\n") :].split("\nSampled (")
+    for part in (greedy, sampled):
+        lines = part.splitlines()
+        assert row(lines, "same tokens") == ["yes"] and row(lines, "tokens  ") == ["24", "24"]
+    texts = [part[part.index("a thin man") : part.index("same tokens")] for part in (greedy, sampled)]
+    assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("name", demo.SETTINGS)
+def test_one_of_the_two_alone(name, checkpoint, capsys):
+    assert main(["demo", "--model", checkpoint, "--tokens", "8", f"--{name}", *FEW]) == 0
+    out = capsys.readouterr().out
+    assert out.count("same tokens") == 1 and demo.describe(name) in out
 
 
 def test_other_tokens_are_exit_code_1(checkpoint, capsys, monkeypatch):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_config
+from helpers import entry_computation, tiny_config
 
 from tsjax import cache
 from tsjax.cache import KVCache, init_cache, init_draft_cache, refresh_draft_cache
@@ -86,7 +86,7 @@ class Text:
 
 def poison(draft):
     """NaN in the slots beyond the lengths."""
-    beyond = (jnp.arange(draft.capacity) >= draft.length[:, None])[:, None, :, None]
+    beyond = (jnp.arange(draft.k[0].shape[2]) >= draft.length[:, None])[:, None, :, None]
     k, v = (
         tuple(jnp.where(beyond, jnp.nan, array) for array in layers)
         for layers in (draft.k, draft.v)
@@ -259,3 +259,21 @@ def test_a_draft_cache_as_large_as_the_whole_one_holds_everything():
         assert draft.length.tolist() == draft.seen.tolist() == [length]
         for layer in range(LAYERS):
             np.testing.assert_array_equal(draft.v[layer][:, :, :length], v[layer][:, :, :length])
+
+
+def test_all_tokens_are_looked_at_only_when_they_are_chosen_again():
+    """Scores and their order cost time with every token of the text."""
+    draft, kv = init_draft_cache(CFG, B, M), init_cache(CFG, B, S)
+    text = refresh.lower(draft, kv, draft.query).compile().as_text()
+    assert "top_k" in text and "top_k" not in entry_computation(text)
+
+
+def test_the_room_for_drafts_is_never_used_for_committed_tokens():
+    draft, text = init_draft_cache(CFG, B, M, room=3), Text(5)
+    for length in (5, 9, 30, 34, 60):
+        draft = refresh(draft, text.committed([length] * B), text.queries())
+        assert np.asarray(draft.length).tolist() == [min(length, M)] * B
+        assert draft.capacity == M and draft.k[0].shape[2] == M + 3
+        for index in np.ndindex(LAYERS, B, K):
+            positions = read_positions(draft, text, *index)
+            assert len(set(positions)) == min(length, M) and max(positions) < length

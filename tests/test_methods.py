@@ -164,7 +164,8 @@ SETUPS = {
     ),
     "passes_and_heads": Setup(
         tsjax.TokenSwift(
-            tree=(1, 2, 1, 1), draft_passes=2, draft_budget=4096, num_ngrams=2, ngram_size=4
+            tree=(1, 2, 1, 1), draft_passes=2, draft_budget=4096, num_ngrams=2, ngram_size=4,
+            suffix_match=2, suffix_alone=4,
         ),
         num_draft_heads=2,
         batch=4,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from tsjax import ngram
-from tsjax.ngram import MATCH_LIMIT, SEARCH_BLOCK, TOKENS_PER_MATCH
+from tsjax.methods import MATCH_LIMIT
+from tsjax.ngram import SEARCH_BLOCK, TOKENS_PER_MATCH
 
 # --- the n-gram table ------------------------------------------------------------------------
 
@@ -175,7 +176,8 @@ ROWS, WIDTH = 3, 100
 
 
 def define_suffix(text, limit):
-    """The rule of longest_suffix for one row, by comparing token by token."""
+    """The rule of longest_suffix for one row, by comparing token by token: what is drafted, and
+    how many tokens match."""
     most, place = 0, None
     for position in range(len(text) - 1):
         equal = 0
@@ -184,10 +186,10 @@ def define_suffix(text, limit):
         if equal >= most:
             most, place = equal, position
     if most == 0:
-        return []
+        return [], 0
     drafted = min(TOKENS_PER_MATCH * most, limit)
     repeated = text[place + 1 :]
-    return [repeated[i % len(repeated)] for i in range(drafted)]
+    return [repeated[i % len(repeated)] for i in range(drafted)], most
 
 
 def fresh_search():
@@ -200,12 +202,13 @@ def fresh_search():
 
 
 def check_suffix(search, tokens, length, limit):
-    drafted, count = search(tokens, np.asarray(length, np.int32), limit=limit)
-    assert drafted.dtype == count.dtype == np.int32
+    drafted, count, matched = search(tokens, np.asarray(length, np.int32), limit=limit)
+    assert drafted.dtype == count.dtype == matched.dtype == np.int32
     assert drafted.shape == (len(tokens), limit) and count.shape == (len(tokens),)
     for b, row in enumerate(tokens.tolist()):
-        expected = define_suffix(row[: length[b]], limit)
+        expected, most = define_suffix(row[: length[b]], limit)
         assert np.asarray(drafted[b, : count[b]]).tolist() == expected
+        assert matched[b] == most
 
 
 suffix_search = fresh_search()
@@ -246,10 +249,10 @@ def test_longest_suffix_in_x64():
 @hypothesis.given(texts(ROWS, WIDTH, 3), lengths_strategy, st.sampled_from([-1, -2, 0, 2, 2**30]))
 @hypothesis.settings(max_examples=50)
 def test_tokens_beyond_the_length_do_not_matter(tokens, length, garbage):
-    drafted, count = suffix_search(tokens, np.asarray(length, np.int32), limit=16)
+    drafted, count, _ = suffix_search(tokens, np.asarray(length, np.int32), limit=16)
     known = np.arange(WIDTH) < np.asarray(length)[:, None]
     other = np.where(known, tokens, garbage).astype(np.int32)
-    drafted_2, count_2 = suffix_search(other, np.asarray(length, np.int32), limit=16)
+    drafted_2, count_2, _ = suffix_search(other, np.asarray(length, np.int32), limit=16)
     counts = np.arange(16) < np.asarray(count)[:, None]
     np.testing.assert_array_equal(count, count_2)
     np.testing.assert_array_equal(np.where(counts, drafted, 0), np.where(counts, drafted_2, 0))
@@ -275,7 +278,7 @@ def test_tokens_beyond_the_length_do_not_matter(tokens, length, garbage):
 )
 def test_longest_suffix_by_hand(text, limit, expected):
     tokens = np.resize(tokens_of(text), (1, WIDTH))
-    drafted, count = suffix_search(tokens, np.asarray([len(text)], np.int32), limit=limit)
+    drafted, count, _ = suffix_search(tokens, np.asarray([len(text)], np.int32), limit=limit)
     assert "".join("abcd"[token] for token in drafted[0, : count[0]]) == expected
 
 
@@ -286,11 +289,11 @@ def test_no_more_than_the_limit_is_compared():
     for limit in (60, 80):
         tokens = np.asarray([text], np.int32)
         length = np.asarray([len(text)], np.int32)
-        drafted, count = suffix_search(tokens, length, limit=limit)
+        drafted, count, _ = suffix_search(tokens, length, limit=limit)
         assert count.tolist() == [min(limit, TOKENS_PER_MATCH * MATCH_LIMIT)]
         assert drafted[0, 0] == 8
     cut = [*suffix, 7, *suffix[21 - MATCH_LIMIT :], 8, *suffix]  # one fewer
-    drafted, _ = suffix_search(
+    drafted, *_ = suffix_search(
         np.asarray([cut], np.int32), np.asarray([len(cut)], np.int32), limit=60
     )
     assert drafted[0, 0] == 7

@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from helpers import compilations, tiny_config, tiny_model
+from helpers import compilations, entry_computation, tiny_config, tiny_model
 
 import tsjax
 from tsjax.decoding import programs
+from tsjax.drafting import draft
 from tsjax.sampling import first_last_seen, score, step_noise
-from tsjax.tree import NO_NODE, merge_paths
+from tsjax.tree import NO_NODE, SOURCES, merge_paths
 from tsjax.verification import Acceptance, Verdict, accept, drafted_ancestors, verify
 
 VOCAB = 17
@@ -530,3 +531,46 @@ def test_steps_ask_the_host_nothing(name):
     with jax.transfer_guard("disallow"):
         state = jax.block_until_ready(executable(params, state, steps))
     assert int(state.stats.steps[0]) == 8
+
+
+def test_a_narrow_pass_does_not_compute_the_wide_one():
+    """Neither runs before it is known how many nodes there are."""
+    model = tiny_model(vocab_size=VOCAB)
+    method = tsjax.NGram(num_ngrams=0, suffix_length=6, pass_widths=(1,))
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    state = fresh_state(model, [[1, 2, 3]], method=method)
+    step = jax.jit(functools.partial(tsjax.decode_step, cfg=cfg))
+    text = step.lower(model.params, state).compile().as_text()
+    assert "/mlp/" in text and "/mlp/" not in entry_computation(text)
+
+
+# --- drafts of repeated text ---------------------------------------------------------------------
+
+REPEATED = [1, 2, 3, 4, 9, 1, 2, 3]  # three tokens match, and 4, 9, 1 ... followed
+
+
+@pytest.mark.parametrize(
+    ("options", "sources"),
+    [
+        ({}, {"heads", "suffix"}),
+        ({"suffix_match": 3}, {"heads", "suffix"}),
+        ({"suffix_match": 4}, {"heads"}),
+        ({"suffix_alone": 3}, {"suffix"}),
+        ({"suffix_alone": 4}, {"heads", "suffix"}),
+    ],
+)
+def test_how_long_a_match_counts_and_when_it_is_drafted_alone(options, sources):
+    model = tiny_model(vocab_size=VOCAB, num_draft_heads=1)
+    method = tsjax.TokenSwift(
+        tree=(2, 1, 1), draft_passes=2, draft_budget=20, num_sinks=4, suffix_length=5, num_ngrams=0,
+        **options,
+    )  # fmt: skip
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    state = fresh_state(model, [REPEATED], method=method)
+    state = prefilled(model.params, state, cfg=cfg)
+    noise = jnp.zeros((1, cfg.draft_levels, VOCAB))
+    _, tree = jax.jit(functools.partial(draft, cfg=cfg))(model.params, state, noise)
+    named = np.asarray(tree.sources[0])
+    assert {name for name, used in zip(SOURCES, named.any(0), strict=True) if used} == sources
+    suffix = np.asarray(tree.tokens[0])[named[:, SOURCES.index("suffix")]]
+    assert suffix.tolist() == ([4, 9, 1, 2, 3] if "suffix" in sources else [])

@@ -20,7 +20,7 @@ import jax
 
 from tsjax.config import DTYPES, GenerationConfig, check, refuse_unknown
 from tsjax.corpus import TOKEN_DTYPES
-from tsjax.demo import METHOD, PROMPT
+from tsjax.demo import METHOD, PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
 from tsjax.head_training import HeadTraining
 from tsjax.methods import METHODS, resolve_method
@@ -181,15 +181,18 @@ def _parser() -> argparse.ArgumentParser:
         "demo",
         help="a first look, with nothing downloaded",
         description="Decodes a text with plain decoding and with TokenSwift side by side, by the "
-        "small model that comes with tsjax, and compares tokens and times. Exit code 1 if the "
-        "tokens differ.",
+        "small model that comes with tsjax, first greedily and then with sampling, and compares "
+        "tokens and times. Exit code 1 if the tokens differ.",
     )
     demo.add_argument("--tokens", type=int, default=400, metavar="N",
                       help="tokens to generate (default: %(default)s)")  # fmt: skip
     demo.add_argument("--seed", type=int, default=0, metavar="N", help=SETTING_HELP["seed"])
     demo.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
     demo.add_argument("--model", default=EMBEDDED, metavar="PATH", help="another checkpoint")
-    demo.add_argument("--greedy", action="store_true", help="do not sample")
+    which = demo.add_mutually_exclusive_group()
+    for name in SETTINGS:
+        which.add_argument(f"--{name}", dest="settings", action="store_const", const=(name,),
+                           default=tuple(SETTINGS), help=f"only the {name} text")  # fmt: skip
     demo.add_argument("--plain", action="store_true",
                       help="no colours and no redrawing, as without a terminal")  # fmt: skip
     demo.add_argument("--method-options", nargs="+", default=[], metavar="NAME=VALUE",
@@ -490,7 +493,7 @@ def _demo(args: argparse.Namespace) -> int:
         prompt=args.prompt,
         tokens=args.tokens,
         seed=args.seed,
-        greedy=args.greedy,
+        settings=args.settings,
         method=_with_options(METHOD, args.method_options),
         plain=args.plain,
         out=sys.stdout,

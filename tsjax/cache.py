@@ -8,6 +8,7 @@ per batch row, at any start. Nothing is ever shifted or compacted inside it.
 from __future__ import annotations
 
 import math
+from typing import TypeVar
 
 import flax.struct
 import jax
@@ -51,13 +52,15 @@ class DraftCache(flax.struct.PyTreeNode):
     chosen again.
 
     Attributes:
-      k, v: one [B, K, M, H] array per layer. Slots at `length` and beyond are unspecified.
+      k, v: one [B, K, M + room, H] array per layer. Slots at `length` and beyond are unspecified;
+        the passes of a step keep the rows of its drafts there.
       query: one [B, K, H] array per layer, the queries of the last committed token, summed over
         the query heads that share a kv head; zero before there is one.
       length: [B] int32, slots in use.
       newest: [B] int32, once not all tokens are here, slots at newest .. length hold those since
         the last choice; before that, `length`.
       seen: [B] int32, the length of the whole cache when this one was last brought up to date.
+      room: slots that committed tokens never take.
     """
 
     k: tuple[jax.Array, ...]
@@ -66,10 +69,15 @@ class DraftCache(flax.struct.PyTreeNode):
     length: jax.Array
     newest: jax.Array
     seen: jax.Array
+    room: int = flax.struct.field(pytree_node=False, default=0)
 
     @property
     def capacity(self) -> int:
-        return self.k[0].shape[2]
+        """M, the committed tokens that fit."""
+        return self.k[0].shape[2] - self.room
+
+
+AnyCache = TypeVar("AnyCache", KVCache, DraftCache)
 
 
 def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCache:
@@ -81,12 +89,15 @@ def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCach
     )
 
 
-def init_draft_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> DraftCache:
-    """An empty draft cache of `capacity` slots per row."""
+def init_draft_cache(
+    cfg: ModelConfig, batch: int, capacity: int, room: int = 0, mesh=None
+) -> DraftCache:
+    """An empty draft cache for `capacity` committed tokens and `room` drafts per row."""
     query = (batch, cfg.num_kv_heads, cfg.head_dim)
     return DraftCache(
-        k=_buffers(cfg, batch, capacity, mesh),
-        v=_buffers(cfg, batch, capacity, mesh),
+        k=_buffers(cfg, batch, capacity + room, mesh),
+        v=_buffers(cfg, batch, capacity + room, mesh),
+        room=room,
         query=tuple(jnp.zeros(query, cfg.dtype) for _ in range(cfg.num_layers)),
         length=jnp.zeros((batch,), jnp.int32),
         newest=jnp.zeros((batch,), jnp.int32),
@@ -108,7 +119,7 @@ def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> int:
     return 2 * cfg.num_layers * math.prod(shape) * jnp.dtype(cfg.dtype).itemsize
 
 
-def write_rows(cache: KVCache, k_rows, v_rows, start, *, after) -> KVCache:
+def write_rows(cache: AnyCache, k_rows, v_rows, start, *, after) -> AnyCache:
     """Writes rows [B, T, K, H] of every layer at slots start[b] .. start[b] + T. Lengths stay.
 
     The caller guarantees start + T <= capacity: beyond it XLA would clamp the start and overwrite
@@ -200,7 +211,8 @@ def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> Dr
 
         def gather(old, whole, slots=slots):
             chosen = jnp.take_along_axis(whole, slots[..., None], axis=2)
-            return jnp.where(rows[:, None, None, None], chosen, old)
+            chosen = jnp.where(rows[:, None, None, None], chosen, old[:, :, : draft.capacity])
+            return lax.dynamic_update_slice_in_dim(old, chosen, 0, axis=2)
 
         k.append(gather(draft.k[layer], kv.k[layer]))
         v.append(gather(draft.v[layer], kv.v[layer]))

@@ -123,10 +123,10 @@ def load(
         cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
         stop_ids = huggingface.read_stop_ids(folder)
-        own = dataclasses.replace(cfg, num_draft_heads=0) if attached else cfg
+        own = cfg.with_heads(0) if attached else cfg
         place(huggingface.read_model(own, weights))
     if attached:
-        cfg = dataclasses.replace(cfg, num_draft_heads=huggingface.count_heads(attached))
+        cfg = cfg.with_heads(huggingface.count_heads(attached))
         place(huggingface.read_heads(cfg, attached))
     return Model(_assemble(cfg, arrays), cfg=cfg, stop_ids=stop_ids, path=folder)
 

@@ -100,8 +100,19 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    # The share of held-out tokens that is each draft head's best guess; () if nobody has measured
+    # it. It tells method="tokenswift" what the heads are worth and changes no token.
+    head_accuracy: tuple[float, ...] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "head_accuracy", tuple(self.head_accuracy))
+        check(
+            len(self.head_accuracy) in (0, self.num_draft_heads)
+            and all(0 <= share <= 1 for share in self.head_accuracy),
+            "head_accuracy",
+            self.head_accuracy,
+            f"a share from 0 to 1 for each of {self.num_draft_heads} heads, or ()",
+        )
         for name in (
             "vocab_size",
             "embed_dim",
@@ -127,6 +138,10 @@ class ModelConfig:
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    def with_heads(self, count: int) -> ModelConfig:
+        """The same model with so many other draft heads, of which nothing is known."""
+        return dataclasses.replace(self, num_draft_heads=count, head_accuracy=())
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

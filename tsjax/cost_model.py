@@ -8,33 +8,53 @@ Knows sizes of models, methods and chips. Runs nothing. A wrong choice costs tim
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 from tsjax.config import ModelConfig
-from tsjax.methods import Autoregressive, DecodeConfig, TokenSwift
+from tsjax.methods import Autoregressive, DecodeConfig, NGram, TokenSwift
 
 # How often a draft is right when all before it were. Heads among three candidates and 20 n-grams:
 # what TokenSwift reports (Table 3: 3.36 accepted tokens of 4 behind a pass, 1.6 of 4 from verified
 # states), spread evenly over the depths. The other two are assumptions: a pass on the partial
-# cache, and the share that is left when only the best candidate is drafted.
+# cache, and the share that is left when only the best candidate is drafted. Where the accuracy of
+# a model's heads is known, it stands for the paper's.
 HEAD_IS_RIGHT = {"partial_cache": 0.83, "verified_state": 0.65}
-PASS_IS_RIGHT = 0.9
+PASS_IS_RIGHT = 0.8
 BEST_GUESS = 0.7
 
 MOST_PASSES = 6
-CPU_BUDGET, CPU_SUFFIX = 512, 8
+CPU_BUDGET = 512
+# Repetitions of the text, where rows cost time: a match has to be long, and if it is longer still
+# it is drafted alone.
+CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 15, "suffix_match": 4}
+CPU_SUFFIX_ALONE = 8
+
+
+class RowCosts(NamedTuple):
+    """What a pass costs where rows are not free, in the time that reading a byte of weights takes.
+
+    Attributes:
+      weights, attention: cost of so many rows, in that of one row.
+      cache_byte: of a byte of the cache.
+      overhead: of a pass beside weights and cache.
+    """
+
+    weights: tuple[tuple[int, float], ...]
+    attention: tuple[tuple[int, float], ...]
+    cache_byte: float
+    overhead: float
 
 
 class Chip(NamedTuple):
     """Attributes:
     bytes_per_second, operations_per_second: of memory, and of 16-bit matrix products.
-    row_costs: where rows cost time from the first on, what a pass of so many rows costs, in passes
-      of one row; empty where a pass is bound by one of the two rates.
+    rows: None where a pass is bound by one of the two rates.
     """
 
     bytes_per_second: float
     operations_per_second: float
-    row_costs: tuple[tuple[int, float], ...] = ()
+    rows: RowCosts | None = None
 
 
 # By what a device's kind contains, lower case. Only the proportions of a CPU matter.
@@ -44,7 +64,16 @@ CHIPS = {
     "h200": Chip(4.8e12, 989e12),
 }
 OTHER_GPU = CHIPS["a100"]
-CPU = Chip(1.0, 1e3, ((1, 1.0), (2, 1.1), (4, 1.4), (8, 2.1), (16, 3.0)))
+CPU = Chip(
+    1.0,
+    1e3,
+    RowCosts(
+        weights=((1, 1.0), (4, 1.15), (8, 1.4), (16, 1.8)),
+        attention=((1, 1.0), (2, 1.2), (4, 1.5), (8, 2.3), (16, 3.9)),
+        cache_byte=2.0,
+        overhead=9e6,
+    ),
+)
 
 
 class Choice(NamedTuple):
@@ -82,12 +111,18 @@ def _options(method: Any, model: ModelConfig, chip: Chip) -> list[Any]:
     if not isinstance(method, TokenSwift):
         return [method]
     if method.tree == "auto":
-        drafting = _narrow(method, model) if chip.row_costs else _wide(method, model)
-        return [*drafting, Autoregressive()]
+        drafting = _narrow(method, model) if chip.rows else _wide(method, model)
+        return [*drafting, _without_model(chip)]
     if method.draft_from == "auto":
         sources = HEAD_IS_RIGHT if model.num_draft_heads else ("partial_cache",)
         return [dataclasses.replace(method, draft_from=source) for source in sources]
     return [method]
+
+
+def _without_model(chip: Chip) -> Any:
+    """What is left where drafts of the model cannot pay. On a CPU, to look for repetitions costs
+    next to nothing, as a step without one is a plain one; on a GPU it has not been measured."""
+    return NGram(**CPU_SUFFIX, pass_widths=(1,)) if chip.rows else Autoregressive()
 
 
 def _wide(method: TokenSwift, model: ModelConfig) -> list[Any]:
@@ -114,9 +149,9 @@ def _narrow(method: TokenSwift, model: ModelConfig) -> list[Any]:
             draft_from=source,
             draft_passes=passes,
             draft_budget=max(CPU_BUDGET, method.num_sinks + 1),
-            num_ngrams=0,
-            suffix_length=CPU_SUFFIX,
+            suffix_alone=CPU_SUFFIX_ALONE,
             pass_widths=(1 + depth,),
+            **CPU_SUFFIX,
         )
 
     options = [chain(n, "partial_cache", n) for n in range(1, MOST_PASSES + 1)]
@@ -131,14 +166,14 @@ def expected_tokens(decode: DecodeConfig) -> float:
     if not isinstance(method, TokenSwift):
         return 1.0
     passes = decode.draft_passes
-    head = HEAD_IS_RIGHT[method.draft_from]
-    if max((rank for path in decode.tree_paths for rank in path), default=0) == 0:
-        head *= BEST_GUESS
-    tokens = reached = 1.0
-    for depth in range(decode.draft_levels):
-        reached *= PASS_IS_RIGHT if depth < passes else head
-        tokens += reached
-    return tokens
+    if decode.model.head_accuracy:
+        heads = [min(share / BEST_GUESS, 1.0) for share in decode.model.head_accuracy]
+    else:
+        heads = [HEAD_IS_RIGHT[method.draft_from]] * decode.model.num_draft_heads
+    if decode.best_of == 1:
+        heads = [BEST_GUESS * head for head in heads]
+    rates = ([PASS_IS_RIGHT] * passes + heads)[: decode.draft_levels]
+    return 1.0 + sum(math.prod(rates[: depth + 1]) for depth in range(len(rates)))
 
 
 def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> float:
@@ -147,7 +182,7 @@ def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> flo
     plain = pass_time(model, chip, 1, context, batch)
     if isinstance(method, Autoregressive):
         return 1.0
-    rows = decode.pass_widths[0] if chip.row_costs else decode.tree_width
+    rows = decode.pass_widths[0] if chip.rows else decode.tree_width
     time = pass_time(model, chip, rows, context, batch)
     passes = decode.draft_passes
     for depth in range(passes):
@@ -164,16 +199,19 @@ def pass_time(model: ModelConfig, chip: Chip, rows: int, context: int, batch: in
     attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     per_layer = attention + 3 * model.embed_dim * model.mlp_dim
     weights = model.num_layers * per_layer + model.vocab_size * model.embed_dim
-    reading = (weights + batch * kv) * _bytes(model) / chip.bytes_per_second
-    if chip.row_costs:
-        return reading * row_cost(chip, rows * batch)
+    size = _bytes(model)
+    if chip.rows:
+        costs, count = chip.rows, rows * batch
+        time = weights * size * row_cost(costs.weights, count) + costs.overhead
+        cache = batch * kv * size * costs.cache_byte
+        return (time + cache * row_cost(costs.attention, rows)) / chip.bytes_per_second
+    reading = (weights + batch * kv) * size / chip.bytes_per_second
     products = weights + model.group_size * kv  # of one row
     return max(reading, 2 * batch * rows * products / chip.operations_per_second)
 
 
-def row_cost(chip: Chip, rows: int) -> float:
+def row_cost(points: tuple[tuple[int, float], ...], rows: int) -> float:
     """Between and beyond the known points along straight lines."""
-    points = chip.row_costs
     behind = next((i for i, (n, _) in enumerate(points) if n >= rows), len(points) - 1)
     (n0, c0), (n1, c1) = points[max(behind, 1) - 1], points[max(behind, 1)]
     return c0 + (c1 - c0) * (rows - n0) / (n1 - n0)

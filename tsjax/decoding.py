@@ -120,7 +120,8 @@ def _init_draft(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> DraftStat
     model, method = cfg.model, cfg.method
     cache = hidden = ngrams = None
     if cfg.uses_partial_cache:
-        cache = init_draft_cache(model, batch, min(method.draft_budget, capacity), mesh)
+        budget = min(method.draft_budget, capacity)
+        cache = init_draft_cache(model, batch, budget, cfg.draft_passes - 1, mesh)
     elif cfg.draft_levels:
         hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
     if cfg.ngram_depth:
@@ -224,7 +225,7 @@ def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> Dec
     noise = step_noise(
         state.row_key, state.length, cfg.draft_levels, cfg.model.vocab_size, state.sampling
     )
-    tree = draft(params, state, noise, cfg=cfg)
+    state, tree = draft(params, state, noise, cfg=cfg)
     verdict = verify(params, state, tree, noise, cfg=cfg)
     acceptance = accept(tree, verdict)
     state = commit(state, tree, verdict, acceptance)

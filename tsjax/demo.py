@@ -30,12 +30,15 @@ from tsjax.tokenizer import Detokenizer, encode
 from tsjax.tree import SOURCES
 
 METHOD = TokenSwift(tree="auto")  # of the right column
-SAMPLING = {
-    "do_sample": True,
-    "temperature": 1.0,
-    "min_p": 0.1,
-    "repetition_penalty": 1.2,
-    "repetition_window": 1024,
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {
+        "do_sample": True,
+        "temperature": 1.0,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "repetition_window": 1024,
+    },
 }
 PROMPT = "Once upon a time"
 
@@ -110,20 +113,20 @@ def run(
     prompt: str = PROMPT,
     tokens: int = 400,
     seed: int = 0,
-    greedy: bool = False,
+    settings: Sequence[str] = tuple(SETTINGS),
     method: TokenSwift = METHOD,
     plain: bool = False,
     out: TextIO,
 ) -> int:
-    """The whole demo with the model in `path`; returns the exit code.
+    """The whole demo with the model in `path`, once for each of `settings`; returns the exit code.
 
     0 where both methods returned the same tokens, 1 where they did not, 130 after Ctrl-C. Stop
     tokens are barred, so that both columns have `tokens` tokens.
     """
-    sampling = {**SAMPLING, "do_sample": not greedy}
-    config = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens, seed=seed, **sampling)
+    same = dict(max_new_tokens=tokens, min_new_tokens=tokens, seed=seed)
+    configs = {name: GenerationConfig(**same, **SETTINGS[name]) for name in settings}
     model = load(path, dtype="float32")
-    warm_up = start(model, prompt, config, method)
+    warm_up = start(model, prompt, configs[settings[0]], method)
     live = can_redraw(plain, out.isatty(), os.environ)
     print(f"{path}: {model.num_params:,} parameters, on {jax.devices()[0].device_kind}", file=out)
     began = time.perf_counter()
@@ -132,17 +135,26 @@ def run(
         for chunk in itertools.islice(column.chunks, WARM_UP_CHUNKS):
             if chunk.finish_reason == ["interrupted"]:
                 raise KeyboardInterrupt
-    print(f"{time.perf_counter() - began:.0f} s\n", file=out, flush=True)
+    print(f"{time.perf_counter() - began:.0f} s", file=out, flush=True)
 
-    columns = start(model, prompt, config, method)
-    with Screen(out) if live else contextlib.nullcontext() as screen:
-        interrupted = race(columns, screen.draw if screen else no_drawing)
-    if not live:
-        print(clean("".join(text for text, _ in columns[-1].pieces), out), "\n", file=out)
-    print("\n".join(table(columns)), file=out, flush=True)
-    if not same_tokens(columns):
-        return 1
-    return 130 if interrupted else 0
+    for name, config in configs.items():
+        print(f"\n{describe(name)}\n", file=out, flush=True)
+        columns = start(model, prompt, config, method)
+        with Screen(out) if live else contextlib.nullcontext() as screen:
+            interrupted = race(columns, screen.draw if screen else no_drawing)
+        if not live:
+            print(clean("".join(text for text, _ in columns[-1].pieces), out), "\n", file=out)
+        print("\n".join(table(columns)), file=out, flush=True)
+        if not same_tokens(columns):
+            return 1
+        if interrupted:
+            return 130
+    return 0
+
+
+def describe(name: str) -> str:
+    values = ", ".join(f"{key}={value}" for key, value in SETTINGS[name].items())
+    return f"{name.capitalize()} ({values})" if values else name.capitalize()
 
 
 def start(

@@ -13,21 +13,25 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from tsjax.cache import DraftCache, write_rows
 from tsjax.control_flow import run_if
 from tsjax.heads import run_heads
 from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.ngram import enter, longest_suffix, most_frequent
-from tsjax.passes import run_rows
+from tsjax.passes import Rows, run_rows
 from tsjax.sampling import WHOLE_CONTEXT, best_few, score
 from tsjax.state import DecodeState, Params
 from tsjax.tree import SOURCES, DraftTree, merge_paths
 
 
-def draft(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig) -> DraftTree:
+def draft(
+    params: Params, state: DecodeState, noise, *, cfg: DecodeConfig
+) -> tuple[DecodeState, DraftTree]:
     """The tree of one step: paths from the model, from frequent n-grams and from a suffix match.
 
-    `noise` [B, cfg.draft_levels, V] is that of the positions from state.length on.
+    `noise` [B, cfg.draft_levels, V] is that of the positions from state.length on. Of the state
+    only unspecified slots of the draft cache change.
     """
     with jax.named_scope("draft"):
         method, J, B = cfg.method, cfg.draft_depth, state.tokens.shape[0]
@@ -42,7 +46,7 @@ def draft(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig) -> Dr
                 passes_run = jnp.any(state.running & (matched < method.suffix_alone))
         best = state.root
         if cfg.draft_levels:
-            ranked = _model_tokens(params, state, noise, passes_run, cfg=cfg)
+            state, ranked = _model_tokens(params, state, noise, passes_run, cfg=cfg)
             best = ranked[0].tokens[:, 0]
             groups.append(_tree_paths(ranked, cfg))
         if state.draft.ngrams is not None:
@@ -53,13 +57,14 @@ def draft(params: Params, state: DecodeState, noise, *, cfg: DecodeConfig) -> Dr
                 exists &= passes_run
             groups.append(_Paths(following, cfg.ngram_depth * exists, "ngrams"))
         groups = [group.padded(J) for group in groups]
-        return merge_paths(
+        tree = merge_paths(
             state.root,
             jnp.concatenate([group.tokens for group in groups], axis=1),
             jnp.concatenate([group.lengths for group in groups], axis=1),
             [SOURCES.index(g.source) for g in groups for _ in range(g.tokens.shape[1])],
             width=cfg.tree_width,
         )
+        return state, tree
 
 
 def remember(state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
@@ -123,7 +128,7 @@ def _tree_paths(ranked: list[_Ranked], cfg: DecodeConfig) -> _Paths:
 
 
 def _model_tokens(params: Params, state: DecodeState, noise, passes_run, *, cfg: DecodeConfig):
-    """Candidates for each depth that the model drafts: a list of cfg.draft_levels _Ranked.
+    """Candidates for each depth that the model drafts: the state, and one _Ranked per depth.
 
     Where the scalar `passes_run` is false the passes are left out, and no candidate is possible.
     """
@@ -131,34 +136,53 @@ def _model_tokens(params: Params, state: DecodeState, noise, passes_run, *, cfg:
     if not cfg.draft_passes:
         heads = params.heads[: cfg.draft_levels]
         normed = run_heads(heads, state.draft.hidden, cfg=cfg.model)
-        return _rank(params, state, normed, root, noise, cfg=cfg)
-    if not cfg.method.suffix_alone:
-        return _run_passes(params, state, root, noise, cfg=cfg)
+        return state, _rank(params, state, normed, root, noise, cfg=cfg)
 
-    def run(_, root, noise):
-        return _run_passes(params, state, root, noise, cfg=cfg)
+    def run(carry, root, noise):
+        return _run_passes(params, state, carry[0], root, noise, cfg=cfg)
 
     shape = (root.shape[0], cfg.best_of)
     none = _Ranked(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
-    return run_if(passes_run, run, [none] * cfg.draft_levels, root, noise)
+    carry = state.draft.cache, [none] * cfg.draft_levels
+    if cfg.method.suffix_alone:
+        cache, ranked = run_if(passes_run, run, carry, root, noise)
+    else:
+        cache, ranked = run(carry, root, noise)
+    return state.replace(draft=state.draft.replace(cache=cache)), ranked
 
 
-def _run_passes(params: Params, state: DecodeState, best, noise, *, cfg: DecodeConfig):
-    """As `_model_tokens`. `best` [B, 1 + depth] are the root and the best drafts behind it."""
-    passes, cache, ranked = cfg.draft_passes, state.draft.cache, []
+def _run_passes(params: Params, state: DecodeState, cache, best, noise, *, cfg: DecodeConfig):
+    """The draft cache with the drafts' rows behind its length, and one _Ranked per depth.
+
+    `best` [B, 1 + depth] are the root and the best drafts behind it.
+    """
+    passes, ranked, alone = cfg.draft_passes, [], jnp.ones((1, 1), bool)
     heads = params.heads[: cfg.draft_levels - passes]
     for depth in range(passes):
-        # Few rows cost as much as one, so the drafted ones run again instead of being stored.
-        order = jnp.arange(depth + 1, dtype=jnp.int32)
-        positions, causal = state.kv.length[:, None] + order, order <= order[:, None]
-        rows = run_rows(params.model, cache, best, positions, causal, cfg=cfg.model)
-        hidden = rows.hidden[:, -1]
-        normed = final_norm(params.model, hidden, cfg=cfg.model)[:, None]
-        if depth == passes - 1 and heads:
-            normed = jnp.concatenate([normed, run_heads(heads, hidden, cfg=cfg.model)], axis=1)
+        known = cache.replace(length=cache.length + depth)
+        positions = state.kv.length[:, None] + depth
+        rows = run_rows(params.model, known, best[:, -1:], positions, alone, cfg=cfg.model)
+        normed = final_norm(params.model, rows.hidden, cfg=cfg.model)
+        if depth < passes - 1:
+            cache = _remember_draft(cache, rows, known.length, jnp.any(state.running))
+        elif heads:
+            behind = run_heads(heads, rows.hidden[:, 0], cfg=cfg.model)
+            normed = jnp.concatenate([normed, behind], axis=1)
         ranked += _rank(params, state, normed, best, noise, cfg=cfg)
         best = jnp.concatenate([best, ranked[depth].tokens[:, :1]], axis=1)
-    return ranked
+    return cache, ranked
+
+
+def _remember_draft(cache: DraftCache, rows: Rows, start, wanted) -> DraftCache:
+    """Writes a draft's row at the slots `start` [B], in place.
+
+    In a loop, as XLA would merge the write with each reader of the cache and copy it for that.
+    """
+
+    def write(cache, rows, start):
+        return write_rows(cache, rows.k, rows.v, start, after=rows.hidden)
+
+    return run_if(wanted, write, cache, rows, start)
 
 
 def _rank(params: Params, state: DecodeState, normed, best, noise, *, cfg: DecodeConfig):

@@ -101,7 +101,7 @@ class GradientSum(flax.struct.PyTreeNode):
 
 def init_heads(cfg: ModelConfig, settings: HeadTraining) -> tuple[HeadWeights, ...]:
     """The first weights of heads, in the optimiser's type: float32 also for 16-bit models."""
-    cfg = dataclasses.replace(cfg, num_draft_heads=settings.num_heads)
+    cfg = cfg.with_heads(settings.num_heads)
     dtype = accumulation_dtype(cfg.dtype)
     rng = np.random.default_rng(settings.seed)
 

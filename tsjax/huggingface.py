@@ -121,6 +121,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelCo
         out_bias=attention_bias,
         mlp_bias=family == "llama" and _flag(raw, "mlp_bias"),
         qk_norm=family == "qwen3",
+        head_accuracy=tuple(raw.get("medusa_head_accuracy") or ()),  # written by config_to_hf
     )
 
 
@@ -166,6 +167,8 @@ def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
         raw["sliding_window"] = None
     if cfg.num_draft_heads:
         raw["medusa_heads"] = cfg.num_draft_heads
+    if cfg.head_accuracy:
+        raw["medusa_head_accuracy"] = list(cfg.head_accuracy)
     if model_config(raw) != cfg:
         raise ValueError(f"no {FAMILIES[cfg.family]} has the shape of this model: {cfg}")
     return raw
@@ -400,7 +403,7 @@ def open_checkpoint(
     cfg = model_config(raw, dtype=dtype)
     weights = open_weights(folder, allow_pickle=allow_pickle)
     heads = max(cfg.num_draft_heads, count_heads(weights))
-    return dataclasses.replace(cfg, num_draft_heads=heads), weights
+    return cfg if heads == cfg.num_draft_heads else cfg.with_heads(heads), weights
 
 
 def count_heads(weights: Weights) -> int:

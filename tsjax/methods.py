@@ -91,9 +91,10 @@ class TokenSwift(NGram):
         the second best token behind the best. () is no tree. A tree deeper than what the model
         drafts is cut: partial_cache drafts draft_passes + heads tokens, verified_state one for
         each head. "auto" leaves tree, draft_from, draft_passes, draft_budget, num_ngrams,
-        suffix_length, suffix_match, suffix_alone and pass_widths to the cost model, which knows the chip, the model and the
-        length of the run: a narrow tree for a CPU, a wide one for a GPU, and plain decoding where
-        drafts cannot pay, from the start or as soon as a run shows it. method="tokenswift" is
+        suffix_length, suffix_match, suffix_alone and pass_widths to the cost model, which knows
+        the chip, the model and the length of the run: a narrow tree for a CPU, a wide one for a
+        GPU, and no drafts of the model where they cannot pay, from the start or as soon as a run
+        shows it. Without them a CPU still looks for repetitions. method="tokenswift" is
         TokenSwift(tree="auto").
       draft_from: "partial_cache" runs the model on a small part of the cache and the heads on its
         result, as the paper; n-grams then begin with the best drafted token. "verified_state"

@@ -194,7 +194,7 @@ def _model_mark(model: Model) -> str:
 
 
 def _without_heads(cfg: ModelConfig) -> ModelConfig:
-    return dataclasses.replace(cfg, num_draft_heads=0)
+    return cfg.with_heads(0)
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -459,7 +459,7 @@ class _Run:
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
 
     def trained_model(self) -> Model:
-        cfg = dataclasses.replace(self.cfg, num_draft_heads=self.settings.num_heads)
+        cfg = self.cfg.with_heads(self.settings.num_heads)
         params = self._params.replace(heads=cast_heads(self.state.heads, cfg))
         return self.model.replace(params=params, cfg=cfg)
 

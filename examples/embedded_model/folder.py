@@ -6,7 +6,6 @@ Knows what a work folder holds. Conversion is tsjax's own.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import shutil
@@ -90,6 +89,12 @@ def export(work: Path, out: Path, trainer: Trainer) -> str:
         run["heads"] |= json.loads((work / HEADS / "summary.json").read_text("utf-8"))
         with_heads = {"heads": work / HEADS, "draft_heads": MERGE_HEADS}
     to_hf(work / BEST, out, dtype="bfloat16", overwrite=True, **with_heads)
+    if with_heads:
+        config = json.loads((out / "config.json").read_text("utf-8"))
+        config["medusa_head_accuracy"] = [
+            record["top1"] for record in run["heads"]["evaluation"] if record["head"]
+        ]
+        (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     # Written again with what each check finds: whole even if a later one fails.
     (out / "README.md").write_text(card(run), encoding="utf-8")
 
@@ -145,7 +150,7 @@ def by_position(model: tsjax.Model, held_out: Stream) -> dict[str, float]:
 def earlier_weights(start_from: Path, cfg: tsjax.ModelConfig, work: Path) -> ModelWeights:
     """The weights of a folder that `export` wrote, for a run that goes on from them."""
     model = tsjax.load(start_from, dtype=cfg.dtype)
-    mine = dataclasses.replace(model.cfg, num_draft_heads=0)
+    mine = model.cfg.with_heads(0)
     if mine != cfg:
         raise ValueError(f"--start-from {start_from} is a model of {mine}\ninstead of\n{cfg}")
     theirs, ours = (folder / "tokenizer.json" for folder in (start_from, work / TOKENIZER))

@@ -4,7 +4,7 @@
 Serves every shape and device. The fresh rows start a running softmax, each cache block updates it,
 so nothing larger than one block of scores exists and the cost follows the longest `length` of the
 batch. Blocks that every batch row has filled come first and need no mask; smaller ones take the
-rest, so that a short cache costs little.
+rest, so that a short text costs little. A small cache, as that of drafts, is one block.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 LARGEST_BLOCK, SMALL_BLOCK = 4096, 512
+LONGEST_AT_ONCE = 1280  # slots of a cache that is read as one block
 MOST_ELEMENTS = 2**18  # of one array of a block
 MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can arise
 
@@ -26,6 +27,7 @@ def tree_attention(
     G = N // K
     rows = T * G
     wide = jnp.promote_types(q.dtype, jnp.float32)
+    at_once = block is None and S <= LONGEST_AT_ONCE
     block = min(block or default_block(B * K, max(rows, H)), S)
     small = min(SMALL_BLOCK, block)
 
@@ -50,11 +52,9 @@ def tree_attention(
     total = jnp.sum(weights, axis=-1)
     out = dot(weights.astype(q.dtype), v_fresh, 3, 2)  # [B, K, rows, H]
 
-    def add_slots(start, size, committed, carry):
-        """Adds slots start .. start + size to the running softmax, all or those `committed`."""
+    def add(k, v, committed, carry):
+        """Adds slots to the running softmax, all or those `committed` [B, slots]."""
         peak, total, out = carry
-        k = lax.dynamic_slice_in_dim(k_cache, start, size, axis=2)
-        v = lax.dynamic_slice_in_dim(v_cache, start, size, axis=2)
         scores = dot(tile, k, 3, 3) * H**-0.5
         if committed is not None:
             scores = jnp.where(committed[:, None, None, :], scores, MASKED)
@@ -69,21 +69,31 @@ def tree_attention(
             out * shrink[..., None] + fresh,
         )
 
+    def add_slice(start, size, committed, carry):
+        k = lax.dynamic_slice_in_dim(k_cache, start, size, axis=2)
+        v = lax.dynamic_slice_in_dim(v_cache, start, size, axis=2)
+        return add(k, v, committed, carry)
+
     def add_whole_block(index, carry):
-        return add_slots(index * block, block, None, carry)
+        return add_slice(index * block, block, None, carry)
 
     def add_small_block(index, carry):
         first = behind_whole + index * small
         start = jnp.minimum(first, S - small)  # the last block may overlap the one before it
         slots = start + jnp.arange(small, dtype=jnp.int32)
-        return add_slots(start, small, (slots >= first) & (slots < length[:, None]), carry)
+        return add_slice(start, small, (slots >= first) & (slots < length[:, None]), carry)
 
-    shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)
-    whole = shortest // block
-    behind_whole = whole * block
-    rest = (longest - behind_whole + small - 1) // small
-    carry = lax.fori_loop(0, whole, add_whole_block, (peak, total, out))
-    _, total, out = lax.fori_loop(0, rest, add_small_block, carry)
+    carry = peak, total, out
+    if at_once:
+        slots = jnp.arange(S, dtype=jnp.int32)
+        _, total, out = add(k_cache, v_cache, slots < length[:, None], carry)
+    else:
+        shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)
+        whole = shortest // block
+        behind_whole = whole * block
+        rest = (longest - behind_whole + small - 1) // small
+        carry = lax.fori_loop(0, whole, add_whole_block, carry)
+        _, total, out = lax.fori_loop(0, rest, add_small_block, carry)
     out = (out / total[..., None]).astype(q.dtype)
     return out.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
