@@ -2,6 +2,7 @@
 """What the GPU's compiler makes of each kernel and of whole decode steps, on a machine without one.
 
     JAX_PLATFORMS=cpu python benchmarks/aot.py --out benchmarks/results/aot
+    JAX_PLATFORMS=cpu python benchmarks/aot.py --only train_heads --name train_heads --out ...
 
 Needs the CUDA plugin (see tests/aot.py). Beside what the compiler says stands what a call has to
 do: bytes read once, operations, and the time that both bound on a chip of the nominal speed.
@@ -50,11 +51,13 @@ def main() -> int:
     report.add_out(parser)
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--name", default="aot", help="of the result (default: %(default)s)")
     options = parser.parse_args()
 
     kernels = {name: shapes for name, (_, shapes) in aot.kernel_cases().items()}
     wanted = [(case, target) for case in kernels for target in ("a100", "h100")]
     wanted += [(case, "a100") for case in aot.STEPS]
+    wanted += [(case, "a100") for case in aot.TRAINING]
     wanted = [(case, target) for case, target in wanted if options.only in case]
     cases: dict[str, dict] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -72,7 +75,13 @@ def main() -> int:
                 )
             if case in aot.STEPS:
                 print(f"{case:38} {target} temp {found['temp_bytes'] / 1e6:,.0f} MB", flush=True)
-    report.write({"cases": cases, "chips": CHIPS}, options.out, "aot")
+    document = {"cases": cases, "chips": CHIPS}
+    if set(aot.TRAINING) <= set(cases):
+        document["train_heads_bytes"] = {
+            "a100": aot.training_bytes([cases[case]["a100"] for case in aot.TRAINING])
+        }
+        print(f"train_heads: {document['train_heads_bytes']['a100'] / 1e9:.1f} GB")
+    report.write(document, options.out, options.name)
     return 0
 
 

@@ -35,16 +35,75 @@ class Step(NamedTuple):
     devices: int = 1
     method: str = "tokenswift"
     capacity: int = 106_496
+    passes: int = 1
 
 
 STEPS = {
     "step llama3.1-8b plain": Step("llama3.1-8b", method="autoregressive"),
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
+    "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
     "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", 2, "autoregressive"),
     "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", 2),
 }
+
+
+# The programs of tsjax.train_heads for Llama-3.1-8B, with its defaults: one micro-batch.
+TRAINING = {f"train_heads {part}": part for part in ("hidden_states", "add_gradients", "update")}
+
+
+def lower_training(part: str, target: str):
+    """One program of the training of draft heads, from shapes alone."""
+    import gpu_targets
+    import jax
+    import jax.numpy as jnp
+
+    import tsjax
+    from tsjax import head_training
+    from tsjax.decoding import programs as decode_programs
+    from tsjax.state import declare_params, is_spec
+    from tsjax.training import training_programs
+
+    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
+
+    def aval(x):
+        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=sharding)
+
+    cfg, settings = tsjax.model_preset("llama3.1-8b"), tsjax.HeadTraining()
+    heads = jax.eval_shape(lambda: head_training.init_heads(cfg, settings))
+    moments = jax.eval_shape(lambda: head_training.optimiser(settings).init(heads))
+    total = jax.eval_shape(lambda: head_training.zero_gradients(heads))
+    rows = (settings.micro_batch, settings.sequence_length)
+    tokens = jax.ShapeDtypeStruct(rows, jnp.int32)
+    hidden = jax.ShapeDtypeStruct((*rows, cfg.embed_dim), cfg.dtype)
+    heads, moments, total, tokens, hidden = jax.tree.map(
+        aval, (heads, moments, total, tokens, hidden)
+    )
+    params = jax.tree.map(aval, declare_params(cfg), is_leaf=is_spec)
+    with gpu_targets.abstract_gpu(target):
+        if part == "hidden_states":
+            program = decode_programs("gpu", cfg.dtype).hidden_states
+            traced = program.trace(params, tokens, cfg=cfg)
+        elif part == "add_gradients":
+            traced = training_programs().add_gradients.trace(
+                heads, params.model, hidden, tokens, total, cfg=cfg,
+                chunk_tokens=settings.chunk_tokens,
+            )  # fmt: skip
+        else:
+            traced = training_programs().update.trace(heads, moments, total, settings=settings)
+        return traced.lower(lowering_platforms=("cuda",))
+
+
+def training_bytes(found: list[dict]) -> int:
+    """The most that is on the device at a time, from the figures of all of TRAINING.
+
+    A program's arguments and results are there before and after it. The weights are all among the
+    arguments of the first program, heads, moments and gradients among those of the last.
+    """
+    hidden, _, update = found
+    resident = hidden["argument_bytes"] + update["argument_bytes"]
+    return resident + max(one["temp_bytes"] + one["output_bytes"] for one in found)
 
 
 def kernel_cases() -> dict:
@@ -104,6 +163,10 @@ def lower_step(step: Step, target: str):
 
         config = dataclasses.replace(config, num_draft_heads=3)
         method = tsjax.preset(step.model).method if step.model in PAPER else method
+        if step.passes > 1:
+            method = dataclasses.replace(
+                method, tree=(1,) * step.passes, draft_passes=step.passes, suffix_alone=8
+            )
     cfg = DecodeConfig(config, method)
     devices = np.asarray(gpu_targets.devices(target, step.devices)[: step.devices])
     mesh = usable_mesh(Mesh(devices, ("model",)))
@@ -136,8 +199,8 @@ def lower_step(step: Step, target: str):
     decode = programs("gpu", config.dtype).decode
     with gpu_targets.abstract_gpu(target):
         lowered = decode.trace(params, state, steps, cfg=cfg).lower(lowering_platforms=("cuda",))
-    local = state.kv.k[0].sharding.shard_shape(state.kv.k[0].shape)
-    return lowered, local
+    caches = [state.kv] if state.draft.cache is None else [state.kv, state.draft.cache]
+    return lowered, [cache.k[0].sharding.shard_shape(cache.k[0].shape) for cache in caches]
 
 
 # 16 bytes at a time, to registers or to shared memory.
@@ -150,9 +213,11 @@ def figures(case: str, target: str, dump: Path) -> dict:
     start = time.perf_counter()
     found: dict = {"case": case, "target": target}
     if case in STEPS:
-        lowered, cache = lower_step(STEPS[case], target)
+        lowered, caches = lower_step(STEPS[case], target)
+    elif case in TRAINING:
+        lowered, caches = lower_training(TRAINING[case], target), []
     else:
-        lowered, cache = lower_kernel(case, target), None
+        lowered, caches = lower_kernel(case, target), []
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     found.update(
@@ -162,11 +227,11 @@ def figures(case: str, target: str, dump: Path) -> dict:
         alias_bytes=memory.alias_size_in_bytes,
         seconds=round(time.perf_counter() - start, 1),
     )
-    if cache:
-        text = compiled.as_text()
-        shape = re.escape(f"bf16[{','.join(map(str, cache))}]")
+    if caches:
+        text, cache = compiled.as_text(), caches[0]
+        shapes = "|".join(re.escape(f"bf16[{','.join(map(str, shape))}]") for shape in caches)
         found["cache_bytes"] = 2 * 2 * cache[1] * cache[2] * cache[3]  # of one layer
-        found["cache_copies"] = len(re.findall(rf"= {shape}\S* copy\(", text))
+        found["cache_copies"] = len(re.findall(rf"= ({shapes})\S* copy\(", text))
         gathers = [line for line in text.splitlines() if "all-gather" in line]
         found["cache_gathers"] = sum(f",{cache[2]},{cache[3]}]" in line for line in gathers)
         found["kernels_called"] = sorted(set(re.findall(r"tsjax_\w+", text)))

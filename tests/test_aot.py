@@ -78,3 +78,10 @@ def test_step(case):
         wanted.add("tsjax_cache_scores")
     assert {base_name({"name": name}) for name in found["kernels_called"]} == wanted
     check_kernels(found, "a100", "bfloat16")
+
+
+def test_head_training_of_an_8b_model_fits():
+    """Weights, heads, moments and gradients stay; the largest of the programs comes on top."""
+    found = [aot.compile_case(case, "a100") for case in aot.TRAINING]
+    assert aot.training_bytes(found) < 0.5 * MEMORY["a100"]
+    assert not any(kernel["spilled_bytes"] for one in found for kernel in one["kernels"])

@@ -215,7 +215,9 @@ def test_in_a_pipe_there_are_no_escape_codes(checkpoint, capsys):
     for part in (greedy, sampled):
         lines = part.splitlines()
         assert row(lines, "same tokens") == ["yes"] and row(lines, "tokens  ") == ["24", "24"]
-    texts = [part[part.index("a thin man") : part.index("same tokens")] for part in (greedy, sampled)]
+    texts = [
+        part[part.index("a thin man") : part.index("same tokens")] for part in (greedy, sampled)
+    ]
     assert texts[0] != texts[1]
 
 

@@ -283,16 +283,16 @@ def _read_data(
 # --- the run ---------------------------------------------------------------------------------
 
 
-class _Programs(NamedTuple):
+class TrainingPrograms(NamedTuple):
     add_gradients: Any
     update: Any
     measure: Any
 
 
 @functools.cache
-def _programs() -> _Programs:
+def training_programs() -> TrainingPrograms:
     static = ("cfg", "chunk_tokens")
-    return _Programs(
+    return TrainingPrograms(
         add_gradients=jax.jit(add_gradients, static_argnames=static, donate_argnames=("total",)),
         update=jax.jit(update, static_argnames=("settings",), donate_argnames=("heads", "moments")),
         measure=jax.jit(measure, static_argnames=static),
@@ -374,7 +374,7 @@ class _Run:
                 hidden = self._place(self._cache[numbers])
             else:
                 hidden = self._hidden(tokens)
-            total = _programs().add_gradients(
+            total = training_programs().add_gradients(
                 heads,
                 self._params.model,
                 hidden,
@@ -385,7 +385,7 @@ class _Run:
             )
             jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
         metrics: Any = jax.device_get(total.metrics)
-        heads, moments, norm = _programs().update(heads, moments, total, settings=settings)
+        heads, moments, norm = training_programs().update(heads, moments, total, settings=settings)
         self.state = _State(heads, moments, steps + 1)
         labels = np.asarray(settings.labels, np.float64) * settings.batch_size
         losses = (metrics.loss / labels).tolist()
@@ -406,7 +406,7 @@ class _Run:
         for first in range(0, len(held_out), self.micro):
             numbers = range(first, min(first + self.micro, len(held_out)))
             tokens = self._place(held_out.sequences(numbers))
-            metrics = _programs().measure(
+            metrics = training_programs().measure(
                 self.state.heads,
                 self._params.model,
                 self._hidden(tokens),
