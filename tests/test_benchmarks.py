@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import helpers
+import hf_fixtures
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -82,6 +84,28 @@ def test_a_step_runs_on_a_cpu(tmp_path):
     for row in document["rows"]:
         assert row["ms"]["min"] > 0 and row["bound_ms"] > 0 and row["over_plain"] > 0
     assert len(document["bars"]) == 2  # the plain steps; no pass has 64 rows
+
+
+def test_speedups_are_measured_on_a_cpu(tmp_path):
+    (tmp_path / "books").mkdir()
+    (tmp_path / "books" / "one.txt").write_text("a thin man " * 200)
+    hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
+    script = str(ROOT / "benchmarks" / "bench_speedup.py")
+    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--books", "books"]
+    arguments += ["--contexts", "64", "--tokens", "24", "--rounds", "1", "--threads", "0"]
+    done = subprocess.run(
+        [sys.executable, script, *arguments, "--settings", "greedy", "--out", "."],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "speedup.json").read_text())["rows"]
+    assert [(row["context"], row["method"]) for row in rows] == [(64, "plain"), (64, "tokenswift")]
+    assert all(row["same_tokens"] and row["tokens_per_step"] >= 1 for row in rows)
+    assert rows[1]["speedup_over_plain"]["median"] > 0
+    assert (tmp_path / "speedup.png").stat().st_size > 0
 
 
 def test_no_case_begins_when_no_time_is_left(tmp_path):
