@@ -24,7 +24,9 @@ PASS_IS_RIGHT = 0.8
 BEST_GUESS = 0.7
 
 MOST_PASSES = 6
-CPU_BUDGET = 512
+# On a CPU the partial cache is small; the rate is that of the embedded model behind 8,192 to 32,768
+# tokens, sampled (benchmarks/results/cpu/speedup.json).
+CPU_BUDGET, CPU_PASS_IS_RIGHT = 512, 0.6
 # Repetitions of the text, where rows cost time: a match has to be long, and if it is longer still
 # it is drafted alone.
 CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 15, "suffix_match": 4}
@@ -100,7 +102,7 @@ def choose(method: Any, model: ModelConfig, chip: Chip, context: int, batch: int
         return step_cost(DecodeConfig(model=model, method=option), chip, context, batch)
 
     def speed(option) -> float:
-        return expected_tokens(DecodeConfig(model=model, method=option)) / cost(option)
+        return expected_tokens(DecodeConfig(model=model, method=option), chip) / cost(option)
 
     options = _options(method, model, chip)
     best = options[0] if len(options) == 1 else max(options, key=speed)
@@ -160,7 +162,7 @@ def _narrow(method: TokenSwift, model: ModelConfig) -> list[Any]:
     return options
 
 
-def expected_tokens(decode: DecodeConfig) -> float:
+def expected_tokens(decode: DecodeConfig, chip: Chip) -> float:
     """Tokens that a step emits. Repetitions of the text are left out: they vary too much."""
     method = decode.method
     if not isinstance(method, TokenSwift):
@@ -172,7 +174,8 @@ def expected_tokens(decode: DecodeConfig) -> float:
         heads = [HEAD_IS_RIGHT[method.draft_from]] * decode.model.num_draft_heads
     if decode.best_of == 1:
         heads = [BEST_GUESS * head for head in heads]
-    rates = ([PASS_IS_RIGHT] * passes + heads)[: decode.draft_levels]
+    pass_is_right = CPU_PASS_IS_RIGHT if chip.rows else PASS_IS_RIGHT
+    rates = ([pass_is_right] * passes + heads)[: decode.draft_levels]
     return 1.0 + sum(math.prod(rates[: depth + 1]) for depth in range(len(rates)))
 
 
