@@ -10,7 +10,18 @@ from helpers import tiny_config, tiny_model
 
 import tsjax
 from tsjax import generation, request
-from tsjax.cost_model import CHIPS, CPU, Choice, chip_of, choose, pass_time, row_cost, step_cost
+from tsjax.cost_model import (
+    CHIPS,
+    CPU,
+    CPU_PASS_IS_RIGHT,
+    Choice,
+    chip_of,
+    choose,
+    expected_tokens,
+    pass_time,
+    row_cost,
+    step_cost,
+)
 from tsjax.decoding import programs
 from tsjax.methods import Autoregressive, DecodeConfig, NGram, TokenSwift
 
@@ -88,6 +99,14 @@ def test_a_step_by_hand():
     plain, verify = (pass_time(llama(0), CPU, rows, 9000, 1) for rows in (1, 3))
     assert step_cost(decode, CPU, 9000, 1) == pytest.approx((one + two + verify) / plain)
     assert step_cost(DecodeConfig(model=llama()), CPU, 9000, 1) == 1
+
+    # Chosen again after 4 tokens, of which a step finds some: that many times, all keys are read.
+    often = DecodeConfig(model=llama(0), method=dataclasses.replace(method, draft_refresh=4))
+    tokens = 1 + CPU_PASS_IS_RIGHT + CPU_PASS_IS_RIGHT**2
+    assert expected_tokens(often, CPU) == pytest.approx(tokens)
+    reading = plain - pass_time(llama(0), CPU, 1, 0, 1)
+    more = (one + two + verify + reading * tokens / 4) / plain
+    assert step_cost(often, CPU, 9000, 1) == pytest.approx(more)
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,9 @@ LAYERS = CFG.num_layers
 class Held:
     """The rule of DraftCache for one layer, row and kv head: which positions it holds."""
 
-    def __init__(self, num_sinks, max_rows):
+    def __init__(self, num_sinks, max_rows, most_new=None):
         self.num_sinks, self.max_rows = num_sinks, max_rows
+        self.most_new = M if most_new is None else most_new
         self.seen = 0
         self.chosen = None  # best first, without the sinks; None while everything is held
         self.recent = []  # since the last choice
@@ -41,7 +42,8 @@ class Held:
         self.seen = length
         if not new or length <= M:
             return
-        if self.chosen is None or len(new) > min(len(self.chosen), self.max_rows):
+        room = min(len(self.chosen or ()), self.max_rows, self.most_new - len(self.recent))
+        if self.chosen is None or len(new) > room:
             ranked = sorted(range(self.num_sinks, length), key=lambda p: -importance[p])
             self.chosen, self.recent = ranked[: M - self.num_sinks], []
         else:
@@ -94,13 +96,15 @@ def poison(draft):
     return draft.replace(k=k, v=v)
 
 
-@functools.partial(jax.jit, static_argnames=("num_sinks", "max_rows", "block"))
-def refresh(draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, block=None):
+@functools.partial(jax.jit, static_argnames=("num_sinks", "max_rows", "most_new", "block"))
+def refresh(draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None, block=None):
     """`block` slots of the whole cache are looked at together when all are chosen."""
     draft = poison(draft).replace(query=tuple(query))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "SELECT_BLOCK", block or cache.SELECT_BLOCK)
-        return refresh_draft_cache(draft, kv, num_sinks=num_sinks, max_rows=max_rows)
+        return refresh_draft_cache(
+            draft, kv, num_sinks=num_sinks, max_rows=max_rows, most_new=most_new
+        )
 
 
 def read_positions(draft, text, layer, b, head):
@@ -163,6 +167,13 @@ commits_strategy = st.tuples(
 @hypothesis.settings(max_examples=60)
 def test_refreshes(commits, seed):
     run_refreshes(np.asarray(commits), seed)
+
+
+def test_choices_after_so_many_new_tokens():
+    """The fewer it takes, the more choices; never fewer than the sinks make necessary."""
+    commits = np.full((S // 2, B), 2)
+    counts = [run_refreshes(commits, most_new=n) for n in (1, 3, 8, M - SINKS, M + 5, None)]
+    assert counts[0] > counts[1] > counts[2] > counts[3] == counts[4] == counts[5]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, MAX_ROWS])

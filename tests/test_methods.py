@@ -137,7 +137,8 @@ SETUPS = {
         tsjax.TokenSwift(tree=(1, 2), draft_budget=2, num_sinks=0, **NO_TEXT), batch=2
     ),
     "paper": Setup(
-        tsjax.TokenSwift(draft_budget=32, num_sinks=4, suffix_length=0), num_draft_heads=3
+        tsjax.TokenSwift(draft_budget=32, num_sinks=4, draft_refresh=3, suffix_length=0),
+        num_draft_heads=3,
     ),
     "121_rows": Setup(
         tsjax.TokenSwift(tree=(3, 3, 3, 3), draft_budget=128, **NO_TEXT), num_draft_heads=3

@@ -406,6 +406,7 @@ REFUSED = [
             ("suffix_length", -1, "an integer, at least 0"),
             ("suffix_length", 257, "an integer, at most 256"),
             ("suffix_length", "16", "an integer, at least 0"),
+            ("suffix_match", 0, "an integer, at least 1"),
         ]
     ],
     (TokenSwift, "draft_from", "heads", "one of 'partial_cache', 'verified_state', 'auto'"),
@@ -416,6 +417,8 @@ REFUSED = [
     (TokenSwift, "num_sinks", False, "an integer, at least 0"),
     (TokenSwift, "draft_budget", 0, "an integer, at least 1"),
     (TokenSwift, "draft_budget", 16, "larger than num_sinks=16"),
+    (TokenSwift, "draft_refresh", 0, "an integer, at least 1"),
+    (TokenSwift, "suffix_alone", 17, "an integer, at most 16"),
     (TokenSwift, "noise_coupled", 1, "a boolean"),
     (TokenSwift, "noise_coupled", None, "a boolean"),
 ]

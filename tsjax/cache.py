@@ -48,8 +48,8 @@ class DraftCache(flax.struct.PyTreeNode):
     The rule. While all committed tokens fit, they are all here. When new ones no longer fit, the
     first `num_sinks` tokens and those with the highest importance are chosen, best first.
     Importance is the product of a key with `query`. From then on new tokens overwrite the least
-    important ones, from the end towards the beginning; when they would reach the sinks, all are
-    chosen again.
+    important ones, from the end towards the beginning; when they would reach the sinks, or be more
+    than `most_new`, all are chosen again.
 
     Attributes:
       k, v: one [B, K, M + room, H] array per layer. Slots at `length` and beyond are unspecified;
@@ -148,18 +148,20 @@ def write_rows(cache: AnyCache, k_rows, v_rows, start, *, after) -> AnyCache:
 
 
 def refresh_draft_cache(
-    draft: DraftCache, kv: KVCache, *, num_sinks: int, max_rows: int
+    draft: DraftCache, kv: KVCache, *, num_sinks: int, max_rows: int, most_new: int | None = None
 ) -> DraftCache:
     """Brings `draft` up to date with the committed tokens of `kv`, by the rule of DraftCache.
 
-    `max_rows` is the most that one step commits; more new tokens than that are a reason to choose
-    again. `kv` has to have room for `max_rows` rows behind `draft.seen`.
+    `max_rows` is the most that one step commits; more new tokens than that at once, or more than
+    `most_new` since the last choice, are a reason to choose again. `kv` has to have room for
+    `max_rows` rows behind `draft.seen`.
     """
     max_rows = min(max_rows, draft.capacity)
     new = kv.length - draft.seen  # [B]
     has_all = draft.length == draft.seen
     to = jnp.where(has_all, draft.length, draft.newest - new)  # the slots of the new tokens
-    fits = jnp.where(has_all, to + new <= draft.capacity, to >= num_sinks)
+    lowest = num_sinks if most_new is None else max(num_sinks, draft.capacity - most_new)
+    fits = jnp.where(has_all, to + new <= draft.capacity, to >= lowest)
     slides = (new > 0) & (new <= max_rows) & fits
     chooses = (new > 0) & ~slides
     with jax.named_scope("refresh_draft_cache"):

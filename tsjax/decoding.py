@@ -345,6 +345,7 @@ def refresh(state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
         state.kv,
         num_sinks=cfg.method.num_sinks,
         max_rows=cfg.draft_depth + 1,
+        most_new=cfg.method.draft_refresh,
     )
     return state.replace(draft=state.draft.replace(cache=cache))
 

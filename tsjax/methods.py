@@ -18,6 +18,7 @@ CHOSEN_WITH_THE_TREE = (
     "draft_from",
     "draft_passes",
     "draft_budget",
+    "draft_refresh",
     "num_ngrams",
     "suffix_length",
     "suffix_match",
@@ -90,11 +91,11 @@ class TokenSwift(NGram):
         each depth; ((0,), (0, 0), (0, 1), (1,)) names every node by its path of ranks: (0, 1) is
         the second best token behind the best. () is no tree. A tree deeper than what the model
         drafts is cut: partial_cache drafts draft_passes + heads tokens, verified_state one for
-        each head. "auto" leaves tree, draft_from, draft_passes, draft_budget, num_ngrams,
-        suffix_length, suffix_match, suffix_alone and pass_widths to the cost model, which knows
-        the chip, the model and the length of the run: a narrow tree for a CPU, a wide one for a
-        GPU, and no drafts of the model where they cannot pay, from the start or as soon as a run
-        shows it. Without them a CPU still looks for repetitions. method="tokenswift" is
+        each head. "auto" leaves tree, draft_from, draft_passes, draft_budget, draft_refresh,
+        num_ngrams, suffix_length, suffix_match, suffix_alone and pass_widths to the cost model,
+        which knows the chip, the model and the length of the run: a narrow tree for a CPU, a wide
+        one for a GPU, and no drafts of the model where they cannot pay, from the start or as soon
+        as a run shows it. Without them a CPU still looks for repetitions. method="tokenswift" is
         TokenSwift(tree="auto").
       draft_from: "partial_cache" runs the model on a small part of the cache and the heads on its
         result, as the paper; n-grams then begin with the best drafted token. "verified_state"
@@ -103,6 +104,9 @@ class TokenSwift(NGram):
       draft_passes: passes on the partial cache per step, each of which drafts one token deeper.
       draft_budget: slots of the partial cache per layer and kv head.
       num_sinks: first tokens of the text that always stay in it.
+      draft_refresh: new tokens after which its tokens are chosen again, by their importance to the
+        newest one; None is when new ones have displaced all but the sinks, as in the paper. The
+        fewer, the more drafts are right; each choice reads all keys.
       suffix_alone: in a step where so many tokens or more match, what followed them is drafted
         alone and the passes on the partial cache are left out; 0 for never.
       noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
@@ -115,6 +119,7 @@ class TokenSwift(NGram):
     draft_passes: int = 1
     draft_budget: int = 4096
     num_sinks: int = 16
+    draft_refresh: int | None = None
     suffix_alone: int = 0
     noise_coupled: bool = True
 
@@ -143,6 +148,8 @@ class TokenSwift(NGram):
             f"larger than num_sinks={self.num_sinks}",
         )
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
+        if self.draft_refresh is not None:
+            check_int(self.draft_refresh, "draft_refresh", 1)
         check(
             isinstance(self.noise_coupled, bool), "noise_coupled", self.noise_coupled, "a boolean"
         )
