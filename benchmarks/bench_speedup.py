@@ -54,7 +54,7 @@ class Ours:
 
         self.tsjax, self.model, self.prompt = tsjax, model, prompt
         self.total = len(prompt) + new
-        self.capacity = 1 << (self.total + 64).bit_length()
+        self.capacity = max(1024, 1 << (self.total + 64).bit_length())
         self.programs = programs("cpu", model.cfg.dtype)
         state = self.state(tsjax.Autoregressive(), {})
         for start in range(0, len(prompt) - 1, 512):

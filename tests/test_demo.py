@@ -341,7 +341,7 @@ def test_in_a_terminal_it_redraws_and_leaves_the_cursor_visible(checkpoint, monk
     reader.start()
     with open(slave, "w", encoding="utf-8") as terminal:
         monkeypatch.setattr(sys, "stdout", terminal)
-        assert main(["demo", "--model", checkpoint, "--tokens", "300", *FEW]) == 0
+        assert main(["demo", "--model", checkpoint, "--greedy", "--tokens", "300", *FEW]) == 0
         monkeypatch.undo()
     reader.join()
     os.close(master)
