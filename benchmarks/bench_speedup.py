@@ -88,6 +88,8 @@ class Ours:
         state.kv.length.block_until_ready()
         seconds = time.perf_counter() - begin
         made = int(state.length[0]) - first
+        if not made:
+            raise SystemExit("--tokens is too small: the warm-up made all of them")
         return {
             "ms_per_token": 1e3 * seconds / made,
             "tokens_per_step": made / (int(state.stats.steps[0]) - steps),

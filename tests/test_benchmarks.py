@@ -92,7 +92,7 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
     script = str(ROOT / "benchmarks" / "bench_speedup.py")
     arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--books", "books"]
-    arguments += ["--contexts", "64", "--tokens", "24", "--rounds", "1", "--threads", "0"]
+    arguments += ["--contexts", "64", "--tokens", "300", "--rounds", "1", "--threads", "0"]
     done = subprocess.run(
         [sys.executable, script, *arguments, "--settings", "greedy", "--out", "."],
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
