@@ -24,8 +24,8 @@ PASS_IS_RIGHT = 0.8
 BEST_GUESS = 0.7
 
 MOST_PASSES = 6
-# On a CPU the partial cache is small and often chosen anew. The rate is about that of the embedded
-# model behind 16,384 tokens, sampled: a text that is hard to guess.
+# On a CPU the partial cache is small and often chosen anew. The rate is an estimate for the
+# embedded model, sampled: a text that is hard to guess.
 CPU_BUDGET, CPU_REFRESH, CPU_PASS_IS_RIGHT = 512, 8, 0.75
 # Repetitions of the text, where rows cost time: a match has to be long, and if it is longer still
 # it is drafted alone.

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from tsjax.checkpoint import Model, write_heads
-from tsjax.config import ModelConfig, check, check_int, refuse_unknown
+from tsjax.config import check, check_int, refuse_unknown
 from tsjax.corpus import Corpus, Order, predictions_from_counts, read_corpus
 from tsjax.decoding import programs
 from tsjax.head_training import (
@@ -187,14 +187,10 @@ def train_heads(
 def _model_mark(model: Model) -> str:
     """Tells models apart by their settings, their norms and some of their first weights."""
     weights = model.params.model
-    digest = hashlib.sha256(fingerprint(model.replace(cfg=_without_heads(model.cfg))).encode())
+    digest = hashlib.sha256(fingerprint(model.replace(cfg=model.cfg.with_heads(0))).encode())
     for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):
         digest.update(np.asarray(array[:16]).tobytes())
     return digest.hexdigest()[:16]
-
-
-def _without_heads(cfg: ModelConfig) -> ModelConfig:
-    return cfg.with_heads(0)
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -314,7 +310,7 @@ class _Run:
         self, model: Model, settings: HeadTraining, train: Corpus, micro: int, cached: bool
     ):
         self.model, self.settings, self.train, self.micro = model, settings, train, micro
-        self.cfg = _without_heads(model.cfg)
+        self.cfg = model.cfg.with_heads(0)
         self.mesh = mesh_of(model.params)
         self.order = Order(len(train), settings.seed)
         self.rates = learning_rates(settings)
