@@ -875,7 +875,7 @@ class TuneCase:
         from pallas_kernels.tree_attention import triton as attention
 
         def call(q, cache, *rest):
-            return attention.tree_attention(q, *cache, *rest, **options)
+            return attention.tree_attention(q, *cache, *rest, **options)[0]
 
         return output_is_query(call)
 

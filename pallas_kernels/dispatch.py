@@ -78,7 +78,7 @@ def _first(implementations: Sequence[Implementation]) -> Callable:
 def on_each_device(rule: str, *, group: int) -> Callable:
     """A decorator for a kernel: XLA cannot look into one, so it is told here how to split it.
 
-    `rule` names the dimensions of the operands and of the one result, in the notation of Shardy:
+    `rule` names the dimensions of the operands and of the results, in the notation of Shardy:
     those called b and k (batch rows and kv heads) are split as those of the cache, b k s h;
     everything else is whole on every device. (k g) are query heads, `group` of them for each kv
     head.
@@ -86,7 +86,7 @@ def on_each_device(rule: str, *, group: int) -> Callable:
     sizes: dict[str, Any] = {"g": group}
     if group == 1:  # a factor of 1 may not be part of a product
         rule, sizes = rule.replace("(k g)", "k"), {}
-    operands, result = (
+    operands, results = (
         [[part.split()[0].strip("()") for part in _dimensions(array)] for array in side.split(",")]
         for side in rule.split("->")
     )
@@ -105,7 +105,9 @@ def on_each_device(rule: str, *, group: int) -> Callable:
             def sharding(dims):
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in dims)))
 
-            return mesh, kernel, sharding(result[0]), tuple(map(sharding, operands))
+            one = len(results) == 1
+            found = sharding(results[0]) if one else tuple(map(sharding, results))
+            return mesh, kernel, found, tuple(map(sharding, operands))
 
         split.def_partition(
             partition,
@@ -131,7 +133,8 @@ def _fold_batches(kernel: Callable) -> Callable:
         ]
         rows = whole[0].shape[1]
         out = function(*(array.reshape(-1, *array.shape[2:]) for array in whole))
-        return out.reshape(size, rows, *out.shape[1:]), True
+        unfold = lambda out: out.reshape(size, rows, *out.shape[1:])  # noqa: E731
+        return jax.tree.map(unfold, out), jax.tree.map(lambda _: True, out)
 
     return function
 

@@ -7,23 +7,32 @@ import numpy as np
 # --- tree_attention --------------------------------------------------------------------------
 
 
-def define(q, k_cache, v_cache, length, k_new, v_new, mask):
-    """One query at a time, over the keys it sees and nothing else."""
+def define(*inputs, rest=None):
+    return define_both(*inputs, rest=rest)[0]
+
+
+def define_both(q, k_cache, v_cache, length, k_new, v_new, mask, rest=None):
+    """One query at a time, over the keys it sees and nothing else: values and log totals."""
     q, k_cache, v_cache, k_new, v_new = (
         np.asarray(x, np.float64) for x in (q, k_cache, v_cache, k_new, v_new)
     )
     B, T, N, H = q.shape
     group = N // k_cache.shape[1]
     mask = np.broadcast_to(mask, (B, T, T))
-    out = np.empty(q.shape)
+    out, log_totals = np.empty(q.shape), np.empty(q.shape[:3])
     for b, t, n in np.ndindex(B, T, N):
         head, committed = n // group, slice(0, length[b])
         keys = np.concatenate([k_cache[b, head, committed], k_new[b, mask[b, t], head]])
         values = np.concatenate([v_cache[b, head, committed], v_new[b, mask[b, t], head]])
         scores = keys @ q[b, t, n] / np.sqrt(H)
+        if rest is not None:
+            mean, log_total = (np.asarray(x, np.float64) for x in rest)
+            scores = np.append(scores, log_total[b, n])
+            values = np.concatenate([values, mean[b, n][None]])
         weights = np.exp(scores - scores.max())
         out[b, t, n] = weights @ values / weights.sum()
-    return out
+        log_totals[b, t, n] = scores.max() + np.log(weights.sum())
+    return out, log_totals
 
 
 def random_tree(rng, T):
@@ -49,6 +58,15 @@ def make_inputs(rng, *, B=1, S=40, T=3, K=2, G=2, H=8, length=None, dtype=jnp.fl
         normal(B, T, K, H),
         mask,
     )
+
+
+def make_rest(rng, inputs):
+    """A summary of slots elsewhere, from next to nothing to nearly all of the weight."""
+    B, _, N, H = inputs[0].shape
+    mean = jnp.asarray(rng.standard_normal((B, N, H)), inputs[0].dtype)
+    log_total = rng.uniform(-3, 9, (B, N)).astype(np.float32)
+    log_total[rng.random((B, N)) < 0.2] = -1e30  # there is nothing elsewhere
+    return mean, jnp.asarray(log_total)
 
 
 def tolerance(inputs, dtype=np.float32):

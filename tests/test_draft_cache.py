@@ -17,7 +17,13 @@ import pytest
 from helpers import entry_computation, tiny_config
 
 from tsjax import cache
-from tsjax.cache import KVCache, init_cache, init_draft_cache, refresh_draft_cache
+from tsjax.cache import (
+    KVCache,
+    init_cache,
+    init_draft_cache,
+    refresh_draft_cache,
+    summarize_rest,
+)
 
 # --- the rule ---------------------------------------------------------------------------------
 
@@ -288,3 +294,64 @@ def test_the_room_for_drafts_is_never_used_for_committed_tokens():
         for index in np.ndindex(LAYERS, B, K):
             positions = read_positions(draft, text, *index)
             assert len(set(positions)) == min(length, M) and max(positions) < length
+
+
+# --- the rest ---------------------------------------------------------------------------------
+
+
+def attend(query, keys, values):
+    """Mean and log total of one query, in float64."""
+    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    scores = keys @ query / np.sqrt(len(query))
+    weights = np.exp(scores - scores.max())
+    return weights @ values / weights.sum(), scores.max() + np.log(weights.sum())
+
+
+@pytest.mark.parametrize("G", [1, 3])
+def test_the_rest_is_what_is_not_in_the_draft_cache(G):
+    rng, H, lengths, held = np.random.default_rng(G), 8, [40, 25, 12], [10, 24, 12]
+    cfg = tiny_config(num_kv_heads=K, num_heads=K * G, head_dim=H)
+    draft = init_draft_cache(cfg, B, 24, room=2, with_rest=True)
+    buffers = {name: [np.full(x.shape, np.nan, np.float32) for x in draft.k] for name in "kv"}
+    attended, expected = [], []
+    for layer in range(cfg.num_layers):
+        query = 2 * rng.standard_normal((B, K * G, H)).astype(np.float32)
+        all_seen, rest = [], []
+        for b, n in np.ndindex(B, K * G):
+            head = n // G
+            if n % G == 0:
+                k, v = rng.standard_normal((2, lengths[b], H)).astype(np.float32)
+                here = rng.permutation(lengths[b])[: held[b]]
+                elsewhere = np.setdiff1d(np.arange(lengths[b]), here)
+                buffers["k"][layer][b, head, : held[b]] = k[here]
+                buffers["v"][layer][b, head, : held[b]] = v[here]
+            all_seen.append(attend(query[b, n], k, v))
+            some = len(elsewhere) > 0
+            rest.append(attend(query[b, n], k[elsewhere], v[elsewhere]) if some else None)
+        mean, log_total = (np.stack(x).astype(np.float32) for x in zip(*all_seen, strict=True))
+        mean, log_total = mean.reshape(query.shape), log_total.reshape(query.shape[:2])
+        attended.append(cache.Attended(query, cache.Summary(mean, log_total)))
+        expected.append(rest)
+    draft = draft.replace(
+        k=tuple(buffers["k"]),
+        v=tuple(buffers["v"]),
+        length=jnp.asarray(held, jnp.int32),
+        attended=tuple(attended),
+    )
+    rounding = 1e-6  # of what all tokens amount to
+    for found, rest, (_, seen) in zip(
+        jax.jit(summarize_rest)(draft), expected, attended, strict=True
+    ):
+        for (b, n), wanted in zip(np.ndindex(B, K * G), rest, strict=True):
+            if wanted is None:
+                assert found.log_total[b, n] < -1e29 and not np.any(found.mean[b, n])
+                continue
+            error = 4 * rounding / np.exp(wanted[1] - seen.log_total[b, n])
+            np.testing.assert_allclose(found.mean[b, n], wanted[0], rtol=0, atol=error)
+            np.testing.assert_allclose(found.log_total[b, n], wanted[1], rtol=0, atol=error)
+
+
+def test_before_the_first_step_there_is_no_rest():
+    draft = init_draft_cache(CFG, B, M, with_rest=True).replace(length=jnp.asarray([0, 3, M]))
+    for mean, log_total in summarize_rest(draft):
+        assert not np.any(mean) and (np.asarray(log_total) < -1e29).all()

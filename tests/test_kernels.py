@@ -20,8 +20,10 @@ from jax.experimental.pallas import triton as backend
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_cases import (
     define,
+    define_both,
     define_scores,
     make_inputs,
+    make_rest,
     make_score_inputs,
     poison,
     relative_error,
@@ -35,6 +37,7 @@ from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.tree_attention import reference as attention_reference
 from pallas_kernels.tree_attention import specs as attention_specs
 from pallas_kernels.tree_attention import triton as attention_triton
+from pallas_kernels.tree_attention.api import Summary
 from tsjax.decoding import programs
 
 LARGEST_ERROR = {"float32": 2e-6, "bfloat16": 1e-2}
@@ -60,7 +63,7 @@ def batches(capacity, slots, batch):
     return [(lengths[i:] + lengths)[:batch] for i in range(0, len(lengths), batch)]
 
 
-reference_attention = jax.jit(attention_reference.tree_attention)
+reference_both = jax.jit(attention_reference.tree_attention)
 reference_scores = jax.jit(scores_reference.cache_scores, static_argnames="mode")
 
 
@@ -99,9 +102,17 @@ def named(cases):
     )
 
 
-def interpret_attention(blocks):
+def reference_attention(*inputs):
+    return reference_both(*inputs)[0]
+
+
+def interpret_both(blocks):
     blocks = attention_blocks(*blocks)
     return functools.partial(attention_triton.tree_attention, blocks=blocks, interpret=True)
+
+
+def interpret_attention(blocks):
+    return lambda *inputs: interpret_both(blocks)(*inputs)[0]
 
 
 def check_attention(shape, blocks, dtype, rng):
@@ -122,6 +133,18 @@ def check_attention(shape, blocks, dtype, rng):
 @named(ATTENTION_CASES)
 def test_tree_attention(shape, blocks, dtype, rng):
     check_attention(shape, blocks, dtype, rng)
+
+
+@named(ATTENTION_CASES)
+def test_rest_and_log_totals(shape, blocks, dtype, rng):
+    length = batches(shape["S"], blocks[1], shape["B"])[0]
+    inputs = make_inputs(rng, **shape, length=length, dtype=dtype)
+    for rest in ((), make_rest(rng, inputs)):
+        out, log_totals = interpret_both(blocks)(*inputs, *rest)
+        expected, expected_logs = define_both(*inputs, rest=rest or None)
+        assert out.dtype == dtype and log_totals.dtype == jnp.float32
+        assert relative_error(out, expected) < LARGEST_ERROR[dtype]
+        assert relative_error(log_totals, expected_logs) < LARGEST_ERROR["float32"]
 
 
 @pytest.mark.slow
@@ -213,12 +236,15 @@ def test_public_attention_on_this_machine(attend, rng):
 def check_accesses(shape, blocks, length, rng):
     """`attention_triton._attention` is what runs on each device."""
     inputs = make_inputs(rng, **shape, length=np.minimum(length, shape["S"]))
+    rest = make_rest(rng, inputs) if shape["T"] % 2 else ()
     *arrays, mask = inputs
     with in_numpy():
-        out = attention_triton._attention(
-            *arrays, mask.astype(np.int8), blocks=attention_blocks(*blocks), interpret=False
+        out, log_totals = attention_triton._attention(
+            *arrays, mask.astype(np.int8), *rest, blocks=attention_blocks(*blocks), interpret=False
         )
-    assert relative_error(out, define(*inputs)) < LARGEST_ERROR["float32"]
+    expected, expected_logs = define_both(*inputs, rest=rest or None)
+    assert relative_error(out, expected) < LARGEST_ERROR["float32"]
+    assert relative_error(log_totals, expected_logs) < LARGEST_ERROR["float32"]
 
 
 @hypothesis.given(
@@ -269,7 +295,8 @@ def test_lengths_above_the_capacity_are_cut(rng):
     with in_numpy():
         full = run(q, k_cache, v_cache, length, *fresh, mask.astype(np.int8))
         above = run(q, k_cache, v_cache, length + 9, *fresh, mask.astype(np.int8))
-    np.testing.assert_array_equal(above, full)
+    for one, other in zip(above, full, strict=True):
+        np.testing.assert_array_equal(one, other)
     q, blocks = q[:, 0], scores_blocks(16, 2)
     for score in (scores_triton._dot_scores, scores_triton._softmax_scores):
         with in_numpy():
@@ -304,8 +331,11 @@ RAGGED = [
 @pytest.mark.parametrize("shape", RAGGED, ids=["ragged", "ragged in many blocks", "even"])
 def test_every_access_is_masked(shape, dtype, rng):
     inputs = make_inputs(rng, **shape, dtype=dtype)
-    found = unmasked_accesses(lower_for_cuda(tree_attention, *inputs))
-    assert found == {name: [] for name in ATTENTION_KERNELS}
+    rest = Summary(*make_rest(rng, inputs))
+    for options in ({}, dict(rest=rest)):
+        attention = functools.partial(tree_attention, **options)
+        found = unmasked_accesses(lower_for_cuda(attention, *inputs))
+        assert found == {name: [] for name in ATTENTION_KERNELS}
     q, k_cache, _, length, *_ = inputs
     for mode, names in SCORES_KERNELS.items():
         lowered = lower_for_cuda(lambda *x, m=mode: cache_scores(*x, m), q[:, 0], k_cache, length)
@@ -468,9 +498,21 @@ def test_tree_attention_is_split_as_the_cache(fresh, G, place, rng):
     caches = [place(cache, "data", "model") for cache in (k_cache, v_cache)]
     new = [place(x, *heads) for x in (k_new, v_new)]
     arrays = (place(q, *heads), *caches, place(length), *new, place(mask))
-    out = run_split(interpret_attention((16, 16, 3)), *arrays)
-    assert is_placed(out, place, "data", None, "model")
-    assert relative_error(out, reference_attention(*inputs)) < LARGEST_ERROR["float32"]
+    rest = make_rest(rng, inputs)
+    if fresh == "placed":
+        mean, log_total = place(rest[0], "data", "model"), place(rest[1], "data", "model")
+    else:
+        mean, log_total = map(place, rest)
+    for found, expected in (
+        (run_split(interpret_both((16, 16, 3)), *arrays), define_both(*inputs)),
+        (
+            run_split(interpret_both((16, 16, 3)), *arrays, mean, log_total),
+            define_both(*inputs, rest=rest),
+        ),
+    ):
+        for out, wanted in zip(found, expected, strict=True):
+            assert is_placed(out, place, "data", None, "model")
+            assert relative_error(out, wanted) < LARGEST_ERROR["float32"]
 
 
 def test_kv_heads_that_no_axis_divides_are_everywhere(place, rng):
@@ -540,8 +582,7 @@ def test_tuned_block_sizes_take_the_place_of_the_rule(monkeypatch, tmp_path):
 def test_vmap_is_a_loop(implementation, rng):
     attention, scores = tree_attention, cache_scores
     if implementation == "interpreted":
-        blocks = dict(blocks=attention_blocks(16, 16, 3), interpret=True)
-        attention = functools.partial(attention_triton.tree_attention, **blocks)
+        attention = interpret_attention((16, 16, 3))
         blocks = dict(blocks=scores_blocks(16, 3), interpret=True)
         scores = functools.partial(scores_triton.cache_scores, mode="dot", **blocks)
     cases = [make_inputs(rng, B=2, T=3, S=40, length=length) for length in ([40, 7], [0, 21])]
@@ -570,5 +611,5 @@ def test_forward_derivatives_are_those_of_the_definition(rng):
 
         return jax.jit(lambda *x: jax.jvp(of, x, x)[1])(q, k_cache)
 
-    expected = derivative(attention_reference.tree_attention)
+    expected = derivative(reference_attention)
     assert relative_error(derivative(tree_attention), expected) < 1e-5

@@ -159,7 +159,8 @@ SETUPS = {
     ),
     "passes": Setup(
         tsjax.TokenSwift(
-            tree=(2, 2, 1), draft_passes=3, draft_budget=24, num_sinks=3, suffix_length=0
+            tree=(2, 2, 1), draft_passes=3, draft_budget=24, num_sinks=3, draft_rest=True,
+            suffix_length=0,
         ),
         batch=2,
     ),
@@ -388,6 +389,40 @@ def test_a_draft_that_sees_everything_is_accepted_in_full(settings):
         state = decoded(model, THREE, [list(range(11))], 20, **settings)
         accepted = np.asarray(state.stats.accepted[0])
         assert accepted.sum() == 20 and accepted[3] >= 19
+
+
+def test_what_the_last_token_attended_to_is_kept():
+    """In a batch with rows of different paths; against plain softmaxes over the whole cache."""
+    model = models(0, "float32")[1]
+    method = dataclasses.replace(SETUPS["passes"].method, suffix_length=3)
+    prompts = [list(range(11)), [5, 6, 5, 6, 5, 6, 5], [3]]
+    state = decoded(model, method, prompts, 9, do_sample=True)
+    assert len(set(np.asarray(state.length - state.prompt_length).tolist())) > 1
+    layers = zip(state.kv.k, state.kv.v, state.draft.cache.attended, strict=True)
+    for k, v, (query, seen) in layers:
+        for b, n in np.ndindex(*query.shape[:2]):
+            head, length = n // model.cfg.group_size, int(state.kv.length[b])
+            keys, values = (np.asarray(x[b, head, :length], np.float64) for x in (k, v))
+            scores = keys @ np.asarray(query[b, n], np.float64) / np.sqrt(model.cfg.head_dim)
+            weights = np.exp(scores - scores.max())
+            log_total = scores.max() + np.log(weights.sum())
+            mean = weights @ values / weights.sum()
+            np.testing.assert_allclose(seen.mean[b, n], mean, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(seen.log_total[b, n], log_total, rtol=0, atol=1e-4)
+
+
+def test_drafts_that_see_the_rest_see_everything_where_all_tokens_count_alike():
+    """Without queries attention is a mean, of which the sum of the others is exactly a part."""
+    model = models(0, "float32")[1]
+    layers = [layer.replace(q=jnp.zeros_like(layer.q)) for layer in model.params.model.layers]
+    weights = model.params.model.replace(layers=tuple(layers))
+    model = dataclasses.replace(model, params=model.params.replace(model=weights))
+    fully_accepted = []
+    for draft_rest in (False, True):
+        method = dataclasses.replace(THREE, draft_budget=8, num_sinks=2, draft_rest=draft_rest)
+        state = decoded(model, method, [list(range(40))], 20, **PENALISED)
+        fully_accepted.append(int(state.stats.accepted[0, 3]))
+    assert fully_accepted[0] < 15 and fully_accepted[1] >= 19  # all steps but the first
 
 
 def test_noise_makes_sampled_drafts_meet():

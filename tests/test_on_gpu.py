@@ -51,7 +51,8 @@ def expected_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
         caches = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k_cache, v_cache))
         fresh = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_new, v_new))
         q_head, k, v, k_fresh, v_fresh = (x.astype(jnp.float32) for x in (q_head, *caches, *fresh))
-        return attention_reference.tree_attention(q_head, k, v, length, k_fresh, v_fresh, tree_mask)
+        inputs = q_head, k, v, length, k_fresh, v_fresh, tree_mask
+        return attention_reference.tree_attention(*inputs)[0]
 
     out = lax.map(attend, jnp.arange(K))  # [K, B, T, G, H]
     return jnp.moveaxis(out, 0, 2).reshape(B, T, N, H)

@@ -11,24 +11,68 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import define, make_inputs, tolerance
+from kernel_cases import define, define_both, make_inputs, make_rest, tolerance
 
 from pallas_kernels.tree_attention import reference, xla
-from pallas_kernels.tree_attention.api import tree_attention
+from pallas_kernels.tree_attention.api import Summary, tree_attention
 
 BLOCK = 16  # small, so that a cache of a few dozen slots has several
 
 
 @functools.partial(jax.jit, static_argnames="block")
 def blockwise(*args, block=BLOCK):
-    return xla.tree_attention(*args, block=block)
+    return xla.tree_attention(*args, block=block)[0]
+
+
+@jax.jit
+def reference_attention(*args):
+    return reference.tree_attention(*args)[0]
 
 
 def check(inputs, block=BLOCK):
     out, tol = blockwise(*inputs, block=block), tolerance(inputs)
     assert out.dtype == inputs[0].dtype
     np.testing.assert_allclose(out, define(*inputs), rtol=0, atol=tol)
-    np.testing.assert_allclose(out, reference.tree_attention(*inputs), rtol=0, atol=tol)
+    np.testing.assert_allclose(out, reference_attention(*inputs), rtol=0, atol=tol)
+
+
+@pytest.mark.parametrize("with_rest", [False, True])
+@pytest.mark.parametrize("T, G", [(1, 1), (1, 3), (5, 1), (5, 4)])
+def test_rest_and_log_totals(T, G, with_rest, rng):
+    inputs = make_inputs(rng, B=3, T=T, G=G, length=[40, 0, 17])
+    rest = make_rest(rng, inputs) if with_rest else None
+    both = jax.jit(functools.partial(tree_attention, with_log_totals=True))
+    found = [
+        both(*inputs, rest=None if rest is None else Summary(*rest)),
+        xla.tree_attention(*inputs, *(rest or ()), block=BLOCK),
+        reference.tree_attention(*inputs, *(rest or ())),
+    ]
+    expected, expected_logs = define_both(*inputs, rest=rest)
+    for out, log_totals in found:
+        assert out.dtype == jnp.float32 and log_totals.dtype == jnp.float32
+        np.testing.assert_allclose(out, expected, rtol=0, atol=tolerance(inputs))
+        np.testing.assert_allclose(log_totals, expected_logs, rtol=0, atol=2e-5)
+
+
+def test_the_rest_stands_for_the_slots_it_sums_up(rng):
+    """Attention to some slots, beside a summary of the others, is attention to all of them."""
+    inputs = make_inputs(rng, B=2, T=1, G=4, length=[40, 33])
+    q, k, v, length, *fresh, _ = inputs
+    blind = np.zeros((1, 1), bool)  # the summary is of the cache alone
+    rest = tree_attention(q, k, v, length, *fresh, blind, with_log_totals=True)
+    rest = Summary(rest[0][:, 0], rest[1][:, 0])
+    none = np.zeros(2, np.int32)
+    alone = tree_attention(q, k, v, none, *fresh, np.ones((1, 1), bool), rest=rest)
+    np.testing.assert_allclose(alone, define(*inputs), rtol=0, atol=tolerance(inputs))
+
+
+def test_a_rest_that_does_not_fit_is_refused(rng):
+    inputs = make_inputs(rng, B=2, T=1, G=4, length=[40, 33])
+    mean, log_total = make_rest(rng, inputs)
+    with pytest.raises(ValueError, match=r"rest.mean .* is not valid: \(2, 8, 8\) of float32"):
+        tree_attention(*inputs, rest=Summary(mean[:, :2], log_total))
+    with pytest.raises(ValueError, match="rest.log_total .* of float32, by q"):
+        tree_attention(*inputs, rest=Summary(mean, log_total.astype(jnp.bfloat16)))
 
 
 @pytest.mark.parametrize("capacity", [BLOCK - 1, BLOCK, 2 * BLOCK, 40])
@@ -90,7 +134,7 @@ def test_slots_beyond_the_length_are_never_read(poison, length, rng):
     q, k_cache, v_cache, length, *rest = make_inputs(rng, B=2, length=length)
     beyond = (np.arange(40) >= length[:, None])[:, None, :, None]
     poisoned = [jnp.where(beyond, poison, cache) for cache in (k_cache, v_cache)]
-    for attention in (blockwise, jax.jit(tree_attention), jax.jit(reference.tree_attention)):
+    for attention in (blockwise, jax.jit(tree_attention), reference_attention):
         clean = attention(q, k_cache, v_cache, length, *rest)
         np.testing.assert_array_equal(attention(q, *poisoned, length, *rest), clean)
 

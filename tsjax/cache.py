@@ -8,19 +8,20 @@ per batch row, at any start. Nothing is ever shifted or compacted inside it.
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cache_scores
+from pallas_kernels import Summary, cache_scores, tree_attention
 from tsjax.config import ModelConfig
 from tsjax.control_flow import run_if
 from tsjax.sharding import named_sharding
 
-SELECT_BLOCK = 4096  # scores that are looked at together when the important ones are chosen
+SELECT_BLOCK = 16384  # scores that are looked at together when the important ones are chosen
+NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
 CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")
 
 
@@ -42,6 +43,13 @@ class KVCache(flax.struct.PyTreeNode):
         return self.k[0].shape[2]
 
 
+class Attended(NamedTuple):
+    """What one layer's attention of a token was: its queries, and all that they saw, summed up."""
+
+    query: jax.Array  # [B, N, H]
+    seen: Summary
+
+
 class DraftCache(flax.struct.PyTreeNode):
     """Keys and values of the few tokens that a draft pass may see, chosen per layer and kv head.
 
@@ -60,6 +68,8 @@ class DraftCache(flax.struct.PyTreeNode):
       newest: [B] int32, once not all tokens are here, slots at newest .. length hold those since
         the last choice; before that, `length`.
       seen: [B] int32, the length of the whole cache when this one was last brought up to date.
+      attended: one entry per layer, that of the last committed token, whose attention to all of
+        them says what the tokens that are not here amount to; () where they are left out.
       room: slots that committed tokens never take.
     """
 
@@ -69,6 +79,7 @@ class DraftCache(flax.struct.PyTreeNode):
     length: jax.Array
     newest: jax.Array
     seen: jax.Array
+    attended: tuple[Attended, ...] = ()
     room: int = flax.struct.field(pytree_node=False, default=0)
 
     @property
@@ -90,10 +101,16 @@ def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCach
 
 
 def init_draft_cache(
-    cfg: ModelConfig, batch: int, capacity: int, room: int = 0, mesh=None
+    cfg: ModelConfig, batch: int, capacity: int, room: int = 0, mesh=None, with_rest: bool = False
 ) -> DraftCache:
     """An empty draft cache for `capacity` committed tokens and `room` drafts per row."""
     query = (batch, cfg.num_kv_heads, cfg.head_dim)
+
+    def nothing_attended():
+        heads, wide = (batch, cfg.num_heads), jnp.promote_types(cfg.dtype, jnp.float32)
+        query, mean = (jnp.zeros((*heads, cfg.head_dim), cfg.dtype) for _ in range(2))
+        return Attended(query, Summary(mean, jnp.full(heads, NOTHING, wide)))
+
     return DraftCache(
         k=_buffers(cfg, batch, capacity + room, mesh),
         v=_buffers(cfg, batch, capacity + room, mesh),
@@ -102,6 +119,7 @@ def init_draft_cache(
         length=jnp.zeros((batch,), jnp.int32),
         newest=jnp.zeros((batch,), jnp.int32),
         seen=jnp.zeros((batch,), jnp.int32),
+        attended=tuple(nothing_attended() for _ in range(cfg.num_layers if with_rest else 0)),
     )
 
 
@@ -178,6 +196,36 @@ def refresh_draft_cache(
             draft,
             draft.query,
         )
+
+
+def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
+    """What is committed but not in an up-to-date draft cache, as one slot per layer and query head.
+
+    As the last committed token saw it: its attention to all tokens, less that to those here. The
+    queries that follow are much like its own.
+    """
+    (B, K, _, H), itself_unseen = draft.k[0].shape, jnp.zeros((1, 1), bool)
+
+    def rest_of(k, v, attended: Attended) -> Summary:
+        query, (mean, log_total) = attended
+        none = jnp.zeros((B, 1, K, H), query.dtype)
+        here = tree_attention(
+            query[:, None], k, v, draft.length, none, none, itself_unseen, with_log_totals=True
+        )
+        mean_here, log_total_here = (x[:, 0] for x in here)
+        share_here = jnp.exp(jnp.minimum(log_total_here - log_total, 0))
+        share = 1 - share_here
+        # Of less than that, rounding leaves nothing sure.
+        is_some = share > 4 * jnp.finfo(query.dtype).eps
+        share = jnp.where(is_some, share, 1)
+        elsewhere = (mean - share_here[..., None] * mean_here) / share[..., None]
+        return Summary(
+            jnp.where(is_some[..., None], elsewhere, 0).astype(query.dtype),
+            jnp.where(is_some, log_total + jnp.log(share), NOTHING),
+        )
+
+    with jax.named_scope("summarize_rest"):
+        return tuple(map(rest_of, draft.k, draft.v, draft.attended))
 
 
 def _slide(buffers, committed, to, start, count, max_rows: int):

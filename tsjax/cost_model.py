@@ -24,9 +24,9 @@ PASS_IS_RIGHT = 0.8
 BEST_GUESS = 0.7
 
 MOST_PASSES = 6
-# On a CPU the partial cache is small and often chosen anew. The rate is an estimate for the
-# embedded model, sampled: a text that is hard to guess.
-CPU_BUDGET, CPU_REFRESH, CPU_PASS_IS_RIGHT = 512, 8, 0.75
+# On a CPU the partial cache is small, often chosen anew, and passes see the rest summed up. The
+# rate is an estimate for the embedded model, sampled: a text that is hard to guess.
+CPU_BUDGET, CPU_REFRESH, CPU_PASS_IS_RIGHT = 512, 8, 0.85
 # Repetitions of the text, where rows cost time: a match has to be long, and if it is longer still
 # it is drafted alone.
 CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 15, "suffix_match": 4}
@@ -152,6 +152,7 @@ def _narrow(method: TokenSwift, model: ModelConfig) -> list[Any]:
             draft_passes=passes,
             draft_budget=max(CPU_BUDGET, method.num_sinks + 1),
             draft_refresh=CPU_REFRESH,
+            draft_rest=True,
             suffix_alone=CPU_SUFFIX_ALONE,
             pass_widths=(1 + depth,),
             **CPU_SUFFIX,
@@ -188,14 +189,21 @@ def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> flo
         return 1.0
     rows = decode.pass_widths[0] if chip.rows else decode.tree_width
     time = pass_time(model, chip, rows, context, batch)
+
+    def reading(slots: int) -> float:
+        """One row's attention."""
+        return pass_time(model, chip, 1, slots, batch) - pass_time(model, chip, 1, 0, batch)
+
     passes = decode.draft_passes
-    for depth in range(passes):
+    if passes:
         slots = min(method.draft_budget, context)
-        time += pass_time(model, chip, depth + 1, slots, batch)
-    if passes and method.draft_refresh:
-        # Scoring and ordering all keys takes about as long as attention of one row.
-        reading = pass_time(model, chip, 1, context, batch) - pass_time(model, chip, 1, 0, batch)
-        time += reading * min(expected_tokens(decode, chip) / method.draft_refresh, 1.0)
+        time += passes * pass_time(model, chip, 1, slots, batch)
+        if method.draft_rest:
+            time += reading(slots)
+        if method.draft_refresh:
+            # Scoring and ordering all keys takes about as long as attention of one row.
+            often = min(expected_tokens(decode, chip) / method.draft_refresh, 1.0)
+            time += reading(context) * often
     if decode.draft_levels > passes:  # heads run, and the unembedding once more
         time += model.vocab_size * model.embed_dim * _bytes(model) / chip.bytes_per_second
     return time / plain

@@ -121,7 +121,9 @@ def _init_draft(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> DraftStat
     cache = hidden = ngrams = None
     if cfg.uses_partial_cache:
         budget = min(method.draft_budget, capacity)
-        cache = init_draft_cache(model, batch, budget, cfg.draft_passes - 1, mesh)
+        cache = init_draft_cache(
+            model, batch, budget, cfg.draft_passes - 1, mesh, cfg.summarizes_rest
+        )
     elif cfg.draft_levels:
         hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
     if cfg.ngram_depth:
@@ -322,17 +324,24 @@ def _counted(stats: StepStats, tree: DraftTree, path, count) -> StepStats:
 
 
 def _last_verified(draft: DraftState, verdict: Verdict, last, rows) -> DraftState:
-    """Keeps hidden state and queries of the nodes `last` [B], for the batch rows `rows` [B]."""
+    """Keeps what drafts need of the nodes `last` [B], for the batch rows `rows` [B]."""
     b = jnp.arange(last.shape[0])
+
+    def keep(new, old):
+        def one(new, old):
+            wanted = rows.reshape(-1, *(1,) * (old.ndim - 1))
+            return jnp.where(wanted, new[b, last], old)
+
+        return jax.tree.map(one, new, old)
+
     if draft.hidden is not None:
-        hidden = jnp.where(rows[:, None], verdict.rows.hidden[b, last], draft.hidden)
-        draft = draft.replace(hidden=hidden)
+        draft = draft.replace(hidden=keep(verdict.rows.hidden, draft.hidden))
     if draft.cache is not None:
-        query = tuple(
-            jnp.where(rows[:, None, None], new[b, last], old)
-            for new, old in zip(verdict.rows.query, draft.cache.query, strict=True)
-        )
-        draft = draft.replace(cache=draft.cache.replace(query=query))
+        kept = {
+            "query": keep(verdict.rows.query, draft.cache.query),
+            "attended": keep(verdict.rows.attended, draft.cache.attended),
+        }
+        draft = draft.replace(cache=draft.cache.replace(**kept))
     return draft
 
 

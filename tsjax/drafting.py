@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tsjax.cache import DraftCache, write_rows
+from tsjax.cache import DraftCache, summarize_rest, write_rows
 from tsjax.control_flow import run_if
 from tsjax.heads import run_heads
 from tsjax.methods import DecodeConfig
@@ -158,10 +158,13 @@ def _run_passes(params: Params, state: DecodeState, cache, best, noise, *, cfg: 
     """
     passes, ranked, alone = cfg.draft_passes, [], jnp.ones((1, 1), bool)
     heads = params.heads[: cfg.draft_levels - passes]
+    rest = summarize_rest(cache) if cfg.summarizes_rest else ()
     for depth in range(passes):
         known = cache.replace(length=cache.length + depth)
         positions = state.kv.length[:, None] + depth
-        rows = run_rows(params.model, known, best[:, -1:], positions, alone, cfg=cfg.model)
+        rows = run_rows(
+            params.model, known, best[:, -1:], positions, alone, cfg=cfg.model, rest=rest
+        )
         normed = final_norm(params.model, rows.hidden, cfg=cfg.model)
         if depth < passes - 1:
             cache = _remember_draft(cache, rows, known.length, jnp.any(state.running))

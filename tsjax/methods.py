@@ -19,6 +19,7 @@ CHOSEN_WITH_THE_TREE = (
     "draft_passes",
     "draft_budget",
     "draft_refresh",
+    "draft_rest",
     "num_ngrams",
     "suffix_length",
     "suffix_match",
@@ -92,11 +93,11 @@ class TokenSwift(NGram):
         the second best token behind the best. () is no tree. A tree deeper than what the model
         drafts is cut: partial_cache drafts draft_passes + heads tokens, verified_state one for
         each head. "auto" leaves tree, draft_from, draft_passes, draft_budget, draft_refresh,
-        num_ngrams, suffix_length, suffix_match, suffix_alone and pass_widths to the cost model,
-        which knows the chip, the model and the length of the run: a narrow tree for a CPU, a wide
-        one for a GPU, and no drafts of the model where they cannot pay, from the start or as soon
-        as a run shows it. Without them a CPU still looks for repetitions. method="tokenswift" is
-        TokenSwift(tree="auto").
+        draft_rest, num_ngrams, suffix_length, suffix_match, suffix_alone and pass_widths to the
+        cost model, which knows the chip, the model and the length of the run: a narrow tree for a
+        CPU, a wide one for a GPU, and no drafts of the model where they cannot pay, from the start
+        or as soon as a run shows it. Without them a CPU still looks for repetitions.
+        method="tokenswift" is TokenSwift(tree="auto").
       draft_from: "partial_cache" runs the model on a small part of the cache and the heads on its
         result, as the paper; n-grams then begin with the best drafted token. "verified_state"
         gives the heads the verified hidden state that the step before ended with, which costs no
@@ -107,6 +108,9 @@ class TokenSwift(NGram):
       draft_refresh: new tokens after which its tokens are chosen again, by their importance to the
         newest one; None is when new ones have displaced all but the sinks, as in the paper. The
         fewer, the more drafts are right; each choice reads all keys.
+      draft_rest: passes on the partial cache also see the tokens that are not in it, summed up as
+        one slot for each query head: what the last verified token saw of them. More drafts are
+        right, for one more reading of the partial cache per step. Not in the paper.
       suffix_alone: in a step where so many tokens or more match, what followed them is drafted
         alone and the passes on the partial cache are left out; 0 for never.
       noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
@@ -120,6 +124,7 @@ class TokenSwift(NGram):
     draft_budget: int = 4096
     num_sinks: int = 16
     draft_refresh: int | None = None
+    draft_rest: bool = False
     suffix_alone: int = 0
     noise_coupled: bool = True
 
@@ -150,9 +155,8 @@ class TokenSwift(NGram):
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
         if self.draft_refresh is not None:
             check_int(self.draft_refresh, "draft_refresh", 1)
-        check(
-            isinstance(self.noise_coupled, bool), "noise_coupled", self.noise_coupled, "a boolean"
-        )
+        for name in ("draft_rest", "noise_coupled"):
+            check(isinstance(getattr(self, name), bool), name, getattr(self, name), "a boolean")
 
 
 METHODS: dict[str, Any] = {
@@ -246,6 +250,11 @@ class DecodeConfig:
     def draft_passes(self) -> int:
         """Passes of the model on the partial cache in a step."""
         return min(self.method.draft_passes, self.draft_levels) if self.uses_partial_cache else 0
+
+    @property
+    def summarizes_rest(self) -> bool:
+        """Whether passes on the partial cache see the other tokens summed up."""
+        return self.uses_partial_cache and self.method.draft_rest
 
     @property
     def ngram_depth(self) -> int:

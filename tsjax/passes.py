@@ -8,8 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tree_attention
-from tsjax.cache import DraftCache, KVCache
+from pallas_kernels import Summary, tree_attention
+from tsjax.cache import Attended, DraftCache, KVCache
 from tsjax.config import ModelConfig
 from tsjax.model import ModelWeights, forward
 
@@ -24,6 +24,7 @@ class Rows(NamedTuple):
     k: tuple[jax.Array, ...]  # [B, T, K, H]
     v: tuple[jax.Array, ...]  # [B, T, K, H]
     query: tuple[jax.Array, ...]  # [B, T, K, H]
+    attended: tuple[Attended, ...] = ()  # with T behind B
 
 
 def run_rows(
@@ -34,20 +35,37 @@ def run_rows(
     mask,
     *,
     cfg: ModelConfig,
+    rest: tuple[Summary, ...] = (),
+    with_attended: bool = False,
 ) -> Rows:
     """One pass of T rows that see the cached tokens and, where `mask` says, one another.
 
     Args:
       tokens, positions: [B, T] int32.
       mask: [T, T] or [B, T, T] bool, which row sees which.
+      rest: of each layer, tokens that are not in the cache and that rows see summed up.
+      with_attended: whether to fill in Rows.attended.
     """
-    queries = []
+    queries, attended = [], []
 
-    def attend(layer, q, k, v):
+    def attend(layer: int, q, k, v):
         B, T, _, H = q.shape
         grouped = q.reshape(B, T, cfg.num_kv_heads, cfg.group_size, H)
         queries.append(jnp.sum(grouped, axis=3))
-        return tree_attention(q, cache.k[layer], cache.v[layer], cache.length, k, v, mask)
+        mixed, log_totals = tree_attention(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            cache.length,
+            k,
+            v,
+            mask,
+            rest=rest[layer] if rest else None,
+            with_log_totals=True,
+        )
+        if with_attended:
+            attended.append(Attended(q, Summary(mixed, log_totals)))
+        return mixed
 
     hidden, k, v = forward(weights, tokens, positions=positions, attend=attend, cfg=cfg)
-    return Rows(hidden, k, v, tuple(queries))
+    return Rows(hidden, k, v, tuple(queries), tuple(attended))

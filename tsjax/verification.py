@@ -25,7 +25,7 @@ from tsjax.tree import NO_NODE, DraftTree
 class Verdict(flax.struct.PyTreeNode):
     """Attributes:
     target: [B, T] int32, the token that follows each node, from its logits and its noise.
-    rows: hidden states, keys, values and queries of all nodes.
+    rows: what the pass yields for all nodes.
     """
 
     target: jax.Array
@@ -82,7 +82,15 @@ def _padded(x, width: int):
 
 def _verify_rows(weights, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig):
     positions = state.kv.length[:, None] + tree.depths
-    rows = run_rows(weights, state.kv, tree.tokens, positions, tree.mask, cfg=cfg.model)
+    rows = run_rows(
+        weights,
+        state.kv,
+        tree.tokens,
+        positions,
+        tree.mask,
+        cfg=cfg.model,
+        with_attended=cfg.summarizes_rest,
+    )
     logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
     known = noise.shape[1]
     missing = tree.path.shape[2] - known

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -11,8 +13,30 @@ from pallas_kernels.checks import check_arrays, check_length
 from pallas_kernels.tree_attention import xla
 
 
+class Summary(NamedTuple):
+    """Many slots as one, for each query head: how a query saw them, or how it is to see them.
+
+    Attributes:
+      mean: [B, N, H] in the queries' type, their values by their weights.
+      log_total: [B, N] in the type of the sums, the logarithm of the sum of exp(score).
+    """
+
+    mean: Any
+    log_total: Any
+
+
 def tree_attention(
-    q, k_cache, v_cache, length, k_new, v_new, tree_mask, *, implementation: str | None = None
+    q,
+    k_cache,
+    v_cache,
+    length,
+    k_new,
+    v_new,
+    tree_mask,
+    *,
+    rest: Summary | None = None,
+    with_log_totals: bool = False,
+    implementation: str | None = None,
 ):
     """Attention of T fresh rows to `length` committed slots and, by `tree_mask`, to each other.
 
@@ -25,13 +49,17 @@ def tree_attention(
       k_cache, v_cache: [B, K, S, H] committed keys and values; N is a multiple of K.
       length: [B] int32, committed slots of each batch row, at most S.
       k_new, v_new: [B, T, K, H] keys and values of the fresh rows.
-      tree_mask: [T, T] or [B, T, T] bool, tree_mask[t, u]: row t sees fresh row u. Every row sees
-        itself.
+      tree_mask: [T, T] or [B, T, T] bool, tree_mask[t, u]: row t sees fresh row u. What a row
+        gets that sees nothing at all is unspecified.
+      rest: slots that are not here; all rows of a query head see them as one slot with the value
+        rest.mean and the score rest.log_total.
+      with_log_totals: to have both results, which together are a `Summary` of each row.
       implementation: "triton" or "xla" to have that one or an error; None for the first that
         serves.
 
     Returns:
-      [B, T, N, H] in q's type.
+      [B, T, N, H] in q's type; and, if asked for, [B, T, N] in the type of the sums: the logarithm
+      of the sum of exp(score) of what a row sees.
     """
     arrays = dict(
         q=q, k_cache=k_cache, v_cache=v_cache, length=length, k_new=k_new, v_new=v_new,
@@ -54,8 +82,28 @@ def tree_attention(
         bools=("tree_mask",),
     )
     check_length(arrays["length"], arrays["k_cache"].shape[2])
+    if rest is not None:
+        mean, log_total = _checked_rest(rest, arrays["q"])
+        arrays |= dict(mean=mean, log_total=log_total)
     with jax.named_scope("tree_attention"):
-        return dispatch.run(IMPLEMENTATIONS, tuple(arrays.values()), name=implementation)
+        both = dispatch.run(IMPLEMENTATIONS, tuple(arrays.values()), name=implementation)
+        return both if with_log_totals else both[0]
+
+
+def _checked_rest(rest: Summary, q) -> Summary:
+    mean, log_total = map(jnp.asarray, rest)
+    B, _, N, H = q.shape
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    for name, array, shape, dtype in (
+        ("rest.mean", mean, (B, N, H), q.dtype),
+        ("rest.log_total", log_total, (B, N), wide),
+    ):
+        if array.shape != shape or array.dtype != dtype:
+            raise ValueError(
+                f"{name} of shape {array.shape} and type {array.dtype} is not valid: {shape} "
+                f"of {dtype}, by q"
+            )
+    return Summary(mean, log_total)
 
 
 def decode_attention(
@@ -83,10 +131,12 @@ def decode_attention(
         floats=("q", "k_cache", "v_cache", "k_new", "v_new"),
         integers=("length",),
     )
-    for name in ("q", "k_new", "v_new"):
-        arrays[name] = arrays[name][:, None]
+    q, k_cache, v_cache, length, k_new, v_new = arrays.values()
+    q, k_new, v_new = (x[:, None] for x in (q, k_new, v_new))
     itself = jnp.ones((1, 1), bool)
-    out = tree_attention(**arrays, tree_mask=itself, implementation=implementation)
+    out = tree_attention(
+        q, k_cache, v_cache, length, k_new, v_new, itself, implementation=implementation
+    )
     return out[:, 0]
 
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 
-def tree_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
-    """Arguments and result as in `api.tree_attention`; costs by capacity."""
+def tree_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None):
+    """Arguments as in `api.tree_attention`, those of `rest` one by one; returns both results.
+
+    Costs by capacity.
+    """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -25,7 +28,15 @@ def tree_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
     grouped = q.reshape(B, T, K, N // K, H).astype(wide)
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, k, precision="highest") * H**-0.5
     scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
-    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum("bkgts,bksh->btkgh", weights, v, precision="highest")
-    return out.reshape(B, T, N, H).astype(q.dtype)
+    if mean is not None and log_total is not None:
+        beside = jnp.broadcast_to(log_total.reshape(B, K, N // K, 1, 1), (*scores.shape[:4], 1))
+        scores = jnp.concatenate([scores, beside], axis=-1)
+    peak = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - peak)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    weights, logs = weights / total, (peak + jnp.log(total))[..., 0]  # [B, K, G, T]
+    out = jnp.einsum("bkgts,bksh->btkgh", weights[..., : S + T], v, precision="highest")
+    if mean is not None and log_total is not None:
+        share = jnp.moveaxis(weights[..., -1:], 3, 1)  # [B, T, K, G, 1]
+        out = out + share * mean.reshape(B, 1, K, N // K, H).astype(wide)
+    return out.reshape(B, T, N, H).astype(q.dtype), jnp.moveaxis(logs, 3, 1).reshape(B, T, N)

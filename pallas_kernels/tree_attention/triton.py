@@ -5,8 +5,8 @@ The G * T rows that share one kv head form one tile, in blocks of `Blocks.rows`,
 read once for each block of rows. What a block of rows attends to, the fresh rows and then the
 first `length` slots of the cache, is cut into blocks of slots and shared out evenly among
 `Blocks.parts` programs, so that one row of a batch fills the chip. Each part leaves a softmax of
-its own (peak, total, weighted sum); the second kernel merges those parts that had work. No atomics:
-two runs give the same bits.
+its own (peak, total, weighted sum); the second kernel merges those parts that had work, and the
+summary of slots that are elsewhere if there is one. No atomics: two runs give the same bits.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pallas_kernels.tree_attention.specs import tuned_key
 from pallas_kernels.triton import MASKED, check_supported, dot, launch, load, padded, steps, store
 
 MOST_PARTS = 128
+LOG2_E = math.log2(math.e)
 MERGE_SIZE = 4096  # entries that one program of the merge holds
 
 
@@ -57,25 +58,30 @@ def default_blocks(B: int, T: int, N: int, K: int, S: int, H: int, dtype) -> Blo
 
 
 def tree_attention(
-    q, k_cache, v_cache, length, k_new, v_new, tree_mask, *, blocks=None, interpret=False
-):
-    """Arguments and result as in `api.tree_attention`."""
+    q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None,
+    *, blocks=None, interpret=False,
+):  # fmt: skip
+    """Arguments as in `api.tree_attention`, those of `rest` one by one; returns both results."""
     B, T, N, H = q.shape
     check_supported(q.dtype, H)
     mask = jnp.broadcast_to(tree_mask, (B, T, T)).astype(jnp.int8)
-    attention = _on_each_device(N // k_cache.shape[1], blocks, interpret)
-    return attention(q, k_cache, v_cache, length, k_new, v_new, mask)
+    rest = () if mean is None else (mean, log_total)
+    attention = _on_each_device(N // k_cache.shape[1], bool(rest), blocks, interpret)
+    return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest)
 
 
 @functools.cache
-def _on_each_device(group: int, blocks, interpret: bool):
+def _on_each_device(group: int, with_rest: bool, blocks, interpret: bool):
+    rest = ", b (k g) h, b (k g)" if with_rest else ""
     split = on_each_device(
-        "b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u -> b t (k g) h", group=group
+        f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{rest} "
+        "-> b t (k g) h, b t (k g)",
+        group=group,
     )
     return jax.jit(split(functools.partial(_attention, blocks=blocks, interpret=interpret)))
 
 
-def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *, blocks, interpret):
+def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest, blocks, interpret):
     (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
     blocks = blocks or default_blocks(B, T, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
@@ -97,15 +103,15 @@ def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *, blocks, inter
     )  # fmt: skip
     columns = min(padded(H), max(16, MERGE_SIZE // padded(blocks.parts)))
     merge = functools.partial(_merge, fresh=T, blocks=blocks, columns=columns)
-    (out,) = launch(
+    out, log_totals = launch(
         merge,
-        length, *parts,
+        length, *parts, *rest,
         grid=(T * N // K, pl.cdiv(H, columns), B * K),
-        outputs=[((B, T, N, H), q.dtype)],
+        outputs=[((B, T, N, H), q.dtype), ((B, T, N), jnp.float32)],
         warps=4, stages=1, name="tsjax_tree_attention_merge",
         interpret=interpret,
     )  # fmt: skip
-    return out
+    return out, log_totals
 
 
 def _share(length, fresh: int, blocks: Blocks):
@@ -144,7 +150,7 @@ def _attend(
     is_column = columns < H
     q_index = b, row_of_q[:, None], (head * G + lax.rem(rows, G))[:, None], columns
     q = load(q_ref, q_index, is_row[:, None] & is_column)
-    scale = H**-0.5 * math.log2(math.e)  # powers of two are what the chip computes
+    scale = H**-0.5 * LOG2_E  # powers of two are what the chip computes
 
     def attend(k, v, visible, carry):
         """Adds some slots, of which each row sees those that are `visible`."""
@@ -192,17 +198,19 @@ def _merge(
     length_ref,  # [B]
     out_ref,  # [parts, B, K, rows, H]
     peak_ref, total_ref,  # [parts, B, K, rows]
-    # outputs
-    merged_ref,  # [B, T, N, H]
-    *,
+    # and if there is a rest: mean [B, N, H], log_total [B, N]
+    # outputs: merged [B, T, N, H], log_totals [B, T, N]
+    *refs,
     fresh: int,
     blocks: Blocks,
     columns: int,
 ):  # fmt: skip
+    *rest_refs, merged_ref, log_totals_ref = refs
     H, K, N = merged_ref.shape[3], out_ref.shape[2], merged_ref.shape[2]
     G = N // K
     row = pl.program_id(0)
     b, head = lax.div(pl.program_id(2), K), lax.rem(pl.program_id(2), K)
+    query_head = head * G + lax.rem(row, G)
     _, all_blocks, share = _share(length_ref[b], fresh, blocks)
 
     parts = steps(padded(blocks.parts))
@@ -212,7 +220,19 @@ def _merge(
     total = load(total_ref, (parts, b, head, row), worked)
     at = parts[:, None], b, head, row, column[None, :]
     out = load(out_ref, at, worked[:, None] & (column < H)[None, :])
-    weight = jnp.exp2(peak - jnp.max(peak))
-    merged = jnp.sum(out * weight[:, None], axis=0) / jnp.sum(total * weight)
-    place = b, lax.div(row, G), head * G + lax.rem(row, G), column
-    store(merged_ref, place, merged.astype(merged_ref.dtype), column < H)
+    highest = jnp.max(peak)
+    if rest_refs:
+        mean_ref, log_total_ref = rest_refs
+        rest = load(log_total_ref, (b, query_head), row >= 0) * LOG2_E
+        highest = jnp.maximum(highest, rest)
+    weight = jnp.exp2(peak - highest)
+    total = jnp.sum(total * weight)
+    merged = jnp.sum(out * weight[:, None], axis=0)
+    if rest_refs:
+        mean = load(mean_ref, (b, query_head, column), column < H).astype(jnp.float32)
+        weight = jnp.exp2(rest - highest)
+        total, merged = total + weight, merged + mean * weight
+    place = b, lax.div(row, G), query_head
+    store(merged_ref, (*place, column), (merged / total).astype(merged_ref.dtype), column < H)
+    log_total = highest / LOG2_E + jnp.log(total)
+    store(log_totals_ref, place, log_total, pl.program_id(1) == 0)

@@ -19,9 +19,13 @@ MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can ar
 
 
 def tree_attention(
-    q, k_cache, v_cache, length, k_new, v_new, tree_mask, *, block: int | None = None
-):
-    """Arguments and result as in `api.tree_attention`; `block` cache slots are read at a time."""
+    q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None,
+    *, block: int | None = None,
+):  # fmt: skip
+    """Arguments as in `api.tree_attention`; returns both results.
+
+    `mean` and `log_total` are those of `rest`; `block` cache slots are read at a time.
+    """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
     G = N // K
@@ -41,7 +45,7 @@ def tree_attention(
             a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=wide
         )
 
-    # Fresh rows among themselves. Each row sees itself, so the running maximum is finite from here.
+    # Fresh rows among themselves; the running maximum is finite from here, if only MASKED.
     k_fresh, v_fresh = jnp.swapaxes(k_new, 1, 2), jnp.swapaxes(v_new, 1, 2)  # [B, K, T, H]
     scores = dot(tile, k_fresh, 3, 3) * H**-0.5  # [B, K, rows, T]
     visible = jnp.broadcast_to(tree_mask, (B, T, T))
@@ -51,6 +55,14 @@ def tree_attention(
     weights = jnp.exp(scores - peak[..., None])
     total = jnp.sum(weights, axis=-1)
     out = dot(weights.astype(q.dtype), v_fresh, 3, 2)  # [B, K, rows, H]
+    if mean is not None and log_total is not None:
+        # One more slot, with a score and a value for each query head.
+        mean = jnp.tile(mean.reshape(B, K, G, H), (1, 1, T, 1)).astype(wide)
+        log_total = jnp.tile(log_total.reshape(B, K, G), (1, 1, T))
+        new_peak = jnp.maximum(peak, log_total)
+        shrink, weight = jnp.exp(peak - new_peak), jnp.exp(log_total - new_peak)
+        peak, total = new_peak, total * shrink + weight
+        out = out * shrink[..., None] + mean * weight[..., None]
 
     def add(k, v, committed, carry):
         """Adds slots to the running softmax, all or those `committed` [B, slots]."""
@@ -86,16 +98,18 @@ def tree_attention(
     carry = peak, total, out
     if at_once:
         slots = jnp.arange(S, dtype=jnp.int32)
-        _, total, out = add(k_cache, v_cache, slots < length[:, None], carry)
+        peak, total, out = add(k_cache, v_cache, slots < length[:, None], carry)
     else:
         shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)
         whole = shortest // block
         behind_whole = whole * block
         rest = (longest - behind_whole + small - 1) // small
         carry = lax.fori_loop(0, whole, add_whole_block, carry)
-        _, total, out = lax.fori_loop(0, rest, add_small_block, carry)
+        peak, total, out = lax.fori_loop(0, rest, add_small_block, carry)
     out = (out / total[..., None]).astype(q.dtype)
-    return out.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+    out = out.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
+    logs = (peak + jnp.log(total)).reshape(B, K, T, G).transpose(0, 2, 1, 3).reshape(B, T, N)
+    return out, logs
 
 
 def default_block(heads: int, width: int) -> int:
