@@ -7,7 +7,10 @@ process, in turn, round by round; a ratio is taken round by round, and its media
 table. The tokens of every method are compared with those of plain decoding.
 
     python benchmarks/bench_speedup.py --books corpus --out benchmarks/results/cpu
-    python benchmarks/bench_speedup.py --books corpus --sweep --contexts 8192   # to find what pays
+
+With --sweep, four passes on partial caches that are chosen in several ways are run beside it.
+
+    python benchmarks/bench_speedup.py --books corpus --sweep --contexts 8192 --threads 0
 """
 
 from __future__ import annotations
@@ -140,28 +143,22 @@ class Theirs:
         return {"ms_per_token": 1e3 * (times[-1] - times[1]) / (len(times) - 2)}
 
 
-def sweep(heads: int) -> dict[str, Any]:
-    """What might pay, one by one."""
+def sweep() -> dict[str, Any]:
+    """What the partial cache holds: when it is chosen again, and whether passes see the rest."""
     import tsjax
 
-    off = dict(num_ngrams=0, suffix_length=0)
-    suffix = dict(num_ngrams=0, suffix_length=15, suffix_match=4)
-    methods: dict[str, Any] = {"suffix": tsjax.NGram(**suffix, pass_widths=(1,))}
-    for n in range(1, 7):
-        for budget in (128, 512):
-            methods[f"{n} passes {budget}"] = tsjax.TokenSwift(
-                tree=(1,) * n, draft_passes=n, draft_budget=budget, **off
+    methods: dict[str, Any] = {}
+    for rule, every in {"the paper's rule": None, "every 8 tokens": 8, "every step": 1}.items():
+        for rest in (False, True):
+            methods[f"{rule}, rest" if rest else rule] = tsjax.TokenSwift(
+                tree=(1,) * 4,
+                draft_passes=4,
+                draft_budget=512,
+                draft_refresh=every,
+                draft_rest=rest,
+                num_ngrams=0,
+                suffix_length=0,
             )
-    methods["4 passes, suffix"] = tsjax.TokenSwift(
-        tree=(1,) * 4,
-        draft_passes=4,
-        draft_budget=512,
-        suffix_alone=8,
-        pass_widths=(5,),
-        **suffix,
-    )
-    if heads:
-        methods["heads"] = tsjax.TokenSwift(tree=(1,) * heads, draft_from="verified_state", **off)
     return methods
 
 
@@ -173,7 +170,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192, help="new tokens of a run")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--sweep", action="store_true", help="other methods beside the chosen one")
+    parser.add_argument("--sweep", action="store_true", help="choices of the partial cache too")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch; 0 leaves it out")
     report.add_out(parser)
     args = parser.parse_args()
@@ -189,7 +186,7 @@ def main() -> None:
         choice = tsjax.choose_method("tokenswift", model, context + args.tokens // 2)
         methods = {"plain": tsjax.Autoregressive(), "tokenswift": choice.method}
         if args.sweep:
-            methods |= sweep(model.cfg.num_draft_heads)
+            methods |= sweep()
         for setting in args.settings:
             rows: dict[str, list[dict]] = {name: [] for name in methods}
             if theirs:
@@ -206,8 +203,8 @@ def main() -> None:
                     summarise(context, setting, name, methods.get(name), runs, rows)
                 )
                 show(document["rows"][-1])
-    report.write(document, args.out, "speedup")
-    if args.out:
+    report.write(document, args.out, "partial_cache" if args.sweep else "speedup")
+    if args.out and not args.sweep:
         plot(document["rows"], args.out / "speedup.png")
 
 

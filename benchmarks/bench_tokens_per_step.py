@@ -56,6 +56,7 @@ def main() -> None:
         "model (1 pass) + n-grams": tsjax.TokenSwift(tree=(3,), suffix_length=0, **cache),
         "model (1 pass) + n-grams + suffix": tsjax.TokenSwift(tree=(3,), **cache),
         "model (4 passes)": tsjax.TokenSwift(**four, **off),
+        "model (4 passes that see the rest)": tsjax.TokenSwift(**four, draft_rest=True, **off),
         "model (4 passes) + n-grams": tsjax.TokenSwift(**four, suffix_length=0),
         "model (4 passes) + n-grams + suffix": tsjax.TokenSwift(**four),
     }

@@ -19,6 +19,7 @@ import scipy.stats
 from helpers import compilations, entry_computation, tiny_config, tiny_model
 
 import tsjax
+from tsjax.cache import SELECT_BLOCK
 from tsjax.decoding import programs
 from tsjax.drafting import draft
 from tsjax.sampling import first_last_seen, score, step_noise
@@ -489,7 +490,7 @@ def test_work_does_not_grow_with_the_capacity(name):
     slot, once or twice; a single layer's keys would be 64. The exception is the choice of a draft
     cache, which scores all slots: once in many steps.
     """
-    small, large = 8192, 262144
+    small, large = SELECT_BLOCK, 262144  # no block is larger
     work = []
     for capacity in (small, large):
         executable, state = compiled(name, capacity=capacity)
@@ -525,7 +526,7 @@ def test_one_program_for_every_length_seed_and_setting():
 @pytest.mark.parametrize("name", COST_METHODS)
 def test_steps_ask_the_host_nothing(name):
     """All that a step reads and writes is on the device; the host only starts the loop."""
-    executable, state = compiled(name, capacity=8192)  # compiled by the test before
+    executable, state = compiled(name, capacity=SELECT_BLOCK)  # compiled by the test before
     params, steps = tiny_model(num_draft_heads=2).params, jnp.int32(8)
     state = jax.tree.map(jnp.copy, state)  # it is donated
     with jax.transfer_guard("disallow"):

@@ -27,10 +27,8 @@ MOST_PASSES = 6
 # On a CPU the partial cache is small, often chosen anew, and passes see the rest summed up. The
 # rate is an estimate for the embedded model, sampled: a text that is hard to guess.
 CPU_BUDGET, CPU_REFRESH, CPU_PASS_IS_RIGHT = 512, 8, 0.85
-# Repetitions of the text, where rows cost time: a match has to be long, and if it is longer still
-# it is drafted alone.
-CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 15, "suffix_match": 4}
-CPU_SUFFIX_ALONE = 8
+# Repetitions of the text, where rows cost time: a match has to be long, and then is drafted alone.
+CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 5}
 
 
 class RowCosts(NamedTuple):
@@ -153,7 +151,7 @@ def _narrow(method: TokenSwift, model: ModelConfig) -> list[Any]:
             draft_budget=max(CPU_BUDGET, method.num_sinks + 1),
             draft_refresh=CPU_REFRESH,
             draft_rest=True,
-            suffix_alone=CPU_SUFFIX_ALONE,
+            suffix_alone=CPU_SUFFIX["suffix_match"],
             pass_widths=(1 + depth,),
             **CPU_SUFFIX,
         )

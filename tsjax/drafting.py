@@ -35,17 +35,19 @@ def draft(
     """
     with jax.named_scope("draft"):
         method, J, B = cfg.method, cfg.draft_depth, state.tokens.shape[0]
-        groups, passes_run = [_Paths.none(B, J)], jnp.asarray(True)
+        suffix, groups = _Paths.none(B, J), []
+        alone = jnp.zeros((B,), bool)  # rows that draft what followed a long match, no more
         if J and method.suffix_length:
             tokens, count, matched = longest_suffix(
                 state.tokens, state.length, method.suffix_length
             )
             count = jnp.where(matched >= method.suffix_match, count, 0)
-            groups.append(_Paths(tokens[:, None], count[:, None], "suffix"))
-            if cfg.draft_passes and method.suffix_alone:
-                passes_run = jnp.any(state.running & (matched < method.suffix_alone))
+            suffix = _Paths(tokens[:, None], count[:, None], "suffix")
+            if cfg.suffix_alone:
+                alone = (count > 0) & (matched >= cfg.suffix_alone)
         best = state.root
         if cfg.draft_levels:
+            passes_run = jnp.any(state.running & ~alone)
             state, ranked = _model_tokens(params, state, noise, passes_run, cfg=cfg)
             best = ranked[0].tokens[:, 0]
             groups.append(_tree_paths(ranked, cfg))
@@ -54,8 +56,8 @@ def draft(
             if cfg.ngrams_follow_draft:
                 first = jnp.broadcast_to(best[:, None, None], (*exists.shape, 1))
                 following = jnp.concatenate([first, following], axis=2)
-                exists &= passes_run
             groups.append(_Paths(following, cfg.ngram_depth * exists, "ngrams"))
+        groups = [suffix, *(group.unless(alone) for group in groups)]
         groups = [group.padded(J) for group in groups]
         tree = merge_paths(
             state.root,
@@ -105,6 +107,10 @@ class _Paths:
         tokens = jnp.zeros((batch, 0, depth), jnp.int32)
         return cls(tokens, jnp.zeros((batch, 0), jnp.int32), SOURCES[0])
 
+    def unless(self, rows) -> _Paths:
+        """Without the paths of the batch rows `rows` [B]."""
+        return dataclasses.replace(self, lengths=jnp.where(rows[:, None], 0, self.lengths))
+
     def padded(self, depth: int) -> _Paths:
         missing = depth - self.tokens.shape[2]
         tokens = jnp.pad(self.tokens, ((0, 0), (0, 0), (0, missing)))
@@ -144,7 +150,7 @@ def _model_tokens(params: Params, state: DecodeState, noise, passes_run, *, cfg:
     shape = (root.shape[0], cfg.best_of)
     none = _Ranked(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
     carry = state.draft.cache, [none] * cfg.draft_levels
-    if cfg.method.suffix_alone:
+    if cfg.suffix_alone:
         cache, ranked = run_if(passes_run, run, carry, root, noise)
     else:
         cache, ranked = run(carry, root, noise)

@@ -111,8 +111,8 @@ class TokenSwift(NGram):
       draft_rest: passes on the partial cache also see the tokens that are not in it, summed up as
         one slot for each query head: what the last verified token saw of them. More drafts are
         right, for one more reading of the partial cache per step. Not in the paper.
-      suffix_alone: in a step where so many tokens or more match, what followed them is drafted
-        alone and the passes on the partial cache are left out; 0 for never.
+      suffix_alone: where so many tokens or more match, what followed them is a row's only draft,
+        and where all rows have one, the passes on the partial cache are left out; 0 for never.
       noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
         are the most probable tokens, which sampling then chooses less often; the tokens that are
         returned are the same.
@@ -257,6 +257,11 @@ class DecodeConfig:
         return self.uses_partial_cache and self.method.draft_rest
 
     @property
+    def suffix_alone(self) -> int:
+        """Equal tokens from which on the suffix is a row's only draft; 0 for never."""
+        return self.method.suffix_alone if self.draft_passes and self.method.suffix_length else 0
+
+    @property
     def ngram_depth(self) -> int:
         if isinstance(self.method, Autoregressive) or not self.method.num_ngrams:
             return 0
@@ -275,8 +280,11 @@ class DecodeConfig:
         if isinstance(self.method, Autoregressive):
             return 1
         nodes = set(self.tree_paths) | ({(0,)} if self.ngrams_follow_draft else set())
-        ngrams = self.method.num_ngrams * (self.method.ngram_size - 1)
-        return 1 + len(nodes) + ngrams + self.method.suffix_length
+        others = len(nodes) + self.method.num_ngrams * (self.method.ngram_size - 1)
+        suffix = self.method.suffix_length
+        if self.suffix_alone and self.suffix_alone <= self.method.suffix_match:
+            return 1 + max(others, suffix)  # never both
+        return 1 + others + suffix
 
     @property
     def pass_widths(self) -> tuple[int, ...]:
