@@ -165,7 +165,11 @@ def lower_step(step: Step, target: str):
         method = tsjax.preset(step.model).method if step.model in PAPER else method
         if step.passes > 1:
             method = dataclasses.replace(
-                method, tree=(1,) * step.passes, draft_passes=step.passes, suffix_alone=8
+                method,
+                tree=(1,) * step.passes,
+                draft_passes=step.passes,
+                suffix_alone=8,
+                draft_rest=True,
             )
     cfg = DecodeConfig(config, method)
     devices = np.asarray(gpu_targets.devices(target, step.devices)[: step.devices])

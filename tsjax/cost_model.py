@@ -24,11 +24,12 @@ PASS_IS_RIGHT = 0.8
 BEST_GUESS = 0.7
 
 MOST_PASSES = 6
+LEAST_GAIN = 1.05  # that drafts of the model must promise
 # On a CPU the partial cache is small, often chosen anew, and passes see the rest summed up. The
 # rate is an estimate for the embedded model, sampled: a text that is hard to guess.
-CPU_BUDGET, CPU_REFRESH, CPU_PASS_IS_RIGHT = 512, 8, 0.85
+CPU_BUDGET, CPU_REFRESH, CPU_PASS_IS_RIGHT = 512, 8, 0.87
 # Repetitions of the text, where rows cost time: a match has to be long, and then is drafted alone.
-CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 5}
+CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 8}
 
 
 class RowCosts(NamedTuple):
@@ -38,12 +39,14 @@ class RowCosts(NamedTuple):
       weights, attention: cost of so many rows, in that of one row.
       cache_byte: of a byte of the cache.
       overhead: of a pass beside weights and cache.
+      choosing: of a step's choice of tokens from their scores.
     """
 
     weights: tuple[tuple[int, float], ...]
     attention: tuple[tuple[int, float], ...]
     cache_byte: float
     overhead: float
+    choosing: float
 
 
 class Chip(NamedTuple):
@@ -70,8 +73,9 @@ CPU = Chip(
     RowCosts(
         weights=((1, 1.0), (4, 1.15), (8, 1.4), (16, 1.8)),
         attention=((1, 1.0), (2, 1.2), (4, 1.5), (8, 2.3), (16, 3.9)),
-        cache_byte=2.0,
+        cache_byte=2.8,
         overhead=9e6,
+        choosing=12e6,
     ),
 )
 
@@ -104,6 +108,9 @@ def choose(method: Any, model: ModelConfig, chip: Chip, context: int, batch: int
 
     options = _options(method, model, chip)
     best = options[0] if len(options) == 1 else max(options, key=speed)
+    if isinstance(method, TokenSwift) and method.tree == "auto":
+        without = options[-1]
+        best = best if speed(best) >= LEAST_GAIN * speed(without) else without
     return Choice(best, cost(best))
 
 
@@ -182,11 +189,12 @@ def expected_tokens(decode: DecodeConfig, chip: Chip) -> float:
 def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> float:
     """The time of a step in plain steps."""
     model, method = decode.model, decode.method
-    plain = pass_time(model, chip, 1, context, batch)
+    choosing = chip.rows.choosing / chip.bytes_per_second if chip.rows else 0.0
+    plain = pass_time(model, chip, 1, context, batch) + choosing
     if isinstance(method, Autoregressive):
         return 1.0
     rows = decode.pass_widths[0] if chip.rows else decode.tree_width
-    time = pass_time(model, chip, rows, context, batch)
+    time = pass_time(model, chip, rows, context, batch) + choosing
 
     def reading(slots: int) -> float:
         """One row's attention."""
