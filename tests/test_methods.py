@@ -137,7 +137,9 @@ SETUPS = {
         tsjax.TokenSwift(tree=(1, 2), draft_budget=2, num_sinks=0, **NO_TEXT), batch=2
     ),
     "paper": Setup(
-        tsjax.TokenSwift(draft_budget=32, num_sinks=4, draft_refresh=3, suffix_length=0),
+        tsjax.TokenSwift(
+            draft_budget=32, num_sinks=4, draft_refresh=3, draft_rest=True, suffix_length=0
+        ),
         num_draft_heads=3,
     ),
     "121_rows": Setup(
@@ -160,7 +162,7 @@ SETUPS = {
     "passes": Setup(
         tsjax.TokenSwift(
             tree=(2, 2, 1), draft_passes=3, draft_budget=24, num_sinks=3, draft_rest=True,
-            suffix_length=0,
+            suffix_length=4, suffix_match=2, suffix_alone=2, pass_widths=(5,),
         ),
         batch=2,
     ),
@@ -394,7 +396,7 @@ def test_a_draft_that_sees_everything_is_accepted_in_full(settings):
 def test_what_the_last_token_attended_to_is_kept():
     """In a batch with rows of different paths; against plain softmaxes over the whole cache."""
     model = models(0, "float32")[1]
-    method = dataclasses.replace(SETUPS["passes"].method, suffix_length=3)
+    method = SETUPS["passes"].method
     prompts = [list(range(11)), [5, 6, 5, 6, 5, 6, 5], [3]]
     state = decoded(model, method, prompts, 9, do_sample=True)
     assert len(set(np.asarray(state.length - state.prompt_length).tolist())) > 1
@@ -583,7 +585,9 @@ def test_a_mesh_gives_the_same_tokens():
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     shape = dict(num_layers=1, num_draft_heads=1)
     placed, single = tiny_model(mesh=mesh, **shape), tiny_model(**shape)
-    method = tsjax.TokenSwift(tree=(2, 2), draft_budget=24, num_sinks=4, num_ngrams=2)
+    method = tsjax.TokenSwift(
+        tree=(2, 2), draft_budget=24, num_sinks=4, draft_rest=True, num_ngrams=2
+    )
     for settings in ({}, SAMPLED):
         settings = dict(settings, max_new_tokens=30)
         expected = tsjax.generate(single, RAGGED, **settings)

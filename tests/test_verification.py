@@ -575,3 +575,23 @@ def test_how_long_a_match_counts_and_when_it_is_drafted_alone(options, sources):
     assert {name for name, used in zip(SOURCES, named.any(0), strict=True) if used} == sources
     suffix = np.asarray(tree.tokens[0])[named[:, SOURCES.index("suffix")]]
     assert suffix.tolist() == ([4, 9, 1, 2, 3] if "suffix" in sources else [])
+
+
+def test_rows_of_a_batch_draft_repetitions_alone_one_by_one():
+    """The second row has no repetition, so that the passes run, and it alone uses them."""
+    model = tiny_model(vocab_size=VOCAB)
+    method = tsjax.TokenSwift(
+        tree=(2, 1), draft_passes=2, draft_budget=20, num_sinks=4, num_ngrams=2, suffix_length=5,
+        suffix_match=3, suffix_alone=3,
+    )  # fmt: skip
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    assert cfg.tree_width == 1 + max(4 + 2 * 3, 5)  # never both in one row
+    state = fresh_state(model, [REPEATED, [1, 2, 3, 4, 5, 6, 7, 8]], method=method)
+    state = prefilled(model.params, state, cfg=cfg)
+    noise = jnp.zeros((2, cfg.draft_levels, VOCAB))
+    _, tree = jax.jit(functools.partial(draft, cfg=cfg))(model.params, state, noise)
+    used = np.asarray(tree.sources).any(1)
+    first, second = (
+        {name for name, found in zip(SOURCES, row, strict=True) if found} for row in used
+    )
+    assert first == {"suffix"} and "heads" in second and "suffix" not in second
