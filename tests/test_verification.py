@@ -482,6 +482,9 @@ def test_no_step_copies_a_buffer(name, batch, dtype):
         assert found and set(found) <= IN_PLACE | {"select", "broadcast"}
 
 
+SMALL = 2 * SELECT_BLOCK  # a capacity that is larger than any block
+
+
 @pytest.mark.parametrize("name", COST_METHODS)
 def test_work_does_not_grow_with_the_capacity(name):
     """Neither the work of a pass through each loop nor a loop's fixed number of passes does.
@@ -490,7 +493,7 @@ def test_work_does_not_grow_with_the_capacity(name):
     slot, once or twice; a single layer's keys would be 64. The exception is the choice of a draft
     cache, which scores all slots: once in many steps.
     """
-    small, large = SELECT_BLOCK, 262144  # no block is larger
+    small, large = SMALL, 262144
     work = []
     for capacity in (small, large):
         executable, state = compiled(name, capacity=capacity)
@@ -526,7 +529,7 @@ def test_one_program_for_every_length_seed_and_setting():
 @pytest.mark.parametrize("name", COST_METHODS)
 def test_steps_ask_the_host_nothing(name):
     """All that a step reads and writes is on the device; the host only starts the loop."""
-    executable, state = compiled(name, capacity=SELECT_BLOCK)  # compiled by the test before
+    executable, state = compiled(name, capacity=SMALL)  # compiled by the test before
     params, steps = tiny_model(num_draft_heads=2).params, jnp.int32(8)
     state = jax.tree.map(jnp.copy, state)  # it is donated
     with jax.transfer_guard("disallow"):
