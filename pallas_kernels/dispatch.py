@@ -133,7 +133,10 @@ def _fold_batches(kernel: Callable) -> Callable:
         ]
         rows = whole[0].shape[1]
         out = function(*(array.reshape(-1, *array.shape[2:]) for array in whole))
-        unfold = lambda out: out.reshape(size, rows, *out.shape[1:])  # noqa: E731
+
+        def unfold(out):
+            return out.reshape(size, rows, *out.shape[1:])
+
         return jax.tree.map(unfold, out), jax.tree.map(lambda _: True, out)
 
     return function

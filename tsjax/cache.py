@@ -44,10 +44,10 @@ class KVCache(flax.struct.PyTreeNode):
 
 
 class Attended(NamedTuple):
-    """What one layer's attention of a token was: its queries, and all that they saw, summed up."""
+    """One layer's attention of a token: its queries, and the summary of all that they saw."""
 
     query: jax.Array  # [B, N, H]
-    seen: Summary
+    summary: Summary
 
 
 class DraftCache(flax.struct.PyTreeNode):

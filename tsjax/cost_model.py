@@ -128,7 +128,7 @@ def _options(method: Any, model: ModelConfig, chip: Chip) -> list[Any]:
 
 def _without_model(chip: Chip) -> Any:
     """What is left where drafts of the model cannot pay. On a CPU, to look for repetitions costs
-    next to nothing, as a step without one is a plain one; on a GPU it has not been measured."""
+    little beside a step, and one without any is a plain one; on a GPU it has not been measured."""
     return NGram(**CPU_SUFFIX, pass_widths=(1,)) if chip.rows else Autoregressive()
 
 
