@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Four CPU devices for the sharding tests, a seeded NumPy generator, and the hypothesis profile."""
+"""Quick compilation, four CPU devices for the sharding tests, and the hypothesis profile."""
 
 import os
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -12,12 +14,40 @@ try:
 except ImportError:  # a GPU machine needs it for nothing: pytest -m gpu tests/test_on_gpu.py
     hypothesis = None
 
+QUICK_XLA = (
+    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
+)
+
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
 
 if hypothesis is not None:
     hypothesis.settings.register_profile("tsjax", deadline=None, derandomize="CI" in os.environ)
     hypothesis.settings.load_profile("tsjax")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has XLA compile with less effort: most of the suite's time is programs that run once.
+
+    The environment passes that on to what tests start, workers of pytest-xdist included. With
+    another -m, and with XLA_FLAGS of your own (`XLA_FLAGS= pytest`), programs are compiled as
+    users have them.
+    """
+    if "XLA_FLAGS" in os.environ or "not gpu and not aot" not in config.option.markexpr:
+        return
+    # A flag that a later XLA doesn't know ends the process, so another one tries them.
+    quick = {**os.environ, "XLA_FLAGS": QUICK_XLA}
+    probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
+    known = subprocess.run(probe, env=quick, capture_output=True).returncode == 0
+    os.environ["XLA_FLAGS"] = QUICK_XLA if known else ""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def give_programs_back():
+    """Each program keeps some memory maps, of which a process may have 65,530."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture

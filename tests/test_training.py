@@ -206,7 +206,8 @@ t.train(helpers.tiny_model(), save_to=sys.argv[1], save_every=2, on_step=kill)
 
 def test_a_run_that_was_killed_and_resumed_is_the_run_that_was_not(model, whole, tmp_path):
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # as conftest.py: same threads
+    flags = os.environ.get("XLA_FLAGS", "")
+    env["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4"  # as conftest.py's
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], env=env)
     assert done.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path / "checkpoint") == ["step-00000004"]

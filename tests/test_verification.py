@@ -317,7 +317,7 @@ def test_steps_leave_the_state_of_a_prefill_of_the_same_text(name):
 # --- the law of the output -----------------------------------------------------------------------
 
 STATES, TREE = 8, (3, 3, 3)
-NUM_CHAINS, CHAIN_LENGTH = 64, 800
+NUM_CHAINS, CHAIN_LENGTH = 32, 800
 
 
 def transition_law() -> np.ndarray:
@@ -348,14 +348,14 @@ def p_value(chains) -> float:
     counts = np.zeros((STATES, STATES))
     np.add.at(counts, (last, following), 1)
     expected = counts.sum(1, keepdims=True) * transition_law()
-    assert expected.min() > 10
+    assert expected.min() > 5
     statistic = ((counts - expected) ** 2 / expected).sum()
     return float(scipy.stats.chi2.sf(statistic, STATES * (STATES - 1)))
 
 
 @pytest.mark.parametrize("noise_coupled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_tokens_have_the_law_of_the_model(noise_coupled):
-    """More than 50,000 sampled tokens, most of them drafted, by a wide tree and by n-grams."""
+    """More than 25,000 sampled tokens, most of them drafted, by a wide tree and by n-grams."""
     method = tsjax.TokenSwift(
         tree=TREE, draft_passes=3, noise_coupled=noise_coupled, num_ngrams=4, suffix_length=4
     )
@@ -369,7 +369,7 @@ def test_tokens_have_the_law_of_the_model(noise_coupled):
         seed=list(range(NUM_CHAINS)),
         capacity=CHAIN_LENGTH + 32,
     )
-    assert sum(result.stats.new_tokens) == NUM_CHAINS * CHAIN_LENGTH > 50_000
+    assert sum(result.stats.new_tokens) == NUM_CHAINS * CHAIN_LENGTH > 25_000
     assert result.stats.tokens_per_step > (3 if noise_coupled else 1.5)
     assert p_value(np.concatenate([prompts, result.tokens], axis=1)) > 1e-3
 
@@ -419,6 +419,9 @@ COST_METHODS = {
         tree=(2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=0
     ),
 }
+# What these tests look at depends on how operations are fused; conftest.py has other tests do with
+# less.
+AS_USERS_HAVE_IT = {"xla_cpu_use_fusion_emitters": True}
 # What may yield an array of a buffer's shape: names for it, and writing into it in place.
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice", "fusion"}
 
@@ -431,7 +434,7 @@ def compiled(name: str, *, capacity: int, batch: int = 1, dtype: str = "float32"
     cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
     steps = jnp.int32(8)
     lowered = programs("cpu", dtype).decode.lower(model.params, state, steps, cfg=cfg)
-    return lowered.compile(), state
+    return lowered.compile(AS_USERS_HAVE_IT), state
 
 
 def operations(executable, array) -> list[str]:
