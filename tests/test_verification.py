@@ -421,7 +421,7 @@ COST_METHODS = {
 }
 # What these tests look at depends on how operations are fused; conftest.py has other tests do with
 # less.
-AS_USERS_HAVE_IT = {"xla_cpu_use_fusion_emitters": True}
+FUSED_AS_FOR_USERS = {"xla_cpu_use_fusion_emitters": True}
 # What may yield an array of a buffer's shape: names for it, and writing into it in place.
 IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice", "fusion"}
 
@@ -434,7 +434,7 @@ def compiled(name: str, *, capacity: int, batch: int = 1, dtype: str = "float32"
     cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
     steps = jnp.int32(8)
     lowered = programs("cpu", dtype).decode.lower(model.params, state, steps, cfg=cfg)
-    return lowered.compile(AS_USERS_HAVE_IT), state
+    return lowered.compile(FUSED_AS_FOR_USERS), state
 
 
 def operations(executable, array) -> list[str]:
