@@ -11,7 +11,7 @@ def define(*inputs, rest=None):
     return define_both(*inputs, rest=rest)[0]
 
 
-def define_both(q, k_cache, v_cache, length, k_new, v_new, mask, rest=None):
+def define_both(q, k_cache, v_cache, length, k_new, v_new, mask, rest=None, visible=None):
     """One query at a time, over the keys it sees and nothing else: values and log totals."""
     q, k_cache, v_cache, k_new, v_new = (
         np.asarray(x, np.float64) for x in (q, k_cache, v_cache, k_new, v_new)
@@ -19,9 +19,10 @@ def define_both(q, k_cache, v_cache, length, k_new, v_new, mask, rest=None):
     B, T, N, H = q.shape
     group = N // k_cache.shape[1]
     mask = np.broadcast_to(mask, (B, T, T))
+    seen = np.broadcast_to(True if visible is None else visible, (B, T, k_cache.shape[2]))
     out, log_totals = np.empty(q.shape), np.empty(q.shape[:3])
     for b, t, n in np.ndindex(B, T, N):
-        head, committed = n // group, slice(0, length[b])
+        head, committed = n // group, np.flatnonzero(seen[b, t, : length[b]])
         keys = np.concatenate([k_cache[b, head, committed], k_new[b, mask[b, t], head]])
         values = np.concatenate([v_cache[b, head, committed], v_new[b, mask[b, t], head]])
         scores = keys @ q[b, t, n] / np.sqrt(H)
@@ -100,7 +101,7 @@ def make_score_inputs(rng, *, K=2, G=1, S=40, H=8, length=(40, 11), dtype=jnp.fl
     return q, k_cache, np.asarray(length, np.int32)
 
 
-def define_scores(q, k_cache, length, mode):
+def define_scores(q, k_cache, length, mode, log_totals=None):
     """As `api.cache_scores`; "shares" are the weights before the mean, [B, K, S]."""
     q, k_cache = np.asarray(q, np.float64), np.asarray(k_cache, np.float64)
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
@@ -110,8 +111,11 @@ def define_scores(q, k_cache, length, mode):
         if length[b]:
             row = k_cache[b, n * K // N, : length[b]] @ q[b, n]
             products[b, n, : length[b]] = row
-            row = np.exp((row - row.max()) / np.sqrt(H))
-            weights[b, n, : length[b]] = row / row.sum()
+            row = row / np.sqrt(H)
+            total = np.log(np.exp(row - row.max()).sum()) + row.max()
+            weights[b, n, : length[b]] = np.exp(
+                row - (total if log_totals is None else log_totals[b, n])
+            )
     if mode == "softmax":
         return weights.mean(axis=1)
     return (products if mode == "dot" else weights).reshape(B, K, N // K, S).sum(axis=2)

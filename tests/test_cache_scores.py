@@ -5,6 +5,8 @@ The bound on the error: products err by a few roundings of what is summed; a pro
 relative to the largest of its row, by the error of two scores.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -94,6 +96,36 @@ def test_probabilities_sum_to_one(rng):
     inputs = make_score_inputs(rng, S=2500, G=5, length=(2500, 1025, 1, 0))
     sums = np.asarray(jnp.sum(run_public(*inputs, mode="softmax"), axis=1))
     np.testing.assert_allclose(sums, [1, 1, 1, 0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("G", [1, 3])
+def test_weights_among_more_than_these_slots(G, dtype, blockwise, rng):
+    """What a query head saw in all is given; the weights are parts of that."""
+    with jax.enable_x64(dtype == "float64"):
+        inputs = make_score_inputs(rng, G=G, length=(40, 0, 17), dtype=dtype)
+        wide = jnp.promote_types(inputs[0].dtype, jnp.float32)
+        totals = jnp.asarray(rng.uniform(4, 9, inputs[0].shape[:2]), wide)
+        expected = define_scores(*inputs, "softmax", log_totals=np.asarray(totals, float))
+        for score in (functools.partial(cache_scores, implementation="xla"), cache_scores):
+            out = score(*inputs, "softmax", log_totals=totals)
+            assert out.dtype == wide
+            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=0)
+        out = reference.cache_scores(*inputs, "softmax", log_totals=totals)
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mode", "message"),
+    [
+        ((2, 2), "float32", "dot", "mode='dot' is not valid with log_totals: 'softmax'"),
+        ((2, 3), "float32", "softmax", r"log_totals of shape \(2, 3\).* not valid: \(2, 2\)"),
+        ((2, 2), "bfloat16", "softmax", "type bfloat16 is not valid: .* of float32"),
+    ],
+)
+def test_totals_that_do_not_fit_are_refused(shape, dtype, mode, message, rng):
+    with pytest.raises(ValueError, match=message):
+        cache_scores(*make_score_inputs(rng), mode, log_totals=jnp.zeros(shape, dtype))
 
 
 def test_implementations_give_probabilities_for_each_kv_head(blockwise, rng):

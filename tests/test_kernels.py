@@ -192,6 +192,21 @@ def test_cache_scores(shape, blocks, dtype, mode, rng):
     check_scores(shape, blocks, dtype, mode, rng)
 
 
+@named(SCORES_CASES)
+def test_weights_among_more_than_these_slots(shape, blocks, dtype, rng):
+    score = functools.partial(
+        scores_triton.cache_scores, mode="softmax", blocks=scores_blocks(*blocks), interpret=True
+    )
+    shape = dict(shape)
+    for length in batches(shape["S"], blocks[0], shape.pop("B", 1)):
+        inputs = make_score_inputs(rng, **shape, length=length, dtype=dtype)
+        totals = jnp.asarray(rng.uniform(4, 9, inputs[0].shape[:2]), jnp.float32)
+        out = score(*inputs, totals)
+        assert out.dtype == jnp.float32
+        expected = define_scores(*inputs, "shares", log_totals=np.asarray(totals, float))
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=0)
+
+
 def test_extreme_scores(rng):
     """The running maximum jumps from part to part, and nothing overflows."""
     shape, blocks, _ = ATTENTION_CASES[0]
@@ -539,6 +554,12 @@ def test_cache_scores_is_split_as_the_cache(mode, K, G, axes, place, rng):
     assert is_placed(out, place, *axes)
     expected = define_scores(q, k_cache, length, "dot" if mode == "dot" else "shares")
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-4)
+    if mode == "softmax":
+        totals = np.asarray(rng.uniform(2, 5, q.shape[:2]), np.float32)
+        out = run_split(score, place(q), place(k_cache, *axes), place(length), place(totals))
+        assert is_placed(out, place, *axes)
+        expected = define_scores(q, k_cache, length, "shares", log_totals=totals)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=0)
 
 
 # --- block sizes -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from kernel_cases import define, define_both, make_inputs, make_rest, tolerance
 
 from pallas_kernels.tree_attention import reference, xla
-from pallas_kernels.tree_attention.api import Summary, tree_attention
+from pallas_kernels.tree_attention.api import Ranks, Summary, tree_attention
 
 BLOCK = 16  # small, so that a cache of a few dozen slots has several
 
@@ -64,6 +64,50 @@ def test_the_rest_stands_for_the_slots_it_sums_up(rng):
     none = np.zeros(2, np.int32)
     alone = tree_attention(q, k, v, none, *fresh, np.ones((1, 1), bool), rest=rest)
     np.testing.assert_allclose(alone, define(*inputs), rtol=0, atol=tolerance(inputs))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("T, G", [(1, 3), (5, 2)])
+def test_a_row_sees_the_committed_slots_of_lower_rank(T, G, dtype, rng):
+    with jax.enable_x64(dtype == "float64"):
+        inputs = make_inputs(rng, B=3, T=T, G=G, S=2 * BLOCK + 3, length=[35, 0, 17], dtype=dtype)
+        slots = rng.integers(0, 9, (3, 35)).astype(np.int32)
+        rows = rng.integers(1, 9, (3, T)).astype(np.int32)
+        rows[0, 0] = 0  # a row may see nothing but itself
+        visible = slots[:, None] < rows[..., None]
+        for block in (BLOCK, None):
+            out, log_totals = xla.tree_attention(
+                *inputs, slot_ranks=jnp.asarray(slots), row_ranks=jnp.asarray(rows), block=block
+            )
+            expected, expected_logs = define_both(*inputs, visible=visible)
+            np.testing.assert_allclose(
+                np.asarray(out, float), expected, rtol=0, atol=tolerance(inputs, dtype)
+            )
+            np.testing.assert_allclose(log_totals, expected_logs, rtol=0, atol=2e-5)
+        np.testing.assert_array_equal(tree_attention(*inputs, ranks=Ranks(slots, rows)), out)
+        everything = Ranks(slots, np.full_like(rows, 9))
+        np.testing.assert_array_equal(
+            tree_attention(*inputs, ranks=everything), tree_attention(*inputs)
+        )
+
+
+@pytest.mark.parametrize(
+    ("slots", "rows", "message"),
+    [
+        (np.ones((1, 39), np.int32), np.ones((1, 3), np.int32), r"ranks.slots .*39.*: \(1, 40\)"),
+        (np.ones((1, 40), np.int32), np.ones((1, 2), np.int32), r"ranks.rows .*2.*: \(1, 3\) of"),
+        (np.ones((1, 40), np.float32), np.ones((1, 3), np.int32), "type float32 is not valid"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused(slots, rows, message, rng):
+    with pytest.raises(ValueError, match=message):
+        tree_attention(*make_inputs(rng), ranks=Ranks(slots, rows))
+
+
+def test_no_kernel_takes_ranks(rng):
+    ranks = Ranks(np.ones((1, 40), np.int32), np.ones((1, 3), np.int32))
+    with pytest.raises(ValueError, match="implementation='triton' is not valid with ranks"):
+        tree_attention(*make_inputs(rng), ranks=ranks, implementation="triton")
 
 
 def test_a_rest_that_does_not_fit_is_refused(rng):

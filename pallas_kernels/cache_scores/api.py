@@ -15,7 +15,15 @@ from pallas_kernels.checks import check_arrays, check_length
 MODES = ("dot", "softmax")
 
 
-def cache_scores(q_last, k_cache, length, mode: str = "dot", *, implementation: str | None = None):
+def cache_scores(
+    q_last,
+    k_cache,
+    length,
+    mode: str = "dot",
+    *,
+    log_totals=None,
+    implementation: str | None = None,
+):
     """How much one row's queries ask for each of `length` committed slots.
 
     "dot": the products q.k, summed over the query heads that share a kv head; neither scaled nor a
@@ -28,6 +36,9 @@ def cache_scores(q_last, k_cache, length, mode: str = "dot", *, implementation: 
       k_cache: [B, K, S, H] committed keys; N is a multiple of K.
       length: [B] int32, committed slots of each batch row, at most S.
       mode: "dot" or "softmax".
+      log_totals: [B, N] float32 (float64 for float64 inputs), for "softmax": the logarithm of the
+        sum of exp(score) of all that a query head saw, as `tree_attention` gives it, where that is
+        other than these slots. The weights are then parts of it.
       implementation: "triton" or "xla" to have that one or an error; None for the first that
         serves.
 
@@ -47,11 +58,27 @@ def cache_scores(q_last, k_cache, length, mode: str = "dot", *, implementation: 
         integers=("length",),
     )
     check_length(arrays["length"], arrays["k_cache"].shape[2])
+    if log_totals is not None:
+        arrays["log_totals"] = _checked_totals(log_totals, mode, arrays["q_last"])
     with jax.named_scope("cache_scores"):
         scores = dispatch.run(IMPLEMENTATIONS[mode], tuple(arrays.values()), name=implementation)
         if mode == "dot":
             return scores
-        return jnp.sum(scores, axis=1) / arrays["q_last"].shape[1]
+        # Head by head: on a CPU XLA takes many times longer for a sum over an outer axis.
+        total = sum(scores[:, head] for head in range(1, scores.shape[1]))
+        return (scores[:, 0] + total) / arrays["q_last"].shape[1]
+
+
+def _checked_totals(log_totals, mode: str, q):
+    log_totals, wide = jnp.asarray(log_totals), jnp.promote_types(q.dtype, jnp.float32)
+    if mode != "softmax":
+        raise ValueError(f"mode={mode!r} is not valid with log_totals: 'softmax'")
+    if log_totals.shape != q.shape[:2] or log_totals.dtype != wide:
+        raise ValueError(
+            f"log_totals of shape {log_totals.shape} and type {log_totals.dtype} is not valid: "
+            f"{q.shape[:2]} of {wide}, by q_last"
+        )
+    return log_totals
 
 
 def _triton(*arrays, mode: str):

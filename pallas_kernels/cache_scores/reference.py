@@ -6,7 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 
-def cache_scores(q_last, k_cache, length, mode="dot"):
+def cache_scores(q_last, k_cache, length, mode="dot", *, log_totals=None):
     """Arguments and result as in `api.cache_scores`; costs by capacity."""
     (B, N, H), (_, K, S, _) = q_last.shape, k_cache.shape
     wide = jnp.promote_types(q_last.dtype, jnp.float32)
@@ -17,6 +17,8 @@ def cache_scores(q_last, k_cache, length, mode="dot"):
     if mode == "dot":
         return jnp.where(committed, jnp.sum(scores, axis=2), -jnp.inf)
     scores = jnp.where(committed[:, None], scores * H**-0.5, -jnp.inf)
+    if log_totals is not None:
+        return jnp.mean(jnp.exp(scores - log_totals.reshape(B, K, N // K, 1)), axis=(1, 2))
     peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(wide).min)
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)

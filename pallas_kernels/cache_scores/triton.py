@@ -52,17 +52,18 @@ def default_blocks(B: int, N: int, K: int, S: int, H: int, dtype) -> Blocks:
     return Blocks(slots=slots, parts=parts, warps=4, stages=2)
 
 
-def cache_scores(q, k_cache, length, *, mode: str, blocks=None, interpret=False):
+def cache_scores(q, k_cache, *others, mode: str, blocks=None, interpret=False):
     """As `api.cache_scores`, but "softmax" is summed over each kv head's queries only."""
     check_supported(q.dtype, q.shape[2])
     group = q.shape[1] // k_cache.shape[1]
-    return _on_each_device(mode, group, blocks, interpret)(q, k_cache, length)
+    return _on_each_device(mode, len(others) > 1, group, blocks, interpret)(q, k_cache, *others)
 
 
 @functools.cache
-def _on_each_device(mode: str, group: int, blocks, interpret: bool):
+def _on_each_device(mode: str, with_totals: bool, group: int, blocks, interpret: bool):
     scores = dict(dot=_dot_scores, softmax=_softmax_scores)[mode]
-    split = on_each_device("b (k g) h, b k s h, b -> b k s", group=group)
+    totals = ", b (k g)" if with_totals else ""
+    split = on_each_device(f"b (k g) h, b k s h, b{totals} -> b k s", group=group)
     return jax.jit(split(functools.partial(scores, blocks=blocks, interpret=interpret)))
 
 
@@ -81,20 +82,15 @@ def _dot_scores(q, k_cache, length, *, blocks, interpret):
     return scores
 
 
-def _softmax_scores(q, k_cache, length, *, blocks, interpret):
+def _softmax_scores(q, k_cache, length, log_totals=None, *, blocks, interpret):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
     blocks = blocks or default_blocks(B, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
     options: dict[str, Any] = dict(warps=blocks.warps, stages=blocks.stages, interpret=interpret)
-    peaks, totals = launch(
-        functools.partial(_totals, blocks=blocks),
-        length, q, k_cache,
-        grid=(blocks.parts, K, B),
-        outputs=[((blocks.parts, B, N), jnp.float32)] * 2,
-        name="tsjax_cache_scores_totals", **options,
-    )  # fmt: skip
-    peak = jnp.max(peaks, axis=0)
-    total = jnp.sum(totals * jnp.exp2(peaks - peak), axis=0)  # [B, N]
+    if log_totals is None:
+        peak, total = _peak_and_total(length, q, k_cache, blocks, options)
+    else:
+        peak, total = log_totals * math.log2(math.e), jnp.ones_like(log_totals)
     (scores,) = launch(
         functools.partial(_shares, blocks=blocks),
         length, q, k_cache, peak, total,
@@ -103,6 +99,20 @@ def _softmax_scores(q, k_cache, length, *, blocks, interpret):
         name="tsjax_cache_scores_softmax", **options,
     )  # fmt: skip
     return scores
+
+
+def _peak_and_total(length, q, k_cache, blocks: Blocks, options):
+    """Of the scores of each query head, [B, N], for exp2."""
+    (B, N, _), K = q.shape, k_cache.shape[1]
+    peaks, totals = launch(
+        functools.partial(_totals, blocks=blocks),
+        length, q, k_cache,
+        grid=(blocks.parts, K, B),
+        outputs=[((blocks.parts, B, N), jnp.float32)] * 2,
+        name="tsjax_cache_scores_totals", **options,
+    )  # fmt: skip
+    peak = jnp.max(peaks, axis=0)
+    return peak, jnp.sum(totals * jnp.exp2(peaks - peak), axis=0)
 
 
 def _dot(

@@ -10,9 +10,9 @@ BLOCK = 1024
 MASKED = -1e30  # finite: exp(MASKED - peak) is exactly 0 and no inf - inf can arise
 
 
-def cache_scores(q, k_cache, length, *, mode: str = "dot"):
+def cache_scores(*arrays, mode: str = "dot"):
     """As `api.cache_scores`, but "softmax" is summed over each kv head's queries only."""
-    return dict(dot=_dot_scores, softmax=_softmax_scores)[mode](q, k_cache, length)
+    return dict(dot=_dot_scores, softmax=_softmax_scores)[mode](*arrays)
 
 
 def _dot_scores(q, k_cache, length):
@@ -29,7 +29,7 @@ def _dot_scores(q, k_cache, length):
     return lax.fori_loop(0, _blocks(length, S), score_block, nothing)
 
 
-def _softmax_scores(q, k_cache, length):
+def _softmax_scores(q, k_cache, length, log_totals=None):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
     grouped = q.reshape(B, K, N // K, H)
     wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -44,12 +44,15 @@ def _softmax_scores(q, k_cache, length):
         return new_peak, total * jnp.exp(peak - new_peak) + weights
 
     blocks = _blocks(length, S)
-    nothing = jnp.full(grouped.shape[:3], MASKED, wide), jnp.zeros(grouped.shape[:3], wide)
-    peak, total = lax.fori_loop(0, blocks, add_block, nothing)
+    if log_totals is None:
+        nothing = jnp.full(grouped.shape[:3], MASKED, wide), jnp.zeros(grouped.shape[:3], wide)
+        peak, total = lax.fori_loop(0, blocks, add_block, nothing)
+        log_totals = peak + jnp.log(total)
+    log_totals = log_totals.reshape(grouped.shape[:3])
 
     def share_block(index, shares):
         start, fresh, committed = _block_scores(grouped, k_cache, length, index)
-        fresh = jnp.exp(fresh * H**-0.5 - peak[..., None]) / total[..., None]
+        fresh = jnp.exp(fresh * H**-0.5 - log_totals[..., None])
         fresh = jnp.where(committed[:, None], jnp.sum(fresh, axis=2), 0)
         return lax.dynamic_update_slice_in_dim(shares, fresh, start, axis=2)
 

@@ -25,6 +25,18 @@ class Summary(NamedTuple):
     log_total: Any
 
 
+class Ranks(NamedTuple):
+    """Which committed slots a row sees: those of a lower rank than its own.
+
+    Attributes:
+      slots: [B, S] int32; beyond `length` anything.
+      rows: [B, T] int32.
+    """
+
+    slots: Any
+    rows: Any
+
+
 def tree_attention(
     q,
     k_cache,
@@ -34,10 +46,11 @@ def tree_attention(
     v_new,
     tree_mask,
     *,
+    ranks: Ranks | None = None,
     rest: Summary | None = None,
     with_log_totals: bool = False,
     implementation: str | None = None,
-):
+) -> Any:
     """Attention of T fresh rows to `length` committed slots and, by `tree_mask`, to each other.
 
     The cache is only read, and only its first `length` slots: the cost follows `length`, not the
@@ -51,6 +64,8 @@ def tree_attention(
       k_new, v_new: [B, T, K, H] keys and values of the fresh rows.
       tree_mask: [T, T] or [B, T, T] bool, tree_mask[t, u]: row t sees fresh row u. What a row
         gets that sees nothing at all is unspecified.
+      ranks: which committed slots a row sees; None is all of them. With it the attention is that
+        in plain XLA on every device.
       rest: slots that are not here; all rows of a query head see them as one slot with the value
         rest.mean and the score rest.log_total.
       with_log_totals: to have both results, which together are a `Summary` of each row.
@@ -86,8 +101,27 @@ def tree_attention(
         mean, log_total = _checked_rest(rest, arrays["q"])
         arrays |= dict(mean=mean, log_total=log_total)
     with jax.named_scope("tree_attention"):
-        both = dispatch.run(IMPLEMENTATIONS, tuple(arrays.values()), name=implementation)
+        if ranks is not None:
+            slots, rows = _checked_ranks(ranks, arrays, implementation)
+            both = xla.tree_attention(*arrays.values(), slot_ranks=slots, row_ranks=rows)
+        else:
+            both = dispatch.run(IMPLEMENTATIONS, tuple(arrays.values()), name=implementation)
         return both if with_log_totals else both[0]
+
+
+def _checked_ranks(ranks: Ranks, arrays, implementation: str | None):
+    B, T, S = *arrays["q"].shape[:2], arrays["k_cache"].shape[2]
+    ranks = Ranks(jnp.asarray(ranks.slots), jnp.asarray(ranks.rows))
+    for name, shape in (("slots", (B, S)), ("rows", (B, T))):
+        found = getattr(ranks, name)
+        if found.dtype != jnp.int32 or found.shape != shape:
+            raise ValueError(
+                f"ranks.{name} of shape {found.shape} and type {found.dtype} is not valid: {shape} "
+                "of int32, by q and k_cache"
+            )
+    if implementation not in (None, "xla"):
+        raise ValueError(f"implementation={implementation!r} is not valid with ranks: 'xla'")
+    return ranks
 
 
 def _checked_rest(rest: Summary, q) -> Summary:

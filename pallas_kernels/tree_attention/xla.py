@@ -20,11 +20,12 @@ MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can ar
 
 def tree_attention(
     q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None,
-    *, block: int | None = None,
+    *, slot_ranks=None, row_ranks=None, block: int | None = None,
 ):  # fmt: skip
     """Arguments as in `api.tree_attention`; returns both results.
 
-    `mean` and `log_total` are those of `rest`; `block` cache slots are read at a time.
+    `mean` and `log_total` are those of `rest`, `slot_ranks` and `row_ranks` those of `ranks`;
+    `block` cache slots are read at a time.
     """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
@@ -48,9 +49,9 @@ def tree_attention(
     # Fresh rows among themselves; the running maximum is finite from here, if only MASKED.
     k_fresh, v_fresh = jnp.swapaxes(k_new, 1, 2), jnp.swapaxes(v_new, 1, 2)  # [B, K, T, H]
     scores = dot(tile, k_fresh, 3, 3) * H**-0.5  # [B, K, rows, T]
-    visible = jnp.broadcast_to(tree_mask, (B, T, T))
-    visible = jnp.repeat(visible, G, axis=1)[:, None]  # [B, 1, rows, T]
-    scores = jnp.where(visible, scores, MASKED)
+    related = jnp.broadcast_to(tree_mask, (B, T, T))
+    related = jnp.repeat(related, G, axis=1)[:, None]  # [B, 1, rows, T]
+    scores = jnp.where(related, scores, MASKED)
     peak = jnp.max(scores, axis=-1)  # [B, K, rows]
     weights = jnp.exp(scores - peak[..., None])
     total = jnp.sum(weights, axis=-1)
@@ -64,13 +65,17 @@ def tree_attention(
         peak, total = new_peak, total * shrink + weight
         out = out * shrink[..., None] + mean * weight[..., None]
 
-    def add(k, v, committed, carry):
-        """Adds slots to the running softmax, all or those `committed` [B, slots]."""
+    def add(k, v, committed, ranks, carry):
+        """Adds slots to the running softmax: all or those `committed` [B, slots], and of them all
+        or those whose `ranks` [B, slots] are below a row's."""
         peak, total, out = carry
         scores = dot(tile, k, 3, 3) * H**-0.5
         if committed is not None:
             scores = jnp.where(committed[:, None, None, :], scores, MASKED)
             v = jnp.where(committed[:, None, :, None], v, 0)  # 0 * NaN would not be 0
+        if ranks is not None and row_ranks is not None:
+            seen = ranks[:, None] < jnp.repeat(row_ranks, G, axis=1)[..., None]
+            scores = jnp.where(seen[:, None], scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         shrink = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
@@ -84,7 +89,10 @@ def tree_attention(
     def add_slice(start, size, committed, carry):
         k = lax.dynamic_slice_in_dim(k_cache, start, size, axis=2)
         v = lax.dynamic_slice_in_dim(v_cache, start, size, axis=2)
-        return add(k, v, committed, carry)
+        ranks = slot_ranks
+        if ranks is not None:
+            ranks = lax.dynamic_slice_in_dim(ranks, start, size, axis=1)
+        return add(k, v, committed, ranks, carry)
 
     def add_whole_block(index, carry):
         return add_slice(index * block, block, None, carry)
@@ -98,7 +106,7 @@ def tree_attention(
     carry = peak, total, out
     if at_once:
         slots = jnp.arange(S, dtype=jnp.int32)
-        peak, total, out = add(k_cache, v_cache, slots < length[:, None], carry)
+        peak, total, out = add(k_cache, v_cache, slots < length[:, None], slot_ranks, carry)
     else:
         shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)
         whole = shortest // block
