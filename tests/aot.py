@@ -29,13 +29,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Step(NamedTuple):
-    """A chunk of decode steps of a model with `capacity` slots over `devices`."""
+    """A program of `tsjax.generate` for a model with `capacity` slots over `devices`."""
 
     model: str
     devices: int = 1
     method: str = "tokenswift"
     capacity: int = 106_496
     passes: int = 1
+    revive: str | None = None  # of a lazy prefill
+    program: str = "decode"  # a chunk of decode steps, or a part of a lazy prefill
 
 
 STEPS = {
@@ -46,6 +48,13 @@ STEPS = {
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
     "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", 2, "autoregressive"),
     "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", 2),
+    "step llama3.1-8b lazily": Step("llama3.1-8b", method="autoregressive", revive="on_demand"),
+    "fill_stage llama3.1-8b": Step(
+        "llama3.1-8b", method="autoregressive", revive="on_demand", program="fill_stage"
+    ),
+    "choose_stage llama3.1-8b": Step(
+        "llama3.1-8b", method="autoregressive", revive="on_demand", program="choose_stage"
+    ),
 }
 
 
@@ -171,7 +180,9 @@ def lower_step(step: Step, target: str):
                 suffix_alone=8,
                 draft_rest=True,
             )
-    cfg = DecodeConfig(config, method)
+    prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
+    prefill = prefill and prefill.resolved(config, 32_768)
+    cfg = DecodeConfig(config, method, prefill=prefill)
     devices = np.asarray(gpu_targets.devices(target, step.devices)[: step.devices])
     mesh = usable_mesh(Mesh(devices, ("model",)))
 
@@ -187,6 +198,7 @@ def lower_step(step: Step, target: str):
             cfg=cfg,
             capacity=step.capacity,
             max_length=jnp.array([step.capacity]),
+            prompt_capacity=32_768 if prefill else None,
         )
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
@@ -200,9 +212,15 @@ def lower_step(step: Step, target: str):
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, KVCache | DraftCache))
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    decode = programs("gpu", config.dtype).decode
+    compiled = programs("gpu", config.dtype)
     with gpu_targets.abstract_gpu(target):
-        lowered = decode.trace(params, state, steps, cfg=cfg).lower(lowering_platforms=("cuda",))
+        if step.program == "decode":
+            traced = compiled.decode.trace(params, state, steps, cfg=cfg)
+        elif step.program == "fill_stage":
+            traced = compiled.fill_stage.trace(params, state, stage=1, width=512, cfg=cfg)
+        else:
+            traced = compiled.choose_stage.trace(params, state, stage=1, cfg=cfg)
+        lowered = traced.lower(lowering_platforms=("cuda",))
     caches = [state.kv] if state.draft.cache is None else [state.kv, state.draft.cache]
     return lowered, [cache.k[0].sharding.shard_shape(cache.k[0].shape) for cache in caches]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -303,3 +304,19 @@ def compilations() -> Iterator[list[str]]:
 def entry_computation(hlo: str) -> str:
     """The part of a compiled program's text that runs whatever its loops and conditions do."""
     return hlo[hlo.index("\nENTRY ") :]
+
+
+# --- compiled programs --------------------------------------------------------------------------
+
+# What these tests look at depends on how operations are fused; conftest.py has other tests do with
+# less.
+FUSED_AS_FOR_USERS = {"xla_cpu_use_fusion_emitters": True}
+# What may yield an array of a buffer's shape: names for it, and writing into it in place.
+IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice", "fusion"}
+
+
+def operations(executable, array) -> list[str]:
+    """The operations of a compiled program that yield an array of this shape and type."""
+    kind = {"float32": "f32", "bfloat16": "(?:f32|bf16)", "int32": "s32"}[str(array.dtype)]
+    shape = ",".join(map(str, array.shape))
+    return re.findall(rf"= {kind}\[{shape}\]\S* ([a-z-]+)\(", executable.as_text())

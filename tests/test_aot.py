@@ -76,6 +76,8 @@ def test_step(case):
     wanted = {"tsjax_tree_attention", "tsjax_tree_attention_merge"}
     if step.method == "tokenswift":
         wanted.add("tsjax_cache_scores")
+    if step.revive and step.program != "fill_stage":
+        wanted.add("tsjax_cache_scores_softmax")
     assert {base_name({"name": name}) for name in found["kernels_called"]} == wanted
     check_kernels(found, "a100", "bfloat16")
 

@@ -186,7 +186,7 @@ ARGUMENTS = [
     ({"method": "medusa2"}, ValueError, ["method='medusa2'", "'autoregressive'"]),
     ({"method": tsjax.Autoregressive}, ValueError, ["method=<class", "or its dataclass"]),
     ({"method": None}, ValueError, ["method=None", "'autoregressive'"]),
-    ({"prefill": "lazy"}, ValueError, ["prefill='lazy'", "'full'"]),
+    ({"prefill": "half"}, ValueError, ["prefill='half'", "'full'"]),
     ({"prefill_width": 0}, ValueError, ["prefill_width=0", "at least 1"]),
     ({"prefill_width": 2.5}, ValueError, ["prefill_width=2.5", "an integer"]),
     ({"capacity": 18}, ValueError, ["capacity=18", "at least 19 slots", "max_new_tokens=16"]),

@@ -65,6 +65,17 @@ def test_inside_jit(run):
     assert plain.startswith("It was a dark") and drafted.startswith(plain)
 
 
+def test_lazy_llm(run):
+    out = run("lazy_llm.py")
+    demanded, never = (
+        [int(share) for share in line.rstrip("%").split("%, ")]
+        for line in re.findall(r"^computed by each group of layers: (.*)", out, re.M)
+    )
+    assert never == [100, 50, 25]
+    assert demanded[0] == 100 and all(50 < share <= 100 for share in demanded[1:])
+    assert "the same text with drafts: True" in out
+
+
 def test_train_heads(run, tmp_path):
     out = run("train_heads.py", "tsjax/small-english", str(tmp_path / "heads"))
     first, last = (

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Module -> row. Folders listed in PACKAGE_ROWS have one row for all their modules.
 ROWS = {
     "tsjax.config": 1,
+    "tsjax.lazy_prefill": 1,
     "tsjax.methods": 1,
     "tsjax.cost_model": 2,
     "tsjax.sharding": 2,
@@ -46,6 +47,7 @@ ROWS = {
     "tsjax.saved_run": 9,
     "tsjax.request": 9,
     "tsjax.interrupt": 9,
+    "tsjax.compression": 9,
     "tsjax.generation": 9,
     "tsjax.saved_training": 9,
     "tsjax.training": 9,

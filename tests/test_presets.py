@@ -107,9 +107,23 @@ def test_method_options(checkpoint, capsys):
     assert document(capsys, checkpoint, "the", *changed)["stats"]["draft_positions"] == 1
 
 
+def test_prefill_options(checkpoint, capsys):
+    lazy = ("--prefill", "lazy", "--prefill-options", "keep={1:0.5}")
+    found = document(capsys, checkpoint, "the", *lazy, "revive=never")
+    computed = found["stats"]["prompt_computed"]
+    assert len(computed) == 2 and computed[0] == 1 and computed[1] < 1
+    assert document(capsys, checkpoint, "the")["stats"]["prompt_computed"] == []
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
+        (["--prefill", "some"], "invalid choice: 'some'"),
+        (["--prefill-options", "window=2"], "window=2 is not valid without --prefill lazy"),
+        (["--prefill", "lazy", "--prefill-options", "share=2"], "unknown option of LazyPrefill"),
+        (["--prefill", "lazy", "--prefill-options", "window"], "'window' is not valid: NAME"),
+        (["--prefill", "lazy", "--prefill-options", "keep={1:2}"], "the share 2 behind layer 1"),
+        (["--prefill", "lazy", "--prefill-options", "keep={9:0.5}"], "behind layer 9"),
         (["--method-options", "tree=(1,)"], "plain decoding has none; choose another --method"),
         (["--method", "ngram", "--method-options", "tree=(1,)"], "unknown option of NGram 'tree'"),
         (

@@ -16,7 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.stats
-from helpers import compilations, entry_computation, tiny_config, tiny_model
+from helpers import (
+    FUSED_AS_FOR_USERS,
+    IN_PLACE,
+    compilations,
+    entry_computation,
+    operations,
+    tiny_config,
+    tiny_model,
+)
 
 import tsjax
 from tsjax.cache import SELECT_BLOCK
@@ -208,7 +216,8 @@ def test_a_nodes_target_is_what_plain_decoding_says_after_its_text(settings, rng
             model.params, fresh_state(model, history, method=plain, **settings), cfg=cfg
         )
         tree = random_tree(rng, [text[-1] for text in history], 6)
-        target = np.asarray(verified(model.params, state, tree, cfg=cfg).target)
+        _, verdict = verified(model.params, state, tree, cfg=cfg)
+        target = np.asarray(verdict.target)
 
         cases = [
             (b, node, [*history[b], *drafted])
@@ -419,11 +428,6 @@ COST_METHODS = {
         tree=(2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=0
     ),
 }
-# What these tests look at depends on how operations are fused; conftest.py has other tests do with
-# less.
-FUSED_AS_FOR_USERS = {"xla_cpu_use_fusion_emitters": True}
-# What may yield an array of a buffer's shape: names for it, and writing into it in place.
-IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice", "fusion"}
 
 
 @functools.cache
@@ -435,13 +439,6 @@ def compiled(name: str, *, capacity: int, batch: int = 1, dtype: str = "float32"
     steps = jnp.int32(8)
     lowered = programs("cpu", dtype).decode.lower(model.params, state, steps, cfg=cfg)
     return lowered.compile(FUSED_AS_FOR_USERS), state
-
-
-def operations(executable, array) -> list[str]:
-    """The operations of a compiled program that yield an array of this shape and type."""
-    kind = {"float32": "f32", "bfloat16": "(?:f32|bf16)", "int32": "s32"}[str(array.dtype)]
-    shape = ",".join(map(str, array.shape))
-    return re.findall(rf"= {kind}\[{shape}\]\S* ([a-z-]+)\(", executable.as_text())
 
 
 def scores_bytes(state) -> int:

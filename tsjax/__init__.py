@@ -12,6 +12,9 @@ from tsjax.checkpoint import Model as Model
 from tsjax.checkpoint import load as load
 from tsjax.checkpoint import save as save
 
+# The prefill that prunes, and prompts that are shortened
+from tsjax.compression import compress_prompt as compress_prompt
+
 # Settings
 from tsjax.config import GenerationConfig as GenerationConfig
 from tsjax.config import ModelConfig as ModelConfig
@@ -34,6 +37,7 @@ from tsjax.generation import stream as stream
 
 # Training of draft heads
 from tsjax.head_training import HeadTraining as HeadTraining
+from tsjax.lazy_prefill import LazyPrefill as LazyPrefill
 
 # Methods
 from tsjax.methods import Autoregressive as Autoregressive
@@ -68,6 +72,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationResult",
     "HeadTraining",
+    "LazyPrefill",
     "Model",
     "ModelConfig",
     "NGram",
@@ -78,6 +83,7 @@ __all__ = [
     "TokenSwift",
     "TrainedHeads",
     "choose_method",
+    "compress_prompt",
     "decode",
     "decode_step",
     "enable_compilation_cache",

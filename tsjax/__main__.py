@@ -23,6 +23,7 @@ from tsjax.corpus import TOKEN_DTYPES
 from tsjax.demo import METHOD, PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
 from tsjax.head_training import HeadTraining
+from tsjax.lazy_prefill import LazyPrefill
 from tsjax.methods import METHODS, resolve_method
 from tsjax.presets import preset, preset_names, training_preset, training_preset_names
 from tsjax.weight_files import EMBEDDED
@@ -150,6 +151,21 @@ def _parser() -> argparse.ArgumentParser:
             for name in METHODS
             if _fields(METHODS[name])
         ),
+    )
+    generate.add_argument(
+        "--prefill",
+        choices=("full", "lazy"),
+        default="full",
+        help="lazy: compute a part of the prompt only, for the first token to come sooner; this "
+        "changes the text (default: full)",
+    )
+    generate.add_argument(
+        "--prefill-options",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2.3, say: "
+        + ", ".join(_fields(LazyPrefill)),
     )
     generate.add_argument(
         "--preset",
@@ -322,13 +338,22 @@ def _method(args: argparse.Namespace) -> Any:
     return _with_options(method, args.method_options)
 
 
-def _with_options(method: Any, options: Sequence[str]) -> Any:
-    """`method` with the fields that NAME=VALUE options change."""
+def _prefill(args: argparse.Namespace) -> Any:
+    if args.prefill == "lazy":
+        return _with_options(LazyPrefill(), args.prefill_options, "--prefill-options")
+    if args.prefill_options:
+        options = " ".join(args.prefill_options)
+        raise ValueError(f"--prefill-options {options} is not valid without --prefill lazy")
+    return args.prefill
+
+
+def _with_options(method: Any, options: Sequence[str], flag: str = "--method-options") -> Any:
+    """A dataclass with the fields that NAME=VALUE options change."""
     changes = {}
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
-            raise ValueError(f"--method-options {option!r} is not valid: NAME=VALUE")
+            raise ValueError(f"{flag} {option!r} is not valid: NAME=VALUE")
         try:
             changes[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -368,7 +393,8 @@ def _generate(args: argparse.Namespace) -> int:
     import tsjax
     from tsjax.request import tokenizer_of
 
-    prompt, settings, method = _prompt(args), _settings(args), _method(args)
+    prompt, settings = _prompt(args), _settings(args)
+    method, prefill = _method(args), _prefill(args)
     config = preset(args.preset).config if args.preset is not None else None
     if args.compilation_cache is not None:
         tsjax.enable_compilation_cache(args.compilation_cache)
@@ -383,6 +409,7 @@ def _generate(args: argparse.Namespace) -> int:
         prompt,
         config=config,
         method=method,
+        prefill=prefill,
         streamer=None if quiet else _Printer(tokenizer),
         progress=args.progress,
         exceed_max_positions=args.exceed_max_positions,

@@ -32,15 +32,28 @@ class KVCache(flax.struct.PyTreeNode):
       k, v: one [B, K, S, H] array per layer. Slots at `length` and beyond are unspecified and are
         never read.
       length: [B] int32, committed tokens of each row.
+      absent: [L, B] int32, how many of them are not in a layer; None where all are in all. The
+        rows of a layer are then its first ones, in the order in which they were computed. In the
+        description above, `length` is that of the layer.
     """
 
     k: tuple[jax.Array, ...]
     v: tuple[jax.Array, ...]
     length: jax.Array
+    absent: jax.Array | None = None
 
     @property
     def capacity(self) -> int:
         return self.k[0].shape[2]
+
+    def rows_in(self, layer: int) -> jax.Array:
+        """[B] int32, the rows of each layer that count: where the next one goes."""
+        return self.length if self.absent is None else self.length - self.absent[layer]
+
+    @property
+    def fewest_rows(self) -> jax.Array:
+        """[B] int32, the rows that every layer has."""
+        return self.length if self.absent is None else self.length - jnp.max(self.absent, axis=0)
 
 
 class Attended(NamedTuple):
@@ -53,8 +66,9 @@ class Attended(NamedTuple):
 class DraftCache(flax.struct.PyTreeNode):
     """Keys and values of the few tokens that a draft pass may see, chosen per layer and kv head.
 
-    The rule. While all committed tokens fit, they are all here. When new ones no longer fit, the
-    first `num_sinks` tokens and those with the highest importance are chosen, best first.
+    The rule. While all committed tokens fit, they are all here. When new ones no longer fit, or
+    where the whole cache lacks tokens of some layer, the first `num_sinks` tokens and those with
+    the highest importance are chosen, best first.
     Importance is the product of a key with `query`. From then on new tokens overwrite the least
     important ones, from the end towards the beginning; when they would reach the sinks, or be more
     than `most_new`, all are chosen again.
@@ -86,6 +100,10 @@ class DraftCache(flax.struct.PyTreeNode):
     def capacity(self) -> int:
         """M, the committed tokens that fit."""
         return self.k[0].shape[2] - self.room
+
+    def rows_in(self, layer: int) -> jax.Array:
+        """[B] int32, as of a KVCache: the same in each layer."""
+        return self.length
 
 
 AnyCache = TypeVar("AnyCache", KVCache, DraftCache)
@@ -137,32 +155,37 @@ def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> int:
     return 2 * cfg.num_layers * math.prod(shape) * jnp.dtype(cfg.dtype).itemsize
 
 
-def write_rows(cache: AnyCache, k_rows, v_rows, start, *, after) -> AnyCache:
-    """Writes rows [B, T, K, H] of every layer at slots start[b] .. start[b] + T. Lengths stay.
+def write_rows(
+    cache: AnyCache, k_rows, v_rows, start, *, after, layers: range | None = None
+) -> AnyCache:
+    """Writes rows [B, T, K, H] of `layers`, by default all, as tokens start[b] .. start[b] + T.
 
-    The caller guarantees start + T <= capacity: beyond it XLA would clamp the start and overwrite
-    committed slots.
+    Of a layer that lacks tokens, `start` counts these too. Lengths stay. The caller guarantees
+    start + T <= capacity: beyond it XLA would clamp the start and overwrite committed slots.
 
     `after` is any array computed from all reads of this cache. Without a data dependency XLA may
     place the write before a read that does not see it, and then copies the whole cache to stay
     correct; with it the write is in place.
     """
-    start = start + _zero_after(after)
+    start = start + zero_after(after)
     zero = jnp.int32(0)
 
-    def write(buffer, rows):
+    def write(buffer, rows, slot):
         rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)  # [B, K, T, H]
 
         def one(b, buffer):
             row = lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
-            return lax.dynamic_update_slice(buffer, row, (b, zero, start[b], zero))
+            return lax.dynamic_update_slice(buffer, row, (b, zero, slot[b], zero))
 
         return _for_each_row(one, buffer)
 
     with jax.named_scope("write_rows"):
-        return cache.replace(
-            k=tuple(map(write, cache.k, k_rows)), v=tuple(map(write, cache.v, v_rows))
-        )
+        k, v = list(cache.k), list(cache.v)
+        for index, layer in enumerate(range(len(k)) if layers is None else layers):
+            slot = start + (cache.rows_in(layer) - cache.length)
+            k[layer] = write(k[layer], k_rows[index], slot)
+            v[layer] = write(v[layer], v_rows[index], slot)
+        return cache.replace(k=tuple(k), v=tuple(v))
 
 
 def refresh_draft_cache(
@@ -176,16 +199,17 @@ def refresh_draft_cache(
     """
     max_rows = min(max_rows, draft.capacity)
     new = kv.length - draft.seen  # [B]
-    has_all = draft.length == draft.seen
+    has_all = (draft.length == draft.seen) & (kv.fewest_rows == kv.length)
     to = jnp.where(has_all, draft.length, draft.newest - new)  # the slots of the new tokens
     lowest = num_sinks if most_new is None else max(num_sinks, draft.capacity - most_new)
     fits = jnp.where(has_all, to + new <= draft.capacity, to >= lowest)
     slides = (new > 0) & (new <= max_rows) & fits
     chooses = (new > 0) & ~slides
+    first = [draft.seen + (kv.rows_in(layer) - kv.length) for layer in range(len(kv.k))]
     with jax.named_scope("refresh_draft_cache"):
         draft = draft.replace(
-            k=_slide(draft.k, kv.k, to, draft.seen, jnp.where(slides, new, 0), max_rows),
-            v=_slide(draft.v, kv.v, to, draft.seen, jnp.where(slides, new, 0), max_rows),
+            k=_slide(draft.k, kv.k, to, first, jnp.where(slides, new, 0), max_rows),
+            v=_slide(draft.v, kv.v, to, first, jnp.where(slides, new, 0), max_rows),
             length=jnp.where(slides & has_all, to + new, draft.length),
             newest=jnp.where(slides, jnp.where(has_all, to + new, to), draft.newest),
             seen=kv.length,
@@ -228,13 +252,13 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
         return tuple(map(rest_of, draft.k, draft.v, draft.attended))
 
 
-def _slide(buffers, committed, to, start, count, max_rows: int):
-    """Copies `count` [B] tokens, at most `max_rows`, from slot `start` [B] of `committed` on to
-    slot `to` [B] of `buffers` on."""
+def _slide(buffers, committed, to, first_slots, count, max_rows: int):
+    """Copies `count` [B] tokens, at most `max_rows`, from each layer's slot in `first_slots` [B]
+    of `committed` on to slot `to` [B] of `buffers` on."""
     zero = jnp.int32(0)
     index = jnp.arange(max_rows, dtype=jnp.int32)
 
-    def write(buffer, source):
+    def write(buffer, source, start):
         _, K, M, H = buffer.shape
         # A window of fixed size that holds the slots; the others in it are written as they were.
         first = jnp.clip(to, 0, M - max_rows)
@@ -250,14 +274,15 @@ def _slide(buffers, committed, to, start, count, max_rows: int):
 
         return _for_each_row(one, buffer)
 
-    return tuple(map(write, buffers, committed))
+    return tuple(map(write, buffers, committed, first_slots))
 
 
 def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> DraftCache:
     """Fills the draft caches of the batch rows `rows` [B] by importance to `queries`."""
     k, v = [], []
     for layer, query in enumerate(queries):
-        slots = _important_slots(query, kv.k[layer], kv.length, draft.capacity, num_sinks)
+        rows_here = kv.rows_in(layer)
+        slots = _important_slots(query, kv.k[layer], rows_here, draft.capacity, num_sinks)
 
         def gather(old, whole, slots=slots):
             chosen = jnp.take_along_axis(whole, slots[..., None], axis=2)
@@ -266,7 +291,7 @@ def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> Dr
 
         k.append(gather(draft.k[layer], kv.k[layer]))
         v.append(gather(draft.v[layer], kv.v[layer]))
-    length = jnp.where(rows, jnp.minimum(kv.length, draft.capacity), draft.length)
+    length = jnp.where(rows, jnp.minimum(kv.fewest_rows, draft.capacity), draft.length)
     newest = jnp.where(rows, length, draft.newest)
     return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
 
@@ -306,7 +331,7 @@ def _for_each_row(one, buffer):
     return lax.fori_loop(jnp.int32(0), jnp.int32(buffer.shape[0]), one, buffer)
 
 
-def _zero_after(x):
+def zero_after(x):
     """An int32 zero that XLA can only know once x is computed."""
     first = x.ravel()[0].astype(jnp.float32)
     is_nan = (first != first).astype(jnp.int32)

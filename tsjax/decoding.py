@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.cache import (
@@ -30,6 +31,15 @@ from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.ngram import init_table
 from tsjax.passes import run_rows
+from tsjax.pruning import (
+    choose_stage,
+    fill_stage,
+    init_prompt,
+    note_committed,
+    revive_in_background,
+    tokens_to_fill,
+    tokens_until_choice,
+)
 from tsjax.sampling import (
     NEVER_SEEN,
     SamplingValues,
@@ -53,6 +63,7 @@ def init_state(
     sampling: SamplingValues | None = None,
     row_key=None,
     mesh=None,
+    prompt_capacity: int | None = None,
 ) -> DecodeState:
     """The state before prefill: tokens known, cache empty.
 
@@ -61,11 +72,13 @@ def init_state(
       prompt_length: [B] int32, at least 1.
       capacity: slots of the cache and of the token buffer, at least P and one step's drafts.
       max_length: [B] int32, prompt and new tokens together; at most what `capacity` holds, that is
-        capacity - cfg.draft_depth: a step writes the rows of its longest path.
+        capacity - cfg.rows_ahead: a step writes the rows of its longest path, or those it revives.
       length: [B] int32, known tokens when a run continues behind its prompt; else prompt_length.
       sampling: greedy without stop tokens if None.
       row_key: [B] PRNG keys, see `row_keys`; those of seed 0 if None.
       mesh: where the parameters are placed, None for one device.
+      prompt_capacity: with a lazy prefill, tokens of the longest prompt that its buffers hold; P if
+        None. A run then continues nowhere but behind its prompt: `length` is None or prompt_length.
     """
     tokens, prompt_length = jnp.asarray(tokens), jnp.asarray(prompt_length)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -80,10 +93,10 @@ def init_state(
         )
     if width > capacity:
         raise ValueError(f"capacity={capacity} is not valid: at least the {width} prompt columns")
-    if capacity <= cfg.draft_depth:
+    if capacity <= cfg.rows_ahead:
         raise ValueError(
-            f"capacity={capacity} is not valid: at least {cfg.draft_depth + 1} slots, for the "
-            "longest path of one step"
+            f"capacity={capacity} is not valid: at least {cfg.rows_ahead + 1} slots, for the "
+            "longest path of one step and what it revives"
         )
     model = cfg.model
     if sampling is None:
@@ -93,14 +106,21 @@ def init_state(
     length = jnp.asarray(prompt_length if length is None else length, jnp.int32)
     known = jnp.arange(width) < length[:, None]
     tokens = jnp.where(known, jnp.asarray(tokens, jnp.int32), 0)
-    kv = init_cache(model, batch, capacity, mesh)
+    kv, prompt = init_cache(model, batch, capacity, mesh), None
+    if cfg.prefill is not None:
+        absent = jnp.broadcast_to(length - 1, (model.num_layers, batch))
+        kv = kv.replace(absent=absent.astype(jnp.int32))
+        if prompt_capacity is None:
+            prompt_capacity = width
+        _check_lazy_prompts(prompt_length, length, prompt_capacity, capacity)
+        prompt = init_prompt(cfg, prompt_length, prompt_capacity, capacity)
     # A state is made to be donated, so it shares no array with its caller.
     state = DecodeState(
         kv=kv.replace(length=length - 1),
         tokens=jnp.pad(tokens, ((0, 0), (0, capacity - width))),
         sources=jnp.zeros((batch, capacity), jnp.uint8),
         prompt_length=jnp.array(prompt_length, jnp.int32),
-        max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity - cfg.draft_depth),
+        max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity - cfg.rows_ahead),
         last_seen=first_last_seen(tokens, length, model.vocab_size),
         row_key=jnp.copy(row_key),
         finish=jnp.full((batch,), RUNNING, jnp.int8),
@@ -112,6 +132,7 @@ def init_state(
             by_source=jnp.zeros((batch, len(SOURCES)), jnp.int32),
         ),
         draft=_init_draft(cfg, batch, capacity, mesh),
+        prompt=prompt,
     )
     return state if mesh is None else replicate_but_cache(state, mesh)
 
@@ -201,7 +222,10 @@ def hidden_states(params: Params, tokens, *, cfg: ModelConfig, width: int = 512)
         return cache.replace(length=cache.length + width), rows.hidden
 
     rows = jnp.swapaxes(padded.reshape(batch, chunks, width), 0, 1)
-    _, hidden = lax.scan(body, init_cache(cfg, batch, chunks * width), rows)
+    cache = init_cache(cfg, batch, chunks * width)
+    # Or else XLA takes a long time to find out what attention to an empty cache comes to.
+    cache = cache.replace(length=lax.optimization_barrier(cache.length))
+    _, hidden = lax.scan(body, cache, rows)
     return jnp.swapaxes(hidden, 0, 1).reshape(batch, chunks * width, -1)[:, :length]
 
 
@@ -213,6 +237,8 @@ def logits(params: Params, tokens, *, cfg: ModelConfig, width: int = 512):
 
 def prefill(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig) -> DecodeState:
     """Commits all known tokens but the last of each row, `width` at a time, up to the longest."""
+    if cfg.prefill is not None:
+        return _prefill_lazily(params, state, width=width, cfg=cfg)
     chunks = (jnp.max(state.kv.length) + width - 1) // width
 
     def body(index, state):
@@ -221,21 +247,67 @@ def prefill(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig
     return lax.fori_loop(0, chunks, body, state)
 
 
+def _check_lazy_prompts(prompt_length, length, prompt_capacity: int, capacity: int) -> None:
+    if not 0 < prompt_capacity <= capacity:
+        raise ValueError(
+            f"prompt_capacity={prompt_capacity} is not valid: at most the capacity {capacity}"
+        )
+    if isinstance(prompt_length, Tracer) or isinstance(length, Tracer):
+        return
+    longest = int(jnp.max(prompt_length))
+    if longest > prompt_capacity:
+        raise ValueError(
+            f"prompt_capacity={prompt_capacity} is not valid: at least the {longest} tokens of the "
+            "longest prompt"
+        )
+    if bool(jnp.any(length != prompt_length)):
+        raise ValueError(
+            f"length={length} is not valid with a lazy prefill: a run begins behind its prompt"
+        )
+
+
+def _prefill_lazily(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig):
+    """`prefill` stage by stage."""
+    stages, prompt = len(cfg.stages), state.prompt
+    assert prompt is not None
+    if -(-(prompt.capacity - 1) // width) * width > state.kv.capacity:
+        raise ValueError(
+            f"width={width} is not valid: passes through up to {prompt.capacity} prompt tokens "
+            f"would not fit into the capacity {state.kv.capacity}"
+        )
+    for stage in range(stages):
+
+        def body(index, state, stage=stage):
+            return fill_stage(params, state, stage=stage, width=width, cfg=cfg)
+
+        chunks = (jnp.max(tokens_to_fill(cfg, stage, state.prompt_length)) + width - 1) // width
+        state = lax.fori_loop(0, chunks, body, state)
+        if stage < stages - 1:
+            state = choose_stage(params, state, stage=stage, cfg=cfg)
+    return state
+
+
 def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
     """One step: draft, verify, accept, commit, refresh. Plain decoding is a tree of one node."""
     state = remember(state, cfg=cfg)
     noise = step_noise(
         state.row_key, state.length, cfg.draft_levels, cfg.model.vocab_size, state.sampling
     )
+    state = revive_in_background(params, state, cfg=cfg)
     state, tree = draft(params, state, noise, cfg=cfg)
-    verdict = verify(params, state, tree, noise, cfg=cfg)
+    state, verdict = verify(params, state, tree, noise, cfg=cfg)
     acceptance = accept(tree, verdict)
-    state = commit(state, tree, verdict, acceptance)
+    state = commit(state, tree, verdict, acceptance, cfg=cfg)
     return refresh(state, cfg=cfg)
 
 
 def commit(
-    state: DecodeState, tree: DraftTree, verdict: Verdict, acceptance: Acceptance
+    state: DecodeState,
+    tree: DraftTree,
+    verdict: Verdict,
+    acceptance: Acceptance,
+    *,
+    cfg: DecodeConfig,
 ) -> DecodeState:
     """Appends the accepted path and the token behind it; the only place where lengths grow.
 
@@ -266,7 +338,7 @@ def commit(
         stopped = jnp.any(stops, axis=1)
         count = jnp.where(stopped, jnp.argmax(stops, axis=1).astype(jnp.int32) + 1, steps)
         count = jnp.minimum(count, acceptance.count + 1)
-        room = state.max_length - length
+        room = tokens_until_choice(state, state.max_length - length, cfg=cfg)
         stopped &= count <= room
         count = jnp.where(running, jnp.minimum(count, room), 0)
         new_length = length + count
@@ -286,6 +358,7 @@ def commit(
         last = path[b, jnp.maximum(count - 1, 0)]  # the last committed node
         return state.replace(
             kv=kv.replace(length=new_length - 1),
+            prompt=note_committed(state, after=verdict.rows.hidden, cfg=cfg),
             tokens=tokens,
             sources=sources,
             last_seen=last_seen,
@@ -377,6 +450,8 @@ class Programs(NamedTuple):
     """The functions above, compiled; those with a state donate it."""
 
     prefill_chunk: Any
+    fill_stage: Any
+    choose_stage: Any
     decode: Any
     hidden_states: Any
     logits: Any
@@ -394,6 +469,12 @@ def programs(platform: str, dtype: str) -> Programs:
     return Programs(
         prefill_chunk=jit(
             prefill_chunk, static_argnames=("width", "cfg"), donate_argnames=("state",)
+        ),
+        fill_stage=jit(
+            fill_stage, static_argnames=("stage", "width", "cfg"), donate_argnames=("state",)
+        ),
+        choose_stage=jit(
+            choose_stage, static_argnames=("stage", "cfg"), donate_argnames=("state",)
         ),
         decode=jit(decode, static_argnames=("cfg",), donate_argnames=("state",)),
         hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),

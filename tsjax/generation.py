@@ -28,7 +28,7 @@ from tsjax.checkpoint import Model
 from tsjax.config import GenerationConfig, check_int
 from tsjax.decoding import Programs, init_state, logits, programs, row_keys
 from tsjax.interrupt import Interrupt
-from tsjax.methods import DecodeConfig
+from tsjax.methods import Autoregressive, DecodeConfig
 from tsjax.request import (
     Request,
     check_row,
@@ -68,6 +68,9 @@ class RunStats:
     draft_positions: int = 0  # see `alpha`
     method: Any = None  # with tree="auto" and draft_from="auto" resolved
     gave_up: bool = False  # tree="auto" went on with plain decoding, as drafts did not pay
+    # Of a lazy prefill: the share of the prompt's tokens that each stage has computed so far, the
+    # layers between two cuts being a stage. () where the whole prompt is computed.
+    prompt_computed: tuple[float, ...] = ()
 
     @property
     def accepted(self) -> int:
@@ -150,7 +153,7 @@ def generate(
     *,
     config: GenerationConfig | None = None,
     method: Any = "autoregressive",
-    prefill: str = "full",
+    prefill: Any = "full",
     streamer: Any = None,
     progress: bool = False,
     capacity: int | None = None,
@@ -169,7 +172,9 @@ def generate(
       config: a GenerationConfig; `settings` (its fields: max_new_tokens, do_sample, temperature,
         top_p, seed, stop_strings, ...) override it one by one.
       method: "autoregressive", or a method's dataclass. All methods return the same tokens.
-      prefill: "full".
+      prefill: "full"; "lazy" or a tsjax.LazyPrefill computes only a part of the prompt's tokens in
+        its later layers, for the first token to come sooner. That changes what is said; with the
+        same prefill, all methods return the same tokens.
       streamer: an object with put(ids) and end(), as HuggingFace's streamers; single prompts only.
         It gets the prompt and then the tokens that this call makes.
       progress: show a progress bar with tokens/s and tokens/step on stderr.
@@ -200,6 +205,11 @@ def generate(
         resume_from=resume_from,
     )
     check_int(save_every, "save_every", 1)
+    if save_to is not None and request.decode.prefill is not None:
+        raise ValueError(
+            f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: what a run saw of "
+            "its prompt is not saved, so it could not be resumed with the same tokens"
+        )
     _check_streamer(streamer, request)
     interrupt = Interrupt()
     save = _saver(model, request, save_to, save_every)
@@ -229,7 +239,7 @@ def stream(
     *,
     config: GenerationConfig | None = None,
     method: Any = "autoregressive",
-    prefill: str = "full",
+    prefill: Any = "full",
     capacity: int | None = None,
     prefill_width: int = 512,
     exceed_max_positions: bool = False,
@@ -333,6 +343,7 @@ class _News:
     prefill_seconds: float
     decode_seconds: float
     gave_up: bool
+    prompt_computed: tuple[float, ...]
 
 
 def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News]:
@@ -393,15 +404,20 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             gave_up=gave_up,
+            prompt_computed=_prompt_computed(state),
         )
         if last:
             return
         if not gave_up and _drafts_do_not_pay(request, state):
-            decode, gave_up, earlier = DecodeConfig(model=decode.model), True, counted
+            decode, gave_up, earlier = _plain(decode), True, counted
             state = _without_drafts(state)
         stopped = np.asarray([reason is not None for reason in reasons]) & (finish == RUNNING)
         if stopped.any():
             state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+
+
+def _plain(decode: DecodeConfig) -> DecodeConfig:
+    return dataclasses.replace(decode, method=Autoregressive())
 
 
 def _on_host(stats: StepStats) -> StepStats:
@@ -423,7 +439,18 @@ def _sum_of_stats(earlier: StepStats, plain: StepStats) -> StepStats:
     return earlier.replace(steps=earlier.steps + np.asarray(plain.steps), accepted=accepted)
 
 
+def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
+    if state.prompt is None:
+        return ()
+    counts = np.asarray(state.prompt.computed).sum(axis=(1, 2))
+    rows, tokens = state.prompt_length.shape[0], int(np.sum(state.prompt_length))
+    return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
+
+
 def _drafts_do_not_pay(request: Request, state: DecodeState) -> bool:
+    lazy = request.decode.prefill
+    if lazy is not None and lazy.revive == "background":
+        return False  # revival ends steps early, whatever their drafts are worth
     taken = int(np.sum(state.stats.steps))
     found = int(np.sum(state.length)) - sum(map(len, request.rows))
     return taken >= STEPS_TO_JUDGE and found < request.give_up_below * taken
@@ -450,19 +477,37 @@ def _start(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
         sampling=sampling_values(config, request.stop_ids, cfg.vocab_size, cfg.dtype),
         row_key=row_keys(request.seeds, repeat_numbers(request)),
         mesh=mesh,
+        prompt_capacity=request.prompt_capacity,
     )
     if any(request.finish_reason):
         ended = np.asarray([reason is not None for reason in request.finish_reason])
         state = state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
-    prefill_chunk = _programs(model).prefill_chunk
-    start = 0
-    for width in request.prefill_widths:
+    for begun in _prefill(model, request, state):
+        state = begun
         if interrupt.requested:
             break  # the rows are reported as interrupted, no step runs on this state
-        state = prefill_chunk(model.params, state, start, width=width, cfg=request.decode)
         state.kv.length.block_until_ready()
-        start += width
     return state
+
+
+def _prefill(model: Model, request: Request, state: DecodeState) -> Iterator[DecodeState]:
+    """Yields the state before each pass and behind the last one."""
+    run, cfg = _programs(model), request.decode
+    yield state
+    if cfg.prefill is None:
+        start = 0
+        for width in request.prefill_widths[0]:
+            state = run.prefill_chunk(model.params, state, start, width=width, cfg=cfg)
+            start += width
+            yield state
+        return
+    for stage, widths in enumerate(request.prefill_widths):
+        for width in widths:
+            state = run.fill_stage(model.params, state, stage=stage, width=width, cfg=cfg)
+            yield state
+        if stage < len(request.prefill_widths) - 1:
+            state = run.choose_stage(model.params, state, stage=stage, cfg=cfg)
+            yield state
 
 
 def _next_chunk(steps: int, elapsed: float) -> int:
@@ -527,6 +572,7 @@ def _run_stats(request: Request, news: _News) -> RunStats:
         draft_positions=max(decode.draft_levels, decode.ngram_depth) or decode.draft_depth,
         method=decode.method,
         gave_up=news.gave_up,
+        prompt_computed=news.prompt_computed,
     )
 
 

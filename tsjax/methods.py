@@ -12,6 +12,7 @@ import math
 from typing import Any, Literal
 
 from tsjax.config import ModelConfig, check, check_int
+from tsjax.lazy_prefill import LazyPrefill
 
 # What tree="auto" decides beside the tree.
 CHOSEN_WITH_THE_TREE = (
@@ -186,9 +187,12 @@ class DecodeConfig:
 
     model: ModelConfig
     method: Any = Autoregressive()  # one of METHODS
+    prefill: LazyPrefill | None = None  # with its cuts named; None computes the whole prompt
 
     def __post_init__(self):
         method, heads = self.method, self.model.num_draft_heads
+        if self.prefill is not None:
+            self._check_prefill(self.prefill)
         if isinstance(method, TokenSwift):
             for name in ("tree", "draft_from"):
                 if getattr(method, name) == "auto":
@@ -208,6 +212,47 @@ class DecodeConfig:
                 method.tree,
                 f"ranks and children below the vocabulary size {self.model.vocab_size}",
             )
+
+    def _check_prefill(self, prefill: LazyPrefill) -> None:
+        if isinstance(prefill.keep, str):
+            raise ValueError(
+                f"keep={prefill.keep!r} is not valid here: tsjax.generate names the cuts by the "
+                "length of the prompt; LazyPrefill.resolved(model.cfg, tokens) does the same"
+            )
+        layers, shown = self.model.num_layers, dict(prefill.keep)
+        for layer in shown:
+            check(
+                layer < layers,
+                "keep",
+                shown,
+                f"a cut behind layer {layer}, but the model has {layers} layers: at most "
+                f"{layers - 1}",
+            )
+        check(
+            0 not in shown or prefill.scores == "random",
+            "keep",
+            shown,
+            "a cut before the first layer needs scores='random', as nothing attends there",
+        )
+        if prefill.revive == "on_demand" and self.tree_width > 1:
+            raise ValueError(
+                f"revive='on_demand' is not valid with method={type(self.method).__name__}: each "
+                "new token then chooses what it sees, so none can be judged ahead; use "
+                "revive='background' or 'never', or method='autoregressive'"
+            )
+
+    @property
+    def rows_ahead(self) -> int:
+        """Slots behind the longest text that steps may write to in vain."""
+        revives = self.prefill is not None and self.prefill.revive != "never"
+        return max(self.draft_depth, self.prefill.revive_rows if revives and self.prefill else 0)
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The layers between the cuts of a lazy prefill."""
+        cuts = [layer for layer, _ in self.prefill.cuts] if self.prefill else []
+        ends = [*cuts, self.model.num_layers]
+        return tuple(map(range, [0, *cuts], ends))
 
     @property
     def uses_partial_cache(self) -> bool:

@@ -117,21 +117,31 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def forward(weights: ModelWeights, tokens, *, positions, attend: Attend, cfg: ModelConfig):
-    """One pass over T rows.
+def forward(
+    weights: ModelWeights,
+    hidden,
+    *,
+    positions,
+    attend: Attend,
+    cfg: ModelConfig,
+    layers: range | None = None,
+):
+    """One pass of `layers`, by default all, over T rows.
 
     Args:
-      tokens, positions: [B, T] int32.
+      hidden: [B, T, D], what the first of them takes: `embed`, or what the layer before it gave.
+      positions: [B, T] int32.
       attend: attention of one layer's fresh rows; it alone knows the cache and the mask.
 
     Returns:
-      hidden [B, T, D] before the final norm, and the fresh keys and values, each a tuple of one
-      [B, T, K, H] array per layer.
+      hidden [B, T, D] behind the last of them, before the final norm, and the fresh keys and
+      values, each a tuple of one [B, T, K, H] array per layer.
     """
-    x = _look_up(weights.embed, tokens)
+    x = hidden
     cos, sin = rotary_angles(positions, cfg.rope, cfg.head_dim, cfg.dtype)
     keys, values = [], []
-    for index, layer in enumerate(weights.layers):
+    for index in range(cfg.num_layers) if layers is None else layers:
+        layer = weights.layers[index]
         with jax.named_scope("attention"):
             normed = rms_norm(x, layer.attn_norm, cfg.norm_eps)
             q = linear(normed, layer.q, layer.q_bias)  # [B, T, N, H]
@@ -159,12 +169,13 @@ def forward(weights: ModelWeights, tokens, *, positions, attend: Attend, cfg: Mo
     return x, tuple(keys), tuple(values)
 
 
-def _look_up(table, tokens):
-    """table[tokens], also where the table's rows lie on several devices.
+def embed(weights: ModelWeights, tokens):
+    """What the first layer takes, [B, T, D], for tokens [B, T].
 
-    XLA turns a look-up of one row into a slice, and to slice a split table each device would fetch
-    all of it. Two rows stay a look-up.
+    Also where the table's rows lie on several devices: XLA turns a look-up of one row into a slice,
+    and to slice a split table each device would fetch all of it. Two rows stay a look-up.
     """
+    table = weights.embed
     if tokens.size > 1:
         return table[tokens]
     twice = jnp.concatenate([tokens, tokens], axis=1)

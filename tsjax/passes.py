@@ -8,19 +8,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import Summary, tree_attention
+from pallas_kernels import Ranks, Summary, tree_attention
 from tsjax.cache import Attended, DraftCache, KVCache
 from tsjax.config import ModelConfig
-from tsjax.model import ModelWeights, forward
+from tsjax.model import ModelWeights, embed, forward
 
 
 class Rows(NamedTuple):
-    """What a pass yields for its T rows; tuples have one entry per layer.
+    """What a pass yields for its T rows; tuples have one entry for each layer that ran.
 
     `query` is summed over the query heads of each kv head: what `cache_scores` takes.
     """
 
-    hidden: jax.Array  # [B, T, D] before the final norm
+    hidden: jax.Array  # [B, T, D] behind the last of them, before the final norm
     k: tuple[jax.Array, ...]  # [B, T, K, H]
     v: tuple[jax.Array, ...]  # [B, T, K, H]
     query: tuple[jax.Array, ...]  # [B, T, K, H]
@@ -46,6 +46,36 @@ def run_rows(
       rest: of each layer, tokens that are not in the cache and that rows see summed up.
       with_attended: whether to fill in Rows.attended.
     """
+    return run_layers(
+        weights,
+        cache,
+        embed(weights, tokens),
+        positions,
+        mask,
+        range(cfg.num_layers),
+        cfg=cfg,
+        rest=rest,
+        with_attended=with_attended,
+    )
+
+
+def run_layers(
+    weights: ModelWeights,
+    cache: KVCache | DraftCache,
+    hidden,
+    positions,
+    mask,
+    layers: range,
+    *,
+    cfg: ModelConfig,
+    ranks: Ranks | None = None,
+    rest: tuple[Summary, ...] = (),
+    with_attended: bool = False,
+) -> Rows:
+    """As `run_rows`, but `layers` only, on what the layer before them gave, hidden [B, T, D].
+
+    `ranks` says which cached rows a row sees; None is all.
+    """
     queries, attended = [], []
 
     def attend(layer: int, q, k, v):
@@ -56,10 +86,11 @@ def run_rows(
             q,
             cache.k[layer],
             cache.v[layer],
-            cache.length,
+            cache.rows_in(layer),
             k,
             v,
             mask,
+            ranks=ranks,
             rest=rest[layer] if rest else None,
             with_log_totals=True,
         )
@@ -67,5 +98,7 @@ def run_rows(
             attended.append(Attended(q, Summary(mixed, log_totals)))
         return mixed
 
-    hidden, k, v = forward(weights, tokens, positions=positions, attend=attend, cfg=cfg)
+    hidden, k, v = forward(
+        weights, hidden, positions=positions, attend=attend, cfg=cfg, layers=layers
+    )
     return Rows(hidden, k, v, tuple(queries), tuple(attended))

@@ -28,7 +28,9 @@ from tsjax.config import (
 )
 from tsjax.cost_model import Choice, chip_of, choose
 from tsjax.decoding import draft_bytes
+from tsjax.lazy_prefill import LONGEST_PROMPT, LazyPrefill
 from tsjax.methods import DecodeConfig, TokenSwift, resolve_method
+from tsjax.pruning import prompt_bytes, tokens_to_fill
 from tsjax.saved_run import SavedRun, read_run
 from tsjax.sharding import mesh_of
 from tsjax.state import Params
@@ -52,7 +54,8 @@ class Request:
         method is to be kept in any case.
       stop_ids: the resolved end tokens.
       capacity: cache slots per row.
-      prefill_widths: tokens of each pass of the prefill.
+      prefill_widths: tokens of each pass of the prefill; with a lazy one, of each of its stages.
+      prompt_capacity: tokens of a prompt that a lazy prefill has room for.
     """
 
     rows: list[np.ndarray]
@@ -64,7 +67,8 @@ class Request:
     give_up_below: float
     stop_ids: tuple[int, ...]
     capacity: int
-    prefill_widths: list[int]
+    prefill_widths: list[list[int]]
+    prompt_capacity: int
     exceed_max_positions: bool
 
     @property
@@ -93,7 +97,7 @@ def make_request(
     settings: Mapping[str, Any],
     *,
     method: Any,
-    prefill: str,
+    prefill: Any,
     capacity: int | None,
     prefill_width: int,
     exceed_max_positions: bool,
@@ -103,7 +107,7 @@ def make_request(
     if not isinstance(model, Model):
         raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
     refuse_unknown(list(settings), GENERATION_NAMES, "argument")
-    check(prefill == "full", "prefill", prefill, "'full'")
+    lazy = _resolve_prefill(prefill)
     check_int(prefill_width, "prefill_width", 1)
     if config is not None and not isinstance(config, GenerationConfig):
         raise TypeError(
@@ -118,6 +122,10 @@ def make_request(
         made = [np.zeros(0, np.int32)] * len(prompts)
         finish_reason: list[str | None] = [None] * len(prompts)
     else:
+        if lazy is not None:
+            raise ValueError(
+                "resume_from continues a run whose whole prompt was computed: leave out prefill"
+            )
         if config is not None or set(settings) - {"max_new_tokens"}:
             raise ValueError(
                 "resume_from continues a run with its own settings: pass nothing but "
@@ -131,22 +139,32 @@ def make_request(
     choice = _choice(model, method, prompts, config)
 
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
-    widths = _prefill_widths(max(map(len, rows)) - 1, prefill_width)
+    longest = max(map(len, rows))
+    prompt_capacity = _capacity_bucket(longest, SMALLEST_PREFILL) if lazy else 0
+    if lazy is not None:
+        _check_prompts(lazy, prompts)
+        # For all prompts of a bucket alike, as every other setting is another program.
+        lazy = lazy.resolved(model.cfg, prompt_capacity)
+    decode = DecodeConfig(model=model.cfg, method=choice.method, prefill=lazy)
     request = Request(
         rows=rows,
         prompt_length=[len(row) for row in prompts],
         finish_reason=finish_reason,
         single=single,
         config=config,
-        decode=DecodeConfig(model=model.cfg, method=choice.method),
+        decode=decode,
         give_up_below=choice.step_cost if _is_auto(method) else 0.0,
         stop_ids=_stop_ids(config, model),
         capacity=0,
-        prefill_widths=widths,
+        prefill_widths=_stage_widths(decode, longest, prefill_width),
+        prompt_capacity=prompt_capacity,
         exceed_max_positions=exceed_max_positions,
     )
     _check_positions(request)
-    request = dataclasses.replace(request, capacity=_capacity(request, capacity, prefill_width))
+    slots = _capacity(request, capacity, prefill_width)
+    request = dataclasses.replace(
+        request, capacity=slots, prompt_capacity=min(prompt_capacity, slots)
+    )
     _check_memory(request, model.params)
     return request
 
@@ -177,6 +195,36 @@ def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) ->
     return choose(resolve_method(method), model.cfg, chip, context, batch)
 
 
+def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
+    """None for the whole prompt."""
+    if isinstance(prefill, LazyPrefill):
+        return prefill
+    check(
+        isinstance(prefill, str) and prefill in ("full", "lazy"),
+        "prefill",
+        prefill,
+        "'full', 'lazy' or tsjax.LazyPrefill(...)",
+    )
+    return LazyPrefill() if prefill == "lazy" else None
+
+
+def _check_prompts(lazy: LazyPrefill, prompts: list[np.ndarray]) -> None:
+    for index, prompt in enumerate(prompts):
+        check(
+            len(prompt) <= LONGEST_PROMPT,
+            "prompt",
+            f"row {index} of {len(prompt)} tokens",
+            f"with a lazy prefill at most {LONGEST_PROMPT} tokens",
+        )
+        for name in ("window", "sinks", "recent"):
+            check(
+                getattr(lazy, name) <= len(prompt),
+                name,
+                getattr(lazy, name),
+                f"at most the {len(prompt)} tokens of the prompt in row {index}",
+            )
+
+
 # --- prompts ---------------------------------------------------------------------------------
 
 
@@ -201,6 +249,13 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
     check(len(rows) > 0, "prompt", prompt, "at least one row")
     names = ["prompt"] if single else [f"prompt[{i}]" for i in range(len(rows))]
     return [check_row(row, name, model) for row, name in zip(rows, names, strict=True)], single
+
+
+def prompt_row(model: Model, prompt: Any) -> np.ndarray:
+    """The ids of a single prompt, in any of its forms."""
+    rows, single = _prompt_rows(model, prompt)
+    check(single, "prompt", f"{len(rows)} rows", "one prompt, a string or a row of token ids")
+    return rows[0]
 
 
 def _rank(value: Any) -> int:
@@ -368,7 +423,8 @@ def _check_positions(request: Request) -> None:
 def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
     """The slots a user asked for, if they suffice, or the bucket that holds the run."""
     # A step writes the rows of its longest path, of which the last ones may be in vain.
-    needed = max(max(request.max_length) + request.decode.draft_depth, sum(request.prefill_widths))
+    decode = request.decode
+    needed = max(max(request.max_length) + decode.rows_ahead, *map(sum, request.prefill_widths))
     if wanted is None:
         return _capacity_bucket(needed)
     check_int(wanted, "capacity", 1)
@@ -378,7 +434,10 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
         wanted,
         f"at least {needed} slots for this prompt, "
         f"max_new_tokens={request.config.max_new_tokens}, prefill_width={prefill_width} and "
-        f"{request.decode.draft_depth} drafted tokens in a step",
+        f"{decode.draft_depth} drafted tokens in a step"
+        + (
+            f" or revive_rows={decode.rows_ahead}" if decode.rows_ahead > decode.draft_depth else ""
+        ),
     )
     return wanted
 
@@ -392,10 +451,18 @@ def _prefill_widths(count: int, width: int) -> list[int]:
     return [width] * full + [min(last, width)]
 
 
-def _capacity_bucket(needed: int) -> int:
+def _stage_widths(decode: DecodeConfig, longest: int, width: int) -> list[list[int]]:
+    """Passes of each stage of the prefill: all tokens but the last, or what a cut leaves."""
+    if decode.prefill is None:
+        return [_prefill_widths(longest - 1, width)]
+    counts = [int(tokens_to_fill(decode, i, longest)) for i in range(len(decode.stages))]
+    return [_prefill_widths(count, width) for count in counts]
+
+
+def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
     if needed > LARGEST_DOUBLING:
         return -(-needed // LARGEST_DOUBLING) * LARGEST_DOUBLING
-    return max(SMALLEST_CAPACITY, 1 << (needed - 1).bit_length())
+    return max(smallest, 1 << (needed - 1).bit_length())
 
 
 def _check_memory(request: Request, params: Params) -> None:
@@ -404,6 +471,8 @@ def _check_memory(request: Request, params: Params) -> None:
     rows, slots = len(request.rows), request.capacity
     needed = cache_bytes(request.decode.model, rows, slots, mesh)
     needed += draft_bytes(request.decode, rows, slots)
+    if request.decode.prefill is not None:
+        needed += prompt_bytes(request.decode, rows, request.prompt_capacity, slots)
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     available = _available_bytes(device)
     if device.platform == "cpu" and mesh is not None:

@@ -52,6 +52,44 @@ class DraftState(flax.struct.PyTreeNode):
     ngrams: NgramTable | None = None
 
 
+HIDDEN = 2**31 - 1  # behind every position
+
+
+class PromptState(flax.struct.PyTreeNode):
+    """What a lazy prefill remembers of each prompt token, P of them, by position.
+
+    The layers before the first cut are stage 0, those between two cuts or behind the last are the
+    stages that follow. A token is computed stage by stage, so one number says how far it has come
+    and one hidden state is enough to go on from there. Entries of positions that are no prompt's
+    are unspecified.
+
+    Attributes:
+      hidden: [B, P, D], what the last layer that computed the token gave: the paper's aux cache.
+      done: [B, P] int8, stages that computed it.
+      chosen: one [B, P] bool per stage, the tokens that take part in it; all in the first. True at
+        positions that are no prompt's.
+      slots: one [B, P] int32 per stage but the first, where the token is in the caches of its
+        layers; C where they lack it. In the first stage it is the position.
+      order: one [B, C] int32 per stage but the first, the position of the token in each slot of its
+        layers, or HIDDEN if it takes no part. Entries beyond the rows of a layer are unspecified.
+      computed: [stages, B, P] int8, how often a stage computed the token: at most once.
+      last: [B, W, D], what the last W prompt tokens have come to during the prefill.
+    """
+
+    hidden: jax.Array
+    done: jax.Array
+    chosen: tuple[jax.Array, ...]
+    slots: tuple[jax.Array, ...]
+    order: tuple[jax.Array, ...]
+    computed: jax.Array
+    last: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """P."""
+        return self.hidden.shape[1]
+
+
 class DecodeState(flax.struct.PyTreeNode):
     """Everything a step reads and writes. All buffers are preallocated; `length` says what counts.
 
@@ -70,6 +108,7 @@ class DecodeState(flax.struct.PyTreeNode):
       sampling: the values a user chose, as arrays, so that they never recompile.
       stats: counters.
       draft: what the method remembers for its drafts.
+      prompt: what a lazy prefill remembers; None for a full one.
     """
 
     kv: KVCache
@@ -83,6 +122,7 @@ class DecodeState(flax.struct.PyTreeNode):
     sampling: SamplingValues
     stats: StepStats
     draft: DraftState
+    prompt: PromptState | None = None
 
     @property
     def length(self) -> jax.Array:

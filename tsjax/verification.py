@@ -17,6 +17,7 @@ from tsjax.control_flow import run_if
 from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.passes import Rows, run_rows
+from tsjax.pruning import run_choosing
 from tsjax.sampling import NEVER_SEEN, best, score, step_noise
 from tsjax.state import DecodeState, Params
 from tsjax.tree import NO_NODE, DraftTree
@@ -44,8 +45,10 @@ class Acceptance(flax.struct.PyTreeNode):
 
 def verify(
     params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
-) -> Verdict:
+) -> tuple[DecodeState, Verdict]:
     """Runs all nodes on the full cache and decides each node's successor.
+
+    The state is the one given, unless the root chooses what it sees of a prompt that was pruned.
 
     `noise` [B, n, V] is that of the first n positions from state.length on; drafts are chosen with
     the same noise as tokens, only then do they meet. Where the method has several pass widths, the
@@ -62,8 +65,12 @@ def verify(
 
     inputs = (tree, noise, state.kv.length, state.row_key)  # what a pass begins with
     with jax.named_scope("verify"):
+        if cfg.prefill is not None and cfg.prefill.revive == "on_demand":
+            positions = state.kv.length[:, None]
+            state, rows = run_choosing(params.model, state, tree.tokens, positions, cfg=cfg)
+            return state, _judge(params.model, state, tree, rows, noise, cfg=cfg)
         if len(widths) == 1:
-            return run(widths[0], *inputs)
+            return state, run(widths[0], *inputs)
         nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
         narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
         shapes = jax.eval_shape(lambda: run_padded(widths[0], *inputs))
@@ -71,7 +78,7 @@ def verify(
         for index, width in enumerate(widths):
             one = functools.partial(lambda width, _, *inputs: run_padded(width, *inputs), width)
             verdict = run_if(narrowest == index, one, verdict, *inputs)
-        return verdict
+        return state, verdict
 
 
 def _padded(x, width: int):
@@ -91,6 +98,11 @@ def _verify_rows(weights, state: DecodeState, tree: DraftTree, noise, *, cfg: De
         cfg=cfg.model,
         with_attended=cfg.summarizes_rest,
     )
+    return _judge(weights, state, tree, rows, noise, cfg=cfg)
+
+
+def _judge(weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig):
+    """What follows each node, by its row of the pass."""
     logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
     known = noise.shape[1]
     missing = tree.path.shape[2] - known

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of a lazy prefill: schedules, presets, counts of tokens and of operations."""
+
+import fractions
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import pytest
+from helpers import tiny_config
+
+import tsjax
+from tsjax.lazy_prefill import LONGEST_PROMPT, cuts_for, kept, paper_cuts, prompt_flops
+
+LLAMA2_7B = dict(
+    vocab_size=32000, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
+    mlp_dim=11008,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(keep={4: 0.0}), r"keep=\{4: 0.0\} .*the share 0.0 behind layer 4 is not in \(0, 1\]"),
+        (dict(keep={4: 1.5}), r"the share 1.5 behind layer 4"),
+        (dict(keep={4: True}), r"the share True behind layer 4"),
+        (dict(keep={4: "half"}), r"the share 'half' behind layer 4"),
+        (dict(keep={2: 0.3, 4: 0.5}), r"0.5 behind layer 4 cannot be more than 0.3 behind layer 2"),
+        (dict(keep={4: 0.5, 2: 0.3}), r"0.5 behind layer 4 cannot be more than 0.3 behind layer 2"),
+        (dict(keep={-1: 0.5}), r"-1 is no layer"),
+        (dict(keep={1.5: 0.5}), r"1.5 is no layer"),
+        (dict(keep={2: 1e-5}), r"shares have 4 decimals, so 1e-05 would be none"),
+        (dict(keep=((2, 0.5), (2, 0.5))), "each layer once"),
+        (dict(keep={}), r"keep=\(\) is not valid: 'paper', 'auto', or shares"),
+        (dict(keep=0.5), r"keep=0.5 is not valid: 'paper', 'auto', or shares"),
+        (dict(keep="papers"), r"keep='papers' is not valid"),
+        (dict(keep="auto"), r"speedup=None is not valid"),
+        (dict(keep="auto", speedup=0.5), r"speedup=0.5 is not valid"),
+        (dict(keep={1: 0.5}, speedup=2), r"speedup=2 is not valid: left out unless keep='auto'"),
+        (dict(revive="later"), r"revive='later' is not valid: one of 'on_demand'"),
+        (dict(scores="length"), r"scores='length' is not valid"),
+        (dict(scores="random"), r"revive='on_demand' is not valid: 'never' or 'background'"),
+        (dict(window=0), r"window=0"),
+        (dict(pool=2), r"pool=2 is not valid: an odd number"),
+        (dict(sinks=-1), r"sinks=-1"),
+        (dict(recent=1.5), r"recent=1.5"),
+        (dict(choose_every=0), r"choose_every=0"),
+        (dict(revive_rows=0), r"revive_rows=0"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tsjax.LazyPrefill(**settings)
+
+
+def test_a_schedule_of_another_models_depth_is_refused():
+    lazy = tsjax.LazyPrefill(keep={4: 0.5, 8: 0.2})
+    with pytest.raises(ValueError, match="behind layer 8, but the model has 8 layers: at most 7"):
+        tsjax.DecodeConfig(model=tiny_config(num_layers=8), prefill=lazy)
+    assert tsjax.DecodeConfig(model=tiny_config(num_layers=9), prefill=lazy).stages == (
+        range(0, 4), range(4, 8), range(8, 9),
+    )  # fmt: skip
+
+
+def test_schedules_that_are_not_named_yet_and_drafts_on_demand_are_refused():
+    cfg = tiny_config(num_layers=8)
+    with pytest.raises(ValueError, match="keep='paper' is not valid here"):
+        tsjax.DecodeConfig(model=cfg, prefill=tsjax.LazyPrefill())
+    lazy = tsjax.LazyPrefill(keep={4: 0.5})
+    with pytest.raises(ValueError, match="revive='on_demand' is not valid with method=NGram"):
+        tsjax.DecodeConfig(model=cfg, method=tsjax.NGram(), prefill=lazy)
+
+
+def test_settings_can_be_compared_and_hashed():
+    one = tsjax.LazyPrefill(keep={2: 0.7, 4: 0.49})
+    other = tsjax.LazyPrefill(keep={4: 0.49, 2: 0.7})
+    assert one == other and hash(one) == hash(other)
+
+
+@hypothesis.given(
+    st.integers(1, 10_000),
+    st.integers(1, 200_000) | st.integers(LONGEST_PROMPT - 9, LONGEST_PROMPT),
+)
+def test_shares_are_counted_exactly(parts, tokens):
+    share = parts / 10_000
+    expected = math.ceil(fractions.Fraction(parts, 10_000) * tokens)
+    assert kept(share, tokens) == expected
+    assert int(kept(share, jnp.int32(tokens))) == expected
+
+
+def test_the_papers_schedule():
+    assert paper_cuts(32) == ((9, 0.7), (19, 0.49), (28, 0.343))
+    lazy = tsjax.LazyPrefill().resolved(tiny_config(num_layers=32), 1000)
+    assert dict(lazy.keep) == {9: 0.7, 19: 0.49, 28: 0.343}
+    for layers in range(4, 64):
+        assert len(paper_cuts(layers)) == 3 and paper_cuts(layers)[-1][0] < layers
+
+
+@pytest.mark.parametrize(
+    ("cuts", "factors"),
+    [
+        (((9, 0.7), (19, 0.49), (28, 0.343)), (1.49, 1.52, 1.63, 1.78)),
+        (((8, 0.5), (16, 0.25), (24, 0.125)), (2.17, 2.23, 2.41, 2.71)),
+        (((4, 0.5), (8, 0.25), (16, 0.1)), (3.42, 3.54, 3.99, 4.75)),
+    ],
+)
+def test_operations_of_llama_2_7b(cuts, factors):
+    """Factors that were worked out by hand, at 3.4K, 8K, 32K and 128K tokens."""
+    cfg = tiny_config(**LLAMA2_7B)
+    for tokens, factor in zip((3400, 8192, 32768, 131072), factors, strict=True):
+        found = prompt_flops(cfg, tokens) / prompt_flops(cfg, tokens, cuts)
+        assert found == pytest.approx(factor, abs=0.011)
+
+
+@hypothesis.given(st.floats(1.0, 3.0), st.integers(8, 80), st.integers(200, 100_000))
+def test_auto_meets_the_factor_and_not_much_more(speedup, layers, tokens):
+    cfg = tiny_config(**{**LLAMA2_7B, "num_layers": layers})
+    cuts = cuts_for(speedup, cfg, tokens)
+    found = prompt_flops(cfg, tokens) / prompt_flops(cfg, tokens, cuts)
+    assert speedup <= found + 1e-9
+    # Shares are whole numbers of tokens; a whole layer more or less is a step of its own.
+    assert found <= speedup * 1.02 + 1 / layers
+    tsjax.LazyPrefill(keep=dict(cuts))
+
+
+def test_auto_refuses_what_it_cannot_meet():
+    with pytest.raises(
+        ValueError, match=r"speedup=50 is not valid: keep='auto' reaches at most \d"
+    ):
+        tsjax.LazyPrefill(keep="auto", speedup=50).resolved(tiny_config(num_layers=8), 1000)

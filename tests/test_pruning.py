@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LazyLLM against a slow oracle of sets, against the full prefill, and against itself.
+
+Sizes that must not matter (chunks, buckets, batches, methods) are varied against one result.
+"""
+
+import functools
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import FUSED_AS_FOR_USERS, IN_PLACE, operations, tiny_model
+from lazy_oracle import LazyOracle
+
+import tsjax
+from tsjax.decoding import commit, init_state, prefill, programs
+from tsjax.drafting import draft
+from tsjax.model import final_norm, unembed
+from tsjax.passes import run_rows
+from tsjax.pruning import best_tokens, revive_in_background, run_choosing
+from tsjax.verification import Verdict, accept
+
+CUTS = {1: 0.7, 2: 0.49, 3: 0.343}
+LAYERS = 4
+CAPACITY, PROMPT_CAPACITY, STEPS = 160, 64, 8
+OPTIONS = {
+    "paper": dict(keep=CUTS, revive_rows=5),
+    "in large pieces, seldom": dict(keep={1: 0.6, 3: 0.3}, revive_rows=64, choose_every=3),
+    "almost nothing": dict(keep={1: 0.02, 3: 0.02}, revive_rows=8),
+    "options": dict(
+        keep={2: 0.7, 3: 0.4}, window=4, pool=3, score_layers=2, sinks=2, recent=3, revive_rows=8
+    ),
+    "no revival": dict(keep=CUTS, revive="never"),
+    "no revival, options": dict(keep=CUTS, revive="never", window=5, pool=5, sinks=1, recent=9),
+    "background": dict(keep=CUTS, revive="background", choose_every=2, revive_rows=7),
+    "background, one cut": dict(keep={3: 0.2}, revive="background", revive_rows=30, window=3),
+}
+
+
+@functools.cache
+def model(dtype: str = "float64", num_layers: int = LAYERS, **changes) -> tsjax.Model:
+    return tiny_model(num_layers=num_layers, dtype=dtype, **changes)
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 61, length).tolist() for length in lengths]
+
+
+PROMPTS = prompts_of(53, 37, 5)
+# For `generate`, which compiles a program for each stage: three layers, and passes of one width.
+SHORT_CUTS = {1: 0.6, 2: 0.3}
+SIZES = dict(capacity=CAPACITY, prefill_width=64)
+
+
+def small(dtype: str = "float32", **changes) -> tsjax.Model:
+    return model(dtype, num_layers=3, **changes)
+
+
+class Run:
+    """A prompt decoded step by step, with the logits of each step."""
+
+    def __init__(
+        self, model, prompts, lazy, *, width=16, capacity=CAPACITY, prompt_capacity=PROMPT_CAPACITY
+    ):
+        self.model = model
+        self.cfg = cfg = tsjax.DecodeConfig(model=model.cfg, prefill=lazy)
+        length = np.asarray([len(row) for row in prompts])
+        tokens = np.zeros((len(prompts), max(length)), np.int32)
+        for row, ids in zip(tokens, prompts, strict=True):
+            row[: len(ids)] = ids
+        state = init_state(
+            tokens, length, cfg=cfg, capacity=capacity, max_length=length + 50,
+            prompt_capacity=prompt_capacity,
+        )  # fmt: skip
+        self.state = jax.jit(prefill, static_argnames=("width", "cfg"))(
+            model.params, state, width=width, cfg=cfg
+        )
+
+    def step(self) -> np.ndarray:
+        """The logits [B, V] behind the root, which the step then decides."""
+        self.state, logits = _step(self.model.params, self.state, cfg=self.cfg)
+        return np.asarray(logits)
+
+    def sets(self, row: int) -> list[set[int]]:
+        n = int(self.state.prompt_length[row])
+        return [
+            set(np.flatnonzero(chosen[row][:n]).tolist()) for chosen in self.state.prompt.chosen
+        ]
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def _step(params, state, *, cfg):
+    """A greedy step of decoding, put together to see its logits."""
+    state = revive_in_background(params, state, cfg=cfg)
+    root, position = state.root[:, None], state.kv.length[:, None]
+    if cfg.prefill.revive == "on_demand":
+        state, rows = run_choosing(params.model, state, root, position, cfg=cfg)
+    else:
+        itself = jnp.ones((1, 1), bool)
+        rows = run_rows(params.model, state.kv, root, position, itself, cfg=cfg.model)
+    normed = final_norm(params.model, rows.hidden, cfg=cfg.model)
+    logits = unembed(params.model, normed, cfg=cfg.model)
+    state, tree = draft(params, state, None, cfg=cfg)
+    verdict = Verdict(target=jnp.argmax(logits, axis=-1).astype(jnp.int32), rows=rows)
+    return commit(state, tree, verdict, accept(tree, verdict), cfg=cfg), logits[:, 0]
+
+
+SLOW_OPTIONS = ("almost nothing", "no revival", "background, one cut")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in SLOW_OPTIONS else name
+        for name in OPTIONS
+    ],
+)
+def test_sets_and_logits_are_those_of_the_oracle(name):
+    lazy = tsjax.LazyPrefill(**OPTIONS[name])
+    with jax.enable_x64(True):
+        prompts = PROMPTS if max(lazy.window, lazy.recent) <= 5 else PROMPTS[:2]
+        run = Run(model(), prompts, lazy)
+        begun = np.asarray(run.state.prompt.computed).sum((1, 2))
+        oracles = [LazyOracle(model(), prompt, lazy) for prompt in prompts]
+        for _ in range(STEPS):
+            logits = run.step()
+            for row, oracle in enumerate(oracles):
+                np.testing.assert_allclose(logits[row], oracle.logits, rtol=0, atol=1e-9)
+                if lazy.revive != "background":  # where new tokens see all that there is
+                    assert run.sets(row) == oracle.sets
+                root = int(run.state.root[row])
+                assert root == np.argmax(oracle.logits)
+                oracle.step(root)
+        prompt = run.state.prompt
+        revived = np.asarray(prompt.computed).sum((1, 2)) - begun
+        assert revived[0] == 0 and (revived[1:] > 0).all() == (lazy.revive != "never")
+        for row, oracle in enumerate(oracles):
+            n, stages = len(prompts[row]), len(run.cfg.stages)
+            assert max(oracle.computed.values()) == 1
+            computed = np.asarray(prompt.computed)[:, row, : n - 1]
+            assert set(np.unique(computed)) <= {0, 1}
+            # One number says how far a token has come.
+            done = np.asarray(prompt.done)[row, : n - 1]
+            np.testing.assert_array_equal(computed, np.arange(stages)[:, None] < done)
+            absent = np.asarray(run.state.kv.absent)[:, row]
+            for stage, layers in enumerate(run.cfg.stages):
+                assert set(absent[layers]) == {n - 1 - computed[stage].sum()}
+
+
+@pytest.mark.parametrize(("pool", "window", "score_layers"), [(7, 1, 1), (13, 1, 1), (5, 3, 1)])
+def test_pools_reach_over_the_prompts_last_tokens(pool, window, score_layers):
+    """Their own scores count too, though their keys are in no cache when they are scored."""
+    lazy = tsjax.LazyPrefill(
+        keep={1: 0.4, 2: 0.2}, revive="never", pool=pool, window=window, score_layers=score_layers
+    )
+    prompts = prompts_of(*[40] * 40)
+    with jax.enable_x64(True):
+        run = Run(small("float64"), prompts, lazy)
+        for row, prompt in enumerate(prompts):
+            assert run.sets(row) == LazyOracle(small("float64"), prompt, lazy).sets
+
+
+def test_sizes_of_sets_and_who_is_always_in_them():
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, sinks=2, recent=3)
+    run = Run(small(), PROMPTS, lazy)
+    for row, prompt in enumerate(PROMPTS):
+        sets, n = run.sets(row), len(prompt)
+        assert sets[0] == set(range(n))
+        for stage, share in enumerate(SHORT_CUTS.values(), start=1):
+            assert sets[stage] <= sets[stage - 1]
+            assert len(sets[stage]) == max(-(-round(share * 1000) * n // 1000), 5)
+            assert {0, 1, n - 3, n - 2, n - 1} <= sets[stage]
+
+
+@pytest.mark.parametrize("revive", ["on_demand", "background"])
+def test_chunks_and_buckets_change_nothing(revive):
+    # How many are brought in at once is no mere size in the background.
+    rows = (8, 1, 30) if revive == "on_demand" else (8, 8, 8)
+    sizes = (dict(), dict(width=1, capacity=256), dict(width=64, prompt_capacity=80))
+    results = []
+    with jax.enable_x64(True):
+        for size, at_once in zip(sizes, rows, strict=True):
+            lazy = tsjax.LazyPrefill(
+                keep=SHORT_CUTS, revive=revive, choose_every=2, revive_rows=at_once
+            )
+            run = Run(small("float64"), PROMPTS, lazy, **size)
+            logits = [run.step() for _ in range(STEPS)]
+            results.append(
+                (logits, [np.asarray(c[:, :53], float) for c in run.state.prompt.chosen])
+            )
+    for found in results[1:]:
+        for ours, theirs in zip(found, results[0], strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("revive", ["on_demand", "never", "background"])
+def test_to_keep_all_is_the_full_prefill(revive):
+    lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive)
+    settings = dict(max_new_tokens=20, do_sample=True, seed=3, **SIZES)
+    full = tsjax.generate(small(), PROMPTS, **settings)
+    result = tsjax.generate(small(), PROMPTS, prefill=lazy, **settings)
+    assert [row.tolist() for row in result.tokens] == [row.tolist() for row in full.tokens]
+    assert result.stats.prompt_computed == (1.0, 1.0, 1.0) and full.stats.prompt_computed == ()
+
+
+def test_a_row_alone_is_the_row_of_a_batch():
+    lazy, settings = tsjax.LazyPrefill(keep=SHORT_CUTS), dict(max_new_tokens=12, **SIZES)
+    whole = tsjax.generate(small(), PROMPTS, prefill=lazy, **settings)
+    for row, prompt in zip(whole.tokens, PROMPTS, strict=True):
+        alone = tsjax.generate(small(), prompt, prefill=lazy, **settings)
+        np.testing.assert_array_equal(alone.tokens[0], row)
+
+
+METHODS = {
+    "ngram": tsjax.NGram(num_ngrams=3, ngram_size=3),
+    "partial cache": tsjax.TokenSwift(
+        tree=(2, 2), draft_passes=2, draft_budget=24, num_sinks=2, draft_rest=True, draft_refresh=4
+    ),
+    "heads": tsjax.TokenSwift(tree=(2, 2), draft_from="verified_state", num_ngrams=2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "revive"),
+    [
+        pytest.param("ngram", "never", marks=pytest.mark.slow),
+        ("ngram", "background"),
+        ("partial cache", "never"),
+        ("partial cache", "background"),
+        ("heads", "never"),
+        pytest.param("heads", "background", marks=pytest.mark.slow),
+    ],
+)
+def test_every_method_returns_the_tokens_of_plain_decoding_with_the_same_prefill(name, revive):
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=5, revive_rows=6)
+    looping = [[1, 2, 3, 4] * 12, [5, 6, 7] * 9]
+    settings = dict(max_new_tokens=40, prefill=lazy, seed=5, do_sample=True, **SIZES)
+    # So that drafts are accepted; those of n-grams only without a penalty.
+    settings |= dict(temperature=0.15, repetition_penalty=1.0 if name == "ngram" else 1.1)
+    with jax.enable_x64(True):
+        swift = tsjax.generate(
+            small("float64", num_draft_heads=2), looping, method=METHODS[name], **settings
+        )
+        plain = tsjax.generate(small("float64", num_draft_heads=2), looping, **settings)
+    for ours, theirs in zip(swift.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert swift.stats.accepted > 0
+    if revive == "background":
+        assert swift.stats.prompt_computed == plain.stats.prompt_computed
+        assert min(plain.stats.prompt_computed) > 0.9
+
+
+@pytest.mark.parametrize("scores", ["attention", "random"])
+def test_a_cut_before_the_model(scores):
+    lazy = tsjax.LazyPrefill(keep={0: 0.4}, revive="never", scores=scores)
+    if scores == "attention":
+        with pytest.raises(ValueError, match="a cut before the first layer needs scores='random'"):
+            tsjax.generate(small(), PROMPTS, prefill=lazy, max_new_tokens=2, **SIZES)
+        return
+    result = tsjax.generate(small(), PROMPTS[0], prefill=lazy, max_new_tokens=4, **SIZES)
+    run = Run(small(), PROMPTS, lazy)
+    (kept,) = run.sets(0)[1:]
+    assert len(kept) == 22 and 52 in kept
+    # The same as a prompt of these tokens alone, at their own positions.
+    assert result.stats.prompt_computed[1] == pytest.approx(22 / 53)
+    other = tsjax.LazyPrefill(keep={0: 0.4}, revive="never", scores="random", seed=1)
+    assert Run(small(), PROMPTS, other).sets(0)[1] != kept
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(st.data())
+def test_best_tokens(data):
+    values = st.sampled_from([0.0, 1e-30, 0.25, 0.5, 1.0, np.inf]) | st.floats(0, 4, width=32)
+    scores = data.draw(hnp.arrays(np.float32, (2, 23), elements=values))
+    candidates = data.draw(hnp.arrays(bool, (2, 23)))
+    count = data.draw(hnp.arrays(np.int32, 2, elements=st.integers(0, 25)))
+    found = np.asarray(best_tokens(jnp.asarray(scores), jnp.asarray(candidates), count))
+    for row in range(2):
+        order = sorted(np.flatnonzero(candidates[row]), key=lambda i: (-scores[row][i], i))
+        assert set(np.flatnonzero(found[row])) == set(order[: count[row]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(prompt_capacity=52), "prompt_capacity=52 .* at least the 53 tokens"),
+        (dict(prompt_capacity=300), "prompt_capacity=300 .* at most the capacity 160"),
+        (dict(length=np.asarray([50])), "length=.*a run begins behind its prompt"),
+        (dict(capacity=64), "capacity=64 is not valid: at least 65 slots, .* what it revives"),
+    ],
+)
+def test_a_state_that_could_not_hold_the_prefill_is_refused(settings, message):
+    cfg = tsjax.DecodeConfig(model=small().cfg, prefill=tsjax.LazyPrefill(keep=SHORT_CUTS))
+    settings = dict(capacity=CAPACITY, max_length=[60]) | settings
+    with pytest.raises(ValueError, match=message):
+        init_state(np.ones((1, 53), np.int32), np.asarray([53]), cfg=cfg, **settings)
+
+
+def test_passes_that_would_leave_the_cache_are_refused():
+    cfg = tsjax.DecodeConfig(
+        model=small().cfg, prefill=tsjax.LazyPrefill(keep=SHORT_CUTS, revive="never")
+    )
+    state = init_state(
+        np.ones((1, 53), np.int32), np.asarray([53]), cfg=cfg, capacity=60, max_length=[60]
+    )
+    with pytest.raises(ValueError, match="width=50 is not valid: passes through up to 53 prompt"):
+        prefill(small().params, state, width=50, cfg=cfg)
+
+
+@pytest.mark.parametrize("revive", ["on_demand", "background"])
+def test_a_capacity_with_no_slot_to_spare(revive):
+    """Below the prompts' bucket, and just enough for what is revived at a time."""
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, revive_rows=9)
+    settings = dict(prefill=lazy, max_new_tokens=12, prefill_width=16)
+    ample = tsjax.generate(small(), PROMPTS[0], capacity=512, **settings)
+    tight = tsjax.generate(small(), PROMPTS[0], capacity=53 + 12 + 9, **settings)
+    np.testing.assert_array_equal(tight.tokens[0], ample.tokens[0])
+    with pytest.raises(ValueError, match="at least 74 slots .* or revive_rows=9"):
+        tsjax.generate(small(), PROMPTS[0], capacity=73, **settings)
+
+
+# --- the host side ---------------------------------------------------------------------------
+
+
+def test_prompts_of_a_bucket_share_their_programs():
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS)
+    run = functools.partial(
+        tsjax.generate, small(), prefill=lazy, max_new_tokens=3, capacity=2048,
+        prefill_width=16,
+    )  # fmt: skip
+    run(prompts_of(64))
+    compiled = programs("cpu", "float32")
+    count = sum(program._cache_size() for program in compiled)
+    for length in (49, 55, 63):
+        run(prompts_of(length), do_sample=True, seed=length)
+    assert sum(program._cache_size() for program in compiled) == count
+
+
+@pytest.mark.parametrize("revive", ["on_demand", "background"])
+def test_no_step_copies_a_cache(revive):
+    tiny = tiny_model(num_layers=3)
+    lazy = tsjax.LazyPrefill(keep={1: 0.5, 2: 0.2}, revive=revive, revive_rows=8, window=2)
+    cfg = tsjax.DecodeConfig(model=tiny.cfg, prefill=lazy)
+    state = init_state(
+        np.ones((1, 64), np.int32), np.asarray([64]), cfg=cfg, capacity=65536, max_length=[100],
+        prompt_capacity=1024,
+    )  # fmt: skip
+    run = programs("cpu", "float32")
+    lowered = [
+        run.decode.lower(tiny.params, state, jnp.int32(2), cfg=cfg),
+        run.fill_stage.lower(tiny.params, state, stage=1, width=16, cfg=cfg),
+        run.choose_stage.lower(tiny.params, state, stage=1, cfg=cfg),
+    ]
+    cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
+    for program in lowered:
+        executable = program.compile(FUSED_AS_FOR_USERS)
+        assert executable.memory_analysis().alias_size_in_bytes > cache
+        found = operations(executable, state.kv.k[0])
+        assert found and set(found) <= IN_PLACE
+        assert found.count("fusion") <= found.count("dynamic-update-slice")
+        assert state.prompt is not None
+        assert "copy" not in operations(executable, state.prompt.order[0])
+
+
+def test_the_prefill_streams_batches_and_stops_as_any_other():
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS)
+    settings = dict(prefill=lazy, max_new_tokens=9, do_sample=True, seed=2, **SIZES)
+    result = tsjax.generate(small(), PROMPTS, **settings)
+    chunks = list(tsjax.stream(small(), PROMPTS, **settings))
+    for row in range(len(PROMPTS)):
+        streamed = np.concatenate([chunk.tokens[row] for chunk in chunks])
+        np.testing.assert_array_equal(streamed, result.tokens[row])
+    assert chunks[-1].stats.prompt_computed == result.stats.prompt_computed
+    first, *rest = result.stats.prompt_computed
+    assert first == 1.0 and all(0.3 < share <= 1 for share in rest)
+
+
+def test_names():
+    by_name = tsjax.generate(small(), PROMPTS[0], prefill="lazy", max_new_tokens=4, **SIZES)
+    paper = tsjax.LazyPrefill(keep={1: 0.49, 2: 0.343})
+    by_hand = tsjax.generate(small(), PROMPTS[0], prefill=paper, max_new_tokens=4, **SIZES)
+    np.testing.assert_array_equal(by_name.tokens[0], by_hand.tokens[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(prefill="lazily"), "prefill='lazily' is not valid: 'full', 'lazy' or"),
+        (dict(prefill=0.5), "prefill=0.5 is not valid"),
+        (dict(prefill=tsjax.LazyPrefill(sinks=54)), "sinks=54 .* at most the 53 tokens"),
+        (dict(prefill=tsjax.LazyPrefill(window=54)), "window=54 .* at most the 53 tokens"),
+        (dict(prefill=tsjax.LazyPrefill(keep={3: 0.5})), "behind layer 3, but the model has 3"),
+        (dict(prefill="lazy", method="ngram"), "revive='on_demand' is not valid with method=NGram"),
+        (dict(prefill="lazy", save_to="run.json"), "save_to='run.json' is not valid with a lazy"),
+    ],
+)
+def test_bad_input_is_refused_before_any_compute(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tsjax.generate(small(), PROMPTS[0], max_new_tokens=2, **settings)
+
+
+def test_a_run_cannot_be_resumed_with_another_prefill(tmp_path):
+    file = tmp_path / "run.json"
+    tsjax.generate(small(), PROMPTS[0], max_new_tokens=2, save_to=file)
+    with pytest.raises(ValueError, match="whole prompt was computed: leave out prefill"):
+        tsjax.generate(small(), resume_from=file, prefill="lazy", max_new_tokens=4)

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LazyLLM's settings: which share of a prompt goes on after which layer, and what that saves.
+
+Knows the schedule, its presets, and the operations that a prompt takes under it. Does not know
+arrays: choosing and reviving tokens is in pruning.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+from tsjax.config import ModelConfig, check, check_int
+
+REVIVE = ("on_demand", "never", "background")
+SCORES = ("attention", "random")
+PAPER_CUTS, PAPER_SHARE = (0.3, 0.6, 0.9), 0.7  # of the layers; of the tokens that are left
+LEAST_SHARE = 0.5  # of the tokens that are left, which keep="auto" keeps at each cut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LazyPrefill:
+    """LazyLLM (arXiv 2407.14057): layers behind a cut compute the prompt's important tokens only.
+
+    After each cut, the tokens that the last one attends to most go on to the next layers, with
+    their own positions. Unlike every method of decoding, this changes what the model says.
+
+    Attributes:
+      keep: the share of the prompt's tokens that goes on after a layer, counted from 1, such as
+        {10: 0.7, 20: 0.49, 29: 0.343}; of n tokens, ceil(share * n), the last one always among
+        them. After layer 0 means before the model. "paper" cuts three times, behind 30, 60 and 90%
+        of the layers, to 70% of the tokens that are left. "auto" meets `speedup` by counting
+        operations, with cuts as late as that allows.
+      speedup: with keep="auto", how many times fewer operations the prompt is to take.
+      revive: what becomes of the others. "on_demand": with each new token, the paper's rule: all
+        cuts are made anew, by the attention of that token, and what is missing is computed from
+        where it was left, each token at most once in each layer. "never": the first choice stays.
+        "background": with each new token, up to `revive_rows` of them are computed in every layer
+        that lacks some, from the front on, until the cache is complete; new tokens see all that
+        there is.
+      choose_every: new tokens from one choice to the next. What a token sees depends on its place
+        alone, so all methods return the same tokens; a step that finds several of them ends where
+        the next choice is due.
+      revive_rows: tokens that are computed at once in "on_demand", and with each choice in
+        "background".
+      scores: "attention", or "random" (by `seed`), to compare with.
+      window: how many of the prompt's last tokens attend; their weights are added up.
+      pool: each token has the largest score of the so many around it; an odd number.
+      score_layers: layers before the cut whose scores are added up, as far as their stage has them.
+      sinks, recent: the first and the last so many tokens of the prompt always go on.
+    """
+
+    keep: Mapping[int, float] | Literal["paper", "auto"] = "paper"
+    speedup: float | None = None
+    revive: Literal["on_demand", "never", "background"] = "on_demand"
+    choose_every: int = 1
+    revive_rows: int = 64
+    scores: Literal["attention", "random"] = "attention"
+    window: int = 1
+    pool: int = 1
+    score_layers: int = 1
+    sinks: int = 0
+    recent: int = 0
+    seed: int = 0
+
+    def __post_init__(self):
+        if isinstance(self.keep, Mapping):
+            object.__setattr__(self, "keep", tuple(self.keep.items()))
+        if not isinstance(self.keep, str):
+            object.__setattr__(self, "keep", _checked_cuts(self.keep))
+        check(
+            not isinstance(self.keep, str) or self.keep in PRESETS, "keep", self.keep, KEEP_WANTED
+        )
+        if self.keep == "auto":
+            check(
+                self.speedup is not None and _is_number(self.speedup) and self.speedup >= 1,
+                "speedup",
+                self.speedup,
+                "a number of at least 1, beside keep='auto'",
+            )
+        else:
+            check(self.speedup is None, "speedup", self.speedup, "left out unless keep='auto'")
+        for name, known in (("revive", REVIVE), ("scores", SCORES)):
+            value = getattr(self, name)
+            check(value in known, name, value, f"one of {', '.join(map(repr, known))}")
+        for name, least in (
+            ("choose_every", 1), ("revive_rows", 1), ("window", 1), ("pool", 1),
+            ("score_layers", 1), ("sinks", 0), ("recent", 0), ("seed", 0),
+        ):  # fmt: skip
+            check_int(getattr(self, name), name, least)
+        check(self.pool % 2 == 1, "pool", self.pool, "an odd number")
+        if self.scores == "random":
+            check(
+                self.revive != "on_demand",
+                "revive",
+                self.revive,
+                "'never' or 'background' beside scores='random', which no token asks for",
+            )
+
+    @property
+    def cuts(self) -> Cuts:
+        """(after which layer, which share goes on), first to last; where `keep` names them."""
+        assert not isinstance(self.keep, str), "resolved() names the cuts"
+        return cast(Cuts, self.keep)
+
+    def resolved(self, cfg: ModelConfig, prompt_tokens: int) -> LazyPrefill:
+        """The same with its cuts named, for a model and the longest prompt it is to read."""
+        keep: Any = self.keep
+        if isinstance(keep, str) and cfg.num_layers < 2:
+            raise ValueError(
+                f"keep={keep!r} is not valid: the model has no two layers to cut between"
+            )
+        if keep == "paper":
+            keep = paper_cuts(cfg.num_layers)
+        elif keep == "auto":
+            assert self.speedup is not None
+            keep = cuts_for(self.speedup, cfg, prompt_tokens)
+        rows, keep = min(self.revive_rows, prompt_tokens), dict(cast(Cuts, keep))
+        return dataclasses.replace(self, keep=keep, speedup=None, revive_rows=rows)
+
+
+PRESETS = ("paper", "auto")
+KEEP_WANTED = "'paper', 'auto', or shares by layer such as {10: 0.7, 20: 0.49, 29: 0.343}"
+Cuts = tuple[tuple[int, float], ...]  # after which layer, and which share goes on
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _checked_cuts(keep: Any) -> Cuts:
+    is_pairs = isinstance(keep, tuple) and all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in keep
+    )
+    check(is_pairs and len(keep) > 0, "keep", keep, KEEP_WANTED)
+    shown = dict(keep)
+    for layer, share in keep:
+        check(
+            isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0,
+            "keep", shown, f"{layer!r} is no layer: whole numbers from 0 on",
+        )  # fmt: skip
+        check(
+            _is_number(share) and 0 < share <= 1,
+            "keep", shown, f"the share {share!r} behind layer {layer} is not in (0, 1]",
+        )  # fmt: skip
+        check(
+            round(share * 10**DECIMALS) > 0,
+            "keep", shown, f"shares have {DECIMALS} decimals, so {share!r} would be none",
+        )  # fmt: skip
+    check(len(shown) == len(keep), "keep", keep, "each layer once")
+    keep = tuple(sorted(keep))
+    for (before, more), (layer, share) in zip(keep, keep[1:], strict=False):
+        check(
+            share <= more,
+            "keep",
+            shown,
+            f"shares are of the whole prompt, so {share} behind layer {layer} cannot be more than "
+            f"{more} behind layer {before}",
+        )
+    return tuple((layer, round(float(share), DECIMALS)) for layer, share in keep)
+
+
+DECIMALS = 4  # of a share, so that counts are exact in whole numbers
+LONGEST_PROMPT = (2**31 - 1) // 10**DECIMALS - 1  # of which they are still int32
+
+
+def kept(share: float, tokens):
+    """ceil(share * tokens), exactly; for an int or int32, at most LONGEST_PROMPT."""
+    parts = round(share * 10**DECIMALS)
+    return -(-tokens * parts // 10**DECIMALS)
+
+
+def paper_cuts(num_layers: int) -> Cuts:
+    """Three cuts behind 30, 60 and 90% of the layers, each to 70% of what is left."""
+    layers = [max(1, int(part * num_layers + 1e-9)) for part in PAPER_CUTS]
+    cuts = {layer: round(PAPER_SHARE**i, DECIMALS) for i, layer in enumerate(layers, start=1)}
+    return tuple(cuts.items())
+
+
+def prompt_flops(cfg: ModelConfig, tokens: int, cuts: Cuts = ()) -> float:
+    """Multiplications and additions of a prompt's layers: products with weights, and attention."""
+    heads, kv_heads = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+    weights = cfg.embed_dim * (2 * heads + 2 * kv_heads + 3 * cfg.mlp_dim)
+    ends = (*(layer for layer, _ in cuts), cfg.num_layers)
+    counts = (tokens, *(kept(share, tokens) for _, share in cuts))
+    total, begun = 0.0, 0
+    for end, count in zip(ends, counts, strict=True):
+        # Each token attends to half of the others on average: scores, and values by their weights.
+        total += (end - begun) * (2.0 * count * weights + 2.0 * heads * count * count)
+        begun = end
+    return total
+
+
+def cuts_for(speedup: float, cfg: ModelConfig, tokens: int) -> Cuts:
+    """The latest cuts, and of those the largest share, that take 1/speedup of the operations.
+
+    The cuts are one, two and three times as deep as the first, and each keeps the same share of
+    what is left, at least half.
+    """
+    whole = prompt_flops(cfg, tokens)
+
+    def cuts(first: int, share: float) -> Cuts:
+        layers = [first * i for i in (1, 2, 3) if first * i < cfg.num_layers]
+        return tuple((at, round(share**i, DECIMALS)) for i, at in enumerate(layers, start=1))
+
+    def gain(first: int, share: float) -> float:
+        return whole / prompt_flops(cfg, tokens, cuts(first, share))
+
+    firsts = range(max(1, int(PAPER_CUTS[0] * cfg.num_layers)), 0, -1)
+    for first in firsts:
+        if cfg.num_layers > 1 and gain(first, LEAST_SHARE) >= speedup:
+            low, high = LEAST_SHARE, 1.0
+            while high - low > 1e-4:
+                middle = (low + high) / 2
+                low, high = (middle, high) if gain(first, middle) >= speedup else (low, middle)
+            # Few different ones, as each is another program.
+            return cuts(first, max(math.floor(100 * low) / 100, LEAST_SHARE))
+    most = max((gain(first, LEAST_SHARE) for first in firsts), default=1.0)
+    reached = math.floor(most * 100) / 100
+    raise ValueError(
+        f"speedup={speedup!r} is not valid: keep='auto' reaches at most {reached} with "
+        f"{cfg.num_layers} layers and a prompt of {tokens} tokens; name the cuts by keep"
+    )
