@@ -59,10 +59,9 @@ def facts() -> dict[str, Any]:
             continue
     device = jax.devices()[0]
     name = _cpu_name() if device.platform == "cpu" else device.device_kind
-    arguments = [arg for arg in sys.argv[1:]]
-    script = os.path.join("benchmarks", os.path.basename(sys.argv[0]))
+    script = ["-m", module] if (module := _module()) else [f"benchmarks/{Path(sys.argv[0]).name}"]
     return {
-        "command": shlex.join(["python", script, *arguments]),
+        "command": shlex.join(["python", *script, *sys.argv[1:]]),
         "device": name,
         "cpus": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -71,6 +70,12 @@ def facts() -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _module() -> str | None:
+    """Its dotted name, if this process runs a module of a package."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None and "." in spec.name else None
 
 
 def _commit() -> str | None:

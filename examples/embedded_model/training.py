@@ -30,7 +30,7 @@ from jax import lax
 
 import tsjax
 from tsjax.config import check
-from tsjax.model import ModelWeights, final_norm, forward, unembed
+from tsjax.model import ModelWeights, embed, final_norm, forward, unembed
 from tsjax.state import init_params
 
 from .texts import Stream
@@ -136,10 +136,17 @@ def causal_attention(layer: int, q, k, v):
     return mixed.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
 
 
+def token_logits(weights, inputs, positions, cfg, attend=causal_attention):
+    """[B, T, V], with no cache."""
+    hidden, _, _ = forward(
+        weights, embed(weights, inputs), positions=positions, attend=attend, cfg=cfg
+    )
+    return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
+
+
 def token_losses(weights, inputs, targets, positions, cfg, attend=causal_attention):
     """Minus the log-probability of each target, [B, T] float32."""
-    hidden, _, _ = forward(weights, inputs, positions=positions, attend=attend, cfg=cfg)
-    logits = unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
+    logits = token_logits(weights, inputs, positions, cfg, attend)
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
 
 

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to the first token of lazy prefills against the full one, and what follows from them.
+
+A model of a published one's shape, with everything but the number of layers scaled down and random
+weights, reads random prompts. All schedules run in this process, in turn, round by round; a ratio
+is taken round by round, and its median stands in the table, beside the one that counting operations
+predicts. The time to the first token is that of the whole prefill and of one step.
+
+    python benchmarks/bench_ttft.py --out benchmarks/results/cpu
+
+Then whole generations of --new tokens: by the paper's rule, without revival, and in the worst case,
+where all tokens that were pruned are computed while the first new ones are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import report
+
+# After which share of the layers a cut is made, and the share of the prompt that goes on.
+SCHEDULES: dict[str, dict[float, float]] = {
+    "paper": {0.3: 0.7, 0.6: 0.49, 0.9: 0.343},
+    "halves": {0.25: 0.5, 0.5: 0.25, 0.75: 0.125},
+    "early": {0.125: 0.5, 0.25: 0.25, 0.5: 0.1},
+    "one cut": {0.5: 0.2},
+}
+WORST_ROWS = 512  # computed with each new token, until all are
+
+
+def scaled_model(layers: int, embed: int, dtype: str):
+    """Llama-3.1's proportions: 4 query heads per kv head, an mlp 3.5 times as wide."""
+    import tsjax
+
+    cfg = tsjax.ModelConfig(
+        vocab_size=4096, embed_dim=embed, num_layers=layers, num_heads=embed // 64,
+        num_kv_heads=max(1, embed // 256), head_dim=64, mlp_dim=embed * 7 // 2,
+        max_positions=1 << 20, dtype=dtype,
+    )  # fmt: skip
+    return tsjax.Model(tsjax.init_params(cfg), cfg=cfg)
+
+
+def prefills(layers: int, tokens: int, cfg) -> dict[str, Any]:
+    import tsjax
+
+    named = {
+        name: {max(1, round(at * layers)): share for at, share in cuts.items()}
+        for name, cuts in SCHEDULES.items()
+    }
+    auto = tsjax.LazyPrefill(keep="auto", speedup=2.34).resolved(cfg, tokens)
+    named["auto 2.34"] = dict(auto.keep)
+    return {name: tsjax.LazyPrefill(keep=keep) for name, keep in named.items()}
+
+
+def first_token(model, prompt, prefill) -> float:
+    """Seconds to the first token."""
+    import tsjax
+
+    stats = tsjax.generate(model, prompt, max_new_tokens=1, prefill=prefill).stats
+    return stats.prefill_seconds + stats.decode_seconds
+
+
+def generations(model, prompt, lazy, new: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of whole generations, and the share of the prompt that each stage computed."""
+    import tsjax
+
+    revivals = {
+        "on demand": lazy,
+        "never": dataclasses.replace(lazy, revive="never"),
+        "everything": dataclasses.replace(lazy, revive="background", revive_rows=WORST_ROWS),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ["full", *revivals]}
+    computed = {}
+    for _ in range(rounds + 1):
+        for name, times in seconds.items():
+            begin = time.perf_counter()
+            prefill = revivals.get(name, "full")
+            stats = tsjax.generate(model, prompt, max_new_tokens=new, prefill=prefill).stats
+            times.append(time.perf_counter() - begin)
+            computed[name] = stats.prompt_computed
+    return {
+        name: {
+            "generation_seconds": report.summary(times[1:]),
+            "computed": computed[name],
+            "speedup": report.summary(
+                [a / b for a, b in zip(seconds["full"][1:], times[1:], strict=True)]
+            ),
+        }
+        for name, times in seconds.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--embed", type=int, default=512)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--new", type=int, default=68, help="LongBench's mean answer")
+    parser.add_argument(
+        "--generate", nargs="*", default=["paper", "halves"], help="schedules to generate with"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    report.add_out(parser)
+    args = parser.parse_args()
+
+    from tsjax.lazy_prefill import prompt_flops
+
+    model = scaled_model(args.layers, args.embed, args.dtype)
+    document: dict[str, Any] = {"model": model.cfg.to_dict(), "rows": [], "generations": []}
+    for tokens in args.prompts:
+        rng = np.random.default_rng(tokens)
+        prompt = rng.integers(0, model.cfg.vocab_size, tokens)
+        lazy = prefills(args.layers, tokens, model.cfg)
+        seconds: dict[str, list[float]] = {name: [] for name in ["full", *lazy]}
+        for _ in range(args.rounds + 1):
+            for name in seconds:
+                seconds[name].append(first_token(model, prompt, lazy.get(name, "full")))
+        whole = prompt_flops(model.cfg, tokens)
+        for name, times in seconds.items():
+            row: dict[str, Any] = {"prompt_tokens": tokens, "schedule": name}
+            row["first_token_seconds"] = report.summary(times[1:])  # the first one compiles
+            if name != "full":
+                ratios = [a / b for a, b in zip(seconds["full"][1:], times[1:], strict=True)]
+                row["keep"] = dict(lazy[name].keep)
+                row["speedup"] = report.summary(ratios)
+                row["predicted"] = whole / prompt_flops(model.cfg, tokens, lazy[name].keep)
+                row["of_predicted"] = row["speedup"]["median"] / row["predicted"]
+            document["rows"].append(row)
+            show(row)
+        for name in args.generate:
+            runs = generations(model, prompt, lazy[name], args.new, args.rounds)
+            document["generations"].append(
+                {"prompt_tokens": tokens, "new_tokens": args.new, "schedule": name, "runs": runs}
+            )
+            for revived, run in runs.items():
+                shares = " ".join(f"{share:.0%}" for share in run["computed"])
+                print(
+                    f"{tokens:6} {name:10} {args.new} tokens, revived {revived:10}"
+                    f"{run['generation_seconds']['median']:8.2f} s"
+                    f"  {run['speedup']['median']:.2f}x  computed {shares}",
+                    flush=True,
+                )
+    report.write(document, args.out, "ttft")
+
+
+def show(row: dict[str, Any]) -> None:
+    text = f"{row['prompt_tokens']:6} {row['schedule']:10}"
+    text += f"{row['first_token_seconds']['median']:8.2f} s to the first token"
+    if "speedup" in row:
+        text += f"  {row['speedup']['median']:.2f}x of the full prefill, {row['predicted']:.2f}x"
+        text += f" predicted ({row['of_predicted']:.0%})"
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

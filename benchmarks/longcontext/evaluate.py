@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accuracy of pruned prompts, task by task, beside what pruning saves.
+
+    python -m benchmarks.longcontext.evaluate --model longcontext-model/checkpoint --out FOLDER
+
+Every method reads the same prompts and answers greedily. The share of right tokens is a mean over
+samples, with the 95% interval of a normal mean. What a method saves is counted in operations of the
+prompt's layers, and in the share of tokens that each stage computed by the end of the answer. Three
+parts, each of which goes on from what is in FOLDER already: a table of all methods and tasks, a
+sweep of one cut (its layer and the share it keeps), and what is computed as an answer grows. Plots
+of all three are made at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import tsjax
+from benchmarks.longcontext import plots
+from benchmarks.longcontext.tasks import TASKS, Example, score
+from tsjax.lazy_prefill import prompt_flops
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import report
+
+BATCH = 50  # prompts that are read together
+
+
+class Rival(NamedTuple):
+    """A way to read a prompt: what is made of it before, and how it is computed."""
+
+    prefill: Any = "full"
+    compress: Callable[[tsjax.Model, np.ndarray], np.ndarray] | None = None
+
+
+def at(cfg: tsjax.ModelConfig, part: float) -> int:
+    """The layers in this part of the model."""
+    return max(1, round(part * cfg.num_layers))
+
+
+def schedule(cfg: tsjax.ModelConfig, first: float, share: float) -> dict[int, float]:
+    """Three cuts, each behind as many layers more, each to this share of what is left."""
+    keep = {at(cfg, first * i): share**i for i in (1, 2, 3)}
+    return {layer: kept for layer, kept in keep.items() if layer < cfg.num_layers}
+
+
+SCHEDULES = {"0.7": (0.3, 0.7), "0.5": (0.3, 0.5), "0.3": (0.3, 0.3), "early 0.5": (0.15, 0.5)}
+
+
+def rivals(cfg: tsjax.ModelConfig, seed: int = 0) -> dict[str, Rival]:
+    """The paper's method at several strengths, its ablation, its baselines, and newer ones."""
+    found = {"full": Rival()}
+    for name, (first, share) in SCHEDULES.items():
+        keep = schedule(cfg, first, share)
+        found[f"LazyLLM {name}"] = Rival(tsjax.LazyPrefill(keep=keep))
+        found[f"no revival {name}"] = Rival(tsjax.LazyPrefill(keep=keep, revive="never"))
+    for share in (0.5, 0.3):
+        drop = tsjax.LazyPrefill(keep={0: share}, revive="never", scores="random", seed=seed)
+        static = tsjax.LazyPrefill(keep={at(cfg, 0.25): share}, revive="never")
+        found[f"random drop {share}"] = Rival(drop)
+        found[f"static {share}"] = Rival(static)
+        found[f"self-information {share}"] = Rival(
+            compress=lambda model, prompt, share=share: tsjax.compress_prompt(
+                model, prompt, share, by="self_information"
+            )
+        )
+        found[f"GemFilter {share}"] = Rival(
+            compress=lambda model, prompt, share=share: tsjax.compress_prompt(model, prompt, share)
+        )
+    found["FastKV 0.2"] = Rival(
+        tsjax.LazyPrefill(keep={at(cfg, 0.47): 0.2}, revive="never", window=8, pool=7, recent=8)
+    )
+    return found
+
+
+def operations(cfg: tsjax.ModelConfig, rival: Rival, tokens: int, read: int) -> float:
+    """How many times fewer than those of the full prefill. What compresses is not counted."""
+    cuts = rival.prefill.keep if isinstance(rival.prefill, tsjax.LazyPrefill) else ()
+    return prompt_flops(cfg, tokens) / prompt_flops(cfg, read, cuts)
+
+
+def answers(
+    model: tsjax.Model, rival: Rival, examples: list[Example], tokens: int | None = None
+) -> dict[str, Any]:
+    """Scores [samples], and the means of what was computed when so many tokens are known."""
+    scores, computed, read = [], [], []
+    for begin in range(0, len(examples), BATCH):
+        batch = examples[begin : begin + BATCH]
+        prompts = [one.prompt for one in batch]
+        if rival.compress is not None:
+            prompts = [rival.compress(model, prompt) for prompt in prompts]
+        new = tokens or max(len(one.answer) for one in batch)
+        result = tsjax.generate(
+            model, [row.tolist() for row in prompts], max_new_tokens=new, prefill=rival.prefill
+        )
+        pairs = zip(batch, result.tokens, strict=True)
+        scores += [score(one.answer, said) for one, said in pairs]
+        computed.append(result.stats.prompt_computed)
+        read += [len(row) for row in prompts]
+    stages = np.mean(computed, axis=0).tolist() if computed[0] else []
+    return {"scores": scores, "computed": stages, "read": float(np.mean(read))}
+
+
+def interval(scores) -> tuple[float, float]:
+    """The mean, and half the width of its 95% interval."""
+    values = np.asarray(scores)
+    return float(values.mean()), float(1.96 * values.std() / np.sqrt(len(values)))
+
+
+# --- the three parts -------------------------------------------------------------------------
+
+
+def examples_of(task: str, length: int, samples: int, seed: int) -> list[Example]:
+    rng = np.random.default_rng([seed, length])
+    return [TASKS[task](rng, length) for _ in range(samples)]
+
+
+def measure(model, rival: Rival, task: str, length: int, samples: int, seed: int) -> dict[str, Any]:
+    found = answers(model, rival, examples_of(task, length, samples, seed))
+    mean, half = interval(found["scores"])
+    return {
+        "task": task,
+        "length": length,
+        "samples": samples,
+        "score": mean,
+        "interval": half,
+        "operations": operations(model.cfg, rival, length, round(found["read"])),
+        "computed": found["computed"],
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    computed = " ".join(f"{share:.0%}" for share in row["computed"])
+    print(
+        f"{row['task']:18}{row['length']:6} {row['method']:22}{100 * row['score']:6.1f} +- "
+        f"{100 * row['interval']:.1f}{row['operations']:6.2f}x  {computed}",
+        flush=True,
+    )
+
+
+def sweep_rivals(cfg: tsjax.ModelConfig) -> dict[tuple[int, float], Rival]:
+    """One cut each, everything else the paper's."""
+    return {
+        (layer, share): Rival(tsjax.LazyPrefill(keep={layer: share}))
+        for layer in range(1, cfg.num_layers, 2)
+        for share in (0.1, 0.3, 0.5, 0.7, 0.9)
+    }
+
+
+def growth(model, task: str, length: int, samples: int, seed: int) -> list[dict[str, Any]]:
+    """The share of the prompt that each stage has computed when so many tokens are known."""
+    examples = examples_of(task, length, samples, seed)
+    rival = Rival(tsjax.LazyPrefill(keep=schedule(model.cfg, *SCHEDULES["0.5"])))
+    longest = max(len(example.answer) for example in examples)
+    return [
+        {
+            "task": task,
+            "tokens": tokens,
+            "computed": answers(model, rival, examples, tokens)["computed"],
+        }
+        for tokens in range(1, longest + 1)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="a checkpoint of train.py")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--samples", type=int, default=500)
+    parser.add_argument("--sweep-tasks", nargs="*", choices=TASKS, default=["multi_query"])
+    parser.add_argument("--sweep-samples", type=int, default=200)
+    parser.add_argument("--growth-tasks", nargs="*", choices=TASKS, default=["multi_query"])
+    parser.add_argument("--growth-samples", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    report.add_out(parser)
+    args = parser.parse_args()
+    if args.out is None:
+        parser.error("--out is missing: the folder of the results and plots")
+
+    model = tsjax.load(args.model)
+    document = begun(args.out, {"model": model.cfg.to_dict(), "seed": args.seed})
+    rows, length = document["rows"], args.lengths[0]
+    for task in args.tasks:
+        for length in args.lengths:
+            for name, rival in rivals(model.cfg).items():
+                place = (task, length, args.samples, name)
+                if place in [(r["task"], r["length"], r["samples"], r["method"]) for r in rows]:
+                    continue
+                row = measure(model, rival, task, length, args.samples, args.seed)
+                rows.append({"method": name, **row})
+                show(rows[-1])
+                report.save(document, args.out, NAME)
+    sweep, length = document["sweep"], args.lengths[0]
+    for task in args.sweep_tasks:
+        for (layer, share), rival in sweep_rivals(model.cfg).items():
+            place = (task, args.sweep_samples, layer, share)
+            if place in [(r["task"], r["samples"], r["layer"], r["share"]) for r in sweep]:
+                continue
+            row = measure(model, rival, task, length, args.sweep_samples, args.seed)
+            row |= {"method": f"cut {layer}, keep {share}", "layer": layer, "share": share}
+            sweep.append(row)
+            show(row)
+            report.save(document, args.out, NAME)
+    for task in args.growth_tasks:
+        if task not in [r["task"] for r in document["growth"]]:
+            document["growth"] += growth(model, task, length, args.growth_samples, args.seed)
+            report.save(document, args.out, NAME)
+    plots.draw(document, args.out)
+
+
+NAME = "longcontext"
+
+
+def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The document that is in the folder, if it is of the same model and seed, or a new one."""
+    file = out / f"{NAME}.json"
+    if file.exists():
+        document = json.loads(file.read_text())
+        if {key: document.get(key) for key in settings} == json.loads(json.dumps(settings)):
+            return document
+        raise SystemExit(f"{file} is of another model or seed: remove it, or give another --out")
+    return {**report.facts(), **settings, "rows": [], "sweep": [], "growth": []}
+
+
+if __name__ == "__main__":
+    main()

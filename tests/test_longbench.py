@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LongBench's metrics by hand, its files as a user has them, and one run from end to end."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+
+import helpers
+import hf_fixtures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tsjax
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.longcontext import longbench  # noqa: E402
+from benchmarks.longcontext.evaluate import Rival, rivals  # noqa: E402
+
+METRICS = ("token_f1", "rouge_l", "count_accuracy", "edit_similarity")
+words = st.lists(st.sampled_from("abcd"), max_size=6)
+
+# --- metrics ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("metric", "answer", "reference", "score"),
+    [
+        ("token_f1", "The cat, a dog!", "cat and dog", 4 / 5),
+        ("token_f1", "cat cat cat", "cat cat dog", 2 / 3),
+        ("token_f1", "It's an Answer.", "its answer", 1),
+        ("token_f1", "the", "a", 0),  # nothing is left of either
+        ("token_f1", "", "cat", 0),
+        ("rouge_l", "the cat sat", "the dog sat", 2 / 3),
+        ("rouge_l", "b a", "a b", 1 / 2),
+        ("rouge_l", "x. a b", "a b. y", 2 / 3),  # of each sentence with each
+        ("rouge_l", "a c. b d", "a b c d", 1),  # what several sentences have is put together
+        ("rouge_l", "a a a a", "a", 1),  # a word counts once
+        ("rouge_l", "A b", "a b", 1 / 2),  # as it is written
+        ("rouge_l", "a. b. ", "a. b", 4 / 5),  # white space is a sentence of one empty word
+        ("rouge_l", "..", "a", 0),
+        ("count_accuracy", "There are 7 of 17, or 7.", "7", 2 / 3),
+        ("count_accuracy", "seven", "7", 0),
+        ("retrieval_accuracy", "Paragraph 3, not 13", "Paragraph 3", 1 / 2),
+        ("retrieval_accuracy", "none", "Paragraph 3", 0),
+        ("edit_similarity", "\n\n# why\n```\n// so\nx = 1\ny = 2", "x = 1", 1),
+        ("edit_similarity", "abcd", "bcde", 0.75),
+        ("edit_similarity", "ab", "abc", 0.8),
+        ("edit_similarity", "abc", "abxy", 0.57),  # of 4/7 the whole percent
+        ("edit_similarity", "# nothing else", "x", 0),
+    ],
+)
+def test_metrics_by_hand(metric, answer, reference, score):
+    assert getattr(longbench, metric)(answer, reference) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Number", 0),
+        ("Other number", 1),  # its part "number" does not count
+        ("Other number, or City", 1 / 2),
+        ("City, Food, Other number", 1 / 3),
+        ("other number", 0),
+        ("City", 0),
+    ],
+)
+def test_classes_by_hand(answer, score):
+    classes = ["number", "City", "Other", "Food", "Other number"]
+    assert longbench.class_accuracy(answer, "Other number", classes) == pytest.approx(score)
+
+
+@given(st.text(), st.text(), st.integers(0, 99))
+def test_scores_are_between_0_and_1(answer, reference, number):
+    for metric in METRICS:
+        assert 0 <= getattr(longbench, metric)(answer, reference) <= 1
+    assert 0 <= longbench.retrieval_accuracy(answer, f"Paragraph {number}") <= 1
+    assert 0 <= longbench.class_accuracy(answer, reference, [reference, "a", "b"]) <= 1
+
+
+@given(
+    st.lists(st.sampled_from(["cat", "Dog.", "ran,", "x1"]), min_size=1).map(" ".join),
+    st.integers(0, 99),
+    st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, unique=True),
+)
+def test_the_reference_itself_scores_1(text, number, classes):
+    for metric in ("token_f1", "rouge_l", "edit_similarity"):
+        assert getattr(longbench, metric)(text, text) == pytest.approx(1)
+    assert longbench.count_accuracy(str(number), str(number)) == 1
+    assert longbench.retrieval_accuracy(f"Paragraph {number}", f"Paragraph {number}") == 1
+    for name in classes:
+        assert longbench.class_accuracy(name, name, classes) == 1
+
+
+def is_subsequence(part, whole) -> bool:
+    rest = iter(whole)
+    return all(word in rest for word in part)
+
+
+def longest_by_force(first, second) -> int:
+    choices = itertools.product((False, True), repeat=len(first))
+    parts = [list(itertools.compress(first, chosen)) for chosen in choices]
+    return max(len(part) for part in parts if is_subsequence(part, second))
+
+
+@given(words, words)
+def test_longest_common_subsequence_by_force(first, second):
+    found = longbench.longest_common_subsequence(first, second)
+    assert is_subsequence(found, first) and is_subsequence(found, second)
+    assert len(found) == longest_by_force(first, second)
+
+
+@given(*[st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=6, unique=True)] * 2)
+def test_rouge_of_one_sentence_by_force(first, second):
+    f_measure = 2 * longest_by_force(first, second) / (len(first) + len(second))
+    assert longbench.rouge_l(" ".join(first), " ".join(second)) == pytest.approx(f_measure)
+
+
+def test_an_answer_is_scored_by_the_rules_of_its_set():
+    assert longbench.score("qasper", "cat", ["dog", "cat", "bird"]) == 1
+    assert longbench.score("triviaqa", "\ncat\nQuestion: dog", ["cat"]) == 1  # its first line
+    assert longbench.score("qasper", "\ncat\ndog", ["cat"]) == pytest.approx(2 / 3)
+    assert longbench.score("trec", "City\nFood", ["City"], ["Food", "City"]) == 1
+
+
+def test_the_sets_are_those_of_the_paper():
+    groups = [rules.group for rules in longbench.SETS.values()]
+    assert [groups.count(group) for group in dict.fromkeys(groups)] == [3, 3, 3, 3, 2, 2]
+    first_line = [name for name, rules in longbench.SETS.items() if rules.first_line]
+    assert first_line == ["trec", "triviaqa", "samsum"]
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def write(folder: Path, **sets: list[dict] | str) -> list[str]:
+    """Files of sets and their formats; returns the arguments that name them."""
+    (folder / "data").mkdir()
+    (folder / "config").mkdir()
+    for name, samples in sets.items():
+        text = samples if isinstance(samples, str) else "\n".join(map(json.dumps, samples))
+        (folder / "data" / f"{name}.jsonl").write_text(text)
+    formats = {name: f"{name}: {{context}} | {{input}} =" for name in sets}
+    (folder / "config" / "dataset2prompt.json").write_text(json.dumps(formats))
+    (folder / "config" / "dataset2maxlen.json").write_text(json.dumps(dict.fromkeys(sets, 4)))
+    return ["--data", str(folder / "data"), "--config", str(folder / "config"), "--sets", *sets]
+
+
+def sample(**changes) -> dict:
+    fields = {"input": "who?", "context": "a cat {sat}", "answers": ["cat"], "all_classes": None}
+    return {**fields, **changes}
+
+
+def test_files_are_read(tmp_path):
+    classes = ["City", "Food"]
+    write(tmp_path, qasper=[sample(), sample(input="é?")], trec=[sample(all_classes=classes)] * 3)
+    found = longbench.read_sets(tmp_path / "data", tmp_path / "config", ["trec", "qasper"], 2)
+    assert list(found) == ["trec", "qasper"]
+    assert [len(one.samples) for one in found.values()] == [2, 2]
+    assert found["trec"].new_tokens == 4
+    assert found["trec"].samples[0].classes == classes
+    assert found["qasper"].samples == [
+        longbench.Sample("qasper: a cat {sat} | who? =", ["cat"], []),
+        longbench.Sample("qasper: a cat {sat} | é? =", ["cat"], []),
+    ]
+
+
+BROKEN = {
+    "line": (dict(qasper='{"input": 1}\n'), "qasper.jsonl, line 1: context, answers missing"),
+    "json": (
+        dict(qasper=json.dumps(sample()) + '\n\n{"input": '),
+        "qasper.jsonl, line 3 is not valid JSON: Expecting value",
+    ),
+    "list": (dict(qasper="[1]"), "qasper.jsonl, line 1: input, context, answers missing"),
+    "empty": (dict(qasper=""), "qasper.jsonl is not valid: it is empty"),
+    "answers": (dict(qasper=[sample(answers=[])]), "line 1: answers=[] is not valid: a list of"),
+    "classes": (dict(trec=[sample()]), "line 1: all_classes=None is not valid"),
+    "paragraph": (
+        dict(passage_retrieval_en=[sample(answers=["3"])]),
+        "line 1: the answer '3' is not valid: 'Paragraph' and its number",
+    ),
+}
+
+
+def refused(arguments, capsys, monkeypatch) -> str:
+    """What main says before it loads a model."""
+    monkeypatch.setattr(tsjax, "load", lambda path: pytest.fail("the model was loaded"))
+    with pytest.raises(SystemExit, match="2"):
+        longbench.main(["--model", "nowhere", *arguments])
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_samples_are_refused(name, tmp_path, capsys, monkeypatch):
+    sets, message = BROKEN[name]
+    assert message in refused(write(tmp_path, **sets), capsys, monkeypatch)
+
+
+def test_broken_folders_are_refused(tmp_path, capsys, monkeypatch):
+    arguments = write(tmp_path, qasper=[sample()])
+    elsewhere = str(tmp_path / "elsewhere")
+    for place in (1, 3):
+        wrong = [*arguments[:place], elsewhere, *arguments[place + 1 :]]
+        assert f"{elsewhere} is not valid: no such folder" in refused(wrong, capsys, monkeypatch)
+    known = refused([*arguments, "novels"], capsys, monkeypatch)
+    assert "'novels'" in known and "narrativeqa" in known
+    text = refused([*arguments, "--methods", "best"], capsys, monkeypatch)
+    assert "'best'" in text and "full" in text
+    for option, value in (("--samples", "0"), ("--prompt-tokens", "1")):
+        text = refused([*arguments, option, value], capsys, monkeypatch)
+        assert f"{option}: '{value}' is not valid: a number from" in text
+
+    text = refused([*arguments, "trec"], capsys, monkeypatch)
+    assert "dataset2prompt.json is not valid: a text for 'trec' is missing" in text
+    prompts, lengths = (tmp_path / "config" / f"dataset2{n}.json" for n in ("prompt", "maxlen"))
+    prompts.write_text(json.dumps({"qasper": "{context} {author}", "trec": "{context}"}))
+    text = refused([*arguments, "trec"], capsys, monkeypatch)
+    assert "dataset2maxlen.json is not valid: a number of tokens for 'trec' is missing" in text
+    lengths.write_text(json.dumps({"qasper": 4, "trec": 0}))
+    assert "a number of tokens for 'trec'" in refused([*arguments, "trec"], capsys, monkeypatch)
+    lengths.write_text(json.dumps({"qasper": 4, "trec": 4}))
+    text = refused([*arguments, "trec"], capsys, monkeypatch)
+    assert "data is not valid: it has no trec.jsonl" in text
+    text = refused(arguments, capsys, monkeypatch)
+    assert "line 1: the prompt of 'qasper' cannot be filled in: KeyError: 'author'" in text
+    prompts.write_bytes(b'{"qasper": "\xff"}')
+    assert "dataset2prompt.json is not valid JSON" in refused(arguments, capsys, monkeypatch)
+    prompts.unlink()
+    text = refused(arguments, capsys, monkeypatch)
+    assert "dataset2prompt.json is not valid: no such file" in text
+
+
+@given(st.integers(0, 40), st.integers(2, 20))
+def test_the_middle_is_cut(length, most):
+    row = list(range(length))
+    found = longbench.without_middle(row, most).tolist()
+    if length <= most:
+        assert found == row
+    else:
+        half = most // 2
+        assert found == row[:half] + row[length - half :]
+
+
+# --- answers ----------------------------------------------------------------------------------
+
+
+def test_what_compiled_is_asked_again(monkeypatch):
+    calls = []
+
+    def ask(model, rival, prompt):
+        calls.append(jax.jit(lambda x: x + len(prompt))(jnp.zeros(())) if not calls else None)
+        return len(calls)
+
+    monkeypatch.setattr(longbench, "ask", ask)
+    model, prompt = helpers.tiny_model(), np.zeros(3, np.int32)
+    assert longbench.ask_compiled(model, Rival(), prompt) == 2
+    assert longbench.ask_compiled(model, Rival(), prompt) == 3
+
+
+def test_dialogues_end_with_a_line(tmp_path):
+    path = helpers.save_tokenizer(tmp_path)
+    model = helpers.tiny_model(path=path, stop_ids=(helpers.EOS_ID, 10**6))
+    assert longbench.settings_of(model, "samsum", 8) == {
+        "max_new_tokens": 8,
+        "eos_token_id": (helpers.EOS_ID, helpers.TOKENS["<0x0A>"]),
+        "min_new_tokens": 1,
+    }
+    assert longbench.settings_of(model, "trec", 8) == {"max_new_tokens": 8}
+
+
+def test_groups_are_means_of_sets():
+    def row(name, method, score, first, seconds):
+        return {
+            "set": name, "group": longbench.SETS[name].group, "method": method, "score": score,
+            "interval": 0.1, "first_token_seconds": first, "seconds": seconds,
+        }  # fmt: skip
+
+    rows = [
+        row("qasper", "full", 0.5, 4.0, 6.0), row("qasper", "lazy", 0.4, 1.0, 5.0),
+        row("narrativeqa", "full", 0.3, 2.0, 4.0), row("narrativeqa", "lazy", 0.4, 1.0, 3.0),
+        row("trec", "lazy", 1.0, 1.0, 1.0),
+    ]  # fmt: skip
+    full, lazy, alone = longbench.by_group(rows)
+    assert full["sets"] == ["qasper", "narrativeqa"] and full["score"] == pytest.approx(0.4)
+    assert full["interval"] == pytest.approx(0.1 / np.sqrt(2))
+    assert full["first_token_speedup"] == full["speedup"] == 1
+    assert lazy["first_token_speedup"] == 3 and lazy["speedup"] == pytest.approx(5 / 4)
+    assert alone["group"] == "few-shot" and "speedup" not in alone
+    lines = longbench.table([full, lazy, alone]).splitlines()
+    assert lines[1] == "single-document QA (qasper, narrativeqa)"
+    assert lines[3].split() == ["lazy", "40.00", "+-", "7.1", "3.00x", "1.25x"]
+    assert lines[5].split() == ["lazy", "100.00", "+-", "10.0"]
+
+
+def test_a_run_from_end_to_end(tmp_path, capsys):
+    long = sample(context="a thin man sat and " * 20)
+    arguments = write(tmp_path, qasper=[sample(), long], trec=[sample(all_classes=["a", "cat"])])
+    hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=20)
+    arguments += ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--out", str(tmp_path)]
+    found = rivals(longbench.ANY_SHAPE)
+    lazy = next(n for n, rival in found.items() if isinstance(rival.prefill, tsjax.LazyPrefill))
+    arguments += ["--methods", "full", lazy, "--prompt-tokens"]
+    longbench.main([*arguments, "16"])
+
+    printed = capsys.readouterr().out.splitlines()
+    document = json.loads((tmp_path / "longbench.json").read_text())
+    assert document == json.loads(printed[-1])
+    rows = document["rows"]
+    names = [(name, method) for name in ("qasper", "trec") for method in ("full", lazy)]
+    assert [(row["set"], row["method"]) for row in rows] == names
+    for row in rows:
+        assert row["samples"] == (2 if row["set"] == "qasper" else 1)
+        assert 0 <= row["score"] <= 1 and row["interval"] >= 0
+        assert 0 < row["first_token_seconds"] <= row["seconds"]
+        assert row["read"] == 16
+        assert bool(row["computed"]) == (row["method"] == lazy)
+    assert [line["group"] for line in document["groups"]] == [
+        "single-document QA", "single-document QA", "few-shot", "few-shot",
+    ]  # fmt: skip
+    assert "\n".join(printed).count(longbench.table(document["groups"])) == 1
+
+    with pytest.raises(SystemExit, match="2"):
+        longbench.main([*arguments, "17"])
+    assert "these are 21 tokens, and the model has 20 positions" in capsys.readouterr().err
