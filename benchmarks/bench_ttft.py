@@ -43,7 +43,7 @@ def scaled_model(layers: int, embed: int, dtype: str):
     cfg = tsjax.ModelConfig(
         vocab_size=4096, embed_dim=embed, num_layers=layers, num_heads=embed // 64,
         num_kv_heads=max(1, embed // 256), head_dim=64, mlp_dim=embed * 7 // 2,
-        max_positions=1 << 20, dtype=dtype,
+        max_positions=1 << 20, norm_eps=1e-5, dtype=dtype,
     )  # fmt: skip
     return tsjax.Model(tsjax.init_params(cfg), cfg=cfg)
 
