@@ -6,12 +6,14 @@ import sys
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import numpy as np
 import pytest
 from helpers import tiny_model
+from lazy_oracle import LazyOracle
 
 import tsjax
-from benchmarks.longcontext import evaluate, plots
+from benchmarks.longcontext import evaluate, plots, texts
 from benchmarks.longcontext.evaluate import interval, rivals, schedule
 from benchmarks.longcontext.tasks import (
     HOPS,
@@ -125,6 +127,36 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv])
     with pytest.raises(SystemExit, match="of another model or seed"):
         evaluate.main()
+
+
+@pytest.mark.parametrize("revive", ["on_demand", "never"])
+def test_losses_of_a_suffix_are_those_of_the_oracle(revive):
+    lazy = tsjax.LazyPrefill(keep={1: 0.5, 2: 0.3}, revive=revive)
+    rng = np.random.default_rng(5)
+    prompts, suffixes = rng.integers(0, 61, (2, 30)), rng.integers(0, 61, (2, 6))
+    with jax.enable_x64(True):
+        model = tiny_model(num_layers=3, dtype="float64")
+        found = texts.suffix_losses(model, prompts, suffixes, lazy)
+        full = texts.suffix_losses(model, prompts, suffixes, None)
+        for row, (prompt, suffix) in enumerate(zip(prompts, suffixes, strict=True)):
+            oracle = LazyOracle(model, prompt.tolist(), lazy)
+            for token, loss in zip(suffix, found[row], strict=True):
+                logs = oracle.logits - np.log(np.exp(oracle.logits).sum())
+                np.testing.assert_allclose(loss, -logs[token], rtol=0, atol=1e-5)
+                oracle.step(int(token))
+            whole = np.asarray(tsjax.forward(model, np.concatenate([prompt, suffix])[None]))[0]
+            logs = whole - np.log(np.exp(whole).sum(-1, keepdims=True))
+            expected = [-logs[29 + i, token] for i, token in enumerate(suffix)]
+            np.testing.assert_allclose(full[row], expected, rtol=0, atol=1e-5)
+
+
+def test_lines_to_complete_are_those_of_the_files(tmp_path):
+    lines = [f"value_{i} = {i} * {i}" for i in range(40)]
+    (tmp_path / "one.py").write_text("\n".join(lines))
+    ((text, line),) = texts.code_lines(tmp_path, 5, seed=0)
+    assert (text + line).splitlines() == lines[: lines.index(line) + 1]
+    with pytest.raises(ValueError, match="it holds no .*py file"):
+        texts.code_lines(tmp_path / "none", 1, seed=0)
 
 
 def test_methods_of_one_kind_are_one_line_of_the_plot():

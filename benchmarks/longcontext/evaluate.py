@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tsjax
-from benchmarks.longcontext import plots
+from benchmarks import report
 from benchmarks.longcontext.tasks import TASKS, Example, score
 from tsjax.lazy_prefill import prompt_flops
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-import report
 
 BATCH = 50  # prompts that are read together
 
@@ -213,6 +209,8 @@ def main() -> None:
         if task not in [r["task"] for r in document["growth"]]:
             document["growth"] += growth(model, task, length, args.growth_samples, args.seed)
             report.save(document, args.out, NAME)
+    from benchmarks.longcontext import plots  # needs matplotlib
+
     plots.draw(document, args.out)
 
 

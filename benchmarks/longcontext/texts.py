@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What pruned prompts cost on text: perplexity of what follows, and lines of code to complete.
+
+    python -m benchmarks.longcontext.texts --model MODEL --books FOLDER --out OUT
+
+Perplexity: the model reads --prompt tokens of a text with each method, and is then told the
+--suffix tokens behind them one by one; their mean loss has no noise of a task in it. Lines of code:
+a prompt ends with a line of a file of --code (by default Python's own library), the model writes
+the next one greedily, and what counts is how similar the two are (0 to 1).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import tsjax
+from benchmarks import report
+from benchmarks.longcontext.evaluate import Rival, interval, rivals
+from benchmarks.longcontext.longbench import edit_similarity
+from tsjax.decoding import commit, init_state, prefill
+from tsjax.drafting import draft
+from tsjax.model import final_norm, unembed
+from tsjax.passes import run_rows
+from tsjax.pruning import revive_in_background, run_choosing
+from tsjax.request import tokenizer_of
+from tsjax.tokenizer import encode
+from tsjax.verification import Verdict, accept
+
+WIDTH = 512  # prompt tokens of a pass
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnums=1)
+def _told(params, state, tokens, *, cfg):
+    """A step of plain decoding that is told its token [B]: the state, and the token's loss [B]."""
+    state = revive_in_background(params, state, cfg=cfg)
+    root, position = state.root[:, None], state.kv.length[:, None]
+    if cfg.prefill is not None and cfg.prefill.revive == "on_demand":
+        state, rows = run_choosing(params.model, state, root, position, cfg=cfg)
+    else:
+        itself = jnp.ones((1, 1), bool)
+        rows = run_rows(params.model, state.kv, root, position, itself, cfg=cfg.model)
+    logits = unembed(
+        params.model, final_norm(params.model, rows.hidden, cfg=cfg.model), cfg=cfg.model
+    )
+    logits = logits[:, 0].astype(jnp.float32)
+    said = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    state, tree = draft(params, state, None, cfg=cfg)
+    verdict = Verdict(target=tokens[:, None], rows=rows)
+    state = commit(state, tree, verdict, accept(tree, verdict), cfg=cfg)
+    return state, jax.nn.logsumexp(logits, axis=-1) - said
+
+
+_prefill = jax.jit(prefill, static_argnames=("width", "cfg"), donate_argnums=1)
+
+
+def suffix_losses(model: tsjax.Model, prompts, suffixes, lazy: tsjax.LazyPrefill | None):
+    """Minus the log-probability of each token of suffixes [B, T] behind prompts [B, P]: [B, T]."""
+    prompts, suffixes = np.asarray(prompts, np.int32), np.asarray(suffixes, np.int32)
+    (rows, count), more = prompts.shape, suffixes.shape[1]
+    lazy = lazy and lazy.resolved(model.cfg, count)
+    cfg = tsjax.DecodeConfig(model=model.cfg, prefill=lazy)
+    capacity = -(-count // WIDTH) * WIDTH + more + 1 + cfg.rows_ahead
+    state = init_state(
+        prompts,
+        np.full(rows, count),
+        cfg=cfg,
+        capacity=capacity,
+        max_length=[count + more + 1] * rows,
+    )
+    state = _prefill(model.params, state, width=WIDTH, cfg=cfg)
+    losses = []
+    for tokens in suffixes.T:
+        state, loss = _told(model.params, state, tokens, cfg=cfg)
+        losses.append(np.asarray(loss))
+    return np.stack(losses, axis=1)
+
+
+def code_lines(folder: Path, samples: int, seed: int) -> list[tuple[str, str]]:
+    """(the text of a file up to the end of a line, the next line), of files drawn by lot."""
+    files = sorted(folder.glob("*.py"))
+    if not files:
+        raise ValueError(f"--code {folder} is not valid: it holds no *.py file")
+    rng, found = np.random.default_rng(seed), []
+    for index in rng.permutation(len(files)):
+        lines = files[index].read_text(errors="replace").splitlines()
+        wanted = [i for i in range(len(lines) // 2, len(lines)) if len(lines[i].strip()) > 8]
+        if wanted:
+            at = int(rng.choice(wanted))
+            found.append(("\n".join(lines[:at]) + "\n", lines[at]))
+        if len(found) == samples:
+            break
+    return found
+
+
+def complete(model: tsjax.Model, rival: Rival, text: str, prompt_tokens: int) -> str:
+    ids = np.asarray(encode(model.tokenizer, text))[-prompt_tokens:]
+    if rival.compress is not None:
+        ids = rival.compress(model, ids)
+    result = tsjax.generate(
+        model, ids, max_new_tokens=32, stop_strings=["\n"], prefill=rival.prefill
+    )
+    return str(result.text)
+
+
+def windows(model: tsjax.Model, folder: Path, samples: int, length: int, seed: int) -> np.ndarray:
+    """[samples, length] tokens from the texts of a folder, each from another place."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        raise ValueError(f"--books {folder} is not valid: it holds no *.txt file")
+    rng, found = np.random.default_rng(seed), []
+    while len(found) < samples:
+        text = files[int(rng.integers(len(files)))].read_text(errors="replace")
+        start = int(rng.integers(max(1, len(text) - 12 * length)))
+        ids = np.asarray(encode(model.tokenizer, text[start : start + 12 * length]))
+        if len(ids) < length:
+            raise ValueError(
+                f"--books {folder} is not valid: a text has fewer than {length} tokens"
+            )
+        found.append(ids[:length])
+    return np.stack(found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=tsjax.EMBEDDED)
+    parser.add_argument("--books", type=Path, help="a folder of *.txt; left out: no perplexity")
+    parser.add_argument("--code", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens")
+    parser.add_argument("--suffix", type=int, default=256, help="tokens")
+    parser.add_argument("--samples", type=int, default=32, help="texts")
+    parser.add_argument("--lines", type=int, default=0, help="lines of code")
+    parser.add_argument("--methods", nargs="+", help="some of the methods of evaluate.py")
+    parser.add_argument("--seed", type=int, default=0)
+    report.add_out(parser)
+    args = parser.parse_args()
+    for folder in (args.books, args.code):
+        if folder is not None and not folder.is_dir():
+            parser.error(f"{folder} is not a folder")
+
+    model = tsjax.load(args.model, dtype="float32")
+    if tokenizer_of(model) is None:
+        parser.error(f"--model {args.model} has no tokenizer")
+    methods = rivals(model.cfg)
+    for name in args.methods or ():
+        if name not in methods:
+            parser.error(f"--methods {name} is not one of {', '.join(methods)}")
+    document: dict[str, Any] = {"model": model.cfg.to_dict(), "perplexity": [], "code": []}
+    for name in args.methods or methods:
+        rival = methods[name]
+        if args.books is not None and rival.compress is None:
+            length = args.prompt + args.suffix
+            texts = windows(model, args.books, args.samples, length, args.seed)
+            lazy = None if rival.prefill == "full" else rival.prefill
+            losses = suffix_losses(model, texts[:, : args.prompt], texts[:, args.prompt :], lazy)
+            mean, half = interval(losses.mean(axis=1))
+            row = {
+                "method": name,
+                "loss": mean,
+                "interval": half,
+                "perplexity": float(np.exp(mean)),
+            }
+            document["perplexity"].append(row)
+            print(f"{name:24} loss {mean:.4f} +- {half:.4f}", flush=True)
+        if args.lines:
+            lines = code_lines(args.code, args.lines, args.seed)
+            scores = [
+                edit_similarity(complete(model, rival, text, args.prompt), line)
+                for text, line in lines
+            ]
+            mean, half = interval(scores)
+            document["code"].append({"method": name, "score": mean, "interval": half})
+            print(f"{name:24} lines of code {100 * mean:.1f} +- {100 * half:.1f}", flush=True)
+    report.write(document, args.out, "longcontext_texts")
+
+
+if __name__ == "__main__":
+    main()
