@@ -60,6 +60,10 @@ def prefills(layers: int, tokens: int, cfg) -> dict[str, Any]:
     return {name: tsjax.LazyPrefill(keep=keep) for name, keep in named.items()}
 
 
+def prompt_of(tokens: int, cfg) -> np.ndarray:
+    return np.random.default_rng(tokens).integers(0, cfg.vocab_size, tokens)
+
+
 def first_token(model, prompt, prefill) -> float:
     """Seconds to the first token."""
     import tsjax
@@ -117,8 +121,7 @@ def main() -> None:
     model = scaled_model(args.layers, args.embed, args.dtype)
     document: dict[str, Any] = {"model": model.cfg.to_dict(), "rows": [], "generations": []}
     for tokens in args.prompts:
-        rng = np.random.default_rng(tokens)
-        prompt = rng.integers(0, model.cfg.vocab_size, tokens)
+        prompt = prompt_of(tokens, model.cfg)
         lazy = prefills(args.layers, tokens, model.cfg)
         seconds: dict[str, list[float]] = {name: [] for name in ["full", *lazy]}
         for _ in range(args.rounds + 1):
@@ -136,6 +139,10 @@ def main() -> None:
                 row["of_predicted"] = row["speedup"]["median"] / row["predicted"]
             document["rows"].append(row)
             show(row)
+        report.save({**report.facts(), **document}, args.out, "ttft")
+    for tokens in args.prompts:
+        prompt = prompt_of(tokens, model.cfg)
+        lazy = prefills(args.layers, tokens, model.cfg)
         for name in args.generate:
             runs = generations(model, prompt, lazy[name], args.new, args.rounds)
             document["generations"].append(
@@ -149,6 +156,7 @@ def main() -> None:
                     f"  {run['speedup']['median']:.2f}x  computed {shares}",
                     flush=True,
                 )
+            report.save({**report.facts(), **document}, args.out, "ttft")
     report.write(document, args.out, "ttft")
 
 

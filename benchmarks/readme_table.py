@@ -273,10 +273,6 @@ def partial_cache() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
-def percent(shares: list[float]) -> str:
-    return ", ".join(f"{share:.0%}" for share in shares)
-
-
 def first_token() -> str:
     document = read("ttft")
     lines = [
@@ -303,65 +299,12 @@ def first_token() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
-def whole_generations() -> str:
-    document = read("ttft")
-    lines = [
-        "| prompt | schedule | revived | whole generation | sooner | computed at its end |",
-        "|---|---|---|---|---|---|",
-    ]
-    for case in document["generations"]:
-        for revived, run in case["runs"].items():
-            if revived == "full":
-                continue
-            seconds, over = run["generation_seconds"]["median"], run["speedup"]["median"]
-            lines.append(
-                f"| {case['prompt_tokens']:,} | {case['schedule']} | {revived} | {seconds:.1f} s "
-                f"| {over:.2f}x | {percent(run['computed'])} |"
-            )
-    tokens = document["generations"][0]["new_tokens"]
-    note = f"The same run, {tokens} new tokens; computed: the share of the prompt in each stage."
-    return "\n".join([*lines, "", note])
-
-
-def longcontext_scores() -> str:
-    document = read("longcontext")
-    rows = {(row["method"], row["task"]): row for row in document["rows"]}
-    methods, tasks = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
-    titles = " | ".join(task.replace("_", " ") for task in tasks)
-    lines = [f"| method | operations saved | {titles} |", "|---|---" + "|---" * len(tasks) + "|"]
-    for method in methods:
-        mine = [rows[method, task] for task in tasks]
-        saved = sum(row["operations"] for row in mine) / len(mine)
-        cells = [f"{100 * row['score']:.1f} ± {100 * row['interval']:.1f}" for row in mine]
-        lines.append(f"| {method} | {saved:.2f}x | {' | '.join(cells)} |")
-    samples = min(row["samples"] for row in rows.values())
-    lengths = ", ".join(str(n) for n in sorted({row["length"] for row in rows.values()}))
-    note = (
-        f"Share of right tokens in percent with the 95% interval, {samples} prompts of {lengths} "
-        "tokens for each cell. Made by "
-    )
-    return "\n".join([*lines, "", note + source(document) + "."])
-
-
-def longcontext_computed() -> str:
-    rows = [row for row in read("longcontext")["rows"] if row["method"].startswith("LazyLLM")]
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    titles = " | ".join(task.replace("_", " ") for task in tasks)
-    lines = [f"| method | {titles} |", "|---" + "|---" * len(tasks) + "|"]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        cells = [percent(row["computed"]) for row in rows if row["method"] == method]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    note = (
-        "Share of the prompt that each stage had computed by the end of the answer; the same run."
-    )
-    return "\n".join([*lines, "", note])
-
-
 SECTIONS = {
     ("README.md", "speedup"): speedup,
     ("README.md", "measured"): measured,
     ("README.md", "tokens-per-step"): tokens_per_step,
     ("docs/tokenswift.md", "partial-cache"): partial_cache,
+    ("docs/lazyllm.md", "first-token"): first_token,
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/kernels.md", "paper"): paper,
     ("docs/kernels.md", "compiled"): registers,
