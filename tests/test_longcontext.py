@@ -3,6 +3,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -13,9 +14,12 @@ from helpers import tiny_model
 from lazy_oracle import LazyOracle
 
 import tsjax
-from benchmarks.longcontext import evaluate, plots, texts
-from benchmarks.longcontext.evaluate import interval, rivals, schedule
-from benchmarks.longcontext.tasks import (
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.longcontext import evaluate, plots, texts  # noqa: E402
+from benchmarks.longcontext.evaluate import interval, rivals, schedule  # noqa: E402
+from benchmarks.longcontext.tasks import (  # noqa: E402
     HOPS,
     NAMES,
     PAIR,
