@@ -65,8 +65,8 @@ def cache_scores(
         if mode == "dot":
             return scores
         # Head by head: on a CPU XLA takes many times longer for a sum over an outer axis.
-        total = sum(scores[:, head] for head in range(1, scores.shape[1]))
-        return (scores[:, 0] + total) / arrays["q_last"].shape[1]
+        total = functools.reduce(jnp.add, [scores[:, head] for head in range(scores.shape[1])])
+        return total / arrays["q_last"].shape[1]
 
 
 def _checked_totals(log_totals, mode: str, q):
