@@ -232,6 +232,24 @@ def test_a_run_gives_up_drafts_that_do_not_pay(step_cost, monkeypatch):
     assert not kept.stats.gave_up and kept.stats.accepted > 0
 
 
+@pytest.mark.parametrize("revive_rows", [1, 8])
+def test_drafts_are_judged_when_the_prompt_is_whole(revive_rows, monkeypatch):
+    """Revival ends steps early: of 28 tokens, 8 at a time are back soon, one at a time never."""
+    lazy = tsjax.LazyPrefill(
+        keep={1: 0.1}, revive="background", choose_every=2, revive_rows=revive_rows
+    )
+    model, prompt = tiny_model(), [list(range(1, 32))]
+    monkeypatch.setattr(request, "choose", lambda *args: Choice(DRAFTING, 100.0))
+    monkeypatch.setattr(generation, "STEPS_TO_JUDGE", 6)
+    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 5)
+    settings = dict(max_new_tokens=40, seed=5, prefill=lazy)
+    auto = tsjax.generate(model, prompt, method="tokenswift", **settings)
+    whole = auto.stats.prompt_computed == (1.0, 1.0)
+    assert auto.stats.gave_up == whole == (revive_rows == 8)
+    plain = tsjax.generate(model, prompt, **settings)
+    assert auto.tokens[0].tolist() == plain.tokens[0].tolist()
+
+
 def test_choose_method_is_what_generate_takes():
     model = tiny_model()
     choice = tsjax.choose_method("tokenswift", model, 3 + 10)

@@ -17,7 +17,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -358,6 +358,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
     emitted = [len(row) for row in request.rows]
     reasons = list(request.finish_reason)
     steps, decode, gave_up = 1, request.decode, False
+    judged_from = _Progress(0, sum(map(len, request.rows)))
     counted = earlier = _on_host(state.stats)
     while True:
         began = time.perf_counter()
@@ -390,6 +391,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             emitted[row] += len(fresh)
             new.append(fresh)
         last = None not in reasons
+        prompt_computed = _prompt_computed(state)
         yield _News(
             tokens=new,
             sources=sources,
@@ -404,11 +406,14 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             gave_up=gave_up,
-            prompt_computed=_prompt_computed(state),
+            prompt_computed=prompt_computed,
         )
         if last:
             return
-        if not gave_up and _drafts_do_not_pay(request, state):
+        progress = _Progress(int(np.sum(state.stats.steps)), int(length.sum()))
+        if _is_reviving(decode, prompt_computed):
+            judged_from = progress  # steps end early then, whatever their drafts are worth
+        if not gave_up and _drafts_do_not_pay(request, judged_from, progress):
             decode, gave_up, earlier = _plain(decode), True, counted
             state = _without_drafts(state)
         stopped = np.asarray([reason is not None for reason in reasons]) & (finish == RUNNING)
@@ -442,17 +447,25 @@ def _sum_of_stats(earlier: StepStats, plain: StepStats) -> StepStats:
 def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
     if state.prompt is None:
         return ()
-    counts = np.asarray(state.prompt.computed).sum(axis=(1, 2))
+    counts = np.asarray(jnp.sum(state.prompt.computed, axis=(1, 2)))
     rows, tokens = state.prompt_length.shape[0], int(np.sum(state.prompt_length))
     return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
 
 
-def _drafts_do_not_pay(request: Request, state: DecodeState) -> bool:
-    lazy = request.decode.prefill
-    if lazy is not None and lazy.revive == "background":
-        return False  # revival ends steps early, whatever their drafts are worth
-    taken = int(np.sum(state.stats.steps))
-    found = int(np.sum(state.length)) - sum(map(len, request.rows))
+class _Progress(NamedTuple):
+    """Steps that were taken, and tokens that are known, of all rows."""
+
+    steps: int
+    tokens: int
+
+
+def _is_reviving(decode: DecodeConfig, prompt_computed: tuple[float, ...]) -> bool:
+    lazy = decode.prefill
+    return lazy is not None and lazy.revive == "background" and min(prompt_computed) < 1
+
+
+def _drafts_do_not_pay(request: Request, begin: _Progress, now: _Progress) -> bool:
+    taken, found = now.steps - begin.steps, now.tokens - begin.tokens
     return taken >= STEPS_TO_JUDGE and found < request.give_up_below * taken
 
 

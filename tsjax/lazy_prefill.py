@@ -40,14 +40,16 @@ class LazyPrefill:
         "background": with each new token, up to `revive_rows` of them are computed in every layer
         that lacks some, from the front on, until the cache is complete; new tokens see all that
         there is.
-      choose_every: new tokens from one choice to the next. What a token sees depends on its place
-        alone, so all methods return the same tokens; a step that finds several of them ends where
-        the next choice is due.
+      choose_every: new tokens from one choice to the next, unless revive="never". What a token sees
+        depends on its place alone, so all methods return the same tokens; a step that finds several
+        of them ends where the next choice is due.
       revive_rows: tokens that are computed at once in "on_demand", and with each choice in
         "background".
       scores: "attention", or "random" (by `seed`), to compare with.
-      window: how many of the prompt's last tokens attend; their weights are added up.
-      pool: each token has the largest score of the so many around it; an odd number.
+      window: how many of the prompt's last tokens attend; their weights are added up. They always
+        go on.
+      pool: each token has the largest score of the so many around it; an odd number. Lots are not
+        pooled.
       score_layers: layers before the cut whose scores are added up, as far as their stage has them.
       sinks, recent: the first and the last so many tokens of the prompt always go on.
     """

@@ -428,6 +428,7 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
     if wanted is None:
         return _capacity_bucket(needed)
     check_int(wanted, "capacity", 1)
+    reviving = decode.rows_ahead > decode.draft_depth
     check(
         wanted >= needed,
         "capacity",
@@ -435,9 +436,7 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
         f"at least {needed} slots for this prompt, "
         f"max_new_tokens={request.config.max_new_tokens}, prefill_width={prefill_width} and "
         f"{decode.draft_depth} drafted tokens in a step"
-        + (
-            f" or revive_rows={decode.rows_ahead}" if decode.rows_ahead > decode.draft_depth else ""
-        ),
+        + (f" or revive_rows={decode.rows_ahead}" if reviving else ""),
     )
     return wanted
 

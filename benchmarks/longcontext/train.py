@@ -15,6 +15,7 @@ import functools
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -51,6 +52,7 @@ SHARES = dict(
     passkey=1, key_values=3, multi_query=3, late_query=2, variable_tracking=3, common_word=1,
     long_copy=2, repetition=3,
 )  # fmt: skip
+MORE_OFTEN = 4
 
 
 def repetition(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
@@ -68,13 +70,14 @@ def repetition(rng: np.random.Generator, length: int, questions: int = 1) -> Exa
 LESSONS = {**TASKS, "repetition": repetition}
 
 
-def batch_of(rng: np.random.Generator, rows: int, length: int):
+def batch_of(rng: np.random.Generator, rows: int, length: int, more: Sequence[str] = ()):
     """tokens [rows, length] padded on the right, and which of them count.
 
-    As many questions as there is room for follow a context that takes a third to two thirds: the
+    Tasks in `more` come MORE_OFTEN times as often as otherwise. As many questions as there is room for follow a context that takes a third to two thirds: the
     more answers, the sooner the model learns to look things up.
     """
-    names, shares = zip(*SHARES.items(), strict=True)
+    often = {name: share * (MORE_OFTEN if name in more else 1) for name, share in SHARES.items()}
+    names, shares = zip(*often.items(), strict=True)
     drawn = rng.choice(len(names), size=rows, p=np.asarray(shares) / sum(shares))
     tokens = np.zeros((rows, length), np.int32)
     counts = np.zeros(tokens.shape, bool)
@@ -144,6 +147,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--enough", type=float, default=0.95)
     parser.add_argument("--every", type=int, default=100, help="updates between evaluations")
+    parser.add_argument("--more", nargs="*", choices=TASKS, default=[], help="practise these more")
     parser.add_argument("--start", help="a checkpoint to go on from")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -158,7 +162,7 @@ def main() -> None:
     while (minutes := (time.monotonic() - begin) / 60) < args.minutes:
         # Mostly the longest prompts so far, some of the shorter ones.
         length = args.lengths[level if rng.random() < 0.7 else int(rng.integers(level + 1))]
-        tokens, counts = batch_of(rng, max(1, args.batch // length), length)
+        tokens, counts = batch_of(rng, max(1, args.batch // length), length, args.more)
         rate = args.learning_rate * float(scheduled(minutes / args.minutes, 0.02))
         weights, moments, loss = update(weights, moments, tokens, counts, rate, cfg=CONFIG)
         step += 1
