@@ -16,6 +16,7 @@ sys.path.append(str(ROOT / "benchmarks"))
 
 import bench_kernels  # noqa: E402
 import bench_step  # noqa: E402
+import bench_ttft  # noqa: E402
 import report  # noqa: E402
 
 from pallas_kernels.cache_scores import specs as scores_specs  # noqa: E402
@@ -106,6 +107,25 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     assert all(row["same_tokens"] and row["tokens_per_step"] >= 1 for row in rows)
     assert rows[1]["speedup_over_plain"]["median"] > 0
     assert (tmp_path / "speedup.png").stat().st_size > 0
+
+
+def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
+    argv = ["--layers", "8", "--embed", "64", "--prompts", "96", "--new", "4", "--rounds", "1"]
+    monkeypatch.setattr(sys, "argv", ["bench_ttft.py", *argv, "--out", str(tmp_path)])
+    bench_ttft.main()
+    document = json.loads((tmp_path / "ttft.json").read_text())
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
+    full, *lazy = document["rows"]
+    assert (full["schedule"], "speedup" in full) == ("full", False)
+    assert [row["schedule"] for row in lazy] == [*bench_ttft.SCHEDULES, f"auto {bench_ttft.AUTO}"]
+    for row in lazy:
+        seconds = [one["first_token_seconds"]["median"] for one in (full, row)]
+        assert row["speedup"]["median"] == pytest.approx(seconds[0] / seconds[1])
+        assert row["predicted"] > 1
+    ((name, case),) = [(case["schedule"], case["runs"]) for case in document["generations"]]
+    assert name == "halves" and set(case) == {"full", "on demand", "never", "everything"}
+    assert case["everything"]["computed"] == [1.0] * 4
+    assert case["never"]["computed"] == pytest.approx([1.0, 0.5, 0.25, 0.125])
 
 
 def test_no_case_begins_when_no_time_is_left(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks of benchmarks/longcontext, and a small evaluation from model to plots."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ import tsjax
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.bench_ttft import SCHEDULES, schedule  # noqa: E402
 from benchmarks.longcontext import evaluate, plots, texts  # noqa: E402
-from benchmarks.longcontext.evaluate import interval, rivals, schedule  # noqa: E402
+from benchmarks.longcontext.evaluate import interval, rivals  # noqa: E402
 from benchmarks.longcontext.tasks import (  # noqa: E402
     HOPS,
     NAMES,
@@ -97,7 +99,8 @@ def test_the_score_is_the_share_of_values_at_their_places():
 def test_rivals_fit_models_of_any_depth():
     for layers in (2, 3, 8, 32):
         cfg = tiny_model(num_layers=layers).cfg
-        assert all(0 < layer < layers for layer in schedule(cfg, 0.3, 0.7))
+        for name in SCHEDULES:
+            assert schedule(name, layers) and all(0 < at < layers for at in schedule(name, layers))
         for rival in rivals(cfg).values():
             if isinstance(rival.prefill, tsjax.LazyPrefill):
                 tsjax.DecodeConfig(model=cfg, prefill=rival.prefill)
@@ -105,11 +108,13 @@ def test_rivals_fit_models_of_any_depth():
 
 def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     tsjax.save(tiny_model(num_layers=2, vocab_size=VOCAB), tmp_path / "model")
-    names = ["full", "LazyLLM 0.5", "static 0.5", "GemFilter 0.5"]
+    names = ["full", "LazyLLM, halves", "static, 0.5", "GemFilter, 0.5"]
     monkeypatch.setattr(evaluate, "rivals", lambda cfg: {n: rivals(cfg)[n] for n in names})
     out = tmp_path / "out"
     argv = ["--model", str(tmp_path / "model"), "--out", str(out), "--lengths", "24"]
     argv += ["--tasks", "passkey", "--samples", "4", "--sweep-tasks", "--growth-samples", "2"]
+    argv += ["--growth-tasks", "multi_query", "--grid-lengths", "16", "24", "--grid-samples", "2"]
+    monkeypatch.setattr(evaluate, "GRID", ("full", "static, 0.5"))
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv])
     evaluate.main()
     document = json.loads((out / "longcontext.json").read_text())
@@ -122,6 +127,9 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     assert len(shares) == 12 and shares == sorted(shares)
     assert (out / "longcontext_score.png").stat().st_size > 0
     assert (out / "longcontext_computed.png").stat().st_size > 0
+    places = {(row["method"], row["length"], row["depth"]) for row in document["grid"]}
+    assert places == set(itertools.product(evaluate.GRID, (16, 24), evaluate.DEPTHS))
+    assert (out / "longcontext_passkey.png").stat().st_size > 0
     # A second run finds everything there; another model's results are not mixed in.
     before = len(capsys.readouterr().out.splitlines())
     evaluate.main()
@@ -164,5 +172,5 @@ def test_lines_to_complete_are_those_of_the_files(tmp_path):
 
 
 def test_methods_of_one_kind_are_one_line_of_the_plot():
-    names = ("LazyLLM 0.5", "LazyLLM early 0.5", "full", "random drop 0.3")
+    names = ("LazyLLM, halves", "LazyLLM, early", "full", "random drop, 0.3")
     assert [plots.family_of(n) for n in names] == ["LazyLLM", "LazyLLM", "full", "random drop"]

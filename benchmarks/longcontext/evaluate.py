@@ -5,10 +5,10 @@
 
 Every method reads the same prompts and answers greedily. The share of right tokens is a mean over
 samples, with the 95% interval of a normal mean. What a method saves is counted in operations of the
-prompt's layers, and in the share of tokens that each stage computed by the end of the answer. Three
+prompt's layers, and in the share of tokens that each stage computed by the end of the answer. Four
 parts, each of which goes on from what is in FOLDER already: a table of all methods and tasks, a
-sweep of one cut (its layer and the share it keeps), and what is computed as an answer grows. Plots
-of all three are made at the end.
+sweep of one cut (its layer and the share it keeps), what is computed as an answer grows, and the
+passkey by its depth and the prompt's length. Plots of all are made at the end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.longcontext.tasks import TASKS, Example, score
+from benchmarks.bench_ttft import SCHEDULES, schedule
+from benchmarks.longcontext.tasks import TASKS, Example, passkey, score
 from tsjax.lazy_prefill import prompt_flops
 
 BATCH = 50  # prompts that are read together
+TOLD = ("multi_query", "late_query")  # what a prompt's last token does not ask for all at once
 
 
 class Rival(NamedTuple):
@@ -36,42 +38,34 @@ class Rival(NamedTuple):
     compress: Callable[[tsjax.Model, np.ndarray], np.ndarray] | None = None
 
 
-def at(cfg: tsjax.ModelConfig, part: float) -> int:
-    """The layers in this part of the model."""
-    return max(1, round(part * cfg.num_layers))
-
-
-def schedule(cfg: tsjax.ModelConfig, first: float, share: float) -> dict[int, float]:
-    """Three cuts, each behind as many layers more, each to this share of what is left."""
-    keep = {at(cfg, first * i): share**i for i in (1, 2, 3)}
-    return {layer: kept for layer, kept in keep.items() if layer < cfg.num_layers}
-
-
-SCHEDULES = {"0.7": (0.3, 0.7), "0.5": (0.3, 0.5), "0.3": (0.3, 0.3), "early 0.5": (0.15, 0.5)}
+def at(layers: int, part: float) -> int:
+    """The last layer of this part of the model."""
+    return max(1, round(part * layers))
 
 
 def rivals(cfg: tsjax.ModelConfig, seed: int = 0) -> dict[str, Rival]:
-    """The paper's method at several strengths, its ablation, its baselines, and newer ones."""
-    found = {"full": Rival()}
-    for name, (first, share) in SCHEDULES.items():
-        keep = schedule(cfg, first, share)
-        found[f"LazyLLM {name}"] = Rival(tsjax.LazyPrefill(keep=keep))
-        found[f"no revival {name}"] = Rival(tsjax.LazyPrefill(keep=keep, revive="never"))
+    """The paper's method with several schedules, its ablation, its baselines, and newer ones."""
+    layers, found = cfg.num_layers, {"full": Rival()}
+    for name in SCHEDULES:
+        keep = schedule(name, layers)
+        found[f"LazyLLM, {name}"] = Rival(tsjax.LazyPrefill(keep=keep))
+        found[f"no revival, {name}"] = Rival(tsjax.LazyPrefill(keep=keep, revive="never"))
+        found[f"background, {name}"] = Rival(tsjax.LazyPrefill(keep=keep, revive="background"))
     for share in (0.5, 0.3):
         drop = tsjax.LazyPrefill(keep={0: share}, revive="never", scores="random", seed=seed)
-        static = tsjax.LazyPrefill(keep={at(cfg, 0.25): share}, revive="never")
-        found[f"random drop {share}"] = Rival(drop)
-        found[f"static {share}"] = Rival(static)
-        found[f"self-information {share}"] = Rival(
+        static = tsjax.LazyPrefill(keep={at(layers, 0.25): share}, revive="never")
+        found[f"random drop, {share}"] = Rival(drop)
+        found[f"static, {share}"] = Rival(static)
+        found[f"self-information, {share}"] = Rival(
             compress=lambda model, prompt, share=share: tsjax.compress_prompt(
                 model, prompt, share, by="self_information"
             )
         )
-        found[f"GemFilter {share}"] = Rival(
+        found[f"GemFilter, {share}"] = Rival(
             compress=lambda model, prompt, share=share: tsjax.compress_prompt(model, prompt, share)
         )
-    found["FastKV 0.2"] = Rival(
-        tsjax.LazyPrefill(keep={at(cfg, 0.47): 0.2}, revive="never", window=8, pool=7, recent=8)
+    found["FastKV, 0.2"] = Rival(
+        tsjax.LazyPrefill(keep={at(layers, 0.47): 0.2}, revive="never", window=8, pool=7, recent=8)
     )
     return found
 
@@ -110,7 +104,11 @@ def interval(scores) -> tuple[float, float]:
     return float(values.mean()), float(1.96 * values.std() / np.sqrt(len(values)))
 
 
-# --- the three parts -------------------------------------------------------------------------
+# --- the four parts --------------------------------------------------------------------------
+
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of a passkey in its prompt
+GRID = ("full", "LazyLLM, halves", "LazyLLM, early", "random drop, 0.5")  # methods
 
 
 def examples_of(task: str, length: int, samples: int, seed: int) -> list[Example]:
@@ -153,7 +151,7 @@ def sweep_rivals(cfg: tsjax.ModelConfig) -> dict[tuple[int, float], Rival]:
 def growth(model, task: str, length: int, samples: int, seed: int) -> list[dict[str, Any]]:
     """The share of the prompt that each stage has computed when so many tokens are known."""
     examples = examples_of(task, length, samples, seed)
-    rival = Rival(tsjax.LazyPrefill(keep=schedule(model.cfg, *SCHEDULES["0.5"])))
+    rival = Rival(tsjax.LazyPrefill(keep=schedule("halves", model.cfg.num_layers)))
     longest = max(len(example.answer) for example in examples)
     return [
         {
@@ -165,16 +163,31 @@ def growth(model, task: str, length: int, samples: int, seed: int) -> list[dict[
     ]
 
 
+def passkey_grid(model, length: int, samples: int, seed: int) -> list[dict[str, Any]]:
+    """The score by where the passkey stands, for some methods."""
+    rows, methods = [], rivals(model.cfg)
+    for depth in DEPTHS:
+        rng = np.random.default_rng([seed, length])
+        examples = [passkey(rng, length, depth=depth) for _ in range(samples)]
+        for name in GRID:
+            mean, half = interval(answers(model, methods[name], examples)["scores"])
+            row = {"method": name, "length": length, "depth": depth, "samples": samples}
+            rows.append({**row, "score": mean, "interval": half})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a checkpoint of train.py")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--samples", type=int, default=500)
-    parser.add_argument("--sweep-tasks", nargs="*", choices=TASKS, default=["multi_query"])
+    parser.add_argument("--sweep-tasks", nargs="*", choices=TASKS, default=TOLD)
     parser.add_argument("--sweep-samples", type=int, default=200)
-    parser.add_argument("--growth-tasks", nargs="*", choices=TASKS, default=["multi_query"])
+    parser.add_argument("--growth-tasks", nargs="*", choices=TASKS, default=TOLD)
     parser.add_argument("--growth-samples", type=int, default=100)
+    parser.add_argument("--grid-lengths", type=int, nargs="*", default=[64, 128, 192, 256])
+    parser.add_argument("--grid-samples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     report.add_out(parser)
     args = parser.parse_args()
@@ -194,7 +207,7 @@ def main() -> None:
                 rows.append({"method": name, **row})
                 show(rows[-1])
                 report.save(document, args.out, NAME)
-    sweep, length = document["sweep"], args.lengths[0]
+    sweep = document["sweep"]
     for task in args.sweep_tasks:
         for (layer, share), rival in sweep_rivals(model.cfg).items():
             place = (task, args.sweep_samples, layer, share)
@@ -208,6 +221,10 @@ def main() -> None:
     for task in args.growth_tasks:
         if task not in [r["task"] for r in document["growth"]]:
             document["growth"] += growth(model, task, length, args.growth_samples, args.seed)
+            report.save(document, args.out, NAME)
+    for length in args.grid_lengths:
+        if length not in [r["length"] for r in document["grid"]]:
+            document["grid"] += passkey_grid(model, length, args.grid_samples, args.seed)
             report.save(document, args.out, NAME)
     from benchmarks.longcontext import plots  # needs matplotlib
 
@@ -225,7 +242,7 @@ def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
         if {key: document.get(key) for key in settings} == json.loads(json.dumps(settings)):
             return document
         raise SystemExit(f"{file} is of another model or seed: remove it, or give another --out")
-    return {**report.facts(), **settings, "rows": [], "sweep": [], "growth": []}
+    return {**report.facts(), **settings, "rows": [], "sweep": [], "growth": [], "grid": []}
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a document of evaluate.py, after the paper's Figures 5, 6 and 7."""
+"""Figures of a document of evaluate.py: the paper's Figures 5, 6 and 7, and a grid."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ def draw(document: dict[str, Any], out: Path) -> None:
         _save(cuts(document["sweep"]), out / "longcontext_cut.png")
     if document["growth"]:
         _save(computed(document["growth"]), out / "longcontext_computed.png")
+    if document["grid"]:
+        _save(passkeys(document["grid"]), out / "longcontext_passkey.png")
 
 
 def scores(rows: list[dict[str, Any]]):
@@ -55,16 +57,21 @@ def scores(rows: list[dict[str, Any]]):
 
 
 def cuts(sweep: list[dict[str, Any]]):
-    """The score of one cut, by its layer and the share it keeps; a mean over tasks."""
-    figure, axes = pyplot.subplots(figsize=(5, 3.6))
-    for share in sorted({row["share"] for row in sweep}):
-        rows = [row for row in sweep if row["share"] == share]
-        layers = sorted({row["layer"] for row in rows})
-        means = [100 * np.mean([r["score"] for r in rows if r["layer"] == at]) for at in layers]
-        axes.plot(layers, means, "o-", label=f"keep {share:.0%}")
-    axes.set_xlabel("layers before the one cut")
-    axes.set_ylabel("score, %")
-    axes.legend(fontsize=8)
+    """The score of one cut, by its layer and the share it keeps."""
+    tasks = list(dict.fromkeys(row["task"] for row in sweep))
+    figure, grid = pyplot.subplots(
+        1, len(tasks), figsize=(5 * len(tasks), 3.6), sharey=True, squeeze=False
+    )
+    for axes, task in zip(grid[0], tasks, strict=True):
+        for share in sorted({row["share"] for row in sweep}):
+            rows = [row for row in sweep if (row["share"], row["task"]) == (share, task)]
+            points = sorted((r["layer"], 100 * r["score"], 100 * r["interval"]) for r in rows)
+            layers, scores, half = np.asarray(points).T
+            axes.errorbar(layers, scores, yerr=half, marker="o", label=f"keep {share:.0%}")
+        axes.set_title(task.replace("_", " "), fontsize=10)
+        axes.set_xlabel("layers before the one cut")
+    grid[0, 0].set_ylabel("score, %")
+    grid[0, 0].legend(fontsize=8)
     return figure
 
 
@@ -84,9 +91,30 @@ def computed(growth: list[dict[str, Any]]):
     return figure
 
 
+def passkeys(rows: list[dict[str, Any]]):
+    """The score by the passkey's depth and the prompt's length, method by method."""
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
+    figure, grid = pyplot.subplots(
+        1, len(methods), figsize=(4 * len(methods), 3.2), sharey=True, squeeze=False
+    )
+    for axes, method in zip(grid[0], methods, strict=True):
+        found = {(r["depth"], r["length"]): r["score"] for r in rows if r["method"] == method}
+        values = 100 * np.asarray([[found[depth, n] for n in lengths] for depth in depths])
+        axes.imshow(values, vmin=0, vmax=100, aspect="auto", cmap="RdYlGn")
+        for (row, column), value in np.ndenumerate(values):
+            axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
+        axes.set_xticks(range(len(lengths)), lengths)
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axes.set_title(method, fontsize=10)
+        axes.set_xlabel("prompt tokens")
+    grid[0, 0].set_ylabel("depth of the passkey")
+    return figure
+
+
 def family_of(method: str) -> str:
-    """The method without its strength: 'LazyLLM early 0.5' is one of LazyLLM."""
-    return method.rstrip("0123456789. ").removesuffix(" early")
+    """The method without its schedule or share: 'LazyLLM, early' is one of LazyLLM."""
+    return method.split(",")[0]
 
 
 def _save(figure, file: Path) -> None:
