@@ -32,6 +32,7 @@ SCHEDULES: dict[str, dict[float, float]] = {
     "halves": {0.25: 0.5, 0.5: 0.25, 0.75: 0.125},
     "early": {0.125: 0.5, 0.25: 0.25, 0.5: 0.1},
     "one cut": {0.375: 0.02},
+    "steep": {0.25: 0.8, 0.375: 0.03},
 }
 AUTO = 2.34  # times fewer operations
 WORST_ROWS = 512  # computed with each new token, until all are

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks of a GPU: that they run, what they write, and their arithmetic."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ import bench_step  # noqa: E402
 import bench_ttft  # noqa: E402
 import report  # noqa: E402
 
+import tsjax  # noqa: E402
 from pallas_kernels.cache_scores import specs as scores_specs  # noqa: E402
 from pallas_kernels.cache_scores import triton as scores_triton  # noqa: E402
 from pallas_kernels.tree_attention import specs as tree_specs  # noqa: E402
@@ -110,11 +112,15 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
 
 
 def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
-    argv = ["--layers", "8", "--embed", "64", "--prompts", "96", "--new", "4", "--rounds", "1"]
+    scaled = bench_ttft.scaled_model(8, 64, "bfloat16").cfg
+    monkeypatch.setattr(tsjax, "model_preset", {"scaled": scaled}.__getitem__)
+    argv = ["--model", "scaled", "--prompts", "96", "--new", "4", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["bench_ttft.py", *argv, "--out", str(tmp_path)])
     bench_ttft.main()
     document = json.loads((tmp_path / "ttft.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
+    cfg = dataclasses.replace(scaled, dtype="float32")
+    assert document["model"] == json.loads(json.dumps(cfg.to_dict()))
     full, *lazy = document["rows"]
     assert (full["schedule"], "speedup" in full) == ("full", False)
     assert [row["schedule"] for row in lazy] == [*bench_ttft.SCHEDULES, f"auto {bench_ttft.AUTO}"]

@@ -122,7 +122,10 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     full, lazy, *others = document["rows"]
     assert full["operations"] == 1 and full["computed"] == []
     assert lazy["operations"] > 1 and lazy["computed"][0] == 1 > lazy["computed"][1]
-    assert all(row["operations"] > 1 for row in others)
+    static, gem_filter = others
+    assert static["operations"] > 1
+    # One of two layers reads the whole prompt, then both read half of it.
+    assert gem_filter["operations"] == pytest.approx(1, abs=0.05)
     shares = [row["computed"] for row in document["growth"]]
     assert len(shares) == 12 and shares == sorted(shares)
     assert (out / "longcontext_score.png").stat().st_size > 0

@@ -25,6 +25,7 @@ import tsjax
 from benchmarks import report
 from benchmarks.longcontext.evaluate import Rival, interval, rivals
 from benchmarks.longcontext.longbench import edit_similarity
+from examples.embedded_model.texts import read_books
 from tsjax.decoding import commit, init_state, prefill
 from tsjax.drafting import draft
 from tsjax.model import final_norm, unembed
@@ -101,7 +102,7 @@ def code_lines(folder: Path, samples: int, seed: int) -> list[tuple[str, str]]:
 
 
 def complete(model: tsjax.Model, rival: Rival, text: str, prompt_tokens: int) -> str:
-    ids = np.asarray(encode(model.tokenizer, text))[-prompt_tokens:]
+    ids = np.asarray(encode(model.tokenizer, text[-16 * prompt_tokens :]))[-prompt_tokens:]
     if rival.compress is not None:
         ids = rival.compress(model, ids)
     result = tsjax.generate(
@@ -111,20 +112,20 @@ def complete(model: tsjax.Model, rival: Rival, text: str, prompt_tokens: int) ->
 
 
 def windows(model: tsjax.Model, folder: Path, samples: int, length: int, seed: int) -> np.ndarray:
-    """[samples, length] tokens from the texts of a folder, each from another place."""
-    files = sorted(folder.glob("*.txt"))
-    if not files:
-        raise ValueError(f"--books {folder} is not valid: it holds no *.txt file")
+    """[samples, length] tokens from the ends of books, which the embedded model has not seen."""
+    ends = [np.asarray(encode(model.tokenizer, book.held_out)) for book in read_books(folder)]
+    longest = max(map(len, ends))
+    if longest < length:
+        raise ValueError(
+            f"--prompt and --suffix of {length} tokens are not valid: the longest end of a text in "
+            f"--books {folder} has {longest}"
+        )
+    ends = [ids for ids in ends if len(ids) >= length]
     rng, found = np.random.default_rng(seed), []
-    while len(found) < samples:
-        text = files[int(rng.integers(len(files)))].read_text(errors="replace")
-        start = int(rng.integers(max(1, len(text) - 12 * length)))
-        ids = np.asarray(encode(model.tokenizer, text[start : start + 12 * length]))
-        if len(ids) < length:
-            raise ValueError(
-                f"--books {folder} is not valid: a text has fewer than {length} tokens"
-            )
-        found.append(ids[:length])
+    for _ in range(samples):
+        ids = ends[int(rng.integers(len(ends)))]
+        start = int(rng.integers(len(ids) - length + 1))
+        found.append(ids[start : start + length])
     return np.stack(found)
 
 
@@ -153,22 +154,23 @@ def main() -> None:
         if name not in methods:
             parser.error(f"--methods {name} is not one of {', '.join(methods)}")
     document: dict[str, Any] = {"model": model.cfg.to_dict(), "perplexity": [], "code": []}
-    for name in args.methods or methods:
+    settings = ("prompt", "suffix", "samples", "lines")
+    document |= {name: getattr(args, name) for name in settings}
+    full = None  # loss of each text
+    for name in dict.fromkeys(["full", *(args.methods or methods)]):
         rival = methods[name]
         if args.books is not None and rival.compress is None:
             length = args.prompt + args.suffix
             texts = windows(model, args.books, args.samples, length, args.seed)
             lazy = None if rival.prefill == "full" else rival.prefill
             losses = suffix_losses(model, texts[:, : args.prompt], texts[:, args.prompt :], lazy)
-            mean, half = interval(losses.mean(axis=1))
-            row = {
-                "method": name,
-                "loss": mean,
-                "interval": half,
-                "perplexity": float(np.exp(mean)),
-            }
-            document["perplexity"].append(row)
-            print(f"{name:24} loss {mean:.4f} +- {half:.4f}", flush=True)
+            losses = losses.mean(axis=1)
+            full = losses if full is None else full
+            # The texts differ more than the methods do: what a method adds is told text by text.
+            added, half = interval(losses - full)
+            row = {"method": name, "loss": float(losses.mean()), "added": added, "interval": half}
+            document["perplexity"].append(row | {"perplexity": float(np.exp(losses.mean()))})
+            print(f"{name:24} loss {row['loss']:.4f}, added {added:.4f} +- {half:.4f}", flush=True)
         if args.lines:
             lines = code_lines(args.code, args.lines, args.seed)
             scores = [
@@ -178,7 +180,11 @@ def main() -> None:
             mean, half = interval(scores)
             document["code"].append({"method": name, "score": mean, "interval": half})
             print(f"{name:24} lines of code {100 * mean:.1f} +- {100 * half:.1f}", flush=True)
-    report.write(document, args.out, "longcontext_texts")
+        report.save({**report.facts(), **document}, args.out, NAME)
+    report.write(document, args.out, NAME)
+
+
+NAME = "longcontext_texts"
 
 
 if __name__ == "__main__":
