@@ -233,6 +233,7 @@ def main() -> None:
         if length not in [r["length"] for r in document["grid"]]:
             document["grid"] += passkey_grid(model, length, args.grid_samples, args.seed)
             report.save(document, args.out, NAME)
+    report.save(document, args.out, NAME)
     from benchmarks.longcontext import plots  # needs matplotlib
 
     plots.draw(document, args.out)
