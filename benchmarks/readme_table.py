@@ -299,12 +299,85 @@ def first_token() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
+def whole_generations() -> str:
+    document = read("ttft")
+    lines = [
+        "| prompt | schedule | revived | whole generation | against a full prefill | computed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in document["generations"]:
+        for revived, run in case["runs"].items():
+            schedule, over, computed = "full", "", ""
+            if revived != "full":
+                schedule = case["schedule"]
+                over, computed = f"{run['speedup']['median']:.2f}x", percent(run["computed"])
+            lines.append(
+                f"| {case['prompt_tokens']:,} | {schedule} | {revived if over else ''} "
+                f"| {run['generation_seconds']['median']:.1f} s | {over} | {computed} |"
+            )
+    tokens = document["generations"][0]["new_tokens"]
+    note = f"The same run, {tokens} new tokens. Computed: of the prompt, in each stage, at the end."
+    return "\n".join([*lines, "", note])
+
+
+def percent(shares) -> str:
+    return ", ".join(f"{share:.0%}" for share in shares)
+
+
+def longcontext_scores() -> str:
+    document = read("longcontext")
+    rows = {(row["method"], row["task"]): row for row in document["rows"]}
+    methods, tasks = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
+    titles = " | ".join(task.replace("_", " ") for task in tasks)
+    lines = [f"| method | by operations | {titles} |", "|---|---" + "|---" * len(tasks) + "|"]
+    for method in methods:
+        mine = [rows[method, task] for task in tasks]
+        saved = sum(row["operations"] for row in mine) / len(mine)
+        cells = [f"{100 * row['score']:.1f} ± {100 * row['interval']:.1f}" for row in mine]
+        lines.append(f"| {method} | {saved:.2f}x | {' | '.join(cells)} |")
+    samples = min(row["samples"] for row in rows.values())
+    lengths = ", ".join(str(n) for n in sorted({row["length"] for row in rows.values()}))
+    note = (
+        f"Right tokens of the answer in percent, with the 95% interval: {samples} prompts of "
+        f"{lengths} tokens in each cell. Made by "
+    )
+    return "\n".join([*lines, "", note + source(document) + "."])
+
+
+def longcontext_computed() -> str:
+    rows = [row for row in read("longcontext")["rows"] if row["method"].startswith("LazyLLM")]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    titles = " | ".join(task.replace("_", " ") for task in tasks)
+    lines = [f"| method | {titles} |", "|---" + "|---" * len(tasks) + "|"]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        found = {row["task"]: row["computed"] for row in rows if row["method"] == method}
+        lines.append(f"| {method} | {' | '.join(percent(found[task]) for task in tasks)} |")
+    return "\n".join([*lines, "", "The same run."])
+
+
+def texts() -> str:
+    document = read("longcontext_texts")
+    lines = ["| method | perplexity | loss added, nats per token |", "|---|---|---|"]
+    for row in document["perplexity"]:
+        added = "" if row["method"] == "full" else f"{row['added']:.4f} ± {row['interval']:.4f}"
+        lines.append(f"| {row['method']} | {row['perplexity']:.1f} | {added} |")
+    note = (
+        f"Of {document['suffix']} tokens behind {document['prompt']}, in {document['samples']} "
+        "texts; the difference text by text, with its 95% interval. Made by "
+    )
+    return "\n".join([*lines, "", note + source(document) + "."])
+
+
 SECTIONS = {
     ("README.md", "speedup"): speedup,
     ("README.md", "measured"): measured,
     ("README.md", "tokens-per-step"): tokens_per_step,
     ("docs/tokenswift.md", "partial-cache"): partial_cache,
     ("docs/lazyllm.md", "first-token"): first_token,
+    ("docs/lazyllm.md", "whole-generations"): whole_generations,
+    ("docs/lazyllm.md", "longcontext-scores"): longcontext_scores,
+    ("docs/lazyllm.md", "longcontext-computed"): longcontext_computed,
+    ("docs/lazyllm.md", "texts"): texts,
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/kernels.md", "paper"): paper,
     ("docs/kernels.md", "compiled"): registers,
