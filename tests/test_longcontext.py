@@ -144,6 +144,13 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
         evaluate.main()
 
 
+def test_prompts_of_any_length_are_answered():
+    """The passes of a prefill are powers of two and may be longer than prompt and answer."""
+    model = tiny_model(num_layers=2, vocab_size=VOCAB)
+    examples = [passkey(np.random.default_rng(0), 300)]
+    assert evaluate.answers(model, evaluate.Rival(), examples)["read"] == 300
+
+
 @pytest.mark.parametrize("revive", ["on_demand", "never"])
 def test_losses_of_a_suffix_are_those_of_the_oracle(revive):
     lazy = tsjax.LazyPrefill(keep={1: 0.5, 2: 0.3}, revive=revive)

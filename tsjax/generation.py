@@ -29,6 +29,7 @@ from tsjax.config import GenerationConfig, check_int
 from tsjax.decoding import Programs, init_state, logits, programs, row_keys
 from tsjax.interrupt import Interrupt
 from tsjax.methods import Autoregressive, DecodeConfig
+from tsjax.pruning import is_reviving
 from tsjax.request import (
     Request,
     check_row,
@@ -391,7 +392,6 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             emitted[row] += len(fresh)
             new.append(fresh)
         last = None not in reasons
-        prompt_computed = _prompt_computed(state)
         yield _News(
             tokens=new,
             sources=sources,
@@ -406,12 +406,12 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             prefill_seconds=prefill_seconds,
             decode_seconds=decode_seconds,
             gave_up=gave_up,
-            prompt_computed=prompt_computed,
+            prompt_computed=_prompt_computed(state),
         )
         if last:
             return
         progress = _Progress(int(np.sum(state.stats.steps)), int(length.sum()))
-        if _is_reviving(decode, prompt_computed):
+        if is_reviving(state, cfg=decode):
             judged_from = progress  # steps end early then, whatever their drafts are worth
         if not gave_up and _drafts_do_not_pay(request, judged_from, progress):
             decode, gave_up, earlier = _plain(decode), True, counted
@@ -457,11 +457,6 @@ class _Progress(NamedTuple):
 
     steps: int
     tokens: int
-
-
-def _is_reviving(decode: DecodeConfig, prompt_computed: tuple[float, ...]) -> bool:
-    lazy = decode.prefill
-    return lazy is not None and lazy.revive == "background" and min(prompt_computed) < 1
 
 
 def _drafts_do_not_pay(request: Request, begin: _Progress, now: _Progress) -> bool:

@@ -142,6 +142,13 @@ def _behind(state: DecodeState, cfg: DecodeConfig):
     return (_prompt(state).done < len(cfg.stages)) & _committed(state)
 
 
+def is_reviving(state: DecodeState, *, cfg: DecodeConfig) -> bool:
+    """Whether a row that still runs lacks tokens that come back in the background."""
+    if cfg.prefill is None or cfg.prefill.revive != "background":
+        return False
+    return bool(jnp.any(_behind(state, cfg) & state.running[:, None]))
+
+
 def _made(state: DecodeState):
     return state.length - state.prompt_length
 

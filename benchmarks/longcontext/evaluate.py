@@ -89,7 +89,9 @@ def answers(
         if rival.compress is not None:
             prompts = [rival.compress(model, prompt) for prompt in prompts]
         new = tokens or max(len(one.answer) for one in batch)
-        needed = max(map(len, prompts)) + new + tsjax.LazyPrefill().revive_rows
+        longest = max(map(len, prompts))
+        passes = 1 << (longest - 1).bit_length()  # at most what the prefill's passes cover
+        needed = max(longest + new + tsjax.LazyPrefill().revive_rows, passes)
         result = tsjax.generate(
             model,
             [row.tolist() for row in prompts],
