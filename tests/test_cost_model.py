@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_config, tiny_model
 
 import tsjax
-from tsjax import generation, request
+from tsjax import generation, pruning, request
 from tsjax.cost_model import (
     CHIPS,
     CPU,
@@ -248,6 +248,34 @@ def test_drafts_are_judged_when_the_prompt_is_whole(revive_rows, monkeypatch):
     assert auto.stats.gave_up == whole == (revive_rows == 8)
     plain = tsjax.generate(model, prompt, **settings)
     assert auto.tokens[0].tolist() == plain.tokens[0].tolist()
+
+
+def test_steps_that_revival_ended_are_not_judged(monkeypatch):
+    """Nor those of a chunk in which it came to its end; a row that has ended revives no more."""
+    seen, judged = [], []
+
+    def is_reviving(state, *, cfg):
+        seen.append((int(state.stats.steps.sum()), pruning.is_reviving(state, cfg=cfg)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(generation, "is_reviving", is_reviving)
+    monkeypatch.setattr(
+        generation, "_drafts_do_not_pay", lambda _, begin, now: judged.append(begin)
+    )
+    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 5)
+    lazy = tsjax.LazyPrefill(keep={1: 0.1}, revive="background", choose_every=3, revive_rows=8)
+    model, prompts = tiny_model(), [list(range(1, 32)), list(range(2, 60))]
+    settings = dict(max_new_tokens=40, do_sample=True, seed=5, prefill=lazy, method="ngram")
+    first, second = tsjax.generate(model, prompts, **settings).tokens
+    until = next(i for i, reviving in seen if not reviving)
+    assert max(i for i, reviving in seen if reviving) < until
+    assert all(begin.steps >= until for begin in judged[-2:]) and judged[0].steps < until
+    # The second row, with more to revive, ends first.
+    end = next(t for t in second.tolist()[:6] if t not in first.tolist())
+    seen.clear()
+    ended = tsjax.generate(model, prompts, eos_token_id=end, **settings)
+    assert ended.finish_reason == ["length", "eos"] and ended.stats.prompt_computed[1] < 1
+    assert not seen[-1][1]
 
 
 def test_choose_method_is_what_generate_takes():

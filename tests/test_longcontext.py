@@ -112,7 +112,10 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "rivals", lambda cfg: {n: rivals(cfg)[n] for n in names})
     out = tmp_path / "out"
     argv = ["--model", str(tmp_path / "model"), "--out", str(out), "--lengths", "24"]
-    argv += ["--tasks", "passkey", "--samples", "4", "--sweep-tasks", "--growth-samples", "2"]
+    argv += ["--tasks", "passkey", "--samples", "4", "--growth-samples", "2"]
+    argv += ["--sweep-tasks", "passkey", "--sweep-samples", "2"]
+    cut = {(1, 0.5): evaluate.sweep_rivals(tiny_model(num_layers=2).cfg)[1, 0.5]}
+    monkeypatch.setattr(evaluate, "sweep_rivals", lambda cfg: cut)
     argv += ["--growth-tasks", "multi_query", "--grid-lengths", "16", "24", "--grid-samples", "2"]
     monkeypatch.setattr(evaluate, "GRID", ("full", "static, 0.5"))
     monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv])
@@ -128,6 +131,9 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     assert gem_filter["operations"] == pytest.approx(1, abs=0.05)
     shares = [row["computed"] for row in document["growth"]]
     assert len(shares) == 12 and shares == sorted(shares)
+    (one,) = document["sweep"]
+    assert (one["layer"], one["share"], one["length"]) == (1, 0.5, 24)
+    assert (out / "longcontext_cut.png").stat().st_size > 0
     assert (out / "longcontext_score.png").stat().st_size > 0
     assert (out / "longcontext_computed.png").stat().st_size > 0
     places = {(row["method"], row["length"], row["depth"]) for row in document["grid"]}

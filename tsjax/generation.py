@@ -360,6 +360,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
     reasons = list(request.finish_reason)
     steps, decode, gave_up = 1, request.decode, False
     judged_from = _Progress(0, sum(map(len, request.rows)))
+    reviving = is_reviving(state, cfg=decode)
     counted = earlier = _on_host(state.stats)
     while True:
         began = time.perf_counter()
@@ -411,7 +412,8 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
         if last:
             return
         progress = _Progress(int(np.sum(state.stats.steps)), int(length.sum()))
-        if is_reviving(state, cfg=decode):
+        reviving, was_reviving = is_reviving(state, cfg=decode), reviving
+        if reviving or was_reviving:
             judged_from = progress  # steps end early then, whatever their drafts are worth
         if not gave_up and _drafts_do_not_pay(request, judged_from, progress):
             decode, gave_up, earlier = _plain(decode), True, counted

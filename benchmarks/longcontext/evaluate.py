@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,6 +165,8 @@ def growth(model, task: str, length: int, samples: int, seed: int) -> list[dict[
     return [
         {
             "task": task,
+            "length": length,
+            "samples": samples,
             "tokens": tokens,
             "computed": answers(model, rival, examples, tokens)["computed"],
         }
@@ -209,18 +211,18 @@ def main() -> None:
     for task in args.tasks:
         for length in args.lengths:
             for name, rival in rivals(model.cfg).items():
-                place = (task, length, args.samples, name)
-                if place in [(r["task"], r["length"], r["samples"], r["method"]) for r in rows]:
+                place = {"task": task, "length": length, "samples": args.samples, "method": name}
+                if any(place == place_of(r, ROW) for r in rows):
                     continue
                 row = measure(model, rival, task, length, args.samples, args.seed)
                 rows.append({"method": name, **row})
                 show(rows[-1])
                 report.save(document, args.out, NAME)
-    sweep = document["sweep"]
+    sweep, length = document["sweep"], args.lengths[0]
     for task in args.sweep_tasks:
         for (layer, share), rival in sweep_rivals(model.cfg).items():
-            place = (task, args.sweep_samples, layer, share)
-            if place in [(r["task"], r["samples"], r["layer"], r["share"]) for r in sweep]:
+            place = {"task": task, "length": length, "samples": args.sweep_samples}
+            if any(place | {"layer": layer, "share": share} == place_of(r, SWEEP) for r in sweep):
                 continue
             row = measure(model, rival, task, length, args.sweep_samples, args.seed)
             row |= {"method": f"cut {layer}, keep {share}", "layer": layer, "share": share}
@@ -228,11 +230,13 @@ def main() -> None:
             show(row)
             report.save(document, args.out, NAME)
     for task in args.growth_tasks:
-        if task not in [r["task"] for r in document["growth"]]:
+        place = {"task": task, "length": length, "samples": args.growth_samples}
+        if not any(place == place_of(r, GROWTH) for r in document["growth"]):
             document["growth"] += growth(model, task, length, args.growth_samples, args.seed)
             report.save(document, args.out, NAME)
     for length in args.grid_lengths:
-        if length not in [r["length"] for r in document["grid"]]:
+        place = {"length": length, "samples": args.grid_samples}
+        if not any(place == place_of(r, PLACE) for r in document["grid"]):
             document["grid"] += passkey_grid(model, length, args.grid_samples, args.seed)
             report.save(document, args.out, NAME)
     report.save(document, args.out, NAME)
@@ -242,17 +246,27 @@ def main() -> None:
 
 
 NAME = "longcontext"
+PARTS = ("rows", "sweep", "growth", "grid")
+# What a result is of: a part that has it is not measured again.
+PLACE = ("length", "samples")
+GROWTH = ("task", *PLACE)
+ROW = (*GROWTH, "method")
+SWEEP = (*GROWTH, "layer", "share")
+
+
+def place_of(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: row[name] for name in names}
 
 
 def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The document that is in the folder, if it is of the same model and seed, or a new one."""
-    file = out / f"{NAME}.json"
+    file, empty = out / f"{NAME}.json", {name: [] for name in PARTS}
     if file.exists():
         document = json.loads(file.read_text())
         if {key: document.get(key) for key in settings} == json.loads(json.dumps(settings)):
-            return {**document, **report.facts()}  # of the command that makes it whole
+            return {**empty, **document, **report.facts()}  # of the command that makes it whole
         raise SystemExit(f"{file} is of another model or seed: remove it, or give another --out")
-    return {**report.facts(), **settings, "rows": [], "sweep": [], "growth": [], "grid": []}
+    return {**report.facts(), **settings, **empty}
 
 
 if __name__ == "__main__":

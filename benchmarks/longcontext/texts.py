@@ -132,7 +132,7 @@ def windows(model: tsjax.Model, folder: Path, samples: int, length: int, seed: i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=tsjax.EMBEDDED)
-    parser.add_argument("--books", type=Path, help="a folder of *.txt; left out: no perplexity")
+    parser.add_argument("--books", type=Path, help="a folder of *.txt, of which the last 2%% count")
     parser.add_argument("--code", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
     parser.add_argument("--prompt", type=int, default=1024, help="tokens")
     parser.add_argument("--suffix", type=int, default=256, help="tokens")
@@ -142,6 +142,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     report.add_out(parser)
     args = parser.parse_args()
+    if args.books is None and not args.lines:
+        parser.error("nothing to do: give --books, or --lines of code to complete")
     for folder in (args.books, args.code):
         if folder is not None and not folder.is_dir():
             parser.error(f"{folder} is not a folder")
