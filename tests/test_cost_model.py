@@ -234,7 +234,7 @@ def test_a_run_gives_up_drafts_that_do_not_pay(step_cost, monkeypatch):
 
 @pytest.mark.parametrize("revive_rows", [1, 8])
 def test_drafts_are_judged_when_the_prompt_is_whole(revive_rows, monkeypatch):
-    """Revival ends steps early: of 28 tokens, 8 at a time are back soon, one at a time never."""
+    """Revival ends steps early: of 27 tokens, 8 at a time are back soon, one at a time never."""
     lazy = tsjax.LazyPrefill(
         keep={1: 0.1}, revive="background", choose_every=2, revive_rows=revive_rows
     )

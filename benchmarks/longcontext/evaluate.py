@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -211,8 +211,7 @@ def main() -> None:
     for task in args.tasks:
         for length in args.lengths:
             for name, rival in rivals(model.cfg).items():
-                place = {"task": task, "length": length, "samples": args.samples, "method": name}
-                if any(place == place_of(r, ROW) for r in rows):
+                if has(rows, task=task, length=length, samples=args.samples, method=name):
                     continue
                 row = measure(model, rival, task, length, args.samples, args.seed)
                 rows.append({"method": name, **row})
@@ -221,22 +220,20 @@ def main() -> None:
     sweep, length = document["sweep"], args.lengths[0]
     for task in args.sweep_tasks:
         for (layer, share), rival in sweep_rivals(model.cfg).items():
-            place = {"task": task, "length": length, "samples": args.sweep_samples}
-            if any(place | {"layer": layer, "share": share} == place_of(r, SWEEP) for r in sweep):
+            place = {"layer": layer, "share": share}
+            if has(sweep, task=task, length=length, samples=args.sweep_samples, **place):
                 continue
             row = measure(model, rival, task, length, args.sweep_samples, args.seed)
-            row |= {"method": f"cut {layer}, keep {share}", "layer": layer, "share": share}
+            row |= {"method": f"cut {layer}, keep {share}", **place}
             sweep.append(row)
             show(row)
             report.save(document, args.out, NAME)
     for task in args.growth_tasks:
-        place = {"task": task, "length": length, "samples": args.growth_samples}
-        if not any(place == place_of(r, GROWTH) for r in document["growth"]):
+        if not has(document["growth"], task=task, length=length, samples=args.growth_samples):
             document["growth"] += growth(model, task, length, args.growth_samples, args.seed)
             report.save(document, args.out, NAME)
     for length in args.grid_lengths:
-        place = {"length": length, "samples": args.grid_samples}
-        if not any(place == place_of(r, PLACE) for r in document["grid"]):
+        if not has(document["grid"], length=length, samples=args.grid_samples):
             document["grid"] += passkey_grid(model, length, args.grid_samples, args.seed)
             report.save(document, args.out, NAME)
     report.save(document, args.out, NAME)
@@ -247,15 +244,11 @@ def main() -> None:
 
 NAME = "longcontext"
 PARTS = ("rows", "sweep", "growth", "grid")
-# What a result is of: a part that has it is not measured again.
-PLACE = ("length", "samples")
-GROWTH = ("task", *PLACE)
-ROW = (*GROWTH, "method")
-SWEEP = (*GROWTH, "layer", "share")
 
 
-def place_of(row: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: row[name] for name in names}
+def has(rows: list[dict[str, Any]], **place: Any) -> bool:
+    """Whether one of the results is of this place, and need not be measured again."""
+    return any(place.items() <= row.items() for row in rows)
 
 
 def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
