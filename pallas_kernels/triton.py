@@ -48,6 +48,16 @@ def steps(size: int, start: Any = 0):
     return start + lax.iota(jnp.int32, size)
 
 
+def quotient(x, size: int):
+    """x // size for non-negative integers, in the type of x."""
+    return lax.div(x, jnp.asarray(size, x.dtype))
+
+
+def remainder(x, size: int):
+    """x % size for non-negative integers, in the type of x."""
+    return lax.rem(x, jnp.asarray(size, x.dtype))
+
+
 def load(ref, index: Sequence, inside, other: Any = 0):
     """ref[index] where `inside`, `other` elsewhere; what lies outside is not touched.
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
-from tsjax.sampling import position_noise
+from tsjax.noise import position_noise
 
 VOCAB = 61
 

@@ -25,6 +25,7 @@ ROWS = {
     "tsjax.sharding": 2,
     "tsjax.layers": 2,
     "tsjax.control_flow": 2,
+    "tsjax.noise": 2,
     "tsjax.cache": 3,
     "tsjax.tree": 3,
     "tsjax.ngram": 3,

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from tsjax import GenerationConfig, row_keys, sampling_values
+from tsjax.noise import position_noise
 from tsjax.sampling import (
     best,
     best_few,
     first_last_seen,
     largest,
     nucleus,
-    position_noise,
     process,
     score,
     step_noise,

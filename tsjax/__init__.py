@@ -25,7 +25,6 @@ from tsjax.decoding import decode as decode
 from tsjax.decoding import decode_step as decode_step
 from tsjax.decoding import init_state as init_state
 from tsjax.decoding import prefill as prefill
-from tsjax.decoding import row_keys as row_keys
 
 # Generation
 from tsjax.generation import GenerationResult as GenerationResult
@@ -44,6 +43,7 @@ from tsjax.methods import Autoregressive as Autoregressive
 from tsjax.methods import DecodeConfig as DecodeConfig
 from tsjax.methods import NGram as NGram
 from tsjax.methods import TokenSwift as TokenSwift
+from tsjax.noise import row_keys as row_keys
 from tsjax.presets import model_preset as model_preset
 from tsjax.presets import preset as preset
 from tsjax.presets import training_preset as training_preset

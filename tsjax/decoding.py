@@ -30,6 +30,7 @@ from tsjax.drafting import draft, remember
 from tsjax.methods import DecodeConfig
 from tsjax.model import final_norm, unembed
 from tsjax.ngram import init_table
+from tsjax.noise import check_keys, row_keys
 from tsjax.passes import run_rows
 from tsjax.pruning import (
     choose_stage,
@@ -103,6 +104,7 @@ def init_state(
         sampling = sampling_values(GenerationConfig(), (), model.vocab_size, model.dtype)
     if row_key is None:
         row_key = row_keys([0] * batch, [0] * batch)
+    check_keys(row_key)
     length = jnp.asarray(prompt_length if length is None else length, jnp.int32)
     known = jnp.arange(width) < length[:, None]
     tokens = jnp.where(known, jnp.asarray(tokens, jnp.int32), 0)
@@ -156,15 +158,6 @@ def draft_bytes(cfg: DecodeConfig, batch: int, capacity: int) -> int:
     """Bytes of what `init_state` allocates for the method's drafts, on one device."""
     shapes = jax.eval_shape(lambda: _init_draft(cfg, batch, capacity, None))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
-
-
-def row_keys(seeds, repeats):
-    """One PRNG key per row. Rows with the same seed and prompt differ by their repeat number."""
-    keys = [
-        jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), repeat)
-        for seed, repeat in zip(seeds, repeats, strict=True)
-    ]
-    return jnp.stack(keys)
 
 
 def replicate_but_cache(state: DecodeState, mesh) -> DecodeState:

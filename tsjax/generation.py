@@ -26,9 +26,10 @@ from jax.core import Tracer
 
 from tsjax.checkpoint import Model
 from tsjax.config import GenerationConfig, check_int
-from tsjax.decoding import Programs, init_state, logits, programs, row_keys
+from tsjax.decoding import Programs, init_state, logits, programs
 from tsjax.interrupt import Interrupt
 from tsjax.methods import Autoregressive, DecodeConfig
+from tsjax.noise import row_keys
 from tsjax.pruning import is_reviving
 from tsjax.request import (
     Request,

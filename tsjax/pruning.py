@@ -19,6 +19,7 @@ from tsjax.control_flow import run_if
 from tsjax.lazy_prefill import LazyPrefill, kept
 from tsjax.methods import DecodeConfig
 from tsjax.model import ModelWeights, embed
+from tsjax.noise import uniform
 from tsjax.passes import Rows, run_layers
 from tsjax.state import HIDDEN, DecodeState, Params, PromptState
 
@@ -421,8 +422,7 @@ def _scores(state: DecodeState, stage: int, rows: Rows, cfg: DecodeConfig):
     assert lazy is not None
     B, P = prompt.done.shape
     if lazy.scores == "random":
-        noise = jax.random.uniform(jax.random.key(lazy.seed, impl="threefry2x32"), (P,))
-        return jnp.broadcast_to(noise, (B, P))
+        return jnp.broadcast_to(uniform(lazy.seed, P), (B, P))
     layers = cfg.stages[stage]
     total = jnp.zeros((), jnp.float32)
     for layer, attended in list(zip(layers, rows.attended, strict=True))[-lazy.score_layers :]:

@@ -25,6 +25,7 @@ from jax import lax
 
 from tsjax.config import GenerationConfig
 from tsjax.layers import accumulation_dtype
+from tsjax.noise import position_noise
 
 NEVER_SEEN = -(2**31)
 WHOLE_CONTEXT = 2**30  # as a repetition window
@@ -90,15 +91,6 @@ def first_last_seen(tokens, length, vocab_size: int):
     seen = jnp.full((tokens.shape[0], vocab_size), NEVER_SEEN, jnp.int32)
     rows = jnp.arange(tokens.shape[0])[:, None]
     return seen.at[rows, tokens].max(positions, mode="drop")
-
-
-def position_noise(row_key, positions, vocab_size: int, dtype):
-    """Gumbel noise [B, T, V] for row keys [B] and absolute positions [B, T]."""
-
-    def one(key, position):
-        return jax.random.gumbel(jax.random.fold_in(key, position), (vocab_size,), dtype)
-
-    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(row_key, positions)
 
 
 def step_noise(row_key, first, count: int, vocab_size: int, values: SamplingValues):

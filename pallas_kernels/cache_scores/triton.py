@@ -28,6 +28,7 @@ from pallas_kernels.triton import (
     launch,
     load,
     padded,
+    quotient,
     steps,
     store,
 )
@@ -165,8 +166,8 @@ def _totals(
     N, K = q_ref.shape[1], k_ref.shape[1]
     part, head, b = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     length = length_ref[b]
-    all_blocks = lax.div(length + (blocks.slots - 1), blocks.slots)
-    share = lax.div(all_blocks + (blocks.parts - 1), blocks.parts)
+    all_blocks = quotient(length + (blocks.slots - 1), blocks.slots)
+    share = quotient(all_blocks + (blocks.parts - 1), blocks.parts)
     first = jnp.minimum(part * share, all_blocks)
 
     def add(index, carry):

@@ -23,7 +23,18 @@ from jax.experimental import pallas as pl
 from pallas_kernels import device
 from pallas_kernels.dispatch import on_each_device
 from pallas_kernels.tree_attention.specs import tuned_key
-from pallas_kernels.triton import MASKED, check_supported, dot, launch, load, padded, steps, store
+from pallas_kernels.triton import (
+    MASKED,
+    check_supported,
+    dot,
+    launch,
+    load,
+    padded,
+    quotient,
+    remainder,
+    steps,
+    store,
+)
 
 MOST_PARTS = 128
 LOG2_E = math.log2(math.e)
@@ -117,8 +128,8 @@ def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest, blocks, i
 def _share(length, fresh: int, blocks: Blocks):
     """Blocks of fresh rows, all blocks, and how many of them each part takes."""
     fresh_blocks = pl.cdiv(fresh, blocks.slots)
-    all_blocks = fresh_blocks + lax.div(length + (blocks.slots - 1), blocks.slots)
-    return fresh_blocks, all_blocks, lax.div(all_blocks + (blocks.parts - 1), blocks.parts)
+    all_blocks = fresh_blocks + quotient(length + (blocks.slots - 1), blocks.slots)
+    return fresh_blocks, all_blocks, quotient(all_blocks + (blocks.parts - 1), blocks.parts)
 
 
 def _attend(
@@ -138,17 +149,17 @@ def _attend(
     K = k_cache_ref.shape[1]
     G = N // K
     part = pl.program_id(1)
-    b, head = lax.div(pl.program_id(2), K), lax.rem(pl.program_id(2), K)
+    b, head = quotient(pl.program_id(2), K), remainder(pl.program_id(2), K)
     length = length_ref[b]
     fresh_blocks, all_blocks, share = _share(length, T, blocks)
     first = jnp.minimum(part * share, all_blocks)
     last = jnp.minimum(first + share, all_blocks)
 
     rows = steps(blocks.rows, pl.program_id(0) * blocks.rows)
-    row_of_q, is_row = lax.div(rows, G), rows < T * G
+    row_of_q, is_row = quotient(rows, G), rows < T * G
     columns = steps(padded(H))[None, :]
     is_column = columns < H
-    q_index = b, row_of_q[:, None], (head * G + lax.rem(rows, G))[:, None], columns
+    q_index = b, row_of_q[:, None], (head * G + remainder(rows, G))[:, None], columns
     q = load(q_ref, q_index, is_row[:, None] & is_column)
     scale = H**-0.5 * LOG2_E  # powers of two are what the chip computes
 
@@ -209,8 +220,8 @@ def _merge(
     H, K, N = merged_ref.shape[3], out_ref.shape[2], merged_ref.shape[2]
     G = N // K
     row = pl.program_id(0)
-    b, head = lax.div(pl.program_id(2), K), lax.rem(pl.program_id(2), K)
-    query_head = head * G + lax.rem(row, G)
+    b, head = quotient(pl.program_id(2), K), remainder(pl.program_id(2), K)
+    query_head = head * G + remainder(row, G)
     _, all_blocks, share = _share(length_ref[b], fresh, blocks)
 
     parts = steps(padded(blocks.parts))
@@ -232,7 +243,7 @@ def _merge(
         mean = load(mean_ref, (b, query_head, column), column < H).astype(jnp.float32)
         weight = jnp.exp2(rest - highest)
         total, merged = total + weight, merged + mean * weight
-    place = b, lax.div(row, G), query_head
+    place = b, quotient(row, G), query_head
     store(merged_ref, (*place, column), (merged / total).astype(merged_ref.dtype), column < H)
     log_total = highest / LOG2_E + jnp.log(total)
     store(log_totals_ref, place, log_total, pl.program_id(1) == 0)

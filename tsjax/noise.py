@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random numbers that follow from a key and a counter, and from nothing else.
+
+`jax.random` has several ways to make bits from one key, chosen by global settings and changed
+between versions; a text that is resumed must not depend on them. So only the hash is taken from
+jax: Threefry-2x32, a function of two pairs of words. What is made of its words is written down
+here, as jax 0.10 makes it by default.
+
+Knows rows and positions. Knows no logits and no model.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.random import threefry_2x32
+
+IMPLEMENTATION = "threefry2x32"  # of the keys: two words each
+
+
+def row_keys(seeds, repeats):
+    """One key per row. Rows with the same seed and prompt differ by their repeat number."""
+    words = jnp.asarray([[0, seed] for seed in seeds], jnp.uint32)
+    repeats = jnp.asarray(list(repeats), jnp.uint32)
+    return jax.random.wrap_key_data(jax.vmap(_fold_in)(words, repeats), impl=IMPLEMENTATION)
+
+
+def check_keys(keys) -> None:
+    """Keys of another hash would give other noise, or none."""
+    if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or (
+        str(jax.random.key_impl(keys)) != IMPLEMENTATION
+    ):
+        raise ValueError(f"row_key of type {keys.dtype} is not valid: what tsjax.row_keys returns")
+
+
+def position_noise(row_key, positions, vocab_size: int, dtype):
+    """Gumbel noise [B, T, V] for row keys [B] and absolute positions [B, T]."""
+
+    def one(key, position):
+        return -jnp.log(-jnp.log(_uniform(_fold_in(key, position), vocab_size, dtype)))
+
+    keys, positions = jax.random.key_data(row_key), positions.astype(jnp.uint32)
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(keys, positions)
+
+
+def uniform(seed: int, size: int):
+    """Numbers [size] between 0 and 1 in float32."""
+    return _uniform(jnp.asarray([0, seed], jnp.uint32), size, jnp.float32)
+
+
+def _fold_in(key, number):
+    """The key [2] for a number below 2**32 under another key."""
+    return threefry_2x32(key, jnp.stack([jnp.zeros_like(number), number]))
+
+
+def _uniform(key, size: int, dtype):
+    """Numbers [size], at least the smallest normal one and below 1, each from two words.
+
+    The mantissa of a float between 1 and 2 is filled with bits, and 1 is taken off.
+    """
+    counter = lax.iota(jnp.uint32, size)
+    words = threefry_2x32(key, jnp.stack([jnp.zeros_like(counter), counter]))
+    info = jnp.finfo(dtype)
+    kind = {32: jnp.uint32, 64: jnp.uint64}[info.bits]
+    if info.bits == 32:
+        bits = words[0] ^ words[1]
+    else:
+        bits = (words[0].astype(kind) << jnp.asarray(32, kind)) | words[1].astype(kind)
+    one = np.ones((), dtype).view(kind)
+    bits = (bits >> jnp.asarray(info.bits - info.nmant, kind)) | jnp.asarray(one, kind)
+    return jnp.maximum(lax.bitcast_convert_type(bits, dtype) - 1, info.tiny)
