@@ -239,10 +239,10 @@ def generate(
                     for token in news.tokens[0]:
                         streamer.put(np.asarray([token]))
                 show(news)
-                saving.note(news)
+                saving.save(news, last=False)
         finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is kept
             if news is not None:
-                saving.save(news)
+                saving.save(news, last=True)
     if streamer is not None:
         streamer.end()
     assert news is not None  # _run yields at least once
@@ -657,19 +657,12 @@ class _Saving:
             check_target(path)
             self._fingerprint = model_fingerprint(model)
 
-    def note(self, news: _News) -> None:
-        """Saves when enough tokens have come since the last time."""
+    def save(self, news: _News, *, last: bool) -> None:
+        """Writes the last news, and others when enough tokens have come since the last time."""
         count = max(map(len, news.all_tokens))
-        if count - self._written >= self._every:
-            self._written = count
-            self._write(news)
-
-    def save(self, news: _News) -> None:
-        self._write(news)
-
-    def _write(self, news: _News) -> None:
-        if self._path is None:
+        if self._path is None or not (last or count - self._written >= self._every):
             return
+        self._written = count
         run = SavedRun(
             fingerprint=self._fingerprint,
             model_path=self._model.path,
@@ -690,4 +683,4 @@ class _Saving:
             problem = f"save_to={os.fspath(self._path)!r} was not written: {error}"
             if problem not in self.problems:
                 self.problems.append(problem)
-                warnings.warn(problem, stacklevel=4)
+                warnings.warn(problem, stacklevel=3)
