@@ -56,6 +56,8 @@ def test_a_resumed_run_goes_on_with_its_method(model, tmp_path):
     other = tsjax.generate(model, resume_from=path, max_new_tokens=12, method="autoregressive")
     assert other.stats.method == tsjax.Autoregressive()
     assert other.tokens[0].tolist()[:9] == again.tokens[0].tolist()
+    with pytest.raises(ValueError, match="method='' is not valid"):
+        tsjax.generate(model, resume_from=path, method="")
 
 
 def test_the_command_resumes_with_the_saved_method(tmp_path, capsys):
