@@ -26,11 +26,10 @@ def handlers():
         signal.signal(number, handler)
 
 
-def raised_by(number, *, times: int = 1):
+def raised_by(number):
     interrupt = Interrupt()
     with interrupt:
-        for _ in range(times):
-            os.kill(os.getpid(), number)
+        os.kill(os.getpid(), number)
     with pytest.raises(tsjax.Interrupted) as raised:
         interrupt.finish("what there is", "raise")
     return raised.value
@@ -63,7 +62,7 @@ def test_an_earlier_handler_is_called_first_and_once(handlers, number):
         called.append(number)
 
     signal.signal(number, earlier)
-    assert raised_by(number, times=1).result == "what there is"
+    assert raised_by(number).result == "what there is"
     assert called == [number]
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -66,16 +65,11 @@ def _sample(entry: Entry, leaf: jax.Array) -> jax.Array:
 
 def sampled_points(num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
     """Points of a matrix, as few as have one in every row and in every column."""
-    step = next(_coprime(num_columns))
+    # Coprime, so that each column is visited; far, so that rows of one head have distant ones.
+    far = range(max(1, round(num_columns * 0.618)), num_columns + 1)
+    step = next(stride for stride in far if math.gcd(stride, num_columns) == 1)
     number = np.arange(max(num_rows, num_columns))
     return _int32(number % num_rows), _int32(number * step % num_columns)
-
-
-def _coprime(size: int) -> Iterator[int]:
-    """Strides that visit each of `size` places, far from the one before."""
-    for stride in range(max(1, round(size * 0.618)), size + 1):
-        if math.gcd(stride, size) == 1:
-            yield stride
 
 
 def _indices(flat: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
