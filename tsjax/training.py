@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from tsjax.checkpoint import Model, write_heads
 from tsjax.config import check, check_int, refuse_unknown
 from tsjax.corpus import Corpus, Order, predictions_from_counts, read_corpus
 from tsjax.decoding import programs
+from tsjax.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.head_training import (
     TOP,
     HeadTraining,
@@ -41,12 +41,12 @@ from tsjax.head_training import (
     update,
     zero_gradients,
 )
-from tsjax.interrupt import Interrupt
-from tsjax.request import fingerprint
+from tsjax.interrupt import Interrupt, check_on_interrupt
 from tsjax.saved_training import (
     CHECKPOINTS,
     FILES,
     HEADS,
+    OLD_FORMAT,
     PLOT,
     SUMMARY,
     append_metrics,
@@ -56,10 +56,11 @@ from tsjax.saved_training import (
     read_document,
     write_checkpoint,
     write_metrics,
-    write_text,
 )
 from tsjax.sharding import mesh_of, named_sharding
+from tsjax.whole_files import final_name, write_text
 
+PROBE = ".writable"  # a file that tells whether a folder can be written
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
 
 Record = dict[str, Any]
@@ -105,6 +106,7 @@ def train_heads(
     resume: bool = False,
     progress: bool = False,
     on_step: Callable[[Record], object] | None = None,
+    on_interrupt: str = "raise",
     **changes: Any,
 ) -> TrainedHeads:
     """Trains new draft heads for a model, which itself stays as it is.
@@ -126,11 +128,17 @@ def train_heads(
       resume: go on with the run in `save_to`, with the same numbers as if it had never stopped.
       progress: show a progress bar with losses and accuracies on stderr.
       on_step: called with the record of every step.
+      on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run after the last complete
+        step and it is saved: "raise" raises tsjax.Interrupted, whose `result` is the TrainedHeads;
+        "return" returns them. A second Ctrl-C raises KeyboardInterrupt at once.
 
     Returns:
-      TrainedHeads. Ctrl-C and SIGTERM end the run behind the last complete step and return what
-      there is, saved where asked; a second Ctrl-C raises KeyboardInterrupt.
+      TrainedHeads.
+
+    Raises:
+      Interrupted: see on_interrupt, and `generate`.
     """
+    check_on_interrupt(on_interrupt)
     if not isinstance(model, Model):
         raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
     refuse_unknown(list(changes), SETTING_NAMES, "argument")
@@ -142,7 +150,7 @@ def train_heads(
         read_document(latest(folder) or "")
     train, held = _read_data(model, data, held_out, whole_books, data_dtype, settings)
     identity = {
-        "model": _model_mark(model),
+        "model": model_fingerprint(model),
         "data": train.fingerprint,
         "settings": dataclasses.asdict(settings),
     }
@@ -172,7 +180,7 @@ def train_heads(
         finished = len(history) == settings.steps
         evaluation = run.evaluate(held) if held is not None and finished else []
     saving.finish(history, evaluation)
-    return TrainedHeads(
+    trained = TrainedHeads(
         model=run.trained_model(),
         history=history,
         evaluation=evaluation,
@@ -182,15 +190,8 @@ def train_heads(
         problems=tuple(saving.problems),
         unsaved=saving.unsaved,
     )
-
-
-def _model_mark(model: Model) -> str:
-    """Tells models apart by their settings, their norms and some of their first weights."""
-    weights = model.params.model
-    digest = hashlib.sha256(fingerprint(model.replace(cfg=model.cfg.with_heads(0))).encode())
-    for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):
-        digest.update(np.asarray(array[:16]).tobytes())
-    return digest.hexdigest()[:16]
+    interrupt.finish(trained, on_interrupt)
+    return trained
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -235,7 +236,10 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
             f"save_to={folder!r} is not valid: it holds a run; pass resume=True (--resume) to go "
             "on with it, or choose another folder"
         )
-    others = set(os.listdir(folder)) - FILES if os.path.isdir(folder) else set()
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    others = (
+        set(map(final_name, found)) - FILES - {PROBE}
+    )  # a kill may leave what was being written
     if others:
         raise FileExistsError(
             f"save_to={folder!r} is not valid: it has {sorted(others)[0]!r}; choose a folder of "
@@ -243,8 +247,8 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
         )
     try:
         os.makedirs(folder, exist_ok=True)
-        write_text(os.path.join(folder, ".writable"), "")
-        os.unlink(os.path.join(folder, ".writable"))
+        write_text(os.path.join(folder, PROBE), "")
+        os.unlink(os.path.join(folder, PROBE))
     except OSError as error:
         raise PermissionError(
             f"save_to={folder!r} is not valid: a folder that can be written; {error}"
@@ -472,6 +476,13 @@ def _shares(hits: np.ndarray, labels) -> dict[str, Any]:
 def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
     """Gives the run the arrays of a checkpoint; returns the history up to there."""
     document = read_document(checkpoint)
+    if document["format"] == OLD_FORMAT:
+        warnings.warn(
+            f"{checkpoint!r} is of an older tsjax: the model's norms and some of its rows alone "
+            "were compared",
+            stacklevel=3,
+        )
+        identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
     try:
         wrong = _differences(document, identity)
         history = document["history"]
