@@ -12,13 +12,21 @@ import ast
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from tsjax.config import DTYPES, GenerationConfig, check, refuse_unknown
+from tsjax.config import (
+    DTYPES,
+    GENERATION_NAMES,
+    HABITS,
+    GenerationConfig,
+    check,
+    refuse_unknown,
+)
 from tsjax.corpus import TOKEN_DTYPES
 from tsjax.demo import METHOD, PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
@@ -93,7 +101,10 @@ TRAINING_EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_unknown_arguments(args, unknown))
     try:
         return args.run(args)
     except BrokenPipeError:  # whoever read the output has had enough
@@ -104,6 +115,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """What to write instead of a flag that other programs have."""
+    for word in unknown if args.run is _generate else ():
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if word.startswith("-") and name in HABITS:
+            hint = re.sub(r"\w+", lambda found: _flag_of(found.group()), HABITS[name])
+            return f"unknown argument {word.partition('=')[0]}: {hint}"
+    return f"unrecognized arguments: {' '.join(unknown)}"
+
+
+def _flag_of(word: str) -> str:
+    return "--" + word.replace("_", "-") if word in GENERATION_NAMES else word
 
 
 class _Parser(argparse.ArgumentParser):

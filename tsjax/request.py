@@ -16,16 +16,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from tsjax.cache import cache_bytes
 from tsjax.checkpoint import Model
-from tsjax.config import (
-    GENERATION_NAMES,
-    GenerationConfig,
-    check,
-    check_int,
-    refuse_unknown,
-)
+from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_settings
 from tsjax.cost_model import Choice, chip_of, choose
 from tsjax.decoding import draft_bytes
 from tsjax.lazy_prefill import LONGEST_PROMPT, LazyPrefill
@@ -106,7 +101,8 @@ def make_request(
     """The arguments of `generate`, see there."""
     if not isinstance(model, Model):
         raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
-    refuse_unknown(list(settings), GENERATION_NAMES, "argument")
+    _refuse_tracing(model, prompt)
+    refuse_unknown_settings(settings)
     lazy = _resolve_prefill(prefill)
     check_int(prefill_width, "prefill_width", 1)
     if config is not None and not isinstance(config, GenerationConfig):
@@ -167,6 +163,22 @@ def make_request(
     )
     _check_memory(request, model.params)
     return request
+
+
+def _refuse_tracing(model: Model, prompt: Any) -> None:
+    """Inside jit even a constant is traced, and the host could not read a single token."""
+    traced = {
+        "model": jax.tree.leaves(model.params),
+        "prompt": jax.tree.leaves(prompt),
+        "call": [jax.device_put(0)],
+    }
+    for name, arrays in traced.items():
+        if any(isinstance(array, Tracer) for array in arrays):
+            raise TypeError(
+                f"a traced {name} is not valid: generate and stream are loops on the host; inside "
+                "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
+                "examples/inside_jit.py"
+            )
 
 
 def _is_auto(method: Any) -> bool:
@@ -236,6 +248,12 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
         prompt = _without_padding(prompt)
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(p, str) for p in prompt):
         return [_encode(model, text, f"prompt[{i}]") for i, text in enumerate(prompt)], False
+    if _is_chat(prompt):
+        raise ValueError(
+            f"prompt={prompt!r:.80} is not valid: chat messages have to become token ids by the "
+            "model's own template first: "
+            "prompt=model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        )
     rank = _rank(prompt)
     if rank not in (1, 2):
         raise ValueError(
@@ -249,6 +267,13 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
     check(len(rows) > 0, "prompt", prompt, "at least one row")
     names = ["prompt"] if single else [f"prompt[{i}]" for i in range(len(rows))]
     return [check_row(row, name, model) for row, name in zip(rows, names, strict=True)], single
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Whether it is a message with role and content, a chat or a list of chats."""
+    while isinstance(prompt, list | tuple) and prompt:
+        prompt = prompt[0]
+    return isinstance(prompt, Mapping) and ("role" in prompt or "messages" in prompt)
 
 
 def prompt_row(model: Model, prompt: Any) -> np.ndarray:
