@@ -44,6 +44,7 @@ ROWS = {
     "tsjax.huggingface": 8,
     "tsjax.presets": 8,
     "tsjax.corpus": 8,
+    "tsjax.fingerprint": 9,
     "tsjax.saved_run": 9,
     "tsjax.request": 9,
     "tsjax.interrupt": 9,

@@ -163,7 +163,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--method",
         choices=sorted(METHODS),
-        help="how to decode; every method returns the same tokens (default: autoregressive)",
+        help="how to decode; every method returns the same tokens (default: autoregressive, or "
+        "that of the run which is resumed)",
     )
     generate.add_argument(
         "--method-options",
@@ -356,7 +357,9 @@ def _fields(method: type) -> list[str]:
 
 
 def _method(args: argparse.Namespace) -> Any:
-    """The preset's method, or the one that is named, with the options applied."""
+    """The preset's method, or the one that is named, with the options applied; None for neither."""
+    if args.method is None and args.preset is None and not args.method_options:
+        return None
     method = resolve_method(args.method or "autoregressive")
     if args.preset is not None and args.method in (None, "tokenswift"):
         method = preset(args.preset).method

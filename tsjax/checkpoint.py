@@ -137,7 +137,7 @@ def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> N
         _save_arrays(model, os.path.join(folder, ARRAYS))
         description = {
             "format_version": FORMAT_VERSION,
-            "tsjax_version": _version(),
+            "tsjax_version": tsjax_version(),
             "model": model.cfg.to_dict(),
             "stop_ids": list(model.stop_ids),
         }
@@ -262,7 +262,7 @@ def copy_companions(source: str | None, folder: str) -> None:
             shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
 
 
-def _version() -> str:
+def tsjax_version() -> str:
     try:
         return importlib.metadata.version("tsjax")
     except importlib.metadata.PackageNotFoundError:

@@ -27,13 +27,13 @@ from jax.core import Tracer
 from tsjax.checkpoint import Model
 from tsjax.config import GenerationConfig, check_int
 from tsjax.decoding import Programs, init_state, logits, programs, row_keys
+from tsjax.fingerprint import model_fingerprint
 from tsjax.interrupt import Interrupt
 from tsjax.methods import Autoregressive, DecodeConfig
 from tsjax.pruning import is_reviving
 from tsjax.request import (
     Request,
     check_row,
-    fingerprint,
     make_request,
     repeat_numbers,
     tokenizer_of,
@@ -153,7 +153,7 @@ def generate(
     prompt: Any = None,
     *,
     config: GenerationConfig | None = None,
-    method: Any = "autoregressive",
+    method: Any = None,
     prefill: Any = "full",
     streamer: Any = None,
     progress: bool = False,
@@ -172,7 +172,8 @@ def generate(
       prompt: a string, a list of strings, one row of token ids, a batch of rows, or a ragged list.
       config: a GenerationConfig; `settings` (its fields: max_new_tokens, do_sample, temperature,
         top_p, seed, stop_strings, ...) override it one by one.
-      method: "autoregressive", or a method's dataclass. All methods return the same tokens.
+      method: "autoregressive", "ngram", "tokenswift" or a method's dataclass. All methods return
+        the same tokens. By default "autoregressive", or the method of the run that is resumed.
       prefill: "full"; "lazy" or a tsjax.LazyPrefill computes only a part of the prompt's tokens in
         its later layers, for the first token to come sooner. That changes what is said; with the
         same prefill, all methods return the same tokens.
@@ -186,8 +187,8 @@ def generate(
       exceed_max_positions: allow prompt and new tokens beyond what the model was made for.
       save_to: a file that receives prompt, settings and tokens every `save_every` tokens, when
         interrupted and at the end.
-      resume_from: such a file; prompt and settings come from it, and the run goes on as if it had
-        never stopped. Only `max_new_tokens` may be given anew.
+      resume_from: such a file; prompt, settings and method come from it, and the run goes on as if
+        it had never stopped. Only `max_new_tokens` and `method` may be given anew.
 
     Returns:
       A GenerationResult. Ctrl-C and SIGTERM end the run early and return what there is, with
@@ -622,7 +623,7 @@ def _saver(model: Model, request: Request, path, every: int) -> Callable[..., No
     if path is None:
         return lambda news, *, last: None
     check_target(path)
-    mark, written, failed = fingerprint(model), 0, False
+    fingerprint, written, failed = model_fingerprint(model), 0, False
 
     def save(news: _News, *, last: bool) -> None:
         nonlocal written, failed
@@ -631,7 +632,10 @@ def _saver(model: Model, request: Request, path, every: int) -> Callable[..., No
             return
         written = count
         run = SavedRun(
-            model=mark,
+            fingerprint=fingerprint,
+            model_path=model.path,
+            dtype=model.cfg.dtype,
+            method=request.method,
             exceed_max_positions=request.exceed_max_positions,
             single=request.single,
             config=request.config,

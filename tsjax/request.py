@@ -8,9 +8,8 @@ which every question has one answer, or an error that names the argument, its va
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from tsjax.checkpoint import Model
 from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_settings
 from tsjax.cost_model import Choice, chip_of, choose
 from tsjax.decoding import draft_bytes
+from tsjax.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.lazy_prefill import LONGEST_PROMPT, LazyPrefill
 from tsjax.methods import DecodeConfig, TokenSwift, resolve_method
 from tsjax.pruning import prompt_bytes, tokens_to_fill
@@ -45,6 +45,7 @@ class Request:
       prompt_length: how many of them are prompt.
       finish_reason: of rows that a resumed run had already ended, else None.
       single: whether one prompt was given, not a batch of one.
+      method: as it was asked for, before "auto" is resolved.
       give_up_below: tokens per step at which plain decoding is expected to be faster; 0 if the
         method is to be kept in any case.
       stop_ids: the resolved end tokens.
@@ -58,6 +59,7 @@ class Request:
     finish_reason: list[str | None]
     single: bool
     config: GenerationConfig
+    method: Any
     decode: DecodeConfig
     give_up_below: float
     stop_ids: tuple[int, ...]
@@ -130,7 +132,9 @@ def make_request(
         run = _resumed_run(model, resume_from, prompt, settings)
         prompts, made, single = run.prompts, run.tokens, run.single
         config, finish_reason = run.config, run.finish_reason
+        method = method or run.method
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
+    method = resolve_method("autoregressive" if method is None else method)
     _check_against_model(config, model, len(prompts))
     choice = _choice(model, method, prompts, config)
 
@@ -148,6 +152,7 @@ def make_request(
         finish_reason=finish_reason,
         single=single,
         config=config,
+        method=method,
         decode=decode,
         give_up_below=choice.step_cost if _is_auto(method) else 0.0,
         stop_ids=_stop_ids(config, model),
@@ -182,7 +187,6 @@ def _refuse_tracing(model: Model, prompt: Any) -> None:
 
 
 def _is_auto(method: Any) -> bool:
-    method = resolve_method(method)
     return isinstance(method, TokenSwift) and method.tree == "auto"
 
 
@@ -370,8 +374,7 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     """The saved run, with a new number of tokens if one is asked for."""
     name = f"resume_from={os.fspath(path)!r}"
     run = read_run(path)
-    if run.model != fingerprint(model):
-        raise ValueError(f"{name} was saved with another model or dtype: load that of the run")
+    _check_same_model(name, run, model)
     prompts = [check_row(row, f"a prompt in {name}", model) for row in run.prompts]
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in run.tokens]
     if prompt is not None:
@@ -396,6 +399,29 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     )
 
 
+def _check_same_model(name: str, run: SavedRun, model: Model) -> None:
+    """Other weights would go on with other tokens, without a word."""
+    if run.is_old:
+        warnings.warn(
+            f"{name} is of an older tsjax: of the model its settings and norms alone were compared",
+            stacklevel=5,
+        )
+        same = run.fingerprint == fingerprint_of_norms(model)
+    elif run.dtype != model.cfg.dtype:
+        raise ValueError(
+            f"{name} was saved with dtype={run.dtype!r}, the model has {model.cfg.dtype!r}: load "
+            f"it with dtype={run.dtype!r}"
+        )
+    else:
+        same = run.fingerprint == model_fingerprint(model)
+    if not same:
+        known = f", which was loaded from {run.model_path!r}" if run.model_path else ""
+        raise ValueError(
+            f"{name} was saved with another model{' or dtype' if run.is_old else ''}: load that "
+            f"of the run{known}"
+        )
+
+
 def repeat_numbers(request: Request) -> list[int]:
     """How many earlier rows have the same prompt and seed.
 
@@ -408,15 +434,6 @@ def repeat_numbers(request: Request) -> list[int]:
         numbers.append(seen.get(key, 0))
         seen[key] = numbers[-1] + 1
     return numbers
-
-
-def fingerprint(model: Model) -> str:
-    """Tells models apart by their settings and their norms, which are small and trained."""
-    digest = hashlib.sha256(json.dumps(model.cfg.to_dict(), sort_keys=True).encode())
-    weights = model.params.model
-    for norm in (weights.final_norm, *(layer.attn_norm for layer in weights.layers)):
-        digest.update(np.asarray(norm).tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _resumed_reason(reason: str | None, made: int, max_new_tokens: int) -> str | None:

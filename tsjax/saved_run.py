@@ -12,26 +12,46 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from tsjax.checkpoint import tsjax_version
 from tsjax.config import GenerationConfig, check
+from tsjax.methods import METHODS
 
-FORMAT = 1
+FORMAT = 2
+OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of the norms alone
 
 
 @dataclasses.dataclass(frozen=True)
 class SavedRun:
-    """Prompts, the tokens made so far and why rows ended (None for one that has not)."""
+    """A run as its file has it.
 
-    model: str  # fingerprint
+    Attributes:
+      fingerprint: of the model, see fingerprint.py.
+      model_path: where the model was, None if it came from nowhere; it may have moved since.
+      method: as it was asked for, "auto" not resolved.
+      tokens: those made so far, one array per row.
+      finish_reason: None for a row that has not ended.
+      version: of the tsjax that wrote the file.
+      is_old: whether the file is of the format before: model_path, dtype, method and version are
+        None then, and the fingerprint is that of the norms.
+    """
+
+    fingerprint: str
+    model_path: str | None
+    dtype: str | None
+    method: Any
     exceed_max_positions: bool
     single: bool
     config: GenerationConfig
     prompts: list[np.ndarray]
     tokens: list[np.ndarray]
     finish_reason: list[str | None]
+    version: str | None = None
+    is_old: bool = False
 
 
 def check_target(path: str | os.PathLike) -> None:
@@ -56,7 +76,13 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     """Replaces the file in one step: a kill leaves the old one or the new one."""
     document = {
         "format": FORMAT,
-        "model": run.model,
+        "tsjax": tsjax_version(),
+        "model": {
+            "path": run.model_path,
+            "dtype": run.dtype,
+            "fingerprint": run.fingerprint,
+        },
+        "method": _method_to_dict(run.method),
         "exceed_max_positions": run.exceed_max_positions,
         "single": run.single,
         "config": dataclasses.asdict(run.config),
@@ -85,10 +111,17 @@ def read_run(path: str | os.PathLike) -> SavedRun:
     try:
         with open(name, encoding="utf-8") as file:
             saved = json.load(file)
-        if saved["format"] != FORMAT:
+        if saved["format"] not in (OLD_FORMAT, FORMAT):
             raise ValueError(f"format {saved['format']!r}")
+        is_old = saved["format"] == OLD_FORMAT
+        model = {"fingerprint": saved["model"]} if is_old else saved["model"]
         run = SavedRun(
-            model=saved["model"],
+            fingerprint=model["fingerprint"],
+            model_path=None if is_old else _text(model["path"], may_be_none=True),
+            dtype=None if is_old else _text(model["dtype"]),
+            method=None if is_old else _method_from_dict(saved["method"]),
+            version=None if is_old else _text(saved["tsjax"]),
+            is_old=is_old,
             exceed_max_positions=saved["exceed_max_positions"],
             single=saved["single"],
             config=GenerationConfig(**saved["config"]),
@@ -107,3 +140,21 @@ def read_run(path: str | os.PathLike) -> SavedRun:
 
 def _rows(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
     return [np.asarray(row) if row else np.zeros(0, np.int32) for row in rows]
+
+
+def _text(value: Any, *, may_be_none: bool = False) -> Any:
+    if not (isinstance(value, str) or (may_be_none and value is None)):
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _method_to_dict(method: Any) -> dict[str, Any]:
+    """Its name and the fields that differ from their defaults."""
+    (name,) = [name for name, kind in METHODS.items() if type(method) is kind]
+    fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    return {"name": name, **{k: v for k, v in fields.items() if v != getattr(type(method), k)}}
+
+
+def _method_from_dict(saved: Mapping[str, Any]) -> Any:
+    fields = dict(saved)
+    return METHODS[fields.pop("name")](**fields)

@@ -21,7 +21,8 @@ from typing import Any
 
 import jax
 
-FORMAT = 1
+FORMAT = 2
+OLD_FORMAT = 1  # had another fingerprint of the model
 CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays", "run.json"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
@@ -79,7 +80,7 @@ def read_document(checkpoint: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
             document = json.load(file)
-        if document["format"] != FORMAT:
+        if document["format"] not in (OLD_FORMAT, FORMAT):
             raise ValueError(f"format {document['format']!r}")
         return document
     except (OSError, ValueError, KeyError, TypeError) as error:

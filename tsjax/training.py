@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
 import math
 import os
@@ -29,6 +28,7 @@ from tsjax.checkpoint import Model, write_heads
 from tsjax.config import check, check_int, refuse_unknown
 from tsjax.corpus import Corpus, Order, predictions_from_counts, read_corpus
 from tsjax.decoding import programs
+from tsjax.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.head_training import (
     TOP,
     HeadTraining,
@@ -42,11 +42,11 @@ from tsjax.head_training import (
     zero_gradients,
 )
 from tsjax.interrupt import Interrupt
-from tsjax.request import fingerprint
 from tsjax.saved_training import (
     CHECKPOINTS,
     FILES,
     HEADS,
+    OLD_FORMAT,
     PLOT,
     SUMMARY,
     append_metrics,
@@ -142,7 +142,7 @@ def train_heads(
         read_document(latest(folder) or "")
     train, held = _read_data(model, data, held_out, whole_books, data_dtype, settings)
     identity = {
-        "model": _model_mark(model),
+        "model": model_fingerprint(model),
         "data": train.fingerprint,
         "settings": dataclasses.asdict(settings),
     }
@@ -182,15 +182,6 @@ def train_heads(
         problems=tuple(saving.problems),
         unsaved=saving.unsaved,
     )
-
-
-def _model_mark(model: Model) -> str:
-    """Tells models apart by their settings, their norms and some of their first weights."""
-    weights = model.params.model
-    digest = hashlib.sha256(fingerprint(model.replace(cfg=model.cfg.with_heads(0))).encode())
-    for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):
-        digest.update(np.asarray(array[:16]).tobytes())
-    return digest.hexdigest()[:16]
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -472,6 +463,13 @@ def _shares(hits: np.ndarray, labels) -> dict[str, Any]:
 def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
     """Gives the run the arrays of a checkpoint; returns the history up to there."""
     document = read_document(checkpoint)
+    if document["format"] == OLD_FORMAT:
+        warnings.warn(
+            f"{checkpoint!r} is of an older tsjax: the model's norms and some of its rows alone "
+            "were compared",
+            stacklevel=3,
+        )
+        identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
     try:
         wrong = _differences(document, identity)
         history = document["history"]

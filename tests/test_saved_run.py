@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file of a run: what it says, older files, and the method that a resumed run goes on with."""
+
+import json
+
+import pytest
+from helpers import tiny_model
+
+import tsjax
+from tsjax.__main__ import main
+from tsjax.saved_run import read_run
+
+PROMPT = [3, 1, 4, 1, 5]
+METHODS = [
+    tsjax.Autoregressive(),
+    tsjax.NGram(suffix_length=4, pass_widths=(3,)),
+    tsjax.TokenSwift(tree="auto"),
+    tsjax.TokenSwift(tree=((0,), (0, 1)), draft_from="auto", draft_refresh=7, noise_coupled=False),
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def saved_by(model, path, **settings):
+    """The content of the file of a short run."""
+    tsjax.generate(model, PROMPT, save_to=path, **{"max_new_tokens": 6, **settings})
+    return json.loads(path.read_text())
+
+
+def test_the_file_says_who_wrote_it_and_with_what(model, tmp_path):
+    saved = saved_by(model.replace(path="a/folder"), tmp_path / "run.json", method="tokenswift")
+    assert saved["format"] == 2 and saved["tsjax"] == tsjax.__version__
+    assert saved["model"]["path"] == "a/folder" and saved["model"]["dtype"] == "float32"
+    assert saved["method"] == {"name": "tokenswift", "tree": "auto"}  # as it was asked for
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_method_comes_back(model, method, tmp_path):
+    saved_by(model, tmp_path / "run.json", method=method)
+    assert read_run(tmp_path / "run.json").method == method
+
+
+def test_a_resumed_run_goes_on_with_its_method(model, tmp_path):
+    path, method = tmp_path / "run.json", tsjax.NGram(num_ngrams=0)
+    saved_by(model, path, method=method)
+    again = tsjax.generate(model, resume_from=path, max_new_tokens=9, save_to=path)
+    assert again.stats.method == read_run(path).method == method
+    other = tsjax.generate(model, resume_from=path, max_new_tokens=12, method="autoregressive")
+    assert other.stats.method == tsjax.Autoregressive()
+    assert other.tokens[0].tolist()[:9] == again.tokens[0].tolist()
+
+
+def test_the_command_resumes_with_the_saved_method(tmp_path, capsys):
+    path = str(tmp_path / "run.json")
+    begin = ["generate", tsjax.EMBEDDED, "Once", "--max-new-tokens", "3", "--save-to", path]
+    assert main([*begin, "--method", "ngram", "--method-options", "num_ngrams=0"]) == 0
+    go_on = ["generate", tsjax.EMBEDDED, "--resume-from", path, "--json"]
+    for more, num_ngrams in (["--max-new-tokens", "5"], 0), (["--method", "ngram"], 20):
+        capsys.readouterr()
+        assert main([*go_on, *more]) == 0
+        assert json.loads(capsys.readouterr().out)["stats"]["method"]["num_ngrams"] == num_ngrams
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"model": "0123456789abcdef"},
+        {"model": {"path": None}},
+        {"model": {"path": 3, "dtype": "float32", "fingerprint": ""}},
+        {"tsjax": None},
+        {"method": "ngram"},
+        {"method": {"name": "beam"}},
+        {"method": {"name": ["ngram"]}},
+        {"method": {"name": "ngram", "num_ngrams": -1}},
+        {"method": {"name": "ngram", "zzz": 1}},
+    ],
+    ids=repr,
+)
+def test_a_damaged_file_is_refused(model, damage, tmp_path):
+    path = tmp_path / "run.json"
+    saved = saved_by(model, path)
+    path.write_text(json.dumps(saved | damage))
+    with pytest.raises(ValueError, match="run.json' is not valid: a file written by save_to"):
+        tsjax.generate(model, resume_from=path)
+
+
+# --- files of format 1 --------------------------------------------------------------------------
+
+# As version 0.1.0 wrote it: tiny_model(), PROMPT, max_new_tokens=6.
+OLD_FILE = {
+    "format": 1,
+    "model": "81921387a4e33c38",
+    "exceed_max_positions": False,
+    "single": True,
+    "config": {"max_new_tokens": 6},
+    "prompt": [PROMPT],
+    "tokens": [[]],
+    "finish_reason": [None],
+}
+OF_AN_OLDER = "is of an older tsjax: of the model its settings and norms alone were compared"
+
+
+def test_an_older_file_is_resumed_with_a_warning(model, tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(OLD_FILE))
+    with pytest.warns(UserWarning, match=OF_AN_OLDER):
+        result = tsjax.generate(model, resume_from=path, save_to=path)
+    assert result.tokens[0].tolist() == saved_by(model, tmp_path / "new.json")["tokens"][0]
+    assert result.stats.method == tsjax.Autoregressive()
+    assert json.loads(path.read_text())["format"] == 2
+
+
+def test_an_older_file_of_another_model_is_refused(tmp_path):
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(OLD_FILE))
+    with (
+        pytest.warns(UserWarning, match=OF_AN_OLDER),
+        pytest.raises(ValueError, match="saved with another model or dtype: load that of the run"),
+    ):
+        tsjax.generate(tiny_model(vocab_size=50), resume_from=path)
