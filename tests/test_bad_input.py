@@ -15,6 +15,7 @@ import tsjax
 from tsjax import generation, request
 from tsjax.__main__ import main
 from tsjax.cache import cache_bytes
+from tsjax.saved_run import read_run
 
 PROMPT = [1, 2, 3]
 MAX_POSITIONS = 100
@@ -154,7 +155,7 @@ def test_settings(model, settings, words, no_compute):
     refused(ValueError, lambda: tsjax.generate(model, PROMPT, **settings), *words)
 
 
-SAMPLING = {
+SAMPLING: dict = {
     "temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "epsilon_cutoff": 0.1,
     "eta_cutoff": 0.1, "min_tokens_to_keep": 2,
 }  # fmt: skip
@@ -437,7 +438,8 @@ def test_resuming_from_what_is_no_run(model, tmp_path, no_compute):
         {"finish_reason": []},
         {"finish_reason": ["eos", "eos"]},
         {"single": True, "prompt": 5},
-        {"config": {"top_k": -1}},
+        {"config": {"min_new_tokens": -1}},
+        {"config": [1]},
         {"config": {"zzz": 1}},
     ],
     ids=repr,
@@ -486,6 +488,19 @@ def test_resuming_with_other_settings(model, saved, no_compute):
         lambda: tsjax.generate(model, resume_from=saved, max_new_tokens=98),
         "max_new_tokens=98", "at most 97", "exceed_max_positions=True",
     )  # fmt: skip
+
+
+def test_an_older_greedy_run_may_hold_values_that_nothing_read(model, saved, tmp_path):
+    with open(saved, encoding="utf-8") as file:
+        document = json.load(file)
+    for number, reading in enumerate(({}, {"do_sample": False})):
+        path = tmp_path / f"{number}.json"
+        path.write_text(
+            json.dumps(document | {"config": reading | {"max_new_tokens": 16} | SAMPLING})
+        )
+        assert read_run(path).config == tsjax.GenerationConfig(max_new_tokens=16)
+        again = tsjax.generate(model, resume_from=path)
+        assert again.tokens[0].tolist() == document["tokens"][0]
 
 
 # --- HuggingFace's generation_config.json -------------------------------------------------------

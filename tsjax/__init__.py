@@ -47,6 +47,11 @@ from tsjax.methods import TokenSwift as TokenSwift
 from tsjax.presets import model_preset as model_preset
 from tsjax.presets import preset as preset
 from tsjax.presets import training_preset as training_preset
+
+# Runs that were saved
+from tsjax.replay import Departure as Departure
+from tsjax.replay import RunCheck as RunCheck
+from tsjax.replay import check_run as check_run
 from tsjax.request import choose_method as choose_method
 from tsjax.sampling import sampling_values as sampling_values
 from tsjax.state import DecodeState as DecodeState
@@ -69,6 +74,7 @@ __all__ = [
     "Autoregressive",
     "DecodeConfig",
     "DecodeState",
+    "Departure",
     "GenerationConfig",
     "GenerationResult",
     "HeadTraining",
@@ -78,10 +84,12 @@ __all__ = [
     "NGram",
     "Params",
     "RopeConfig",
+    "RunCheck",
     "StepStats",
     "StreamChunk",
     "TokenSwift",
     "TrainedHeads",
+    "check_run",
     "choose_method",
     "compress_prompt",
     "decode",

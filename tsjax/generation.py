@@ -4,8 +4,8 @@
 Knows text, streaming, progress, stop strings and interrupts. Does not know how a step works: it
 fills a state, runs chunks of steps on the device and reads tokens and counters once per chunk.
 
-The flow: `make_request` has checked everything a user passed, `_start` allocates and prefills, and
-`_run` is the generator over chunks of steps that both public functions consume.
+The flow: `make_request` has checked everything a user passed, `start_run` allocates and prefills,
+and `_run` is the generator over chunks of steps that both public functions consume.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
     """Yields one _News per chunk of steps; the last one has every finish reason filled in."""
     began = time.perf_counter()
     with interrupt:
-        state = _start(model, request, interrupt)
+        state = start_run(model, request, interrupt)
     prefill_seconds = time.perf_counter() - began
     decode_seconds = 0.0
     run_steps = _programs(model).decode
@@ -470,7 +470,7 @@ def _drafts_do_not_pay(request: Request, begin: _Progress, now: _Progress) -> bo
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
 
-def _start(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
+def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
     """Allocates the state and prefills it."""
     cfg, config, rows = model.cfg, request.config, request.rows
     mesh = mesh_of(model.params)

@@ -374,7 +374,7 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     """The saved run, with a new number of tokens if one is asked for."""
     name = f"resume_from={os.fspath(path)!r}"
     run = read_run(path)
-    _check_same_model(name, run, model)
+    check_same_model(name, run, model, stacklevel=5)
     prompts = [check_row(row, f"a prompt in {name}", model) for row in run.prompts]
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in run.tokens]
     if prompt is not None:
@@ -399,12 +399,12 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     )
 
 
-def _check_same_model(name: str, run: SavedRun, model: Model) -> None:
+def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int) -> None:
     """Other weights would go on with other tokens, without a word."""
     if run.is_old:
         warnings.warn(
             f"{name} is of an older tsjax: of the model its settings and norms alone were compared",
-            stacklevel=5,
+            stacklevel=stacklevel,
         )
         same = run.fingerprint == fingerprint_of_norms(model)
     elif run.dtype != model.cfg.dtype:
