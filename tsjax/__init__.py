@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tsjax: long text generation in JAX, with the same tokens as plain decoding.
 
+The same in float32 and float64; in bfloat16 and float16 drafts may part from it at a near-tie.
+
 The public list. What is not named here may change without notice.
 """
 

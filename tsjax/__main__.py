@@ -53,7 +53,8 @@ SETTING_HELP = {
     "suppress_tokens": "ids that are never chosen",
     "eos_token_id": "ids that end the text; the model's own by default, none with -1",
     "stop_strings": "strings that end the text",
-    "seed": "the same seed gives the same tokens, whatever the method",
+    "seed": "the same seed gives the same tokens, whatever the method (in bfloat16 and float16 but "
+    "for near-ties)",
 }
 TRAINING_HELP = {
     "num_heads": "heads to train; head i guesses the token i + 1 further",
@@ -167,8 +168,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--method",
         choices=sorted(METHODS),
-        help="how to decode; every method returns the same tokens (default: autoregressive, or "
-        "that of the run which is resumed)",
+        help="how to decode; every method returns the same tokens in float32 and float64, in "
+        "bfloat16 and float16 drafts may part from plain decoding at a near-tie, see tsjax check "
+        "(default: autoregressive, or that of the run which is resumed)",
     )
     generate.add_argument(
         "--method-options",

@@ -173,10 +173,12 @@ def generate(
       config: a GenerationConfig; `settings` (its fields: max_new_tokens, do_sample, temperature,
         top_p, seed, stop_strings, ...) override it one by one.
       method: "autoregressive", "ngram", "tokenswift" or a method's dataclass. All methods return
-        the same tokens. By default "autoregressive", or the method of the run that is resumed.
+        the same tokens in float32 and float64; in bfloat16 and float16 drafts may part from plain
+        decoding at a near-tie, see `check_run`. By default "autoregressive", or the method of the
+        run that is resumed.
       prefill: "full"; "lazy" or a tsjax.LazyPrefill computes only a part of the prompt's tokens in
         its later layers, for the first token to come sooner. That changes what is said; with the
-        same prefill, all methods return the same tokens.
+        same prefill, all methods return the same tokens, as above.
       streamer: an object with put(ids) and end(), as HuggingFace's streamers; single prompts only.
         It gets the prompt and then the tokens that this call makes.
       progress: show a progress bar with tokens/s and tokens/step on stderr.

@@ -35,7 +35,8 @@ class Departure:
       index: of the new token, from 0.
       token: the run's.
       choice: plain decoding's.
-      behind: by how much the token's score is below that of the choice; inf if it was barred.
+      behind: by how much the token's score is below that of the choice; inf if it was barred, or
+        removed by a truncation.
     """
 
     row: int
