@@ -6,6 +6,7 @@ The tokens are checked against a decoder in NumPy that shares nothing with tsjax
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -553,11 +554,18 @@ def send(number: int, after: int):
     return act
 
 
+@pytest.mark.parametrize("on_interrupt", ["raise", "return"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_with_what_there_is(model, number):
+def test_a_signal_ends_the_run_with_what_there_is(model, number, on_interrupt):
     before = handlers()
     streamer = RecordingStreamer(send(number, after=5))
-    result = tsjax.generate(model, PROMPT, max_new_tokens=MANY, streamer=streamer, **SAMPLED)
+    run = functools.partial(
+        tsjax.generate, model, PROMPT, max_new_tokens=MANY, streamer=streamer, **SAMPLED
+    )
+    if on_interrupt == "raise":
+        result = interrupted(run)
+    else:
+        result = run(on_interrupt="return")
     assert result.finish_reason == ["interrupted"]
     assert 5 <= len(result.tokens[0]) < MANY
     assert streamer.ended and [streamer.tokens] == tokens_of(result)
@@ -567,22 +575,68 @@ def test_a_signal_ends_the_run_with_what_there_is(model, number):
     assert tokens_of(result) == generate(model, max_new_tokens=count, capacity=32768, **SAMPLED)
 
 
+def interrupted(call) -> tsjax.GenerationResult:
+    with pytest.raises(tsjax.Interrupted) as raised:
+        call()
+    return raised.value.result
+
+
 def test_a_signal_from_outside_while_the_device_works(model):
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    result = tsjax.generate(model, PROMPT, max_new_tokens=MANY)
+    result = interrupted(lambda: tsjax.generate(model, PROMPT, max_new_tokens=MANY))
     timer.join()
     assert result.finish_reason == ["interrupted"]
 
 
-def test_a_signal_before_the_first_step_gives_no_tokens(model):
-    class Streamer(RecordingStreamer):
-        def put(self, value):  # the prompt is put before anything is computed
-            os.kill(os.getpid(), signal.SIGINT)
+class BeforeTheFirstToken(RecordingStreamer):
+    def put(self, value):  # the prompt is put before anything is computed
+        os.kill(os.getpid(), signal.SIGINT)
 
-    result = tsjax.generate(model, PROMPT, max_new_tokens=MANY, streamer=Streamer())
+
+def test_a_signal_before_the_first_step_gives_no_tokens(model, tmp_path):
+    settings = dict(max_new_tokens=30, streamer=BeforeTheFirstToken())
+    path = tmp_path / "run.json"
+    result = interrupted(lambda: tsjax.generate(model, PROMPT, save_to=path, **settings))
     assert result.finish_reason == ["interrupted"] and tokens_of(result) == [[]]
     assert result.stats.steps == (0,)
+    assert generate(model, None, resume_from=path) == generate(model, max_new_tokens=30)
+
+
+def test_a_signal_during_the_prefill_ends_it(model, monkeypatch):
+    """Also where the device is still compiling: the handler runs when it is done."""
+    real, passes = generation._programs, []
+
+    def signalled(model):
+        def prefill_chunk(*args, **kwargs):
+            passes.append(args)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return real(model).prefill_chunk(*args, **kwargs)
+
+        return real(model)._replace(prefill_chunk=prefill_chunk)
+
+    monkeypatch.setattr(generation, "_programs", signalled)
+    result = interrupted(
+        lambda: tsjax.generate(model, PROMPT * 9, prefill_width=8, max_new_tokens=9)
+    )
+    assert len(passes) == 1 and result.finish_reason == ["interrupted"]
+    assert tokens_of(result) == [[]]
+
+
+def test_a_signal_in_the_last_chunk_ends_a_loop_of_runs(model):
+    """Nothing of this run is missing, but the next one must not begin."""
+    streamer = RecordingStreamer(send(signal.SIGTERM, after=25))
+    result = interrupted(
+        lambda: tsjax.generate(model, PROMPT, max_new_tokens=25, streamer=streamer)
+    )
+    assert result.finish_reason == ["length"] and tokens_of(result) == [streamer.tokens]
+
+
+@pytest.mark.parametrize("value", ["stop", None, True])
+def test_what_follows_an_interrupt_is_checked(model, value):
+    for function in (tsjax.generate, tsjax.stream):
+        with pytest.raises(ValueError, match="on_interrupt=.*: 'raise' or 'return'"):
+            function(model, PROMPT, on_interrupt=value)
 
 
 def test_a_second_ctrl_c_raises(model):
@@ -618,19 +672,27 @@ def test_outside_the_main_thread_signals_are_left_alone(model):
     assert results == [full_run(model)]
 
 
-def test_a_stream_ends_with_the_chunk_that_was_interrupted(model, monkeypatch):
-    expected = full_run(model)
+@pytest.mark.parametrize("on_interrupt", ["raise", "return"])
+def test_a_stream_ends_with_the_chunk_that_was_interrupted(model, monkeypatch, on_interrupt):
+    expected, before = full_run(model), handlers()
     interrupt_chunk(monkeypatch, 3, steps=4)
-    chunks = list(tsjax.stream(model, PROMPT, max_new_tokens=FULL_LENGTH))
+    stream = tsjax.stream(model, PROMPT, max_new_tokens=FULL_LENGTH, on_interrupt=on_interrupt)
+    chunks = []
+    for _ in range(3):
+        chunks.append(next(stream))
+        assert handlers() == before  # a signal between chunks is the caller's
     assert [chunk.finish_reason for chunk in chunks] == [[None], [None], ["interrupted"]]
     assert np.concatenate([chunk.tokens[0] for chunk in chunks]).tolist() == expected[0][:9]
+    if on_interrupt == "raise":
+        assert tokens_of(interrupted(lambda: next(stream))) == [expected[0][:9]]
+    assert list(stream) == []
 
 
 def interrupt_chunk(monkeypatch, number: int, steps: int):
     """Chunks of `steps` steps after a first one of 1; Ctrl-C while the device works on one."""
     real, calls = generation._programs, []
 
-    def interrupted(model):
+    def signalled(model):
         def decode(*args, **kwargs):
             calls.append(args)
             if len(calls) == number:
@@ -639,7 +701,7 @@ def interrupt_chunk(monkeypatch, number: int, steps: int):
 
         return real(model)._replace(decode=decode)
 
-    monkeypatch.setattr(generation, "_programs", interrupted)
+    monkeypatch.setattr(generation, "_programs", signalled)
     monkeypatch.setattr(generation, "_next_chunk", lambda *_: steps)
 
 
@@ -655,7 +717,9 @@ def test_an_interrupted_run_goes_on_with_the_same_tokens(model, settings, tmp_pa
     whole = tsjax.generate(model, RAGGED, **settings)
     with monkeypatch.context() as patch:
         interrupt_chunk(patch, 3, steps=6)
-        part = tsjax.generate(model, RAGGED, save_to=tmp_path / "run.json", **settings)
+        part = interrupted(
+            lambda: tsjax.generate(model, RAGGED, save_to=tmp_path / "run.json", **settings)
+        )
     assert part.finish_reason[0] == "eos" and "interrupted" in part.finish_reason
     assert part.finish_reason[2] == ("interrupted" if sampled else "eos")
     for row, expected in zip(tokens_of(part), tokens_of(whole), strict=True):
@@ -673,7 +737,7 @@ def test_a_stop_string_is_found_across_the_interrupt(tokenizer_folder, tmp_path,
     model, path = sayer("▁the ▁a b c d", tokenizer_folder), tmp_path / "run.json"
     interrupt_chunk(monkeypatch, 3, steps=1)
     settings = dict(max_new_tokens=9, stop_strings="abc")
-    part = tsjax.generate(model, [TOKENS["<s>"]], save_to=path, **settings)
+    part = interrupted(lambda: tsjax.generate(model, [TOKENS["<s>"]], save_to=path, **settings))
     assert tokens_of(part) == [ids("▁the ▁a b")]
     result = tsjax.generate(model, resume_from=path)
     assert tokens_of(result) == [ids("▁the ▁a b c")] and result.finish_reason == ["stop_string"]
@@ -767,7 +831,8 @@ def test_a_linked_file_stays_linked(model, tmp_path):
 def test_resuming_with_just_the_tokens_that_were_made(model, tmp_path, monkeypatch):
     expected, path = full_run(model), tmp_path / "run.json"
     interrupt_chunk(monkeypatch, 3, steps=4)
-    assert generate(model, max_new_tokens=FULL_LENGTH, save_to=path) == [expected[0][:9]]
+    settings = dict(max_new_tokens=FULL_LENGTH, save_to=path, on_interrupt="return")
+    assert generate(model, **settings) == [expected[0][:9]]
     result = tsjax.generate(model, resume_from=path, max_new_tokens=9)
     assert tokens_of(result) == [expected[0][:9]] and result.finish_reason == ["length"]
 
@@ -782,8 +847,9 @@ def test_a_failed_write_leaves_the_file_before_it(model, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.warns(UserWarning, match="run.json' was not written: no space left"):
-        tokens = generate(model, max_new_tokens=20, save_to=path)
-    assert len(tokens[0]) == 20
+        result = tsjax.generate(model, PROMPT, max_new_tokens=20, save_to=path)
+    assert len(result.tokens[0]) == 20 and result.unsaved
+    assert result.problems == (f"save_to={str(path)!r} was not written: no space left on device",)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["run.json"]
 
 

@@ -41,6 +41,7 @@ ROWS = {
     "tsjax.checkpoint": 8,
     "tsjax.tokenizer": 8,
     "tsjax.weight_files": 8,
+    "tsjax.whole_files": 8,
     "tsjax.huggingface": 8,
     "tsjax.presets": 8,
     "tsjax.corpus": 8,

@@ -567,7 +567,7 @@ def test_alone_and_interrupted_a_row_has_the_same_tokens(name, tmp_path, monkeyp
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(generation, "_next_chunk", lambda *_: 2)
-    settings.update(streamer=RecordingStreamer(interrupt), save_to=path)
+    settings.update(streamer=RecordingStreamer(interrupt), save_to=path, on_interrupt="return")
     part = tsjax.generate(model, RAGGED[3], method=setup.method, **settings)
     assert part.finish_reason == ["interrupted"] and 12 <= len(part.tokens[0]) < 40
     assert part.tokens[0].tolist() == whole[3][0][: len(part.tokens[0])]

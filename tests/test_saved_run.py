@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of a run: what it says, older files, and the method that a resumed run goes on with."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 from helpers import tiny_model
@@ -51,6 +56,8 @@ def test_a_resumed_run_goes_on_with_its_method(model, tmp_path):
     other = tsjax.generate(model, resume_from=path, max_new_tokens=12, method="autoregressive")
     assert other.stats.method == tsjax.Autoregressive()
     assert other.tokens[0].tolist()[:9] == again.tokens[0].tolist()
+    with pytest.raises(ValueError, match="method='' is not valid"):
+        tsjax.generate(model, resume_from=path, method="")
 
 
 def test_the_command_resumes_with_the_saved_method(tmp_path, capsys):
@@ -106,8 +113,9 @@ OF_AN_OLDER = "is of an older tsjax: of the model its settings and norms alone w
 def test_an_older_file_is_resumed_with_a_warning(model, tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(OLD_FILE))
-    with pytest.warns(UserWarning, match=OF_AN_OLDER):
+    with pytest.warns(UserWarning, match=OF_AN_OLDER) as warned:
         result = tsjax.generate(model, resume_from=path, save_to=path)
+    assert warned[0].filename == __file__
     assert result.tokens[0].tolist() == saved_by(model, tmp_path / "new.json")["tokens"][0]
     assert result.stats.method == tsjax.Autoregressive()
     assert json.loads(path.read_text())["format"] == 2
@@ -121,3 +129,87 @@ def test_an_older_file_of_another_model_is_refused(tmp_path):
         pytest.raises(ValueError, match="saved with another model or dtype: load that of the run"),
     ):
         tsjax.generate(tiny_model(vocab_size=50), resume_from=path)
+
+
+# --- a disk that is full ------------------------------------------------------------------------
+
+ADVICE = "go on with --resume-from"
+
+
+def full_disk(monkeypatch, *, writes: int):
+    """The next writes fail, and those after them succeed again."""
+    real, left = os.fsync, iter(range(writes))
+
+    def fsync(handle):
+        if next(left, None) is not None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_a_result_says_that_it_is_not_on_disk(model, tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    full_disk(monkeypatch, writes=10**6)
+    with pytest.warns(UserWarning, match="No space left on device") as warned:
+        result = tsjax.generate(model, PROMPT, max_new_tokens=9, save_to=path, save_every=1)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    problem = f"save_to={str(path)!r} was not written: [Errno 28] No space left on device"
+    assert result.unsaved and result.problems == (problem,) and len(result.tokens[0]) == 9
+
+
+def test_a_write_that_fails_and_later_succeeds(model, tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    full_disk(monkeypatch, writes=1)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        result = tsjax.generate(model, PROMPT, max_new_tokens=9, save_to=path, save_every=1)
+    assert not result.unsaved and len(result.problems) == 1
+    assert read_run(path).tokens[0].tolist() == result.tokens[0].tolist()
+
+
+def test_without_a_file_nothing_is_unsaved(model):
+    result = tsjax.generate(model, PROMPT, max_new_tokens=2)
+    assert not result.unsaved and result.problems == ()
+
+
+@pytest.mark.parametrize(("writes", "code"), [(10**6, 2), (1, 0)])
+def test_the_command_says_what_is_not_on_disk(writes, code, tmp_path, capsys, monkeypatch):
+    path = str(tmp_path / "run.json")
+    argv = ["generate", tsjax.EMBEDDED, "Once", "--max-new-tokens", "5", "--json"]
+    full_disk(monkeypatch, writes=writes)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        assert main([*argv, "--save-to", path, "--save-every", "1"]) == code
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert len(document["tokens"][0]) == 5 and document["unsaved"] == (code == 2)
+    assert "No space left on device" in err and ADVICE not in err
+    last = err.splitlines()[-1]
+    assert (last == f"tsjax: error: {path!r} lacks the end of this run") == (code == 2)
+
+
+def test_an_interrupted_command_without_room_does_not_say_how_to_go_on(tmp_path):
+    """A process that may write 100 bytes to a file. The file of an earlier run stays."""
+    path = tmp_path / "run.json"
+    path.write_text("an earlier run")
+    script = f"""
+        import os, resource, signal, sys
+
+        from tsjax import __main__ as command
+
+        class Printer(command._Printer):
+            def put(self, ids):
+                super().put(ids)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        command._Printer = Printer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+        sys.exit(command.main(["generate", {tsjax.EMBEDDED!r}, "Once", "--save-to", sys.argv[1]]))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), path], capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "interrupted]" in done.stderr and "File too large" in done.stderr
+    assert ADVICE not in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("tsjax: error: ")
+    assert path.read_text() == "an earlier run" and os.listdir(tmp_path) == ["run.json"]

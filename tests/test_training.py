@@ -22,7 +22,7 @@ from test_head_training import oracle
 
 import tsjax
 import tsjax_convert
-from tsjax import saved_training
+from tsjax import saved_training, training
 from tsjax.__main__ import main
 from tsjax.corpus import Order
 from tsjax.head_training import init_heads
@@ -224,7 +224,13 @@ def test_a_signal_ends_the_run_with_what_there_is(number, model, whole, tmp_path
         if record["step"] == 3:
             os.kill(os.getpid(), number)
 
-    trained = train(model, save_to=tmp_path, on_step=send)
+    if number == signal.SIGTERM:
+        with pytest.raises(tsjax.Interrupted) as raised:
+            train(model, save_to=tmp_path, on_step=send)
+        trained = raised.value.result
+        assert isinstance(raised.value, SystemExit)
+    else:
+        trained = train(model, save_to=tmp_path, on_step=send, on_interrupt="return")
     assert trained.finish_reason == "interrupted" and trained.evaluation == []
     assert numbers(trained.history) == numbers(whole.history)[:3]
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)] == before
@@ -262,7 +268,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(model, whole, tmp_path, mon
         if record["step"] == 3:
             signal.raise_signal(signal.SIGINT)
 
-    train(model, save_to=tmp_path, on_step=stop)
+    train(model, save_to=tmp_path, on_step=stop, on_interrupt="return")
     message = "checkpoint in .* not written: RESOURCE_EXHAUSTED: No space left on device$"
     with full_disk(monkeypatch), pytest.warns(UserWarning, match=message):
         trained = train(model, save_to=tmp_path, save_every=2, resume=True)
@@ -274,10 +280,15 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(model, whole, tmp_path, mon
     assert not resumed.unsaved and os.listdir(tmp_path / "checkpoint") == ["step-00000007"]
 
 
+NO_PROCESS = 2**31 - 1  # above every limit of Linux
+
+
 def test_what_a_killed_writer_left_is_removed(model, whole, tmp_path):
     (tmp_path / "checkpoint" / ".writing-1").mkdir(parents=True)
+    (tmp_path / f"metrics.jsonl.writing-{NO_PROCESS}").write_text("half of")
     train(model, save_to=tmp_path)
     assert os.listdir(tmp_path / "checkpoint") == ["step-00000007"]
+    assert set(os.listdir(tmp_path)) <= saved_training.FILES
 
 
 def test_the_folder_has_metrics_summary_and_plot(model, tmp_path):
@@ -352,11 +363,31 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
     assert after == before
 
 
+def test_an_older_run_is_compared_by_its_own_rule(model, whole, tmp_path):
+    """What version 0.1.0 wrote for tiny_model()."""
+
+    def stop(record):
+        if record["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    train(model, save_to=tmp_path, on_step=stop, on_interrupt="return")
+    (file,) = tmp_path.rglob("run.json")
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps(document | {"format": 1, "model": "c40436f888f9755a"}))
+    message = "older tsjax: the model's norms and some of its rows alone were compared"
+    with pytest.warns(UserWarning, match=message), pytest.raises(ValueError, match="another model"):
+        train(helpers.tiny_model(seed=1), save_to=tmp_path, resume=True)
+    with pytest.warns(UserWarning, match=message):
+        assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
+    (file,) = tmp_path.rglob("run.json")
+    assert json.loads(file.read_text())["model"] == document["model"]
+
+
 def test_a_damaged_checkpoint_is_named(model, tmp_path):
     train(model, save_to=tmp_path, steps=3)
     (document,) = tmp_path.rglob("run.json")
     whole = document.read_text()
-    for content in ("{", "[]", "{}", whole.replace('"format": 1', '"format": 2')):
+    for content in ("{", "[]", "{}", whole.replace('"format": 2', '"format": 3')):
         document.write_text(content)
         with pytest.raises(ValueError, match="step-00000003' is damaged"):
             train(model, save_to=tmp_path, steps=3, resume=True)
@@ -374,6 +405,7 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
         ({"batch_size": 5}, ValueError, r"batch_size=5 is not valid: a multiple of the 2 seq.* of"),
         ({"sequence_length": 10**6}, ValueError, "at most the 100000 positions"),
         ({"save_every": 0}, ValueError, "save_every=0"),
+        ({"on_interrupt": "stop"}, ValueError, "on_interrupt='stop' is not valid"),
         ({"held_out": 0.0}, ValueError, "held_out=0.0 is not valid"),
         (
             {"sequence_length": 17},
@@ -467,6 +499,34 @@ def test_the_command_refuses_in_one_line(flags, message, checkpoint, books, tmp_
     assert main([*argv, *flags]) == 2
     err = capsys.readouterr().err
     assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "full", "code", "goes_on"),
+    [(3, False, 130, True), (3, True, 2, False), (1, False, 130, False)],
+    ids=["saved", "full disk", "nothing made"],
+)
+def test_the_command_says_how_to_go_on_where_that_is_possible(
+    number, full, code, goes_on, checkpoint, books, tmp_path, capsys, monkeypatch
+):
+    real, folder = training._Run.step, str(tmp_path / "run")
+
+    def step(self, interrupt):
+        if self.state.steps + 1 == number:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, interrupt)
+
+    monkeypatch.setattr(training._Run, "step", step)
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", folder, *FLAGS]
+    if full:
+        with full_disk(monkeypatch), pytest.warns(UserWarning, match="No space left"):
+            assert main(argv) == code
+    else:
+        assert main(argv) == code
+    err = capsys.readouterr().err
+    assert ("[go on with the same command and --resume]" in err) == goes_on
+    error = f"tsjax: error: {folder!r} lacks the end of this run"
+    assert (err.splitlines()[-1] == error) == full
 
 
 def test_the_command_on_a_mesh(checkpoint, books, tmp_path, capsys):

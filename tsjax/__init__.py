@@ -39,6 +39,7 @@ from tsjax.generation import stream as stream
 
 # Training of draft heads
 from tsjax.head_training import HeadTraining as HeadTraining
+from tsjax.interrupt import Interrupted as Interrupted
 from tsjax.lazy_prefill import LazyPrefill as LazyPrefill
 
 # Methods
@@ -80,6 +81,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationResult",
     "HeadTraining",
+    "Interrupted",
     "LazyPrefill",
     "Model",
     "ModelConfig",

@@ -2,7 +2,8 @@
 """The command line: `tsjax generate`, `tsjax check`, `tsjax train-heads` and `tsjax demo`.
 
 Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
-one line on stderr and exit code 2; an interrupted run prints what it has and exits with 130.
+one line on stderr and exit code 2, as is a run that could not be saved; an interrupted run prints
+what it has and exits with 130.
 """
 
 from __future__ import annotations
@@ -469,6 +470,7 @@ def _generate(args: argparse.Namespace) -> int:
         save_to=args.save_to,
         save_every=args.save_every,
         resume_from=args.resume_from,
+        on_interrupt="return",
         **settings,
     )
     stats = result.stats
@@ -477,6 +479,7 @@ def _generate(args: argparse.Namespace) -> int:
             "text": result.text if tokenizer is not None else None,
             "tokens": [row.tolist() for row in result.tokens],
             "finish_reason": result.finish_reason,
+            "unsaved": result.unsaved,
             "stats": {
                 **dataclasses.asdict(stats),
                 "tokens_per_step": stats.tokens_per_step,
@@ -493,6 +496,11 @@ def _generate(args: argparse.Namespace) -> int:
         f"{', '.join(result.finish_reason)}]",
         file=sys.stderr,
     )
+    for problem in result.problems:
+        print(f"tsjax: {problem}", file=sys.stderr)
+    if result.unsaved:
+        print(f"tsjax: error: {args.save_to!r} lacks the end of this run", file=sys.stderr)
+        return 2
     if "interrupted" not in result.finish_reason:
         return 0
     if args.save_to is not None:
@@ -590,6 +598,7 @@ def _train_heads(args: argparse.Namespace) -> int:
         save_every=args.save_every,
         resume=args.resume,
         progress=True,
+        on_interrupt="return",
     )
     if trained.skipped:
         print(f"[{len(trained.skipped)} texts are shorter than a sequence, such as "
@@ -612,10 +621,14 @@ def _train_heads(args: argparse.Namespace) -> int:
         "top1": last.get("top1"),
     }
     print(json.dumps(document))
-    if trained.finish_reason == "interrupted":
+    if trained.unsaved:
+        print(f"tsjax: error: {args.save_to!r} lacks the end of this run", file=sys.stderr)
+        return 2
+    if trained.finish_reason != "interrupted":
+        return 0
+    if trained.history:  # before the first step there is nothing to go on with
         print("[go on with the same command and --resume]", file=sys.stderr)
-        return 130
-    return 2 if trained.unsaved else 0
+    return 130
 
 
 def _mesh(sizes: str | None) -> jax.sharding.Mesh | None:

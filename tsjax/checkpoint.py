@@ -32,6 +32,7 @@ from tsjax.model import ParamSpec
 from tsjax.sharding import named_sharding, usable_mesh
 from tsjax.state import Params, abstract_params, declare_params, is_spec
 from tsjax.tokenizer import load_tokenizer
+from tsjax.whole_files import own_place, replacing
 
 FORMAT_VERSION = 1
 DESCRIPTION = "tsjax.json"
@@ -159,15 +160,11 @@ def write_heads(model: Model, file: str) -> None:
         for entry, leaf in named
         if entry.path.startswith("heads.")
     }
-    temporary = f"{file}.writing-{os.getpid()}"
-    try:
-        safetensors.numpy.save_file(tensors, temporary, metadata={"format": "pt"})
-        os.replace(temporary, file)
-    except safetensors.SafetensorError as error:  # a full disk, say
-        raise OSError(f"{file!r} could not be written: {error}") from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    with replacing(file) as temporary:
+        try:
+            safetensors.numpy.save_file(tensors, temporary, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # a full disk, say
+            raise OSError(f"{file!r} could not be written: {error}") from error
 
 
 def is_tsjax(folder: str) -> bool:
@@ -233,21 +230,21 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
             raise FileExistsError(f"{target!r} is not a checkpoint folder; it is not overwritten")
     parent, name = os.path.split(target)
     os.makedirs(parent, exist_ok=True)
-    fresh = os.path.join(parent, f".{name}.writing-{os.getpid()}")
+    fresh = own_place(os.path.join(parent, f".{name}.writing-"))
     old = os.path.join(parent, f".{name}.replaced-{os.getpid()}")
     os.mkdir(fresh)
     try:
         yield fresh
-        replacing = os.path.lexists(target)
-        if replacing:
+        exists = os.path.lexists(target)
+        if exists:
             os.replace(target, old)  # a folder with files in it cannot be replaced in one call
         try:
             os.replace(fresh, target)
         except OSError:
-            if replacing:
+            if exists:
                 os.replace(old, target)
             raise
-        if replacing:
+        if exists:
             shutil.rmtree(old)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)

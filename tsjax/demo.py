@@ -164,7 +164,7 @@ def start(
     ids = encode(model.tokenizer, prompt)
 
     def column(name: str, method: Any) -> Column:
-        chunks = stream(model, ids, config=config, method=method)
+        chunks = stream(model, ids, config=config, method=method, on_interrupt="return")
         writer = Detokenizer(model.tokenizer, context=ids)
         return Column(name, chunks, writer, [(printable(prompt), OWN)])
 

@@ -28,7 +28,7 @@ from tsjax.checkpoint import Model
 from tsjax.config import GenerationConfig, check_int
 from tsjax.decoding import Programs, init_state, logits, programs, row_keys
 from tsjax.fingerprint import model_fingerprint
-from tsjax.interrupt import Interrupt
+from tsjax.interrupt import Interrupt, check_on_interrupt
 from tsjax.methods import Autoregressive, DecodeConfig
 from tsjax.pruning import is_reviving
 from tsjax.request import (
@@ -107,11 +107,15 @@ class GenerationResult:
         token is included.
       finish_reason: per row, "eos", "stop_string", "length" or "interrupted".
       stats: what it cost.
+      problems: why `save_to` could not be written, each reason once.
+      unsaved: whether `save_to` lacks the last tokens.
     """
 
     tokens: list[np.ndarray]
     finish_reason: list[str]
     stats: RunStats
+    problems: tuple[str, ...]
+    unsaved: bool
     _prompts: list[np.ndarray]
     _single: bool
     _tokenizer: Callable[[], Any]
@@ -163,6 +167,7 @@ def generate(
     save_to: str | os.PathLike | None = None,
     save_every: int = 1000,
     resume_from: str | os.PathLike | None = None,
+    on_interrupt: str = "raise",
     **settings: Any,
 ) -> GenerationResult:
     """Generates new tokens for one prompt or a batch of prompts.
@@ -188,14 +193,23 @@ def generate(
       prefill_width: prompt tokens per pass of the prefill.
       exceed_max_positions: allow prompt and new tokens beyond what the model was made for.
       save_to: a file that receives prompt, settings and tokens every `save_every` tokens, when
-        interrupted and at the end.
+        interrupted and at the end. A write that fails is a warning, and the result says so.
       resume_from: such a file; prompt, settings and method come from it, and the run goes on as if
         it had never stopped. Only `max_new_tokens` and `method` may be given anew.
 
+      on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run early and it is saved:
+        "raise" raises tsjax.Interrupted, whose `result` is the GenerationResult, so that a loop
+        over prompts ends, too; "return" returns it. Its finish_reason is "interrupted" where a
+        row had not ended. A second Ctrl-C raises KeyboardInterrupt at once.
+
     Returns:
-      A GenerationResult. Ctrl-C and SIGTERM end the run early and return what there is, with
-      finish_reason "interrupted"; a second Ctrl-C raises KeyboardInterrupt.
+      A GenerationResult.
+
+    Raises:
+      Interrupted: see on_interrupt. It is a KeyboardInterrupt after Ctrl-C and a SystemExit after
+        SIGTERM; a handler of your own for the signal is called before.
     """
+    check_on_interrupt(on_interrupt)
     request = make_request(
         model,
         prompt,
@@ -216,7 +230,7 @@ def generate(
         )
     _check_streamer(streamer, request)
     interrupt = Interrupt()
-    save = _saver(model, request, save_to, save_every)
+    saving = _Saving(model, request, save_to, save_every)
     news = None
     with interrupt, _progress_bar(request, progress) as show:
         try:
@@ -227,14 +241,16 @@ def generate(
                     for token in news.tokens[0]:
                         streamer.put(np.asarray([token]))
                 show(news)
-                save(news, last=False)
+                saving.save(news, last=False)
         finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is kept
             if news is not None:
-                save(news, last=True)
+                saving.save(news, last=True)
     if streamer is not None:
         streamer.end()
     assert news is not None  # _run yields at least once
-    return _result(model, request, news)
+    result = _result(model, request, news, saving)
+    interrupt.finish(result, on_interrupt)
+    return result
 
 
 def stream(
@@ -247,13 +263,17 @@ def stream(
     capacity: int | None = None,
     prefill_width: int = 512,
     exceed_max_positions: bool = False,
+    on_interrupt: str = "raise",
     **settings: Any,
 ) -> Iterator[StreamChunk]:
     """As `generate`, but an iterator of StreamChunk: the new tokens and text as they come.
 
-    Arguments are checked at the call, not at the first chunk. Ctrl-C during a chunk ends the stream
-    with finish_reason "interrupted".
+    Arguments are checked at the call, not at the first chunk. Ctrl-C or SIGTERM during a chunk
+    makes it the last one, with finish_reason "interrupted"; the following next() raises
+    tsjax.Interrupted, or with on_interrupt="return" ends the stream. Between chunks signals are
+    left alone.
     """
+    check_on_interrupt(on_interrupt)
     request = make_request(
         model,
         prompt,
@@ -265,13 +285,14 @@ def stream(
         prefill_width=prefill_width,
         exceed_max_positions=exceed_max_positions,
     )
-    return _stream(model, request)
+    return _stream(model, request, on_interrupt)
 
 
-def _stream(model: Model, request: Request) -> Iterator[StreamChunk]:
+def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[StreamChunk]:
+    interrupt, news = Interrupt(), None
     tokenizer = tokenizer_of(model)
     writers = [Detokenizer(tokenizer, context=row) for row in request.rows if tokenizer]
-    for news in _run(model, request, Interrupt()):
+    for news in _run(model, request, interrupt):
         text = None
         if tokenizer:
             text = [
@@ -287,6 +308,8 @@ def _stream(model: Model, request: Request) -> Iterator[StreamChunk]:
             sources=news.sources,
             stats=_run_stats(request, news),
         )
+    assert news is not None  # _run yields at least once
+    interrupt.finish(_result(model, request, news), on_interrupt)
 
 
 def forward(model: Model, tokens: Any) -> jax.Array:
@@ -589,11 +612,15 @@ def _run_stats(request: Request, news: _News) -> RunStats:
     )
 
 
-def _result(model: Model, request: Request, news: _News) -> GenerationResult:
+def _result(
+    model: Model, request: Request, news: _News, saving: _Saving | None = None
+) -> GenerationResult:
     return GenerationResult(
         tokens=news.all_tokens,
         finish_reason=[str(reason) for reason in news.reasons],
         stats=_run_stats(request, news),
+        problems=tuple(saving.problems) if saving else (),
+        unsaved=saving.unsaved if saving else False,
         _prompts=request.prompts,
         _single=request.single,
         _tokenizer=lambda: model.tokenizer,
@@ -620,36 +647,42 @@ def _progress_bar(request: Request, wanted: bool) -> Iterator[Callable[[_News], 
         yield show
 
 
-def _saver(model: Model, request: Request, path, every: int) -> Callable[..., None]:
-    """A function that writes the run's file when enough tokens have come since the last time."""
-    if path is None:
-        return lambda news, *, last: None
-    check_target(path)
-    fingerprint, written, failed = model_fingerprint(model), 0, False
+class _Saving:
+    """Writes a run's file. A failure is a warning and no end of the run: it may pass."""
 
-    def save(news: _News, *, last: bool) -> None:
-        nonlocal written, failed
+    def __init__(self, model: Model, request: Request, path: Any, every: int):
+        self._model, self._request, self._path, self._every = model, request, path, every
+        self._written = 0
+        self.problems: list[str] = []
+        self.unsaved = False
+        if path is not None:
+            check_target(path)
+            self._fingerprint = model_fingerprint(model)
+
+    def save(self, news: _News, *, last: bool) -> None:
+        """Writes the last news, and others when enough tokens have come since the last time."""
         count = max(map(len, news.all_tokens))
-        if not last and count - written < every:
+        if self._path is None or not (last or count - self._written >= self._every):
             return
-        written = count
+        self._written = count
         run = SavedRun(
-            fingerprint=fingerprint,
-            model_path=model.path,
-            dtype=model.cfg.dtype,
-            method=request.method,
-            exceed_max_positions=request.exceed_max_positions,
-            single=request.single,
-            config=request.config,
-            prompts=request.prompts,
+            fingerprint=self._fingerprint,
+            model_path=self._model.path,
+            dtype=self._model.cfg.dtype,
+            method=self._request.method,
+            exceed_max_positions=self._request.exceed_max_positions,
+            single=self._request.single,
+            config=self._request.config,
+            prompts=self._request.prompts,
             tokens=news.all_tokens,
             finish_reason=[None if r == "interrupted" else r for r in news.reasons],
         )
         try:
-            write_run(path, run)
+            write_run(self._path, run)
+            self.unsaved = False
         except OSError as error:  # a full disk must not cost the tokens that are in memory
-            if not failed:
-                warnings.warn(f"save_to={os.fspath(path)!r} was not written: {error}", stacklevel=3)
-            failed = True
-
-    return save
+            self.unsaved = True
+            problem = f"save_to={os.fspath(self._path)!r} was not written: {error}"
+            if problem not in self.problems:
+                self.problems.append(problem)
+                warnings.warn(problem, stacklevel=3)

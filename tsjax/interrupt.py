@@ -1,38 +1,109 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals as a flag, so that long work ends at a good place."""
+"""Signals as a flag, so that long work ends at a good place, and what is raised there.
+
+Knows handlers and exceptions. Does not know what is interrupted: whoever enters an Interrupt asks
+it now and then, brings the work to an end, and hands over the result.
+"""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from collections.abc import Callable
 from typing import Any
+
+from tsjax.config import check
+
+ON_INTERRUPT = ("raise", "return")
+
+
+class Interrupted(BaseException):
+    """A signal ended the work; `result` is what there is, as it would have been returned.
+
+    After Ctrl-C it is a KeyboardInterrupt, too; after SIGTERM a SystemExit. Uncaught, it ends the
+    process with 130 or 143.
+    """
+
+    def __init__(self, result: Any):
+        super().__init__("a signal ended the run; what there is lies in .result")
+        self.result = result
+
+
+class _CtrlC(Interrupted, KeyboardInterrupt):
+    """In an interactive session, which goes on."""
+
+
+class _Exit(Interrupted, SystemExit):
+    def __init__(self, result: Any, code: int):
+        super().__init__(result)
+        self.code = code
+
+
+class _CtrlCExit(_Exit, _CtrlC):
+    """In a script: Python has 130 for KeyboardInterrupt itself, but not for what is derived."""
 
 
 class Interrupt:
     """Turns SIGINT and SIGTERM into a flag while entered; re-entrant; only the main thread can.
 
-    A second SIGINT raises KeyboardInterrupt.
+    A second SIGINT raises KeyboardInterrupt. A signal that is ignored stays ignored, and one that
+    is handled outside Python stays so, as Python could not give it back.
     """
 
     def __init__(self):
-        self.requested = False
+        self._number: int | None = None  # of the first signal
+        self._earlier: Any = None  # the handler that would have got it
         self._depth = 0
         self._previous: dict[int, Any] = {}
+
+    @property
+    def requested(self) -> bool:
+        return self._number is not None
 
     def __enter__(self):
         if self._depth == 0 and threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._previous[number] = signal.signal(number, self._note)
+                earlier = signal.getsignal(number)
+                if earlier not in (signal.SIG_IGN, None):
+                    self._previous[number] = earlier
+                    signal.signal(number, self._note)
         self._depth += 1
         return self
 
     def __exit__(self, *_):
         self._depth -= 1
         if self._depth == 0:
-            while self._previous:
-                signal.signal(*self._previous.popitem())
+            for number, earlier in self._previous.items():
+                signal.signal(number, earlier)
+            self._previous.clear()
 
     def _note(self, number, frame):
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.requested = True
+        if not self.requested:
+            self._number, self._earlier = number, self._previous[number]
+
+    def finish(self, result: Any, on_interrupt: str) -> None:
+        """Where a signal came: hands it to the handler before this one, then raises Interrupted.
+
+        Called when everything is in its place, and not entered. Nothing, where the caller wants
+        the result returned.
+        """
+        if self._number is None or on_interrupt == "return":
+            return
+        if _is_users(self._earlier):
+            self._earlier(self._number, None)
+        if self._number == signal.SIGTERM:
+            raise _Exit(result, 128 + self._number)
+        if hasattr(sys, "ps1"):
+            raise _CtrlC(result)
+        raise _CtrlCExit(result, 128 + self._number)
+
+
+def _is_users(handler: Callable | int) -> bool:
+    return callable(handler) and handler is not signal.default_int_handler
+
+
+def check_on_interrupt(value: Any) -> None:
+    check(value in ON_INTERRUPT, "on_interrupt", value, "'raise' or 'return'")

@@ -132,7 +132,7 @@ def make_request(
         run = _resumed_run(model, resume_from, prompt, settings)
         prompts, made, single = run.prompts, run.tokens, run.single
         config, finish_reason = run.config, run.finish_reason
-        method = method or run.method
+        method = run.method if method is None else method
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
     method = resolve_method("autoregressive" if method is None else method)
     _check_against_model(config, model, len(prompts))

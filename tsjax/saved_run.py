@@ -7,7 +7,6 @@ position, so prefilling prompt and output again continues with the same tokens.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -20,6 +19,7 @@ import numpy as np
 from tsjax.checkpoint import tsjax_version
 from tsjax.config import GenerationConfig, check, without_unread
 from tsjax.methods import METHODS
+from tsjax.whole_files import write_text
 
 FORMAT = 2
 OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of the norms alone
@@ -90,18 +90,7 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
         "tokens": [row.tolist() for row in run.tokens],
         "finish_reason": run.finish_reason,
     }
-    target = os.path.realpath(path)  # a link stays one
-    temporary = f"{target}.writing-{os.getpid()}"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            json.dump(document, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    write_text(os.path.realpath(path), json.dumps(document))  # a link stays one
 
 
 def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun:

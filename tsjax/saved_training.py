@@ -11,7 +11,6 @@ Knows the folder's format. Whatever is written appears whole, beside what it rep
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -20,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+
+from tsjax.whole_files import replacing, write_text
 
 FORMAT = 2
 OLD_FORMAT = 1  # had another fingerprint of the model
@@ -110,20 +111,6 @@ def _reason(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def write_text(path: str, text: str) -> None:
-    """Replaces a file in one step: a kill or a full disk leaves the old one or the new one."""
-    temporary = f"{path}.writing-{os.getpid()}"
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
 def write_metrics(folder: str, history: Sequence[Mapping[str, Any]]) -> None:
     lines = "".join(json.dumps(record) + "\n" for record in history)
     write_text(os.path.join(folder, METRICS), lines)
@@ -147,10 +134,5 @@ def plot_losses(history: Sequence[Mapping[str, Any]], path: str) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy (nats)", title="Draft heads")
     axes.grid(alpha=0.3)
     axes.legend()
-    temporary = f"{path}.writing-{os.getpid()}.png"
-    try:
-        figure.savefig(temporary, dpi=120)
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

@@ -41,7 +41,7 @@ from tsjax.head_training import (
     update,
     zero_gradients,
 )
-from tsjax.interrupt import Interrupt
+from tsjax.interrupt import Interrupt, check_on_interrupt
 from tsjax.saved_training import (
     CHECKPOINTS,
     FILES,
@@ -56,10 +56,11 @@ from tsjax.saved_training import (
     read_document,
     write_checkpoint,
     write_metrics,
-    write_text,
 )
 from tsjax.sharding import mesh_of, named_sharding
+from tsjax.whole_files import final_name, write_text
 
+PROBE = ".writable"  # a file that tells whether a folder can be written
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
 
 Record = dict[str, Any]
@@ -105,6 +106,7 @@ def train_heads(
     resume: bool = False,
     progress: bool = False,
     on_step: Callable[[Record], object] | None = None,
+    on_interrupt: str = "raise",
     **changes: Any,
 ) -> TrainedHeads:
     """Trains new draft heads for a model, which itself stays as it is.
@@ -126,11 +128,17 @@ def train_heads(
       resume: go on with the run in `save_to`, with the same numbers as if it had never stopped.
       progress: show a progress bar with losses and accuracies on stderr.
       on_step: called with the record of every step.
+      on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run after the last complete
+        step and it is saved: "raise" raises tsjax.Interrupted, whose `result` is the TrainedHeads;
+        "return" returns them. A second Ctrl-C raises KeyboardInterrupt at once.
 
     Returns:
-      TrainedHeads. Ctrl-C and SIGTERM end the run behind the last complete step and return what
-      there is, saved where asked; a second Ctrl-C raises KeyboardInterrupt.
+      TrainedHeads.
+
+    Raises:
+      Interrupted: see on_interrupt, and `generate`.
     """
+    check_on_interrupt(on_interrupt)
     if not isinstance(model, Model):
         raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
     refuse_unknown(list(changes), SETTING_NAMES, "argument")
@@ -172,7 +180,7 @@ def train_heads(
         finished = len(history) == settings.steps
         evaluation = run.evaluate(held) if held is not None and finished else []
     saving.finish(history, evaluation)
-    return TrainedHeads(
+    trained = TrainedHeads(
         model=run.trained_model(),
         history=history,
         evaluation=evaluation,
@@ -182,6 +190,8 @@ def train_heads(
         problems=tuple(saving.problems),
         unsaved=saving.unsaved,
     )
+    interrupt.finish(trained, on_interrupt)
+    return trained
 
 
 # --- arguments -------------------------------------------------------------------------------
@@ -226,7 +236,10 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
             f"save_to={folder!r} is not valid: it holds a run; pass resume=True (--resume) to go "
             "on with it, or choose another folder"
         )
-    others = set(os.listdir(folder)) - FILES if os.path.isdir(folder) else set()
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    others = (
+        set(map(final_name, found)) - FILES - {PROBE}
+    )  # a kill may leave what was being written
     if others:
         raise FileExistsError(
             f"save_to={folder!r} is not valid: it has {sorted(others)[0]!r}; choose a folder of "
@@ -234,8 +247,8 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
         )
     try:
         os.makedirs(folder, exist_ok=True)
-        write_text(os.path.join(folder, ".writable"), "")
-        os.unlink(os.path.join(folder, ".writable"))
+        write_text(os.path.join(folder, PROBE), "")
+        os.unlink(os.path.join(folder, PROBE))
     except OSError as error:
         raise PermissionError(
             f"save_to={folder!r} is not valid: a folder that can be written; {error}"

@@ -197,6 +197,7 @@ def heads(args: argparse.Namespace, argv: list[str]) -> None:
         save_to=args.work / folder.HEADS,
         resume=args.resume,
         progress=True,
+        on_interrupt="return",
         num_heads=folder.NUM_HEADS,
         **{name: getattr(args, name) for name in HEADS},
     )

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two models have one fingerprint where they say the same, however they are stored."""
+
+import dataclasses
+import hashlib
+import json
+import re
+
+import hf_fixtures
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_model
+
+import tsjax
+from tsjax import fingerprint
+from tsjax.fingerprint import model_fingerprint, sampled_points
+
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+BIASES = tuple(f"{name}_bias" for name in MATRICES)
+WITH_ALL = dict(qkv_bias=True, out_bias=True, mlp_bias=True, qk_norm=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Every optional tensor, and random numbers in all of them."""
+    made = tiny_model(**WITH_ALL)
+    leaves, tree = jax.tree.flatten(made.params)
+    rng = np.random.default_rng(1)
+    noise = [0.1 * rng.standard_normal(leaf.shape, np.float32) for leaf in leaves]
+    return made.replace(params=jax.tree.unflatten(tree, map(jnp.add, leaves, noise)))
+
+
+def with_layer(model, **change):
+    """The model with one tensor of its last layer changed by a function of a NumPy array."""
+    ((name, function),) = change.items()
+    weights = model.params.model
+    *others, last = weights.layers
+    changed = jnp.asarray(function(np.array(getattr(last, name))))
+    layers = (*others, last.replace(**{name: changed}))
+    return model.replace(params=model.params.replace(model=weights.replace(layers=layers)))
+
+
+def with_weight(model, **change):
+    """The same for `embed`, `unembed` and `final_norm`."""
+    ((name, function),) = change.items()
+    weights = model.params.model
+    changed = jnp.asarray(function(np.array(getattr(weights, name))))
+    return model.replace(params=model.params.replace(model=weights.replace(**{name: changed})))
+
+
+def swapped(array, axis, left, right):
+    order = np.arange(array.shape[axis])
+    order[[left, right]] = right, left
+    return np.take(array, order, axis)
+
+
+def changed_at(array, index):
+    array[index] += 0.01
+    return array
+
+
+def low_rank(array):
+    rng = np.random.default_rng(2)
+    rows, columns = array.shape[0], array[0].size
+    update = rng.standard_normal((rows, 1)) @ rng.standard_normal((1, columns))
+    return array + 1e-3 * update.reshape(array.shape).astype(array.dtype)
+
+
+# --- what it sees -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MATRICES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: 2 * a,
+        low_rank,
+        lambda a: np.roll(a, 1, axis=0),
+        lambda a: swapped(a, 0, 1, -1),
+        lambda a: swapped(a, -1, 2, -2),
+        lambda a: changed_at(a, 3),
+        lambda a: changed_at(a, (..., 4)),
+    ],
+    ids=["doubled", "low rank", "rolled", "two inputs", "two outputs", "an input", "an output"],
+)
+def test_a_changed_matrix_is_seen(model, name, change):
+    assert model_fingerprint(with_layer(model, **{name: change})) != model_fingerprint(model)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_changed_head_is_seen(model, name):
+    for head in range(2):
+        other = with_layer(model, **{name: lambda a: changed_at(a, (slice(None), head))})  # noqa: B023
+        assert model_fingerprint(other) != model_fingerprint(model)
+
+
+@pytest.mark.parametrize("name", [*BIASES, "attn_norm", "mlp_norm", "q_norm", "k_norm"])
+def test_each_number_of_a_vector_is_seen(model, name):
+    other = with_layer(model, **{name: lambda a: changed_at(a, (..., -2))})
+    assert model_fingerprint(other) != model_fingerprint(model)
+
+
+@pytest.mark.parametrize(("name", "token"), [("embed", 7), ("unembed", (..., 7))])
+def test_one_token_of_the_vocabulary_is_seen(model, name, token):
+    other = with_weight(model, **{name: lambda a: changed_at(a, token)})
+    assert model_fingerprint(other) != model_fingerprint(model)
+
+
+def test_exchanged_tensors_are_seen(model):
+    first, last = model.params.model.layers
+    layers = (last, first)
+    weights = model.params.model.replace(layers=layers)
+    other = model.replace(params=model.params.replace(model=weights))
+    assert model_fingerprint(other) != model_fingerprint(model)
+    assert first.k.shape == first.v.shape
+    layers = (first, last.replace(k=last.v, v=last.k))
+    weights = model.params.model.replace(layers=layers)
+    other = model.replace(params=model.params.replace(model=weights))
+    assert model_fingerprint(other) != model_fingerprint(model)
+
+
+def test_a_transposed_matrix_is_seen():
+    square = tiny_model(mlp_dim=32)
+    other = with_layer(square, gate=np.transpose)
+    assert model_fingerprint(other) != model_fingerprint(square)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"norm_eps": 1e-6},
+        {"rope": tsjax.RopeConfig(theta=500000.0)},
+        {"rope": tsjax.RopeConfig(kind="linear", factor=2.0)},
+    ],
+    ids=str,
+)
+def test_settings_that_choose_tokens_are_seen(change):
+    assert model_fingerprint(tiny_model(**change)) != model_fingerprint(tiny_model())
+
+
+def test_another_dtype_is_seen():
+    prints = {model_fingerprint(tiny_model(dtype=dtype)) for dtype in ("float32", "bfloat16")}
+    assert len(prints) == 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (6, 4), (4, 6), (48, 48), (97, 10), (10, 97)])
+def test_each_row_and_each_column_has_a_point(shape):
+    rows, columns = sampled_points(*shape)
+    assert set(rows.tolist()) == set(range(shape[0]))
+    assert set(columns.tolist()) == set(range(shape[1]))
+    assert len(rows) == len(columns) == max(shape)
+    if min(shape) > 4:  # neighbours are far from one another, in both directions
+        assert abs(np.diff(columns)).min() > 1
+
+
+# --- what it does not see -----------------------------------------------------------------------
+
+
+def test_what_changes_no_token_is_not_seen():
+    plain = model_fingerprint(tiny_model())
+    for change in (
+        {"num_draft_heads": 2},
+        {"num_draft_heads": 2, "head_accuracy": (0.5, 0.4)},
+        {"max_positions": 64},
+        {"family": "mistral"},
+    ):
+        assert model_fingerprint(tiny_model(**change)) == plain
+
+
+@pytest.mark.parametrize("shape", [(1, 4), (2, 2)])
+def test_a_mesh_has_the_same(shape):
+    mesh = jax.make_mesh(shape, ("data", "model"))
+    placed = tiny_model(mesh=mesh, **WITH_ALL)
+    assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(placed.params))
+    assert model_fingerprint(placed) == model_fingerprint(tiny_model(**WITH_ALL))
+
+
+def test_it_is_that_of_the_huggingface_tensors(tmp_path):
+    """Computed here from the files alone, then from the model, converted and on its way back."""
+    settings = {"attention_bias": True, "mlp_bias": True, "rope_theta": 500000.0}
+    theirs = hf_fixtures.tensors(hf_fixtures.config(**settings))
+    hf_fixtures.make(tmp_path / "hf", **settings)
+    model = tsjax.load(tmp_path / "hf")
+    cfg = dataclasses.asdict(model.cfg)
+    left_out = ("num_draft_heads", "head_accuracy", "family", "max_positions")
+    # The last three are as by default.
+    for name in (*left_out, "dtype", "tie_embeddings", "qk_norm"):
+        del cfg[name]
+    digest = hashlib.sha256(
+        json.dumps(cfg | {"rope": {"theta": 500000.0}}, sort_keys=True).encode()
+    )
+    for name in sorted(theirs):
+        tensor = np.asarray(theirs[name])
+        digest.update(name.encode())
+        if tensor.ndim == 2:
+            tensor = tensor[sampled_points(*tensor.shape)]
+        digest.update(tensor.tobytes())
+    assert model_fingerprint(model) == digest.hexdigest()[:16]
+    tsjax.save(model, tmp_path / "converted")
+    assert model_fingerprint(tsjax.load(tmp_path / "converted")) == digest.hexdigest()[:16]
+
+
+def test_it_stays_what_it_was():
+    """Files hold it: another rule needs another format of theirs."""
+    assert model_fingerprint(tiny_model()) == "99c19b8175a93d3a"
+    assert model_fingerprint(tiny_model(dtype="bfloat16", **WITH_ALL)) == "e66f379fbae10fb8"
+
+
+# --- what it costs ------------------------------------------------------------------------------
+
+
+def test_no_matrix_is_copied_or_gathered():
+    mesh = jax.make_mesh((1, 4), ("data", "model"))
+    for model in (tiny_model(mlp_dim=512), tiny_model(mlp_dim=512, mesh=mesh)):
+        matrix = model.params.model.layers[0].gate  # [32, 512], its columns on four devices
+        points = sampled_points(512, 32)
+        compiled = fingerprint._take.lower(matrix, points[::-1]).compile()
+        assert not re.search(r"all-gather|all-to-all|collective-permute", compiled.as_text())
+        assert compiled.memory_analysis().temp_size_in_bytes < matrix.nbytes / 4
+
+
+# --- who asks for it ----------------------------------------------------------------------------
+
+
+def test_a_run_of_a_model_with_equal_norms_is_not_resumed(model, tmp_path):
+    path = tmp_path / "run.json"
+    tsjax.generate(model.replace(path="here"), [1, 2, 3], max_new_tokens=4, save_to=path)
+    other = with_layer(model, q=lambda a: 2 * a)
+    message = "saved with another model: load that of the run, which was loaded from 'here'"
+    with pytest.raises(ValueError, match=message):
+        tsjax.generate(other, resume_from=path)
+
+
+def test_another_dtype_is_named(tmp_path):
+    path = tmp_path / "run.json"
+    tsjax.generate(tiny_model(), [1, 2, 3], max_new_tokens=4, save_to=path)
+    with pytest.raises(ValueError, match="'float32', the model has 'bfloat16': load it with dtype"):
+        tsjax.generate(tiny_model(dtype="bfloat16"), resume_from=path)
