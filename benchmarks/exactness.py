@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a verification rule does to the law of the text, where that law is known exactly.
+"""What keeps the tokens the same, and where it ends: verification rules, and bfloat16's near-ties.
+
+Without --model: what a verification rule does to the law of the text, where it is known exactly.
 
 The "model" draws every token independently: its best token has probability 0.29. Drafts propose
 that token first, and a tree of 27 leaves with 20 n-grams repeats it in 47 rows. Counted is how
@@ -9,7 +11,12 @@ often each rule emits it.
   code and Algorithm 1 of the paper), simulated in NumPy;
 * per node: one decision for each node of the trie, by tsjax.generate, the product itself.
 
+With --model: where n-gram drafts part from plain decoding in bfloat16, whose passes over several
+rows round otherwise than those over one; and, for each of the drafted tokens, whether plain
+decoding would have chosen it behind the same text (tsjax.check_run).
+
     python benchmarks/exactness.py --out benchmarks/results/cpu
+    python benchmarks/exactness.py --model embedded PATH --out benchmarks/results/cpu
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -76,15 +84,86 @@ def per_row(steps: int, rng) -> tuple[np.ndarray, float, float]:
     return counts, accepted / steps, first / steps
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=50_000)
-    parser.add_argument("--seed", type=int, default=0)
-    report.add_out(parser)
-    args = parser.parse_args()
+PROMPTS = ("Once upon a time", "The old house stood on the hill, and", "She said that she would")
+SETTINGS = {
+    "greedy": {},
+    "sampled": dict(do_sample=True, min_p=0.1),
+    "sampled, penalty 1.2 in 64": dict(
+        do_sample=True, min_p=0.1, repetition_penalty=1.2, repetition_window=64
+    ),
+}
+METHODS = ("ngram", "tokenswift")
+LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 
+
+def near_ties(names: list[str], dtype: str, tokens: int) -> dict:
+    """Runs with drafts beside the same runs without: where they part, and what parted them."""
     import tsjax
 
+    def checked(model, prompt, method, asked):
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/run.json"
+            result = tsjax.generate(model, prompt, method=method, save_to=path, **asked)
+            return result.tokens[0], tsjax.check_run(model, path)
+
+    rows, plain_departures = [], 0
+    for name in names:
+        model = tsjax.load(tsjax.EMBEDDED if name == "embedded" else name, dtype=dtype)
+        for (setting, values), prompt in itertools.product(SETTINGS.items(), PROMPTS):
+            asked = dict(
+                max_new_tokens=tokens, eos_token_id=(), exceed_max_positions=True, **values
+            )
+            plain, found = checked(model, prompt, "autoregressive", asked)
+            plain_departures += len(found.departures)
+            for method in METHODS:
+                emitted, found = checked(model, prompt, method, asked)
+                other = np.flatnonzero(emitted != plain)
+                behind = [d.behind for d in found.departures if np.isfinite(d.behind)]
+                row = {
+                    "model": name, "setting": setting, "prompt": prompt, "method": method,
+                    "tokens": found.num_tokens,
+                    "parted_after": int(other[0]) if other.size else None,
+                    "departures": len(found.departures),
+                    "truncated": len(found.departures) - len(behind),
+                    "largest_behind": max(behind, default=0.0),
+                    "leads_below": {f"{lead:g}": found.num_below(lead) for lead in LEADS},
+                }  # fmt: skip
+                rows.append(row)
+                print(*row.values(), flush=True)
+    total, departures = (sum(row[key] for row in rows) for key in ("tokens", "departures"))
+    parted = [row["parted_after"] for row in rows if row["parted_after"] is not None]
+    return {
+        "dtype": dtype,
+        "runs": len(rows),
+        "tokens_per_run": tokens,
+        "parted": len(parted),
+        "parted_after": report.summary(parted) if parted else None,
+        "tokens": total,
+        "departures": departures,
+        "departures_per_1000": 1000 * departures / total,
+        "plain_departures": plain_departures,
+        "rows": rows,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, help="default: 50,000, with --model 384 in a run")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", nargs="+", metavar="PATH", help="'embedded' is one, too")
+    parser.add_argument("--dtype", default="bfloat16", help="with --model (default: %(default)s)")
+    report.add_out(parser)
+    args = parser.parse_args()
+    if args.model:
+        report.write(near_ties(args.model, args.dtype, args.tokens or 384), args.out, "near_ties")
+    else:
+        verification_rules(args)
+
+
+def verification_rules(args: argparse.Namespace) -> None:
+    import tsjax
+
+    args.tokens = args.tokens or 50_000
     model = model_of_law()
     method = tsjax.TokenSwift(
         tree=TREE, draft_passes=4, draft_budget=64, num_sinks=4, noise_coupled=False,

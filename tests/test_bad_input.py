@@ -5,6 +5,7 @@ import json
 import math
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from helpers import VOCAB, RecordingStreamer, compilations, save_tokenizer, tiny
 
 import tsjax
 from tsjax import generation, request
+from tsjax.__main__ import main
 from tsjax.cache import cache_bytes
+from tsjax.saved_run import read_run
 
 PROMPT = [1, 2, 3]
 MAX_POSITIONS = 100
@@ -152,11 +155,144 @@ def test_settings(model, settings, words, no_compute):
     refused(ValueError, lambda: tsjax.generate(model, PROMPT, **settings), *words)
 
 
+SAMPLING: dict = {
+    "temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1, "min_tokens_to_keep": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SAMPLING)
+def test_what_only_sampling_reads_is_refused_without_it(model, name, no_compute):
+    setting = {name: SAMPLING[name]}
+    words = (f"{name}={SAMPLING[name]}", "do_sample=True (--do-sample)", "leave it out")
+    for call in (
+        lambda: tsjax.generate(model, PROMPT, **setting),
+        lambda: tsjax.generate(model, PROMPT, do_sample=False, **setting),
+        lambda: tsjax.stream(model, PROMPT, **setting),
+        lambda: tsjax.GenerationConfig(**setting),
+        lambda: tsjax.GenerationConfig(do_sample=True).replace(do_sample=False, **setting),
+    ):
+        refused(ValueError, call, *words)
+    sampled = tsjax.GenerationConfig(do_sample=True, **setting)
+    assert getattr(sampled, name) == SAMPLING[name]
+    assert sampled.replace(do_sample=False, seed=3) == tsjax.GenerationConfig(seed=3)
+    neutral = {name: getattr(tsjax.GenerationConfig(), name)}
+    assert tsjax.GenerationConfig(**neutral) == tsjax.GenerationConfig()
+
+
+def test_what_only_sampling_reads_is_refused_on_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(tsjax, "load", lambda *args, **kwargs: pytest.fail("a model was read"))
+    for name, value in SAMPLING.items():
+        flag = "--" + name.replace("_", "-")
+        assert main(["generate", "model", "Once", flag, str(value)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"tsjax: error: {name}={value}") and "--do-sample" in line
+
+
+HABITS = {
+    "max_length": ["max_new_tokens"],
+    "max_tokens": ["max_new_tokens"],
+    "stop": ["stop_strings", "eos_token_id"],
+    "n": ["prompt several times", "seed", "leave it out"],
+    "num_return_sequences": ["prompt several times", "seed", "leave it out"],
+    "num_beams": ["beam search", "leave it out"],
+    "length_penalty": ["beam search", "leave it out"],
+    "logit_bias": ["suppress_tokens"],
+    "presence_penalty": ["repetition_penalty", "repetition_window"],
+    "frequency_penalty": ["repetition_penalty", "repetition_window"],
+    "no_repeat_ngram_size": ["repetition_penalty", "leave it out"],
+    "pad_token_id": ["leave it out", "list"],
+    "temp": ["temperature", "do_sample"],
+    "stream": ["tsjax.stream(...)"],
+    "max_time": ["tsjax.stream(...)"],
+}
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_habits_from_other_programs_get_a_hint(model, name, no_compute, capsys):
+    for call in (
+        lambda: tsjax.generate(model, PROMPT, **{name: 1}),
+        lambda: tsjax.stream(model, PROMPT, **{name: 1}),
+        lambda: tsjax.GenerationConfig().replace(**{name: 1}),
+        lambda: tsjax.GenerationConfig.from_hf({}, **{name: 1}),
+    ):
+        refused(TypeError, call, f"unknown argument {name!r}: ", *HABITS[name])
+    flag = "--" + name.replace("_", "-")
+    for words in ([flag, "1"], [f"{flag}=1"]):
+        with pytest.raises(SystemExit) as ended:
+            main(["generate", "model", "Once", *words])
+        assert ended.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"tsjax: error: unknown argument {flag}: ")
+        for word in HABITS[name]:
+            setting = word in tsjax.GenerationConfig.__dataclass_fields__
+            assert ("--" + word.replace("_", "-") if setting else word) in line
+
+
+def test_other_unknown_flags_are_named(capsys):
+    for argv in (["generate", "model", "Once", "--zzz"], ["demo", "--n", "3"]):
+        with pytest.raises(SystemExit) as ended:
+            main(argv)
+        assert ended.value.code == 2
+        assert f"unrecognized arguments: {' '.join(argv[-1 - ('3' in argv) :])}" in (
+            capsys.readouterr().err
+        )
+
+
+MESSAGE = {"role": "user", "content": "Who are you?"}
+
+
+@pytest.mark.parametrize(
+    "chat", [MESSAGE, [MESSAGE], [[MESSAGE], [MESSAGE]], {"messages": [MESSAGE]}], ids=str
+)
+def test_chat_messages_need_a_template_first(model, chat, no_compute):
+    refused(
+        ValueError,
+        lambda: tsjax.generate(model, chat),
+        "prompt=", "chat messages", "model.tokenizer.apply_chat_template(messages",
+    )  # fmt: skip
+
+
+def test_the_line_for_chat_messages_works(tmp_path):
+    folder = save_tokenizer(tmp_path)
+    model, messages = tiny_model(path=folder), [{"role": "user", "content": "the hen"}]
+    with pytest.raises(ValueError, match="chat messages") as caught:
+        tsjax.generate(model, messages, max_new_tokens=3)
+    model.tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    line = str(caught.value).partition("first: prompt=")[2]
+    prompt = eval(line, {"model": model, "messages": messages})
+    templated = tsjax.generate(model, prompt, max_new_tokens=3)
+    plain = tsjax.generate(model, "the hen", max_new_tokens=3)
+    # A template says itself where special tokens go.
+    assert templated.stats.prompt_tokens[0] == plain.stats.prompt_tokens[0] - 1
+
+
+def test_generate_inside_jit_is_refused(model, no_compute):
+    array = np.asarray(PROMPT)
+    weights = tsjax.Model(model.params, cfg=model.cfg)
+    for what, call in (
+        ("prompt", lambda: jax.jit(lambda x: tsjax.generate(weights, x).tokens)(array)),
+        ("prompt", lambda: jax.jit(lambda x: list(tsjax.stream(weights, [x, [1]])))(array)),
+        ("prompt", lambda: jax.vmap(lambda x: tsjax.generate(weights, x).tokens)(array[None])),
+        ("call", lambda: jax.jit(lambda: tsjax.generate(weights, PROMPT).tokens)()),
+        (
+            "model",
+            lambda: jax.jit(
+                lambda params: tsjax.generate(tsjax.Model(params, cfg=model.cfg), PROMPT).tokens
+            )(model.params),
+        ),
+    ):
+        refused(
+            TypeError, call, f"a traced {what}", "tsjax.prefill", "tsjax.decode",
+            "examples/inside_jit.py",
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "suggestion"),
     [
         ("temprature", "did you mean 'temperature'?"),
-        ("max_tokens", "did you mean 'max_new_tokens'?"),
+        ("max_new_token", "did you mean 'max_new_tokens'?"),
         ("topk", "did you mean 'top_k'?"),
         ("repetition_penalties", "did you mean 'repetition_penalty'?"),
         ("zzz", "known: do_sample, eos_token_id"),
@@ -302,7 +438,8 @@ def test_resuming_from_what_is_no_run(model, tmp_path, no_compute):
         {"finish_reason": []},
         {"finish_reason": ["eos", "eos"]},
         {"single": True, "prompt": 5},
-        {"config": {"top_k": -1}},
+        {"config": {"min_new_tokens": -1}},
+        {"config": [1]},
         {"config": {"zzz": 1}},
     ],
     ids=repr,
@@ -353,6 +490,19 @@ def test_resuming_with_other_settings(model, saved, no_compute):
     )  # fmt: skip
 
 
+def test_an_older_greedy_run_may_hold_values_that_nothing_read(model, saved, tmp_path):
+    with open(saved, encoding="utf-8") as file:
+        document = json.load(file)
+    for number, reading in enumerate(({}, {"do_sample": False})):
+        path = tmp_path / f"{number}.json"
+        path.write_text(
+            json.dumps(document | {"config": reading | {"max_new_tokens": 16} | SAMPLING})
+        )
+        assert read_run(path).config == tsjax.GenerationConfig(max_new_tokens=16)
+        again = tsjax.generate(model, resume_from=path)
+        assert again.tokens[0].tolist() == document["tokens"][0]
+
+
 # --- HuggingFace's generation_config.json -------------------------------------------------------
 
 BOTH = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}
@@ -382,7 +532,12 @@ def test_from_hf_reads_every_kind_of_source(tmp_path):
         ({}, {}),
         ({"do_sample": True}, {"do_sample": True, "top_k": 50}),
         ({"do_sample": True, "top_k": 0}, {"do_sample": True}),
-        ({"temperature": 0.0}, {}),  # HuggingFace does not read it without do_sample
+        ({"temperature": 0.0}, {}),  # HuggingFace does not read these without do_sample
+        ({"temperature": 0.6, "top_p": 2.0, "top_k": 5, "min_p": 0.1, "eta_cutoff": 0.1}, {}),
+        (
+            {"do_sample": False, "epsilon_cutoff": 0.1, "min_tokens_to_keep": 3, "seed": 1},
+            {"seed": 1},
+        ),
         ({"max_new_tokens": None, "eos_token_id": None}, {}),
         ({"num_beams": 1, "typical_p": 1.0, "no_repeat_ngram_size": 0}, {}),
         ({"transformers_version": "5.0.0", "pad_token_id": 0, "use_cache": True}, {}),
@@ -420,12 +575,28 @@ def test_from_hf_with_changes_is_as_if_the_file_said_so():
     assert greedy == tsjax.GenerationConfig()
 
 
+def test_from_hf_refuses_changes_that_nothing_reads():
+    for fields in ({}, {"top_p": 0.9}, {"do_sample": False}):
+        refused(
+            ValueError,
+            lambda: tsjax.GenerationConfig.from_hf(fields, min_p=0.2),  # noqa: B023
+            "min_p=0.2", "do_sample=True",
+        )  # fmt: skip
+    refused(
+        ValueError,
+        lambda: tsjax.GenerationConfig.from_hf(BOTH, do_sample=False, min_p=0.2),
+        "min_p=0.2",
+    )
+    assert tsjax.GenerationConfig.from_hf(BOTH, do_sample=False).eos_token_id == (1, 2)
+
+
 def test_from_hf_refuses_bad_sources(tmp_path):
     path = tmp_path / "generation_config.json"
     refused(FileNotFoundError, lambda: tsjax.GenerationConfig.from_hf(tmp_path), str(path))
     path.write_text("{")
     refused(ValueError, lambda: tsjax.GenerationConfig.from_hf(path), str(path), "not valid JSON")
-    refused(ValueError, lambda: tsjax.GenerationConfig.from_hf({"top_p": 2.0}), "top_p=2.0")
+    wrong = {"top_p": 2.0, "do_sample": True}
+    refused(ValueError, lambda: tsjax.GenerationConfig.from_hf(wrong), "top_p=2.0")
     refused(
         TypeError,
         lambda: tsjax.GenerationConfig.from_hf({}, temprature=1.0),

@@ -36,6 +36,7 @@ from helpers import (
 
 import tsjax
 from tsjax import generation
+from tsjax.config import without_unread
 
 PROMPT = [1, 2, 3]
 RAGGED = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]
@@ -205,7 +206,7 @@ def test_neither_batch_nor_chunks_nor_stream_nor_repetition_matter(
 ):
     """Any settings: run in one go, in odd chunks, streamed, alone, and once more."""
     model = tiny_model()
-    settings |= {"max_new_tokens": max_new_tokens}
+    settings = without_unread(settings) | {"max_new_tokens": max_new_tokens}
     whole = tsjax.generate(model, RAGGED, **settings)
     sizes = itertools.cycle(chunks)
     with pytest.MonkeyPatch.context() as patch:

@@ -52,6 +52,7 @@ ROWS = {
     "tsjax.interrupt": 9,
     "tsjax.compression": 9,
     "tsjax.generation": 9,
+    "tsjax.replay": 9,
     "tsjax.saved_training": 9,
     "tsjax.training": 9,
     "tsjax": 10,

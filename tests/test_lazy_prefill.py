@@ -113,19 +113,48 @@ def test_operations_of_llama_2_7b(cuts, factors):
         assert found == pytest.approx(factor, abs=0.011)
 
 
-@hypothesis.given(st.floats(1.0, 3.0), st.integers(8, 80), st.integers(200, 100_000))
-def test_auto_meets_the_factor_and_not_much_more(speedup, layers, tokens):
+def operations(cfg, counts) -> fractions.Fraction:
+    """Of layers that compute `counts` tokens each, from the shapes of their matrix products."""
+    total = fractions.Fraction(0)
+    for count in counts:
+        queries, keys = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
+        for rows, inner, columns in (
+            (count, cfg.embed_dim, queries),  # q
+            (count, cfg.embed_dim, keys),  # k
+            (count, cfg.embed_dim, keys),  # v
+            (count, queries, cfg.embed_dim),  # o
+            (count, cfg.embed_dim, cfg.mlp_dim),  # gate
+            (count, cfg.embed_dim, cfg.mlp_dim),  # up
+            (count, cfg.mlp_dim, cfg.embed_dim),  # down
+            (count, queries, fractions.Fraction(count, 2)),  # scores, of half of the others
+            (count, fractions.Fraction(count, 2), queries),  # values, likewise
+        ):
+            total += 2 * rows * inner * columns
+    return total
+
+
+@hypothesis.given(st.floats(1.0, 2.6), st.integers(2, 80), st.integers(200, 100_000))
+def test_auto_is_one_late_cut_with_the_largest_share_that_meets_the_factor(speedup, layers, tokens):
     cfg = tiny_config(**{**LLAMA2_7B, "num_layers": layers})
-    cuts = cuts_for(speedup, cfg, tokens)
-    found = prompt_flops(cfg, tokens) / prompt_flops(cfg, tokens, cuts)
-    assert speedup <= found + 1e-9
-    # Shares are whole numbers of tokens; a whole layer more or less is a step of its own.
-    assert found <= speedup * 1.02 + 1 / layers
-    tsjax.LazyPrefill(keep=dict(cuts))
+    layer = math.ceil(3 * layers / 8)
+    whole = operations(cfg, [tokens] * layers)
+
+    def factor(hundredths: int) -> fractions.Fraction:
+        kept = math.ceil(fractions.Fraction(hundredths, 100) * tokens)
+        return whole / operations(cfg, [tokens] * layer + [kept] * (layers - layer))
+
+    fits = [hundredths for hundredths in range(2, 101) if factor(hundredths) >= speedup]
+    if fits:
+        assert cuts_for(speedup, cfg, tokens) == ((layer, max(fits) / 100),)
+    else:
+        with pytest.raises(ValueError, match=f"no earlier than behind layer {layer};") as caught:
+            cuts_for(speedup, cfg, tokens)
+        assert f"at most {math.floor(100 * factor(2)) / 100} with" in str(caught.value)
 
 
 def test_auto_refuses_what_it_cannot_meet():
-    with pytest.raises(
-        ValueError, match=r"speedup=50 is not valid: keep='auto' reaches at most \d"
-    ):
-        tsjax.LazyPrefill(keep="auto", speedup=50).resolved(tiny_config(num_layers=8), 1000)
+    lazy = tsjax.LazyPrefill(keep="auto", speedup=50)
+    with pytest.raises(ValueError, match=r"speedup=50 is not valid: .* at most 2\.\d+ with 8 "):
+        lazy.resolved(tiny_config(num_layers=8), 1000)
+    lazy = tsjax.LazyPrefill(keep="auto", speedup=2)
+    assert dict(lazy.resolved(tiny_config(**LLAMA2_7B), 4096).cuts) == {12: 0.21}

@@ -33,6 +33,7 @@ from helpers import (
 
 import tsjax
 from tsjax import generation
+from tsjax.config import without_unread
 from tsjax.decoding import programs
 from tsjax.methods import resolve_method
 from tsjax.tree import SOURCES
@@ -253,7 +254,7 @@ def cases(draw, batch: int):
     )
     least = settings.get("min_new_tokens", 0)
     settings["min_new_tokens"] = min(least, settings["max_new_tokens"])
-    return draw(st.integers(0, 2)), rows, settings
+    return draw(st.integers(0, 2)), rows, without_unread(settings)
 
 
 def check_equality(name: str, dtype: str, max_examples: int) -> None:

@@ -28,6 +28,7 @@ from helpers import (
 
 import tsjax
 from tsjax.cache import SELECT_BLOCK
+from tsjax.config import without_unread
 from tsjax.decoding import programs
 from tsjax.drafting import draft
 from tsjax.sampling import first_last_seen, score, step_noise
@@ -90,7 +91,7 @@ SETTINGS = st.fixed_dictionaries(
         "min_new_tokens": st.integers(0, 12),
         "suppress_tokens": st.lists(tokens, max_size=4),
     },
-)
+).map(without_unread)
 
 
 # --- each node's decision ------------------------------------------------------------------------

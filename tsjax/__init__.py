@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """tsjax: long text generation in JAX, with the same tokens as plain decoding.
 
+The same in float32 and float64; in bfloat16 and float16 drafts may part from it at a near-tie.
+
 The public list. What is not named here may change without notice.
 """
 
@@ -48,6 +50,11 @@ from tsjax.noise import row_keys as row_keys
 from tsjax.presets import model_preset as model_preset
 from tsjax.presets import preset as preset
 from tsjax.presets import training_preset as training_preset
+
+# Runs that were saved
+from tsjax.replay import Departure as Departure
+from tsjax.replay import RunCheck as RunCheck
+from tsjax.replay import check_run as check_run
 from tsjax.request import choose_method as choose_method
 from tsjax.sampling import sampling_values as sampling_values
 from tsjax.state import DecodeState as DecodeState
@@ -70,6 +77,7 @@ __all__ = [
     "Autoregressive",
     "DecodeConfig",
     "DecodeState",
+    "Departure",
     "GenerationConfig",
     "GenerationResult",
     "HeadTraining",
@@ -80,10 +88,12 @@ __all__ = [
     "NGram",
     "Params",
     "RopeConfig",
+    "RunCheck",
     "StepStats",
     "StreamChunk",
     "TokenSwift",
     "TrainedHeads",
+    "check_run",
     "choose_method",
     "compress_prompt",
     "decode",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `tsjax generate`, `tsjax train-heads` and `tsjax demo`.
+"""The command line: `tsjax generate`, `tsjax check`, `tsjax train-heads` and `tsjax demo`.
 
 Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
 one line on stderr and exit code 2, as is a run that could not be saved; an interrupted run prints
@@ -12,14 +12,23 @@ import argparse
 import ast
 import dataclasses
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from tsjax.config import DTYPES, GenerationConfig, check, refuse_unknown
+from tsjax.config import (
+    DTYPES,
+    GENERATION_NAMES,
+    HABITS,
+    GenerationConfig,
+    check,
+    refuse_unknown,
+)
 from tsjax.corpus import TOKEN_DTYPES
 from tsjax.demo import METHOD, PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
@@ -45,7 +54,8 @@ SETTING_HELP = {
     "suppress_tokens": "ids that are never chosen",
     "eos_token_id": "ids that end the text; the model's own by default, none with -1",
     "stop_strings": "strings that end the text",
-    "seed": "the same seed gives the same tokens, whatever the method",
+    "seed": "the same seed gives the same tokens, whatever the method (in bfloat16 and float16 but "
+    "for near-ties)",
 }
 TRAINING_HELP = {
     "num_heads": "heads to train; head i guesses the token i + 1 further",
@@ -63,6 +73,9 @@ TRAINING_HELP = {
     "chunk_tokens": "positions whose logits exist at a time",
     "seed": "of the first weights and of the order of the sequences",
 }
+LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check
+MOST_SHOWN = 5
+
 # What a wrong argument, a damaged file, a missing package or too little memory raise.
 EXPECTED_ERRORS = (
     ValueError,
@@ -94,7 +107,10 @@ TRAINING_EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_unknown_arguments(args, unknown))
     try:
         return args.run(args)
     except BrokenPipeError:  # whoever read the output has had enough
@@ -105,6 +121,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
+    """What to write instead of a flag that other programs have."""
+    for word in unknown if args.run is _generate else ():
+        name = word.partition("=")[0].lstrip("-").replace("-", "_")
+        if word.startswith("-") and name in HABITS:
+            hint = re.sub(r"\w+", lambda found: _flag_of(found.group()), HABITS[name])
+            return f"unknown argument {word.partition('=')[0]}: {hint}"
+    return f"unrecognized arguments: {' '.join(unknown)}"
+
+
+def _flag_of(word: str) -> str:
+    return "--" + word.replace("_", "-") if word in GENERATION_NAMES else word
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,8 +169,9 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--method",
         choices=sorted(METHODS),
-        help="how to decode; every method returns the same tokens (default: autoregressive, or "
-        "that of the run which is resumed)",
+        help="how to decode; every method returns the same tokens in float32 and float64, in "
+        "bfloat16 and float16 drafts may part from plain decoding at a near-tie, see tsjax check "
+        "(default: autoregressive, or that of the run which is resumed)",
     )
     generate.add_argument(
         "--method-options",
@@ -193,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_settings(generate)
     generate.set_defaults(run=_generate)
 
+    _add_check(commands)
     _add_train_heads(commands)
 
     demo = commands.add_parser(
@@ -217,6 +249,24 @@ def _parser() -> argparse.ArgumentParser:
                       help="fields of TokenSwift, as in tsjax generate")  # fmt: skip
     demo.set_defaults(run=_demo)
     return parser
+
+
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="compare a saved run's tokens with plain decoding",
+        description="Judges each new token of a run behind the run's own text, by plain decoding's "
+        "passes of one row: which tokens plain decoding would not have chosen, and how near a tie "
+        "the others were. In float32 and float64 there are none, whatever the method; in bfloat16 "
+        "and float16 drafts may part from plain decoding at a near-tie. Exit code 1 if there are "
+        "any.",
+    )
+    parser.add_argument("saved", metavar="RUN", help="a file that --save-to wrote")
+    parser.add_argument("--model", metavar="PATH", help="the model, if it is not where it was")
+    parser.add_argument("--dtype", choices=DTYPES, help="the run's, which is the default")
+    parser.add_argument("--progress", action="store_true", help="progress bar on stderr")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=_check)
 
 
 def _add_train_heads(commands: Any) -> None:
@@ -456,6 +506,68 @@ def _generate(args: argparse.Namespace) -> int:
     if args.save_to is not None:
         print(f"[go on with --resume-from {args.save_to}]", file=sys.stderr)
     return 130
+
+
+def _check(args: argparse.Namespace) -> int:
+    import tsjax
+    from tsjax.request import tokenizer_of
+    from tsjax.saved_run import read_run
+
+    saved = read_run(args.saved, "run")
+    path, dtype = args.model or saved.model_path, saved.dtype or args.dtype
+    if path is None:
+        raise ValueError(f"run={args.saved!r} does not say where its model is: give --model PATH")
+    check(args.dtype in (None, dtype), "--dtype", args.dtype, f"the run's, {dtype}")
+    model = tsjax.load(path, dtype=dtype)
+    found = tsjax.check_run(model, args.saved, progress=args.progress)
+    below = {f"{lead:g}": found.num_below(lead) for lead in LEADS}
+    if args.json:
+        nearest = [
+            {"row": row, "index": index, "lead": lead}
+            for row, index, lead in found.nearest(MOST_SHOWN)
+        ]
+        document = {
+            "run": args.saved,
+            "model": path,
+            "dtype": found.dtype,
+            "rows": len(found.leads),
+            "tokens": found.num_tokens,
+            "departures": [dataclasses.asdict(d) for d in found.departures],
+            "departures_per_1000": found.departures_per_1000,
+            "leads_below": below,
+            "nearest": nearest,
+        }
+        print(json.dumps(_finite(document)))
+        return 1 if found.departures else 0
+
+    tokenizer = tokenizer_of(model)
+
+    def shown(token: int) -> str:
+        return f"{token} {tokenizer.decode([token])!r}" if tokenizer is not None else str(token)
+
+    print(f"{found.num_tokens} tokens in {len(found.leads)} rows, {found.dtype}")
+    print(f"not plain decoding's choice: {len(found.departures)} "
+          f"({found.departures_per_1000:.2f} per 1,000)")  # fmt: skip
+    for d in found.departures[:MOST_SHOWN]:
+        print(f"  row {d.row}, token {d.index}: {shown(d.token)}, not {shown(d.choice)}, "
+              f"which leads it by {d.behind:.3g}")  # fmt: skip
+    if len(found.departures) > MOST_SHOWN:
+        print(f"  and {len(found.departures) - MOST_SHOWN} more")
+    print("plain decoding's choice leads the next best by less than")
+    print("  " + ", ".join(f"{lead}: {count} tokens" for lead, count in below.items()))
+    print("the nearest")
+    for row, index, lead in found.nearest(MOST_SHOWN):
+        print(f"  row {row}, token {index}: by {lead:.3g}")
+    return 1 if found.departures else 0
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _train_heads(args: argparse.Namespace) -> int:

@@ -19,7 +19,7 @@ import json
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -30,6 +30,40 @@ def check(condition: bool, argument: str, value: Any, wanted: str) -> None:
     """Raises the one kind of message this library has for a wrong argument."""
     if not condition:
         raise ValueError(f"{argument}={value!r} is not valid: {wanted}")
+
+
+# What users of other programs type from habit, and what to write here. The command line says the
+# same, with its flags for the names of settings.
+HABITS = {
+    "max_length": "write max_new_tokens, which leaves the prompt out of the count",
+    "max_tokens": "write max_new_tokens",
+    "max_completion_tokens": "write max_new_tokens",
+    "min_length": "write min_new_tokens, which leaves the prompt out of the count",
+    "min_tokens": "write min_new_tokens",
+    "max_time": "there is no limit of time; leave a loop over tsjax.stream(...) when it is enough",
+    "stop": "write stop_strings for texts, or eos_token_id for token ids",
+    "stop_token_ids": "write eos_token_id",
+    "temp": "write temperature, beside do_sample",
+    "n": "leave it out; for several texts pass the prompt several times, as repeated prompts give "
+    "different texts, or run it again with another seed",
+    "num_beams": "there is no beam search; leave it out",
+    "length_penalty": "it belongs to beam search, which tsjax does not have; leave it out",
+    "early_stopping": "it belongs to beam search, which tsjax does not have; leave it out",
+    "logit_bias": "leave it out; suppress_tokens bars tokens altogether",
+    "presence_penalty": "leave it out; repetition_penalty divides the logits of tokens that the "
+    "last repetition_window tokens hold, 1.2 say",
+    "no_repeat_ngram_size": "leave it out; repetition_penalty and repetition_window are what tsjax "
+    "has against repetition",
+    "pad_token_id": "leave it out: nothing is padded; prompts of different lengths make one list",
+    "attention_mask": "leave it out: nothing is padded; the tokenizer's whole output is a prompt",
+    "input_ids": "pass the token ids as prompt",
+    "use_cache": "leave it out: the cache is always used",
+    "stream": "leave it out and call tsjax.stream(...), which yields text as it comes; the command "
+    "line prints it so by itself",
+    "generation_config": "pass config=tsjax.GenerationConfig.from_hf(...)",
+}
+HABITS["num_return_sequences"] = HABITS["best_of"] = HABITS["n"]
+HABITS["frequency_penalty"] = HABITS["presence_penalty"]
 
 
 def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str) -> None:
@@ -159,7 +193,8 @@ class GenerationConfig:
 
     Processors run in HuggingFace's order: repetition penalty, min_new_tokens, suppress_tokens and,
     when sampling, temperature, top_k, top_p, min_p, epsilon_cutoff, eta_cutoff. A neutral value
-    switches a processor off. Unlike HuggingFace, `top_k` is off by default (theirs is 50).
+    switches a processor off, and without do_sample a value of these that is not neutral is refused.
+    Unlike HuggingFace, `top_k` is off by default (theirs is 50).
     """
 
     max_new_tokens: int = 256
@@ -219,8 +254,8 @@ class GenerationConfig:
             check_float(getattr(self, name), name, low, high)
         if self.temperature == 0.0:
             raise ValueError(
-                "temperature=0.0 is not valid: a positive number; for greedy decoding leave "
-                "do_sample=False"
+                "temperature=0.0 is not valid: a positive number; for greedy decoding leave it out "
+                "and do_sample=False"
             )
         check(
             self.repetition_penalty > 0,
@@ -244,8 +279,20 @@ class GenerationConfig:
             "a string or a list of non-empty strings",
         )
 
+        if not self.do_sample:
+            for name, neutral in SAMPLING_DEFAULTS.items():
+                check(
+                    getattr(self, name) == neutral,
+                    name,
+                    getattr(self, name),
+                    "only sampling reads it; add do_sample=True (--do-sample), or leave it out",
+                )
+
     def replace(self, **changes: Any) -> GenerationConfig:
-        refuse_unknown(list(changes), GENERATION_NAMES, "argument")
+        """The same with other values; do_sample=False takes those of sampling back."""
+        refuse_unknown_settings(changes)
+        if not changes.get("do_sample", True):
+            changes = {**SAMPLING_DEFAULTS, **changes}
         return dataclasses.replace(self, **changes)
 
     @classmethod
@@ -254,10 +301,13 @@ class GenerationConfig:
 
         Settings that would choose other tokens and that tsjax does not have are refused by name.
         Those about lengths in another measure (max_length), about caches and about other libraries
-        are passed over.
+        are passed over; so are a file's sampling values where do_sample is off, as HuggingFace does
+        not read them.
         """
-        refuse_unknown(list(changes), GENERATION_NAMES, "argument")
-        fields = {**_read_hf_generation_config(source), **changes}
+        refuse_unknown_settings(changes)
+        fields = _read_hf_generation_config(source)
+        sampled = {"do_sample": False, **fields, **changes}["do_sample"]
+        fields = {**without_unread({**fields, "do_sample": sampled}), **changes}
         kept, refused = {}, []
         for name, value in fields.items():
             if name in GENERATION_NAMES:
@@ -272,12 +322,33 @@ class GenerationConfig:
             )
         if kept.get("do_sample"):
             kept.setdefault("top_k", 50)  # HuggingFace's default, where the file is silent
-        elif kept.get("temperature") == 0:
-            del kept["temperature"]  # HuggingFace does not read it without sampling
         return cls(**kept)
 
 
 GENERATION_NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
+SAMPLING_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff", "min_tokens_to_keep",
+)  # fmt: skip
+SAMPLING_DEFAULTS = {name: getattr(GenerationConfig, name) for name in SAMPLING_NAMES}
+
+
+def refuse_unknown_settings(names: Iterable[str]) -> None:
+    """A setting that GenerationConfig does not have is an error that says what to write instead."""
+    for name in names:
+        if name in HABITS:
+            raise TypeError(f"unknown argument {name!r}: {HABITS[name]}")
+    refuse_unknown(list(names), GENERATION_NAMES, "argument")
+
+
+def without_unread(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings without the values that only sampling reads, where they ask for greedy tokens.
+
+    For files: in a call such values are refused.
+    """
+    if fields.get("do_sample"):
+        return dict(fields)
+    return {name: value for name, value in fields.items() if name not in SAMPLING_NAMES}
+
 
 # HuggingFace settings that change the output, with the values that do nothing.
 _HF_NEUTRAL: dict[str, tuple[Any, ...]] = {

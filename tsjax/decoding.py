@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -44,13 +45,14 @@ from tsjax.pruning import (
 from tsjax.sampling import (
     NEVER_SEEN,
     SamplingValues,
+    best_few,
     first_last_seen,
     sampling_values,
     step_noise,
 )
 from tsjax.state import EOS, LENGTH, RUNNING, DecodeState, DraftState, Params, StepStats
 from tsjax.tree import SOURCES, DraftTree
-from tsjax.verification import Acceptance, Verdict, accept, verify
+from tsjax.verification import Acceptance, Verdict, accept, score_rows, verify
 
 
 def init_state(
@@ -439,6 +441,75 @@ def decode(params: Params, state: DecodeState, num_steps, *, cfg: DecodeConfig) 
     return lax.while_loop(unfinished, body, (jnp.zeros((), jnp.int32), state))[1]
 
 
+class Replay(flax.struct.PyTreeNode):
+    """Plain decoding's opinion of tokens that are given; unspecified where nothing was replayed.
+
+    Attributes:
+      choice: [B, C] int32, what it chooses at each position behind the given tokens before it.
+      lead: [B, C], by how much the score of its choice is above the next best.
+      behind: [B, C], by how much the score of the given token is below it.
+    """
+
+    choice: jax.Array
+    lead: jax.Array
+    behind: jax.Array
+
+
+def init_replay(state: DecodeState) -> Replay:
+    shape, dtype = state.tokens.shape, state.sampling.temperature.dtype
+    return Replay(
+        choice=jnp.zeros(shape, jnp.int32), lead=jnp.zeros(shape, dtype),
+        behind=jnp.zeros(shape, dtype),
+    )  # fmt: skip
+
+
+def replay(
+    params: Params, state: DecodeState, given, found: Replay, num_steps, *, cfg: DecodeConfig
+) -> tuple[DecodeState, Replay]:
+    """At most `num_steps` steps of plain decoding that go on with `given` [B, C], right or wrong.
+
+    A row ends at its max_length and nowhere else; a stop token does not end it.
+    """
+
+    def unfinished(carry):
+        step, state, _ = carry
+        return (step < num_steps) & jnp.any(state.running)
+
+    def body(carry):
+        step, state, found = carry
+        return step + 1, *_replay_step(params, state, given, found, cfg=cfg)
+
+    _, state, found = lax.while_loop(
+        unfinished, body, (jnp.zeros((), jnp.int32), _until_full(state), found)
+    )
+    return state, found
+
+
+def _replay_step(params: Params, state: DecodeState, given, found: Replay, *, cfg: DecodeConfig):
+    noise = step_noise(
+        state.row_key, state.length, cfg.draft_levels, cfg.model.vocab_size, state.sampling
+    )
+    state, root = draft(params, state, noise, cfg=cfg)
+    rows, scores = score_rows(params, state, root, noise, cfg=cfg)
+    at = state.length[:, None]
+    target = jnp.take_along_axis(given, at, axis=1)
+    (first, second), (choice, _) = (jnp.moveaxis(x[:, 0], 1, 0) for x in best_few(scores, 2))
+    its_own = jnp.take_along_axis(scores[:, 0], target, axis=1)[:, 0]
+    b, slots = jnp.arange(target.shape[0]), jnp.where(state.running, at[:, 0], given.shape[1])
+    found = Replay(
+        choice=found.choice.at[b, slots].set(choice, mode="drop"),
+        lead=found.lead.at[b, slots].set(first - second, mode="drop"),
+        behind=found.behind.at[b, slots].set(first - its_own, mode="drop"),
+    )
+    verdict = Verdict(target=target, rows=rows)
+    return _until_full(commit(state, root, verdict, accept(root, verdict), cfg=cfg)), found
+
+
+def _until_full(state: DecodeState) -> DecodeState:
+    full = state.length >= state.max_length
+    return state.replace(finish=jnp.where(full, jnp.int8(LENGTH), jnp.int8(RUNNING)))
+
+
 class Programs(NamedTuple):
     """The functions above, compiled; those with a state donate it."""
 
@@ -446,6 +517,7 @@ class Programs(NamedTuple):
     fill_stage: Any
     choose_stage: Any
     decode: Any
+    replay: Any
     hidden_states: Any
     logits: Any
 
@@ -470,6 +542,7 @@ def programs(platform: str, dtype: str) -> Programs:
             choose_stage, static_argnames=("stage", "cfg"), donate_argnames=("state",)
         ),
         decode=jit(decode, static_argnames=("cfg",), donate_argnames=("state",)),
+        replay=jit(replay, static_argnames=("cfg",), donate_argnames=("state", "found")),
         hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),
         logits=jit(logits, static_argnames=("cfg", "width")),
     )

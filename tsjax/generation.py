@@ -4,8 +4,8 @@
 Knows text, streaming, progress, stop strings and interrupts. Does not know how a step works: it
 fills a state, runs chunks of steps on the device and reads tokens and counters once per chunk.
 
-The flow: `make_request` has checked everything a user passed, `_start` allocates and prefills, and
-`_run` is the generator over chunks of steps that both public functions consume.
+The flow: `make_request` has checked everything a user passed, `start_run` allocates and prefills,
+and `_run` is the generator over chunks of steps that both public functions consume.
 """
 
 from __future__ import annotations
@@ -179,10 +179,12 @@ def generate(
       config: a GenerationConfig; `settings` (its fields: max_new_tokens, do_sample, temperature,
         top_p, seed, stop_strings, ...) override it one by one.
       method: "autoregressive", "ngram", "tokenswift" or a method's dataclass. All methods return
-        the same tokens. By default "autoregressive", or the method of the run that is resumed.
+        the same tokens in float32 and float64; in bfloat16 and float16 drafts may part from plain
+        decoding at a near-tie, see `check_run`. By default "autoregressive", or the method of the
+        run that is resumed.
       prefill: "full"; "lazy" or a tsjax.LazyPrefill computes only a part of the prompt's tokens in
         its later layers, for the first token to come sooner. That changes what is said; with the
-        same prefill, all methods return the same tokens.
+        same prefill, all methods return the same tokens, as above.
       streamer: an object with put(ids) and end(), as HuggingFace's streamers; single prompts only.
         It gets the prompt and then the tokens that this call makes.
       progress: show a progress bar with tokens/s and tokens/step on stderr.
@@ -376,7 +378,7 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
     """Yields one _News per chunk of steps; the last one has every finish reason filled in."""
     began = time.perf_counter()
     with interrupt:
-        state = _start(model, request, interrupt)
+        state = start_run(model, request, interrupt)
     prefill_seconds = time.perf_counter() - began
     decode_seconds = 0.0
     run_steps = _programs(model).decode
@@ -494,7 +496,7 @@ def _drafts_do_not_pay(request: Request, begin: _Progress, now: _Progress) -> bo
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
 
-def _start(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
+def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
     """Allocates the state and prefills it."""
     cfg, config, rows = model.cfg, request.config, request.rows
     mesh = mesh_of(model.params)

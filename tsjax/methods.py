@@ -2,7 +2,8 @@
 """The methods of decoding, as frozen dataclasses, and the static sizes of a step that follow.
 
 Knows what each method may be asked and how wide and deep its drafts are. Does not know arrays.
-Every method returns the tokens of `Autoregressive`; they differ in how many a step finds.
+Every method returns the tokens of `Autoregressive`; they differ in how many a step finds. In
+bfloat16 and float16 drafts may part from it at a near-tie, as wider passes round otherwise.
 """
 
 from __future__ import annotations

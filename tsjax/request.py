@@ -15,16 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from tsjax.cache import cache_bytes
 from tsjax.checkpoint import Model
-from tsjax.config import (
-    GENERATION_NAMES,
-    GenerationConfig,
-    check,
-    check_int,
-    refuse_unknown,
-)
+from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_settings
 from tsjax.cost_model import Choice, chip_of, choose
 from tsjax.decoding import draft_bytes
 from tsjax.fingerprint import fingerprint_of_norms, model_fingerprint
@@ -108,7 +103,8 @@ def make_request(
     """The arguments of `generate`, see there."""
     if not isinstance(model, Model):
         raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
-    refuse_unknown(list(settings), GENERATION_NAMES, "argument")
+    _refuse_tracing(model, prompt)
+    refuse_unknown_settings(settings)
     lazy = _resolve_prefill(prefill)
     check_int(prefill_width, "prefill_width", 1)
     if config is not None and not isinstance(config, GenerationConfig):
@@ -172,6 +168,22 @@ def make_request(
     )
     _check_memory(request, model.params)
     return request
+
+
+def _refuse_tracing(model: Model, prompt: Any) -> None:
+    """Inside jit even a constant is traced, and the host could not read a single token."""
+    traced = {
+        "model": jax.tree.leaves(model.params),
+        "prompt": jax.tree.leaves(prompt),
+        "call": [jax.device_put(0)],
+    }
+    for name, arrays in traced.items():
+        if any(isinstance(array, Tracer) for array in arrays):
+            raise TypeError(
+                f"a traced {name} is not valid: generate and stream are loops on the host; inside "
+                "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
+                "examples/inside_jit.py"
+            )
 
 
 def _is_auto(method: Any) -> bool:
@@ -240,6 +252,12 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
         prompt = _without_padding(prompt)
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(p, str) for p in prompt):
         return [_encode(model, text, f"prompt[{i}]") for i, text in enumerate(prompt)], False
+    if _is_chat(prompt):
+        raise ValueError(
+            f"prompt={prompt!r:.80} is not valid: chat messages have to become token ids by the "
+            "model's own template first: "
+            "prompt=model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        )
     rank = _rank(prompt)
     if rank not in (1, 2):
         raise ValueError(
@@ -253,6 +271,13 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
     check(len(rows) > 0, "prompt", prompt, "at least one row")
     names = ["prompt"] if single else [f"prompt[{i}]" for i in range(len(rows))]
     return [check_row(row, name, model) for row, name in zip(rows, names, strict=True)], single
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Whether it is a message with role and content, a chat or a list of chats."""
+    while isinstance(prompt, list | tuple) and prompt:
+        prompt = prompt[0]
+    return isinstance(prompt, Mapping) and ("role" in prompt or "messages" in prompt)
 
 
 def prompt_row(model: Model, prompt: Any) -> np.ndarray:
@@ -349,7 +374,7 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     """The saved run, with a new number of tokens if one is asked for."""
     name = f"resume_from={os.fspath(path)!r}"
     run = read_run(path)
-    _check_same_model(name, run, model)
+    check_same_model(name, run, model, stacklevel=5)
     prompts = [check_row(row, f"a prompt in {name}", model) for row in run.prompts]
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in run.tokens]
     if prompt is not None:
@@ -374,12 +399,12 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     )
 
 
-def _check_same_model(name: str, run: SavedRun, model: Model) -> None:
+def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int) -> None:
     """Other weights would go on with other tokens, without a word."""
     if run.is_old:
         warnings.warn(
             f"{name} is of an older tsjax: of the model its settings and norms alone were compared",
-            stacklevel=5,
+            stacklevel=stacklevel,
         )
         same = run.fingerprint == fingerprint_of_norms(model)
     elif run.dtype != model.cfg.dtype:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tsjax.checkpoint import tsjax_version
-from tsjax.config import GenerationConfig, check
+from tsjax.config import GenerationConfig, check, without_unread
 from tsjax.methods import METHODS
 from tsjax.whole_files import write_text
 
@@ -93,10 +93,10 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     write_text(os.path.realpath(path), json.dumps(document))  # a link stays one
 
 
-def read_run(path: str | os.PathLike) -> SavedRun:
+def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun:
     name = os.fspath(path)
     if not os.path.isfile(name):
-        raise FileNotFoundError(f"resume_from={name!r} is not valid: no such file")
+        raise FileNotFoundError(f"{argument}={name!r} is not valid: no such file")
     try:
         with open(name, encoding="utf-8") as file:
             saved = json.load(file)
@@ -113,7 +113,8 @@ def read_run(path: str | os.PathLike) -> SavedRun:
             is_old=is_old,
             exceed_max_positions=saved["exceed_max_positions"],
             single=saved["single"],
-            config=GenerationConfig(**saved["config"]),
+            # Greedy runs of older versions may hold values that nothing read.
+            config=GenerationConfig(**without_unread({**saved["config"]})),
             prompts=_rows(saved["prompt"]),
             tokens=_rows(saved["tokens"]),
             finish_reason=list(saved["finish_reason"]),
@@ -122,7 +123,7 @@ def read_run(path: str | os.PathLike) -> SavedRun:
             raise ValueError("prompt, tokens and finish_reason have different numbers of rows")
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"resume_from={name!r} is not valid: a file written by save_to ({error!r})"
+            f"{argument}={name!r} is not valid: a file written by save_to ({error!r})"
         ) from error
     return run
 

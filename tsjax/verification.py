@@ -58,7 +58,8 @@ def verify(
 
     def run(width: int, tree, noise, length, row_key):
         begun = state.replace(kv=state.kv.replace(length=length), row_key=row_key)
-        return _verify_rows(params.model, begun, tree.narrowed(width), noise, cfg=cfg)
+        rows, scores = score_rows(params, begun, tree.narrowed(width), noise, cfg=cfg)
+        return Verdict(target=best(scores), rows=rows)
 
     def run_padded(width: int, *inputs):
         return jax.tree.map(lambda x: _padded(x, widths[-1]), run(width, *inputs))
@@ -68,7 +69,8 @@ def verify(
         if cfg.prefill is not None and cfg.prefill.revive == "on_demand":
             positions = state.kv.length[:, None]
             state, rows = run_choosing(params.model, state, tree.tokens, positions, cfg=cfg)
-            return state, _judge(params.model, state, tree, rows, noise, cfg=cfg)
+            scores = _scores(params.model, state, tree, rows, noise, cfg=cfg)
+            return state, Verdict(target=best(scores), rows=rows)
         if len(widths) == 1:
             return state, run(widths[0], *inputs)
         nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
@@ -87,10 +89,13 @@ def _padded(x, width: int):
     return jnp.pad(x, missing)
 
 
-def _verify_rows(weights, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig):
+def score_rows(
+    params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
+) -> tuple[Rows, jax.Array]:
+    """One pass over all nodes, and the scores [B, T, V] whose best is each node's successor."""
     positions = state.kv.length[:, None] + tree.depths
     rows = run_rows(
-        weights,
+        params.model,
         state.kv,
         tree.tokens,
         positions,
@@ -98,11 +103,10 @@ def _verify_rows(weights, state: DecodeState, tree: DraftTree, noise, *, cfg: De
         cfg=cfg.model,
         with_attended=cfg.summarizes_rest,
     )
-    return _judge(weights, state, tree, rows, noise, cfg=cfg)
+    return rows, _scores(params.model, state, tree, rows, noise, cfg=cfg)
 
 
-def _judge(weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig):
-    """What follows each node, by its row of the pass."""
+def _scores(weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig):
     logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
     known = noise.shape[1]
     missing = tree.path.shape[2] - known
@@ -110,7 +114,7 @@ def _judge(weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, c
         first, size = state.length + known, cfg.model.vocab_size
         deeper = step_noise(state.row_key, first, missing, size, state.sampling)
         noise = jnp.concatenate([noise, deeper], axis=1)
-    scores = score(
+    return score(
         logits,
         state.last_seen,
         tree.depths,
@@ -120,7 +124,6 @@ def _judge(weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, c
         state.sampling,
         drafted_ancestors(tree, state.length),
     )
-    return Verdict(target=best(scores), rows=rows)
 
 
 def drafted_ancestors(tree: DraftTree, length):
