@@ -22,6 +22,10 @@ QUICK_XLA = (
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
 
+# What tests compile is kept nowhere, also not by the commands that they start.
+jax.config.update("jax_enable_compilation_cache", False)
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
 if hypothesis is not None:
     hypothesis.settings.register_profile("tsjax", deadline=None, derandomize="CI" in os.environ)
     hypothesis.settings.load_profile("tsjax")

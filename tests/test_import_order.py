@@ -39,6 +39,7 @@ ROWS = {
     "tsjax.pruning": 6,
     "tsjax.decoding": 7,
     "tsjax.head_training": 7,
+    "tsjax.compilation": 8,
     "tsjax.checkpoint": 8,
     "tsjax.tokenizer": 8,
     "tsjax.weight_files": 8,

@@ -14,6 +14,9 @@ from tsjax.checkpoint import Model as Model
 from tsjax.checkpoint import load as load
 from tsjax.checkpoint import save as save
 
+# Compiled programs on disk
+from tsjax.compilation import enable_compilation_cache as enable_compilation_cache
+
 # The prefill that prunes, and prompts that are shortened
 from tsjax.compression import compress_prompt as compress_prompt
 
@@ -31,7 +34,6 @@ from tsjax.decoding import prefill as prefill
 # Generation
 from tsjax.generation import GenerationResult as GenerationResult
 from tsjax.generation import StreamChunk as StreamChunk
-from tsjax.generation import enable_compilation_cache as enable_compilation_cache
 from tsjax.generation import forward as forward
 from tsjax.generation import generate as generate
 from tsjax.generation import stream as stream

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 
+from tsjax.compilation import default_folder, enable_compilation_cache, keep_programs
 from tsjax.config import (
     DTYPES,
     GENERATION_NAMES,
@@ -112,6 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(_unknown_arguments(args, unknown))
     try:
+        _keep_programs(args)
         return args.run(args)
     except BrokenPipeError:  # whoever read the output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -220,7 +222,7 @@ def _parser() -> argparse.ArgumentParser:
         help="tokens between two writes of that file (default: %(default)s)",
     )
     generate.add_argument("--resume-from", metavar="FILE", help="go on with a run kept there")
-    generate.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs here")
+    _add_cache(generate)
     _add_settings(generate)
     generate.set_defaults(run=_generate)
 
@@ -247,6 +249,7 @@ def _parser() -> argparse.ArgumentParser:
                       help="no colours and no redrawing, as without a terminal")  # fmt: skip
     demo.add_argument("--method-options", nargs="+", default=[], metavar="NAME=VALUE",
                       help="fields of TokenSwift, as in tsjax generate")  # fmt: skip
+    _add_cache(demo)
     demo.set_defaults(run=_demo)
     return parser
 
@@ -266,7 +269,33 @@ def _add_check(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="the run's, which is the default")
     parser.add_argument("--progress", action="store_true", help="progress bar on stderr")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    _add_cache(parser)
     parser.set_defaults(run=_check)
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--compilation-cache",
+        metavar="DIR",
+        help=f"keep compiled programs here (default: {default_folder()})",
+    )
+    where.add_argument(
+        "--no-compilation-cache",
+        dest="compilation_cache",
+        action="store_const",
+        const=False,
+        help="keep no compiled programs and read none",
+    )
+
+
+def _keep_programs(args: argparse.Namespace) -> None:
+    if args.compilation_cache is None:
+        keep_programs()
+    elif args.compilation_cache is False:
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        enable_compilation_cache(args.compilation_cache)
 
 
 def _add_train_heads(commands: Any) -> None:
@@ -316,7 +345,7 @@ def _add_train_heads(commands: Any) -> None:
         help="the paper's settings for a model, which other flags override: "
         + ", ".join(training_preset_names()),
     )
-    train.add_argument("--compilation-cache", metavar="DIR", help="keep compiled programs here")
+    _add_cache(train)
     group = train.add_argument_group("how to train")
     for field in dataclasses.fields(HeadTraining):
         group.add_argument(
@@ -450,8 +479,6 @@ def _generate(args: argparse.Namespace) -> int:
     prompt, settings = _prompt(args), _settings(args)
     method, prefill = _method(args), _prefill(args)
     config = preset(args.preset).config if args.preset is not None else None
-    if args.compilation_cache is not None:
-        tsjax.enable_compilation_cache(args.compilation_cache)
     (config or GenerationConfig()).replace(
         **settings
     )  # refuses a wrong value before the model is read
@@ -493,6 +520,7 @@ def _generate(args: argparse.Namespace) -> int:
     print(
         f"[{sum(stats.new_tokens)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_step:.2f} tokens/step, prefill {stats.prefill_seconds:.2f} s, "
+        f"compiling {stats.compile_seconds:.1f} s, "
         f"{', '.join(result.finish_reason)}]",
         file=sys.stderr,
     )
@@ -577,8 +605,6 @@ def _train_heads(args: argparse.Namespace) -> int:
     names = [field.name for field in dataclasses.fields(HeadTraining)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     settings = dataclasses.replace(settings, **given)  # before the model is read
-    if args.compilation_cache is not None:
-        tsjax.enable_compilation_cache(args.compilation_cache)
     held_out: Any = args.held_out
     if held_out is not None and len(held_out) == 1 and not os.path.exists(held_out[0]):
         try:

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tsjax.checkpoint import Model
+from tsjax.compilation import Stopwatch, keep_programs
 from tsjax.config import GenerationConfig, check_int
 from tsjax.decoding import Programs, init_state, logits, programs
 from tsjax.fingerprint import model_fingerprint
@@ -62,8 +62,8 @@ class RunStats:
     new_tokens: tuple[int, ...]  # per row
     steps: tuple[int, ...]  # per row, without those of an earlier run that was resumed
     computed_tokens: int  # emitted by those steps, also behind a stop string, all rows together
-    prefill_seconds: float  # compilation included
-    decode_seconds: float  # compilation included
+    prefill_seconds: float  # without compilation, as decode_seconds
+    decode_seconds: float
     drafted: int = 0  # nodes of all draft trees
     accepted_lengths: tuple[int, ...] = (0,)  # steps that emitted 0, 1, ... drafted tokens
     accepted_by_source: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -73,6 +73,7 @@ class RunStats:
     # Of a lazy prefill: the share of the prompt's tokens that each stage has computed so far, the
     # layers between two cuts being a stage. () where the whole prompt is computed.
     prompt_computed: tuple[float, ...] = ()
+    compile_seconds: float = 0.0  # of prefill and decoding; kept programs are read in it
 
     @property
     def accepted(self) -> int:
@@ -331,13 +332,9 @@ def forward(model: Model, tokens: Any) -> jax.Array:
 
 def _programs(model: Model) -> Programs:
     device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+    if device.platform == "gpu":
+        keep_programs()
     return programs(device.platform, model.cfg.dtype)
-
-
-def enable_compilation_cache(folder: str | os.PathLike) -> None:
-    """Keeps compiled programs in `folder`, also those that compile in under a second."""
-    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def _check_streamer(streamer: Any, request: Request) -> None:
@@ -370,17 +367,16 @@ class _News:
     computed: int  # tokens that the steps emitted, kept or not
     prefill_seconds: float
     decode_seconds: float
+    compile_seconds: float
     gave_up: bool
     prompt_computed: tuple[float, ...]
 
 
 def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News]:
     """Yields one _News per chunk of steps; the last one has every finish reason filled in."""
-    began = time.perf_counter()
-    with interrupt:
+    prefilling, decoding = Stopwatch(), Stopwatch()
+    with prefilling, interrupt:
         state = start_run(model, request, interrupt)
-    prefill_seconds = time.perf_counter() - began
-    decode_seconds = 0.0
     run_steps = _programs(model).decode
     watch = _StopStrings(model, request)
     emitted = [len(row) for row in request.rows]
@@ -390,14 +386,11 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
     reviving = is_reviving(state, cfg=decode)
     counted = earlier = _on_host(state.stats)
     while True:
-        began = time.perf_counter()
         if not interrupt.requested and None in reasons:
-            with interrupt:
+            with decoding, interrupt:
                 state = run_steps(model.params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
-        elapsed = time.perf_counter() - began
-        decode_seconds += elapsed
-        steps = _next_chunk(steps, elapsed)
+            steps = _next_chunk(steps, decoding.last)
 
         tokens, length, finish = map(np.asarray, (state.tokens, state.length, state.finish))
         counted = _sum_of_stats(earlier, state.stats) if gave_up else _on_host(state.stats)
@@ -431,8 +424,9 @@ def _run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[_News
             last=last,
             steps=counted,
             computed=int(length.sum()) - sum(map(len, request.rows)),
-            prefill_seconds=prefill_seconds,
-            decode_seconds=decode_seconds,
+            prefill_seconds=prefilling.seconds,
+            decode_seconds=decoding.seconds,
+            compile_seconds=prefilling.compiling + decoding.compiling,
             gave_up=gave_up,
             prompt_computed=_prompt_computed(state),
         )
@@ -610,6 +604,7 @@ def _run_stats(request: Request, news: _News) -> RunStats:
         method=decode.method,
         gave_up=news.gave_up,
         prompt_computed=news.prompt_computed,
+        compile_seconds=news.compile_seconds,
     )
 
 
@@ -638,11 +633,14 @@ def _progress_bar(request: Request, wanted: bool) -> Iterator[Callable[[_News], 
 
     total = len(request.rows) * request.config.max_new_tokens
     made = sum(request.num_made)
-    with tqdm(total=total, initial=made, unit="tok", dynamic_ncols=True) as bar:
+    # tqdm's own rate would count the seconds of compiling.
+    parts = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+    with tqdm(total=total, initial=made, bar_format=parts, dynamic_ncols=True) as bar:
 
         def show(news: _News) -> None:
-            rate = news.computed / max(int(news.steps.steps.sum()), 1)
-            bar.set_postfix_str(f"{rate:.2f} tok/step", False)
+            per_second = news.computed / max(news.decode_seconds, 1e-9)
+            per_step = news.computed / max(int(news.steps.steps.sum()), 1)
+            bar.set_postfix_str(f"{per_second:.1f} tok/s, {per_step:.2f} tok/step", False)
             bar.update(sum(map(len, news.tokens)))
 
         yield show

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from tsjax.checkpoint import Model, write_heads
+from tsjax.compilation import keep_programs
 from tsjax.config import check, check_int, refuse_unknown
 from tsjax.corpus import Corpus, Order, predictions_from_counts, read_corpus
 from tsjax.decoding import programs
@@ -319,6 +320,8 @@ class _Run:
         self.order = Order(len(train), settings.seed)
         self.rates = learning_rates(settings)
         device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+        if device.platform == "gpu":
+            keep_programs()
         self._hidden_states = programs(device.platform, model.cfg.dtype).hidden_states
         self._params = model.params.replace(heads=())
         heads = self._everywhere(init_heads(self.cfg, settings))

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds of compiling, and programs that are kept between processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import save_tokenizer, tiny_config
+
+import tsjax
+from tsjax import compilation
+from tsjax.compilation import Stopwatch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# --- seconds -------------------------------------------------------------------------------------
+
+
+def test_what_encloses_others_counts_once():
+    seen = compilation._Intervals()
+    for begin, end in ((1.0, 2.0), (3.0, 4.0), (0.5, 5.0), (6.0, 7.0)):  # as they end
+        seen.add(begin, end)
+    assert seen.total == pytest.approx(4.5 + 1.0)
+
+
+def test_a_stopwatch_leaves_compiling_out():
+    def slow(x):
+        time.sleep(0.3)  # while it is traced
+        return x + 1
+
+    watch, program, x = Stopwatch(), jax.jit(slow), jnp.zeros(3)
+    with watch:
+        program(x).block_until_ready()
+    assert watch.compiling >= 0.3 > watch.seconds == watch.last
+    compiling = watch.compiling
+    with watch:
+        program(x).block_until_ready()
+        time.sleep(0.01)
+    assert watch.compiling == compiling and watch.seconds > watch.last >= 0.01
+
+
+def test_rates_of_a_run_leave_compiling_out():
+    cfg = tiny_config(vocab_size=67)  # a shape of its own, so nothing is compiled yet
+    model = tsjax.Model(tsjax.init_params(cfg), cfg=cfg)
+    began = time.perf_counter()
+    first = tsjax.generate(model, [1, 2, 3], max_new_tokens=4).stats
+    wall = time.perf_counter() - began
+    again = tsjax.generate(model, [1, 2, 3], max_new_tokens=4).stats
+    assert again.compile_seconds < 0.5 * first.compile_seconds
+    assert first.prefill_seconds + first.decode_seconds + first.compile_seconds <= wall
+    assert first.prefill_seconds + first.decode_seconds < first.compile_seconds
+    assert first.tokens_per_second == first.computed_tokens / first.decode_seconds
+
+
+# --- programs on disk ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    cfg = tiny_config(vocab_size=67)
+    save_tokenizer(tmp_path)
+    model = tsjax.Model(tsjax.init_params(cfg), cfg=cfg, path=str(tmp_path))
+    tsjax.save(model, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def run_command(*arguments, **environment):
+    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_COMPILATION_CACHE"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tsjax", *map(str, arguments)],
+        env={**env, **environment}, capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def programs_in(folder):
+    return {str(path) for path in Path(folder).rglob("*-cache")}
+
+
+def test_the_command_line_keeps_programs(checkpoint, tmp_path):
+    command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "4"]
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "home")}
+    run_command(*command, "--no-compilation-cache", **cache)
+    assert not programs_in(tmp_path)
+
+    first = run_command(*command, "--json", **cache)
+    kept = programs_in(tmp_path / "home" / "tsjax" / "programs")
+    assert kept
+    second = run_command(*command, "--json", **cache)
+    assert programs_in(tmp_path) == kept, "the same programs are found again"
+    assert "compiling" in second.stderr and len(second.stderr.splitlines()) == 1
+    seconds = [json.loads(run.stdout)["stats"]["compile_seconds"] for run in (first, second)]
+    assert 0 < seconds[1] < seconds[0]
+
+    other = tmp_path / "other"
+    run_command(*command, "--compilation-cache", other, **cache)
+    assert programs_in(other)
+
+
+def test_a_home_that_cannot_be_written_is_no_error(checkpoint, tmp_path):
+    (tmp_path / "file").write_text("")
+    run_command(
+        "generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2",
+        XDG_CACHE_HOME=str(tmp_path / "file"),
+    )  # fmt: skip
+
+
+def test_a_folder_of_the_users_own_stays(checkpoint, tmp_path):
+    run_command(
+        "generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2",
+        XDG_CACHE_HOME=str(tmp_path / "home"), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine"),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+    )  # fmt: skip
+    assert programs_in(tmp_path / "mine") and not programs_in(tmp_path / "home")
+
+
+ON_A_MESH = """
+import sys
+import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 2)
+import tsjax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from pallas_kernels.cache_scores.triton import cache_scores
+tsjax.enable_compilation_cache(sys.argv[1])
+filler = [object() for _ in range(int(sys.argv[2]))]  # so that addresses differ
+mesh = Mesh(jax.devices(), ("model",))
+split = NamedSharding(mesh, P(None, "model"))
+q = jax.device_put(jnp.ones((1, 4, 16)), split)
+k = jax.device_put(jnp.ones((1, 2, 64, 16)), split)
+run = jax.jit(lambda q, k: cache_scores(q, k, jnp.array([40]), mode="dot", interpret=True))
+print(float(run(q, k).sum()))
+"""
+
+
+def test_programs_of_a_mesh_are_found_again(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_COMPILATION_CACHE"}
+    kept, sums = [], []
+    for filler in (0, 100_000):
+        command = [sys.executable, "-W", "ignore", "-c", ON_A_MESH, str(tmp_path), str(filler)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        kept.append(programs_in(tmp_path))
+        sums.append(done.stdout)
+    assert kept[0] == kept[1] and any("lambda" in name for name in kept[0])
+    assert sums[0] == sums[1]
