@@ -14,10 +14,9 @@ try:
 except ImportError:  # a GPU machine needs it for nothing: pytest -m gpu tests/test_on_gpu.py
     hypothesis = None
 
-QUICK_XLA = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
-    " --xla_cpu_parallel_codegen_split_count=1"
-)
+QUICK_XLA = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+# jax 0.12 knows this one no more.
+FUSION = "--xla_cpu_use_fusion_emitters=false"
 
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
@@ -40,11 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if "XLA_FLAGS" in os.environ or "not gpu and not aot" not in config.option.markexpr:
         return
-    # A flag that a later XLA doesn't know ends the process, so another one tries them.
-    quick = {**os.environ, "XLA_FLAGS": QUICK_XLA}
+    os.environ["XLA_FLAGS"] = next(
+        filter(_known, (" ".join([*QUICK_XLA, FUSION]), " ".join(QUICK_XLA), ""))
+    )
+
+
+def _known(flags: str) -> bool:
+    """A flag that an XLA doesn't know ends the process, so another one tries it."""
     probe = [sys.executable, "-c", "import jax; jax.devices('cpu')"]
-    known = subprocess.run(probe, env=quick, capture_output=True).returncode == 0
-    os.environ["XLA_FLAGS"] = QUICK_XLA if known else ""
+    env = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(probe, env=env, capture_output=True).returncode == 0
 
 
 @pytest.fixture(autouse=True, scope="module")
