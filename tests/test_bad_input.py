@@ -321,7 +321,6 @@ def test_a_batch_needs_a_seed_for_each_row(model, no_compute):
 ARGUMENTS = [
     ({"method": "medusa2"}, ValueError, ["method='medusa2'", "'autoregressive'"]),
     ({"method": tsjax.Autoregressive}, ValueError, ["method=<class", "or its dataclass"]),
-    ({"method": None}, ValueError, ["method=None", "'autoregressive'"]),
     ({"prefill": "half"}, ValueError, ["prefill='half'", "'full'"]),
     ({"prefill_width": 0}, ValueError, ["prefill_width=0", "at least 1"]),
     ({"prefill_width": 2.5}, ValueError, ["prefill_width=2.5", "an integer"]),
