@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -54,6 +55,7 @@ from tsjax.saved_training import (
     plot_losses,
     read_arrays,
     read_document,
+    unfinished,
     write_checkpoint,
     write_metrics,
     write_text,
@@ -235,7 +237,8 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
             f"save_to={folder!r} is not valid: it holds a run; pass resume=True (--resume) to go "
             "on with it, or choose another folder"
         )
-    others = set(os.listdir(folder)) - FILES if os.path.isdir(folder) else set()
+    left = unfinished(folder) if os.path.isdir(folder) else []
+    others = set(os.listdir(folder)) - FILES - set(left) if os.path.isdir(folder) else set()
     if others:
         raise FileExistsError(
             f"save_to={folder!r} is not valid: it has {sorted(others)[0]!r}; choose a folder of "
@@ -243,8 +246,10 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
         )
     try:
         os.makedirs(folder, exist_ok=True)
-        write_text(os.path.join(folder, ".writable"), "")
-        os.unlink(os.path.join(folder, ".writable"))
+        with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
+            pass
+        for name in left:
+            os.unlink(os.path.join(folder, name))
     except OSError as error:
         raise PermissionError(
             f"save_to={folder!r} is not valid: a folder that can be written; {error}"
