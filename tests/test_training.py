@@ -495,21 +495,21 @@ KILLED_AT = """
 import os, signal, sys
 from tsjax.__main__ import main
 
-folder, moment, touched = sys.argv[1], int(sys.argv[2]), 0
+folder, moment, touched = sys.argv[1], sys.argv[2], 0
 CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 def note(event, arguments):
     global touched
     if event in CHANGES:
-        in_folder = isinstance(arguments[0], str) and arguments[0].startswith(folder)
+        path = arguments[0] if isinstance(arguments[0], str) else ""
         # shutil.rmtree removes by names in an open directory
-        touched += in_folder or (event in ("os.remove", "os.rmdir") and arguments[-1] != -1)
-        if touched == moment:
+        touched += path.startswith(folder) or event in ("os.remove", "os.rmdir")
+        renames = event == "os.rename" and path.startswith(os.path.join(folder, moment))
+        if renames or str(touched) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(note)
 main(sys.argv[3:])
-print(touched)
 """
 
 
@@ -522,11 +522,11 @@ def run_of(folder: Path):
     return numbers(read_metrics(folder)), summary, (folder / "heads.safetensors").read_bytes()
 
 
-def check_kill(moment: int, again: bool, whole: Path, argv: list[str], tmp_path: Path) -> bool:
-    """Whether a run was killed just before it touched its folder for the `moment`-th time.
+def check_kill(moment: str, again: bool, whole: Path, argv: list[str], tmp_path: Path) -> bool:
+    """Whether a run was killed before it renamed a file whose name begins with `moment`.
 
-    It is then resumed, or begun again where nothing was kept. `again`: the run had ended, and is
-    killed while it is resumed.
+    A number is a count of touches of the folder. The run is then resumed, or begun again where
+    nothing was kept. `again`: it had ended, and is killed while it is resumed.
     """
     folder = tmp_path / "run"
     argv = [*argv, "--save-to", str(folder)]
@@ -536,7 +536,7 @@ def check_kill(moment: int, again: bool, whole: Path, argv: list[str], tmp_path:
     flags = os.environ.get("XLA_FLAGS", "")
     env["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4"  # as conftest.py's
     resume = ["--resume"] if again else []
-    child = [sys.executable, "-c", KILLED_AT, str(folder), str(moment), *argv, *resume]
+    child = [sys.executable, "-c", KILLED_AT, str(folder), moment, *argv, *resume]
     done = subprocess.run(child, env=env, capture_output=True, text=True)
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     kept = saved_training.latest(str(folder))
@@ -560,14 +560,14 @@ def whole_folder(command, tmp_path_factory) -> Path:
 
 
 def test_the_command_killed_while_it_writes(command, whole_folder, tmp_path):
-    """Behind its first checkpoint, about when the heads that belong to it are replaced."""
-    assert check_kill(32, False, whole_folder, command, tmp_path)
+    """Behind its first checkpoint, with the heads that belong to it half in place."""
+    assert check_kill("heads.safetensors.writing", False, whole_folder, command, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True])
 def test_the_command_killed_at_any_moment(again, command, whole_folder, tmp_path):
-    moment = 1
-    while check_kill(moment, again, whole_folder, command, tmp_path / str(moment)):
-        moment += 2 if again else 5
-    assert moment > 20
+    touched = 1
+    while check_kill(str(touched), again, whole_folder, command, tmp_path / str(touched)):
+        touched += 2 if again else 5
+    assert touched > 20
