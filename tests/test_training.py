@@ -285,10 +285,24 @@ NO_PROCESS = 2**31 - 1  # above every limit of Linux
 
 def test_what_a_killed_writer_left_is_removed(model, whole, tmp_path):
     (tmp_path / "checkpoint" / ".writing-1").mkdir(parents=True)
-    (tmp_path / f"metrics.jsonl.writing-{NO_PROCESS}").write_text("half of")
+    for name in (
+        f"metrics.jsonl.writing-{NO_PROCESS}",
+        f"heads.safetensors.writing-{NO_PROCESS}",
+        f"loss.png.writing-{NO_PROCESS}",
+    ):
+        (tmp_path / name).write_text("half of it")
     train(model, save_to=tmp_path)
     assert os.listdir(tmp_path / "checkpoint") == ["step-00000007"]
     assert set(os.listdir(tmp_path)) <= saved_training.FILES
+
+
+def test_the_only_checkpoint_is_never_removed(model, tmp_path):
+    """Not even for another one of the same step, as when a run that has ended is resumed."""
+    train(model, save_to=tmp_path, steps=3)
+    checkpoint = saved_training.latest(str(tmp_path))
+    before = os.stat(checkpoint)
+    train(model, save_to=tmp_path, steps=3, resume=True)
+    assert os.stat(checkpoint).st_ino == before.st_ino
 
 
 def test_the_folder_has_metrics_summary_and_plot(model, tmp_path):
@@ -533,3 +547,85 @@ def test_the_command_on_a_mesh(checkpoint, books, tmp_path, capsys):
     argv = ["train-heads", checkpoint, "--data", books, "--save-to", str(tmp_path / "x"), *FLAGS]
     assert main([*argv, "--mesh", "2,2", "--micro-batch", "1", "--steps", "2"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2
+
+
+KILLED_AT = """
+import os, signal, sys
+from tsjax.__main__ import main
+
+folder, moment, touched = sys.argv[1], sys.argv[2], 0
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+def note(event, arguments):
+    global touched
+    if event in CHANGES:
+        path = arguments[0] if isinstance(arguments[0], str) else ""
+        # shutil.rmtree removes by names in an open directory
+        touched += path.startswith(folder) or event in ("os.remove", "os.rmdir")
+        renames = event == "os.rename" and path.startswith(os.path.join(folder, moment))
+        if renames or str(touched) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(note)
+main(sys.argv[3:])
+"""
+
+
+def run_of(folder: Path):
+    """What a finished run says, without times, and its heads."""
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["last"]["seconds"]
+    assert os.listdir(folder / "checkpoint") == ["step-00000004"]
+    assert set(os.listdir(folder)) == saved_training.FILES  # nothing of a killed process
+    return numbers(read_metrics(folder)), summary, (folder / "heads.safetensors").read_bytes()
+
+
+def check_kill(moment: str, again: bool, whole: Path, argv: list[str], tmp_path: Path) -> bool:
+    """Whether a run was killed before it renamed a file whose name begins with `moment`.
+
+    A number is a count of touches of the folder. The run is then resumed, or begun again where
+    nothing was kept. `again`: it had ended, and is killed while it is resumed.
+    """
+    folder = tmp_path / "run"
+    argv = [*argv, "--save-to", str(folder)]
+    if again:
+        shutil.copytree(whole, folder)
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    flags = os.environ.get("XLA_FLAGS", "")
+    env["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=4"  # as conftest.py's
+    resume = ["--resume"] if again else []
+    child = [sys.executable, "-c", KILLED_AT, str(folder), moment, *argv, *resume]
+    done = subprocess.run(child, env=env, capture_output=True, text=True)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    kept = saved_training.latest(str(folder))
+    assert kept or not again  # what there was is never lost
+    if done.returncode:
+        assert main([*argv, "--resume"] if kept else argv) == 0
+    assert run_of(folder) == run_of(whole)
+    return done.returncode != 0
+
+
+@pytest.fixture(scope="module")
+def command(checkpoint, books) -> list[str]:
+    return ["train-heads", checkpoint, "--data", books, "--save-every", "1", *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def whole_folder(command, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main([*command, "--save-to", str(folder)]) == 0
+    return folder
+
+
+def test_the_command_killed_while_it_writes(command, whole_folder, tmp_path):
+    """Behind its first checkpoint, with the heads that belong to it half in place."""
+    assert check_kill("heads.safetensors.writing", False, whole_folder, command, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_the_command_killed_at_any_moment(again, command, whole_folder, tmp_path):
+    touched = 1
+    while check_kill(str(touched), again, whole_folder, command, tmp_path / str(touched)):
+        touched += 2 if again else 5
+    assert touched > 20

@@ -25,6 +25,7 @@ from helpers import (
     tiny_config,
     tiny_model,
 )
+from test_sampling import define_process, define_warp, softmax
 
 import tsjax
 from tsjax.cache import SELECT_BLOCK
@@ -337,19 +338,28 @@ def transition_law() -> np.ndarray:
     return np.stack([rng.permutation(zipf / zipf.sum()) for _ in range(STATES)])
 
 
-def model_of_the_law() -> tsjax.Model:
-    """The layers add nothing and the embedding is one-hot, so the logits are those of the law."""
+def model_of_the_law(num_draft_heads: int = 0) -> tsjax.Model:
+    """The layers add nothing and the embedding is one-hot, so the logits are those of the law.
+
+    Its heads know what is most probable behind the most probable token, and so on.
+    """
     cfg = tiny_config(
-        vocab_size=STATES, embed_dim=STATES, num_layers=1, num_heads=1, num_kv_heads=1, mlp_dim=8
-    )
+        vocab_size=STATES, embed_dim=STATES, num_layers=1, num_heads=1, num_kv_heads=1, mlp_dim=8,
+        num_draft_heads=num_draft_heads,
+    )  # fmt: skip
     params = tsjax.init_params(cfg)
     weights = jax.tree.map(jnp.zeros_like, params.model)
+    likeliest = jnp.eye(STATES)[transition_law().argmax(axis=1)]
+    heads = tuple(
+        head.replace(linear=4.0**index * likeliest)
+        for index, head in enumerate(params.heads, start=1)
+    )
     weights = weights.replace(
         embed=jnp.eye(STATES),
         final_norm=jnp.full((STATES,), np.sqrt(1 / STATES + cfg.norm_eps), jnp.float32),
         unembed=jnp.asarray(np.log(transition_law()), jnp.float32),
     )
-    return tsjax.Model(params.replace(model=weights), cfg=cfg)
+    return tsjax.Model(params.replace(model=weights, heads=heads), cfg=cfg)
 
 
 def p_value(chains) -> float:
@@ -418,6 +428,62 @@ def simulated(one_sample_per_node: bool) -> np.ndarray:
 def test_the_test_of_the_law_tells_the_published_rule():
     assert p_value(simulated(one_sample_per_node=True)) > 1e-3
     assert p_value(simulated(one_sample_per_node=False)) < 1e-12
+
+
+# Drafts of every kind, in passes of several widths.
+LAWFUL = {
+    "verified_state": tsjax.TokenSwift(
+        tree=(3, 2), draft_from="verified_state", noise_coupled=False, num_ngrams=2, ngram_size=3,
+        suffix_length=0, pass_widths=(1, 5, 9),
+    ),
+    "draft_rest": tsjax.TokenSwift(
+        tree=(3, 2), draft_passes=2, draft_rest=True, draft_budget=8, num_sinks=2, draft_refresh=4,
+        num_ngrams=0, suffix_length=3, suffix_match=2, pass_widths=(8, 10),
+    ),
+}  # fmt: skip
+
+
+def penalised_and_truncated() -> tuple[tsjax.GenerationConfig, np.ndarray]:
+    """Settings, and what they make of the law: P(next | last but one, last)."""
+    config = tsjax.GenerationConfig(
+        max_new_tokens=300, do_sample=True, temperature=1.3, top_k=6, min_p=0.1,
+        repetition_penalty=1.6, repetition_window=2,
+    )  # fmt: skip
+    law = np.zeros((STATES,) * 3)
+    for before, last in np.ndindex(STATES, STATES):
+        logits = np.log(transition_law()[last])
+        processed = define_process(logits, [3, before, last], 1, config)  # 3 is out of the window
+        warped, slack = define_warp(processed, config)
+        assert slack > 1e-4  # float32 removes the same tokens
+        law[before, last] = softmax(warped)
+    return config, law
+
+
+@pytest.mark.parametrize("name", LAWFUL)
+def test_penalised_and_truncated_tokens_have_their_law(name):
+    """Given the two tokens before them, which are the penalty's window. Many rows in one batch."""
+    config, law = penalised_and_truncated()
+    rows = 64
+    prompts = [[index % STATES] for index in range(rows)]
+    result = tsjax.generate(
+        model_of_the_law(num_draft_heads=2 * (name == "verified_state")),
+        prompts,
+        config=config.replace(seed=tuple(range(rows))),
+        method=LAWFUL[name],
+        capacity=350,
+    )
+    accepted = dict(zip(tsjax.SOURCES, result.stats.accepted_by_source.values(), strict=True))
+    assert accepted["heads"] > 2000 and accepted["ngrams"] + accepted["suffix"] > 500
+    chains = np.concatenate([prompts, result.tokens], axis=1)
+    counts = np.zeros((STATES,) * 3)
+    np.add.at(counts, (chains[:, :-2], chains[:, 1:-1], chains[:, 2:]), 1)
+    assert counts[law == 0].sum() == 0, "a removed token was chosen"
+    expected = counts.sum(axis=2, keepdims=True) * law
+    likely = expected.min(axis=2, where=law > 0, initial=np.inf) > 5
+    assert counts[likely].sum() > 0.8 * counts.sum() > 10_000
+    statistic = np.sum((counts - expected)[likely] ** 2 / np.maximum(expected[likely], 1e-9))
+    freedom = (law[likely] > 0).sum() - likely.sum()
+    assert scipy.stats.chi2.sf(statistic, freedom) > 1e-3
 
 
 # --- no waste ------------------------------------------------------------------------------------

@@ -44,18 +44,27 @@ def write_checkpoint(
 ) -> None:
     """Writes the checkpoint of a step, then removes older ones.
 
-    An OSError leaves the checkpoint that was there before.
+    An OSError leaves the checkpoint that was there before. A step that has one keeps it: the run
+    would write the same again, and meanwhile there would be none.
     """
-    from orbax.checkpoint import v1 as ocp
-
     place = os.path.join(folder, CHECKPOINTS)
     target = os.path.join(place, f"step-{step:08d}")
-    fresh = os.path.join(place, f".writing-{os.getpid()}")
+    os.makedirs(place, exist_ok=True)
+    for name in os.listdir(place):  # of a process that was killed while it wrote
+        if name.startswith(".writing-"):
+            shutil.rmtree(os.path.join(place, name))
+    if not os.path.isdir(target):
+        _write_whole(target, arrays, {"format": FORMAT, "step": step, **document})
+    for name in os.listdir(place):
+        if _STEP.fullmatch(name) and name != os.path.basename(target):
+            shutil.rmtree(os.path.join(place, name))
+
+
+def _write_whole(target: str, arrays: Mapping[str, jax.Array], content: Mapping[str, Any]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    fresh = os.path.join(os.path.dirname(target), f".writing-{os.getpid()}")
     try:
-        os.makedirs(place, exist_ok=True)
-        for name in os.listdir(place):  # of a process that was killed while it wrote
-            if name.startswith(".writing-"):
-                shutil.rmtree(os.path.join(place, name))
         os.mkdir(fresh)
         try:
             ocp.save(os.path.join(fresh, ARRAYS), dict(arrays))
@@ -64,14 +73,8 @@ def write_checkpoint(
             if not isinstance(error, OSError | ValueError) and type(error) is not Exception:
                 raise
             raise OSError(_reason(error)) from error
-        content = {"format": FORMAT, "step": step, **document}
         write_text(os.path.join(fresh, DOCUMENT), json.dumps(content))
-        if os.path.isdir(target):  # of a run that ended at this step
-            shutil.rmtree(target)
         os.replace(fresh, target)
-        for name in os.listdir(place):
-            if _STEP.fullmatch(name) and name != os.path.basename(target):
-                shutil.rmtree(os.path.join(place, name))
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 

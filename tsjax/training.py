@@ -16,6 +16,7 @@ import functools
 import json
 import math
 import os
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +62,6 @@ from tsjax.saved_training import (
 from tsjax.sharding import mesh_of, named_sharding
 from tsjax.whole_files import final_name, write_text
 
-PROBE = ".writable"  # a file that tells whether a folder can be written
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
 
 Record = dict[str, Any]
@@ -238,9 +238,7 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
             "on with it, or choose another folder"
         )
     found = os.listdir(folder) if os.path.isdir(folder) else []
-    others = (
-        set(map(final_name, found)) - FILES - {PROBE}
-    )  # a kill may leave what was being written
+    others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
     if others:
         raise FileExistsError(
             f"save_to={folder!r} is not valid: it has {sorted(others)[0]!r}; choose a folder of "
@@ -248,8 +246,8 @@ def _check_folder(save_to: Any, resume: bool) -> str | None:
         )
     try:
         os.makedirs(folder, exist_ok=True)
-        write_text(os.path.join(folder, PROBE), "")
-        os.unlink(os.path.join(folder, PROBE))
+        with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
+            pass
     except OSError as error:
         raise PermissionError(
             f"save_to={folder!r} is not valid: a folder that can be written; {error}"

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records how many drafts are right, for test_acceptance.py.
+
+Not a test. Run by hand in the root of a checkout, where it replaces tests/goldens/acceptance.json:
+
+    python tests/record_acceptance.py
+
+Recorded with jax 0.10.2 (CPU), numpy 2.4.6 and Python 3.11.
+
+Every method returns the same tokens, so a draft that became worse shows in nothing but how many are
+accepted. The file holds, for each case, the tokens of the run, the steps that emitted 0, 1, ...
+drafted tokens, and the emitted drafts of each source.
+
+Everything is float64, and a case is recorded only if weights that differ by NUDGE give the same:
+no decision is so near a tie that a compiler could turn it, whose float64 differs by about 1e-13.
+Sampled tokens also follow from the noise, that is from jax's threefry and from how a position makes
+a key. What draws other noise changes the file, and many other tests with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import tiny_config
+
+import tsjax
+
+FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "goldens", "acceptance.json")
+NUDGE = 1e-9  # of each weight's size
+
+# --- two models --------------------------------------------------------------------------------
+
+SMALL_VOCAB = 48
+
+
+@functools.cache
+def small_model() -> tsjax.Model:
+    """Made by hand: it likes one successor of each token, and what it attends to changes its mind.
+
+    The embedding is one-hot and the unembedding a table of successors. Attention is sharp, so a
+    draft that sees other tokens says something else. The heads follow the table, not quite.
+    """
+    cfg = tiny_config(
+        vocab_size=SMALL_VOCAB, embed_dim=SMALL_VOCAB, num_layers=3, num_heads=6, num_kv_heads=2,
+        num_draft_heads=3, dtype="float64",
+    )  # fmt: skip
+    rng = np.random.RandomState(5)  # NumPy keeps what it draws
+
+    def draw(shape, scale):
+        return jnp.asarray(rng.randint(-1024, 1025, shape) / 1024 * scale)
+
+    weights = jax.tree.map(jnp.ones_like, tsjax.init_params(cfg))
+    layers = tuple(
+        layer.replace(
+            q=draw(layer.q.shape, 0.9),
+            k=draw(layer.k.shape, 0.9),
+            v=draw(layer.v.shape, 0.4),
+            o=draw(layer.o.shape, 0.012),
+            gate=draw(layer.gate.shape, 0.1),
+            up=draw(layer.up.shape, 0.1),
+            down=draw(layer.down.shape, 0.1),
+        )
+        for layer in weights.model.layers
+    )
+    one_hot, tokens = jnp.eye(SMALL_VOCAB), np.arange(SMALL_VOCAB)
+    follows = one_hot[(5 * tokens + 3) % SMALL_VOCAB]
+    model = weights.model.replace(
+        embed=one_hot,
+        layers=layers,
+        unembed=draw(one_hot.shape, 0.5) + 1.1 * follows,
+    )
+    heads = tuple(
+        head.replace(linear=2.0**index * (follows + draw(one_hot.shape, 0.1)))
+        for index, head in enumerate(weights.heads, start=1)
+    )
+    return tsjax.Model(tsjax.Params(model, heads), cfg=cfg)
+
+
+@functools.cache
+def embedded_model() -> tsjax.Model:
+    return tsjax.load(tsjax.EMBEDDED, dtype="float64")
+
+
+# --- five methods --------------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    method: Any
+    settings: dict[str, Any]
+
+
+CASES = {
+    "ngrams": Case(
+        tsjax.NGram(num_ngrams=4, ngram_size=3, ngram_slots=6, ngram_delay=9, suffix_length=0),
+        {},
+    ),
+    "ngrams and suffix": Case(
+        tsjax.NGram(num_ngrams=3, suffix_length=6, suffix_match=2, pass_widths=(1, 7)),
+        dict(do_sample=True, temperature=0.6, top_k=20),
+    ),
+    # Chosen by importance again and again; second ranks at each depth, n-grams behind the draft.
+    "partial cache": Case(
+        tsjax.TokenSwift(
+            tree=(2, 2, 2, 1), draft_budget=20, num_sinks=2, draft_refresh=5,
+            num_ngrams=3, ngram_size=4, ngram_delay=0, suffix_length=0,
+        ),
+        dict(do_sample=True, temperature=0.5),
+    ),
+    "verified state": Case(
+        tsjax.TokenSwift(
+            tree=(3, 2, 2), draft_from="verified_state", num_ngrams=3, ngram_size=3,
+            suffix_length=0,
+        ),
+        dict(do_sample=True, temperature=0.7, min_p=0.1),
+    ),
+    # N-grams wait until they have left the window.
+    "several passes": Case(
+        tsjax.TokenSwift(
+            tree=(2, 2, 1, 1), draft_passes=3, draft_rest=True, draft_budget=24, num_sinks=2,
+            num_ngrams=4, ngram_size=4, suffix_length=4, suffix_match=3, suffix_alone=4,
+        ),
+        dict(
+            do_sample=True, temperature=0.8, top_p=0.9, repetition_penalty=1.1,
+            repetition_window=12,
+        ),
+    ),
+}  # fmt: skip
+TEXT = """\
+It was a dark night, and the wind was high. The old man sat by the fire and looked at the door. "I \
+shall not go," said he; "the night is dark, and the wind is high, and the door is shut." The old \
+woman looked at the fire and said nothing. The old man sat by the fire and looked at her."""
+MODELS = {
+    "small": (small_model, np.random.RandomState(0).randint(0, SMALL_VOCAB, 60).tolist(), 300),
+    "embedded": (embedded_model, TEXT, 80),
+}
+
+
+def run(model_name: str, case_name: str, nudge: float = 0.0) -> dict[str, Any]:
+    """What the file holds for one case; `nudge` changes each weight by up to so much of it."""
+    make, prompt, new_tokens = MODELS[model_name]
+    method, settings = CASES[case_name]
+    with jax.enable_x64(True):
+        model = make()
+        if nudge:
+            rng = np.random.RandomState(1)
+            params = jax.tree.map(
+                lambda x: x * (1 + nudge * rng.uniform(-1, 1, x.shape)), model.params
+            )
+            model = model.replace(params=params)
+        result = tsjax.generate(
+            model, prompt, method=method, max_new_tokens=new_tokens, eos_token_id=(),
+            capacity=512, prefill_width=64, **settings,
+        )  # fmt: skip
+    return {
+        "accepted_lengths": list(result.stats.accepted_lengths),
+        "by_source": result.stats.accepted_by_source,
+        "tokens": result.tokens[0].tolist(),
+    }
+
+
+def main():
+    entries = []
+    for model in MODELS:
+        for case in CASES:
+            found = run(model, case)
+            if run(model, case, NUDGE) != found:
+                raise SystemExit(f"{model}: {case}: a near-tie; choose another seed or prompt")
+            entries.append(f'"{model}: {case}": {json.dumps(found)}')
+    with open(FILE, "w", encoding="utf-8") as file:
+        file.write("{\n" + ",\n".join(entries) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
