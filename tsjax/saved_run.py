@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check
+from tsjax.config import GenerationConfig, check, check_int
+from tsjax.input_files import parsing, read_json
 
 FORMAT = 1
 
@@ -82,9 +83,8 @@ def read_run(path: str | os.PathLike) -> SavedRun:
     name = os.fspath(path)
     if not os.path.isfile(name):
         raise FileNotFoundError(f"resume_from={name!r} is not valid: no such file")
-    try:
-        with open(name, encoding="utf-8") as file:
-            saved = json.load(file)
+    with parsing(name, " is not valid: a file written by save_to", argument="resume_from"):
+        saved = read_json(name)
         if saved["format"] != FORMAT:
             raise ValueError(f"format {saved['format']!r}")
         run = SavedRun(
@@ -98,12 +98,21 @@ def read_run(path: str | os.PathLike) -> SavedRun:
         )
         if not len(run.prompts) == len(run.tokens) == len(run.finish_reason) > 0:
             raise ValueError("prompt, tokens and finish_reason have different numbers of rows")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"resume_from={name!r} is not valid: a file written by save_to ({error!r})"
-        ) from error
+        _check_types(run)
     return run
 
 
+def _check_types(run: SavedRun) -> None:
+    check(isinstance(run.model, str), "model", run.model, "a string")
+    for name in ("exceed_max_positions", "single"):
+        value = getattr(run, name)
+        check(isinstance(value, bool), name, value, "true or false")
+    for value in run.finish_reason:
+        check(isinstance(value, str | None), "finish_reason", value, "strings and nulls")
+
+
 def _rows(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    return [np.asarray(row) if row else np.zeros(0, np.int32) for row in rows]
+    for row in rows:
+        for token in row:
+            check_int(token, "token", 0)
+    return [np.asarray(row, np.int32) for row in rows]

@@ -21,6 +21,9 @@ from typing import Any
 
 import jax
 
+from tsjax import stored_arrays
+from tsjax.input_files import listed, parsing, read_json
+
 FORMAT = 1
 CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays", "run.json"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
@@ -75,32 +78,25 @@ def write_checkpoint(
 
 
 def read_document(checkpoint: str) -> dict[str, Any]:
-    path = os.path.join(checkpoint, DOCUMENT)
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
+    with parsing(checkpoint, " is damaged"):
+        document = read_json(os.path.join(checkpoint, DOCUMENT))
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']!r}")
         return document
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{checkpoint!r} is damaged: {error!r}") from error
 
 
 def read_arrays(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
-    from orbax.checkpoint import v1 as ocp
-
+    path = os.path.join(checkpoint, ARRAYS)
+    stored = stored_arrays.list_arrays(path)
+    wrong = [name for name in like if name not in stored or stored[name].shape != like[name].shape]
+    if wrong:
+        raise ValueError(f"{path!r} is damaged: it lacks, as they were, {', '.join(listed(wrong))}")
     abstract = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
         for name, x in like.items()
     }
-    try:
-        return ocp.load(os.path.join(checkpoint, ARRAYS), abstract)
-    except Exception as error:
-        reason = str(error.__cause__ or error).splitlines()
-        raise ValueError(
-            f"{checkpoint!r} is damaged: {reason[0] if reason else error!r}"
-        ) from error
+    return stored_arrays.read_arrays(path, abstract)
 
 
 def _reason(error: Exception) -> str:
