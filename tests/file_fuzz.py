@@ -23,6 +23,7 @@ from types import SimpleNamespace
 
 import helpers
 import hf_fixtures
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
@@ -30,11 +31,6 @@ import tsjax
 from tsjax import checkpoint, corpus, request, saved_training, training
 from tsjax.input_files import read_text
 from tsjax.tokenizer import Detokenizer, encode, load_tokenizer
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 # What a damaged file may end in: these types, not those derived from them.
 OURS = (ValueError, NotImplementedError, FileNotFoundError)
@@ -119,12 +115,9 @@ def kinds(place: Path) -> dict[str, Kind]:
         if file.endswith(".txt"):
             read_text(folder / file)
 
-    kept, settings = place / "kept", tsjax.HeadTraining(num_heads=1)
-    arrays = {"heads.0": np.zeros((40, 40), np.float32), "adam": np.ones(7, np.float32)}
-    like = {
-        name: tsjax.forward(model, [[1]])[0, 0, :1] * 0 + array for name, array in arrays.items()
-    }
-    identity = {"model": "m", "data": "d", "settings": {"num_heads": settings.num_heads}}
+    kept = place / "kept"
+    like = {"heads.0": jnp.zeros((40, 40)), "adam": jnp.ones(7)}
+    identity = {"model": "m", "data": "d", "settings": {"num_heads": 1}}
     history = [{"step": 1, "head_losses": [1.0]}, {"step": 2, "head_losses": [0.5]}]
     saved_training.write_checkpoint(str(kept), 2, like, {**identity, "history": history})
     saved = saved_training.latest(str(kept)) or ""
@@ -155,7 +148,9 @@ def kinds(place: Path) -> dict[str, Kind]:
             Path(saved), [path.relative_to(saved) for path in Path(saved).rglob("*")], restore
         ),
     }
-    if torch is not None:
+    with contextlib.suppress(ImportError):
+        import torch
+
         pickled = hf_fixtures.make(place / "bin")
         (pickled / "model.safetensors").unlink()
         content = hf_fixtures.tensors(hf_fixtures.config())
@@ -193,9 +188,8 @@ def changed_json(rng: random.Random, text: str) -> str:
     if action in ("delete", "rename") and isinstance(container, dict) and key != "":
         moved = container.pop(key)
         if action == "rename":
-            container[
-                rng.choice(["x", "\ud800", key + "x", key[:-1], "999999999", key + "9" * 20])
-            ] = moved
+            names = ["x", "\ud800", key + "x", key[:-1], "999999999", key + "9" * 20]
+            container[rng.choice(names)] = moved
     else:
         container[key] = value
     try:

@@ -88,15 +88,17 @@ def read_document(checkpoint: str) -> dict[str, Any]:
 def read_arrays(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
     path = os.path.join(checkpoint, ARRAYS)
-    stored = stored_arrays.list_arrays(path)
-    wrong = [name for name in like if name not in stored or stored[name].shape != like[name].shape]
-    if wrong:
-        raise ValueError(f"{path!r} is damaged: it lacks, as they were, {', '.join(listed(wrong))}")
-    abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        for name, x in like.items()
-    }
-    return stored_arrays.read_arrays(path, abstract)
+    with parsing(checkpoint, " is damaged"):
+        stored = stored_arrays.list_arrays(path)
+        shapes = {name: tuple(array.shape) for name, array in stored.items()}
+        wrong = [name for name, array in like.items() if shapes.get(name) != array.shape]
+        if wrong:
+            raise ValueError(f"it does not hold, as they were, {', '.join(listed(wrong))}")
+        abstract = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in like.items()
+        }
+        return stored_arrays.read_arrays(path, abstract)
 
 
 def _reason(error: Exception) -> str:

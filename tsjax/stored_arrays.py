@@ -9,6 +9,7 @@ Does not know what the arrays are.
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import Any
 
 import jax
 
-from tsjax.input_files import parsing, require_file
+from tsjax.input_files import parsing, read_json, require_file
 
 _DATABASE = "state"  # orbax's folder of all arrays, an OCDBT database of tensorstore
 
@@ -29,7 +30,11 @@ def list_arrays(path: str) -> Mapping[str, Any]:
         for folder, _, names in os.walk(path):
             for name in names:
                 require_file(os.path.join(folder, name))
-        _check_database(os.path.join(path, _DATABASE))
+        database = os.path.join(path, _DATABASE)
+        for pattern in ("_METADATA", "_sharding", "array_metadatas/*"):
+            for file in glob.glob(os.path.join(glob.escape(database), pattern)):
+                read_json(file)
+        _check_database(database)
         with _quiet():
             found = ocp.metadata(path).metadata
         if found is None:  # orbax found its files but could not read them
