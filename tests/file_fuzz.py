@@ -85,18 +85,8 @@ def kinds(place: Path) -> dict[str, Kind]:
     tsjax.generate(model, [[1, 2], [3]], max_new_tokens=3, save_to=runs / "run.json")
 
     def resume(folder, file):
-        request.make_request(
-            model,
-            None,
-            None,
-            {},
-            method="autoregressive",
-            prefill="full",
-            capacity=None,
-            prefill_width=512,
-            exceed_max_positions=False,
-            resume_from=folder / file,
-        )
+        # A setting that is well-formed and does not fit the model is refused as an argument is.
+        request._resumed_run(model, folder / file, None, {})
 
     text = place / "data"
     text.mkdir()
