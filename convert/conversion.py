@@ -23,6 +23,7 @@ import numpy as np
 from tsjax import checkpoint, huggingface, weight_files
 from tsjax.config import ModelConfig, check
 from tsjax.huggingface import Entry
+from tsjax.input_files import read_json
 
 MERGE_HEADS, DROP_HEADS = "merge", "drop"
 HEADS_FILE = "heads.safetensors"
@@ -148,6 +149,8 @@ def to_hf(
         num_params = _write_shards(
             folder, huggingface.entries(cfg), tensors, shard_bytes, on_tensor
         )
+        for _ in source.tensors:  # those left out; with the last one comes the warning about NaN
+            pass
         _write_json(os.path.join(folder, "config.json"), config)
         checkpoint.copy_companions(source.folder, folder)
         generation = os.path.join(folder, "generation_config.json")
@@ -240,7 +243,7 @@ def _special_ids(source: Source) -> dict[str, Any]:
     for name in ("config.json", "generation_config.json"):
         path = os.path.join(source.folder, name)
         if os.path.exists(path):
-            known.update(weight_files.read_json(path))
+            known.update(read_json(path))
     stop = source.stop_ids
     return {
         "bos_token_id": known.get("bos_token_id"),

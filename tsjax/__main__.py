@@ -34,6 +34,7 @@ from tsjax.corpus import TOKEN_DTYPES
 from tsjax.demo import METHOD, PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
 from tsjax.head_training import HeadTraining
+from tsjax.input_files import read_text
 from tsjax.lazy_prefill import LazyPrefill
 from tsjax.methods import METHODS, resolve_method
 from tsjax.presets import preset, preset_names, training_preset, training_preset_names
@@ -402,8 +403,7 @@ def _prompt(args: argparse.Namespace) -> Any:
         except ValueError:
             raise ValueError(f"--ids {args.ids!r} is not valid: integers with commas") from None
     if args.prompt_file is not None:
-        with open(args.prompt_file, encoding="utf-8") as file:
-            return file.read()
+        return read_text(args.prompt_file)
     return sys.stdin.read() if args.prompt == "-" else args.prompt
 
 
@@ -483,7 +483,8 @@ def _generate(args: argparse.Namespace) -> int:
         **settings
     )  # refuses a wrong value before the model is read
     model = tsjax.load(args.model, dtype=args.dtype)
-    tokenizer = tokenizer_of(model)
+    # A text needs it; ids are printed as they are without one.
+    tokenizer = model.tokenizer if isinstance(prompt, str) else tokenizer_of(model)
     quiet = args.json or args.progress
     result = tsjax.generate(
         model,

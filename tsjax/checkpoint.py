@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -27,10 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax import huggingface, weight_files
-from tsjax.config import DTYPES, ModelConfig, check
+from tsjax.config import DTYPES, ModelConfig, check, check_int
+from tsjax.input_files import listed, parsing, read_json
 from tsjax.model import ParamSpec
 from tsjax.sharding import named_sharding, usable_mesh
 from tsjax.state import Params, abstract_params, declare_params, is_spec
+from tsjax.stored_arrays import list_arrays, read_arrays
 from tsjax.tokenizer import load_tokenizer
 from tsjax.whole_files import own_place, replacing
 
@@ -68,9 +71,12 @@ class Model(flax.struct.PyTreeNode):
     stop_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
     path: str | None = flax.struct.field(pytree_node=False, default=None)
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Any:
-        """The HuggingFace tokenizer of the model's folder, loaded once."""
+        """The HuggingFace tokenizer of the model's folder, loaded once.
+
+        A FileNotFoundError if there is none, a ValueError if it is damaged.
+        """
         if self.path is None:
             raise ValueError("this model has no path, so it has no tokenizer; pass token ids")
         return load_tokenizer(self.path)
@@ -176,23 +182,23 @@ def read_description(
 ) -> tuple[ModelConfig, tuple[int, ...]]:
     """The settings and the stop ids in a tsjax checkpoint."""
     path = os.path.join(folder, DESCRIPTION)
-    raw = weight_files.read_json(path)
+    raw = read_json(path)
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
         raise ValueError(
             f"{path!r} has format_version={version!r}; this tsjax reads {FORMAT_VERSION}"
         )
-    try:
+    with parsing(path, " is damaged"):
         cfg = ModelConfig.from_dict(raw["model"])
-        stop_ids = tuple(int(token) for token in raw["stop_ids"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path!r} is damaged: {error!r}") from error
+        stop_ids = tuple(raw["stop_ids"])
+        for token in stop_ids:
+            check_int(token, "stop_ids", 0)
     return dataclasses.replace(cfg, dtype=dtype) if dtype else cfg, stop_ids
 
 
 def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
     """The weight files of a TokenSwift adapter, or of a checkpoint with heads in it."""
-    if not os.path.isfile(path):
+    if os.path.isdir(path) or not os.path.exists(path):
         path = weight_files.find_folder(path, allow_pickle=allow_pickle)
     weights = weight_files.open_weights(os.fspath(path), allow_pickle=allow_pickle)
     if not huggingface.count_heads(weights):
@@ -289,15 +295,10 @@ def _save_arrays(model: Model, path: str) -> None:
 
 
 def _load_arrays(path: str, cfg: ModelConfig, mesh) -> dict[str, jax.Array]:
-    from orbax.checkpoint import v1 as ocp
-
+    stored = list_arrays(path)
+    with parsing(path, " does not fit the config"):  # before anything is declared
+        huggingface.check_counts(cfg, len(stored), ("num_layers", "num_draft_heads"))
     named = huggingface.entries(cfg)
-    try:
-        stored = ocp.metadata(path).metadata
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path!r} is missing or damaged: {error}") from error
-    if stored is None:  # orbax found its files but could not read them
-        raise ValueError(f"{path!r} is damaged: it does not list its arrays")
     _check_arrays(path, {e.path: e.spec.shape for e in named}, stored)
     leaves = jax.tree.leaves(abstract_params(cfg, mesh))
     device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
@@ -305,14 +306,7 @@ def _load_arrays(path: str, cfg: ModelConfig, mesh) -> dict[str, jax.Array]:
         entry.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device)
         for entry, leaf in zip(named, leaves, strict=True)
     }
-    try:
-        arrays = ocp.load(path, abstract)
-    except Exception as error:
-        if not isinstance(error, OSError | ValueError) and type(error) is not Exception:
-            raise
-        # Arrays cut short end as a plain Exception, whose cause says what happened.
-        reason = str(error.__cause__ or error).splitlines()[0]
-        raise ValueError(f"{path!r} is damaged: {reason}") from error
+    arrays = read_arrays(path, abstract)
     if any(arrays[name].dtype != leaf.dtype for name, leaf in abstract.items()):
         raise ValueError(
             f"{path!r} was not read as {cfg.dtype}: enable x64 with JAX_ENABLE_X64=1 or "
@@ -331,4 +325,4 @@ def _check_arrays(where: str, declared: dict[str, tuple[int, ...]], found) -> No
         if path in found and tuple(found[path].shape) != shape
     ]
     if problems:
-        raise ValueError("\n  ".join([f"{where!r} does not fit the config:", *problems]))
+        raise ValueError("\n  ".join([f"{where!r} does not fit the config:", *listed(problems)]))

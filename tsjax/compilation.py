@@ -14,6 +14,7 @@ import platform
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.monitoring
@@ -47,10 +48,10 @@ _INTERVALS = _Intervals()
 
 @functools.cache
 def _listen() -> None:
-    def note(event: str, seconds: float, **_) -> None:
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.startswith(COMPILING):
             end = time.perf_counter()
-            _INTERVALS.add(end - seconds, end)
+            _INTERVALS.add(end - duration_secs, end)
 
     jax.monitoring.register_event_duration_secs_listener(note)
 
@@ -105,15 +106,19 @@ def keep_programs() -> str | None:
     Returns the folder; None where jax has a folder of its own or is to keep none, and where the
     folder cannot be made.
     """
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
+    if _setting("jax_compilation_cache_dir") or not _setting("jax_enable_compilation_cache"):
         return None
     folder = default_folder()
     with contextlib.suppress(OSError):  # a home that cannot be written: programs are made anew
         enable_compilation_cache(folder)
-        if jax.config.jax_compilation_cache_max_size == -1:  # jax's default: no limit
+        if _setting("jax_compilation_cache_max_size") == -1:  # jax's default: no limit
             jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
         return folder
     return None
+
+
+def _setting(name: str) -> Any:
+    return getattr(jax.config, name)
 
 
 def default_folder() -> str:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import json
 import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from tsjax.input_files import parsing, read_json
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
@@ -66,6 +67,19 @@ HABITS["num_return_sequences"] = HABITS["best_of"] = HABITS["n"]
 HABITS["frequency_penalty"] = HABITS["presence_penalty"]
 
 
+def check_int(value: Any, name: str, low: int, high: int = 2**31 - 1) -> None:
+    ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    check(ok and int(value) >= low, name, value, f"an integer, at least {low}")
+    check(int(value) <= high, name, value, f"an integer, at most {high}")
+
+
+def check_float(value: Any, name: str, low: float, high: float) -> None:
+    ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    ok = ok and math.isfinite(value) and low <= float(value) <= high
+    bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+    check(bool(ok), name, value, f"a finite number, {bounds}")
+
+
 def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str) -> None:
     """An unknown name is an error, never ignored; the nearest known name is offered."""
     for name in names:
@@ -94,6 +108,18 @@ class RopeConfig:
 
     def __post_init__(self):
         check(self.kind in ROPE_KINDS, "rope kind", self.kind, f"one of {', '.join(ROPE_KINDS)}")
+        for name in (
+            "theta",
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+        ):
+            check_float(getattr(self, name), f"rope {name}", 0.0, math.inf)
+        check_int(self.original_max_positions, "rope original_max_positions", 0)
+        check(isinstance(self.truncate, bool), "rope truncate", self.truncate, "True or False")
         check(self.theta > 0, "rope theta", self.theta, "a positive number")
         check(self.factor > 0, "rope factor", self.factor, "a positive number")
         if self.kind in ("llama3", "yarn"):
@@ -139,10 +165,12 @@ class ModelConfig:
     head_accuracy: tuple[float, ...] = ()
 
     def __post_init__(self):
+        check_int(self.num_draft_heads, "num_draft_heads", 0)
         object.__setattr__(self, "head_accuracy", tuple(self.head_accuracy))
+        for share in self.head_accuracy:
+            check_float(share, "head_accuracy", 0.0, 1.0)
         check(
-            len(self.head_accuracy) in (0, self.num_draft_heads)
-            and all(0 <= share <= 1 for share in self.head_accuracy),
+            len(self.head_accuracy) in (0, self.num_draft_heads),
             "head_accuracy",
             self.head_accuracy,
             f"a share from 0 to 1 for each of {self.num_draft_heads} heads, or ()",
@@ -157,8 +185,7 @@ class ModelConfig:
             "mlp_dim",
             "max_positions",
         ):
-            value = getattr(self, name)
-            check(isinstance(value, int) and value > 0, name, value, "a positive integer")
+            check_int(getattr(self, name), name, 1)
         check(
             self.num_heads % self.num_kv_heads == 0,
             "num_kv_heads",
@@ -166,7 +193,11 @@ class ModelConfig:
             f"a divisor of num_heads={self.num_heads}",
         )
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
+        check_float(self.norm_eps, "norm_eps", 0.0, math.inf)
         check(self.norm_eps > 0, "norm_eps", self.norm_eps, "a small positive number")
+        for name in ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
+            value = getattr(self, name)
+            check(isinstance(value, bool), name, value, "True or False")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
 
     @property
@@ -305,7 +336,18 @@ class GenerationConfig:
         not read them.
         """
         refuse_unknown_settings(changes)
-        fields = _read_hf_generation_config(source)
+        path = _hf_generation_file(source)
+        if path is None:
+            fields = source if isinstance(source, Mapping) else source.to_dict()
+            return cls._from_hf_fields(fields, changes)
+        fields = read_json(path)
+        with parsing(path):
+            return cls._from_hf_fields(fields, changes)
+
+    @classmethod
+    def _from_hf_fields(
+        cls, fields: Mapping[str, Any], changes: Mapping[str, Any]
+    ) -> GenerationConfig:
         sampled = {"do_sample": False, **fields, **changes}["do_sample"]
         fields = {**without_unread({**fields, "do_sample": sampled}), **changes}
         kept, refused = {}, []
@@ -377,21 +419,16 @@ _HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _read_hf_generation_config(source: Any) -> dict[str, Any]:
-    if hasattr(source, "to_diff_dict"):  # a transformers GenerationConfig
-        return {k: v for k, v in source.to_dict().items() if v is not None}
-    if isinstance(source, Mapping):
-        return dict(source)
+def _hf_generation_file(source: Any) -> str | None:
+    """The file of a path or folder; None for a dict or a transformers GenerationConfig."""
+    if isinstance(source, Mapping) or hasattr(source, "to_diff_dict"):
+        return None
     path = os.fspath(source)
     if os.path.isdir(path):
         path = os.path.join(path, "generation_config.json")
     if not os.path.exists(path):
         raise FileNotFoundError(f"no generation config at {path!r}")
-    with open(path, encoding="utf-8") as file:
-        try:
-            return json.load(file)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path!r} is not valid JSON: {error}") from error
+    return path
 
 
 def _plain(value: Any) -> Any:
@@ -401,16 +438,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
     return value
-
-
-def check_int(value: Any, name: str, low: int, high: int = 2**31 - 1) -> None:
-    ok = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    check(ok and int(value) >= low, name, value, f"an integer, at least {low}")
-    check(int(value) <= high, name, value, f"an integer, at most {high}")
-
-
-def check_float(value: Any, name: str, low: float, high: float) -> None:
-    ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    ok = ok and math.isfinite(value) and low <= float(value) <= high
-    bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
-    check(bool(ok), name, value, f"a finite number, {bounds}")

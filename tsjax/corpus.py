@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from tsjax.config import check, check_float
+from tsjax.input_files import listed, parsing, require_file
+from tsjax.tokenizer import encode
 
 TEXT_SUFFIXES = (".txt", ".text")
 TOKEN_SUFFIXES = (".npy", ".bin")
@@ -175,6 +177,7 @@ def read_corpus(
         add_ids("the array", data)
     else:
         for file in _files(data, argument):
+            require_file(file)
             if file.endswith(TOKEN_SUFFIXES):
                 add_ids(file, _map_ids(file, data_dtype, argument))
             else:
@@ -211,7 +214,7 @@ def _files(data: Any, argument: str) -> list[str]:
                     f"{argument}={path!r} is not valid: the folder has no text "
                     f"({', '.join(TEXT_SUFFIXES)}) and no files of token ids "
                     f"({', '.join(TOKEN_SUFFIXES)}); it has "
-                    f"{', '.join(sorted(os.listdir(path))[:8]) or 'nothing'}"
+                    f"{', '.join(listed(sorted(os.listdir(path)))) or 'nothing'}"
                 )
         elif os.path.exists(path):
             inside = [path]
@@ -252,10 +255,10 @@ def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
     are those of the whole text.
     """
     if wanted is not None and len(text) > _CHARACTERS_PER_TOKEN * wanted:
-        ids = tokenizer.encode(text[: _CHARACTERS_PER_TOKEN * wanted], verbose=False)
+        ids = encode(tokenizer, text[: _CHARACTERS_PER_TOKEN * wanted], verbose=False)
         if len(ids) >= 2 * wanted:
-            return np.asarray(ids[:wanted], np.int32)
-    return np.asarray(tokenizer.encode(text, verbose=False), np.int32)
+            return ids[:wanted]
+    return encode(tokenizer, text, verbose=False)
 
 
 def _check_text_ids(file: str, ids: np.ndarray, vocab_size: int, argument: str) -> None:
@@ -268,9 +271,12 @@ def _check_text_ids(file: str, ids: np.ndarray, vocab_size: int, argument: str) 
 
 
 def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
-    try:
+    with parsing(file, " is not valid", argument=argument):
         if file.endswith(".npy"):
-            return np.load(file, mmap_mode="r", allow_pickle=False)
+            ids = np.load(file, mmap_mode="r", allow_pickle=False)
+            if not isinstance(ids, np.ndarray):
+                raise ValueError("an archive of several arrays; save the array of ids alone")
+            return ids
         if data_dtype is None:
             raise ValueError(
                 "the file does not say of which type its ids are; give data_dtype (--data-dtype), "
@@ -280,8 +286,6 @@ def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
         if size == 0 or size % item:
             raise ValueError(f"{size} bytes are no whole number of {data_dtype} ids")
         return np.memmap(file, data_dtype, mode="r")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{argument}={file!r} is not valid: {error}") from error
 
 
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> None:

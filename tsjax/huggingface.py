@@ -21,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import DTYPES, ModelConfig, RopeConfig, check, check_float, check_int
+from tsjax.input_files import listed, parsing, read_json
 from tsjax.model import ParamSpec
 from tsjax.state import declare_params, is_spec
-from tsjax.weight_files import Weights, open_weights, raise_all, read_json
+from tsjax.weight_files import Weights, open_weights, raise_all
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -75,6 +76,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelCo
       dtype: replaces the file's `dtype` (or `torch_dtype`).
     """
     family = _family(raw)
+    _check_types(raw)
     needed = [*_SIZES, "rms_norm_eps"]
     if family != "llama":  # only the first Llama checkpoints were written without it
         needed.append("num_key_value_heads")
@@ -114,7 +116,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelCo
         norm_eps=float(raw["rms_norm_eps"]),
         rope=_rope_config(raw),
         dtype=dtype,
-        num_draft_heads=raw.get("medusa_heads") or 0,  # written by TokenSwift's training
+        num_draft_heads=_draft_heads(raw),
         family=family,
         tie_embeddings=_flag(raw, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
@@ -191,6 +193,8 @@ def _family(raw: Mapping[str, Any]) -> str:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     if model_type is None:
         raise ValueError("config.json lacks model_type; it names the family of the model")
+    check(isinstance(model_type, str), "model_type", model_type, "a string")
+    check(isinstance(architectures, list | None), "architectures", architectures, "a list or null")
     if model_type not in FAMILIES or (
         architectures is not None and FAMILIES[model_type] not in architectures
     ):
@@ -199,6 +203,33 @@ def _family(raw: Mapping[str, Any]) -> str:
             f"supported are {', '.join(f'{k} ({v})' for k, v in FAMILIES.items())}"
         )
     return model_type
+
+
+def _check_types(raw: Mapping[str, Any]) -> None:
+    """The types of optional keys; sizes and rotary embeddings are checked where they are read."""
+    for name, kind, wanted in (
+        ("dtype", str, "a string"),
+        ("torch_dtype", str, "a string"),
+        ("layer_types", list, "a list"),
+        ("rope_scaling", dict, "an object"),
+        ("rope_parameters", dict, "an object"),
+        ("medusa_head_accuracy", list, "a list"),
+    ):
+        value = raw.get(name)
+        check(isinstance(value, kind | None), name, value, f"{wanted} or null")
+    for name in ("head_dim", "num_key_value_heads", "sliding_window"):
+        if raw.get(name) is not None:
+            check_int(raw[name], name, 1)
+    for share in raw.get("medusa_head_accuracy") or ():
+        check_float(share, "medusa_head_accuracy", 0.0, 1.0)
+
+
+def _draft_heads(raw: Mapping[str, Any]) -> int:
+    """As TokenSwift's training writes it."""
+    value = raw.get("medusa_heads")
+    if value is not None:
+        check_int(value, "medusa_heads", 0)
+    return value or 0
 
 
 def _flag(raw: Mapping[str, Any], name: str) -> bool:
@@ -220,8 +251,9 @@ def _unsupported_settings(raw: Mapping[str, Any], family: str) -> list[str]:
             "use_sliding_window=true (set it to false to attend to the whole context, if the model "
             "was trained for that)"
         )
-    if set(raw.get("layer_types") or ()) - {"full_attention"}:
-        found.append(f"layer_types={sorted(set(raw['layer_types']))} (only 'full_attention')")
+    others = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    if others:
+        found.append(f"layer_types with {others[0]!r} (only 'full_attention')")
     if family == "mistral":
         window = raw.get("sliding_window", 4096)  # transformers' default where the file is silent
         if window is not None and window < raw["max_position_embeddings"]:
@@ -234,8 +266,8 @@ def _unsupported_settings(raw: Mapping[str, Any], family: str) -> list[str]:
 
 def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    check(isinstance(rope, Mapping), "rope_scaling", rope, "an object or null")
     kind = rope.get("rope_type", rope.get("type", "default"))
+    check(isinstance(kind, str), "rope_type", kind, "a string")
     nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
     if nested:
         raise NotImplementedError(f"rope parameters per layer type ({', '.join(nested)})")
@@ -282,12 +314,21 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
             check_float(rope[name], name, 0.0, math.inf)
             fields[name] = float(rope[name])
     if kind == "yarn":
-        # As in transformers, null and 0 mean the default.
-        fields["beta_fast"] = float(rope.get("beta_fast") or 32)
-        fields["beta_slow"] = float(rope.get("beta_slow") or 1)
-        fields["truncate"] = bool(rope.get("truncate", True))
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            # As in transformers, null and 0 mean the default.
+            fields[name] = float(_number(rope, name) or default)
+        truncate = rope.get("truncate", True)
+        check(isinstance(truncate, bool), "rope truncate", truncate, "true or false")
+        fields["truncate"] = truncate
         fields["attention_factor"] = _yarn_attention_factor(rope, fields["factor"])
     return RopeConfig(**fields)
+
+
+def _number(rope: Mapping[str, Any], name: str) -> float | None:
+    value = rope.get(name)
+    if value is not None:
+        check_float(value, f"rope {name}", 0.0, math.inf)
+    return value
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -296,11 +337,10 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    given = rope.get("attention_factor")
+    given = _number(rope, "attention_factor")
     if given is not None:
-        check_float(given, "rope attention_factor", 0.0, math.inf)
         return float(given)
-    weight, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    weight, all_dim = _number(rope, "mscale"), _number(rope, "mscale_all_dim")
     return mscale(weight) / mscale(all_dim) if weight and all_dim else mscale(1.0)
 
 
@@ -355,7 +395,12 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        return self.as_hf(np.broadcast_to(np.int8(0), self.spec.shape)).shape
+        shape = self.spec.shape
+        if self.inputs is None:
+            return shape
+        if self.inputs == 0:
+            return (math.prod(shape),)
+        return (math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs]))
 
     def as_hf(self, array: np.ndarray) -> np.ndarray:
         """Our array in HuggingFace's shape. A view where the array is contiguous."""
@@ -393,22 +438,32 @@ def open_checkpoint(
     if not os.path.exists(path):
         raise FileNotFoundError(
             f"{folder!r} has neither a config.json (HuggingFace) nor a tsjax.json (tsjax); it has "
-            f"{', '.join(sorted(os.listdir(folder))) or 'nothing'}"
+            f"{', '.join(listed(sorted(os.listdir(folder)))) or 'nothing'}"
         )
     raw = read_json(path)
     if dtype is None and (raw.get("dtype") or raw.get("torch_dtype")) is None:
         # As transformers: a file that does not say is read in the type of its tensors.
         stored = [t.dtype for t in open_weights(folder, allow_pickle=allow_pickle).tensors.values()]
         dtype = max(set(stored), key=stored.count, default=None)
-    cfg = model_config(raw, dtype=dtype)
+    with parsing(path):
+        cfg = model_config(raw, dtype=dtype)
     weights = open_weights(folder, allow_pickle=allow_pickle)
+    with parsing(path):  # before anything is declared
+        check_counts(cfg, len(weights.tensors), ("num_hidden_layers", "medusa_heads"))
     heads = max(cfg.num_draft_heads, count_heads(weights))
     return cfg if heads == cfg.num_draft_heads else cfg.with_heads(heads), weights
 
 
+def check_counts(cfg: ModelConfig, stored: int, names: tuple[str, str]) -> None:
+    """Refuses more layers or heads than there are tensors; `names` are those of the counts."""
+    for name, count in zip(names, (cfg.num_layers, cfg.num_draft_heads), strict=True):
+        check(count <= stored, name, count, f"there are {stored} tensors in all")
+
+
 def count_heads(weights: Weights) -> int:
+    """How many different numbers heads have; `read_heads` sees whether these are 0, 1, 2 ..."""
     found = [_HEAD_KEY.fullmatch(name) for name in weights.tensors]
-    return max((int(match[2]) + 1 for match in found if match), default=0)
+    return len({match[2] for match in found if match})
 
 
 def read_model(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
@@ -433,8 +488,8 @@ def _read(
     wanted: list[Entry], weights: Weights, names: Mapping[str, str]
 ) -> Iterator[tuple[Entry, np.ndarray]]:
     """Reads `wanted`; `names` maps the table's keys to the names in the files."""
-    files = sorted({stored.file for stored in weights.tensors.values()})
-    problems = [f"missing in {', '.join(files)}: {e.key}" for e in wanted if e.key not in names]
+    files = ", ".join(listed(sorted({stored.file for stored in weights.tensors.values()})))
+    problems = [f"missing in {files}: {e.key}" for e in wanted if e.key not in names]
     keys = {entry.key for entry in wanted}
     for key, name in names.items():
         if key not in keys:
@@ -453,10 +508,29 @@ def _read(
                     "one of " + ", ".join(DTYPES)
                 )
     raise_all(problems)
-    return ((entry, _read_tensor(weights, names[entry.key], entry)) for entry in wanted)
+    return _read_tensors(wanted, weights, names)
 
 
-def _read_tensor(weights: Weights, name: str, entry: Entry) -> np.ndarray:
+def _read_tensors(
+    wanted: list[Entry], weights: Weights, names: Mapping[str, str]
+) -> Iterator[tuple[Entry, np.ndarray]]:
+    wrong = []
+    for entry in wanted:
+        name = names[entry.key]
+        array, finite = _read_tensor(weights, name, entry)
+        if not finite:
+            wrong.append(f"{name} in {weights.tensors[name].file}")
+        if wrong and entry is wanted[-1]:  # here: who reads may not ask for more than the last one
+            warnings.warn(
+                f"{', '.join(listed(wrong))} {'has' if len(wrong) == 1 else 'have'} NaN or "
+                f"infinite values as {array.dtype.name}",
+                stacklevel=2,
+            )
+        yield entry, array
+
+
+def _read_tensor(weights: Weights, name: str, entry: Entry) -> tuple[np.ndarray, bool]:
+    """The tensor, and whether all of it is finite."""
     dtype = jnp.dtype(entry.spec.dtype)
     out = _aligned_empty(entry.spec.shape, dtype)
     target = entry.as_hf(out)  # a view: writing their layout fills ours
@@ -468,12 +542,7 @@ def _read_tensor(weights: Weights, name: str, entry: Entry) -> np.ndarray:
         for start in range(0, len(block), _TILE_ROWS):
             tile = block[start : start + _TILE_ROWS]
             target[rows.start + start : rows.start + start + len(tile)] = tile
-    if not finite:
-        warnings.warn(
-            f"{name} in {weights.tensors[name].file} has NaN or infinite values as {dtype.name}",
-            stacklevel=2,
-        )
-    return out
+    return out, finite
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

@@ -306,10 +306,18 @@ def _without_padding(encoding: Mapping) -> Any:
 
 
 def tokenizer_of(model: Model) -> Any:
-    """The model's tokenizer, None if it has none."""
+    """The tokenizer for text beside the tokens; None if the model has none.
+
+    None as well, with a warning, for one that is damaged: token ids need no tokenizer.
+    """
+    if model.path is None:
+        return None
     try:
         return model.tokenizer
-    except (ValueError, FileNotFoundError):
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        warnings.warn(f"tokens come without text: {error}", stacklevel=2)
         return None
 
 
@@ -353,10 +361,13 @@ def _check_against_model(config: GenerationConfig, model: Model, num_rows: int) 
     )
     if isinstance(config.seed, tuple):
         check(len(config.seed) == num_rows, "seed", config.seed, f"one for each of {num_rows} rows")
-    if config.stop_strings and tokenizer_of(model) is None:
-        raise ValueError(
-            f"stop_strings={config.stop_strings!r} needs a tokenizer, and the model has none"
-        )
+    if config.stop_strings:
+        try:
+            _ = model.tokenizer
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(
+                f"stop_strings={config.stop_strings!r} needs a tokenizer: {error}"
+            ) from error
 
 
 def _stop_ids(config: GenerationConfig, model: Model) -> tuple[int, ...]:

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from tsjax.checkpoint import tsjax_version
-from tsjax.config import GenerationConfig, check, without_unread
+from tsjax.config import GenerationConfig, check, check_int, without_unread
+from tsjax.input_files import parsing, read_json
 from tsjax.methods import METHODS
 from tsjax.whole_files import write_text
 
@@ -97,19 +98,18 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
     name = os.fspath(path)
     if not os.path.isfile(name):
         raise FileNotFoundError(f"{argument}={name!r} is not valid: no such file")
-    try:
-        with open(name, encoding="utf-8") as file:
-            saved = json.load(file)
+    with parsing(name, " is not valid: a file written by save_to", argument=argument):
+        saved = read_json(name)
         if saved["format"] not in (OLD_FORMAT, FORMAT):
             raise ValueError(f"format {saved['format']!r}")
         is_old = saved["format"] == OLD_FORMAT
         model = {"fingerprint": saved["model"]} if is_old else saved["model"]
         run = SavedRun(
             fingerprint=model["fingerprint"],
-            model_path=None if is_old else _text(model["path"], may_be_none=True),
-            dtype=None if is_old else _text(model["dtype"]),
+            model_path=None if is_old else model["path"],
+            dtype=None if is_old else model["dtype"],
             method=None if is_old else _method_from_dict(saved["method"]),
-            version=None if is_old else _text(saved["tsjax"]),
+            version=None if is_old else saved["tsjax"],
             is_old=is_old,
             exceed_max_positions=saved["exceed_max_positions"],
             single=saved["single"],
@@ -121,21 +121,27 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
         )
         if not len(run.prompts) == len(run.tokens) == len(run.finish_reason) > 0:
             raise ValueError("prompt, tokens and finish_reason have different numbers of rows")
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{argument}={name!r} is not valid: a file written by save_to ({error!r})"
-        ) from error
+        _check_types(run)
     return run
 
 
+def _check_types(run: SavedRun) -> None:
+    check(isinstance(run.fingerprint, str), "fingerprint", run.fingerprint, "a string")
+    check(isinstance(run.model_path, str | None), "path", run.model_path, "a string or null")
+    for name in () if run.is_old else ("dtype", "version"):
+        check(isinstance(getattr(run, name), str), name, getattr(run, name), "a string")
+    for name in ("exceed_max_positions", "single"):
+        value = getattr(run, name)
+        check(isinstance(value, bool), name, value, "true or false")
+    for value in run.finish_reason:
+        check(isinstance(value, str | None), "finish_reason", value, "strings and nulls")
+
+
 def _rows(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    return [np.asarray(row) if row else np.zeros(0, np.int32) for row in rows]
-
-
-def _text(value: Any, *, may_be_none: bool = False) -> Any:
-    if not (isinstance(value, str) or (may_be_none and value is None)):
-        raise TypeError(f"{value!r} is no text")
-    return value
+    for row in rows:
+        for token in row:
+            check_int(token, "token", 0)
+    return [np.asarray(row, np.int32) for row in rows]
 
 
 def _method_to_dict(method: Any) -> dict[str, Any]:

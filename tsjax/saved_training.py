@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 
+from tsjax import stored_arrays
+from tsjax.input_files import listed, parsing, read_json
 from tsjax.whole_files import replacing, write_text
 
 FORMAT = 2
@@ -80,32 +82,27 @@ def _write_whole(target: str, arrays: Mapping[str, jax.Array], content: Mapping[
 
 
 def read_document(checkpoint: str) -> dict[str, Any]:
-    path = os.path.join(checkpoint, DOCUMENT)
-    try:
-        with open(path, encoding="utf-8") as file:
-            document = json.load(file)
+    with parsing(checkpoint, " is damaged"):
+        document = read_json(os.path.join(checkpoint, DOCUMENT))
         if document["format"] not in (OLD_FORMAT, FORMAT):
             raise ValueError(f"format {document['format']!r}")
         return document
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{checkpoint!r} is damaged: {error!r}") from error
 
 
 def read_arrays(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
-    from orbax.checkpoint import v1 as ocp
-
-    abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-        for name, x in like.items()
-    }
-    try:
-        return ocp.load(os.path.join(checkpoint, ARRAYS), abstract)
-    except Exception as error:
-        reason = str(error.__cause__ or error).splitlines()
-        raise ValueError(
-            f"{checkpoint!r} is damaged: {reason[0] if reason else error!r}"
-        ) from error
+    path = os.path.join(checkpoint, ARRAYS)
+    with parsing(checkpoint, " is damaged"):
+        stored = stored_arrays.list_arrays(path)
+        shapes = {name: tuple(array.shape) for name, array in stored.items()}
+        wrong = [name for name, array in like.items() if shapes.get(name) != array.shape]
+        if wrong:
+            raise ValueError(f"it does not hold, as they were, {', '.join(listed(wrong))}")
+        abstract = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in like.items()
+        }
+        return stored_arrays.read_arrays(path, abstract)
 
 
 def _reason(error: Exception) -> str:

@@ -2,45 +2,108 @@
 """Text to token ids and, piece by piece, back.
 
 Knows HuggingFace tokenizers; transformers is imported only when one is loaded. Does not know
-models.
+models. The libraries below raise what they like, and Rust panics: here it is a ValueError that
+names the tokenizer's folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
+import os
 import re
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from tsjax.input_files import parsing, require_file
+
 REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
 
 
-@functools.lru_cache(maxsize=8)
-def load_tokenizer(path: str) -> Any:
-    """The tokenizer in a local folder."""
-    import transformers
+# Without one of these there is no tokenizer, whatever its settings say; see load_tokenizer.
+_VOCABULARY = re.compile(
+    r"tokenizer\.(json|model.*)|vocab.*|merges\.txt|tekken\.json|.*\.(model|tiktoken)"
+)
+# (name, size, time of the last change, inode) of each file in a folder.
+_State = tuple[tuple[str, int, int, int], ...]
 
-    try:
-        return transformers.AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer in a local folder; loaded again when a file there has changed.
+
+    A folder without one is a FileNotFoundError, a tokenizer that cannot be used a ValueError.
+    """
+    state = _folder_state(path)
+    if not any(_VOCABULARY.fullmatch(name) for name, *_ in state):
         raise FileNotFoundError(
             f"no tokenizer could be loaded from {path!r}: pass token ids instead of text, or copy "
-            f"tokenizer.json and its companions there ({str(error).splitlines()[0]})"
-        ) from error
+            "tokenizer.json and its companions there"
+        )
+    return _load_tokenizer(path, state)
 
 
-def encode(tokenizer: Any, text: str) -> np.ndarray:
+@functools.lru_cache(maxsize=8)
+def _load_tokenizer(path: str, state: _State) -> Any:
+    for name, *_ in state:
+        require_file(os.path.join(path, name))
+    with _no_advice():
+        import transformers
+    with parsing(path, " has a tokenizer that cannot be loaded; token ids work without it"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+        # What is read from it later, while tokens are made.
+        _visible_and_byte_tokens(tokenizer)
+        return tokenizer
+
+
+def _folder_state(path: str) -> _State:
+    """What tells contents of a folder apart. Folders in it count only in place of vocabularies."""
+    found = []
+    for entry in os.scandir(path) if os.path.isdir(path) else ():
+        with contextlib.suppress(FileNotFoundError):  # a link to nothing
+            info = entry.stat()
+            if not stat.S_ISDIR(info.st_mode) or _VOCABULARY.fullmatch(entry.name):
+                found.append((entry.name, info.st_size, info.st_mtime_ns, info.st_ino))
+    return tuple(sorted(found))
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """Keeps transformers from telling who imports it for a tokenizer that torch is missing."""
+
+    def other(record: logging.LogRecord) -> bool:
+        return "PyTorch was not found" not in record.getMessage()
+
+    logger = logging.getLogger("transformers")
+    logger.addFilter(other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(other)
+
+
+def encode(tokenizer: Any, text: str, **options: Any) -> np.ndarray:
     """Token ids of `text`, [T] int32, with the special tokens this tokenizer adds."""
-    return np.asarray(tokenizer.encode(text), np.int32)
+    with parsing(_name(tokenizer), " has a tokenizer that cannot encode this text"):
+        return np.asarray(tokenizer.encode(text, **options), np.int32)
 
 
 def decode_text(tokenizer: Any, ids: Iterable[int]) -> str:
     """The text of `ids` without special tokens, spaces as the tokens have them."""
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    with parsing(_name(tokenizer), " has a tokenizer that cannot decode these tokens"):
+        return tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+def _name(tokenizer: Any) -> str:
+    """The folder it was loaded from."""
+    return getattr(tokenizer, "name_or_path", "")
 
 
 @functools.lru_cache(maxsize=8)

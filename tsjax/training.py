@@ -43,6 +43,7 @@ from tsjax.head_training import (
     update,
     zero_gradients,
 )
+from tsjax.input_files import parsing
 from tsjax.interrupt import Interrupt, check_on_interrupt
 from tsjax.saved_training import (
     CHECKPOINTS,
@@ -484,12 +485,10 @@ def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Re
             stacklevel=3,
         )
         identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
-    try:
+    with parsing(checkpoint, " is damaged"):
         wrong = _differences(document, identity)
-        history = document["history"]
+        history = [_checked_record(*numbered) for numbered in enumerate(document["history"], 1)]
         whole = len(history) == document["step"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{checkpoint!r} is damaged: {error!r}") from error
     if wrong or not whole:
         raise ValueError(
             f"resume=True is not valid: the run in {checkpoint!r} "
@@ -497,6 +496,13 @@ def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Re
         )
     run.restore(read_arrays(checkpoint, run.arrays()), len(history))
     return history
+
+
+def _checked_record(step: int, record: Record) -> Record:
+    check(record["step"] == step, "history", record["step"], f"the record of step {step}")
+    for loss in record["head_losses"]:
+        check(isinstance(loss, float | int), "head_losses", loss, "a number")
+    return record
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

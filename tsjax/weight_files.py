@@ -9,10 +9,8 @@ by the functions that need them.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
-import pickle
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
@@ -20,6 +18,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from tsjax.input_files import listed, parsing, read_json, require_file
 
 _BLOCK_BYTES = 32 * 2**20  # what is read at a time; bounds the scratch memory of reading
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -70,25 +70,29 @@ class SafetensorsWeights(Weights):
     def _list(self, file):
         import safetensors
 
-        try:
-            with safetensors.safe_open(file, framework="np") as handle:
-                found = {}
-                for name in handle.keys():
-                    tensor = handle.get_slice(name)
-                    dtype = tensor.get_dtype()
-                    found[name] = StoredTensor(
-                        file, tuple(tensor.get_shape()), _SAFETENSORS_DTYPES.get(dtype, str(dtype))
-                    )
-                return found
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ValueError(f"{file!r} is truncated or corrupt: {error}") from error
+        with (
+            parsing(file, " is truncated or corrupt"),
+            safetensors.safe_open(file, framework="np") as handle,
+        ):
+            found = {}
+            for name in handle.keys():
+                tensor = handle.get_slice(name)
+                dtype = tensor.get_dtype()
+                found[name] = StoredTensor(
+                    file, tuple(tensor.get_shape()), _SAFETENSORS_DTYPES.get(dtype, str(dtype))
+                )
+            return found
 
     def rows(self, name, start, stop):
         import safetensors
 
+        file = self.tensors[name].file
         # Opened anew each time: the pages of a mapped file count as this process's memory until
         # it is closed.
-        with safetensors.safe_open(self.tensors[name].file, framework="np") as handle:
+        with (
+            parsing(file, f": {name} cannot be read"),
+            safetensors.safe_open(file, framework="np") as handle,
+        ):
             return handle.get_slice(name)[start:stop]
 
 
@@ -107,14 +111,21 @@ class TorchWeights(Weights):
                 f"{file!r} is a pickled torch file and torch is not installed; pip install torch, "
                 "or convert the checkpoint to safetensors"
             ) from error
-        mapped = zipfile.is_zipfile(file)  # the format of torch < 1.6 cannot be mapped
-        try:
+        with parsing(file, " is corrupt or holds more than tensors"):
+            mapped = zipfile.is_zipfile(file)  # the format of torch < 1.6 cannot be mapped
             loaded = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError) as error:
-            raise ValueError(f"{file!r} is corrupt or holds more than tensors: {error}") from error
-        other = [k for k, v in loaded.items() if not isinstance(v, torch.Tensor)]
+            other = [
+                f"{name!s:.80}"
+                for name, value in loaded.items()
+                if not (
+                    isinstance(name, str)
+                    and isinstance(value, torch.Tensor)
+                    and value.layout is torch.strided
+                    and value.device.type == "cpu"
+                )
+            ]
         if other:
-            raise ValueError(f"{file!r} holds more than tensors: {', '.join(map(str, other))}")
+            raise ValueError(f"{file!r} holds more than tensors: {', '.join(listed(other))}")
         self._loaded[file] = loaded
         return {
             name: StoredTensor(file, tuple(value.shape), str(value.dtype).removeprefix("torch."))
@@ -123,12 +134,13 @@ class TorchWeights(Weights):
 
     def rows(self, name, start, stop):
         stored = self.tensors[name]
-        block = self._loaded[stored.file][name][start:stop].contiguous()
-        if stored.dtype == "bfloat16":  # torch cannot hand this type to NumPy
-            import torch
+        with parsing(stored.file, f": {name} cannot be read"):
+            block = self._loaded[stored.file][name][start:stop].contiguous()
+            if stored.dtype == "bfloat16":  # torch cannot hand this type to NumPy
+                import torch
 
-            return block.view(torch.int16).numpy().view(jnp.bfloat16)
-        return block.numpy()
+                return block.view(torch.int16).numpy().view(jnp.bfloat16)
+            return block.numpy()
 
 
 def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
@@ -136,7 +148,7 @@ def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
 
     As in transformers, model.safetensors comes before an index, and safetensors before pickles.
     """
-    if os.path.isfile(path):
+    if not os.path.isdir(path):
         return _open_files([path], allow_pickle)
     for single in ("model.safetensors", "pytorch_model.bin"):
         file = os.path.join(path, single)
@@ -150,17 +162,19 @@ def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
         return _open_files([os.path.join(path, names[0])], allow_pickle)
     raise FileNotFoundError(
         f"{path!r} has no model.safetensors, no model.safetensors.index.json and no "
-        f"pytorch_model.bin; it has {', '.join(sorted(os.listdir(path))) or 'nothing'}"
+        f"pytorch_model.bin; it has {', '.join(listed(sorted(os.listdir(path)))) or 'nothing'}"
     )
 
 
 def _open_files(files: Collection[str], allow_pickle: bool) -> Weights:
+    for file in files:
+        require_file(file)
     pickled = [file for file in files if not file.endswith(".safetensors")]
     if not pickled:
         return SafetensorsWeights(files)
     if not allow_pickle:
         raise ValueError(
-            f"{', '.join(map(repr, pickled))}: only pickled torch weights were found; pass "
+            f"{', '.join(listed(map(repr, pickled)))}: only pickled torch weights were found; pass "
             "allow_pickle=True (--allow-pickle) to read them with torch, or save the checkpoint as "
             "safetensors"
         )
@@ -169,16 +183,18 @@ def _open_files(files: Collection[str], allow_pickle: bool) -> Weights:
 
 def _open_index(index: str, allow_pickle: bool) -> Weights:
     places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
+    if not isinstance(places, dict) or not places:
         raise ValueError(f"{index!r} has no weight_map")
-    shards = sorted(set(places.values()))
-    outside = [shard for shard in shards if os.path.basename(shard) != shard]
-    if outside:
-        raise ValueError(f"{index!r} names files outside its folder: {', '.join(outside)}")
-    files = [os.path.join(os.path.dirname(index), shard) for shard in shards]
-    absent = [file for file in files if not os.path.exists(file)]
+    nameless = [f"{name}: {shard!r:.80}" for name, shard in places.items() if not _is_name(shard)]
+    if nameless:
+        raise ValueError(
+            f"{index!r} names what is no file, or files outside its folder: "
+            + ", ".join(listed(nameless))
+        )
+    files = [os.path.join(os.path.dirname(index), shard) for shard in sorted({*places.values()})]
+    absent = [repr(file) for file in files if not os.path.exists(file)]
     if absent:
-        raise FileNotFoundError(f"{index!r} names missing files: {', '.join(map(repr, absent))}")
+        raise FileNotFoundError(f"{index!r} names missing files: {', '.join(listed(absent))}")
     weights = _open_files(files, allow_pickle)
     raise_all(
         f"{index!r} puts {name} in {shard}, which does not hold it"
@@ -188,23 +204,16 @@ def _open_index(index: str, allow_pickle: bool) -> Weights:
     return weights
 
 
+def _is_name(shard: Any) -> bool:
+    """Whether it can be the name of a file in the same folder."""
+    return isinstance(shard, str) and bool(shard) and os.path.basename(shard) == shard
+
+
 def raise_all(problems: Iterable[str]) -> None:
-    """One error that lists all problems, so that a checkpoint is repaired in one go."""
-    problems = list(problems)
+    """One error that lists the problems, so that a checkpoint is repaired in one go."""
+    problems = listed(problems)
     if problems:
         raise ValueError("\n  ".join(["the checkpoint cannot be read:", *problems]))
-
-
-def read_json(path: str) -> dict[str, Any]:
-    """A JSON file that must hold an object."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = json.load(file)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path!r} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path!r} must hold a JSON object, not a {type(content).__name__}")
-    return content
 
 
 # The small English model of this package, and where it lies beside this file.

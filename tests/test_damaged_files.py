@@ -1,0 +1,509 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A damaged file is one clear error that names it; what does not need the file goes on without it.
+
+Single damages, each with what must be said about it. file_fuzz.py makes many, chosen by a seed.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import file_fuzz
+import helpers
+import hf_fixtures
+import numpy as np
+import pytest
+from hf_fixtures import make
+from safetensors.numpy import load_file, save_file
+
+import tsjax
+import tsjax_convert
+import tsjax_convert.__main__
+from tsjax import huggingface
+from tsjax.__main__ import main
+from tsjax.checkpoint import load, save
+from tsjax.input_files import listed, parsing, read_json
+from tsjax.request import tokenizer_of
+from tsjax.tokenizer import encode, load_tokenizer
+
+
+def change(file, **values):
+    """Replaces values of a JSON object; of ... removes the key."""
+    content = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+
+
+@pytest.fixture
+def no_compute(monkeypatch):
+    def reached(*args, **kwargs):
+        raise AssertionError("this was to be refused before any compute")
+
+    monkeypatch.setattr(tsjax.generation, "_run", reached)
+
+
+# --- any file --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "Expecting value"),
+        ("[" * 100_000, "RecursionError"),
+        ('{"a": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 levels"),
+        ('{"a": ' + "9" * 5000 + "}", "an integer of 5000 digits"),
+        ('{"a": ' + "9" * 400 + "}", "an integer of 400 digits"),
+        (b"\xff\xfe{}", "codec can't decode"),
+        (b'\xef\xbb\xbf{"a": 1}', "BOM"),
+    ],
+    ids=range(7),
+)
+def test_json_that_cannot_be_parsed(content, message, tmp_path):
+    file = tmp_path / "x.json"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"x.json' is not valid JSON: .*{message}") as error:
+        read_json(file)
+    assert type(error.value) is ValueError
+
+
+class Panic(BaseException):
+    """Rust's do not derive from Exception."""
+
+
+@pytest.mark.parametrize("error", [TypeError("x"), Exception("x"), RecursionError(), Panic("x")])
+def test_whatever_a_parser_raises_becomes_one_error(error):
+    with pytest.raises(ValueError, match=f"'a.json' is damaged: {type(error).__name__}"):
+        with parsing("a.json", " is damaged"):
+            raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), ImportError("torch")])
+def test_what_is_not_about_the_file_passes(error):
+    with pytest.raises(type(error)), parsing("a.json", " is damaged"):
+        raise error
+
+
+def test_long_lists_are_cut():
+    names = [f"n{i}" for i in range(21)]
+    assert listed(names[:20]) == names[:20]
+    assert listed(names) == [*names[:20], "... and 1 more"]
+
+
+@pytest.fixture
+def pipe():
+    """Makes named pipes whose readers find them empty, so that no reader waits for ever."""
+    with contextlib.ExitStack() as stack:
+        yield lambda path: stack.enter_context(file_fuzz.pipe(path))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize(
+    "name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+)
+def test_only_files_are_opened(name, kind, tmp_path, pipe):
+    make(tmp_path)
+    helpers.save_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text("{}")
+    file = tmp_path / name
+    file.unlink()
+    if kind == "pipe":
+        pipe(file)
+    elif kind == "device":
+        file.symlink_to("/dev/zero")
+    else:
+        file.mkdir()
+    what = {"pipe": "a named pipe", "device": "a device", "folder": "a folder"}[kind]
+    with pytest.raises(ValueError, match=f"{name}' is {what}; it must be a file"):
+        _ = load(tmp_path).tokenizer
+
+
+def test_heads_in_a_pipe(tmp_path, pipe):
+    pipe(tmp_path / "heads.safetensors")
+    with pytest.raises(ValueError, match="heads.safetensors' is a named pipe"):
+        load(make(tmp_path / "hf"), heads=tmp_path / "heads.safetensors")
+
+
+# --- the tokenizer ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def talker(tmp_path):
+    """A model with a tokenizer, and the file to damage."""
+    helpers.save_tokenizer(tmp_path)
+    return helpers.tiny_model(path=str(tmp_path)), tmp_path / "tokenizer.json"
+
+
+def test_a_replaced_tokenizer_is_read_again(talker):
+    model, file = talker
+    old = encode(model.tokenizer, "the").tolist()
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["▁the"], vocabulary["▁a"] = vocabulary["▁a"], vocabulary["▁the"]
+    file.write_text(json.dumps(content))
+    fresh = model.replace(stop_ids=())
+    assert encode(fresh.tokenizer, "the").tolist() != old
+    assert encode(model.tokenizer, "the").tolist() == old  # that of the weights it was loaded with
+
+
+def test_an_unchanged_tokenizer_is_shared(talker):
+    model, _ = talker
+    assert model.tokenizer is model.tokenizer is model.replace(stop_ids=()).tokenizer
+
+
+TOKENIZER_DAMAGES = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "list": lambda text: "[]",
+    "model is a number": lambda text: json.dumps(json.loads(text) | {"model": 3}),
+    "no model": lambda text: json.dumps(json.loads(text) | {"model": None}),
+    "deep": lambda text: "[" * 100_000,
+    "added tokens": lambda text: json.dumps(json.loads(text) | {"added_tokens": {"a": 1}}),
+}
+
+
+@pytest.mark.parametrize("damage", TOKENIZER_DAMAGES)
+def test_a_damaged_tokenizer_is_named(damage, talker):
+    model, file = talker
+    file.write_text(TOKENIZER_DAMAGES[damage](file.read_text()))
+    with pytest.raises(ValueError, match="has a tokenizer that cannot be loaded") as error:
+        _ = model.tokenizer
+    assert repr(str(file.parent)) in str(error.value) and "token ids work" in str(error.value)
+
+
+def test_token_ids_need_no_tokenizer(talker):
+    model, file = talker
+    prompt, expected = [1, 5, 7], tsjax.generate(model, [1, 5, 7], max_new_tokens=3)
+    model = model.replace(stop_ids=())
+    file.write_text("{")
+    result = tsjax.generate(model, prompt, max_new_tokens=3)
+    assert result.tokens[0].tolist() == expected.tokens[0].tolist()
+    with pytest.raises(ValueError, match="a tokenizer that cannot be loaded"):
+        _ = result.text
+    with pytest.warns(UserWarning, match="without text: .*a tokenizer that cannot be") as warned:
+        chunks = list(tsjax.stream(model, prompt, max_new_tokens=3))
+    assert len(warned) == 1
+    assert [t for chunk in chunks for t in chunk.tokens[0]] == result.tokens[0].tolist()
+    assert all(chunk.text is None for chunk in chunks)
+
+
+def test_text_needs_a_tokenizer_that_works(talker, no_compute):
+    model, file = talker
+    file.write_text("{")
+    for prompt, settings in (("the", {}), ([1], {"stop_strings": "a"})):
+        with pytest.raises(ValueError, match="a tokenizer that cannot be loaded"):
+            tsjax.generate(model, prompt, max_new_tokens=3, **settings)
+
+
+def test_without_a_vocabulary_there_is_no_tokenizer(talker):
+    model, file = talker
+    file.unlink()  # tokenizer_config.json alone would be a tokenizer without tokens
+    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded"):
+        load_tokenizer(str(file.parent))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert tokenizer_of(model) is None
+
+
+def test_a_tokenizer_that_cannot_encode_is_named(talker):
+    model, file = talker
+
+    class Broken:
+        name_or_path = str(file.parent)
+
+        def encode(self, text):
+            raise Panic("index out of bounds")
+
+    with pytest.raises(ValueError, match="cannot encode this text: Panic: index") as error:
+        encode(Broken(), "the")
+    assert str(file.parent) in str(error.value)
+
+
+def test_nobody_is_told_that_torch_is_missing(tmp_path):
+    # transformers without torch, whether it is installed here or not.
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
+        "import tsjax; tsjax.tokenizer.load_tokenizer(sys.argv[1])\n"
+        "import transformers; print(transformers.is_torch_available())"
+    )
+    command = [sys.executable, "-c", code, helpers.save_tokenizer(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+    assert "PyTorch" not in done.stderr
+    assert not logging.getLogger("transformers").filters
+
+
+# --- config.json -----------------------------------------------------------------------------
+
+FIELDS = [
+    "model_type", "architectures", "vocab_size", "hidden_size", "intermediate_size",
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "max_position_embeddings", "rms_norm_eps", "torch_dtype", "rope_theta", "rope_scaling",
+    "attention_bias", "tie_word_embeddings", "layer_types", "medusa_heads", "medusa_head_accuracy",
+]  # fmt: skip
+# What no field may be, and what they may not be beside numbers.
+WRONG = [[["x"]], {"x": {"y": 1}}, 10**12, "x", -1, float("nan"), float("inf")]
+NOT_NUMBERS = [True, "7", [8], {"x": 8}]
+
+
+def refused_config(folder, field):
+    with pytest.raises((ValueError, NotImplementedError)) as error:
+        load(folder)
+    assert type(error.value) in (ValueError, NotImplementedError)
+    assert str(folder / "config.json") in str(error.value)
+    assert re.sub("^torch_|^medusa_|_scaling$", "", field) in str(error.value)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_wrong_values_name_file_and_field(field, tmp_path):
+    make(tmp_path)
+    intact = (tmp_path / "config.json").read_text()
+    for value in WRONG:
+        if value == 10**12 and field in ("rms_norm_eps", "rope_theta"):
+            continue  # a number like others
+        (tmp_path / "config.json").write_text(intact)
+        change(tmp_path / "config.json", **{field: value})
+        refused_config(tmp_path, field)
+    numeric = isinstance(json.loads(intact).get(field), int | float) or field == "head_dim"
+    for value in NOT_NUMBERS if numeric else ():
+        change(tmp_path / "config.json", **{field: value})
+        refused_config(tmp_path, field)
+
+
+@pytest.mark.parametrize(
+    "field", ["factor", "beta_fast", "beta_slow", "truncate", "attention_factor", "mscale",
+              "mscale_all_dim", "original_max_position_embeddings", "rope_theta", "rope_type"]
+)  # fmt: skip
+def test_wrong_rope_values_name_file_and_field(field, tmp_path):
+    make(tmp_path)
+    for value in WRONG[:-3] + WRONG[-2:]:
+        if value == 10**12 and "original" not in field:
+            continue  # a number like others
+        rope = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+        change(tmp_path / "config.json", rope_scaling={**rope, field: value})
+        refused_config(tmp_path, "rope" if field == "rope_type" else field)
+
+
+@pytest.mark.parametrize(
+    "value", [{"temperature": [1]}, {"top_k": {"a": 1}}, {"eos_token_id": [[1]]}, {"top_p": "x"}]
+)
+def test_a_wrong_generation_config_is_named(value, tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"do_sample": True, **value}))
+    with pytest.raises(ValueError, match=f"{next(iter(value))}=") as error:
+        tsjax.GenerationConfig.from_hf(tmp_path)
+    assert str(file) in str(error.value)
+
+
+# --- counts, lists and values ----------------------------------------------------------------
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    """Declaring more than there can be is an error here, where it would take all memory."""
+    entries = huggingface.entries
+
+    def few(cfg):
+        assert max(cfg.num_layers, cfg.num_draft_heads) < 1000
+        return entries(cfg)
+
+    monkeypatch.setattr(huggingface, "entries", few)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "medusa_heads"])
+def test_counts_are_compared_with_the_files(name, tmp_path, declared):
+    change(make(tmp_path) / "config.json", **{name: 10**9})
+    with pytest.raises(ValueError, match=f"config.json': {name}=10+ is not valid: there are 21"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("number", ["999999999", "9" * 5000])
+def test_numbers_of_heads_are_compared_with_the_files(number, tmp_path, declared):
+    content = hf_fixtures.tensors(hf_fixtures.config(), heads=1)
+    heads = {k.replace("layers.0", f"layers.{number}"): v for k, v in content.items() if "med" in k}
+    (tmp_path / "heads").mkdir()
+    save_file(heads, tmp_path / "heads" / "heads.safetensors")
+    with pytest.raises(ValueError, match="missing in .*model.medusa_layers.0.linear"):
+        load(make(tmp_path / "hf"), heads=tmp_path / "heads")
+
+
+@pytest.mark.parametrize("name", ["num_layers", "num_draft_heads"])
+def test_counts_of_a_description_are_compared_with_the_arrays(name, tmp_path, declared):
+    save(load(make(tmp_path / "hf")), tmp_path / "ts")
+    file = tmp_path / "ts" / "tsjax.json"
+    change(file, model=json.loads(file.read_text())["model"] | {name: 10**9})
+    with pytest.raises(ValueError, match=f"{name}=10+ is not valid: there are 21 tensors"):
+        load(tmp_path / "ts")
+
+
+def test_a_tensor_as_large_as_the_config_says_is_not_made(tmp_path):
+    sizes = dict(vocab_size=2**31 - 1, hidden_size=2**31 - 4, head_dim=2**31 - 4)
+    change(make(tmp_path) / "config.json", **sizes)
+    with pytest.raises(ValueError, match=r"the config asks for \[2147483647, 2147483644\]"):
+        load(tmp_path)
+
+
+def test_long_lists_of_problems_are_cut(tmp_path):
+    make(tmp_path)
+    content = load_file(tmp_path / "model.safetensors")
+    save_file({f"x{k}": v for k, v in content.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError) as error:
+        load(tmp_path)
+    assert len(str(error.value).splitlines()) == 22
+    assert str(error.value).endswith("... and 22 more")
+
+
+def test_all_values_that_are_not_finite_are_one_warning(tmp_path):
+    make(tmp_path)
+    content = load_file(tmp_path / "model.safetensors")
+    for array in content.values():
+        array.flat[0] = np.nan
+    save_file(content, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    for read in (
+        lambda: load(tmp_path),
+        lambda: tsjax_convert.to_hf(tmp_path, tmp_path / "out", max_shard_size=10_000),
+    ):
+        with pytest.warns(UserWarning, match=r"model.embed_tokens.weight in .*\.\.\. and 1 more"):
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                read()
+            assert len(warned) == 1
+            warnings.warn(warned[0].message, stacklevel=1)
+
+
+# --- tsjax checkpoints and the command line --------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    place = tmp_path_factory.mktemp("original")
+    save(load(make(place / "hf")), place / "ts")
+    return place / "ts"
+
+
+@pytest.fixture
+def stored(original, tmp_path):
+    return Path(shutil.copytree(original, tmp_path / "ts"))
+
+
+@pytest.mark.parametrize("which", ["list", "data", "both"])
+def test_damaged_arrays_are_one_line_and_exit_code_2(which, stored):
+    chosen = {"list": "state/d/*", "data": "state/*/d/*", "both": "d/*"}[which]
+    files = [path for path in (stored / "params").rglob(chosen) if path.is_file()]
+    for file in files:
+        os.truncate(file, file.stat().st_size // 2)
+    assert len(files) == 2 if which == "both" else 1
+    command = [sys.executable, "-m", "tsjax", "generate", str(stored), "--ids", "1,2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"tsjax: error: '{stored}/params' is damaged: ")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: (folder / "params" / "state" / "_METADATA").write_text("{"),
+        lambda folder: (folder / "params" / "state" / "_sharding").write_text(""),
+        lambda folder: (folder / "params" / "state" / "manifest.ocdbt").write_bytes(b"x" * 90),
+        lambda folder: (folder / "params" / "state" / "manifest.ocdbt").unlink(),
+        lambda folder: (folder / "params" / "state" / "array_metadatas" / "process_0").write_text(
+            '{"array_metadatas": [{"array_metadata": {}}]}'
+        ),
+    ],
+    ids=["names", "sharding", "list", "no list", "types"],
+)
+def test_damaged_array_files_are_named(damage, stored, caplog):
+    damage(stored)
+    with pytest.raises(ValueError, match="ts/params' is damaged: ") as error:
+        load(stored)
+    assert type(error.value) is ValueError
+    assert not caplog.records
+
+
+def test_a_prompt_file_that_is_no_text(tmp_path, capsys, pipe):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    pipe(tmp_path / "pipe")
+    for name, message in (
+        ("latin", "is not a text in UTF-8"),
+        ("pipe", "is a named pipe; it must be a file"),
+        ("none", "No such file"),
+    ):
+        assert main(["generate", tsjax.EMBEDDED, "--prompt-file", str(tmp_path / name)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("tsjax: error: ") and name in line and message in line
+
+
+DAMAGED_FOLDERS = {
+    "config": ("config.json", '{"model_type": [1]}'),
+    "deep": ("config.json", "[" * 100_000),
+    "stop ids": ("generation_config.json", '{"eos_token_id": {"a": 1}}'),
+    "index": ("model.safetensors.index.json", '{"weight_map": {"a": [1], "b": 3}}'),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED_FOLDERS)
+@pytest.mark.parametrize("command", ["generate", "train-heads", "convert"])
+def test_commands_end_with_one_line(command, name, tmp_path, capsys):
+    folder = make(tmp_path / "hf")
+    file, content = DAMAGED_FOLDERS[name]
+    if name == "index":
+        (folder / "model.safetensors").unlink()
+    (folder / file).write_text(content)
+    if command == "generate":
+        code = main(["generate", str(folder), "--ids", "1,2"])
+    elif command == "train-heads":
+        data, target = str(tmp_path / "x.txt"), str(tmp_path / "out")
+        code = main(["train-heads", str(folder), "--data", data, "--save-to", target])
+    else:
+        code = tsjax_convert.__main__.main([str(folder), str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and ": error: " in line and str(folder / file) in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_tokenizer_leaves_ids_on_the_command_line(tmp_path, capsys):
+    folder = make(tmp_path)
+    helpers.save_tokenizer(folder)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.warns(UserWarning, match="tokens come without text"):
+        assert main(["generate", str(folder), "--ids", "1,2", "--max-new-tokens", "2"]) == 0
+    assert len(capsys.readouterr().out.split()) == 2
+    assert main(["generate", str(folder), "the", "--max-new-tokens", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tsjax: error: '{folder}' has a tokenizer that cannot be loaded")
+
+
+# --- by chance -------------------------------------------------------------------------------
+
+
+def fuzz(place, seed, count):
+    done = subprocess.run(
+        [sys.executable, file_fuzz.__file__, str(place), str(seed), str(count)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])  # libraries print, too
+    assert not found["failures"], "\n\n".join(
+        f"{f['case']}: {f['what']}\n{f['error']}" for f in found["failures"][:10]
+    )
+    assert found["refused"] > count / 2
+    assert found["megabytes"] < 500
+
+
+def test_damages_chosen_by_a_seed(tmp_path):
+    fuzz(tmp_path, seed=0, count=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_thousands_of_damages(seed, tmp_path):
+    fuzz(tmp_path, seed, count=1000)

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that come from outside: opened only if they are files, parsed with one kind of error.
+
+Knows that parsers of damaged files raise anything. Whatever it is becomes a ValueError that names
+the file. Does not know what the files mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+LISTED = 20  # of a list of problems or names
+_LONGEST_REASON = 1000  # characters of what a parser says
+_LONGEST_INTEGER = 300  # digits; a longer one cannot become a float
+_DEEPEST = 50  # levels of a JSON document
+
+
+def require_file(path: str | os.PathLike) -> None:
+    """Refuses what is not a regular file before it is opened: opening a named pipe waits."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        return
+    kinds = {
+        stat.S_IFDIR: "a folder",
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a device",
+    }
+    raise ValueError(f"{os.fspath(path)!r} is {kinds[stat.S_IFMT(mode)]}; it must be a file")
+
+
+@contextlib.contextmanager
+def parsing(
+    path: str | os.PathLike, trouble: str = "", *, argument: str | None = None
+) -> Iterator[None]:
+    """Turns what a parser raises into a ValueError: the file's name, `trouble` and the reason.
+
+    The name follows that of the argument it was given as, if there is one. What is not supported
+    stays a NotImplementedError. A library that is missing, and a signal, have nothing to do with
+    the file.
+    """
+    name = repr(os.fspath(path)) if argument is None else f"{argument}={os.fspath(path)!r}"
+    try:
+        yield
+    except (ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{name}{trouble}: {reason(error)}") from error
+    except BaseException as error:  # Rust's panics do not derive from Exception
+        raise ValueError(f"{name}{trouble}: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What an error says, in limits; with its type where the message does not speak for itself."""
+    text = str(error).strip()
+    if not text or not isinstance(error, ValueError | NotImplementedError):
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    half = _LONGEST_REASON // 2
+    return text if len(text) <= 2 * half else f"{text[:half]} ... {text[-half:]}"
+
+
+def listed(items: Iterable[str]) -> list[str]:
+    """The first of many, and how many more there are."""
+    items = list(items)
+    more = len(items) - LISTED
+    return items if more <= 0 else [*items[:LISTED], f"... and {more} more"]
+
+
+def read_text(path: str | os.PathLike) -> str:
+    require_file(path)
+    with open(path, encoding="utf-8") as file, parsing(path, " is not a text in UTF-8"):
+        return file.read()
+
+
+def read_json(path: str | os.PathLike) -> dict[str, Any]:
+    """A JSON file that must hold an object."""
+    require_file(path)
+    with open(path, "rb") as file, parsing(path, " is not valid JSON"):
+        content = json.loads(file.read().decode("utf-8"), parse_int=_integer)
+        _check_depth(content)
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"{os.fspath(path)!r} must hold a JSON object, not a {type(content).__name__}"
+        )
+    return content
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(digits)} digits")
+    return int(digits)
+
+
+def _check_depth(content: Any) -> None:
+    """Deeper values cannot even be shown in a message: `repr` has a limit, too."""
+    level = [content]
+    for _ in range(_DEEPEST):
+        values = (value.values() if isinstance(value, dict) else value for value in level
+                  if isinstance(value, dict | list))  # fmt: skip
+        level = [value for inner in values for value in inner]
+        if not level:
+            return
+    raise ValueError(f"values are nested more than {_DEEPEST} levels deep")

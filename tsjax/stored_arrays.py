@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Named arrays in a folder, as orbax writes them: listed and read, damaged ones with one error.
+
+Knows that orbax reads many arrays at a time, and that after an error the others report to nobody,
+with pages of tracebacks. So what can be seen beforehand is checked beforehand, one file at a time.
+Does not know what the arrays are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from tsjax.input_files import parsing, read_json, require_file
+
+_DATABASE = "state"  # orbax's folder of all arrays, an OCDBT database of tensorstore
+
+
+def list_arrays(path: str) -> Mapping[str, Any]:
+    """What is there: something with a shape and a type under each name."""
+    from orbax.checkpoint import v1 as ocp
+
+    with parsing(path, " is damaged" if os.path.isdir(path) else " is missing or damaged"):
+        for folder, _, names in os.walk(path):
+            for name in names:
+                require_file(os.path.join(folder, name))
+        database = os.path.join(path, _DATABASE)
+        for pattern in ("_METADATA", "_sharding", "array_metadatas/*"):
+            for file in glob.glob(os.path.join(glob.escape(database), pattern)):
+                read_json(file)
+        _check_database(database)
+        with _quiet():
+            found = ocp.metadata(path).metadata
+        if found is None:  # orbax found its files but could not read them
+            raise ValueError("it does not list its arrays")
+        return {name: array for name, array in found.items() if hasattr(array, "shape")}
+
+
+def read_arrays(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The arrays with the types and places that are asked for; list_arrays says what is there."""
+    from orbax.checkpoint import v1 as ocp
+
+    with _quiet(), parsing(path, " is damaged"):
+        try:
+            return ocp.load(path, dict(abstract))
+        except Exception as error:
+            # A plain Exception, whose cause says what happened in the first of many lines.
+            text = str(error.__cause__ or error).splitlines()
+            raise ValueError(text[0] if text else repr(error)) from error
+
+
+def _check_database(folder: str) -> None:
+    """Whether the database can be read and its files are as long as it says."""
+    import tensorstore
+
+    base = tensorstore.KvStore.open({"driver": "file", "path": os.path.join(folder, "")}).result()
+    # "kind:folder:file:start:length"; the newest version is the last one.
+    versions = tensorstore.ocdbt.dump(base).result()["versions"]
+    nodes = [versions[-1]["root"]["location"]]
+    while nodes:
+        for entry in tensorstore.ocdbt.dump(base, nodes.pop()).result()["entries"]:
+            if "location" in entry:
+                nodes.append(entry["location"])
+            elif "indirect_value" in entry:
+                _, place, name, start, length = entry["indirect_value"].split(":")
+                file = os.path.join(folder, place, name)
+                size, end = os.path.getsize(file), int(start) + int(length)
+                if size < end:
+                    raise ValueError(f"{file!r} has {size} bytes; its arrays end at {end}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the loggers below from adding pages to an error that is raised anyway."""
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    for logger in loggers:
+        logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(nothing)
