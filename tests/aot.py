@@ -261,13 +261,13 @@ def figures(case: str, target: str, dump: Path) -> dict:
     return found
 
 
-def compile_case(case: str, target: str) -> dict:
+def compile_case(case: str, target: str, **environment: str) -> dict:
     """What `figures` says, from a process of its own."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, case, target],
         capture_output=True,
         text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
     )
     if done.returncode:
         raise RuntimeError(f"{case} for {target}: {done.stderr[-3000:]}")

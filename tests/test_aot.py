@@ -82,6 +82,25 @@ def test_step(case):
     check_kernels(found, "a100", "bfloat16")
 
 
+X64_CASES = [
+    next(case for case in aot.kernel_cases() if case.startswith(kernel))
+    for kernel in ("tree_attention", "cache_scores dot", "cache_scores softmax")
+]
+
+
+@pytest.mark.parametrize(
+    "case", [*X64_CASES, "step llama3.1-8b tokenswift", "fill_stage llama3.1-8b"]
+)
+def test_the_same_with_64_bit_types_switched_on(case):
+    plain = aot.compile_case(case, "a100")
+    wide = aot.compile_case(case, "a100", JAX_ENABLE_X64="1")
+    assert wide["argument_bytes"] == plain["argument_bytes"], "no buffer is wider"
+    assert wide["temp_bytes"] <= 1.1 * plain["temp_bytes"] + 2**20
+    names = [[base_name(kernel) for kernel in found["kernels"]] for found in (wide, plain)]
+    assert names[0] == names[1]
+    assert not any(kernel["spilled_bytes"] for kernel in wide["kernels"])
+
+
 def test_head_training_of_an_8b_model_fits():
     """Weights, heads, moments and gradients stay; the largest of the programs comes on top."""
     found = [aot.compile_case(case, "a100") for case in aot.TRAINING]

@@ -6,15 +6,16 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import save_tokenizer, tiny_config
+from helpers import save_tokenizer, tiny_config, tiny_model
 
 import tsjax
-from tsjax import compilation
+from tsjax import compilation, generation
 from tsjax.compilation import Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,3 +152,19 @@ def test_programs_of_a_mesh_are_found_again(tmp_path):
         sums.append(done.stdout)
     assert kept[0] == kept[1] and any("lambda" in name for name in kept[0])
     assert sums[0] == sums[1]
+
+
+class _OnGpu:
+    """Stands for an array on a GPU."""
+
+    def devices(self):
+        return {types.SimpleNamespace(platform="gpu")}
+
+
+def test_the_library_keeps_programs_on_a_gpu(monkeypatch):
+    asked = []
+    monkeypatch.setattr(generation, "keep_programs", lambda: asked.append("gpu"))
+    generation._programs(types.SimpleNamespace(params=[_OnGpu()], cfg=tiny_config()))
+    assert asked == ["gpu"]
+    tsjax.generate(tiny_model(), [1, 2, 3], max_new_tokens=2)
+    assert asked == ["gpu"], "on a CPU it is for the user to say"

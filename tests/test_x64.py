@@ -28,7 +28,6 @@ METHODS = {
     "ngram": tsjax.NGram(suffix_length=8),
     "passes": EVERYTHING,
     "heads": tsjax.TokenSwift(tree=(1, 2, 2), draft_from="partial_cache", draft_budget=64),
-    "verified_state": tsjax.TokenSwift(tree=(2, 2), draft_from="verified_state"),
 }
 LAZY = {
     "on_demand": tsjax.LazyPrefill(keep={1: 0.5}),
@@ -43,14 +42,11 @@ def model(request):
 
 
 def same_in_x64(model, run):
-    """Runs it twice. Other types of indices make other programs, which round bfloat16 otherwise."""
-    wanted = run()
+    """Float32 twice. Wider indices make other programs, which round bfloat16 otherwise."""
     with jax.enable_x64(True):
         found = run()
     if model.cfg.dtype == "float32":
-        jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    else:
-        assert jax.tree.map(len, found) == jax.tree.map(len, wanted)
+        jax.tree.map(np.testing.assert_array_equal, found, run())
 
 
 @pytest.mark.parametrize("method", METHODS)
