@@ -113,6 +113,8 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
 
 def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
     scaled = bench_ttft.scaled_model(8, 64, "bfloat16").cfg
+    few = {name: bench_ttft.SCHEDULES[name] for name in ("halves", "one cut")}  # they compile long
+    monkeypatch.setattr(bench_ttft, "SCHEDULES", few)
     monkeypatch.setattr(tsjax, "model_preset", {"scaled": scaled}.__getitem__)
     argv = ["--model", "scaled", "--prompts", "96", "--new", "4", "--rounds", "1"]
     monkeypatch.setattr(sys, "argv", ["bench_ttft.py", *argv, "--out", str(tmp_path)])

@@ -87,11 +87,8 @@ def programs_in(folder):
 
 
 def test_the_command_line_keeps_programs(checkpoint, tmp_path):
-    command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "4"]
+    command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2"]
     cache = {"XDG_CACHE_HOME": str(tmp_path / "home")}
-    run_command(*command, "--no-compilation-cache", **cache)
-    assert not programs_in(tmp_path)
-
     first = run_command(*command, "--json", **cache)
     kept = programs_in(tmp_path / "home" / "tsjax" / "programs")
     assert kept
@@ -101,26 +98,46 @@ def test_the_command_line_keeps_programs(checkpoint, tmp_path):
     seconds = [json.loads(run.stdout)["stats"]["compile_seconds"] for run in (first, second)]
     assert 0 < seconds[1] < seconds[0]
 
-    other = tmp_path / "other"
-    run_command(*command, "--compilation-cache", other, **cache)
-    assert programs_in(other)
+
+WHERE = """
+import jax, sys
+from tsjax.__main__ import _keep_programs, _parser
+from tsjax.compilation import keep_programs
+if sys.argv[1:] == ["library"]:
+    keep_programs()
+else:
+    _keep_programs(_parser().parse_args(["demo", *sys.argv[1:]]))
+print(jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache)
+"""
 
 
-def test_a_home_that_cannot_be_written_is_no_error(checkpoint, tmp_path):
-    (tmp_path / "file").write_text("")
-    run_command(
-        "generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2",
-        XDG_CACHE_HOME=str(tmp_path / "file"),
-    )  # fmt: skip
+def folder_after(*flags, **environment):
+    """The folder that jax is told to keep programs in; None where it keeps none."""
+    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_COMPILATION_CACHE"}
+    command = [sys.executable, "-c", WHERE, *map(str, flags)]
+    done = subprocess.run(
+        command, env={**env, **environment}, capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    folder, enabled = done.stdout.split()
+    return Path(folder) if enabled == "True" and folder != "None" else None
 
 
-def test_a_folder_of_the_users_own_stays(checkpoint, tmp_path):
-    run_command(
-        "generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2",
-        XDG_CACHE_HOME=str(tmp_path / "home"), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "mine"),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-    )  # fmt: skip
-    assert programs_in(tmp_path / "mine") and not programs_in(tmp_path / "home")
+def test_where_programs_are_kept(tmp_path):
+    home, mine = tmp_path / "home", tmp_path / "mine"
+    kept = home / "tsjax" / "programs"
+    for flags, environment, wanted in (
+        ((), {}, kept),
+        (("library",), {}, kept),
+        (("--compilation-cache", mine), {}, mine),
+        (("--no-compilation-cache",), {}, None),
+        ((), {"JAX_ENABLE_COMPILATION_CACHE": "false"}, None),
+        ((), {"XDG_CACHE_HOME": "/dev/null"}, None),  # nothing can be written there
+    ):
+        found = folder_after(*flags, **{"XDG_CACHE_HOME": str(home), **environment})
+        assert (found and found.parent) == wanted
+    own = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": str(mine)}
+    assert folder_after(**own) == mine, "the user has said where"
 
 
 ON_A_MESH = """

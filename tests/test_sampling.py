@@ -6,8 +6,6 @@ also say how close the row came to a decision that rounding could turn (`slack`)
 too close are drawn again.
 """
 
-import dataclasses
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -423,13 +421,12 @@ def test_a_row_chooses_alone_as_in_a_batch(rng):
 
 
 def test_greedy_takes_the_first_of_the_best_and_ignores_the_warpers():
-    config = dataclasses.replace(
-        make_config(temperature=0.1, top_k=1, repetition_penalty=2.0), do_sample=False
-    )
+    config = make_config(temperature=0.1, top_k=1, repetition_penalty=2.0)
+    values = make_values(config, 5).replace(do_sample=jnp.asarray(False))
     logits = np.asarray([[[1.0, 3.0, 7.0, 4.0, 4.0]]], np.float32)
     last_seen = first_last_seen(np.asarray([[2, 2]], np.int32), np.asarray([2]), 5)
     where = np.asarray([[2]]), np.asarray([2])
-    token = choose(logits, last_seen, *where, row_keys([0], [0]), make_values(config, 5))
+    token = choose(logits, last_seen, *where, row_keys([0], [0]), values)
     assert token.tolist() == [[3]]
 
 
