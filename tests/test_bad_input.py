@@ -223,7 +223,7 @@ def test_habits_from_other_programs_get_a_hint(model, name, no_compute, capsys):
             main(["generate", "model", "Once", *words])
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"tsjax: error: unknown argument {flag}: ")
+        assert line.startswith(f"tsjax generate: error: unknown argument {flag}: ")
         for word in HABITS[name]:
             setting = word in tsjax.GenerationConfig.__dataclass_fields__
             assert ("--" + word.replace("_", "-") if setting else word) in line

@@ -109,10 +109,9 @@ TRAINING_EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = _parser()
-    args, unknown = parser.parse_known_args(argv)
+    args, unknown = _parser().parse_known_args(argv)
     if unknown:
-        parser.error(_unknown_arguments(args, unknown))
+        args.parser.error(_unknown_arguments(args, unknown))
     try:
         _keep_programs(args)
         return args.run(args)
@@ -225,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--resume-from", metavar="FILE", help="go on with a run kept there")
     _add_cache(generate)
     _add_settings(generate)
-    generate.set_defaults(run=_generate)
+    generate.set_defaults(run=_generate, parser=generate)
 
     _add_check(commands)
     _add_train_heads(commands)
@@ -251,7 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--method-options", nargs="+", default=[], metavar="NAME=VALUE",
                       help="fields of TokenSwift, as in tsjax generate")  # fmt: skip
     _add_cache(demo)
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=_demo, parser=demo)
     return parser
 
 
@@ -271,7 +270,7 @@ def _add_check(commands: Any) -> None:
     parser.add_argument("--progress", action="store_true", help="progress bar on stderr")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     _add_cache(parser)
-    parser.set_defaults(run=_check)
+    parser.set_defaults(run=_check, parser=parser)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -355,7 +354,7 @@ def _add_train_heads(commands: Any) -> None:
             metavar="N",
             help=f"{TRAINING_HELP[field.name]} (default: {field.default})",
         )
-    train.set_defaults(run=_train_heads)
+    train.set_defaults(run=_train_heads, parser=train)
 
 
 def _version() -> str:
