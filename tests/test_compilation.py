@@ -175,7 +175,7 @@ class _OnGpu:
     """Stands for an array on a GPU."""
 
     def devices(self):
-        return {types.SimpleNamespace(platform="gpu")}
+        return [types.SimpleNamespace(platform="gpu")]
 
 
 def test_the_library_keeps_programs_on_a_gpu(monkeypatch):

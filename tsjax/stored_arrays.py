@@ -9,9 +9,11 @@ Does not know what the arrays are.
 from __future__ import annotations
 
 import contextlib
+import gc
 import glob
 import logging
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,8 +53,9 @@ def read_arrays(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
             return ocp.load(path, dict(abstract))
         except Exception as error:
             # A plain Exception, whose cause says what happened in the first of many lines.
-            text = str(error.__cause__ or error).splitlines()
-            raise ValueError(text[0] if text else repr(error)) from error
+            text = [*str(error.__cause__ or error).splitlines(), repr(error)]
+        gc.collect()  # the other readers, which the error kept, go while nobody listens
+        raise ValueError(text[0])
 
 
 def _check_database(folder: str) -> None:
@@ -77,7 +80,7 @@ def _check_database(folder: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the loggers below from adding pages to an error that is raised anyway."""
+    """Keeps what lies below from adding pages to an error that is raised anyway."""
 
     def nothing(record: logging.LogRecord) -> bool:
         return False
@@ -85,8 +88,10 @@ def _quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
     for logger in loggers:
         logger.addFilter(nothing)
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         for logger in loggers:
             logger.removeFilter(nothing)
