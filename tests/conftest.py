@@ -2,6 +2,7 @@
 """Quick compilation, four CPU devices for the sharding tests, and the hypothesis profile."""
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -24,6 +25,11 @@ jax.config.update("jax_num_cpu_devices", 4)
 # What tests compile is kept nowhere, also not by the commands that they start.
 jax.config.update("jax_enable_compilation_cache", False)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+# Jobs that a shell starts in the background ignore Ctrl-C, and what is ignored stays so: tests of
+# signals, and the commands that they start, begin as in the foreground.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if hypothesis is not None:
     hypothesis.settings.register_profile("tsjax", deadline=None, derandomize="CI" in os.environ)
