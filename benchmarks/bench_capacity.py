@@ -33,8 +33,8 @@ def main() -> None:
     import jax
 
     import tsjax
-    from tsjax.cache import cache_bytes
-    from tsjax.decoding import programs
+    from tsjax.decoding.step import programs
+    from tsjax.model.cache import cache_bytes
 
     model = tsjax.ModelConfig(
         vocab_size=32000,

@@ -80,7 +80,7 @@ def main() -> None:
     import transformers
 
     import tsjax
-    from tsjax.cache import cache_bytes
+    from tsjax.model.cache import cache_bytes
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -37,9 +37,9 @@ def main() -> None:
     import jax.numpy as jnp
 
     import tsjax
-    from tsjax.decoding import refresh
-    from tsjax.drafting import draft, remember
-    from tsjax.sampling import step_noise
+    from tsjax.decoding.sampling import step_noise
+    from tsjax.decoding.step import refresh
+    from tsjax.methods.drafting import draft, remember
 
     model = tsjax.ModelConfig(
         vocab_size=32000,

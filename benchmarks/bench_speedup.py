@@ -39,7 +39,7 @@ WARM_STEPS = 8
 
 def book_tokens(model, folder: Path, count: int) -> np.ndarray:
     """The first `count` tokens of the first book that has as many."""
-    from tsjax.tokenizer import encode
+    from tsjax.files.tokenizer import encode
 
     for file in sorted(folder.glob("*.txt")):
         ids = encode(model.tokenizer, file.read_text("utf-8")[: 8 * count])
@@ -53,7 +53,7 @@ class Ours:
 
     def __init__(self, model, prompt: np.ndarray, new: int):
         import tsjax
-        from tsjax.decoding import programs
+        from tsjax.decoding.step import programs
 
         self.tsjax, self.model, self.prompt = tsjax, model, prompt
         self.total = len(prompt) + new

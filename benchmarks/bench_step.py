@@ -72,7 +72,7 @@ def random_params(model):
     import jax
     import jax.numpy as jnp
 
-    from tsjax.state import declare_params, is_spec
+    from tsjax.model.params import declare_params, is_spec
 
     specs, treedef = jax.tree.flatten(declare_params(model), is_leaf=is_spec)
     leaves = [
@@ -114,8 +114,8 @@ class Machine:
         import numpy as np
 
         import tsjax
-        from tsjax.cache import cache_bytes
-        from tsjax.sampling import sampling_values
+        from tsjax.decoding.sampling import sampling_values
+        from tsjax.model.cache import cache_bytes
 
         self.model = model.with_heads(NUM_HEADS)
         self.cfgs = {
@@ -165,7 +165,7 @@ class Machine:
 
     def fill(self) -> None:
         """Random keys and values in every slot."""
-        from tsjax.cache import KVCache
+        from tsjax.model.cache import KVCache
 
         self.kv = None
         shape = (1, self.model.num_kv_heads, self.capacity, self.model.head_dim)
@@ -182,7 +182,7 @@ class Machine:
         """Compiled for the device that holds the arrays."""
         import jax
 
-        from tsjax.decoding import programs
+        from tsjax.decoding.step import programs
 
         if what.kind in self.cfgs:
             cfg = self.cfgs[what.kind]
@@ -198,8 +198,8 @@ class Machine:
         """The program that brings what is remembered for drafts up to a context."""
         import jax
 
-        from tsjax.decoding import refresh
-        from tsjax.drafting import remember
+        from tsjax.decoding.step import refresh
+        from tsjax.methods.drafting import remember
 
         def prepare(state):
             return remember(refresh(state, cfg=cfg), cfg=cfg)
@@ -273,8 +273,8 @@ def run_passes(weights, tokens, cache, position, steps, *, cfg):
     import jax.numpy as jnp
     from jax import lax
 
-    from tsjax.model import final_norm, unembed
-    from tsjax.passes import run_rows
+    from tsjax.model.passes import run_rows
+    from tsjax.model.transformer import final_norm, unembed
 
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     mask = (order <= order[:, None]) & ((order % 3 != 2) | (order == order[:, None]))
@@ -435,8 +435,8 @@ def tiny(model, preset):
 
 def fitting(contexts, model, limit: float | None) -> tuple[list[int], list[int]]:
     """The contexts whose weights and cache leave a tenth of `limit` bytes free, and the others."""
-    from tsjax.cache import cache_bytes
-    from tsjax.state import abstract_params
+    from tsjax.model.cache import cache_bytes
+    from tsjax.model.params import abstract_params
 
     if limit is None:
         return sorted(contexts), []

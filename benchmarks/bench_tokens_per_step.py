@@ -33,7 +33,7 @@ def main() -> None:
     args = parser.parse_args()
 
     import tsjax
-    from tsjax.tokenizer import encode
+    from tsjax.files.tokenizer import encode
 
     model = tsjax.load(args.model)
     prompts = []

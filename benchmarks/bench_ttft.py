@@ -124,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
 
     import tsjax
-    from tsjax.lazy_prefill import prompt_flops
+    from tsjax.lazy.settings import prompt_flops
 
     if args.model:
         cfg = dataclasses.replace(tsjax.model_preset(args.model), dtype=args.dtype)

@@ -2,7 +2,7 @@
 """The conversions as functions. Every one writes a new folder, whole or not at all.
 
 Knows which files a converted folder consists of. The names and layouts of the tensors are one table
-in tsjax/huggingface.py, read in both directions.
+in tsjax/files/huggingface.py, read in both directions.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax import checkpoint, huggingface, weight_files
 from tsjax.config import ModelConfig, check
-from tsjax.huggingface import Entry
+from tsjax.files import checkpoint, huggingface, weight_files
+from tsjax.files.huggingface import Entry
 from tsjax.input_files import read_json
 
 MERGE_HEADS, DROP_HEADS = "merge", "drop"

@@ -69,10 +69,10 @@ def lower_training(part: str, target: str):
     import jax.numpy as jnp
 
     import tsjax
-    from tsjax import head_training
-    from tsjax.decoding import programs as decode_programs
-    from tsjax.state import declare_params, is_spec
-    from tsjax.training import training_programs
+    from tsjax.decoding.step import programs as decode_programs
+    from tsjax.model.params import declare_params, is_spec
+    from tsjax.training import loss as head_training
+    from tsjax.training.run import training_programs
 
     sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
 
@@ -159,11 +159,11 @@ def lower_step(step: Step, target: str):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import tsjax
-    from tsjax.cache import CACHE_AXES, DraftCache, KVCache
-    from tsjax.decoding import init_state, programs
-    from tsjax.methods import METHODS, DecodeConfig
-    from tsjax.sharding import named_sharding, usable_mesh
-    from tsjax.state import declare_params, is_spec
+    from tsjax.decoding.config import METHODS, DecodeConfig
+    from tsjax.decoding.step import init_state, programs
+    from tsjax.model.cache import CACHE_AXES, DraftCache, KVCache
+    from tsjax.model.params import declare_params, is_spec
+    from tsjax.model.sharding import named_sharding, usable_mesh
 
     config = tsjax.model_preset(step.model)
     method = METHODS[step.method]()

@@ -28,9 +28,13 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import tsjax
-from tsjax import checkpoint, corpus, request, saved_training, training
+from tsjax.files import checkpoint
+from tsjax.files.tokenizer import Detokenizer, encode, load_tokenizer
+from tsjax.host import request
 from tsjax.input_files import read_text
-from tsjax.tokenizer import Detokenizer, encode, load_tokenizer
+from tsjax.training import corpus
+from tsjax.training import run as training
+from tsjax.training import saved as saved_training
 
 # What a damaged file may end in: these types, not those derived from them.
 OURS = (ValueError, NotImplementedError, FileNotFoundError)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
-from tsjax.noise import position_noise
+from tsjax.decoding.noise import position_noise
 
 VOCAB = 61
 

@@ -17,9 +17,9 @@ import record_acceptance
 from helpers import chain_model, oracle_hidden, oracle_norm, tiny_config, tiny_model
 
 import tsjax
-from tsjax.cache import init_cache
-from tsjax.decoding import programs
-from tsjax.passes import run_rows
+from tsjax.decoding.step import programs
+from tsjax.model.cache import init_cache
+from tsjax.model.passes import run_rows
 
 NO_TEXT = dict(num_ngrams=0, suffix_length=0)
 

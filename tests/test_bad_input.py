@@ -12,10 +12,10 @@ import pytest
 from helpers import VOCAB, RecordingStreamer, compilations, save_tokenizer, tiny_model
 
 import tsjax
-from tsjax import generation, request
 from tsjax.__main__ import main
-from tsjax.cache import cache_bytes
-from tsjax.saved_run import read_run
+from tsjax.host import generation, request
+from tsjax.host.saved_run import read_run
+from tsjax.model.cache import cache_bytes
 
 PROMPT = [1, 2, 3]
 MAX_POSITIONS = 100

@@ -18,12 +18,12 @@ from hf_fixtures import FAMILIES, make
 from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
-import tsjax.checkpoint
-from tsjax.checkpoint import Model, load, save
-from tsjax.decoding import logits
-from tsjax.huggingface import TABLE, entries, model_config
-from tsjax.sharding import named_sharding
-from tsjax.state import abstract_params
+import tsjax.files.checkpoint
+from tsjax.decoding.step import logits
+from tsjax.files.checkpoint import Model, load, save
+from tsjax.files.huggingface import TABLE, entries, model_config
+from tsjax.model.params import abstract_params
+from tsjax.model.sharding import named_sharding
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
@@ -105,7 +105,7 @@ def test_biases_arrive(family, changes, tmp_path):
 
 
 def test_a_tensor_larger_than_a_block_arrives(tmp_path, monkeypatch):
-    monkeypatch.setattr("tsjax.weight_files._BLOCK_BYTES", 300)  # two rows, and a rest
+    monkeypatch.setattr("tsjax.files.weight_files._BLOCK_BYTES", 300)  # two rows, and a rest
     make(tmp_path, vocab_size=49)
     check_model(load_file(tmp_path / "model.safetensors"), load(tmp_path))
 
@@ -537,7 +537,7 @@ def test_a_failed_save_leaves_what_was_there(existing, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(tsjax.checkpoint, "copy_companions", fail)
+    monkeypatch.setattr(tsjax.files.checkpoint, "copy_companions", fail)
     with pytest.raises(OSError, match="no space"):
         save(dataclasses.replace(model, stop_ids=(9,)), tmp_path / "ts", overwrite=True)
     assert sorted(os.listdir(tmp_path)) == (["hf", "ts"] if existing else ["hf"])
@@ -548,7 +548,7 @@ def test_a_failed_save_leaves_what_was_there(existing, tmp_path, monkeypatch):
 def test_a_killed_save_leaves_nothing_at_the_destination(tmp_path):
     make(tmp_path / "hf")
     code = (
-        "import os, signal, sys, tsjax.checkpoint as c\n"
+        "import os, signal, sys, tsjax.files.checkpoint as c\n"
         "c.copy_companions = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "c.save(c.load(sys.argv[1]), sys.argv[2])\n"
     )

@@ -15,8 +15,8 @@ import pytest
 from helpers import save_tokenizer, tiny_config, tiny_model
 
 import tsjax
-from tsjax import compilation, generation
-from tsjax.compilation import Stopwatch
+from tsjax.host import compilation, generation
+from tsjax.host.compilation import Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
 

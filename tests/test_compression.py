@@ -7,7 +7,7 @@ from helpers import oracle_hidden, oracle_norm, oracle_unembed, tiny_model
 from lazy_oracle import LazyOracle
 
 import tsjax
-from tsjax import compression
+from tsjax.host import compression
 
 PROMPT = np.random.default_rng(3).integers(0, 61, 45)
 

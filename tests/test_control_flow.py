@@ -9,7 +9,7 @@ import pytest
 from helpers import entry_computation
 from jax import lax
 
-from tsjax.control_flow import run_if
+from tsjax.model.control_flow import run_if
 
 
 def add_sorted(carry, x):

@@ -14,9 +14,9 @@ import pytest
 from hf_fixtures import FAMILIES, make
 from safetensors.numpy import load_file
 
-import tsjax.checkpoint
-from tsjax.checkpoint import load
-from tsjax.decoding import logits
+import tsjax.files.checkpoint
+from tsjax.decoding.step import logits
+from tsjax.files.checkpoint import load
 from tsjax_convert import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
 from tsjax_convert.__main__ import main
 from tsjax_convert.conversion import parse_size
@@ -290,7 +290,7 @@ def test_command_interrupted_leaves_nothing(tmp_path, capsys, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tsjax.checkpoint, "copy_companions", interrupt)
+    monkeypatch.setattr(tsjax.files.checkpoint, "copy_companions", interrupt)
     assert main([str(make(tmp_path / "hf")), str(tmp_path / "ts")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["hf"]

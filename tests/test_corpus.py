@@ -7,8 +7,8 @@ import helpers
 import numpy as np
 import pytest
 
-from tsjax.corpus import Order, predictions_from_counts, read_corpus
-from tsjax.tokenizer import load_tokenizer
+from tsjax.files.tokenizer import load_tokenizer
+from tsjax.training.corpus import Order, predictions_from_counts, read_corpus
 
 VOCAB = len(helpers.TOKENS)
 WORDS = "the cat sat on the train and the rain ran in the lane".replace("c", "h")

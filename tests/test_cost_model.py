@@ -9,8 +9,11 @@ import pytest
 from helpers import tiny_config, tiny_model
 
 import tsjax
-from tsjax import generation, pruning, request
-from tsjax.cost_model import (
+from tsjax.decoding.config import Autoregressive, DecodeConfig, NGram, TokenSwift
+from tsjax.decoding.step import programs
+from tsjax.host import generation, request
+from tsjax.lazy import stages as pruning
+from tsjax.methods.cost_model import (
     CHIPS,
     CPU,
     CPU_PASS_IS_RIGHT,
@@ -22,8 +25,6 @@ from tsjax.cost_model import (
     row_cost,
     step_cost,
 )
-from tsjax.decoding import programs
-from tsjax.methods import Autoregressive, DecodeConfig, NGram, TokenSwift
 
 LLAMA_8B = {
     "vocab_size": 128_256,

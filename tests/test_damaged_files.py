@@ -27,12 +27,12 @@ from safetensors.numpy import load_file, save_file
 import tsjax
 import tsjax_convert
 import tsjax_convert.__main__
-from tsjax import huggingface
 from tsjax.__main__ import main
-from tsjax.checkpoint import load, save
+from tsjax.files import huggingface
+from tsjax.files.checkpoint import load, save
+from tsjax.files.tokenizer import encode, load_tokenizer
+from tsjax.host.request import tokenizer_of
 from tsjax.input_files import listed, parsing, read_json
-from tsjax.request import tokenizer_of
-from tsjax.tokenizer import encode, load_tokenizer
 
 
 def change(file, **values):
@@ -46,7 +46,7 @@ def no_compute(monkeypatch):
     def reached(*args, **kwargs):
         raise AssertionError("this was to be refused before any compute")
 
-    monkeypatch.setattr(tsjax.generation, "_run", reached)
+    monkeypatch.setattr(tsjax.host.generation, "_run", reached)
 
 
 # --- any file --------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def test_nobody_is_told_that_torch_is_missing(tmp_path):
         "import sys; sys.modules['torch'] = None\n"
         "import importlib.util as u; find = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
-        "import tsjax; tsjax.tokenizer.load_tokenizer(sys.argv[1])\n"
+        "import tsjax; tsjax.files.tokenizer.load_tokenizer(sys.argv[1])\n"
         "import transformers; print(transformers.is_torch_available())"
     )
     command = [sys.executable, "-c", code, helpers.save_tokenizer(tmp_path)]

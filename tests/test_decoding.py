@@ -15,9 +15,9 @@ import pytest
 from helpers import VOCAB, chain, chain_model, compilations, oracle_logits, tiny_model
 
 import tsjax
-from tsjax.cache import cache_bytes
-from tsjax.decoding import programs
-from tsjax.state import EOS, LENGTH
+from tsjax.decoding.state import EOS, LENGTH
+from tsjax.decoding.step import programs
+from tsjax.model.cache import cache_bytes
 
 CAPACITY = 64
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8]]

@@ -17,7 +17,7 @@ import tsjax
 from tsjax import demo
 from tsjax.__main__ import main
 from tsjax.demo import OWN, Column, frame, paint, text_width, wrap
-from tsjax.tokenizer import Detokenizer
+from tsjax.files.tokenizer import Detokenizer
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURED = re.compile(r"\x1b\[\d+m[^\x1b]*\x1b\[0m")
@@ -39,8 +39,8 @@ def text_of(lines) -> list[str]:
     return ["".join(text for text, _ in line) for line in lines]
 
 
-def stats(new: int, steps: int, **drafts) -> tsjax.generation.RunStats:
-    return tsjax.generation.RunStats(
+def stats(new: int, steps: int, **drafts) -> tsjax.host.generation.RunStats:
+    return tsjax.host.generation.RunStats(
         new_tokens=(new,), steps=(steps,), computed_tokens=new, **STATS, **drafts
     )
 
@@ -130,7 +130,7 @@ def test_control_characters_do_not_reach_the_terminal():
 
 def test_column_takes_chunks_token_by_token(tmp_path):
     helpers.save_tokenizer(tmp_path)
-    tokenizer = tsjax.tokenizer.load_tokenizer(str(tmp_path))
+    tokenizer = tsjax.files.tokenizer.load_tokenizer(str(tmp_path))
     ids = tokenizer.encode(" the é an", add_special_tokens=False)  # é is two byte tokens
     masks = [1 << (i % 3) for i in range(len(ids))]
     made = column(pieces=[], tokens=[], finish_reason=None)

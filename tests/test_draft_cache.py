@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from helpers import entry_computation, tiny_config
 
-from tsjax import cache
-from tsjax.cache import (
+from tsjax.model import cache
+from tsjax.model.cache import (
     KVCache,
     init_cache,
     init_draft_cache,

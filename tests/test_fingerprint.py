@@ -14,8 +14,8 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
-from tsjax import fingerprint
-from tsjax.fingerprint import model_fingerprint, sampled_points
+from tsjax.files import fingerprint
+from tsjax.files.fingerprint import model_fingerprint, sampled_points
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 BIASES = tuple(f"{name}_bias" for name in MATRICES)

@@ -35,8 +35,8 @@ from helpers import (
 )
 
 import tsjax
-from tsjax import generation
 from tsjax.config import without_unread
+from tsjax.host import generation
 
 PROMPT = [1, 2, 3]
 RAGGED = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]
@@ -376,7 +376,7 @@ def test_the_first_token_that_completes_a_stop_string_is_the_last(data, seed, ta
         result = tsjax.generate(talker, prompt, stop_strings=stops, **settings)
     everything = tokens_of(whole)[0]
     for count in range(1, len(everything) + 1):
-        text = tsjax.tokenizer.decode_text(talker.tokenizer, prompt + everything[:count])
+        text = tsjax.files.tokenizer.decode_text(talker.tokenizer, prompt + everything[:count])
         if any(text.find(stop, max(0, len("there") + 1 - len(stop))) >= 0 for stop in stops):
             assert result.finish_reason == ["stop_string"]
             break
@@ -450,7 +450,7 @@ def test_padding_of_a_tokenizers_output_is_left_out(model):
 def test_prompts_as_text(talker):
     result = tsjax.generate(talker, "the rain", max_new_tokens=12)
     assert isinstance(result.text, str)
-    assert result.text == tsjax.tokenizer.decode_text(talker.tokenizer, result.tokens[0])
+    assert result.text == tsjax.files.tokenizer.decode_text(talker.tokenizer, result.tokens[0])
     encoded = talker.tokenizer("the rain")
     for same in (encoded["input_ids"], encoded, [encoded["input_ids"]]):
         assert generate(talker, same, max_new_tokens=12) == tokens_of(result)

@@ -11,7 +11,7 @@ import record_goldens
 from safetensors.numpy import save_file
 
 import tsjax
-from tsjax.sampling import first_last_seen, process, sampling_values, warp
+from tsjax.decoding.sampling import first_last_seen, process, sampling_values, warp
 
 
 def read_golden(name):

@@ -13,8 +13,11 @@ import optax
 import pytest
 
 import tsjax
-from tsjax.decoding import hidden_states
-from tsjax.head_training import (
+from tsjax.decoding.step import hidden_states
+from tsjax.files.presets import training_preset_names
+from tsjax.model.heads import HeadWeights
+from tsjax.model.params import abstract_params
+from tsjax.training.loss import (
     HeadMetrics,
     HeadTraining,
     add_gradients,
@@ -25,9 +28,6 @@ from tsjax.head_training import (
     update,
     zero_gradients,
 )
-from tsjax.heads import HeadWeights
-from tsjax.presets import training_preset_names
-from tsjax.state import abstract_params
 
 LENGTH = 23
 SETTINGS = HeadTraining(

@@ -10,9 +10,9 @@ import pytest
 from hf_fixtures import FAMILIES, config
 
 from tsjax.config import ModelConfig, RopeConfig
-from tsjax.huggingface import config_to_hf, model_config, read_stop_ids
-from tsjax.layers import rope_frequencies
-from tsjax.weight_files import find_folder
+from tsjax.files.huggingface import config_to_hf, model_config, read_stop_ids
+from tsjax.files.weight_files import find_folder
+from tsjax.model.layers import rope_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one-way order: a module imports from the rows above its own, and not in circles.
+"""The one-way order: a room imports from the rows above its own, and no module in circles.
 
-The checker reads sources only (it imports none of them), so it sees imports inside functions too.
-The tests at the end feed it small made-up packages, to know that it fails when it should.
+A room is a folder of `tsjax`, a module beside these folders, or another package. The checker reads
+sources only (it imports none of them), so it sees imports inside functions too. The tests at the
+end feed it small made-up packages, to know that it fails when it should.
 """
 
 import ast
@@ -16,53 +17,25 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Module -> row. Folders listed in PACKAGE_ROWS have one row for all their modules.
+# Room -> row.
 ROWS = {
-    "tsjax.input_files": 1,
+    "pallas_kernels": 0,
+    "tsjax.configs": 0,
     "tsjax.config": 1,
-    "tsjax.lazy_prefill": 1,
-    "tsjax.methods": 1,
-    "tsjax.cost_model": 2,
-    "tsjax.sharding": 2,
-    "tsjax.layers": 2,
-    "tsjax.control_flow": 2,
-    "tsjax.noise": 2,
-    "tsjax.cache": 3,
-    "tsjax.tree": 3,
-    "tsjax.ngram": 3,
-    "tsjax.sampling": 3,
-    "tsjax.model": 4,
-    "tsjax.heads": 4,
-    "tsjax.state": 5,
-    "tsjax.passes": 5,
-    "tsjax.drafting": 6,
-    "tsjax.verification": 6,
-    "tsjax.pruning": 6,
-    "tsjax.decoding": 7,
-    "tsjax.head_training": 7,
-    "tsjax.compilation": 8,
-    "tsjax.checkpoint": 8,
-    "tsjax.stored_arrays": 8,
-    "tsjax.tokenizer": 8,
-    "tsjax.weight_files": 8,
-    "tsjax.whole_files": 8,
-    "tsjax.huggingface": 8,
-    "tsjax.presets": 8,
-    "tsjax.corpus": 8,
-    "tsjax.fingerprint": 9,
-    "tsjax.saved_run": 9,
-    "tsjax.request": 9,
-    "tsjax.interrupt": 9,
-    "tsjax.compression": 9,
-    "tsjax.generation": 9,
-    "tsjax.replay": 9,
-    "tsjax.saved_training": 9,
-    "tsjax.training": 9,
-    "tsjax": 10,
-    "tsjax.demo": 10,
-    "tsjax.__main__": 10,
+    "tsjax.input_files": 0,
+    "tsjax.typing": 1,
+    "tsjax.model": 2,
+    "tsjax.decoding": 3,
+    "tsjax.methods": 4,
+    "tsjax.lazy": 5,
+    "tsjax.files": 6,
+    "tsjax.host": 7,
+    "tsjax.training": 8,
+    "tsjax": 9,
+    "tsjax.demo": 9,
+    "tsjax.__main__": 9,
+    "tsjax_convert": 10,
 }
-PACKAGE_ROWS = {"pallas_kernels": 0, "tsjax.configs": 0, "tsjax_convert": 11}
 FOLDERS = {
     "pallas_kernels": "pallas_kernels",
     "tsjax": "tsjax",
@@ -72,11 +45,12 @@ FOLDERS = {
 
 # Edges that the rows would allow or forbid, and that are decided by hand.
 ALLOWED = {("tsjax.__main__", "tsjax_convert")}  # the command line offers conversion
-FORBIDDEN = {("tsjax.drafting", "tsjax.verification")}  # a drafter does not know how it is judged
+# A method does not know how its drafts are judged.
+FORBIDDEN = {("tsjax.methods", "tsjax.decoding.verification")}
 
-MAY_READ_PICKLES = ("tsjax.weight_files",)
+MAY_READ_PICKLES = ("tsjax.files.weight_files",)
 
-PURE_ROWS = range(1, 8)  # no printing, clocks or files
+PURE_ROWS = range(1, 6)  # no printing, clocks or files
 LAZY = {
     "transformers",
     "orbax",
@@ -102,11 +76,12 @@ class Import(NamedTuple):
     at_import: bool  # runs when the module is imported
 
 
-def row_of(name: str) -> int | None:
-    for package, row in PACKAGE_ROWS.items():
-        if name == package or name.startswith(package + "."):
-            return row
-    return ROWS.get(name)
+def room_of(name: str) -> str | None:
+    """The longest known name that a module begins with; `tsjax` is a room of one module."""
+    if name in ROWS:
+        return name
+    parent = name.rpartition(".")[0]
+    return None if parent in ("", "tsjax") else room_of(parent)
 
 
 def is_type_checking(node: ast.AST) -> bool:
@@ -189,10 +164,11 @@ def violations(modules: list[Module]) -> list[str]:
     edges: dict[str, set[str]] = {name: set() for name in known}
     wrong = []
     for module in modules:
-        name, row = module.name, row_of(module.name)
-        if row is None:
+        name, room = module.name, room_of(module.name)
+        if room is None:
             wrong.append(f"{name} has no row: add it to ROWS in {Path(__file__).name}")
             continue
+        row = ROWS[room]
         in_tsjax = name.split(".")[0] == "tsjax"
 
         for target, line, at_import in imports_of(module):
@@ -210,26 +186,28 @@ def violations(modules: list[Module]) -> list[str]:
             if in_tsjax and at_import and top in LAZY:
                 wrong.append(f"{where}: import it in the function that uses it")
             if row in PURE_ROWS and top == "time":
-                wrong.append(f"{where}: no clocks below generation.py")
+                wrong.append(f"{where}: no clocks below the host")
 
             other = resolve(target, known)
             if other is None or other == name:
                 continue
             edges[name].add(other)
-            pair = (name, other)
-            other_row = row_of(other)
-            if pair in FORBIDDEN:
+            other_room = room_of(other)
+            if (room, other) in FORBIDDEN:
                 wrong.append(f"{where}: this pair is forbidden")
-            if other_row is not None and other_row > row:
-                if (name, other.split(".")[0]) not in ALLOWED:
-                    wrong.append(f"{where}: row {row} may not import from row {other_row}")
+            if other_room is None or other_room == room or (name, other_room) in ALLOWED:
+                continue
+            if ROWS[other_room] >= row and not (
+                room == "tsjax.__main__" and ROWS[other_room] == row
+            ):
+                wrong.append(f"{where}: row {row} may not import from row {ROWS[other_room]}")
 
         if row in PURE_ROWS:
             for called, line in calls_of(module):
                 # GenerationConfig.from_hf reads one JSON file, before anything runs.
                 reads = name == "tsjax.input_files"
                 if called in ("print", "input") or (called == "open" and not reads):
-                    wrong.append(f"{name}:{line}: no {called}() below generation.py")
+                    wrong.append(f"{name}:{line}: no {called}() below the host")
 
     if cycle := find_cycle(edges):
         wrong.append("imports go in a circle: " + " -> ".join(cycle))
@@ -259,11 +237,13 @@ def test_tree() -> None:
 EMPTY = [
     Module("tsjax", "", is_package=True),
     Module("tsjax.config", ""),
-    Module("tsjax.layers", ""),
-    Module("tsjax.sharding", ""),
-    Module("tsjax.cache", ""),
-    Module("tsjax.decoding", ""),
-    Module("tsjax.verification", ""),
+    Module("tsjax.model", "", is_package=True),
+    Module("tsjax.model.layers", ""),
+    Module("tsjax.model.cache", ""),
+    Module("tsjax.decoding", "", is_package=True),
+    Module("tsjax.decoding.step", ""),
+    Module("tsjax.decoding.verification", ""),
+    Module("tsjax.lazy", "", is_package=True),
     Module("pallas_kernels", "", is_package=True),
     Module("pallas_kernels.ops", "", is_package=True),
     Module("pallas_kernels.ops.api", ""),
@@ -283,13 +263,13 @@ def check(sources: dict[str, str]) -> str:
 @pytest.mark.parametrize(
     "sources",
     [
-        {"tsjax.layers": "from .config import x\nfrom . import sharding\nimport tsjax.config"},
-        {"tsjax.layers": "import time_utils\nfrom jax import numpy"},
-        {"tsjax.layers": "import pallas_kernels.ops\nfrom pallas_kernels.ops import attention"},
-        {"tsjax.layers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm"},
-        {"tsjax.generation": "import time\ndef f():\n    import transformers, tqdm\n    print(1)"},
+        {"tsjax.model.layers": "from .cache import x\nfrom . import cache\nimport tsjax.config"},
+        {"tsjax.model.layers": "import time_utils\nfrom jax import numpy"},
+        {"tsjax.model.layers": "import pallas_kernels.ops\nfrom pallas_kernels.ops import api"},
+        {"tsjax.config": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm"},
+        {"tsjax.host.run": "import time\ndef f():\n    import transformers, tqdm\n    print(1)"},
         {"tsjax.__main__": "from tsjax import load\ndef f():\n    import tsjax_convert.tables"},
-        {"tsjax.weight_files": "def f():\n    import torch"},
+        {"tsjax.files.weight_files": "def f():\n    import torch"},
         {"tsjax_convert.tables": "import tsjax, safetensors\ndef f():\n    import torch"},
         {"pallas_kernels.ops": "from .api import f\nfrom pallas_kernels.ops import api"},
     ],
@@ -301,18 +281,27 @@ def test_checker_allows(sources: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("sources", "message"),
     [
-        ({"tsjax.config": "from .cache import x"}, "tsjax.config:1: .* row 1 .* row 3"),
-        ({"tsjax.config": "from . import cache"}, "row 1 may not import from row 3"),
-        ({"tsjax.config": "import tsjax.cache"}, "row 1 may not import from row 3"),
-        ({"tsjax.config": "def f():\n    from tsjax import cache"}, "tsjax.config:2: .* row 3"),
-        ({"tsjax.config": "from tsjax import load"}, "row 1 may not import from row 10"),
-        ({"tsjax.decoding": "import tsjax_convert.tables"}, "row 7 .* row 11"),
-        ({"tsjax.decoding": "import convert"}, "installed, it is tsjax_convert"),
-        ({"tsjax.drafting": "from .verification import accept"}, "this pair is forbidden"),
-        ({"tsjax.new": ""}, "tsjax.new has no row: add it to ROWS in test_import_order.py"),
+        ({"tsjax.config": "from .model.cache import x"}, "tsjax.config:1: .* row 1 .* row 2"),
+        ({"tsjax.config": "from .model import cache"}, "row 1 may not import from row 2"),
+        ({"tsjax.config": "import tsjax.model.cache"}, "row 1 may not import from row 2"),
+        ({"tsjax.config": "def f():\n    from tsjax import model"}, "tsjax.config:2: .* row 2"),
+        ({"tsjax.config": "from tsjax import load"}, "row 1 may not import from row 9"),
+        ({"tsjax.decoding.step": "import tsjax.lazy"}, "row 3 may not import from row 5"),
+        ({"tsjax.decoding.step": "import tsjax_convert.tables"}, "row 3 .* row 10"),
+        ({"tsjax.decoding.step": "import convert"}, "installed, it is tsjax_convert"),
+        ({"tsjax.demo": "import tsjax"}, "row 9 may not import from row 9"),
         (
-            {"tsjax.layers": "import tsjax.sharding", "tsjax.sharding": "import tsjax.layers"},
-            "circle: tsjax.layers -> tsjax.sharding -> tsjax.layers",
+            {"tsjax.methods.new": "from tsjax.decoding.verification import accept"},
+            "this pair is forbidden",
+        ),
+        ({"tsjax.new": ""}, "tsjax.new has no row: add it to ROWS in test_import_order.py"),
+        ({"tsjax.new.thing": ""}, "tsjax.new.thing has no row"),
+        (
+            {
+                "tsjax.model.layers": "import tsjax.model.cache",
+                "tsjax.model.cache": "import tsjax.model.layers",
+            },
+            "circle: tsjax.model.cache -> tsjax.model.layers -> tsjax.model.cache",
         ),
         (
             {
@@ -323,16 +312,16 @@ def test_checker_allows(sources: dict[str, str]) -> None:
         ),
         ({"pallas_kernels.ops": "from tsjax.config import x"}, "row 0 .* row 1"),
         ({"pallas_kernels.ops": "import flax"}, "kernels know jax, numpy"),
-        ({"tsjax.layers": "def f():\n    import torch.nn"}, "tsjax never imports torch"),
-        ({"tsjax.huggingface": "import torch"}, "inside functions"),
+        ({"tsjax.model.layers": "def f():\n    import torch.nn"}, "tsjax never imports torch"),
+        ({"tsjax.files.huggingface": "import torch"}, "inside functions"),
         ({"tsjax_convert.tables": "import torch"}, "convert only inside functions"),
-        ({"tsjax.generation": "import transformers"}, "import it in the function"),
+        ({"tsjax.host.run": "import transformers"}, "import it in the function"),
         ({"tsjax": "try:\n    import orbax\nexcept ImportError:\n    pass"}, "tsjax:2: .* orbax"),
-        ({"tsjax.cache": "class C:\n    import tqdm.auto"}, "import it in the function"),
-        ({"tsjax.cache": "def f():\n    from time import time"}, "no clocks"),
-        ({"tsjax.cache": "print(1)"}, r"tsjax.cache:1: no print\(\)"),
-        ({"tsjax.cache": "import jax\njax.debug.print('x')"}, r"tsjax.cache:2: no print\(\)"),
-        ({"tsjax.cache": "def f(p):\n    return p.open()"}, r"no open\(\)"),
+        ({"tsjax.model.cache": "class C:\n    import tqdm.auto"}, "import it in the function"),
+        ({"tsjax.model.cache": "def f():\n    from time import time"}, "no clocks"),
+        ({"tsjax.model.cache": "print(1)"}, r"tsjax.model.cache:1: no print\(\)"),
+        ({"tsjax.lazy.x": "import jax\njax.debug.print('x')"}, r"tsjax.lazy.x:2: no print\(\)"),
+        ({"tsjax.model.cache": "def f(p):\n    return p.open()"}, r"no open\(\)"),
     ],
 )
 def test_checker_refuses(sources: dict[str, str], message: str) -> None:

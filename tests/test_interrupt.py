@@ -12,7 +12,7 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
-from tsjax.interrupt import Interrupt
+from tsjax.host.interrupt import Interrupt
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
 

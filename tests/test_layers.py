@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tsjax import RopeConfig
-from tsjax.layers import (
+from tsjax.model.layers import (
     accumulation_dtype,
     apply_rotary,
     linear,

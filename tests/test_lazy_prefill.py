@@ -11,7 +11,7 @@ import pytest
 from helpers import tiny_config
 
 import tsjax
-from tsjax.lazy_prefill import LONGEST_PROMPT, cuts_for, kept, paper_cuts, prompt_flops
+from tsjax.lazy.settings import LONGEST_PROMPT, cuts_for, kept, paper_cuts, prompt_flops
 
 LLAMA2_7B = dict(
     vocab_size=32000, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,

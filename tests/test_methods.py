@@ -32,11 +32,11 @@ from helpers import (
 )
 
 import tsjax
-from tsjax import generation
 from tsjax.config import without_unread
-from tsjax.decoding import programs
-from tsjax.methods import resolve_method
-from tsjax.tree import SOURCES
+from tsjax.decoding.config import resolve_method
+from tsjax.decoding.step import programs
+from tsjax.decoding.tree import SOURCES
+from tsjax.host import generation
 
 VOCAB = 24
 CAPACITY = 160

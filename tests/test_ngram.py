@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
-from tsjax import ngram
-from tsjax.methods import MATCH_LIMIT
-from tsjax.ngram import SEARCH_BLOCK, TOKENS_PER_MATCH
+from tsjax.decoding.config import MATCH_LIMIT
+from tsjax.methods import history as ngram
+from tsjax.methods.history import SEARCH_BLOCK, TOKENS_PER_MATCH
 
 # --- the n-gram table ------------------------------------------------------------------------
 

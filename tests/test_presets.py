@@ -10,8 +10,8 @@ import pytest
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.presets import model_preset_names, preset_names
-from tsjax.state import declare_params, is_spec
+from tsjax.files.presets import model_preset_names, preset_names
+from tsjax.model.params import declare_params, is_spec
 
 # TokenSwift, Table 10: top-p, min-p, theta.
 TABLE_10 = {

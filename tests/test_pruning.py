@@ -17,12 +17,12 @@ from helpers import FUSED_AS_FOR_USERS, IN_PLACE, operations, tiny_model
 from lazy_oracle import LazyOracle
 
 import tsjax
-from tsjax.decoding import commit, init_state, prefill, programs
-from tsjax.drafting import draft
-from tsjax.model import final_norm, unembed
-from tsjax.passes import run_rows
-from tsjax.pruning import best_tokens, revive_in_background, run_choosing
-from tsjax.verification import Verdict, accept
+from tsjax.decoding.step import commit, init_state, prefill, programs
+from tsjax.decoding.verification import Verdict, accept
+from tsjax.lazy.stages import best_tokens, revive_in_background, run_choosing
+from tsjax.methods.drafting import draft
+from tsjax.model.passes import run_rows
+from tsjax.model.transformer import final_norm, unembed
 
 CUTS = {1: 0.7, 2: 0.49, 3: 0.343}
 LAYERS = 4

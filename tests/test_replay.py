@@ -14,7 +14,7 @@ from helpers import chain, chain_model, oracle_logits, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.sampling import position_noise
+from tsjax.decoding.sampling import position_noise
 
 RAGGED = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
 PENALISED = dict(repetition_penalty=1.3, repetition_window=4)

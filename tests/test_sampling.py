@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from tsjax import GenerationConfig, row_keys, sampling_values
-from tsjax.noise import position_noise
-from tsjax.sampling import (
+from tsjax.decoding.noise import position_noise
+from tsjax.decoding.sampling import (
     best,
     best_few,
     first_last_seen,

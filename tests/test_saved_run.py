@@ -13,7 +13,7 @@ from helpers import tiny_model
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.saved_run import read_run
+from tsjax.host.saved_run import read_run
 
 PROMPT = [3, 1, 4, 1, 5]
 METHODS = [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tsjax.tokenizer import Detokenizer, decode_text, encode, load_tokenizer
+from tsjax.files.tokenizer import Detokenizer, decode_text, encode, load_tokenizer
 
 SAMPLE = "Hello world, naïve 日本語 😀 👩‍👩‍👧 \u202e x  y\n"
 
@@ -126,7 +126,7 @@ def test_a_long_row_is_decoded_in_a_bounded_window(name, monkeypatch):
     ids = [*tokenizer.encode(SAMPLE), *tokenizer.all_special_ids * 50] * 20
     sizes = []
     monkeypatch.setattr(
-        "tsjax.tokenizer.decode_text",
+        "tsjax.files.tokenizer.decode_text",
         lambda tokenizer, ids: (sizes.append(len(ids)), decode_text(tokenizer, ids))[1],
     )
     text = "".join(in_pieces(tokenizer, ids))

@@ -22,10 +22,11 @@ from test_head_training import oracle
 
 import tsjax
 import tsjax_convert
-from tsjax import saved_training, training
 from tsjax.__main__ import main
-from tsjax.corpus import Order
-from tsjax.head_training import init_heads
+from tsjax.training import run as training
+from tsjax.training import saved as saved_training
+from tsjax.training.corpus import Order
+from tsjax.training.loss import init_heads
 
 LENGTH, ROWS = 16, 10
 SETTINGS = tsjax.HeadTraining(

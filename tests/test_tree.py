@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers import VOCAB, tiny_config
 
-from tsjax.methods import (
+from tsjax.decoding.config import (
     Autoregressive,
     DecodeConfig,
     NGram,
@@ -23,7 +23,7 @@ from tsjax.methods import (
     resolve_method,
     tree_paths,
 )
-from tsjax.tree import NO_NODE, merge_paths
+from tsjax.decoding.tree import NO_NODE, merge_paths
 
 B, R, J = 3, 5, 4
 FROM = (0, 0, 1, 2, 1)  # the sources of the R paths

@@ -28,13 +28,13 @@ from helpers import (
 from test_sampling import define_process, define_warp, softmax
 
 import tsjax
-from tsjax.cache import SELECT_BLOCK
 from tsjax.config import without_unread
-from tsjax.decoding import programs
-from tsjax.drafting import draft
-from tsjax.sampling import first_last_seen, score, step_noise
-from tsjax.tree import NO_NODE, SOURCES, merge_paths
-from tsjax.verification import Acceptance, Verdict, accept, drafted_ancestors, verify
+from tsjax.decoding.sampling import first_last_seen, score, step_noise
+from tsjax.decoding.step import programs
+from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
+from tsjax.decoding.verification import Acceptance, Verdict, accept, drafted_ancestors, verify
+from tsjax.methods.drafting import draft
+from tsjax.model.cache import SELECT_BLOCK
 
 VOCAB = 17
 BATCH, PATHS, DEPTH = 2, 7, 4

@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
-from tsjax import checkpoint, whole_files
+from tsjax.files import checkpoint, whole_files
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
-from tsjax.decoding import init_state, programs
+from tsjax.decoding.step import init_state, programs
 
 DTYPES = ["float32", "bfloat16"]
 PROMPT = list(range(1, 41))

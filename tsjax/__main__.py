@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 
-from tsjax.compilation import default_folder, enable_compilation_cache, keep_programs
 from tsjax.config import (
     DTYPES,
     GENERATION_NAMES,
@@ -30,15 +29,16 @@ from tsjax.config import (
     check,
     refuse_unknown,
 )
-from tsjax.corpus import TOKEN_DTYPES
+from tsjax.decoding.config import METHODS, resolve_method
 from tsjax.demo import METHOD, PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
-from tsjax.head_training import HeadTraining
+from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
+from tsjax.files.weight_files import EMBEDDED
+from tsjax.host.compilation import default_folder, enable_compilation_cache, keep_programs
 from tsjax.input_files import read_text
-from tsjax.lazy_prefill import LazyPrefill
-from tsjax.methods import METHODS, resolve_method
-from tsjax.presets import preset, preset_names, training_preset, training_preset_names
-from tsjax.weight_files import EMBEDDED
+from tsjax.lazy.settings import LazyPrefill
+from tsjax.training.corpus import TOKEN_DTYPES
+from tsjax.training.loss import HeadTraining
 
 SETTING_HELP = {
     "max_new_tokens": "tokens to generate",
@@ -456,7 +456,7 @@ class _Printer:
         self.tokenizer, self.writer, self.prompt_seen = tokenizer, None, False
 
     def put(self, ids: Any) -> None:
-        from tsjax.tokenizer import Detokenizer
+        from tsjax.files.tokenizer import Detokenizer
 
         if not self.prompt_seen:
             self.prompt_seen = True
@@ -473,7 +473,7 @@ class _Printer:
 
 def _generate(args: argparse.Namespace) -> int:
     import tsjax
-    from tsjax.request import tokenizer_of
+    from tsjax.host.request import tokenizer_of
 
     prompt, settings = _prompt(args), _settings(args)
     method, prefill = _method(args), _prefill(args)
@@ -538,8 +538,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     import tsjax
-    from tsjax.request import tokenizer_of
-    from tsjax.saved_run import read_run
+    from tsjax.host.request import tokenizer_of
+    from tsjax.host.saved_run import read_run
 
     saved = read_run(args.saved, "run")
     path, dtype = args.model or saved.model_path, saved.dtype or args.dtype

@@ -21,13 +21,13 @@ from typing import Any, TextIO
 
 import jax
 
-from tsjax.checkpoint import Model, load
 from tsjax.config import GenerationConfig
-from tsjax.generation import RunStats, StreamChunk, stream
-from tsjax.interrupt import Interrupt
-from tsjax.methods import Autoregressive, TokenSwift
-from tsjax.tokenizer import Detokenizer, encode
-from tsjax.tree import SOURCES
+from tsjax.decoding.config import Autoregressive, TokenSwift
+from tsjax.decoding.tree import SOURCES
+from tsjax.files.checkpoint import Model, load
+from tsjax.files.tokenizer import Detokenizer, encode
+from tsjax.host.generation import RunStats, StreamChunk, stream
+from tsjax.host.interrupt import Interrupt
 
 METHOD = TokenSwift(tree="auto")  # of the right column
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ import tsjax
 from benchmarks import report
 from benchmarks.bench_ttft import SCHEDULES, schedule
 from benchmarks.longcontext.tasks import TASKS, Example, passkey, score
-from tsjax.lazy_prefill import prompt_flops
+from tsjax.lazy.settings import prompt_flops
 
 BATCH = 10  # prompts that are read together
 SLOTS = 64  # of which the cache has a multiple

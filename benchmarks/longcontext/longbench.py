@@ -297,7 +297,7 @@ class Reply(NamedTuple):
     first_token_seconds: float
     seconds: float
     read: int  # tokens of the prompt, once it is compressed
-    computed: tuple[float, ...]  # see tsjax.generation.RunStats.prompt_computed
+    computed: tuple[float, ...]  # see tsjax.host.generation.RunStats.prompt_computed
 
 
 def ask(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -> Reply:

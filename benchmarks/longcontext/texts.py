@@ -26,14 +26,14 @@ from benchmarks import report
 from benchmarks.longcontext.evaluate import Rival, interval, rivals
 from benchmarks.longcontext.longbench import edit_similarity
 from examples.embedded_model.texts import read_books
-from tsjax.decoding import commit, init_state, prefill
-from tsjax.drafting import draft
-from tsjax.model import final_norm, unembed
-from tsjax.passes import run_rows
-from tsjax.pruning import revive_in_background, run_choosing
-from tsjax.request import tokenizer_of
-from tsjax.tokenizer import encode
-from tsjax.verification import Verdict, accept
+from tsjax.decoding.step import commit, init_state, prefill
+from tsjax.decoding.verification import Verdict, accept
+from tsjax.files.tokenizer import encode
+from tsjax.host.request import tokenizer_of
+from tsjax.lazy.stages import revive_in_background, run_choosing
+from tsjax.methods.drafting import draft
+from tsjax.model.passes import run_rows
+from tsjax.model.transformer import final_norm, unembed
 
 WIDTH = 512  # prompt tokens of a pass
 

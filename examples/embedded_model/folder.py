@@ -20,8 +20,8 @@ import tsjax
 from benchmarks.report import facts
 from convert import to_hf
 from convert.conversion import MERGE_HEADS
-from tsjax.model import ModelWeights
-from tsjax.state import Params, abstract_params
+from tsjax.model.params import Params, abstract_params
+from tsjax.model.transformer import ModelWeights
 
 from .texts import Stream
 from .training import ATTENTION_BLOCK, METRICS, STATE, Trainer, loss_by_position

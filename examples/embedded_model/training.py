@@ -30,8 +30,8 @@ from jax import lax
 
 import tsjax
 from tsjax.config import check
-from tsjax.model import ModelWeights, embed, final_norm, forward, unembed
-from tsjax.state import init_params
+from tsjax.model.params import init_params
+from tsjax.model.transformer import ModelWeights, embed, final_norm, forward, unembed
 
 from .texts import Stream
 

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judging a draft tree: one pass of the full model, one decision per node, one walk.
+
+Knows the model and the full cache. Does not know where the drafts came from, and does not need
+to: what is accepted is what plain decoding would have chosen.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.sampling import NEVER_SEEN, best, score, step_noise
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import NO_NODE, DraftTree
+from tsjax.lazy.stages import run_choosing
+from tsjax.model.control_flow import run_if
+from tsjax.model.params import Params
+from tsjax.model.passes import Rows, run_rows
+from tsjax.model.transformer import final_norm, unembed
+
+
+class Verdict(flax.struct.PyTreeNode):
+    """Attributes:
+    target: [B, T] int32, the token that follows each node, from its logits and its noise.
+    rows: what the pass yields for all nodes.
+    """
+
+    target: jax.Array
+    rows: Rows
+
+
+class Acceptance(flax.struct.PyTreeNode):
+    """Attributes:
+    path: [B, J + 1] int32, the accepted nodes, the root first; beyond `count` unspecified.
+    count: [B] int32, accepted nodes behind the root.
+    """
+
+    path: jax.Array
+    count: jax.Array
+
+
+def verify(
+    params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
+) -> tuple[DecodeState, Verdict]:
+    """Runs all nodes on the full cache and decides each node's successor.
+
+    The state is the one given, unless the root chooses what it sees of a prompt that was pruned.
+
+    `noise` [B, n, V] is that of the first n positions from state.length on; drafts are chosen with
+    the same noise as tokens, only then do they meet. Where the method has several pass widths, the
+    narrowest that holds the trees of all batch rows runs; what lies behind it is unspecified.
+    """
+    widths = (*cfg.pass_widths[:-1], tree.tokens.shape[1])
+
+    def run(width: int, tree, noise, length, row_key):
+        begun = state.replace(kv=state.kv.replace(length=length), row_key=row_key)
+        rows, scores = score_rows(params, begun, tree.narrowed(width), noise, cfg=cfg)
+        return Verdict(target=best(scores), rows=rows)
+
+    def run_padded(width: int, *inputs):
+        return jax.tree.map(lambda x: _padded(x, widths[-1]), run(width, *inputs))
+
+    inputs = (tree, noise, state.kv.length, state.row_key)  # what a pass begins with
+    with jax.named_scope("verify"):
+        if cfg.prefill is not None and cfg.prefill.revive == "on_demand":
+            positions = state.kv.length[:, None]
+            state, rows = run_choosing(params.model, state, tree.tokens, positions, cfg=cfg)
+            scores = _scores(params.model, state, tree, rows, noise, cfg=cfg)
+            return state, Verdict(target=best(scores), rows=rows)
+        if len(widths) == 1:
+            return state, run(widths[0], *inputs)
+        nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
+        narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
+        shapes = jax.eval_shape(lambda: run_padded(widths[0], *inputs))
+        verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        for index, width in enumerate(widths):
+            one = functools.partial(lambda width, _, *inputs: run_padded(width, *inputs), width)
+            verdict = run_if(narrowest == index, one, verdict, *inputs)
+        return state, verdict
+
+
+def _padded(x, width: int):
+    """x [B, T, ...] with axis 1 extended to `width`."""
+    missing = ((0, 0), (0, width - x.shape[1])) + ((0, 0),) * (x.ndim - 2)
+    return jnp.pad(x, missing)
+
+
+def score_rows(
+    params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
+) -> tuple[Rows, jax.Array]:
+    """One pass over all nodes, and the scores [B, T, V] whose best is each node's successor."""
+    positions = state.kv.length[:, None] + tree.depths
+    rows = run_rows(
+        params.model,
+        state.kv,
+        tree.tokens,
+        positions,
+        tree.mask,
+        cfg=cfg.model,
+        with_attended=cfg.summarizes_rest,
+    )
+    return rows, _scores(params.model, state, tree, rows, noise, cfg=cfg)
+
+
+def _scores(weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig):
+    logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
+    known = noise.shape[1]
+    missing = tree.path.shape[2] - known
+    if missing > 0:
+        first, size = state.length + known, cfg.model.vocab_size
+        deeper = step_noise(state.row_key, first, missing, size, state.sampling)
+        noise = jnp.concatenate([noise, deeper], axis=1)
+    return score(
+        logits,
+        state.last_seen,
+        tree.depths,
+        state.length,
+        state.prompt_length,
+        noise,
+        state.sampling,
+        drafted_ancestors(tree, state.length),
+    )
+
+
+def drafted_ancestors(tree: DraftTree, length):
+    """The drafted tokens that come before each node's successor, for `sampling.process`.
+
+    They are the node itself and its ancestors behind the root, which is part of the known text.
+    """
+    if tree.path.shape[2] == 1:
+        return None
+    path = tree.path[:, :, 1:]
+    B, T, J = path.shape
+    tokens = jnp.take_along_axis(tree.tokens, jnp.maximum(path, 0).reshape(B, T * J), axis=1)
+    positions = length[:, None, None] + jnp.arange(J, dtype=jnp.int32)
+    return tokens.reshape(B, T, J), jnp.where(path == NO_NODE, NEVER_SEEN, positions)
+
+
+def accept(tree: DraftTree, verdict: Verdict) -> Acceptance:
+    """The walk from the root: on to the child that is the node's target, until there is none.
+
+    Siblings differ and every node has one target, so the nodes whose whole path was chosen lie on
+    one path.
+    """
+    with jax.named_scope("accept"):
+        T = tree.tokens.shape[1]
+        parents, depths = tree.parents, tree.depths
+        wanted = jnp.take_along_axis(verdict.target, jnp.maximum(parents, 0), axis=1)
+        chosen = (parents != NO_NODE) & (tree.tokens == wanted)
+        chosen = chosen | (jnp.arange(T) == 0)
+        walked = jnp.all(chosen[:, None, :] | ~tree.mask, axis=2)  # [B, T]
+        deepest = jnp.argmax(jnp.where(walked, depths, NO_NODE), axis=1)
+        path = jnp.take_along_axis(tree.path, deepest[:, None, None], axis=1)[:, 0]
+        count = jnp.sum(path != NO_NODE, axis=1, dtype=jnp.int32) - 1
+        return Acceptance(path=jnp.maximum(path, 0), count=count)

@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model in memory and on disk: load, save, and the tsjax checkpoint format.
+
+A tsjax checkpoint is a folder with
+
+    tsjax.json     format version, ModelConfig, end-of-text ids
+    params/        the arrays, written by orbax, each under its path in Params
+    tokenizer and generation_config files, copied from where the model came from
+
+Knows devices and folders. Does not know HuggingFace's names (huggingface.py) or how to generate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax.config import DTYPES, ModelConfig, check, check_int
+from tsjax.files import huggingface, weight_files
+from tsjax.files.stored_arrays import list_arrays, read_arrays
+from tsjax.files.tokenizer import load_tokenizer
+from tsjax.files.whole_files import own_place, replacing
+from tsjax.input_files import listed, parsing, read_json
+from tsjax.model.params import Params, abstract_params, declare_params, is_spec
+from tsjax.model.sharding import named_sharding, usable_mesh
+from tsjax.model.transformer import ParamSpec
+
+FORMAT_VERSION = 1
+DESCRIPTION = "tsjax.json"
+ARRAYS = "params"
+
+# What a folder may hold beside weights and config.json, and what goes along with the weights.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+
+class Model(flax.struct.PyTreeNode):
+    """Weights and what they mean.
+
+    Attributes:
+      params: the arrays; everything else is static.
+      cfg: the shape of the model.
+      stop_ids: tokens that end a text.
+      path: the folder it was loaded from; the tokenizer is read from there.
+    """
+
+    params: Params
+    cfg: ModelConfig = flax.struct.field(pytree_node=False)
+    stop_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+    path: str | None = flax.struct.field(pytree_node=False, default=None)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The HuggingFace tokenizer of the model's folder, loaded once.
+
+        A FileNotFoundError if there is none, a ValueError if it is damaged.
+        """
+        if self.path is None:
+            raise ValueError("this model has no path, so it has no tokenizer; pass token ids")
+        return load_tokenizer(self.path)
+
+    def __repr__(self) -> str:
+        return f"Model({self.num_params:,} parameters, {self.cfg}, path={self.path!r})"
+
+    @property
+    def num_params(self) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    dtype: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    heads: str | os.PathLike | None = None,
+    allow_pickle: bool = False,
+    on_tensor: Callable[[str, int], object] | None = None,
+) -> Model:
+    """Loads a HuggingFace folder (safetensors), a hub id or a tsjax checkpoint.
+
+    Args:
+      path: the folder, or organisation/name on the hub.
+      dtype: one of config.DTYPES; None keeps the checkpoint's own.
+      mesh: places every array as sharding.py says; None puts them on the default device.
+      heads: a folder or file with TokenSwift draft heads; they replace those of the checkpoint.
+      allow_pickle: reads pickled torch weights (needs torch) where there are no safetensors.
+      on_tensor: called with the path and the bytes of every array read from HuggingFace files.
+    """
+    mesh = usable_mesh(mesh)
+    if dtype is not None:
+        check_dtype(dtype)
+    folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
+    attached = open_heads(heads, allow_pickle=allow_pickle) if heads is not None else None
+
+    arrays: dict[str, jax.Array] = {}
+
+    def place(tensors) -> None:
+        for entry, array in tensors:
+            arrays[entry.path] = _place(array, entry.spec, mesh)
+            if on_tensor is not None:
+                on_tensor(entry.path, array.nbytes)
+
+    if is_tsjax(folder):
+        cfg, stop_ids = read_description(folder, dtype=dtype)
+        check_dtype(cfg.dtype)
+        arrays |= _load_arrays(os.path.join(folder, ARRAYS), cfg, mesh)
+    else:
+        cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
+        check_dtype(cfg.dtype)
+        stop_ids = huggingface.read_stop_ids(folder)
+        own = cfg.with_heads(0) if attached else cfg
+        place(huggingface.read_model(own, weights))
+    if attached:
+        cfg = cfg.with_heads(huggingface.count_heads(attached))
+        place(huggingface.read_heads(cfg, attached))
+    return Model(_assemble(cfg, arrays), cfg=cfg, stop_ids=stop_ids, path=folder)
+
+
+def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> None:
+    """Writes a tsjax checkpoint. Interrupted at any moment, it leaves no half-written folder."""
+    with new_folder(path, overwrite=overwrite) as folder:
+        _save_arrays(model, os.path.join(folder, ARRAYS))
+        description = {
+            "format_version": FORMAT_VERSION,
+            "tsjax_version": tsjax_version(),
+            "model": model.cfg.to_dict(),
+            "stop_ids": list(model.stop_ids),
+        }
+        with open(os.path.join(folder, DESCRIPTION), "w", encoding="utf-8") as file:
+            json.dump(description, file, indent=2)
+        copy_companions(model.path, folder)
+
+
+def write_heads(model: Model, file: str) -> None:
+    """Replaces a file with the model's draft heads, under the names that `heads=` reads.
+
+    These are TokenSwift's names, model.medusa_layers.*.
+    """
+    import safetensors.numpy
+
+    named = zip(huggingface.entries(model.cfg), jax.tree.leaves(model.params), strict=True)
+    tensors = {
+        entry.key: np.ascontiguousarray(entry.as_hf(np.asarray(leaf)))
+        for entry, leaf in named
+        if entry.path.startswith("heads.")
+    }
+    with replacing(file) as temporary:
+        try:
+            safetensors.numpy.save_file(tensors, temporary, metadata={"format": "pt"})
+        except safetensors.SafetensorError as error:  # a full disk, say
+            raise OSError(f"{file!r} could not be written: {error}") from error
+
+
+def is_tsjax(folder: str) -> bool:
+    return os.path.exists(os.path.join(folder, DESCRIPTION))
+
+
+def read_description(
+    folder: str, *, dtype: str | None = None
+) -> tuple[ModelConfig, tuple[int, ...]]:
+    """The settings and the stop ids in a tsjax checkpoint."""
+    path = os.path.join(folder, DESCRIPTION)
+    raw = read_json(path)
+    version = raw.get("format_version")
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{path!r} has format_version={version!r}; this tsjax reads {FORMAT_VERSION}"
+        )
+    with parsing(path, " is damaged"):
+        cfg = ModelConfig.from_dict(raw["model"])
+        stop_ids = tuple(raw["stop_ids"])
+        for token in stop_ids:
+            check_int(token, "stop_ids", 0)
+    return dataclasses.replace(cfg, dtype=dtype) if dtype else cfg, stop_ids
+
+
+def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
+    """The weight files of a TokenSwift adapter, or of a checkpoint with heads in it."""
+    if os.path.isdir(path) or not os.path.exists(path):
+        path = weight_files.find_folder(path, allow_pickle=allow_pickle)
+    weights = weight_files.open_weights(os.fspath(path), allow_pickle=allow_pickle)
+    if not huggingface.count_heads(weights):
+        raise ValueError(
+            f"heads={os.fspath(path)!r} is not valid: it holds no model.medusa_layers.*; it has "
+            + ", ".join(sorted(weights.tensors)[:5])
+        )
+    return weights
+
+
+def check_dtype(dtype: str) -> None:
+    check(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
+    if dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            "dtype='float64' is not valid here: set JAX_ENABLE_X64=1, or "
+            'jax.config.update("jax_enable_x64", True) before the first array is made'
+        )
+
+
+@contextlib.contextmanager
+def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
+    """A temporary folder beside `path`, which takes its place when the block ends without error."""
+    target = os.path.realpath(path)  # a link stays one
+    if os.path.lexists(target):
+        if not overwrite:
+            raise FileExistsError(
+                f"{target!r} exists; choose another place, or pass overwrite=True (--overwrite)"
+            )
+        known = (DESCRIPTION, "config.json", "heads.safetensors")
+        mine = os.path.isdir(target) and (
+            not os.listdir(target)
+            or any(os.path.exists(os.path.join(target, name)) for name in known)
+        )
+        if not mine:
+            raise FileExistsError(f"{target!r} is not a checkpoint folder; it is not overwritten")
+    parent, name = os.path.split(target)
+    os.makedirs(parent, exist_ok=True)
+    fresh = own_place(os.path.join(parent, f".{name}.writing-"))
+    old = os.path.join(parent, f".{name}.replaced-{os.getpid()}")
+    os.mkdir(fresh)
+    try:
+        yield fresh
+        exists = os.path.lexists(target)
+        if exists:
+            os.replace(target, old)  # a folder with files in it cannot be replaced in one call
+        try:
+            os.replace(fresh, target)
+        except OSError:
+            if exists:
+                os.replace(old, target)
+            raise
+        if exists:
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def copy_companions(source: str | None, folder: str) -> None:
+    """Copies tokenizer and generation_config files, where there are any."""
+    if source is None:
+        return
+    for name in COMPANIONS:
+        if os.path.exists(os.path.join(source, name)):
+            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+
+
+def tsjax_version() -> str:
+    try:
+        return importlib.metadata.version("tsjax")
+    except importlib.metadata.PackageNotFoundError:
+        return "from a checkout"
+
+
+def _place(array, spec: ParamSpec, mesh) -> jax.Array:
+    return jax.device_put(array, named_sharding(spec.shape, spec.axes, mesh) if mesh else None)
+
+
+def _assemble(cfg: ModelConfig, arrays: dict[str, jax.Array]) -> Params:
+    _, treedef = jax.tree.flatten(declare_params(cfg), is_leaf=is_spec)
+    return jax.tree.unflatten(treedef, [arrays[entry.path] for entry in huggingface.entries(cfg)])
+
+
+def _save_arrays(model: Model, path: str) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    named = huggingface.entries(model.cfg)
+    arrays = dict(zip((e.path for e in named), jax.tree.leaves(model.params), strict=True))
+    _check_arrays("params", {e.path: e.spec.shape for e in named}, arrays)
+    context = ocp.Context()
+    # Weights hardly compress, and compressing keeps a second copy of everything in memory.
+    context.array.saving.use_compression = False
+    with context:
+        ocp.save(path, arrays)
+
+
+def _load_arrays(path: str, cfg: ModelConfig, mesh) -> dict[str, jax.Array]:
+    stored = list_arrays(path)
+    with parsing(path, " does not fit the config"):  # before anything is declared
+        huggingface.check_counts(cfg, len(stored), ("num_layers", "num_draft_heads"))
+    named = huggingface.entries(cfg)
+    _check_arrays(path, {e.path: e.spec.shape for e in named}, stored)
+    leaves = jax.tree.leaves(abstract_params(cfg, mesh))
+    device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
+    abstract = {
+        entry.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device)
+        for entry, leaf in zip(named, leaves, strict=True)
+    }
+    arrays = read_arrays(path, abstract)
+    if any(arrays[name].dtype != leaf.dtype for name, leaf in abstract.items()):
+        raise ValueError(
+            f"{path!r} was not read as {cfg.dtype}: enable x64 with JAX_ENABLE_X64=1 or "
+            "jax.config.update; the context manager does not reach the threads that read"
+        )
+    return arrays
+
+
+def _check_arrays(where: str, declared: dict[str, tuple[int, ...]], found) -> None:
+    """Lists every difference between the declaration and the arrays that are there."""
+    problems = [f"missing: {path}" for path in sorted(declared.keys() - found.keys())]
+    problems += [f"not part of this model: {path}" for path in sorted(found.keys() - declared)]
+    problems += [
+        f"{path} has shape {list(found[path].shape)}; the config asks for {list(shape)}"
+        for path, shape in declared.items()
+        if path in found and tuple(found[path].shape) != shape
+    ]
+    if problems:
+        raise ValueError("\n  ".join([f"{where!r} does not fit the config:", *listed(problems)]))

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells two models apart, from few of their numbers.
+
+Knows which settings and weights choose tokens. Does not know where the weights lie: points of each
+tensor are named as in a HuggingFace checkpoint and read on the devices, so that a model keeps its
+fingerprint when it is converted, or placed on a mesh. Draft heads change no token and are no part
+of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsjax.config import ModelConfig
+from tsjax.files.checkpoint import Model
+from tsjax.files.huggingface import Entry, entries
+
+CHANGES_NO_TOKEN = ("num_draft_heads", "head_accuracy", "family", "max_positions")
+
+
+def model_fingerprint(model: Model) -> str:
+    """Of all vectors, of points from each row and column of each matrix, and of the settings."""
+    settings = {
+        name: value
+        for name, value in _set_fields(model.cfg).items()
+        if name not in CHANGES_NO_TOKEN
+    }
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    leaves = jax.tree.leaves(model.params.model)
+    pairs = zip(entries(model.cfg.with_heads(0)), leaves, strict=True)
+    samples = {entry.key: _sample(entry, leaf) for entry, leaf in pairs}
+    for key, values in sorted(jax.device_get(samples).items()):
+        digest.update(key.encode())
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _set_fields(settings: Any) -> dict[str, Any]:
+    """The fields that differ from their defaults: one that is added later changes nothing."""
+    found = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default:
+            found[field.name] = _set_fields(value) if dataclasses.is_dataclass(value) else value
+    return found
+
+
+def _sample(entry: Entry, leaf: jax.Array) -> jax.Array:
+    """A vector as it is; of a matrix the points of `sampled_points`, in the model's type."""
+    if entry.inputs == 0:
+        return leaf.reshape(-1)
+    rows, columns = sampled_points(*entry.hf_shape)
+    if entry.inputs is None:
+        return _take(leaf, (rows, columns))
+    inputs, outputs = leaf.shape[: entry.inputs], leaf.shape[entry.inputs :]
+    return _take(leaf, _indices(columns, inputs) + _indices(rows, outputs))
+
+
+def sampled_points(num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Points of a matrix, as few as have one in every row and in every column."""
+    # Coprime, so that each column is visited; far, so that rows of one head have distant ones.
+    far = range(max(1, round(num_columns * 0.618)), num_columns + 1)
+    step = next(stride for stride in far if math.gcd(stride, num_columns) == 1)
+    number = np.arange(max(num_rows, num_columns))
+    return _int32(number % num_rows), _int32(number * step % num_columns)
+
+
+def _indices(flat: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    return tuple(map(_int32, np.unravel_index(flat, shape)))
+
+
+def _int32(array: np.ndarray) -> np.ndarray:
+    return array.astype(np.int32)
+
+
+@jax.jit
+def _take(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
+    return array.at[index].get(mode="promise_in_bounds")
+
+
+# --- rules of files that older versions wrote ---------------------------------------------------
+
+
+def fingerprint_of_norms(model: Model, cfg: ModelConfig | None = None) -> str:
+    """Of saved runs of format 1."""
+    settings = (cfg or model.cfg).to_dict()
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
+    weights = model.params.model
+    for norm in (weights.final_norm, *(layer.attn_norm for layer in weights.layers)):
+        digest.update(np.asarray(norm).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def fingerprint_of_first_rows(model: Model) -> str:
+    """Of training checkpoints of format 1."""
+    weights = model.params.model
+    digest = hashlib.sha256(fingerprint_of_norms(model, model.cfg.with_heads(0)).encode())
+    for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):
+        digest.update(np.asarray(array[:16]).tobytes())
+    return digest.hexdigest()[:16]

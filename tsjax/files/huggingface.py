@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HuggingFace checkpoints: config.json, and where each tensor goes in Params.
+
+Knows how each supported family writes its settings and names its tensors. Settings that would
+change the output and that tsjax does not have are refused by name; nothing is guessed. Does not
+know file formats (weight_files.py) or devices: it hands out NumPy arrays, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax.config import DTYPES, ModelConfig, RopeConfig, check, check_float, check_int
+from tsjax.files.weight_files import Weights, open_weights, raise_all
+from tsjax.input_files import listed, parsing, read_json
+from tsjax.model.params import declare_params, is_spec
+from tsjax.model.transformer import ParamSpec
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
+
+# --- config.json -----------------------------------------------------------------------------
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+)
+
+# The keys transformers reads for each kind of rotary embedding, beside those any kind may have.
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+_ROPE_KEYS_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+
+
+def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:
+    """The content of a config.json -> ModelConfig, as transformers 5 understands it.
+
+    Args:
+      raw: the parsed file, not a transformers object (those fill in defaults of their own).
+      dtype: replaces the file's `dtype` (or `torch_dtype`).
+    """
+    family = _family(raw)
+    _check_types(raw)
+    needed = [*_SIZES, "rms_norm_eps"]
+    if family != "llama":  # only the first Llama checkpoints were written without it
+        needed.append("num_key_value_heads")
+    if family == "qwen3":
+        needed.append("head_dim")
+    missing = [name for name in needed if raw.get(name) is None]
+    dtype = dtype or raw.get("dtype") or raw.get("torch_dtype")
+    if dtype is None:
+        missing.append("dtype (or torch_dtype; or pass dtype=)")
+    if missing or dtype is None:
+        raise ValueError(f"config.json lacks {', '.join(missing)}")
+
+    for name in _SIZES:
+        check_int(raw[name], name, 1)
+    check_float(raw["rms_norm_eps"], "rms_norm_eps", 0.0, math.inf)
+    unsupported = _unsupported_settings(raw, family)
+    if unsupported:
+        raise NotImplementedError(
+            f"config.json asks for what tsjax does not have: {'; '.join(unsupported)}"
+        )
+    hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    head_dim = raw.get("head_dim")
+    if head_dim is None:
+        check(hidden % heads == 0, "hidden_size", hidden, f"a multiple of the {heads} heads")
+        head_dim = hidden // heads
+    kv_heads = raw.get("num_key_value_heads")
+    attention_bias = family in ("llama", "qwen3") and _flag(raw, "attention_bias")
+    return ModelConfig(
+        vocab_size=raw["vocab_size"],
+        embed_dim=hidden,
+        num_layers=raw["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        mlp_dim=raw["intermediate_size"],
+        max_positions=raw["max_position_embeddings"],
+        norm_eps=float(raw["rms_norm_eps"]),
+        rope=_rope_config(raw),
+        dtype=dtype,
+        num_draft_heads=_draft_heads(raw),
+        family=family,
+        tie_embeddings=_flag(raw, "tie_word_embeddings"),
+        qkv_bias=family == "qwen2" or attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=family == "llama" and _flag(raw, "mlp_bias"),
+        qk_norm=family == "qwen3",
+        head_accuracy=tuple(raw.get("medusa_head_accuracy") or ()),  # written by config_to_hf
+    )
+
+
+def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
+    """ModelConfig -> the content of a config.json, in keys that transformers 5 and 4 both read."""
+    check(cfg.family in FAMILIES, "family", cfg.family, f"one of {', '.join(FAMILIES)}")
+    rope = cfg.rope
+    scaling: dict[str, Any] | None = None
+    if rope.kind != "default":
+        scaling = {"rope_type": rope.kind, "factor": rope.factor}
+        if rope.kind != "linear":
+            scaling["original_max_position_embeddings"] = rope.original_max_positions
+        names = {
+            "llama3": ("low_freq_factor", "high_freq_factor"),
+            "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
+        }
+        scaling.update({name: getattr(rope, name) for name in names.get(rope.kind, ())})
+    raw = {
+        "architectures": [FAMILIES[cfg.family]],
+        "model_type": cfg.family,
+        "vocab_size": cfg.vocab_size,
+        "hidden_size": cfg.embed_dim,
+        "intermediate_size": cfg.mlp_dim,
+        "num_hidden_layers": cfg.num_layers,
+        "num_attention_heads": cfg.num_heads,
+        "num_key_value_heads": cfg.num_kv_heads,
+        "head_dim": cfg.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": cfg.max_positions,
+        "rms_norm_eps": cfg.norm_eps,
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling,
+        "tie_word_embeddings": cfg.tie_embeddings,
+        "torch_dtype": cfg.dtype,
+    }
+    if cfg.family in ("llama", "qwen3"):
+        raw["attention_bias"] = cfg.out_bias
+    if cfg.family == "llama":
+        raw["mlp_bias"] = cfg.mlp_bias
+    if cfg.family in ("qwen2", "qwen3"):
+        raw["use_sliding_window"] = False
+    if cfg.family == "mistral":
+        raw["sliding_window"] = None
+    if cfg.num_draft_heads:
+        raw["medusa_heads"] = cfg.num_draft_heads
+    if cfg.head_accuracy:
+        raw["medusa_head_accuracy"] = list(cfg.head_accuracy)
+    if model_config(raw) != cfg:
+        raise ValueError(f"no {FAMILIES[cfg.family]} has the shape of this model: {cfg}")
+    return raw
+
+
+def read_stop_ids(folder: str) -> tuple[int, ...]:
+    """The end-of-text ids: of generation_config.json, else of config.json; none gives ()."""
+    for name in ("generation_config.json", "config.json"):
+        path = os.path.join(folder, name)
+        ids = read_json(path).get("eos_token_id") if os.path.exists(path) else None
+        if ids is not None:
+            ids = ids if isinstance(ids, list) else [ids]
+            for value in ids:
+                check_int(value, f"eos_token_id in {path!r}", 0)
+            return tuple(ids)
+    return ()
+
+
+def _family(raw: Mapping[str, Any]) -> str:
+    model_type, architectures = raw.get("model_type"), raw.get("architectures")
+    if model_type is None:
+        raise ValueError("config.json lacks model_type; it names the family of the model")
+    check(isinstance(model_type, str), "model_type", model_type, "a string")
+    check(isinstance(architectures, list | None), "architectures", architectures, "a list or null")
+    if model_type not in FAMILIES or (
+        architectures is not None and FAMILIES[model_type] not in architectures
+    ):
+        raise NotImplementedError(
+            f"model_type={model_type!r} with architectures={architectures} is not supported; "
+            f"supported are {', '.join(f'{k} ({v})' for k, v in FAMILIES.items())}"
+        )
+    return model_type
+
+
+def _check_types(raw: Mapping[str, Any]) -> None:
+    """The types of optional keys; sizes and rotary embeddings are checked where they are read."""
+    for name, kind, wanted in (
+        ("dtype", str, "a string"),
+        ("torch_dtype", str, "a string"),
+        ("layer_types", list, "a list"),
+        ("rope_scaling", dict, "an object"),
+        ("rope_parameters", dict, "an object"),
+        ("medusa_head_accuracy", list, "a list"),
+    ):
+        value = raw.get(name)
+        check(isinstance(value, kind | None), name, value, f"{wanted} or null")
+    for name in ("head_dim", "num_key_value_heads", "sliding_window"):
+        if raw.get(name) is not None:
+            check_int(raw[name], name, 1)
+    for share in raw.get("medusa_head_accuracy") or ():
+        check_float(share, "medusa_head_accuracy", 0.0, 1.0)
+
+
+def _draft_heads(raw: Mapping[str, Any]) -> int:
+    """As TokenSwift's training writes it."""
+    value = raw.get("medusa_heads")
+    if value is not None:
+        check_int(value, "medusa_heads", 0)
+    return value or 0
+
+
+def _flag(raw: Mapping[str, Any], name: str) -> bool:
+    value = raw.get(name, False)
+    check(isinstance(value, bool), name, value, "true or false")
+    return value
+
+
+def _unsupported_settings(raw: Mapping[str, Any], family: str) -> list[str]:
+    found = []
+    if raw.get("hidden_act", "silu") != "silu":
+        found.append(f"hidden_act={raw['hidden_act']!r} (only 'silu')")
+    if raw.get("quantization_config") is not None:
+        found.append("quantization_config (use the unquantized checkpoint)")
+    if raw.get("partial_rotary_factor") not in (None, 1.0):
+        found.append(f"partial_rotary_factor={raw['partial_rotary_factor']!r} (only 1.0)")
+    if family in ("qwen2", "qwen3") and _flag(raw, "use_sliding_window"):
+        found.append(
+            "use_sliding_window=true (set it to false to attend to the whole context, if the model "
+            "was trained for that)"
+        )
+    others = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    if others:
+        found.append(f"layer_types with {others[0]!r} (only 'full_attention')")
+    if family == "mistral":
+        window = raw.get("sliding_window", 4096)  # transformers' default where the file is silent
+        if window is not None and window < raw["max_position_embeddings"]:
+            found.append(
+                f'sliding_window={window} (set "sliding_window": null in config.json to attend to '
+                "the whole context, if the model was trained for that)"
+            )
+    return found
+
+
+def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    check(isinstance(kind, str), "rope_type", kind, "a string")
+    nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
+    if nested:
+        raise NotImplementedError(f"rope parameters per layer type ({', '.join(nested)})")
+    if kind not in _ROPE_KEYS:
+        raise NotImplementedError(
+            f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}"
+        )
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise NotImplementedError(
+            f"partial_rotary_factor={rope['partial_rotary_factor']!r}: only 1.0 is supported"
+        )
+    unknown = sorted(set(rope) - {*_ROPE_KEYS_OF_ALL, *_ROPE_KEYS[kind]})
+    if unknown:
+        raise NotImplementedError(
+            f"rope type {kind!r} with {', '.join(f'{k}={rope[k]!r}' for k in unknown)} is not "
+            f"supported; it knows {', '.join(_ROPE_KEYS[kind]) or 'no further keys'}"
+        )
+    needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": _ROPE_KEYS["llama3"][:3]}
+    missing = [name for name in needed.get(kind, ()) if name not in rope]
+    if missing:
+        raise ValueError(f"rope type {kind!r} in config.json lacks {', '.join(missing)}")
+
+    theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
+    check_float(theta, "rope_theta", 0.0, math.inf)
+    fields: dict[str, Any] = {"kind": kind, "theta": float(theta)}
+    if kind == "default":
+        return RopeConfig(**fields)
+
+    factor = rope["factor"]
+    if kind in ("llama3", "yarn"):
+        original = raw.get("original_max_position_embeddings")
+        if original is None:
+            original = rope.get("original_max_position_embeddings")
+        if original is None:
+            original = raw["max_position_embeddings"]
+        check_int(original, "original_max_position_embeddings", 1)
+        fields["original_max_positions"] = original
+        if kind == "yarn" and factor is None:
+            factor = raw["max_position_embeddings"] / original
+    check_float(factor, "rope factor", 0.0, math.inf)
+    fields["factor"] = float(factor)
+    if kind == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            check_float(rope[name], name, 0.0, math.inf)
+            fields[name] = float(rope[name])
+    if kind == "yarn":
+        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            # As in transformers, null and 0 mean the default.
+            fields[name] = float(_number(rope, name) or default)
+        truncate = rope.get("truncate", True)
+        check(isinstance(truncate, bool), "rope truncate", truncate, "true or false")
+        fields["truncate"] = truncate
+        fields["attention_factor"] = _yarn_attention_factor(rope, fields["factor"])
+    return RopeConfig(**fields)
+
+
+def _number(rope: Mapping[str, Any], name: str) -> float | None:
+    value = rope.get(name)
+    if value is not None:
+        check_float(value, f"rope {name}", 0.0, math.inf)
+    return value
+
+
+def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    """YaRN's temperature by transformers' rule: 0.1 ln(factor) + 1 if the file does not say."""
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    given = _number(rope, "attention_factor")
+    if given is not None:
+        return float(given)
+    weight, all_dim = _number(rope, "mscale"), _number(rope, "mscale_all_dim")
+    return mscale(weight) / mscale(all_dim) if weight and all_dim else mscale(1.0)
+
+
+# --- tensor names ----------------------------------------------------------------------------
+
+# Where the tensors go: (HuggingFace's name, path in Params, leading input dimensions of ours).
+# A linear layer of n input dimensions is [*inputs, *outputs] here and [outputs, inputs] there; with
+# 0 it is a vector there; None is for an array that is the same on both sides. Shapes follow from
+# the declaration of the parameters.
+TABLE: tuple[tuple[str, str, int | None], ...] = (
+    ("model.embed_tokens.weight", "model.embed", None),
+    ("model.layers.{i}.input_layernorm.weight", "model.layers.{i}.attn_norm", 0),
+    ("model.layers.{i}.self_attn.q_proj.weight", "model.layers.{i}.q", 1),
+    ("model.layers.{i}.self_attn.k_proj.weight", "model.layers.{i}.k", 1),
+    ("model.layers.{i}.self_attn.v_proj.weight", "model.layers.{i}.v", 1),
+    ("model.layers.{i}.self_attn.o_proj.weight", "model.layers.{i}.o", 2),
+    ("model.layers.{i}.self_attn.q_proj.bias", "model.layers.{i}.q_bias", 0),
+    ("model.layers.{i}.self_attn.k_proj.bias", "model.layers.{i}.k_bias", 0),
+    ("model.layers.{i}.self_attn.v_proj.bias", "model.layers.{i}.v_bias", 0),
+    ("model.layers.{i}.self_attn.o_proj.bias", "model.layers.{i}.o_bias", 0),
+    ("model.layers.{i}.self_attn.q_norm.weight", "model.layers.{i}.q_norm", 0),
+    ("model.layers.{i}.self_attn.k_norm.weight", "model.layers.{i}.k_norm", 0),
+    ("model.layers.{i}.post_attention_layernorm.weight", "model.layers.{i}.mlp_norm", 0),
+    ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.gate", 1),
+    ("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.up", 1),
+    ("model.layers.{i}.mlp.down_proj.weight", "model.layers.{i}.down", 1),
+    ("model.layers.{i}.mlp.gate_proj.bias", "model.layers.{i}.gate_bias", 0),
+    ("model.layers.{i}.mlp.up_proj.bias", "model.layers.{i}.up_bias", 0),
+    ("model.layers.{i}.mlp.down_proj.bias", "model.layers.{i}.down_bias", 0),
+    ("model.norm.weight", "model.final_norm", 0),
+    ("lm_head.weight", "model.unembed", 1),
+    # TokenSwift's heads.
+    ("model.medusa_layers.{i}.linear.weight", "heads.{i}.linear", 1),
+    ("model.medusa_layers.{i}.input_layernorm.weight", "heads.{i}.norm_in", 0),
+    ("model.medusa_layers.{i}.post_layernorm.weight", "heads.{i}.norm_out", 0),
+)
+_ROW_OF_PATH = {path: (key, inputs) for key, path, inputs in TABLE}
+
+# The frequencies of rotary embeddings, saved as buffers by old versions of transformers.
+_HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
+_HEAD_KEY = re.compile(r"(?:model\.)?(medusa_layers\.(\d+)\..+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor under both of its names."""
+
+    key: str  # in a HuggingFace checkpoint
+    path: str  # in Params
+    spec: ParamSpec
+    inputs: int | None  # see TABLE
+
+    @property
+    def hf_shape(self) -> tuple[int, ...]:
+        shape = self.spec.shape
+        if self.inputs is None:
+            return shape
+        if self.inputs == 0:
+            return (math.prod(shape),)
+        return (math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs]))
+
+    def as_hf(self, array: np.ndarray) -> np.ndarray:
+        """Our array in HuggingFace's shape. A view where the array is contiguous."""
+        if self.inputs is None:
+            return array
+        if self.inputs == 0:
+            return array.reshape(-1)
+        rows = math.prod(self.spec.shape[: self.inputs])
+        return array.reshape(rows, -1).T
+
+
+def entries(cfg: ModelConfig) -> list[Entry]:
+    """Every declared parameter of `cfg`, draft heads included, in the order of the declaration."""
+    specs, _ = jax.tree_util.tree_flatten_with_path(declare_params(cfg), is_leaf=is_spec)
+    found = []
+    for keys, spec in specs:
+        path = jax.tree_util.keystr(keys, simple=True, separator=".")
+        index = re.search(r"\.(\d+)\.", path)
+        number = index[1] if index else ""
+        key, inputs = _ROW_OF_PATH[re.sub(r"\.\d+\.", ".{i}.", path)]
+        found.append(Entry(key.replace("{i}", number), path, spec, inputs))
+    return found
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+_TILE_ROWS = 32  # what is transposed at a time; whole blocks miss the CPU's caches (3 times slower)
+
+
+def open_checkpoint(
+    folder: str, *, dtype: str | None = None, allow_pickle: bool = False
+) -> tuple[ModelConfig, Weights]:
+    """The settings and the weight files of a HuggingFace folder; draft heads in it are counted."""
+    path = os.path.join(folder, "config.json")
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"{folder!r} has neither a config.json (HuggingFace) nor a tsjax.json (tsjax); it has "
+            f"{', '.join(listed(sorted(os.listdir(folder)))) or 'nothing'}"
+        )
+    raw = read_json(path)
+    if dtype is None and (raw.get("dtype") or raw.get("torch_dtype")) is None:
+        # As transformers: a file that does not say is read in the type of its tensors.
+        stored = [t.dtype for t in open_weights(folder, allow_pickle=allow_pickle).tensors.values()]
+        dtype = max(set(stored), key=stored.count, default=None)
+    with parsing(path):
+        cfg = model_config(raw, dtype=dtype)
+    weights = open_weights(folder, allow_pickle=allow_pickle)
+    with parsing(path):  # before anything is declared
+        check_counts(cfg, len(weights.tensors), ("num_hidden_layers", "medusa_heads"))
+    heads = max(cfg.num_draft_heads, count_heads(weights))
+    return cfg if heads == cfg.num_draft_heads else cfg.with_heads(heads), weights
+
+
+def check_counts(cfg: ModelConfig, stored: int, names: tuple[str, str]) -> None:
+    """Refuses more layers or heads than there are tensors; `names` are those of the counts."""
+    for name, count in zip(names, (cfg.num_layers, cfg.num_draft_heads), strict=True):
+        check(count <= stored, name, count, f"there are {stored} tensors in all")
+
+
+def count_heads(weights: Weights) -> int:
+    """How many different numbers heads have; `read_heads` sees whether these are 0, 1, 2 ..."""
+    found = [_HEAD_KEY.fullmatch(name) for name in weights.tensors]
+    return len({match[2] for match in found if match})
+
+
+def read_model(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
+    """Every parameter of `cfg`, one at a time; names and shapes are checked before the first."""
+    names = {name: name for name in weights.tensors if not _HARMLESS.fullmatch(name)}
+    if cfg.tie_embeddings:
+        names.pop("lm_head.weight", None)  # transformers does not read it either
+    if not cfg.num_draft_heads:
+        names = {k: v for k, v in names.items() if not _HEAD_KEY.fullmatch(k)}
+    return _read(entries(cfg), weights, names)
+
+
+def read_heads(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
+    """The `cfg.num_draft_heads` heads in an adapter or a whole TokenSwift checkpoint."""
+    found = {name: _HEAD_KEY.fullmatch(name) for name in weights.tensors}
+    names = {f"model.{match[1]}": name for name, match in found.items() if match}
+    wanted = [entry for entry in entries(cfg) if entry.path.startswith("heads.")]
+    return _read(wanted, weights, names)
+
+
+def _read(
+    wanted: list[Entry], weights: Weights, names: Mapping[str, str]
+) -> Iterator[tuple[Entry, np.ndarray]]:
+    """Reads `wanted`; `names` maps the table's keys to the names in the files."""
+    files = ", ".join(listed(sorted({stored.file for stored in weights.tensors.values()})))
+    problems = [f"missing in {files}: {e.key}" for e in wanted if e.key not in names]
+    keys = {entry.key for entry in wanted}
+    for key, name in names.items():
+        if key not in keys:
+            problems.append(f"not part of this model: {name} in {weights.tensors[name].file}")
+    for entry in wanted:
+        if entry.key in names:
+            stored = weights.tensors[names[entry.key]]
+            if stored.shape != entry.hf_shape:
+                problems.append(
+                    f"{names[entry.key]} in {stored.file} has shape {list(stored.shape)}; the "
+                    f"config asks for {list(entry.hf_shape)}"
+                )
+            if stored.dtype not in DTYPES:
+                problems.append(
+                    f"{names[entry.key]} in {stored.file} has type {stored.dtype}, which is not "
+                    "one of " + ", ".join(DTYPES)
+                )
+    raise_all(problems)
+    return _read_tensors(wanted, weights, names)
+
+
+def _read_tensors(
+    wanted: list[Entry], weights: Weights, names: Mapping[str, str]
+) -> Iterator[tuple[Entry, np.ndarray]]:
+    wrong = []
+    for entry in wanted:
+        name = names[entry.key]
+        array, finite = _read_tensor(weights, name, entry)
+        if not finite:
+            wrong.append(f"{name} in {weights.tensors[name].file}")
+        if wrong and entry is wanted[-1]:  # here: who reads may not ask for more than the last one
+            warnings.warn(
+                f"{', '.join(listed(wrong))} {'has' if len(wrong) == 1 else 'have'} NaN or "
+                f"infinite values as {array.dtype.name}",
+                stacklevel=2,
+            )
+        yield entry, array
+
+
+def _read_tensor(weights: Weights, name: str, entry: Entry) -> tuple[np.ndarray, bool]:
+    """The tensor, and whether all of it is finite."""
+    dtype = jnp.dtype(entry.spec.dtype)
+    out = _aligned_empty(entry.spec.shape, dtype)
+    target = entry.as_hf(out)  # a view: writing their layout fills ours
+    finite = True
+    for rows, block in weights.blocks(name):
+        with np.errstate(over="ignore", invalid="ignore"):
+            block = block.astype(dtype, copy=False)
+        finite = finite and bool(np.isfinite(block).all())
+        for start in range(0, len(block), _TILE_ROWS):
+            tile = block[start : start + _TILE_ROWS]
+            target[rows.start + start : rows.start + start + len(tile)] = tile
+    return out, finite
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """As np.empty, at an address that lets a CPU device take the array over without a copy."""
+    size, alignment = math.prod(shape) * dtype.itemsize, 64
+    memory = np.empty(size + alignment, np.uint8)
+    offset = -memory.ctypes.data % alignment
+    return memory[offset : offset + size].view(dtype).reshape(shape)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shorter prompts: what rivals of a lazy prefill make of a prompt before it is read.
+
+Knows two ways to choose tokens. What is left is a prompt of its own, with positions of its own, so
+any prefill and any method takes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax.config import check, check_int
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.step import hidden_states, init_state
+from tsjax.files.checkpoint import Model
+from tsjax.host.request import prompt_row
+from tsjax.lazy.settings import LONGEST_PROMPT, LazyPrefill, kept
+from tsjax.lazy.stages import choose_stage, fill_stage
+from tsjax.model.transformer import final_norm, unembed
+
+BY = ("attention", "self_information")
+WIDTHS = 64, 512  # tokens of a pass: a power of two between these
+
+
+def compress_prompt(
+    model: Model,
+    prompt: Any,
+    share: float,
+    *,
+    by: str = "attention",
+    layer: int | None = None,
+    pool: int | None = None,
+) -> np.ndarray:
+    """The ids of ceil(share * n) of a prompt's n tokens, in their order.
+
+    Args:
+      model: chooses the tokens; another one may read them.
+      prompt: text or a row of token ids.
+      by: "attention" as GemFilter (arXiv 2409.17422): those that the last token attends to most
+        behind `layer` layers, by default 40% of them, with scores pooled over `pool` tokens, by
+        default 5. "self_information" as Selective Context: those that the model finds least
+        likely, each after what comes before it, and the first. The last one stays in any case.
+    """
+    row = prompt_row(model, prompt)
+    check(by in BY, "by", by, f"one of {', '.join(map(repr, BY))}")
+    is_number = isinstance(share, int | float) and not isinstance(share, bool)
+    check(is_number and 1e-4 <= share <= 1, "share", share, "a number from 0.0001 to 1")
+    longest = min(model.cfg.max_positions, LONGEST_PROMPT)
+    check(len(row) <= longest, "prompt", f"{len(row)} tokens", f"at most {longest} tokens")
+    if by == "self_information":
+        check(layer is None, "layer", layer, "left out beside by='self_information'")
+        check(pool is None, "pool", pool, "left out beside by='self_information'")
+        return row[_least_likely(model, row, kept(share, len(row)))]
+    check(model.cfg.num_layers > 1, "by", by, "'self_information' for a model of one layer")
+    if layer is None:
+        layer = max(1, round(0.4 * model.cfg.num_layers))
+    check_int(layer, "layer", 1, model.cfg.num_layers - 1)
+    lazy = LazyPrefill(keep={layer: share}, revive="never", pool=5 if pool is None else pool)
+    return row[_most_attended(model, row, DecodeConfig(model=model.cfg, prefill=lazy))]
+
+
+def _padded(row: np.ndarray) -> tuple[np.ndarray, int]:
+    """A row [1, n or more] in full passes, and their width: lengths that many prompts share."""
+    width = min(max(1 << (len(row) - 1).bit_length(), WIDTHS[0]), WIDTHS[1])
+    return np.pad(row, (0, -len(row) % width))[None], width
+
+
+_fill_stage = jax.jit(fill_stage, static_argnames=("stage", "width", "cfg"), donate_argnums=1)
+_choose_stage = jax.jit(choose_stage, static_argnames=("stage", "cfg"))
+
+
+def _most_attended(model: Model, row: np.ndarray, cfg: DecodeConfig) -> np.ndarray:
+    """Which tokens [n] go on behind the cut."""
+    (tokens, width), n = _padded(row), len(row)
+    capacity = tokens.shape[1] + 1 + cfg.draft_depth
+    length = np.asarray([n], np.int32)
+    state = init_state(tokens, length, cfg=cfg, capacity=capacity, max_length=length)
+    for _ in range(0, n - 1, width):
+        state = _fill_stage(model.params, state, stage=0, width=width, cfg=cfg)
+    state = _choose_stage(model.params, state, stage=0, cfg=cfg)
+    assert state.prompt is not None
+    return np.asarray(state.prompt.chosen[1])[0, :n]
+
+
+def _least_likely(model: Model, row: np.ndarray, count: int) -> np.ndarray:
+    """Which tokens [n] the model didn't expect, the first and the last one among them."""
+    information = np.asarray(_information(model.params, _padded(row)[0], cfg=model.cfg))
+    information = np.pad(information[0, : len(row) - 1], (1, 0))
+    always = np.isin(np.arange(len(row)), (0, len(row) - 1))
+    order = np.lexsort((np.arange(len(row)), -information, ~always))
+    chosen = np.zeros(len(row), bool)
+    chosen[order[:count]] = True
+    return chosen
+
+
+def _information_of(params, tokens, *, cfg):
+    """Minus the log-probability of each token but the first, [B, T - 1]."""
+    hidden = hidden_states(params, tokens, cfg=cfg)[:, :-1]
+
+    def of_one(pair):
+        hidden, following = pair
+        logits = unembed(params.model, final_norm(params.model, hidden, cfg=cfg), cfg=cfg)
+        return jax.nn.logsumexp(logits, axis=-1) - logits[jnp.arange(len(following)), following]
+
+    rows = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(tokens[:, 1:], 0, 1)
+    return jnp.swapaxes(jax.lax.map(of_one, rows), 0, 1)  # the logits of one position at a time
+
+
+_information = jax.jit(_information_of, static_argnames=("cfg",))

@@ -1,0 +1,557 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call of `generate`, checked: every accepted form of prompt, settings, sizes and memory.
+
+Knows what a user may pass and what the model allows. Runs nothing: what comes out is a Request, in
+which every question has one answer, or an error that names the argument, its value and a remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_settings
+from tsjax.decoding.config import DecodeConfig, TokenSwift, resolve_method
+from tsjax.decoding.step import draft_bytes
+from tsjax.files.checkpoint import Model
+from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
+from tsjax.files.tokenizer import encode
+from tsjax.host.saved_run import SavedRun, read_run
+from tsjax.lazy.settings import LONGEST_PROMPT, LazyPrefill
+from tsjax.lazy.stages import prompt_bytes, tokens_to_fill
+from tsjax.methods.cost_model import Choice, chip_of, choose
+from tsjax.model.cache import cache_bytes
+from tsjax.model.params import Params
+from tsjax.model.sharding import mesh_of
+
+SMALLEST_CAPACITY = 2048
+LARGEST_DOUBLING = 32768
+SMALLEST_PREFILL = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to decode.
+
+    Attributes:
+      rows: the known tokens of each row: its prompt and, for a resumed run, what was made already.
+      prompt_length: how many of them are prompt.
+      finish_reason: of rows that a resumed run had already ended, else None.
+      single: whether one prompt was given, not a batch of one.
+      method: as it was asked for, before "auto" is resolved.
+      give_up_below: tokens per step at which plain decoding is expected to be faster; 0 if the
+        method is to be kept in any case.
+      stop_ids: the resolved end tokens.
+      capacity: cache slots per row.
+      prefill_widths: tokens of each pass of the prefill; with a lazy one, of each of its stages.
+      prompt_capacity: tokens of a prompt that a lazy prefill has room for.
+    """
+
+    rows: list[np.ndarray]
+    prompt_length: list[int]
+    finish_reason: list[str | None]
+    single: bool
+    config: GenerationConfig
+    method: Any
+    decode: DecodeConfig
+    give_up_below: float
+    stop_ids: tuple[int, ...]
+    capacity: int
+    prefill_widths: list[list[int]]
+    prompt_capacity: int
+    exceed_max_positions: bool
+
+    @property
+    def prompts(self) -> list[np.ndarray]:
+        return [row[:n] for row, n in zip(self.rows, self.prompt_length, strict=True)]
+
+    @property
+    def num_made(self) -> list[int]:
+        """New tokens that a resumed run brought along."""
+        return [len(row) - n for row, n in zip(self.rows, self.prompt_length, strict=True)]
+
+    @property
+    def max_length(self) -> list[int]:
+        return [length + self.config.max_new_tokens for length in self.prompt_length]
+
+    @property
+    def seeds(self) -> list[int]:
+        seed = self.config.seed
+        return list(seed) if isinstance(seed, tuple) else [seed] * len(self.rows)
+
+
+def make_request(
+    model: Any,
+    prompt: Any,
+    config: GenerationConfig | None,
+    settings: Mapping[str, Any],
+    *,
+    method: Any,
+    prefill: Any,
+    capacity: int | None,
+    prefill_width: int,
+    exceed_max_positions: bool,
+    resume_from: str | os.PathLike | None = None,
+) -> Request:
+    """The arguments of `generate`, see there."""
+    if not isinstance(model, Model):
+        raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    _refuse_tracing(model, prompt)
+    refuse_unknown_settings(settings)
+    lazy = _resolve_prefill(prefill)
+    check_int(prefill_width, "prefill_width", 1)
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise TypeError(
+            f"config={config!r:.80} is not valid: a tsjax.GenerationConfig; for a HuggingFace one "
+            "use tsjax.GenerationConfig.from_hf"
+        )
+    if resume_from is None:
+        if prompt is None:
+            raise ValueError("prompt=None is not valid: text or token ids (or resume_from=FILE)")
+        config = (config or GenerationConfig()).replace(**settings)
+        prompts, single = _prompt_rows(model, prompt)
+        made = [np.zeros(0, np.int32)] * len(prompts)
+        finish_reason: list[str | None] = [None] * len(prompts)
+    else:
+        if lazy is not None:
+            raise ValueError(
+                "resume_from continues a run whose whole prompt was computed: leave out prefill"
+            )
+        if config is not None or set(settings) - {"max_new_tokens"}:
+            raise ValueError(
+                "resume_from continues a run with its own settings: pass nothing but "
+                "max_new_tokens beside it"
+            )
+        run = _resumed_run(model, resume_from, prompt, settings)
+        prompts, made, single = run.prompts, run.tokens, run.single
+        config, finish_reason = run.config, run.finish_reason
+        method = run.method if method is None else method
+        exceed_max_positions = exceed_max_positions or run.exceed_max_positions
+    method = resolve_method("autoregressive" if method is None else method)
+    _check_against_model(config, model, len(prompts))
+    choice = _choice(model, method, prompts, config)
+
+    rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
+    longest = max(map(len, rows))
+    prompt_capacity = _capacity_bucket(longest, SMALLEST_PREFILL) if lazy else 0
+    if lazy is not None:
+        _check_prompts(lazy, prompts)
+        # For all prompts of a bucket alike, as every other setting is another program.
+        lazy = lazy.resolved(model.cfg, prompt_capacity)
+    decode = DecodeConfig(model=model.cfg, method=choice.method, prefill=lazy)
+    request = Request(
+        rows=rows,
+        prompt_length=[len(row) for row in prompts],
+        finish_reason=finish_reason,
+        single=single,
+        config=config,
+        method=method,
+        decode=decode,
+        give_up_below=choice.step_cost if _is_auto(method) else 0.0,
+        stop_ids=_stop_ids(config, model),
+        capacity=0,
+        prefill_widths=_stage_widths(decode, longest, prefill_width),
+        prompt_capacity=prompt_capacity,
+        exceed_max_positions=exceed_max_positions,
+    )
+    _check_positions(request)
+    slots = _capacity(request, capacity, prefill_width)
+    request = dataclasses.replace(
+        request, capacity=slots, prompt_capacity=min(prompt_capacity, slots)
+    )
+    _check_memory(request, model.params)
+    return request
+
+
+def _refuse_tracing(model: Model, prompt: Any) -> None:
+    """Inside jit even a constant is traced, and the host could not read a single token."""
+    traced = {
+        "model": jax.tree.leaves(model.params),
+        "prompt": jax.tree.leaves(prompt),
+        "call": [jax.device_put(0)],
+    }
+    for name, arrays in traced.items():
+        if any(isinstance(array, Tracer) for array in arrays):
+            raise TypeError(
+                f"a traced {name} is not valid: generate and stream are loops on the host; inside "
+                "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
+                "examples/inside_jit.py"
+            )
+
+
+def _is_auto(method: Any) -> bool:
+    return isinstance(method, TokenSwift) and method.tree == "auto"
+
+
+def _choice(model: Model, method: Any, prompts, config: GenerationConfig) -> Choice:
+    context = max(map(len, prompts)) + config.max_new_tokens // 2
+    return choose_method(method, model, context, batch=len(prompts))
+
+
+def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) -> Choice:
+    """What tree="auto" and draft_from="auto" mean for a model, on the device where it lies.
+
+    Args:
+      method: a method's name or dataclass.
+      context: mean length of the rows during the run, prompt included.
+      batch: rows.
+
+    Returns:
+      The method without "auto", and what one of its steps costs, in steps of plain decoding.
+    """
+    device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+    chip = chip_of(device.platform, device.device_kind)
+    return choose(resolve_method(method), model.cfg, chip, context, batch)
+
+
+def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
+    """None for the whole prompt."""
+    if isinstance(prefill, LazyPrefill):
+        return prefill
+    check(
+        isinstance(prefill, str) and prefill in ("full", "lazy"),
+        "prefill",
+        prefill,
+        "'full', 'lazy' or tsjax.LazyPrefill(...)",
+    )
+    return LazyPrefill() if prefill == "lazy" else None
+
+
+def _check_prompts(lazy: LazyPrefill, prompts: list[np.ndarray]) -> None:
+    for index, prompt in enumerate(prompts):
+        check(
+            len(prompt) <= LONGEST_PROMPT,
+            "prompt",
+            f"row {index} of {len(prompt)} tokens",
+            f"with a lazy prefill at most {LONGEST_PROMPT} tokens",
+        )
+        for name in ("window", "sinks", "recent"):
+            check(
+                getattr(lazy, name) <= len(prompt),
+                name,
+                getattr(lazy, name),
+                f"at most the {len(prompt)} tokens of the prompt in row {index}",
+            )
+
+
+# --- prompts ---------------------------------------------------------------------------------
+
+
+def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
+    """Any accepted form of prompt -> rows of ids, and whether it was a single one."""
+    if isinstance(prompt, str):
+        return [_encode(model, prompt, "prompt")], True
+    if isinstance(prompt, Mapping) and "input_ids" in prompt:  # a HuggingFace tokenizer's output
+        prompt = _without_padding(prompt)
+    if isinstance(prompt, list | tuple) and prompt and all(isinstance(p, str) for p in prompt):
+        return [_encode(model, text, f"prompt[{i}]") for i, text in enumerate(prompt)], False
+    if _is_chat(prompt):
+        raise ValueError(
+            f"prompt={prompt!r:.80} is not valid: chat messages have to become token ids by the "
+            "model's own template first: "
+            "prompt=model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        )
+    rank = _rank(prompt)
+    if rank not in (1, 2):
+        raise ValueError(
+            f"prompt={prompt!r:.80} is not valid: a string, a list of strings, a row of token ids "
+            "or a list of rows"
+        )
+    single = rank == 1
+    if not isinstance(prompt, list | tuple):
+        prompt = np.asarray(prompt)
+    rows = [prompt] if single else list(prompt)
+    check(len(rows) > 0, "prompt", prompt, "at least one row")
+    names = ["prompt"] if single else [f"prompt[{i}]" for i in range(len(rows))]
+    return [check_row(row, name, model) for row, name in zip(rows, names, strict=True)], single
+
+
+def _is_chat(prompt: Any) -> bool:
+    """Whether it is a message with role and content, a chat or a list of chats."""
+    while isinstance(prompt, list | tuple) and prompt:
+        prompt = prompt[0]
+    return isinstance(prompt, Mapping) and ("role" in prompt or "messages" in prompt)
+
+
+def prompt_row(model: Model, prompt: Any) -> np.ndarray:
+    """The ids of a single prompt, in any of its forms."""
+    rows, single = _prompt_rows(model, prompt)
+    check(single, "prompt", f"{len(rows)} rows", "one prompt, a string or a row of token ids")
+    return rows[0]
+
+
+def _rank(value: Any) -> int:
+    """Dimensions of an array or of nested lists, ragged ones too."""
+    if isinstance(value, list | tuple):
+        return 1 + max(map(_rank, value), default=0)
+    return np.ndim(value)
+
+
+def _without_padding(encoding: Mapping) -> Any:
+    """The ids of a tokenizer's output; what its attention mask leaves out is padding."""
+    ids, mask = encoding["input_ids"], encoding.get("attention_mask")
+    if mask is None:
+        return ids
+    if _rank(ids) == 1:
+        ids, mask = np.asarray(ids), np.asarray(mask)
+        return ids[mask != 0] if mask.shape == ids.shape else ids
+    return [np.asarray(row)[np.asarray(m) != 0] for row, m in zip(ids, mask, strict=True)]
+
+
+def tokenizer_of(model: Model) -> Any:
+    """The tokenizer for text beside the tokens; None if the model has none.
+
+    None as well, with a warning, for one that is damaged: token ids need no tokenizer.
+    """
+    if model.path is None:
+        return None
+    try:
+        return model.tokenizer
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        warnings.warn(f"tokens come without text: {error}", stacklevel=2)
+        return None
+
+
+def _encode(model: Model, text: str, name: str) -> np.ndarray:
+    check(bool(text), name, text, "not empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid text: {error}") from error
+    return check_row(encode(model.tokenizer, text), name, model)
+
+
+def check_row(row: Any, name: str, model: Model) -> np.ndarray:
+    if np.size(row) == 0:
+        raise ValueError(f"{name}={row!r} is not valid: at least one token (a BOS token, say)")
+    row = np.asarray(row)
+    if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
+        raise ValueError(
+            f"{name} of shape {row.shape} and type {row.dtype} is not valid: a row of integer "
+            "token ids"
+        )
+    vocab = model.cfg.vocab_size
+    outside = row[(row < 0) | (row >= vocab)]
+    if outside.size:
+        raise ValueError(f"{name} holds token id {outside[0]}: ids are from 0 to {vocab - 1}")
+    return row.astype(np.int32)
+
+
+def _check_against_model(config: GenerationConfig, model: Model, num_rows: int) -> None:
+    vocab = model.cfg.vocab_size
+    for name in ("suppress_tokens", "eos_token_id"):
+        value = getattr(config, name)
+        for token in value if isinstance(value, tuple) else () if value is None else (value,):
+            check(token < vocab, name, token, f"a token id below the vocabulary size {vocab}")
+    barred = {*config.suppress_tokens, *(_stop_ids(config, model) if config.min_new_tokens else ())}
+    check(
+        len(barred) < vocab,
+        "suppress_tokens",
+        f"{len(config.suppress_tokens)} tokens",
+        "some token must be left, beside the stop tokens that min_new_tokens bars",
+    )
+    if isinstance(config.seed, tuple):
+        check(len(config.seed) == num_rows, "seed", config.seed, f"one for each of {num_rows} rows")
+    if config.stop_strings:
+        try:
+            _ = model.tokenizer
+        except (FileNotFoundError, ValueError) as error:
+            raise ValueError(
+                f"stop_strings={config.stop_strings!r} needs a tokenizer: {error}"
+            ) from error
+
+
+def _stop_ids(config: GenerationConfig, model: Model) -> tuple[int, ...]:
+    """The end tokens: those asked for, else the model's own.
+
+    A checkpoint may name ids beyond its vocabulary; as it cannot emit them, they are dropped.
+    """
+    if config.eos_token_id is None:
+        return tuple(token for token in model.stop_ids if token < model.cfg.vocab_size)
+    ids = config.eos_token_id
+    return ids if isinstance(ids, tuple) else (ids,)
+
+
+def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -> SavedRun:
+    """The saved run, with a new number of tokens if one is asked for."""
+    name = f"resume_from={os.fspath(path)!r}"
+    run = read_run(path)
+    check_same_model(name, run, model, stacklevel=5)
+    prompts = [check_row(row, f"a prompt in {name}", model) for row in run.prompts]
+    made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in run.tokens]
+    if prompt is not None:
+        given = _prompt_rows(model, prompt)[0]
+        same = len(given) == len(prompts) and all(map(np.array_equal, given, prompts))
+        if not same:
+            raise ValueError(f"prompt is not the one saved in {name}: leave it out")
+    config = run.config.replace(**settings)
+    longest = max(map(len, made))
+    check(
+        config.max_new_tokens >= longest,
+        "max_new_tokens",
+        config.max_new_tokens,
+        f"at least the {longest} tokens that {name} holds",
+    )
+    finish_reason = [
+        _resumed_reason(reason, len(row), config.max_new_tokens)
+        for reason, row in zip(run.finish_reason, made, strict=True)
+    ]
+    return dataclasses.replace(
+        run, prompts=prompts, tokens=made, config=config, finish_reason=finish_reason
+    )
+
+
+def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int) -> None:
+    """Other weights would go on with other tokens, without a word."""
+    if run.is_old:
+        warnings.warn(
+            f"{name} is of an older tsjax: of the model its settings and norms alone were compared",
+            stacklevel=stacklevel,
+        )
+        same = run.fingerprint == fingerprint_of_norms(model)
+    elif run.dtype != model.cfg.dtype:
+        raise ValueError(
+            f"{name} was saved with dtype={run.dtype!r}, the model has {model.cfg.dtype!r}: load "
+            f"it with dtype={run.dtype!r}"
+        )
+    else:
+        same = run.fingerprint == model_fingerprint(model)
+    if not same:
+        known = f", which was loaded from {run.model_path!r}" if run.model_path else ""
+        raise ValueError(
+            f"{name} was saved with another model{' or dtype' if run.is_old else ''}: load that "
+            f"of the run{known}"
+        )
+
+
+def repeat_numbers(request: Request) -> list[int]:
+    """How many earlier rows have the same prompt and seed.
+
+    Makes repeated prompts differ, and a row alone equal to the same row in any batch.
+    """
+    seen: dict[tuple[bytes, int], int] = {}
+    numbers = []
+    for prompt, seed in zip(request.prompts, request.seeds, strict=True):
+        key = (prompt.tobytes(), seed)
+        numbers.append(seen.get(key, 0))
+        seen[key] = numbers[-1] + 1
+    return numbers
+
+
+def _resumed_reason(reason: str | None, made: int, max_new_tokens: int) -> str | None:
+    """Why a row of a resumed run has ended, with the number of tokens now asked for."""
+    if reason in (None, "length"):
+        return "length" if made == max_new_tokens else None
+    return reason
+
+
+# --- sizes -----------------------------------------------------------------------------------
+
+
+def _check_positions(request: Request) -> None:
+    prompt, limit = max(request.prompt_length), request.decode.model.max_positions
+    if max(request.max_length) <= limit or request.exceed_max_positions:
+        return
+    remedy = "or pass exceed_max_positions=True (--exceed-max-positions); quality will suffer"
+    if prompt >= limit:
+        raise ValueError(
+            f"prompt of {prompt} tokens is not valid: the model has {limit} positions, the new "
+            f"tokens included; shorten it, {remedy}"
+        )
+    raise ValueError(
+        f"max_new_tokens={request.config.max_new_tokens} is not valid: with a prompt of {prompt} "
+        f"tokens it goes beyond the model's {limit} positions; at most {limit - prompt}, {remedy}"
+    )
+
+
+def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
+    """The slots a user asked for, if they suffice, or the bucket that holds the run."""
+    # A step writes the rows of its longest path, of which the last ones may be in vain.
+    decode = request.decode
+    needed = max(max(request.max_length) + decode.rows_ahead, *map(sum, request.prefill_widths))
+    if wanted is None:
+        return _capacity_bucket(needed)
+    check_int(wanted, "capacity", 1)
+    reviving = decode.rows_ahead > decode.draft_depth
+    check(
+        wanted >= needed,
+        "capacity",
+        wanted,
+        f"at least {needed} slots for this prompt, "
+        f"max_new_tokens={request.config.max_new_tokens}, prefill_width={prefill_width} and "
+        f"{decode.draft_depth} drafted tokens in a step"
+        + (f" or revive_rows={decode.rows_ahead}" if reviving else ""),
+    )
+    return wanted
+
+
+def _prefill_widths(count: int, width: int) -> list[int]:
+    """Passes that cover `count` tokens: full ones, then a power of two, for few programs."""
+    full, rest = divmod(count, width)
+    if rest == 0:
+        return [width] * full
+    last = max(SMALLEST_PREFILL, 1 << (rest - 1).bit_length())
+    return [width] * full + [min(last, width)]
+
+
+def _stage_widths(decode: DecodeConfig, longest: int, width: int) -> list[list[int]]:
+    """Passes of each stage of the prefill: all tokens but the last, or what a cut leaves."""
+    if decode.prefill is None:
+        return [_prefill_widths(longest - 1, width)]
+    counts = [int(tokens_to_fill(decode, i, longest)) for i in range(len(decode.stages))]
+    return [_prefill_widths(count, width) for count in counts]
+
+
+def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
+    if needed > LARGEST_DOUBLING:
+        return -(-needed // LARGEST_DOUBLING) * LARGEST_DOUBLING
+    return max(smallest, 1 << (needed - 1).bit_length())
+
+
+def _check_memory(request: Request, params: Params) -> None:
+    """Refuses a cache that cannot fit before a byte of it is allocated."""
+    mesh = mesh_of(params)
+    rows, slots = len(request.rows), request.capacity
+    needed = cache_bytes(request.decode.model, rows, slots, mesh)
+    needed += draft_bytes(request.decode, rows, slots)
+    if request.decode.prefill is not None:
+        needed += prompt_bytes(request.decode, rows, request.prompt_capacity, slots)
+    device = next(iter(jax.tree.leaves(params)[0].devices()))
+    available = _available_bytes(device)
+    if device.platform == "cpu" and mesh is not None:
+        needed *= mesh.size  # simulated devices share one memory
+    if available is not None and needed > available:
+        raise MemoryError(
+            f"not enough memory for the cache: capacity={slots} slots for {rows} rows, and what "
+            f"the method keeps for its drafts, take {needed:,} bytes per device, {available:,} are "
+            "free; "
+            "lower max_new_tokens, shorten or split the batch, or load the model as bfloat16"
+        )
+
+
+def _available_bytes(device) -> int | None:
+    """Free memory of a device, None where nothing reports it."""
+    stats = device.memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    if device.platform != "cpu" or not os.path.exists("/proc/meminfo"):
+        return None
+    with open("/proc/meminfo", encoding="ascii") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    try:  # a container may be allowed less
+        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+            limit = int(file.read())
+        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
+            return min(free, limit - int(file.read()))
+    except (OSError, ValueError):  # no such limit
+        return free

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LazyLLM: layers that compute only the prompt tokens that matter."""

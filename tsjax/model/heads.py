@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TokenSwift's chained draft heads: declared once, run by one function.
+
+Knows the heads' shapes and arithmetic. Does not know where their first hidden state comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig
+from tsjax.model.layers import linear, rms_norm
+from tsjax.model.transformer import ParamSpec
+
+
+class HeadWeights(flax.struct.PyTreeNode):
+    """One head of the chain."""
+
+    linear: Any  # [D, D], input first
+    norm_in: Any  # [D]
+    norm_out: Any  # [D]
+
+
+def declare_heads(cfg: ModelConfig) -> tuple[HeadWeights, ...]:
+    """As `declare_model`: a tree of ParamSpec, one entry per head."""
+    D = cfg.embed_dim
+    return tuple(
+        HeadWeights(
+            linear=ParamSpec((D, D), ("embed", "embed"), cfg.dtype),
+            norm_in=ParamSpec((D,), ("embed",), cfg.dtype, "ones"),
+            norm_out=ParamSpec((D,), ("embed",), cfg.dtype, "ones"),
+        )
+        for _ in range(cfg.num_draft_heads)
+    )
+
+
+def run_heads(heads: Sequence[HeadWeights], hidden, *, cfg: ModelConfig):
+    """The normed states [B, len(heads), D] that the unembedding turns into the heads' logits.
+
+    h_i = h_{i-1} + linear_i(rms(h_{i-1}, norm_in_i)), and head i's state is rms(h_i, norm_out_i).
+    `hidden` [B, D] is h_0, the last layer's output before the final norm. Head i looks one token
+    further than head i - 1, the first one token further than the model itself.
+    """
+    states = []
+    with jax.named_scope("heads"):
+        for head in heads:
+            hidden = hidden + linear(rms_norm(hidden, head.norm_in, cfg.norm_eps), head.linear)
+            states.append(rms_norm(hidden, head.norm_out, cfg.norm_eps))
+        return jnp.stack(states, axis=1)

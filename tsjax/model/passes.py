@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass of the model over rows that follow a cache. Reads caches, never writes them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import Ranks, Summary, tree_attention
+from tsjax.config import ModelConfig
+from tsjax.model.cache import Attended, DraftCache, KVCache
+from tsjax.model.transformer import ModelWeights, embed, forward
+
+
+class Rows(NamedTuple):
+    """What a pass yields for its T rows; tuples have one entry for each layer that ran.
+
+    `query` is summed over the query heads of each kv head: what `cache_scores` takes.
+    """
+
+    hidden: jax.Array  # [B, T, D] behind the last of them, before the final norm
+    k: tuple[jax.Array, ...]  # [B, T, K, H]
+    v: tuple[jax.Array, ...]  # [B, T, K, H]
+    query: tuple[jax.Array, ...]  # [B, T, K, H]
+    attended: tuple[Attended, ...] = ()  # with T behind B
+
+
+def run_rows(
+    weights: ModelWeights,
+    cache: KVCache | DraftCache,
+    tokens,
+    positions,
+    mask,
+    *,
+    cfg: ModelConfig,
+    rest: tuple[Summary, ...] = (),
+    with_attended: bool = False,
+) -> Rows:
+    """One pass of T rows that see the cached tokens and, where `mask` says, one another.
+
+    Args:
+      tokens, positions: [B, T] int32.
+      mask: [T, T] or [B, T, T] bool, which row sees which.
+      rest: of each layer, tokens that are not in the cache and that rows see summed up.
+      with_attended: whether to fill in Rows.attended.
+    """
+    return run_layers(
+        weights,
+        cache,
+        embed(weights, tokens),
+        positions,
+        mask,
+        range(cfg.num_layers),
+        cfg=cfg,
+        rest=rest,
+        with_attended=with_attended,
+    )
+
+
+def run_layers(
+    weights: ModelWeights,
+    cache: KVCache | DraftCache,
+    hidden,
+    positions,
+    mask,
+    layers: range,
+    *,
+    cfg: ModelConfig,
+    ranks: Ranks | None = None,
+    rest: tuple[Summary, ...] = (),
+    with_attended: bool = False,
+) -> Rows:
+    """As `run_rows`, but `layers` only, on what the layer before them gave, hidden [B, T, D].
+
+    `ranks` says which cached rows a row sees; None is all.
+    """
+    queries, attended = [], []
+
+    def attend(layer: int, q, k, v):
+        B, T, _, H = q.shape
+        grouped = q.reshape(B, T, cfg.num_kv_heads, cfg.group_size, H)
+        queries.append(jnp.sum(grouped, axis=3))
+        mixed, log_totals = tree_attention(
+            q,
+            cache.k[layer],
+            cache.v[layer],
+            cache.rows_in(layer),
+            k,
+            v,
+            mask,
+            ranks=ranks,
+            rest=rest[layer] if rest else None,
+            with_log_totals=True,
+        )
+        if with_attended:
+            attended.append(Attended(q, Summary(mixed, log_totals)))
+        return mixed
+
+    hidden, k, v = forward(
+        weights, hidden, positions=positions, attend=attend, cfg=cfg, layers=layers
+    )
+    return Rows(hidden, k, v, tuple(queries), tuple(attended))

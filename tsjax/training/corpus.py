@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training sequences from text files, folders of them, or files of token ids.
+
+Knows files and tokenizers, in which order sequences are taken, and what can be predicted from
+counts alone. Does not know models. Everything is read and checked before the first step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from tsjax.config import check, check_float
+from tsjax.files.tokenizer import encode
+from tsjax.input_files import listed, parsing, require_file
+
+TEXT_SUFFIXES = (".txt", ".text")
+TOKEN_SUFFIXES = (".npy", ".bin")
+TOKEN_DTYPES = ("uint16", "int32", "uint32", "int64")
+
+_CHARACTERS_PER_TOKEN = 16  # more than tokens of text have; see _encode_start
+_FINGERPRINTED = 4096  # sequences
+_COUNTED_TOKENS = 2**24  # what the predictors from counts learn from
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    """Sequences of one length, grouped by the document they come from.
+
+    Attributes:
+      documents: [sequences, T] token ids each; files of ids are mapped, not read.
+      names: of the documents.
+      skipped: names of documents shorter than a sequence.
+    """
+
+    documents: tuple[np.ndarray, ...]
+    names: tuple[str, ...]
+    skipped: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def sequence_length(self) -> int:
+        return self.documents[0].shape[1]
+
+    @functools.cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([len(document) for document in self.documents])
+
+    def sequences(self, numbers: Iterable[int]) -> np.ndarray:
+        """The sequences with these numbers, [len(numbers), T] int32."""
+        rows = []
+        for number in numbers:
+            document = int(np.searchsorted(self._ends, number, side="right"))
+            rows.append(self.documents[document][number - self._ends[document]])
+        return np.stack(rows).astype(np.int32)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells corpora apart by their size and up to 4096 sequences, evenly spaced."""
+        digest = hashlib.sha256(f"{len(self)} x {self.sequence_length}".encode())
+        for number in _evenly(len(self), _FINGERPRINTED):
+            digest.update(self.sequences([number]).tobytes())
+        return digest.hexdigest()[:16]
+
+    def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+        """What remains and what is held out: whole documents, or the end of a single one."""
+        check_float(fraction, "held_out", 0.0, 1.0)
+        check(0 < fraction < 1, "held_out", fraction, "between 0 and 1, both excluded")
+        if len(self.documents) == 1:
+            (whole,) = self.documents
+            count = _share(fraction, len(whole), "sequences")
+            parts = whole[: len(whole) - count], whole[len(whole) - count :]
+            kept, held = (dataclasses.replace(self, documents=(part,)) for part in parts)
+            return kept, dataclasses.replace(held, skipped=())
+        order = np.random.default_rng(seed).permutation(len(self.documents))
+        count = _share(fraction, len(order), "documents")
+        kept, held = (
+            Corpus(
+                tuple(self.documents[i] for i in sorted(part)),
+                tuple(self.names[i] for i in sorted(part)),
+            )
+            for part in (order[count:], order[:count])
+        )
+        return dataclasses.replace(kept, skipped=self.skipped), held
+
+
+def _share(fraction: float, total: int, what: str) -> int:
+    check(total > 1, "held_out", fraction, f"the data has {total} {what}, nothing can be held out")
+    return min(max(1, round(fraction * total)), total - 1)
+
+
+def _evenly(total: int, limit: int) -> np.ndarray:
+    return np.unique(np.linspace(0, total - 1, min(total, limit)).astype(np.int64))
+
+
+class Order:
+    """Which sequence comes when: a permutation for each pass over the data, by seed and pass."""
+
+    def __init__(self, total: int, seed: int):
+        self.total, self.seed = total, seed
+        self._epoch, self._permutation = -1, np.zeros(0, np.int64)
+
+    def numbers(self, first: int, count: int) -> list[int]:
+        """The numbers of the sequences first .. first + count, counted from the start of a run."""
+        return [self._number(place) for place in range(first, first + count)]
+
+    def _number(self, place: int) -> int:
+        epoch, place = divmod(place, self.total)
+        if epoch != self._epoch:
+            generator = np.random.default_rng([self.seed, epoch])
+            self._epoch, self._permutation = epoch, generator.permutation(self.total)
+        return int(self._permutation[place])
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def read_corpus(
+    data: Any,
+    *,
+    sequence_length: int,
+    vocab_size: int,
+    tokenizer: Callable[[], Any],
+    whole_books: bool = False,
+    data_dtype: str | None = None,
+    argument: str = "data",
+) -> Corpus:
+    """The sequences in files and folders, or in arrays of token ids.
+
+    Args:
+      data: a path or several, or an array of token ids. Folders are searched for text files
+        (.txt, .text) and files of token ids (.npy, .bin), in sorted order. An array [tokens] is one
+        document and gives all its sequences; of [documents, tokens] every row is a document.
+      vocab_size: every id must be below it.
+      tokenizer: called when there is text.
+      whole_books: take all whole sequences of a text or of a row, not its first one.
+      data_dtype: type of the ids in .bin files, which do not say.
+    """
+    if data_dtype is not None:
+        check(
+            data_dtype in TOKEN_DTYPES,
+            "data_dtype",
+            data_dtype,
+            f"one of {', '.join(TOKEN_DTYPES)}",
+        )
+    documents, names, skipped = [], [], []
+    longest = (0, "")
+
+    def add(name: str, ids: np.ndarray, *, all_of_it: bool) -> None:
+        nonlocal longest
+        count = len(ids) // sequence_length
+        longest = max(longest, (len(ids), name))
+        if count == 0:
+            skipped.append(name)
+            return
+        count = count if all_of_it else 1
+        documents.append(ids[: count * sequence_length].reshape(count, sequence_length))
+        names.append(name)
+
+    def add_ids(name: str, ids: np.ndarray) -> None:
+        _check_ids(name, ids, vocab_size, argument)
+        if ids.ndim == 1:
+            add(name, ids, all_of_it=True)
+        else:
+            for number, row in enumerate(ids):
+                add(f"{name}[{number}]", row, all_of_it=whole_books)
+
+    if isinstance(data, np.ndarray):
+        add_ids("the array", data)
+    else:
+        for file in _files(data, argument):
+            require_file(file)
+            if file.endswith(TOKEN_SUFFIXES):
+                add_ids(file, _map_ids(file, data_dtype, argument))
+            else:
+                text = _read_text(file, argument)
+                ids = _encode_start(tokenizer(), text, None if whole_books else sequence_length)
+                _check_text_ids(file, ids, vocab_size, argument)
+                add(file, ids, all_of_it=whole_books)
+    if not documents:
+        raise ValueError(
+            f"{argument} is not valid: the longest of {len(skipped)} documents, {longest[1]!r}, "
+            f"has {longest[0]} tokens and sequence_length={sequence_length}; choose a smaller "
+            "sequence_length or longer texts"
+        )
+    return Corpus(tuple(documents), tuple(names), tuple(skipped))
+
+
+def _files(data: Any, argument: str) -> list[str]:
+    """All files in the order in which they are read, none of them twice."""
+    paths = [data] if isinstance(data, str | os.PathLike) else data
+    if (
+        not isinstance(paths, Sequence)
+        or not paths
+        or not all(isinstance(path, str | os.PathLike) for path in paths)
+    ):
+        raise TypeError(
+            f"{argument}={data!r:.80} is not valid: a path, a list of paths, or an array of ids"
+        )
+    found: dict[str, str] = {}
+    for path in (os.fspath(path) for path in paths):
+        if os.path.isdir(path):
+            inside = list(_files_in(path))
+            if not inside:
+                raise ValueError(
+                    f"{argument}={path!r} is not valid: the folder has no text "
+                    f"({', '.join(TEXT_SUFFIXES)}) and no files of token ids "
+                    f"({', '.join(TOKEN_SUFFIXES)}); it has "
+                    f"{', '.join(listed(sorted(os.listdir(path)))) or 'nothing'}"
+                )
+        elif os.path.exists(path):
+            inside = [path]
+        else:
+            raise FileNotFoundError(f"{argument}={path!r}: there is no such file or folder")
+        for file in inside:
+            found.setdefault(os.path.realpath(file), file)
+    return list(found.values())
+
+
+def _files_in(folder: str) -> Iterator[str]:
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(files):
+            if name.endswith(TEXT_SUFFIXES + TOKEN_SUFFIXES) and not name.startswith("."):
+                yield os.path.join(place, name)
+
+
+def _read_text(file: str, argument: str) -> str:
+    with open(file, "rb") as handle:
+        content = handle.read()
+    where = content.find(b"\0")
+    if where < 0:
+        try:
+            return content.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            where = error.start
+    raise ValueError(
+        f"{argument}={file!r} is not valid: not a text in UTF-8 (byte {content[where]:#04x} at "
+        f"{where}); files of token ids end in {' or '.join(TOKEN_SUFFIXES)}"
+    )
+
+
+def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
+    """Token ids of the text, at least the first `wanted` if it has so many.
+
+    The start of a long text is enough when it gives twice as many: tokens far from where it was cut
+    are those of the whole text.
+    """
+    if wanted is not None and len(text) > _CHARACTERS_PER_TOKEN * wanted:
+        ids = encode(tokenizer, text[: _CHARACTERS_PER_TOKEN * wanted], verbose=False)
+        if len(ids) >= 2 * wanted:
+            return ids[:wanted]
+    return encode(tokenizer, text, verbose=False)
+
+
+def _check_text_ids(file: str, ids: np.ndarray, vocab_size: int, argument: str) -> None:
+    highest = int(ids.max(initial=0))
+    if highest >= vocab_size:
+        raise ValueError(
+            f"the tokenizer does not fit the model: for {argument}={file!r} it gives the id "
+            f"{highest}, and the model has vocab_size={vocab_size}; use the model's own tokenizer"
+        )
+
+
+def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
+    with parsing(file, " is not valid", argument=argument):
+        if file.endswith(".npy"):
+            ids = np.load(file, mmap_mode="r", allow_pickle=False)
+            if not isinstance(ids, np.ndarray):
+                raise ValueError("an archive of several arrays; save the array of ids alone")
+            return ids
+        if data_dtype is None:
+            raise ValueError(
+                "the file does not say of which type its ids are; give data_dtype (--data-dtype), "
+                f"one of {', '.join(TOKEN_DTYPES)}"
+            )
+        size, item = os.path.getsize(file), np.dtype(data_dtype).itemsize
+        if size == 0 or size % item:
+            raise ValueError(f"{size} bytes are no whole number of {data_dtype} ids")
+        return np.memmap(file, data_dtype, mode="r")
+
+
+def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> None:
+    what = f"{argument}: {name!r} is not valid"
+    if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"{what}: it has shape {ids.shape} and type {ids.dtype}; [tokens] or "
+            "[documents, tokens] integers"
+        )
+    rows = ids if ids.ndim == 2 else ids[None]
+    step = max(1, 2**24 // max(1, rows.shape[0]))
+    for start in range(0, rows.shape[1], step):
+        block = rows[:, start : start + step]
+        low, high = int(block.min(initial=0)), int(block.max(initial=0))
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"{what}: it has the id {low if low < 0 else high}, and the model has "
+                f"vocab_size={vocab_size}; the ids must come from the model's own tokenizer"
+            )
+
+
+# --- predictions that cost nothing -----------------------------------------------------------
+
+
+def predictions_from_counts(
+    train: Corpus, held_out: Corpus, *, distance: int, vocab_size: int, top: int
+) -> dict[str, np.ndarray]:
+    """How often the token `distance` further is among the best 1 .. `top` guesses from counts.
+
+    "unigram" guesses the most frequent tokens of `train`, "skip_bigram" those that most frequently
+    stand `distance` behind the last token, filled up with the former. Ties go to the lower id.
+
+    Returns:
+      For each of the two the shares [top] of all such tokens in `held_out`.
+    """
+    limit = max(1, _COUNTED_TOKENS // train.sequence_length)
+    tokens = train.sequences(_evenly(len(train), limit)).astype(np.int64)
+    counts = np.bincount(tokens.ravel(), minlength=vocab_size)
+    frequent = np.argsort(-counts, kind="stable")[:top]
+
+    pairs = (tokens[:, :-distance] * vocab_size + tokens[:, distance:]).ravel()
+    pairs, counts = np.unique(pairs, return_counts=True)
+    last, following = np.divmod(pairs, vocab_size)
+    order = np.lexsort((following, -counts, last))
+    last, following = last[order], following[order]
+    rank = np.arange(len(last)) - np.searchsorted(last, last)
+    best = np.tile(frequent, (vocab_size, 1))
+    kept = rank < best.shape[1]
+    best[last[kept], rank[kept]] = following[kept]
+
+    hits, total = np.zeros((2, top)), 0
+    for number in range(len(held_out)):
+        (row,) = held_out.sequences([number])
+        context, label = row[:-distance], row[distance:]
+        for index, guesses in enumerate((np.broadcast_to(frequent, (len(label), len(frequent))),
+                                         best[context])):  # fmt: skip
+            right = guesses == label[:, None]
+            found = np.logical_or.accumulate(right, axis=1).sum(axis=0)
+            hits[index] += np.pad(found, (0, top - len(found)), mode="edge")
+        total += len(label)
+    return {"unigram": hits[0] / total, "skip_bigram": hits[1] / total}

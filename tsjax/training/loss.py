@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of draft heads on a frozen model: pure functions of arrays.
+
+Knows the loss, its gradient and the optimiser. Does not know texts, files or how long a run lasts.
+
+A step adds up the gradients of its micro-batches with `add_gradients` and applies them once with
+`update`. The model's hidden states come from `decoding.hidden_states`, outside of everything that
+is differentiated: a gradient exists for the heads and for nothing else. Heads look at one position
+at a time, so positions are worked on in chunks, each with its own gradient: only [chunk, V] logits
+exist, whatever the length of a sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tsjax.config import ModelConfig, check, check_float, check_int
+from tsjax.model.heads import HeadWeights, declare_heads, run_heads
+from tsjax.model.layers import accumulation_dtype, linear
+from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed
+
+TOP = 3  # accuracies are counted among the best 1, 2 ... TOP tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTraining:
+    """How heads are trained. The defaults are TokenSwift's Table 9 (all models but the 14B one).
+
+    Where the table is silent the defaults are those of the published code: Adam's epsilon, weights
+    that start from a normal distribution, gradients clipped to norm 1, no decay of norms.
+    """
+
+    num_heads: int = 3
+    sequence_length: int = 8192  # tokens
+    steps: int = 200
+    batch_size: int = 120  # sequences per step
+    micro_batch: int = 3  # sequences per pass, for each part of a mesh's "data" axis
+    learning_rate: float = 5e-3  # the highest: behind the warm-up it falls to 0 as a cosine
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    max_grad_norm: float = 1.0  # 0: off
+    init_scale: float = 0.02  # standard deviation of the first weights
+    chunk_tokens: int = 1024  # positions of a micro-batch whose logits exist at a time
+    seed: int = 0  # first weights and order of the sequences
+
+    def __post_init__(self):
+        for name in ("num_heads", "steps", "batch_size", "micro_batch", "chunk_tokens"):
+            check_int(getattr(self, name), name, 1)
+        check_int(self.warmup_steps, "warmup_steps", 0)
+        check_int(self.seed, "seed", 0)
+        for name in ("learning_rate", "weight_decay", "max_grad_norm", "init_scale"):
+            check_float(getattr(self, name), name, 0.0, float("inf"))
+        for name in ("beta1", "beta2"):
+            check_float(getattr(self, name), name, 0.0, 1.0)
+            check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
+        check_int(self.sequence_length, "sequence_length", 1)
+        check(
+            self.sequence_length >= self.num_heads + 2,
+            "sequence_length",
+            self.sequence_length,
+            f"at least {self.num_heads + 2}: the label of head {self.num_heads} is "
+            f"{self.num_heads + 1} tokens further",
+        )
+        check(
+            self.warmup_steps < self.steps,
+            "warmup_steps",
+            self.warmup_steps,
+            f"less than steps={self.steps}",
+        )
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Labels per sequence of each head: head i (from 1) at position t has token t + 1 + i."""
+        return tuple(self.sequence_length - 1 - i for i in range(1, self.num_heads + 1))
+
+
+class HeadMetrics(flax.struct.PyTreeNode):
+    """Sums over positions; [n] is one entry per head, and absent for a single one."""
+
+    loss: jax.Array  # [n], cross-entropy in nats
+    hits: jax.Array  # [n, TOP] int32, labels among the best 1, 2 ... TOP tokens
+
+
+class GradientSum(flax.struct.PyTreeNode):
+    """What the micro-batches of a step add up."""
+
+    gradient: tuple[HeadWeights, ...]
+    metrics: HeadMetrics
+
+
+def init_heads(cfg: ModelConfig, settings: HeadTraining) -> tuple[HeadWeights, ...]:
+    """The first weights of heads, in the optimiser's type: float32 also for 16-bit models."""
+    cfg = cfg.with_heads(settings.num_heads)
+    dtype = accumulation_dtype(cfg.dtype)
+    rng = np.random.default_rng(settings.seed)
+
+    def make(spec: ParamSpec):
+        if spec.init == "ones":
+            return jnp.ones(spec.shape, dtype)
+        return jnp.asarray(rng.normal(scale=settings.init_scale, size=spec.shape), dtype)
+
+    specs = declare_heads(cfg)
+    return jax.tree.map(make, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
+
+
+def cast_heads(heads: Sequence[HeadWeights], cfg: ModelConfig) -> tuple[HeadWeights, ...]:
+    """The heads in the model's type, as the forward pass and a checkpoint take them."""
+    return jax.tree.map(lambda x: x.astype(cfg.dtype), tuple(heads))
+
+
+def zero_gradients(heads: Sequence[HeadWeights]) -> GradientSum:
+    real = heads[0].linear.dtype
+    return GradientSum(
+        gradient=jax.tree.map(jnp.zeros_like, tuple(heads)),
+        metrics=_zero_metrics(len(heads), real),
+    )
+
+
+def _zero_metrics(count: int, dtype) -> HeadMetrics:
+    return HeadMetrics(jnp.zeros((count,), dtype), jnp.zeros((count, TOP), jnp.int32))
+
+
+def add_gradients(
+    heads: Sequence[HeadWeights],
+    weights: ModelWeights,
+    hidden,
+    tokens,
+    total: GradientSum,
+    *,
+    cfg: ModelConfig,
+    chunk_tokens: int,
+) -> GradientSum:
+    """Adds one micro-batch of tokens [B, T] with the model's `hidden` [B, T, D].
+
+    The gradient is that of the sum over positions of all heads' losses, each head's scaled to as
+    many labels as there are tokens. So the terms are of the size of one position's gradient, which
+    16-bit types can hold; `update` divides.
+    """
+    length = tokens.shape[1]
+    scale = np.asarray([length / (length - 2 - i) for i in range(len(heads))])
+
+    def objective(heads, chunk: _Chunk):
+        with jax.named_scope("heads"):
+            states = run_heads(cast_heads(heads, cfg), chunk.hidden, cfg=cfg)  # [B, n, c, D]
+        metrics = _measure_states(jnp.moveaxis(states, 1, 0), weights, chunk, cfg=cfg)
+        return jnp.sum(metrics.loss * scale.astype(metrics.loss.dtype)), metrics
+
+    def body(total: GradientSum, chunk: _Chunk):
+        gradient, metrics = jax.grad(objective, has_aux=True)(tuple(heads), chunk)
+        return jax.tree.map(jnp.add, total, GradientSum(gradient, metrics))
+
+    shifts = range(2, len(heads) + 2)
+    return _over_chunks(body, total, hidden, tokens, shifts, chunk_tokens)
+
+
+def measure(
+    heads: Sequence[HeadWeights],
+    weights: ModelWeights,
+    hidden,
+    tokens,
+    *,
+    cfg: ModelConfig,
+    chunk_tokens: int,
+) -> HeadMetrics:
+    """The metrics of the model itself (entry 0: the next token) and of the heads, in that order."""
+
+    def body(total: HeadMetrics, chunk: _Chunk):
+        own = final_norm(weights, chunk.hidden, cfg=cfg)[:, None]
+        states = run_heads(cast_heads(heads, cfg), chunk.hidden, cfg=cfg)
+        states = jnp.moveaxis(jnp.concatenate([own, states], axis=1), 1, 0)
+        return jax.tree.map(jnp.add, total, _measure_states(states, weights, chunk, cfg=cfg))
+
+    total = _zero_metrics(len(heads) + 1, accumulation_dtype(cfg.dtype))
+    return _over_chunks(body, total, hidden, tokens, range(1, len(heads) + 2), chunk_tokens)
+
+
+class _Chunk(flax.struct.PyTreeNode):
+    """c positions of each sequence; a label that is not valid does not exist or was counted."""
+
+    hidden: Any  # [B, c, D]
+    labels: Any  # [n, B, c] int32
+    valid: Any  # [n, c] bool
+
+
+def _over_chunks(body, total, hidden, tokens, shifts: Sequence[int], chunk_tokens: int):
+    """Folds `body` over all positions; entry i's label at t is token t + shifts[i]."""
+    batch, length = tokens.shape
+    width = max(1, min(chunk_tokens // batch, length))
+    count = -(-length // width)
+    width = -(-length // count)
+    padded = jnp.pad(tokens, ((0, 0), (0, max(shifts))))
+
+    def at(total, index):
+        first = index * width
+        start = jnp.minimum(first, length - width)  # the last chunk may overlap
+        position = start + jnp.arange(width, dtype=jnp.int32)
+
+        def cut(array, start):
+            return lax.dynamic_slice_in_dim(array, start, width, axis=1)
+
+        chunk = _Chunk(
+            hidden=cut(hidden, start),
+            labels=jnp.stack([cut(padded, start + shift) for shift in shifts]),
+            valid=jnp.stack(
+                [(position >= first) & (position + shift < length) for shift in shifts]
+            ),
+        )
+        return body(total, chunk), None
+
+    return lax.scan(at, total, jnp.arange(count, dtype=jnp.int32))[0]
+
+
+def _measure_states(
+    states, weights: ModelWeights, chunk: _Chunk, *, cfg: ModelConfig
+) -> HeadMetrics:
+    """HeadMetrics of normed states [n, B, c, D], one head after the other."""
+
+    def one(_, inputs):
+        return None, _cross_entropy(*inputs, weights, cfg)
+
+    valid = jnp.broadcast_to(chunk.valid[:, None], chunk.labels.shape)
+    metrics: Any = lax.scan(one, None, (states, chunk.labels, valid))[1]
+    return metrics
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(normed, labels, valid, weights: ModelWeights, cfg: ModelConfig):
+    """HeadMetrics of the normed states [B, c, D] of one head, with labels [B, c].
+
+    The unembedding is frozen: only `normed` has a gradient. It is computed together with the loss,
+    so logits are computed once.
+    """
+    return _loss_and_slope(normed, labels, valid, weights, cfg, slope=False)[0]
+
+
+def _loss_and_slope(normed, labels, valid, weights: ModelWeights, cfg, *, slope=True):
+    with jax.named_scope("cross_entropy"):
+        logits = unembed(weights, normed, cfg=cfg)  # [B, c, V]
+        token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+        is_label = token == labels[..., None]
+        label_logit = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)
+        norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        loss = jnp.sum(jnp.where(valid, (norm - label_logit)[..., 0], 0))
+        # As many tokens come before the label; of equal ones the lower comes first.
+        ahead = (logits > label_logit) | ((logits == label_logit) & (token < labels[..., None]))
+        rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+        hits = jnp.stack([jnp.sum(valid & (rank < k), dtype=jnp.int32) for k in range(1, TOP + 1)])
+        metrics = HeadMetrics(loss, hits)
+        if not slope:
+            return metrics, None
+        excess = jnp.exp(logits - norm) - is_label.astype(logits.dtype)
+        excess = jnp.where(valid[..., None], excess, 0).astype(normed.dtype)
+        if weights.unembed is not None:  # [D, V]
+            return metrics, linear(excess, weights.unembed, transposed=True)
+        return metrics, linear(excess, weights.embed)
+
+
+def _cross_entropy_backward(cfg, slope, cotangent: HeadMetrics):
+    factor = cotangent.loss
+    return (slope.astype(factor.dtype) * factor).astype(slope.dtype), None, None, None
+
+
+_cross_entropy.defvjp(_loss_and_slope, _cross_entropy_backward)
+
+
+# --- the optimiser ---------------------------------------------------------------------------
+
+
+def learning_rates(settings: HeadTraining):
+    """The schedule: a function of the step, counted from 0. As in the published code the first
+    step's rate is 0."""
+    import optax
+
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if settings.warmup_steps else settings.learning_rate,
+        peak_value=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        decay_steps=settings.steps,
+    )
+
+
+def optimiser(settings: HeadTraining):
+    """AdamW behind the clipping of gradients. Norms do not decay."""
+    import optax
+
+    def decays(heads):
+        return tuple(HeadWeights(linear=True, norm_in=False, norm_out=False) for _ in heads)
+
+    clip = optax.clip_by_global_norm(settings.max_grad_norm)
+    return optax.chain(
+        clip if settings.max_grad_norm else optax.identity(),
+        optax.adamw(
+            learning_rates(settings),
+            b1=settings.beta1,
+            b2=settings.beta2,
+            weight_decay=settings.weight_decay,
+            mask=decays,
+        ),
+    )
+
+
+def update(heads, moments, total: GradientSum, *, settings: HeadTraining):
+    """One step with the gradients of `batch_size` sequences.
+
+    Returns:
+      heads, the optimiser's state, and the norm of the mean gradient before it was clipped.
+    """
+    import optax
+
+    tokens = settings.batch_size * settings.sequence_length
+    gradient = jax.tree.map(lambda g: g / tokens, total.gradient)
+    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradient)))
+    changes, moments = optimiser(settings).update(gradient, moments, heads)
+    return optax.apply_updates(heads, changes), moments, norm

@@ -1,0 +1,600 @@
+# SPDX-License-Identifier: Apache-2.0
+"""train_heads(): the host side of training draft heads.
+
+Knows data, checkpoints, progress and interrupts. Does not know how a loss is computed: it feeds
+micro-batches to the pure functions of head_training.py.
+
+The n-th sequence of a run is a function of seed and n, and a checkpoint holds all arrays of the
+optimiser, so a run that is resumed goes through the same numbers as one that never stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tsjax.config import check, check_int, refuse_unknown
+from tsjax.decoding.step import programs
+from tsjax.files.checkpoint import Model, write_heads
+from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
+from tsjax.files.whole_files import final_name, write_text
+from tsjax.host.compilation import keep_programs
+from tsjax.host.interrupt import Interrupt, check_on_interrupt
+from tsjax.input_files import parsing
+from tsjax.model.sharding import mesh_of, named_sharding
+from tsjax.training.corpus import Corpus, Order, predictions_from_counts, read_corpus
+from tsjax.training.loss import (
+    TOP,
+    HeadTraining,
+    add_gradients,
+    cast_heads,
+    init_heads,
+    learning_rates,
+    measure,
+    optimiser,
+    update,
+    zero_gradients,
+)
+from tsjax.training.saved import (
+    CHECKPOINTS,
+    FILES,
+    HEADS,
+    OLD_FORMAT,
+    PLOT,
+    SUMMARY,
+    append_metrics,
+    latest,
+    plot_losses,
+    read_arrays,
+    read_document,
+    write_checkpoint,
+    write_metrics,
+)
+
+SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
+
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedHeads:
+    """What `train_heads` returns.
+
+    Attributes:
+      model: the model with its new heads, in the model's type.
+      history: one record per step: step (from 1), learning_rate, loss (the sum of head_losses),
+        head_losses, top1, top2, top3 (shares of labels among the best tokens, one per head),
+        gradient_norm, seconds.
+      evaluation: one record per head on the held-out sequences; the first, head 0, is the model
+        itself and its next token. Empty without held-out data.
+      finish_reason: "steps" or "interrupted".
+      problems: what could not be written, and why.
+      unsaved: whether `save_to` lacks the last checkpoint or the heads.
+    """
+
+    model: Model
+    history: list[Record]
+    evaluation: list[Record]
+    finish_reason: str
+    settings: HeadTraining
+    skipped: tuple[str, ...]
+    problems: tuple[str, ...]
+    unsaved: bool
+
+
+def train_heads(
+    model: Model,
+    data: Any,
+    *,
+    settings: HeadTraining | None = None,
+    held_out: Any = None,
+    whole_books: bool = False,
+    data_dtype: str | None = None,
+    cache_hidden: bool = False,
+    save_to: str | os.PathLike | None = None,
+    save_every: int = 50,
+    resume: bool = False,
+    progress: bool = False,
+    on_step: Callable[[Record], object] | None = None,
+    on_interrupt: str = "raise",
+    **changes: Any,
+) -> TrainedHeads:
+    """Trains new draft heads for a model, which itself stays as it is.
+
+    Args:
+      model: from `tsjax.load`; on a mesh it is used as it lies there. Heads it has are not used.
+      data: text files, folders of them, .npy or .bin files of token ids, or an array of ids; see
+        `corpus.read_corpus`. By default the first `sequence_length` tokens of every text; shorter
+        texts are left out.
+      settings: a HeadTraining; `changes` (its fields: steps, learning_rate, batch_size,
+        sequence_length, seed, ...) override it one by one. The default is the paper's recipe.
+      held_out: what to evaluate on at the end: a fraction of the data's documents, or files.
+      whole_books: take all sequences of a text, not only the first.
+      data_dtype: type of the ids in .bin files.
+      cache_hidden: compute the model's hidden states once and keep them in host memory: faster
+        when the same sequences come several times.
+      save_to: a folder for checkpoints (every `save_every` steps and at the end), the heads as an
+        adapter that `tsjax.load(path, heads=save_to)` takes, metrics and a plot of the losses.
+      resume: go on with the run in `save_to`, with the same numbers as if it had never stopped.
+      progress: show a progress bar with losses and accuracies on stderr.
+      on_step: called with the record of every step.
+      on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run after the last complete
+        step and it is saved: "raise" raises tsjax.Interrupted, whose `result` is the TrainedHeads;
+        "return" returns them. A second Ctrl-C raises KeyboardInterrupt at once.
+
+    Returns:
+      TrainedHeads.
+
+    Raises:
+      Interrupted: see on_interrupt, and `generate`.
+    """
+    check_on_interrupt(on_interrupt)
+    if not isinstance(model, Model):
+        raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    refuse_unknown(list(changes), SETTING_NAMES, "argument")
+    settings = dataclasses.replace(settings or HeadTraining(), **changes)
+    check_int(save_every, "save_every", 1)
+    micro = _sequences_per_pass(model, settings)
+    folder = _check_folder(save_to, resume)
+    if folder is not None and resume:  # before the data is read, which may take long
+        read_document(latest(folder) or "")
+    train, held = _read_data(model, data, held_out, whole_books, data_dtype, settings)
+    identity = {
+        "model": model_fingerprint(model),
+        "data": train.fingerprint,
+        "settings": dataclasses.asdict(settings),
+    }
+    interrupt, saving = Interrupt(), _Saving(folder, identity)
+    with interrupt:
+        run = _Run(model, settings, train, micro, cache_hidden)
+        history: list[Record] = []
+        if folder is not None and resume:
+            history = _restore(run, latest(folder) or "", identity)
+        saving.begin(history)
+        try:
+            with _progress_bar(settings, len(history), progress) as show:
+                while len(history) < settings.steps:
+                    record = run.step(interrupt)
+                    if record is None:
+                        break
+                    history.append(record)
+                    show(record)
+                    saving.note(record)
+                    if on_step is not None:
+                        on_step(record)
+                    if len(history) % save_every == 0 and len(history) < settings.steps:
+                        saving.save(run, history)
+        finally:  # also when on_step fails or a second Ctrl-C comes: what was made is kept
+            if run.is_whole and run.state.steps == len(history) > 0:
+                saving.save(run, history)
+        finished = len(history) == settings.steps
+        evaluation = run.evaluate(held) if held is not None and finished else []
+    saving.finish(history, evaluation)
+    trained = TrainedHeads(
+        model=run.trained_model(),
+        history=history,
+        evaluation=evaluation,
+        finish_reason="steps" if finished else "interrupted",
+        settings=settings,
+        skipped=train.skipped,
+        problems=tuple(saving.problems),
+        unsaved=saving.unsaved,
+    )
+    interrupt.finish(trained, on_interrupt)
+    return trained
+
+
+# --- arguments -------------------------------------------------------------------------------
+
+
+def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
+    mesh = mesh_of(model.params)
+    parts = mesh.shape.get("data", 1) if mesh is not None else 1
+    micro = settings.micro_batch * parts
+    check(
+        settings.batch_size % micro == 0,
+        "batch_size",
+        settings.batch_size,
+        f"a multiple of the {micro} sequences of a pass (micro_batch={settings.micro_batch}"
+        + (f" on each of {parts} parts of the mesh)" if parts > 1 else ")"),
+    )
+    check(
+        settings.sequence_length <= model.cfg.max_positions,
+        "sequence_length",
+        settings.sequence_length,
+        f"at most the {model.cfg.max_positions} positions that the model was made for",
+    )
+    return micro
+
+
+def _check_folder(save_to: Any, resume: bool) -> str | None:
+    if save_to is None:
+        check(not resume, "resume", resume, "save_to names the folder of the run")
+        return None
+    check(isinstance(save_to, str | os.PathLike) and bool(os.fspath(save_to)), "save_to", save_to,
+          "a folder")  # fmt: skip
+    folder = os.fspath(save_to)
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise NotADirectoryError(f"save_to={folder!r} is not valid: a folder, not a file")
+    newest = latest(folder)
+    if resume and newest is None:
+        raise FileNotFoundError(
+            f"save_to={folder!r} is not valid with resume: it has no {CHECKPOINTS}/step-*"
+        )
+    if not resume and newest is not None:
+        raise FileExistsError(
+            f"save_to={folder!r} is not valid: it holds a run; pass resume=True (--resume) to go "
+            "on with it, or choose another folder"
+        )
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
+    if others:
+        raise FileExistsError(
+            f"save_to={folder!r} is not valid: it has {sorted(others)[0]!r}; choose a folder of "
+            "its own"
+        )
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
+            pass
+    except OSError as error:
+        raise PermissionError(
+            f"save_to={folder!r} is not valid: a folder that can be written; {error}"
+        ) from error
+    return folder
+
+
+def _read_data(
+    model: Model,
+    data: Any,
+    held_out: Any,
+    whole_books: bool,
+    data_dtype: str | None,
+    settings: HeadTraining,
+) -> tuple[Corpus, Corpus | None]:
+    read = functools.partial(
+        read_corpus,
+        sequence_length=settings.sequence_length,
+        vocab_size=model.cfg.vocab_size,
+        tokenizer=lambda: model.tokenizer,
+        whole_books=whole_books,
+        data_dtype=data_dtype,
+    )
+    train = read(data)
+    if held_out is None:
+        return train, None
+    if isinstance(held_out, float | int):
+        return train.split(held_out, settings.seed)
+    return train, read(held_out, argument="held_out")
+
+
+# --- the run ---------------------------------------------------------------------------------
+
+
+class TrainingPrograms(NamedTuple):
+    add_gradients: Any
+    update: Any
+    measure: Any
+
+
+@functools.cache
+def training_programs() -> TrainingPrograms:
+    static = ("cfg", "chunk_tokens")
+    return TrainingPrograms(
+        add_gradients=jax.jit(add_gradients, static_argnames=static, donate_argnames=("total",)),
+        update=jax.jit(update, static_argnames=("settings",), donate_argnames=("heads", "moments")),
+        measure=jax.jit(measure, static_argnames=static),
+    )
+
+
+class _State(NamedTuple):
+    """What a step replaces, in one assignment: a signal in between finds all of it or nothing."""
+
+    heads: Any
+    moments: Any
+    steps: int  # that were taken
+
+
+class _Run:
+    """The arrays of a run and what is done with them."""
+
+    def __init__(
+        self, model: Model, settings: HeadTraining, train: Corpus, micro: int, cached: bool
+    ):
+        self.model, self.settings, self.train, self.micro = model, settings, train, micro
+        self.cfg = model.cfg.with_heads(0)
+        self.mesh = mesh_of(model.params)
+        self.order = Order(len(train), settings.seed)
+        self.rates = learning_rates(settings)
+        device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+        if device.platform == "gpu":
+            keep_programs()
+        self._hidden_states = programs(device.platform, model.cfg.dtype).hidden_states
+        self._params = model.params.replace(heads=())
+        heads = self._everywhere(init_heads(self.cfg, settings))
+        self.state = _State(heads, self._everywhere(optimiser(settings).init(heads)), 0)
+        self._cache = self._compute_hidden() if cached else None
+
+    def _everywhere(self, tree):
+        """On every device of the mesh, or on the model's one."""
+        return jax.tree.map(lambda x: self._place(x, ()), tree)
+
+    def _place(self, array: Any, axes: tuple[str, ...] = ("batch",)) -> jax.Array:
+        """One micro-batch, its sequences shared out over the mesh."""
+        if self.mesh is None:
+            return jax.device_put(array, jax.tree.leaves(self._params)[0].sharding)
+        names = axes + (None,) * (np.ndim(array) - len(axes))
+        return jax.device_put(array, named_sharding(np.shape(array), names, self.mesh))
+
+    def _hidden(self, tokens: jax.Array) -> jax.Array:
+        return self._hidden_states(self._params, tokens, cfg=self.cfg)
+
+    def _compute_hidden(self) -> np.ndarray:
+        """The hidden states of all sequences, always in the same batches."""
+        total, length = len(self.train), self.settings.sequence_length
+        dtype = jax.numpy.dtype(self.cfg.dtype)
+        needed = total * length * self.cfg.embed_dim * dtype.itemsize
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        check(
+            needed < 0.8 * memory,
+            "cache_hidden",
+            True,
+            f"the hidden states of {total} sequences take {needed / 1e9:.1f} GB, this machine has "
+            f"{memory / 1e9:.1f} GB; leave it out",
+        )
+        hidden = np.empty((total, length, self.cfg.embed_dim), dtype)
+        for first in range(0, total, self.micro):
+            numbers = [number % total for number in range(first, first + self.micro)]
+            fresh = self._hidden(self._place(self.train.sequences(numbers)))
+            hidden[numbers] = np.asarray(fresh)
+        return hidden
+
+    def step(self, interrupt: Interrupt) -> Record | None:
+        """The next step; None, and nothing changed, if it is interrupted."""
+        began, settings = time.perf_counter(), self.settings
+        heads, moments, steps = self.state
+        total = self._everywhere(zero_gradients(heads))
+        first = steps * settings.batch_size
+        for start in range(first, first + settings.batch_size, self.micro):
+            if interrupt.requested:
+                return None
+            numbers = self.order.numbers(start, self.micro)
+            tokens = self._place(self.train.sequences(numbers))
+            if self._cache is not None:
+                hidden = self._place(self._cache[numbers])
+            else:
+                hidden = self._hidden(tokens)
+            total = training_programs().add_gradients(
+                heads,
+                self._params.model,
+                hidden,
+                tokens,
+                total,
+                cfg=self.cfg,
+                chunk_tokens=settings.chunk_tokens,
+            )
+            jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
+        metrics: Any = jax.device_get(total.metrics)
+        heads, moments, norm = training_programs().update(heads, moments, total, settings=settings)
+        self.state = _State(heads, moments, steps + 1)
+        labels = np.asarray(settings.labels, np.float64) * settings.batch_size
+        losses = (metrics.loss / labels).tolist()
+        return {
+            "step": steps + 1,
+            "learning_rate": float(np.asarray(self.rates(steps))),
+            "loss": math.fsum(losses),
+            "head_losses": losses,
+            **_shares(metrics.hits, labels),
+            "gradient_norm": float(norm),
+            "seconds": time.perf_counter() - began,
+        }
+
+    def evaluate(self, held_out: Corpus) -> list[Record]:
+        settings = self.settings
+        loss = np.zeros(settings.num_heads + 1)
+        hits = np.zeros((settings.num_heads + 1, TOP), np.int64)
+        for first in range(0, len(held_out), self.micro):
+            numbers = range(first, min(first + self.micro, len(held_out)))
+            tokens = self._place(held_out.sequences(numbers))
+            metrics = training_programs().measure(
+                self.state.heads,
+                self._params.model,
+                self._hidden(tokens),
+                tokens,
+                cfg=self.cfg,
+                chunk_tokens=settings.chunk_tokens,
+            )
+            loss += np.asarray(metrics.loss, np.float64)
+            hits += np.asarray(metrics.hits)
+        records = []
+        for head in range(settings.num_heads + 1):
+            labels = len(held_out) * (settings.sequence_length - 1 - head)
+            free = predictions_from_counts(
+                self.train,
+                held_out,
+                distance=head + 1,
+                vocab_size=self.cfg.vocab_size,
+                top=min(TOP, self.cfg.vocab_size),
+            )
+            shares = _shares(hits[head], labels)
+            records.append(
+                {
+                    "head": head,
+                    "loss": float(loss[head] / labels),
+                    **shares,
+                    "unigram": free["unigram"].tolist(),
+                    "skip_bigram": free["skip_bigram"].tolist(),
+                }
+            )
+        return records
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Everything a step changes, by name."""
+        leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
+        return {
+            jax.tree_util.keystr(keys, simple=True, separator="."): leaf for keys, leaf in leaves
+        }
+
+    def _tree(self) -> dict[str, Any]:
+        return {"heads": self.state.heads, "adam": self.state.moments}
+
+    def restore(self, arrays: Mapping[str, jax.Array], steps: int) -> None:
+        leaves = [arrays[name] for name in self.arrays()]
+        tree = jax.tree.unflatten(jax.tree.structure(self._tree()), leaves)
+        self.state = _State(tree["heads"], tree["adam"], steps)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no step was torn apart by an exception after it had given its arrays away."""
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
+
+    def trained_model(self) -> Model:
+        cfg = self.cfg.with_heads(self.settings.num_heads)
+        params = self._params.replace(heads=cast_heads(self.state.heads, cfg))
+        return self.model.replace(params=params, cfg=cfg)
+
+
+def _shares(hits: np.ndarray, labels) -> dict[str, Any]:
+    """top1, top2 ...: hits [..., TOP] as shares of the labels."""
+    shares = np.asarray(hits, np.float64).T / labels
+    return {f"top{k + 1}": shares[k].tolist() for k in range(TOP)}
+
+
+# --- what is kept ----------------------------------------------------------------------------
+
+
+def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
+    """Gives the run the arrays of a checkpoint; returns the history up to there."""
+    document = read_document(checkpoint)
+    if document["format"] == OLD_FORMAT:
+        warnings.warn(
+            f"{checkpoint!r} is of an older tsjax: the model's norms and some of its rows alone "
+            "were compared",
+            stacklevel=3,
+        )
+        identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
+    with parsing(checkpoint, " is damaged"):
+        wrong = _differences(document, identity)
+        history = [_checked_record(*numbered) for numbered in enumerate(document["history"], 1)]
+        whole = len(history) == document["step"]
+    if wrong or not whole:
+        raise ValueError(
+            f"resume=True is not valid: the run in {checkpoint!r} "
+            + ("has an incomplete history" if not wrong else "was made with " + "; ".join(wrong))
+        )
+    run.restore(read_arrays(checkpoint, run.arrays()), len(history))
+    return history
+
+
+def _checked_record(step: int, record: Record) -> Record:
+    check(record["step"] == step, "history", record["step"], f"the record of step {step}")
+    for loss in record["head_losses"]:
+        check(isinstance(loss, float | int), "head_losses", loss, "a number")
+    return record
+
+
+def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    then = saved["settings"]
+    wrong = [
+        f"{name}={then.get(name)!r}, now {value!r}"
+        for name, value in now["settings"].items()
+        if then.get(name) != value
+    ]
+    if saved["model"] != now["model"]:
+        wrong.append("another model (or type)")
+    if saved["data"] != now["data"]:
+        wrong.append("other data")
+    return wrong
+
+
+class _Saving:
+    """Writes a run's folder. A failure is a warning and no end of the run: it may pass."""
+
+    def __init__(self, folder: str | None, identity: Mapping[str, Any]):
+        self.folder, self.identity = folder, identity
+        self.problems: list[str] = []
+        self.unsaved = False
+
+    def _try(self, what: str, write: Callable[..., object], *args: Any) -> bool:
+        """Whether it was written."""
+        try:
+            write(*args)
+        except OSError as error:
+            problem = f"{what} in {self.folder!r} not written: {error}"
+            if problem not in self.problems:
+                warnings.warn(problem, stacklevel=4)
+                self.problems.append(problem)
+            return False
+        return True
+
+    def begin(self, history: list[Record]) -> None:
+        if self.folder is not None:
+            self._try("metrics", write_metrics, self.folder, history)
+
+    def note(self, record: Record) -> None:
+        if self.folder is not None:
+            self._try("metrics", append_metrics, self.folder, record)
+
+    def save(self, run: _Run, history: list[Record]) -> None:
+        if self.folder is None:
+            return
+        document = {**self.identity, "history": history}
+        written = self._try(
+            "checkpoint", write_checkpoint, self.folder, len(history), run.arrays(), document
+        )
+        written &= self._try("heads", self._write_heads, run.trained_model())
+        self.unsaved = not written
+
+    def _write_heads(self, trained: Model) -> None:
+        write_heads(trained, os.path.join(self.folder or "", HEADS))
+
+    def finish(self, history: list[Record], evaluation: list[Record]) -> None:
+        if self.folder is None:
+            return
+        self._try("metrics", write_metrics, self.folder, history)
+        summary = {
+            **self.identity,
+            "steps": len(history),
+            "last": history[-1] if history else None,
+            "evaluation": evaluation,
+        }
+        text = json.dumps(summary, indent=2) + "\n"
+        self._try("summary", write_text, os.path.join(self.folder, SUMMARY), text)
+        if history:
+            try:
+                self._try("plot", plot_losses, history, os.path.join(self.folder, PLOT))
+            except ImportError:
+                self.problems.append("no plot of the losses: pip install 'tsjax[plot]'")
+
+
+@contextlib.contextmanager
+def _progress_bar(
+    settings: HeadTraining, done: int, wanted: bool
+) -> Iterator[Callable[[Record], object]]:
+    """Yields a function that takes each record; a tqdm bar over the steps if wanted."""
+    if not wanted:
+        yield lambda record: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=settings.steps, initial=done, unit="step", dynamic_ncols=True) as bar:
+
+        def show(record: Record) -> None:
+            heads = zip(*(record[f"top{k + 1}"] for k in range(TOP)), strict=True)
+            tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
+            bar.set_postfix_str(f"loss {record['loss']:.3f}, top-1/2/3 % {tops}", False)
+            bar.update()
+
+        yield show

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training run kept in a folder, so that it can go on after a kill.
+
+    checkpoint/step-00000050/   the newest complete one: arrays (orbax) and run.json
+    heads.safetensors           the heads, as an adapter
+    metrics.jsonl               one line per step
+    summary.json, loss.png      at the end
+
+Knows the folder's format. Whatever is written appears whole, beside what it replaces.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from tsjax.files import stored_arrays
+from tsjax.files.whole_files import replacing, write_text
+from tsjax.input_files import listed, parsing, read_json
+
+FORMAT = 2
+OLD_FORMAT = 1  # had another fingerprint of the model
+CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays", "run.json"
+METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
+HEADS = "heads.safetensors"
+FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT, HEADS}
+_STEP = re.compile(r"step-(\d{8})")
+
+
+def latest(folder: str) -> str | None:
+    """The newest checkpoint of a run, None if there is none."""
+    place = os.path.join(folder, CHECKPOINTS)
+    names = os.listdir(place) if os.path.isdir(place) else []
+    steps = sorted(name for name in names if _STEP.fullmatch(name))
+    return os.path.join(place, steps[-1]) if steps else None
+
+
+def write_checkpoint(
+    folder: str, step: int, arrays: Mapping[str, jax.Array], document: Mapping[str, Any]
+) -> None:
+    """Writes the checkpoint of a step, then removes older ones.
+
+    An OSError leaves the checkpoint that was there before. A step that has one keeps it: the run
+    would write the same again, and meanwhile there would be none.
+    """
+    place = os.path.join(folder, CHECKPOINTS)
+    target = os.path.join(place, f"step-{step:08d}")
+    os.makedirs(place, exist_ok=True)
+    for name in os.listdir(place):  # of a process that was killed while it wrote
+        if name.startswith(".writing-"):
+            shutil.rmtree(os.path.join(place, name))
+    if not os.path.isdir(target):
+        _write_whole(target, arrays, {"format": FORMAT, "step": step, **document})
+    for name in os.listdir(place):
+        if _STEP.fullmatch(name) and name != os.path.basename(target):
+            shutil.rmtree(os.path.join(place, name))
+
+
+def _write_whole(target: str, arrays: Mapping[str, jax.Array], content: Mapping[str, Any]) -> None:
+    from orbax.checkpoint import v1 as ocp
+
+    fresh = os.path.join(os.path.dirname(target), f".writing-{os.getpid()}")
+    try:
+        os.mkdir(fresh)
+        try:
+            ocp.save(os.path.join(fresh, ARRAYS), dict(arrays))
+        except Exception as error:
+            # A full disk is a ValueError here, or a plain Exception whose cause says what happened.
+            if not isinstance(error, OSError | ValueError) and type(error) is not Exception:
+                raise
+            raise OSError(_reason(error)) from error
+        write_text(os.path.join(fresh, DOCUMENT), json.dumps(content))
+        os.replace(fresh, target)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+def read_document(checkpoint: str) -> dict[str, Any]:
+    with parsing(checkpoint, " is damaged"):
+        document = read_json(os.path.join(checkpoint, DOCUMENT))
+        if document["format"] not in (OLD_FORMAT, FORMAT):
+            raise ValueError(f"format {document['format']!r}")
+        return document
+
+
+def read_arrays(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
+    path = os.path.join(checkpoint, ARRAYS)
+    with parsing(checkpoint, " is damaged"):
+        stored = stored_arrays.list_arrays(path)
+        shapes = {name: tuple(array.shape) for name, array in stored.items()}
+        wrong = [name for name, array in like.items() if shapes.get(name) != array.shape]
+        if wrong:
+            raise ValueError(f"it does not hold, as they were, {', '.join(listed(wrong))}")
+        abstract = {
+            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+            for name, x in like.items()
+        }
+        return stored_arrays.read_arrays(path, abstract)
+
+
+def _reason(error: Exception) -> str:
+    """What orbax says, without the many lines that follow."""
+    lines = str(error.__cause__ or error).splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def write_metrics(folder: str, history: Sequence[Mapping[str, Any]]) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in history)
+    write_text(os.path.join(folder, METRICS), lines)
+
+
+def append_metrics(folder: str, record: Mapping[str, Any]) -> None:
+    with open(os.path.join(folder, METRICS), "a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def plot_losses(history: Sequence[Mapping[str, Any]], path: str) -> None:
+    """The heads' losses over the steps, as a PNG. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    steps = [record["step"] for record in history]
+    for head in range(len(history[0]["head_losses"])):
+        losses = [record["head_losses"][head] for record in history]
+        axes.plot(steps, losses, label=f"head {head + 1}")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats)", title="Draft heads")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
