@@ -13,7 +13,7 @@ from helpers import VOCAB, RecordingStreamer, compilations, save_tokenizer, tiny
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import run
+from tsjax.host import request, run
 from tsjax.host.saved_run import read_run
 from tsjax.model.cache import cache_bytes
 

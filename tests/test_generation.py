@@ -211,7 +211,7 @@ def test_neither_batch_nor_chunks_nor_stream_nor_repetition_matter(
     whole = tsjax.generate(model, RAGGED, **settings)
     sizes = itertools.cycle(chunks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_next_chunk", lambda steps, elapsed: next(sizes))
+        patch.setattr(host_run, "_next_chunk", lambda steps, elapsed: next(sizes))
         again = tsjax.generate(model, RAGGED, **settings)
         streamed = list(tsjax.stream(model, RAGGED, **settings))
     assert tokens_of(again) == tokens_of(whole)
@@ -373,7 +373,7 @@ def test_the_first_token_that_completes_a_stop_string_is_the_last(data, seed, ta
     stops = [whole.text[start : start + length] or "a", random, "there"]
     chunk = data.draw(st.integers(1, 60))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_next_chunk", lambda steps, elapsed: chunk)
+        patch.setattr(host_run, "_next_chunk", lambda steps, elapsed: chunk)
         result = tsjax.generate(talker, prompt, stop_strings=stops, **settings)
     everything = tokens_of(whole)[0]
     for count in range(1, len(everything) + 1):
