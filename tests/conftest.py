@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quick compilation, four CPU devices for the sharding tests, and the hypothesis profile."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import shape_checks
 
 try:
     import hypothesis
@@ -19,8 +21,18 @@ QUICK_XLA = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_s
 # jax 0.12 knows this one no more.
 FUSION = "--xla_cpu_use_fusion_emitters=false"
 
+# The shapes in the signatures of array code are checked at each call. A GPU machine does without.
+# Modules that check their arguments themselves are left out: tests want to see their own errors.
+if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
+    import jaxtyping
+
+    jaxtyping.install_import_hook(shape_checks.MODULES, "shape_checks.check")
+
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # What tests compile is kept nowhere, also not by the commands that they start.
 jax.config.update("jax_enable_compilation_cache", False)

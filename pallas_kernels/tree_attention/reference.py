@@ -5,8 +5,20 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.typing import Array, Bool, Float, Integer
 
-def tree_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None):
+
+def tree_attention(
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    length: Integer[Array, "B"],
+    k_new: Float[Array, "B T K H"],
+    v_new: Float[Array, "B T K H"],
+    tree_mask: Bool[Array, "T T"] | Bool[Array, "B T T"],
+    mean: Float[Array, "B N H"] | None = None,
+    log_total: Float[Array, "B N"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Arguments as in `api.tree_attention`, those of `rest` one by one; returns both results.
 
     Costs by capacity.

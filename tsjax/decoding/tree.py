@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import flax.struct
-import jax
 import jax.numpy as jnp
+
+from tsjax.typing import Array, Bool, Int
 
 SOURCES = ("heads", "ngrams", "suffix")  # what drafts a token; "heads" includes the model itself
 NO_NODE = -1
@@ -23,15 +24,15 @@ class DraftTree(flax.struct.PyTreeNode):
     themselves and are nobody's child.
 
     Attributes:
-      tokens: [B, T] int32; 0 in padding.
-      path: [B, T, J + 1] int32, the nodes from the root (at 0) to the node itself, and NO_NODE
-        below it. A padding node has its own index at 0 and nothing else.
-      sources: [B, T, len(SOURCES)] bool, which sources drafted the node; none for the root.
+      tokens: 0 in padding.
+      path: the nodes from the root (at 0) to the node itself, and NO_NODE below it. A padding node
+        has its own index at 0 and nothing else.
+      sources: which of SOURCES drafted the node; none for the root.
     """
 
-    tokens: jax.Array
-    path: jax.Array
-    sources: jax.Array
+    tokens: Int[Array, "B T"]
+    path: Int[Array, "B T J+1"]
+    sources: Bool[Array, "B T sources"]
 
     def narrowed(self, width: int) -> DraftTree:
         """The first `width` nodes: the same tree if it has drafted no more than width - 1."""
@@ -40,36 +41,42 @@ class DraftTree(flax.struct.PyTreeNode):
         )
 
     @property
-    def depths(self) -> jax.Array:
-        """[B, T] int32, 0 for the root and for padding."""
+    def depths(self) -> Int[Array, "B T"]:
+        """0 for the root and for padding."""
         return jnp.sum(self.path != NO_NODE, axis=-1, dtype=jnp.int32) - 1
 
     @property
-    def parents(self) -> jax.Array:
-        """[B, T] int32, NO_NODE for the root and for padding."""
+    def parents(self) -> Int[Array, "B T"]:
+        """NO_NODE for the root and for padding."""
         above = jnp.maximum(self.depths - 1, 0)[..., None]
         parents = jnp.take_along_axis(self.path, above, axis=-1)[..., 0]
         return jnp.where(self.depths > 0, parents, NO_NODE)
 
     @property
-    def mask(self) -> jax.Array:
-        """[B, T, T] bool: node t sees node u, that is u is t or an ancestor of t."""
+    def mask(self) -> Bool[Array, "B T T"]:
+        """Node t sees node u, that is u is t or an ancestor of t, at [b, t, u]."""
         nodes = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
         return jnp.any(self.path[:, :, None, :] == nodes[None, None, :, None], axis=-1)
 
     @property
-    def drafted(self) -> jax.Array:
-        """[B] int32, nodes that a source filled."""
+    def drafted(self) -> Int[Array, "B"]:
+        """Nodes that a source filled."""
         return jnp.sum(self.depths > 0, axis=1, dtype=jnp.int32)
 
 
-def merge_paths(root, paths, lengths, sources: Sequence[int], *, width: int) -> DraftTree:
+def merge_paths(
+    root: Int[Array, "B"],
+    paths: Int[Array, "B R J"],
+    lengths: Int[Array, "B R"],
+    sources: Sequence[int],
+    *,
+    width: int,
+) -> DraftTree:
     """The trie of R paths per batch row.
 
     Args:
-      root: [B] int32.
-      paths: [B, R, J] int32, tokens that might follow the root.
-      lengths: [B, R] int32, how many tokens of each path count.
+      paths: tokens that might follow the root.
+      lengths: how many tokens of each path count.
       sources: R indices into SOURCES.
       width: T, at least one more than the nodes that can differ.
     """

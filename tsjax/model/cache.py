@@ -8,17 +8,20 @@ per batch row, at any start. Nothing is ever shifted or compacted inside it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from pallas_kernels import Summary, cache_scores, tree_attention
 from tsjax.config import ModelConfig
 from tsjax.model.control_flow import run_if
 from tsjax.model.sharding import named_sharding
+from tsjax.typing import Array, Bool, Float, Int, Shaped
 
 SELECT_BLOCK = 16384  # scores that are looked at together when the important ones are chosen
 NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
@@ -29,37 +32,36 @@ class KVCache(flax.struct.PyTreeNode):
     """Keys and values of the committed tokens.
 
     Attributes:
-      k, v: one [B, K, S, H] array per layer. Slots at `length` and beyond are unspecified and are
-        never read.
-      length: [B] int32, committed tokens of each row.
-      absent: [L, B] int32, how many of them are not in a layer; None where all are in all. The
-        rows of a layer are then its first ones, in the order in which they were computed. In the
-        description above, `length` is that of the layer.
+      k, v: one array per layer. Slots at `length` and beyond are unspecified and are never read.
+      length: committed tokens of each row.
+      absent: how many of them are not in a layer; None where all are in all. The rows of a layer
+        are then its first ones, in the order in which they were computed. In the description
+        above, `length` is that of the layer.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
-    length: jax.Array
-    absent: jax.Array | None = None
+    k: tuple[Float[Array, "B K S H"], ...]
+    v: tuple[Float[Array, "B K S H"], ...]
+    length: Int[Array, "B"]
+    absent: Int[Array, "L B"] | None = None
 
     @property
     def capacity(self) -> int:
         return self.k[0].shape[2]
 
-    def rows_in(self, layer: int) -> jax.Array:
-        """[B] int32, the rows of each layer that count: where the next one goes."""
+    def rows_in(self, layer: int) -> Int[Array, "B"]:
+        """The rows of each layer that count: where the next one goes."""
         return self.length if self.absent is None else self.length - self.absent[layer]
 
     @property
-    def fewest_rows(self) -> jax.Array:
-        """[B] int32, the rows that every layer has."""
+    def fewest_rows(self) -> Int[Array, "B"]:
+        """The rows that every layer has."""
         return self.length if self.absent is None else self.length - jnp.max(self.absent, axis=0)
 
 
 class Attended(NamedTuple):
     """One layer's attention of a token: its queries, and the summary of all that they saw."""
 
-    query: jax.Array  # [B, N, H]
+    query: Float[Array, "B N H"]
     summary: Summary
 
 
@@ -74,25 +76,25 @@ class DraftCache(flax.struct.PyTreeNode):
     than `most_new`, all are chosen again.
 
     Attributes:
-      k, v: one [B, K, M + room, H] array per layer. Slots at `length` and beyond are unspecified;
-        the passes of a step keep the rows of its drafts there.
-      query: one [B, K, H] array per layer, the queries of the last committed token, summed over
-        the query heads that share a kv head; zero before there is one.
-      length: [B] int32, slots in use.
-      newest: [B] int32, once not all tokens are here, slots at newest .. length hold those since
-        the last choice; before that, `length`.
-      seen: [B] int32, the length of the whole cache when this one was last brought up to date.
+      k, v: one array per layer. Slots at `length` and beyond are unspecified; the passes of a step
+        keep the rows of its drafts there.
+      query: of each layer, the queries of the last committed token, summed over the query heads
+        that share a kv head; zero before there is one.
+      length: slots in use.
+      newest: once not all tokens are here, slots at newest .. length hold those since the last
+        choice; before that, `length`.
+      seen: the length of the whole cache when this one was last brought up to date.
       attended: one entry per layer, that of the last committed token, whose attention to all of
         them says what the tokens that are not here amount to; () where they are left out.
       room: slots that committed tokens never take.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
-    query: tuple[jax.Array, ...]
-    length: jax.Array
-    newest: jax.Array
-    seen: jax.Array
+    k: tuple[Float[Array, "B K M+room H"], ...]
+    v: tuple[Float[Array, "B K M+room H"], ...]
+    query: tuple[Float[Array, "B K H"], ...]
+    length: Int[Array, "B"]
+    newest: Int[Array, "B"]
+    seen: Int[Array, "B"]
     attended: tuple[Attended, ...] = ()
     room: int = flax.struct.field(pytree_node=False, default=0)
 
@@ -101,15 +103,15 @@ class DraftCache(flax.struct.PyTreeNode):
         """M, the committed tokens that fit."""
         return self.k[0].shape[2] - self.room
 
-    def rows_in(self, layer: int) -> jax.Array:
-        """[B] int32, as of a KVCache: the same in each layer."""
+    def rows_in(self, layer: int) -> Int[Array, "B"]:
+        """As of a KVCache: the same in each layer."""
         return self.length
 
 
 AnyCache = TypeVar("AnyCache", KVCache, DraftCache)
 
 
-def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCache:
+def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> KVCache:
     """An empty cache of `capacity` slots per row in the model's type."""
     return KVCache(
         k=_buffers(cfg, batch, capacity, mesh),
@@ -119,7 +121,12 @@ def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCach
 
 
 def init_draft_cache(
-    cfg: ModelConfig, batch: int, capacity: int, room: int = 0, mesh=None, with_rest: bool = False
+    cfg: ModelConfig,
+    batch: int,
+    capacity: int,
+    room: int = 0,
+    mesh: Mesh | None = None,
+    with_rest: bool = False,
 ) -> DraftCache:
     """An empty draft cache for `capacity` committed tokens and `room` drafts per row."""
     query = (batch, cfg.num_kv_heads, cfg.head_dim)
@@ -141,13 +148,15 @@ def init_draft_cache(
     )
 
 
-def _buffers(cfg: ModelConfig, batch: int, capacity: int, mesh) -> tuple[jax.Array, ...]:
+def _buffers(
+    cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None
+) -> tuple[Float[Array, "{batch} K {capacity} H"], ...]:
     shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
     sharding = named_sharding(shape, CACHE_AXES, mesh) if mesh is not None else None
     return tuple(jnp.zeros(shape, cfg.dtype, device=sharding) for _ in range(cfg.num_layers))
 
 
-def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> int:
+def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> int:
     """Bytes of the buffers of `init_cache` or `init_draft_cache`, on each device."""
     shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
     if mesh is not None:
@@ -156,9 +165,15 @@ def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> int:
 
 
 def write_rows(
-    cache: AnyCache, k_rows, v_rows, start, *, after, layers: range | None = None
+    cache: AnyCache,
+    k_rows: Sequence[Float[Array, "B T K H"]],
+    v_rows: Sequence[Float[Array, "B T K H"]],
+    start: Int[Array, "B"],
+    *,
+    after: Shaped[Array, "..."],
+    layers: range | None = None,
 ) -> AnyCache:
-    """Writes rows [B, T, K, H] of `layers`, by default all, as tokens start[b] .. start[b] + T.
+    """Writes rows of `layers`, by default all, as tokens start[b] .. start[b] + T.
 
     Of a layer that lacks tokens, `start` counts these too. Lengths stay. The caller guarantees
     start + T <= capacity: beyond it XLA would clamp the start and overwrite committed slots.
@@ -252,9 +267,16 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
         return tuple(map(rest_of, draft.k, draft.v, draft.attended))
 
 
-def _slide(buffers, committed, to, first_slots, count, max_rows: int):
-    """Copies `count` [B] tokens, at most `max_rows`, from each layer's slot in `first_slots` [B]
-    of `committed` on to slot `to` [B] of `buffers` on."""
+def _slide(
+    buffers: tuple[Float[Array, "B K slots H"], ...],
+    committed: tuple[Float[Array, "B K S H"], ...],
+    to: Int[Array, "B"],
+    first_slots: Sequence[Int[Array, "B"]],
+    count: Int[Array, "B"],
+    max_rows: int,
+) -> tuple[Float[Array, "B K slots H"], ...]:
+    """Copies `count` tokens, at most `max_rows`, from each layer's slot in `first_slots` of
+    `committed` on to slot `to` of `buffers` on."""
     zero = jnp.int32(0)
     index = jnp.arange(max_rows, dtype=jnp.int32)
 
@@ -277,8 +299,14 @@ def _slide(buffers, committed, to, first_slots, count, max_rows: int):
     return tuple(map(write, buffers, committed, first_slots))
 
 
-def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> DraftCache:
-    """Fills the draft caches of the batch rows `rows` [B] by importance to `queries`."""
+def _choose(
+    draft: DraftCache,
+    queries: tuple[Float[Array, "B K H"], ...],
+    kv: KVCache,
+    rows: Bool[Array, "B"],
+    num_sinks: int,
+) -> DraftCache:
+    """Fills the draft caches of the batch rows `rows` by importance to `queries`."""
     k, v = [], []
     for layer, query in enumerate(queries):
         rows_here = kv.rows_in(layer)
@@ -296,10 +324,16 @@ def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> Dr
     return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
 
 
-def _important_slots(query, keys, length, count: int, num_sinks: int):
-    """The sinks and then the slots [B, K, count] of the keys [B, K, S] with the highest scores.
+def _important_slots(
+    query: Float[Array, "B K H"],
+    keys: Float[Array, "B K S H"],
+    length: Int[Array, "B"],
+    count: int,
+    num_sinks: int,
+) -> Int[Array, "B K {count}"]:
+    """The sinks and then the slots of the keys with the highest scores.
 
-    Equal ones by position. Of the slots below `length` [B] alone, at a cost that follows it; if
+    Equal ones by position. Of the slots below `length` alone, at a cost that follows it; if
     they are fewer than `count`, the rest is unspecified.
     """
     B, K, S, _ = keys.shape
@@ -324,14 +358,16 @@ def _important_slots(query, keys, length, count: int, num_sinks: int):
     return lax.fori_loop(zero, blocks, merge, nothing)[1]
 
 
-def _for_each_row(one, buffer):
+def _for_each_row(
+    one: Callable[[Int[Array, ""], Array], Array], buffer: Float[Array, "B K slots H"]
+) -> Float[Array, "B K slots H"]:
     """one(b, buffer) for every batch row b, in place."""
     if buffer.shape[0] == 1:
         return one(jnp.int32(0), buffer)
     return lax.fori_loop(jnp.int32(0), jnp.int32(buffer.shape[0]), one, buffer)
 
 
-def zero_after(x):
+def zero_after(x: Shaped[Array, "..."]) -> Int[Array, ""]:
     """An int32 zero that XLA can only know once x is computed."""
     first = x.ravel()[0].astype(jnp.float32)
     is_nan = (first != first).astype(jnp.int32)
