@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names for array types in signatures: Float[Array, "B T N H"] has floats and four dimensions.
+"""Types of arrays: Float[Array, "B T N H"] in a signature has floats and four dimensions.
 
 The letters are those of the functions' documentation: B batch rows, T fresh rows, S slots of the
 cache, N query heads, K kv heads, H head dimension. A letter stands for one size in a signature.
@@ -13,7 +13,15 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from jax import Array as Array
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike as DTypeLike
+
+if TYPE_CHECKING:
+    from jax import Array as Array
+else:
+    Array = jax.Array | np.ndarray  # functions of JAX take both
 
 if TYPE_CHECKING or "jaxtyping" in sys.modules:
     from jaxtyping import Bool as Bool
@@ -33,3 +41,9 @@ else:
             return Array
 
     Bool = Float = Int = Integer = Key = Num = Shaped = UInt = _Unchecked
+
+
+def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """float32 for the 16-bit types, the type itself otherwise."""
+    dtype = jnp.dtype(dtype)
+    return dtype if dtype.itemsize > 4 else jnp.dtype(jnp.float32)

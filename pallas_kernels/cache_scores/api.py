@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.cache_scores import xla
 from pallas_kernels.checks import check_arrays, check_length
-from pallas_kernels.typing import Array, Float, Integer
+from pallas_kernels.typing import Array, Float, Integer, accumulation_dtype
 
 MODES = ("dot", "softmax")
 
@@ -71,7 +71,7 @@ def cache_scores(
 
 
 def _checked_totals(log_totals: Array, mode: str, q: Array) -> Array:
-    log_totals, wide = jnp.asarray(log_totals), jnp.promote_types(q.dtype, jnp.float32)
+    log_totals, wide = jnp.asarray(log_totals), accumulation_dtype(q.dtype)
     if mode != "softmax":
         raise ValueError(f"mode={mode!r} is not valid with log_totals: 'softmax'")
     if log_totals.shape != q.shape[:2] or log_totals.dtype != wide:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_arrays, check_length
 from pallas_kernels.tree_attention import xla
-from pallas_kernels.typing import Array, Bool, Float, Int, Integer
+from pallas_kernels.typing import Array, Bool, Float, Int, Integer, accumulation_dtype
 
 
 class Summary(NamedTuple):
@@ -129,7 +129,7 @@ def _checked_ranks(ranks: Ranks, arrays: Mapping[str, Array], implementation: st
 def _checked_rest(rest: Summary, q: Array) -> Summary:
     mean, log_total = map(jnp.asarray, rest)
     B, _, N, H = q.shape
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulation_dtype(q.dtype)
     for name, array, shape, dtype in (
         ("rest.mean", mean, (B, N, H), q.dtype),
         ("rest.log_total", log_total, (B, N), wide),

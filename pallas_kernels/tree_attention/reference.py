@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
-from pallas_kernels.typing import Array, Bool, Float, Integer
+from pallas_kernels.typing import Array, Bool, Float, Integer, accumulation_dtype
 
 
 def tree_attention(
@@ -25,8 +25,8 @@ def tree_attention(
     """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    committed = jnp.arange(S) < length[:, None]  # [B, S]
+    wide = accumulation_dtype(q.dtype)
+    committed = jnp.arange(S, dtype=length.dtype)[None] < length[:, None]  # [B, S]
     values = jnp.where(committed[:, None, :, None], v_cache, 0)
     k = jnp.concatenate([k_cache, jnp.swapaxes(k_new, 1, 2)], axis=2).astype(wide)
     v = jnp.concatenate([values, jnp.swapaxes(v_new, 1, 2)], axis=2).astype(wide)

@@ -25,8 +25,7 @@ from jax import lax
 
 from tsjax.config import GenerationConfig
 from tsjax.decoding.noise import position_noise
-from tsjax.model.layers import accumulation_dtype
-from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, Num, UInt
+from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, Num, UInt, accumulation_dtype
 
 NEVER_SEEN = -(2**31)
 WHOLE_CONTEXT = 2**30  # as a repetition window
@@ -92,7 +91,7 @@ def first_last_seen(
     tokens: Int[Array, "B C"], length: Int[Array, "B"], vocab_size: int
 ) -> Int[Array, "B {vocab_size}"]:
     """The last position of each token among the first `length` ones, NEVER_SEEN for none."""
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(positions < length[:, None], positions, NEVER_SEEN)
     seen = jnp.full((tokens.shape[0], vocab_size), NEVER_SEEN, jnp.int32)
     rows = jnp.arange(tokens.shape[0])[:, None]
@@ -107,7 +106,7 @@ def step_noise(
     values: SamplingValues,
 ) -> Float[Array, "B {count} {vocab_size}"]:
     """Noise of the `count` positions from `first` on; zeros where nothing samples."""
-    positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+    positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     dtype = values.temperature.dtype
     shape = (*positions.shape, vocab_size)
     return lax.cond(
@@ -148,7 +147,8 @@ def process(
 
     logits = lax.cond(values.repetition_penalty != 1, penalise, _unchanged, logits)
     too_early = positions - prompt_length[:, None] < values.min_new_tokens  # [B, T]
-    barred = (too_early[:, :, None] & values.stop_mask) | values.suppress_mask
+    stop, suppress = values.stop_mask[None, None], values.suppress_mask[None, None]
+    barred = (too_early[:, :, None] & stop) | suppress
     return jnp.where(barred, -jnp.inf, logits)
 
 

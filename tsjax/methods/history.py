@@ -74,14 +74,14 @@ def _counted(
 ) -> Int[Array, "slots size"]:
     """The slots of one first token after one more n-gram."""
     count, last = slots[:, -2], slots[:, -1]
-    found = jnp.all(slots[:, :-2] == following, axis=1) & (count > 0)
+    found = jnp.all(slots[:, :-2] == following[None], axis=1) & (count > 0)
     # Free slots have count 0 and come first; last positions differ, so nothing is left to chance.
     rarest = count == jnp.min(count)
     oldest = jnp.argmin(jnp.where(rarest, last, jnp.iinfo(jnp.int32).max))
     at = jnp.where(jnp.any(found), jnp.argmax(found), oldest)
     new_count = jnp.where(jnp.any(found), count[at] + 1, 1)
     entry = jnp.concatenate([following, new_count[None], position[None]])
-    return jnp.where(jnp.arange(slots.shape[0])[:, None] == at, entry, slots)
+    return jnp.where(jnp.arange(slots.shape[0])[:, None] == at, entry[None], slots)
 
 
 def most_frequent(
@@ -117,7 +117,7 @@ def longest_suffix(
     """
     B, C = tokens.shape
     block = min(SEARCH_BLOCK, C)
-    recent = length[:, None] - 1 - jnp.arange(MATCH_LIMIT, dtype=jnp.int32)
+    recent = length[:, None] - 1 - jnp.arange(MATCH_LIMIT, dtype=jnp.int32)[None]
     # Nothing equals what lies before the first token.
     pattern = jnp.where(
         recent >= 0, jnp.take_along_axis(tokens, jnp.maximum(recent, 0), axis=1), -1
@@ -134,8 +134,8 @@ def longest_suffix(
         for i in range(MATCH_LIMIT):
             shifted = window[:, MATCH_LIMIT - i : MATCH_LIMIT - i + block]
             equal &= shifted == pattern[:, i : i + 1]
-            size += equal
-        position = start + jnp.arange(block, dtype=jnp.int32)
+            size += equal.astype(jnp.int32)
+        position = start + jnp.arange(block, dtype=jnp.int32)[None]
         earlier = position < length[:, None] - 1
         score = jnp.where(earlier, size * C + position, -1)
         return jnp.maximum(best, jnp.max(score, axis=1))
@@ -147,6 +147,6 @@ def longest_suffix(
         size, position = best // C, best % C
         count = jnp.minimum(TOKENS_PER_MATCH * jnp.maximum(size, 0), limit)
         period = jnp.maximum(length - 1 - position, 1)
-        offset = jnp.arange(limit, dtype=jnp.int32) % period[:, None]
+        offset = jnp.arange(limit, dtype=jnp.int32)[None] % period[:, None]
         source = jnp.clip(position[:, None] + 1 + offset, 0, C - 1)
         return jnp.take_along_axis(tokens, source, axis=1), count, jnp.maximum(size, 0)

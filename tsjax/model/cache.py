@@ -21,7 +21,7 @@ from pallas_kernels import Summary, cache_scores, tree_attention
 from tsjax.config import ModelConfig
 from tsjax.model.control_flow import run_if
 from tsjax.model.sharding import named_sharding
-from tsjax.typing import Array, Bool, Float, Int, Shaped
+from tsjax.typing import Array, Bool, Float, Int, Shaped, accumulation_dtype
 
 SELECT_BLOCK = 16384  # scores that are looked at together when the important ones are chosen
 NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
@@ -132,7 +132,7 @@ def init_draft_cache(
     query = (batch, cfg.num_kv_heads, cfg.head_dim)
 
     def nothing_attended():
-        heads, wide = (batch, cfg.num_heads), jnp.promote_types(cfg.dtype, jnp.float32)
+        heads, wide = (batch, cfg.num_heads), accumulation_dtype(cfg.dtype)
         query, mean = (jnp.zeros((*heads, cfg.head_dim), cfg.dtype) for _ in range(2))
         return Attended(query, Summary(mean, jnp.full(heads, NOTHING, wide)))
 
@@ -353,7 +353,7 @@ def _important_slots(
         return values, jnp.take_along_axis(slots, order, axis=2)
 
     blocks = (jnp.max(length).astype(jnp.int32) + block - 1) // block
-    real = jnp.promote_types(query.dtype, jnp.float32)
+    real = accumulation_dtype(query.dtype)
     nothing = jnp.full((B, K, count), -jnp.inf, real), jnp.zeros((B, K, count), jnp.int32)
     return lax.fori_loop(zero, blocks, merge, nothing)[1]
 

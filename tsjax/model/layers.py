@@ -16,12 +16,7 @@ import numpy as np
 from jax import lax
 
 from tsjax.config import RopeConfig
-from tsjax.typing import Array, DTypeLike, Float, Int
-
-
-def accumulation_dtype(dtype: DTypeLike) -> jnp.dtype:
-    """float32 for the 16-bit types, the type itself otherwise."""
-    return jnp.promote_types(dtype, jnp.float32)
+from tsjax.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 
 
 def linear(
@@ -54,7 +49,7 @@ def linear(
     )
     y = y.reshape(*lead, *outer)
     if bias is not None:
-        y = y + bias.astype(y.dtype)
+        y = y + _with_rank(bias.astype(y.dtype), y.ndim)
     return y.astype(out_dtype or x.dtype)
 
 
@@ -64,7 +59,7 @@ def rms_norm(
     """x / rms(x) * weight over the last axis, computed in the accumulation type."""
     wide = x.astype(accumulation_dtype(x.dtype))
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight
+    return (wide * scale).astype(x.dtype) * _with_rank(weight, x.ndim)
 
 
 def swiglu(
@@ -128,7 +123,8 @@ def rotary_angles(
 ) -> tuple[Float[Array, "*rows {head_dim//2}"], Float[Array, "*rows {head_dim//2}"]]:
     """cos and sin for `positions`, in `dtype`'s accumulation type."""
     wide = accumulation_dtype(dtype)
-    angles = positions[..., None].astype(wide) * rope_frequencies(rope, head_dim).astype(wide)
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim), wide)
+    angles = positions[..., None].astype(wide) * _with_rank(frequencies, positions.ndim + 1)
     scale = rope.attention_factor
     return (jnp.cos(angles) * scale).astype(wide), (jnp.sin(angles) * scale).astype(wide)
 
@@ -142,3 +138,8 @@ def apply_rotary(
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def _with_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
+    """x with more axes in front, of size 1: for a product with an array of that rank."""
+    return lax.expand_dims(x, range(rank - x.ndim))

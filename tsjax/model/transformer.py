@@ -19,14 +19,13 @@ from jax import lax
 
 from tsjax.config import ModelConfig
 from tsjax.model.layers import (
-    accumulation_dtype,
     apply_rotary,
     linear,
     rms_norm,
     rotary_angles,
     swiglu,
 )
-from tsjax.typing import Array, Float, Int
+from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
