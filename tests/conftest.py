@@ -31,9 +31,6 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-
 # What tests compile is kept nowhere, also not by the commands that they start.
 jax.config.update("jax_enable_compilation_cache", False)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -74,6 +71,13 @@ def give_programs_back():
     """Each program keeps some memory maps, of which a process may have 65,530."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def strict_promotion():
+    """Arrays of different types, or numbers of dimensions, do not meet unless the code says how."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from pallas_kernels import cache_scores
 from pallas_kernels.cache_scores import reference, xla
 from pallas_kernels.typing import accumulation_dtype
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 BLOCK = 16
 MODES = ["dot", "softmax"]
 

@@ -13,6 +13,8 @@ from tsjax.decoding.config import MATCH_LIMIT
 from tsjax.methods import history as ngram
 from tsjax.methods.history import SEARCH_BLOCK, TOKENS_PER_MATCH
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 # --- the n-gram table ------------------------------------------------------------------------
 
 B, V, C = 3, 4, 48  # few tokens, so that n-grams repeat and slots run out

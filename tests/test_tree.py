@@ -25,6 +25,8 @@ from tsjax.decoding.config import (
 )
 from tsjax.decoding.tree import NO_NODE, merge_paths
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 B, R, J = 3, 5, 4
 FROM = (0, 0, 1, 2, 1)  # the sources of the R paths
 WIDEST = 1 + R * J

@@ -16,6 +16,8 @@ from kernel_cases import define, define_both, make_inputs, make_rest, tolerance
 from pallas_kernels.tree_attention import reference, xla
 from pallas_kernels.tree_attention.api import Ranks, Summary, tree_attention
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 BLOCK = 16  # small, so that a cache of a few dozen slots has several
 
 

@@ -231,10 +231,8 @@ def best(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     As jnp.argmax, but in two plain reductions: XLA does not vectorise its own on a CPU. Of NaN it
     makes the last index.
     """
-    size = scores.shape[-1]
-    indices = jnp.arange(size, dtype=jnp.int32)
     at_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(at_peak, indices, size - 1), axis=-1)
+    return jnp.min(jnp.where(at_peak, _indices(scores), scores.shape[-1] - 1), axis=-1)
 
 
 def best_few(
@@ -252,8 +250,13 @@ def best_few(
         index = best(scores)[..., None]
         values.append(jnp.take_along_axis(scores, index, axis=-1))
         indices.append(index)
-        scores = jnp.where(jnp.arange(scores.shape[-1]) == index, -jnp.inf, scores)
+        scores = jnp.where(_indices(scores) == index, -jnp.inf, scores)
     return jnp.concatenate(values, axis=-1), jnp.concatenate(indices, axis=-1)
+
+
+def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
+    """Of each entry its index along the last axis."""
+    return lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
 
 
 def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, "*rows V"]:
@@ -261,7 +264,7 @@ def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, 
     keys = _sortable(x)
 
     def holds(threshold):
-        return jnp.sum(keys >= threshold, axis=-1, keepdims=True) >= k
+        return jnp.sum(keys >= threshold, axis=-1, keepdims=True, dtype=jnp.int32) >= k
 
     return keys >= _last_that_holds(holds, keys)
 

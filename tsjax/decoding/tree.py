@@ -87,7 +87,7 @@ def merge_paths(
         tokens = jnp.pad(root[:, None], ((0, 0), (0, width - 1)))
         return DraftTree(tokens, path, jnp.zeros((B, width, len(SOURCES)), bool))
 
-    present = jnp.arange(J) < lengths[..., None]  # [B, R, J]
+    present = jnp.arange(J, dtype=jnp.int32)[None, None] < lengths[..., None]  # [B, R, J]
     # first[b, r, j]: the first path that begins with the same j + 1 tokens; its node is shared.
     same, first = jnp.ones((B, R, R), bool), []
     for j in range(J):
@@ -95,7 +95,7 @@ def merge_paths(
         same &= present[:, :, None, j] & present[:, None, :, j]
         first.append(jnp.argmax(same, axis=2))
     first = jnp.stack(first, axis=2)
-    owns = present & (first == jnp.arange(R)[:, None])
+    owns = present & (first == jnp.arange(R)[None, :, None])
     number = jnp.cumsum(owns.reshape(B, R * J), axis=1, dtype=jnp.int32).reshape(B, R, J)
     node = jnp.where(present, jnp.take_along_axis(number, first, axis=1), NO_NODE)  # [B, R, J]
 
@@ -104,7 +104,8 @@ def merge_paths(
     slot = jnp.where(owns, node, width)  # out of bounds: dropped
     tokens = jnp.zeros((B, width), jnp.int32).at[:, 0].set(root)
     tokens = tokens.at[b, slot].set(paths, mode="drop")
-    ancestors = jnp.where(jnp.tril(jnp.ones((J, J), bool)), node[:, :, None, :], NO_NODE)
+    earlier = jnp.tril(jnp.ones((J, J), bool))[None, None]
+    ancestors = jnp.where(earlier, node[:, :, None, :], NO_NODE)
     ancestors = jnp.pad(ancestors, ((0, 0), (0, 0), (0, 0), (1, 0)))  # the root is node 0
     alone = jnp.pad(jnp.arange(width)[:, None], ((0, 0), (0, J)), constant_values=NO_NODE)
     path = jnp.broadcast_to(alone.astype(jnp.int32), (B, width, J + 1))

@@ -251,13 +251,15 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
         here = tree_attention(
             query[:, None], k, v, draft.length, none, none, itself_unseen, with_log_totals=True
         )
-        mean_here, log_total_here = (x[:, 0] for x in here)
+        mean_here, log_total_here = (x[:, 0].astype(log_total.dtype) for x in here)
         share_here = jnp.exp(jnp.minimum(log_total_here - log_total, 0))
         share = 1 - share_here
         # Of less than that, rounding leaves nothing sure.
-        is_some = share > 4 * jnp.finfo(query.dtype).eps
+        is_some = share > 4 * float(jnp.finfo(query.dtype).eps)
         share = jnp.where(is_some, share, 1)
-        elsewhere = (mean - share_here[..., None] * mean_here) / share[..., None]
+        elsewhere = (mean.astype(share.dtype) - share_here[..., None] * mean_here) / share[
+            ..., None
+        ]
         return Summary(
             jnp.where(is_some[..., None], elsewhere, 0).astype(query.dtype),
             jnp.where(is_some, log_total + jnp.log(share), NOTHING),
@@ -284,14 +286,14 @@ def _slide(
         _, K, M, H = buffer.shape
         # A window of fixed size that holds the slots; the others in it are written as they were.
         first = jnp.clip(to, 0, M - max_rows)
-        wanted = index - (to - first)[:, None]  # [B, max_rows]
+        wanted = index[None] - (to - first)[:, None]  # [B, max_rows]
         fresh = (wanted >= 0) & (wanted < count[:, None])
 
         def one(b, buffer):
             old = lax.dynamic_slice(buffer, (b, zero, first[b], zero), (1, K, max_rows, H))
             new = lax.dynamic_slice(source, (b, zero, start[b], zero), (1, K, max_rows, H))
             moved = jnp.take(new, jnp.clip(wanted[b], 0, max_rows - 1), axis=2)
-            rows = jnp.where(fresh[b][:, None], moved, old)
+            rows = jnp.where(fresh[b][None, None, :, None], moved, old)
             return lax.dynamic_update_slice(buffer, rows, (b, zero, first[b], zero))
 
         return _for_each_row(one, buffer)
@@ -343,7 +345,7 @@ def _important_slots(
     def merge(index, best):
         first = index * block
         start = jnp.minimum(first, S - block)  # the last block may overlap
-        here = start + jnp.arange(block, dtype=jnp.int32)
+        here = start + jnp.arange(block, dtype=jnp.int32)[None, None]
         fresh = lax.dynamic_slice_in_dim(scores, start, block, axis=2)
         fresh = jnp.where((here < num_sinks) & (fresh > -jnp.inf), jnp.inf, fresh)
         fresh = jnp.where(here >= first, fresh, -jnp.inf)
