@@ -141,8 +141,9 @@ def _model_tokens(params: Params, state: DecodeState, noise, passes_run, *, cfg:
     """
     root = state.root[:, None]
     if not cfg.draft_passes:
-        heads = params.heads[: cfg.draft_levels]
-        normed = run_heads(heads, state.draft.hidden, cfg=cfg.model)
+        heads, hidden = params.heads[: cfg.draft_levels], state.draft.hidden
+        assert hidden is not None
+        normed = run_heads(heads, hidden, cfg=cfg.model)
         return state, _rank(params, state, normed, root, noise, cfg=cfg)
 
     def run(carry, root, noise):
