@@ -41,8 +41,8 @@ def declare_heads(cfg: ModelConfig) -> tuple[HeadWeights, ...]:
 
 
 def run_heads(
-    heads: Sequence[HeadWeights], hidden: Float[Array, "B D"], *, cfg: ModelConfig
-) -> Float[Array, "B {len(heads)} D"]:
+    heads: Sequence[HeadWeights], hidden: Float[Array, "B *rows D"], *, cfg: ModelConfig
+) -> Float[Array, "B {len(heads)} *rows D"]:
     """The normed states that the unembedding turns into the heads' logits.
 
     h_i = h_{i-1} + linear_i(rms(h_{i-1}, norm_in_i)), and head i's state is rms(h_i, norm_out_i).
