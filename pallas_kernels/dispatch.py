@@ -38,7 +38,7 @@ def run(implementations: Sequence[Implementation], arrays, *, name: str | None =
         if name not in names:
             raise ValueError(f"implementation={name!r} is not valid: one of {', '.join(names)}")
         implementations = [one for one in implementations if one.name == name]
-    platforms = {one.platform for one in implementations} - {None}
+    platforms = {one.platform for one in implementations if one.platform is not None}
     branches = {
         platform: _first([one for one in implementations if one.platform in (platform, None)])
         for platform in platforms

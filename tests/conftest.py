@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quick compilation, four CPU devices for the sharding tests, and the hypothesis profile."""
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+import shape_checks
 
 try:
     import hypothesis
@@ -18,6 +20,13 @@ except ImportError:  # a GPU machine needs it for nothing: pytest -m gpu tests/t
 QUICK_XLA = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 # jax 0.12 knows this one no more.
 FUSION = "--xla_cpu_use_fusion_emitters=false"
+
+# The shapes in the signatures of array code are checked at each call. A GPU machine does without.
+# Modules that check their arguments themselves are left out: tests want to see their own errors.
+if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"):
+    import jaxtyping
+
+    jaxtyping.install_import_hook(shape_checks.MODULES, "shape_checks.check")
 
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
@@ -62,6 +71,13 @@ def give_programs_back():
     """Each program keeps some memory maps, of which a process may have 65,530."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(scope="module")
+def strict_promotion():
+    """Arrays of different types, or numbers of dimensions, do not meet unless the code says how."""
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        yield
 
 
 @pytest.fixture

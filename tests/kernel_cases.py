@@ -4,6 +4,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.typing import accumulation_dtype
+
 # --- tree_attention --------------------------------------------------------------------------
 
 
@@ -124,7 +126,7 @@ def define_scores(q, k_cache, length, mode, log_totals=None):
 def check_scores(scores, inputs, mode):
     """In the type of the scores: products of bfloat16 are exact in float32."""
     q, k_cache, _ = inputs
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulation_dtype(q.dtype)
     scores, expected = np.asarray(scores), define_scores(*inputs, mode)
     assert scores.dtype == wide and scores.shape == expected.shape
     # The largest product, its error, and what that does to a probability of at most 1.

@@ -15,6 +15,9 @@ from kernel_cases import check_scores, define_scores, make_score_inputs
 
 from pallas_kernels import cache_scores
 from pallas_kernels.cache_scores import reference, xla
+from pallas_kernels.typing import accumulation_dtype
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 BLOCK = 16
 MODES = ["dot", "softmax"]
@@ -104,7 +107,7 @@ def test_weights_among_more_than_these_slots(G, dtype, blockwise, rng):
     """What a query head saw in all is given; the weights are parts of that."""
     with jax.enable_x64(dtype == "float64"):
         inputs = make_score_inputs(rng, G=G, length=(40, 0, 17), dtype=dtype)
-        wide = jnp.promote_types(inputs[0].dtype, jnp.float32)
+        wide = accumulation_dtype(inputs[0].dtype)
         totals = jnp.asarray(rng.uniform(4, 9, inputs[0].shape[:2]), wide)
         expected = define_scores(*inputs, "softmax", log_totals=np.asarray(totals, float))
         for score in (functools.partial(cache_scores, implementation="xla"), cache_scores):
@@ -139,8 +142,8 @@ def test_implementations_give_probabilities_for_each_kv_head(blockwise, rng):
 def test_extreme_scores(blockwise, rng):
     """Probabilities where the running maximum jumps from block to block, and nothing overflows."""
     q, k_cache, length = make_score_inputs(rng, G=4, length=(40, 23))
-    ramp = jnp.linspace(-30, 30, 40)[:, None] * jnp.ones((8,))
-    inputs = (jnp.abs(q) * 8, k_cache + ramp, length)
+    ramp = jnp.linspace(-30, 30, 40)[:, None] * jnp.ones((1, 8))
+    inputs = (jnp.abs(q) * 8, k_cache + ramp[None, None], length)
     shares = blockwise(*inputs, mode="softmax")
     np.testing.assert_allclose(shares, define_scores(*inputs, "softmax"), rtol=0, atol=2e-3)
     np.testing.assert_allclose(np.sum(shares, axis=1), 1, rtol=0, atol=1e-5)

@@ -20,6 +20,8 @@ from tsjax.methods.partial_cache import init_draft_cache, refresh_draft_cache, s
 from tsjax.model import cache
 from tsjax.model.cache import KVCache, init_cache
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 # --- the rule ---------------------------------------------------------------------------------
 
 B, K, S = 3, 2, 96
@@ -89,7 +91,8 @@ class Text:
 
 def poison(draft):
     """NaN in the slots beyond the lengths."""
-    beyond = (jnp.arange(draft.k[0].shape[2]) >= draft.length[:, None])[:, None, :, None]
+    slots = jnp.arange(draft.k[0].shape[2], dtype=jnp.int32)[None]
+    beyond = (slots >= draft.length[:, None])[:, None, :, None]
     k, v = (
         tuple(jnp.where(beyond, jnp.nan, array) for array in layers)
         for layers in (draft.k, draft.v)

@@ -21,6 +21,8 @@ from tsjax.model.layers import (
     swiglu,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 # --- rotary embeddings -----------------------------------------------------------------------
 
 

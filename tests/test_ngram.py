@@ -12,6 +12,8 @@ import pytest
 from tsjax.methods import history as ngram
 from tsjax.methods.history import MATCH_LIMIT, SEARCH_BLOCK, TOKENS_PER_MATCH
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 # --- the n-gram table ------------------------------------------------------------------------
 
 B, V, C = 3, 4, 48  # few tokens, so that n-grams repeat and slots run out

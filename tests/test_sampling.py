@@ -27,6 +27,8 @@ from tsjax.decoding.sampling import (
     warp,
 )
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 # --- the definitions -------------------------------------------------------------------------
 
 

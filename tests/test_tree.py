@@ -20,6 +20,8 @@ from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
 from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift, resolve_method
 from tsjax.methods.tokenswift import tree_paths
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 B, R, J = 3, 5, 4
 FROM = (0, 0, 1, 2, 1)  # the sources of the R paths
 WIDEST = 1 + R * J

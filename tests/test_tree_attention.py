@@ -16,6 +16,8 @@ from kernel_cases import define, define_both, make_inputs, make_rest, tolerance
 from pallas_kernels.tree_attention import reference, xla
 from pallas_kernels.tree_attention.api import Ranks, Summary, tree_attention
 
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
 BLOCK = 16  # small, so that a cache of a few dozen slots has several
 
 
@@ -186,8 +188,8 @@ def test_slots_beyond_the_length_are_never_read(poison, length, rng):
 def test_extreme_scores(rng):
     """Scores far apart: the running maximum jumps from block to block and nothing overflows."""
     q, k_cache, v_cache, *rest = make_inputs(rng, B=2, T=4, length=[40, 23])
-    ramp = jnp.linspace(-30, 30, 40)[:, None] * jnp.ones((8,))
-    inputs = (jnp.abs(q) * 4, k_cache + ramp, v_cache, *rest)
+    ramp = jnp.linspace(-30, 30, 40)[:, None] * jnp.ones((1, 8))
+    inputs = (jnp.abs(q) * 4, k_cache + ramp[None, None], v_cache, *rest)
     out = np.asarray(blockwise(*inputs))
     assert np.isfinite(out).all()
     # The scores themselves, up to some thousands, carry the rounding error here.

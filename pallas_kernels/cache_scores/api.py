@@ -11,19 +11,20 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.cache_scores import xla
 from pallas_kernels.checks import check_arrays, check_length
+from pallas_kernels.typing import Array, Float, Integer, accumulation_dtype
 
 MODES = ("dot", "softmax")
 
 
 def cache_scores(
-    q_last,
-    k_cache,
-    length,
+    q_last: Float[Array, "B N H"],
+    k_cache: Float[Array, "B K S H"],
+    length: Integer[Array, "B"],
     mode: str = "dot",
     *,
-    log_totals=None,
+    log_totals: Float[Array, "B N"] | None = None,
     implementation: str | None = None,
-):
+) -> Float[Array, "B K S"] | Float[Array, "B S"]:
     """How much one row's queries ask for each of `length` committed slots.
 
     "dot": the products q.k, summed over the query heads that share a kv head; neither scaled nor a
@@ -32,11 +33,11 @@ def cache_scores(
     capacity, and no array larger than [B, K, S] exists.
 
     Args:
-      q_last: [B, N, H] queries of one row.
-      k_cache: [B, K, S, H] committed keys; N is a multiple of K.
-      length: [B] int32, committed slots of each batch row, at most S.
+      q_last: queries of one row.
+      k_cache: committed keys; N is a multiple of K.
+      length: committed slots of each batch row, at most S.
       mode: "dot" or "softmax".
-      log_totals: [B, N] float32 (float64 for float64 inputs), for "softmax": the logarithm of the
+      log_totals: float32 (float64 for float64 inputs), for "softmax": the logarithm of the
         sum of exp(score) of all that a query head saw, as `tree_attention` gives it, where that is
         other than these slots. The weights are then parts of it.
       implementation: "triton" or "xla" to have that one or an error; None for the first that
@@ -69,8 +70,8 @@ def cache_scores(
         return total / arrays["q_last"].shape[1]
 
 
-def _checked_totals(log_totals, mode: str, q):
-    log_totals, wide = jnp.asarray(log_totals), jnp.promote_types(q.dtype, jnp.float32)
+def _checked_totals(log_totals: Array, mode: str, q: Array) -> Array:
+    log_totals, wide = jnp.asarray(log_totals), accumulation_dtype(q.dtype)
     if mode != "softmax":
         raise ValueError(f"mode={mode!r} is not valid with log_totals: 'softmax'")
     if log_totals.shape != q.shape[:2] or log_totals.dtype != wide:
@@ -81,7 +82,7 @@ def _checked_totals(log_totals, mode: str, q):
     return log_totals
 
 
-def _triton(*arrays, mode: str):
+def _triton(*arrays: Array, mode: str) -> Array:
     from pallas_kernels.cache_scores import triton
 
     return triton.cache_scores(*arrays, mode=mode)

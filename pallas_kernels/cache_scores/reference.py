@@ -5,12 +5,21 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.typing import Array, Float, Integer, accumulation_dtype
 
-def cache_scores(q_last, k_cache, length, mode="dot", *, log_totals=None):
+
+def cache_scores(
+    q_last: Float[Array, "B N H"],
+    k_cache: Float[Array, "B K S H"],
+    length: Integer[Array, "B"],
+    mode: str = "dot",
+    *,
+    log_totals: Float[Array, "B N"] | None = None,
+) -> Float[Array, "B K S"] | Float[Array, "B S"]:
     """Arguments and result as in `api.cache_scores`; costs by capacity."""
     (B, N, H), (_, K, S, _) = q_last.shape, k_cache.shape
-    wide = jnp.promote_types(q_last.dtype, jnp.float32)
-    committed = (jnp.arange(S) < length[:, None])[:, None]  # [B, 1, S]
+    wide = accumulation_dtype(q_last.dtype)
+    committed = (jnp.arange(S, dtype=length.dtype)[None] < length[:, None])[:, None]  # [B, 1, S]
     keys = jnp.where(committed[..., None], k_cache, 0).astype(wide)
     grouped = q_last.reshape(B, K, N // K, H).astype(wide)
     scores = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, precision="highest")

@@ -113,7 +113,7 @@ def _peak_and_total(length, q, k_cache, blocks: Blocks, options):
         name="tsjax_cache_scores_totals", **options,
     )  # fmt: skip
     peak = jnp.max(peaks, axis=0)
-    return peak, jnp.sum(totals * jnp.exp2(peaks - peak), axis=0)
+    return peak, jnp.sum(totals * jnp.exp2(peaks - peak[None]), axis=0)
 
 
 def _dot(

@@ -6,6 +6,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.typing import accumulation_dtype
+
 BLOCK = 1024
 MASKED = -1e30  # finite: exp(MASKED - peak) is exactly 0 and no inf - inf can arise
 
@@ -18,7 +20,7 @@ def cache_scores(*arrays, mode: str = "dot"):
 def _dot_scores(q, k_cache, length):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
     grouped = q.reshape(B, K, N // K, H)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulation_dtype(q.dtype)
 
     def score_block(index, scores):
         start, fresh, committed = _block_scores(grouped, k_cache, length, index)
@@ -32,13 +34,14 @@ def _dot_scores(q, k_cache, length):
 def _softmax_scores(q, k_cache, length, log_totals=None):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
     grouped = q.reshape(B, K, N // K, H)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulation_dtype(q.dtype)
 
     def add_block(index, carry):
         peak, total = carry
         start, fresh, committed = _block_scores(grouped, k_cache, length, index)
-        once = start + jnp.arange(fresh.shape[3]) >= index * fresh.shape[3]  # blocks may overlap
-        fresh = jnp.where((committed & once)[:, None, None], fresh * H**-0.5, MASKED)
+        slots = start + jnp.arange(fresh.shape[3], dtype=jnp.int32)
+        once = slots >= index * fresh.shape[3]  # blocks may overlap
+        fresh = jnp.where((committed & once[None])[:, None, None], fresh * H**-0.5, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(fresh, axis=-1))
         weights = jnp.sum(jnp.exp(fresh - new_peak[..., None]), axis=-1)
         return new_peak, total * jnp.exp(peak - new_peak) + weights
@@ -77,6 +80,7 @@ def _block_scores(grouped, k_cache, length, index):
         keys,
         dims,
         precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.promote_types(grouped.dtype, jnp.float32),
+        preferred_element_type=accumulation_dtype(grouped.dtype),
     )
-    return start, scores, start + jnp.arange(block, dtype=jnp.int32) < length[:, None]
+    slots = start + jnp.arange(block, dtype=jnp.int32)
+    return start, scores, slots[None] < length[:, None]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,40 +12,41 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_arrays, check_length
 from pallas_kernels.tree_attention import xla
+from pallas_kernels.typing import Array, Bool, Float, Int, Integer, accumulation_dtype
 
 
 class Summary(NamedTuple):
     """Many slots as one, for each query head: how a query saw them, or how it is to see them.
 
     Attributes:
-      mean: [B, N, H] in the queries' type, their values by their weights.
-      log_total: [B, N] in the type of the sums, the logarithm of the sum of exp(score).
+      mean: in the queries' type, their values by their weights.
+      log_total: in the type of the sums, the logarithm of the sum of exp(score).
     """
 
-    mean: Any
-    log_total: Any
+    mean: Float[Array, "B N H"]
+    log_total: Float[Array, "B N"]
 
 
 class Ranks(NamedTuple):
     """Which committed slots a row sees: those of a lower rank than its own.
 
     Attributes:
-      slots: [B, S] int32; beyond `length` anything.
-      rows: [B, T] int32.
+      slots: beyond `length` anything.
+      rows: of the fresh rows.
     """
 
-    slots: Any
-    rows: Any
+    slots: Int[Array, "B S"]
+    rows: Int[Array, "B T"]
 
 
 def tree_attention(
-    q,
-    k_cache,
-    v_cache,
-    length,
-    k_new,
-    v_new,
-    tree_mask,
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    length: Integer[Array, "B"],
+    k_new: Float[Array, "B T K H"],
+    v_new: Float[Array, "B T K H"],
+    tree_mask: Bool[Array, "T T"] | Bool[Array, "B T T"],
     *,
     ranks: Ranks | None = None,
     rest: Summary | None = None,
@@ -58,12 +60,12 @@ def tree_attention(
     summed in float32 (float64 for float64 inputs).
 
     Args:
-      q: [B, T, N, H] queries.
-      k_cache, v_cache: [B, K, S, H] committed keys and values; N is a multiple of K.
-      length: [B] int32, committed slots of each batch row, at most S.
-      k_new, v_new: [B, T, K, H] keys and values of the fresh rows.
-      tree_mask: [T, T] or [B, T, T] bool, tree_mask[t, u]: row t sees fresh row u. What a row
-        gets that sees nothing at all is unspecified.
+      q: queries.
+      k_cache, v_cache: committed keys and values; N is a multiple of K.
+      length: committed slots of each batch row, at most S.
+      k_new, v_new: keys and values of the fresh rows.
+      tree_mask: tree_mask[t, u] or [b, t, u]: row t sees fresh row u. What a row gets that sees
+        nothing at all is unspecified.
       ranks: which committed slots a row sees; None is all of them. With it the attention is that
         in plain XLA on every device.
       rest: slots that are not here; all rows of a query head see them as one slot with the value
@@ -109,7 +111,7 @@ def tree_attention(
         return both if with_log_totals else both[0]
 
 
-def _checked_ranks(ranks: Ranks, arrays, implementation: str | None):
+def _checked_ranks(ranks: Ranks, arrays: Mapping[str, Array], implementation: str | None) -> Ranks:
     B, T, S = *arrays["q"].shape[:2], arrays["k_cache"].shape[2]
     ranks = Ranks(jnp.asarray(ranks.slots), jnp.asarray(ranks.rows))
     for name, shape in (("slots", (B, S)), ("rows", (B, T))):
@@ -124,10 +126,10 @@ def _checked_ranks(ranks: Ranks, arrays, implementation: str | None):
     return ranks
 
 
-def _checked_rest(rest: Summary, q) -> Summary:
+def _checked_rest(rest: Summary, q: Array) -> Summary:
     mean, log_total = map(jnp.asarray, rest)
     B, _, N, H = q.shape
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulation_dtype(q.dtype)
     for name, array, shape, dtype in (
         ("rest.mean", mean, (B, N, H), q.dtype),
         ("rest.log_total", log_total, (B, N), wide),
@@ -141,12 +143,18 @@ def _checked_rest(rest: Summary, q) -> Summary:
 
 
 def decode_attention(
-    q, k_cache, v_cache, length, k_new, v_new, *, implementation: str | None = None
-):
+    q: Float[Array, "B N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    length: Integer[Array, "B"],
+    k_new: Float[Array, "B K H"],
+    v_new: Float[Array, "B K H"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "B N H"]:
     """Attention of one fresh row per batch row to `length` committed slots and to itself.
 
-    `tree_attention` for T = 1, without the dimension: q is [B, N, H], k_new and v_new are
-    [B, K, H], and so is the result [B, N, H].
+    `tree_attention` for T = 1, without the dimension.
     """
     arrays = dict(
         q=q, k_cache=k_cache, v_cache=v_cache, length=length, k_new=k_new, v_new=v_new
@@ -174,7 +182,7 @@ def decode_attention(
     return out[:, 0]
 
 
-def _triton(*arrays):
+def _triton(*arrays: Array) -> tuple[Array, Array]:
     from pallas_kernels.tree_attention import triton
 
     return triton.tree_attention(*arrays)

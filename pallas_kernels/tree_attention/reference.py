@@ -5,16 +5,28 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.typing import Array, Bool, Float, Integer, accumulation_dtype
 
-def tree_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None):
+
+def tree_attention(
+    q: Float[Array, "B T N H"],
+    k_cache: Float[Array, "B K S H"],
+    v_cache: Float[Array, "B K S H"],
+    length: Integer[Array, "B"],
+    k_new: Float[Array, "B T K H"],
+    v_new: Float[Array, "B T K H"],
+    tree_mask: Bool[Array, "T T"] | Bool[Array, "B T T"],
+    mean: Float[Array, "B N H"] | None = None,
+    log_total: Float[Array, "B N"] | None = None,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Arguments as in `api.tree_attention`, those of `rest` one by one; returns both results.
 
     Costs by capacity.
     """
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    committed = jnp.arange(S) < length[:, None]  # [B, S]
+    wide = accumulation_dtype(q.dtype)
+    committed = jnp.arange(S, dtype=length.dtype)[None] < length[:, None]  # [B, S]
     values = jnp.where(committed[:, None, :, None], v_cache, 0)
     k = jnp.concatenate([k_cache, jnp.swapaxes(k_new, 1, 2)], axis=2).astype(wide)
     v = jnp.concatenate([values, jnp.swapaxes(v_new, 1, 2)], axis=2).astype(wide)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.typing import accumulation_dtype
+
 LARGEST_BLOCK, SMALL_BLOCK = 4096, 512
 LONGEST_AT_ONCE = 1280  # slots of a cache that is read as one block
 MOST_ELEMENTS = 2**18  # of one array of a block
@@ -31,7 +33,7 @@ def tree_attention(
     K, S = k_cache.shape[1:3]
     G = N // K
     rows = T * G
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = accumulation_dtype(q.dtype)
     at_once = block is None and S <= LONGEST_AT_ONCE
     block = min(block or default_block(B * K, max(rows, H)), S)
     small = min(SMALL_BLOCK, block)
@@ -100,12 +102,12 @@ def tree_attention(
     def add_small_block(index, carry):
         first = behind_whole + index * small
         start = jnp.minimum(first, S - small)  # the last block may overlap the one before it
-        slots = start + jnp.arange(small, dtype=jnp.int32)
+        slots = start + jnp.arange(small, dtype=jnp.int32)[None]
         return add_slice(start, small, (slots >= first) & (slots < length[:, None]), carry)
 
     carry = peak, total, out
     if at_once:
-        slots = jnp.arange(S, dtype=jnp.int32)
+        slots = jnp.arange(S, dtype=jnp.int32)[None]
         peak, total, out = add(k_cache, v_cache, slots < length[:, None], slot_ranks, carry)
     else:
         shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)

@@ -11,23 +11,27 @@ Knows rows and positions. Knows no logits and no model.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.random import threefry_2x32
 
+from tsjax.typing import Array, DTypeLike, Float, Integer, Key, UInt
+
 IMPLEMENTATION = "threefry2x32"  # of the keys: two words each
 
 
-def row_keys(seeds, repeats):
+def row_keys(seeds: Iterable[int], repeats: Iterable[int]) -> Key[Array, "B"]:
     """One key per row. Rows with the same seed and prompt differ by their repeat number."""
     words = jnp.asarray([[0, seed] for seed in seeds], jnp.uint32)
     repeats = jnp.asarray(list(repeats), jnp.uint32)
     return jax.random.wrap_key_data(jax.vmap(_fold_in)(words, repeats), impl=IMPLEMENTATION)
 
 
-def check_keys(keys) -> None:
+def check_keys(keys: Array) -> None:
     """Keys of another hash would give other noise, or none."""
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or (
         str(jax.random.key_impl(keys)) != IMPLEMENTATION
@@ -35,8 +39,10 @@ def check_keys(keys) -> None:
         raise ValueError(f"row_key of type {keys.dtype} is not valid: what tsjax.row_keys returns")
 
 
-def position_noise(row_key, positions, vocab_size: int, dtype):
-    """Gumbel noise [B, T, V] for row keys [B] and absolute positions [B, T]."""
+def position_noise(
+    row_key: Key[Array, "B"], positions: Integer[Array, "B T"], vocab_size: int, dtype: DTypeLike
+) -> Float[Array, "B T {vocab_size}"]:
+    """Gumbel noise for row keys and absolute positions."""
 
     def one(key, position):
         return -jnp.log(-jnp.log(_uniform(_fold_in(key, position), vocab_size, dtype)))
@@ -45,18 +51,18 @@ def position_noise(row_key, positions, vocab_size: int, dtype):
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(keys, positions)
 
 
-def uniform(seed: int, size: int):
-    """Numbers [size] between 0 and 1 in float32."""
+def uniform(seed: int, size: int) -> Float[Array, "{size}"]:
+    """Numbers between 0 and 1 in float32."""
     return _uniform(jnp.asarray([0, seed], jnp.uint32), size, jnp.float32)
 
 
-def _fold_in(key, number):
-    """The key [2] for a number below 2**32 under another key."""
+def _fold_in(key: UInt[Array, "2"], number: UInt[Array, ""]) -> UInt[Array, "2"]:
+    """The key for a number below 2**32 under another key."""
     return threefry_2x32(key, jnp.stack([jnp.zeros_like(number), number]))
 
 
-def _uniform(key, size: int, dtype):
-    """Numbers [size], at least the smallest normal one and below 1, each from two words.
+def _uniform(key: UInt[Array, "2"], size: int, dtype: DTypeLike) -> Float[Array, "{size}"]:
+    """Numbers, at least the smallest normal one and below 1, each from two words.
 
     The mantissa of a float between 1 and 2 is filled with bits, and 1 is taken off.
     """

@@ -13,9 +13,9 @@ from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import best_few, step_noise
-from tsjax.decoding.state import LENGTH, RUNNING, DecodeState
+from tsjax.decoding.state import LENGTH, RUNNING, DecodeState, Verdict
 from tsjax.decoding.step import commit
-from tsjax.decoding.verification import Verdict, accept, score_rows
+from tsjax.decoding.verification import accept, score_rows
 from tsjax.model.params import Params
 
 

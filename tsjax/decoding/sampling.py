@@ -25,37 +25,40 @@ from jax import lax
 
 from tsjax.config import GenerationConfig
 from tsjax.decoding.noise import position_noise
-from tsjax.model.layers import accumulation_dtype
+from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, Num, UInt, accumulation_dtype
 
 NEVER_SEEN = -(2**31)
 WHOLE_CONTEXT = 2**30  # as a repetition window
+
+# Drafted tokens before each row, and their positions, NEVER_SEEN for none.
+Ancestors = tuple[Int[Array, "B T ancestors"], Int[Array, "B T ancestors"]]
 
 
 class SamplingValues(flax.struct.PyTreeNode):
     """The sampling part of GenerationConfig as arrays: scalars, and two masks over the vocabulary.
 
     Attributes:
-      stop_mask: [V] bool, tokens that end a row; barred while fewer than min_new_tokens are out.
-      suppress_mask: [V] bool, tokens that are never chosen.
+      stop_mask: tokens that end a row; barred while fewer than min_new_tokens are out.
+      suppress_mask: tokens that are never chosen.
     """
 
-    do_sample: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    epsilon_cutoff: jax.Array
-    eta_cutoff: jax.Array
-    min_tokens_to_keep: jax.Array
-    repetition_penalty: jax.Array
-    repetition_window: jax.Array
-    min_new_tokens: jax.Array
-    stop_mask: jax.Array
-    suppress_mask: jax.Array
+    do_sample: Bool[Array, ""]
+    temperature: Float[Array, ""]
+    top_k: Int[Array, ""]
+    top_p: Float[Array, ""]
+    min_p: Float[Array, ""]
+    epsilon_cutoff: Float[Array, ""]
+    eta_cutoff: Float[Array, ""]
+    min_tokens_to_keep: Int[Array, ""]
+    repetition_penalty: Float[Array, ""]
+    repetition_window: Int[Array, ""]
+    min_new_tokens: Int[Array, ""]
+    stop_mask: Bool[Array, "V"]
+    suppress_mask: Bool[Array, "V"]
 
 
 def sampling_values(
-    config: GenerationConfig, stop_ids: Sequence[int], vocab_size: int, dtype
+    config: GenerationConfig, stop_ids: Sequence[int], vocab_size: int, dtype: DTypeLike
 ) -> SamplingValues:
     """The arrays of `config`; `stop_ids` are the resolved end tokens, `dtype` that of the model."""
     real = accumulation_dtype(dtype)
@@ -84,18 +87,26 @@ def sampling_values(
     )
 
 
-def first_last_seen(tokens, length, vocab_size: int):
-    """[B, V] int32: the last position of each token in the first `length` [B] of tokens [B, C]."""
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+def first_last_seen(
+    tokens: Int[Array, "B C"], length: Int[Array, "B"], vocab_size: int
+) -> Int[Array, "B {vocab_size}"]:
+    """The last position of each token among the first `length` ones, NEVER_SEEN for none."""
+    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     positions = jnp.where(positions < length[:, None], positions, NEVER_SEEN)
     seen = jnp.full((tokens.shape[0], vocab_size), NEVER_SEEN, jnp.int32)
     rows = jnp.arange(tokens.shape[0])[:, None]
     return seen.at[rows, tokens].max(positions, mode="drop")
 
 
-def step_noise(row_key, first, count: int, vocab_size: int, values: SamplingValues):
-    """Noise [B, count, V] of the positions from `first` [B] on; zeros where nothing samples."""
-    positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)
+def step_noise(
+    row_key: Key[Array, "B"],
+    first: Int[Array, "B"],
+    count: int,
+    vocab_size: int,
+    values: SamplingValues,
+) -> Float[Array, "B {count} {vocab_size}"]:
+    """Noise of the `count` positions from `first` on; zeros where nothing samples."""
+    positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     dtype = values.temperature.dtype
     shape = (*positions.shape, vocab_size)
     return lax.cond(
@@ -105,15 +116,21 @@ def step_noise(row_key, first, count: int, vocab_size: int, values: SamplingValu
     )
 
 
-def process(logits, last_seen, positions, prompt_length, values: SamplingValues, ancestors=None):
+def process(
+    logits: Float[Array, "B T V"],
+    last_seen: Int[Array, "B V"],
+    positions: Int[Array, "B T"],
+    prompt_length: Int[Array, "B"],
+    values: SamplingValues,
+    ancestors: Ancestors | None = None,
+) -> Float[Array, "B T V"]:
     """The processors that also act without sampling.
 
     Args:
-      logits: [B, T, V] of the tokens to be chosen at `positions` [B, T].
-      last_seen: [B, V]; a token is recent if its last position is within the window before p.
-      prompt_length: [B].
+      logits: of the tokens to be chosen at `positions`.
+      last_seen: a token is recent if its last position is within the window before p.
       ancestors: for each of the T rows, drafted tokens that come before it and are not in
-        `last_seen`: a pair of [B, T, A] tokens and [B, T, A] positions, NEVER_SEEN for none.
+        `last_seen`.
     """
 
     def penalise(logits):
@@ -130,11 +147,12 @@ def process(logits, last_seen, positions, prompt_length, values: SamplingValues,
 
     logits = lax.cond(values.repetition_penalty != 1, penalise, _unchanged, logits)
     too_early = positions - prompt_length[:, None] < values.min_new_tokens  # [B, T]
-    barred = (too_early[:, :, None] & values.stop_mask) | values.suppress_mask
+    stop, suppress = values.stop_mask[None, None], values.suppress_mask[None, None]
+    barred = (too_early[:, :, None] & stop) | suppress
     return jnp.where(barred, -jnp.inf, logits)
 
 
-def warp(logits, values: SamplingValues):
+def warp(logits: Float[Array, "*rows V"], values: SamplingValues) -> Float[Array, "*rows V"]:
     """The processors of sampling: temperature, then the truncations; removed tokens are -inf."""
     keep = jnp.minimum(values.min_tokens_to_keep, logits.shape[-1])
 
@@ -181,22 +199,21 @@ def warp(logits, values: SamplingValues):
 
 
 def score(
-    logits,
-    last_seen,
-    depths,
-    length,
-    prompt_length,
-    noise,
+    logits: Float[Array, "B T V"],
+    last_seen: Int[Array, "B V"],
+    depths: Int[Array, "B T"],
+    length: Int[Array, "B"],
+    prompt_length: Int[Array, "B"],
+    noise: Float[Array, "B positions V"],
     values: SamplingValues,
-    ancestors=None,
-):
-    """What the choice of a token is the argmax of: processed logits [B, T, V] plus noise.
+    ancestors: Ancestors | None = None,
+) -> Float[Array, "B T V"]:
+    """What the choice of a token is the argmax of: processed logits plus noise.
 
     Args:
-      logits: [B, T, V] of the model; row t is about the token at position length + depths[b, t].
+      logits: of the model; row t is about the token at position length + depths[b, t].
       last_seen, prompt_length, ancestors: see `process`.
-      length: [B] int32.
-      noise: [B, n, V], of the positions from `length` on, n above every depth.
+      noise: of the positions from `length` on, at least one more than the largest depth.
     """
     with jax.named_scope("sampling"):
         positions = length[:, None] + depths
@@ -208,45 +225,53 @@ def score(
         return lax.cond(values.do_sample, sample, _unchanged, logits)
 
 
-def best(scores):
-    """The first index of the largest entry along the last axis, int32.
+def best(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """The first index of the largest entry along the last axis.
 
     As jnp.argmax, but in two plain reductions: XLA does not vectorise its own on a CPU. Of NaN it
     makes the last index.
     """
-    size = scores.shape[-1]
-    indices = jnp.arange(size, dtype=jnp.int32)
     at_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(at_peak, indices, size - 1), axis=-1)
+    return jnp.min(jnp.where(at_peak, _indices(scores), scores.shape[-1] - 1), axis=-1)
 
 
-def best_few(scores, k: int):
+def best_few(
+    scores: Float[Array, "*rows V"], k: int
+) -> tuple[Float[Array, "*rows {k}"], Int[Array, "*rows {k}"]]:
     """The k largest entries along the last axis and their indices, best first, equal by index.
 
     A few are found in as many pairs of reductions: lax.top_k sorts everything on a CPU.
     """
     if k > 32:
-        return lax.top_k(scores, k)
+        values, indices = lax.top_k(scores, k)
+        return values, indices
     values, indices = [], []
     for _ in range(k):
         index = best(scores)[..., None]
         values.append(jnp.take_along_axis(scores, index, axis=-1))
         indices.append(index)
-        scores = jnp.where(jnp.arange(scores.shape[-1]) == index, -jnp.inf, scores)
+        scores = jnp.where(_indices(scores) == index, -jnp.inf, scores)
     return jnp.concatenate(values, axis=-1), jnp.concatenate(indices, axis=-1)
 
 
-def largest(x, k):
+def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
+    """Of each entry its index along the last axis."""
+    return lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+
+
+def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, "*rows V"]:
     """Mask of the k largest entries along the last axis; entries equal to the k-th all belong."""
     keys = _sortable(x)
 
     def holds(threshold):
-        return jnp.sum(keys >= threshold, axis=-1, keepdims=True) >= k
+        return jnp.sum(keys >= threshold, axis=-1, keepdims=True, dtype=jnp.int32) >= k
 
     return keys >= _last_that_holds(holds, keys)
 
 
-def nucleus(logits, top_p):
+def nucleus(
+    logits: Float[Array, "*rows V"], top_p: float | Float[Array, ""]
+) -> Bool[Array, "*rows V"]:
     """Mask of the smallest set of most probable tokens whose mass reaches `top_p`.
 
     As HuggingFace: a token goes when the mass of all tokens up to and including it, counted from
@@ -261,7 +286,7 @@ def nucleus(logits, top_p):
     return keys >= _last_that_holds(holds, keys)
 
 
-def _sortable(x):
+def _sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
     """An unsigned integer image of floats with the same order."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     sign = jnp.asarray(1 << (8 * x.dtype.itemsize - 1), unsigned)
@@ -270,8 +295,11 @@ def _sortable(x):
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _last_that_holds(holds: Callable[[jax.Array], jax.Array], keys):
-    """The largest threshold [..., 1] that `holds`: true up to some point and false after."""
+def _last_that_holds(
+    holds: Callable[[UInt[Array, "*rows 1"]], Bool[Array, "*rows 1"]],
+    keys: UInt[Array, "*rows V"],
+) -> UInt[Array, "*rows 1"]:
+    """The largest threshold that `holds`: true up to some point and false after."""
     bits = 8 * keys.dtype.itemsize
     one = jnp.asarray(1, keys.dtype)
 
@@ -283,5 +311,5 @@ def _last_that_holds(holds: Callable[[jax.Array], jax.Array], keys):
     return lax.fori_loop(0, bits, body, jnp.zeros((*keys.shape[:-1], 1), keys.dtype))
 
 
-def _unchanged(x):
+def _unchanged(x: Num[Array, "*rows V"]) -> Num[Array, "*rows V"]:
     return x

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import flax.struct
-import jax
 import jax.numpy as jnp
+
+from tsjax.typing import Array, Bool, Int
 
 # What drafts a token, for the methods of this package; "heads" includes the model itself.
 SOURCES = ("heads", "ngrams", "suffix")
@@ -24,15 +25,15 @@ class DraftTree(flax.struct.PyTreeNode):
     themselves and are nobody's child.
 
     Attributes:
-      tokens: [B, T] int32; 0 in padding.
-      path: [B, T, J + 1] int32, the nodes from the root (at 0) to the node itself, and NO_NODE
-        below it. A padding node has its own index at 0 and nothing else.
-      sources: [B, T, sources] bool, which sources drafted the node; none for the root.
+      tokens: 0 in padding.
+      path: the nodes from the root (at 0) to the node itself, and NO_NODE below it. A padding node
+        has its own index at 0 and nothing else.
+      sources: which sources drafted the node; none for the root.
     """
 
-    tokens: jax.Array
-    path: jax.Array
-    sources: jax.Array
+    tokens: Int[Array, "B T"]
+    path: Int[Array, "B T J+1"]
+    sources: Bool[Array, "B T sources"]
 
     def narrowed(self, width: int) -> DraftTree:
         """The first `width` nodes: the same tree if it has drafted no more than width - 1."""
@@ -41,38 +42,43 @@ class DraftTree(flax.struct.PyTreeNode):
         )
 
     @property
-    def depths(self) -> jax.Array:
-        """[B, T] int32, 0 for the root and for padding."""
+    def depths(self) -> Int[Array, "B T"]:
+        """0 for the root and for padding."""
         return jnp.sum(self.path != NO_NODE, axis=-1, dtype=jnp.int32) - 1
 
     @property
-    def parents(self) -> jax.Array:
-        """[B, T] int32, NO_NODE for the root and for padding."""
+    def parents(self) -> Int[Array, "B T"]:
+        """NO_NODE for the root and for padding."""
         above = jnp.maximum(self.depths - 1, 0)[..., None]
         parents = jnp.take_along_axis(self.path, above, axis=-1)[..., 0]
         return jnp.where(self.depths > 0, parents, NO_NODE)
 
     @property
-    def mask(self) -> jax.Array:
-        """[B, T, T] bool: node t sees node u, that is u is t or an ancestor of t."""
+    def mask(self) -> Bool[Array, "B T T"]:
+        """Node t sees node u, that is u is t or an ancestor of t, at [b, t, u]."""
         nodes = jnp.arange(self.tokens.shape[1], dtype=jnp.int32)
         return jnp.any(self.path[:, :, None, :] == nodes[None, None, :, None], axis=-1)
 
     @property
-    def drafted(self) -> jax.Array:
-        """[B] int32, nodes that a source filled."""
+    def drafted(self) -> Int[Array, "B"]:
+        """Nodes that a source filled."""
         return jnp.sum(self.depths > 0, axis=1, dtype=jnp.int32)
 
 
 def merge_paths(
-    root, paths, lengths, sources: Sequence[int] = (), *, width: int, num_sources: int = 1
+    root: Int[Array, "B"],
+    paths: Int[Array, "B R J"],
+    lengths: Int[Array, "B R"],
+    sources: Sequence[int] = (),
+    *,
+    width: int,
+    num_sources: int = 1,
 ) -> DraftTree:
     """The trie of R paths per batch row.
 
     Args:
-      root: [B] int32.
-      paths: [B, R, J] int32, tokens that might follow the root.
-      lengths: [B, R] int32, how many tokens of each path count.
+      paths: tokens that might follow the root.
+      lengths: how many tokens of each path count.
       sources: what each path comes from, R numbers below num_sources; by default 0.
       width: T, at least one more than the nodes that can differ.
       num_sources: of the method, see `Method.sources`.
@@ -84,7 +90,7 @@ def merge_paths(
         tokens = jnp.pad(root[:, None], ((0, 0), (0, width - 1)))
         return DraftTree(tokens, path, jnp.zeros((B, width, num_sources), bool))
 
-    present = jnp.arange(J) < lengths[..., None]  # [B, R, J]
+    present = jnp.arange(J, dtype=jnp.int32)[None, None] < lengths[..., None]  # [B, R, J]
     # first[b, r, j]: the first path that begins with the same j + 1 tokens; its node is shared.
     same, first = jnp.ones((B, R, R), bool), []
     for j in range(J):
@@ -92,7 +98,7 @@ def merge_paths(
         same &= present[:, :, None, j] & present[:, None, :, j]
         first.append(jnp.argmax(same, axis=2))
     first = jnp.stack(first, axis=2)
-    owns = present & (first == jnp.arange(R)[:, None])
+    owns = present & (first == jnp.arange(R)[None, :, None])
     number = jnp.cumsum(owns.reshape(B, R * J), axis=1, dtype=jnp.int32).reshape(B, R, J)
     node = jnp.where(present, jnp.take_along_axis(number, first, axis=1), NO_NODE)  # [B, R, J]
 
@@ -101,7 +107,8 @@ def merge_paths(
     slot = jnp.where(owns, node, width)  # out of bounds: dropped
     tokens = jnp.zeros((B, width), jnp.int32).at[:, 0].set(root)
     tokens = tokens.at[b, slot].set(paths, mode="drop")
-    ancestors = jnp.where(jnp.tril(jnp.ones((J, J), bool)), node[:, :, None, :], NO_NODE)
+    earlier = jnp.tril(jnp.ones((J, J), bool))[None, None]
+    ancestors = jnp.where(earlier, node[:, :, None, :], NO_NODE)
     ancestors = jnp.pad(ancestors, ((0, 0), (0, 0), (0, 0), (1, 0)))  # the root is node 0
     alone = jnp.pad(jnp.arange(width)[:, None], ((0, 0), (0, J)), constant_values=NO_NODE)
     path = jnp.broadcast_to(alone.astype(jnp.int32), (B, width, J + 1))

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tsjax.typing import Array, Bool, Int
+
 MATCH_LIMIT = 16  # tokens of a suffix that are compared
 TOKENS_PER_MATCH = 4  # a match of m tokens is continued by up to this times m
 SEARCH_BLOCK = 4096
@@ -26,13 +28,13 @@ class NgramTable(flax.struct.PyTreeNode):
     gives the entries of the highest count, among equals those seen last first.
 
     Attributes:
-      entries: [B, V, slots, n + 1] int32: the n - 1 tokens that follow, the count (0: free slot),
-        and the last position of the first token.
-      entered: [B] int32, n-grams entered so far: those that begin at positions below it.
+      entries: the n - 1 tokens that follow, the count (0: free slot), and the last position of the
+        first token.
+      entered: n-grams entered so far: those that begin at positions below it.
     """
 
-    entries: jax.Array
-    entered: jax.Array
+    entries: Int[Array, "B V slots n+1"]
+    entered: Int[Array, "B"]
 
     @property
     def size(self) -> int:
@@ -47,8 +49,8 @@ def init_table(batch: int, vocab_size: int, slots: int, size: int) -> NgramTable
     )
 
 
-def enter(table: NgramTable, tokens, known) -> NgramTable:
-    """Enters the n-grams of tokens [B, C] that lie within the first `known` [B] and are new."""
+def enter(table: NgramTable, tokens: Int[Array, "B C"], known: Int[Array, "B"]) -> NgramTable:
+    """Enters the n-grams of tokens that lie within the first `known` and are new."""
     n, zero = table.size, jnp.int32(0)
     goal = jnp.maximum(table.entered, known - n + 1)
 
@@ -67,21 +69,25 @@ def enter(table: NgramTable, tokens, known) -> NgramTable:
         return NgramTable(entries=entries, entered=goal)
 
 
-def _counted(slots, following, position):
-    """The slots [slots, n + 1] of one first token after one more n-gram."""
+def _counted(
+    slots: Int[Array, "slots size"], following: Int[Array, "size-2"], position: Int[Array, ""]
+) -> Int[Array, "slots size"]:
+    """The slots of one first token after one more n-gram."""
     count, last = slots[:, -2], slots[:, -1]
-    found = jnp.all(slots[:, :-2] == following, axis=1) & (count > 0)
+    found = jnp.all(slots[:, :-2] == following[None], axis=1) & (count > 0)
     # Free slots have count 0 and come first; last positions differ, so nothing is left to chance.
     rarest = count == jnp.min(count)
     oldest = jnp.argmin(jnp.where(rarest, last, jnp.iinfo(jnp.int32).max))
     at = jnp.where(jnp.any(found), jnp.argmax(found), oldest)
     new_count = jnp.where(jnp.any(found), count[at] + 1, 1)
     entry = jnp.concatenate([following, new_count[None], position[None]])
-    return jnp.where(jnp.arange(slots.shape[0])[:, None] == at, entry, slots)
+    return jnp.where(jnp.arange(slots.shape[0])[:, None] == at, entry[None], slots)
 
 
-def most_frequent(table: NgramTable, first, k: int):
-    """The followers [B, k, n - 1] of first tokens [B], best first, and [B, k] which exist."""
+def most_frequent(
+    table: NgramTable, first: Int[Array, "B"], k: int
+) -> tuple[Int[Array, "B {k} {table.size-1}"], Bool[Array, "B {k}"]]:
+    """The followers of first tokens, best first, and which of them exist."""
 
     def one(entries, first):
         slots = lax.dynamic_index_in_dim(entries, first, keepdims=False)
@@ -95,7 +101,9 @@ def most_frequent(table: NgramTable, first, k: int):
         return jax.vmap(one)(table.entries, first)
 
 
-def longest_suffix(tokens, length, limit: int):
+def longest_suffix(
+    tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int
+) -> tuple[Int[Array, "B {limit}"], Int[Array, "B"], Int[Array, "B"]]:
     """What followed the longest earlier match of the last tokens, and how long the match is.
 
     The rule. Among the positions before the last known token, that is chosen at which most tokens
@@ -104,17 +112,12 @@ def longest_suffix(tokens, length, limit: int):
     tokens for each equal one and at most `limit`; where it reaches the end of the text, it goes on
     as it would if the text from there on repeated itself.
 
-    Args:
-      tokens: [B, C] int32.
-      length: [B] int32, known tokens.
-
     Returns:
-      [B, limit] int32 tokens, [B] int32, how many of them are drafted, and [B] int32, how many
-      tokens matched.
+      Tokens, how many of them are drafted, and how many tokens matched.
     """
     B, C = tokens.shape
     block = min(SEARCH_BLOCK, C)
-    recent = length[:, None] - 1 - jnp.arange(MATCH_LIMIT, dtype=jnp.int32)
+    recent = length[:, None] - 1 - jnp.arange(MATCH_LIMIT, dtype=jnp.int32)[None]
     # Nothing equals what lies before the first token.
     pattern = jnp.where(
         recent >= 0, jnp.take_along_axis(tokens, jnp.maximum(recent, 0), axis=1), -1
@@ -131,8 +134,8 @@ def longest_suffix(tokens, length, limit: int):
         for i in range(MATCH_LIMIT):
             shifted = window[:, MATCH_LIMIT - i : MATCH_LIMIT - i + block]
             equal &= shifted == pattern[:, i : i + 1]
-            size += equal
-        position = start + jnp.arange(block, dtype=jnp.int32)
+            size += equal.astype(jnp.int32)
+        position = start + jnp.arange(block, dtype=jnp.int32)[None]
         earlier = position < length[:, None] - 1
         score = jnp.where(earlier, size * C + position, -1)
         return jnp.maximum(best, jnp.max(score, axis=1))
@@ -144,6 +147,6 @@ def longest_suffix(tokens, length, limit: int):
         size, position = best // C, best % C
         count = jnp.minimum(TOKENS_PER_MATCH * jnp.maximum(size, 0), limit)
         period = jnp.maximum(length - 1 - position, 1)
-        offset = jnp.arange(limit, dtype=jnp.int32) % period[:, None]
+        offset = jnp.arange(limit, dtype=jnp.int32)[None] % period[:, None]
         source = jnp.clip(position[:, None] + 1 + offset, 0, C - 1)
         return jnp.take_along_axis(tokens, source, axis=1), count, jnp.maximum(size, 0)

@@ -6,15 +6,19 @@ Knows arrays and lengths, no model. Which tokens are here is one rule, that of D
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from pallas_kernels import Summary, cache_scores, tree_attention
 from tsjax.config import ModelConfig
 from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers, for_each_row
 from tsjax.model.control_flow import run_if
+from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 SELECT_BLOCK = 16384  # scores that are looked at together when the important ones are chosen
 NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
@@ -31,22 +35,22 @@ class DraftCache(Cache):
     than `most_new`, all are chosen again.
 
     Attributes:
-      k, v: one [B, K, M + room, H] array per layer. Slots at `length` and beyond are unspecified;
-        the passes of a step keep the rows of its drafts there.
-      query: one [B, K, H] array per layer, the queries of the last committed token, summed over
-        the query heads that share a kv head; zero before there is one.
-      length: [B] int32, slots in use.
-      newest: [B] int32, once not all tokens are here, slots at newest .. length hold those since
-        the last choice; before that, `length`.
-      seen: [B] int32, the length of the whole cache when this one was last brought up to date.
+      k, v: one array per layer. Slots at `length` and beyond are unspecified; the passes of a step
+        keep the rows of its drafts there.
+      query: of each layer, the queries of the last committed token, summed over the query heads
+        that share a kv head; zero before there is one.
+      length: slots in use.
+      newest: once not all tokens are here, slots at newest .. length hold those since the last
+        choice; before that, `length`.
+      seen: the length of the whole cache when this one was last brought up to date.
       attended: one entry per layer, that of the last committed token, whose attention to all of
         them says what the tokens that are not here amount to; () where they are left out.
       room: slots that committed tokens never take.
     """
 
-    query: tuple[jax.Array, ...]
-    newest: jax.Array
-    seen: jax.Array
+    query: tuple[Float[Array, "B K H"], ...]
+    newest: Int[Array, "B"]
+    seen: Int[Array, "B"]
     attended: tuple[Attended, ...] = ()
     room: int = flax.struct.field(pytree_node=False, default=0)
 
@@ -57,13 +61,18 @@ class DraftCache(Cache):
 
 
 def init_draft_cache(
-    cfg: ModelConfig, batch: int, capacity: int, room: int = 0, mesh=None, with_rest: bool = False
+    cfg: ModelConfig,
+    batch: int,
+    capacity: int,
+    room: int = 0,
+    mesh: Mesh | None = None,
+    with_rest: bool = False,
 ) -> DraftCache:
     """An empty draft cache for `capacity` committed tokens and `room` drafts per row."""
     query = (batch, cfg.num_kv_heads, cfg.head_dim)
 
     def nothing_attended():
-        heads, wide = (batch, cfg.num_heads), jnp.promote_types(cfg.dtype, jnp.float32)
+        heads, wide = (batch, cfg.num_heads), accumulation_dtype(cfg.dtype)
         query, mean = (jnp.zeros((*heads, cfg.head_dim), cfg.dtype) for _ in range(2))
         return Attended(query, Summary(mean, jnp.full(heads, NOTHING, wide)))
 
@@ -127,13 +136,15 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
         here = tree_attention(
             query[:, None], k, v, draft.length, none, none, itself_unseen, with_log_totals=True
         )
-        mean_here, log_total_here = (x[:, 0] for x in here)
+        mean_here, log_total_here = (x[:, 0].astype(log_total.dtype) for x in here)
         share_here = jnp.exp(jnp.minimum(log_total_here - log_total, 0))
         share = 1 - share_here
         # Of less than that, rounding leaves nothing sure.
-        is_some = share > 4 * jnp.finfo(query.dtype).eps
+        is_some = share > 4 * float(jnp.finfo(query.dtype).eps)
         share = jnp.where(is_some, share, 1)
-        elsewhere = (mean - share_here[..., None] * mean_here) / share[..., None]
+        elsewhere = (mean.astype(share.dtype) - share_here[..., None] * mean_here) / share[
+            ..., None
+        ]
         return Summary(
             jnp.where(is_some[..., None], elsewhere, 0).astype(query.dtype),
             jnp.where(is_some, log_total + jnp.log(share), NOTHING),
@@ -143,9 +154,16 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
         return tuple(map(rest_of, draft.k, draft.v, draft.attended))
 
 
-def _slide(buffers, committed, to, first_slots, count, max_rows: int):
-    """Copies `count` [B] tokens, at most `max_rows`, from each layer's slot in `first_slots` [B]
-    of `committed` on to slot `to` [B] of `buffers` on."""
+def _slide(
+    buffers: tuple[Float[Array, "B K slots H"], ...],
+    committed: tuple[Float[Array, "B K S H"], ...],
+    to: Int[Array, "B"],
+    first_slots: Sequence[Int[Array, "B"]],
+    count: Int[Array, "B"],
+    max_rows: int,
+) -> tuple[Float[Array, "B K slots H"], ...]:
+    """Copies `count` tokens, at most `max_rows`, from each layer's slot in `first_slots` of
+    `committed` on to slot `to` of `buffers` on."""
     zero = jnp.int32(0)
     index = jnp.arange(max_rows, dtype=jnp.int32)
 
@@ -153,14 +171,14 @@ def _slide(buffers, committed, to, first_slots, count, max_rows: int):
         _, K, M, H = buffer.shape
         # A window of fixed size that holds the slots; the others in it are written as they were.
         first = jnp.clip(to, 0, M - max_rows)
-        wanted = index - (to - first)[:, None]  # [B, max_rows]
+        wanted = index[None] - (to - first)[:, None]  # [B, max_rows]
         fresh = (wanted >= 0) & (wanted < count[:, None])
 
         def one(b, buffer):
             old = lax.dynamic_slice(buffer, (b, zero, first[b], zero), (1, K, max_rows, H))
             new = lax.dynamic_slice(source, (b, zero, start[b], zero), (1, K, max_rows, H))
             moved = jnp.take(new, jnp.clip(wanted[b], 0, max_rows - 1), axis=2)
-            rows = jnp.where(fresh[b][:, None], moved, old)
+            rows = jnp.where(fresh[b][None, None, :, None], moved, old)
             return lax.dynamic_update_slice(buffer, rows, (b, zero, first[b], zero))
 
         return for_each_row(one, buffer)
@@ -168,8 +186,14 @@ def _slide(buffers, committed, to, first_slots, count, max_rows: int):
     return tuple(map(write, buffers, committed, first_slots))
 
 
-def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> DraftCache:
-    """Fills the draft caches of the batch rows `rows` [B] by importance to `queries`."""
+def _choose(
+    draft: DraftCache,
+    queries: tuple[Float[Array, "B K H"], ...],
+    kv: KVCache,
+    rows: Bool[Array, "B"],
+    num_sinks: int,
+) -> DraftCache:
+    """Fills the draft caches of the batch rows `rows` by importance to `queries`."""
     k, v = [], []
     for layer, query in enumerate(queries):
         rows_here = kv.rows_in(layer)
@@ -187,10 +211,16 @@ def _choose(draft: DraftCache, queries, kv: KVCache, rows, num_sinks: int) -> Dr
     return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
 
 
-def _important_slots(query, keys, length, count: int, num_sinks: int):
-    """The sinks and then the slots [B, K, count] of the keys [B, K, S] with the highest scores.
+def _important_slots(
+    query: Float[Array, "B K H"],
+    keys: Float[Array, "B K S H"],
+    length: Int[Array, "B"],
+    count: int,
+    num_sinks: int,
+) -> Int[Array, "B K {count}"]:
+    """The sinks and then the slots of the keys with the highest scores.
 
-    Equal ones by position. Of the slots below `length` [B] alone, at a cost that follows it; if
+    Equal ones by position. Of the slots below `length` alone, at a cost that follows it; if
     they are fewer than `count`, the rest is unspecified.
     """
     B, K, S, _ = keys.shape
@@ -200,7 +230,7 @@ def _important_slots(query, keys, length, count: int, num_sinks: int):
     def merge(index, best):
         first = index * block
         start = jnp.minimum(first, S - block)  # the last block may overlap
-        here = start + jnp.arange(block, dtype=jnp.int32)
+        here = start + jnp.arange(block, dtype=jnp.int32)[None, None]
         fresh = lax.dynamic_slice_in_dim(scores, start, block, axis=2)
         fresh = jnp.where((here < num_sinks) & (fresh > -jnp.inf), jnp.inf, fresh)
         fresh = jnp.where(here >= first, fresh, -jnp.inf)
@@ -210,6 +240,6 @@ def _important_slots(query, keys, length, count: int, num_sinks: int):
         return values, jnp.take_along_axis(slots, order, axis=2)
 
     blocks = (jnp.max(length).astype(jnp.int32) + block - 1) // block
-    real = jnp.promote_types(query.dtype, jnp.float32)
+    real = accumulation_dtype(query.dtype)
     nothing = jnp.full((B, K, count), -jnp.inf, real), jnp.zeros((B, K, count), jnp.int32)
     return lax.fori_loop(zero, blocks, merge, nothing)[1]

@@ -8,16 +8,19 @@ row, at any start. Nothing is ever shifted or compacted inside the whole one.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from pallas_kernels import Summary
 from tsjax.config import ModelConfig
 from tsjax.model.sharding import named_sharding
+from tsjax.typing import Array, Float, Int, Shaped
 
 CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")
 
@@ -26,17 +29,16 @@ class Cache(flax.struct.PyTreeNode):
     """Keys and values that a pass may see.
 
     Attributes:
-      k, v: one [B, K, S, H] array per layer. Slots at `length` and beyond are unspecified and are
-        never read.
-      length: [B] int32, tokens of each row.
+      k, v: one array per layer. Slots at `length` and beyond are unspecified and are never read.
+      length: tokens of each row.
     """
 
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
-    length: jax.Array
+    k: tuple[Float[Array, "B K S H"], ...]
+    v: tuple[Float[Array, "B K S H"], ...]
+    length: Int[Array, "B"]
 
-    def rows_in(self, layer: int) -> jax.Array:
-        """[B] int32, the rows of a layer that count: where the next one goes."""
+    def rows_in(self, layer: int) -> Int[Array, "B"]:
+        """The rows of a layer that count: where the next one goes."""
         return self.length
 
 
@@ -44,37 +46,37 @@ class KVCache(Cache):
     """Keys and values of the committed tokens.
 
     Attributes:
-      absent: [L, B] int32, how many of them are not in a layer; None where all are in all. The
-        rows of a layer are then its first ones, in the order in which they were computed, and what
-        `Cache` says of `length` holds for theirs.
+      absent: how many of them are not in a layer; None where all are in all. The rows of a layer
+        are then its first ones, in the order in which they were computed, and what `Cache` says of
+        `length` holds for theirs.
     """
 
-    absent: jax.Array | None = None
+    absent: Int[Array, "L B"] | None = None
 
     @property
     def capacity(self) -> int:
         return self.k[0].shape[2]
 
-    def rows_in(self, layer: int) -> jax.Array:
+    def rows_in(self, layer: int) -> Int[Array, "B"]:
         return self.length if self.absent is None else self.length - self.absent[layer]
 
     @property
-    def fewest_rows(self) -> jax.Array:
-        """[B] int32, the rows that every layer has."""
+    def fewest_rows(self) -> Int[Array, "B"]:
+        """The rows that every layer has."""
         return self.length if self.absent is None else self.length - jnp.max(self.absent, axis=0)
 
 
 class Attended(NamedTuple):
     """One layer's attention of a token: its queries, and the summary of all that they saw."""
 
-    query: jax.Array  # [B, N, H]
+    query: Float[Array, "B N H"]
     summary: Summary
 
 
 AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
-def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCache:
+def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> KVCache:
     """An empty cache of `capacity` slots per row in the model's type."""
     return KVCache(
         k=empty_buffers(cfg, batch, capacity, mesh),
@@ -83,13 +85,15 @@ def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> KVCach
     )
 
 
-def empty_buffers(cfg: ModelConfig, batch: int, capacity: int, mesh) -> tuple[jax.Array, ...]:
+def empty_buffers(
+    cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None
+) -> tuple[Float[Array, "{batch} K {capacity} H"], ...]:
     shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
     sharding = named_sharding(shape, CACHE_AXES, mesh) if mesh is not None else None
     return tuple(jnp.zeros(shape, cfg.dtype, device=sharding) for _ in range(cfg.num_layers))
 
 
-def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> int:
+def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> int:
     """Bytes of the buffers of `init_cache`, on each device."""
     shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
     if mesh is not None:
@@ -98,9 +102,15 @@ def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh=None) -> int:
 
 
 def write_rows(
-    cache: AnyCache, k_rows, v_rows, start, *, after, layers: range | None = None
+    cache: AnyCache,
+    k_rows: Sequence[Float[Array, "B T K H"]],
+    v_rows: Sequence[Float[Array, "B T K H"]],
+    start: Int[Array, "B"],
+    *,
+    after: Shaped[Array, "..."],
+    layers: range | None = None,
 ) -> AnyCache:
-    """Writes rows [B, T, K, H] of `layers`, by default all, as tokens start[b] .. start[b] + T.
+    """Writes rows of `layers`, by default all, as tokens start[b] .. start[b] + T.
 
     Of a layer that lacks tokens, `start` counts these too. Lengths stay. The caller guarantees
     start + T <= capacity: beyond it XLA would clamp the start and overwrite committed slots.
@@ -130,14 +140,16 @@ def write_rows(
         return cache.replace(k=tuple(k), v=tuple(v))
 
 
-def for_each_row(one, buffer):
+def for_each_row(
+    one: Callable[[Int[Array, ""], Array], Array], buffer: Float[Array, "B K slots H"]
+) -> Float[Array, "B K slots H"]:
     """one(b, buffer) for every batch row b, in place."""
     if buffer.shape[0] == 1:
         return one(jnp.int32(0), buffer)
     return lax.fori_loop(jnp.int32(0), jnp.int32(buffer.shape[0]), one, buffer)
 
 
-def zero_after(x):
+def zero_after(x: Shaped[Array, "..."]) -> Int[Array, ""]:
     """An int32 zero that XLA can only know once x is computed."""
     first = x.ravel()[0].astype(jnp.float32)
     is_nan = (first != first).astype(jnp.int32)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from tsjax.config import ModelConfig
 from tsjax.model.layers import linear, rms_norm
 from tsjax.model.transformer import ParamSpec
+from tsjax.typing import Array, Float
 
 
 class HeadWeights(flax.struct.PyTreeNode):
@@ -39,11 +40,13 @@ def declare_heads(cfg: ModelConfig) -> tuple[HeadWeights, ...]:
     )
 
 
-def run_heads(heads: Sequence[HeadWeights], hidden, *, cfg: ModelConfig):
-    """The normed states [B, len(heads), D] that the unembedding turns into the heads' logits.
+def run_heads(
+    heads: Sequence[HeadWeights], hidden: Float[Array, "B *rows D"], *, cfg: ModelConfig
+) -> Float[Array, "B {len(heads)} *rows D"]:
+    """The normed states that the unembedding turns into the heads' logits.
 
     h_i = h_{i-1} + linear_i(rms(h_{i-1}, norm_in_i)), and head i's state is rms(h_i, norm_out_i).
-    `hidden` [B, D] is h_0, the last layer's output before the final norm. Head i looks one token
+    `hidden` is h_0, the last layer's output before the final norm. Head i looks one token
     further than head i - 1, the first one token further than the model itself.
     """
     states = []

@@ -16,14 +16,18 @@ import numpy as np
 from jax import lax
 
 from tsjax.config import RopeConfig
+from tsjax.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 
 
-def accumulation_dtype(dtype) -> jnp.dtype:
-    """float32 for the 16-bit types, the type itself otherwise."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def linear(x, weight, bias=None, *, contract: int = 1, transposed=False, out_dtype=None):
+def linear(
+    x: Float[Array, "..."],
+    weight: Float[Array, "..."],
+    bias: Float[Array, "..."] | None = None,
+    *,
+    contract: int = 1,
+    transposed: bool = False,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "..."]:
     """x [..., *I] @ weight [*I, *O] + bias [*O], where I are the last `contract` axes of x.
 
     A `transposed` weight is [*O, *I].
@@ -45,25 +49,35 @@ def linear(x, weight, bias=None, *, contract: int = 1, transposed=False, out_dty
     )
     y = y.reshape(*lead, *outer)
     if bias is not None:
-        y = y + bias.astype(y.dtype)
+        y = y + _with_rank(bias.astype(y.dtype), y.ndim)
     return y.astype(out_dtype or x.dtype)
 
 
-def rms_norm(x, weight, eps: float):
+def rms_norm(
+    x: Float[Array, "*rows D"], weight: Float[Array, "D"], eps: float
+) -> Float[Array, "*rows D"]:
     """x / rms(x) * weight over the last axis, computed in the accumulation type."""
     wide = x.astype(accumulation_dtype(x.dtype))
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * weight
+    return (wide * scale).astype(x.dtype) * _with_rank(weight, x.ndim)
 
 
-def swiglu(x, gate, up, down, gate_bias=None, up_bias=None, down_bias=None):
+def swiglu(
+    x: Float[Array, "*rows D"],
+    gate: Float[Array, "D F"],
+    up: Float[Array, "D F"],
+    down: Float[Array, "F D"],
+    gate_bias: Float[Array, "F"] | None = None,
+    up_bias: Float[Array, "F"] | None = None,
+    down_bias: Float[Array, "D"] | None = None,
+) -> Float[Array, "*rows D"]:
     """down(silu(gate(x)) * up(x)): the feed-forward part of every supported family."""
     hidden = jax.nn.silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
     return linear(hidden, down, down_bias)
 
 
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Angle per position of each pair of dimensions, [head_dim // 2] float64."""
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "{head_dim//2}"]:
+    """Angle per position of each pair of dimensions, in float64."""
     frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "linear":
         return frequencies / rope.factor
@@ -74,7 +88,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return frequencies
 
 
-def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray:
+def _llama3_frequencies(
+    frequencies: Float[np.ndarray, "pairs"], rope: RopeConfig
+) -> Float[np.ndarray, "pairs"]:
     """Long wavelengths are slowed down by `factor`, short ones kept, those between are blended."""
     wavelength = 2 * math.pi / frequencies
     rotations = rope.original_max_positions / wavelength
@@ -83,7 +99,9 @@ def _llama3_frequencies(frequencies: np.ndarray, rope: RopeConfig) -> np.ndarray
     return (1 - blend) * frequencies / rope.factor + blend * frequencies
 
 
-def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+def _yarn_frequencies(
+    frequencies: Float[np.ndarray, "pairs"], rope: RopeConfig, head_dim: int
+) -> Float[np.ndarray, "pairs"]:
     """YaRN (arXiv 2309.00071): interpolate low frequencies, keep high ones, ramp between."""
 
     def dimension_of(rotations: float) -> float:
@@ -100,18 +118,28 @@ def _yarn_frequencies(frequencies: np.ndarray, rope: RopeConfig, head_dim: int) 
     return frequencies / rope.factor * ramp + frequencies * (1 - ramp)
 
 
-def rotary_angles(positions, rope: RopeConfig, head_dim: int, dtype):
-    """cos and sin [..., head_dim // 2] for `positions` [...], in `dtype`'s accumulation type."""
+def rotary_angles(
+    positions: Int[Array, "*rows"], rope: RopeConfig, head_dim: int, dtype: DTypeLike
+) -> tuple[Float[Array, "*rows {head_dim//2}"], Float[Array, "*rows {head_dim//2}"]]:
+    """cos and sin for `positions`, in `dtype`'s accumulation type."""
     wide = accumulation_dtype(dtype)
-    angles = positions[..., None].astype(wide) * rope_frequencies(rope, head_dim).astype(wide)
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim), wide)
+    angles = positions[..., None].astype(wide) * _with_rank(frequencies, positions.ndim + 1)
     scale = rope.attention_factor
     return (jnp.cos(angles) * scale).astype(wide), (jnp.sin(angles) * scale).astype(wide)
 
 
-def apply_rotary(x, cos, sin):
-    """Rotates the pairs (i, i + H/2) of x [B, T, heads, H] by cos, sin [B, T, H/2]."""
+def apply_rotary(
+    x: Float[Array, "B T heads H"], cos: Float[Array, "B T H//2"], sin: Float[Array, "B T H//2"]
+) -> Float[Array, "B T heads H"]:
+    """Rotates the pairs (i, i + H/2) of x."""
     wide = x.astype(cos.dtype)
     first, second = jnp.split(wide, 2, axis=-1)
     cos, sin = cos[:, :, None, :], sin[:, :, None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
+
+
+def _with_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:
+    """x with more axes in front, of size 1: for a product with an array of that rank."""
+    return lax.expand_dims(x, range(rank - x.ndim))

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Ranks, Summary, tree_attention
 from tsjax.config import ModelConfig
 from tsjax.model.cache import Attended, Cache
 from tsjax.model.transformer import ModelWeights, embed, forward
+from tsjax.typing import Array, Bool, Float, Int
 
 
 class Rows(NamedTuple):
@@ -20,19 +20,19 @@ class Rows(NamedTuple):
     `query` is summed over the query heads of each kv head: what `cache_scores` takes.
     """
 
-    hidden: jax.Array  # [B, T, D] behind the last of them, before the final norm
-    k: tuple[jax.Array, ...]  # [B, T, K, H]
-    v: tuple[jax.Array, ...]  # [B, T, K, H]
-    query: tuple[jax.Array, ...]  # [B, T, K, H]
+    hidden: Float[Array, "B T D"]  # behind the last of them, before the final norm
+    k: tuple[Float[Array, "B T K H"], ...]
+    v: tuple[Float[Array, "B T K H"], ...]
+    query: tuple[Float[Array, "B T K H"], ...]
     attended: tuple[Attended, ...] = ()  # with T behind B
 
 
 def run_rows(
     weights: ModelWeights,
     cache: Cache,
-    tokens,
-    positions,
-    mask,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "T T"] | Bool[Array, "B T T"],
     *,
     cfg: ModelConfig,
     rest: tuple[Summary, ...] = (),
@@ -41,8 +41,7 @@ def run_rows(
     """One pass of T rows that see the cached tokens and, where `mask` says, one another.
 
     Args:
-      tokens, positions: [B, T] int32.
-      mask: [T, T] or [B, T, T] bool, which row sees which.
+      mask: which row sees which.
       rest: of each layer, tokens that are not in the cache and that rows see summed up.
       with_attended: whether to fill in Rows.attended.
     """
@@ -62,9 +61,9 @@ def run_rows(
 def run_layers(
     weights: ModelWeights,
     cache: Cache,
-    hidden,
-    positions,
-    mask,
+    hidden: Float[Array, "B T D"],
+    positions: Int[Array, "B T"],
+    mask: Bool[Array, "T T"] | Bool[Array, "B T T"],
     layers: range,
     *,
     cfg: ModelConfig,
@@ -72,7 +71,7 @@ def run_layers(
     rest: tuple[Summary, ...] = (),
     with_attended: bool = False,
 ) -> Rows:
-    """As `run_rows`, but `layers` only, on what the layer before them gave, hidden [B, T, D].
+    """As `run_rows`, but `layers` only, on `hidden`, what the layer before them gave.
 
     `ranks` says which cached rows a row sees; None is all.
     """

@@ -19,13 +19,13 @@ from jax import lax
 
 from tsjax.config import ModelConfig
 from tsjax.model.layers import (
-    accumulation_dtype,
     apply_rotary,
     linear,
     rms_norm,
     rotary_angles,
     swiglu,
 )
+from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,29 +113,35 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
     )
 
 
-# attend(layer, q [B, T, N, H], k [B, T, K, H], v [B, T, K, H]) -> [B, T, N, H]
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+# Called with the layer's index and its fresh q, k and v.
+Attend = Callable[
+    [int, Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    Float[Array, "B T N H"],
+]
 
 
 def forward(
     weights: ModelWeights,
-    hidden,
+    hidden: Float[Array, "B T D"],
     *,
-    positions,
+    positions: Int[Array, "B T"],
     attend: Attend,
     cfg: ModelConfig,
     layers: range | None = None,
-):
+) -> tuple[
+    Float[Array, "B T D"],
+    tuple[Float[Array, "B T K H"], ...],
+    tuple[Float[Array, "B T K H"], ...],
+]:
     """One pass of `layers`, by default all, over T rows.
 
     Args:
-      hidden: [B, T, D], what the first of them takes: `embed`, or what the layer before it gave.
-      positions: [B, T] int32.
+      hidden: what the first of them takes: `embed`, or what the layer before it gave.
       attend: attention of one layer's fresh rows; it alone knows the cache and the mask.
 
     Returns:
-      hidden [B, T, D] behind the last of them, before the final norm, and the fresh keys and
-      values, each a tuple of one [B, T, K, H] array per layer.
+      hidden behind the last of them, before the final norm, and the fresh keys and values, one
+      array per layer.
     """
     x = hidden
     cos, sin = rotary_angles(positions, cfg.rope, cfg.head_dim, cfg.dtype)
@@ -169,8 +175,8 @@ def forward(
     return x, tuple(keys), tuple(values)
 
 
-def embed(weights: ModelWeights, tokens):
-    """What the first layer takes, [B, T, D], for tokens [B, T].
+def embed(weights: ModelWeights, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """What the first layer takes for tokens.
 
     Also where the table's rows lie on several devices: XLA turns a look-up of one row into a slice,
     and to slice a split table each device would fetch all of it. Two rows stay a look-up.
@@ -182,13 +188,17 @@ def embed(weights: ModelWeights, tokens):
     return lax.optimization_barrier(table[twice])[:, :1]
 
 
-def final_norm(weights: ModelWeights, hidden, *, cfg: ModelConfig):
+def final_norm(
+    weights: ModelWeights, hidden: Float[Array, "*rows D"], *, cfg: ModelConfig
+) -> Float[Array, "*rows D"]:
     """What the unembedding takes, from the last layer's output."""
     return rms_norm(hidden, weights.final_norm, cfg.norm_eps)
 
 
-def unembed(weights: ModelWeights, normed, *, cfg: ModelConfig):
-    """Logits [..., V] of normed states [..., D]."""
+def unembed(
+    weights: ModelWeights, normed: Float[Array, "*rows D"], *, cfg: ModelConfig
+) -> Float[Array, "*rows V"]:
+    """Logits of normed states."""
     with jax.named_scope("unembed"):
         out_dtype = accumulation_dtype(cfg.dtype)
         if weights.unembed is not None:

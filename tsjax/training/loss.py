@@ -24,8 +24,9 @@ from jax import lax
 
 from tsjax.config import HeadTraining, ModelConfig
 from tsjax.model.heads import HeadWeights, declare_heads, run_heads
-from tsjax.model.layers import accumulation_dtype, linear
+from tsjax.model.layers import linear
 from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed
+from tsjax.typing import accumulation_dtype
 
 TOP = 3  # accuracies are counted among the best 1, 2 ... TOP tokens
 

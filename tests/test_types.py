@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The types in the signatures of array code: that they are there, are checked, and cost nothing."""
+
+import importlib
+import inspect
+import subprocess
+import sys
+import typing
+
+import jax
+import jax.numpy as jnp
+import pytest
+import shape_checks
+from helpers import tiny_config
+
+import pallas_kernels
+import tsjax
+from pallas_kernels import Summary
+from tsjax.decoding.sampling import sampling_values, score
+from tsjax.decoding.tree import merge_paths
+from tsjax.methods.partial_cache import init_draft_cache, summarize_rest
+from tsjax.model.cache import init_cache, write_rows
+from tsjax.model.heads import run_heads
+from tsjax.model.passes import run_rows
+from tsjax.model.transformer import final_norm, unembed
+
+jaxtyping = pytest.importorskip("jaxtyping")
+beartype = pytest.importorskip("beartype")
+
+APIS = ["pallas_kernels.cache_scores.api", "pallas_kernels.tree_attention.api"]
+
+
+def functions_of(name: str):
+    """The functions, methods and properties that a module defines."""
+    module = importlib.import_module(name)
+    for owner in (module, *filter(inspect.isclass, vars(module).values())):
+        if getattr(owner, "__module__", name) != name:
+            continue
+        for thing in vars(owner).values():
+            function = thing.fget if isinstance(thing, property) else thing
+            if inspect.isfunction(function) and function.__module__ == name:
+                # dataclass and NamedTuple write functions too.
+                if not function.__name__.startswith("__") and "replace" != function.__name__:
+                    yield function
+
+
+@pytest.mark.parametrize("name", [*shape_checks.MODULES, *APIS])
+def test_every_signature_is_complete_and_means_something(name):
+    """jaxtyping leaves out what it cannot evaluate, without a word."""
+    functions = list(functions_of(name))
+    assert functions
+    for function in functions:
+        signature = inspect.signature(function)
+        named = {name for name in signature.parameters if name not in ("self", "cls")}
+        hints = typing.get_type_hints(inspect.unwrap(function))
+        assert {*named, "return"} <= hints.keys(), function.__qualname__
+
+
+def test_a_wrong_shape_is_refused():
+    root = jnp.asarray([3, 4], jnp.int32)
+    paths, lengths = jnp.ones((2, 5, 3), jnp.int32), jnp.ones((2, 5), jnp.int32)
+    assert merge_paths(root, paths, lengths, [0] * 5, width=16).tokens.shape == (2, 16)
+    with pytest.raises(jaxtyping.TypeCheckError, match="'lengths'"):
+        merge_paths(root, paths, lengths.T, [0] * 5, width=16)
+    with pytest.raises(jaxtyping.TypeCheckError, match="'paths'"):
+        merge_paths(root, paths.astype(jnp.float32), lengths, [0] * 5, width=16)
+
+
+def test_a_wrong_shape_is_refused_while_a_program_is_traced():
+    values = sampling_values(tsjax.GenerationConfig(), (), 7, "float32")
+    sizes = dict(logits=(2, 3, 7), last_seen=(2, 7), depths=(2, 3), length=(2,), noise=(2, 4, 7))
+
+    def trace(**changes):
+        def array(name):
+            dtype = jnp.float32 if name in ("logits", "noise") else jnp.int32
+            return jax.ShapeDtypeStruct(changes.get(name, sizes[name]), dtype)
+
+        def run(logits, last_seen, depths, length, noise):
+            return score(logits, last_seen, depths, length, length, noise, values)
+
+        return jax.eval_shape(run, *map(array, sizes)).shape
+
+    assert trace() == (2, 3, 7)
+    with pytest.raises(jaxtyping.TypeCheckError, match="'depths'"):
+        trace(depths=(3, 2))
+    with pytest.raises(jaxtyping.TypeCheckError, match="'noise'"):
+        trace(noise=(4, 2, 7))
+
+
+def test_signatures_of_the_kernels_fit_what_they_take():
+    """They check their own arguments, so the tests do not; here on arguments that are right."""
+
+    def checked(function):
+        return jaxtyping.jaxtyped(typechecker=beartype.beartype)(function)
+
+    B, T, K, G, S, H = 2, 3, 2, 2, 16, 8
+    cache, fresh = jnp.ones((B, K, S, H)), jnp.ones((B, T, K, H))
+    q, length = jnp.ones((B, T, K * G, H)), jnp.asarray([16, 5], jnp.int32)
+    itself = jnp.eye(T, dtype=bool)
+    attend = checked(pallas_kernels.tree_attention)
+    attend(q, cache, cache, length, fresh, fresh, itself)
+    out, logs = attend(q, cache, cache, length, fresh, fresh, itself, with_log_totals=True)
+    rest = Summary(out[:, 0], logs[:, 0])
+    attend(q, cache, cache, length, fresh, fresh, jnp.stack([itself] * B), rest=rest)
+    row = q[:, 0], cache, cache, length, fresh[:, 0], fresh[:, 0]
+    checked(pallas_kernels.decode_attention)(*row)
+    scores = checked(pallas_kernels.cache_scores)
+    scores(q[:, 0], cache, length)
+    scores(q[:, 0], cache, length, "softmax", log_totals=logs[:, 0])
+
+
+@pytest.mark.usefixtures("strict_promotion")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("flags", [{}, dict(qkv_bias=True, qk_norm=True, tie_embeddings=True)])
+def test_a_pass_joins_no_types_or_ranks_unsaid(dtype, flags):
+    """The modules of a pass, which no test reaches but through those of a step."""
+    with jax.enable_x64(dtype == "float64"):
+        cfg = tiny_config(dtype=dtype, num_draft_heads=2, **flags)
+        logits, normed, cache, rest = jax.jit(lambda params: run_pass(params, cfg))(
+            tsjax.init_params(cfg)
+        )
+        assert logits.dtype == ("float32" if dtype == "bfloat16" else dtype)
+        assert {x.dtype for x in (normed, *cache.k, *(one.mean for one in rest))} == {
+            jnp.dtype(dtype)
+        }
+
+
+def run_pass(params, cfg):
+    """Three rows, through whatever a pass of the model and its heads goes through."""
+    tokens, begin = jnp.asarray([[1, 2, 3], [4, 5, 6]], jnp.int32), jnp.zeros((2,), jnp.int32)
+    positions = begin[:, None] + jnp.arange(3, dtype=jnp.int32)[None]
+    causal, cache = jnp.tril(jnp.ones((3, 3), bool)), init_cache(cfg, 2, 8)
+    rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg, with_attended=True)
+    cache = write_rows(cache, rows.k, rows.v, begin, after=rows.hidden)
+    normed = run_heads(params.heads, rows.hidden[:, -1], cfg=cfg)
+    logits = unembed(params.model, final_norm(params.model, rows.hidden, cfg=cfg), cfg=cfg)
+    attended = jax.tree.map(lambda x: x[:, -1], rows.attended)
+    draft = init_draft_cache(cfg, 2, 4, with_rest=True).replace(attended=attended)
+    return logits, normed, cache, summarize_rest(draft)
+
+
+def test_without_jaxtyping_the_names_are_stand_ins():
+    code = """
+import sys
+class Absent:
+    def find_spec(self, name, *_):
+        if name.split(".")[0] in ("jaxtyping", "beartype"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Absent())
+import typing, tsjax
+from tsjax.decoding import tree
+from tsjax.typing import Array, Float
+assert Float[Array, "B T"] == Array
+assert typing.get_type_hints(tree.merge_paths)["root"] == Array
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
