@@ -19,6 +19,7 @@ import tsjax
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.bench_ttft import SCHEDULES, schedule  # noqa: E402
+
 from benchmarks.longcontext import evaluate, plots, texts  # noqa: E402
 from benchmarks.longcontext.evaluate import interval, rivals  # noqa: E402
 from benchmarks.longcontext.tasks import (  # noqa: E402

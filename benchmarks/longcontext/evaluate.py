@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from benchmarks.bench_ttft import SCHEDULES, schedule
 
 import tsjax
 from benchmarks import report
-from benchmarks.bench_ttft import SCHEDULES, schedule
 from benchmarks.longcontext.tasks import TASKS, Example, passkey, score
 from tsjax.lazy.settings import prompt_flops
 

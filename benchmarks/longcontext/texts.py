@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from examples.embedded_model.texts import read_books
 
 import tsjax
 from benchmarks import report
 from benchmarks.longcontext.evaluate import Rival, interval, rivals
 from benchmarks.longcontext.longbench import edit_similarity
-from examples.embedded_model.texts import read_books
 from tsjax.decoding.step import commit, init_state, prefill
 from tsjax.decoding.verification import Verdict, accept
 from tsjax.files.tokenizer import encode

@@ -21,6 +21,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from examples.embedded_model.training import Settings as Schedule
+from examples.embedded_model.training import (
+    first_weights,
+    optimizer,
+    scheduled,
+    token_logits,
+    token_losses,
+)
 
 import tsjax
 from benchmarks.longcontext.tasks import (
@@ -32,14 +40,6 @@ from benchmarks.longcontext.tasks import (
     VOCAB,
     Example,
     Question,
-)
-from examples.embedded_model.training import Settings as Schedule
-from examples.embedded_model.training import (
-    first_weights,
-    optimizer,
-    scheduled,
-    token_logits,
-    token_losses,
 )
 
 CONFIG = tsjax.ModelConfig(
