@@ -7,52 +7,36 @@
 
 The caches hold random numbers, which cost what real ones cost.
 
-    python benchmarks/bench_draft.py --out benchmarks/results/cpu
+    python -m benchmarks draft --out benchmarks/results/cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-import time
-from pathlib import Path
+from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from benchmarks.capacity import story_model
+from tsjax.decoding.sampling import step_noise
+from tsjax.decoding.step import refresh
+from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.methods.drafting import draft, remember
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("draft", __doc__)
     parser.add_argument("--short", type=int, default=1024)
     parser.add_argument("--long", type=int, default=65536)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
-    import jax
-    import jax.numpy as jnp
-
-    import tsjax
-    from tsjax.decoding.sampling import step_noise
-    from tsjax.decoding.step import refresh
-    from tsjax.methods.drafting import draft, remember
-
-    model = tsjax.ModelConfig(
-        vocab_size=32000,
-        embed_dim=288,
-        num_layers=6,
-        num_heads=6,
-        num_kv_heads=6,
-        head_dim=48,
-        mlp_dim=768,
-        max_positions=2 * args.long,
-        norm_eps=1e-5,
-        num_draft_heads=3,
-    )
+    model = story_model(2 * args.long, num_draft_heads=3)
     params = tsjax.init_params(model)
     rng = np.random.default_rng(0)
     capacity = args.long + 4096
@@ -69,11 +53,6 @@ def main() -> None:
         state = state.replace(kv=state.kv.replace(k=fill, v=fill))
         state = jax.jit(functools.partial(refresh, cfg=cfg))(state)
         return jax.jit(functools.partial(remember, cfg=cfg))(state)
-
-    def timed(function, *arguments) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        return 1e3 * (time.perf_counter() - began)
 
     def drafting(cfg):
         def run(params, state):
@@ -126,39 +105,31 @@ def main() -> None:
     def plain_step(params, state):
         return step(params, state, None, cfg=plain)
 
+    short, long = f"draft pass at {args.short}", f"draft pass at {args.long}"
     runs = {
-        f"draft pass at {args.short}": (run_partial, params, partial_states[args.short]),
-        f"draft pass at {args.long}": (run_partial, params, partial_states[args.long]),
-        "history": (with_history, params, history_state),
-        "step with history": (step_with_history, params, history_state),
-        "plain step": (plain_step, params, plain_state),
+        short: functools.partial(run_partial, params, partial_states[args.short]),
+        long: functools.partial(run_partial, params, partial_states[args.long]),
+        "history": functools.partial(with_history, params, history_state),
+        "step with history": functools.partial(step_with_history, params, history_state),
+        "plain step": functools.partial(plain_step, params, plain_state),
     }
-    for run in runs.values():
-        timed(*run)
-    times = {name: [] for name in runs}
-    for _ in range(args.rounds):
-        for name, run in runs.items():
-            times[name].append(timed(*run))
-    ms = {name: report.summary(values) for name, values in times.items()}
-    pairs = list(zip(*times.values(), strict=True))
-    ratios = {
-        "draft pass, long context / short": report.summary([r[1] / r[0] for r in pairs]),
-        "history / its step": report.summary([r[2] / r[3] for r in pairs]),
-        "history / plain step": report.summary([r[2] / r[4] for r in pairs]),
+    seconds = interleaved(runs, args.rounds).seconds
+    ms = {name: summary([1e3 * value for value in values]) for name, values in seconds.items()}
+    pairs = {
+        "draft pass, long context / short": (long, short),
+        "history / its step": ("history", "step with history"),
+        "history / plain step": ("history", "plain step"),
     }
+    found = {name: ratios(*(seconds[one] for one in pair)) for name, pair in pairs.items()}
     for name, values in ms.items():
         print(f"{name:34}{values['median']:10.3f} ms")
-    for name, values in ratios.items():
+    for name, values in found.items():
         print(f"{name:34}{values['median']:10.3f}")
     document = {
         "short": args.short,
         "long": args.long,
         "budget": args.budget,
         "ms": ms,
-        "ratios": ratios,
+        "ratios": found,
     }
     report.write(document, args.out, "draft")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the figures of README and docs from benchmarks/results/: no number is typed by hand.
 
-python benchmarks/readme_table.py            rewrites the files between their pairs of markers
-python benchmarks/readme_table.py --check    exits with 1 if that would change one
+python -m benchmarks readme_table            rewrites the files between their pairs of markers
+python -m benchmarks readme_table --check    exits with 1 if that would change one
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.report import ROOT, todays_command
+
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 
@@ -23,7 +23,8 @@ def read(name: str) -> dict:
 def source(document: dict) -> str:
     versions = document["versions"]
     return (
-        f"`{document['command']}` ({document['cpus']} cores of {document['device']}, "
+        f"`{todays_command(document['command'])}` "
+        f"({document['cpus']} cores of {document['device']}, "
         f"jax {versions['jax']}, Python {versions['python']}, {document['date']})"
     )
 
@@ -405,10 +406,12 @@ SECTIONS = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks readme_table", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     changed = 0
     for (name, section), render in SECTIONS.items():
         path = ROOT / name
@@ -420,7 +423,3 @@ def main() -> int:
         if not args.check:
             path.write_text(wanted)
     return 1 if args.check and changed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,8 +15,8 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -43,8 +43,12 @@ PACKAGES = (
 )
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """A parser for the benchmark of this name with --out; `about` is its module's docstring."""
+    text = (about or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=text)
     parser.add_argument("--out", type=Path, help="folder that receives the JSON document")
+    return parser
 
 
 def facts() -> dict[str, Any]:
@@ -59,9 +63,8 @@ def facts() -> dict[str, Any]:
             continue
     device = jax.devices()[0]
     name = _cpu_name() if device.platform == "cpu" else device.device_kind
-    script = ["-m", module] if (module := _module()) else [f"benchmarks/{Path(sys.argv[0]).name}"]
     return {
-        "command": shlex.join(["python", *script, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "device": name,
         "cpus": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -72,10 +75,20 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _module() -> str | None:
-    """Its dotted name, if this process runs a module of a package."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None and "." in spec.name else None
+# What commands were called when results were recorded, and what they are called now.
+RENAMED = {
+    r"benchmarks/(?:bench_)?(\w+)\.py": r"-m benchmarks \1",
+    r"benchmarks\.longcontext\.evaluate": "benchmarks longcontext",
+    r"benchmarks\.longcontext\.texts": "benchmarks longcontext_texts",
+    r"examples\.embedded_model": "tools.embedded_model",
+}
+
+
+def todays_command(command: str) -> str:
+    """The command that does today what a recorded one did."""
+    for then, now in RENAMED.items():
+        command = re.sub(then, now, command)
+    return command
 
 
 def _commit() -> str | None:
@@ -98,10 +111,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or "CPU"
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def save(document: dict[str, Any], out: Path | None, name: str) -> Path | None:

@@ -12,22 +12,34 @@ Each kind runs several steps in one program whose state is donated and carried o
 cache once (tokenswift: twice, the partial cache the first time) at the bandwidth of a plain copy in
 the same run, and beside it at the one of the data sheet.
 
-    python benchmarks/bench_step.py --model llama3.1-8b --out benchmarks/results/h200
+    python -m benchmarks step --model llama3.1-8b --out benchmarks/results/h200
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import tsjax
+from benchmarks import report
+from tsjax.decoding.sampling import sampling_values
+from tsjax.decoding.step import programs as decode_programs
+from tsjax.decoding.step import refresh
+from tsjax.host.timing import interleaved, summary
+from tsjax.methods.drafting import remember
+from tsjax.model.cache import KVCache, cache_bytes
+from tsjax.model.params import abstract_params, declare_params, is_spec
+from tsjax.model.passes import run_rows
+from tsjax.model.transformer import final_norm, unembed
 
 MODELS = ("llama3.1-8b", "qwen2.5-1.5b", "qwen2.5-14b")
 CONTEXTS = (4096, 32_768, 65_536, 106_496)
@@ -69,11 +81,6 @@ def read_bytes(kind: str, *, weights: int, heads: int, per_token: int, context: 
 
 def random_params(model):
     """As `tsjax.init_params`, but made on the device, array by array, and biases are random too."""
-    import jax
-    import jax.numpy as jnp
-
-    from tsjax.model.params import declare_params, is_spec
-
     specs, treedef = jax.tree.flatten(declare_params(model), is_leaf=is_spec)
     leaves = [
         jnp.ones(spec.shape, spec.dtype)
@@ -85,21 +92,15 @@ def random_params(model):
 
 
 def normal(index: int, shape, dtype: str, scale: float = 1.0):
-    import jax
-
     return _normal_program()(jax.random.key(0), index, scale, shape=tuple(shape), dtype=dtype)
 
 
 @functools.cache
 def _normal_program():
-    import jax
-
     @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
     def make(key, index, scale, *, shape, dtype):
         values = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
         return values * scale.astype(dtype)
-
-    import numpy as np
 
     return lambda key, index, scale, **options: make(
         key, np.uint32(index), np.float32(scale), **options
@@ -110,13 +111,6 @@ class Machine:
     """Weights, one cache for every kind of step, and the programs."""
 
     def __init__(self, model, preset, contexts, slack: int):
-        import jax
-        import numpy as np
-
-        import tsjax
-        from tsjax.decoding.sampling import sampling_values
-        from tsjax.model.cache import cache_bytes
-
         self.model = model.with_heads(NUM_HEADS)
         self.cfgs = {
             "plain": tsjax.DecodeConfig(self.model),
@@ -165,8 +159,6 @@ class Machine:
 
     def fill(self) -> None:
         """Random keys and values in every slot."""
-        from tsjax.model.cache import KVCache
-
         self.kv = None
         shape = (1, self.model.num_kv_heads, self.capacity, self.model.head_dim)
         layers = range(self.model.num_layers)
@@ -176,17 +168,18 @@ class Machine:
         )
         self.kv = KVCache(k=k, v=v, length=int32([0]))
 
+    def fill_if_lost(self) -> None:
+        """After an error, which may have taken the donated cache along."""
+        if self.kv is None or self.kv.k[0].is_deleted():
+            self.fill()
+
     # Programs, lowered from the arrays themselves
 
     def program(self, what: Pass):
         """Compiled for the device that holds the arrays."""
-        import jax
-
-        from tsjax.decoding.step import programs
-
         if what.kind in self.cfgs:
             cfg = self.cfgs[what.kind]
-            decode = programs(jax.default_backend(), self.model.dtype).decode
+            decode = decode_programs(jax.default_backend(), self.model.dtype).decode
             state = self._with_cache(what.kind)
             return decode.lower(self._params(what.kind), state, int32(1), cfg=cfg).compile()
         run = jax.jit(functools.partial(run_passes, cfg=self.model), donate_argnames="tokens")
@@ -196,10 +189,6 @@ class Machine:
 
     def preparation(self):
         """The program that brings what is remembered for drafts up to a context."""
-        import jax
-
-        from tsjax.decoding.step import refresh
-        from tsjax.methods.drafting import remember
 
         def prepare(state):
             return remember(refresh(state, cfg=cfg), cfg=cfg)
@@ -209,8 +198,6 @@ class Machine:
         return jax.jit(prepare, donate_argnames="state").lower(state).compile()
 
     def tokens(self, rows: int):
-        import jax.numpy as jnp
-
         return jnp.arange(rows, dtype=jnp.int32)[None]
 
     def _params(self, kind: str):
@@ -228,8 +215,6 @@ class Machine:
 
     def go_to(self, context: int, prepare) -> None:
         """Every kind of step continues behind `context` tokens, the last one not in the cache."""
-        import jax
-
         for kind, state in self.states.items():
             kv = state.kv.replace(length=int32([context - 1]))
             self.states[kind] = state.replace(kv=kv)
@@ -245,8 +230,6 @@ class Machine:
 
     def run(self, what: Pass, program, context: int, steps: int) -> float:
         """Seconds of one step."""
-        import jax
-
         begin = time.perf_counter()
         if what.kind in self.cfgs:
             state = self._with_cache(what.kind)
@@ -270,12 +253,6 @@ def run_passes(weights, tokens, cache, position, steps, *, cfg):
 
     The rows form a chain, except that every third one is seen by itself alone, as a leaf is.
     """
-    import jax.numpy as jnp
-    from jax import lax
-
-    from tsjax.model.passes import run_rows
-    from tsjax.model.transformer import final_norm, unembed
-
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     mask = (order <= order[:, None]) & ((order % 3 != 2) | (order == order[:, None]))
     positions = position[:, None] + order
@@ -293,8 +270,6 @@ def without_cache(state):
 
 
 def int32(value):
-    import jax.numpy as jnp
-
     return jnp.asarray(value, jnp.int32)
 
 
@@ -315,24 +290,21 @@ QUICK = Effort(rounds=2, seconds=0.01, most_steps=4, workers=2)
 def measure_context(machine: Machine, programs: dict, context: int, effort: Effort) -> dict:
     """{pass: seconds of one step in each round, or an error}."""
     found: dict[Pass, Any] = {}
-    steps = {}
+    calls = {}
 
-    def attempt(what: Pass, count: int):
+    def run(what: Pass, count: int) -> float:
         try:
             return machine.run(what, programs[what], context, count)
-        except Exception as error:
-            found[what] = error
-            if machine.kv is None or machine.kv.k[0].is_deleted():
-                machine.fill()
-            return None
+        except Exception:
+            machine.fill_if_lost()
+            raise
 
     try:
         machine.go_to(context, programs["prepare"])
     except Exception as error:
         # Without its preparation a draft cache holds anything: leave its kinds out.
         found = {what: error for what in programs if what in (Pass("draft"), Pass("tokenswift"))}
-        if machine.kv is None or machine.kv.k[0].is_deleted():
-            machine.fill()
+        machine.fill_if_lost()
     for what, program in programs.items():
         needs = isinstance(what, Pass) and what.kind in ("draft", "tokenswift")
         if what == "prepare" or what in found:
@@ -341,14 +313,17 @@ def measure_context(machine: Machine, programs: dict, context: int, effort: Effo
             found[what] = program
         elif needs and isinstance(programs["prepare"], BaseException):
             found[what] = programs["prepare"]
-        elif attempt(what, 1) is not None and (second := attempt(what, 2)) is not None:
-            steps[what] = max(1, min(effort.most_steps, round(effort.seconds / second)))
-    times: dict[Pass, list[float]] = {what: [] for what in steps}
-    for _ in range(effort.rounds):
-        for what in steps:
-            if what not in found and (seconds := attempt(what, steps[what])) is not None:
-                times[what].append(seconds)
-    return {**times, **found}
+        else:
+            try:
+                run(what, 1)
+                seconds = run(what, 2)
+            except Exception as error:
+                found[what] = error
+                continue
+            count = max(1, min(effort.most_steps, round(effort.seconds / seconds)))
+            calls[what] = functools.partial(run, what, count)
+    rounds = interleaved(calls, effort.rounds, warmup=0, keep_errors=True)
+    return {**rounds.results, **found, **rounds.failed}
 
 
 def rows_of(context: int, times: dict, machine: Machine, bandwidth: float, nominal) -> list[dict]:
@@ -371,7 +346,7 @@ def rows_of(context: int, times: dict, machine: Machine, bandwidth: float, nomin
         )
         median = statistics.median(seconds)
         row |= {
-            "ms": report.summary([1e3 * value for value in seconds]),
+            "ms": summary([1e3 * value for value in seconds]),
             "read_bytes": nbytes,
             "bound_ms": 1e3 * nbytes / bandwidth,
             "over_bound": median * bandwidth / nbytes,
@@ -435,34 +410,24 @@ def tiny(model, preset):
 
 def fitting(contexts, model, limit: float | None) -> tuple[list[int], list[int]]:
     """The contexts whose weights and cache leave a tenth of `limit` bytes free, and the others."""
-    from tsjax.model.cache import cache_bytes
-    from tsjax.model.params import abstract_params
-
     if limit is None:
         return sorted(contexts), []
-    import jax
-
     leaves = jax.tree.leaves(abstract_params(model))
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     good = [n for n in contexts if weights + cache_bytes(model, 1, n) < 0.9 * limit]
     return sorted(good), sorted(set(contexts) - set(good))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("step", __doc__)
     parser.add_argument("--model", default=MODELS[0], help=f"such as {', '.join(MODELS)}")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the verify passes")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     report.add_budget(parser)
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.quick:
         args.contexts, args.rows = (128, 256), (1, 8)
-
-    import jax
-
-    import tsjax
 
     report.use_configs()
     is_gpu = jax.default_backend() == "gpu"
@@ -535,7 +500,3 @@ def main() -> None:
     document |= {"complete": complete, "seconds": budget.used}
     report.write(document, args.out, name)
     report.leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,7 @@ def test_every_second_round_goes_backwards():
     clock = Clock()
     calls = {name: clock.taking(name, 1) for name in "abc"}
     interleaved(calls, 4, warmup=0, clock=clock)
-    assert "".join(clock.order) == "abc" "cba" "abc" "cba"
+    assert "".join(clock.order) == "abccbaabccba"
 
 
 def test_seconds_and_results_of_the_rounds_that_count():

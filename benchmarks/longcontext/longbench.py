@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy and time of pruned prompts on LongBench's English and code sets.
 
-    python -m benchmarks.longcontext.longbench --model MODEL --data FOLDER --config FOLDER --out OUT
+    python -m benchmarks longbench --model MODEL --data FOLDER --config FOLDER --out OUT
 
 The files are the user's: the first folder has LongBench's <set>.jsonl, the second one its
 dataset2prompt.json and dataset2maxlen.json. Prompts are read one at a time, without a chat
@@ -410,8 +410,8 @@ def table(groups: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Pruned prompts on LongBench.")
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("longbench", __doc__)
     parser.add_argument("--model", required=True, help="a checkpoint with a tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="folder of the <set>.jsonl files")
     parser.add_argument(
@@ -423,8 +423,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--samples", type=_from(1), help="of each set; all of them by default")
     parser.add_argument("--prompt-tokens", type=_from(2), default=3500, help="at most so many")
-    report.add_out(parser)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     try:
         sets = read_sets(args.data, args.config, args.sets, args.samples)
     except (OSError, ValueError) as error:
@@ -469,7 +468,3 @@ def _from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
-
-
-if __name__ == "__main__":
-    main()
