@@ -38,7 +38,7 @@ import re, sys
 from convert.__main__ import main
 code = main(sys.argv[1:])
 status = open("/proc/self/status").read()
-print(int(re.search(r"VmHWM:\s+(\\d+) kB", status)[1]) * 1024)
+print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024)
 sys.exit(code)
 """
 
