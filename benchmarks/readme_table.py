@@ -29,6 +29,11 @@ def source(document: dict) -> str:
     )
 
 
+def head(columns: str) -> list[str]:
+    """The first two lines of a table."""
+    return [f"| {columns} |", "|---" * len(columns.split(" | ")) + "|"]
+
+
 def decode_rows(document: dict) -> list[str]:
     what = {
         "short": "plain decoding, {prompt_tokens} + {new_tokens} tokens, whole call, per token",
@@ -87,7 +92,7 @@ def convert_rows(document: dict) -> list[str]:
 
 
 def measured() -> str:
-    rows, sources = [], []
+    lines, sources = head("what | tsjax | against | ratio"), []
     for name, render in {
         "decode": decode_rows,
         "capacity": capacity_rows,
@@ -95,17 +100,16 @@ def measured() -> str:
         "convert_memory": convert_rows,
     }.items():
         document = read(name)
-        rows += render(document)
+        lines += render(document)
         sources.append(source(document))
-    head = ["| what | tsjax | against | ratio |", "|---|---|---|---|"]
     note = "Times: float32, medians of interleaved runs, random weights of 15M parameters. Made by "
-    return "\n".join([*head, *rows, "", note + "; ".join(sources) + "."])
+    return "\n".join([*lines, "", note + "; ".join(sources) + "."])
 
 
 def tokens_per_step() -> str:
     document = read("tokens_per_step")
     settings = list(document["rows"]["model (1 pass)"])
-    lines = ["| drafts | " + " | ".join(settings) + " |", "|---" * (len(settings) + 1) + "|"]
+    lines = head(" | ".join(["drafts", *settings]))
     for name, cells in document["rows"].items():
         texts = [f"{cells[s]['tokens_per_step']:.2f}" if s in cells else "" for s in settings]
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
@@ -121,10 +125,7 @@ def tokens_per_step() -> str:
 
 def exactness() -> str:
     document = read("exactness")
-    lines = [
-        "| rule | share of the best token | total variation | entropy | accepted per step |",
-        "|---|---|---|---|---|",
-    ]
+    lines = head("rule | share of the best token | total variation | entropy | accepted per step")
     for name, row in document["rows"].items():
         accepted = f"{row['accepted_per_step']:.2f}" if row["accepted_per_step"] else ""
         lines.append(
@@ -166,10 +167,7 @@ EXPECTED_BANDWIDTH, EXPECTED_MATRIX, LAUNCHES_US = 0.85, 0.5, 5.0
 
 
 def paper() -> str:
-    lines = [
-        "| call | read | operations | per byte | A100: bound, expected | H100 | H200 |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = head("call | read | operations | per byte | A100: bound, expected | H100 | H200")
     document = compiled()
     for name, case in document["cases"].items():
         if not case.get("bound_us"):
@@ -206,10 +204,7 @@ def registers() -> str:
             key = kernel["name"].removeprefix("tsjax_"), *cells
             shape = name.split(" ", 2 if name.startswith("cache_scores") else 1)[-1]
             alike.setdefault(key, []).append(shape)
-    lines = [
-        "| kernel | A100: registers, shared memory | H100 | instructions | shapes |",
-        "|---|---|---|---|---|",
-    ]
+    lines = head("kernel | A100: registers, shared memory | H100 | instructions | shapes")
     for key, shapes in sorted(alike.items(), key=lambda item: item[0][0]):
         lines.append(f"| {' | '.join(key)} | {', '.join(shapes)} |")
     note = f"Spilled bytes in all of them together: {spilled}. Made by "
@@ -217,10 +212,7 @@ def registers() -> str:
 
 
 def steps() -> str:
-    lines = [
-        "| step | weights, cache and state | temporary | copies of a cache | compiled in |",
-        "|---|---|---|---|---|",
-    ]
+    lines = head("step | weights, cache and state | temporary | copies of a cache | compiled in")
     for name, case in compiled()["cases"].items():
         if "bound_us" in case:
             continue
@@ -236,11 +228,10 @@ def steps() -> str:
 
 def speedup() -> str:
     document = read("speedup")
-    lines = [
-        "| context | text | plain decoding | TokenSwift | over plain decoding | over torch "
-        "| tokens per step | drafts |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = head(
+        "context | text | plain decoding | TokenSwift | over plain decoding | over torch | "
+        "tokens per step | drafts"
+    )
     rows = {(r["context"], r["setting"], r["method"]): r for r in document["rows"]}
     for (context, setting, method), row in rows.items():
         if method != "tokenswift":
@@ -273,10 +264,7 @@ def partial_cache() -> str:
     rows = {(r["context"], r["setting"], r["method"]): r for r in document["rows"]}
     columns = list(dict.fromkeys((context, setting) for context, setting, _ in rows))
     options = {name: row["options"] for (_, _, name), row in rows.items() if "options" in row}
-    lines = [
-        "| chosen by | rest seen | " + " | ".join(f"{c:,}, {s}" for c, s in columns) + " |",
-        "|---|---|" + "---|" * len(columns),
-    ]
+    lines = head(" | ".join(["chosen by", "rest seen", *(f"{c:,}, {s}" for c, s in columns)]))
     for name, chosen in options.items():
         if name in ("plain", "tokenswift"):
             continue
@@ -293,10 +281,9 @@ def partial_cache() -> str:
 
 def first_token() -> str:
     document = read("ttft")
-    lines = [
-        "| prompt | schedule | first token | against a full prefill | by operations | of these |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = head(
+        "prompt | schedule | first token | against a full prefill | by operations | of these"
+    )
     for row in document["rows"]:
         if row["schedule"].startswith("auto") and len(row["keep"]) > 1:
             continue  # of the earlier rule, which cut three times
@@ -321,10 +308,9 @@ def first_token() -> str:
 
 def whole_generations() -> str:
     document = read("ttft")
-    lines = [
-        "| prompt | schedule | revived | whole generation | against a full prefill | computed |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = head(
+        "prompt | schedule | revived | whole generation | against a full prefill | computed"
+    )
     for case in document["generations"]:
         for revived, run in case["runs"].items():
             schedule, over, computed = "full", "", ""
@@ -349,7 +335,7 @@ def longcontext_scores() -> str:
     rows = {(row["method"], row["task"]): row for row in document["rows"]}
     methods, tasks = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
     titles = " | ".join(task.replace("_", " ") for task in tasks)
-    lines = [f"| method | by operations | {titles} |", "|---|---" + "|---" * len(tasks) + "|"]
+    lines = head(f"method | by operations | {titles}")
     for method in methods:
         mine = [rows[method, task] for task in tasks]
         saved = sum(row["operations"] for row in mine) / len(mine)
@@ -367,7 +353,7 @@ def longcontext_computed() -> str:
     rows = [row for row in read("longcontext")["rows"] if row["method"].startswith("LazyLLM")]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     titles = " | ".join(task.replace("_", " ") for task in tasks)
-    lines = [f"| method | {titles} |", "|---" + "|---" * len(tasks) + "|"]
+    lines = head(f"method | {titles}")
     for method in dict.fromkeys(row["method"] for row in rows):
         found = {row["task"]: row["computed"] for row in rows if row["method"] == method}
         lines.append(f"| {method} | {' | '.join(percent(found[task]) for task in tasks)} |")
@@ -376,7 +362,7 @@ def longcontext_computed() -> str:
 
 def texts() -> str:
     document = read("longcontext_texts")
-    lines = ["| method | perplexity | loss added, nats per token |", "|---|---|---|"]
+    lines = head("method | perplexity | loss added, nats per token")
     for row in document["perplexity"]:
         added = "" if row["method"] == "full" else f"{row['added']:.4f} ± {row['interval']:.4f}"
         lines.append(f"| {row['method']} | {row['perplexity']:.1f} | {added} |")

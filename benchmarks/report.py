@@ -9,9 +9,7 @@ checkout without its history: the variable TSJAX_COMMIT then names the commit.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import importlib.util
 import json
 import os
 import platform
@@ -142,6 +140,13 @@ def first_line(error: BaseException | str) -> str:
     return text[:300]
 
 
+def show_bars(document: dict[str, Any]) -> None:
+    """What was asked of the figures, and whether they met it."""
+    for bar in document.get("bars", []):
+        verdict = "met" if bar["met"] else "MISSED"
+        print(f"{verdict:7}{bar['value']:7.3f} against {bar['bar']}: {bar['what']}")
+
+
 class Budget:
     """Minutes since the start of the process after which no new case begins."""
 
@@ -220,23 +225,43 @@ def copy_bandwidth(nbytes: int, rounds: int = 7, calls: int = 10) -> float:
     return 2 * data.nbytes / best
 
 
+def on_gpu(parser: argparse.ArgumentParser, quick: bool) -> bool:
+    """Whether there is a GPU; without one only the quick variant runs."""
+    import jax
+
+    is_gpu = jax.default_backend() == "gpu"
+    if not is_gpu and not quick:
+        parser.error("this needs a GPU; --quick runs tiny shapes on a CPU")
+    return is_gpu
+
+
+def begun(is_gpu: bool, **more: Any) -> dict[str, Any]:
+    """The document of a command for a GPU, with the bandwidth of a copy, before the first case."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    bandwidth = copy_bandwidth(2**31 if is_gpu else 2**25)
+    print(f"{kind}: a copy moves {bandwidth / 1e9:.0f} GB/s")
+    return {
+        **facts(),
+        **more,
+        "copy_bytes_per_second": bandwidth,
+        "nominal_bytes_per_second": nominal_bandwidth(kind),
+        "complete": False,
+        "rows": [],
+        "left_out": [],
+    }
+
+
 def nominal_bandwidth(device_kind: str) -> float | None:
     return next((value for name, value in NOMINAL.items() if name in device_kind), None)
 
 
 def use_configs() -> None:
     """Makes `tsjax.configs` importable in a checkout that is not installed: see setup.py."""
-    import tsjax
-
-    with contextlib.suppress(ModuleNotFoundError):
+    try:
         import tsjax.configs  # noqa: F401
+    except ModuleNotFoundError:
+        import configs
 
-        return
-    folder = ROOT / "configs"
-    spec = importlib.util.spec_from_file_location(
-        "tsjax.configs", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tsjax.configs"] = module
-    spec.loader.exec_module(module)
-    tsjax.configs = module
+        sys.modules["tsjax.configs"] = configs

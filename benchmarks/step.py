@@ -326,7 +326,8 @@ def measure_context(machine: Machine, programs: dict, context: int, effort: Effo
     return {**rounds.results, **found, **rounds.failed}
 
 
-def rows_of(context: int, times: dict, machine: Machine, bandwidth: float, nominal) -> list[dict]:
+def rows_of(context: int, times: dict, machine: Machine, document: dict) -> list[dict]:
+    bandwidth, nominal = (document[f"{n}_bytes_per_second"] for n in ("copy", "nominal"))
     rows = []
     plain = times.get(Pass("plain"))
     for what, seconds in times.items():
@@ -430,35 +431,20 @@ def main(argv: Sequence[str]) -> None:
         args.contexts, args.rows = (128, 256), (1, 8)
 
     report.use_configs()
-    is_gpu = jax.default_backend() == "gpu"
-    if not is_gpu and not args.quick:
-        parser.error("this needs a GPU; --quick runs a tiny model on a CPU")
-    budget = report.Budget(args.minutes)
+    is_gpu, budget = report.on_gpu(parser, args.quick), report.Budget(args.minutes)
     effort = QUICK if args.quick else GPU
     model, preset = tsjax.model_preset(args.model), tsjax.preset(args.model)
     if args.quick:
         model, preset = tiny(model, preset)
-    device = jax.devices()[0]
-    bandwidth = report.copy_bandwidth(2**31 if is_gpu else 2**25)
-    nominal = report.nominal_bandwidth(device.device_kind)
-    print(f"{device.device_kind}: a copy moves {bandwidth / 1e9:.0f} GB/s")
-    limit = (device.memory_stats() or {}).get("bytes_limit") if is_gpu else None
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") if is_gpu else None
     contexts, too_long = fitting(args.contexts, model, limit)
     name = f"step-{args.model}"
-    document = {
-        **report.facts(),
-        "model": args.model,
-        "dtype": model.dtype,
-        "copy_bytes_per_second": bandwidth,
-        "nominal_bytes_per_second": nominal,
-        "complete": False,
-        "rows": [
-            {"context": n, "pass": what.kind, "rows": what.rows, "error": "does not fit the memory"}
-            for n in too_long
-            for what in passes(args.rows)
-        ],
-        "left_out": [],
-    }
+    document = report.begun(is_gpu, model=args.model, dtype=model.dtype)
+    document["rows"] += [
+        {"context": n, "pass": what.kind, "rows": what.rows, "error": "does not fit the memory"}
+        for n in too_long
+        for what in passes(args.rows)
+    ]
     # A warm-up of three steps, then the rounds, at each context.
     machine = Machine(model, preset, contexts, slack=3 + effort.rounds * effort.most_steps)
     document |= {
@@ -487,15 +473,13 @@ def main(argv: Sequence[str]) -> None:
             print(f"left out: context {context}")
             continue
         times = measure_context(machine, programs, context, effort)
-        rows = rows_of(context, times, machine, bandwidth, nominal)
+        rows = rows_of(context, times, machine, document)
         for row in rows:
             print_row(row)
         document["rows"] += rows
         document["bars"] = bars(document["rows"])
         report.save(document, args.out, name)
-    for bar in document.get("bars", []):
-        verdict = "met" if bar["met"] else "MISSED"
-        print(f"{verdict:7}{bar['value']:7.3f} against {bar['bar']}: {bar['what']}")
+    report.show_bars(document)
     complete = finished and not document["left_out"]
     document |= {"complete": complete, "seconds": budget.used}
     report.write(document, args.out, name)

@@ -41,27 +41,13 @@ def main(argv: Sequence[str]) -> None:
     report.add_budget(parser)
     args = parser.parse_args(argv)
 
-    import jax  # not above: torch's process reads this package, too
-
+    # Not above: torch's process reads this package, too.
     from benchmarks.kernels.measuring import measure
     from benchmarks.kernels.programs import GPU, QUICK
     from benchmarks.kernels.tuning import tune
 
-    is_gpu = jax.default_backend() == "gpu"
-    if not is_gpu and not args.quick:
-        parser.error("this needs a GPU; --quick runs tiny shapes on a CPU")
-    budget = report.Budget(args.minutes)
-    bandwidth = report.copy_bandwidth(2**31 if is_gpu else 2**25)
-    nominal = report.nominal_bandwidth(jax.devices()[0].device_kind)
-    print(f"{jax.devices()[0].device_kind}: a copy moves {bandwidth / 1e9:.0f} GB/s")
-    document = {
-        **report.facts(),
-        "dtype": "bfloat16",
-        "head_dim": HEAD_DIM,
-        "copy_bytes_per_second": bandwidth,
-        "nominal_bytes_per_second": nominal,
-        "complete": False,
-    }
+    is_gpu, budget = report.on_gpu(parser, args.quick), report.Budget(args.minutes)
+    document = report.begun(is_gpu, dtype="bfloat16", head_dim=HEAD_DIM)
     effort = QUICK if args.quick else GPU
     run = tune if args.tune else measure
     run(args, is_gpu, effort, budget, document)

@@ -16,21 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import report
+from benchmarks.kernels import programs
 from benchmarks.kernels.cases import HEAD_DIM, Case, cases, tree_mask
 from benchmarks.kernels.peers import TORCH, Torch, TorchRunner
-from benchmarks.kernels.programs import (
-    PATIENCE,
-    Effort,
-    JaxRunner,
-    compiled,
-    copies_needed,
-    output_hardly_counts,
-    output_is_query,
-    relative_difference,
-    repeats_needed,
-    rounds_of_caches,
-    time_runners,
-)
 from pallas_kernels import cache_scores, decode_attention, tree_attention
 
 PEERS = ("jax.nn xla", "jax.nn cudnn", *TORCH)
@@ -54,7 +42,7 @@ def operation(case: Case, name: str) -> Callable:
         def scores(q, cache, length):
             return cache_scores(q, cache, length, mode, implementation=name)
 
-        return output_hardly_counts(scores)
+        return programs.output_hardly_counts(scores)
 
     if name.startswith("jax.nn"):
 
@@ -64,14 +52,14 @@ def operation(case: Case, name: str) -> Callable:
                 q, *cache, mask=mask, implementation=name.split()[1]
             )
 
-        return output_is_query(peer)
+        return programs.output_is_query(peer)
 
     ours = decode_attention if case.op == "decode_attention" else tree_attention
 
     def attention(q, cache, *rest):
         return ours(q, *cache, *rest, implementation=name)
 
-    return output_is_query(attention)
+    return programs.output_is_query(attention)
 
 
 class Inputs:
@@ -80,8 +68,8 @@ class Inputs:
     def __init__(self, case: Case, is_gpu: bool):
         self.heads, self.S, self.K, self.N = case.heads, case.S, case.K, case.K * case.G
         keys_alone = case.K * case.S * HEAD_DIM * 2
-        self.pairs = copies_needed(2 * keys_alone, is_gpu)
-        self.singles = copies_needed(keys_alone, is_gpu)
+        self.pairs = programs.copies_needed(2 * keys_alone, is_gpu)
+        self.singles = programs.copies_needed(keys_alone, is_gpu)
 
     def fits(self, case: Case) -> bool:
         return (self.heads, self.S) == (case.heads, case.S)
@@ -160,25 +148,25 @@ def run_case(case: Case, names, inputs: Inputs, torch: dict, bandwidth, effort, 
 
     in_jax = [name for name in names if name not in TORCH]
     copies = inputs.pairs if case.is_attention else inputs.singles
-    unrolled = {name: rounds_of_caches(copies, name, bool(torch)) for name in in_jax}
+    unrolled = {name: programs.rounds_of_caches(copies, name, bool(torch)) for name in in_jax}
     calls = {name: copies * unrolled[name] for name in in_jax}  # in one turn of the loop
     repeats = {
-        name: repeats_needed(calls[name] * case.read_bytes, bandwidth, effort.program)
+        name: programs.repeats_needed(calls[name] * case.read_bytes, bandwidth, effort.program)
         for name in in_jax
     }
 
     def compile_one(name):
         shapes = inputs.shapes(case, name)
-        return compiled(operation(case, name), shapes, repeats[name], unrolled[name])
+        return programs.compiled(operation(case, name), shapes, repeats[name], unrolled[name])
 
     tasks = {name: functools.partial(compile_one, name) for name in in_jax}
     runners: dict[str, Any] = {}
-    for name, program in report.attempt_all(tasks, effort.workers, PATIENCE).items():
+    for name, program in report.attempt_all(tasks, effort.workers, programs.PATIENCE).items():
         try:
             if isinstance(program, BaseException):
                 raise program
             arrays = inputs.arrays(case, name)
-            runners[name] = JaxRunner(program, arrays, repeats[name] * calls[name])
+            runners[name] = programs.JaxRunner(program, arrays, repeats[name] * calls[name])
         except Exception as error:
             failed[name] = report.first_line(error)
     for name in waiting:
@@ -188,7 +176,7 @@ def run_case(case: Case, names, inputs: Inputs, torch: dict, bandwidth, effort, 
         except Exception as error:
             failed[name] = report.first_line(error)
 
-    times, outputs = time_runners(runners, effort, effort.rounds, effort.round, failed)
+    times, outputs = programs.time_runners(runners, effort, effort.rounds, effort.round, failed)
     rows = []
     for name in names:
         row = {**case.fields(), "implementation": name}
@@ -207,7 +195,7 @@ def run_case(case: Case, names, inputs: Inputs, torch: dict, bandwidth, effort, 
             row |= runners[name].details
         rows.append(row)
     if "triton" in times and "xla" in times:
-        difference = relative_difference(outputs["triton"], outputs["xla"])
+        difference = programs.relative_difference(outputs["triton"], outputs["xla"])
         rows[names.index("triton")]["difference_to_xla"] = difference
     for name in waiting:
         try:
@@ -252,12 +240,11 @@ def bars(rows: list[dict]) -> list[dict]:
     return found
 
 
-def measure(args, is_gpu: bool, effort: Effort, budget, document: dict) -> None:
+def measure(args, is_gpu: bool, effort: programs.Effort, budget, document: dict) -> None:
     if args.quick:
         todo = cases(args.ops, (1024,), (1, 8), ("GQA",))
     else:
         todo = cases(args.ops)
-    document |= {"rows": [], "left_out": []}
     if not is_gpu:
         document["not_on_a_cpu"] = ["triton", "jax.nn cudnn", *TORCH]
     print(
@@ -287,8 +274,6 @@ def measure(args, is_gpu: bool, effort: Effort, budget, document: dict) -> None:
         report.save(document, args.out, "kernels")
     for process in torch.values():
         process.close()
-    for bar in document.get("bars", []):
-        verdict = "met" if bar["met"] else "MISSED"
-        print(f"{verdict:7}{bar['value']:7.3f} against {bar['bar']}: {bar['what']}")
+    report.show_bars(document)
     for case in document["left_out"]:
         print(f"left out: {case}")

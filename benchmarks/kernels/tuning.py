@@ -18,19 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import report
-from benchmarks.kernels.programs import (
-    PATIENCE,
-    Effort,
-    JaxRunner,
-    compiled,
-    copies_needed,
-    output_hardly_counts,
-    output_is_query,
-    relative_difference,
-    repeats_needed,
-    rounds_of_caches,
-    time_runners,
-)
+from benchmarks.kernels import programs
 from pallas_kernels import device
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores
@@ -50,7 +38,7 @@ def tree_candidates(default, rows: int, slots: int) -> list:
         return new._replace(parts=max(1, min(new.parts, most)))
 
     def cut(size: int):
-        """Other rows, as many programs as before."""
+        """Other rows, as many of them as before."""
         before, after = -(-rows // default.rows), -(-rows // size)
         return blocks(rows=size, parts=max(1, default.parts * before // after))
 
@@ -160,18 +148,18 @@ class TuneCase:
             def call(q, cache, length):
                 return scores.cache_scores(q, cache, length, mode=mode, **options)
 
-            return output_hardly_counts(call)
+            return programs.output_hardly_counts(call)
 
         def call(q, cache, *rest):
             return attention.tree_attention(q, *cache, *rest, **options)[0]
 
-        return output_is_query(call)
+        return programs.output_is_query(call)
 
     def arguments(self, is_gpu: bool):
         """(q, caches, rest) of `chained`."""
         specs = scores_specs if self.op == "cache_scores" else tree_specs
         caches = []
-        for seed in range(copies_needed(self.read_bytes, is_gpu) if is_gpu else 1):
+        for seed in range(programs.copies_needed(self.read_bytes, is_gpu) if is_gpu else 1):
             arrays = specs.inputs(self.spec, length=self.spec.S, seed=seed)
             if self.op == "cache_scores":
                 q, cache, *rest = arrays.values()
@@ -200,34 +188,35 @@ def tune_cases(quick: bool) -> list[TuneCase]:
     return [case for _, case in found]
 
 
-def tune_one(case: TuneCase, bandwidth: float, effort: Effort, is_gpu: bool) -> dict:
+def tune_one(case: TuneCase, bandwidth: float, effort: programs.Effort, is_gpu: bool) -> dict:
     """Times the candidates of one key, then the best of them against the default once more."""
     q, caches, rest = case.arguments(is_gpu)
-    unrolled = rounds_of_caches(len(caches), "triton", is_gpu)
+    unrolled = programs.rounds_of_caches(len(caches), "triton", is_gpu)
     calls = unrolled * len(caches)
-    repeats = repeats_needed(calls * case.read_bytes, bandwidth, effort.program)
+    repeats = programs.repeats_needed(calls * case.read_bytes, bandwidth, effort.program)
     default, failed = case.default(), {}
 
     def program(blocks, mode):
         call = case.operation(blocks, mode, interpret=not is_gpu)
-        return compiled(call, (q, caches, rest), repeats, unrolled)
+        return programs.compiled(call, (q, caches, rest), repeats, unrolled)
 
     def runners_for(candidates) -> dict:
         tasks = {(b, m): functools.partial(program, b, m) for b in candidates for m in case.modes}
         found = {}
-        programs = report.attempt_all(tasks, 2 * effort.workers, PATIENCE)
-        for (blocks, mode), program in programs.items():
-            if isinstance(program, BaseException):
-                failed[blocks, mode] = report.first_line(program)
+        made = report.attempt_all(tasks, 2 * effort.workers, programs.PATIENCE)
+        for pair, one in made.items():
+            if isinstance(one, BaseException):
+                failed[pair] = report.first_line(one)
             else:
-                found[blocks, mode] = JaxRunner(program, (q, caches, rest), repeats * calls)
+                found[pair] = programs.JaxRunner(one, (q, caches, rest), repeats * calls)
         return found
 
     def ratios_of(runners: dict, rounds: int) -> tuple[dict, dict]:
         """Time over the default's, over both modes the geometric mean; and all times."""
-        times, outputs = time_runners(runners, effort, rounds, effort.round / 2, failed)
+        times, outputs = programs.time_runners(runners, effort, rounds, effort.round / 2, failed)
         for (blocks, mode), out in outputs.items():
-            if (difference := relative_difference(out, outputs.get((default, mode), out))) > 0.05:
+            difference = programs.relative_difference(out, outputs.get((default, mode), out))
+            if difference > 0.05:
                 failed[blocks, mode] = f"differs from the default's output by {difference:.2g}"
                 times.pop((blocks, mode), None)
         medians = {pair: statistics.median(values) for pair, values in times.items()}
@@ -268,11 +257,11 @@ def tune_one(case: TuneCase, bandwidth: float, effort: Effort, is_gpu: bool) -> 
     }
 
 
-def tune(args, is_gpu: bool, effort: Effort, budget, document: dict) -> None:
+def tune(args, is_gpu: bool, effort: programs.Effort, budget, document: dict) -> None:
     device.tuned = lambda op, shape: None  # the default is the rule, not an earlier table
     name = device.file_name(jax.devices()[0].device_kind)
     table: dict[str, dict] = {"tree_attention": {}, "cache_scores": {}}
-    document |= {"file": name, "rows": [], "left_out": []}
+    document["file"] = name
     for case in tune_cases(args.quick):
         if budget.is_used_up:
             document["left_out"].append({"op": case.op, "key": case.key})
