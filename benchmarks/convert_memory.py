@@ -77,18 +77,11 @@ def write_checkpoint(folder: Path, dtype: str, num_bytes: float) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": V,
-        "hidden_size": D,
-        "intermediate_size": F,
-        "num_hidden_layers": layers,
-        "num_attention_heads": N,
-        "num_key_value_heads": K,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": dtype,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V,
+        "hidden_size": D, "intermediate_size": F, "num_hidden_layers": layers,
+        "num_attention_heads": N, "num_key_value_heads": K, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "torch_dtype": dtype,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 
 

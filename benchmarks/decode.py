@@ -34,15 +34,10 @@ from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.model.cache import cache_bytes
 
 SHAPE = dict(
-    vocab_size=32000,
-    hidden_size=288,
-    intermediate_size=768,
-    num_hidden_layers=6,
-    num_attention_heads=6,
-    num_key_value_heads=6,
-    max_position_embeddings=16384,
+    vocab_size=32000, hidden_size=288, intermediate_size=768, num_hidden_layers=6,
+    num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=16384,
     tie_word_embeddings=True,
-)
+)  # fmt: skip
 
 
 class Run(NamedTuple):

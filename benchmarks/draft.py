@@ -126,10 +126,6 @@ def main(argv: Sequence[str]) -> None:
     for name, values in found.items():
         print(f"{name:34}{values['median']:10.3f}")
     document = {
-        "short": args.short,
-        "long": args.long,
-        "budget": args.budget,
-        "ms": ms,
-        "ratios": found,
-    }
+        "short": args.short, "long": args.long, "budget": args.budget, "ms": ms, "ratios": found,
+    }  # fmt: skip
     report.write(document, args.out, "draft")

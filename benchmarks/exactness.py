@@ -43,16 +43,9 @@ def model_of_law():
     """A model that ignores its input: every token has the probability LAW."""
     size = len(LAW)
     cfg = tsjax.ModelConfig(
-        vocab_size=size,
-        embed_dim=size,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        mlp_dim=1,
-        max_positions=1_000_000,
-        norm_eps=1e-9,
-    )
+        vocab_size=size, embed_dim=size, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2,
+        mlp_dim=1, max_positions=1_000_000, norm_eps=1e-9,
+    )  # fmt: skip
     params = tsjax.init_params(cfg)
     weights = jax.tree.map(jnp.zeros_like, params.model)
     # A one-hot state of norm 1 leaves the final norm with the entry sqrt(size).
@@ -129,17 +122,11 @@ def near_ties(names: list[str], dtype: str, tokens: int) -> dict:
     total, departures = (sum(row[key] for row in rows) for key in ("tokens", "departures"))
     parted = [row["parted_after"] for row in rows if row["parted_after"] is not None]
     return {
-        "dtype": dtype,
-        "runs": len(rows),
-        "tokens_per_run": tokens,
-        "parted": len(parted),
-        "parted_after": summary(parted) if parted else None,
-        "tokens": total,
-        "departures": departures,
-        "departures_per_1000": 1000 * departures / total,
-        "plain_departures": plain_departures,
-        "rows": rows,
-    }
+        "dtype": dtype, "runs": len(rows), "tokens_per_run": tokens, "parted": len(parted),
+        "parted_after": summary(parted) if parted else None, "tokens": total,
+        "departures": departures, "departures_per_1000": 1000 * departures / total,
+        "plain_departures": plain_departures, "rows": rows,
+    }  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> None:

@@ -29,16 +29,9 @@ BEGAN = time.monotonic()
 NOMINAL = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}  # bytes per second by data sheet
 
 PACKAGES = (
-    "tsjax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "orbax-checkpoint",
-    "safetensors",
-    "transformers",
-    "torch",
+    "tsjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "safetensors", "transformers", "torch",
     "numpy",
-)
+)  # fmt: skip
 
 
 def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:

@@ -145,14 +145,9 @@ def sweep() -> dict[str, Any]:
     for rule, every in {"the paper's rule": None, "every 8 tokens": 8, "every step": 1}.items():
         for rest in (False, True):
             methods[f"{rule}, rest" if rest else rule] = tsjax.TokenSwift(
-                tree=(1,) * 4,
-                draft_passes=4,
-                draft_budget=512,
-                draft_refresh=every,
-                draft_rest=rest,
-                num_ngrams=0,
-                suffix_length=0,
-            )
+                tree=(1,) * 4, draft_passes=4, draft_budget=512, draft_refresh=every,
+                draft_rest=rest, num_ngrams=0, suffix_length=0,
+            )  # fmt: skip
     return methods
 
 
@@ -199,11 +194,9 @@ def main(argv: Sequence[str]) -> None:
 def summarise(context, setting, name, method, runs, rows) -> dict[str, Any]:
     times = {peer: [run["ms_per_token"] for run in runs] for peer, runs in rows.items()}
     row = {
-        "context": context,
-        "setting": setting,
-        "method": name,
+        "context": context, "setting": setting, "method": name,
         "ms_per_token": summary(times[name]),
-    }
+    }  # fmt: skip
     for peer in ("plain", "torch"):
         if peer in rows and peer != name:
             row[f"speedup_over_{peer}"] = ratios(times[peer], times[name])

@@ -393,16 +393,9 @@ def print_row(row: dict) -> None:
 def tiny(model, preset):
     """A model and settings that run anywhere."""
     model = dataclasses.replace(
-        model,
-        vocab_size=256,
-        embed_dim=64,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        mlp_dim=128,
-        dtype="float32",
-    )
+        model, vocab_size=256, embed_dim=64, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=16, mlp_dim=128, dtype="float32",
+    )  # fmt: skip
     method = dataclasses.replace(
         preset.method, tree=(1, 2), draft_budget=64, num_sinks=4, num_ngrams=4
     )

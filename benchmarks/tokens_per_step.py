@@ -93,17 +93,13 @@ def main(argv: Sequence[str]) -> None:
                 "tokens_per_step": stats.tokens_per_step,
                 "drafted_per_step": stats.drafted / sum(stats.steps),
                 "accepted_by_source": stats.accepted_by_source,
-                "accepted_lengths": stats.accepted_lengths,
-                "alpha": stats.alpha,
-            }
+                "accepted_lengths": stats.accepted_lengths, "alpha": stats.alpha,
+            }  # fmt: skip
         rows[name] = cells
         texts = [f"{cells[s]['tokens_per_step']:.2f}" if s in cells else "" for s in settings]
         print(f"{name:38}" + "".join(f"{text:>28}" for text in texts))
     document = {
-        "prompts": len(prompts),
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-        "budget": args.budget,
-        "rows": rows,
-    }
+        "prompts": len(prompts), "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens, "budget": args.budget, "rows": rows,
+    }  # fmt: skip
     report.write(document, args.out, "tokens_per_step")

@@ -243,10 +243,7 @@ def tune_one(case: TuneCase, bandwidth: float, effort: programs.Effort, is_gpu: 
     last, times = ratios_of({p: r for p, r in runners.items() if p[0] in finalists}, effort.rounds)
     best = min(last, key=last.get)
     return {
-        "op": case.op,
-        "key": case.key,
-        "default": default._asdict(),
-        "best": best._asdict(),
+        "op": case.op, "key": case.key, "default": default._asdict(), "best": best._asdict(),
         "ratio": last[best],
         "default_us": {m or case.op: 1e6 * times[default, m] for m in case.modes},
         "best_us": {m or case.op: 1e6 * times[best, m] for m in case.modes},
@@ -254,7 +251,7 @@ def tune_one(case: TuneCase, bandwidth: float, effort: programs.Effort, is_gpu: 
         "kept": last[best] <= 1 - LEAST_GAIN,
         "tried": [{**b._asdict(), "ratio": r} for b, r in ratios.items()],
         "failed": [{**b._asdict(), "mode": m, "error": e} for (b, m), e in failed.items()],
-    }
+    }  # fmt: skip
 
 
 def tune(args, is_gpu: bool, effort: programs.Effort, budget, document: dict) -> None:

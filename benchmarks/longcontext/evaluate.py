@@ -128,14 +128,10 @@ def measure(model, rival: Rival, task: str, length: int, samples: int, seed: int
     found = answers(model, rival, examples_of(task, length, samples, seed))
     mean, half = interval(found["scores"])
     return {
-        "task": task,
-        "length": length,
-        "samples": samples,
-        "score": mean,
-        "interval": half,
+        "task": task, "length": length, "samples": samples, "score": mean, "interval": half,
         "operations": operations(model.cfg, rival, length, round(found["read"])),
         "computed": found["computed"],
-    }
+    }  # fmt: skip
 
 
 def show(row: dict[str, Any]) -> None:
@@ -168,7 +164,7 @@ def growth(model, task: str, length: int, samples: int, seed: int) -> list[dict[
             "samples": samples,
             "tokens": tokens,
             "computed": answers(model, rival, examples, tokens)["computed"],
-        }
+        }  # fmt: skip
         for tokens in range(1, longest + 1)
     ]
 

@@ -357,17 +357,13 @@ def row_of(name: str, method: str, samples: Sequence[Sample], replies: list[Repl
     )
     computed = [reply.computed for reply in replies]
     return {
-        "set": name,
-        "group": SETS[name].group,
-        "method": method,
-        "samples": len(replies),
-        "score": mean,
-        "interval": half,
+        "set": name, "group": SETS[name].group, "method": method, "samples": len(replies),
+        "score": mean, "interval": half,
         "first_token_seconds": float(np.mean([reply.first_token_seconds for reply in replies])),
         "seconds": float(np.mean([reply.seconds for reply in replies])),
         "read": float(np.mean([reply.read for reply in replies])),
         "computed": np.mean(computed, axis=0).tolist() if computed[0] else [],
-    }
+    }  # fmt: skip
 
 
 # --- the table --------------------------------------------------------------------------------
@@ -437,10 +433,8 @@ def main(argv: Sequence[str]) -> None:
             f"{longest} tokens, and the model has {model.cfg.max_positions} positions"
         )
     document: dict[str, Any] = {
-        "model": model.cfg.to_dict(),
-        "prompt_tokens": args.prompt_tokens,
-        "rows": [],
-    }
+        "model": model.cfg.to_dict(), "prompt_tokens": args.prompt_tokens, "rows": [],
+    }  # fmt: skip
     chosen = {name: rivals(model.cfg)[name] for name in args.methods}
     for name, (samples, new_tokens) in sets.items():
         ids = [model.tokenizer.encode(sample.prompt) for sample in samples]
