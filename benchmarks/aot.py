@@ -1,27 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the GPU's compiler makes of each kernel and of whole decode steps, on a machine without one.
 
-    JAX_PLATFORMS=cpu python benchmarks/aot.py --out benchmarks/results/aot
-    JAX_PLATFORMS=cpu python benchmarks/aot.py --only train_heads --name train_heads --out ...
+    JAX_PLATFORMS=cpu python -m benchmarks aot --out benchmarks/results/aot
+    JAX_PLATFORMS=cpu python -m benchmarks aot --only train_heads --name train_heads --out ...
 
-Needs the CUDA plugin (see tests/aot.py). Beside what the compiler says stands what a call has to
+Needs the CUDA plugin (see tools/aot.py). Beside what the compiler says stands what a call has to
 do: bytes read once, operations, and the time that both bound on a chip of the nominal speed.
 Nothing is run on a GPU. One process per case, `--jobs` at a time.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import report
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-import aot  # noqa: E402
+from benchmarks import report
+from tools import aot
 
 # Bytes and bfloat16 operations per second, from the makers' data sheets.
 CHIPS = {"a100": (2.039e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
@@ -46,13 +40,12 @@ def work(case: str, shapes: dict) -> dict:
     return {"cache_bytes": cache, "operations": operations, "bound_us": bounds}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    report.add_out(parser)
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("aot", __doc__)
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
     parser.add_argument("--only", default="", help="cases with this in their name")
     parser.add_argument("--name", default="aot", help="of the result (default: %(default)s)")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
 
     kernels = {name: shapes for name, (_, shapes) in aot.kernel_cases().items()}
     wanted = [(case, target) for case in kernels for target in ("a100", "h100")]
@@ -82,8 +75,3 @@ def main() -> int:
         }
         print(f"train_heads: {document['train_heads_bytes']['a100'] / 1e9:.1f} GB")
     report.write(document, options.out, options.name)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peak memory of conversions: is a checkpoint converted in little more memory than its own size?
 
-    python benchmarks/convert_memory.py --out benchmarks/results/cpu
+    python -m benchmarks convert_memory --out benchmarks/results/cpu
 
 Writes a synthetic HuggingFace checkpoint for each case, converts it in a fresh process and reads
 that process's peak resident memory (VmHWM; ru_maxrss would count the parent's). The peak includes
@@ -11,17 +11,19 @@ Linux only.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks import report
 
 CASES = (
     # name, stored type, arguments of the command
@@ -31,30 +33,18 @@ CASES = (
     ("bfloat16 -> tsjax float32", "bfloat16", ["--dtype", "float32"]),
     ("bfloat16 -> hf", "bfloat16", ["--to", "hf", "--max-shard-size", "250MB"]),
 )
-MEASURED = """
+MEASURED = r"""
 import re, sys
-{imports}
-from tsjax_convert.__main__ import main
+from convert.__main__ import main
 code = main(sys.argv[1:])
 status = open("/proc/self/status").read()
-print(int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024)
+print(int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024)
 sys.exit(code)
-"""
-# A checkout that is not installed: its folder convert/ under the name it is installed with.
-FROM_CHECKOUT = """
-import importlib.util
-if importlib.util.find_spec("tsjax_convert") is None:
-    import convert, convert.__main__
-    sys.modules["tsjax_convert"], sys.modules["tsjax_convert.__main__"] = convert, convert.__main__
 """
 
 
 def write_checkpoint(folder: Path, dtype: str, num_bytes: float) -> None:
     """A random Llama with a large vocabulary, in shards of one layer, about `num_bytes` big."""
-    import jax.numpy as jnp
-    import numpy as np
-    from safetensors.numpy import save_file
-
     D, F, V, N, K, H = 2048, 5632, 32000, 32, 8, 64
     item = jnp.dtype(dtype).itemsize
     layer_bytes = (2 * D * N * H + 2 * D * K * H + 3 * D * F + 2 * D) * item
@@ -87,18 +77,11 @@ def write_checkpoint(folder: Path, dtype: str, num_bytes: float) -> None:
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": V,
-        "hidden_size": D,
-        "intermediate_size": F,
-        "num_hidden_layers": layers,
-        "num_attention_heads": N,
-        "num_key_value_heads": K,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-        "torch_dtype": dtype,
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": V,
+        "hidden_size": D, "intermediate_size": F, "num_hidden_layers": layers,
+        "num_attention_heads": N, "num_key_value_heads": K, "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5, "torch_dtype": dtype,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -107,14 +90,9 @@ def size_of(folder: Path) -> int:
 
 
 def measure(source: Path, target: Path, arguments: list[str]) -> dict[str, float]:
-    code = MEASURED.format(imports=FROM_CHECKOUT)
-    command = [sys.executable, "-c", code, str(source), str(target), "--quiet", *arguments]
-    root = str(Path(__file__).resolve().parent.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", MEASURED, str(source), str(target), "--quiet", *arguments]
     started = time.perf_counter()
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=report.ROOT)
     if done.returncode:
         raise RuntimeError(f"the conversion failed: {done.stderr}")
     peak = int(done.stdout.splitlines()[-1])
@@ -128,11 +106,10 @@ def measure(source: Path, target: Path, arguments: list[str]) -> dict[str, float
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("convert_memory", __doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the source")
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     rows = []
     print(f"{'case':28} {'source':>8} {'written':>8} {'peak':>8} {'above':>8} {'seconds':>8}")
     for name, dtype, arguments in CASES:
@@ -147,7 +124,3 @@ def main() -> None:
         print(name.ljust(28), *(f"{size:7.2f}G" for size in (*sizes, above)), end=" ")
         print(f"{row['seconds']:8.1f}", flush=True)
     report.write({"cases": rows}, args.out, "convert_memory")
-
-
-if __name__ == "__main__":
-    main()

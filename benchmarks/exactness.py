@@ -15,22 +15,24 @@ With --model: where n-gram drafts part from plain decoding in bfloat16, whose pa
 rows round otherwise than those over one; and, for each of the drafted tokens, whether plain
 decoding would have chosen it behind the same text (tsjax.check_run).
 
-    python benchmarks/exactness.py --out benchmarks/results/cpu
-    python benchmarks/exactness.py --model embedded PATH --out benchmarks/results/cpu
+    python -m benchmarks exactness --out benchmarks/results/cpu
+    python -m benchmarks exactness --model embedded PATH --out benchmarks/results/cpu
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import tempfile
-from pathlib import Path
+from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from tsjax.host.timing import summary
 
 LAW = np.asarray([0.29, 0.15, 0.12, 0.10, 0.08, 0.07, 0.06, 0.05, 0.04, 0.04])
 TREE = (1, 3, 3, 3)
@@ -39,23 +41,11 @@ NGRAMS = 20
 
 def model_of_law():
     """A model that ignores its input: every token has the probability LAW."""
-    import jax
-    import jax.numpy as jnp
-
-    import tsjax
-
     size = len(LAW)
     cfg = tsjax.ModelConfig(
-        vocab_size=size,
-        embed_dim=size,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=2,
-        mlp_dim=1,
-        max_positions=1_000_000,
-        norm_eps=1e-9,
-    )
+        vocab_size=size, embed_dim=size, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2,
+        mlp_dim=1, max_positions=1_000_000, norm_eps=1e-9,
+    )  # fmt: skip
     params = tsjax.init_params(cfg)
     weights = jax.tree.map(jnp.zeros_like, params.model)
     # A one-hot state of norm 1 leaves the final norm with the entry sqrt(size).
@@ -98,7 +88,6 @@ LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 
 def near_ties(names: list[str], dtype: str, tokens: int) -> dict:
     """Runs with drafts beside the same runs without: where they part, and what parted them."""
-    import tsjax
 
     def checked(model, prompt, method, asked):
         with tempfile.TemporaryDirectory() as folder:
@@ -133,27 +122,20 @@ def near_ties(names: list[str], dtype: str, tokens: int) -> dict:
     total, departures = (sum(row[key] for row in rows) for key in ("tokens", "departures"))
     parted = [row["parted_after"] for row in rows if row["parted_after"] is not None]
     return {
-        "dtype": dtype,
-        "runs": len(rows),
-        "tokens_per_run": tokens,
-        "parted": len(parted),
-        "parted_after": report.summary(parted) if parted else None,
-        "tokens": total,
-        "departures": departures,
-        "departures_per_1000": 1000 * departures / total,
-        "plain_departures": plain_departures,
-        "rows": rows,
-    }
+        "dtype": dtype, "runs": len(rows), "tokens_per_run": tokens, "parted": len(parted),
+        "parted_after": summary(parted) if parted else None, "tokens": total,
+        "departures": departures, "departures_per_1000": 1000 * departures / total,
+        "plain_departures": plain_departures, "rows": rows,
+    }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("exactness", __doc__)
     parser.add_argument("--tokens", type=int, help="default: 50,000, with --model 384 in a run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", nargs="+", metavar="PATH", help="'embedded' is one, too")
     parser.add_argument("--dtype", default="bfloat16", help="with --model (default: %(default)s)")
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.model:
         report.write(near_ties(args.model, args.dtype, args.tokens or 384), args.out, "near_ties")
     else:
@@ -161,8 +143,6 @@ def main() -> None:
 
 
 def verification_rules(args: argparse.Namespace) -> None:
-    import tsjax
-
     args.tokens = args.tokens or 50_000
     model = model_of_law()
     method = tsjax.TokenSwift(
@@ -213,7 +193,3 @@ def verification_rules(args: argparse.Namespace) -> None:
         args.out,
         "exactness",
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the figures of README and docs from benchmarks/results/: no number is typed by hand.
 
-python benchmarks/readme_table.py            rewrites the files between their pairs of markers
-python benchmarks/readme_table.py --check    exits with 1 if that would change one
+python -m benchmarks readme_table            rewrites the files between their pairs of markers
+python -m benchmarks readme_table --check    exits with 1 if that would change one
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.report import ROOT, todays_command
+
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 
@@ -23,9 +23,15 @@ def read(name: str) -> dict:
 def source(document: dict) -> str:
     versions = document["versions"]
     return (
-        f"`{document['command']}` ({document['cpus']} cores of {document['device']}, "
+        f"`{todays_command(document['command'])}` "
+        f"({document['cpus']} cores of {document['device']}, "
         f"jax {versions['jax']}, Python {versions['python']}, {document['date']})"
     )
+
+
+def head(columns: str) -> list[str]:
+    """The first two lines of a table."""
+    return [f"| {columns} |", "|---" * len(columns.split(" | ")) + "|"]
 
 
 def decode_rows(document: dict) -> list[str]:
@@ -86,7 +92,7 @@ def convert_rows(document: dict) -> list[str]:
 
 
 def measured() -> str:
-    rows, sources = [], []
+    lines, sources = head("what | tsjax | against | ratio"), []
     for name, render in {
         "decode": decode_rows,
         "capacity": capacity_rows,
@@ -94,17 +100,16 @@ def measured() -> str:
         "convert_memory": convert_rows,
     }.items():
         document = read(name)
-        rows += render(document)
+        lines += render(document)
         sources.append(source(document))
-    head = ["| what | tsjax | against | ratio |", "|---|---|---|---|"]
     note = "Times: float32, medians of interleaved runs, random weights of 15M parameters. Made by "
-    return "\n".join([*head, *rows, "", note + "; ".join(sources) + "."])
+    return "\n".join([*lines, "", note + "; ".join(sources) + "."])
 
 
 def tokens_per_step() -> str:
     document = read("tokens_per_step")
     settings = list(document["rows"]["model (1 pass)"])
-    lines = ["| drafts | " + " | ".join(settings) + " |", "|---" * (len(settings) + 1) + "|"]
+    lines = head(" | ".join(["drafts", *settings]))
     for name, cells in document["rows"].items():
         texts = [f"{cells[s]['tokens_per_step']:.2f}" if s in cells else "" for s in settings]
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
@@ -120,10 +125,7 @@ def tokens_per_step() -> str:
 
 def exactness() -> str:
     document = read("exactness")
-    lines = [
-        "| rule | share of the best token | total variation | entropy | accepted per step |",
-        "|---|---|---|---|---|",
-    ]
+    lines = head("rule | share of the best token | total variation | entropy | accepted per step")
     for name, row in document["rows"].items():
         accepted = f"{row['accepted_per_step']:.2f}" if row["accepted_per_step"] else ""
         lines.append(
@@ -165,10 +167,7 @@ EXPECTED_BANDWIDTH, EXPECTED_MATRIX, LAUNCHES_US = 0.85, 0.5, 5.0
 
 
 def paper() -> str:
-    lines = [
-        "| call | read | operations | per byte | A100: bound, expected | H100 | H200 |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = head("call | read | operations | per byte | A100: bound, expected | H100 | H200")
     document = compiled()
     for name, case in document["cases"].items():
         if not case.get("bound_us"):
@@ -205,10 +204,7 @@ def registers() -> str:
             key = kernel["name"].removeprefix("tsjax_"), *cells
             shape = name.split(" ", 2 if name.startswith("cache_scores") else 1)[-1]
             alike.setdefault(key, []).append(shape)
-    lines = [
-        "| kernel | A100: registers, shared memory | H100 | instructions | shapes |",
-        "|---|---|---|---|---|",
-    ]
+    lines = head("kernel | A100: registers, shared memory | H100 | instructions | shapes")
     for key, shapes in sorted(alike.items(), key=lambda item: item[0][0]):
         lines.append(f"| {' | '.join(key)} | {', '.join(shapes)} |")
     note = f"Spilled bytes in all of them together: {spilled}. Made by "
@@ -216,10 +212,7 @@ def registers() -> str:
 
 
 def steps() -> str:
-    lines = [
-        "| step | weights, cache and state | temporary | copies of a cache | compiled in |",
-        "|---|---|---|---|---|",
-    ]
+    lines = head("step | weights, cache and state | temporary | copies of a cache | compiled in")
     for name, case in compiled()["cases"].items():
         if "bound_us" in case:
             continue
@@ -235,11 +228,10 @@ def steps() -> str:
 
 def speedup() -> str:
     document = read("speedup")
-    lines = [
-        "| context | text | plain decoding | TokenSwift | over plain decoding | over torch "
-        "| tokens per step | drafts |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = head(
+        "context | text | plain decoding | TokenSwift | over plain decoding | over torch | "
+        "tokens per step | drafts"
+    )
     rows = {(r["context"], r["setting"], r["method"]): r for r in document["rows"]}
     for (context, setting, method), row in rows.items():
         if method != "tokenswift":
@@ -272,10 +264,7 @@ def partial_cache() -> str:
     rows = {(r["context"], r["setting"], r["method"]): r for r in document["rows"]}
     columns = list(dict.fromkeys((context, setting) for context, setting, _ in rows))
     options = {name: row["options"] for (_, _, name), row in rows.items() if "options" in row}
-    lines = [
-        "| chosen by | rest seen | " + " | ".join(f"{c:,}, {s}" for c, s in columns) + " |",
-        "|---|---|" + "---|" * len(columns),
-    ]
+    lines = head(" | ".join(["chosen by", "rest seen", *(f"{c:,}, {s}" for c, s in columns)]))
     for name, chosen in options.items():
         if name in ("plain", "tokenswift"):
             continue
@@ -292,10 +281,9 @@ def partial_cache() -> str:
 
 def first_token() -> str:
     document = read("ttft")
-    lines = [
-        "| prompt | schedule | first token | against a full prefill | by operations | of these |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = head(
+        "prompt | schedule | first token | against a full prefill | by operations | of these"
+    )
     for row in document["rows"]:
         if row["schedule"].startswith("auto") and len(row["keep"]) > 1:
             continue  # of the earlier rule, which cut three times
@@ -320,10 +308,9 @@ def first_token() -> str:
 
 def whole_generations() -> str:
     document = read("ttft")
-    lines = [
-        "| prompt | schedule | revived | whole generation | against a full prefill | computed |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = head(
+        "prompt | schedule | revived | whole generation | against a full prefill | computed"
+    )
     for case in document["generations"]:
         for revived, run in case["runs"].items():
             schedule, over, computed = "full", "", ""
@@ -348,7 +335,7 @@ def longcontext_scores() -> str:
     rows = {(row["method"], row["task"]): row for row in document["rows"]}
     methods, tasks = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
     titles = " | ".join(task.replace("_", " ") for task in tasks)
-    lines = [f"| method | by operations | {titles} |", "|---|---" + "|---" * len(tasks) + "|"]
+    lines = head(f"method | by operations | {titles}")
     for method in methods:
         mine = [rows[method, task] for task in tasks]
         saved = sum(row["operations"] for row in mine) / len(mine)
@@ -366,7 +353,7 @@ def longcontext_computed() -> str:
     rows = [row for row in read("longcontext")["rows"] if row["method"].startswith("LazyLLM")]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     titles = " | ".join(task.replace("_", " ") for task in tasks)
-    lines = [f"| method | {titles} |", "|---" + "|---" * len(tasks) + "|"]
+    lines = head(f"method | {titles}")
     for method in dict.fromkeys(row["method"] for row in rows):
         found = {row["task"]: row["computed"] for row in rows if row["method"] == method}
         lines.append(f"| {method} | {' | '.join(percent(found[task]) for task in tasks)} |")
@@ -375,7 +362,7 @@ def longcontext_computed() -> str:
 
 def texts() -> str:
     document = read("longcontext_texts")
-    lines = ["| method | perplexity | loss added, nats per token |", "|---|---|---|"]
+    lines = head("method | perplexity | loss added, nats per token")
     for row in document["perplexity"]:
         added = "" if row["method"] == "full" else f"{row['added']:.4f} ± {row['interval']:.4f}"
         lines.append(f"| {row['method']} | {row['perplexity']:.1f} | {added} |")
@@ -405,10 +392,12 @@ SECTIONS = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks readme_table", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--check", action="store_true")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     changed = 0
     for (name, section), render in SECTIONS.items():
         path = ROOT / name
@@ -420,7 +409,3 @@ def main() -> int:
         if not args.check:
             path.write_text(wanted)
     return 1 if args.check and changed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

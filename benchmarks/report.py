@@ -9,14 +9,12 @@ checkout without its history: the variable TSJAX_COMMIT then names the commit.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import importlib.util
 import json
 import os
 import platform
+import re
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -31,20 +29,17 @@ BEGAN = time.monotonic()
 NOMINAL = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}  # bytes per second by data sheet
 
 PACKAGES = (
-    "tsjax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "orbax-checkpoint",
-    "safetensors",
-    "transformers",
-    "torch",
+    "tsjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "safetensors", "transformers", "torch",
     "numpy",
-)
+)  # fmt: skip
 
 
-def add_out(parser: argparse.ArgumentParser) -> None:
+def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
+    """A parser for the benchmark of this name with --out; `about` is its module's docstring."""
+    text = (about or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=text)
     parser.add_argument("--out", type=Path, help="folder that receives the JSON document")
+    return parser
 
 
 def facts() -> dict[str, Any]:
@@ -59,9 +54,8 @@ def facts() -> dict[str, Any]:
             continue
     device = jax.devices()[0]
     name = _cpu_name() if device.platform == "cpu" else device.device_kind
-    script = ["-m", module] if (module := _module()) else [f"benchmarks/{Path(sys.argv[0]).name}"]
     return {
-        "command": shlex.join(["python", *script, *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
         "device": name,
         "cpus": len(os.sched_getaffinity(0))
         if hasattr(os, "sched_getaffinity")
@@ -72,10 +66,20 @@ def facts() -> dict[str, Any]:
     }
 
 
-def _module() -> str | None:
-    """Its dotted name, if this process runs a module of a package."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return spec.name if spec is not None and "." in spec.name else None
+# What commands were called when results were recorded, and what they are called now.
+RENAMED = {
+    r"benchmarks/(?:bench_)?(\w+)\.py": r"-m benchmarks \1",
+    r"benchmarks\.longcontext\.evaluate": "benchmarks longcontext",
+    r"benchmarks\.longcontext\.texts": "benchmarks longcontext_texts",
+    r"examples\.embedded_model": "tools.embedded_model",
+}
+
+
+def todays_command(command: str) -> str:
+    """The command that does today what a recorded one did."""
+    for then, now in RENAMED.items():
+        command = re.sub(then, now, command)
+    return command
 
 
 def _commit() -> str | None:
@@ -98,10 +102,6 @@ def _cpu_name() -> str:
     except OSError:
         pass
     return platform.processor() or "CPU"
-
-
-def summary(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def save(document: dict[str, Any], out: Path | None, name: str) -> Path | None:
@@ -131,6 +131,13 @@ def first_line(error: BaseException | str) -> str:
     if isinstance(error, BaseException):
         text = f"{type(error).__name__}: {text}"
     return text[:300]
+
+
+def show_bars(document: dict[str, Any]) -> None:
+    """What was asked of the figures, and whether they met it."""
+    for bar in document.get("bars", []):
+        verdict = "met" if bar["met"] else "MISSED"
+        print(f"{verdict:7}{bar['value']:7.3f} against {bar['bar']}: {bar['what']}")
 
 
 class Budget:
@@ -211,23 +218,43 @@ def copy_bandwidth(nbytes: int, rounds: int = 7, calls: int = 10) -> float:
     return 2 * data.nbytes / best
 
 
+def on_gpu(parser: argparse.ArgumentParser, quick: bool) -> bool:
+    """Whether there is a GPU; without one only the quick variant runs."""
+    import jax
+
+    is_gpu = jax.default_backend() == "gpu"
+    if not is_gpu and not quick:
+        parser.error("this needs a GPU; --quick runs tiny shapes on a CPU")
+    return is_gpu
+
+
+def begun(is_gpu: bool, **more: Any) -> dict[str, Any]:
+    """The document of a command for a GPU, with the bandwidth of a copy, before the first case."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    bandwidth = copy_bandwidth(2**31 if is_gpu else 2**25)
+    print(f"{kind}: a copy moves {bandwidth / 1e9:.0f} GB/s")
+    return {
+        **facts(),
+        **more,
+        "copy_bytes_per_second": bandwidth,
+        "nominal_bytes_per_second": nominal_bandwidth(kind),
+        "complete": False,
+        "rows": [],
+        "left_out": [],
+    }
+
+
 def nominal_bandwidth(device_kind: str) -> float | None:
     return next((value for name, value in NOMINAL.items() if name in device_kind), None)
 
 
 def use_configs() -> None:
     """Makes `tsjax.configs` importable in a checkout that is not installed: see setup.py."""
-    import tsjax
-
-    with contextlib.suppress(ModuleNotFoundError):
+    try:
         import tsjax.configs  # noqa: F401
+    except ModuleNotFoundError:
+        import configs
 
-        return
-    folder = ROOT / "configs"
-    spec = importlib.util.spec_from_file_location(
-        "tsjax.configs", folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tsjax.configs"] = module
-    spec.loader.exec_module(module)
-    tsjax.configs = module
+        sys.modules["tsjax.configs"] = configs

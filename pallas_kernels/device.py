@@ -38,7 +38,7 @@ def even_parts(programs: int, places: int, most: int) -> int:
 
 
 def tuned(op: str, shape: str) -> dict | None:
-    """What `benchmarks/bench_kernels.py --tune` measured for this shape on this GPU, if it did."""
+    """What `python -m benchmarks kernels --tune` measured for this shape on this GPU, if it did."""
     name, _ = gpu()
     return _table(name).get(op, {}).get(shape) if name else None
 

@@ -11,7 +11,6 @@ import contextlib
 import re
 import warnings
 
-import gpu_targets
 import jax
 import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  bfloat16 for NumPy
@@ -23,6 +22,7 @@ from jaxlib.mlir import ir
 
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.tree_attention import triton as attention_triton
+from tools import gpu_targets
 
 # --- the lowered program ---------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import record_acceptance
 from helpers import chain_model, oracle_hidden, oracle_norm, tiny_config, tiny_model
 
 import tsjax
+from tools import record_acceptance
 from tsjax.decoding.programs import programs
 from tsjax.model.cache import init_cache
 from tsjax.model.passes import run_rows
@@ -40,7 +40,7 @@ SLOW = {("embedded", case) for case in ("ngrams", "ngrams and suffix", "several 
     ],
 )
 def test_as_many_drafts_are_accepted_as_were(model, case):
-    with open(record_acceptance.FILE, encoding="utf-8") as file:
+    with record_acceptance.FILE.open(encoding="utf-8") as file:
         expected = json.load(file)[f"{model}: {case}"]
     actual = record_acceptance.run(model, case)
     assert actual.pop("tokens") == expected.pop("tokens"), "the text itself, not only its drafts"

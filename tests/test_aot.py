@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the GPU's compiler makes of the kernels and of whole decode steps, without a GPU.
 
-`pytest -m aot`, with JAX_PLATFORMS=cpu and the CUDA plugin installed (see tests/aot.py). Nothing is
+`pytest -m aot`, with JAX_PLATFORMS=cpu and the CUDA plugin installed (see tools/aot.py). Nothing is
 run: numbers and speed are not covered, registers, memory and copies are.
 """
 
 import re
 
-import aot
 import pytest
+
+from tools import aot
 
 pytestmark = pytest.mark.aot
 

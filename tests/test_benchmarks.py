@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The benchmarks of a GPU: that they run, what they write, and their arithmetic."""
+"""The benchmarks: their list, that they run, what they write, and their arithmetic."""
 
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,30 +13,35 @@ import helpers
 import hf_fixtures
 import pytest
 
+import tsjax
+from benchmarks import __main__ as command
+from benchmarks import report, step, ttft
+from benchmarks.kernels import cases, measuring, programs, tuning
+from pallas_kernels.cache_scores import specs as scores_specs
+from pallas_kernels.cache_scores import triton as scores_triton
+from pallas_kernels.tree_attention import specs as tree_specs
+from pallas_kernels.tree_attention import triton as tree_triton
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "benchmarks"))
-
-import bench_kernels  # noqa: E402
-import bench_step  # noqa: E402
-import bench_ttft  # noqa: E402
-import report  # noqa: E402
-
-import tsjax  # noqa: E402
-from pallas_kernels.cache_scores import specs as scores_specs  # noqa: E402
-from pallas_kernels.cache_scores import triton as scores_triton  # noqa: E402
-from pallas_kernels.tree_attention import specs as tree_specs  # noqa: E402
-from pallas_kernels.tree_attention import triton as tree_triton  # noqa: E402
 
 
-def run(script: str, out: Path, *arguments: str, complete: bool = True) -> dict:
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", "--out", str(out)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, *arguments], env=environment, capture_output=True, text=True, cwd=out
+def program(*arguments: str) -> subprocess.CompletedProcess:
+    """What a user types, from the root of the checkout."""
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
+
+
+def run(name: str, out: Path, *arguments: str, complete: bool = True) -> dict:
+    done = program(name, "--quick", "--out", str(out), *arguments)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout.splitlines()[-1])
-    assert {"commit", "date", "device", "command"} <= set(document)
+    assert {"commit", "date", "device"} <= set(document)
+    assert document["command"].startswith(f"python -m benchmarks {name} --quick --out ")
     assert {"python", "jax", "numpy"} <= set(document["versions"])
     assert document["complete"] == complete == (not document["left_out"])
     assert document["copy_bytes_per_second"] > 0
@@ -43,8 +49,47 @@ def run(script: str, out: Path, *arguments: str, complete: bool = True) -> dict:
     return document
 
 
+def test_the_list_names_every_benchmark():
+    done = program()
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == list(command.MODULES)
+    assert all(len(line.split()) > 3 for line in lines)  # each says what it is
+    folder = ROOT / "benchmarks"
+    with_main = {
+        str(path.relative_to(folder).with_suffix("")).removesuffix("/__init__").replace("/", ".")
+        for path in folder.rglob("*.py")
+        if re.search(r"^def main\(", path.read_text(), re.MULTILINE)
+    }
+    assert with_main - {"__main__"} == set(command.MODULES.values())
+
+
+def test_an_unknown_name_is_refused():
+    done = program("decoding", "--rounds", "1")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: 'decoding' is no benchmark: decode, speedup, ")
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ("python benchmarks/bench_decode.py --rounds 5", "python -m benchmarks decode --rounds 5"),
+        ("python benchmarks/exactness.py", "python -m benchmarks exactness"),
+        (
+            "python -m benchmarks.longcontext.evaluate --out A",
+            "python -m benchmarks longcontext --out A",
+        ),
+        ("python -m benchmarks.longcontext.texts", "python -m benchmarks longcontext_texts"),
+        ("python -m examples.embedded_model train", "python -m tools.embedded_model train"),
+        ("python -m benchmarks ttft --new 32", "python -m benchmarks ttft --new 32"),
+    ],
+)
+def test_recorded_commands_are_shown_as_they_are_today(then, now):
+    assert report.todays_command(then) == now
+
+
 def test_kernels_run_on_a_cpu(tmp_path):
-    document = run("bench_kernels.py", tmp_path)
+    document = run("kernels", tmp_path)
     assert json.loads((tmp_path / "kernels.json").read_text()) == document
     names = {(row["op"], row["T"], row["implementation"]) for row in document["rows"]}
     assert names == {
@@ -63,18 +108,18 @@ def test_kernels_run_on_a_cpu(tmp_path):
 
 @pytest.mark.slow
 def test_tuning_runs_interpreted(tmp_path):
-    document = run("bench_kernels.py", tmp_path, "--tune")
+    document = run("kernels", tmp_path, "--tune")
     assert [row["op"] for row in document["rows"]] == ["tree_attention", "cache_scores"]
     table = json.loads((tmp_path / document["file"]).read_text())
     assert set(table) == {"tree_attention", "cache_scores"}
     for row in document["rows"]:
         assert not row["failed"] and len(row["tried"]) >= 2
-        assert row["kept"] == (row["ratio"] <= 1 - bench_kernels.LEAST_GAIN)
+        assert row["kept"] == (row["ratio"] <= 1 - tuning.LEAST_GAIN)
         assert table[row["op"]].get(row["key"]) == (row["best"] if row["kept"] else None)
 
 
 def test_a_step_runs_on_a_cpu(tmp_path):
-    document = run("bench_step.py", tmp_path)
+    document = run("step", tmp_path)
     assert json.loads((tmp_path / "step-llama3.1-8b.json").read_text()) == document
     names = {(row["context"], row["pass"], row["rows"]) for row in document["rows"]}
     assert names == {
@@ -93,16 +138,10 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     (tmp_path / "books").mkdir()
     (tmp_path / "books" / "one.txt").write_text("a thin man " * 200)
     hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
-    script = str(ROOT / "benchmarks" / "bench_speedup.py")
-    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--books", "books"]
+    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf")]
+    arguments += ["--books", str(tmp_path / "books"), "--out", str(tmp_path)]
     arguments += ["--contexts", "64", "--tokens", "300", "--rounds", "1", "--threads", "0"]
-    done = subprocess.run(
-        [sys.executable, script, *arguments, "--settings", "greedy", "--out", "."],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    done = program("speedup", *arguments, "--settings", "greedy")
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "speedup.json").read_text())["rows"]
     assert [(row["context"], row["method"]) for row in rows] == [(64, "plain"), (64, "tokenswift")]
@@ -112,20 +151,19 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
 
 
 def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
-    scaled = bench_ttft.scaled_model(8, 64, "bfloat16").cfg
-    few = {name: bench_ttft.SCHEDULES[name] for name in ("halves", "one cut")}  # they compile long
-    monkeypatch.setattr(bench_ttft, "SCHEDULES", few)
+    scaled = ttft.scaled_model(8, 64, "bfloat16").cfg
+    few = {name: ttft.SCHEDULES[name] for name in ("halves", "one cut")}  # they compile long
+    monkeypatch.setattr(ttft, "SCHEDULES", few)
     monkeypatch.setattr(tsjax, "model_preset", {"scaled": scaled}.__getitem__)
     argv = ["--model", "scaled", "--prompts", "96", "--new", "4", "--rounds", "1"]
-    monkeypatch.setattr(sys, "argv", ["bench_ttft.py", *argv, "--out", str(tmp_path)])
-    bench_ttft.main()
+    ttft.main([*argv, "--out", str(tmp_path)])
     document = json.loads((tmp_path / "ttft.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
     cfg = dataclasses.replace(scaled, dtype="float32")
     assert document["model"] == json.loads(json.dumps(cfg.to_dict()))
     full, *lazy = document["rows"]
     assert (full["schedule"], "speedup" in full) == ("full", False)
-    assert [row["schedule"] for row in lazy] == [*bench_ttft.SCHEDULES, f"auto {bench_ttft.AUTO}"]
+    assert [row["schedule"] for row in lazy] == [*ttft.SCHEDULES, f"auto {ttft.AUTO}"]
     for row in lazy:
         seconds = [one["first_token_seconds"]["median"] for one in (full, row)]
         assert row["speedup"]["median"] == pytest.approx(seconds[0] / seconds[1])
@@ -137,52 +175,52 @@ def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
 
 
 def test_no_case_begins_when_no_time_is_left(tmp_path):
-    document = run("bench_kernels.py", tmp_path, "--minutes", "0", complete=False)
+    document = run("kernels", tmp_path, "--minutes", "0", complete=False)
     assert not document["rows"]
     assert len(document["left_out"]) == 4  # one of each operation
 
 
 def test_the_bytes_of_a_kernel():
-    gqa = bench_kernels.Case("tree_attention", "GQA", 1024, 8)
+    gqa = cases.Case("tree_attention", "GQA", 1024, 8)
     assert gqa.read_bytes == 2 * 8 * 1024 * 128 * 2
-    assert bench_kernels.Case("decode_attention", "MHA", 1024).read_bytes == 4 * gqa.read_bytes
-    assert bench_kernels.Case("cache_scores dot", "GQA", 1024).read_bytes * 2 == gqa.read_bytes
+    assert cases.Case("decode_attention", "MHA", 1024).read_bytes == 4 * gqa.read_bytes
+    assert cases.Case("cache_scores dot", "GQA", 1024).read_bytes * 2 == gqa.read_bytes
 
 
 def test_the_bytes_of_a_step():
     sizes = dict(weights=1000, heads=7, per_token=10, budget=64)
-    assert bench_step.read_bytes("plain", context=128, **sizes) == 1000 + 1280
-    assert bench_step.read_bytes("verify", context=128, **sizes) == 1000 + 1280
-    assert bench_step.read_bytes("draft", context=128, **sizes) == 1000 + 640
-    assert bench_step.read_bytes("draft", context=32, **sizes) == 1000 + 320
-    assert bench_step.read_bytes("tokenswift", context=128, **sizes) == 2280 + 1640 + 7
+    assert step.read_bytes("plain", context=128, **sizes) == 1000 + 1280
+    assert step.read_bytes("verify", context=128, **sizes) == 1000 + 1280
+    assert step.read_bytes("draft", context=128, **sizes) == 1000 + 640
+    assert step.read_bytes("draft", context=32, **sizes) == 1000 + 320
+    assert step.read_bytes("tokenswift", context=128, **sizes) == 2280 + 1640 + 7
 
 
 def test_every_case_once_and_the_important_first():
-    found = bench_kernels.cases()
+    found = cases.cases()
     assert len(found) == len(set(found)) == 8 * (1 + 5 + 2)  # S and heads; decode, trees, scores
     long = [case.S >= 32_768 for case in found]
     assert long == sorted(long, reverse=True)
     assert {case.heads for case in found[: len(found) // 4]} == {"GQA"}
     for case in found:
-        names = bench_kernels.implementations(case, is_gpu=True)
+        names = measuring.implementations(case, is_gpu=True)
         assert names[:2] == ["triton", "xla"]
         assert ("torch sdpa" in names) == case.is_attention
 
 
 def test_caches_take_turns_beyond_the_l2_cache():
     for nbytes in (2**23, 2**28, 2**31):
-        copies = bench_kernels.copies_needed(nbytes, is_gpu=True)
-        assert copies == 1 or (copies - 1) * nbytes < 4 * bench_kernels.L2_BYTES
-        assert copies * nbytes >= min(nbytes, 4 * bench_kernels.L2_BYTES)
-        unrolled = bench_kernels.rounds_of_caches(copies, "triton", is_gpu=True)
-        assert copies * unrolled >= bench_kernels.TURN_CALLS
+        copies = programs.copies_needed(nbytes, is_gpu=True)
+        assert copies == 1 or (copies - 1) * nbytes < 4 * programs.L2_BYTES
+        assert copies * nbytes >= min(nbytes, 4 * programs.L2_BYTES)
+        unrolled = programs.rounds_of_caches(copies, "triton", is_gpu=True)
+        assert copies * unrolled >= programs.TURN_CALLS
 
 
 @pytest.mark.parametrize("name", tree_specs.SPECS)
 def test_tree_candidates_are_valid(name):
     spec = tree_specs.SPECS[name]
-    case = bench_kernels.TuneCase("tree_attention", spec.key(), spec)
+    case = tuning.TuneCase("tree_attention", spec.key(), spec)
     found = case.candidates()
     assert found[0] == case.default()
     assert 8 <= len(found) == len(set(found)) <= 13
@@ -196,7 +234,7 @@ def test_tree_candidates_are_valid(name):
 @pytest.mark.parametrize("name", scores_specs.SPECS)
 def test_scores_candidates_are_valid(name):
     spec = scores_specs.SPECS[name]
-    case = bench_kernels.TuneCase("cache_scores", spec.key(), spec)
+    case = tuning.TuneCase("cache_scores", spec.key(), spec)
     found = case.candidates()
     assert found[0] == case.default()
     assert 8 <= len(found) == len(set(found)) <= 12
@@ -207,7 +245,7 @@ def test_scores_candidates_are_valid(name):
 
 
 def test_every_key_is_tuned_once():
-    found = [(case.op, case.key) for case in bench_kernels.tune_cases(quick=False)]
+    found = [(case.op, case.key) for case in tuning.tune_cases(quick=False)]
     assert len(found) == len(set(found))
     keys = {("tree_attention", spec.key()) for spec in tree_specs.SPECS.values()}
     keys |= {("cache_scores", spec.key()) for spec in scores_specs.SPECS.values()}
@@ -223,8 +261,8 @@ def test_the_best_of_each_field_combined():
         default._replace(parts=16): 0.99,  # too little
         default._replace(stages=3): 0.8,
     }
-    assert bench_kernels.combined(default, ratios) == default._replace(slots=128, stages=3)
-    assert bench_kernels.combined(default, {default: 1.0}) == default
+    assert tuning.combined(default, ratios) == default._replace(slots=128, stages=3)
+    assert tuning.combined(default, {default: 1.0}) == default
 
 
 def test_bars_of_the_kernels():
@@ -232,7 +270,7 @@ def test_bars_of_the_kernels():
         row = dict(op=op, heads="GQA", S=32_768, T=T, G=4, implementation="triton")
         return {**row, "us": {"median": us}, "share_of_copy": share, **changes}
 
-    found = bench_kernels.bars(
+    found = measuring.bars(
         [
             row("decode_attention", 1, 30.0, 0.9),
             row("decode_attention", 1, 10.0, 0.9, S=4096),
@@ -279,9 +317,7 @@ def test_bandwidth_by_name():
 
 
 def test_contexts_that_do_not_fit():
-    import tsjax
-
     model = tsjax.model_preset("llama3.1-8b")
-    assert bench_step.fitting([4096, 106_496], model, 100e9) == ([4096, 106_496], [])
-    assert bench_step.fitting([106_496, 4096], model, 20e9) == ([4096], [106_496])
-    assert bench_step.fitting([4096], model, None) == ([4096], [])
+    assert step.fitting([4096, 106_496], model, 100e9) == ([4096, 106_496], [])
+    assert step.fitting([106_496, 4096], model, 20e9) == ([4096], [106_496])
+    assert step.fitting([4096], model, None) == ([4096], [])

@@ -3,7 +3,6 @@
 
 import functools
 import json
-import sys
 from pathlib import Path
 
 import jax
@@ -12,12 +11,8 @@ import numpy as np
 import pytest
 
 import tsjax
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT))
-
-from examples.embedded_model import texts, training  # noqa: E402
-from examples.embedded_model.__main__ import main  # noqa: E402
+from tools.embedded_model import texts, training
+from tools.embedded_model.__main__ import main
 
 SMALL = (
     "--embed-dim 32 --num-layers 1 --num-heads 4 --num-kv-heads 2 --head-dim 8 --mlp-dim 48 "

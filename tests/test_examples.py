@@ -21,7 +21,9 @@ def run(capsys, monkeypatch):
     return run
 
 
-def test_every_example_has_a_test():
+def test_every_example_is_one_screen_and_has_a_test():
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 60
     tests = {name.removeprefix("test_") + ".py" for name in globals() if name.startswith("test_")}
     assert {path.name for path in EXAMPLES.glob("*.py")} <= tests
 

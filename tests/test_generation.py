@@ -748,11 +748,10 @@ def test_a_stop_string_is_found_across_the_interrupt(tokenizer_folder, tmp_path,
 def test_a_killed_process_goes_on_from_its_last_save(model, tmp_path):
     path = tmp_path / "run.json"
     script = f"""
-        import os, signal, sys
+        import os, signal
         import jax
 
         jax.config.update("jax_num_cpu_devices", 4)
-        sys.path.insert(0, {os.path.dirname(__file__)!r})
         from helpers import RecordingStreamer, tiny_model
         import tsjax
 
@@ -763,7 +762,11 @@ def test_a_killed_process_goes_on_from_its_last_save(model, tmp_path):
         tsjax.generate(tiny_model(), {PROMPT}, max_new_tokens=40, save_to={os.fspath(path)!r},
                        save_every=1, streamer=RecordingStreamer(kill), **{SAMPLED})
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     expected = generate(model, max_new_tokens=40, **SAMPLED)[0]
     saved = json.loads(path.read_text())["tokens"][0]

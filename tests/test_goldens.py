@@ -2,20 +2,19 @@
 """tsjax against recorded outputs of transformers: see record_goldens.py. Needs no torch."""
 
 import json
-import os
 
 import jax
 import numpy as np
 import pytest
-import record_goldens
 from safetensors.numpy import save_file
 
 import tsjax
+from tools import record_goldens
 from tsjax.decoding.sampling import first_last_seen, process, sampling_values, warp
 
 
 def read_golden(name):
-    with np.load(os.path.join(record_goldens.FOLDER, f"{name}.npz")) as archive:
+    with np.load(record_goldens.FOLDER / f"{name}.npz") as archive:
         return dict(archive)
 
 

@@ -126,9 +126,8 @@ def test_the_earlier_handler_finds_the_run_on_disk(handlers, tmp_path):
 # --- whole processes ----------------------------------------------------------------------------
 
 JOB = """
-    import json, os, signal, sys
+    import json, os, signal
 
-    sys.path.insert(0, {tests!r})
     from helpers import RecordingStreamer, tiny_model
     import tsjax
 
@@ -150,9 +149,11 @@ JOB = """
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_job_over_prompts_ends_at_the_first_signal(number, code, tmp_path):
     """The results that were finished are there, and the run that was not can go on."""
-    script = JOB.format(tests=os.path.dirname(__file__), signal=number.name)
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], cwd=tmp_path, capture_output=True
+        [sys.executable, "-c", textwrap.dedent(JOB.format(signal=number.name))],
+        cwd=tmp_path,
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
     )
     assert done.returncode == code, done.stderr.decode()
     finished = ["0.json", "1.json"]

@@ -3,7 +3,6 @@
 
 import itertools
 import json
-import sys
 from pathlib import Path
 
 import helpers
@@ -16,11 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tsjax
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.longcontext import longbench  # noqa: E402
-from benchmarks.longcontext.evaluate import Rival, rivals  # noqa: E402
+from benchmarks.longcontext import longbench
+from benchmarks.longcontext.evaluate import Rival, rivals
 
 METRICS = ("token_f1", "rouge_l", "count_accuracy", "edit_similarity")
 words = st.lists(st.sampled_from("abcd"), max_size=6)

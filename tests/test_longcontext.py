@@ -3,8 +3,6 @@
 
 import itertools
 import json
-import sys
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,13 +13,9 @@ from helpers import tiny_model
 from lazy_oracle import LazyOracle
 
 import tsjax
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.bench_ttft import SCHEDULES, schedule  # noqa: E402
-from benchmarks.longcontext import evaluate, plots, texts  # noqa: E402
-from benchmarks.longcontext.evaluate import interval, rivals  # noqa: E402
-from benchmarks.longcontext.tasks import (  # noqa: E402
+from benchmarks.longcontext import evaluate, plots, texts
+from benchmarks.longcontext.evaluate import interval, rivals
+from benchmarks.longcontext.tasks import (
     HOPS,
     NAMES,
     PAIR,
@@ -33,6 +27,7 @@ from benchmarks.longcontext.tasks import (  # noqa: E402
     passkey,
     score,
 )
+from benchmarks.ttft import SCHEDULES, schedule
 
 
 @hypothesis.settings(max_examples=60)
@@ -118,8 +113,7 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(evaluate, "sweep_rivals", lambda cfg: cut)
     argv += ["--growth-tasks", "multi_query", "--grid-lengths", "16", "24", "--grid-samples", "2"]
     monkeypatch.setattr(evaluate, "GRID", ("full", "static, 0.5"))
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv])
-    evaluate.main()
+    evaluate.main(argv)
     document = json.loads((out / "longcontext.json").read_text())
     assert [row["method"] for row in document["rows"]] == names
     full, lazy, *others = document["rows"]
@@ -141,13 +135,12 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     assert (out / "longcontext_passkey.png").stat().st_size > 0
     # A second run finds everything there; another model's results are not mixed in.
     before = len(capsys.readouterr().out.splitlines())
-    evaluate.main()
+    evaluate.main(argv)
     assert before > 0 and capsys.readouterr().out == ""
     tsjax.save(tiny_model(num_layers=3, vocab_size=VOCAB), tmp_path / "other")
     argv[1] = str(tmp_path / "other")
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *argv])
     with pytest.raises(SystemExit, match="of another model or seed"):
-        evaluate.main()
+        evaluate.main(argv)
 
 
 def test_prompts_of_any_length_are_answered():

@@ -35,7 +35,7 @@ import tsjax
 from tsjax.config import without_unread
 from tsjax.decoding.programs import programs
 from tsjax.decoding.tree import SOURCES
-from tsjax.host import generation
+from tsjax.host import run
 from tsjax.methods import resolve_method
 
 VOCAB = 24
@@ -530,7 +530,7 @@ def test_neither_chunks_nor_stream_nor_resuming_matter(name, tmp_path, monkeypat
     whole = compare(model, RAGGED, setup.method, **settings)
     assert set(whole.finish_reason) == {"eos", "length"}
     sizes = itertools.cycle([1, 3, 2])
-    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: next(sizes))
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: next(sizes))
 
     streamed = list(tsjax.stream(model, RAGGED, method=setup.method, **settings))
     joined = [np.concatenate(rows) for rows in zip(*(c.tokens for c in streamed), strict=True)]
@@ -566,7 +566,7 @@ def test_alone_and_interrupted_a_row_has_the_same_tokens(name, tmp_path, monkeyp
         if count == 12:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(generation, "_next_chunk", lambda *_: 2)
+    monkeypatch.setattr(run, "_next_chunk", lambda *_: 2)
     settings.update(streamer=RecordingStreamer(interrupt), save_to=path, on_interrupt="return")
     part = tsjax.generate(model, RAGGED[3], method=setup.method, **settings)
     assert part.finish_reason == ["interrupted"] and 12 <= len(part.tokens[0]) < 40

@@ -7,10 +7,10 @@ save_pretrained. Skipped where torch or transformers is missing.
 
 import numpy as np
 import pytest
-import record_goldens
 from test_goldens import apply_processors
 
 import tsjax
+from tools import record_goldens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

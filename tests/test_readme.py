@@ -3,14 +3,13 @@
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import helpers
 import hf_fixtures
 import pytest
 
+from benchmarks import readme_table
 from tsjax.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,8 +47,7 @@ def test_generate_commands_run(line, checkpoint, capsys):
 
 
 def test_figures_come_from_committed_results():
-    command = [sys.executable, str(ROOT / "benchmarks" / "readme_table.py"), "--check"]
-    assert subprocess.run(command).returncode == 0, "run python benchmarks/readme_table.py"
+    assert readme_table.main(["--check"]) == 0, "run python -m benchmarks readme_table"
 
 
 def test_file_map_names_every_module():

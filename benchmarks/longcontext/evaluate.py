@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy of pruned prompts, task by task, beside what pruning saves.
 
-    python -m benchmarks.longcontext.evaluate --model longcontext-model/checkpoint --out FOLDER
+    python -m benchmarks longcontext --model longcontext-model/checkpoint --out FOLDER
 
 Every method reads the same prompts and answers greedily. The share of right tokens is a mean over
 samples, with the 95% interval of a normal mean. What a method saves is counted in operations of the
@@ -13,10 +13,9 @@ passkey by its depth and the prompt's length. Plots of all are made at the end.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,8 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.bench_ttft import SCHEDULES, schedule
 from benchmarks.longcontext.tasks import TASKS, Example, passkey, score
+from benchmarks.ttft import SCHEDULES, schedule
 from tsjax.lazy.settings import prompt_flops
 
 BATCH = 10  # prompts that are read together
@@ -129,14 +128,10 @@ def measure(model, rival: Rival, task: str, length: int, samples: int, seed: int
     found = answers(model, rival, examples_of(task, length, samples, seed))
     mean, half = interval(found["scores"])
     return {
-        "task": task,
-        "length": length,
-        "samples": samples,
-        "score": mean,
-        "interval": half,
+        "task": task, "length": length, "samples": samples, "score": mean, "interval": half,
         "operations": operations(model.cfg, rival, length, round(found["read"])),
         "computed": found["computed"],
-    }
+    }  # fmt: skip
 
 
 def show(row: dict[str, Any]) -> None:
@@ -169,7 +164,7 @@ def growth(model, task: str, length: int, samples: int, seed: int) -> list[dict[
             "samples": samples,
             "tokens": tokens,
             "computed": answers(model, rival, examples, tokens)["computed"],
-        }
+        }  # fmt: skip
         for tokens in range(1, longest + 1)
     ]
 
@@ -187,9 +182,9 @@ def passkey_grid(model, length: int, samples: int, seed: int) -> list[dict[str, 
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", required=True, help="a checkpoint of train.py")
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("longcontext", __doc__)
+    parser.add_argument("--model", required=True, help="a checkpoint of tools.longcontext_model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256])
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--samples", type=int, default=500)
@@ -200,8 +195,7 @@ def main() -> None:
     parser.add_argument("--grid-lengths", type=int, nargs="*", default=[64, 128, 192, 256])
     parser.add_argument("--grid-samples", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.out is None:
         parser.error("--out is missing: the folder of the results and plots")
 
@@ -260,7 +254,3 @@ def begun(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
             return {**empty, **document, **report.facts()}  # of the command that makes it whole
         raise SystemExit(f"{file} is of another model or seed: remove it, or give another --out")
     return {**report.facts(), **settings, **empty}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy and time of pruned prompts on LongBench's English and code sets.
 
-    python -m benchmarks.longcontext.longbench --model MODEL --data FOLDER --config FOLDER --out OUT
+    python -m benchmarks longbench --model MODEL --data FOLDER --config FOLDER --out OUT
 
 The files are the user's: the first folder has LongBench's <set>.jsonl, the second one its
 dataset2prompt.json and dataset2maxlen.json. Prompts are read one at a time, without a chat
@@ -357,17 +357,13 @@ def row_of(name: str, method: str, samples: Sequence[Sample], replies: list[Repl
     )
     computed = [reply.computed for reply in replies]
     return {
-        "set": name,
-        "group": SETS[name].group,
-        "method": method,
-        "samples": len(replies),
-        "score": mean,
-        "interval": half,
+        "set": name, "group": SETS[name].group, "method": method, "samples": len(replies),
+        "score": mean, "interval": half,
         "first_token_seconds": float(np.mean([reply.first_token_seconds for reply in replies])),
         "seconds": float(np.mean([reply.seconds for reply in replies])),
         "read": float(np.mean([reply.read for reply in replies])),
         "computed": np.mean(computed, axis=0).tolist() if computed[0] else [],
-    }
+    }  # fmt: skip
 
 
 # --- the table --------------------------------------------------------------------------------
@@ -410,8 +406,8 @@ def table(groups: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Pruned prompts on LongBench.")
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("longbench", __doc__)
     parser.add_argument("--model", required=True, help="a checkpoint with a tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="folder of the <set>.jsonl files")
     parser.add_argument(
@@ -423,8 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--samples", type=_from(1), help="of each set; all of them by default")
     parser.add_argument("--prompt-tokens", type=_from(2), default=3500, help="at most so many")
-    report.add_out(parser)
-    args = parser.parse_args(arguments)
+    args = parser.parse_args(argv)
     try:
         sets = read_sets(args.data, args.config, args.sets, args.samples)
     except (OSError, ValueError) as error:
@@ -438,10 +433,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{longest} tokens, and the model has {model.cfg.max_positions} positions"
         )
     document: dict[str, Any] = {
-        "model": model.cfg.to_dict(),
-        "prompt_tokens": args.prompt_tokens,
-        "rows": [],
-    }
+        "model": model.cfg.to_dict(), "prompt_tokens": args.prompt_tokens, "rows": [],
+    }  # fmt: skip
     chosen = {name: rivals(model.cfg)[name] for name in args.methods}
     for name, (samples, new_tokens) in sets.items():
         ids = [model.tokenizer.encode(sample.prompt) for sample in samples]
@@ -469,7 +462,3 @@ def _from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
-
-
-if __name__ == "__main__":
-    main()

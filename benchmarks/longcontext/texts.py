@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What pruned prompts cost on text: perplexity of what follows, and lines of code to complete.
 
-    python -m benchmarks.longcontext.texts --model MODEL --books FOLDER --out OUT
+    python -m benchmarks longcontext_texts --model MODEL --books FOLDER --out OUT
 
 Perplexity: the model reads --prompt tokens of a text with each method, and is then told the
 --suffix tokens behind them one by one; their mean loss has no noise of a task in it. Lines of code:
@@ -11,9 +11,9 @@ the next one greedily, and what counts is how similar the two are (0 to 1).
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ import tsjax
 from benchmarks import report
 from benchmarks.longcontext.evaluate import Rival, interval, rivals
 from benchmarks.longcontext.longbench import edit_similarity
-from examples.embedded_model.texts import read_books
+from tools.embedded_model.texts import read_books
 from tsjax.decoding.reading import prefill
 from tsjax.decoding.start import init_state
 from tsjax.decoding.state import Verdict
@@ -136,8 +136,8 @@ def windows(model: tsjax.Model, folder: Path, samples: int, length: int, seed: i
     return np.stack(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("longcontext_texts", __doc__)
     parser.add_argument("--model", default=tsjax.EMBEDDED)
     parser.add_argument("--books", type=Path, help="a folder of *.txt, of which the last 2%% count")
     parser.add_argument("--code", type=Path, default=Path(sysconfig.get_paths()["stdlib"]))
@@ -145,10 +145,9 @@ def main() -> None:
     parser.add_argument("--suffix", type=int, default=256, help="tokens")
     parser.add_argument("--samples", type=int, default=32, help="texts")
     parser.add_argument("--lines", type=int, default=0, help="lines of code")
-    parser.add_argument("--methods", nargs="+", help="some of the methods of evaluate.py")
+    parser.add_argument("--methods", nargs="+", help="some of those of longcontext")
     parser.add_argument("--seed", type=int, default=0)
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.books is None and not args.lines:
         parser.error("nothing to do: give --books, or --lines of code to complete")
     for folder in (args.books, args.code):
@@ -194,7 +193,3 @@ def main() -> None:
 
 
 NAME = "longcontext_texts"
-
-
-if __name__ == "__main__":
-    main()

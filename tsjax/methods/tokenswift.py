@@ -27,7 +27,7 @@ from tsjax.methods.partial_cache import (
     refresh_draft_cache,
     summarize_rest,
 )
-from tsjax.model.cache import write_rows
+from tsjax.model.cache import KVCache, write_rows
 from tsjax.model.control_flow import run_if
 from tsjax.model.heads import run_heads
 from tsjax.model.params import Params
@@ -207,17 +207,19 @@ class TokenSwift(NGram):
         if hidden is not None:
             hidden = newest(rows.hidden, hidden)
         if cache is not None:
-            cache = refresh_draft_cache(
-                cache.replace(
-                    query=newest(rows.query, cache.query),
-                    attended=newest(rows.attended, cache.attended),
-                ),
-                state.kv,
-                num_sinks=self.num_sinks,
-                max_rows=self.sizes(model).depth + 1,
-                most_new=self.draft_refresh,
-            )
+            query, attended = newest((rows.query, rows.attended), (cache.query, cache.attended))
+            cache = self.refreshed(model, cache.replace(query=query, attended=attended), state.kv)
         return Recalled(cache=cache, hidden=hidden, ngrams=self.enter(memory.ngrams, state))
+
+    def refreshed(self, model: ModelConfig, cache: DraftCache, kv: KVCache) -> DraftCache:
+        """The partial cache brought up to date with the whole one."""
+        return refresh_draft_cache(
+            cache,
+            kv,
+            num_sinks=self.num_sinks,
+            max_rows=self.sizes(model).depth + 1,
+            most_new=self.draft_refresh,
+        )
 
     def _candidates(self, model, params: Params, state: DecodeState, noise, wanted):
         """The partial cache, and for each depth that the model drafts its candidates.

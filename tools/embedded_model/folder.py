@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
-from benchmarks.report import facts
+from benchmarks.report import facts, todays_command
 from convert import to_hf
 from convert.conversion import MERGE_HEADS
 from tsjax.model.params import Params, abstract_params
@@ -244,7 +244,7 @@ def card(run: dict[str, Any]) -> str:
         parts += heads_part(heads)
     parts += [
         "Made from a checkout of tsjax by",
-        "```bash\n" + "\n".join(commands) + "\n```",
+        "```bash\n" + "\n".join(map(todays_command, commands)) + "\n```",
     ]
     if samples := final.get("samples"):
         parts.append("## Text")

@@ -12,22 +12,33 @@ Each kind runs several steps in one program whose state is donated and carried o
 cache once (tokenswift: twice, the partial cache the first time) at the bandwidth of a plain copy in
 the same run, and beside it at the one of the data sheet.
 
-    python benchmarks/bench_step.py --model llama3.1-8b --out benchmarks/results/h200
+    python -m benchmarks step --model llama3.1-8b --out benchmarks/results/h200
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import statistics
-import sys
 import time
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import tsjax
+from benchmarks import report
+from benchmarks.draft import caught_up
+from tsjax.decoding.programs import programs as decode_programs
+from tsjax.decoding.sampling import sampling_values
+from tsjax.host.timing import interleaved, summary
+from tsjax.model.cache import KVCache, cache_bytes
+from tsjax.model.params import abstract_params, declare_params, is_spec
+from tsjax.model.passes import run_rows
+from tsjax.model.transformer import final_norm, unembed
 
 MODELS = ("llama3.1-8b", "qwen2.5-1.5b", "qwen2.5-14b")
 CONTEXTS = (4096, 32_768, 65_536, 106_496)
@@ -69,11 +80,6 @@ def read_bytes(kind: str, *, weights: int, heads: int, per_token: int, context: 
 
 def random_params(model):
     """As `tsjax.init_params`, but made on the device, array by array, and biases are random too."""
-    import jax
-    import jax.numpy as jnp
-
-    from tsjax.model.params import declare_params, is_spec
-
     specs, treedef = jax.tree.flatten(declare_params(model), is_leaf=is_spec)
     leaves = [
         jnp.ones(spec.shape, spec.dtype)
@@ -85,21 +91,15 @@ def random_params(model):
 
 
 def normal(index: int, shape, dtype: str, scale: float = 1.0):
-    import jax
-
     return _normal_program()(jax.random.key(0), index, scale, shape=tuple(shape), dtype=dtype)
 
 
 @functools.cache
 def _normal_program():
-    import jax
-
     @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
     def make(key, index, scale, *, shape, dtype):
         values = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
         return values * scale.astype(dtype)
-
-    import numpy as np
 
     return lambda key, index, scale, **options: make(
         key, np.uint32(index), np.float32(scale), **options
@@ -110,20 +110,13 @@ class Machine:
     """Weights, one cache for every kind of step, and the programs."""
 
     def __init__(self, model, preset, contexts, slack: int):
-        import jax
-        import numpy as np
-
-        import tsjax
-        from tsjax.decoding.sampling import sampling_values
-        from tsjax.model.cache import cache_bytes
-
         self.model = model.with_heads(NUM_HEADS)
         self.cfgs = {
             "plain": tsjax.DecodeConfig(self.model),
             "tokenswift": tsjax.DecodeConfig(self.model, preset.method),
         }
         self.budget = preset.method.draft_budget
-        depth = self.cfgs["tokenswift"].draft_depth
+        depth = self.cfgs["tokenswift"].sizes.depth
         # Each step of each run may commit a whole path.
         self.capacity = -(-(max(contexts) + slack * (depth + 1) + depth) // 128) * 128
         self.params = random_params(self.model)
@@ -156,17 +149,15 @@ class Machine:
 
     @property
     def _draft(self):
-        return self.states["tokenswift"].draft.cache
+        return self.states["tokenswift"].memory.cache
 
     def _set_draft(self, **changes) -> None:
         state = self.states["tokenswift"]
-        cache = state.draft.cache.replace(**changes)
-        self.states["tokenswift"] = state.replace(draft=state.draft.replace(cache=cache))
+        memory = state.memory.replace(cache=state.memory.cache.replace(**changes))
+        self.states["tokenswift"] = state.replace(memory=memory)
 
     def fill(self) -> None:
         """Random keys and values in every slot."""
-        from tsjax.model.cache import KVCache
-
         self.kv = None
         shape = (1, self.model.num_kv_heads, self.capacity, self.model.head_dim)
         layers = range(self.model.num_layers)
@@ -176,17 +167,18 @@ class Machine:
         )
         self.kv = KVCache(k=k, v=v, length=int32([0]))
 
+    def fill_if_lost(self) -> None:
+        """After an error, which may have taken the donated cache along."""
+        if self.kv is None or self.kv.k[0].is_deleted():
+            self.fill()
+
     # Programs, lowered from the arrays themselves
 
     def program(self, what: Pass):
         """Compiled for the device that holds the arrays."""
-        import jax
-
-        from tsjax.decoding.programs import programs
-
         if what.kind in self.cfgs:
             cfg = self.cfgs[what.kind]
-            decode = programs(jax.default_backend(), self.model.dtype).decode
+            decode = decode_programs(jax.default_backend(), self.model.dtype).decode
             state = self._with_cache(what.kind)
             return decode.lower(self._params(what.kind), state, int32(1), cfg=cfg).compile()
         run = jax.jit(functools.partial(run_passes, cfg=self.model), donate_argnames="tokens")
@@ -196,21 +188,15 @@ class Machine:
 
     def preparation(self):
         """The program that brings what is remembered for drafts up to a context."""
-        import jax
-
-        from tsjax.decoding.step import refresh
-        from tsjax.methods.drafting import remember
 
         def prepare(state):
-            return remember(refresh(state, cfg=cfg), cfg=cfg)
+            return caught_up(state, cfg)
 
         cfg = self.cfgs["tokenswift"]
         state = self._with_cache("tokenswift")
         return jax.jit(prepare, donate_argnames="state").lower(state).compile()
 
     def tokens(self, rows: int):
-        import jax.numpy as jnp
-
         return jnp.arange(rows, dtype=jnp.int32)[None]
 
     def _params(self, kind: str):
@@ -228,25 +214,21 @@ class Machine:
 
     def go_to(self, context: int, prepare) -> None:
         """Every kind of step continues behind `context` tokens, the last one not in the cache."""
-        import jax
-
         for kind, state in self.states.items():
             kv = state.kv.replace(length=int32([context - 1]))
             self.states[kind] = state.replace(kv=kv)
         if isinstance(prepare, BaseException):
             return
         self._set_draft(seen=int32([0]))
-        draft = self.states["tokenswift"].draft
-        if draft.ngrams is not None:
-            ngrams = draft.ngrams.replace(entered=int32([max(0, context - 1024 - RECENT)]))
-            draft = draft.replace(ngrams=ngrams)
-            self.states["tokenswift"] = self.states["tokenswift"].replace(draft=draft)
+        memory = self.states["tokenswift"].memory
+        if memory.ngrams is not None:
+            ngrams = memory.ngrams.replace(entered=int32([max(0, context - 1024 - RECENT)]))
+            memory = memory.replace(ngrams=ngrams)
+            self.states["tokenswift"] = self.states["tokenswift"].replace(memory=memory)
         self._keep("tokenswift", jax.block_until_ready(prepare(self._with_cache("tokenswift"))))
 
     def run(self, what: Pass, program, context: int, steps: int) -> float:
         """Seconds of one step."""
-        import jax
-
         begin = time.perf_counter()
         if what.kind in self.cfgs:
             state = self._with_cache(what.kind)
@@ -270,12 +252,6 @@ def run_passes(weights, tokens, cache, position, steps, *, cfg):
 
     The rows form a chain, except that every third one is seen by itself alone, as a leaf is.
     """
-    import jax.numpy as jnp
-    from jax import lax
-
-    from tsjax.model.passes import run_rows
-    from tsjax.model.transformer import final_norm, unembed
-
     order = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     mask = (order <= order[:, None]) & ((order % 3 != 2) | (order == order[:, None]))
     positions = position[:, None] + order
@@ -293,8 +269,6 @@ def without_cache(state):
 
 
 def int32(value):
-    import jax.numpy as jnp
-
     return jnp.asarray(value, jnp.int32)
 
 
@@ -315,24 +289,21 @@ QUICK = Effort(rounds=2, seconds=0.01, most_steps=4, workers=2)
 def measure_context(machine: Machine, programs: dict, context: int, effort: Effort) -> dict:
     """{pass: seconds of one step in each round, or an error}."""
     found: dict[Pass, Any] = {}
-    steps = {}
+    calls = {}
 
-    def attempt(what: Pass, count: int):
+    def run(what: Pass, count: int) -> float:
         try:
             return machine.run(what, programs[what], context, count)
-        except Exception as error:
-            found[what] = error
-            if machine.kv is None or machine.kv.k[0].is_deleted():
-                machine.fill()
-            return None
+        except Exception:
+            machine.fill_if_lost()
+            raise
 
     try:
         machine.go_to(context, programs["prepare"])
     except Exception as error:
         # Without its preparation a draft cache holds anything: leave its kinds out.
         found = {what: error for what in programs if what in (Pass("draft"), Pass("tokenswift"))}
-        if machine.kv is None or machine.kv.k[0].is_deleted():
-            machine.fill()
+        machine.fill_if_lost()
     for what, program in programs.items():
         needs = isinstance(what, Pass) and what.kind in ("draft", "tokenswift")
         if what == "prepare" or what in found:
@@ -341,23 +312,27 @@ def measure_context(machine: Machine, programs: dict, context: int, effort: Effo
             found[what] = program
         elif needs and isinstance(programs["prepare"], BaseException):
             found[what] = programs["prepare"]
-        elif attempt(what, 1) is not None and (second := attempt(what, 2)) is not None:
-            steps[what] = max(1, min(effort.most_steps, round(effort.seconds / second)))
-    times: dict[Pass, list[float]] = {what: [] for what in steps}
-    for _ in range(effort.rounds):
-        for what in steps:
-            if what not in found and (seconds := attempt(what, steps[what])) is not None:
-                times[what].append(seconds)
-    return {**times, **found}
+        else:
+            try:
+                run(what, 1)
+                seconds = run(what, 2)
+            except Exception as error:
+                found[what] = error
+                continue
+            count = max(1, min(effort.most_steps, round(effort.seconds / seconds)))
+            calls[what] = functools.partial(run, what, count)
+    rounds = interleaved(calls, effort.rounds, warmup=0, keep_errors=True)
+    return {**rounds.results, **found, **rounds.failed}
 
 
-def rows_of(context: int, times: dict, machine: Machine, bandwidth: float, nominal) -> list[dict]:
+def rows_of(context: int, times: dict, machine: Machine, document: dict) -> list[dict]:
+    bandwidth, nominal = (document[f"{n}_bytes_per_second"] for n in ("copy", "nominal"))
     rows = []
     plain = times.get(Pass("plain"))
     for what, seconds in times.items():
         row = {"context": context, "pass": what.kind, "rows": what.rows}
         if what.kind == "tokenswift":
-            row["rows"] = machine.cfgs["tokenswift"].tree_width
+            row["rows"] = machine.cfgs["tokenswift"].sizes.width
         if isinstance(seconds, BaseException):
             rows.append({**row, "error": report.first_line(seconds)})
             continue
@@ -371,7 +346,7 @@ def rows_of(context: int, times: dict, machine: Machine, bandwidth: float, nomin
         )
         median = statistics.median(seconds)
         row |= {
-            "ms": report.summary([1e3 * value for value in seconds]),
+            "ms": summary([1e3 * value for value in seconds]),
             "read_bytes": nbytes,
             "bound_ms": 1e3 * nbytes / bandwidth,
             "over_bound": median * bandwidth / nbytes,
@@ -417,16 +392,9 @@ def print_row(row: dict) -> None:
 def tiny(model, preset):
     """A model and settings that run anywhere."""
     model = dataclasses.replace(
-        model,
-        vocab_size=256,
-        embed_dim=64,
-        num_layers=1,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        mlp_dim=128,
-        dtype="float32",
-    )
+        model, vocab_size=256, embed_dim=64, num_layers=1, num_heads=4, num_kv_heads=2,
+        head_dim=16, mlp_dim=128, dtype="float32",
+    )  # fmt: skip
     method = dataclasses.replace(
         preset.method, tree=(1, 2), draft_budget=64, num_sinks=4, num_ngrams=4
     )
@@ -435,65 +403,40 @@ def tiny(model, preset):
 
 def fitting(contexts, model, limit: float | None) -> tuple[list[int], list[int]]:
     """The contexts whose weights and cache leave a tenth of `limit` bytes free, and the others."""
-    from tsjax.model.cache import cache_bytes
-    from tsjax.model.params import abstract_params
-
     if limit is None:
         return sorted(contexts), []
-    import jax
-
     leaves = jax.tree.leaves(abstract_params(model))
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     good = [n for n in contexts if weights + cache_bytes(model, 1, n) < 0.9 * limit]
     return sorted(good), sorted(set(contexts) - set(good))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("step", __doc__)
     parser.add_argument("--model", default=MODELS[0], help=f"such as {', '.join(MODELS)}")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the verify passes")
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     report.add_budget(parser)
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.quick:
         args.contexts, args.rows = (128, 256), (1, 8)
 
-    import jax
-
-    import tsjax
-
     report.use_configs()
-    is_gpu = jax.default_backend() == "gpu"
-    if not is_gpu and not args.quick:
-        parser.error("this needs a GPU; --quick runs a tiny model on a CPU")
-    budget = report.Budget(args.minutes)
+    is_gpu, budget = report.on_gpu(parser, args.quick), report.Budget(args.minutes)
     effort = QUICK if args.quick else GPU
     model, preset = tsjax.model_preset(args.model), tsjax.preset(args.model)
     if args.quick:
         model, preset = tiny(model, preset)
-    device = jax.devices()[0]
-    bandwidth = report.copy_bandwidth(2**31 if is_gpu else 2**25)
-    nominal = report.nominal_bandwidth(device.device_kind)
-    print(f"{device.device_kind}: a copy moves {bandwidth / 1e9:.0f} GB/s")
-    limit = (device.memory_stats() or {}).get("bytes_limit") if is_gpu else None
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") if is_gpu else None
     contexts, too_long = fitting(args.contexts, model, limit)
     name = f"step-{args.model}"
-    document = {
-        **report.facts(),
-        "model": args.model,
-        "dtype": model.dtype,
-        "copy_bytes_per_second": bandwidth,
-        "nominal_bytes_per_second": nominal,
-        "complete": False,
-        "rows": [
-            {"context": n, "pass": what.kind, "rows": what.rows, "error": "does not fit the memory"}
-            for n in too_long
-            for what in passes(args.rows)
-        ],
-        "left_out": [],
-    }
+    document = report.begun(is_gpu, model=args.model, dtype=model.dtype)
+    document["rows"] += [
+        {"context": n, "pass": what.kind, "rows": what.rows, "error": "does not fit the memory"}
+        for n in too_long
+        for what in passes(args.rows)
+    ]
     # A warm-up of three steps, then the rounds, at each context.
     machine = Machine(model, preset, contexts, slack=3 + effort.rounds * effort.most_steps)
     document |= {
@@ -522,20 +465,14 @@ def main() -> None:
             print(f"left out: context {context}")
             continue
         times = measure_context(machine, programs, context, effort)
-        rows = rows_of(context, times, machine, bandwidth, nominal)
+        rows = rows_of(context, times, machine, document)
         for row in rows:
             print_row(row)
         document["rows"] += rows
         document["bars"] = bars(document["rows"])
         report.save(document, args.out, name)
-    for bar in document.get("bars", []):
-        verdict = "met" if bar["met"] else "MISSED"
-        print(f"{verdict:7}{bar['value']:7.3f} against {bar['bar']}: {bar['what']}")
+    report.show_bars(document)
     complete = finished and not document["left_out"]
     document |= {"complete": complete, "seconds": budget.used}
     report.write(document, args.out, name)
     report.leave()
-
-
-if __name__ == "__main__":
-    main()

@@ -21,10 +21,10 @@ from . import folder, texts, training
 ABOUT = """\
 Train the small English model of this repository, from the root of a checkout:
 
-  python -m examples.embedded_model tokenizer --texts TEXTS --work WORK
-  python -m examples.embedded_model train --work WORK --out OUT --minutes 120
-  python -m examples.embedded_model heads --work WORK --out OUT
-  python -m examples.embedded_model export --work WORK --out OUT
+  python -m tools.embedded_model tokenizer --texts TEXTS --work WORK
+  python -m tools.embedded_model train --work WORK --out OUT --minutes 120
+  python -m tools.embedded_model heads --work WORK --out OUT
+  python -m tools.embedded_model export --work WORK --out OUT
 
 TEXTS is a folder of books as UTF-8 text files with blank lines between paragraphs. WORK receives
 the tokenizer, the token ids and checkpoints, OUT the model in HuggingFace's format with its card,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
-        prog="python -m examples.embedded_model",
+        prog="python -m tools.embedded_model",
         description=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -223,7 +223,7 @@ def command(argv: list[str]) -> str:
         if word in ("--texts", "--work", "--out", "--start-from"):
             shown[index + 1] = word[2:].upper().replace("-", "_")
     shown = [word for word in shown if word != "--resume"]
-    return shlex.join(["python", "-m", "examples.embedded_model", *shown])
+    return shlex.join(["python", "-m", "tools.embedded_model", *shown])
 
 
 if __name__ == "__main__":

@@ -5,35 +5,31 @@ Greedy, and sampled at temperature 1 with min-p 0.1, with and without noise-coup
 run has to return the tokens of plain decoding. The model needs no heads: on the partial cache its
 own passes draft.
 
-    python benchmarks/bench_tokens_per_step.py --model stories260K_hf --books corpus
+    python -m benchmarks tokens_per_step --model stories260K_hf --books corpus
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from tsjax.files.tokenizer import encode
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("tokens_per_step", __doc__)
     parser.add_argument("--model", required=True, help="a checkpoint with a tokenizer")
     parser.add_argument("--books", type=Path, required=True, help="folder of .txt files")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=384)
     parser.add_argument("--skip", type=int, default=20_000, help="characters skipped in each book")
     parser.add_argument("--budget", type=int, default=64, help="slots of the partial cache")
-    report.add_out(parser)
-    args = parser.parse_args()
-
-    import tsjax
-    from tsjax.files.tokenizer import encode
+    args = parser.parse_args(argv)
 
     model = tsjax.load(args.model)
     prompts = []
@@ -97,21 +93,13 @@ def main() -> None:
                 "tokens_per_step": stats.tokens_per_step,
                 "drafted_per_step": stats.drafted / sum(stats.steps),
                 "accepted_by_source": stats.accepted_by_source,
-                "accepted_lengths": stats.accepted_lengths,
-                "alpha": stats.alpha,
-            }
+                "accepted_lengths": stats.accepted_lengths, "alpha": stats.alpha,
+            }  # fmt: skip
         rows[name] = cells
         texts = [f"{cells[s]['tokens_per_step']:.2f}" if s in cells else "" for s in settings]
         print(f"{name:38}" + "".join(f"{text:>28}" for text in texts))
     document = {
-        "prompts": len(prompts),
-        "prompt_tokens": args.prompt_tokens,
-        "new_tokens": args.new_tokens,
-        "budget": args.budget,
-        "rows": rows,
-    }
+        "prompts": len(prompts), "prompt_tokens": args.prompt_tokens,
+        "new_tokens": args.new_tokens, "budget": args.budget, "rows": rows,
+    }  # fmt: skip
     report.write(document, args.out, "tokens_per_step")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records what transformers computes for tiny random models of every family, for test_goldens.py.
 
-Not a test. Needs torch; run by hand in the root of a checkout, where it replaces tests/goldens/:
+Needs torch; run by hand in the root of a checkout, where it replaces tests/goldens/:
 
-    python tests/record_goldens.py
+    python -m tools.record_goldens
 
 Recorded with torch 2.13.0 (CPU), transformers 5.23.0, numpy 2.4.6 and Python 3.11.
 
@@ -30,10 +30,11 @@ import json
 import os
 import tempfile
 import zipfile
+from pathlib import Path
 
 import numpy as np
 
-FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "goldens")
+FOLDER = Path(__file__).resolve().parent.parent / "tests" / "goldens"
 PROMPT_TOKENS, GREEDY_PROMPT, GREEDY_TOKENS = 64, 8, 200
 LARGEST_ERROR = 1.5e-5  # of transformers' float32 logits: models that amplify rounding prove little
 SMALLEST_MARGIN = 1e-3  # far above the difference of two float32 implementations
@@ -349,7 +350,7 @@ def record_case(name):
 
 def write(name, arrays):
     """As np.savez_compressed, but the same arrays always give the same file."""
-    path = os.path.join(FOLDER, f"{name}.npz")
+    path = FOLDER / f"{name}.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for key, value in arrays.items():
             content = io.BytesIO()
@@ -359,7 +360,7 @@ def write(name, arrays):
 
 
 def main():
-    os.makedirs(FOLDER, exist_ok=True)
+    FOLDER.mkdir(exist_ok=True)
     for name in CASES:
         write(name, record_case(name))
     tokens, logits = processor_inputs()

@@ -6,27 +6,32 @@ of it, takes a few steps that do not count and then makes its tokens. All method
 process, in turn, round by round; a ratio is taken round by round, and its median stands in the
 table. The tokens of every method are compared with those of plain decoding.
 
-    python benchmarks/bench_speedup.py --books corpus --out benchmarks/results/cpu
+    python -m benchmarks speedup --books corpus --out benchmarks/results/cpu
 
 With --sweep, four passes on partial caches that are chosen in several ways are run beside it.
 
-    python benchmarks/bench_speedup.py --books corpus --sweep --contexts 8192 --threads 0
+    python -m benchmarks speedup --books corpus --sweep --contexts 8192 --threads 0
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
-import sys
+import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from tsjax.decoding.programs import programs
+from tsjax.files.tokenizer import encode
+from tsjax.host.timing import interleaved, ratios, summary
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": dict(
@@ -39,8 +44,6 @@ WARM_STEPS = 8
 
 def book_tokens(model, folder: Path, count: int) -> np.ndarray:
     """The first `count` tokens of the first book that has as many."""
-    from tsjax.files.tokenizer import encode
-
     for file in sorted(folder.glob("*.txt")):
         ids = encode(model.tokenizer, file.read_text("utf-8")[: 8 * count])
         if len(ids) >= count:
@@ -52,28 +55,17 @@ class Ours:
     """Runs of one context, all from one cache."""
 
     def __init__(self, model, prompt: np.ndarray, new: int):
-        import tsjax
-        from tsjax.decoding.programs import programs
-
-        self.tsjax, self.model, self.prompt = tsjax, model, prompt
+        self.model, self.prompt = model, prompt
         self.total = len(prompt) + new
         self.capacity = max(1024, 1 << (self.total + 64).bit_length())
         self.programs = programs("cpu", model.cfg.dtype)
-        state = self.state(tsjax.Autoregressive(), {})
+        state, cfg = self.state(tsjax.Autoregressive(), {}), tsjax.DecodeConfig(model=model.cfg)
         for start in range(0, len(prompt) - 1, 512):
-            state = self.programs.read_part(
-                model.params,
-                state,
-                start,
-                part=0,
-                width=512,
-                cfg=tsjax.DecodeConfig(model=model.cfg),
-            )
+            state = self.programs.read_part(model.params, state, start, part=0, width=512, cfg=cfg)
         self.kv = state.kv
 
     def state(self, method, settings):
-        tsjax, model = self.tsjax, self.model
-        config = tsjax.GenerationConfig(**settings)
+        model, config = self.model, tsjax.GenerationConfig(**settings)
         return tsjax.init_state(
             self.prompt[None],
             np.asarray([len(self.prompt)], np.int32),
@@ -84,10 +76,7 @@ class Ours:
         )
 
     def run(self, method, settings) -> dict[str, Any]:
-        import jax
-        import jax.numpy as jnp
-
-        cfg = self.tsjax.DecodeConfig(model=self.model.cfg, method=method)
+        cfg = tsjax.DecodeConfig(model=self.model.cfg, method=method)
         state = self.state(method, settings).replace(kv=jax.tree.map(jnp.copy, self.kv))
         state = self.programs.decode(self.model.params, state, WARM_STEPS, cfg=cfg)
         first, steps = int(state.length[0]), int(state.stats.steps[0])
@@ -150,25 +139,18 @@ class Theirs:
 
 def sweep() -> dict[str, Any]:
     """What the partial cache holds: when it is chosen again, and whether passes see the rest."""
-    import tsjax
-
     methods: dict[str, Any] = {}
     for rule, every in {"the paper's rule": None, "every 8 tokens": 8, "every step": 1}.items():
         for rest in (False, True):
             methods[f"{rule}, rest" if rest else rule] = tsjax.TokenSwift(
-                tree=(1,) * 4,
-                draft_passes=4,
-                draft_budget=512,
-                draft_refresh=every,
-                draft_rest=rest,
-                num_ngrams=0,
-                suffix_length=0,
-            )
+                tree=(1,) * 4, draft_passes=4, draft_budget=512, draft_refresh=every,
+                draft_rest=rest, num_ngrams=0, suffix_length=0,
+            )  # fmt: skip
     return methods
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("speedup", __doc__)
     parser.add_argument("--model", help="a checkpoint; the embedded model by default")
     parser.add_argument("--books", type=Path, required=True, help="folder of texts")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192, 16384, 32768])
@@ -177,10 +159,7 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--sweep", action="store_true", help="choices of the partial cache too")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch; 0 leaves it out")
-    report.add_out(parser)
-    args = parser.parse_args()
-
-    import tsjax
+    args = parser.parse_args(argv)
 
     model = tsjax.load(args.model or tsjax.EMBEDDED, dtype="float32")
     document: dict[str, Any] = {"dtype": "float32", "settings": SETTINGS, "rows": []}
@@ -193,16 +172,13 @@ def main() -> None:
         if args.sweep:
             methods |= sweep()
         for setting in args.settings:
-            rows: dict[str, list[dict]] = {name: [] for name in methods}
+            calls = {
+                name: functools.partial(ours.run, method, SETTINGS[setting])
+                for name, method in methods.items()
+            }
             if theirs:
-                rows["torch"] = []
-            for index in range(args.rounds + 1):
-                for name, method in methods.items():
-                    rows[name].append(ours.run(method, SETTINGS[setting]))
-                if theirs:
-                    rows["torch"].append(theirs.run(SETTINGS[setting]))
-                if index == 0:  # compilation
-                    rows = {name: [] for name in rows}
+                calls["torch"] = functools.partial(theirs.run, SETTINGS[setting])
+            rows = interleaved(calls, args.rounds).results
             for name, runs in rows.items():
                 document["rows"].append(
                     summarise(context, setting, name, methods.get(name), runs, rows)
@@ -214,17 +190,14 @@ def main() -> None:
 
 
 def summarise(context, setting, name, method, runs, rows) -> dict[str, Any]:
+    times = {peer: [run["ms_per_token"] for run in runs] for peer, runs in rows.items()}
     row = {
-        "context": context,
-        "setting": setting,
-        "method": name,
-        "ms_per_token": report.summary([run["ms_per_token"] for run in runs]),
-    }
+        "context": context, "setting": setting, "method": name,
+        "ms_per_token": summary(times[name]),
+    }  # fmt: skip
     for peer in ("plain", "torch"):
         if peer in rows and peer != name:
-            pairs = zip(rows[peer], runs, strict=True)
-            ratios = [a["ms_per_token"] / b["ms_per_token"] for a, b in pairs]
-            row[f"speedup_over_{peer}"] = report.summary(ratios)
+            row[f"speedup_over_{peer}"] = ratios(times[peer], times[name])
     if method is not None:
         row["options"] = dataclasses.asdict(method)
         row["tokens_per_step"] = runs[0]["tokens_per_step"]
@@ -264,7 +237,3 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     axes.legend()
     figure.tight_layout()
     figure.savefig(file, dpi=120)
-
-
-if __name__ == "__main__":
-    main()

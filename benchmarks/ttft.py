@@ -6,7 +6,7 @@ A model with random weights reads random prompts: of Llama-3.1's proportions, sc
 is taken round by round, and its median stands in the table, beside the one that counting operations
 predicts. The time to the first token is that of the whole prefill and of one step.
 
-    python benchmarks/bench_ttft.py --out benchmarks/results/cpu
+    python -m benchmarks ttft --out benchmarks/results/cpu
 
 Then whole generations of --new tokens: by the paper's rule, without revival, and with all that was
 pruned computed while the first new tokens are made.
@@ -14,17 +14,17 @@ pruned computed while the first new tokens are made.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import sys
-import time
-from pathlib import Path
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.lazy.settings import prompt_flops
 
 # After which share of the layers a cut is made, and the share of the prompt that goes on.
 SCHEDULES: dict[str, dict[float, float]] = {
@@ -40,8 +40,6 @@ ALL_ROWS = 512  # computed with each new token, until all are
 
 def scaled_model(layers: int, embed: int, dtype: str):
     """Llama-3.1's proportions: 4 query heads per kv head, an mlp 3.5 times as wide."""
-    import tsjax
-
     cfg = tsjax.ModelConfig(
         vocab_size=4096, embed_dim=embed, num_layers=layers, num_heads=embed // 64,
         num_kv_heads=max(1, embed // 256), head_dim=64, mlp_dim=embed * 7 // 2,
@@ -57,8 +55,6 @@ def schedule(name: str, layers: int) -> dict[int, float]:
 
 
 def prefills(tokens: int, cfg) -> dict[str, Any]:
-    import tsjax
-
     named = {name: schedule(name, cfg.num_layers) for name in SCHEDULES}
     auto = tsjax.LazyPrefill(keep="auto", speedup=AUTO).resolved(cfg, tokens)
     named[f"auto {AUTO}"] = dict(auto.keep)
@@ -71,44 +67,37 @@ def prompt_of(tokens: int, cfg) -> np.ndarray:
 
 def first_token(model, prompt, prefill) -> float:
     """Seconds to the first token."""
-    import tsjax
-
     stats = tsjax.generate(model, prompt, max_new_tokens=1, prefill=prefill).stats
     return stats.prefill_seconds + stats.decode_seconds
 
 
 def generations(model, prompt, lazy, new: int, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of whole generations, and the share of the prompt that each stage computed."""
-    import tsjax
-
-    revivals = {
+    prefills: dict[str, Any] = {
+        "full": "full",
         "on demand": lazy,
         "never": dataclasses.replace(lazy, revive="never"),
         "everything": dataclasses.replace(lazy, revive="background", revive_rows=ALL_ROWS),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ["full", *revivals]}
-    computed = {}
-    for _ in range(rounds + 1):
-        for name, times in seconds.items():
-            begin = time.perf_counter()
-            prefill = revivals.get(name, "full")
-            stats = tsjax.generate(model, prompt, max_new_tokens=new, prefill=prefill).stats
-            times.append(time.perf_counter() - begin)
-            computed[name] = stats.prompt_computed
+
+    def computed(prefill):
+        result = tsjax.generate(model, prompt, max_new_tokens=new, prefill=prefill)
+        return result.stats.prompt_computed
+
+    calls = {name: functools.partial(computed, prefill) for name, prefill in prefills.items()}
+    found = interleaved(calls, rounds)
     return {
         name: {
-            "generation_seconds": report.summary(times[1:]),
-            "computed": computed[name],
-            "speedup": report.summary(
-                [a / b for a, b in zip(seconds["full"][1:], times[1:], strict=True)]
-            ),
+            "generation_seconds": summary(seconds),
+            "computed": found.results[name][-1],
+            "speedup": ratios(found.seconds["full"], seconds),
         }
-        for name, times in seconds.items()
+        for name, seconds in found.seconds.items()
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("ttft", __doc__)
     parser.add_argument("--model", help="a preset, such as llama3.1-8b, instead of the next two")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--embed", type=int, default=512)
@@ -120,11 +109,7 @@ def main() -> None:
         help="schedules of whole generations",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
-    report.add_out(parser)
-    args = parser.parse_args()
-
-    import tsjax
-    from tsjax.lazy.settings import prompt_flops
+    args = parser.parse_args(argv)
 
     if args.model:
         cfg = dataclasses.replace(tsjax.model_preset(args.model), dtype=args.dtype)
@@ -135,18 +120,18 @@ def main() -> None:
     for tokens in args.prompts:
         prompt = prompt_of(tokens, model.cfg)
         lazy = prefills(tokens, model.cfg)
-        seconds: dict[str, list[float]] = {name: [] for name in ["full", *lazy]}
-        for _ in range(args.rounds + 1):
-            for name in seconds:
-                seconds[name].append(first_token(model, prompt, lazy.get(name, "full")))
+        calls = {
+            name: functools.partial(first_token, model, prompt, prefill)
+            for name, prefill in {"full": "full", **lazy}.items()
+        }
+        seconds = interleaved(calls, args.rounds).results
         whole = prompt_flops(model.cfg, tokens)
         for name, times in seconds.items():
             row: dict[str, Any] = {"prompt_tokens": tokens, "schedule": name}
-            row["first_token_seconds"] = report.summary(times[1:])  # the first one compiles
+            row["first_token_seconds"] = summary(times)
             if name != "full":
-                ratios = [a / b for a, b in zip(seconds["full"][1:], times[1:], strict=True)]
                 row["keep"] = dict(lazy[name].keep)
-                row["speedup"] = report.summary(ratios)
+                row["speedup"] = ratios(seconds["full"], times)
                 row["predicted"] = whole / prompt_flops(model.cfg, tokens, lazy[name].keep)
                 row["of_predicted"] = row["speedup"]["median"] / row["predicted"]
             document["rows"].append(row)
@@ -179,7 +164,3 @@ def show(row: dict[str, Any]) -> None:
         text += f"  {row['speedup']['median']:.2f}x of the full prefill, {row['predicted']:.2f}x"
         text += f" predicted ({row['of_predicted']:.0%})"
     print(text, flush=True)
-
-
-if __name__ == "__main__":
-    main()

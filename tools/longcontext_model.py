@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a small model on the tasks, from short prompts to long ones, until it can do them.
+"""Trains a small model on benchmarks/longcontext/tasks.py, from short prompts to long ones.
 
-    python -m benchmarks.longcontext.train --out longcontext-model --minutes 60
+    python -m tools.longcontext_model --out longcontext-model --minutes 60
 
 Only the answers' tokens count. The model is evaluated while it trains, on prompts it has not seen,
 by its best guess at every token of the answer; the run ends when all retrieval tasks are above
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,14 +32,15 @@ from benchmarks.longcontext.tasks import (
     Example,
     Question,
 )
-from examples.embedded_model.training import Settings as Schedule
-from examples.embedded_model.training import (
+from tools.embedded_model.training import Settings as Schedule
+from tools.embedded_model.training import (
     first_weights,
     optimizer,
     scheduled,
     token_logits,
     token_losses,
 )
+from tsjax.training.saved import write_metrics
 
 CONFIG = tsjax.ModelConfig(
     vocab_size=VOCAB, embed_dim=128, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=16,
@@ -175,7 +175,7 @@ def main() -> None:
         record = {"step": step, "minutes": round(minutes, 2), "length": args.lengths[level]}
         log.append({**record, "loss": float(loss), "accuracy": found})
         print(json.dumps(log[-1]), flush=True)
-        (args.out / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in log))
+        write_metrics(str(args.out), log)
         save(weights, args.out)
         able = min(found[task] for task in RETRIEVAL) >= args.enough
         if able and level == len(args.lengths) - 1:
@@ -188,9 +188,7 @@ def main() -> None:
 def save(weights, out: Path) -> None:
     """Replaces the checkpoint; the one before is there until the new one is whole."""
     model = tsjax.Model(tsjax.Params(model=weights), cfg=CONFIG)
-    tsjax.save(model, out / "new")
-    shutil.rmtree(out / "checkpoint", ignore_errors=True)
-    (out / "new").rename(out / "checkpoint")
+    tsjax.save(model, out / "checkpoint", overwrite=True)
 
 
 if __name__ == "__main__":

@@ -1,52 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost follows length, not capacity: the same step at 1,024 tokens in a small and in a large cache.
 
-Both states run in turn in one process. Also prints the temporary memory of the compiled chunk of
-steps as a share of the large cache.
+Also prints the temporary memory of the compiled chunk of steps as a share of the large cache.
 
-    python benchmarks/bench_capacity.py --out benchmarks/results/cpu
+    python -m benchmarks capacity --out benchmarks/results/cpu
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from pathlib import Path
+import functools
+from collections.abc import Sequence
 
+import jax
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from tsjax.decoding.programs import programs
+from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.model.cache import cache_bytes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def story_model(max_positions: int, num_draft_heads: int = 0) -> tsjax.ModelConfig:
+    """The shape of a story model of 15M parameters."""
+    return tsjax.ModelConfig(
+        vocab_size=32000, embed_dim=288, num_layers=6, num_heads=6, num_kv_heads=6, head_dim=48,
+        mlp_dim=768, max_positions=max_positions, norm_eps=1e-5, num_draft_heads=num_draft_heads,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("capacity", __doc__)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--small", type=int, default=2048)
     parser.add_argument("--large", type=int, default=131072)
     parser.add_argument("--steps", type=int, default=32, help="steps per timing")
     parser.add_argument("--rounds", type=int, default=15)
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
-    import jax
-
-    import tsjax
-    from tsjax.decoding.programs import programs
-    from tsjax.model.cache import cache_bytes
-
-    model = tsjax.ModelConfig(
-        vocab_size=32000,
-        embed_dim=288,
-        num_layers=6,
-        num_heads=6,
-        num_kv_heads=6,
-        head_dim=48,
-        mlp_dim=768,
-        max_positions=args.large,
-        norm_eps=1e-5,
-    )
+    model = story_model(args.large)
     cfg = tsjax.DecodeConfig(model)
     params = tsjax.init_params(model)
     run = programs(jax.default_backend(), model.dtype)
@@ -61,20 +53,21 @@ def main() -> None:
     states = {capacity: start(capacity) for capacity in (args.small, args.large)}
     lowered = run.decode.lower(params, states[args.large], args.steps, cfg=cfg)
     memory = lowered.compile().memory_analysis()
-    times: dict[int, list[float]] = {capacity: [] for capacity in states}
-    for index in range(args.rounds + 1):
-        for capacity in states:
-            begin = time.perf_counter()
-            states[capacity] = run.decode(params, states[capacity], args.steps, cfg=cfg)
-            states[capacity].kv.length.block_until_ready()
-            if index > 0:  # the first one compiles
-                times[capacity].append(1e3 * (time.perf_counter() - begin) / args.steps)
-    ratio = [b / a for a, b in zip(times[args.small], times[args.large], strict=True)]
+
+    def steps(capacity: int) -> None:
+        states[capacity] = run.decode(params, states[capacity], args.steps, cfg=cfg)
+        states[capacity].kv.length.block_until_ready()
+
+    calls = {capacity: functools.partial(steps, capacity) for capacity in states}
+    seconds = interleaved(calls, args.rounds).seconds
     cache = cache_bytes(model, 1, args.large)
     document = {
         "length": args.length,
-        "ms_per_step": {str(capacity): report.summary(row) for capacity, row in times.items()},
-        "ratio": report.summary(ratio),
+        "ms_per_step": {
+            str(capacity): summary([1e3 * value / args.steps for value in row])
+            for capacity, row in seconds.items()
+        },
+        "ratio": ratios(seconds[args.large], seconds[args.small]),
         "temp_bytes": memory.temp_size_in_bytes,
         "cache_bytes": cache,
         "temp_share": memory.temp_size_in_bytes / cache,
@@ -84,7 +77,3 @@ def main() -> None:
     print(f"ratio {document['ratio']['median']:.3f}")
     print(f"temporary memory {document['temp_share']:.2%} of the cache")
     report.write(document, args.out, "capacity")
-
-
-if __name__ == "__main__":
-    main()

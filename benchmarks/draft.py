@@ -7,52 +7,42 @@
 
 The caches hold random numbers, which cost what real ones cost.
 
-    python benchmarks/bench_draft.py --out benchmarks/results/cpu
+    python -m benchmarks draft --out benchmarks/results/cpu
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import sys
-import time
-from pathlib import Path
+from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from benchmarks.capacity import story_model
+from tsjax.decoding.sampling import step_noise
+from tsjax.host.timing import interleaved, ratios, summary
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.DecodeState:
+    """The state with a memory that knows all tokens, as after a step in the midst of a run."""
+    method, memory = cfg.method, cfg.method.read(cfg.model, None, state.memory, state)
+    if getattr(memory, "cache", None) is not None:
+        memory = memory.replace(cache=method.refreshed(cfg.model, memory.cache, state.kv))
+    return state.replace(memory=memory)
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("draft", __doc__)
     parser.add_argument("--short", type=int, default=1024)
     parser.add_argument("--long", type=int, default=65536)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=15)
-    report.add_out(parser)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
-    import jax
-    import jax.numpy as jnp
-
-    import tsjax
-    from tsjax.decoding.sampling import step_noise
-    from tsjax.decoding.step import refresh
-    from tsjax.methods.drafting import draft, remember
-
-    model = tsjax.ModelConfig(
-        vocab_size=32000,
-        embed_dim=288,
-        num_layers=6,
-        num_heads=6,
-        num_kv_heads=6,
-        head_dim=48,
-        mlp_dim=768,
-        max_positions=2 * args.long,
-        norm_eps=1e-5,
-        num_draft_heads=3,
-    )
+    model = story_model(2 * args.long, num_draft_heads=3)
     params = tsjax.init_params(model)
     rng = np.random.default_rng(0)
     capacity = args.long + 4096
@@ -67,20 +57,14 @@ def main() -> None:
         noise = jnp.asarray(rng.standard_normal(shape, np.float32))
         fill = tuple(noise for _ in range(model.num_layers))
         state = state.replace(kv=state.kv.replace(k=fill, v=fill))
-        state = jax.jit(functools.partial(refresh, cfg=cfg))(state)
-        return jax.jit(functools.partial(remember, cfg=cfg))(state)
-
-    def timed(function, *arguments) -> float:
-        began = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        return 1e3 * (time.perf_counter() - began)
+        return jax.jit(functools.partial(caught_up, cfg=cfg))(state)
 
     def drafting(cfg):
         def run(params, state):
             noise = step_noise(
-                state.row_key, state.length, cfg.draft_depth, model.vocab_size, state.sampling
+                state.row_key, state.length, cfg.sizes.levels, model.vocab_size, state.sampling
             )
-            return draft(params, state, noise, cfg=cfg)[1].path
+            return cfg.method.draft(model, params, state, noise)[1].path
 
         return jax.jit(run)
 
@@ -98,15 +82,14 @@ def main() -> None:
     plain_state = state_at(args.long, plain)
 
     # Five n-grams enter the table, which is donated as in the real loop.
-    table = history_state.draft.ngrams
-    history_state = history_state.replace(draft=history_state.draft.replace(ngrams=None))
+    table = history_state.memory
+    history_state = history_state.replace(memory=None)
 
     @functools.partial(jax.jit, donate_argnames="table")
     def enter_and_draft(params, state, table):
         table = table.replace(entered=table.entered - 5)
-        state = state.replace(draft=state.draft.replace(ngrams=table))
-        state = remember(state, cfg=history)
-        return run_history(params, state), state.draft.ngrams
+        state = caught_up(state.replace(memory=table), history)
+        return run_history(params, state), state.memory
 
     def with_history(params, state):
         nonlocal table
@@ -116,7 +99,7 @@ def main() -> None:
     @functools.partial(jax.jit, static_argnames="cfg")
     def step(params, state, table, *, cfg):
         # The new state's caches stay inside: what is timed is the work, not the allocation.
-        state = state.replace(draft=state.draft.replace(ngrams=table))
+        state = state.replace(memory=table)
         new = tsjax.decode_step(params, state, cfg=cfg)
         return new.length, new.tokens
 
@@ -126,39 +109,27 @@ def main() -> None:
     def plain_step(params, state):
         return step(params, state, None, cfg=plain)
 
+    short, long = f"draft pass at {args.short}", f"draft pass at {args.long}"
     runs = {
-        f"draft pass at {args.short}": (run_partial, params, partial_states[args.short]),
-        f"draft pass at {args.long}": (run_partial, params, partial_states[args.long]),
-        "history": (with_history, params, history_state),
-        "step with history": (step_with_history, params, history_state),
-        "plain step": (plain_step, params, plain_state),
+        short: functools.partial(run_partial, params, partial_states[args.short]),
+        long: functools.partial(run_partial, params, partial_states[args.long]),
+        "history": functools.partial(with_history, params, history_state),
+        "step with history": functools.partial(step_with_history, params, history_state),
+        "plain step": functools.partial(plain_step, params, plain_state),
     }
-    for run in runs.values():
-        timed(*run)
-    times = {name: [] for name in runs}
-    for _ in range(args.rounds):
-        for name, run in runs.items():
-            times[name].append(timed(*run))
-    ms = {name: report.summary(values) for name, values in times.items()}
-    pairs = list(zip(*times.values(), strict=True))
-    ratios = {
-        "draft pass, long context / short": report.summary([r[1] / r[0] for r in pairs]),
-        "history / its step": report.summary([r[2] / r[3] for r in pairs]),
-        "history / plain step": report.summary([r[2] / r[4] for r in pairs]),
+    seconds = interleaved(runs, args.rounds).seconds
+    ms = {name: summary([1e3 * value for value in values]) for name, values in seconds.items()}
+    pairs = {
+        "draft pass, long context / short": (long, short),
+        "history / its step": ("history", "step with history"),
+        "history / plain step": ("history", "plain step"),
     }
+    found = {name: ratios(*(seconds[one] for one in pair)) for name, pair in pairs.items()}
     for name, values in ms.items():
         print(f"{name:34}{values['median']:10.3f} ms")
-    for name, values in ratios.items():
+    for name, values in found.items():
         print(f"{name:34}{values['median']:10.3f}")
     document = {
-        "short": args.short,
-        "long": args.long,
-        "budget": args.budget,
-        "ms": ms,
-        "ratios": ratios,
-    }
+        "short": args.short, "long": args.long, "budget": args.budget, "ms": ms, "ratios": found,
+    }  # fmt: skip
     report.write(document, args.out, "draft")
-
-
-if __name__ == "__main__":
-    main()

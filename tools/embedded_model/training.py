@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +29,10 @@ from jax import lax
 
 import tsjax
 from tsjax.config import check
+from tsjax.files.whole_files import replacing
 from tsjax.model.params import init_params
 from tsjax.model.transformer import ModelWeights, embed, final_norm, forward, unembed
+from tsjax.training.saved import METRICS, append_metrics, write_metrics
 
 from .texts import Stream
 
@@ -50,7 +51,7 @@ SMALL = tsjax.ModelConfig(
     rope=tsjax.RopeConfig(theta=10_000.0),
     tie_embeddings=True,
 )
-METRICS, STATE = "metrics.jsonl", "state.msgpack"  # in a work folder
+STATE = "state.msgpack"  # in a work folder, beside METRICS
 ATTENTION_BLOCK = 128  # queries at a time
 
 
@@ -419,7 +420,6 @@ class Trainer:
         self.moments = optimizer(settings).init(cast(Any, self.weights))
         self.progress = Progress()
         self._stream = jnp.asarray(train.tokens)
-        self._metrics = folder / METRICS
         folder.mkdir(parents=True, exist_ok=True)
 
     # What is left of it: the schedule.
@@ -511,8 +511,7 @@ class Trainer:
             done.best_loss, done.best_step = loss, done.step
             self.on_best(self.weights)
         print(json.dumps(line), flush=True)
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        append_metrics(str(self.folder), line)
 
     def evaluate(self, weights: ModelWeights, dtype: str | None = None) -> float:
         """The loss on the held-out text, in rows of one length in every phase."""
@@ -546,9 +545,9 @@ class Trainer:
             "progress": dataclasses.asdict(self.progress),
             "arrays": flax.serialization.to_state_dict((self.weights, self.moments)),
         }
-        fresh = self.folder / "state.part"
-        fresh.write_bytes(flax.serialization.msgpack_serialize(jax.device_get(content)))
-        os.replace(fresh, self.folder / STATE)
+        data = flax.serialization.msgpack_serialize(jax.device_get(content))
+        with replacing(str(self.folder / STATE)) as fresh:
+            Path(fresh).write_bytes(data)
 
     def restore(self) -> None:
         file = self.folder / STATE
@@ -562,9 +561,9 @@ class Trainer:
                 f"instead of\n{mine}"
             )
         self.progress = Progress(**content["progress"])
-        lines = self._metrics.read_text("utf-8").splitlines(keepends=True)
-        lines = [line for line in lines if json.loads(line)["step"] <= self.progress.step]
-        self._metrics.write_text("".join(lines), encoding="utf-8")
+        lines = map(json.loads, (self.folder / METRICS).read_text("utf-8").splitlines())
+        history = [line for line in lines if line["step"] <= self.progress.step]
+        write_metrics(str(self.folder), history)
         arrays = flax.serialization.from_state_dict((self.weights, self.moments), content["arrays"])
         self.weights, self.moments = jax.tree.map(jnp.asarray, arrays)
 

@@ -12,33 +12,38 @@ at the bandwidth that a plain sum over 400 MB reaches in the same process.
 
 The model has random weights in the shape of a 15M-parameter story model. Needs torch.
 
-    python benchmarks/bench_decode.py --out benchmarks/results/cpu
+    python -m benchmarks decode --out benchmarks/results/cpu
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
+import functools
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import jax
 import numpy as np
+import torch
+import transformers
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import report
+import tsjax
+from benchmarks import report
+from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.model.cache import cache_bytes
 
 SHAPE = dict(
-    vocab_size=32000,
-    hidden_size=288,
-    intermediate_size=768,
-    num_hidden_layers=6,
-    num_attention_heads=6,
-    num_key_value_heads=6,
-    max_position_embeddings=16384,
+    vocab_size=32000, hidden_size=288, intermediate_size=768, num_hidden_layers=6,
+    num_attention_heads=6, num_key_value_heads=6, max_position_embeddings=16384,
     tie_word_embeddings=True,
-)
+)  # fmt: skip
+
+
+class Run(NamedTuple):
+    tokens: list[int]
+    first: float  # seconds to the first token
+    per_token: float  # seconds after the first one
 
 
 class Clock:
@@ -54,7 +59,7 @@ class Clock:
         pass
 
 
-def read_bandwidth(torch) -> float:
+def read_bandwidth() -> float:
     """Bytes per second of summing a large array, the best of ten."""
     data = torch.ones(100_000_000)
     seconds = []
@@ -65,22 +70,14 @@ def read_bandwidth(torch) -> float:
     return data.nbytes / min(seconds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("decode", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--short", type=int, default=200, help="new tokens of the short case")
     parser.add_argument("--context", type=int, default=8192, help="prompt of the long case")
     parser.add_argument("--long", type=int, default=64, help="new tokens of the long case")
-    report.add_out(parser)
-    args = parser.parse_args()
-
-    import jax
-    import torch
-    import transformers
-
-    import tsjax
-    from tsjax.model.cache import cache_bytes
+    args = parser.parse_args(argv)
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -104,22 +101,20 @@ def main() -> None:
                 streamer=clock,
             )
         end = time.perf_counter()
-        tokens = out[0, len(prompt) :].tolist()
-        return tokens, end - begin, clock.times[1] - begin, (end - clock.times[1]) / (new - 1)
+        tokens, first = out[0, len(prompt) :].tolist(), clock.times[1]
+        return Run(tokens, first - begin, (end - first) / (new - 1))
 
     def run_ours(prompt, new):
-        begin = time.perf_counter()
         result = tsjax.generate(ours, prompt, max_new_tokens=new)
-        end = time.perf_counter()
         per_token = result.stats.decode_seconds / new
         first = result.stats.prefill_seconds + per_token
-        return result.tokens[0].tolist(), end - begin, first, per_token
+        return Run(result.tokens[0].tolist(), first, per_token)
 
     cases = {
         "short": (rng.integers(3, SHAPE["vocab_size"], 16).astype(np.int32), args.short),
         "long": (rng.integers(3, SHAPE["vocab_size"], args.context).astype(np.int32), args.long),
     }
-    bandwidth = read_bandwidth(torch)
+    bandwidth = read_bandwidth()
     weights = sum(array.nbytes for array in jax.tree.leaves(ours.params))
     document = {
         "shape": SHAPE,
@@ -129,29 +124,31 @@ def main() -> None:
         "cases": {},
     }
     for name, (prompt, new) in cases.items():
-        rows = []
-        for index in range(args.rounds + 1):
-            a, b = run_theirs(prompt, new), run_ours(prompt, new)
-            if index == 0:
-                equal = sum(x == y for x, y in zip(a[0], b[0], strict=True))
-                continue  # compilation and warm-up
-            rows.append((a[1:], b[1:]))
-        per_token = 0 if name == "short" else 2  # the whole call, or a token after the first
-        scale = new if name == "short" else 1
+        calls = {
+            "torch": functools.partial(run_theirs, prompt, new),
+            "tsjax": functools.partial(run_ours, prompt, new),
+        }
+        seconds, found, _ = interleaved(calls, args.rounds)
+        pairs = zip(*(rows[0].tokens for rows in found.values()), strict=True)
+        if name == "short":
+            times = {peer: [1e3 * value / new for value in row] for peer, row in seconds.items()}
+        else:
+            times = {peer: [1e3 * run.per_token for run in runs] for peer, runs in found.items()}
+        first = {peer: summary([run.first for run in runs]) for peer, runs in found.items()}
         cache = cache_bytes(ours.cfg, 1, len(prompt) + new // 2)
         bound = 1e3 * (weights + cache) / bandwidth
-        ours_ms = report.summary([1e3 * b[per_token] / scale for _, b in rows])
+        ours_ms = summary(times["tsjax"])
         document["cases"][name] = {
             "prompt_tokens": len(prompt),
             "new_tokens": new,
-            "equal_tokens": equal,
-            "torch_ms_per_token": report.summary([1e3 * a[per_token] / scale for a, _ in rows]),
+            "equal_tokens": sum(ours == theirs for ours, theirs in pairs),
+            "torch_ms_per_token": summary(times["torch"]),
             "tsjax_ms_per_token": ours_ms,
             "bound_ms_per_token": bound,
             "share_of_bound": bound / ours_ms["median"],
-            "speedup": report.summary([a[per_token] / b[per_token] for a, b in rows]),
-            "torch_seconds_to_first_token": report.summary([a[1] for a, _ in rows]),
-            "tsjax_seconds_to_first_token": report.summary([b[1] for _, b in rows]),
+            "speedup": ratios(times["torch"], times["tsjax"]),
+            "torch_seconds_to_first_token": first["torch"],
+            "tsjax_seconds_to_first_token": first["tsjax"],
         }
     print("case      prompt   new  torch ms/tok  tsjax ms/tok  speed-up  share of bound")
     for name, row in document["cases"].items():
@@ -161,8 +158,3 @@ def main() -> None:
             f"{row['speedup']['median']:9.2f}x{row['share_of_bound']:15.0%}"
         )
     report.write(document, args.out, "decode")
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    main()

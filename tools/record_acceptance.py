@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records how many drafts are right, for test_acceptance.py.
 
-Not a test. Run by hand in the root of a checkout, where it replaces tests/goldens/acceptance.json:
+Run by hand in the root of a checkout, where it replaces tests/goldens/acceptance.json:
 
-    python tests/record_acceptance.py
+    python -m tools.record_acceptance
 
 Recorded with jax 0.10.2 (CPU), numpy 2.4.6 and Python 3.11.
 
@@ -21,17 +21,16 @@ from __future__ import annotations
 
 import functools
 import json
-import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import tiny_config
 
 import tsjax
 
-FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "goldens", "acceptance.json")
+FILE = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "acceptance.json"
 NUDGE = 1e-9  # of each weight's size
 
 # --- two models --------------------------------------------------------------------------------
@@ -46,9 +45,10 @@ def small_model() -> tsjax.Model:
     The embedding is one-hot and the unembedding a table of successors. Attention is sharp, so a
     draft that sees other tokens says something else. The heads follow the table, not quite.
     """
-    cfg = tiny_config(
+    cfg = tsjax.ModelConfig(
         vocab_size=SMALL_VOCAB, embed_dim=SMALL_VOCAB, num_layers=3, num_heads=6, num_kv_heads=2,
-        num_draft_heads=3, dtype="float64",
+        head_dim=8, mlp_dim=48, max_positions=100_000, norm_eps=1e-5, num_draft_heads=3,
+        dtype="float64",
     )  # fmt: skip
     rng = np.random.RandomState(5)  # NumPy keeps what it draws
 
@@ -172,8 +172,7 @@ def main():
             if run(model, case, NUDGE) != found:
                 raise SystemExit(f"{model}: {case}: a near-tie; choose another seed or prompt")
             entries.append(f'"{model}: {case}": {json.dumps(found)}')
-    with open(FILE, "w", encoding="utf-8") as file:
-        file.write("{\n" + ",\n".join(entries) + "\n}\n")
+    FILE.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

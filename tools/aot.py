@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles one case for a GPU that is not there, and prints what the compiler made of it.
 
-    JAX_PLATFORMS=cpu python tests/aot.py CASE TARGET
+    JAX_PLATFORMS=cpu python -m tools.aot CASE TARGET
 
 One process per case: a bad kernel can abort the whole process. Needs the plugin of jax[cuda], not
 the CUDA libraries, and `ptxas`:
@@ -64,11 +64,11 @@ TRAINING = {f"train_heads {part}": part for part in ("hidden_states", "add_gradi
 
 def lower_training(part: str, target: str):
     """One program of the training of draft heads, from shapes alone."""
-    import gpu_targets
     import jax
     import jax.numpy as jnp
 
     import tsjax
+    from tools import gpu_targets
     from tsjax.decoding.programs import programs as decode_programs
     from tsjax.model.params import declare_params, is_spec
     from tsjax.training import loss as head_training
@@ -136,9 +136,10 @@ def kernel_cases() -> dict:
 
 
 def lower_kernel(case: str, target: str):
-    import gpu_targets
     import jax
     import jax.numpy as jnp
+
+    from tools import gpu_targets
 
     run, shapes = kernel_cases()[case]
     sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
@@ -152,13 +153,13 @@ def lower_kernel(case: str, target: str):
 
 def lower_step(step: Step, target: str):
     """The program that `tsjax.generate` runs, from shapes alone."""
-    import gpu_targets
     import jax
     import jax.numpy as jnp
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import tsjax
+    from tools import gpu_targets
     from tsjax.decoding.config import DecodeConfig
     from tsjax.decoding.programs import programs
     from tsjax.decoding.start import init_state
@@ -268,7 +269,8 @@ def figures(case: str, target: str, dump: Path) -> dict:
 def compile_case(case: str, target: str, **environment: str) -> dict:
     """What `figures` says, from a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, case, target],
+        [sys.executable, "-W", "ignore", "-m", "tools.aot", case, target],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
@@ -338,5 +340,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT)]
     sys.exit(main(sys.argv[1:]))

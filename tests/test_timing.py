@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls timed side by side, with a clock that the calls themselves put forward."""
+
+import pytest
+
+from tsjax.host.timing import interleaved, ratios, summary
+
+
+class Clock:
+    def __init__(self):
+        self.now, self.order = 0.0, []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def taking(self, name: str, seconds: float, drift: float = 0.0):
+        """A call that takes longer each time by `drift`, and returns how often it was made."""
+
+        def call():
+            self.order.append(name)
+            self.now += seconds + drift * (self.order.count(name) - 1)
+            return self.order.count(name)
+
+        return call
+
+
+def test_every_second_round_goes_backwards():
+    clock = Clock()
+    calls = {name: clock.taking(name, 1) for name in "abc"}
+    interleaved(calls, 4, warmup=0, clock=clock)
+    assert "".join(clock.order) == "abccbaabccba"
+
+
+def test_seconds_and_results_of_the_rounds_that_count():
+    clock = Clock()
+    calls = {"slow": clock.taking("slow", 4, drift=2), "fast": clock.taking("fast", 2)}
+    found = interleaved(calls, 3, warmup=2, clock=clock)
+    assert found.seconds == {"slow": [8, 10, 12], "fast": [2, 2, 2]}
+    assert found.results == {"slow": [3, 4, 5], "fast": [3, 4, 5]}
+    assert summary(found.seconds["slow"]) == {"median": 10, "min": 8, "max": 12}
+    assert ratios(found.seconds["slow"], found.seconds["fast"])["median"] == 5
+
+
+def test_a_result_is_waited_for():
+    clock = Clock()
+
+    class Result:
+        def block_until_ready(self):
+            clock.now += 3
+            return self
+
+    assert interleaved({"late": Result}, 1, clock=clock).seconds == {"late": [3]}
+
+
+def test_a_slow_call_gets_fewer_rounds():
+    clock = Clock()
+    calls = {"slow": clock.taking("slow", 2), "fast": clock.taking("fast", 0.5)}
+    found = interleaved(calls, 6, most=4, clock=clock)
+    assert {name: len(times) for name, times in found.seconds.items()} == {"slow": 3, "fast": 6}
+
+
+def test_errors_end_all_or_one():
+    def fail():
+        if clock.now > 2:
+            raise ValueError("no more")
+
+    clock = Clock()
+    calls = {"good": clock.taking("good", 1), "bad": fail}
+    found = interleaved(calls, 4, keep_errors=True, clock=clock)
+    assert list(found.seconds) == list(found.results) == ["good"]
+    assert len(found.seconds["good"]) == 4 and str(found.failed["bad"]) == "no more"
+    with pytest.raises(ValueError, match="no more"):
+        interleaved(calls, 4, clock=clock)
