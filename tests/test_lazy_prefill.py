@@ -22,12 +22,12 @@ LLAMA2_7B = dict(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (dict(keep={4: 0.0}), r"keep=\{4: 0.0\} .*the share 0.0 behind layer 4 is not in \(0, 1\]"),
-        (dict(keep={4: 1.5}), r"the share 1.5 behind layer 4"),
-        (dict(keep={4: True}), r"the share True behind layer 4"),
-        (dict(keep={4: "half"}), r"the share 'half' behind layer 4"),
-        (dict(keep={2: 0.3, 4: 0.5}), r"0.5 behind layer 4 cannot be more than 0.3 behind layer 2"),
-        (dict(keep={4: 0.5, 2: 0.3}), r"0.5 behind layer 4 cannot be more than 0.3 behind layer 2"),
+        (dict(keep={4: 0.0}), r"keep=\{4: 0.0\} .*the share 0.0 after layer 4 is not in \(0, 1\]"),
+        (dict(keep={4: 1.5}), r"the share 1.5 after layer 4"),
+        (dict(keep={4: True}), r"the share True after layer 4"),
+        (dict(keep={4: "half"}), r"the share 'half' after layer 4"),
+        (dict(keep={2: 0.3, 4: 0.5}), r"0.5 after layer 4 cannot be more than 0.3 after layer 2"),
+        (dict(keep={4: 0.5, 2: 0.3}), r"0.5 after layer 4 cannot be more than 0.3 after layer 2"),
         (dict(keep={-1: 0.5}), r"-1 is no layer"),
         (dict(keep={1.5: 0.5}), r"1.5 is no layer"),
         (dict(keep={2: 1e-5}), r"shares have 4 decimals, so 1e-05 would be none"),
@@ -56,7 +56,7 @@ def test_bad_settings_are_refused_by_name(settings, message):
 
 def test_a_schedule_of_another_models_depth_is_refused():
     lazy = tsjax.LazyPrefill(keep={4: 0.5, 8: 0.2})
-    with pytest.raises(ValueError, match="behind layer 8, but the model has 8 layers: at most 7"):
+    with pytest.raises(ValueError, match="after layer 8, but the model has 8 layers: at most 7"):
         tsjax.DecodeConfig(model=tiny_config(num_layers=8), prefill=lazy)
     assert lazy.plan(tiny_config(num_layers=9)).stages == (
         range(0, 4), range(4, 8), range(8, 9),
@@ -147,7 +147,7 @@ def test_auto_is_one_late_cut_with_the_largest_share_that_meets_the_factor(speed
     if fits:
         assert cuts_for(speedup, cfg, tokens) == ((layer, max(fits) / 100),)
     else:
-        with pytest.raises(ValueError, match=f"no earlier than behind layer {layer};") as caught:
+        with pytest.raises(ValueError, match=f"no earlier than after layer {layer};") as caught:
             cuts_for(speedup, cfg, tokens)
         assert f"at most {math.floor(100 * factor(2)) / 100} with" in str(caught.value)
 

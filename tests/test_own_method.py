@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import threading
+from pathlib import Path
 from typing import ClassVar
 
 import jax.numpy as jnp
@@ -179,3 +180,11 @@ class Wider(FromText):
 def test_wrong_sizes_are_told():
     with pytest.raises(ValueError, match=r"Wider.draft gave .*\(5, 5\).*\(9, 5\).*width=9"):
         tsjax.generate(MODEL, [1], method=Wider(), **SETTINGS)
+
+
+def test_the_page_shows_this_class():
+    root = Path(__file__).resolve().parent
+    source = Path(__file__).read_text(encoding="utf-8")
+    shown = source.partition("# --- the method ---")[2].partition("# --- end ---")[0].strip()
+    assert shown.count("\n") < 36
+    assert shown in (root.parent / "docs/own_method.md").read_text(encoding="utf-8")

@@ -122,8 +122,8 @@ def test_prefill_options(checkpoint, capsys):
         (["--prefill-options", "window=2"], "window=2 is not valid without --prefill lazy"),
         (["--prefill", "lazy", "--prefill-options", "share=2"], "unknown option of LazyPrefill"),
         (["--prefill", "lazy", "--prefill-options", "window"], "'window' is not valid: NAME"),
-        (["--prefill", "lazy", "--prefill-options", "keep={1:2}"], "the share 2 behind layer 1"),
-        (["--prefill", "lazy", "--prefill-options", "keep={9:0.5}"], "behind layer 9"),
+        (["--prefill", "lazy", "--prefill-options", "keep={1:2}"], "the share 2 after layer 1"),
+        (["--prefill", "lazy", "--prefill-options", "keep={9:0.5}"], "after layer 9"),
         (["--method-options", "tree=(1,)"], "plain decoding has none; choose another --method"),
         (["--method", "ngram", "--method-options", "tree=(1,)"], "unknown option of NGram 'tree'"),
         (

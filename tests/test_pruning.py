@@ -407,7 +407,7 @@ def test_names():
         (dict(prefill=0.5), "prefill=0.5 is not valid"),
         (dict(prefill=tsjax.LazyPrefill(sinks=54)), "sinks=54 .* at most the 53 tokens"),
         (dict(prefill=tsjax.LazyPrefill(window=54)), "window=54 .* at most the 53 tokens"),
-        (dict(prefill=tsjax.LazyPrefill(keep={3: 0.5})), "behind layer 3, but the model has 3"),
+        (dict(prefill=tsjax.LazyPrefill(keep={3: 0.5})), "after layer 3, but the model has 3"),
         (dict(prefill="lazy", method="ngram"), "revive='on_demand' is not valid with method=NGram"),
         (dict(prefill="lazy", save_to="run.json"), "save_to='run.json' is not valid with a lazy"),
     ],

@@ -23,7 +23,7 @@ class Replay(flax.struct.PyTreeNode):
     """Plain decoding's opinion of tokens that are given; unspecified where nothing was replayed.
 
     Attributes:
-      choice: [B, C] int32, what it chooses at each position behind the given tokens before it.
+      choice: [B, C] int32, what it chooses at each position after the given tokens before it.
       lead: [B, C], by how much the score of its choice is above the next best.
       behind: [B, C], by how much the score of the given token is below it.
     """

@@ -29,7 +29,7 @@ def verify(
 
     `noise` [B, n, V] is that of the first n positions from state.length on; drafts are chosen with
     the same noise as tokens, only then do they meet. Where the method has several pass widths, the
-    narrowest that holds the trees of all batch rows runs; what lies behind it is unspecified.
+    narrowest that holds the trees of all batch rows runs; what lies beyond it is unspecified.
     """
     widths = (*cfg.sizes.pass_widths[:-1], tree.tokens.shape[1])
 
@@ -104,7 +104,7 @@ def scores_of(
 def drafted_ancestors(tree: DraftTree, length):
     """The drafted tokens that come before each node's successor, for `sampling.process`.
 
-    They are the node itself and its ancestors behind the root, which is part of the known text.
+    They are the node itself and its ancestors after the root, which is part of the known text.
     """
     if tree.path.shape[2] == 1:
         return None

@@ -32,8 +32,8 @@ class LazySettings:
     Attributes:
       keep: the share of the prompt's tokens that goes on after a layer, counted from 1, such as
         {10: 0.7, 20: 0.49, 29: 0.343}; of n tokens, ceil(share * n), the last one always among
-        them. After layer 0 means before the model. "paper" cuts three times, behind 30, 60 and 90%
-        of the layers, to 70% of the tokens that are left. "auto" cuts once, behind three eighths of
+        them. After layer 0 means before the model. "paper" cuts three times, after 30, 60 and 90%
+        of the layers, to 70% of the tokens that are left. "auto" cuts once, after three eighths of
         the layers, and keeps the largest share that meets `speedup` by counting operations.
       speedup: with keep="auto", how many times fewer operations the prompt is to take.
       revive: what becomes of the others. "on_demand": with each new token, the paper's rule: all
@@ -50,10 +50,10 @@ class LazySettings:
       scores: "attention", or "random" (by `seed`), to compare with.
       window: how many of the prompt's last tokens attend; their weights are added up. They always
         go on.
-      pool: each token has the largest score of the so many around it; an odd number. Lots are not
-        pooled.
+      pool: each token has the largest score of this many tokens around it; an odd number. Random
+        scores are not pooled.
       score_layers: layers before the cut whose scores are added up, as far as their stage has them.
-      sinks, recent: the first and the last so many tokens of the prompt always go on.
+      sinks, recent: how many of the first and of the last tokens of the prompt always go on.
     """
 
     keep: Mapping[int, float] | Literal["paper", "auto"] = "paper"
@@ -147,7 +147,7 @@ def _checked_cuts(keep: Any) -> Cuts:
         )  # fmt: skip
         check(
             _is_number(share) and 0 < share <= 1,
-            "keep", shown, f"the share {share!r} behind layer {layer} is not in (0, 1]",
+            "keep", shown, f"the share {share!r} after layer {layer} is not in (0, 1]",
         )  # fmt: skip
         check(
             round(share * 10**DECIMALS) > 0,
@@ -160,8 +160,8 @@ def _checked_cuts(keep: Any) -> Cuts:
             share <= more,
             "keep",
             shown,
-            f"shares are of the whole prompt, so {share} behind layer {layer} cannot be more than "
-            f"{more} behind layer {before}",
+            f"shares are of the whole prompt, so {share} after layer {layer} cannot be more than "
+            f"{more} after layer {before}",
         )
     return tuple((layer, round(float(share), DECIMALS)) for layer, share in keep)
 
@@ -177,7 +177,7 @@ def kept(share: float, tokens):
 
 
 def paper_cuts(num_layers: int) -> Cuts:
-    """Three cuts behind 30, 60 and 90% of the layers, each to 70% of what is left."""
+    """Three cuts after 30, 60 and 90% of the layers, each to 70% of what is left."""
     layers = [max(1, int(part * num_layers + 1e-9)) for part in PAPER_CUTS]
     cuts = {layer: round(PAPER_SHARE**i, DECIMALS) for i, layer in enumerate(layers, start=1)}
     return tuple(cuts.items())
@@ -214,6 +214,6 @@ def cuts_for(speedup: float, cfg: ModelConfig, tokens: int) -> Cuts:
     raise ValueError(
         f"speedup={speedup!r} is not valid: keep='auto' reaches at most "
         f"{math.floor(gain(least) * 100) / 100} with {cfg.num_layers} layers and a prompt of "
-        f"{tokens} tokens, as it cuts no earlier than behind layer {layer}; for more, name the "
+        f"{tokens} tokens, as it cuts no earlier than after layer {layer}; for more, name the "
         "cuts by keep, and look at what that loses"
     )

@@ -21,7 +21,7 @@ UNSEEN = 2**31 - 1  # the rank of a token that no row sees: beyond every positio
 class PromptState(flax.struct.PyTreeNode):
     """What a lazy prefill remembers of each prompt token, P of them, by position.
 
-    The layers before the first cut are stage 0, those between two cuts or behind the last are the
+    The layers before the first cut are stage 0, those between two cuts or after the last are the
     stages that follow. A token is computed stage by stage, so one number says how far it has come
     and one hidden state is enough to go on from there. Entries of positions that are no prompt's
     are unspecified.

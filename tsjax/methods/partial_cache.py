@@ -95,7 +95,7 @@ def refresh_draft_cache(
 
     `max_rows` is the most that one step commits; more new tokens than that at once, or more than
     `most_new` since the last choice, are a reason to choose again. `kv` has to have room for
-    `max_rows` rows behind `draft.seen`.
+    `max_rows` rows after `draft.seen`.
     """
     max_rows = min(max_rows, draft.capacity)
     new = kv.length - draft.seen  # [B]

@@ -20,11 +20,11 @@ class Rows(NamedTuple):
     `query` is summed over the query heads of each kv head: what `cache_scores` takes.
     """
 
-    hidden: Float[Array, "B T D"]  # behind the last of them, before the final norm
+    hidden: Float[Array, "B T D"]  # after the last of them, before the final norm
     k: tuple[Float[Array, "B T K H"], ...]
     v: tuple[Float[Array, "B T K H"], ...]
     query: tuple[Float[Array, "B T K H"], ...]
-    attended: tuple[Attended, ...] = ()  # with T behind B
+    attended: tuple[Attended, ...] = ()  # with T after B
 
 
 def run_rows(

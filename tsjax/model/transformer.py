@@ -140,7 +140,7 @@ def forward(
       attend: attention of one layer's fresh rows; it alone knows the cache and the mask.
 
     Returns:
-      hidden behind the last of them, before the final norm, and the fresh keys and values, one
+      hidden after the last of them, before the final norm, and the fresh keys and values, one
       array per layer.
     """
     x = hidden
