@@ -227,7 +227,8 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
     """
     name = os.fspath(path)
     if name == EMBEDDED:
-        return os.path.join(os.path.dirname(os.path.abspath(__file__)), EMBEDDED_FOLDER)
+        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        return os.path.join(package, EMBEDDED_FOLDER)
     if os.path.isdir(name):
         return os.path.abspath(name)
     if os.path.exists(name):
