@@ -90,7 +90,7 @@ def draw(lines: Sequence[Line]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
         f'width="{width:.0f}" height="{height}" font-size="13" xml:space="preserve" '
-        'font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, \'DejaVu Sans Mono\', '
+        "font-family=\"ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', "
         'monospace">',
         f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>',
     ]
