@@ -25,8 +25,8 @@ TARGET = ROOT / "docs" / "api.md"
 TITLE = """\
 # The public names
 
-`import tsjax` has these names, `import pallas_kernels` those under "Kernels". What is not named here
-may change without notice. This page is made from the docstrings, by `python -m tools.api_page`.
+`import tsjax` has these names, `import pallas_kernels` those under "Kernels". What is not here
+may change without notice. This page is made from the docstrings by `python -m tools.api_page`.
 """
 HEADINGS = {"tsjax": "", "pallas_kernels": "Kernels"}  # above the first comment
 DIRECTIVES = ("# ruff:", "# isort:", "# fmt:", "# pyright:")  # comments for tools
