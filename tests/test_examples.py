@@ -55,6 +55,19 @@ def test_batch(run):
     )
 
 
+def test_same_tokens(run):
+    out = run("same_tokens.py")
+    assert re.findall(r"^(.*): (the same|OTHER) tokens", out, re.M) == [
+        (how, "the same")
+        for how in (
+            "3.0 tokens per step",
+            "streamed",
+            "in a batch",
+            re.search(r"killed after (?:[5-9]\d|1\d\d) tokens and resumed", out).group(),
+        )
+    ]
+
+
 def test_inside_jit(run):
     out = run("inside_jit.py")
     (name, few, steps), (_, more, fewer_steps) = re.findall(r"(\w+): (\d+) tokens in (\d+)", out)

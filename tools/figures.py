@@ -368,7 +368,8 @@ def held_by_step() -> list[tuple[int, dict[str, list[int]]]]:
     """
     model = tsjax.load(tsjax.EMBEDDED, dtype="float32")
     cfg, prompt = model.cfg, "Once upon a time"
-    result = tsjax.generate(model, prompt, max_new_tokens=TOKENS, do_sample=True, min_p=0.1)
+    settings = dict(min_new_tokens=TOKENS, max_new_tokens=TOKENS, do_sample=True, min_p=0.1)
+    result = tsjax.generate(model, prompt, **settings)
     tokens = jnp.asarray(result.tokens[0][None, :TOKENS])
     causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
     positions = jnp.arange(TOKENS, dtype=jnp.int32)
