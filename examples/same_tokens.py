@@ -17,8 +17,8 @@ import numpy as np
 import tsjax
 
 PROMPT = "Once upon a time"
-SAMPLING = {"max_new_tokens": 200, "do_sample": True, "min_p": 0.1, "seed": 7}
-DRAFTS = tsjax.TokenSwift(tree=(2, 1), draft_passes=2)
+SAMPLING = {"max_new_tokens": 120, "do_sample": True, "min_p": 0.1, "seed": 7}
+DRAFTS = tsjax.TokenSwift(tree=(1, 1), draft_passes=2, num_ngrams=0, suffix_length=0)
 
 
 def main(path: str = tsjax.EMBEDDED) -> None:
@@ -45,12 +45,14 @@ def main(path: str = tsjax.EMBEDDED) -> None:
 
 def killed(path: str, saved: str) -> int:
     """Starts the same run as a command, and kills it when it has saved 50 tokens or more."""
-    flags = "--max-new-tokens 200 --do-sample --min-p 0.1 --seed 7 --save-every 10 --dtype float32"
-    options = "--method tokenswift --method-options tree=(2,1) draft_passes=2"
     command = [sys.executable, "-m", "tsjax", "generate", path, PROMPT, "--save-to", saved]
-    process = subprocess.Popen(
-        [*command, *flags.split(), *options.split()], stdout=DEVNULL, stderr=DEVNULL
+    flags = "--max-new-tokens 120 --do-sample --min-p 0.1 --seed 7 --save-every 10 --dtype float32"
+    options = (
+        "--method tokenswift --method-options "
+        "tree=(1,1) draft_passes=2 num_ngrams=0 suffix_length=0"
     )
+    words = [*command, *flags.split(), *options.split()]
+    process = subprocess.Popen(words, stdout=DEVNULL, stderr=DEVNULL)
     known = 0
     while known < 50 and process.poll() is None:
         time.sleep(0.01)

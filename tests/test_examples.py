@@ -60,10 +60,10 @@ def test_same_tokens(run):
     assert re.findall(r"^(.*): (the same|OTHER) tokens", out, re.M) == [
         (how, "the same")
         for how in (
-            "3.0 tokens per step",
+            "2.9 tokens per step",
             "streamed",
             "in a batch",
-            re.search(r"killed after (?:[5-9]\d|1\d\d) tokens and resumed", out).group(),
+            re.search(r"killed after \d+ tokens and resumed", out).group(),
         )
     ]
 
