@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What README and docs promise: code and commands run, links lead somewhere, figures are current."""
+"""What README and docs promise: code and commands run, links lead on, figures are current."""
 
 import re
 import shlex
