@@ -33,7 +33,7 @@ def main() -> None:
     import jax
 
     import tsjax
-    from tsjax.decoding.step import programs
+    from tsjax.decoding.programs import programs
     from tsjax.model.cache import cache_bytes
 
     model = tsjax.ModelConfig(

@@ -53,7 +53,7 @@ class Ours:
 
     def __init__(self, model, prompt: np.ndarray, new: int):
         import tsjax
-        from tsjax.decoding.step import programs
+        from tsjax.decoding.programs import programs
 
         self.tsjax, self.model, self.prompt = tsjax, model, prompt
         self.total = len(prompt) + new

@@ -182,7 +182,7 @@ class Machine:
         """Compiled for the device that holds the arrays."""
         import jax
 
-        from tsjax.decoding.step import programs
+        from tsjax.decoding.programs import programs
 
         if what.kind in self.cfgs:
             cfg = self.cfgs[what.kind]

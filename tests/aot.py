@@ -69,7 +69,7 @@ def lower_training(part: str, target: str):
     import jax.numpy as jnp
 
     import tsjax
-    from tsjax.decoding.step import programs as decode_programs
+    from tsjax.decoding.programs import programs as decode_programs
     from tsjax.model.params import declare_params, is_spec
     from tsjax.training import loss as head_training
     from tsjax.training.run import training_programs
@@ -159,9 +159,12 @@ def lower_step(step: Step, target: str):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import tsjax
-    from tsjax.decoding.config import METHODS, DecodeConfig
-    from tsjax.decoding.step import init_state, programs
-    from tsjax.model.cache import CACHE_AXES, DraftCache, KVCache
+    from tsjax.decoding.config import DecodeConfig
+    from tsjax.decoding.programs import programs
+    from tsjax.decoding.start import init_state
+    from tsjax.methods import METHODS
+    from tsjax.methods.partial_cache import DraftCache
+    from tsjax.model.cache import CACHE_AXES, KVCache
     from tsjax.model.params import declare_params, is_spec
     from tsjax.model.sharding import named_sharding, usable_mesh
 
@@ -221,7 +224,7 @@ def lower_step(step: Step, target: str):
         else:
             traced = compiled.choose_stage.trace(params, state, stage=1, cfg=cfg)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    caches = [state.kv] if state.draft.cache is None else [state.kv, state.draft.cache]
+    caches = [state.kv] if state.memory.cache is None else [state.kv, state.memory.cache]
     return lowered, [cache.k[0].sharding.shard_shape(cache.k[0].shape) for cache in caches]
 
 

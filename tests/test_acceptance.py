@@ -17,7 +17,7 @@ import record_acceptance
 from helpers import chain_model, oracle_hidden, oracle_norm, tiny_config, tiny_model
 
 import tsjax
-from tsjax.decoding.step import programs
+from tsjax.decoding.programs import programs
 from tsjax.model.cache import init_cache
 from tsjax.model.passes import run_rows
 
@@ -196,11 +196,11 @@ def test_the_step_at_which_the_draft_cache_is_chosen_again(draft_refresh):
     most_new = min(draft_refresh or BUDGET, BUDGET - SINKS)
     prompts = [list(range(20)), list(range(40))]
     states = states_of(tiny_model(), method, prompts, 60)
-    assert states[0].draft.cache.capacity == BUDGET
+    assert states[0].memory.cache.capacity == BUDGET
     for row in range(len(prompts)):
         news, choices = None, 0  # tokens since the last choice; None before the first
         for before, state in zip(states, states[1:], strict=False):
-            cache, committed = state.draft.cache, int(state.kv.length[row])
+            cache, committed = state.memory.cache, int(state.kv.length[row])
             assert cache.seen[row] == committed
             if committed <= BUDGET:
                 assert cache.length[row] == cache.newest[row] == committed

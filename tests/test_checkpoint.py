@@ -19,9 +19,9 @@ from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
 import tsjax.files.checkpoint
-from tsjax.decoding.step import logits
 from tsjax.files.checkpoint import Model, load, save
 from tsjax.files.huggingface import TABLE, entries, model_config
+from tsjax.model.logits import logits
 from tsjax.model.params import abstract_params
 from tsjax.model.sharding import named_sharding
 

@@ -15,8 +15,8 @@ from hf_fixtures import FAMILIES, make
 from safetensors.numpy import load_file
 
 import tsjax.files.checkpoint
-from tsjax.decoding.step import logits
 from tsjax.files.checkpoint import load
+from tsjax.model.logits import logits
 from tsjax_convert import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
 from tsjax_convert.__main__ import main
 from tsjax_convert.conversion import parse_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tree="auto" and draft_from="auto" choose, and that a run gives up drafts that do not pay."""
+"""What Auto chooses, and that a run gives up drafts that do not pay."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from helpers import tiny_config, tiny_model
 
 import tsjax
-from tsjax.decoding.config import Autoregressive, DecodeConfig, NGram, TokenSwift
-from tsjax.decoding.step import programs
-from tsjax.host import generation, request
-from tsjax.lazy import stages as pruning
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Measured
+from tsjax.decoding.programs import programs
+from tsjax.host import run
+from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift, auto
+from tsjax.methods.auto import cost_of
 from tsjax.methods.cost_model import (
     CHIPS,
     CPU,
     CPU_PASS_IS_RIGHT,
-    Choice,
     chip_of,
-    choose,
     expected_tokens,
     pass_time,
     row_cost,
@@ -37,16 +37,29 @@ LLAMA_8B = {
     "dtype": "bfloat16",
 }
 CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
-AUTO = TokenSwift(tree="auto")
-PAPER = TokenSwift(draft_from="auto")
 
 
 def llama(heads: int = 3, **changes) -> tsjax.ModelConfig:
     return tiny_config(num_draft_heads=heads, **{**LLAMA_8B, **changes})
 
 
-def chosen(method, model, chip, context, batch=1):
-    return choose(method, model, chip, context, batch).method
+def measured(model, kind, context, batch=1):
+    return Measured(model, "cpu" if kind == "cpu" else "gpu", kind, context, batch)
+
+
+def chosen(model, kind, context, batch=1):
+    return Auto().next(measured(model, kind, context, batch))
+
+
+def faster_source(model, kind, context, **changes):
+    """What the paper's tree is better drafted from."""
+
+    def speed(source):
+        method = TokenSwift(draft_from=source, **changes)
+        found = expected_tokens(DecodeConfig(model, method), CHIPS[kind])
+        return found / cost_of(method, measured(model, kind, context))
+
+    return max(("partial_cache", "verified_state"), key=speed)
 
 
 # --- the bound -------------------------------------------------------------------------------
@@ -134,14 +147,15 @@ def test_chips(platform, kind, name):
 
 def test_without_heads_there_is_only_the_partial_cache():
     for context in CONTEXTS:
-        assert chosen(PAPER, llama(0), CHIPS["a100"], context).draft_from == "partial_cache"
+        method = chosen(llama(0), "a100", context)
+        assert method == Autoregressive() or method.draft_from == "partial_cache"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_long_contexts_prefer_the_partial_cache(dtype):
     """Short ones are bound by the weights, which "partial_cache" reads twice."""
     model = llama(dtype=dtype)
-    sources = [chosen(PAPER, model, CHIPS["h200"], context).draft_from for context in CONTEXTS]
+    sources = [faster_source(model, "h200", context) for context in CONTEXTS]
     assert sources[0] == "verified_state"
     assert sources[-1] == "partial_cache"
     switch = sources.index("partial_cache")
@@ -150,23 +164,21 @@ def test_long_contexts_prefer_the_partial_cache(dtype):
 
 
 def test_costly_drafts_prefer_the_verified_state():
-    chip = CHIPS["h200"]
     for changes in ({"draft_passes": 3}, {"draft_budget": 200_000}):
-        method = dataclasses.replace(PAPER, **changes)
-        assert chosen(method, llama(), chip, 100_000).draft_from == "verified_state"
+        assert faster_source(llama(), "h200", 100_000, **changes) == "verified_state"
 
 
 def test_a_cpu_gets_one_narrow_path_and_a_gpu_the_papers_tree():
     for context in (1000, 30_000, 100_000):
-        narrow = chosen(AUTO, llama(), CPU, context)
-        wide = chosen(AUTO, llama(), CHIPS["h200"], context)
+        narrow = chosen(llama(), "cpu", context)
+        wide = chosen(llama(), "NVIDIA H200", context)
         assert set(narrow.tree) == {1} and narrow.pass_widths == (1 + len(narrow.tree),)
         assert max(wide.tree) == 3 and wide.num_ngrams == 20 and wide.pass_widths == ()
 
 
 def test_more_passes_where_the_cache_outweighs_the_weights():
     small = tiny_config(num_layers=6, embed_dim=256, mlp_dim=704, vocab_size=4096, head_dim=32)
-    passes = [chosen(AUTO, small, CPU, context) for context in (20_000, 60_000, 500_000)]
+    passes = [chosen(small, "cpu", context) for context in (20_000, 60_000, 500_000)]
     depths = [len(method.tree) for method in passes]
     assert depths == sorted(depths) and depths[0] < depths[-1]
 
@@ -174,40 +186,42 @@ def test_more_passes_where_the_cache_outweighs_the_weights():
 def test_no_pass_where_it_cannot_pay():
     """A pass on the partial cache costs what a step costs: it reads the same weights. Repetitions
     of the text are drafted where a step without one is a plain one."""
-    repeats = chosen(AUTO, llama(0), CPU, 500)
+    repeats = chosen(llama(0), "cpu", 500)
     assert isinstance(repeats, NGram) and not isinstance(repeats, TokenSwift)
     assert repeats.num_ngrams == 0 and repeats.pass_widths == (1,)
-    assert chosen(AUTO, llama(0), CHIPS["a100"], 500) == Autoregressive()
-    assert choose(AUTO, llama(0), CPU, 500, 1).step_cost == 1
+    assert chosen(llama(0), "NVIDIA A100-SXM4-80GB", 500) == Autoregressive()
+    assert cost_of(repeats, measured(llama(0), "cpu", 500)) == 1
 
 
 @pytest.mark.parametrize("method", [Autoregressive(), NGram(), TokenSwift(tree=(2,))])
 def test_what_is_named_is_kept(method):
-    assert chosen(method, llama(), CPU, 1000) == method
+    begun = measured(llama(), "cpu", 1000)
+    assert method.next(begun) == method
+    assert method.next(begun._replace(current=method, steps=10_000, tokens=10_000)) == method
 
 
 def test_every_choice_can_be_decoded():
     for heads in (0, 1, 3, 5):
-        for chip in (CPU, *CHIPS.values()):
+        for kind in ("cpu", *CHIPS):
             for context in CONTEXTS:
                 for batch in (1, 8):
-                    choice = choose(AUTO, llama(heads), chip, context, batch)
-                    DecodeConfig(model=llama(heads), method=choice.method)
-                    assert choice.step_cost >= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("draft_from", "verified_state"), ("num_ngrams", 3), ("pass_widths", (2,))]
-)
-def test_auto_chooses_alone(name, value):
-    with pytest.raises(ValueError, match=f"{name}=.*left out beside tree='auto'"):
-        TokenSwift(tree="auto", **{name: value})
+                    method = chosen(llama(heads), kind, context, batch)
+                    DecodeConfig(model=llama(heads), method=method)
+                    assert cost_of(method, measured(llama(heads), kind, context, batch)) >= 1
 
 
 # --- in a run --------------------------------------------------------------------------------
 
 SETTINGS = dict(max_new_tokens=60, do_sample=True, seed=5)
 DRAFTING = TokenSwift(tree=(1,), draft_budget=8, num_sinks=2, num_ngrams=2, suffix_length=2)
+
+
+def let_auto_choose(method, step_cost, monkeypatch):
+    """Auto begins with a method, and judges it early and by this cost."""
+    monkeypatch.setattr(auto, "choose", lambda measured: method)
+    monkeypatch.setattr(auto, "cost_of", lambda method, measured: step_cost)
+    monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
 
 
 @pytest.mark.parametrize("step_cost", [1.01, 100.0])
@@ -217,18 +231,16 @@ def test_a_run_gives_up_drafts_that_do_not_pay(step_cost, monkeypatch):
     plain = tsjax.generate(model, [[1, 2, 3], [4]], **SETTINGS)
     decode = programs("cpu", model.cfg.dtype).decode
     compiled = decode._cache_size()
-    monkeypatch.setattr(request, "choose", lambda *args: Choice(DRAFTING, step_cost))
-    monkeypatch.setattr(generation, "STEPS_TO_JUDGE", 6)
-    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 5)
-    auto = tsjax.generate(model, [[1, 2, 3], [4]], method="tokenswift", **SETTINGS)
-    assert [row.tolist() for row in auto.tokens] == [row.tolist() for row in plain.tokens]
-    assert auto.stats.method == DRAFTING
-    assert auto.stats.gave_up == (step_cost == 100)
-    assert auto.stats.accepted + sum(auto.stats.steps) == auto.stats.computed_tokens == 120
-    assert sum(auto.stats.accepted_lengths) == sum(auto.stats.steps)
+    let_auto_choose(DRAFTING, step_cost, monkeypatch)
+    found = tsjax.generate(model, [[1, 2, 3], [4]], method="tokenswift", **SETTINGS)
+    assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
+    assert found.stats.method == DRAFTING
+    assert found.stats.gave_up == (step_cost == 100)
+    assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
+    assert sum(found.stats.accepted_lengths) == sum(found.stats.steps)
     assert decode._cache_size() <= compiled + 1, "plain decoding has its program already"
-    if auto.stats.gave_up:  # every step after the first eleven found one token
-        assert 120 - 2 * 11 * 4 <= sum(auto.stats.steps) <= 120
+    if found.stats.gave_up:  # every step after the first eleven found one token
+        assert 120 - 2 * 11 * 4 <= sum(found.stats.steps) <= 120
     kept = tsjax.generate(model, [[1, 2, 3], [4]], method=DRAFTING, **SETTINGS)
     assert not kept.stats.gave_up and kept.stats.accepted > 0
 
@@ -240,37 +252,39 @@ def test_drafts_are_judged_when_the_prompt_is_whole(revive_rows, monkeypatch):
         keep={1: 0.1}, revive="background", choose_every=2, revive_rows=revive_rows
     )
     model, prompt = tiny_model(), [list(range(1, 32))]
-    monkeypatch.setattr(request, "choose", lambda *args: Choice(DRAFTING, 100.0))
-    monkeypatch.setattr(generation, "STEPS_TO_JUDGE", 6)
-    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 5)
+    let_auto_choose(DRAFTING, 100.0, monkeypatch)
     settings = dict(max_new_tokens=40, seed=5, prefill=lazy)
-    auto = tsjax.generate(model, prompt, method="tokenswift", **settings)
-    whole = auto.stats.prompt_computed == (1.0, 1.0)
-    assert auto.stats.gave_up == whole == (revive_rows == 8)
+    found = tsjax.generate(model, prompt, method="tokenswift", **settings)
+    whole = found.stats.prompt_computed == (1.0, 1.0)
+    assert found.stats.gave_up == whole == (revive_rows == 8)
     plain = tsjax.generate(model, prompt, **settings)
-    assert auto.tokens[0].tolist() == plain.tokens[0].tolist()
+    assert found.tokens[0].tolist() == plain.tokens[0].tolist()
 
 
 def test_steps_that_revival_ended_are_not_judged(monkeypatch):
     """Nor those of a chunk in which it came to its end; a row that has ended revives no more."""
     seen, judged = [], []
+    of_lazy = tsjax.LazyPrefill.is_reviving
 
-    def is_reviving(state, *, cfg):
-        seen.append((int(state.stats.steps.sum()), pruning.is_reviving(state, cfg=cfg)))
+    def is_reviving(self, model, state):
+        seen.append((int(state.stats.steps.sum()), of_lazy(self, model, state)))
         return seen[-1][1]
 
-    monkeypatch.setattr(generation, "is_reviving", is_reviving)
-    monkeypatch.setattr(
-        generation, "_drafts_do_not_pay", lambda _, begin, now: judged.append(begin)
-    )
-    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 5)
+    def judge(self, measured):
+        if measured.current is not None:
+            judged.append(seen[-1][0] - measured.steps)
+        return self
+
+    monkeypatch.setattr(tsjax.LazyPrefill, "is_reviving", is_reviving)
+    monkeypatch.setattr(NGram, "next", judge)
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
     lazy = tsjax.LazyPrefill(keep={1: 0.1}, revive="background", choose_every=3, revive_rows=8)
     model, prompts = tiny_model(), [list(range(1, 32)), list(range(2, 60))]
     settings = dict(max_new_tokens=40, do_sample=True, seed=5, prefill=lazy, method="ngram")
     first, second = tsjax.generate(model, prompts, **settings).tokens
     until = next(i for i, reviving in seen if not reviving)
     assert max(i for i, reviving in seen if reviving) < until
-    assert all(begin.steps >= until for begin in judged[-2:]) and judged[0].steps < until
+    assert all(begin >= until for begin in judged[-2:]) and judged[0] < until
     # The second row, with more to revive, ends first.
     end = next(t for t in second.tolist()[:6] if t not in first.tolist())
     seen.clear()

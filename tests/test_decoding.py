@@ -15,8 +15,8 @@ import pytest
 from helpers import VOCAB, chain, chain_model, compilations, oracle_logits, tiny_model
 
 import tsjax
+from tsjax.decoding.programs import programs
 from tsjax.decoding.state import EOS, LENGTH
-from tsjax.decoding.step import programs
 from tsjax.model.cache import cache_bytes
 
 CAPACITY = 64

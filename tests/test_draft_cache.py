@@ -16,14 +16,9 @@ import numpy as np
 import pytest
 from helpers import entry_computation, tiny_config
 
+from tsjax.methods.partial_cache import init_draft_cache, refresh_draft_cache, summarize_rest
 from tsjax.model import cache
-from tsjax.model.cache import (
-    KVCache,
-    init_cache,
-    init_draft_cache,
-    refresh_draft_cache,
-    summarize_rest,
-)
+from tsjax.model.cache import KVCache, init_cache
 
 # --- the rule ---------------------------------------------------------------------------------
 

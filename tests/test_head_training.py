@@ -13,13 +13,13 @@ import optax
 import pytest
 
 import tsjax
-from tsjax.decoding.step import hidden_states
+from tsjax.config import HeadTraining
 from tsjax.files.presets import training_preset_names
 from tsjax.model.heads import HeadWeights
+from tsjax.model.logits import hidden_states
 from tsjax.model.params import abstract_params
 from tsjax.training.loss import (
     HeadMetrics,
-    HeadTraining,
     add_gradients,
     init_heads,
     learning_rates,

@@ -38,7 +38,7 @@ from pallas_kernels.tree_attention import reference as attention_reference
 from pallas_kernels.tree_attention import specs as attention_specs
 from pallas_kernels.tree_attention import triton as attention_triton
 from pallas_kernels.tree_attention.api import Summary
-from tsjax.decoding.step import programs
+from tsjax.decoding.programs import programs
 
 LARGEST_ERROR = {"float32": 2e-6, "bfloat16": 1e-2}
 ATTENTION_KERNELS = {"tsjax_tree_attention", "tsjax_tree_attention_merge"}

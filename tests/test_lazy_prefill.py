@@ -58,7 +58,7 @@ def test_a_schedule_of_another_models_depth_is_refused():
     lazy = tsjax.LazyPrefill(keep={4: 0.5, 8: 0.2})
     with pytest.raises(ValueError, match="behind layer 8, but the model has 8 layers: at most 7"):
         tsjax.DecodeConfig(model=tiny_config(num_layers=8), prefill=lazy)
-    assert tsjax.DecodeConfig(model=tiny_config(num_layers=9), prefill=lazy).stages == (
+    assert lazy.plan(tiny_config(num_layers=9)).stages == (
         range(0, 4), range(4, 8), range(8, 9),
     )  # fmt: skip
 

@@ -33,10 +33,10 @@ from helpers import (
 
 import tsjax
 from tsjax.config import without_unread
-from tsjax.decoding.config import resolve_method
-from tsjax.decoding.step import programs
+from tsjax.decoding.programs import programs
 from tsjax.decoding.tree import SOURCES
 from tsjax.host import generation
+from tsjax.methods import resolve_method
 
 VOCAB = 24
 CAPACITY = 160
@@ -401,7 +401,7 @@ def test_what_the_last_token_attended_to_is_kept():
     prompts = [list(range(11)), [5, 6, 5, 6, 5, 6, 5], [3]]
     state = decoded(model, method, prompts, 9, do_sample=True)
     assert len(set(np.asarray(state.length - state.prompt_length).tolist())) > 1
-    layers = zip(state.kv.k, state.kv.v, state.draft.cache.attended, strict=True)
+    layers = zip(state.kv.k, state.kv.v, state.memory.cache.attended, strict=True)
     for k, v, (query, seen) in layers:
         for b, n in np.ndindex(*query.shape[:2]):
             head, length = n // model.cfg.group_size, int(state.kv.length[b])

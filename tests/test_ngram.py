@@ -9,9 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from tsjax.decoding.config import MATCH_LIMIT
 from tsjax.methods import history as ngram
-from tsjax.methods.history import SEARCH_BLOCK, TOKENS_PER_MATCH
+from tsjax.methods.history import MATCH_LIMIT, SEARCH_BLOCK, TOKENS_PER_MATCH
 
 # --- the n-gram table ------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from helpers import tiny_config, tiny_model
 
 import tsjax
 from tsjax.decoding.noise import position_noise, row_keys, uniform
-from tsjax.decoding.step import init_state
+from tsjax.decoding.start import init_state
 
 SEEDS, REPEATS = [0, 5, 2**32 - 1], [0, 3, 1]
 POSITIONS = np.asarray([[0, 1, 70_000], [9, 9, 2**31 - 1], [3, 2, 1]], np.int32)

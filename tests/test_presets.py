@@ -46,7 +46,7 @@ def test_every_preset_has_the_papers_values():
         assert (method.draft_budget, method.num_sinks) == (4096, 16)
         with_heads = tsjax.model_preset(name).to_dict() | {"num_draft_heads": 3}
         decode = tsjax.DecodeConfig(tsjax.ModelConfig.from_dict(with_heads), method)
-        assert (decode.draft_depth, decode.tree_width) == (4, 101)
+        assert (decode.sizes.depth, decode.sizes.width) == (4, 101)
 
 
 @pytest.mark.parametrize("name", BILLIONS)

@@ -17,10 +17,15 @@ from helpers import FUSED_AS_FOR_USERS, IN_PLACE, operations, tiny_model
 from lazy_oracle import LazyOracle
 
 import tsjax
-from tsjax.decoding.step import commit, init_state, prefill, programs
-from tsjax.decoding.verification import Verdict, accept
-from tsjax.lazy.stages import best_tokens, revive_in_background, run_choosing
-from tsjax.methods.drafting import draft
+from tsjax.decoding.programs import programs
+from tsjax.decoding.reading import prefill
+from tsjax.decoding.start import init_state
+from tsjax.decoding.state import Verdict
+from tsjax.decoding.step import commit
+from tsjax.decoding.verification import accept
+from tsjax.lazy.choice import best_tokens
+from tsjax.lazy.revival import revive_in_background, run_choosing
+from tsjax.lazy.stages import note_committed
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
 
@@ -81,6 +86,10 @@ class Run:
             model.params, state, width=width, cfg=cfg
         )
 
+    @property
+    def stages(self):
+        return self.cfg.prefill.plan(self.cfg.model).stages
+
     def step(self) -> np.ndarray:
         """The logits [B, V] behind the root, which the step then decides."""
         self.state, logits = _step(self.model.params, self.state, cfg=self.cfg)
@@ -96,18 +105,22 @@ class Run:
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def _step(params, state, *, cfg):
     """A greedy step of decoding, put together to see its logits."""
-    state = revive_in_background(params, state, cfg=cfg)
+    plan = cfg.prefill.plan(cfg.model)
+    if cfg.prefill.revive == "background":
+        state = revive_in_background(plan, params, state)
     root, position = state.root[:, None], state.kv.length[:, None]
     if cfg.prefill.revive == "on_demand":
-        state, rows = run_choosing(params.model, state, root, position, cfg=cfg)
+        state, rows = run_choosing(plan, params.model, state, root, position)
     else:
         itself = jnp.ones((1, 1), bool)
         rows = run_rows(params.model, state.kv, root, position, itself, cfg=cfg.model)
     normed = final_norm(params.model, rows.hidden, cfg=cfg.model)
     logits = unembed(params.model, normed, cfg=cfg.model)
-    state, tree = draft(params, state, None, cfg=cfg)
+    _, tree = cfg.method.draft(cfg.model, params, state, None)
     verdict = Verdict(target=jnp.argmax(logits, axis=-1).astype(jnp.int32), rows=rows)
-    return commit(state, tree, verdict, accept(tree, verdict), cfg=cfg), logits[:, 0]
+    after = commit(state, tree, verdict, accept(tree, verdict))
+    prompt = note_committed(plan, state, 0, after=after.kv.length)
+    return after.replace(prompt=prompt), logits[:, 0]
 
 
 SLOW_OPTIONS = ("almost nothing", "no revival", "background, one cut")
@@ -140,7 +153,7 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
         revived = np.asarray(prompt.computed).sum((1, 2)) - begun
         assert revived[0] == 0 and (revived[1:] > 0).all() == (lazy.revive != "never")
         for row, oracle in enumerate(oracles):
-            n, stages = len(prompts[row]), len(run.cfg.stages)
+            n, stages = len(prompts[row]), len(run.stages)
             assert max(oracle.computed.values()) == 1
             computed = np.asarray(prompt.computed)[:, row, : n - 1]
             assert set(np.unique(computed)) <= {0, 1}
@@ -148,7 +161,7 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
             done = np.asarray(prompt.done)[row, : n - 1]
             np.testing.assert_array_equal(computed, np.arange(stages)[:, None] < done)
             absent = np.asarray(run.state.kv.absent)[:, row]
-            for stage, layers in enumerate(run.cfg.stages):
+            for stage, layers in enumerate(run.stages):
                 assert set(absent[layers]) == {n - 1 - computed[stage].sum()}
 
 
@@ -353,8 +366,8 @@ def test_no_step_copies_a_cache(revive):
     run = programs("cpu", "float32")
     lowered = [
         run.decode.lower(tiny.params, state, jnp.int32(2), cfg=cfg),
-        run.fill_stage.lower(tiny.params, state, stage=1, width=16, cfg=cfg),
-        run.choose_stage.lower(tiny.params, state, stage=1, cfg=cfg),
+        run.read_part.lower(tiny.params, state, 0, part=1, width=16, cfg=cfg),
+        run.finish_part.lower(tiny.params, state, part=1, cfg=cfg),
     ]
     cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
     for program in lowered:

@@ -19,8 +19,8 @@ PROMPT = [3, 1, 4, 1, 5]
 METHODS = [
     tsjax.Autoregressive(),
     tsjax.NGram(suffix_length=4, pass_widths=(3,)),
-    tsjax.TokenSwift(tree="auto"),
-    tsjax.TokenSwift(tree=((0,), (0, 1)), draft_from="auto", draft_refresh=7, noise_coupled=False),
+    tsjax.Auto(),
+    tsjax.TokenSwift(tree=((0,), (0, 1)), draft_from="partial_cache", noise_coupled=False),
 ]
 
 

@@ -15,22 +15,19 @@ import numpy as np
 import pytest
 from helpers import VOCAB, tiny_config
 
-from tsjax.decoding.config import (
-    Autoregressive,
-    DecodeConfig,
-    NGram,
-    TokenSwift,
-    resolve_method,
-    tree_paths,
-)
-from tsjax.decoding.tree import NO_NODE, merge_paths
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
+from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift, resolve_method
+from tsjax.methods.tokenswift import tree_paths
 
 B, R, J = 3, 5, 4
 FROM = (0, 0, 1, 2, 1)  # the sources of the R paths
 WIDEST = 1 + R * J
 WIDTHS = (5, 11, 15, WIDEST)  # each is one compilation
 
-merge = jax.jit(merge_paths, static_argnames=("sources", "width"))
+merge = jax.jit(
+    functools.partial(merge_paths, num_sources=len(SOURCES)), static_argnames=("sources", "width")
+)
 
 
 def define(paths, lengths, sources):
@@ -159,7 +156,7 @@ def test_no_paths(count, depth, width):
         np.zeros((2, count, depth), np.int32),
         np.zeros((2, count), np.int32),
     )
-    tree = jax.device_get(merge_paths(*draft, [0] * count, width=width))
+    tree = jax.device_get(merge_paths(*draft, width=width))
     check_tree(tree, *draft, [0] * count)
 
 
@@ -263,7 +260,7 @@ def test_numbers_that_only_equal_integers_are_refused(tree):
 SMALL = {"num_ngrams": 2, "ngram_size": 3, "suffix_length": 5}
 ONE_WIDE = {"num_ngrams": 0, "suffix_length": 0}
 
-# Method, heads, and then draft_levels, draft_depth, tree_width and ngrams_follow_draft by hand.
+# Method, heads, and then levels, depth, width and whether n-grams follow the draft, by hand.
 SIZES = [
     (Autoregressive(), 3, 0, 0, 1, False),
     (NGram(**SMALL), 0, 0, 5, 1 + 2 * 2 + 5, False),
@@ -298,10 +295,15 @@ def decode_config(method, heads, **changes):
 @pytest.mark.parametrize("method, heads, levels, depth, width, follow", SIZES)
 def test_sizes_by_hand(method, heads, levels, depth, width, follow):
     cfg = decode_config(method, heads)
-    sizes = cfg.draft_levels, cfg.draft_depth, cfg.tree_width, cfg.ngrams_follow_draft
-    assert sizes == (levels, depth, width, follow)
-    partial = isinstance(method, TokenSwift) and method.draft_from == "partial_cache"
-    assert cfg.uses_partial_cache == (partial and levels > 0)
+    found = cfg.sizes.levels, cfg.sizes.depth, cfg.sizes.width, ngrams_follow(cfg)
+    assert found == (levels, depth, width, follow)
+    if isinstance(method, TokenSwift):
+        partial = method.draft_from == "partial_cache"
+        assert (method.plan(cfg.model).passes > 0) == (partial and levels > 0)
+
+
+def ngrams_follow(cfg):
+    return isinstance(cfg.method, TokenSwift) and cfg.method.plan(cfg.model).ngrams_follow
 
 
 def draft_paths(cfg, token):
@@ -315,7 +317,7 @@ def draft_paths(cfg, token):
         for path in tree_paths(method.tree):
             cut = path[:reach]
             paths.append([token(cut[: d + 1]) for d in range(len(cut))])
-    best = [token((0,))] if cfg.ngrams_follow_draft else []
+    best = [token((0,))] if ngrams_follow(cfg) else []
     for n in range(method.num_ngrams):
         paths.append(best + [token(("ngram", n, i)) for i in range(method.ngram_size - 1)])
     paths.append([token(("suffix", i)) for i in range(method.suffix_length)])
@@ -362,12 +364,12 @@ def test_the_tree_width_is_what_a_step_may_need_at_most(method, heads, seed):
     hypothesis.assume(heads or not from_state or not method.tree)
     cfg = decode_config(method, heads)
     paths = draft_paths(cfg, all_different())
-    assert count_nodes(paths) == cfg.tree_width
-    assert max(map(len, paths), default=0) == cfg.draft_depth
+    assert count_nodes(paths) == cfg.sizes.width
+    assert max(map(len, paths), default=0) == cfg.sizes.depth
     for vocab in (1, 2, 5, 50):
         rng = np.random.default_rng(seed)
         drawn = functools.cache(lambda name, rng=rng, vocab=vocab: int(rng.integers(vocab)))
-        assert count_nodes(draft_paths(cfg, drawn)) <= cfg.tree_width
+        assert count_nodes(draft_paths(cfg, drawn)) <= cfg.sizes.width
 
 
 @pytest.mark.parametrize("index", [1, 6, 9, 15, 16, 19])
@@ -375,11 +377,11 @@ def test_merge_paths_fills_the_tree_width(index):
     cfg = decode_config(*SIZES[index][:2])
     paths = draft_paths(cfg, all_different())
     lengths = np.asarray([[len(path) for path in paths]], np.int32)
-    padded = np.asarray([[p + [0] * (cfg.draft_depth - len(p)) for p in paths]], np.int32)
+    padded = np.asarray([[p + [0] * (cfg.sizes.depth - len(p)) for p in paths]], np.int32)
     draft, sources = (np.asarray([3], np.int32), padded, lengths), (0,) * len(paths)
-    tree = jax.device_get(merge(*draft, sources=sources, width=cfg.tree_width))
+    tree = jax.device_get(merge(*draft, sources=sources, width=cfg.sizes.width))
     check_tree(tree, *draft, sources)
-    assert tree.drafted.tolist() == [cfg.tree_width - 1]
+    assert tree.drafted.tolist() == [cfg.sizes.width - 1]
 
 
 # --- refusals --------------------------------------------------------------------------------
@@ -409,8 +411,8 @@ REFUSED = [
             ("suffix_match", 0, "an integer, at least 1"),
         ]
     ],
-    (TokenSwift, "draft_from", "heads", "one of 'partial_cache', 'verified_state', 'auto'"),
-    (TokenSwift, "draft_from", None, "one of 'partial_cache', 'verified_state', 'auto'"),
+    (TokenSwift, "draft_from", "heads", "one of 'partial_cache', 'verified_state'"),
+    (TokenSwift, "draft_from", None, "one of 'partial_cache', 'verified_state'"),
     (TokenSwift, "draft_passes", 0, "an integer, at least 1"),
     (TokenSwift, "draft_passes", 65, "an integer, at most 64"),
     (TokenSwift, "num_sinks", -1, "an integer, at least 0"),
@@ -443,14 +445,16 @@ def test_unknown_methods(value):
 def test_methods_by_name_and_by_dataclass():
     assert resolve_method("autoregressive") == Autoregressive()
     assert resolve_method("ngram") == NGram()
-    assert resolve_method("tokenswift") == TokenSwift(tree="auto")
+    assert resolve_method("tokenswift") == resolve_method("auto") == Auto()
     assert resolve_method(NGram(num_ngrams=3)) == NGram(num_ngrams=3)
 
 
 @pytest.mark.parametrize("name", ["tree", "draft_from"])
 def test_auto_has_to_be_resolved(name):
-    with pytest.raises(ValueError, match=f"{name}='auto'.*tsjax.choose_method"):
-        decode_config(TokenSwift(**{name: "auto"}), 3)
+    with pytest.raises(ValueError, match=f"{name}='auto' is not valid: .*tsjax.Auto"):
+        TokenSwift(**{name: "auto"})
+    with pytest.raises(ValueError, match=r"Auto\(\) is not valid here.*tsjax.choose_method"):
+        decode_config(Auto(), 3)
 
 
 def test_verified_state_needs_heads():

@@ -29,12 +29,12 @@ from test_sampling import define_process, define_warp, softmax
 
 import tsjax
 from tsjax.config import without_unread
+from tsjax.decoding.programs import programs
 from tsjax.decoding.sampling import first_last_seen, score, step_noise
-from tsjax.decoding.step import programs
+from tsjax.decoding.state import Acceptance, Verdict
 from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
-from tsjax.decoding.verification import Acceptance, Verdict, accept, drafted_ancestors, verify
-from tsjax.methods.drafting import draft
-from tsjax.model.cache import SELECT_BLOCK
+from tsjax.decoding.verification import accept, drafted_ancestors, verify
+from tsjax.methods.partial_cache import SELECT_BLOCK
 
 VOCAB = 17
 BATCH, PATHS, DEPTH = 2, 7, 4
@@ -55,7 +55,7 @@ def random_tree(rng: np.random.Generator, root, alphabet: int):
 
 @jax.jit
 def merged(root, paths, lengths):
-    return merge_paths(root, paths, lengths, [0] * PATHS, width=WIDTH)
+    return merge_paths(root, paths, lengths, width=WIDTH)
 
 
 def drafted_texts(tree) -> list[dict[int, list[int]]]:
@@ -513,7 +513,15 @@ def scores_bytes(state) -> int:
     loop that fills it and for two layers. With 128 dimensions a head one is 0.8% of a layer.
     """
     B, K, S, _ = state.kv.k[0].shape
-    return 3 * 4 * B * K * S if state.draft.cache is not None else 0
+    return 3 * 4 * B * K * S if partial_cache(state) is not None else 0
+
+
+def partial_cache(state):
+    return getattr(state.memory, "cache", None)
+
+
+def ngram_table(state):
+    return getattr(state.memory, "ngrams", state.memory)
 
 
 @pytest.mark.parametrize(
@@ -532,20 +540,21 @@ def test_no_step_copies_a_buffer(name, batch, dtype):
     memory = executable.memory_analysis()
     cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
     assert memory.temp_size_in_bytes <= 0.05 * cache + scores_bytes(state)
-    donated = cache + state.draft.ngrams.entries.nbytes + state.tokens.nbytes
-    if state.draft.cache is not None:
-        donated += sum(buffer.nbytes for buffer in state.draft.cache.k + state.draft.cache.v)
+    donated = cache + ngram_table(state).entries.nbytes + state.tokens.nbytes
+    cache = partial_cache(state)
+    if cache is not None:
+        donated += sum(buffer.nbytes for buffer in cache.k + cache.v)
     assert memory.alias_size_in_bytes >= donated
 
-    for buffer in (state.kv.k[0], state.draft.ngrams.entries):
+    for buffer in (state.kv.k[0], ngram_table(state).entries):
         found = operations(executable, buffer)
         assert found and set(found) <= IN_PLACE
         # Each fusion of that shape is one of the writes, wrapped.
         assert found.count("fusion") <= found.count("dynamic-update-slice")
     assert set(operations(executable, state.tokens)) <= IN_PLACE | {"scatter"}
-    if state.draft.cache is not None:
+    if cache is not None:
         # Where it is chosen again, what was gathered is selected for the rows that need it.
-        found = operations(executable, state.draft.cache.k[0])
+        found = operations(executable, cache.k[0])
         assert found and set(found) <= IN_PLACE | {"select", "broadcast"}
 
 
@@ -620,6 +629,12 @@ def test_a_narrow_pass_does_not_compute_the_wide_one():
 REPEATED = [1, 2, 3, 4, 9, 1, 2, 3]  # three tokens match, and 4, 9, 1 ... followed
 
 
+def drafted(params, state, cfg):
+    """The tree of a greedy step."""
+    noise = jnp.zeros((state.root.shape[0], cfg.sizes.levels, VOCAB))
+    return jax.jit(cfg.method.draft, static_argnums=0)(cfg.model, params, state, noise)[1]
+
+
 @pytest.mark.parametrize(
     ("options", "sources"),
     [
@@ -639,8 +654,7 @@ def test_how_long_a_match_counts_and_when_it_is_drafted_alone(options, sources):
     cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
     state = fresh_state(model, [REPEATED], method=method)
     state = prefilled(model.params, state, cfg=cfg)
-    noise = jnp.zeros((1, cfg.draft_levels, VOCAB))
-    _, tree = jax.jit(functools.partial(draft, cfg=cfg))(model.params, state, noise)
+    tree = drafted(model.params, state, cfg)
     named = np.asarray(tree.sources[0])
     assert {name for name, used in zip(SOURCES, named.any(0), strict=True) if used} == sources
     suffix = np.asarray(tree.tokens[0])[named[:, SOURCES.index("suffix")]]
@@ -655,11 +669,10 @@ def test_rows_of_a_batch_draft_repetitions_alone_one_by_one():
         suffix_match=3, suffix_alone=3,
     )  # fmt: skip
     cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
-    assert cfg.tree_width == 1 + max(4 + 2 * 3, 5)  # never both in one row
+    assert cfg.sizes.width == 1 + max(4 + 2 * 3, 5)  # never both in one row
     state = fresh_state(model, [REPEATED, [1, 2, 3, 4, 5, 6, 7, 8]], method=method)
     state = prefilled(model.params, state, cfg=cfg)
-    noise = jnp.zeros((2, cfg.draft_levels, VOCAB))
-    _, tree = jax.jit(functools.partial(draft, cfg=cfg))(model.params, state, noise)
+    tree = drafted(model.params, state, cfg)
     used = np.asarray(tree.sources).any(1)
     first, second = (
         {name for name, found in zip(SOURCES, row, strict=True) if found} for row in used

@@ -10,7 +10,8 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
-from tsjax.decoding.step import init_state, programs
+from tsjax.decoding.programs import programs
+from tsjax.decoding.start import init_state
 
 DTYPES = ["float32", "bfloat16"]
 PROMPT = list(range(1, 41))

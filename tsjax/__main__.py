@@ -26,19 +26,19 @@ from tsjax.config import (
     GENERATION_NAMES,
     HABITS,
     GenerationConfig,
+    HeadTraining,
     check,
     refuse_unknown,
 )
-from tsjax.decoding.config import METHODS, resolve_method
-from tsjax.demo import METHOD, PROMPT, SETTINGS
+from tsjax.demo import PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
 from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
 from tsjax.files.weight_files import EMBEDDED
 from tsjax.host.compilation import default_folder, enable_compilation_cache, keep_programs
 from tsjax.input_files import read_text
-from tsjax.lazy.settings import LazyPrefill
+from tsjax.lazy.prefill import LazyPrefill
+from tsjax.methods import METHODS, resolve_method
 from tsjax.training.corpus import TOKEN_DTYPES
-from tsjax.training.loss import HeadTraining
 
 SETTING_HELP = {
     "max_new_tokens": "tokens to generate",
@@ -414,10 +414,15 @@ def _method(args: argparse.Namespace) -> Any:
     """The preset's method, or the one that is named, with the options applied; None for neither."""
     if args.method is None and args.preset is None and not args.method_options:
         return None
-    method = resolve_method(args.method or "autoregressive")
+    method = named_method(args.method or "autoregressive", args.method_options)
     if args.preset is not None and args.method in (None, "tokenswift"):
         method = preset(args.preset).method
     return _with_options(method, args.method_options)
+
+
+def named_method(name: str, options: Sequence[str]) -> Any:
+    """What a name stands for; beside options the method itself, also where Auto would choose."""
+    return METHODS[name]() if options else resolve_method(name)
 
 
 def _prefill(args: argparse.Namespace) -> Any:
@@ -442,8 +447,8 @@ def _with_options(method: Any, options: Sequence[str], flag: str = "--method-opt
             changes[name] = value  # a plain word
     if changes and not _fields(type(method)):
         raise ValueError(
-            f"--method-options {options} is not valid: plain decoding has none; choose another "
-            "--method"
+            f"--method-options {options} is not valid: {type(method).__name__} has none; choose "
+            "another --method"
         )
     refuse_unknown(list(changes), _fields(type(method)), f"option of {type(method).__name__}")
     return dataclasses.replace(method, **changes)
@@ -675,7 +680,7 @@ def _demo(args: argparse.Namespace) -> int:
         tokens=args.tokens,
         seed=args.seed,
         settings=args.settings,
-        method=_with_options(METHOD, args.method_options),
+        method=_with_options(named_method("tokenswift", args.method_options), args.method_options),
         plain=args.plain,
         out=sys.stdout,
     )

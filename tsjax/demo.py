@@ -22,14 +22,16 @@ from typing import Any, TextIO
 import jax
 
 from tsjax.config import GenerationConfig
-from tsjax.decoding.config import Autoregressive, TokenSwift
+from tsjax.decoding.method import Method
 from tsjax.decoding.tree import SOURCES
 from tsjax.files.checkpoint import Model, load
 from tsjax.files.tokenizer import Detokenizer, encode
-from tsjax.host.generation import RunStats, StreamChunk, stream
+from tsjax.host.generation import stream
 from tsjax.host.interrupt import Interrupt
+from tsjax.host.result import RunStats, StreamChunk
+from tsjax.methods import Auto, Autoregressive
 
-METHOD = TokenSwift(tree="auto")  # of the right column
+METHOD = Auto()  # of the right column
 SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sampled": {
@@ -114,7 +116,7 @@ def run(
     tokens: int = 400,
     seed: int = 0,
     settings: Sequence[str] = tuple(SETTINGS),
-    method: TokenSwift = METHOD,
+    method: Method = METHOD,
     plain: bool = False,
     out: TextIO,
 ) -> int:
@@ -158,7 +160,7 @@ def describe(name: str) -> str:
 
 
 def start(
-    model: Model, prompt: str, config: GenerationConfig, method: TokenSwift
+    model: Model, prompt: str, config: GenerationConfig, method: Method
 ) -> tuple[Column, Column]:
     """Plain decoding and `method`, nothing of them computed yet."""
     ids = encode(model.tokenizer, prompt)

@@ -26,12 +26,15 @@ from benchmarks import report
 from benchmarks.longcontext.evaluate import Rival, interval, rivals
 from benchmarks.longcontext.longbench import edit_similarity
 from examples.embedded_model.texts import read_books
-from tsjax.decoding.step import commit, init_state, prefill
-from tsjax.decoding.verification import Verdict, accept
+from tsjax.decoding.reading import prefill
+from tsjax.decoding.start import init_state
+from tsjax.decoding.state import Verdict
+from tsjax.decoding.step import commit
+from tsjax.decoding.verification import accept
 from tsjax.files.tokenizer import encode
 from tsjax.host.request import tokenizer_of
-from tsjax.lazy.stages import revive_in_background, run_choosing
-from tsjax.methods.drafting import draft
+from tsjax.lazy.revival import revive_in_background, run_choosing
+from tsjax.lazy.stages import note_committed
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
 
@@ -41,10 +44,12 @@ WIDTH = 512  # prompt tokens of a pass
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnums=1)
 def _told(params, state, tokens, *, cfg):
     """A step of plain decoding that is told its token [B]: the state, and the token's loss [B]."""
-    state = revive_in_background(params, state, cfg=cfg)
+    plan = cfg.prefill and cfg.prefill.plan(cfg.model)
+    if plan and plan.lazy.revive == "background":
+        state = revive_in_background(plan, params, state)
     root, position = state.root[:, None], state.kv.length[:, None]
-    if cfg.prefill is not None and cfg.prefill.revive == "on_demand":
-        state, rows = run_choosing(params.model, state, root, position, cfg=cfg)
+    if plan and plan.lazy.revive == "on_demand":
+        state, rows = run_choosing(plan, params.model, state, root, position)
     else:
         itself = jnp.ones((1, 1), bool)
         rows = run_rows(params.model, state.kv, root, position, itself, cfg=cfg.model)
@@ -53,10 +58,12 @@ def _told(params, state, tokens, *, cfg):
     )
     logits = logits[:, 0].astype(jnp.float32)
     said = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    state, tree = draft(params, state, None, cfg=cfg)
+    _, tree = cfg.method.draft(cfg.model, params, state, None)
     verdict = Verdict(target=tokens[:, None], rows=rows)
-    state = commit(state, tree, verdict, accept(tree, verdict), cfg=cfg)
-    return state, jax.nn.logsumexp(logits, axis=-1) - said
+    after = commit(state, tree, verdict, accept(tree, verdict))
+    if plan:
+        after = after.replace(prompt=note_committed(plan, state, 0, after=after.kv.length))
+    return after, jax.nn.logsumexp(logits, axis=-1) - said
 
 
 _prefill = jax.jit(prefill, static_argnames=("width", "cfg"), donate_argnums=1)

@@ -12,7 +12,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-SOURCES = ("heads", "ngrams", "suffix")  # what drafts a token; "heads" includes the model itself
+# What drafts a token, for the methods of this package; "heads" includes the model itself.
+SOURCES = ("heads", "ngrams", "suffix")
 NO_NODE = -1
 
 
@@ -26,7 +27,7 @@ class DraftTree(flax.struct.PyTreeNode):
       tokens: [B, T] int32; 0 in padding.
       path: [B, T, J + 1] int32, the nodes from the root (at 0) to the node itself, and NO_NODE
         below it. A padding node has its own index at 0 and nothing else.
-      sources: [B, T, len(SOURCES)] bool, which sources drafted the node; none for the root.
+      sources: [B, T, sources] bool, which sources drafted the node; none for the root.
     """
 
     tokens: jax.Array
@@ -63,22 +64,25 @@ class DraftTree(flax.struct.PyTreeNode):
         return jnp.sum(self.depths > 0, axis=1, dtype=jnp.int32)
 
 
-def merge_paths(root, paths, lengths, sources: Sequence[int], *, width: int) -> DraftTree:
+def merge_paths(
+    root, paths, lengths, sources: Sequence[int] = (), *, width: int, num_sources: int = 1
+) -> DraftTree:
     """The trie of R paths per batch row.
 
     Args:
       root: [B] int32.
       paths: [B, R, J] int32, tokens that might follow the root.
       lengths: [B, R] int32, how many tokens of each path count.
-      sources: R indices into SOURCES.
+      sources: what each path comes from, R numbers below num_sources; by default 0.
       width: T, at least one more than the nodes that can differ.
+      num_sources: of the method, see `Method.sources`.
     """
     B, R, J = paths.shape
     if R * J == 0:
         path = jnp.broadcast_to(jnp.arange(width)[:, None], (B, width, 1))
         path = jnp.pad(path, ((0, 0), (0, 0), (0, J)), constant_values=NO_NODE).astype(jnp.int32)
         tokens = jnp.pad(root[:, None], ((0, 0), (0, width - 1)))
-        return DraftTree(tokens, path, jnp.zeros((B, width, len(SOURCES)), bool))
+        return DraftTree(tokens, path, jnp.zeros((B, width, num_sources), bool))
 
     present = jnp.arange(J) < lengths[..., None]  # [B, R, J]
     # first[b, r, j]: the first path that begins with the same j + 1 tokens; its node is shared.
@@ -102,7 +106,7 @@ def merge_paths(root, paths, lengths, sources: Sequence[int], *, width: int) -> 
     alone = jnp.pad(jnp.arange(width)[:, None], ((0, 0), (0, J)), constant_values=NO_NODE)
     path = jnp.broadcast_to(alone.astype(jnp.int32), (B, width, J + 1))
     path = path.at[b, slot].set(ancestors, mode="drop")
-    of_source = jnp.asarray(sources, jnp.int32)[None, :, None]
-    named = jnp.zeros((B, width, len(SOURCES)), bool)
+    of_source = jnp.asarray(sources or (0,) * R, jnp.int32)[None, :, None]
+    named = jnp.zeros((B, width, num_sources), bool)
     named = named.at[b, jnp.where(present, node, width), of_source].set(True, mode="drop")
     return DraftTree(tokens, path, named)

@@ -9,53 +9,29 @@ from __future__ import annotations
 
 import functools
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import NEVER_SEEN, best, score, step_noise
-from tsjax.decoding.state import DecodeState
+from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.tree import NO_NODE, DraftTree
-from tsjax.lazy.stages import run_choosing
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import final_norm, unembed
 
 
-class Verdict(flax.struct.PyTreeNode):
-    """Attributes:
-    target: [B, T] int32, the token that follows each node, from its logits and its noise.
-    rows: what the pass yields for all nodes.
-    """
-
-    target: jax.Array
-    rows: Rows
-
-
-class Acceptance(flax.struct.PyTreeNode):
-    """Attributes:
-    path: [B, J + 1] int32, the accepted nodes, the root first; beyond `count` unspecified.
-    count: [B] int32, accepted nodes behind the root.
-    """
-
-    path: jax.Array
-    count: jax.Array
-
-
 def verify(
     params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
-) -> tuple[DecodeState, Verdict]:
+) -> Verdict:
     """Runs all nodes on the full cache and decides each node's successor.
-
-    The state is the one given, unless the root chooses what it sees of a prompt that was pruned.
 
     `noise` [B, n, V] is that of the first n positions from state.length on; drafts are chosen with
     the same noise as tokens, only then do they meet. Where the method has several pass widths, the
     narrowest that holds the trees of all batch rows runs; what lies behind it is unspecified.
     """
-    widths = (*cfg.pass_widths[:-1], tree.tokens.shape[1])
+    widths = (*cfg.sizes.pass_widths[:-1], tree.tokens.shape[1])
 
     def run(width: int, tree, noise, length, row_key):
         begun = state.replace(kv=state.kv.replace(length=length), row_key=row_key)
@@ -67,13 +43,8 @@ def verify(
 
     inputs = (tree, noise, state.kv.length, state.row_key)  # what a pass begins with
     with jax.named_scope("verify"):
-        if cfg.prefill is not None and cfg.prefill.revive == "on_demand":
-            positions = state.kv.length[:, None]
-            state, rows = run_choosing(params.model, state, tree.tokens, positions, cfg=cfg)
-            scores = _scores(params.model, state, tree, rows, noise, cfg=cfg)
-            return state, Verdict(target=best(scores), rows=rows)
         if len(widths) == 1:
-            return state, run(widths[0], *inputs)
+            return run(widths[0], *inputs)
         nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
         narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
         shapes = jax.eval_shape(lambda: run_padded(widths[0], *inputs))
@@ -81,7 +52,7 @@ def verify(
         for index, width in enumerate(widths):
             one = functools.partial(lambda width, _, *inputs: run_padded(width, *inputs), width)
             verdict = run_if(narrowest == index, one, verdict, *inputs)
-        return state, verdict
+        return verdict
 
 
 def _padded(x, width: int):
@@ -102,12 +73,15 @@ def score_rows(
         positions,
         tree.mask,
         cfg=cfg.model,
-        with_attended=cfg.summarizes_rest,
+        with_attended=cfg.sizes.with_attended,
     )
-    return rows, _scores(params.model, state, tree, rows, noise, cfg=cfg)
+    return rows, scores_of(params.model, state, tree, rows, noise, cfg=cfg)
 
 
-def _scores(weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig):
+def scores_of(
+    weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig
+):
+    """The scores [B, T, V] of the pass that gave `rows`: its logits, processed, and the noise."""
     logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
     known = noise.shape[1]
     missing = tree.path.shape[2] - known

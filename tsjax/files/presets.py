@@ -13,9 +13,8 @@ import importlib.resources
 import json
 from typing import Any, NamedTuple
 
-from tsjax.config import GenerationConfig, ModelConfig, check
-from tsjax.decoding.config import TokenSwift
-from tsjax.training.loss import HeadTraining
+from tsjax.config import GenerationConfig, HeadTraining, ModelConfig, check
+from tsjax.methods import TokenSwift
 
 
 class Preset(NamedTuple):

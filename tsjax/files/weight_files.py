@@ -14,6 +14,7 @@ import os
 import re
 import zipfile
 from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -216,7 +217,7 @@ def raise_all(problems: Iterable[str]) -> None:
         raise ValueError("\n  ".join(["the checkpoint cannot be read:", *problems]))
 
 
-# The small English model of this package, and where it lies beside this file.
+# The small English model of this package, and its folder in it.
 EMBEDDED, EMBEDDED_FOLDER = "tsjax/small-english", "small_english"
 
 
@@ -227,8 +228,7 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
     """
     name = os.fspath(path)
     if name == EMBEDDED:
-        package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        return os.path.join(package, EMBEDDED_FOLDER)
+        return os.fspath(Path(__file__).resolve().parent.parent / EMBEDDED_FOLDER)
     if os.path.isdir(name):
         return os.path.abspath(name)
     if os.path.exists(name):

@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import check, check_int
+from tsjax.config import check, check_int, one_of
 from tsjax.decoding.config import DecodeConfig
-from tsjax.decoding.step import hidden_states, init_state
+from tsjax.decoding.start import init_state
 from tsjax.files.checkpoint import Model
 from tsjax.host.request import prompt_row
-from tsjax.lazy.settings import LONGEST_PROMPT, LazyPrefill, kept
-from tsjax.lazy.stages import choose_stage, fill_stage
+from tsjax.host.run import programs_of
+from tsjax.lazy.prefill import LazyPrefill
+from tsjax.lazy.settings import LONGEST_PROMPT, kept
+from tsjax.model.logits import hidden_states
 from tsjax.model.transformer import final_norm, unembed
 
 BY = ("attention", "self_information")
@@ -46,7 +48,7 @@ def compress_prompt(
         likely, each after what comes before it, and the first. The last one stays in any case.
     """
     row = prompt_row(model, prompt)
-    check(by in BY, "by", by, f"one of {', '.join(map(repr, BY))}")
+    check(by in BY, "by", by, one_of(BY))
     is_number = isinstance(share, int | float) and not isinstance(share, bool)
     check(is_number and 1e-4 <= share <= 1, "share", share, "a number from 0.0001 to 1")
     longest = min(model.cfg.max_positions, LONGEST_PROMPT)
@@ -69,20 +71,15 @@ def _padded(row: np.ndarray) -> tuple[np.ndarray, int]:
     return np.pad(row, (0, -len(row) % width))[None], width
 
 
-_fill_stage = jax.jit(fill_stage, static_argnames=("stage", "width", "cfg"), donate_argnums=1)
-_choose_stage = jax.jit(choose_stage, static_argnames=("stage", "cfg"))
-
-
 def _most_attended(model: Model, row: np.ndarray, cfg: DecodeConfig) -> np.ndarray:
-    """Which tokens [n] go on behind the cut."""
-    (tokens, width), n = _padded(row), len(row)
-    capacity = tokens.shape[1] + 1 + cfg.draft_depth
+    """Which tokens [n] go on after the cut."""
+    (tokens, width), n, compiled = _padded(row), len(row), programs_of(model)
+    capacity = tokens.shape[1] + 1
     length = np.asarray([n], np.int32)
     state = init_state(tokens, length, cfg=cfg, capacity=capacity, max_length=length)
-    for _ in range(0, n - 1, width):
-        state = _fill_stage(model.params, state, stage=0, width=width, cfg=cfg)
-    state = _choose_stage(model.params, state, stage=0, cfg=cfg)
-    assert state.prompt is not None
+    for start in range(0, n - 1, width):
+        state = compiled.read_part(model.params, state, start, part=0, width=width, cfg=cfg)
+    state = compiled.finish_part(model.params, state, part=0, cfg=cfg)
     return np.asarray(state.prompt.chosen[1])[0, :n]
 
 

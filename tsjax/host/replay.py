@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A saved run's tokens against plain decoding: which ones it would not have chosen, and how near.
 
-Knows files of runs. Each token is judged behind the run's own tokens before it (teacher-forced), by
+Knows files of runs. Each token is judged after the run's own tokens before it (teacher-forced), by
 the same passes of one row, penalties and noise as `generate` has with method="autoregressive".
 """
 
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import check
-from tsjax.decoding.step import init_replay, programs
+from tsjax.decoding.replaying import init_replay
 from tsjax.files.checkpoint import Model
-from tsjax.host.generation import start_run
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.request import check_row, check_same_model, make_request
+from tsjax.host.run import programs_of, start_run
 from tsjax.host.saved_run import read_run
 
 STEPS_PER_CALL = 32  # after which the progress bar moves and Ctrl-C is heard
@@ -123,8 +123,7 @@ def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -
     for row, tokens, first in zip(given, made, begin, strict=True):
         row[first : first + len(tokens)] = tokens
     found, given = init_replay(state), jnp.asarray(given)
-    device = next(iter(jax.tree.leaves(model.params)[0].devices()))
-    step = programs(device.platform, model.cfg.dtype).replay
+    step = programs_of(model).replay
     with _bar(longest, progress) as bar:
         for done in range(0, longest, STEPS_PER_CALL):
             steps = min(STEPS_PER_CALL, longest - done)

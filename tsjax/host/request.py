@@ -18,15 +18,17 @@ import numpy as np
 from jax.core import Tracer
 
 from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_settings
-from tsjax.decoding.config import DecodeConfig, TokenSwift, resolve_method
-from tsjax.decoding.step import draft_bytes
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Measured, Method
+from tsjax.decoding.reading import parts
+from tsjax.decoding.start import memory_bytes
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.files.tokenizer import encode
 from tsjax.host.saved_run import SavedRun, read_run
-from tsjax.lazy.settings import LONGEST_PROMPT, LazyPrefill
-from tsjax.lazy.stages import prompt_bytes, tokens_to_fill
-from tsjax.methods.cost_model import Choice, chip_of, choose
+from tsjax.lazy.prefill import LazyPrefill
+from tsjax.lazy.settings import LONGEST_PROMPT
+from tsjax.methods import measured_on, resolve_method
 from tsjax.model.cache import cache_bytes
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
@@ -45,12 +47,11 @@ class Request:
       prompt_length: how many of them are prompt.
       finish_reason: of rows that a resumed run had already ended, else None.
       single: whether one prompt was given, not a batch of one.
-      method: as it was asked for, before "auto" is resolved.
-      give_up_below: tokens per step at which plain decoding is expected to be faster; 0 if the
-        method is to be kept in any case.
+      method: as it was asked for; `decode` has the one that it begins with.
+      measured: what the method is told of the machine.
       stop_ids: the resolved end tokens.
       capacity: cache slots per row.
-      prefill_widths: tokens of each pass of the prefill; with a lazy one, of each of its stages.
+      prefill_widths: tokens of each pass of the prefill, for each of its parts.
       prompt_capacity: tokens of a prompt that a lazy prefill has room for.
     """
 
@@ -59,9 +60,9 @@ class Request:
     finish_reason: list[str | None]
     single: bool
     config: GenerationConfig
-    method: Any
+    method: Method
     decode: DecodeConfig
-    give_up_below: float
+    measured: Measured
     stop_ids: tuple[int, ...]
     capacity: int
     prefill_widths: list[list[int]]
@@ -136,7 +137,9 @@ def make_request(
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
     method = resolve_method("autoregressive" if method is None else method)
     _check_against_model(config, model, len(prompts))
-    choice = _choice(model, method, prompts, config)
+    context = max(map(len, prompts)) + config.max_new_tokens // 2
+    measured = measured_on(model.params, model.cfg, context, len(prompts))
+    begun = method.next(measured)
 
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     longest = max(map(len, rows))
@@ -145,7 +148,7 @@ def make_request(
         _check_prompts(lazy, prompts)
         # For all prompts of a bucket alike, as every other setting is another program.
         lazy = lazy.resolved(model.cfg, prompt_capacity)
-    decode = DecodeConfig(model=model.cfg, method=choice.method, prefill=lazy)
+    decode = DecodeConfig(model=model.cfg, method=begun, prefill=lazy)
     request = Request(
         rows=rows,
         prompt_length=[len(row) for row in prompts],
@@ -154,10 +157,10 @@ def make_request(
         config=config,
         method=method,
         decode=decode,
-        give_up_below=choice.step_cost if _is_auto(method) else 0.0,
+        measured=measured,
         stop_ids=_stop_ids(config, model),
         capacity=0,
-        prefill_widths=_stage_widths(decode, longest, prefill_width),
+        prefill_widths=_part_widths(decode, longest, prefill_width),
         prompt_capacity=prompt_capacity,
         exceed_max_positions=exceed_max_positions,
     )
@@ -184,31 +187,6 @@ def _refuse_tracing(model: Model, prompt: Any) -> None:
                 "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
                 "examples/inside_jit.py"
             )
-
-
-def _is_auto(method: Any) -> bool:
-    return isinstance(method, TokenSwift) and method.tree == "auto"
-
-
-def _choice(model: Model, method: Any, prompts, config: GenerationConfig) -> Choice:
-    context = max(map(len, prompts)) + config.max_new_tokens // 2
-    return choose_method(method, model, context, batch=len(prompts))
-
-
-def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) -> Choice:
-    """What tree="auto" and draft_from="auto" mean for a model, on the device where it lies.
-
-    Args:
-      method: a method's name or dataclass.
-      context: mean length of the rows during the run, prompt included.
-      batch: rows.
-
-    Returns:
-      The method without "auto", and what one of its steps costs, in steps of plain decoding.
-    """
-    device = next(iter(jax.tree.leaves(model.params)[0].devices()))
-    chip = chip_of(device.platform, device.device_kind)
-    return choose(resolve_method(method), model.cfg, chip, context, batch)
 
 
 def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
@@ -481,14 +459,15 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
     if wanted is None:
         return _capacity_bucket(needed)
     check_int(wanted, "capacity", 1)
-    reviving = decode.rows_ahead > decode.draft_depth
+    depth = decode.sizes.depth
+    reviving = decode.rows_ahead > depth
     check(
         wanted >= needed,
         "capacity",
         wanted,
         f"at least {needed} slots for this prompt, "
         f"max_new_tokens={request.config.max_new_tokens}, prefill_width={prefill_width} and "
-        f"{decode.draft_depth} drafted tokens in a step"
+        f"{depth} drafted tokens in a step"
         + (f" or revive_rows={decode.rows_ahead}" if reviving else ""),
     )
     return wanted
@@ -503,12 +482,9 @@ def _prefill_widths(count: int, width: int) -> list[int]:
     return [width] * full + [min(last, width)]
 
 
-def _stage_widths(decode: DecodeConfig, longest: int, width: int) -> list[list[int]]:
-    """Passes of each stage of the prefill: all tokens but the last, or what a cut leaves."""
-    if decode.prefill is None:
-        return [_prefill_widths(longest - 1, width)]
-    counts = [int(tokens_to_fill(decode, i, longest)) for i in range(len(decode.stages))]
-    return [_prefill_widths(count, width) for count in counts]
+def _part_widths(decode: DecodeConfig, longest: int, width: int) -> list[list[int]]:
+    """Passes of each part of the prefill."""
+    return [_prefill_widths(int(count), width) for count in parts(decode, longest)]
 
 
 def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
@@ -522,9 +498,11 @@ def _check_memory(request: Request, params: Params) -> None:
     mesh = mesh_of(params)
     rows, slots = len(request.rows), request.capacity
     needed = cache_bytes(request.decode.model, rows, slots, mesh)
-    needed += draft_bytes(request.decode, rows, slots)
+    needed += memory_bytes(request.decode, rows, slots)
     if request.decode.prefill is not None:
-        needed += prompt_bytes(request.decode, rows, request.prompt_capacity, slots)
+        needed += request.decode.prefill.prompt_bytes(
+            request.decode.model, rows, request.prompt_capacity, slots
+        )
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     available = _available_bytes(device)
     if device.platform == "cpu" and mesh is not None:

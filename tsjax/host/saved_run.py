@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from tsjax.config import GenerationConfig, check, check_int, without_unread
-from tsjax.decoding.config import METHODS
 from tsjax.files.checkpoint import tsjax_version
 from tsjax.files.whole_files import write_text
 from tsjax.input_files import parsing, read_json
+from tsjax.methods import METHODS, Auto
 
 FORMAT = 2
 OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of the norms alone
@@ -33,7 +33,7 @@ class SavedRun:
     Attributes:
       fingerprint: of the model, see fingerprint.py.
       model_path: where the model was, None if it came from nowhere; it may have moved since.
-      method: as it was asked for, "auto" not resolved.
+      method: as it was asked for.
       tokens: those made so far, one array per row.
       finish_reason: None for a row that has not ended.
       version: of the tsjax that wrote the file.
@@ -144,13 +144,29 @@ def _rows(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
     return [np.asarray(row, np.int32) for row in rows]
 
 
+def check_savable(method: Any) -> None:
+    """A file holds a method's name, so it has to have one."""
+    if type(method) not in METHODS.values():
+        kind = type(method).__name__
+        raise ValueError(
+            f"save_to is not valid with method={kind}: give it a name first, "
+            f"tsjax.register_method('{kind.lower()}', {kind})"
+        )
+
+
 def _method_to_dict(method: Any) -> dict[str, Any]:
     """Its name and the fields that differ from their defaults."""
-    (name,) = [name for name, kind in METHODS.items() if type(method) is kind]
-    fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
+    kind: Any = type(method)
+    (name,) = [name for name, one in METHODS.items() if one is kind]
+    fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(kind)}
     return {"name": name, **{k: v for k, v in fields.items() if v != getattr(type(method), k)}}
 
 
 def _method_from_dict(saved: Mapping[str, Any]) -> Any:
     fields = dict(saved)
-    return METHODS[fields.pop("name")](**fields)
+    name = fields.pop("name")
+    if name not in METHODS:
+        raise ValueError(f"method {name!r} is unknown: tsjax.register_method gives it its name")
+    if "auto" in (fields.get("tree"), fields.get("draft_from")):
+        return Auto()  # as older versions wrote it
+    return METHODS[name](**fields)

@@ -2,7 +2,7 @@
 """LazyLLM's settings: which share of a prompt goes on after which layer, and what that saves.
 
 Knows the schedule, its presets, and the operations that a prompt takes under it. Does not know
-arrays: choosing and reviving tokens is in pruning.py.
+arrays.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 
-from tsjax.config import ModelConfig, check, check_int
+from tsjax.config import ModelConfig, check, check_int, one_of
 
 REVIVE = ("on_demand", "never", "background")
 SCORES = ("attention", "random")
@@ -23,8 +23,8 @@ AUTO_CUT, AUTO_LEAST_SHARE = (3, 8), 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LazyPrefill:
-    """LazyLLM (arXiv 2407.14057): layers behind a cut compute the prompt's important tokens only.
+class LazySettings:
+    """LazyLLM (arXiv 2407.14057): layers after a cut compute the prompt's important tokens only.
 
     After each cut, the tokens that the last one attends to most go on to the next layers, with
     their own positions. Unlike every method of decoding, this changes what the model says.
@@ -88,7 +88,7 @@ class LazyPrefill:
             check(self.speedup is None, "speedup", self.speedup, "left out unless keep='auto'")
         for name, known in (("revive", REVIVE), ("scores", SCORES)):
             value = getattr(self, name)
-            check(value in known, name, value, f"one of {', '.join(map(repr, known))}")
+            check(value in known, name, value, one_of(known))
         for name, least in (
             ("choose_every", 1), ("revive_rows", 1), ("window", 1), ("pool", 1),
             ("score_layers", 1), ("sinks", 0), ("recent", 0), ("seed", 0),
@@ -109,7 +109,7 @@ class LazyPrefill:
         assert not isinstance(self.keep, str), "resolved() names the cuts"
         return cast(Cuts, self.keep)
 
-    def resolved(self, cfg: ModelConfig, prompt_tokens: int) -> LazyPrefill:
+    def resolved(self, cfg: ModelConfig, prompt_tokens: int) -> Self:
         """The same with its cuts named, for a model and the longest prompt it is to read."""
         keep: Any = self.keep
         if isinstance(keep, str) and cfg.num_layers < 2:

@@ -1,2 +1,72 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of decoding, one file each."""
+"""The methods of decoding, one file each, and their names.
+
+To write one of your own: docs/own_method.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from tsjax.config import check, one_of
+from tsjax.decoding.method import Autoregressive, Measured, Method
+from tsjax.methods.auto import Auto, Choice, cost_of
+from tsjax.methods.ngram import NGram
+from tsjax.methods.tokenswift import TokenSwift
+
+# "tokenswift" leaves the settings to Auto; TokenSwift() has the paper's.
+METHODS: dict[str, type[Method]] = {
+    "autoregressive": Autoregressive,
+    "ngram": NGram,
+    "tokenswift": TokenSwift,
+    "auto": Auto,
+}
+BY_NAME = {"tokenswift": Auto}  # where a name alone means another one
+
+
+def register_method(name: str, method: type[Method]) -> None:
+    """Makes a method of your own known by a name: to `generate`, its files and the command line."""
+    check(isinstance(name, str) and name.isidentifier(), "name", name, "an identifier")
+    check(METHODS.get(name, method) is method, "name", name, "free: another method has it")
+    is_one = isinstance(method, type) and issubclass(method, Method)
+    check(
+        is_one and dataclasses.is_dataclass(method) and method.__hash__ is not None,
+        "method", method, "a frozen dataclass that extends tsjax.Method",
+    )  # fmt: skip
+    check(1 <= len(method.sources) <= 8, "sources", method.sources, "one to eight names")
+    METHODS[name] = method
+
+
+def resolve_method(method: Any) -> Method:
+    """A method's name or the method itself -> the method."""
+    if isinstance(method, str):
+        check(method in METHODS, "method", method, one_of(METHODS))
+        return BY_NAME.get(method, METHODS[method])()
+    check(isinstance(method, Method), "method", method, f"{one_of(METHODS)} or its dataclass")
+    return method
+
+
+def choose_method(method: Any, model: Any, context: int, *, batch: int = 1) -> Choice:
+    """What a method begins with for a model, on the device where it lies: what `Auto` chooses.
+
+    Args:
+      method: a method's name or dataclass.
+      model: what tsjax.load returns.
+      context: mean length of the rows during the run, prompt included.
+      batch: rows.
+
+    Returns:
+      The method that drafts, and what one of its steps costs, in steps of plain decoding.
+    """
+    measured = measured_on(model.params, model.cfg, context, batch)
+    chosen = resolve_method(method).next(measured)
+    return Choice(chosen, cost_of(chosen, measured))
+
+
+def measured_on(params: Any, cfg: Any, context: int, batch: int) -> Measured:
+    """What is known before the first step."""
+    device = next(iter(jax.tree.leaves(params)[0].devices()))
+    return Measured(cfg, device.platform, device.device_kind, context, batch)

@@ -1,42 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs and what it finds: the choice behind tree="auto" and draft_from="auto".
+"""What a step of a method costs on a chip, and how many tokens it finds.
 
-Knows sizes of models, methods and chips. Runs nothing. A wrong choice costs time, never tokens:
-`generate` gives up a choice of tree="auto" when a run finds fewer tokens per step than it costs.
+Knows sizes of models, methods and chips. Runs nothing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tsjax.config import ModelConfig
-from tsjax.decoding.config import Autoregressive, DecodeConfig, NGram, TokenSwift
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Autoregressive
+from tsjax.methods.tokenswift import TokenSwift
 
 # How often a draft is right when all before it were. Heads among three candidates and 20 n-grams:
-# what TokenSwift reports (Table 3: 3.36 accepted tokens of 4 behind a pass, 1.6 of 4 from verified
+# what TokenSwift reports (Table 3: 3.36 accepted tokens of 4 after a pass, 1.6 of 4 from verified
 # states), spread evenly over the depths. The other two are assumptions: a pass on the partial
 # cache, and the share that is left when only the best candidate is drafted. Where the accuracy of
 # a model's heads is known, it stands for the paper's.
 HEAD_IS_RIGHT = {"partial_cache": 0.83, "verified_state": 0.65}
 PASS_IS_RIGHT = 0.8
 BEST_GUESS = 0.7
-
-MOST_PASSES = 6
-LEAST_GAIN = 1.05  # that drafts of the model must promise
-# On a CPU the partial cache is small, often chosen anew, and passes see the rest summed up. The
-# rate is an estimate for the embedded model, sampled: a text that is hard to guess.
-CPU_BUDGET, CPU_REFRESH, CPU_PASS_IS_RIGHT = 512, 8, 0.87
-# Repetitions of the text, where rows cost time: a match has to be long, and then is drafted alone.
-CPU_SUFFIX = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 8}
+# The rate on a CPU, where passes see the rest summed up, is an estimate for the embedded model,
+# sampled: a text that is hard to guess.
+CPU_PASS_IS_RIGHT = 0.87
 
 
 class RowCosts(NamedTuple):
     """What a pass costs where rows are not free, in the time that reading a byte of weights takes.
 
     Attributes:
-      weights, attention: cost of so many rows, in that of one row.
+      weights, attention: (rows, cost in that of one row) at a few points.
       cache_byte: of a byte of the cache.
       overhead: of a pass beside weights and cache.
       choosing: of a step's choice of tokens from their scores.
@@ -80,16 +75,6 @@ CPU = Chip(
 )
 
 
-class Choice(NamedTuple):
-    """Attributes:
-    method: one that `DecodeConfig` takes.
-    step_cost: the time of one of its steps, in plain steps.
-    """
-
-    method: Any
-    step_cost: float
-
-
 def chip_of(platform: str, kind: str) -> Chip:
     """The chip of a jax device's `platform` and `device_kind`."""
     if platform == "cpu":
@@ -97,92 +82,21 @@ def chip_of(platform: str, kind: str) -> Chip:
     return next((chip for name, chip in CHIPS.items() if name in kind.lower()), OTHER_GPU)
 
 
-def choose(method: Any, model: ModelConfig, chip: Chip, context: int, batch: int) -> Choice:
-    """The fastest of what `method` may mean; see `request.choose_method`."""
-
-    def cost(option) -> float:
-        return step_cost(DecodeConfig(model=model, method=option), chip, context, batch)
-
-    def speed(option) -> float:
-        return expected_tokens(DecodeConfig(model=model, method=option), chip) / cost(option)
-
-    options = _options(method, model, chip)
-    best = options[0] if len(options) == 1 else max(options, key=speed)
-    if isinstance(method, TokenSwift) and method.tree == "auto":
-        without = options[-1]
-        best = best if speed(best) >= LEAST_GAIN * speed(without) else without
-    return Choice(best, cost(best))
-
-
-def _options(method: Any, model: ModelConfig, chip: Chip) -> list[Any]:
-    if not isinstance(method, TokenSwift):
-        return [method]
-    if method.tree == "auto":
-        drafting = _narrow(method, model) if chip.rows else _wide(method, model)
-        return [*drafting, _without_model(chip)]
-    if method.draft_from == "auto":
-        sources = HEAD_IS_RIGHT if model.num_draft_heads else ("partial_cache",)
-        return [dataclasses.replace(method, draft_from=source) for source in sources]
-    return [method]
-
-
-def _without_model(chip: Chip) -> Any:
-    """What is left where drafts of the model cannot pay. On a CPU, to look for repetitions costs
-    little beside a step, and one without any is a plain one; on a GPU it has not been measured."""
-    return NGram(**CPU_SUFFIX, pass_widths=(1,)) if chip.rows else Autoregressive()
-
-
-def _wide(method: TokenSwift, model: ModelConfig) -> list[Any]:
-    """As the paper's, with one pass or more: rows are nearly free."""
-    behind = (3,) * min(model.num_draft_heads, 3)
-    options: list[Any] = []
-    for n in range(1, MOST_PASSES + 1):
-        tree = (1,) * n + behind
-        options.append(
-            dataclasses.replace(method, tree=tree, draft_from="partial_cache", draft_passes=n)
-        )
-    if behind:
-        options.append(dataclasses.replace(method, tree=behind, draft_from="verified_state"))
-    return options
-
-
-def _narrow(method: TokenSwift, model: ModelConfig) -> list[Any]:
-    """One path, as every row costs; a second, wider program serves steps that repeat the text."""
-
-    def chain(depth: int, source: str, passes: int):
-        return dataclasses.replace(
-            method,
-            tree=(1,) * depth,
-            draft_from=source,
-            draft_passes=passes,
-            draft_budget=max(CPU_BUDGET, method.num_sinks + 1),
-            draft_refresh=CPU_REFRESH,
-            draft_rest=True,
-            suffix_alone=CPU_SUFFIX["suffix_match"],
-            pass_widths=(1 + depth,),
-            **CPU_SUFFIX,
-        )
-
-    options = [chain(n, "partial_cache", n) for n in range(1, MOST_PASSES + 1)]
-    if model.num_draft_heads:
-        options.append(chain(model.num_draft_heads, "verified_state", 1))
-    return options
-
-
 def expected_tokens(decode: DecodeConfig, chip: Chip) -> float:
     """Tokens that a step emits. Repetitions of the text are left out: they vary too much."""
     method = decode.method
     if not isinstance(method, TokenSwift):
         return 1.0
-    passes = decode.draft_passes
+    plan = method.plan(decode.model)
+    passes = plan.passes
     if decode.model.head_accuracy:
         heads = [min(share / BEST_GUESS, 1.0) for share in decode.model.head_accuracy]
     else:
         heads = [HEAD_IS_RIGHT[method.draft_from]] * decode.model.num_draft_heads
-    if decode.best_of == 1:
+    if plan.best_of == 1:
         heads = [BEST_GUESS * head for head in heads]
     pass_is_right = CPU_PASS_IS_RIGHT if chip.rows else PASS_IS_RIGHT
-    rates = ([pass_is_right] * passes + heads)[: decode.draft_levels]
+    rates = ([pass_is_right] * passes + heads)[: plan.levels]
     return 1.0 + sum(math.prod(rates[: depth + 1]) for depth in range(len(rates)))
 
 
@@ -193,14 +107,17 @@ def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> flo
     plain = pass_time(model, chip, 1, context, batch) + choosing
     if isinstance(method, Autoregressive):
         return 1.0
-    rows = decode.pass_widths[0] if chip.rows else decode.tree_width
+    rows = decode.sizes.pass_widths[0] if chip.rows else decode.sizes.width
     time = pass_time(model, chip, rows, context, batch) + choosing
 
     def reading(slots: int) -> float:
         """One row's attention."""
         return pass_time(model, chip, 1, slots, batch) - pass_time(model, chip, 1, 0, batch)
 
-    passes = decode.draft_passes
+    if not isinstance(method, TokenSwift):
+        return time / plain
+    plan = method.plan(model)
+    passes = plan.passes
     if passes:
         slots = min(method.draft_budget, context)
         time += passes * pass_time(model, chip, 1, slots, batch)
@@ -210,13 +127,13 @@ def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> flo
             # Scoring and ordering all keys takes about as long as attention of one row.
             often = min(expected_tokens(decode, chip) / method.draft_refresh, 1.0)
             time += reading(context) * often
-    if decode.draft_levels > passes:  # heads run, and the unembedding once more
+    if plan.levels > passes:  # heads run, and the unembedding once more
         time += model.vocab_size * model.embed_dim * _bytes(model) / chip.bytes_per_second
     return time / plain
 
 
 def pass_time(model: ModelConfig, chip: Chip, rows: int, context: int, batch: int) -> float:
-    """Seconds of one pass of so many rows over caches of `context` tokens: its bound."""
+    """Seconds of one pass of N rows over caches of `context` tokens: its bound."""
     kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim * context
     attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     per_layer = attention + 3 * model.embed_dim * model.mlp_dim
@@ -234,8 +151,8 @@ def pass_time(model: ModelConfig, chip: Chip, rows: int, context: int, batch: in
 
 def row_cost(points: tuple[tuple[int, float], ...], rows: int) -> float:
     """Between and beyond the known points along straight lines."""
-    behind = next((i for i, (n, _) in enumerate(points) if n >= rows), len(points) - 1)
-    (n0, c0), (n1, c1) = points[max(behind, 1) - 1], points[max(behind, 1)]
+    upper = next((i for i, (n, _) in enumerate(points) if n >= rows), len(points) - 1)
+    (n0, c0), (n1, c1) = points[max(upper, 1) - 1], points[max(upper, 1)]
     return c0 + (c1 - c0) * (rows - n0) / (n1 - n0)
 
 

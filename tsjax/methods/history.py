@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.decoding.config import MATCH_LIMIT
-
-TOKENS_PER_MATCH = 4  # a match of m tokens is continued by up to so many times m
+MATCH_LIMIT = 16  # tokens of a suffix that are compared
+TOKENS_PER_MATCH = 4  # a match of m tokens is continued by up to this times m
 SEARCH_BLOCK = 4096
 
 

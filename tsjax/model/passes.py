@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import Ranks, Summary, tree_attention
 from tsjax.config import ModelConfig
-from tsjax.model.cache import Attended, DraftCache, KVCache
+from tsjax.model.cache import Attended, Cache
 from tsjax.model.transformer import ModelWeights, embed, forward
 
 
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
 
 def run_rows(
     weights: ModelWeights,
-    cache: KVCache | DraftCache,
+    cache: Cache,
     tokens,
     positions,
     mask,
@@ -61,7 +61,7 @@ def run_rows(
 
 def run_layers(
     weights: ModelWeights,
-    cache: KVCache | DraftCache,
+    cache: Cache,
     hidden,
     positions,
     mask,

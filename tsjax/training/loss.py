@@ -12,7 +12,6 @@ exist, whatever the length of a sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -23,66 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tsjax.config import ModelConfig, check, check_float, check_int
+from tsjax.config import HeadTraining, ModelConfig
 from tsjax.model.heads import HeadWeights, declare_heads, run_heads
 from tsjax.model.layers import accumulation_dtype, linear
 from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed
 
 TOP = 3  # accuracies are counted among the best 1, 2 ... TOP tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadTraining:
-    """How heads are trained. The defaults are TokenSwift's Table 9 (all models but the 14B one).
-
-    Where the table is silent the defaults are those of the published code: Adam's epsilon, weights
-    that start from a normal distribution, gradients clipped to norm 1, no decay of norms.
-    """
-
-    num_heads: int = 3
-    sequence_length: int = 8192  # tokens
-    steps: int = 200
-    batch_size: int = 120  # sequences per step
-    micro_batch: int = 3  # sequences per pass, for each part of a mesh's "data" axis
-    learning_rate: float = 5e-3  # the highest: behind the warm-up it falls to 0 as a cosine
-    warmup_steps: int = 50
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.999
-    max_grad_norm: float = 1.0  # 0: off
-    init_scale: float = 0.02  # standard deviation of the first weights
-    chunk_tokens: int = 1024  # positions of a micro-batch whose logits exist at a time
-    seed: int = 0  # first weights and order of the sequences
-
-    def __post_init__(self):
-        for name in ("num_heads", "steps", "batch_size", "micro_batch", "chunk_tokens"):
-            check_int(getattr(self, name), name, 1)
-        check_int(self.warmup_steps, "warmup_steps", 0)
-        check_int(self.seed, "seed", 0)
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "init_scale"):
-            check_float(getattr(self, name), name, 0.0, float("inf"))
-        for name in ("beta1", "beta2"):
-            check_float(getattr(self, name), name, 0.0, 1.0)
-            check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
-        check_int(self.sequence_length, "sequence_length", 1)
-        check(
-            self.sequence_length >= self.num_heads + 2,
-            "sequence_length",
-            self.sequence_length,
-            f"at least {self.num_heads + 2}: the label of head {self.num_heads} is "
-            f"{self.num_heads + 1} tokens further",
-        )
-        check(
-            self.warmup_steps < self.steps,
-            "warmup_steps",
-            self.warmup_steps,
-            f"less than steps={self.steps}",
-        )
-
-    @property
-    def labels(self) -> tuple[int, ...]:
-        """Labels per sequence of each head: head i (from 1) at position t has token t + 1 + i."""
-        return tuple(self.sequence_length - 1 - i for i in range(1, self.num_heads + 1))
 
 
 class HeadMetrics(flax.struct.PyTreeNode):

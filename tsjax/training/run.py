@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import check, check_int, refuse_unknown
-from tsjax.decoding.step import programs
+from tsjax.config import HeadTraining, check, check_int, refuse_unknown
+from tsjax.decoding.programs import programs
 from tsjax.files.checkpoint import Model, write_heads
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.files.whole_files import final_name, write_text
@@ -37,7 +37,6 @@ from tsjax.model.sharding import mesh_of, named_sharding
 from tsjax.training.corpus import Corpus, Order, predictions_from_counts, read_corpus
 from tsjax.training.loss import (
     TOP,
-    HeadTraining,
     add_gradients,
     cast_heads,
     init_heads,

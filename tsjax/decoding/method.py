@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a method of decoding is, and plain decoding, which is one.
+
+Knows what a step asks of a method. Does not know how drafts are found: each method says that in a
+file of its own. Every method returns the tokens of `Autoregressive`; they differ in how many a step
+finds. In bfloat16 and float16 drafts may part from it at a near-tie, as wider passes round
+otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig
+from tsjax.decoding.state import Acceptance, DecodeState, Verdict
+from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
+from tsjax.model.params import Params
+
+Memory = Any  # a pytree of arrays: what a method remembers from step to step
+
+
+class Sizes(NamedTuple):
+    """The static sizes of a method's trees.
+
+    Attributes:
+      width: T, the root and every node that a step can draft.
+      depth: J, drafted tokens on the longest path. A step emits at most one more.
+      levels: depths for which `draft` gets the noise, to rank its tokens with it.
+      narrower: widths of narrower passes to compile beside the one of `width` rows; a step takes
+        the narrowest that holds its tree.
+      positions: depths that count in `RunStats.alpha`; 0 for all.
+      with_attended: whether `learn` reads `verdict.rows.attended`.
+    """
+
+    width: int = 1
+    depth: int = 0
+    levels: int = 0
+    narrower: tuple[int, ...] = ()
+    positions: int = 0
+    with_attended: bool = False
+
+    @property
+    def pass_widths(self) -> tuple[int, ...]:
+        """Rows of the passes that a step can choose from, ascending; the last is `width`."""
+        return (*sorted({rows for rows in self.narrower if rows < self.width}), self.width)
+
+
+class Measured(NamedTuple):
+    """What the host knows when it asks a method how to go on.
+
+    Attributes:
+      model: its config.
+      platform, device_kind: of the device, as jax names them.
+      context: mean length of the rows during the run, prompt included.
+      batch: rows.
+      current: the method that drafts; None before the first step.
+      steps, tokens: how many steps it took, and the tokens they found, of all rows together.
+    """
+
+    model: ModelConfig
+    platform: str
+    device_kind: str
+    context: int
+    batch: int
+    current: Method | None = None
+    steps: int = 0
+    tokens: int = 0
+
+
+class Method:
+    """Drafts the tree of each step. A frozen dataclass whose fields are its settings.
+
+    A step calls `draft`, judges the tree and then calls `learn`. Nothing here can change the tokens
+    that are returned. Methods are constants of the compiled step: what changes from step to step is
+    in their memory.
+    """
+
+    sources: ClassVar[tuple[str, ...]] = ("drafts",)  # what a drafted token can come from
+
+    def sizes(self, model: ModelConfig) -> Sizes:
+        """Static sizes; ValueError for a model that lacks what the method needs."""
+        return Sizes()
+
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Memory:
+        """The memory before anything is known. On a mesh, arrays that are not placed go to every
+        device."""
+        return ()
+
+    def read(self, model: ModelConfig, params: Params, memory: Memory, state: DecodeState):
+        """The memory with all known tokens, of which it may know some.
+
+        Comes before each chunk of steps, so it has to cost little where nothing is new.
+        """
+        return memory
+
+    def draft(
+        self, model: ModelConfig, params: Params, state: DecodeState, noise
+    ) -> tuple[Memory, DraftTree]:
+        """The memory, and the tree of one step.
+
+        `noise` [B, levels, V] is that of the positions from state.length on.
+        """
+        raise NotImplementedError
+
+    def learn(
+        self,
+        model: ModelConfig,
+        params: Params,
+        memory: Memory,
+        state: DecodeState,
+        verdict: Verdict,
+        acceptance: Acceptance,
+    ) -> Memory:
+        """The memory after a step, whose tokens `state` has already: state.emitted of each row."""
+        return memory
+
+    def next(self, measured: Measured) -> Method:
+        """On the host, before a run and between chunks of steps: the method that goes on.
+
+        One of the same sources, or plain decoding. Its memory begins anew and reads what is known.
+        """
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Autoregressive(Method):
+    """Plain decoding, one token per step: the definition every other method must reproduce."""
+
+    sources: ClassVar[tuple[str, ...]] = SOURCES
+
+    def draft(self, model, params, state, noise):
+        batch = state.root.shape[0]
+        nothing = jnp.zeros((batch, 0, 0), jnp.int32), jnp.zeros((batch, 0), jnp.int32)
+        return (), merge_paths(state.root, *nothing, width=1, num_sources=len(self.sources))

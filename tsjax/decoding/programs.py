@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The functions of a run, compiled.
+
+Knows which arguments are static and which states are given up. Does not know what runs when.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from tsjax.decoding.reading import finish_part, read_part
+from tsjax.decoding.replaying import replay
+from tsjax.decoding.step import decode
+from tsjax.model.logits import hidden_states, logits
+
+
+class Programs(NamedTuple):
+    """Functions of decoding and of the model, compiled; those with a state donate it."""
+
+    read_part: Any
+    finish_part: Any
+    decode: Any
+    replay: Any
+    hidden_states: Any
+    logits: Any
+
+
+@functools.cache
+def programs(platform: str, dtype: str) -> Programs:
+    """What `generate` and `forward` run on a platform ("cpu", "gpu", ...), for a model's type."""
+    options = None
+    if platform == "cpu" and dtype == "bfloat16":
+        # In jax 0.10 this pass widens every bfloat16 operation to float32, slices too, and the
+        # widened copy of the whole cache then moves out of the loop over its blocks.
+        options = {"xla_disable_hlo_passes": "float-normalization-bf16"}
+    jit = functools.partial(jax.jit, compiler_options=options)
+    return Programs(
+        read_part=jit(
+            read_part, static_argnames=("part", "width", "cfg"), donate_argnames=("state",)
+        ),
+        finish_part=jit(finish_part, static_argnames=("part", "cfg"), donate_argnames=("state",)),
+        decode=jit(decode, static_argnames=("cfg",), donate_argnames=("state",)),
+        replay=jit(replay, static_argnames=("cfg",), donate_argnames=("state", "found")),
+        hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),
+        logits=jit(logits, static_argnames=("cfg", "width")),
+    )

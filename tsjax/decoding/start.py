@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state before anything has run: what is known, and empty buffers.
+
+Knows what a config needs. Does not know steps.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tsjax.config import GenerationConfig
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.noise import check_keys, row_keys
+from tsjax.decoding.sampling import (
+    SamplingValues,
+    first_last_seen,
+    sampling_values,
+)
+from tsjax.decoding.state import RUNNING, DecodeState, StepStats
+from tsjax.model.cache import init_cache
+
+
+def init_state(
+    tokens,
+    prompt_length,
+    *,
+    cfg: DecodeConfig,
+    capacity: int,
+    max_length,
+    length=None,
+    sampling: SamplingValues | None = None,
+    row_key=None,
+    mesh=None,
+    prompt_capacity: int | None = None,
+) -> DecodeState:
+    """The state before prefill: tokens known, cache empty.
+
+    Args:
+      tokens: [B, P] int32, prompts padded on the right with anything.
+      prompt_length: [B] int32, at least 1.
+      capacity: slots of the cache and of the token buffer, at least P and one step's drafts.
+      max_length: [B] int32, prompt and new tokens together; at most what `capacity` holds, that is
+        capacity - cfg.rows_ahead: a step writes the rows of its longest path, or those it revives.
+      length: [B] int32, known tokens when a run continues after its prompt; else prompt_length.
+      sampling: greedy without stop tokens if None.
+      row_key: [B] PRNG keys, see `row_keys`; those of seed 0 if None.
+      mesh: where the parameters are placed, None for one device.
+      prompt_capacity: with a lazy prefill, tokens of the longest prompt that its buffers hold; P if
+        None. A run then continues nowhere but after its prompt: `length` is None or prompt_length.
+    """
+    tokens, prompt_length = jnp.asarray(tokens), jnp.asarray(prompt_length)
+    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise ValueError(
+            f"tokens of shape {tokens.shape} and type {tokens.dtype} is not valid: [B, P] integers"
+        )
+    batch, width = tokens.shape
+    if prompt_length.shape != (batch,):
+        raise ValueError(
+            f"prompt_length of shape {prompt_length.shape} is not valid: one for each of {batch} "
+            "rows"
+        )
+    if width > capacity:
+        raise ValueError(f"capacity={capacity} is not valid: at least the {width} prompt columns")
+    if capacity <= cfg.rows_ahead:
+        raise ValueError(
+            f"capacity={capacity} is not valid: at least {cfg.rows_ahead + 1} slots, for the "
+            "longest path of one step and what it revives"
+        )
+    model = cfg.model
+    if sampling is None:
+        sampling = sampling_values(GenerationConfig(), (), model.vocab_size, model.dtype)
+    if row_key is None:
+        row_key = row_keys([0] * batch, [0] * batch)
+    check_keys(row_key)
+    length = jnp.asarray(prompt_length if length is None else length, jnp.int32)
+    known = jnp.arange(width) < length[:, None]
+    tokens = jnp.where(known, jnp.asarray(tokens, jnp.int32), 0)
+    # A state is made to be donated, so it shares no array with its caller.
+    state = DecodeState(
+        kv=init_cache(model, batch, capacity, mesh).replace(length=length - 1),
+        tokens=jnp.pad(tokens, ((0, 0), (0, capacity - width))),
+        sources=jnp.zeros((batch, capacity), jnp.uint8),
+        prompt_length=jnp.array(prompt_length, jnp.int32),
+        max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity - cfg.rows_ahead),
+        last_seen=first_last_seen(tokens, length, model.vocab_size),
+        row_key=jnp.copy(row_key),
+        finish=jnp.full((batch,), RUNNING, jnp.int8),
+        sampling=jax.tree.map(jnp.copy, sampling),
+        stats=init_stats(cfg, batch),
+        emitted=jnp.zeros((batch,), jnp.int32),
+        room=jnp.full((batch,), capacity, jnp.int32),
+        memory=cfg.method.init(model, batch, capacity, mesh),
+    )
+    if cfg.prefill is not None:
+        state = cfg.prefill.begin(
+            state, width if prompt_capacity is None else prompt_capacity, model
+        )
+    return state if mesh is None else _on_each_device(state, mesh)
+
+
+def init_stats(cfg: DecodeConfig, batch: int) -> StepStats:
+    return StepStats(
+        steps=jnp.zeros((batch,), jnp.int32),
+        drafted=jnp.zeros((batch,), jnp.int32),
+        accepted=jnp.zeros((batch, cfg.sizes.depth + 1), jnp.int32),
+        by_source=jnp.zeros((batch, len(cfg.method.sources)), jnp.int32),
+    )
+
+
+def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None) -> DecodeState:
+    """The state as another method begins with it: its memory knows nothing, counters are 0."""
+    batch, capacity = state.tokens.shape
+    memory = cfg.method.init(cfg.model, batch, capacity, mesh)
+    state = state.replace(memory=memory, stats=init_stats(cfg, batch))
+    return state if mesh is None else _on_each_device(state, mesh)
+
+
+def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int) -> int:
+    """Bytes of what `init_state` allocates beside the cache, on one device."""
+    shapes = jax.eval_shape(lambda: cfg.method.init(cfg.model, batch, capacity, None))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+
+
+def _on_each_device(state: DecodeState, mesh) -> DecodeState:
+    """Copies everything to all devices of the mesh but what is placed: cache and memory may be."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+
+    def place(x):
+        return jax.device_put(x, everywhere)
+
+    def place_rest(x):
+        placed = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
+        return x if placed else place(x)
+
+    mixed = jax.tree.map(place_rest, (state.kv, state.memory))
+    state = jax.tree.map(place, state.replace(kv=None, memory=None))
+    return state.replace(kv=mixed[0], memory=mixed[1])

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run: the state is filled, and chunks of steps run until every row has ended.
+
+Knows the device's programs, clocks, and what the host reads after a chunk. Does not know how a step
+works, and decides nothing: methods say how to go on, a row ends by its own rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax.decoding.method import Autoregressive
+from tsjax.decoding.noise import row_keys
+from tsjax.decoding.programs import Programs, programs
+from tsjax.decoding.sampling import sampling_values
+from tsjax.decoding.start import init_state, with_method
+from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
+from tsjax.files.checkpoint import Model
+from tsjax.host.compilation import Stopwatch, keep_programs
+from tsjax.host.interrupt import Interrupt
+from tsjax.host.judge import Judge
+from tsjax.host.request import Request, repeat_numbers
+from tsjax.host.stop_strings import StopStrings
+from tsjax.model.sharding import mesh_of
+
+SECONDS_PER_CHUNK = 0.2
+_REASONS = {EOS: "eos", LENGTH: "length"}
+
+
+@dataclasses.dataclass(frozen=True)
+class News:
+    """One chunk as the host sees it. `all_tokens` are the rows' new tokens since the prompt."""
+
+    tokens: list[np.ndarray]
+    sources: list[np.ndarray]  # as in StreamChunk
+    all_tokens: list[np.ndarray]
+    reasons: list[str | None]
+    newly_ended: list[bool]
+    steps: StepStats  # of the run so far, as NumPy arrays
+    computed: int  # tokens that the steps emitted, kept or not
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    gave_up: bool
+    prompt_computed: tuple[float, ...]
+
+    @property
+    def last(self) -> bool:
+        return None not in self.reasons
+
+
+def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
+    """Yields the News of each chunk of steps; the last one has every finish reason filled in."""
+    prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
+    with prefilling, interrupt:
+        state = start_run(model, request, interrupt)
+    rows, judge = Rows(model, request), Judge(request, state)
+    decode, earlier = request.decode, _on_host(state.stats)
+    while True:
+        if not interrupt.requested and rows.running:
+            with decoding, interrupt:
+                state = programs_of(model).decode(model.params, state, steps, cfg=decode)
+                state.kv.length.block_until_ready()
+            steps = _next_chunk(steps, decoding.last)
+        changed = decode != request.decode
+        read = rows.read(state, interrupt.requested)
+        yield News(
+            **read,
+            steps=_sum(earlier, state.stats) if changed else _on_host(state.stats),
+            prefill_seconds=prefilling.seconds,
+            decode_seconds=decoding.seconds,
+            compile_seconds=prefilling.compiling + decoding.compiling,
+            gave_up=changed and isinstance(decode.method, Autoregressive),
+            prompt_computed=_prompt_computed(state),
+        )
+        if not rows.running:
+            return
+        method = judge.next(decode.method, state)
+        if method != decode.method:
+            earlier = _sum(earlier, state.stats) if changed else _on_host(state.stats)
+            decode = dataclasses.replace(decode, method=method)
+            state = with_method(state, decode, mesh_of(model.params))
+        state = rows.stop(state)
+
+
+class Rows:
+    """The rows of a run as the host knows them: what was emitted, and why a row has ended."""
+
+    def __init__(self, model: Model, request: Request):
+        self._request, self._watch = request, StopStrings(model, request)
+        self._emitted = [len(row) for row in request.rows]
+        self._reasons = list(request.finish_reason)
+
+    @property
+    def running(self) -> bool:
+        return None in self._reasons
+
+    def read(self, state: DecodeState, interrupted: bool) -> dict:
+        """What is new, as the fields of News."""
+        tokens, length, finish = map(np.asarray, (state.tokens, state.length, state.finish))
+        drafted_by, begun = np.asarray(state.sources), list(self._reasons)
+        new, sources = [], []
+        for row, reason in enumerate(begun):
+            known = self._emitted[row]
+            fresh = np.array(tokens[row, known : length[row] if reason is None else known])
+            if reason is None:
+                cut = self._watch.find(row, fresh)
+                if cut is not None:
+                    fresh, self._reasons[row] = fresh[:cut], "stop_string"
+                elif finish[row] in _REASONS:
+                    self._reasons[row] = _REASONS[finish[row]]
+                elif interrupted:
+                    self._reasons[row] = "interrupted"
+            self._emitted[row] += len(fresh)
+            sources.append(drafted_by[row, known : self._emitted[row]].copy())
+            new.append(fresh)
+        return {
+            "tokens": new,
+            "sources": sources,
+            "all_tokens": [
+                tokens[row, n : self._emitted[row]].copy()
+                for row, n in enumerate(self._request.prompt_length)
+            ],
+            "reasons": list(self._reasons),
+            "newly_ended": [a is not b for a, b in zip(begun, self._reasons, strict=True)],
+            "computed": int(length.sum()) - sum(map(len, self._request.rows)),
+        }
+
+    def stop(self, state: DecodeState) -> DecodeState:
+        """The state in which rows that the host has ended run no more."""
+        ended = np.asarray([reason is not None for reason in self._reasons])
+        stopped = ended & (np.asarray(state.finish) == RUNNING)
+        if not stopped.any():
+            return state
+        return state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+
+
+def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
+    """Allocates the state and prefills it."""
+    cfg, config, rows = model.cfg, request.config, request.rows
+    mesh = mesh_of(model.params)
+    # As wide as the buffer: operations of init_state compile for a width, not for each prompt.
+    tokens = np.zeros((len(rows), request.capacity), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    state = init_state(
+        tokens,
+        np.asarray(request.prompt_length, np.int32),
+        cfg=request.decode,
+        capacity=request.capacity,
+        max_length=np.asarray(request.max_length, np.int32),
+        length=np.asarray([len(row) for row in rows], np.int32),
+        sampling=sampling_values(config, request.stop_ids, cfg.vocab_size, cfg.dtype),
+        row_key=row_keys(request.seeds, repeat_numbers(request)),
+        mesh=mesh,
+        prompt_capacity=request.prompt_capacity,
+    )
+    if any(request.finish_reason):
+        ended = np.asarray([reason is not None for reason in request.finish_reason])
+        state = state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
+    for begun in _read(model, request, state):
+        state = begun
+        if interrupt.requested:
+            break  # the rows are reported as interrupted, no step runs on this state
+        state.kv.length.block_until_ready()
+    return state
+
+
+def _read(model: Model, request: Request, state: DecodeState) -> Iterator[DecodeState]:
+    """Yields the state before each pass of the prefill and after the last one."""
+    compiled, cfg = programs_of(model), request.decode
+    yield state
+    for part, widths in enumerate(request.prefill_widths):
+        start = 0
+        for width in widths:
+            state = compiled.read_part(model.params, state, start, part=part, width=width, cfg=cfg)
+            start += width
+            yield state
+        if part < len(request.prefill_widths) - 1:
+            state = compiled.finish_part(model.params, state, part=part, cfg=cfg)
+            yield state
+
+
+def programs_of(model: Model) -> Programs:
+    """The compiled functions for the device where a model lies."""
+    device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+    if device.platform == "gpu":
+        keep_programs()
+    return programs(device.platform, model.cfg.dtype)
+
+
+def _on_host(stats: StepStats) -> StepStats:
+    return jax.tree.map(np.array, stats)
+
+
+def _sum(earlier: StepStats, later: StepStats) -> StepStats:
+    """Counters of a run whose method has changed: to one of the same sources, or a plain one."""
+    depth = max(earlier.accepted.shape[1], later.accepted.shape[1])
+
+    def padded(accepted):
+        return np.pad(accepted, ((0, 0), (0, depth - accepted.shape[1])))
+
+    later = _on_host(later)
+    same = earlier.by_source.shape == later.by_source.shape
+    return earlier.replace(
+        steps=earlier.steps + later.steps,
+        drafted=earlier.drafted + later.drafted,
+        accepted=padded(earlier.accepted) + padded(later.accepted),
+        by_source=earlier.by_source + (later.by_source if same else 0),
+    )
+
+
+def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
+    if state.prompt is None:
+        return ()
+    counts = np.asarray(jnp.sum(state.prompt.computed, axis=(1, 2)))
+    rows, tokens = state.prompt_length.shape[0], int(np.sum(state.prompt_length))
+    return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
+
+
+def _next_chunk(steps: int, elapsed: float) -> int:
+    """Chunks grow until one takes long enough not to matter and short enough to be interrupted."""
+    wanted = int(steps * SECONDS_PER_CHUNK / max(elapsed, 1e-6))
+    return max(1, min(wanted, 4 * steps))

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which prompt tokens the layers after a cut take: scores by attention, and the best of them.
+
+Knows what rows attended to and what a prompt's state says. Computes no token.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import cache_scores
+from tsjax.decoding.noise import uniform
+from tsjax.lazy.settings import kept
+from tsjax.lazy.state import Plan, PromptState
+from tsjax.model.cache import KVCache
+from tsjax.model.passes import Rows
+
+
+def scores_of(plan: Plan, prompt: PromptState, kv: KVCache, stage: int, rows: Rows):
+    """[B, P]: the attention that each prompt token gets from rows in a stage's last layers.
+
+    The mean over query heads, with all that a row sees in the denominator; sums over the rows and
+    over `score_layers` layers.
+    """
+    lazy, (B, P) = plan.lazy, prompt.done.shape
+    if lazy.scores == "random":
+        return jnp.broadcast_to(uniform(lazy.seed, P), (B, P))
+    layers = plan.stages[stage]
+    total = jnp.zeros((), jnp.float32)
+    for layer, attended in list(zip(layers, rows.attended, strict=True))[-lazy.score_layers :]:
+        query, (_, log_totals) = attended
+        for row in range(query.shape[1]):
+            total = total + cache_scores(
+                query[:, row], kv.k[layer], kv.rows_in(layer), "softmax",
+                log_totals=log_totals[:, row],
+            )  # fmt: skip
+    if stage == 0:
+        by_position = total[:, :P]
+    else:
+        slots = prompt.slots[stage - 1]
+        found = jnp.take_along_axis(total, jnp.minimum(slots, total.shape[1] - 1), axis=1)
+        by_position = jnp.where(slots < total.shape[1], found, 0)
+    return by_position
+
+
+def scores_of_each_other(plan: Plan, rows: Rows, causal):
+    """[B, W]: what rows add to the scores of one another, which no cache holds yet."""
+    lazy, model = plan.lazy, plan.model
+    total = jnp.zeros((), jnp.float32)
+    for keys, attended in list(zip(rows.k, rows.attended, strict=True))[-lazy.score_layers :]:
+        query, (_, log_totals) = attended
+        B, W, N, H = query.shape
+        shape = (B, W, model.num_kv_heads, model.group_size)
+        products = jnp.einsum(
+            "bwkgh,bukh->bwukg", query.reshape(*shape, H), keys,
+            preferred_element_type=log_totals.dtype,
+        )  # fmt: skip
+        weights = jnp.exp(products * H**-0.5 - log_totals.reshape(shape)[:, :, None])
+        total = total + jnp.where(causal, jnp.sum(weights, axis=(3, 4)) / N, 0).sum(axis=1)
+    return total
+
+
+def chosen_for(
+    plan: Plan, prompt: PromptState, stage: int, scores, prompt_length, committed, recent: int
+):
+    """[B, P] bool: the prompt tokens that take part in a stage, by the scores of the one before.
+
+    Of prompt_length [B] tokens, kept(share) are chosen among the first `committed` [B]; those
+    beyond, of which the prompt's last token may be one, take part anyway.
+    """
+    lazy, position = plan.lazy, jnp.arange(prompt.capacity)
+    is_committed = position < committed[:, None]
+    candidates = prompt.chosen[stage - 1] & is_committed
+    if lazy.pool > 1:
+        takes_part = prompt.chosen[stage - 1] & (position < prompt_length[:, None])
+        scores = lax.reduce_window(
+            jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
+        )
+    always = (position < lazy.sinks) | (position >= prompt_length[:, None] - recent)
+    always &= candidates
+    count = kept(lazy.cuts[stage - 1][1], prompt_length) - (prompt_length - committed)
+    count = jnp.maximum(count, jnp.sum(always, axis=1, dtype=jnp.int32))
+    best = best_tokens(jnp.where(always, jnp.inf, scores), candidates, count)
+    return best | ~is_committed
+
+
+def best_tokens(scores, candidates, count):
+    """[B, P] bool: of the candidates, the `count` [B] with the highest scores; ties by position.
+
+    Exact whatever P is. Scores are not negative, so they are ordered as their bits are: the lowest
+    score that is taken is found bit by bit.
+    """
+    signed = {4: jnp.int32, 8: jnp.int64}[scores.dtype.itemsize]
+    bits = lax.bitcast_convert_type(scores, signed)
+    bits = jnp.where(candidates, bits, -1)
+
+    def add_bit(index, lowest):
+        trial = lowest | (jnp.ones((), signed) << (8 * scores.dtype.itemsize - 2 - index))
+        enough = jnp.sum(bits >= trial[:, None], axis=1, dtype=jnp.int32) >= count
+        return jnp.where(enough, trial, lowest)
+
+    nothing = jnp.zeros(scores.shape[:1], signed)
+    lowest = lax.fori_loop(0, 8 * scores.dtype.itemsize - 1, add_bit, nothing)[:, None]
+    above, equal = bits > lowest, bits == lowest
+    room = count[:, None] - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=1, dtype=jnp.int32) <= room))

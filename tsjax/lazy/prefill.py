@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LazyPrefill: how a prompt is read by its important tokens, and how that wraps a step.
+
+Knows stages and revivals, and the step that it wraps. Decoding knows no more of it than the
+functions of this class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from tsjax.config import ModelConfig, check
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Method, Sizes
+from tsjax.decoding.sampling import best, step_noise
+from tsjax.decoding.state import DecodeState, Verdict
+from tsjax.decoding.step import commit, decode_step
+from tsjax.decoding.verification import accept, scores_of
+from tsjax.lazy.revival import (
+    is_reviving,
+    revive_in_background,
+    run_choosing,
+    tokens_until_choice,
+)
+from tsjax.lazy.settings import LazySettings
+from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
+from tsjax.lazy.state import Plan, init_prompt, prompt_bytes
+from tsjax.model.params import Params
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LazyPrefill(LazySettings):
+    __doc__ = LazySettings.__doc__
+
+    def plan(self, model: ModelConfig) -> Plan:
+        return Plan(self, model)
+
+    def check(self, model: ModelConfig, method: Method, sizes: Sizes) -> None:
+        """Refuses what a model's layers or a method's drafts do not allow."""
+        if isinstance(self.keep, str):
+            raise ValueError(
+                f"keep={self.keep!r} is not valid here: tsjax.generate names the cuts by the "
+                "length of the prompt; LazyPrefill.resolved(model.cfg, tokens) does the same"
+            )
+        layers, shown = model.num_layers, dict(self.keep)
+        for layer in shown:
+            check(
+                layer < layers,
+                "keep",
+                shown,
+                f"a cut after layer {layer}, but the model has {layers} layers: at most "
+                f"{layers - 1}",
+            )
+        check(
+            0 not in shown or self.scores == "random",
+            "keep",
+            shown,
+            "a cut before the first layer needs scores='random', as nothing attends there",
+        )
+        if self.revive == "on_demand" and sizes.width > 1:
+            raise ValueError(
+                f"revive='on_demand' is not valid with method={type(method).__name__}: each "
+                "new token then chooses what it sees, so none can be judged ahead; use "
+                "revive='background' or 'never', or method='autoregressive'"
+            )
+
+    @property
+    def rows_ahead(self) -> int:
+        """Slots after the longest text that a revival may write to in vain."""
+        return 0 if self.revive == "never" else self.revive_rows
+
+    # --- the prefill ----------------------------------------------------------------------------
+
+    def begin(self, state: DecodeState, prompt_capacity: int, model: ModelConfig) -> DecodeState:
+        """The state with no row in any layer yet, and room for prompts of `prompt_capacity`."""
+        batch, capacity = state.tokens.shape
+        _check_prompts(state, prompt_capacity, capacity)
+        absent = jnp.broadcast_to(state.kv.length, (model.num_layers, batch))
+        plan = self.plan(model)
+        prompt = init_prompt(plan, state.prompt_length, prompt_capacity, capacity)
+        return state.replace(kv=state.kv.replace(absent=absent), prompt=prompt)
+
+    def prompt_bytes(
+        self, model: ModelConfig, batch: int, prompt_capacity: int, capacity: int
+    ) -> int:
+        """Bytes of what `begin` allocates."""
+        return prompt_bytes(self.plan(model), batch, prompt_capacity, capacity)
+
+    def parts(self, model: ModelConfig, known) -> list:
+        plan = self.plan(model)
+        return [tokens_to_fill(plan, stage, known) for stage in range(len(plan.stages))]
+
+    def check_width(self, state: DecodeState, width: int) -> None:
+        """Each stage's passes, up to the longest prompt, have to fit."""
+        most = state.prompt.capacity
+        if -(-(most - 1) // width) * width > state.kv.capacity:
+            raise ValueError(
+                f"width={width} is not valid: passes through up to {most} prompt tokens would not "
+                f"fit into the capacity {state.kv.capacity}"
+            )
+
+    def read_part(
+        self, params: Params, state: DecodeState, *, part: int, width: int, cfg: DecodeConfig
+    ) -> DecodeState:
+        return fill_stage(self.plan(cfg.model), params, state, part, width)
+
+    def finish_part(
+        self, params: Params, state: DecodeState, *, part: int, cfg: DecodeConfig
+    ) -> DecodeState:
+        plan = self.plan(cfg.model)
+        return state if part == plan.last_stage else choose_stage(plan, params, state, part)
+
+    # --- decoding -------------------------------------------------------------------------------
+
+    def step(self, params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
+        """One step of decoding, and what it takes to keep the prompt's tokens where they belong."""
+        plan, inner = self.plan(cfg.model), dataclasses.replace(cfg, prefill=None)
+        if self.revive == "on_demand":
+            state, after = _choosing_step(plan, params, state, inner)
+        else:
+            if self.revive == "background":
+                state = revive_in_background(plan, params, state)
+                state = state.replace(room=tokens_until_choice(plan, state))
+            after = decode_step(params, state, cfg=inner)
+        prompt = note_committed(plan, state, cfg.sizes.depth, after=after.kv.length)
+        return after.replace(prompt=prompt)
+
+    def is_reviving(self, model: ModelConfig, state: DecodeState) -> bool:
+        """Whether a row that still runs lacks tokens that come back in the background."""
+        return is_reviving(self.plan(model), state)
+
+
+def _choosing_step(plan: Plan, params: Params, state: DecodeState, cfg: DecodeConfig):
+    """A step of plain decoding whose root chooses what it sees of the prompt; the state before the
+    token is committed, and after."""
+    noise = step_noise(state.row_key, state.length, 0, cfg.model.vocab_size, state.sampling)
+    _, root = cfg.method.draft(cfg.model, params, state, noise)
+    positions = state.kv.length[:, None]
+    state, rows = run_choosing(plan, params.model, state, root.tokens, positions)
+    scores = scores_of(params.model, state, root, rows, noise, cfg=cfg)
+    verdict = Verdict(target=best(scores), rows=rows)
+    return state, commit(state, root, verdict, accept(root, verdict))
+
+
+def _check_prompts(state: DecodeState, prompt_capacity: int, capacity: int) -> None:
+    if not 0 < prompt_capacity <= capacity:
+        raise ValueError(
+            f"prompt_capacity={prompt_capacity} is not valid: at most the capacity {capacity}"
+        )
+    if isinstance(state.prompt_length, Tracer) or isinstance(state.length, Tracer):
+        return
+    longest = int(jnp.max(state.prompt_length))
+    if longest > prompt_capacity:
+        raise ValueError(
+            f"prompt_capacity={prompt_capacity} is not valid: at least the {longest} tokens of the "
+            "longest prompt"
+        )
+    if bool(jnp.any(state.length != state.prompt_length)):
+        raise ValueError(
+            f"length={state.length} is not valid with a lazy prefill: a run begins after its prompt"
+        )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a lazy prefill remembers of a prompt: how far each token has come, and where it is.
+
+Knows the buffers and what their unused parts mean. Does not know how they are filled.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig
+from tsjax.lazy.settings import LazySettings
+
+UNSEEN = 2**31 - 1  # the rank of a token that no row sees: beyond every position
+
+
+class PromptState(flax.struct.PyTreeNode):
+    """What a lazy prefill remembers of each prompt token, P of them, by position.
+
+    The layers before the first cut are stage 0, those between two cuts or behind the last are the
+    stages that follow. A token is computed stage by stage, so one number says how far it has come
+    and one hidden state is enough to go on from there. Entries of positions that are no prompt's
+    are unspecified.
+
+    Attributes:
+      hidden: [B, P, D], what the last layer that computed the token gave: the paper's aux cache.
+      done: [B, P] int8, stages that computed it.
+      chosen: one [B, P] bool per stage, the tokens that take part in it; all in the first. True at
+        positions that are no prompt's.
+      slots: one [B, P] int32 per stage but the first, where the token is in the caches of its
+        layers; C where they lack it. In the first stage it is the position.
+      order: one [B, C] int32 per stage but the first, the position of the token in each slot of its
+        layers, or UNSEEN if it takes no part. Entries beyond the rows of a layer are unspecified.
+      computed: [stages, B, P] int8, how often a stage computed the token: at most once.
+      last: [B, W, D], what the last W prompt tokens have come to during the prefill.
+    """
+
+    hidden: jax.Array
+    done: jax.Array
+    chosen: tuple[jax.Array, ...]
+    slots: tuple[jax.Array, ...]
+    order: tuple[jax.Array, ...]
+    computed: jax.Array
+    last: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """P."""
+        return self.hidden.shape[1]
+
+
+class Plan(NamedTuple):
+    """A lazy prefill of a model: the cuts are named, so the stages are known."""
+
+    lazy: LazySettings
+    model: ModelConfig
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The layers between the cuts."""
+        cuts = [layer for layer, _ in self.lazy.cuts]
+        return tuple(map(range, [0, *cuts], [*cuts, self.model.num_layers]))
+
+    @property
+    def last_stage(self) -> int:
+        return len(self.lazy.cuts)
+
+
+def init_prompt(plan: Plan, prompt_length, prompt_capacity: int, capacity: int) -> PromptState:
+    """A PromptState with nothing computed yet and every token to take part.
+
+    The prompt's last token comes with the first step of decoding, so nothing here computes it.
+    """
+    stages, D, dtype = len(plan.stages), plan.model.embed_dim, plan.model.dtype
+    batch, P = prompt_length.shape[0], prompt_capacity
+    is_last = jnp.arange(P) == prompt_length[:, None] - 1
+    return PromptState(
+        hidden=jnp.zeros((batch, P, D), dtype),
+        done=jnp.where(is_last, stages, 0).astype(jnp.int8),
+        chosen=tuple(jnp.ones((batch, P), bool) for _ in range(stages)),
+        slots=tuple(jnp.full((batch, P), capacity, jnp.int32) for _ in range(stages - 1)),
+        order=tuple(jnp.zeros((batch, capacity), jnp.int32) for _ in range(stages - 1)),
+        computed=jnp.zeros((stages, batch, P), jnp.int8),
+        last=jnp.zeros((batch, plan.lazy.window, D), dtype),
+    )
+
+
+def prompt_bytes(plan: Plan, batch: int, prompt_capacity: int, capacity: int) -> int:
+    """Bytes of what `init_prompt` allocates."""
+    length = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    shapes = jax.eval_shape(lambda n: init_prompt(plan, n, prompt_capacity, capacity), length)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""NGram: drafts from the text so far, prompt and output. No heads, no pass of the model.
+
+Knows the table of frequent n-grams and the longest suffix match of history.py, and how paths from
+several sources become one tree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig, check, check_int
+from tsjax.decoding.method import Method, Sizes
+from tsjax.decoding.sampling import WHOLE_CONTEXT
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
+from tsjax.methods.history import (
+    MATCH_LIMIT,
+    NgramTable,
+    enter,
+    init_table,
+    longest_suffix,
+    most_frequent,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NGram(Method):
+    """Drafts from the text so far alone (prompt and output): no heads, no pass of the model.
+
+    Attributes:
+      num_ngrams: how many of the most frequent n-grams that begin with the last token are drafted.
+      ngram_size: tokens of an n-gram, its first token included.
+      ngram_slots: n-grams that are kept for each first token, see `history.NgramTable`.
+      ngram_delay: an n-gram may be drafted once this many tokens follow it. None is the repetition
+        window while a penalty with a limited window is on, and 0 otherwise.
+      suffix_length: the longest continuation that is drafted after the longest earlier match of
+        the last tokens, see `history.longest_suffix`; 0 for none.
+      suffix_match: the fewest equal tokens that count as such a match.
+      pass_widths: narrower passes to compile beside the one that holds every draft a step can
+        make: a step takes the narrowest that holds its own. They pay where rows cost time, on a
+        CPU, and when drafts vary in number.
+    """
+
+    sources: ClassVar[tuple[str, ...]] = SOURCES
+
+    num_ngrams: int = 20
+    ngram_size: int = 4
+    ngram_slots: int = 32
+    ngram_delay: int | None = None
+    suffix_length: int = 16
+    suffix_match: int = 1
+    pass_widths: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        object.__setattr__(self, "pass_widths", as_tuples(self.pass_widths))
+        check(isinstance(self.pass_widths, tuple), "pass_widths", self.pass_widths, "a tuple")
+        for width in self.pass_widths:
+            check_int(width, "pass_widths", 1)
+        check_int(self.num_ngrams, "num_ngrams", 0, 1024)
+        check_int(self.ngram_size, "ngram_size", 2, 64)
+        check_int(self.ngram_slots, "ngram_slots", 1, 4096)
+        check(
+            self.ngram_slots >= self.num_ngrams,
+            "ngram_slots",
+            self.ngram_slots,
+            f"at least num_ngrams={self.num_ngrams}",
+        )
+        if self.ngram_delay is not None:
+            check_int(self.ngram_delay, "ngram_delay", 0)
+        check_int(self.suffix_length, "suffix_length", 0, 256)
+        check_int(self.suffix_match, "suffix_match", 1, MATCH_LIMIT)
+
+    @property
+    def ngram_depth(self) -> int:
+        """Drafted tokens of an n-gram."""
+        return self.ngram_size - 1 if self.num_ngrams else 0
+
+    def sizes(self, model: ModelConfig) -> Sizes:
+        return Sizes(
+            width=1 + self.num_ngrams * self.ngram_depth + self.suffix_length,
+            depth=max(self.ngram_depth, self.suffix_length),
+            narrower=self.pass_widths,
+            positions=self.ngram_depth,
+        )
+
+    def init(self, model, batch, capacity, mesh) -> NgramTable | None:
+        if not self.num_ngrams:
+            return None
+        return init_table(batch, model.vocab_size, self.ngram_slots, self.ngram_size)
+
+    def read(self, model, params, memory, state):
+        return self.enter(memory, state)
+
+    def draft(self, model, params, state, noise):
+        suffix, _ = self.suffix(state)
+        groups = [suffix, *self.ngrams(state.memory, state.root)]
+        return state.memory, as_tree(state.root, groups, self.sizes(model))
+
+    def learn(self, model, params, memory, state, verdict, acceptance):
+        return self.enter(memory, state)
+
+    def enter(self, table: NgramTable | None, state: DecodeState) -> NgramTable | None:
+        """With the n-grams that have become old enough.
+
+        The repetition penalty makes what was said within its window less likely, so n-grams wait
+        until they have left it.
+        """
+        if table is None:
+            return None
+        delay = self.ngram_delay
+        if delay is None:
+            values = state.sampling
+            limited = values.repetition_window < WHOLE_CONTEXT
+            on = (values.repetition_penalty > 1) & limited
+            delay = jnp.where(on, values.repetition_window, 0)
+        return enter(table, state.tokens, jnp.where(state.running, state.length - delay, 0))
+
+    def suffix(self, state: DecodeState) -> tuple[Paths, jax.Array]:
+        """What followed the longest earlier match of the last tokens, and how long that is [B]."""
+        if not self.suffix_length:
+            batch = state.root.shape[0]
+            none = jnp.zeros((batch, 0, 0), jnp.int32), jnp.zeros((batch, 0), jnp.int32)
+            return Paths(*none, "suffix"), jnp.zeros((batch,), jnp.int32)
+        tokens, count, matched = longest_suffix(state.tokens, state.length, self.suffix_length)
+        count = jnp.where(matched >= self.suffix_match, count, 0)
+        return Paths(tokens[:, None], count[:, None], "suffix"), matched
+
+    def ngrams(self, table: NgramTable | None, first) -> list[Paths]:
+        """What most often followed the tokens `first` [B]."""
+        if table is None:
+            return []
+        following, exists = most_frequent(table, first, self.num_ngrams)
+        return [Paths(following, following.shape[2] * exists.astype(jnp.int32), "ngrams")]
+
+
+@dataclasses.dataclass
+class Paths:
+    """Paths of one source: tokens [B, R, depth] of which the first `lengths` [B, R] count."""
+
+    tokens: jax.Array
+    lengths: jax.Array
+    source: str
+
+    def unless(self, rows) -> Paths:
+        """Without the paths of the batch rows `rows` [B]."""
+        return dataclasses.replace(self, lengths=jnp.where(rows[:, None], 0, self.lengths))
+
+    def after(self, first) -> Paths:
+        """The same with the tokens `first` [B] in front of each path that is not empty."""
+        first = jnp.broadcast_to(first[:, None, None], (*self.lengths.shape, 1))
+        lengths = self.lengths + (self.lengths > 0)
+        return dataclasses.replace(
+            self, tokens=jnp.concatenate([first, self.tokens], axis=2), lengths=lengths
+        )
+
+
+def as_tree(root, groups: Sequence[Paths], sizes: Sizes) -> DraftTree:
+    """One tree of all paths; of equal ones the first stays."""
+
+    def padded(tokens):
+        missing = sizes.depth - tokens.shape[2]
+        return jnp.pad(tokens, ((0, 0), (0, 0), (0, missing)))
+
+    return merge_paths(
+        root,
+        jnp.concatenate([padded(group.tokens) for group in groups], axis=1),
+        jnp.concatenate([group.lengths for group in groups], axis=1),
+        [SOURCES.index(group.source) for group in groups for _ in range(group.tokens.shape[1])],
+        width=sizes.width,
+        num_sources=len(SOURCES),
+    )
+
+
+def as_tuples(value: Any) -> Any:
+    """Lists and arrays, as a command line or a file has them, as tuples."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TokenSwift (arXiv 2502.18890): a tree of drafts from the model and its heads, and n-grams.
+
+Knows the model, its heads, the partial cache and the text so far. Does not know how a draft is
+judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig, check, check_int, one_of
+from tsjax.decoding.method import Sizes
+from tsjax.decoding.sampling import best_few, score
+from tsjax.decoding.state import Acceptance, DecodeState, Verdict
+from tsjax.methods.history import MATCH_LIMIT, NgramTable
+from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
+from tsjax.methods.partial_cache import (
+    DraftCache,
+    init_draft_cache,
+    refresh_draft_cache,
+    summarize_rest,
+)
+from tsjax.model.cache import write_rows
+from tsjax.model.control_flow import run_if
+from tsjax.model.heads import run_heads
+from tsjax.model.params import Params
+from tsjax.model.passes import Rows, run_rows
+from tsjax.model.transformer import final_norm, unembed
+
+DRAFT_FROM = ("partial_cache", "verified_state")
+Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenSwift(NGram):
+    """TokenSwift (arXiv 2502.18890): a tree of drafts from the model and its heads, and n-grams.
+
+    The defaults are the paper's. `Auto` chooses settings for a machine.
+
+    Attributes:
+      tree: the shape of the model's drafts. (1, 3, 3, 3) is the number of children of every node at
+        each depth; ((0,), (0, 0), (0, 1), (1,)) names every node by its path of ranks: (0, 1) is
+        the second best token after the best. () is no tree. A tree deeper than what the model
+        drafts is cut: partial_cache drafts draft_passes + heads tokens, verified_state one for
+        each head.
+      draft_from: "partial_cache" runs the model on a small part of the cache and the heads on its
+        result, as the paper; n-grams then begin with the best drafted token. "verified_state"
+        gives the heads the verified hidden state that the step before ended with, which costs no
+        pass of the model; n-grams begin with the last token.
+      draft_passes: passes on the partial cache per step, each of which drafts one token deeper.
+      draft_budget: slots of the partial cache per layer and kv head.
+      num_sinks: first tokens of the text that always stay in it.
+      draft_refresh: new tokens after which its tokens are chosen again, by their importance to the
+        newest one; None is when new ones have displaced all but the sinks, as in the paper. The
+        fewer, the more drafts are right; each choice reads all keys.
+      draft_rest: passes on the partial cache also see the tokens that are not in it, summed up as
+        one slot for each query head: what the last verified token saw of them. More drafts are
+        right, for one more reading of the partial cache per step. Not in the paper.
+      suffix_alone: where this many tokens or more match, what followed them is a row's only draft,
+        and where all rows have one, the passes on the partial cache are left out; 0 for never.
+      noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
+        are the most probable tokens, which sampling then chooses less often; the tokens that are
+        returned are the same.
+    """
+
+    tree: tuple[int, ...] | tuple[Path, ...] = (1, 3, 3, 3)
+    draft_from: str = "partial_cache"
+    draft_passes: int = 1
+    draft_budget: int = 4096
+    num_sinks: int = 16
+    draft_refresh: int | None = None
+    draft_rest: bool = False
+    suffix_alone: int = 0
+    noise_coupled: bool = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        object.__setattr__(self, "tree", as_tuples(self.tree))
+        for name in ("tree", "draft_from"):
+            check(
+                getattr(self, name) != "auto", name, "auto", "left to tsjax.Auto(), which chooses"
+            )
+        tree_paths(self.tree)
+        check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, one_of(DRAFT_FROM))
+        check_int(self.draft_passes, "draft_passes", 1, 64)
+        check_int(self.num_sinks, "num_sinks", 0)
+        check_int(self.draft_budget, "draft_budget", 1)
+        check(
+            self.draft_budget > self.num_sinks,
+            "draft_budget",
+            self.draft_budget,
+            f"larger than num_sinks={self.num_sinks}",
+        )
+        check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
+        if self.draft_refresh is not None:
+            check_int(self.draft_refresh, "draft_refresh", 1)
+        for name in ("draft_rest", "noise_coupled"):
+            check(isinstance(getattr(self, name), bool), name, getattr(self, name), "a boolean")
+
+    def plan(self, model: ModelConfig) -> Plan:
+        """What these settings come to with a model's heads."""
+        heads, partial = model.num_draft_heads, self.draft_from == "partial_cache"
+        if not partial and not heads and self.tree:
+            raise ValueError(
+                "draft_from='verified_state' needs draft heads, and the model has none: load some "
+                "with tsjax.load(..., heads=...), or use draft_from='partial_cache' or "
+                "method='ngram', which need no heads"
+            )
+        reach = heads + (self.draft_passes if partial else 0)
+        paths = tuple(path for path in tree_paths(self.tree) if len(path) <= reach)
+        check(
+            all(rank < model.vocab_size for path in paths for rank in path),
+            "tree",
+            self.tree,
+            f"ranks and children below the vocabulary size {model.vocab_size}",
+        )
+        follow = self.num_ngrams > 0 and partial
+        levels = max(max(map(len, paths), default=0), int(follow))
+        passes = min(self.draft_passes, levels) if partial else 0
+        return Plan(
+            paths=paths,
+            levels=levels,
+            best_of=1 + max((rank for path in paths for rank in path), default=0),
+            passes=passes,
+            ngrams_follow=follow,
+            rest=passes > 0 and self.draft_rest,
+            suffix_alone=self.suffix_alone if passes and self.suffix_length else 0,
+        )
+
+    def sizes(self, model: ModelConfig) -> Sizes:
+        plan = self.plan(model)
+        ngram_depth = self.ngram_depth + (1 if plan.ngrams_follow else 0)
+        nodes = set(plan.paths) | ({(0,)} if plan.ngrams_follow else set())
+        drafted, suffix = len(nodes) + self.num_ngrams * self.ngram_depth, self.suffix_length
+        never_both = 0 < plan.suffix_alone <= self.suffix_match
+        return Sizes(
+            width=1 + (max(drafted, suffix) if never_both else drafted + suffix),
+            depth=max(plan.levels, ngram_depth, suffix),
+            levels=plan.levels,
+            narrower=self.pass_widths,
+            positions=max(plan.levels, ngram_depth),
+            with_attended=plan.rest,
+        )
+
+    def init(self, model, batch, capacity, mesh) -> Recalled:
+        plan, cache, hidden = self.plan(model), None, None
+        if plan.passes:
+            budget = min(self.draft_budget, capacity)
+            cache = init_draft_cache(model, batch, budget, plan.passes - 1, mesh, plan.rest)
+        elif plan.levels:
+            hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
+        ngrams = super().init(model, batch, capacity, mesh)
+        return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
+
+    def read(self, model, params, memory, state) -> Recalled:
+        return memory.replace(ngrams=self.enter(memory.ngrams, state))
+
+    def draft(self, model, params, state, noise):
+        """Paths from the model, from frequent n-grams and from a suffix match.
+
+        Of the memory only unspecified slots of the partial cache change.
+        """
+        with jax.named_scope("draft"):
+            plan, memory, best = self.plan(model), state.memory, state.root
+            suffix, matched = self.suffix(state)
+            groups, alone = [], jnp.zeros(best.shape, bool)
+            if plan.suffix_alone:  # rows that draft what followed a long match, no more
+                alone = matched >= max(plan.suffix_alone, self.suffix_match)
+            if plan.levels:
+                wanted = jnp.any(state.running & ~alone)
+                cache, ranked = self._candidates(model, params, state, noise, wanted)
+                memory, best = memory.replace(cache=cache), ranked[0].tokens[:, 0]
+                groups.append(_tree_of(ranked, plan.paths))
+            ngrams = self.ngrams(memory.ngrams, best)
+            groups += [paths.after(best) for paths in ngrams] if plan.ngrams_follow else ngrams
+            groups = [suffix, *(group.unless(alone) for group in groups)]
+            return memory, as_tree(state.root, groups, self.sizes(model))
+
+    def learn(
+        self,
+        model,
+        params,
+        memory: Recalled,
+        state: DecodeState,
+        verdict: Verdict,
+        acceptance: Acceptance,
+    ) -> Recalled:
+        cache, hidden, rows = memory.cache, memory.hidden, verdict.rows
+        b = jnp.arange(state.emitted.shape[0])
+        # The last committed node of each row.
+        last = acceptance.path[b, jnp.maximum(state.emitted - 1, 0)]
+
+        def newest(new, old):
+            def one(new, old):
+                changed = (state.emitted > 0).reshape(-1, *(1,) * (old.ndim - 1))
+                return jnp.where(changed, new[b, last], old)
+
+            return jax.tree.map(one, new, old)
+
+        if hidden is not None:
+            hidden = newest(rows.hidden, hidden)
+        if cache is not None:
+            cache = refresh_draft_cache(
+                cache.replace(
+                    query=newest(rows.query, cache.query),
+                    attended=newest(rows.attended, cache.attended),
+                ),
+                state.kv,
+                num_sinks=self.num_sinks,
+                max_rows=self.sizes(model).depth + 1,
+                most_new=self.draft_refresh,
+            )
+        return Recalled(cache=cache, hidden=hidden, ngrams=self.enter(memory.ngrams, state))
+
+    def _candidates(self, model, params: Params, state: DecodeState, noise, wanted):
+        """The partial cache, and for each depth that the model drafts its candidates.
+
+        Where the scalar `wanted` is false the passes are left out, and no candidate is possible.
+        """
+        plan, memory, root = self.plan(model), state.memory, state.root[:, None]
+        if not plan.passes:
+            normed = run_heads(params.heads[: plan.levels], memory.hidden, cfg=model)
+            return None, self._rank(model, params, state, normed, root, noise)
+
+        def run(carry, root, noise):
+            return self._run_passes(model, params, state, carry[0], root, noise)
+
+        shape = (root.shape[0], plan.best_of)
+        none = Candidates(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+        carry = memory.cache, [none] * plan.levels
+        if plan.suffix_alone:
+            return run_if(wanted, run, carry, root, noise)
+        return run(carry, root, noise)
+
+    def _run_passes(self, model, params: Params, state: DecodeState, cache, best, noise):
+        """The partial cache with the drafts' rows after its length, and Candidates per depth.
+
+        `best` [B, 1 + depth] are the root and the best drafts after it.
+        """
+        plan = self.plan(model)
+        passes, ranked, alone = plan.passes, [], jnp.ones((1, 1), bool)
+        heads = params.heads[: plan.levels - passes]
+        rest = summarize_rest(cache) if plan.rest else ()
+        for depth in range(passes):
+            known = cache.replace(length=cache.length + depth)
+            positions = state.kv.length[:, None] + depth
+            rows = run_rows(
+                params.model, known, best[:, -1:], positions, alone, cfg=model, rest=rest
+            )
+            normed = final_norm(params.model, rows.hidden, cfg=model)
+            if depth < passes - 1:
+                cache = _with_draft(cache, rows, known.length, jnp.any(state.running))
+            elif heads:
+                deeper = run_heads(heads, rows.hidden[:, 0], cfg=model)
+                normed = jnp.concatenate([normed, deeper], axis=1)
+            ranked += self._rank(model, params, state, normed, best, noise)
+            best = jnp.concatenate([best, ranked[depth].tokens[:, :1]], axis=1)
+        return cache, ranked
+
+    def _rank(self, model, params: Params, state: DecodeState, normed, best, noise):
+        """Candidates by the drafts' logits, processed as the model's own will be.
+
+        `normed` [B, n, D] are the states for the n tokens after `best` [B, 1 + depth], the root and
+        what is drafted so far. The penalty sees these tokens, and the best ones of the n in turn.
+        """
+        if not self.noise_coupled:
+            noise = jnp.zeros_like(noise)
+        best_of, ranked = self.plan(model).best_of, []
+        logits = unembed(params.model, normed, cfg=model)
+        for index in range(normed.shape[1]):
+            depth = best.shape[1] - 1
+            ancestors = None
+            if depth:
+                positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
+                ancestors = best[:, None, 1:], positions[:, None]
+            scores = score(
+                logits[:, index : index + 1],
+                state.last_seen,
+                jnp.full((best.shape[0], 1), depth, jnp.int32),
+                state.length,
+                state.prompt_length,
+                noise,
+                state.sampling,
+                ancestors,
+            )
+            values, tokens = best_few(scores[:, 0], best_of)
+            ranked.append(Candidates(tokens, values > -jnp.inf))
+            best = jnp.concatenate([best, tokens[:, :1]], axis=1)
+        return ranked
+
+
+class Plan(NamedTuple):
+    """What TokenSwift's settings come to with a model.
+
+    Attributes:
+      paths: the nodes of the tree, cut at the depth that the model can draft.
+      levels: how many tokens deep the model drafts.
+      best_of: candidates of each depth that the tree names.
+      passes: of the model on the partial cache, in each step.
+      ngrams_follow: whether n-grams begin with the best drafted token rather than with the root.
+      rest: whether passes on the partial cache see the other tokens summed up.
+      suffix_alone: equal tokens from which on the suffix is a row's only draft; 0 for never.
+    """
+
+    paths: tuple[Path, ...]
+    levels: int
+    best_of: int
+    passes: int
+    ngrams_follow: bool
+    rest: bool
+    suffix_alone: int
+
+
+class Recalled(flax.struct.PyTreeNode):
+    """TokenSwift's memory; None where the settings do not need it.
+
+    Attributes:
+      cache: for passes of the model on few tokens.
+      hidden: [B, D], last layer's output for the last committed token; zero before there is one.
+      ngrams: of prompt and output.
+    """
+
+    cache: DraftCache | None
+    hidden: jax.Array | None
+    ngrams: NgramTable | None
+
+
+class Candidates(flax.struct.PyTreeNode):
+    """The candidates of one depth, best first, and which of them may be drafted at all."""
+
+    tokens: jax.Array  # [B, best_of]
+    possible: jax.Array  # [B, best_of]
+
+
+def _tree_of(ranked: list[Candidates], nodes: tuple[Path, ...]) -> Paths:
+    """The leaves of the static tree with the ranked tokens of each depth filled in."""
+    nodes = nodes or ((0,),)
+    parents = {path[:-1] for path in nodes}
+    leaves = [path for path in nodes if path not in parents]
+    tokens, lengths = [], []
+    for path in leaves:
+        row = [ranked[depth].tokens[:, rank] for depth, rank in enumerate(path)]
+        possible = [ranked[depth].possible[:, rank] for depth, rank in enumerate(path)]
+        row += [jnp.zeros_like(row[0])] * (len(ranked) - len(path))
+        tokens.append(jnp.stack(row, axis=1))
+        # A path ends before its first token that truncation has removed.
+        lengths.append(jnp.sum(jnp.cumprod(jnp.stack(possible, 1), 1), 1, dtype=jnp.int32))
+    return Paths(jnp.stack(tokens, axis=1), jnp.stack(lengths, axis=1), "heads")
+
+
+def _with_draft(cache: DraftCache, rows: Rows, start, wanted) -> DraftCache:
+    """Writes a draft's row at the slots `start` [B], in place.
+
+    In a loop, as XLA would merge the write with each reader of the cache and copy it for that.
+    """
+
+    def write(cache, rows, start):
+        return write_rows(cache, rows.k, rows.v, start, after=rows.hidden)
+
+    return run_if(wanted, write, cache, rows, start)
+
+
+def tree_paths(tree: Any) -> tuple[Path, ...]:
+    """The nodes of a tree, parents first, each as its path of ranks."""
+    wanted = (
+        "children per depth, such as (1, 3, 3, 3), or paths of ranks, such as "
+        "((0,), (0, 0), (0, 1)); tsjax.Auto() chooses one"
+    )
+    check(isinstance(tree, tuple), "tree", tree, wanted)
+    if all(isinstance(item, int) and not isinstance(item, bool) for item in tree):
+        for count in tree:
+            check(count >= 1, "tree", tree, "each depth has at least one child per node")
+        check(
+            sum(math.prod(tree[: d + 1]) for d in range(len(tree))) <= 4096,
+            "tree",
+            tree,
+            "at most 4096 nodes",
+        )
+        paths: list[Path] = []
+        layer: list[Path] = [()]
+        for count in tree:
+            layer = [(*path, rank) for path in layer for rank in range(count)]
+            paths += layer
+        return tuple(paths)
+    for path in tree:
+        check(
+            isinstance(path, tuple)
+            and len(path) > 0
+            and all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path),
+            "tree",
+            tree,
+            f"{wanted}; {path!r} is neither",
+        )
+    if len(set(tree)) != len(tree):
+        twice = next(path for path in tree if tree.count(path) > 1)
+        raise ValueError(f"tree={tree!r} is not valid: the path {twice!r} is there twice")
+    for path in tree:
+        if len(path) > 1 and path[:-1] not in tree:
+            raise ValueError(
+                f"tree={tree!r} is not valid: {path!r} cannot be reached, its parent "
+                f"{path[:-1]!r} is missing"
+            )
+    check(len(tree) <= 4096, "tree", f"{len(tree)} paths", "at most 4096 nodes")
+    return tuple(sorted(tree, key=lambda path: (len(path), path)))
