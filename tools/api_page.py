@@ -17,6 +17,7 @@ import functools
 import inspect
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +49,7 @@ class Found(NamedTuple):
 
     node: Definition
     source: Source
+    module: str
 
 
 @functools.cache
@@ -104,7 +106,7 @@ def find(module: str, name: str) -> Found | None:
     source = read(module)
     for node in source.tree.body:
         if isinstance(node, Definition) and name in names_of(node):
-            return Found(node, source)
+            return Found(node, source, module)
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
@@ -118,36 +120,34 @@ def entry(package: str, name: str) -> str:
     found = find(package, name)
     if found is None:
         raise ValueError(f"{package}.{name} is not defined in this repository")
-    node, source = found
+    node, source = found.node, found.source
     if isinstance(node, ast.Assign):
         lines = source.lines[node.lineno - 1 : node.end_lineno]
         return f"### {name}\n\n" + code(lines)
-    parts = [f"### {name}", code(shape(found)), prose(docstring(node, name))]
-    if isinstance(node, ast.ClassDef):
-        parts += [prose(docstring(base.node, name)) for base in private_bases(found)]
-        for owner in [*private_bases(found), found]:
-            parts += members(owner, name)
+    owners = [*unlisted_bases(found), found]
+    texts = [text for owner in owners if (text := docstring(owner.node))]
+    if not texts:
+        raise ValueError(f"{package}.{name} is public and has no docstring")
+    parts = [f"### {name}", code(shape(owners)), *map(prose, texts)]
+    for owner in owners:
+        parts += members(owner, name)
     return "\n\n".join(part for part in parts if part)
 
 
-def docstring(node: Definition, name: str) -> str:
-    text = None if isinstance(node, ast.Assign) else ast.get_docstring(node, clean=False)
-    if not text:
-        raise ValueError(f"{name} is public and has no docstring")
-    return inspect.cleandoc(text)
+def docstring(node: ast.AST) -> str:
+    documented = isinstance(node, ast.FunctionDef | ast.ClassDef)
+    return inspect.cleandoc(ast.get_docstring(node, clean=False) or "") if documented else ""
 
 
-def private_bases(found: Found) -> list[Found]:
-    """Base classes that the page does not list: what they have belongs to the class."""
+def unlisted_bases(found: Found) -> list[Found]:
+    """Base classes of this repository that are not public: what they have belongs to the class."""
+    public = {name for package in HEADINGS for name in public_names(package)}
     bases = []
     for base in found.node.bases if isinstance(found.node, ast.ClassDef) else []:
-        if isinstance(base, ast.Name) and base.id.startswith("_"):
-            inner = next(
-                node
-                for node in found.source.tree.body
-                if isinstance(node, ast.ClassDef) and node.name == base.id
-            )
-            bases += [*private_bases(Found(inner, found.source)), Found(inner, found.source)]
+        if isinstance(base, ast.Name) and base.id not in public:
+            inner = find(found.module, base.id)
+            if inner is not None:
+                bases += [*unlisted_bases(inner), inner]
     return bases
 
 
@@ -155,43 +155,39 @@ def code(lines: list[str]) -> str:
     return "\n".join(["```python", *lines, "```"])
 
 
-def shape(found: Found) -> list[str]:
+def shape(owners: list[Found]) -> list[str]:
     """A function's signature as it is written, or a class's first line and its public fields."""
-    node, lines = found.node, found.source.lines
-    assert not isinstance(node, ast.Assign)
+    node, lines = owners[-1].node, owners[-1].source.lines
     begin = node.lineno - 1
     if isinstance(node, ast.FunctionDef):
-        signature = lines[begin : node.body[0].lineno - 1]
-        return [*inspect.cleandoc("\n".join([""] + signature)).split("\n")]
-    fields = []
-    for owner in [*private_bases(found), found]:
-        assert isinstance(owner.node, ast.ClassDef)
-        for part in owner.node.body:
-            if not isinstance(part, ast.AnnAssign) or ast.unparse(part.target).startswith("_"):
-                continue
+        return lines[begin : node.body[0].lineno - 1]
+    return [lines[begin], *(field for owner in owners for field in fields(owner))]
+
+
+def fields(found: Found) -> Iterator[str]:
+    lines = found.source.lines
+    for part in found.node.body if isinstance(found.node, ast.ClassDef) else []:
+        if isinstance(part, ast.AnnAssign) and not ast.unparse(part.target).startswith("_"):
             first = part.lineno - 1
             while lines[first - 1].startswith("    # "):
                 first -= 1
-            fields += lines[first : part.end_lineno]
-    return [lines[begin], *fields]
+            yield from lines[first : part.end_lineno]
 
 
 def members(found: Found, name: str) -> list[str]:
-    """A class's public methods and properties that say what they are."""
+    """A class's public properties, and its public methods that say what they do."""
     parts = []
-    assert isinstance(found.node, ast.ClassDef)
-    for node in found.node.body:
+    for node in found.node.body if isinstance(found.node, ast.ClassDef) else []:
         if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
             continue
-        text = ast.get_docstring(node, clean=False)
         decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
-        attribute = decorators & {"property", "functools.cached_property"}
-        returns = f": {ast.unparse(node.returns)}" if attribute and node.returns else ""
-        title = f"`{name}.{node.name}{returns if attribute else '(...)'}`"
-        if text:
-            parts.append(f"**{title}** " + prose(inspect.cleandoc(text)))
+        if decorators & {"property", "functools.cached_property"}:
+            what = f": {ast.unparse(node.returns)}" if node.returns else ""
+        elif docstring(node):
+            what = "(...)"
         else:
-            parts.append(f"**{title}**")
+            continue
+        parts.append(f"**`{name}.{node.name}{what}`** {prose(docstring(node))}".rstrip())
     return parts
 
 

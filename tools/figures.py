@@ -15,6 +15,7 @@ import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 import jax
@@ -24,8 +25,11 @@ import numpy as np
 import tsjax
 from tsjax.decoding.tree import NO_NODE, DraftTree, merge_paths
 from tsjax.decoding.verification import Verdict, accept
-from tsjax.model.cache import KVCache, init_cache, init_draft_cache, refresh_draft_cache
+from tsjax.methods.partial_cache import init_draft_cache, refresh_draft_cache
+from tsjax.model.cache import KVCache, init_cache
 from tsjax.model.passes import run_rows
+
+Place = tuple[float, float]
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "images"
 
@@ -78,7 +82,7 @@ def centred(x: float, y: float, words: str, kind: str = "ink", **attributes: obj
     return text(x, y, words, kind, text_anchor="middle", **attributes)
 
 
-def line(points: Sequence[tuple[float, float]], kind: str = "line", width: float = 1.2) -> str:
+def line(points: Sequence[Place], kind: str = "line", width: float = 1.2) -> str:
     path = " ".join(f"{x:g},{y:g}" for x, y in points)
     return f'<polyline points="{path}" class="{kind}" stroke-width="{width:g}"/>'
 
@@ -147,7 +151,7 @@ class Example:
         accepted = accept(tree, verdict)
         self.path = accepted.path[0, : int(accepted.count[0]) + 1].tolist()
 
-    def places(self, left: float, top: float, across: float, down: float) -> list[tuple]:
+    def places(self, left: float, top: float, across: float, down: float) -> list[Place]:
         """A place for each node: leaves side by side, parents above the middle of theirs."""
         x: dict[int, float] = {}
         leaves = 0
@@ -168,12 +172,13 @@ class Example:
 
 
 def tree_nodes(
-    example: Example, places: Sequence[tuple], *, says: bool = False, accepted: bool = False
+    example: Example, places: Sequence[Place], *, says: bool = False, accepted: bool = False
 ) -> Iterable[str]:
     for node in range(1, example.size):
         above = example.parents[node]
         chosen = accepted and node in example.path
-        yield line([places[above], places[node]], *(("path", 2.4) if chosen else ()))
+        kind, width = ("path", 2.4) if chosen else ("line", 1.2)
+        yield line([places[above], places[node]], kind, width)
     for node, (x, y) in enumerate(places):
         faded = ' opacity="0.35"' if accepted and node not in example.path else ""
         yield f"<g{faded}>"
@@ -296,7 +301,9 @@ def tree() -> str:
     parts += [
         text(x + 24, y - 4, str(node), "faint", font_size=10) for node, (x, y) in enumerate(places)
     ]
-    parts.append(centred(*places[0], "the root: the last known token", "faint", dy=-17))
+    parts.append(
+        centred(places[0][0], places[0][1] - 17, "the root: the last known token", "faint")
+    )
     parts += legend(22, 372, across=72)
     left, top = 440, 84
     parts.append(text(left - 72, 32, "Its mask", font_size=15, font_weight=600))
@@ -368,7 +375,9 @@ def held_by_step() -> list[tuple[int, dict[str, list[int]]]]:
     """
     model = tsjax.load(tsjax.EMBEDDED, dtype="float32")
     cfg, prompt = model.cfg, "Once upon a time"
-    settings = dict(min_new_tokens=TOKENS, max_new_tokens=TOKENS, do_sample=True, min_p=0.1)
+    settings: dict[str, Any] = dict(
+        min_new_tokens=TOKENS, max_new_tokens=TOKENS, do_sample=True, min_p=0.1
+    )
     result = tsjax.generate(model, prompt, **settings)
     tokens = jnp.asarray(result.tokens[0][None, :TOKENS])
     causal = jnp.tril(jnp.ones((TOKENS, TOKENS), bool))
