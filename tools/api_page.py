@@ -194,7 +194,10 @@ def members(found: Found, name: str) -> list[str]:
 def prose(text: str) -> str:
     """A docstring as Markdown: the items of its sections become lists."""
     lines, inside = [], False
-    for line in text.split("\n"):
+    first, *others = text.split("\n")
+    if first.rstrip(":") in SECTIONS:  # its items then stand at the margin
+        others = ["  " + line for line in others]
+    for line in [first, *others]:
         if line.rstrip(":") in SECTIONS and line.endswith(":"):
             inside = True
             lines += [f"*{line.rstrip(':')}*", ""]
