@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from subprocess import DEVNULL
 
 import numpy as np
 
@@ -19,12 +18,15 @@ import tsjax
 PROMPT = "Once upon a time"
 SAMPLING = {"max_new_tokens": 120, "do_sample": True, "min_p": 0.1, "seed": 7}
 DRAFTS = tsjax.TokenSwift(tree=(1, 1), draft_passes=2, num_ngrams=0, suffix_length=0)
+# The same run as a command.
+FLAGS = """--max-new-tokens 120 --do-sample --min-p 0.1 --seed 7 --dtype float32 --save-every 10
+    --method tokenswift --method-options tree=(1,1) draft_passes=2 num_ngrams=0 suffix_length=0"""
 
 
 def main(path: str = tsjax.EMBEDDED) -> None:
     model = tsjax.load(path, dtype="float32")
     plain = tsjax.generate(model, PROMPT, **SAMPLING)
-    print(PROMPT + plain.text[:120], "...")
+    print(PROMPT + plain.text)
 
     def compare(how: str, tokens) -> None:
         print(f"{how}: {'the same' if np.array_equal(tokens, plain.tokens[0]) else 'OTHER'} tokens")
@@ -37,31 +39,18 @@ def main(path: str = tsjax.EMBEDDED) -> None:
     compare("in a batch", batch.tokens[1])
 
     with tempfile.TemporaryDirectory() as folder:
-        saved = os.path.join(folder, "run.json")
-        known = killed(path, saved)
+        saved, known = os.path.join(folder, "run.json"), 0
+        command = [sys.executable, "-m", "tsjax", "generate", path, PROMPT, "--save-to", saved]
+        process = subprocess.Popen([*command, *FLAGS.split()], stdout=subprocess.DEVNULL)
+        while known < 50 and process.poll() is None:
+            time.sleep(0.01)
+            if os.path.exists(saved):
+                with open(saved) as file:
+                    known = len(json.load(file)["tokens"][0])
+        process.kill()  # SIGKILL, which no process can answer
+        process.wait()
         rest = tsjax.generate(model, resume_from=saved)
         compare(f"killed after {known} tokens and resumed", rest.tokens[0])
-
-
-def killed(path: str, saved: str) -> int:
-    """Starts the same run as a command, and kills it when it has saved 50 tokens or more."""
-    command = [sys.executable, "-m", "tsjax", "generate", path, PROMPT, "--save-to", saved]
-    flags = "--max-new-tokens 120 --do-sample --min-p 0.1 --seed 7 --save-every 10 --dtype float32"
-    options = (
-        "--method tokenswift --method-options "
-        "tree=(1,1) draft_passes=2 num_ngrams=0 suffix_length=0"
-    )
-    words = [*command, *flags.split(), *options.split()]
-    process = subprocess.Popen(words, stdout=DEVNULL, stderr=DEVNULL)
-    known = 0
-    while known < 50 and process.poll() is None:
-        time.sleep(0.01)
-        if os.path.exists(saved):
-            with open(saved) as file:
-                known = len(json.load(file)["tokens"][0])
-    process.kill()  # SIGKILL, which no process can answer
-    process.wait()
-    return known
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ assert importlib.metadata.version("tsjax") == importlib.import_module("tsjax")._
 for name in ("tsjax", "pallas_kernels", "tsjax_convert", "tsjax.configs"):
     file = importlib.import_module(name).__file__
     assert file.startswith(sys.prefix), f"{name} was imported from {file}"
-for name in ("convert", "configs", "tests", "benchmarks", "examples"):
+for name in ("convert", "configs", "tests", "benchmarks", "examples", "tools"):
     assert importlib.util.find_spec(name) is None, f"the wheel installs a package named {name}"
 for file in importlib.resources.files("tsjax.configs").iterdir():
     if file.name.endswith(".json"):

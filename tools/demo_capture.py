@@ -89,7 +89,7 @@ def draw(lines: Sequence[Line]) -> str:
     height = 2 * MARGIN + LINE_HEIGHT * len(lines)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
-        f'width="{width:.0f}" height="{height}" font-size="13" xml:space="preserve" '
+        f'width="{width:.0f}" height="{height}" font-size="13" '
         "font-family=\"ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', "
         'monospace">',
         f'<rect width="100%" height="100%" rx="8" fill="{BACKGROUND}"/>',
@@ -98,13 +98,13 @@ def draw(lines: Sequence[Line]) -> str:
         y, column = MARGIN + LINE_HEIGHT * row + 13, 0
         for colour, cells in itertools.groupby(line, key=lambda cell: cell[1]):
             text = "".join(char for char, _ in cells)
-            start, words = column + len(text) - len(text.lstrip()), text.strip()
-            column += len(text)
-            if words:
+            for words in re.finditer(r"\S+(?: \S+)*", text):
+                x, length = MARGIN + CHAR_WIDTH * (column + words.start()), len(words.group())
                 parts.append(
-                    f'<text x="{MARGIN + CHAR_WIDTH * start:.1f}" y="{y}" fill="{colour}" '
-                    f'textLength="{CHAR_WIDTH * len(words):.1f}">{escape(words)}</text>'
+                    f'<text x="{x:.1f}" y="{y}" fill="{colour}" '
+                    f'textLength="{CHAR_WIDTH * length:.1f}">{escape(words.group())}</text>'
                 )
+            column += len(text)
     return "\n".join([*parts, "</svg>", ""])
 
 
