@@ -49,11 +49,12 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_the_three_lines_run(capsys):
+def test_the_three_lines_run(checkpoint, capsys):
     (code,) = blocks("README.md", "python")
-    assert len(code.splitlines()) == 3
-    exec(compile(code.replace("200", "20"), "README.md", "exec"), {})
-    assert len(capsys.readouterr().out.split()) >= 5
+    assert len(code.splitlines()) == 3 and "tsjax.EMBEDDED" in code
+    code = code.replace("tsjax.EMBEDDED", repr(checkpoint)).replace("200", "20")
+    exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.strip()) >= 20
 
 
 def test_the_page_about_generation_runs(checkpoint, capsys):
