@@ -56,7 +56,7 @@ def main() -> None:
         state = tsjax.init_state(
             prompt, [args.length], cfg=cfg, capacity=capacity, max_length=[capacity]
         )
-        return run.prefill_chunk(params, state, 0, width=args.length, cfg=cfg)
+        return run.read_part(params, state, 0, part=0, width=args.length, cfg=cfg)
 
     states = {capacity: start(capacity) for capacity in (args.small, args.large)}
     lowered = run.decode.lower(params, states[args.large], args.steps, cfg=cfg)

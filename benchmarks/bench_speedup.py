@@ -61,8 +61,13 @@ class Ours:
         self.programs = programs("cpu", model.cfg.dtype)
         state = self.state(tsjax.Autoregressive(), {})
         for start in range(0, len(prompt) - 1, 512):
-            state = self.programs.prefill_chunk(
-                model.params, state, start, width=512, cfg=tsjax.DecodeConfig(model=model.cfg)
+            state = self.programs.read_part(
+                model.params,
+                state,
+                start,
+                part=0,
+                width=512,
+                cfg=tsjax.DecodeConfig(model=model.cfg),
             )
         self.kv = state.kv
 

@@ -220,11 +220,12 @@ def lower_step(step: Step, target: str):
         if step.program == "decode":
             traced = compiled.decode.trace(params, state, steps, cfg=cfg)
         elif step.program == "fill_stage":
-            traced = compiled.fill_stage.trace(params, state, stage=1, width=512, cfg=cfg)
+            traced = compiled.read_part.trace(params, state, steps, part=1, width=512, cfg=cfg)
         else:
-            traced = compiled.choose_stage.trace(params, state, stage=1, cfg=cfg)
+            traced = compiled.finish_part.trace(params, state, part=1, cfg=cfg)
         lowered = traced.lower(lowering_platforms=("cuda",))
-    caches = [state.kv] if state.memory.cache is None else [state.kv, state.memory.cache]
+    partial = getattr(state.memory, "cache", None)
+    caches = [state.kv] if partial is None else [state.kv, partial]
     return lowered, [cache.k[0].sharding.shard_shape(cache.k[0].shape) for cache in caches]
 
 

@@ -13,7 +13,7 @@ from helpers import VOCAB, RecordingStreamer, compilations, save_tokenizer, tiny
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import generation, request
+from tsjax.host import request, run
 from tsjax.host.saved_run import read_run
 from tsjax.model.cache import cache_bytes
 
@@ -33,7 +33,7 @@ def no_compute(monkeypatch):
     def reached(*args, **kwargs):
         pytest.fail("the state was allocated")
 
-    monkeypatch.setattr(generation, "init_state", reached)
+    monkeypatch.setattr(run, "init_state", reached)
     with compilations() as names:
         yield
     assert names == []

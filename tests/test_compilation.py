@@ -15,7 +15,7 @@ import pytest
 from helpers import save_tokenizer, tiny_config, tiny_model
 
 import tsjax
-from tsjax.host import compilation, generation
+from tsjax.host import compilation, run
 from tsjax.host.compilation import Stopwatch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,8 +196,8 @@ class _OnGpu:
 
 def test_the_library_keeps_programs_on_a_gpu(monkeypatch):
     asked = []
-    monkeypatch.setattr(generation, "keep_programs", lambda: asked.append("gpu"))
-    generation._programs(types.SimpleNamespace(params=[_OnGpu()], cfg=tiny_config()))
+    monkeypatch.setattr(run, "keep_programs", lambda: asked.append("gpu"))
+    run.programs_of(types.SimpleNamespace(params=[_OnGpu()], cfg=tiny_config()))
     assert asked == ["gpu"]
     tsjax.generate(tiny_model(), [1, 2, 3], max_new_tokens=2)
     assert asked == ["gpu"], "on a CPU it is for the user to say"

@@ -8,6 +8,7 @@ from lazy_oracle import LazyOracle
 
 import tsjax
 from tsjax.host import compression
+from tsjax.host.run import programs_of
 
 PROMPT = np.random.default_rng(3).integers(0, 61, 45)
 
@@ -51,7 +52,8 @@ def test_prompts_of_any_length(model, length):
 
 
 def test_prompts_of_about_a_length_share_their_programs(model):
-    programs = compression._fill_stage, compression._choose_stage, compression._information
+    of_run = programs_of(model)
+    programs = of_run.read_part, of_run.finish_part, compression._information
 
     def compressed(length):
         for by in ("attention", "self_information"):

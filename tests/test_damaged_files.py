@@ -46,7 +46,7 @@ def no_compute(monkeypatch):
     def reached(*args, **kwargs):
         raise AssertionError("this was to be refused before any compute")
 
-    monkeypatch.setattr(tsjax.host.generation, "_run", reached)
+    monkeypatch.setattr(tsjax.host.generation, "run", reached)
 
 
 # --- any file --------------------------------------------------------------------------------

@@ -268,8 +268,8 @@ def test_slots_beyond_the_length_are_never_read(model, garbage):
 
 PROGRAMS = {
     "decode": lambda run, params, state, cfg: run.decode.lower(params, state, 8, cfg=cfg),
-    "prefill": lambda run, params, state, cfg: run.prefill_chunk.lower(
-        params, state, 0, width=16, cfg=cfg
+    "prefill": lambda run, params, state, cfg: run.read_part.lower(
+        params, state, 0, part=0, width=16, cfg=cfg
     ),
 }
 # What may yield an array of the cache's shape: names for it, and writing into it in place.

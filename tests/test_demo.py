@@ -39,10 +39,8 @@ def text_of(lines) -> list[str]:
     return ["".join(text for text, _ in line) for line in lines]
 
 
-def stats(new: int, steps: int, **drafts) -> tsjax.host.generation.RunStats:
-    return tsjax.host.generation.RunStats(
-        new_tokens=(new,), steps=(steps,), computed_tokens=new, **STATS, **drafts
-    )
+def stats(new: int, steps: int, **drafts) -> tsjax.RunStats:
+    return tsjax.RunStats(new_tokens=(new,), steps=(steps,), computed_tokens=new, **STATS, **drafts)
 
 
 DRAFTS = {

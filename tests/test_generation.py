@@ -36,7 +36,8 @@ from helpers import (
 
 import tsjax
 from tsjax.config import without_unread
-from tsjax.host import generation
+from tsjax.host import run as host_run
+from tsjax.host import saving
 
 PROMPT = [1, 2, 3]
 RAGGED = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]
@@ -81,7 +82,7 @@ def generate(model, prompt=PROMPT, **kwargs) -> list[list[int]]:
 @pytest.fixture
 def one_step_chunks(monkeypatch):
     """The host looks at the state after every step."""
-    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 1)
+    monkeypatch.setattr(host_run, "_next_chunk", lambda steps, elapsed: 1)
 
 
 # --- against the slow decoder ------------------------------------------------------------------
@@ -210,7 +211,7 @@ def test_neither_batch_nor_chunks_nor_stream_nor_repetition_matter(
     whole = tsjax.generate(model, RAGGED, **settings)
     sizes = itertools.cycle(chunks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_next_chunk", lambda steps, elapsed: next(sizes))
+        patch.setattr(host_run, "_next_chunk", lambda steps, elapsed: next(sizes))
         again = tsjax.generate(model, RAGGED, **settings)
         streamed = list(tsjax.stream(model, RAGGED, **settings))
     assert tokens_of(again) == tokens_of(whole)
@@ -232,7 +233,7 @@ def test_neither_batch_nor_chunks_nor_stream_nor_repetition_matter(
 
 def programs(names: list[str]) -> list[str]:
     """The large programs among the compiled functions; the others are single operations."""
-    return [name for name in names if name in ("jit(decode)", "jit(prefill_chunk)")]
+    return [name for name in names if name in ("jit(decode)", "jit(read_part)")]
 
 
 def test_what_changes_from_call_to_call_compiles_nothing(model):
@@ -253,7 +254,7 @@ def test_a_prompt_of_another_bucket_compiles_one_more_prefill():
     with compilations() as names:
         for length in (3, 18, 25, 33):
             generate(model, list(range(length)), max_new_tokens=8)
-    assert sorted(programs(names)) == ["jit(decode)", "jit(prefill_chunk)", "jit(prefill_chunk)"]
+    assert sorted(programs(names)) == ["jit(decode)", "jit(read_part)", "jit(read_part)"]
 
 
 def test_rows_that_the_host_ends_compile_nothing(talker, tmp_path):
@@ -350,7 +351,7 @@ def test_min_new_tokens_bars_every_stop_token(model):
 def test_stop_strings(said, stop, expected, chunked, tokenizer_folder, monkeypatch):
     """The tokens end with the one that completes the string."""
     if chunked:
-        monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 1)
+        monkeypatch.setattr(host_run, "_next_chunk", lambda steps, elapsed: 1)
     model = sayer(said, tokenizer_folder)
     result = tsjax.generate(model, [TOKENS["<s>"]], max_new_tokens=9, stop_strings=stop)
     assert tokens_of(result) == [ids(expected) if expected else [*ids(said), EOS_ID]]
@@ -372,7 +373,7 @@ def test_the_first_token_that_completes_a_stop_string_is_the_last(data, seed, ta
     stops = [whole.text[start : start + length] or "a", random, "there"]
     chunk = data.draw(st.integers(1, 60))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "_next_chunk", lambda steps, elapsed: chunk)
+        patch.setattr(host_run, "_next_chunk", lambda steps, elapsed: chunk)
         result = tsjax.generate(talker, prompt, stop_strings=stops, **settings)
     everything = tokens_of(whole)[0]
     for count in range(1, len(everything) + 1):
@@ -403,7 +404,7 @@ def test_the_text_continues_the_prompts(talker):
 
 def test_steps_thrown_away_behind_a_stop_string_count_with_their_tokens(talker, monkeypatch):
     free = tsjax.generate(talker, PROMPT, max_new_tokens=40, eos_token_id=())
-    monkeypatch.setattr(generation, "_next_chunk", lambda steps, elapsed: 40)
+    monkeypatch.setattr(host_run, "_next_chunk", lambda steps, elapsed: 40)
     stop = free.text[:2]
     result = tsjax.generate(
         talker, PROMPT, max_new_tokens=40, eos_token_id=(), stop_strings=[stop], min_new_tokens=0
@@ -605,17 +606,17 @@ def test_a_signal_before_the_first_step_gives_no_tokens(model, tmp_path):
 
 def test_a_signal_during_the_prefill_ends_it(model, monkeypatch):
     """Also where the device is still compiling: the handler runs when it is done."""
-    real, passes = generation._programs, []
+    real, passes = host_run.programs_of, []
 
     def signalled(model):
-        def prefill_chunk(*args, **kwargs):
+        def read_part(*args, **kwargs):
             passes.append(args)
             os.kill(os.getpid(), signal.SIGTERM)
-            return real(model).prefill_chunk(*args, **kwargs)
+            return real(model).read_part(*args, **kwargs)
 
-        return real(model)._replace(prefill_chunk=prefill_chunk)
+        return real(model)._replace(read_part=read_part)
 
-    monkeypatch.setattr(generation, "_programs", signalled)
+    monkeypatch.setattr(host_run, "programs_of", signalled)
     result = interrupted(
         lambda: tsjax.generate(model, PROMPT * 9, prefill_width=8, max_new_tokens=9)
     )
@@ -690,7 +691,7 @@ def test_a_stream_ends_with_the_chunk_that_was_interrupted(model, monkeypatch, o
 
 def interrupt_chunk(monkeypatch, number: int, steps: int):
     """Chunks of `steps` steps after a first one of 1; Ctrl-C while the device works on one."""
-    real, calls = generation._programs, []
+    real, calls = host_run.programs_of, []
 
     def signalled(model):
         def decode(*args, **kwargs):
@@ -701,8 +702,8 @@ def interrupt_chunk(monkeypatch, number: int, steps: int):
 
         return real(model)._replace(decode=decode)
 
-    monkeypatch.setattr(generation, "_programs", signalled)
-    monkeypatch.setattr(generation, "_next_chunk", lambda *_: steps)
+    monkeypatch.setattr(host_run, "programs_of", signalled)
+    monkeypatch.setattr(host_run, "_next_chunk", lambda *_: steps)
 
 
 # --- saved runs --------------------------------------------------------------------------------
@@ -797,13 +798,13 @@ def test_a_resumed_run_can_be_saved_to_the_same_file(model, tmp_path):
 
 
 def test_the_file_is_written_every_so_many_tokens(model, tmp_path, monkeypatch, one_step_chunks):
-    counts, real = [], generation.write_run
+    counts, real = [], saving.write_run
 
     def write(path, run):
         counts.append(len(run.tokens[0]))
         real(path, run)
 
-    monkeypatch.setattr(generation, "write_run", write)
+    monkeypatch.setattr(saving, "write_run", write)
     generate(model, max_new_tokens=35, save_to=tmp_path / "run.json", save_every=10)
     assert counts == [10, 20, 30, 35]
 

@@ -306,7 +306,7 @@ def test_20000_tokens(settings):
 def test_a_method_that_drafts_nothing_is_plain_decoding():
     model = models(0, "float32")[0]
     for method in (tsjax.NGram(**NO_TEXT), tsjax.TokenSwift(tree=(), **NO_TEXT)):
-        assert tsjax.DecodeConfig(model=model.cfg, method=method).tree_width == 1
+        assert tsjax.DecodeConfig(model=model.cfg, method=method).sizes.width == 1
         result = compare(model, RAGGED, method, max_new_tokens=20, **SAMPLED)
         assert result.stats.tokens_per_step == 1.0
 
@@ -341,7 +341,7 @@ def decoded(model, method, prompts: list[list[int]], num_steps: int, **settings)
         sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
     )
     run = programs("cpu", model.cfg.dtype)
-    state = run.prefill_chunk(model.params, state, 0, width=16, cfg=cfg)
+    state = run.read_part(model.params, state, 0, part=0, width=16, cfg=cfg)
     return run.decode(model.params, state, num_steps, cfg=cfg)
 
 
@@ -577,7 +577,7 @@ def test_alone_and_interrupted_a_row_has_the_same_tokens(name, tmp_path, monkeyp
 
 def test_names_are_methods_with_their_defaults():
     assert resolve_method("ngram") == tsjax.NGram()
-    assert resolve_method("tokenswift") == tsjax.TokenSwift(tree="auto")
+    assert resolve_method("tokenswift") == tsjax.Auto()
     result = compare(models(0, "float32")[2], RAGGED[3], "ngram", max_new_tokens=40, **SAMPLED)
     assert result.stats.tokens_per_step > 1
 

@@ -39,7 +39,15 @@ def test_the_file_says_who_wrote_it_and_with_what(model, tmp_path):
     saved = saved_by(model.replace(path="a/folder"), tmp_path / "run.json", method="tokenswift")
     assert saved["format"] == 2 and saved["tsjax"] == tsjax.__version__
     assert saved["model"]["path"] == "a/folder" and saved["model"]["dtype"] == "float32"
-    assert saved["method"] == {"name": "tokenswift", "tree": "auto"}  # as it was asked for
+    assert saved["method"] == {"name": "auto"}  # as it was asked for
+
+
+@pytest.mark.parametrize("fields", [{"tree": "auto"}, {"draft_from": "auto", "num_ngrams": 3}])
+def test_what_older_versions_left_to_the_machine_is_auto(model, fields, tmp_path):
+    path = tmp_path / "run.json"
+    saved = saved_by(model, path)
+    path.write_text(json.dumps({**saved, "method": {"name": "tokenswift", **fields}}))
+    assert read_run(path).method == tsjax.Auto()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

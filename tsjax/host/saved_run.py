@@ -21,6 +21,7 @@ from tsjax.files.checkpoint import tsjax_version
 from tsjax.files.whole_files import write_text
 from tsjax.input_files import parsing, read_json
 from tsjax.methods import METHODS, Auto
+from tsjax.methods.ngram import as_tuples
 
 FORMAT = 2
 OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of the norms alone
@@ -169,4 +170,4 @@ def _method_from_dict(saved: Mapping[str, Any]) -> Any:
         raise ValueError(f"method {name!r} is unknown: tsjax.register_method gives it its name")
     if "auto" in (fields.get("tree"), fields.get("draft_from")):
         return Auto()  # as older versions wrote it
-    return METHODS[name](**fields)
+    return METHODS[name](**{key: as_tuples(value) for key, value in fields.items()})

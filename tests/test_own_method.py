@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A method from outside of the package, one class, with all that the built-in ones get."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import threading
+from typing import ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_model
+
+import tsjax
+from tsjax.methods import METHODS, resolve_method
+
+# docs/own_method.md shows this class; the test at the end compares.
+# --- the method ---
+
+
+@dataclasses.dataclass(frozen=True)
+class FromText(tsjax.Method):
+    """Drafts the next tokens of a text that the output may follow, such as a file to be edited."""
+
+    text: tuple[int, ...] = (0,)
+    length: int = 4  # tokens drafted in a step
+    sources: ClassVar[tuple[str, ...]] = ("text",)
+
+    def sizes(self, model):
+        return tsjax.Sizes(width=1 + self.length, depth=self.length)
+
+    def init(self, model, batch, capacity, mesh):
+        return jnp.zeros((batch,), jnp.int32)  # where each row is in the text
+
+    def read(self, model, params, memory, state):
+        return state.length - state.prompt_length
+
+    def draft(self, model, params, state, noise):
+        text, here = jnp.asarray(self.text, jnp.int32), state.memory
+        places = here[:, None] + jnp.arange(self.length, dtype=jnp.int32)
+        tokens = text[jnp.minimum(places, len(self.text) - 1)]
+        left = jnp.clip(len(self.text) - here, 0, self.length)
+        tree = tsjax.merge_paths(state.root, tokens[:, None], left[:, None], width=1 + self.length)
+        return here, tree
+
+    def learn(self, model, params, memory, state, verdict, acceptance):
+        return memory + state.emitted
+
+
+# --- end ---
+
+MODEL = tiny_model()
+SETTINGS = dict(max_new_tokens=48, do_sample=True, seed=3, capacity=2048, prefill_width=16)
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [1, 2, 3]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def registered():
+    tsjax.register_method("from_text", FromText)
+    yield
+    del METHODS["from_text"]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return [row.tolist() for row in tsjax.generate(MODEL, PROMPTS, **SETTINGS).tokens]
+
+
+@pytest.fixture(scope="module")
+def method(plain):
+    """Knows the first row's output but for every ninth token."""
+    return FromText(text=tuple(0 if i % 9 == 8 else token for i, token in enumerate(plain[0])))
+
+
+def test_a_batch_says_what_plain_decoding_says_in_fewer_steps(method, plain):
+    result = tsjax.generate(MODEL, PROMPTS, method=method, **SETTINGS)
+    assert [row.tolist() for row in result.tokens] == plain
+    stats = result.stats
+    assert stats.steps[0] < 20 and stats.steps[1] > 30
+    assert stats.method == method and not stats.gave_up
+    assert stats.accepted == stats.accepted_by_source["text"] > 30
+    assert list(stats.accepted_by_source) == ["text"] and len(stats.accepted_lengths) == 5
+    assert stats.accepted + sum(stats.steps) == stats.computed_tokens == 3 * 48
+
+
+def test_a_stream_says_who_drafted_a_token(method, plain):
+    tokens, sources = [], []
+    for chunk in tsjax.stream(MODEL, PROMPTS[0], method=method, **SETTINGS):
+        tokens += chunk.tokens[0].tolist()
+        sources += chunk.sources[0].tolist()
+    assert tokens == plain[0] and set(sources) == {0, 1}
+    for i, token in enumerate(tokens):
+        assert not sources[i] or token == method.text[i]
+
+
+def test_it_stops_at_a_stop_token(method, plain):
+    stop = plain[0][20]
+    result = tsjax.generate(MODEL, PROMPTS[0], method=method, eos_token_id=stop, **SETTINGS)
+    assert result.tokens[0].tolist() == plain[0][: plain[0].index(stop) + 1]
+    assert result.finish_reason == ["eos"]
+
+
+def test_a_run_is_saved_and_resumed_where_it_was(method, plain, tmp_path):
+    """It reads what is known, so it goes on with the drafts of the place where it was."""
+    path = tmp_path / "run.json"
+    tsjax.generate(
+        MODEL, PROMPTS[0], method=method, save_to=path, **{**SETTINGS, "max_new_tokens": 20}
+    )
+    whole = tsjax.generate(MODEL, resume_from=path, max_new_tokens=48, prefill_width=16)
+    assert whole.tokens[0].tolist() == plain[0]
+    assert whole.stats.method == method
+    assert whole.stats.steps[0] <= 10 and whole.stats.computed_tokens == 28
+    assert not tsjax.check_run(MODEL, path).departures
+
+
+def test_an_interrupted_run_keeps_its_tokens(method, plain):
+    class Streamer:
+        seen = 0
+
+        def put(self, ids):
+            self.seen += np.size(ids)
+            if self.seen == len(PROMPTS[0]) + 1:
+                signal.raise_signal(signal.SIGINT)
+
+        def end(self):
+            pass
+
+    assert threading.current_thread() is threading.main_thread()
+    result = tsjax.generate(
+        MODEL, PROMPTS[0], method=method, streamer=Streamer(), on_interrupt="return", **SETTINGS
+    )
+    assert result.finish_reason == ["interrupted"]
+    assert result.tokens[0].tolist() == plain[0][: len(result.tokens[0])]
+
+
+@dataclasses.dataclass(frozen=True)
+class GivesUp(FromText):
+    """Goes on with plain decoding once it has drafted enough."""
+
+    def next(self, measured):
+        enough = measured.current is not None and measured.steps >= 8
+        return tsjax.Autoregressive() if enough else measured.current or self
+
+
+def test_a_method_may_go_on_as_another(method, plain):
+    """Counters of both add up, and of the sources of the first."""
+    given = GivesUp(text=method.text)
+    result = tsjax.generate(MODEL, PROMPTS, method=given, **SETTINGS)
+    assert [row.tolist() for row in result.tokens] == plain
+    assert result.stats.gave_up and result.stats.method == given
+    assert result.stats.accepted + sum(result.stats.steps) == 3 * 48
+    assert result.stats.accepted == result.stats.accepted_by_source["text"]
+
+
+def test_names():
+    assert resolve_method("from_text") == FromText()
+    with pytest.raises(ValueError, match="name='ngram' is not valid: free"):
+        tsjax.register_method("ngram", FromText)
+    with pytest.raises(ValueError, match="name='from text' is not valid: an identifier"):
+        tsjax.register_method("from text", FromText)
+    with pytest.raises(ValueError, match="method=.*a frozen dataclass that extends tsjax.Method"):
+        tsjax.register_method("mutable", dataclasses.make_dataclass("Mutable", ["x"]))
+
+
+def test_a_method_without_a_name_runs_but_is_not_saved(method, tmp_path):
+    given = GivesUp(text=method.text)
+    with pytest.raises(ValueError, match="save_to.*GivesUp.*register_method"):
+        tsjax.generate(MODEL, [1], method=given, save_to=tmp_path / "run.json", **SETTINGS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wider(FromText):
+    def sizes(self, model):
+        return super().sizes(model)._replace(width=9)
+
+
+def test_wrong_sizes_are_told():
+    with pytest.raises(ValueError, match=r"Wider.draft gave .*\(5, 5\).*\(9, 5\).*width=9"):
+        tsjax.generate(MODEL, [1], method=Wider(), **SETTINGS)
