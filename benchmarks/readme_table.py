@@ -91,6 +91,46 @@ def convert_rows(document: dict) -> list[str]:
     return rows
 
 
+def machine(document: dict) -> str:
+    return f"{document['cpus']} cores of {document['device']}, {document['date']}"
+
+
+def front() -> str:
+    """The README's few rows, of those in docs/benchmarks.md and docs/lazyllm.md."""
+    decode, speed, capacity, lazy = map(read, ("decode", "speedup", "capacity", "ttft"))
+    lines = ["| what | tsjax | against | ratio | machine |", "|---|---|---|---|---|"]
+    case = decode["cases"]["long"]
+    lines.append(
+        f"| plain decoding at a context of {case['prompt_tokens']:,}, per token "
+        f"| {case['tsjax_ms_per_token']['median']:.1f} ms "
+        f"| {case['torch_ms_per_token']['median']:.1f} ms (transformers, torch) "
+        f"| {case['speedup']['median']:.2f}x | {machine(decode)} |"
+    )
+    rows = {(r["context"], r["setting"], r["method"]): r for r in speed["rows"]}
+    for context, setting in ((32768, "greedy"), (2048, "sampled")):
+        plain, swift = (rows[context, setting, method] for method in ("plain", "tokenswift"))
+        lines.append(
+            f"| TokenSwift at a context of {context:,}, {setting}, per token "
+            f"| {swift['ms_per_token']['median']:.1f} ms "
+            f"| {plain['ms_per_token']['median']:.1f} ms (plain decoding) "
+            f"| {swift['speedup_over_plain']['median']:.2f}x | {machine(speed)} |"
+        )
+    longest = max(row["prompt_tokens"] for row in lazy["rows"])
+    first = {row["schedule"]: row for row in lazy["rows"] if row["prompt_tokens"] == longest}
+    lines.append(
+        f"| LazyLLM (approximate), first token after a prompt of {longest:,} "
+        f"| {first['one cut']['first_token_seconds']['median']:.1f} s "
+        f"| {first['full']['first_token_seconds']['median']:.1f} s (a full prefill) "
+        f"| {first['one cut']['speedup']['median']:.2f}x | {machine(lazy)} |"
+    )
+    lines.append(
+        f"| temporary memory of the decode loop | {capacity['temp_bytes'] / 1e6:.1f} MB "
+        f"| {capacity['cache_bytes'] / 1e6:,.0f} MB (its cache) "
+        f"| {capacity['temp_share']:.2%} | {machine(capacity)} |"
+    )
+    return "\n".join(lines)
+
+
 def measured() -> str:
     lines, sources = head("what | tsjax | against | ratio"), []
     for name, render in {
@@ -251,9 +291,10 @@ def speedup() -> str:
         )
     same = all(row.get("same_tokens", True) for row in document["rows"])
     note = (
-        "Time per token behind so many tokens of a book, medians of interleaved rounds (smallest "
-        "and largest ratio in brackets); the embedded model in float32; sampled is temperature 1, "
-        'min-p 0.1, penalty 1.2 over 1,024 tokens; method="tokenswift", which chose the drafts. '
+        "Time per token after N tokens of a book (N is the context), medians of interleaved "
+        "rounds (smallest and largest ratio in brackets); the embedded model in float32; sampled "
+        'is temperature 1, min-p 0.1, penalty 1.2 over 1,024 tokens; method="tokenswift", which '
+        "chose the drafts. "
         f"{'Every run returned the tokens of plain decoding. ' if same else ''}Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
@@ -272,9 +313,9 @@ def partial_cache() -> str:
         rest = "yes" if chosen["draft_rest"] else "no"
         lines.append(f"| {name.removesuffix(', rest')} | {rest} | {' | '.join(cells)} |")
     note = (
-        "Tokens per step of four passes on 512 slots and nothing else, at most five, behind so "
-        "many tokens of a book, sampled and greedy as in README's table, the embedded model in "
-        "float32. Made by "
+        "Tokens per step of four passes on 512 slots and nothing else, at most five, after N "
+        "tokens of a book (N and the kind of text head each column), sampled and greedy as in "
+        "[benchmarks.md](benchmarks.md), the embedded model in float32. Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
 
@@ -367,16 +408,17 @@ def texts() -> str:
         added = "" if row["method"] == "full" else f"{row['added']:.4f} ± {row['interval']:.4f}"
         lines.append(f"| {row['method']} | {row['perplexity']:.1f} | {added} |")
     note = (
-        f"Of {document['suffix']} tokens behind {document['prompt']}, in {document['samples']} "
+        f"Of {document['suffix']} tokens after {document['prompt']}, in {document['samples']} "
         "texts; the difference text by text, with its 95% interval. Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
 SECTIONS = {
-    ("README.md", "speedup"): speedup,
-    ("README.md", "measured"): measured,
-    ("README.md", "tokens-per-step"): tokens_per_step,
+    ("README.md", "front"): front,
+    ("docs/benchmarks.md", "speedup"): speedup,
+    ("docs/benchmarks.md", "measured"): measured,
+    ("docs/benchmarks.md", "tokens-per-step"): tokens_per_step,
     ("docs/tokenswift.md", "partial-cache"): partial_cache,
     ("docs/lazyllm.md", "first-token"): first_token,
     ("docs/lazyllm.md", "whole-generations"): whole_generations,
@@ -384,7 +426,6 @@ SECTIONS = {
     ("docs/lazyllm.md", "longcontext-computed"): longcontext_computed,
     ("docs/lazyllm.md", "texts"): texts,
     ("docs/exactness.md", "exactness"): exactness,
-    ("README.md", "near-ties"): near_ties,
     ("docs/exactness.md", "near-ties"): near_ties,
     ("docs/kernels.md", "paper"): paper,
     ("docs/kernels.md", "compiled"): registers,

@@ -6,6 +6,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import helpers
+import hf_fixtures
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -55,6 +57,19 @@ def test_batch(run):
     assert (
         len(re.findall(r"^seed \d: (?:The old house|She opened the door and).{9}", out, re.M)) == 4
     )
+
+
+def test_same_tokens(run, tmp_path):
+    # Of a tiny model, as it compiles five programs.
+    hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=2048)
+    helpers.save_tokenizer(tmp_path / "hf")
+    out = run("same_tokens.py", str(tmp_path / "hf"))
+    found = re.findall(r"^(.*): (the same|OTHER) tokens$", out, re.M)
+    assert [verdict for _, verdict in found] == ["the same"] * 4
+    drafted, streamed, batch, killed = (how for how, _ in found)
+    assert re.fullmatch(r"[\d.]+ tokens per step", drafted) and float(drafted.split()[0]) > 1
+    assert streamed == "streamed" and batch == "in a batch"
+    assert re.fullmatch(r"killed after [1-9]\d+ tokens and resumed", killed)
 
 
 def test_inside_jit(run):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's promises: its code and commands run, its figures come from committed files."""
+"""What README and docs promise: code and commands run, links lead on, figures are current."""
 
 import re
 import shlex
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import helpers
@@ -14,6 +16,25 @@ from tsjax.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (ROOT / page).read_text()
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def commands(page: str) -> list[str]:
+    """Every command of its bash blocks, those after && included."""
+    lines = "".join(blocks(page, "bash")).splitlines()
+    return [part.strip() for line in lines for part in line.split("&&")]
+
+
+def test_a_newcomer_reads_it_in_one_go():
+    assert len(README.splitlines()) <= 120
+
+
+# --- code and commands ------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -27,34 +48,85 @@ def checkpoint(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_python_blocks_run(checkpoint, capsys):
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 2
-    code = "\n".join(blocks).replace("path/to/checkpoint", checkpoint).replace("1000", "20")
+def test_the_three_lines_run(checkpoint, capsys):
+    (code,) = blocks("README.md", "python")
+    assert len([line for line in code.splitlines() if line]) == 3 and "tsjax.EMBEDDED" in code
+    code = code.replace("tsjax.EMBEDDED", repr(checkpoint)).replace("200", "20")
     exec(compile(code, "README.md", "exec"), {})
+    assert len(capsys.readouterr().out.strip()) >= 20
+
+
+def test_the_page_about_generation_runs(checkpoint, capsys):
+    code = "\n".join(blocks("docs/generation.md", "python"))
+    code = code.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
+    exec(compile(code, "docs/generation.md", "exec"), {})
     out = capsys.readouterr().out
     assert "['length']" in out and "{'heads': 0, 'ngrams': " in out
 
 
-COMMANDS = [line for line in README.splitlines() if line.startswith("tsjax generate")]
+GENERATE = [line for line in commands("docs/command_line.md") if line.startswith("tsjax generate")]
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", GENERATE)
 def test_generate_commands_run(line, checkpoint, capsys):
     argv = shlex.split(line.replace("path/to/checkpoint", checkpoint))[1:]
     assert main([*argv, "--max-new-tokens", "5"]) == 0
     assert "[5 tokens" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", [*commands("README.md"), *commands("docs/command_line.md")])
+def test_every_command_exists(line, capsys):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    match shlex.split(line):
+        case ["pip", "install", "-e", target]:
+            extras = re.fullmatch(r"\.(?:\[(\w+)\])?", target)[1]
+            assert extras is None or extras in project["optional-dependencies"]
+        case ["tsjax", command, *_]:
+            with pytest.raises(SystemExit, match="0"):
+                main([command, "--help"])
+            assert f"tsjax {command}" in capsys.readouterr().out
+        case ["python", path, *_]:
+            assert (ROOT / path).is_file()
+        case [program, *_]:
+            assert program == "pytest" or program in project["scripts"]
+
+
+# --- figures ----------------------------------------------------------------------------------
+
+
 def test_figures_come_from_committed_results():
     assert readme_table.main(["--check"]) == 0, "run python -m benchmarks readme_table"
 
 
-def test_file_map_names_every_module():
-    (tree,) = re.findall(r"## File map\n\n```\n(.*?)```", README, re.DOTALL)
-    for folder in ("tsjax", "pallas_kernels"):
-        modules = {path.name for path in (ROOT / folder).glob("*.py")} - {"__init__.py"}
-        (lines,) = re.findall(rf"^{folder}/.*\n((?:  .*\n)*)", tree, re.MULTILINE)
-        assert set(re.findall(r"^  (\w+\.py) ", lines, re.MULTILINE)) == modules
-    folders = set(re.findall(r"^(\w+)/", tree, re.MULTILINE))
-    assert all((ROOT / folder).is_dir() for folder in folders)
+# --- links and the map ------------------------------------------------------------------------
+
+
+def links(page: Path) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith("https://"):
+            yield target
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading's link ends with, as GitHub makes it."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for link in links(page):
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_map_names_every_room():
+    (tree,) = blocks("docs/house.md", "")
+    (inside,) = re.findall(r"^tsjax/\n((?:  .*\n)*)", tree, re.MULTILINE)
+    there = {path for path in (ROOT / "tsjax").iterdir() if path.suffix in (".py", "")}
+    names = {path.name + "/" * path.is_dir() for path in there}
+    named = set(re.findall(r"^  (\S+)", inside, re.MULTILINE))
+    assert named == names - {"__init__.py", "__pycache__/"}
+    assert all((ROOT / folder).is_dir() for folder in re.findall(r"^(\w+)/", tree, re.MULTILINE))
