@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 from helpers import entry_computation, tiny_config
 
+from pallas_kernels import Summary
+from tsjax.methods import partial_cache
 from tsjax.methods.partial_cache import init_draft_cache, refresh_draft_cache, summarize_rest
-from tsjax.model import cache
-from tsjax.model.cache import KVCache, init_cache
+from tsjax.model.cache import Attended, KVCache, init_cache
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -105,7 +106,7 @@ def refresh(draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None,
     """`block` slots of the whole cache are looked at together when all are chosen."""
     draft = poison(draft).replace(query=tuple(query))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "SELECT_BLOCK", block or cache.SELECT_BLOCK)
+        patch.setattr(partial_cache, "SELECT_BLOCK", block or partial_cache.SELECT_BLOCK)
         return refresh_draft_cache(
             draft, kv, num_sinks=num_sinks, max_rows=max_rows, most_new=most_new
         )
@@ -328,7 +329,7 @@ def test_the_rest_is_what_is_not_in_the_draft_cache(G):
             rest.append(attend(query[b, n], k[elsewhere], v[elsewhere]) if some else None)
         mean, log_total = (np.stack(x).astype(np.float32) for x in zip(*all_seen, strict=True))
         mean, log_total = mean.reshape(query.shape), log_total.reshape(query.shape[:2])
-        attended.append(cache.Attended(query, cache.Summary(mean, log_total)))
+        attended.append(Attended(query, Summary(mean, log_total)))
         expected.append(rest)
     draft = draft.replace(
         k=tuple(buffers["k"]),
