@@ -65,12 +65,8 @@ class NGram(Method):
         check_int(self.num_ngrams, "num_ngrams", 0, 1024)
         check_int(self.ngram_size, "ngram_size", 2, 64)
         check_int(self.ngram_slots, "ngram_slots", 1, 4096)
-        check(
-            self.ngram_slots >= self.num_ngrams,
-            "ngram_slots",
-            self.ngram_slots,
-            f"at least num_ngrams={self.num_ngrams}",
-        )
+        enough = f"at least num_ngrams={self.num_ngrams}"
+        check(self.ngram_slots >= self.num_ngrams, "ngram_slots", self.ngram_slots, enough)
         if self.ngram_delay is not None:
             check_int(self.ngram_delay, "ngram_delay", 0)
         check_int(self.suffix_length, "suffix_length", 0, 256)

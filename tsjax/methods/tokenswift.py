@@ -8,6 +8,7 @@ judged.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -35,6 +36,7 @@ from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import final_norm, unembed
 
 DRAFT_FROM = ("partial_cache", "verified_state")
+MOST_NODES = 4096  # of a tree
 Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
 
 
@@ -84,20 +86,15 @@ class TokenSwift(NGram):
         super().__post_init__()
         object.__setattr__(self, "tree", as_tuples(self.tree))
         for name in ("tree", "draft_from"):
-            check(
-                getattr(self, name) != "auto", name, "auto", "left to tsjax.Auto(), which chooses"
-            )
+            chosen = getattr(self, name) != "auto"
+            check(chosen, name, "auto", "left to tsjax.Auto(), which chooses")
         tree_paths(self.tree)
         check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, one_of(DRAFT_FROM))
         check_int(self.draft_passes, "draft_passes", 1, 64)
         check_int(self.num_sinks, "num_sinks", 0)
         check_int(self.draft_budget, "draft_budget", 1)
-        check(
-            self.draft_budget > self.num_sinks,
-            "draft_budget",
-            self.draft_budget,
-            f"larger than num_sinks={self.num_sinks}",
-        )
+        larger = f"larger than num_sinks={self.num_sinks}"
+        check(self.draft_budget > self.num_sinks, "draft_budget", self.draft_budget, larger)
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
         if self.draft_refresh is not None:
             check_int(self.draft_refresh, "draft_refresh", 1)
@@ -376,38 +373,28 @@ def tree_paths(tree: Any) -> tuple[Path, ...]:
         "((0,), (0, 0), (0, 1)); tsjax.Auto() chooses one"
     )
     check(isinstance(tree, tuple), "tree", tree, wanted)
-    if all(isinstance(item, int) and not isinstance(item, bool) for item in tree):
-        for count in tree:
-            check(count >= 1, "tree", tree, "each depth has at least one child per node")
-        check(
-            sum(math.prod(tree[: d + 1]) for d in range(len(tree))) <= 4096,
-            "tree",
-            tree,
-            "at most 4096 nodes",
-        )
-        paths: list[Path] = []
-        layer: list[Path] = [()]
-        for count in tree:
-            layer = [(*path, rank) for path in layer for rank in range(count)]
-            paths += layer
-        return tuple(paths)
+    if all(map(_is_whole, tree)):
+        check(min(tree, default=1) >= 1, "tree", tree, "each depth has at least one child per node")
+        depths = range(1, len(tree) + 1)
+        nodes = sum(math.prod(tree[:depth]) for depth in depths)
+        check(nodes <= MOST_NODES, "tree", tree, f"at most {MOST_NODES} nodes")
+        return tuple(path for n in depths for path in itertools.product(*map(range, tree[:n])))
     for path in tree:
-        check(
-            isinstance(path, tuple)
-            and len(path) > 0
-            and all(isinstance(r, int) and not isinstance(r, bool) and r >= 0 for r in path),
-            "tree",
-            tree,
-            f"{wanted}; {path!r} is neither",
-        )
-    if len(set(tree)) != len(tree):
+        is_path = isinstance(path, tuple) and len(path) > 0
+        is_path = is_path and all(_is_whole(rank) and rank >= 0 for rank in path)
+        check(is_path, "tree", tree, f"{wanted}; {path!r} is neither")
+    known = set(tree)
+    if len(known) != len(tree):
         twice = next(path for path in tree if tree.count(path) > 1)
-        raise ValueError(f"tree={tree!r} is not valid: the path {twice!r} is there twice")
+        check(False, "tree", tree, f"the path {twice!r} is there twice")
     for path in tree:
-        if len(path) > 1 and path[:-1] not in tree:
-            raise ValueError(
-                f"tree={tree!r} is not valid: {path!r} cannot be reached, its parent "
-                f"{path[:-1]!r} is missing"
-            )
-    check(len(tree) <= 4096, "tree", f"{len(tree)} paths", "at most 4096 nodes")
+        parent = path[:-1]
+        reached = not parent or parent in known
+        missing = f"{path!r} cannot be reached, its parent {parent!r} is missing"
+        check(reached, "tree", tree, missing)
+    check(len(tree) <= MOST_NODES, "tree", f"{len(tree)} paths", f"at most {MOST_NODES} nodes")
     return tuple(sorted(tree, key=lambda path: (len(path), path)))
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
