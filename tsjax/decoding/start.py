@@ -117,10 +117,15 @@ def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None) -> DecodeState
     return state if mesh is None else _on_each_device(state, mesh)
 
 
-def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int) -> int:
-    """Bytes of what `init_state` allocates beside the cache, on one device."""
-    shapes = jax.eval_shape(lambda: cfg.method.init(cfg.model, batch, capacity, None))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int, prompt_capacity: int) -> int:
+    """Bytes that the method and a lazy prefill remember in a state, on one device."""
+
+    def allocated():
+        lazy, memory = cfg.prefill, cfg.method.init(cfg.model, batch, capacity, None)
+        return memory, lazy and lazy.init(cfg.model, jnp.ones(batch), prompt_capacity, capacity)
+
+    leaves = jax.tree.leaves(jax.eval_shape(allocated))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def _on_each_device(state: DecodeState, mesh) -> DecodeState:

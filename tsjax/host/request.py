@@ -498,11 +498,7 @@ def _check_memory(request: Request, params: Params) -> None:
     mesh = mesh_of(params)
     rows, slots = len(request.rows), request.capacity
     needed = cache_bytes(request.decode.model, rows, slots, mesh)
-    needed += memory_bytes(request.decode, rows, slots)
-    if request.decode.prefill is not None:
-        needed += request.decode.prefill.prompt_bytes(
-            request.decode.model, rows, request.prompt_capacity, slots
-        )
+    needed += memory_bytes(request.decode, rows, slots, request.prompt_capacity)
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     available = _available_bytes(device)
     if device.platform == "cpu" and mesh is not None:

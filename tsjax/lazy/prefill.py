@@ -27,7 +27,7 @@ from tsjax.lazy.revival import (
 )
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
-from tsjax.lazy.state import Plan, init_prompt, prompt_bytes
+from tsjax.lazy.state import Plan, init_prompt
 from tsjax.model.params import Params
 
 
@@ -79,15 +79,11 @@ class LazyPrefill(LazySettings):
         batch, capacity = state.tokens.shape
         _check_prompts(state, prompt_capacity, capacity)
         absent = jnp.broadcast_to(state.kv.length, (model.num_layers, batch))
-        plan = self.plan(model)
-        prompt = init_prompt(plan, state.prompt_length, prompt_capacity, capacity)
+        prompt = self.init(model, state.prompt_length, prompt_capacity, capacity)
         return state.replace(kv=state.kv.replace(absent=absent), prompt=prompt)
 
-    def prompt_bytes(
-        self, model: ModelConfig, batch: int, prompt_capacity: int, capacity: int
-    ) -> int:
-        """Bytes of what `begin` allocates."""
-        return prompt_bytes(self.plan(model), batch, prompt_capacity, capacity)
+    def init(self, model: ModelConfig, prompt_length, prompt_capacity: int, capacity: int):
+        return init_prompt(self.plan(model), prompt_length, prompt_capacity, capacity)
 
     def parts(self, model: ModelConfig, known) -> list:
         plan = self.plan(model)

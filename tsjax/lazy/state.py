@@ -87,10 +87,3 @@ def init_prompt(plan: Plan, prompt_length, prompt_capacity: int, capacity: int) 
         computed=jnp.zeros((stages, batch, P), jnp.int8),
         last=jnp.zeros((batch, plan.lazy.window, D), dtype),
     )
-
-
-def prompt_bytes(plan: Plan, batch: int, prompt_capacity: int, capacity: int) -> int:
-    """Bytes of what `init_prompt` allocates."""
-    length = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    shapes = jax.eval_shape(lambda n: init_prompt(plan, n, prompt_capacity, capacity), length)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
