@@ -424,6 +424,6 @@ def test_bad_input_is_refused_before_any_compute(settings, message):
 
 def test_a_run_cannot_be_resumed_with_another_prefill(tmp_path):
     file = tmp_path / "run.json"
-    tsjax.generate(small(), PROMPTS[0], max_new_tokens=2, save_to=file)
+    tsjax.generate(small(), PROMPTS, max_new_tokens=2, save_to=file, **SIZES)
     with pytest.raises(ValueError, match="whole prompt was computed: leave out prefill"):
         tsjax.generate(small(), resume_from=file, prefill="lazy", max_new_tokens=4)
