@@ -311,7 +311,7 @@ def test_best_tokens(data):
     [
         (dict(prompt_capacity=52), "prompt_capacity=52 .* at least the 53 tokens"),
         (dict(prompt_capacity=300), "prompt_capacity=300 .* at most the capacity 160"),
-        (dict(length=np.asarray([50])), "length=.*a run begins behind its prompt"),
+        (dict(length=np.asarray([50])), "length=.*a run begins after its prompt"),
         (dict(capacity=64), "capacity=64 is not valid: at least 65 slots, .* what it revives"),
     ],
 )
@@ -351,7 +351,7 @@ def test_a_capacity_with_no_slot_to_spare(revive):
 
 
 def test_prompts_of_a_bucket_share_their_programs():
-    run = functools.partial(lazily, max_new_tokens=3)
+    run = functools.partial(lazily, max_new_tokens=3, capacity=2048, prefill_width=16)
     run(prompts_of(64))
     compiled = programs("cpu", "float32")
     count = sum(program._cache_size() for program in compiled)
