@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quick compilation, four CPU devices for the sharding tests, and the hypothesis profile."""
 
+import gc
 import importlib.util
 import os
 import signal
@@ -34,6 +35,9 @@ jax.config.update("jax_num_cpu_devices", 4)
 # What tests compile is kept nowhere, also not by the commands that they start.
 jax.config.update("jax_enable_compilation_cache", False)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+# A trace makes many small objects. To look for rubbish among them often takes a tenth of the time.
+gc.set_threshold(50_000, 20, 50)
 
 # Jobs that a shell starts in the background ignore Ctrl-C, and what is ignored stays so: tests of
 # signals, and the commands that they start, begin as in the foreground.
@@ -71,6 +75,7 @@ def give_programs_back():
     """Each program keeps some memory maps, of which a process may have 65,530."""
     yield
     jax.clear_caches()
+    gc.collect()  # what is left in circles keeps them too
 
 
 @pytest.fixture(scope="module")

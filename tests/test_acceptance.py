@@ -26,7 +26,7 @@ NO_TEXT = dict(num_ngrams=0, suffix_length=0)
 # --- recorded runs -------------------------------------------------------------------------------
 
 # Of the embedded model, whose programs take longest to compile.
-SLOW = {("embedded", case) for case in ("ngrams", "ngrams and suffix", "several passes")}
+SLOW = {("embedded", case) for case in record_acceptance.CASES if case != "verified state"}
 
 
 @pytest.mark.parametrize(

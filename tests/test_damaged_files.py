@@ -506,7 +506,7 @@ def fuzz(place, seed, count):
 
 
 def test_damages_chosen_by_a_seed(tmp_path):
-    fuzz(tmp_path, seed=0, count=300)
+    fuzz(tmp_path, seed=0, count=150)
 
 
 @pytest.mark.slow

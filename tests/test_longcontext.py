@@ -111,7 +111,7 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     argv += ["--sweep-tasks", "passkey", "--sweep-samples", "2"]
     cut = {(1, 0.5): evaluate.sweep_rivals(tiny_model(num_layers=2).cfg)[1, 0.5]}
     monkeypatch.setattr(evaluate, "sweep_rivals", lambda cfg: cut)
-    argv += ["--growth-tasks", "multi_query", "--grid-lengths", "16", "24", "--grid-samples", "2"]
+    argv += ["--growth-tasks", "multi_query", "--grid-lengths", "20", "24", "--grid-samples", "2"]
     monkeypatch.setattr(evaluate, "GRID", ("full", "static, 0.5"))
     evaluate.main(argv)
     document = json.loads((out / "longcontext.json").read_text())
@@ -131,7 +131,7 @@ def test_an_evaluation_from_model_to_plots(tmp_path, monkeypatch, capsys):
     assert (out / "longcontext_score.png").stat().st_size > 0
     assert (out / "longcontext_computed.png").stat().st_size > 0
     places = {(row["method"], row["length"], row["depth"]) for row in document["grid"]}
-    assert places == set(itertools.product(evaluate.GRID, (16, 24), evaluate.DEPTHS))
+    assert places == set(itertools.product(evaluate.GRID, (20, 24), evaluate.DEPTHS))
     assert (out / "longcontext_passkey.png").stat().st_size > 0
     # A second run finds everything there; another model's results are not mixed in.
     before = len(capsys.readouterr().out.splitlines())

@@ -350,11 +350,18 @@ def new_tokens(state) -> list[list[int]]:
     return [row[a:b].tolist() for row, a, b in zip(tokens, start, end, strict=True)]
 
 
+@pytest.fixture
+def float64():
+    """With the programs that the random cases have compiled already."""
+    with jax.enable_x64(True):
+        yield "float64"
+
+
 @pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
-def test_drafts_of_every_source_are_accepted(name):
+def test_drafts_of_every_source_are_accepted(name, float64):
     """In sampled text that loops: every counter has counted, and the counters agree."""
     setup, steps = SETUPS[name], 20
-    model = models(setup.num_draft_heads, "float32")[2]
+    model = models(setup.num_draft_heads, float64)[2]
     prompts, settings = [[1, 2], [4], [5, 6], [7]], dict(do_sample=True, temperature=0.5)
     state = decoded(model, setup.method, prompts, steps, **settings)
     accepted, by_source = map(np.asarray, (state.stats.accepted, state.stats.by_source))
@@ -522,10 +529,10 @@ def test_capacity_has_room_for_the_drafts_of_the_last_step():
 
 
 @pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
-def test_neither_chunks_nor_stream_nor_resuming_matter(name, tmp_path, monkeypatch):
+def test_neither_chunks_nor_stream_nor_resuming_matter(name, float64, tmp_path, monkeypatch):
     """A run that one method has begun is continued by others."""
     setup, path = SETUPS[name], tmp_path / "run.json"
-    model = models(setup.num_draft_heads, "float32")[2]
+    model = models(setup.num_draft_heads, float64)[2]
     settings = dict(SAMPLED, max_new_tokens=40, eos_token_id=11, **SIZES)
     whole = compare(model, RAGGED, setup.method, **settings)
     assert set(whole.finish_reason) == {"eos", "length"}
@@ -553,9 +560,9 @@ def test_neither_chunks_nor_stream_nor_resuming_matter(name, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
-def test_alone_and_interrupted_a_row_has_the_same_tokens(name, tmp_path, monkeypatch):
+def test_alone_and_interrupted_a_row_has_the_same_tokens(name, float64, tmp_path, monkeypatch):
     setup, path = SETUPS[name], tmp_path / "run.json"
-    model = models(setup.num_draft_heads, "float32")[2]
+    model = models(setup.num_draft_heads, float64)[2]
     settings = dict(SAMPLED, max_new_tokens=40, eos_token_id=11, **SIZES)
     whole = rows_of(tsjax.generate(headless(model), RAGGED, **settings))
     for index in (0, 1, 3):  # row 2 repeats row 0's prompt

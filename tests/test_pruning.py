@@ -58,7 +58,8 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 PROMPTS = prompts_of(53, 37, 5)
 # For `generate`, which compiles a program for each stage: three layers, and passes of one width.
-SHORT_CUTS = {1: 0.6, 2: 0.3}
+# The cuts are those of prefill="lazy", so that many tests share their programs.
+SHORT_CUTS = {1: 0.49, 2: 0.343}
 SIZES = dict(capacity=CAPACITY, prefill_width=64)
 
 
@@ -165,7 +166,10 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
                 assert set(absent[layers]) == {n - 1 - computed[stage].sum()}
 
 
-@pytest.mark.parametrize(("pool", "window", "score_layers"), [(7, 1, 1), (13, 1, 1), (5, 3, 1)])
+@pytest.mark.parametrize(
+    ("pool", "window", "score_layers"),
+    [pytest.param(7, 1, 1, marks=pytest.mark.slow), (13, 1, 1), (5, 3, 1)],
+)
 def test_pools_reach_over_the_prompts_last_tokens(pool, window, score_layers):
     """Their own scores count too, though their keys are in no cache when they are scored."""
     lazy = tsjax.LazyPrefill(
@@ -193,8 +197,8 @@ def test_sizes_of_sets_and_who_is_always_in_them():
 @pytest.mark.parametrize("revive", ["on_demand", "background"])
 def test_chunks_and_buckets_change_nothing(revive):
     # How many are brought in at once is no mere size in the background.
-    rows = (8, 1, 30) if revive == "on_demand" else (8, 8, 8)
-    sizes = (dict(), dict(width=1, capacity=256), dict(width=64, prompt_capacity=80))
+    rows = (30, 1, 30) if revive == "on_demand" else (8, 8, 8)
+    sizes = (dict(), dict(width=1, capacity=256, prompt_capacity=80), dict(width=64))
     results = []
     with jax.enable_x64(True):
         for size, at_once in zip(sizes, rows, strict=True):
@@ -221,12 +225,16 @@ def test_to_keep_all_is_the_full_prefill(revive):
     assert result.stats.prompt_computed == (1.0, 1.0, 1.0) and full.stats.prompt_computed == ()
 
 
+def lazily(prompt=PROMPTS[0], **settings):
+    """By the programs for one row that several tests share."""
+    settings = dict(prefill=tsjax.LazyPrefill(keep=SHORT_CUTS), **SIZES) | settings
+    return tsjax.generate(small(), prompt, **settings)
+
+
 def test_a_row_alone_is_the_row_of_a_batch():
-    lazy, settings = tsjax.LazyPrefill(keep=SHORT_CUTS), dict(max_new_tokens=12, **SIZES)
-    whole = tsjax.generate(small(), PROMPTS, prefill=lazy, **settings)
+    whole = lazily(PROMPTS, max_new_tokens=12)
     for row, prompt in zip(whole.tokens, PROMPTS, strict=True):
-        alone = tsjax.generate(small(), prompt, prefill=lazy, **settings)
-        np.testing.assert_array_equal(alone.tokens[0], row)
+        np.testing.assert_array_equal(lazily(prompt, max_new_tokens=12).tokens[0], row)
 
 
 METHODS = {
@@ -303,7 +311,7 @@ def test_best_tokens(data):
     [
         (dict(prompt_capacity=52), "prompt_capacity=52 .* at least the 53 tokens"),
         (dict(prompt_capacity=300), "prompt_capacity=300 .* at most the capacity 160"),
-        (dict(length=np.asarray([50])), "length=.*a run begins behind its prompt"),
+        (dict(length=np.asarray([50])), "length=.*a run begins after its prompt"),
         (dict(capacity=64), "capacity=64 is not valid: at least 65 slots, .* what it revives"),
     ],
 )
@@ -330,7 +338,9 @@ def test_a_capacity_with_no_slot_to_spare(revive):
     """Below the prompts' bucket, and just enough for what is revived at a time."""
     lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, revive_rows=9)
     settings = dict(prefill=lazy, max_new_tokens=12, prefill_width=16)
-    ample = tsjax.generate(small(), PROMPTS[0], capacity=512, **settings)
+    # How many are brought in at once changes no token on demand.
+    others = {} if revive == "on_demand" else dict(prefill=lazy)
+    ample = lazily(max_new_tokens=12, **others)
     tight = tsjax.generate(small(), PROMPTS[0], capacity=53 + 12 + 9, **settings)
     np.testing.assert_array_equal(tight.tokens[0], ample.tokens[0])
     with pytest.raises(ValueError, match="at least 74 slots .* or revive_rows=9"):
@@ -341,11 +351,7 @@ def test_a_capacity_with_no_slot_to_spare(revive):
 
 
 def test_prompts_of_a_bucket_share_their_programs():
-    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS)
-    run = functools.partial(
-        tsjax.generate, small(), prefill=lazy, max_new_tokens=3, capacity=2048,
-        prefill_width=16,
-    )  # fmt: skip
+    run = functools.partial(lazily, max_new_tokens=3, capacity=2048, prefill_width=16)
     run(prompts_of(64))
     compiled = programs("cpu", "float32")
     count = sum(program._cache_size() for program in compiled)
@@ -394,9 +400,8 @@ def test_the_prefill_streams_batches_and_stops_as_any_other():
 
 
 def test_names():
-    by_name = tsjax.generate(small(), PROMPTS[0], prefill="lazy", max_new_tokens=4, **SIZES)
-    paper = tsjax.LazyPrefill(keep={1: 0.49, 2: 0.343})
-    by_hand = tsjax.generate(small(), PROMPTS[0], prefill=paper, max_new_tokens=4, **SIZES)
+    by_name = lazily(prefill="lazy", max_new_tokens=4)
+    by_hand = lazily(prefill=tsjax.LazyPrefill(keep={1: 0.49, 2: 0.343}), max_new_tokens=4)
     np.testing.assert_array_equal(by_name.tokens[0], by_hand.tokens[0])
 
 
@@ -419,6 +424,6 @@ def test_bad_input_is_refused_before_any_compute(settings, message):
 
 def test_a_run_cannot_be_resumed_with_another_prefill(tmp_path):
     file = tmp_path / "run.json"
-    tsjax.generate(small(), PROMPTS[0], max_new_tokens=2, save_to=file)
+    tsjax.generate(small(), PROMPTS, max_new_tokens=2, save_to=file, **SIZES)
     with pytest.raises(ValueError, match="whole prompt was computed: leave out prefill"):
         tsjax.generate(small(), resume_from=file, prefill="lazy", max_new_tokens=4)

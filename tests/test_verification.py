@@ -529,8 +529,7 @@ def ngram_table(state):
     [
         ("ngram", 1, "float32"),
         ("partial_cache", 1, "float32"),
-        ("partial_cache", 3, "float32"),
-        ("partial_cache", 1, "bfloat16"),
+        ("partial_cache", 3, "bfloat16"),
         ("verified_state", 1, "float32"),
     ],
 )
@@ -638,11 +637,9 @@ def drafted(params, state, cfg):
 @pytest.mark.parametrize(
     ("options", "sources"),
     [
-        ({}, {"heads", "suffix"}),
-        ({"suffix_match": 3}, {"heads", "suffix"}),
+        ({"suffix_match": 3, "suffix_alone": 4}, {"heads", "suffix"}),
         ({"suffix_match": 4}, {"heads"}),
         ({"suffix_alone": 3}, {"suffix"}),
-        ({"suffix_alone": 4}, {"heads", "suffix"}),
     ],
 )
 def test_how_long_a_match_counts_and_when_it_is_drafted_alone(options, sources):
