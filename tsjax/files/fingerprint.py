@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tells two models apart, from few of their numbers.
 
-Knows which settings and weights choose tokens. Does not know where the weights lie: points of each
-tensor are named as in a HuggingFace checkpoint and read on the devices, so that a model keeps its
-fingerprint when it is converted, or placed on a mesh. Draft heads change no token and are no part
-of it.
+Knows which settings and weights choose tokens; draft heads do not. Points of each tensor are named
+as in a HuggingFace checkpoint and read on the devices, so a model keeps its fingerprint when it is
+converted, or placed on a mesh. Does not know where the weights lie.
 """
 
 from __future__ import annotations
@@ -27,11 +26,8 @@ CHANGES_NO_TOKEN = ("num_draft_heads", "head_accuracy", "family", "max_positions
 
 def model_fingerprint(model: Model) -> str:
     """Of all vectors, of points from each row and column of each matrix, and of the settings."""
-    settings = {
-        name: value
-        for name, value in _set_fields(model.cfg).items()
-        if name not in CHANGES_NO_TOKEN
-    }
+    settings = _set_fields(model.cfg)
+    settings = {name: settings[name] for name in settings.keys() - {*CHANGES_NO_TOKEN}}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     leaves = jax.tree.leaves(model.params.model)
     pairs = zip(entries(model.cfg.with_heads(0)), leaves, strict=True)
@@ -60,7 +56,7 @@ def _sample(entry: Entry, leaf: jax.Array) -> jax.Array:
     if entry.inputs is None:
         return _take(leaf, (rows, columns))
     inputs, outputs = leaf.shape[: entry.inputs], leaf.shape[entry.inputs :]
-    return _take(leaf, _indices(columns, inputs) + _indices(rows, outputs))
+    return _take(leaf, np.unravel_index(columns, inputs) + np.unravel_index(rows, outputs))
 
 
 def sampled_points(num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -69,15 +65,7 @@ def sampled_points(num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndar
     far = range(max(1, round(num_columns * 0.618)), num_columns + 1)
     step = next(stride for stride in far if math.gcd(stride, num_columns) == 1)
     number = np.arange(max(num_rows, num_columns))
-    return _int32(number % num_rows), _int32(number * step % num_columns)
-
-
-def _indices(flat: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    return tuple(map(_int32, np.unravel_index(flat, shape)))
-
-
-def _int32(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.int32)
+    return number % num_rows, number * step % num_columns
 
 
 @jax.jit

@@ -8,18 +8,20 @@ by the functions that need them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.files.whole_files import replacing
 from tsjax.input_files import listed, parsing, read_json, require_file
 
 _BLOCK_BYTES = 32 * 2**20  # what is read at a time; bounds the scratch memory of reading
@@ -68,32 +70,26 @@ class Weights:
 
 
 class SafetensorsWeights(Weights):
-    def _list(self, file):
-        import safetensors
-
-        with (
-            parsing(file, " is truncated or corrupt"),
-            safetensors.safe_open(file, framework="np") as handle,
-        ):
-            found = {}
-            for name in handle.keys():
-                tensor = handle.get_slice(name)
-                dtype = tensor.get_dtype()
-                found[name] = StoredTensor(
-                    file, tuple(tensor.get_shape()), _SAFETENSORS_DTYPES.get(dtype, str(dtype))
-                )
-            return found
-
-    def rows(self, name, start, stop):
-        import safetensors
-
-        file = self.tensors[name].file
+    @contextlib.contextmanager
+    def _opened(self, file: str, trouble: str) -> Iterator[Any]:
         # Opened anew each time: the pages of a mapped file count as this process's memory until
         # it is closed.
-        with (
-            parsing(file, f": {name} cannot be read"),
-            safetensors.safe_open(file, framework="np") as handle,
-        ):
+        import safetensors
+
+        with parsing(file, trouble), safetensors.safe_open(file, framework="np") as handle:
+            yield handle
+
+    def _list(self, file):
+        found = {}
+        with self._opened(file, " is truncated or corrupt") as handle:
+            for name in handle.keys():
+                tensor = handle.get_slice(name)
+                dtype = _SAFETENSORS_DTYPES.get(tensor.get_dtype(), str(tensor.get_dtype()))
+                found[name] = StoredTensor(file, tuple(tensor.get_shape()), dtype)
+        return found
+
+    def rows(self, name, start, stop):
+        with self._opened(self.tensors[name].file, f": {name} cannot be read") as handle:
             return handle.get_slice(name)[start:stop]
 
 
@@ -115,23 +111,12 @@ class TorchWeights(Weights):
         with parsing(file, " is corrupt or holds more than tensors"):
             mapped = zipfile.is_zipfile(file)  # the format of torch < 1.6 cannot be mapped
             loaded = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-            other = [
-                f"{name!s:.80}"
-                for name, value in loaded.items()
-                if not (
-                    isinstance(name, str)
-                    and isinstance(value, torch.Tensor)
-                    and value.layout is torch.strided
-                    and value.device.type == "cpu"
-                )
-            ]
+            other = [f"{name!s:.80}" for name in loaded if not _is_tensor(name, loaded[name])]
         if other:
             raise ValueError(f"{file!r} holds more than tensors: {', '.join(listed(other))}")
         self._loaded[file] = loaded
-        return {
-            name: StoredTensor(file, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            for name, value in loaded.items()
-        }
+        types = {name: str(value.dtype).removeprefix("torch.") for name, value in loaded.items()}
+        return {name: StoredTensor(file, tuple(loaded[name].shape), types[name]) for name in types}
 
     def rows(self, name, start, stop):
         stored = self.tensors[name]
@@ -144,6 +129,13 @@ class TorchWeights(Weights):
             return block.numpy()
 
 
+def _is_tensor(name: Any, value: Any) -> bool:
+    import torch
+
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return isinstance(name, str) and plain and value.device.type == "cpu"
+
+
 def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
     """The weight files of a checkpoint folder, or a single weight file.
 
@@ -153,10 +145,9 @@ def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
         return _open_files([path], allow_pickle)
     for single in ("model.safetensors", "pytorch_model.bin"):
         file = os.path.join(path, single)
-        index = f"{file}.index.json"
         if os.path.exists(file):
             return _open_files([file], allow_pickle)
-        if os.path.exists(index):
+        if os.path.exists(index := f"{file}.index.json"):
             return _open_index(index, allow_pickle)
     names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
     if len(names) == 1:
@@ -186,12 +177,10 @@ def _open_index(index: str, allow_pickle: bool) -> Weights:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index!r} has no weight_map")
-    nameless = [f"{name}: {shard!r:.80}" for name, shard in places.items() if not _is_name(shard)]
-    if nameless:
-        raise ValueError(
-            f"{index!r} names what is no file, or files outside its folder: "
-            + ", ".join(listed(nameless))
-        )
+    wrong = [f"{name}: {shard!r:.80}" for name, shard in places.items() if not _is_name(shard)]
+    if wrong:
+        trouble = "names what is no file, or files outside its folder"
+        raise ValueError(f"{index!r} {trouble}: {', '.join(listed(wrong))}")
     files = [os.path.join(os.path.dirname(index), shard) for shard in sorted({*places.values()})]
     absent = [repr(file) for file in files if not os.path.exists(file)]
     if absent:
@@ -210,11 +199,22 @@ def _is_name(shard: Any) -> bool:
     return isinstance(shard, str) and bool(shard) and os.path.basename(shard) == shard
 
 
-def raise_all(problems: Iterable[str]) -> None:
+def raise_all(problems: Iterable[str], title: str = "the checkpoint cannot be read") -> None:
     """One error that lists the problems, so that a checkpoint is repaired in one go."""
     problems = listed(problems)
     if problems:
-        raise ValueError("\n  ".join(["the checkpoint cannot be read:", *problems]))
+        raise ValueError("\n  ".join([f"{title}:", *problems]))
+
+
+def write_safetensors(path: str, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes or replaces a file. It says torch's layout: transformers reads no other."""
+    import safetensors.numpy
+
+    try:
+        with replacing(path) as temporary:
+            safetensors.numpy.save_file(dict(tensors), temporary, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # a full disk, say
+        raise OSError(f"{path!r} could not be written: {error}") from error
 
 
 # The small English model of this package, and its folder in it.
@@ -233,10 +233,9 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
         return os.path.abspath(name)
     if os.path.exists(name):
         raise ValueError(f"path={name!r} is not valid: a checkpoint is a folder, this is a file")
+    missing = f"path={name!r}: there is no such folder, and"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(
-            f"path={name!r}: there is no such folder, and it is not a hub id (organisation/name)"
-        )
+        raise FileNotFoundError(f"{missing} it is not a hub id (organisation/name)")
     import huggingface_hub
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -247,8 +246,6 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
             ignore_patterns=["*/*", "consolidated*"],  # second copies of the weights
         )
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
-        reason = str(error).strip().splitlines()
-        raise FileNotFoundError(
-            f"path={name!r}: there is no such folder, and as a hub id it could not be downloaded: "
-            f"{reason[0] if reason else type(error).__name__}"
-        ) from error
+        first = [*str(error).strip().splitlines(), type(error).__name__][0]
+        message = f"{missing} as a hub id it could not be downloaded: {first}"
+        raise FileNotFoundError(message) from error
