@@ -38,7 +38,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 # What users of other programs type from habit, and what to write here. The command line says the
-# same, with its flags for the names of settings.
+# same, with flags in place of the names of settings.
 HABITS = {
     "max_length": "write max_new_tokens, which leaves the prompt out of the count",
     "max_tokens": "write max_new_tokens",
@@ -278,9 +278,9 @@ class GenerationConfig:
         """Reads a generation_config.json (path, folder, dict or a transformers GenerationConfig).
 
         Settings that would choose other tokens and that tsjax does not have are refused by name.
-        Those about lengths in another measure (max_length), about caches and about other libraries
-        are passed over; so are a file's sampling values where do_sample is off, as HuggingFace does
-        not read them.
+        Settings about caches, other libraries and lengths in another measure (max_length) are
+        ignored. So are a file's sampling values where do_sample is off: HuggingFace does not read
+        them either.
         """
         refuse_unknown_settings(changes)
         if isinstance(source, Mapping):

@@ -52,7 +52,6 @@ class Model(flax.struct.PyTreeNode):
 
     Attributes:
       params: the arrays; everything else is static.
-      cfg: the shape of the model.
       stop_ids: tokens that end a text.
       path: the folder it was loaded from; the tokenizer is read from there.
     """
@@ -115,7 +114,8 @@ def load(
                 on_tensor(entry.path, array.nbytes)
 
     if is_tsjax(folder):
-        cfg, stop_ids = read_description(folder, dtype=dtype)
+        cfg, stop_ids = read_description(folder)
+        cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
         check_dtype(cfg.dtype)
         arrays |= _load_arrays(os.path.join(folder, ARRAYS), cfg, mesh)
     else:
@@ -169,9 +169,7 @@ def is_tsjax(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, DESCRIPTION))
 
 
-def read_description(
-    folder: str, *, dtype: str | None = None
-) -> tuple[ModelConfig, tuple[int, ...]]:
+def read_description(folder: str) -> tuple[ModelConfig, tuple[int, ...]]:
     """The settings and the stop ids in a tsjax checkpoint."""
     path = os.path.join(folder, DESCRIPTION)
     raw = read_json(path)
@@ -184,7 +182,7 @@ def read_description(
         stop_ids = tuple(raw["stop_ids"])
         for token in stop_ids:
             check_int(token, "stop_ids", 0)
-    return dataclasses.replace(cfg, dtype=dtype) if dtype else cfg, stop_ids
+    return cfg, stop_ids
 
 
 def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
@@ -193,7 +191,7 @@ def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight
         path = weight_files.find_folder(path, allow_pickle=allow_pickle)
     weights = weight_files.open_weights(os.fspath(path), allow_pickle=allow_pickle)
     if not huggingface.count_heads(weights):
-        found = ", ".join(sorted(weights.tensors)[:5])
+        found = ", ".join(sorted(weights)[:5])
         wanted = f"it holds no model.medusa_layers.*; it has {found}"
         raise ValueError(f"heads={os.fspath(path)!r} is not valid: {wanted}")
     return weights

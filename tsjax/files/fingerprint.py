@@ -25,7 +25,7 @@ CHANGES_NO_TOKEN = ("num_draft_heads", "head_accuracy", "family", "max_positions
 
 
 def model_fingerprint(model: Model) -> str:
-    """Of all vectors, of points from each row and column of each matrix, and of the settings."""
+    """A hash of the settings, of all vectors, and of points of each row and column of matrices."""
     settings = _set_fields(model.cfg)
     settings = {name: settings[name] for name in settings.keys() - {*CHANGES_NO_TOKEN}}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
@@ -60,7 +60,7 @@ def _sample(entry: Entry, leaf: jax.Array) -> jax.Array:
 
 
 def sampled_points(num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points of a matrix, as few as have one in every row and in every column."""
+    """The fewest points of a matrix that have one in every row and in every column."""
     # Coprime, so that each column is visited; far, so that rows of one head have distant ones.
     far = range(max(1, round(num_columns * 0.618)), num_columns + 1)
     step = next(stride for stride in far if math.gcd(stride, num_columns) == 1)
@@ -77,7 +77,7 @@ def _take(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def fingerprint_of_norms(model: Model, cfg: ModelConfig | None = None) -> str:
-    """Of saved runs of format 1."""
+    """The fingerprint in saved runs of format 1."""
     settings = (cfg or model.cfg).to_dict()
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     weights = model.params.model
@@ -87,7 +87,7 @@ def fingerprint_of_norms(model: Model, cfg: ModelConfig | None = None) -> str:
 
 
 def fingerprint_of_first_rows(model: Model) -> str:
-    """Of training checkpoints of format 1."""
+    """The fingerprint in training checkpoints of format 1."""
     weights = model.params.model
     digest = hashlib.sha256(fingerprint_of_norms(model, model.cfg.with_heads(0)).encode())
     for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):

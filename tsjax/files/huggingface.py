@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import DTYPES, ModelConfig, RopeConfig, check, check_float, check_int
-from tsjax.files.weight_files import Weights, open_weights, raise_all
+from tsjax.files.weight_files import StoredTensor, Weights, open_weights, raise_all
 from tsjax.input_files import listed, parsing, read_json
 from tsjax.model.params import declare_params, is_spec
 from tsjax.model.transformer import ParamSpec
@@ -378,13 +378,13 @@ def open_checkpoint(
     raw = read_json(path)
     if dtype is None and (raw.get("dtype") or raw.get("torch_dtype")) is None:
         # As transformers: a file that does not say is read in the type of its tensors.
-        stored = [t.dtype for t in open_weights(folder, allow_pickle=allow_pickle).tensors.values()]
+        stored = [t.dtype for t in open_weights(folder, allow_pickle=allow_pickle).values()]
         dtype = max(set(stored), key=stored.count, default=None)
     with parsing(path):
         cfg = model_config(raw, dtype=dtype)
     weights = open_weights(folder, allow_pickle=allow_pickle)
     with parsing(path):  # before anything is declared
-        check_counts(cfg, len(weights.tensors), ("num_hidden_layers", "medusa_heads"))
+        check_counts(cfg, len(weights), ("num_hidden_layers", "medusa_heads"))
     heads = max(cfg.num_draft_heads, count_heads(weights))
     return cfg if heads == cfg.num_draft_heads else cfg.with_heads(heads), weights
 
@@ -397,76 +397,67 @@ def check_counts(cfg: ModelConfig, stored: int, names: tuple[str, str]) -> None:
 
 def count_heads(weights: Weights) -> int:
     """How many different numbers heads have; `read_heads` sees whether these are 0, 1, 2 ..."""
-    found = [_HEAD_KEY.fullmatch(name) for name in weights.tensors]
-    return len({match[2] for match in found if match})
+    return len({match[2] for name in weights if (match := _HEAD_KEY.fullmatch(name))})
 
 
 def read_model(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
     """Every parameter of `cfg`, one at a time; names and shapes are checked before the first."""
-    names = {name: name for name in weights.tensors if not _HARMLESS.fullmatch(name)}
+    found = {name: tensor for name, tensor in weights.items() if not _HARMLESS.fullmatch(name)}
     if cfg.tie_embeddings:
-        names.pop("lm_head.weight", None)  # transformers does not read it either
+        found.pop("lm_head.weight", None)  # transformers does not read it either
     if not cfg.num_draft_heads:
-        names = {k: v for k, v in names.items() if not _HEAD_KEY.fullmatch(k)}
-    return _read(entries(cfg), weights, names)
+        found = {name: found[name] for name in found if not _HEAD_KEY.fullmatch(name)}
+    return _read(entries(cfg), weights, found)
 
 
 def read_heads(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
     """The `cfg.num_draft_heads` heads in an adapter or a whole TokenSwift checkpoint."""
-    found = {name: _HEAD_KEY.fullmatch(name) for name in weights.tensors}
-    names = {f"model.{match[1]}": name for name, match in found.items() if match}
-    wanted = [entry for entry in entries(cfg) if entry.path.startswith("heads.")]
-    return _read(wanted, weights, names)
+    matches = {name: _HEAD_KEY.fullmatch(name) for name in weights}
+    found = {f"model.{match[1]}": weights[name] for name, match in matches.items() if match}
+    return _read([e for e in entries(cfg) if e.path.startswith("heads.")], weights, found)
 
 
 def _read(
-    wanted: list[Entry], weights: Weights, names: Mapping[str, str]
+    wanted: list[Entry], weights: Weights, found: Weights
 ) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Reads `wanted`; `names` maps the table's keys to the names in the files."""
-    files = ", ".join(listed(sorted({stored.file for stored in weights.tensors.values()})))
-    problems = [f"missing in {files}: {e.key}" for e in wanted if e.key not in names]
-    of_key = {entry.key: entry for entry in wanted}
-    for key, name in names.items():
-        stored, entry = weights.tensors[name], of_key.get(key)
-        where = f"{name} in {stored.file}"
-        if entry is None:
-            problems.append(f"not part of this model: {where}")
-            continue
-        if stored.shape != entry.hf_shape:
-            shapes = f"shape {list(stored.shape)}; the config asks for {list(entry.hf_shape)}"
-            problems.append(f"{where} has {shapes}")
-        if stored.dtype not in DTYPES:
-            types = f"type {stored.dtype}, which is not one of {', '.join(DTYPES)}"
-            problems.append(f"{where} has {types}")
+    """Reads `wanted`; `found` has the tensors under the table's keys."""
+    files = ", ".join(listed(sorted({tensor.file for tensor in weights.values()})))
+    problems = [f"missing in {files}: {e.key}" for e in wanted if e.key not in found]
+    keys = {entry.key for entry in wanted}
+    problems += [f"not part of this model: {found[key]}" for key in found if key not in keys]
+    for entry in wanted:
+        tensor = found.get(entry.key)
+        if tensor and tensor.shape != entry.hf_shape:
+            shapes = f"shape {list(tensor.shape)}; the config asks for {list(entry.hf_shape)}"
+            problems.append(f"{tensor} has {shapes}")
+        if tensor and tensor.dtype not in DTYPES:
+            types = f"type {tensor.dtype}, which is not one of {', '.join(DTYPES)}"
+            problems.append(f"{tensor} has {types}")
     raise_all(problems)
-    return _read_tensors(wanted, weights, names)
+    return _read_tensors([(entry, found[entry.key]) for entry in wanted])
 
 
 def _read_tensors(
-    wanted: list[Entry], weights: Weights, names: Mapping[str, str]
+    pairs: list[tuple[Entry, StoredTensor]],
 ) -> Iterator[tuple[Entry, np.ndarray]]:
     wrong = []
-    for entry in wanted:
-        name = names[entry.key]
-        array, finite = _read_tensor(weights, name, entry)
+    for number, (entry, tensor) in enumerate(pairs, 1):
+        array, finite = _read_tensor(entry, tensor)
         if not finite:
-            wrong.append(f"{name} in {weights.tensors[name].file}")
-        if wrong and entry is wanted[-1]:  # here: who reads may not ask for more than the last one
-            warnings.warn(
-                f"{', '.join(listed(wrong))} {'has' if len(wrong) == 1 else 'have'} NaN or "
-                f"infinite values as {array.dtype.name}",
-                stacklevel=2,
-            )
+            wrong.append(str(tensor))
+        if wrong and number == len(pairs):  # here: the caller may not ask for more than the last
+            have = f"{'has' if len(wrong) == 1 else 'have'} NaN or infinite values"
+            warnings.warn(f"{', '.join(listed(wrong))} {have} as {array.dtype.name}", stacklevel=2)
         yield entry, array
 
 
-def _read_tensor(weights: Weights, name: str, entry: Entry) -> tuple[np.ndarray, bool]:
+def _read_tensor(entry: Entry, tensor: StoredTensor) -> tuple[np.ndarray, bool]:
     """The tensor, and whether all of it is finite."""
     dtype = jnp.dtype(entry.spec.dtype)
     out = _aligned_empty(entry.spec.shape, dtype)
     target = entry.as_hf(out)  # a view: writing their layout fills ours
     finite = True
-    for rows, block in weights.blocks(name):
+    for rows, block in tensor.blocks():
         with np.errstate(over="ignore", invalid="ignore"):
             block = block.astype(dtype, copy=False)
         finite = finite and bool(np.isfinite(block).all())
