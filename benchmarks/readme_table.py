@@ -251,7 +251,7 @@ def speedup() -> str:
         )
     same = all(row.get("same_tokens", True) for row in document["rows"])
     note = (
-        "Time per token behind so many tokens of a book, medians of interleaved rounds (smallest "
+        "Time per token after this many tokens of a book, medians of interleaved rounds (smallest "
         "and largest ratio in brackets); the embedded model in float32; sampled is temperature 1, "
         'min-p 0.1, penalty 1.2 over 1,024 tokens; method="tokenswift", which chose the drafts. '
         f"{'Every run returned the tokens of plain decoding. ' if same else ''}Made by "
@@ -272,7 +272,7 @@ def partial_cache() -> str:
         rest = "yes" if chosen["draft_rest"] else "no"
         lines.append(f"| {name.removesuffix(', rest')} | {rest} | {' | '.join(cells)} |")
     note = (
-        "Tokens per step of four passes on 512 slots and nothing else, at most five, behind so "
+        "Tokens per step of four passes on 512 slots and nothing else, at most five, after this "
         "many tokens of a book, sampled and greedy as in README's table, the embedded model in "
         "float32. Made by "
     )
@@ -367,7 +367,7 @@ def texts() -> str:
         added = "" if row["method"] == "full" else f"{row['added']:.4f} ± {row['interval']:.4f}"
         lines.append(f"| {row['method']} | {row['perplexity']:.1f} | {added} |")
     note = (
-        f"Of {document['suffix']} tokens behind {document['prompt']}, in {document['samples']} "
+        f"Of {document['suffix']} tokens after {document['prompt']}, in {document['samples']} "
         "texts; the difference text by text, with its 95% interval. Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
