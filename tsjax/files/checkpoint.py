@@ -148,10 +148,7 @@ def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> N
 
 
 def write_heads(model: Model, file: str) -> None:
-    """Replaces a file with the model's draft heads, under the names that `heads=` reads.
-
-    These are TokenSwift's names, model.medusa_layers.*.
-    """
+    """Replaces a file with the model's draft heads, as TokenSwift's model.medusa_layers.*."""
     tensors = {
         entry.key: np.ascontiguousarray(entry.as_hf(np.asarray(leaf)))
         for entry, leaf in named_arrays(model)

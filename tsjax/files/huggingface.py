@@ -60,9 +60,8 @@ _ROPE_KEYS_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor",
 def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:
     """The content of a config.json -> ModelConfig, as transformers 5 understands it.
 
-    Args:
-      raw: the parsed file, not a transformers object (those fill in defaults of their own).
-      dtype: replaces the file's `dtype` (or `torch_dtype`).
+    `raw` is no transformers object: those fill in defaults of their own. `dtype` replaces the
+    file's `dtype` (or `torch_dtype`).
     """
     _check_types(raw)
     family = _family(raw)
