@@ -4,8 +4,8 @@
     JAX_PLATFORMS=cpu python -m benchmarks aot --out benchmarks/results/aot
     JAX_PLATFORMS=cpu python -m benchmarks aot --only train_heads --name train_heads --out ...
 
-Needs the CUDA plugin (see tools/aot.py). Beside what the compiler says stands what a call has to
-do: bytes read once, operations, and the time that both bound on a chip of the nominal speed.
+Needs the CUDA plugin (see tools/aot.py). The document also says what a call has to do: bytes read
+once, operations, and the time that both take at least on a chip of the nominal speed.
 Nothing is run on a GPU. One process per case, `--jobs` at a time.
 """
 

@@ -4,8 +4,8 @@
 Without --model: what a verification rule does to the law of the text, where it is known exactly.
 
 The "model" draws every token independently: its best token has probability 0.29. Drafts propose
-that token first, and a tree of 27 leaves with 20 n-grams repeats it in 47 rows. Counted is how
-often each rule emits it.
+that token first, and a tree of 27 leaves with 20 n-grams repeats it in 47 rows. The benchmark
+counts how often each rule emits it.
 
 * per row: one sample for every row and depth, the longest match is kept (TokenSwift's released
   code and Algorithm 1 of the paper), simulated in NumPy;
@@ -13,7 +13,7 @@ often each rule emits it.
 
 With --model: where n-gram drafts part from plain decoding in bfloat16, whose passes over several
 rows round otherwise than those over one; and, for each of the drafted tokens, whether plain
-decoding would have chosen it behind the same text (tsjax.check_run).
+decoding would have chosen it after the same text (tsjax.check_run).
 
     python -m benchmarks exactness --out benchmarks/results/cpu
     python -m benchmarks exactness --model embedded PATH --out benchmarks/results/cpu

@@ -163,7 +163,7 @@ class Budget:
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--minutes", type=float, default=9, help="no case begins when so many have passed"
+        "--minutes", type=float, default=9, help="no case begins after this many minutes"
     )
 
 

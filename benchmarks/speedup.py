@@ -3,8 +3,8 @@
 
 Every context is the beginning of a book. Its cache is computed once; each run starts from a copy
 of it, takes a few steps that do not count and then makes its tokens. All methods run in this
-process, in turn, round by round; a ratio is taken round by round, and its median stands in the
-table. The tokens of every method are compared with those of plain decoding.
+process, in turn, round by round; the table has the median of the ratios of the rounds. The tokens
+of every method are compared with those of plain decoding.
 
     python -m benchmarks speedup --books corpus --out benchmarks/results/cpu
 

@@ -213,7 +213,7 @@ class Machine:
     # Runs
 
     def go_to(self, context: int, prepare) -> None:
-        """Every kind of step continues behind `context` tokens, the last one not in the cache."""
+        """Every kind of step continues after `context` tokens, the last one not in the cache."""
         for kind, state in self.states.items():
             kv = state.kv.replace(length=int32([context - 1]))
             self.states[kind] = state.replace(kv=kv)

@@ -2,9 +2,9 @@
 """Time to the first token of lazy prefills against the full one, and what follows from them.
 
 A model with random weights reads random prompts: of Llama-3.1's proportions, scaled down, or with
---model a published one's shape. All schedules run in this process, in turn, round by round; a ratio
-is taken round by round, and its median stands in the table, beside the one that counting operations
-predicts. The time to the first token is that of the whole prefill and of one step.
+--model a published one's shape. All schedules run in this process, in turn, round by round. The
+table has the median of the ratios of the rounds, and the ratio that counting operations predicts.
+The time to the first token is that of the whole prefill and of one step.
 
     python -m benchmarks ttft --out benchmarks/results/cpu
 
@@ -49,7 +49,7 @@ def scaled_model(layers: int, embed: int, dtype: str):
 
 
 def schedule(name: str, layers: int) -> dict[int, float]:
-    """One of SCHEDULES for a model of so many layers; cuts behind its last layer are none."""
+    """One of SCHEDULES for a model of `layers` layers, without cuts after its last layer."""
     keep = {max(1, round(at * layers)): share for at, share in SCHEDULES[name].items()}
     return {layer: share for layer, share in keep.items() if layer < layers}
 

@@ -13,12 +13,5 @@ from .conversion import to_hf as to_hf
 from .conversion import to_tsjax as to_tsjax
 from .conversion import verify as verify
 
-__all__ = [
-    "DROP_HEADS",
-    "MERGE_HEADS",
-    "Written",
-    "export_heads",
-    "to_hf",
-    "to_tsjax",
-    "verify",
-]
+__all__ = ["DROP_HEADS", "MERGE_HEADS", "Written"]
+__all__ += ["export_heads", "to_hf", "to_tsjax", "verify"]

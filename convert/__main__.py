@@ -46,10 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("src", metavar="SRC", help="HuggingFace folder, hub id or tsjax checkpoint")
     p.add_argument("dst", metavar="DST", help="the folder to write; must not exist")
     p.add_argument(
-        "--to",
-        choices=("tsjax", "hf"),
-        default="tsjax",
-        help="format of DST (default: tsjax)",
+        "--to", choices=("tsjax", "hf"), default="tsjax", help="format of DST (default: tsjax)"
     )
     p.add_argument(
         "--dtype",
@@ -61,20 +58,11 @@ def parser() -> argparse.ArgumentParser:
     heads.add_argument(
         "--heads-only", action="store_true", help="write nothing but the draft heads"
     )
-    heads.add_argument(
-        "--merge-heads",
-        dest="draft_heads",
-        action="store_const",
-        const=MERGE_HEADS,
-        help="with --to hf: write the draft heads beside the model",
-    )
-    heads.add_argument(
-        "--drop-heads",
-        dest="draft_heads",
-        action="store_const",
-        const=DROP_HEADS,
-        help="with --to hf: leave the draft heads out",
-    )
+    for flag, choice, help in (
+        ("--merge-heads", MERGE_HEADS, "with --to hf: write the draft heads beside the model"),
+        ("--drop-heads", DROP_HEADS, "with --to hf: leave the draft heads out"),
+    ):
+        heads.add_argument(flag, dest="draft_heads", action="store_const", const=choice, help=help)
     p.add_argument(
         "--max-shard-size",
         metavar="SIZE",
@@ -113,22 +101,13 @@ def run(args: argparse.Namespace) -> None:
     started = time.perf_counter()
     common = {"heads": args.heads, "allow_pickle": args.allow_pickle}
     with progress_bar("converting", args.quiet) as bar:
-        options = dict(
-            common,
-            dtype=args.dtype,
-            overwrite=args.overwrite,
-            on_tensor=lambda _, size: bar.update(size),
-        )
+        options = {**common, "dtype": args.dtype, "overwrite": args.overwrite}
+        options["on_tensor"] = lambda _, size: bar.update(size)
         if args.heads_only:
             written = export_heads(args.src, args.dst, **options)
         elif args.to == "hf":
-            written = to_hf(
-                args.src,
-                args.dst,
-                draft_heads=args.draft_heads,
-                max_shard_size=args.max_shard_size,
-                **options,
-            )
+            sizes = {"draft_heads": args.draft_heads, "max_shard_size": args.max_shard_size}
+            written = to_hf(args.src, args.dst, **sizes, **options)
         else:
             written = to_tsjax(args.src, args.dst, **options)
     checked = ""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conversions as functions. Every one writes a new folder, whole or not at all.
 
-Knows which files a converted folder consists of. The names and layouts of the tensors are one table
-in tsjax/files/huggingface.py, read in both directions.
+Knows which files a converted folder has. Does not know the names and layouts of the tensors: they
+are one table in tsjax/files/huggingface.py, which is read in both directions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -64,8 +63,7 @@ def open_source(
     folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
     if checkpoint.is_tsjax(folder):
         model = checkpoint.load(folder, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
-        named = zip(huggingface.entries(model.cfg), jax.tree.leaves(model.params), strict=True)
-        tensors = ((entry, np.asarray(leaf)) for entry, leaf in named)
+        tensors = ((entry, np.asarray(leaf)) for entry, leaf in checkpoint.named_arrays(model))
         return Source(model.cfg, model.stop_ids, folder, tensors)
 
     cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
@@ -73,11 +71,9 @@ def open_source(
     if heads is None:
         return Source(cfg, stop_ids, folder, huggingface.read_model(cfg, weights))
     adapter = checkpoint.open_heads(heads, allow_pickle=allow_pickle)
-    bare = cfg.with_heads(0)
+    own = huggingface.read_model(cfg.with_heads(0), weights)
     cfg = cfg.with_heads(huggingface.count_heads(adapter))
-    tensors = itertools.chain(
-        huggingface.read_model(bare, weights), huggingface.read_heads(cfg, adapter)
-    )
+    tensors = itertools.chain(own, huggingface.read_heads(cfg, adapter))
     return Source(cfg, stop_ids, folder, tensors)
 
 
@@ -123,11 +119,11 @@ def to_hf(
     """tsjax checkpoint, HuggingFace folder or hub id -> HuggingFace folder with safetensors.
 
     Args:
-      draft_heads: what becomes of the model's draft heads, if it has any: MERGE_HEADS writes them
-        as model.medusa_layers.* beside the model, where TokenSwift's own code looks for them,
+      draft_heads: what to do with the model's draft heads, if it has any. MERGE_HEADS writes them
+        as model.medusa_layers.* beside the model, where TokenSwift's own code looks for them;
         DROP_HEADS leaves them out.
       max_shard_size: bytes, or a size such as "2GB", of one weight file.
-      The others are those of to_tsjax.
+      The others are as for to_tsjax.
     """
     shard_bytes = parse_size(max_shard_size)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
@@ -146,9 +142,8 @@ def to_hf(
     kept = {entry.path for entry in huggingface.entries(cfg)}
     tensors = ((entry, array) for entry, array in source.tensors if entry.path in kept)
     with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
-        num_params = _write_shards(
-            folder, huggingface.entries(cfg), tensors, shard_bytes, on_tensor
-        )
+        named = huggingface.entries(cfg)
+        num_params = _write_shards(folder, named, tensors, shard_bytes, on_tensor)
         for _ in source.tensors:  # those left out; with the last one comes the warning about NaN
             pass
         _write_json(os.path.join(folder, "config.json"), config)
@@ -180,7 +175,7 @@ def export_heads(
             if on_tensor is not None:
                 on_tensor(entry.path, array.nbytes)
     with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
-        _write_safetensors(os.path.join(folder, HEADS_FILE), tensors)
+        weight_files.write_safetensors(os.path.join(folder, HEADS_FILE), tensors)
     return _written(dst, sum(array.size for array in tensors.values()))
 
 
@@ -200,7 +195,7 @@ def verify(
     adapter = os.path.join(dst, HEADS_FILE)
     if os.path.exists(adapter):
         weights = weight_files.open_weights(adapter)
-        dtype = next(iter(weights.tensors.values())).dtype
+        dtype = next(iter(weights.values())).dtype
         expected = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
         written = huggingface.read_heads(expected.cfg, weights)
     else:
@@ -280,7 +275,7 @@ def _write_shards(
             if on_tensor is not None:
                 on_tensor(entry.path, array.nbytes)
         name = name if len(shards) > 1 else "model.safetensors"
-        _write_safetensors(os.path.join(folder, name), content)
+        weight_files.write_safetensors(os.path.join(folder, name), content)
         weight_map.update(dict.fromkeys(content, name))
     if len(shards) > 1:
         total = sum(map(_num_bytes, named))
@@ -293,16 +288,6 @@ def _num_bytes(entry: Entry) -> int:
     return math.prod(entry.spec.shape) * jnp.dtype(entry.spec.dtype).itemsize
 
 
-def _write_safetensors(path: str, tensors: dict[str, np.ndarray]) -> None:
-    import safetensors.numpy
-
-    # transformers reads only files that say they are in torch's layout.
-    try:
-        safetensors.numpy.save_file(tensors, path, metadata={"format": "pt"})
-    except safetensors.SafetensorError as error:  # a full disk, say
-        raise OSError(f"{path!r} could not be written: {error}") from error
-
-
 def _write_json(path: str, content: dict[str, Any]) -> None:
     with open(path, "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
@@ -310,9 +295,5 @@ def _write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def _written(path: str | os.PathLike, num_params: int) -> Written:
-    sizes = (
-        os.path.getsize(os.path.join(folder, name))
-        for folder, _, names in os.walk(path)
-        for name in names
-    )
-    return Written(os.fspath(path), num_params, sum(sizes))
+    files = (os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names)
+    return Written(os.fspath(path), num_params, sum(map(os.path.getsize, files)))

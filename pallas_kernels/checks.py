@@ -46,9 +46,8 @@ def check_arrays(
     if wrong:
         raise ValueError(f"shapes do not fit together ({', '.join(wrong)}): {rule}; got {got}")
     if not sizes["K"] or sizes["N"] % sizes["K"]:
-        raise ValueError(
-            f"shapes do not fit together (N is not a multiple of K): {rule}; got {got}"
-        )
+        trouble = "N is not a multiple of K"
+        raise ValueError(f"shapes do not fit together ({trouble}): {rule}; got {got}")
     if empty := [letter for letter, size in sizes.items() if not size]:
         raise ValueError(f"shapes do not fit together ({empty[0]} is 0): {rule}; got {got}")
 

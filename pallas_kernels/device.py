@@ -21,9 +21,9 @@ def gpu() -> tuple[str | None, int]:
 
 
 def even_parts(programs: int, places: int, most: int) -> int:
-    """In how many parts each of `programs` pieces of work is cut so that `places` stay busy.
+    """How many parts to cut each of `programs` pieces of work into, to keep `places` busy.
 
-    As few rounds as leave less than a twentieth of the places idle, of at most four.
+    Of one to four rounds, takes the fewest that leave less than a twentieth of the places idle.
     """
     best, best_share = 1, 0.0
     for rounds in range(1, 5):

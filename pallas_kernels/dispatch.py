@@ -53,8 +53,7 @@ def run(implementations: Sequence[Implementation], arrays, *, name: str | None =
 
 
 def _with_derivative_of(other: Callable, function: Callable) -> Callable:
-    """`function` where values are asked for, `other` where forward derivatives are: a kernel has
-    none."""
+    """`function` for values, `other` for forward derivatives, which a kernel does not have."""
     wrapped = jax.custom_jvp(function)
     wrapped.defjvp(lambda primals, tangents: jax.jvp(other, primals, tangents))
     return wrapped
@@ -76,12 +75,11 @@ def _first(implementations: Sequence[Implementation]) -> Callable:
 
 
 def on_each_device(rule: str, *, group: int) -> Callable:
-    """A decorator for a kernel: XLA cannot look into one, so it is told here how to split it.
+    """A decorator that tells XLA how to split a kernel, as XLA cannot look into one.
 
-    `rule` names the dimensions of the operands and of the results, in the notation of Shardy:
-    those called b and k (batch rows and kv heads) are split as those of the cache, b k s h;
-    everything else is whole on every device. (k g) are query heads, `group` of them for each kv
-    head.
+    `rule` names the dimensions of the operands and of the results, in the notation of Shardy. Those
+    called b and k (batch rows and kv heads) are split like those of the cache, b k s h. Everything
+    else is whole on every device. (k g) are query heads, `group` of them for each kv head.
     """
     sizes: dict[str, Any] = {"g": group}
     if group == 1:  # a factor of 1 may not be part of a product
@@ -90,7 +88,7 @@ def on_each_device(rule: str, *, group: int) -> Callable:
         [[part.split()[0].strip("()") for part in _dimensions(array)] for array in side.split(",")]
         for side in rule.split("->")
     )
-    # In the order of their appearance, as Shardy wants them.
+    # Shardy wants them in the order in which they appear.
     factors = dict.fromkeys(re.findall(r"\w+", rule))
     whole = tuple(name for name in factors if name not in ("b", "k"))
     cache = next(i for i, dims in enumerate(operands) if dims == ["b", "k", "s", "h"])
@@ -109,12 +107,7 @@ def on_each_device(rule: str, *, group: int) -> Callable:
             found = sharding(results[0]) if one else tuple(map(sharding, results))
             return mesh, kernel, found, tuple(map(sharding, operands))
 
-        split.def_partition(
-            partition,
-            sharding_rule=rule,
-            need_replication_factors=whole,
-            **sizes,
-        )
+        split.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
         return _fold_batches(split)
 
     return decorate
@@ -144,11 +137,4 @@ def _fold_batches(kernel: Callable) -> Callable:
 
 def _dimensions(array: str) -> list[str]:
     """The dimensions of one array of a rule: "b (k g) h" -> ["b", "(k g)", "h"]."""
-    parts, inside = [], False
-    for word in array.split():
-        if inside:
-            parts[-1] += " " + word
-        else:
-            parts.append(word)
-        inside = (inside or word.startswith("(")) and not word.endswith(")")
-    return parts
+    return re.findall(r"\([^)]*\)|\S+", array)

@@ -5,10 +5,9 @@ One source serves A100, H100 and H200. The backend is deprecated since jax 0.11 
 0.12 at least; the way out is `jax_triton` with the same kernels written in Triton's own language
 (docs/kernels.md), and only this file and the bodies of the kernels would change.
 
-What holds by construction: every load and every store of a kernel goes through `load` and `store`,
-which demand a mask, so no access can leave its array however ragged its blocks are. Interpretation
-would not show such a fault: it clamps and pads. A test reads the masks back from the lowered
-program.
+Every load and every store of a kernel goes through `load` and `store`, which demand a mask. So no
+access can leave its array, however ragged its blocks are. Interpretation would not show such a
+fault, as it clamps and pads. A test reads the masks back from the lowered program.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class LazyOracle:
         self.logits = self._prefill(prompt)
 
     def step(self, token: int) -> np.ndarray:
-        """The logits behind one more token."""
+        """The logits after one more token."""
         position = self.n + self.made
         self.made += 1
         due = self.made % self.lazy.choose_every == 0

@@ -113,8 +113,8 @@ NO_PENALTY = dict(repetition_penalty=1.0, repetition_window=PERIOD)
 def test_the_step_at_which_an_ngram_first_counts(delay, settings):
     """Its last token is then as many tokens old as the delay says, and not one fewer.
 
-    The text counts round and round. Behind token p comes what came behind p - PERIOD, and behind
-    the token a period before that: one of these n-grams has to be old enough.
+    The text counts round and round. Token p is followed by what followed p - PERIOD, and the token
+    a period before that: one of these n-grams has to be old enough.
     """
     size, steps = 3, 40
     method = tsjax.NGram(num_ngrams=1, ngram_size=size, ngram_delay=delay, suffix_length=0)

@@ -103,7 +103,7 @@ def test_frame_fits_and_closes_its_colours(width, height):
     plain = frame(pair(), width, height, colour=False)
     assert plain == [ESCAPE.sub("", line) for line in lines]
     bars = {text_width(line[: line.index(" | ")]) for line in plain if " | " in line}
-    assert len(bars) == 1  # the columns stand straight, also behind wide characters
+    assert len(bars) == 1  # the columns stand straight, also after wide characters
 
 
 def test_frame_scrolls_to_the_last_lines():

@@ -174,7 +174,7 @@ def test_refreshes(commits, seed):
     run_refreshes(np.asarray(commits), seed)
 
 
-def test_choices_after_so_many_new_tokens():
+def test_choices_after_n_new_tokens():
     """The fewer it takes, the more choices; never fewer than the sinks make necessary."""
     commits = np.full((S // 2, B), 2)
     counts = [run_refreshes(commits, most_new=n) for n in (1, 3, 8, M - SINKS, M + 5, None)]

@@ -78,7 +78,7 @@ def test_inside_jit(run):
     assert name == "Autoregressive" and few == steps
     assert int(fewer_steps) < int(steps) and int(more) >= int(few)
     plain, drafted = (eval(line) for line in re.findall(r"^  (.*)$", out, re.M))
-    # A step that finds several tokens may go on behind the one that was wanted.
+    # A step that finds several tokens may go on after the one that was wanted.
     assert plain.startswith("It was a dark") and drafted.startswith(plain)
 
 

@@ -84,7 +84,7 @@ def test_a_token_that_was_altered_is_found(model, tmp_path):
     history = RAGGED[row] + made[:index]
     scores = oracle_scores(model, history, 2, seed=6, temperature=0.8)
     assert first.behind == pytest.approx(scores[choice] - scores[made[index]], abs=1e-4)
-    # What follows is judged behind the altered token, by the oracle as well.
+    # The oracle, too, judges what follows after the altered token.
     for departure in found.departures:
         assert departure.row == row and departure.index >= index
     departed = {departure.index for departure in found.departures}

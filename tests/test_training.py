@@ -99,7 +99,7 @@ def test_two_heads_learn_a_text_that_repeats_itself():
     assert max(trained.history[-1]["head_losses"]) < 0.01
     assert [record["top1"] for record in trained.evaluation] == [1.0, 1.0, 1.0]
     assert max(record["loss"] for record in trained.evaluation[1:]) < 0.01
-    # Here counts are as good: behind each token comes one token.
+    # Here counts are as good: each token is followed by one token.
     assert [record["skip_bigram"][0] for record in trained.evaluation] == [1.0, 1.0, 1.0]
     # The heads are drafts of the model from now on, and all of them are accepted.
     method = tsjax.TokenSwift(
@@ -619,7 +619,7 @@ def whole_folder(command, tmp_path_factory) -> Path:
 
 
 def test_the_command_killed_while_it_writes(command, whole_folder, tmp_path):
-    """Behind its first checkpoint, with the heads that belong to it half in place."""
+    """After its first checkpoint, with the heads that belong to it half in place."""
     assert check_kill("heads.safetensors.writing", False, whole_folder, command, tmp_path)
 
 

@@ -116,7 +116,7 @@ def test_merge_paths(draft, width):
 @hypothesis.given(drafts(), drafts(), st.integers(0, B - 1))
 @hypothesis.settings(max_examples=50)
 def test_rows_of_the_batch_are_independent(draft, other, row):
-    """Other neighbours, and other tokens behind the lengths, change nothing."""
+    """Other neighbours, and other tokens beyond the lengths, change nothing."""
     roots, paths, lengths = (np.copy(x) for x in other)
     roots[row], lengths[row] = draft[0][row], draft[2][row]
     counts = np.arange(J) < lengths[row, :, None]

@@ -73,9 +73,9 @@ LESSONS = {**TASKS, "repetition": repetition}
 def batch_of(rng: np.random.Generator, rows: int, length: int, more: Sequence[str] = ()):
     """tokens [rows, length] padded on the right, and which of them count.
 
-    As many questions as there is room for follow a context that takes a third to two thirds: the
-    more answers, the sooner the model learns to look things up. Tasks in `more` come MORE_OFTEN
-    times as often as otherwise.
+    The context takes a third to two thirds of a row, and as many questions as fit follow it: with
+    more answers the model learns to look things up sooner. Tasks in `more` come MORE_OFTEN times as
+    often as otherwise.
     """
     often = {name: share * (MORE_OFTEN if name in more else 1) for name, share in SHARES.items()}
     names, shares = zip(*often.items(), strict=True)

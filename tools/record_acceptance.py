@@ -104,7 +104,7 @@ CASES = {
         tsjax.NGram(num_ngrams=3, suffix_length=6, suffix_match=2, pass_widths=(1, 7)),
         dict(do_sample=True, temperature=0.6, top_k=20),
     ),
-    # Chosen by importance again and again; second ranks at each depth, n-grams behind the draft.
+    # Chosen by importance again and again; second ranks at each depth, n-grams after the draft.
     "partial cache": Case(
         tsjax.TokenSwift(
             tree=(2, 2, 2, 1), draft_budget=20, num_sinks=2, draft_refresh=5,
@@ -142,7 +142,7 @@ MODELS = {
 
 
 def run(model_name: str, case_name: str, nudge: float = 0.0) -> dict[str, Any]:
-    """What the file holds for one case; `nudge` changes each weight by up to so much of it."""
+    """What the file holds for one case; `nudge` changes each weight by up to this share of it."""
     make, prompt, new_tokens = MODELS[model_name]
     method, settings = CASES[case_name]
     with jax.enable_x64(True):

@@ -38,7 +38,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 # What users of other programs type from habit, and what to write here. The command line says the
-# same, with its flags for the names of settings.
+# same, with flags in place of the names of settings.
 HABITS = {
     "max_length": "write max_new_tokens, which leaves the prompt out of the count",
     "max_tokens": "write max_new_tokens",
@@ -84,15 +84,30 @@ def check_float(value: Any, name: str, low: float, high: float) -> None:
     check(bool(ok), name, value, f"a finite number, {bounds}")
 
 
+def check_fields(
+    settings: Any, *, may_be_0: Sequence[str] = (), up_to_1: Sequence[str] = (), prefix: str = ""
+) -> None:
+    """Checks the fields of a dataclass that are declared as `bool`, `int` or `float`.
+
+    An int is at least 1 unless it `may_be_0`; a float is at least 0, and at most 1 if `up_to_1`.
+    """
+    for field in dataclasses.fields(settings):
+        value, name = getattr(settings, field.name), prefix + field.name
+        if field.type == "bool":
+            check(isinstance(value, bool), name, value, "True or False")
+        elif field.type == "int":
+            check_int(value, name, 0 if field.name in may_be_0 else 1)
+        elif field.type == "float":
+            check_float(value, name, 0.0, 1.0 if field.name in up_to_1 else math.inf)
+
+
 def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str) -> None:
     """An unknown name is an error, never ignored; the nearest known name is offered."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = (
-                f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(sorted(known))}"
-            )
-            raise TypeError(f"unknown {what} {name!r}{hint}")
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise TypeError(f"unknown {what} {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,34 +127,16 @@ class RopeConfig:
 
     def __post_init__(self):
         check(self.kind in ROPE_KINDS, "rope kind", self.kind, f"one of {', '.join(ROPE_KINDS)}")
-        for name in (
-            "theta",
-            "factor",
-            "low_freq_factor",
-            "high_freq_factor",
-            "beta_fast",
-            "beta_slow",
-            "attention_factor",
-        ):
-            check_float(getattr(self, name), f"rope {name}", 0.0, math.inf)
-        check_int(self.original_max_positions, "rope original_max_positions", 0)
-        check(isinstance(self.truncate, bool), "rope truncate", self.truncate, "True or False")
+        check_fields(self, may_be_0=("original_max_positions",), prefix="rope ")
         check(self.theta > 0, "rope theta", self.theta, "a positive number")
         check(self.factor > 0, "rope factor", self.factor, "a positive number")
         if self.kind in ("llama3", "yarn"):
-            check(
-                self.original_max_positions > 0,
-                "rope original_max_positions",
-                self.original_max_positions,
-                f"rope kind {self.kind!r} needs the context length the model was trained with",
-            )
+            wanted = f"rope kind {self.kind!r} needs the context length the model was trained with"
+            length = self.original_max_positions
+            check(length > 0, "rope original_max_positions", length, wanted)
         if self.kind == "llama3":
-            check(
-                self.high_freq_factor > self.low_freq_factor,
-                "rope high_freq_factor",
-                self.high_freq_factor,
-                f"larger than low_freq_factor={self.low_freq_factor}",
-            )
+            low, high = self.low_freq_factor, self.high_freq_factor
+            check(high > low, "rope high_freq_factor", high, f"larger than low_freq_factor={low}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,47 +166,25 @@ class ModelConfig:
     head_accuracy: tuple[float, ...] = ()
 
     def __post_init__(self):
-        check_int(self.num_draft_heads, "num_draft_heads", 0)
-        object.__setattr__(self, "head_accuracy", tuple(self.head_accuracy))
-        for share in self.head_accuracy:
-            check_float(share, "head_accuracy", 0.0, 1.0)
-        check(
-            len(self.head_accuracy) in (0, self.num_draft_heads),
-            "head_accuracy",
-            self.head_accuracy,
-            f"a share from 0 to 1 for each of {self.num_draft_heads} heads, or ()",
-        )
-        for name in (
-            "vocab_size",
-            "embed_dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "mlp_dim",
-            "max_positions",
-        ):
-            check_int(getattr(self, name), name, 1)
-        check(
-            self.num_heads % self.num_kv_heads == 0,
-            "num_kv_heads",
-            self.num_kv_heads,
-            f"a divisor of num_heads={self.num_heads}",
-        )
-        check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
-        check_float(self.norm_eps, "norm_eps", 0.0, math.inf)
+        check_fields(self, may_be_0=("num_draft_heads",))
         check(self.norm_eps > 0, "norm_eps", self.norm_eps, "a small positive number")
-        for name in ("tie_embeddings", "qkv_bias", "out_bias", "mlp_bias", "qk_norm"):
-            value = getattr(self, name)
-            check(isinstance(value, bool), name, value, "True or False")
+        check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        heads, kv_heads = self.num_heads, self.num_kv_heads
+        check(heads % kv_heads == 0, "num_kv_heads", kv_heads, f"a divisor of num_heads={heads}")
+        shares = tuple(self.head_accuracy)
+        for share in shares:
+            check_float(share, "head_accuracy", 0.0, 1.0)
+        wanted = f"a share from 0 to 1 for each of {self.num_draft_heads} heads, or ()"
+        check(len(shares) in (0, self.num_draft_heads), "head_accuracy", shares, wanted)
+        object.__setattr__(self, "head_accuracy", shares)
 
     @property
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
 
     def with_heads(self, count: int) -> ModelConfig:
-        """The same model with so many other draft heads, of which nothing is known."""
+        """The same model with `count` other draft heads, of which nothing is known."""
         return dataclasses.replace(self, num_draft_heads=count, head_accuracy=())
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,7 +218,7 @@ class GenerationConfig:
     eta_cutoff: float = 0.0  # 0: off
     min_tokens_to_keep: int = 1  # no truncation leaves fewer tokens than this
     repetition_penalty: float = 1.0  # 1: off
-    repetition_window: int | None = None  # penalise the last so many tokens; None: all of them
+    repetition_window: int | None = None  # penalise the last N tokens; None: all of them
     suppress_tokens: tuple[int, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None  # None: the model's own; (): never stop
     stop_strings: tuple[str, ...] = ()
@@ -253,75 +228,43 @@ class GenerationConfig:
         # Plain Python values from here on: they are compared, hashed and written to files.
         for name in GENERATION_NAMES:
             value = _plain(getattr(self, name))
-            if name == "stop_strings" and isinstance(value, str):
-                value = (value,)
-            elif name in ("suppress_tokens", "stop_strings") and value is None:
+            if name in ("suppress_tokens", "stop_strings") and value is None:
                 value = ()
             elif name == "suppress_tokens" and not isinstance(value, tuple):
                 value = (value,)
+            elif name == "stop_strings" and isinstance(value, str):
+                value = (value,)
             object.__setattr__(self, name, value)
-        if self.repetition_window == 0:
-            raise ValueError(
-                "repetition_window=0 is not valid: a positive number of tokens, or None for the "
-                "whole context; repetition_penalty=1.0 switches the penalty off"
-            )
-        check_int(self.max_new_tokens, "max_new_tokens", 1)
-        check_int(self.min_new_tokens, "min_new_tokens", 0)
-        check(
-            self.min_new_tokens <= self.max_new_tokens,
-            "min_new_tokens",
-            self.min_new_tokens,
-            f"at most max_new_tokens={self.max_new_tokens}",
-        )
-        check(isinstance(self.do_sample, bool), "do_sample", self.do_sample, "True or False")
-        check_int(self.top_k, "top_k", 0)
-        check_int(self.min_tokens_to_keep, "min_tokens_to_keep", 1)
+        shares = ("top_p", "min_p", "epsilon_cutoff", "eta_cutoff")
+        check_fields(self, may_be_0=("min_new_tokens", "top_k"), up_to_1=shares)
+
+        def require(condition: bool, name: str, wanted: str) -> None:
+            check(condition, name, getattr(self, name), wanted)
+
+        most = self.max_new_tokens
+        require(self.min_new_tokens <= most, "min_new_tokens", f"at most max_new_tokens={most}")
+        window = "a positive number of tokens, or None for the whole context"
+        off = "repetition_penalty=1.0 switches the penalty off"
+        require(self.repetition_window != 0, "repetition_window", f"{window}; {off}")
         if self.repetition_window is not None:
             check_int(self.repetition_window, "repetition_window", 1)
-        for name, low, high in (
-            ("temperature", 0.0, math.inf),
-            ("top_p", 0.0, 1.0),
-            ("min_p", 0.0, 1.0),
-            ("epsilon_cutoff", 0.0, 1.0),
-            ("eta_cutoff", 0.0, 1.0),
-            ("repetition_penalty", 0.0, math.inf),
-        ):
-            check_float(getattr(self, name), name, low, high)
-        if self.temperature == 0.0:
-            raise ValueError(
-                "temperature=0.0 is not valid: a positive number; for greedy decoding leave it out "
-                "and do_sample=False"
-            )
-        check(
-            self.repetition_penalty > 0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "a positive number; 1.0 switches it off",
-        )
-        for name in ("epsilon_cutoff", "eta_cutoff"):
-            check(getattr(self, name) < 1, name, getattr(self, name), "in [0, 1); 0 is off")
+        greedy = "for greedy decoding leave it out and do_sample=False"
+        require(self.temperature != 0, "temperature", f"a positive number; {greedy}")
+        penalty = "a positive number; 1.0 switches it off"
+        require(self.repetition_penalty > 0, "repetition_penalty", penalty)
+        require(self.epsilon_cutoff < 1, "epsilon_cutoff", "in [0, 1); 0 is off")
+        require(self.eta_cutoff < 1, "eta_cutoff", "in [0, 1); 0 is off")
         for name in ("suppress_tokens", "eos_token_id", "seed"):
             value = getattr(self, name)
-            if value is None and name == "eos_token_id":
-                continue
-            for item in value if isinstance(value, tuple) else (value,):
-                check_int(item, name, 0, 2**32 - 1)
-        check(
-            isinstance(self.stop_strings, tuple)
-            and all(isinstance(s, str) and s for s in self.stop_strings),
-            "stop_strings",
-            self.stop_strings,
-            "a string or a list of non-empty strings",
-        )
-
-        if not self.do_sample:
-            for name, neutral in SAMPLING_DEFAULTS.items():
-                check(
-                    getattr(self, name) == neutral,
-                    name,
-                    getattr(self, name),
-                    "only sampling reads it; add do_sample=True (--do-sample), or leave it out",
-                )
+            if value is not None or name != "eos_token_id":
+                for item in value if isinstance(value, tuple) else (value,):
+                    check_int(item, name, 0, 2**32 - 1)
+        strings = self.stop_strings
+        are_texts = isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings)
+        require(are_texts, "stop_strings", "a string or a list of non-empty strings")
+        unread = "only sampling reads it; add do_sample=True (--do-sample), or leave it out"
+        for name, neutral in SAMPLING_DEFAULTS.items():
+            require(self.do_sample or getattr(self, name) == neutral, name, unread)
 
     def replace(self, **changes: Any) -> GenerationConfig:
         """The same with other values; do_sample=False takes those of sampling back."""
@@ -335,40 +278,42 @@ class GenerationConfig:
         """Reads a generation_config.json (path, folder, dict or a transformers GenerationConfig).
 
         Settings that would choose other tokens and that tsjax does not have are refused by name.
-        Those about lengths in another measure (max_length), about caches and about other libraries
-        are passed over; so are a file's sampling values where do_sample is off, as HuggingFace does
-        not read them.
+        Settings about caches, other libraries and lengths in another measure (max_length) are
+        ignored. So are a file's sampling values where do_sample is off: HuggingFace does not read
+        them either.
         """
         refuse_unknown_settings(changes)
-        path = _hf_generation_file(source)
-        if path is None:
-            fields = source if isinstance(source, Mapping) else source.to_dict()
-            return cls._from_hf_fields(fields, changes)
+        if isinstance(source, Mapping):
+            return cls._from_hf_fields(source, changes)
+        if hasattr(source, "to_diff_dict"):  # transformers' class
+            return cls._from_hf_fields(source.to_dict(), changes)
+        path = os.fspath(source)
+        if os.path.isdir(path):
+            path = os.path.join(path, "generation_config.json")
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"no generation config at {path!r}")
         fields = read_json(path)
         with parsing(path):
             return cls._from_hf_fields(fields, changes)
 
     @classmethod
-    def _from_hf_fields(
-        cls, fields: Mapping[str, Any], changes: Mapping[str, Any]
-    ) -> GenerationConfig:
+    def _from_hf_fields(cls, fields: Mapping[str, Any], changes: Mapping[str, Any]):
         sampled = {"do_sample": False, **fields, **changes}["do_sample"]
         fields = {**without_unread({**fields, "do_sample": sampled}), **changes}
-        kept, refused = {}, []
-        for name, value in fields.items():
-            if name in GENERATION_NAMES:
-                if value is not None:
-                    kept[name] = value
-            elif name in _HF_NEUTRAL and value is not None and value not in _HF_NEUTRAL[name]:
-                refused.append(f"{name}={value!r}")
+        known = {k: v for k, v in fields.items() if k in GENERATION_NAMES and v is not None}
+        refused = [
+            f"{name}={value!r}"
+            for name, value in fields.items()
+            if value is not None and value not in _HF_NEUTRAL.get(name, (value,))
+        ]
         if refused:
             raise NotImplementedError(
                 f"generation config asks for {', '.join(refused)}, which tsjax does not have; "
                 "remove the setting or decode with transformers"
             )
-        if kept.get("do_sample"):
-            kept.setdefault("top_k", 50)  # HuggingFace's default, where the file is silent
-        return cls(**kept)
+        if known.get("do_sample"):
+            known.setdefault("top_k", 50)  # HuggingFace's default, where the file is silent
+        return cls(**known)
 
 
 GENERATION_NAMES = tuple(field.name for field in dataclasses.fields(GenerationConfig))
@@ -396,52 +341,23 @@ def without_unread(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in SAMPLING_NAMES}
 
 
-# HuggingFace settings that change the output, with the values that do nothing.
+# HuggingFace settings that change the output, with the values that do nothing, beside None.
 _HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_beams": (1,),
-    "min_length": (0,),
-    "num_return_sequences": (1,),
-    "token_healing": (False,),
-    "typical_p": (1.0,),
-    "top_h": (),
-    "penalty_alpha": (0.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": ([],),
-    "begin_suppress_tokens": ([],),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "forced_decoder_ids": (),
-    "sequence_bias": ({}, []),
-    "guidance_scale": (1.0,),
-    "exponential_decay_length_penalty": (),
-    "watermarking_config": (),
-    "dola_layers": (),
-    "constraints": (),
-    "force_words_ids": (),
+    **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "guidance_scale"), (1,)),
+    "encoder_repetition_penalty": (1,),
+    **dict.fromkeys(("min_length", "token_healing", "penalty_alpha"), (0,)),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "sequence_bias"), ([], {})),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), ()),
+    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
+    **dict.fromkeys(("top_h", "dola_layers", "constraints", "force_words_ids"), ()),
 }
-
-
-def _hf_generation_file(source: Any) -> str | None:
-    """The file of a path or folder; None for a dict or a transformers GenerationConfig."""
-    if isinstance(source, Mapping) or hasattr(source, "to_diff_dict"):
-        return None
-    path = os.fspath(source)
-    if os.path.isdir(path):
-        path = os.path.join(path, "generation_config.json")
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"no generation config at {path!r}")
-    return path
 
 
 def _plain(value: Any) -> Any:
     """NumPy and JAX scalars and arrays, and lists of them, as Python numbers and tuples."""
-    if value is not None and hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, list | tuple):
-        return tuple(map(_plain, value))
-    return value
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -468,29 +384,13 @@ class HeadTraining:
     seed: int = 0  # first weights and order of the sequences
 
     def __post_init__(self):
-        for name in ("num_heads", "steps", "batch_size", "micro_batch", "chunk_tokens"):
-            check_int(getattr(self, name), name, 1)
-        check_int(self.warmup_steps, "warmup_steps", 0)
-        check_int(self.seed, "seed", 0)
-        for name in ("learning_rate", "weight_decay", "max_grad_norm", "init_scale"):
-            check_float(getattr(self, name), name, 0.0, float("inf"))
+        check_fields(self, may_be_0=("warmup_steps", "seed"), up_to_1=("beta1", "beta2"))
         for name in ("beta1", "beta2"):
-            check_float(getattr(self, name), name, 0.0, 1.0)
             check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
-        check_int(self.sequence_length, "sequence_length", 1)
-        check(
-            self.sequence_length >= self.num_heads + 2,
-            "sequence_length",
-            self.sequence_length,
-            f"at least {self.num_heads + 2}: the label of head {self.num_heads} is "
-            f"{self.num_heads + 1} tokens further",
-        )
-        check(
-            self.warmup_steps < self.steps,
-            "warmup_steps",
-            self.warmup_steps,
-            f"less than steps={self.steps}",
-        )
+        length, heads, warmup = self.sequence_length, self.num_heads, self.warmup_steps
+        wanted = f"at least {heads + 2}: the label of head {heads} is {heads + 1} tokens further"
+        check(length >= heads + 2, "sequence_length", length, wanted)
+        check(warmup < self.steps, "warmup_steps", warmup, f"less than steps={self.steps}")
 
     @property
     def labels(self) -> tuple[int, ...]:

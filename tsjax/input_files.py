@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 LISTED = 20  # of a list of problems or names
@@ -23,16 +24,21 @@ _DEEPEST = 50  # levels of a JSON document
 def require_file(path: str | os.PathLike) -> None:
     """Refuses what is not a regular file before it is opened: opening a named pipe waits."""
     mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode):
-        return
-    kinds = {
-        stat.S_IFDIR: "a folder",
-        stat.S_IFIFO: "a named pipe",
-        stat.S_IFSOCK: "a socket",
-        stat.S_IFCHR: "a device",
-        stat.S_IFBLK: "a device",
-    }
-    raise ValueError(f"{os.fspath(path)!r} is {kinds[stat.S_IFMT(mode)]}; it must be a file")
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+    if not stat.S_ISREG(mode):
+        kind = kinds.get(stat.S_IFMT(mode), "a device")
+        raise ValueError(f"{os.fspath(path)!r} is {kind}; it must be a file")
+
+
+@contextlib.contextmanager
+def filtered_log(name: str, keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
+    """Of the records of one logger, lets through those that are to `keep`."""
+    logger = logging.getLogger(name)
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 @contextlib.contextmanager
@@ -41,9 +47,8 @@ def parsing(
 ) -> Iterator[None]:
     """Turns what a parser raises into a ValueError: the file's name, `trouble` and the reason.
 
-    The name follows that of the argument it was given as, if there is one. What is not supported
-    stays a NotImplementedError. A library that is missing, and a signal, have nothing to do with
-    the file.
+    What is not supported stays a NotImplementedError. Signals and missing libraries pass: they have
+    nothing to do with the file. `argument` says as which argument the file was given.
     """
     name = repr(os.fspath(path)) if argument is None else f"{argument}={os.fspath(path)!r}"
     try:
@@ -57,7 +62,7 @@ def parsing(
 
 
 def reason(error: BaseException) -> str:
-    """What an error says, in limits; with its type where the message does not speak for itself."""
+    """What an error says, shortened; with its type where the message alone would not do."""
     text = str(error).strip()
     if not text or not isinstance(error, ValueError | NotImplementedError):
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -85,9 +90,8 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         content = json.loads(file.read().decode("utf-8"), parse_int=_integer)
         _check_depth(content)
     if not isinstance(content, dict):
-        raise ValueError(
-            f"{os.fspath(path)!r} must hold a JSON object, not a {type(content).__name__}"
-        )
+        found = type(content).__name__
+        raise ValueError(f"{os.fspath(path)!r} must hold a JSON object, not a {found}")
     return content
 
 
@@ -98,12 +102,11 @@ def _integer(digits: str) -> int:
 
 
 def _check_depth(content: Any) -> None:
-    """Deeper values cannot even be shown in a message: `repr` has a limit, too."""
+    """Refuses values that are nested so deeply that `repr` could not show them in a message."""
     level = [content]
     for _ in range(_DEEPEST):
-        values = (value.values() if isinstance(value, dict) else value for value in level
-                  if isinstance(value, dict | list))  # fmt: skip
-        level = [value for inner in values for value in inner]
+        inner = [v.values() if isinstance(v, dict) else v for v in level if type(v) in (dict, list)]
+        level = [value for values in inner for value in values]
         if not level:
             return
     raise ValueError(f"values are nested more than {_DEEPEST} levels deep")

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention kernels on a GPU: time per call, and bytes per second against a plain copy.
 
-Measured are decode_attention (tree_attention for one row), tree_attention for T rows and
-cache_scores, in bfloat16 with head_dim 128 and batch 1, over a cache that is full. Beside "triton"
-and "xla" stand, in the same run, `jax.nn.dot_product_attention` (xla, cudnn) and torch's
-`scaled_dot_product_attention` and FlexAttention. What fails is a row with its error.
+It times decode_attention (tree_attention for one row), tree_attention for T rows and cache_scores,
+in bfloat16 with head_dim 128 and batch 1, over a cache that is full. The same run times "triton",
+"xla", `jax.nn.dot_product_attention` (xla, cudnn) and torch's `scaled_dot_product_attention` and
+FlexAttention. A case that fails is a row with its error.
 
     python -m benchmarks kernels --out benchmarks/results/h200
     python -m benchmarks kernels --tune --out benchmarks/results/h200

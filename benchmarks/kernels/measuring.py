@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the kernels beside their peers, case by case.
 
-Knows how each implementation wants its arguments. What fails is a row with its error.
+Knows how each implementation wants its arguments. A case that fails is a row with its error.
 """
 
 from __future__ import annotations

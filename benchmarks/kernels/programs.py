@@ -91,7 +91,7 @@ def output_is_query(attention: Callable) -> Callable:
 
 
 def output_hardly_counts(scores: Callable) -> Callable:
-    """For `chained`: the query stays as it is, but none can tell before the scores are there."""
+    """For `chained`: the query stays as it is, but XLA cannot know it before it has the scores."""
 
     def call(q, cache, length):
         out = lax.optimization_barrier(scores(q, cache, length))

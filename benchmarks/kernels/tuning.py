@@ -26,7 +26,7 @@ from pallas_kernels.tree_attention import specs as tree_specs
 from pallas_kernels.tree_attention import triton as attention
 from pallas_kernels.triton import padded
 
-LEAST_GAIN = 0.02  # block sizes are kept if they are so much faster than the rule's
+LEAST_GAIN = 0.02  # block sizes are kept if they save this share of the rule's time
 
 
 def tree_candidates(default, rows: int, slots: int) -> list:

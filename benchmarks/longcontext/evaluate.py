@@ -80,7 +80,7 @@ def operations(cfg: tsjax.ModelConfig, rival: Rival, tokens: int, read: int) -> 
 def answers(
     model: tsjax.Model, rival: Rival, examples: list[Example], tokens: int | None = None
 ) -> dict[str, Any]:
-    """Scores [samples], and the means of what was computed when so many tokens are known."""
+    """Scores [samples], and the means of what was computed when N tokens are known."""
     scores, computed, read = [], [], []
     for begin in range(0, len(examples), BATCH):
         batch = examples[begin : begin + BATCH]
@@ -153,7 +153,7 @@ def sweep_rivals(cfg: tsjax.ModelConfig) -> dict[tuple[int, float], Rival]:
 
 
 def growth(model, task: str, length: int, samples: int, seed: int) -> list[dict[str, Any]]:
-    """The share of the prompt that each stage has computed when so many tokens are known."""
+    """The share of the prompt that each stage has computed when N tokens are known."""
     examples = examples_of(task, length, samples, seed)
     rival = Rival(tsjax.LazyPrefill(keep=schedule("halves", model.cfg.num_layers)))
     longest = max(len(example.answer) for example in examples)

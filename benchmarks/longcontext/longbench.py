@@ -134,7 +134,7 @@ class Rules(NamedTuple):
 
     Attributes:
       group: the kind of its tasks.
-      metric: the best over the references counts.
+      metric: compares an answer with a reference; of several references, the best score counts.
       first_line: whether an answer ends with its first line, as it goes on with made-up examples.
       stops: whether the model is stopped there, too.
     """
@@ -200,7 +200,7 @@ class Questions(NamedTuple):
 def read_sets(
     data: Path, config: Path, names: Sequence[str], samples: int | None = None
 ) -> dict[str, Questions]:
-    """The first `samples` of each set. What is wrong is said with its file and line."""
+    """The first `samples` of each set. Errors name the file and the line."""
     for folder in (data, config):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not valid: no such folder")
@@ -418,7 +418,7 @@ def main(argv: Sequence[str]) -> None:
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD"
     )
     parser.add_argument("--samples", type=_from(1), help="of each set; all of them by default")
-    parser.add_argument("--prompt-tokens", type=_from(2), default=3500, help="at most so many")
+    parser.add_argument("--prompt-tokens", type=_from(2), default=3500, help="at most this many")
     args = parser.parse_args(argv)
     try:
         sets = read_sets(args.data, args.config, args.sets, args.samples)

@@ -42,7 +42,7 @@ class Example(NamedTuple):
 
     @property
     def answer(self) -> np.ndarray:
-        """What is right to say behind the prompt, [A] int32."""
+        """What is right to say after the prompt, [A] int32."""
         return np.asarray(self.questions[0].answer, np.int32)
 
 
@@ -87,9 +87,9 @@ def multi_query(rng: np.random.Generator, length: int, questions: int = 1) -> Ex
 
 
 def late_query(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """Which names to give the values of, a table says that stands first in the prompt.
+    """A table at the start of the prompt says which names to give the values of.
 
-    It is read while the answer is made; the prompt's last token asks for nothing.
+    The table is read while the answer is made; the prompt's last token asks for nothing.
     """
     del questions  # there is one table
     table = QUERIES + 2
@@ -102,7 +102,7 @@ def late_query(rng: np.random.Generator, length: int, questions: int = 1) -> Exa
 
 
 def variable_tracking(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """A value goes from name to name; what has the last one? Other chains lie between.
+    """A value goes from name to name; which value has the last name? Other chains lie between.
 
     Questions after the first ask for any name of a chain.
     """

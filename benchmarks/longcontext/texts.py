@@ -3,10 +3,10 @@
 
     python -m benchmarks longcontext_texts --model MODEL --books FOLDER --out OUT
 
-Perplexity: the model reads --prompt tokens of a text with each method, and is then told the
---suffix tokens behind them one by one; their mean loss has no noise of a task in it. Lines of code:
-a prompt ends with a line of a file of --code (by default Python's own library), the model writes
-the next one greedily, and what counts is how similar the two are (0 to 1).
+Perplexity: the model reads --prompt tokens of a text with each method, and is then told the next
+--suffix tokens one by one; their mean loss has no noise of a task in it. Lines of code: a prompt
+ends with a line of a file of --code (by default Python's own library), the model writes the next
+one greedily, and what counts is how similar the two are (0 to 1).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _prefill = jax.jit(prefill, static_argnames=("width", "cfg"), donate_argnums=1)
 
 
 def suffix_losses(model: tsjax.Model, prompts, suffixes, lazy: tsjax.LazyPrefill | None):
-    """Minus the log-probability of each token of suffixes [B, T] behind prompts [B, P]: [B, T]."""
+    """Minus the log-probability of each token of suffixes [B, T] after prompts [B, P]: [B, T]."""
     prompts, suffixes = np.asarray(prompts, np.int32), np.asarray(suffixes, np.int32)
     (rows, count), more = prompts.shape, suffixes.shape[1]
     lazy = lazy and lazy.resolved(model.cfg, count)
@@ -92,7 +92,7 @@ def suffix_losses(model: tsjax.Model, prompts, suffixes, lazy: tsjax.LazyPrefill
 
 
 def code_lines(folder: Path, samples: int, seed: int) -> list[tuple[str, str]]:
-    """(the text of a file up to the end of a line, the next line), of files drawn by lot."""
+    """(the text of a file up to the end of a line, the next line), of files drawn at random."""
     files = sorted(folder.glob("*.py"))
     if not files:
         raise ValueError(f"--code {folder} is not valid: it holds no *.py file")

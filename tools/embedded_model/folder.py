@@ -48,7 +48,7 @@ def save_best(weights: ModelWeights, cfg: tsjax.ModelConfig, stop_id: int, work:
 
 
 def check_target(out: Path) -> None:
-    """Refused before hours of training, not after."""
+    """Refuses a wrong target before hours of training, not after."""
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not _is_model(out))):
         raise FileExistsError(f"--out {out} exists and is not a model folder")
 

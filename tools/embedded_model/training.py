@@ -106,8 +106,8 @@ class Settings:
 def causal_attention(layer: int, q, k, v):
     """q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H], in blocks of queries.
 
-    The queries of a group are rows of one product with their keys, and a block sees no key behind
-    it: on a CPU that trains 1.5 times faster than one product of all heads.
+    The queries of a group are rows of one product with their keys, and a block sees no later
+    key: on a CPU that trains 1.5 times faster than one product of all heads.
     """
     del layer
     B, T, N, H = q.shape
@@ -435,7 +435,7 @@ class Trainer:
         return self.settings.final_length if final else self.settings.length
 
     def run(self, stop_at: int | None = None) -> Progress:
-        """Trains to the end of the schedule, or until so many updates are done."""
+        """Trains to the end of the schedule, or until `stop_at` updates are done."""
         done, settings = self.progress, self.settings
         begun = self._clock() - done.seconds
         share = 0.0  # of the schedule, per update

@@ -19,7 +19,7 @@ import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.struct
@@ -29,31 +29,22 @@ import numpy as np
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.files import huggingface, weight_files
+from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tokenizer import load_tokenizer
-from tsjax.files.whole_files import own_place, replacing
-from tsjax.input_files import listed, parsing, read_json
+from tsjax.files.whole_files import own_place
+from tsjax.input_files import parsing, read_json
 from tsjax.model.params import Params, abstract_params, declare_params, is_spec
 from tsjax.model.sharding import named_sharding, usable_mesh
-from tsjax.model.transformer import ParamSpec
 
 FORMAT_VERSION = 1
 DESCRIPTION = "tsjax.json"
 ARRAYS = "params"
 
 # What a folder may hold beside weights and config.json, and what goes along with the weights.
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-)
+COMPANIONS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+COMPANIONS += ("merges.txt", "special_tokens_map.json", "added_tokens.json")
+COMPANIONS += ("chat_template.jinja", "chat_template.json", "generation_config.json")
 
 
 class Model(flax.struct.PyTreeNode):
@@ -61,7 +52,6 @@ class Model(flax.struct.PyTreeNode):
 
     Attributes:
       params: the arrays; everything else is static.
-      cfg: the shape of the model.
       stop_ids: tokens that end a text.
       path: the folder it was loaded from; the tokenizer is read from there.
     """
@@ -118,12 +108,14 @@ def load(
 
     def place(tensors) -> None:
         for entry, array in tensors:
-            arrays[entry.path] = _place(array, entry.spec, mesh)
+            axes = named_sharding(entry.spec.shape, entry.spec.axes, mesh) if mesh else None
+            arrays[entry.path] = jax.device_put(array, axes)
             if on_tensor is not None:
                 on_tensor(entry.path, array.nbytes)
 
     if is_tsjax(folder):
-        cfg, stop_ids = read_description(folder, dtype=dtype)
+        cfg, stop_ids = read_description(folder)
+        cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
         check_dtype(cfg.dtype)
         arrays |= _load_arrays(os.path.join(folder, ARRAYS), cfg, mesh)
     else:
@@ -135,7 +127,9 @@ def load(
     if attached:
         cfg = cfg.with_heads(huggingface.count_heads(attached))
         place(huggingface.read_heads(cfg, attached))
-    return Model(_assemble(cfg, arrays), cfg=cfg, stop_ids=stop_ids, path=folder)
+    treedef = jax.tree.structure(declare_params(cfg), is_leaf=is_spec)
+    params = treedef.unflatten(arrays[entry.path] for entry in huggingface.entries(cfg))
+    return Model(params, cfg=cfg, stop_ids=stop_ids, path=folder)
 
 
 def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> None:
@@ -154,46 +148,38 @@ def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> N
 
 
 def write_heads(model: Model, file: str) -> None:
-    """Replaces a file with the model's draft heads, under the names that `heads=` reads.
-
-    These are TokenSwift's names, model.medusa_layers.*.
-    """
-    import safetensors.numpy
-
-    named = zip(huggingface.entries(model.cfg), jax.tree.leaves(model.params), strict=True)
+    """Replaces a file with the model's draft heads, as TokenSwift's model.medusa_layers.*."""
     tensors = {
         entry.key: np.ascontiguousarray(entry.as_hf(np.asarray(leaf)))
-        for entry, leaf in named
+        for entry, leaf in named_arrays(model)
         if entry.path.startswith("heads.")
     }
-    with replacing(file) as temporary:
-        try:
-            safetensors.numpy.save_file(tensors, temporary, metadata={"format": "pt"})
-        except safetensors.SafetensorError as error:  # a full disk, say
-            raise OSError(f"{file!r} could not be written: {error}") from error
+    weight_files.write_safetensors(file, tensors)
+
+
+def named_arrays(model: Model) -> list[tuple[Entry, jax.Array]]:
+    """Every array of the model with its names, in the order of the declaration."""
+    return [*zip(huggingface.entries(model.cfg), jax.tree.leaves(model.params), strict=True)]
 
 
 def is_tsjax(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, DESCRIPTION))
 
 
-def read_description(
-    folder: str, *, dtype: str | None = None
-) -> tuple[ModelConfig, tuple[int, ...]]:
+def read_description(folder: str) -> tuple[ModelConfig, tuple[int, ...]]:
     """The settings and the stop ids in a tsjax checkpoint."""
     path = os.path.join(folder, DESCRIPTION)
     raw = read_json(path)
     version = raw.get("format_version")
     if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{path!r} has format_version={version!r}; this tsjax reads {FORMAT_VERSION}"
-        )
+        wanted = f"this tsjax reads {FORMAT_VERSION}"
+        raise ValueError(f"{path!r} has format_version={version!r}; {wanted}")
     with parsing(path, " is damaged"):
         cfg = ModelConfig.from_dict(raw["model"])
         stop_ids = tuple(raw["stop_ids"])
         for token in stop_ids:
             check_int(token, "stop_ids", 0)
-    return dataclasses.replace(cfg, dtype=dtype) if dtype else cfg, stop_ids
+    return cfg, stop_ids
 
 
 def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
@@ -202,10 +188,9 @@ def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight
         path = weight_files.find_folder(path, allow_pickle=allow_pickle)
     weights = weight_files.open_weights(os.fspath(path), allow_pickle=allow_pickle)
     if not huggingface.count_heads(weights):
-        raise ValueError(
-            f"heads={os.fspath(path)!r} is not valid: it holds no model.medusa_layers.*; it has "
-            + ", ".join(sorted(weights.tensors)[:5])
-        )
+        found = ", ".join(sorted(weights)[:5])
+        wanted = f"it holds no model.medusa_layers.*; it has {found}"
+        raise ValueError(f"heads={os.fspath(path)!r} is not valid: {wanted}")
     return weights
 
 
@@ -227,12 +212,8 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
             raise FileExistsError(
                 f"{target!r} exists; choose another place, or pass overwrite=True (--overwrite)"
             )
-        known = (DESCRIPTION, "config.json", "heads.safetensors")
-        mine = os.path.isdir(target) and (
-            not os.listdir(target)
-            or any(os.path.exists(os.path.join(target, name)) for name in known)
-        )
-        if not mine:
+        names = os.listdir(target) if os.path.isdir(target) else ["a file"]
+        if names and not {DESCRIPTION, "config.json", "heads.safetensors"} & set(names):
             raise FileExistsError(f"{target!r} is not a checkpoint folder; it is not overwritten")
     parent, name = os.path.split(target)
     os.makedirs(parent, exist_ok=True)
@@ -258,11 +239,9 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
 
 def copy_companions(source: str | None, folder: str) -> None:
     """Copies tokenizer and generation_config files, where there are any."""
-    if source is None:
-        return
     for name in COMPANIONS:
-        if os.path.exists(os.path.join(source, name)):
-            shutil.copyfile(os.path.join(source, name), os.path.join(folder, name))
+        if source is not None and os.path.exists(file := os.path.join(source, name)):
+            shutil.copyfile(file, os.path.join(folder, name))
 
 
 def tsjax_version() -> str:
@@ -272,21 +251,12 @@ def tsjax_version() -> str:
         return "from a checkout"
 
 
-def _place(array, spec: ParamSpec, mesh) -> jax.Array:
-    return jax.device_put(array, named_sharding(spec.shape, spec.axes, mesh) if mesh else None)
-
-
-def _assemble(cfg: ModelConfig, arrays: dict[str, jax.Array]) -> Params:
-    _, treedef = jax.tree.flatten(declare_params(cfg), is_leaf=is_spec)
-    return jax.tree.unflatten(treedef, [arrays[entry.path] for entry in huggingface.entries(cfg)])
-
-
 def _save_arrays(model: Model, path: str) -> None:
     from orbax.checkpoint import v1 as ocp
 
-    named = huggingface.entries(model.cfg)
-    arrays = dict(zip((e.path for e in named), jax.tree.leaves(model.params), strict=True))
-    _check_arrays("params", {e.path: e.spec.shape for e in named}, arrays)
+    named = named_arrays(model)
+    arrays = {entry.path: leaf for entry, leaf in named}
+    _check_arrays("params", [entry for entry, _ in named], arrays)
     context = ocp.Context()
     # Weights hardly compress, and compressing keeps a second copy of everything in memory.
     context.array.saving.use_compression = False
@@ -299,12 +269,11 @@ def _load_arrays(path: str, cfg: ModelConfig, mesh) -> dict[str, jax.Array]:
     with parsing(path, " does not fit the config"):  # before anything is declared
         huggingface.check_counts(cfg, len(stored), ("num_layers", "num_draft_heads"))
     named = huggingface.entries(cfg)
-    _check_arrays(path, {e.path: e.spec.shape for e in named}, stored)
-    leaves = jax.tree.leaves(abstract_params(cfg, mesh))
+    _check_arrays(path, named, stored)
     device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     abstract = {
         entry.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device)
-        for entry, leaf in zip(named, leaves, strict=True)
+        for entry, leaf in zip(named, jax.tree.leaves(abstract_params(cfg, mesh)), strict=True)
     }
     arrays = read_arrays(path, abstract)
     if any(arrays[name].dtype != leaf.dtype for name, leaf in abstract.items()):
@@ -315,14 +284,14 @@ def _load_arrays(path: str, cfg: ModelConfig, mesh) -> dict[str, jax.Array]:
     return arrays
 
 
-def _check_arrays(where: str, declared: dict[str, tuple[int, ...]], found) -> None:
+def _check_arrays(where: str, named: list[Entry], found: Mapping[str, Any]) -> None:
     """Lists every difference between the declaration and the arrays that are there."""
+    declared = {entry.path: entry.spec.shape for entry in named}
     problems = [f"missing: {path}" for path in sorted(declared.keys() - found.keys())]
     problems += [f"not part of this model: {path}" for path in sorted(found.keys() - declared)]
-    problems += [
-        f"{path} has shape {list(found[path].shape)}; the config asks for {list(shape)}"
-        for path, shape in declared.items()
-        if path in found and tuple(found[path].shape) != shape
-    ]
-    if problems:
-        raise ValueError("\n  ".join([f"{where!r} does not fit the config:", *listed(problems)]))
+    for path, shape in declared.items():
+        stored = tuple(found[path].shape) if path in found else shape
+        if stored != shape:
+            asked = f"the config asks for {list(shape)}"
+            problems.append(f"{path} has shape {list(stored)}; {asked}")
+    weight_files.raise_all(problems, f"{where!r} does not fit the config")

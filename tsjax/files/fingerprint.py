@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tells two models apart, from few of their numbers.
 
-Knows which settings and weights choose tokens. Does not know where the weights lie: points of each
-tensor are named as in a HuggingFace checkpoint and read on the devices, so that a model keeps its
-fingerprint when it is converted, or placed on a mesh. Draft heads change no token and are no part
-of it.
+Knows which settings and weights choose tokens; draft heads do not. Points of each tensor are named
+as in a HuggingFace checkpoint and read on the devices, so a model keeps its fingerprint when it is
+converted, or placed on a mesh. Does not know where the weights lie.
 """
 
 from __future__ import annotations
@@ -26,12 +25,9 @@ CHANGES_NO_TOKEN = ("num_draft_heads", "head_accuracy", "family", "max_positions
 
 
 def model_fingerprint(model: Model) -> str:
-    """Of all vectors, of points from each row and column of each matrix, and of the settings."""
-    settings = {
-        name: value
-        for name, value in _set_fields(model.cfg).items()
-        if name not in CHANGES_NO_TOKEN
-    }
+    """A hash of the settings, of all vectors, and of points of each row and column of matrices."""
+    settings = _set_fields(model.cfg)
+    settings = {name: settings[name] for name in settings.keys() - {*CHANGES_NO_TOKEN}}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     leaves = jax.tree.leaves(model.params.model)
     pairs = zip(entries(model.cfg.with_heads(0)), leaves, strict=True)
@@ -60,24 +56,16 @@ def _sample(entry: Entry, leaf: jax.Array) -> jax.Array:
     if entry.inputs is None:
         return _take(leaf, (rows, columns))
     inputs, outputs = leaf.shape[: entry.inputs], leaf.shape[entry.inputs :]
-    return _take(leaf, _indices(columns, inputs) + _indices(rows, outputs))
+    return _take(leaf, np.unravel_index(columns, inputs) + np.unravel_index(rows, outputs))
 
 
 def sampled_points(num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Points of a matrix, as few as have one in every row and in every column."""
+    """The fewest points of a matrix that have one in every row and in every column."""
     # Coprime, so that each column is visited; far, so that rows of one head have distant ones.
     far = range(max(1, round(num_columns * 0.618)), num_columns + 1)
     step = next(stride for stride in far if math.gcd(stride, num_columns) == 1)
     number = np.arange(max(num_rows, num_columns))
-    return _int32(number % num_rows), _int32(number * step % num_columns)
-
-
-def _indices(flat: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    return tuple(map(_int32, np.unravel_index(flat, shape)))
-
-
-def _int32(array: np.ndarray) -> np.ndarray:
-    return array.astype(np.int32)
+    return number % num_rows, number * step % num_columns
 
 
 @jax.jit
@@ -89,7 +77,7 @@ def _take(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
 
 
 def fingerprint_of_norms(model: Model, cfg: ModelConfig | None = None) -> str:
-    """Of saved runs of format 1."""
+    """The fingerprint in saved runs of format 1."""
     settings = (cfg or model.cfg).to_dict()
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     weights = model.params.model
@@ -99,7 +87,7 @@ def fingerprint_of_norms(model: Model, cfg: ModelConfig | None = None) -> str:
 
 
 def fingerprint_of_first_rows(model: Model) -> str:
-    """Of training checkpoints of format 1."""
+    """The fingerprint in training checkpoints of format 1."""
     weights = model.params.model
     digest = hashlib.sha256(fingerprint_of_norms(model, model.cfg.with_heads(0)).encode())
     for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):

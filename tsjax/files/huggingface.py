@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import DTYPES, ModelConfig, RopeConfig, check, check_float, check_int
-from tsjax.files.weight_files import Weights, open_weights, raise_all
+from tsjax.files.weight_files import StoredTensor, Weights, open_weights, raise_all
 from tsjax.input_files import listed, parsing, read_json
 from tsjax.model.params import declare_params, is_spec
 from tsjax.model.transformer import ParamSpec
@@ -35,53 +35,39 @@ FAMILIES = {
 
 # --- config.json -----------------------------------------------------------------------------
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "max_position_embeddings",
-)
+# The sizes that every file has, in HuggingFace's names and in ours.
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embed_dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "max_position_embeddings": "max_positions",
+}
 
-# The keys transformers reads for each kind of rotary embedding, beside those any kind may have.
+_TRAINED_LENGTH = "original_max_position_embeddings"
+# The keys of each kind of rotary embedding that are written; transformers reads some more.
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _TRAINED_LENGTH),
+    "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate", _TRAINED_LENGTH),
 }
+_ROPE_KEYS_ONLY_READ = {"yarn": ("mscale", "mscale_all_dim")}
 _ROPE_KEYS_OF_ALL = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
 def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:
     """The content of a config.json -> ModelConfig, as transformers 5 understands it.
 
-    Args:
-      raw: the parsed file, not a transformers object (those fill in defaults of their own).
-      dtype: replaces the file's `dtype` (or `torch_dtype`).
+    `raw` is no transformers object: those fill in defaults of their own. `dtype` replaces the
+    file's `dtype` (or `torch_dtype`).
     """
-    family = _family(raw)
     _check_types(raw)
-    needed = [*_SIZES, "rms_norm_eps"]
-    if family != "llama":  # only the first Llama checkpoints were written without it
-        needed.append("num_key_value_heads")
-    if family == "qwen3":
-        needed.append("head_dim")
+    family = _family(raw)
+    # Only the first Llama checkpoints were written without num_key_value_heads.
+    needed = [*_SIZES, "rms_norm_eps"] + ["num_key_value_heads"] * (family != "llama")
+    needed += ["head_dim"] * (family == "qwen3")
     missing = [name for name in needed if raw.get(name) is None]
     dtype = dtype or raw.get("dtype") or raw.get("torch_dtype")
     if dtype is None:
@@ -92,37 +78,29 @@ def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelCo
     for name in _SIZES:
         check_int(raw[name], name, 1)
     check_float(raw["rms_norm_eps"], "rms_norm_eps", 0.0, math.inf)
-    unsupported = _unsupported_settings(raw, family)
+    unsupported = "; ".join(_unsupported_settings(raw, family))
     if unsupported:
-        raise NotImplementedError(
-            f"config.json asks for what tsjax does not have: {'; '.join(unsupported)}"
-        )
+        raise NotImplementedError(f"config.json asks for what tsjax does not have: {unsupported}")
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
-    head_dim = raw.get("head_dim")
+    head_dim, kv_heads = raw.get("head_dim"), raw.get("num_key_value_heads")
     if head_dim is None:
         check(hidden % heads == 0, "hidden_size", hidden, f"a multiple of the {heads} heads")
         head_dim = hidden // heads
-    kv_heads = raw.get("num_key_value_heads")
     attention_bias = family in ("llama", "qwen3") and _flag(raw, "attention_bias")
     return ModelConfig(
-        vocab_size=raw["vocab_size"],
-        embed_dim=hidden,
-        num_layers=raw["num_hidden_layers"],
-        num_heads=heads,
+        **{ours: raw[theirs] for theirs, ours in _SIZES.items()},
         num_kv_heads=heads if kv_heads is None else kv_heads,
         head_dim=head_dim,
-        mlp_dim=raw["intermediate_size"],
-        max_positions=raw["max_position_embeddings"],
         norm_eps=float(raw["rms_norm_eps"]),
         rope=_rope_config(raw),
         dtype=dtype,
-        num_draft_heads=_draft_heads(raw),
         family=family,
         tie_embeddings=_flag(raw, "tie_word_embeddings"),
         qkv_bias=family == "qwen2" or attention_bias,
         out_bias=attention_bias,
         mlp_bias=family == "llama" and _flag(raw, "mlp_bias"),
         qk_norm=family == "qwen3",
+        num_draft_heads=raw.get("medusa_heads") or 0,  # as TokenSwift's training writes it
         head_accuracy=tuple(raw.get("medusa_head_accuracy") or ()),  # written by config_to_hf
     )
 
@@ -130,43 +108,33 @@ def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelCo
 def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     """ModelConfig -> the content of a config.json, in keys that transformers 5 and 4 both read."""
     check(cfg.family in FAMILIES, "family", cfg.family, f"one of {', '.join(FAMILIES)}")
-    rope = cfg.rope
-    scaling: dict[str, Any] | None = None
+    rope, scaling = cfg.rope, None
     if rope.kind != "default":
-        scaling = {"rope_type": rope.kind, "factor": rope.factor}
-        if rope.kind != "linear":
-            scaling["original_max_position_embeddings"] = rope.original_max_positions
-        names = {
-            "llama3": ("low_freq_factor", "high_freq_factor"),
-            "yarn": ("attention_factor", "beta_fast", "beta_slow", "truncate"),
-        }
-        scaling.update({name: getattr(rope, name) for name in names.get(rope.kind, ())})
+        names = {key: key for key in _ROPE_KEYS[rope.kind]}
+        if _TRAINED_LENGTH in names:
+            names[_TRAINED_LENGTH] = "original_max_positions"
+        scaling = {key: getattr(rope, name) for key, name in names.items()}
+        scaling["rope_type"] = rope.kind
+    of_family = {
+        "llama": {"attention_bias": cfg.out_bias, "mlp_bias": cfg.mlp_bias},
+        "qwen2": {"use_sliding_window": False},
+        "qwen3": {"attention_bias": cfg.out_bias, "use_sliding_window": False},
+        "mistral": {"sliding_window": None},
+    }
     raw = {
         "architectures": [FAMILIES[cfg.family]],
         "model_type": cfg.family,
-        "vocab_size": cfg.vocab_size,
-        "hidden_size": cfg.embed_dim,
-        "intermediate_size": cfg.mlp_dim,
-        "num_hidden_layers": cfg.num_layers,
-        "num_attention_heads": cfg.num_heads,
+        **{theirs: getattr(cfg, ours) for theirs, ours in _SIZES.items()},
         "num_key_value_heads": cfg.num_kv_heads,
         "head_dim": cfg.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": cfg.max_positions,
         "rms_norm_eps": cfg.norm_eps,
         "rope_theta": rope.theta,
         "rope_scaling": scaling,
         "tie_word_embeddings": cfg.tie_embeddings,
         "torch_dtype": cfg.dtype,
+        **of_family[cfg.family],
     }
-    if cfg.family in ("llama", "qwen3"):
-        raw["attention_bias"] = cfg.out_bias
-    if cfg.family == "llama":
-        raw["mlp_bias"] = cfg.mlp_bias
-    if cfg.family in ("qwen2", "qwen3"):
-        raw["use_sliding_window"] = False
-    if cfg.family == "mistral":
-        raw["sliding_window"] = None
     if cfg.num_draft_heads:
         raw["medusa_heads"] = cfg.num_draft_heads
     if cfg.head_accuracy:
@@ -182,10 +150,10 @@ def read_stop_ids(folder: str) -> tuple[int, ...]:
         path = os.path.join(folder, name)
         ids = read_json(path).get("eos_token_id") if os.path.exists(path) else None
         if ids is not None:
-            ids = ids if isinstance(ids, list) else [ids]
+            ids = tuple(ids) if isinstance(ids, list) else (ids,)
             for value in ids:
                 check_int(value, f"eos_token_id in {path!r}", 0)
-            return tuple(ids)
+            return ids
     return ()
 
 
@@ -194,10 +162,8 @@ def _family(raw: Mapping[str, Any]) -> str:
     if model_type is None:
         raise ValueError("config.json lacks model_type; it names the family of the model")
     check(isinstance(model_type, str), "model_type", model_type, "a string")
-    check(isinstance(architectures, list | None), "architectures", architectures, "a list or null")
-    if model_type not in FAMILIES or (
-        architectures is not None and FAMILIES[model_type] not in architectures
-    ):
+    known = FAMILIES.get(model_type)
+    if known is None or (architectures is not None and known not in architectures):
         raise NotImplementedError(
             f"model_type={model_type!r} with architectures={architectures} is not supported; "
             f"supported are {', '.join(f'{k} ({v})' for k, v in FAMILIES.items())}"
@@ -207,29 +173,20 @@ def _family(raw: Mapping[str, Any]) -> str:
 
 def _check_types(raw: Mapping[str, Any]) -> None:
     """The types of optional keys; sizes and rotary embeddings are checked where they are read."""
-    for name, kind, wanted in (
-        ("dtype", str, "a string"),
-        ("torch_dtype", str, "a string"),
-        ("layer_types", list, "a list"),
-        ("rope_scaling", dict, "an object"),
-        ("rope_parameters", dict, "an object"),
-        ("medusa_head_accuracy", list, "a list"),
-    ):
-        value = raw.get(name)
-        check(isinstance(value, kind | None), name, value, f"{wanted} or null")
-    for name in ("head_dim", "num_key_value_heads", "sliding_window"):
+    wanted = {
+        "a string or null": (str, ("dtype", "torch_dtype")),
+        "a list or null": (list, ("architectures", "layer_types", "medusa_head_accuracy")),
+        "an object or null": (dict, ("rope_scaling", "rope_parameters")),
+    }
+    for text, (kind, names) in wanted.items():
+        for name in names:
+            check(isinstance(raw.get(name), kind | None), name, raw.get(name), text)
+    integers = {"head_dim": 1, "num_key_value_heads": 1, "sliding_window": 1, "medusa_heads": 0}
+    for name, least in integers.items():
         if raw.get(name) is not None:
-            check_int(raw[name], name, 1)
+            check_int(raw[name], name, least)
     for share in raw.get("medusa_head_accuracy") or ():
         check_float(share, "medusa_head_accuracy", 0.0, 1.0)
-
-
-def _draft_heads(raw: Mapping[str, Any]) -> int:
-    """As TokenSwift's training writes it."""
-    value = raw.get("medusa_heads")
-    if value is not None:
-        check_int(value, "medusa_heads", 0)
-    return value or 0
 
 
 def _flag(raw: Mapping[str, Any], name: str) -> bool:
@@ -239,33 +196,31 @@ def _flag(raw: Mapping[str, Any], name: str) -> bool:
 
 
 def _unsupported_settings(raw: Mapping[str, Any], family: str) -> list[str]:
-    found = []
-    if raw.get("hidden_act", "silu") != "silu":
-        found.append(f"hidden_act={raw['hidden_act']!r} (only 'silu')")
-    if raw.get("quantization_config") is not None:
-        found.append("quantization_config (use the unquantized checkpoint)")
-    if raw.get("partial_rotary_factor") not in (None, 1.0):
-        found.append(f"partial_rotary_factor={raw['partial_rotary_factor']!r} (only 1.0)")
-    if family in ("qwen2", "qwen3") and _flag(raw, "use_sliding_window"):
-        found.append(
-            "use_sliding_window=true (set it to false to attend to the whole context, if the model "
-            "was trained for that)"
-        )
-    others = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
-    if others:
-        found.append(f"layer_types with {others[0]!r} (only 'full_attention')")
-    if family == "mistral":
-        window = raw.get("sliding_window", 4096)  # transformers' default where the file is silent
-        if window is not None and window < raw["max_position_embeddings"]:
-            found.append(
-                f'sliding_window={window} (set "sliding_window": null in config.json to attend to '
-                "the whole context, if the model was trained for that)"
-            )
-    return found
+    act, quantized = raw.get("hidden_act", "silu"), raw.get("quantization_config")
+    rotary = [of.get("partial_rotary_factor") for of in (raw, _rope_settings(raw))]
+    sliding = family in ("qwen2", "qwen3") and _flag(raw, "use_sliding_window")
+    layers = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    # transformers' default where the file of a Mistral is silent
+    window = raw.get("sliding_window", 4096) if family == "mistral" else None
+    whole = "to attend to the whole context, if the model was trained for that"
+    asked = {
+        f"hidden_act={act!r} (only 'silu')": act != "silu",
+        "quantization_config (use the unquantized checkpoint)": quantized is not None,
+        **{f"partial_rotary_factor={x!r} (only 1.0)": x not in (None, 1.0) for x in rotary},
+        f"use_sliding_window=true (set it to false {whole})": sliding,
+        f"layer_types with {layers[:1]} (only 'full_attention')": layers,
+        f'sliding_window={window} (set "sliding_window": null in config.json {whole})': window
+        and window < raw["max_position_embeddings"],
+    }
+    return [setting for setting, is_asked in asked.items() if is_asked]
+
+
+def _rope_settings(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    return raw.get("rope_scaling") or raw.get("rope_parameters") or {}
 
 
 def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    rope = _rope_settings(raw)
     kind = rope.get("rope_type", rope.get("type", "default"))
     check(isinstance(kind, str), "rope_type", kind, "a string")
     nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
@@ -275,15 +230,12 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
         raise NotImplementedError(
             f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}"
         )
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise NotImplementedError(
-            f"partial_rotary_factor={rope['partial_rotary_factor']!r}: only 1.0 is supported"
-        )
-    unknown = sorted(set(rope) - {*_ROPE_KEYS_OF_ALL, *_ROPE_KEYS[kind]})
+    known = (*_ROPE_KEYS[kind], *_ROPE_KEYS_ONLY_READ.get(kind, ()))
+    unknown = sorted(set(rope) - {*_ROPE_KEYS_OF_ALL, *known})
     if unknown:
         raise NotImplementedError(
             f"rope type {kind!r} with {', '.join(f'{k}={rope[k]!r}' for k in unknown)} is not "
-            f"supported; it knows {', '.join(_ROPE_KEYS[kind]) or 'no further keys'}"
+            f"supported; it knows {', '.join(known) or 'no further keys'}"
         )
     needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": _ROPE_KEYS["llama3"][:3]}
     missing = [name for name in needed.get(kind, ()) if name not in rope]
@@ -293,42 +245,32 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     check_float(theta, "rope_theta", 0.0, math.inf)
     fields: dict[str, Any] = {"kind": kind, "theta": float(theta)}
-    if kind == "default":
-        return RopeConfig(**fields)
-
-    factor = rope["factor"]
+    longest, default_factor = raw["max_position_embeddings"], None
     if kind in ("llama3", "yarn"):
-        original = raw.get("original_max_position_embeddings")
-        if original is None:
-            original = rope.get("original_max_position_embeddings")
-        if original is None:
-            original = raw["max_position_embeddings"]
-        check_int(original, "original_max_position_embeddings", 1)
-        fields["original_max_positions"] = original
-        if kind == "yarn" and factor is None:
-            factor = raw["max_position_embeddings"] / original
-    check_float(factor, "rope factor", 0.0, math.inf)
-    fields["factor"] = float(factor)
+        lengths = (raw.get(_TRAINED_LENGTH), rope.get(_TRAINED_LENGTH), longest)
+        length = next(value for value in lengths if value is not None)
+        check_int(length, _TRAINED_LENGTH, 1)
+        fields["original_max_positions"] = length
+        default_factor = longest / length if kind == "yarn" else None
+    if kind != "default":
+        fields["factor"] = _number(rope, "factor", default_factor)
     if kind == "llama3":
         for name in ("low_freq_factor", "high_freq_factor"):
-            check_float(rope[name], name, 0.0, math.inf)
-            fields[name] = float(rope[name])
+            fields[name] = _number(rope, name)
     if kind == "yarn":
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             # As in transformers, null and 0 mean the default.
-            fields[name] = float(_number(rope, name) or default)
-        truncate = rope.get("truncate", True)
-        check(isinstance(truncate, bool), "rope truncate", truncate, "true or false")
-        fields["truncate"] = truncate
+            fields[name] = _number(rope, name, default) or default
+        fields["truncate"] = rope.get("truncate", True)
         fields["attention_factor"] = _yarn_attention_factor(rope, fields["factor"])
     return RopeConfig(**fields)
 
 
-def _number(rope: Mapping[str, Any], name: str) -> float | None:
-    value = rope.get(name)
-    if value is not None:
-        check_float(value, f"rope {name}", 0.0, math.inf)
-    return value
+def _number(rope: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """A value of the file; `default` takes the place of a missing one and of null."""
+    value: Any = default if rope.get(name) is None else rope[name]
+    check_float(value, f"rope {name}", 0.0, math.inf)
+    return float(value)
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -337,11 +279,9 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     def mscale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    given = _number(rope, "attention_factor")
-    if given is not None:
-        return float(given)
-    weight, all_dim = _number(rope, "mscale"), _number(rope, "mscale_all_dim")
-    return mscale(weight) / mscale(all_dim) if weight and all_dim else mscale(1.0)
+    weight, all_dim = _number(rope, "mscale", 0.0), _number(rope, "mscale_all_dim", 0.0)
+    computed = mscale(weight) / mscale(all_dim) if weight and all_dim else mscale(1.0)
+    return _number(rope, "attention_factor", computed)
 
 
 # --- tensor names ----------------------------------------------------------------------------
@@ -395,21 +335,15 @@ class Entry:
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
-        shape = self.spec.shape
-        if self.inputs is None:
+        shape, inputs = self.spec.shape, self.inputs
+        if inputs is None:
             return shape
-        if self.inputs == 0:
-            return (math.prod(shape),)
-        return (math.prod(shape[self.inputs :]), math.prod(shape[: self.inputs]))
+        sizes = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+        return sizes if inputs else sizes[:1]
 
     def as_hf(self, array: np.ndarray) -> np.ndarray:
         """Our array in HuggingFace's shape. A view where the array is contiguous."""
-        if self.inputs is None:
-            return array
-        if self.inputs == 0:
-            return array.reshape(-1)
-        rows = math.prod(self.spec.shape[: self.inputs])
-        return array.reshape(rows, -1).T
+        return array if self.inputs is None else array.reshape(self.hf_shape[::-1]).T
 
 
 def entries(cfg: ModelConfig) -> list[Entry]:
@@ -443,13 +377,13 @@ def open_checkpoint(
     raw = read_json(path)
     if dtype is None and (raw.get("dtype") or raw.get("torch_dtype")) is None:
         # As transformers: a file that does not say is read in the type of its tensors.
-        stored = [t.dtype for t in open_weights(folder, allow_pickle=allow_pickle).tensors.values()]
+        stored = [t.dtype for t in open_weights(folder, allow_pickle=allow_pickle).values()]
         dtype = max(set(stored), key=stored.count, default=None)
     with parsing(path):
         cfg = model_config(raw, dtype=dtype)
     weights = open_weights(folder, allow_pickle=allow_pickle)
     with parsing(path):  # before anything is declared
-        check_counts(cfg, len(weights.tensors), ("num_hidden_layers", "medusa_heads"))
+        check_counts(cfg, len(weights), ("num_hidden_layers", "medusa_heads"))
     heads = max(cfg.num_draft_heads, count_heads(weights))
     return cfg if heads == cfg.num_draft_heads else cfg.with_heads(heads), weights
 
@@ -462,80 +396,67 @@ def check_counts(cfg: ModelConfig, stored: int, names: tuple[str, str]) -> None:
 
 def count_heads(weights: Weights) -> int:
     """How many different numbers heads have; `read_heads` sees whether these are 0, 1, 2 ..."""
-    found = [_HEAD_KEY.fullmatch(name) for name in weights.tensors]
-    return len({match[2] for match in found if match})
+    return len({match[2] for name in weights if (match := _HEAD_KEY.fullmatch(name))})
 
 
 def read_model(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
     """Every parameter of `cfg`, one at a time; names and shapes are checked before the first."""
-    names = {name: name for name in weights.tensors if not _HARMLESS.fullmatch(name)}
+    found = {name: tensor for name, tensor in weights.items() if not _HARMLESS.fullmatch(name)}
     if cfg.tie_embeddings:
-        names.pop("lm_head.weight", None)  # transformers does not read it either
+        found.pop("lm_head.weight", None)  # transformers does not read it either
     if not cfg.num_draft_heads:
-        names = {k: v for k, v in names.items() if not _HEAD_KEY.fullmatch(k)}
-    return _read(entries(cfg), weights, names)
+        found = {name: found[name] for name in found if not _HEAD_KEY.fullmatch(name)}
+    return _read(entries(cfg), weights, found)
 
 
 def read_heads(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
     """The `cfg.num_draft_heads` heads in an adapter or a whole TokenSwift checkpoint."""
-    found = {name: _HEAD_KEY.fullmatch(name) for name in weights.tensors}
-    names = {f"model.{match[1]}": name for name, match in found.items() if match}
-    wanted = [entry for entry in entries(cfg) if entry.path.startswith("heads.")]
-    return _read(wanted, weights, names)
+    matches = {name: _HEAD_KEY.fullmatch(name) for name in weights}
+    found = {f"model.{match[1]}": weights[name] for name, match in matches.items() if match}
+    return _read([e for e in entries(cfg) if e.path.startswith("heads.")], weights, found)
 
 
 def _read(
-    wanted: list[Entry], weights: Weights, names: Mapping[str, str]
+    wanted: list[Entry], weights: Weights, found: Weights
 ) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Reads `wanted`; `names` maps the table's keys to the names in the files."""
-    files = ", ".join(listed(sorted({stored.file for stored in weights.tensors.values()})))
-    problems = [f"missing in {files}: {e.key}" for e in wanted if e.key not in names]
+    """Reads `wanted`; `found` has the tensors under the table's keys."""
+    files = ", ".join(listed(sorted({tensor.file for tensor in weights.values()})))
+    problems = [f"missing in {files}: {e.key}" for e in wanted if e.key not in found]
     keys = {entry.key for entry in wanted}
-    for key, name in names.items():
-        if key not in keys:
-            problems.append(f"not part of this model: {name} in {weights.tensors[name].file}")
+    problems += [f"not part of this model: {found[key]}" for key in found if key not in keys]
     for entry in wanted:
-        if entry.key in names:
-            stored = weights.tensors[names[entry.key]]
-            if stored.shape != entry.hf_shape:
-                problems.append(
-                    f"{names[entry.key]} in {stored.file} has shape {list(stored.shape)}; the "
-                    f"config asks for {list(entry.hf_shape)}"
-                )
-            if stored.dtype not in DTYPES:
-                problems.append(
-                    f"{names[entry.key]} in {stored.file} has type {stored.dtype}, which is not "
-                    "one of " + ", ".join(DTYPES)
-                )
+        tensor = found.get(entry.key)
+        if tensor and tensor.shape != entry.hf_shape:
+            shapes = f"shape {list(tensor.shape)}; the config asks for {list(entry.hf_shape)}"
+            problems.append(f"{tensor} has {shapes}")
+        if tensor and tensor.dtype not in DTYPES:
+            types = f"type {tensor.dtype}, which is not one of {', '.join(DTYPES)}"
+            problems.append(f"{tensor} has {types}")
     raise_all(problems)
-    return _read_tensors(wanted, weights, names)
+    return _read_tensors([(entry, found[entry.key]) for entry in wanted])
 
 
 def _read_tensors(
-    wanted: list[Entry], weights: Weights, names: Mapping[str, str]
+    pairs: list[tuple[Entry, StoredTensor]],
 ) -> Iterator[tuple[Entry, np.ndarray]]:
     wrong = []
-    for entry in wanted:
-        name = names[entry.key]
-        array, finite = _read_tensor(weights, name, entry)
+    for number, (entry, tensor) in enumerate(pairs, 1):
+        array, finite = _read_tensor(entry, tensor)
         if not finite:
-            wrong.append(f"{name} in {weights.tensors[name].file}")
-        if wrong and entry is wanted[-1]:  # here: who reads may not ask for more than the last one
-            warnings.warn(
-                f"{', '.join(listed(wrong))} {'has' if len(wrong) == 1 else 'have'} NaN or "
-                f"infinite values as {array.dtype.name}",
-                stacklevel=2,
-            )
+            wrong.append(str(tensor))
+        if wrong and number == len(pairs):  # here: the caller may not ask for more than the last
+            have = f"{'has' if len(wrong) == 1 else 'have'} NaN or infinite values"
+            warnings.warn(f"{', '.join(listed(wrong))} {have} as {array.dtype.name}", stacklevel=2)
         yield entry, array
 
 
-def _read_tensor(weights: Weights, name: str, entry: Entry) -> tuple[np.ndarray, bool]:
+def _read_tensor(entry: Entry, tensor: StoredTensor) -> tuple[np.ndarray, bool]:
     """The tensor, and whether all of it is finite."""
     dtype = jnp.dtype(entry.spec.dtype)
     out = _aligned_empty(entry.spec.shape, dtype)
     target = entry.as_hf(out)  # a view: writing their layout fills ours
     finite = True
-    for rows, block in weights.blocks(name):
+    for rows, block in tensor.blocks():
         with np.errstate(over="ignore", invalid="ignore"):
             block = block.astype(dtype, copy=False)
         finite = finite and bool(np.isfinite(block).all())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Presets that come with the package: shapes of known models, and the paper's settings for them.
 
-Knows the JSON files of tsjax.configs. `models.json` holds ModelConfig fields, `generation.json` the
-values of TokenSwift's Table 10, as GenerationConfig and TokenSwift fields, `training.json` those of
-its Table 9 that differ from HeadTraining's defaults.
+Knows the JSON files of tsjax.configs. `models.json` holds ModelConfig fields. `generation.json` has
+the values of TokenSwift's Table 10, as GenerationConfig and TokenSwift fields, and `training.json`
+those of its Table 9 that differ from HeadTraining's defaults.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named arrays in a folder, as orbax writes them: listed and read, damaged ones with one error.
+"""Named arrays in a folder, as orbax writes them: lists and reads them.
 
-Knows that orbax reads many arrays at a time, and that after an error the others report to nobody,
-with pages of tracebacks. So what can be seen beforehand is checked beforehand, one file at a time.
-Does not know what the arrays are.
+Knows that orbax reads many arrays at a time. After an error in one, the others print pages of
+tracebacks, so what can be checked before is checked before, one file at a time. Damage is one
+error. Does not know what the arrays are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import glob
-import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 import jax
 
-from tsjax.input_files import parsing, read_json, require_file
+from tsjax.input_files import filtered_log, parsing, read_json, require_file
 
 _DATABASE = "state"  # orbax's folder of all arrays, an OCDBT database of tensorstore
 
@@ -54,7 +53,7 @@ def read_arrays(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
         except Exception as error:
             # A plain Exception, whose cause says what happened in the first of many lines.
             text = [*str(error.__cause__ or error).splitlines(), repr(error)]
-        gc.collect()  # the other readers, which the error kept, go while nobody listens
+        gc.collect()  # ends the other readers, which the error kept, while nothing is printed
         raise ValueError(text[0])
 
 
@@ -80,18 +79,14 @@ def _check_database(folder: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps what lies below from adding pages to an error that is raised anyway."""
+    """Keeps libraries from adding pages to an error that is raised anyway."""
 
-    def nothing(record: logging.LogRecord) -> bool:
+    def nothing(record: object) -> bool:
         return False
 
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    for logger in loggers:
-        logger.addFilter(nothing)
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    hook, sys.unraisablehook = sys.unraisablehook, nothing
     try:
-        yield
+        with filtered_log("absl", nothing), filtered_log("asyncio", nothing):
+            yield
     finally:
         sys.unraisablehook = hook
-        for logger in loggers:
-            logger.removeFilter(nothing)

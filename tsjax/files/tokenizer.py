@@ -2,27 +2,25 @@
 """Text to token ids and, piece by piece, back.
 
 Knows HuggingFace tokenizers; transformers is imported only when one is loaded. Does not know
-models. The libraries below raise what they like, and Rust panics: here it is a ValueError that
-names the tokenizer's folder.
+models. Whatever those libraries raise, Rust's panics too, becomes a ValueError that names the
+tokenizer's folder.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from tsjax.input_files import parsing, require_file
+from tsjax.input_files import filtered_log, parsing, require_file
 
 REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
-
 
 # Without one of these there is no tokenizer, whatever its settings say; see load_tokenizer.
 _VOCABULARY = re.compile(
@@ -50,14 +48,13 @@ def load_tokenizer(path: str) -> Any:
 def _load_tokenizer(path: str, state: _State) -> Any:
     for name, *_ in state:
         require_file(os.path.join(path, name))
-    with _no_advice():
+    # Whoever imports transformers for a tokenizer need not hear that it found no torch.
+    with filtered_log("transformers", lambda record: "PyTorch was not" not in record.getMessage()):
         import transformers
     with parsing(path, " has a tokenizer that cannot be loaded; token ids work without it"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
-        )
-        # What is read from it later, while tokens are made.
-        _visible_and_byte_tokens(tokenizer)
+        load = transformers.AutoTokenizer.from_pretrained
+        tokenizer = load(path, local_files_only=True, trust_remote_code=False)
+        _visible_and_byte_tokens(tokenizer)  # is read later, while tokens are made
         return tokenizer
 
 
@@ -72,38 +69,17 @@ def _folder_state(path: str) -> _State:
     return tuple(sorted(found))
 
 
-@contextlib.contextmanager
-def _no_advice() -> Iterator[None]:
-    """Keeps transformers from telling who imports it for a tokenizer that torch is missing."""
-
-    def other(record: logging.LogRecord) -> bool:
-        return "PyTorch was not found" not in record.getMessage()
-
-    logger = logging.getLogger("transformers")
-    logger.addFilter(other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(other)
-
-
 def encode(tokenizer: Any, text: str, **options: Any) -> np.ndarray:
     """Token ids of `text`, [T] int32, with the special tokens this tokenizer adds."""
-    with parsing(_name(tokenizer), " has a tokenizer that cannot encode this text"):
+    with parsing(tokenizer.name_or_path, " has a tokenizer that cannot encode this text"):
         return np.asarray(tokenizer.encode(text, **options), np.int32)
 
 
 def decode_text(tokenizer: Any, ids: Iterable[int]) -> str:
     """The text of `ids` without special tokens, spaces as the tokens have them."""
-    with parsing(_name(tokenizer), " has a tokenizer that cannot decode these tokens"):
-        return tokenizer.decode(
-            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
-
-
-def _name(tokenizer: Any) -> str:
-    """The folder it was loaded from."""
-    return getattr(tokenizer, "name_or_path", "")
+    with parsing(tokenizer.name_or_path, " has a tokenizer that cannot decode these tokens"):
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return tokenizer.decode(list(ids), **options)
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a checkpoint: folders and hub ids, JSON, safetensors and pickled torch weights.
 
-Knows formats and hands out NumPy arrays in blocks of rows, so that a big tensor is never in memory
-twice. Does not know what the tensors mean. torch, safetensors and huggingface_hub are imported only
-by the functions that need them.
+Knows formats and reads NumPy arrays in blocks of rows. Does not know what the tensors mean. torch,
+safetensors and huggingface_hub are imported only by the functions that need them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
 import os
 import re
 import zipfile
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.files.whole_files import replacing
 from tsjax.input_files import listed, parsing, read_json, require_file
 
 _BLOCK_BYTES = 32 * 2**20  # what is read at a time; bounds the scratch memory of reading
@@ -28,120 +30,93 @@ _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
+    """A tensor in a file, read when it is asked for."""
+
+    name: str
     file: str
     shape: tuple[int, ...]
     dtype: str  # one of DTYPES, or whatever the file calls it
+    rows: Callable[[int, int], np.ndarray]  # reads rows start..stop, along the first dimension
 
+    def __str__(self) -> str:
+        return f"{self.name} in {self.file}"
 
-class Weights:
-    """The tensors of a checkpoint by name. Subclasses read one kind of file."""
-
-    def __init__(self, files: Collection[str]):
-        self.tensors: dict[str, StoredTensor] = {}
-        problems = []
-        for file in files:
-            try:
-                found = self._list(file)
-            except ValueError as error:
-                problems.append(str(error))
-                continue
-            twice = found.keys() & self.tensors.keys()
-            problems += [f"{file!r} holds {name} again" for name in sorted(twice)]
-            self.tensors.update(found)
-        raise_all(problems)
-
-    def _list(self, file: str) -> dict[str, StoredTensor]:
-        raise NotImplementedError
-
-    def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Rows start..stop (along the first dimension) of one tensor."""
-        raise NotImplementedError
-
-    def blocks(self, name: str) -> Iterator[tuple[slice, np.ndarray]]:
+    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
         """The tensor in blocks of rows, so that a big one is never in memory twice."""
-        shape, dtype = self.tensors[name].shape, self.tensors[name].dtype
-        row_bytes = math.prod(shape[1:]) * jnp.dtype(dtype).itemsize
+        row_bytes = math.prod(self.shape[1:]) * jnp.dtype(self.dtype).itemsize
         step = max(1, _BLOCK_BYTES // row_bytes)
-        for start in range(0, shape[0], step):
-            stop = min(start + step, shape[0])
-            yield slice(start, stop), self.rows(name, start, stop)
+        for start in range(0, self.shape[0], step):
+            stop = min(start + step, self.shape[0])
+            yield slice(start, stop), self.rows(start, stop)
 
 
-class SafetensorsWeights(Weights):
-    def _list(self, file):
-        import safetensors
-
-        with (
-            parsing(file, " is truncated or corrupt"),
-            safetensors.safe_open(file, framework="np") as handle,
-        ):
-            found = {}
-            for name in handle.keys():
-                tensor = handle.get_slice(name)
-                dtype = tensor.get_dtype()
-                found[name] = StoredTensor(
-                    file, tuple(tensor.get_shape()), _SAFETENSORS_DTYPES.get(dtype, str(dtype))
-                )
-            return found
-
-    def rows(self, name, start, stop):
-        import safetensors
-
-        file = self.tensors[name].file
-        # Opened anew each time: the pages of a mapped file count as this process's memory until
-        # it is closed.
-        with (
-            parsing(file, f": {name} cannot be read"),
-            safetensors.safe_open(file, framework="np") as handle,
-        ):
-            return handle.get_slice(name)[start:stop]
+Weights = Mapping[str, StoredTensor]  # the tensors of a checkpoint by name
 
 
-class TorchWeights(Weights):
-    """Pickled torch files. Only tensors and plain containers are unpickled (weights_only)."""
+@contextlib.contextmanager
+def _opened(file: str, trouble: str) -> Iterator[Any]:
+    """Opened anew each time: the pages of a mapped file count as this process's memory until it is
+    closed."""
+    import safetensors
 
-    def __init__(self, files):
-        self._loaded: dict[str, Any] = {}
-        super().__init__(files)
+    with parsing(file, trouble), safetensors.safe_open(file, framework="np") as handle:
+        yield handle
 
-    def _list(self, file):
-        try:
-            import torch
-        except ImportError as error:
-            raise ImportError(
-                f"{file!r} is a pickled torch file and torch is not installed; pip install torch, "
-                "or convert the checkpoint to safetensors"
-            ) from error
-        with parsing(file, " is corrupt or holds more than tensors"):
-            mapped = zipfile.is_zipfile(file)  # the format of torch < 1.6 cannot be mapped
-            loaded = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
-            other = [
-                f"{name!s:.80}"
-                for name, value in loaded.items()
-                if not (
-                    isinstance(name, str)
-                    and isinstance(value, torch.Tensor)
-                    and value.layout is torch.strided
-                    and value.device.type == "cpu"
-                )
-            ]
-        if other:
-            raise ValueError(f"{file!r} holds more than tensors: {', '.join(listed(other))}")
-        self._loaded[file] = loaded
-        return {
-            name: StoredTensor(file, tuple(value.shape), str(value.dtype).removeprefix("torch."))
-            for name, value in loaded.items()
-        }
 
-    def rows(self, name, start, stop):
-        stored = self.tensors[name]
-        with parsing(stored.file, f": {name} cannot be read"):
-            block = self._loaded[stored.file][name][start:stop].contiguous()
-            if stored.dtype == "bfloat16":  # torch cannot hand this type to NumPy
-                import torch
+def _list_safetensors(file: str) -> Weights:
+    found = {}
+    with _opened(file, " is truncated or corrupt") as handle:
+        for name in handle.keys():
+            tensor = handle.get_slice(name)
+            dtype = _SAFETENSORS_DTYPES.get(tensor.get_dtype(), str(tensor.get_dtype()))
+            rows = functools.partial(_safetensors_rows, file, name)
+            found[name] = StoredTensor(name, file, tuple(tensor.get_shape()), dtype, rows)
+    return found
 
-                return block.view(torch.int16).numpy().view(jnp.bfloat16)
-            return block.numpy()
+
+def _safetensors_rows(file: str, name: str, start: int, stop: int) -> np.ndarray:
+    with _opened(file, f": {name} cannot be read") as handle:
+        return handle.get_slice(name)[start:stop]
+
+
+def _list_torch(file: str) -> Weights:
+    """Only tensors and plain containers are unpickled (weights_only)."""
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"{file!r} is a pickled torch file and torch is not installed; pip install torch, or "
+            "convert the checkpoint to safetensors"
+        ) from error
+    with parsing(file, " is corrupt or holds more than tensors"):
+        mapped = zipfile.is_zipfile(file)  # the format of torch < 1.6 cannot be mapped
+        loaded = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
+        other = [f"{name!s:.80}" for name, value in loaded.items() if not _is_tensor(name, value)]
+    if other:
+        raise ValueError(f"{file!r} holds more than tensors: {', '.join(listed(other))}")
+    found = {}
+    for name, value in loaded.items():
+        dtype = str(value.dtype).removeprefix("torch.")
+        rows = functools.partial(_torch_rows, file, name, value)
+        found[name] = StoredTensor(name, file, tuple(value.shape), dtype, rows)
+    return found
+
+
+def _torch_rows(file: str, name: str, tensor: Any, start: int, stop: int) -> np.ndarray:
+    import torch
+
+    with parsing(file, f": {name} cannot be read"):
+        block = tensor[start:stop].contiguous()
+        if block.dtype is torch.bfloat16:  # torch cannot hand this type to NumPy
+            return block.view(torch.int16).numpy().view(jnp.bfloat16)
+        return block.numpy()
+
+
+def _is_tensor(name: Any, value: Any) -> bool:
+    import torch
+
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return isinstance(name, str) and plain and value.device.type == "cpu"
 
 
 def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
@@ -153,10 +128,9 @@ def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
         return _open_files([path], allow_pickle)
     for single in ("model.safetensors", "pytorch_model.bin"):
         file = os.path.join(path, single)
-        index = f"{file}.index.json"
         if os.path.exists(file):
             return _open_files([file], allow_pickle)
-        if os.path.exists(index):
+        if os.path.exists(index := f"{file}.index.json"):
             return _open_index(index, allow_pickle)
     names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
     if len(names) == 1:
@@ -171,27 +145,33 @@ def _open_files(files: Collection[str], allow_pickle: bool) -> Weights:
     for file in files:
         require_file(file)
     pickled = [file for file in files if not file.endswith(".safetensors")]
-    if not pickled:
-        return SafetensorsWeights(files)
-    if not allow_pickle:
+    if pickled and not allow_pickle:
         raise ValueError(
             f"{', '.join(listed(map(repr, pickled)))}: only pickled torch weights were found; pass "
             "allow_pickle=True (--allow-pickle) to read them with torch, or save the checkpoint as "
             "safetensors"
         )
-    return TorchWeights(files)
+    weights, problems = {}, []
+    for file in files:
+        try:
+            found = _list_torch(file) if file in pickled else _list_safetensors(file)
+        except ValueError as error:
+            problems.append(str(error))
+        else:
+            problems += [f"{file!r} holds {x} again" for x in sorted(found.keys() & weights)]
+            weights.update(found)
+    raise_all(problems)
+    return weights
 
 
 def _open_index(index: str, allow_pickle: bool) -> Weights:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index!r} has no weight_map")
-    nameless = [f"{name}: {shard!r:.80}" for name, shard in places.items() if not _is_name(shard)]
-    if nameless:
-        raise ValueError(
-            f"{index!r} names what is no file, or files outside its folder: "
-            + ", ".join(listed(nameless))
-        )
+    wrong = [f"{name}: {shard!r:.80}" for name, shard in places.items() if not _is_name(shard)]
+    if wrong:
+        trouble = "names what is no file, or files outside its folder"
+        raise ValueError(f"{index!r} {trouble}: {', '.join(listed(wrong))}")
     files = [os.path.join(os.path.dirname(index), shard) for shard in sorted({*places.values()})]
     absent = [repr(file) for file in files if not os.path.exists(file)]
     if absent:
@@ -200,7 +180,7 @@ def _open_index(index: str, allow_pickle: bool) -> Weights:
     raise_all(
         f"{index!r} puts {name} in {shard}, which does not hold it"
         for name, shard in sorted(places.items())
-        if name not in weights.tensors or os.path.basename(weights.tensors[name].file) != shard
+        if name not in weights or os.path.basename(weights[name].file) != shard
     )
     return weights
 
@@ -210,11 +190,22 @@ def _is_name(shard: Any) -> bool:
     return isinstance(shard, str) and bool(shard) and os.path.basename(shard) == shard
 
 
-def raise_all(problems: Iterable[str]) -> None:
+def raise_all(problems: Iterable[str], title: str = "the checkpoint cannot be read") -> None:
     """One error that lists the problems, so that a checkpoint is repaired in one go."""
     problems = listed(problems)
     if problems:
-        raise ValueError("\n  ".join(["the checkpoint cannot be read:", *problems]))
+        raise ValueError("\n  ".join([f"{title}:", *problems]))
+
+
+def write_safetensors(path: str, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes or replaces a file. It says torch's layout: transformers reads no other."""
+    import safetensors.numpy
+
+    try:
+        with replacing(path) as temporary:
+            safetensors.numpy.save_file(dict(tensors), temporary, metadata={"format": "pt"})
+    except safetensors.SafetensorError as error:  # a full disk, say
+        raise OSError(f"{path!r} could not be written: {error}") from error
 
 
 # The small English model of this package, and its folder in it.
@@ -233,10 +224,9 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
         return os.path.abspath(name)
     if os.path.exists(name):
         raise ValueError(f"path={name!r} is not valid: a checkpoint is a folder, this is a file")
+    missing = f"path={name!r}: there is no such folder, and"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(
-            f"path={name!r}: there is no such folder, and it is not a hub id (organisation/name)"
-        )
+        raise FileNotFoundError(f"{missing} it is not a hub id (organisation/name)")
     import huggingface_hub
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -247,8 +237,6 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
             ignore_patterns=["*/*", "consolidated*"],  # second copies of the weights
         )
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
-        reason = str(error).strip().splitlines()
-        raise FileNotFoundError(
-            f"path={name!r}: there is no such folder, and as a hub id it could not be downloaded: "
-            f"{reason[0] if reason else type(error).__name__}"
-        ) from error
+        first = [*str(error).strip().splitlines(), type(error).__name__][0]
+        message = f"{missing} as a hub id it could not be downloaded: {first}"
+        raise FileNotFoundError(message) from error

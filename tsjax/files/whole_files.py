@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that appear whole: written beside their place, then moved there in one step.
 
-A kill or a full disk leaves the file that was there before. What a killed process leaves beside it
-carries the number of that process, and whoever writes to the same place next removes it.
+After a kill or on a full disk, the file that was there before is still there. A killed process may
+leave a file beside it that carries the number of the process; the next write to the same place
+removes it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _is_running(process: int) -> bool:
 
 
 def _remove(path: str) -> None:
-    """What cannot be removed stays: it does no harm but to the room it takes."""
+    """What cannot be removed stays: it only takes space."""
     with contextlib.suppress(OSError):
         if os.path.isdir(path) and not os.path.islink(path):
             shutil.rmtree(path)
