@@ -118,7 +118,7 @@ def test_the_command_line_keeps_programs(checkpoint, tmp_path):
 WHERE = """
 import jax, sys
 from tsjax.__main__ import _keep_programs, _parser
-from tsjax.compilation import keep_programs
+from tsjax.host.compilation import keep_programs
 if sys.argv[1:] == ["library"]:
     keep_programs()
 else:

@@ -7,9 +7,8 @@ checked everything a user passed, and `run` yields what is new after each chunk 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from tsjax.config import GenerationConfig, check_int
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
+from tsjax.host.progress import progress_bar
 from tsjax.host.request import Request, check_row, make_request, tokenizer_of
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, programs_of, run
@@ -109,7 +109,7 @@ def generate(
     interrupt = Interrupt()
     saving = Saving(model, request, save_to, save_every)
     news = None
-    with interrupt, _progress_bar(request, progress) as show:
+    with interrupt, _bar(request, progress) as bar:
         try:
             if streamer is not None:
                 streamer.put(request.prompts[0])
@@ -117,7 +117,8 @@ def generate(
                 if streamer is not None:
                     for token in news.tokens[0]:
                         streamer.put(np.asarray([token]))
-                show(news)
+                bar.set_postfix_str(_figures(news), refresh=False)
+                bar.update(sum(map(len, news.tokens)))
                 saving.save(news, last=False)
         finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is kept
             if news is not None:
@@ -216,27 +217,19 @@ def _check_streamer(streamer: Any, request: Request) -> None:
         )
 
 
-@contextlib.contextmanager
-def _progress_bar(request: Request, wanted: bool) -> Iterator[Callable[[News], None]]:
-    """Yields a function that takes each News; a tqdm bar over the tokens of all rows if wanted."""
-    if not wanted:
-        yield lambda news: None
-        return
-    from tqdm import tqdm
-
+def _bar(request: Request, wanted: bool) -> Any:
+    """Over the tokens of all rows."""
     total = len(request.rows) * request.config.max_new_tokens
-    made = sum(request.num_made)
     # tqdm's own rate would count the seconds of compiling.
     parts = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-    with tqdm(total=total, initial=made, bar_format=parts, dynamic_ncols=True) as bar:
+    return progress_bar(wanted, total, "tok", initial=sum(request.num_made), bar_format=parts)
 
-        def show(news: News) -> None:
-            per_second = news.computed / max(news.decode_seconds, 1e-9)
-            per_step = news.computed / max(int(news.steps.steps.sum()), 1)
-            bar.set_postfix_str(f"{per_second:.1f} tok/s, {per_step:.2f} tok/step", False)
-            bar.update(sum(map(len, news.tokens)))
 
-        yield show
+def _figures(news: News) -> str:
+    """What the progress bar says."""
+    per_second = news.computed / max(news.decode_seconds, 1e-9)
+    per_step = news.computed / max(int(news.steps.steps.sum()), 1)
+    return f"{per_second:.1f} tok/s, {per_step:.2f} tok/step"
 
 
 def run_stats(request: Request, news: News) -> RunStats:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,24 +53,6 @@ class SavedRun:
     finish_reason: list[str | None]
     version: str | None = None
     is_old: bool = False
-
-
-def check_target(path: str | os.PathLike) -> None:
-    """Refuses a place that could not be written when the first tokens have been made."""
-    check(isinstance(path, str | os.PathLike) and bool(os.fspath(path)), "save_to", path, "a file")
-    name = os.fspath(path)
-    folder = os.path.dirname(os.path.abspath(name))
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"save_to={name!r} is not valid: folder {folder!r} does not exist")
-    if os.path.isdir(name):
-        raise IsADirectoryError(f"save_to={name!r} is not valid: a file, not a folder")
-    try:
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(name))):
-            pass
-    except OSError as error:
-        raise PermissionError(
-            f"save_to={name!r} is not valid: a file in a folder that can be written; {error}"
-        ) from error
 
 
 def write_run(path: str | os.PathLike, run: SavedRun) -> None:
