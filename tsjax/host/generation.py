@@ -73,7 +73,6 @@ def generate(
         interrupted and at the end. A write that fails is a warning, and the result says so.
       resume_from: such a file; prompt, settings and method come from it, and the run goes on as if
         it had never stopped. Only `max_new_tokens` and `method` may be given anew.
-
       on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run early and it is saved:
         "raise" raises tsjax.Interrupted, whose `result` is the GenerationResult, so that a loop
         over prompts ends, too; "return" returns it. Its finish_reason is "interrupted" where a
@@ -106,8 +105,7 @@ def generate(
             "its prompt is not saved, so it could not be resumed with the same tokens"
         )
     _check_streamer(streamer, request)
-    interrupt = Interrupt()
-    saving = Saving(model, request, save_to, save_every)
+    interrupt, saving = Interrupt(), Saving(model, request, save_to, save_every)
     news = None
     with interrupt, _bar(request, progress) as bar:
         try:
@@ -125,7 +123,7 @@ def generate(
                 saving.save(news, last=True)
     if streamer is not None:
         streamer.end()
-    assert news is not None  # _run yields at least once
+    assert news is not None  # `run` yields at least once
     result = result_of(model, request, news, saving)
     interrupt.finish(result, on_interrupt)
     return result
@@ -167,26 +165,22 @@ def stream(
 
 
 def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[StreamChunk]:
-    interrupt, news = Interrupt(), None
-    tokenizer = tokenizer_of(model)
+    interrupt, news, tokenizer = Interrupt(), None, tokenizer_of(model)
     writers = [Detokenizer(tokenizer, context=row) for row in request.rows if tokenizer]
     for news in run(model, request, interrupt):
-        text = None
-        if tokenizer:
-            text = [
-                writer.push(new) + (writer.flush() if ended else "")
-                for writer, new, ended in zip(writers, news.tokens, news.newly_ended, strict=True)
-            ]
-        pairs = zip(news.reasons, news.newly_ended, strict=True)
-        reasons = [reason if ended else None for reason, ended in pairs]
+        rows = list(zip(news.tokens, news.reasons, news.newly_ended, strict=True))
+        text = [
+            writer.push(new) + (writer.flush() if ended else "")
+            for writer, (new, _, ended) in zip(writers, rows, strict=False)  # none without text
+        ]
         yield StreamChunk(
             tokens=news.tokens,
-            text=text,
-            finish_reason=reasons,
+            text=text if tokenizer else None,
+            finish_reason=[reason if ended else None for _, reason, ended in rows],
             sources=news.sources,
             stats=run_stats(request, news),
         )
-    assert news is not None  # _run yields at least once
+    assert news is not None  # `run` yields at least once
     interrupt.finish(result_of(model, request, news), on_interrupt)
 
 
@@ -211,10 +205,9 @@ def _check_streamer(streamer: Any, request: Request) -> None:
         return
     if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"streamer={streamer!r:.80} is not valid: an object with put() and end()")
-    if len(request.rows) > 1:
-        raise ValueError(
-            f"streamer takes one row, the prompt has {len(request.rows)}: use tsjax.stream"
-        )
+    rows = len(request.rows)
+    if rows > 1:
+        raise ValueError(f"streamer takes one row, the prompt has {rows}: use tsjax.stream")
 
 
 def _bar(request: Request, wanted: bool) -> Any:
@@ -260,8 +253,8 @@ def result_of(
         tokens=news.all_tokens,
         finish_reason=[str(reason) for reason in news.reasons],
         stats=run_stats(request, news),
-        problems=tuple(saving.problems) if saving else (),
-        unsaved=saving.unsaved if saving else False,
+        problems=tuple(saving.problems if saving else ()),
+        unsaved=saving is not None and saving.unsaved,
         _prompts=request.prompts,
         _single=request.single,
         _tokenizer=lambda: model.tokenizer,

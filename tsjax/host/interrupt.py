@@ -15,8 +15,6 @@ from typing import Any
 
 from tsjax.config import check
 
-ON_INTERRUPT = ("raise", "return")
-
 
 class Interrupted(BaseException):
     """A signal ended the work; `result` is what there is, as it would have been returned.
@@ -41,14 +39,14 @@ class _Exit(Interrupted, SystemExit):
 
 
 class _CtrlCExit(_Exit, _CtrlC):
-    """In a script: Python has 130 for KeyboardInterrupt itself, but not for what is derived."""
+    """In a script: Python exits with 130 for KeyboardInterrupt, but not for subclasses of it."""
 
 
 class Interrupt:
     """Turns SIGINT and SIGTERM into a flag while entered; re-entrant; only the main thread can.
 
-    A second SIGINT raises KeyboardInterrupt. A signal that is ignored stays ignored, and one that
-    is handled outside Python stays so, as Python could not give it back.
+    A second SIGINT raises KeyboardInterrupt. A signal that is ignored, or handled outside Python,
+    stays so: Python could not give the latter back.
     """
 
     def __init__(self):
@@ -85,10 +83,10 @@ class Interrupt:
             self._number, self._earlier = number, self._previous[number]
 
     def finish(self, result: Any, on_interrupt: str) -> None:
-        """Where a signal came: hands it to the handler before this one, then raises Interrupted.
+        """After a signal: calls the handler that was there before, then raises Interrupted.
 
-        Called when everything is in its place, and not entered. Nothing, where the caller wants
-        the result returned.
+        To be called when all is saved and the Interrupt is left. With on_interrupt="return", and
+        where no signal came, it does nothing.
         """
         if self._number is None or on_interrupt == "return":
             return
@@ -106,4 +104,4 @@ def _is_users(handler: Callable | int) -> bool:
 
 
 def check_on_interrupt(value: Any) -> None:
-    check(value in ON_INTERRUPT, "on_interrupt", value, "'raise' or 'return'")
+    check(value in ("raise", "return"), "on_interrupt", value, "'raise' or 'return'")

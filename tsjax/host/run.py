@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +61,8 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
     with prefilling, interrupt:
         state = start_run(model, request, interrupt)
     rows, judge = Rows(model, request), Judge(request, state)
-    decode, earlier = request.decode, _on_host(state.stats)
+    decode = request.decode
+    earlier = _on_host(state.stats)  # the counters until the method changed last
     while True:
         if not interrupt.requested and rows.running:
             with decoding, interrupt:
@@ -69,9 +71,10 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
             steps = _next_chunk(steps, decoding.last)
         changed = decode != request.decode
         read = rows.read(state, interrupt.requested)
+        counts = _sum(earlier, state.stats) if changed else _on_host(state.stats)
         yield News(
             **read,
-            steps=_sum(earlier, state.stats) if changed else _on_host(state.stats),
+            steps=counts,
             prefill_seconds=prefilling.seconds,
             decode_seconds=decoding.seconds,
             compile_seconds=prefilling.compiling + decoding.compiling,
@@ -82,7 +85,7 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
             return
         method = judge.next(decode.method, state)
         if method != decode.method:
-            earlier = _sum(earlier, state.stats) if changed else _on_host(state.stats)
+            earlier = counts
             decode = dataclasses.replace(decode, method=method)
             state = with_method(state, decode, mesh_of(model.params))
         state = rows.stop(state)
@@ -135,9 +138,7 @@ class Rows:
         """The state in which rows that the host has ended run no more."""
         ended = np.asarray([reason is not None for reason in self._reasons])
         stopped = ended & (np.asarray(state.finish) == RUNNING)
-        if not stopped.any():
-            return state
-        return state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+        return _stop(state, stopped) if stopped.any() else state
 
 
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
@@ -161,14 +162,17 @@ def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeSta
         prompt_capacity=request.prompt_capacity,
     )
     if any(request.finish_reason):
-        ended = np.asarray([reason is not None for reason in request.finish_reason])
-        state = state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
+        state = _stop(state, [reason is not None for reason in request.finish_reason])
     for begun in _read(model, request, state):
         state = begun
         if interrupt.requested:
             break  # the rows are reported as interrupted, no step runs on this state
         state.kv.length.block_until_ready()
     return state
+
+
+def _stop(state: DecodeState, rows: Any) -> DecodeState:
+    return state.replace(finish=jnp.where(np.asarray(rows), jnp.int8(STOPPED), state.finish))
 
 
 def _read(model: Model, request: Request, state: DecodeState) -> Iterator[DecodeState]:
@@ -200,17 +204,13 @@ def _on_host(stats: StepStats) -> StepStats:
 
 def _sum(earlier: StepStats, later: StepStats) -> StepStats:
     """Counters of a run whose method has changed: to one of the same sources, or a plain one."""
-    depth = max(earlier.accepted.shape[1], later.accepted.shape[1])
-
-    def padded(accepted):
-        return np.pad(accepted, ((0, 0), (0, depth - accepted.shape[1])))
-
     later = _on_host(later)
+    few, many = sorted((earlier.accepted, later.accepted), key=lambda counts: counts.shape[1])
     same = earlier.by_source.shape == later.by_source.shape
     return earlier.replace(
         steps=earlier.steps + later.steps,
         drafted=earlier.drafted + later.drafted,
-        accepted=padded(earlier.accepted) + padded(later.accepted),
+        accepted=many + np.pad(few, ((0, 0), (0, many.shape[1] - few.shape[1]))),
         by_source=earlier.by_source + (later.by_source if same else 0),
     )
 

@@ -37,8 +37,8 @@ class SavedRun:
       tokens: those made so far, one array per row.
       finish_reason: None for a row that has not ended.
       version: of the tsjax that wrote the file.
-      is_old: whether the file is of the format before: model_path, dtype, method and version are
-        None then, and the fingerprint is that of the norms.
+      is_old: whether the file has the older format. Then model_path, dtype, method and version are
+        None, and the fingerprint is that of the norms.
     """
 
     fingerprint: str
@@ -60,11 +60,7 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     document = {
         "format": FORMAT,
         "tsjax": tsjax_version(),
-        "model": {
-            "path": run.model_path,
-            "dtype": run.dtype,
-            "fingerprint": run.fingerprint,
-        },
+        "model": {"path": run.model_path, "dtype": run.dtype, "fingerprint": run.fingerprint},
         "method": _method_to_dict(run.method),
         "exceed_max_positions": run.exceed_max_positions,
         "single": run.single,
@@ -108,13 +104,16 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
 
 
 def _check_types(run: SavedRun) -> None:
-    check(isinstance(run.fingerprint, str), "fingerprint", run.fingerprint, "a string")
-    check(isinstance(run.model_path, str | None), "path", run.model_path, "a string or null")
-    for name in () if run.is_old else ("dtype", "version"):
-        check(isinstance(getattr(run, name), str), name, getattr(run, name), "a string")
-    for name in ("exceed_max_positions", "single"):
-        value = getattr(run, name)
-        check(isinstance(value, bool), name, value, "true or false")
+    text = str | None if run.is_old else str
+    for name, kind, wanted in (
+        ("fingerprint", str, "a string"),
+        ("model_path", str | None, "a string or null"),
+        ("dtype", text, "a string"),
+        ("version", text, "a string"),
+        ("exceed_max_positions", bool, "true or false"),
+        ("single", bool, "true or false"),
+    ):
+        check(isinstance(getattr(run, name), kind), name, getattr(run, name), wanted)
     for value in run.finish_reason:
         check(isinstance(value, str | None), "finish_reason", value, "strings and nulls")
 
@@ -130,10 +129,8 @@ def check_savable(method: Any) -> None:
     """A file holds a method's name, so it has to have one."""
     if type(method) not in METHODS.values():
         kind = type(method).__name__
-        raise ValueError(
-            f"save_to is not valid with method={kind}: give it a name first, "
-            f"tsjax.register_method('{kind.lower()}', {kind})"
-        )
+        remedy = f"give it a name first, tsjax.register_method('{kind.lower()}', {kind})"
+        raise ValueError(f"save_to is not valid with method={kind}: {remedy}")
 
 
 def _method_to_dict(method: Any) -> dict[str, Any]:
@@ -141,7 +138,7 @@ def _method_to_dict(method: Any) -> dict[str, Any]:
     kind: Any = type(method)
     (name,) = [name for name, one in METHODS.items() if one is kind]
     fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(kind)}
-    return {"name": name, **{k: v for k, v in fields.items() if v != getattr(type(method), k)}}
+    return {"name": name, **{k: v for k, v in fields.items() if v != getattr(kind, k)}}
 
 
 def _method_from_dict(saved: Mapping[str, Any]) -> Any:
