@@ -123,8 +123,8 @@ def test_prefill_options(checkpoint, capsys):
         (["--prefill", "lazy", "--prefill-options", "share=2"], "unknown option of LazyPrefill"),
         (["--prefill", "lazy", "--prefill-options", "window"], "'window' is not valid: NAME"),
         (["--prefill", "lazy", "--prefill-options", "keep={1:2}"], "the share 2 behind layer 1"),
-        (["--prefill", "lazy", "--prefill-options", "keep={9:0.5}"], "behind layer 9"),
-        (["--method-options", "tree=(1,)"], "plain decoding has none; choose another --method"),
+        (["--prefill", "lazy", "--prefill-options", "keep={9:0.5}"], "after layer 9"),
+        (["--method-options", "tree=(1,)"], "Autoregressive has none; choose another --method"),
         (["--method", "ngram", "--method-options", "tree=(1,)"], "unknown option of NGram 'tree'"),
         (
             ["--method", "ngram", "--method-options", "num_ngrams"],
@@ -133,7 +133,7 @@ def test_prefill_options(checkpoint, capsys):
         (["--method", "ngram", "--method-options", "num_ngrams=x"], "num_ngrams='x' is not valid"),
         (
             ["--method", "tokenswift", "--method-options", "draft_from=verified_state"],
-            "tree='auto'",
+            "needs draft heads",
         ),
         (
             ["--method", "tokenswift", "--method-options"]

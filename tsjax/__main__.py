@@ -75,15 +75,8 @@ LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check
 MOST_SHOWN = 5
 
 # What a wrong argument, a damaged file, a missing package or too little memory raise.
-EXPECTED_ERRORS = (
-    ValueError,
-    TypeError,
-    OSError,
-    ImportError,
-    NotImplementedError,
-    MemoryError,
-    jax.errors.JaxRuntimeError,
-)
+EXPECTED_ERRORS = ValueError, TypeError, OSError, ImportError, MemoryError, NotImplementedError
+EXPECTED_ERRORS += (jax.errors.JaxRuntimeError,)
 EXAMPLES = """examples:
   tsjax generate ./llama-3.1-8b "Once upon a time" --dtype bfloat16 --max-new-tokens 1000
   tsjax generate ./story-model --prompt-file start.txt --do-sample --min-p 0.1 \\
@@ -346,10 +339,8 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 def _prompt(args: argparse.Namespace) -> Any:
     if len(_given(args, ("prompt", "prompt_file", "ids", "resume_from"))) != 1:
-        raise ValueError(
-            "give the prompt once: as an argument (- reads stdin), with --prompt-file, --ids or "
-            "--resume-from"
-        )
+        ways = "as an argument (- reads stdin), with --prompt-file, --ids or --resume-from"
+        raise ValueError(f"give the prompt once: {ways}")
     if args.ids is not None:
         try:
             return [int(part) for part in args.ids.split(",")]
@@ -399,12 +390,11 @@ def _with_options(method: Any, options: Sequence[str], flag: str = "--method-opt
             changes[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             changes[name] = value  # a plain word
-    if changes and not _fields(type(method)):
-        raise ValueError(
-            f"--method-options {options} is not valid: {type(method).__name__} has none; choose "
-            "another --method"
-        )
-    refuse_unknown(list(changes), _fields(type(method)), f"option of {type(method).__name__}")
+    name, known = type(method).__name__, _fields(type(method))
+    if changes and not known:
+        wanted = f"{name} has none; choose another --method"
+        raise ValueError(f"--method-options {options} is not valid: {wanted}")
+    refuse_unknown(list(changes), known, f"option of {name}")
     return dataclasses.replace(method, **changes)
 
 
@@ -561,16 +551,12 @@ def _train_heads(args: argparse.Namespace) -> int:
         **_given(args, names),
     )
     if trained.skipped:
-        _note(
-            f"[{len(trained.skipped)} texts are shorter than a sequence, such as "
-            f"{trained.skipped[0]}]"
-        )
+        count, first = len(trained.skipped), trained.skipped[0]
+        _note(f"[{count} texts are shorter than a sequence, such as {first}]")
     for record in trained.evaluation:
         who = f"head {record['head']}" if record["head"] else "model "
-        _note(
-            f"[{who}: {100 * record['top1']:.1f}% right, {100 * record['skip_bigram'][0]:.1f}% by "
-            f"the best guess from counts; loss {record['loss']:.3f}]"
-        )
+        guess = f"{record['skip_bigram'][0]:.1%} by the best guess from counts"
+        _note(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
     last = trained.history[-1] if trained.history else {}
     document = {
         "save_to": args.save_to,

@@ -100,10 +100,10 @@ def generate(
     )
     check_int(save_every, "save_every", 1)
     if save_to is not None and request.decode.prefill is not None:
-        raise ValueError(
-            f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: what a run saw of "
-            "its prompt is not saved, so it could not be resumed with the same tokens"
+        why = (
+            "what a run saw of its prompt is not saved, so it could not go on with the same tokens"
         )
+        raise ValueError(f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: {why}")
     _check_streamer(streamer, request)
     interrupt, saving = Interrupt(), Saving(model, request, save_to, save_every)
     news = None
@@ -191,9 +191,8 @@ def forward(model: Model, tokens: Any) -> jax.Array:
     """
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"tokens of shape {tokens.shape} and type {tokens.dtype} is not valid: [B, T] integers"
-        )
+        given = f"tokens of shape {tokens.shape} and type {tokens.dtype}"
+        raise ValueError(f"{given} is not valid: [B, T] integers")
     if any(isinstance(array, Tracer) for array in (tokens, *jax.tree.leaves(model.params))):
         return logits(model.params, tokens, cfg=model.cfg)
     check_row(np.asarray(tokens).ravel(), "tokens", model)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from tsjax.config import check
@@ -90,17 +89,13 @@ class Interrupt:
         """
         if self._number is None or on_interrupt == "return":
             return
-        if _is_users(self._earlier):
+        if callable(self._earlier) and self._earlier is not signal.default_int_handler:
             self._earlier(self._number, None)
         if self._number == signal.SIGTERM:
             raise _Exit(result, 128 + self._number)
         if hasattr(sys, "ps1"):
             raise _CtrlC(result)
         raise _CtrlCExit(result, 128 + self._number)
-
-
-def _is_users(handler: Callable | int) -> bool:
-    return callable(handler) and handler is not signal.default_int_handler
 
 
 def check_on_interrupt(value: Any) -> None:

@@ -109,10 +109,8 @@ def make_request(
     lazy = _resolve_prefill(prefill)
     check_int(prefill_width, "prefill_width", 1)
     if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(
-            f"config={config!r:.80} is not valid: a tsjax.GenerationConfig; for a HuggingFace one "
-            "use tsjax.GenerationConfig.from_hf"
-        )
+        wanted = "a tsjax.GenerationConfig; for a HuggingFace one use GenerationConfig.from_hf"
+        raise TypeError(f"config={config!r:.80} is not valid: {wanted}")
     if resume_from is None:
         if prompt is None:
             raise ValueError("prompt=None is not valid: text or token ids (or resume_from=FILE)")
@@ -170,13 +168,9 @@ def make_request(
 
 def _refuse_tracing(model: Model, prompt: Any) -> None:
     """Inside jit even a constant is traced, and the host could not read a single token."""
-    traced = {
-        "model": jax.tree.leaves(model.params),
-        "prompt": jax.tree.leaves(prompt),
-        "call": [jax.device_put(0)],
-    }
-    for name, arrays in traced.items():
-        if any(isinstance(array, Tracer) for array in arrays):
+    given = {"model": model.params, "prompt": prompt, "call": jax.device_put(0)}
+    for name, arrays in given.items():
+        if any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
             raise TypeError(
                 f"a traced {name} is not valid: generate and stream are loops on the host; inside "
                 "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
@@ -221,10 +215,8 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
         )
     rank = _rank(prompt)
     if rank not in (1, 2):
-        raise ValueError(
-            f"prompt={prompt!r:.80} is not valid: a string, a list of strings, a row of token ids "
-            "or a list of rows"
-        )
+        wanted = "a string, a list of strings, a row of token ids or a list of rows"
+        raise ValueError(f"prompt={prompt!r:.80} is not valid: {wanted}")
     if rank == 1:
         return [check_row(prompt, "prompt", model)], True
     rows = list(prompt if isinstance(prompt, list | tuple) else np.asarray(prompt))
@@ -294,10 +286,8 @@ def check_row(row: Any, name: str, model: Model) -> np.ndarray:
         raise ValueError(f"{name}={row!r} is not valid: at least one token (a BOS token, say)")
     row = np.asarray(row)
     if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-        raise ValueError(
-            f"{name} of shape {row.shape} and type {row.dtype} is not valid: a row of integer "
-            "token ids"
-        )
+        given = f"{name} of shape {row.shape} and type {row.dtype}"
+        raise ValueError(f"{given} is not valid: a row of integer token ids")
     vocab = model.cfg.vocab_size
     outside = row[(row < 0) | (row >= vocab)]
     if outside.size:
@@ -352,13 +342,11 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     wanted = f"at least the {longest} tokens that {name} holds"
     check(most >= longest, "max_new_tokens", most, wanted)
     # A row that had reached the length goes on where more tokens are asked for now.
-    reasons = [
-        ("length" if len(row) == most else None) if reason in (None, "length") else reason
-        for reason, row in zip(run.finish_reason, made, strict=True)
-    ]
-    return dataclasses.replace(
-        run, prompts=prompts, tokens=made, config=config, finish_reason=reasons
-    )
+    reasons: list[str | None] = ["length" if len(row) == most else None for row in made]
+    for row, reason in enumerate(run.finish_reason):
+        reasons[row] = reasons[row] if reason in (None, "length") else reason
+    rows = {"prompts": prompts, "tokens": made, "finish_reason": reasons}
+    return dataclasses.replace(run, config=config, **rows)
 
 
 def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int) -> None:
@@ -368,10 +356,8 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
         warnings.warn(f"{name} {trouble}", stacklevel=stacklevel)
         same = run.fingerprint == fingerprint_of_norms(model)
     elif run.dtype != model.cfg.dtype:
-        raise ValueError(
-            f"{name} was saved with dtype={run.dtype!r}, the model has {model.cfg.dtype!r}: load "
-            f"it with dtype={run.dtype!r}"
-        )
+        then, now = f"dtype={run.dtype!r}", repr(model.cfg.dtype)
+        raise ValueError(f"{name} was saved with {then}, the model has {now}: load it with {then}")
     else:
         same = run.fingerprint == model_fingerprint(model)
     if not same:

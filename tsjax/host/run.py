@@ -2,7 +2,7 @@
 """A run: the state is filled, and chunks of steps run until every row has ended.
 
 Knows the device's programs, clocks, and what the host reads after a chunk. Does not know how a step
-works, and decides nothing: methods say how to go on, a row ends by its own rules.
+works, nor when drafts pay: methods say how to go on, a row ends by its own rules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.decoding.method import Autoregressive
+from tsjax.decoding.method import Autoregressive, Method
 from tsjax.decoding.noise import row_keys
 from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.sampling import sampling_values
@@ -24,7 +24,6 @@ from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, Ste
 from tsjax.files.checkpoint import Model
 from tsjax.host.compilation import Stopwatch, keep_programs
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.judge import Judge
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
 from tsjax.model.sharding import mesh_of
@@ -89,6 +88,32 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
             decode = dataclasses.replace(decode, method=method)
             state = with_method(state, decode, mesh_of(model.params))
         state = rows.stop(state)
+
+
+class Judge:
+    """Asks the method how to go on, by what its steps have found."""
+
+    def __init__(self, request: Request, state: DecodeState):
+        self._request = request
+        self._reviving = self._is_reviving(state)
+        self._begin = 0, sum(map(len, request.rows))  # steps and tokens from which on to judge
+
+    def next(self, current: Method, state: DecodeState) -> Method:
+        """The method that drafts the next chunk."""
+        now = int(np.sum(state.stats.steps)), int(np.sum(state.length))
+        self._reviving, was_reviving = self._is_reviving(state), self._reviving
+        if self._reviving or was_reviving:
+            self._begin = now  # steps end early then, whatever their drafts are worth
+        steps, tokens = (b - a for a, b in zip(self._begin, now, strict=True))
+        measured = self._request.measured._replace(current=current, steps=steps, tokens=tokens)
+        chosen = self._request.method.next(measured)
+        if chosen != current:
+            self._begin = 0, now[1]  # another method's counters begin at 0
+        return chosen
+
+    def _is_reviving(self, state: DecodeState) -> bool:
+        lazy, model = self._request.decode.prefill, self._request.decode.model
+        return lazy is not None and lazy.is_reviving(model, state)
 
 
 class Rows:

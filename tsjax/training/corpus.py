@@ -177,11 +177,9 @@ def read_corpus(
         documents.append(ids[: count * sequence_length].reshape(count, sequence_length))
         names.append(name)
     if not documents:
-        raise ValueError(
-            f"{argument} is not valid: the longest of {len(skipped)} documents, {longest[1]!r}, "
-            f"has {longest[0]} tokens and sequence_length={sequence_length}; choose a smaller "
-            "sequence_length or longer texts"
-        )
+        found = f"the longest of {len(skipped)} documents, {longest[1]!r}, has {longest[0]} tokens"
+        remedy = "choose a smaller sequence_length or longer texts"
+        raise ValueError(f"{argument} is not valid: {found} and {sequence_length=}; {remedy}")
     return Corpus(tuple(documents), tuple(names), tuple(skipped))
 
 
@@ -196,13 +194,11 @@ def _files(data: Any, argument: str) -> list[str]:
     for path in (os.fspath(path) for path in paths):
         if os.path.isdir(path):
             inside = list(_files_in(path))
-            has = ", ".join(listed(sorted(os.listdir(path)))) or "nothing"
             if not inside:
-                raise ValueError(
-                    f"{argument}={path!r} is not valid: the folder has no text "
-                    f"({', '.join(TEXT_SUFFIXES)}) and no files of token ids "
-                    f"({', '.join(TOKEN_SUFFIXES)}); it has {has}"
-                )
+                texts, ids = ", ".join(TEXT_SUFFIXES), ", ".join(TOKEN_SUFFIXES)
+                wanted = f"the folder has no text ({texts}) and no files of token ids ({ids})"
+                has = ", ".join(listed(sorted(os.listdir(path)))) or "nothing"
+                raise ValueError(f"{argument}={path!r} is not valid: {wanted}; it has {has}")
         elif os.path.exists(path):
             inside = [path]
         else:
@@ -229,10 +225,9 @@ def _read_text(file: str, argument: str) -> str:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             where = error.start
-    raise ValueError(
-        f"{argument}={file!r} is not valid: not a text in UTF-8 (byte {content[where]:#04x} at "
-        f"{where}); files of token ids end in {' or '.join(TOKEN_SUFFIXES)}"
-    )
+    found = f"not a text in UTF-8 (byte {content[where]:#04x} at {where})"
+    remedy = f"files of token ids end in {' or '.join(TOKEN_SUFFIXES)}"
+    raise ValueError(f"{argument}={file!r} is not valid: {found}; {remedy}")
 
 
 def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
@@ -251,10 +246,9 @@ def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
 def _check_text_ids(file: str, ids: np.ndarray, vocab_size: int, argument: str) -> None:
     highest = int(ids.max(initial=0))
     if highest >= vocab_size:
-        raise ValueError(
-            f"the tokenizer does not fit the model: for {argument}={file!r} it gives the id "
-            f"{highest}, and the model has vocab_size={vocab_size}; use the model's own tokenizer"
-        )
+        found = f"for {argument}={file!r} it gives the id {highest}"
+        remedy = f"the model has vocab_size={vocab_size}; use the model's own tokenizer"
+        raise ValueError(f"the tokenizer does not fit the model: {found}, and {remedy}")
 
 
 def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
@@ -265,10 +259,8 @@ def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
                 raise ValueError("an archive of several arrays; save the array of ids alone")
             return ids
         if data_dtype is None:
-            raise ValueError(
-                "the file does not say of which type its ids are; give data_dtype (--data-dtype), "
-                f"one of {', '.join(TOKEN_DTYPES)}"
-            )
+            remedy = f"give data_dtype (--data-dtype), one of {', '.join(TOKEN_DTYPES)}"
+            raise ValueError(f"the file does not say of which type its ids are; {remedy}")
         size, item = os.path.getsize(file), np.dtype(data_dtype).itemsize
         if size == 0 or size % item:
             raise ValueError(f"{size} bytes are no whole number of {data_dtype} ids")
@@ -286,10 +278,9 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> No
         block = rows[:, start : start + step]
         low, high = int(block.min(initial=0)), int(block.max(initial=0))
         if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"{what}: it has the id {low if low < 0 else high}, and the model has "
-                f"vocab_size={vocab_size}; the ids must come from the model's own tokenizer"
-            )
+            found = f"it has the id {low if low < 0 else high}, and the model has {vocab_size=}"
+            remedy = "the ids must come from the model's own tokenizer"
+            raise ValueError(f"{what}: {found}; {remedy}")
 
 
 # --- predictions that cost nothing -----------------------------------------------------------

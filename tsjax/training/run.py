@@ -124,11 +124,8 @@ def train_heads(
         saved.read_document(checkpoint)
     options: Any = {"whole_books": whole_books, "data_dtype": data_dtype}
     train, held = _read_data(model, data, held_out, settings, **options)
-    identity = {
-        "model": model_fingerprint(model),
-        "data": train.fingerprint,
-        "settings": dataclasses.asdict(settings),
-    }
+    identity = {"model": model_fingerprint(model), "data": train.fingerprint}
+    identity |= {"settings": dataclasses.asdict(settings)}
     interrupt, saving = Interrupt(), saved.Saving(folder, identity)
     with interrupt:
         run = _Run(model, settings, train, micro, cache_hidden)
@@ -376,11 +373,8 @@ def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Re
     """Gives the run the arrays of a checkpoint; returns the history up to there."""
     document = saved.read_document(checkpoint)
     if document["format"] == saved.OLD_FORMAT:
-        warnings.warn(
-            f"{checkpoint!r} is of an older tsjax: the model's norms and some of its rows alone "
-            "were compared",
-            stacklevel=3,
-        )
+        what = "is of an older tsjax: the model's norms and some of its rows alone were compared"
+        warnings.warn(f"{checkpoint!r} {what}", stacklevel=3)
         identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
     with parsing(checkpoint, " is damaged"):
         wrong = _differences(document, identity)

@@ -87,10 +87,8 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
     if resume and newest is None:
         raise FileNotFoundError(f"{wrong} with resume: it has no {CHECKPOINTS}/step-*")
     if not resume and newest is not None:
-        raise FileExistsError(
-            f"{wrong}: it holds a run; pass resume=True (--resume) to go on with it, or choose "
-            "another folder"
-        )
+        remedy = "pass resume=True (--resume) to go on with it, or choose another folder"
+        raise FileExistsError(f"{wrong}: it holds a run; {remedy}")
     found = os.listdir(folder) if os.path.isdir(folder) else []
     others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
     if others:
