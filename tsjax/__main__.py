@@ -215,9 +215,9 @@ def _add_generate(commands: Any) -> None:
     _add_switch(parser, "--progress", "progress bar instead of text")
     _add_switch(parser, "--json", "print one JSON document at the end")
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
-    _add(parser, "--save-to FILE", "keep the run here, to resume it")
+    _add(parser, "--save-to FILE", "save the run here, to resume it")
     _add(parser, "--save-every TOKENS", "tokens between two writes of that file", default=1000)
-    _add(parser, "--resume-from FILE", "go on with a run kept there")
+    _add(parser, "--resume-from FILE", "go on with a run saved there")
     _add_cache(parser)
     _add_settings(parser)
 

@@ -3,7 +3,7 @@
 
 Knows terminals, colours and how to lay out text. Does not know how tokens are made: it advances two
 streams of generation.py and shows what they yield. Layout is done by pure functions from what was
-made so far to lines; `Screen` alone writes escape codes that move the cursor.
+made so far to lines; only `Screen` writes escape codes that move the cursor.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def generate(
                 bar.set_postfix_str(_figures(news), refresh=False)
                 bar.update(sum(map(len, news.tokens)))
                 saving.save(news, last=False)
-        finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is kept
+        finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is saved
             if news is not None:
                 saving.save(news, last=True)
     if streamer is not None:
@@ -146,8 +146,8 @@ def stream(
 
     Arguments are checked at the call, not at the first chunk. Ctrl-C or SIGTERM during a chunk
     makes it the last one, with finish_reason "interrupted"; the following next() raises
-    tsjax.Interrupted, or with on_interrupt="return" ends the stream. Between chunks signals are
-    left alone.
+    tsjax.Interrupted, or with on_interrupt="return" ends the stream. Between chunks signals
+    are not handled.
     """
     check_on_interrupt(on_interrupt)
     request = make_request(
@@ -212,9 +212,10 @@ def _check_streamer(streamer: Any, request: Request) -> None:
 def _bar(request: Request, wanted: bool) -> Any:
     """Over the tokens of all rows."""
     total = len(request.rows) * request.config.max_new_tokens
+    made = sum(map(len, request.rows)) - sum(request.prompt_length)  # by a run that is resumed
     # tqdm's own rate would count the seconds of compiling.
     parts = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-    return progress_bar(wanted, total, "tok", initial=sum(request.num_made), bar_format=parts)
+    return progress_bar(wanted, total, "tok", initial=made, bar_format=parts)
 
 
 def _figures(news: News) -> str:

@@ -89,8 +89,8 @@ def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -
     """Whether the tokens of a saved run are those that plain decoding chooses, and by what margin.
 
     In float32 and float64 they are, whatever the method. In bfloat16 and float16 a pass over
-    several rows rounds otherwise than a pass over one, so at a near-tie a draft may be kept that
-    plain decoding would not have chosen.
+    several rows rounds otherwise than a pass over one, so at a near-tie a draft may be accepted
+    that plain decoding would not have chosen.
 
     Args:
       model: the run's, from `tsjax.load` with the run's dtype.

@@ -74,11 +74,6 @@ class Request:
         return [row[:n] for row, n in zip(self.rows, self.prompt_length, strict=True)]
 
     @property
-    def num_made(self) -> list[int]:
-        """New tokens that a resumed run brought along."""
-        return [len(row) - n for row, n in zip(self.rows, self.prompt_length, strict=True)]
-
-    @property
     def max_length(self) -> list[int]:
         return [length + self.config.max_new_tokens for length in self.prompt_length]
 
@@ -352,7 +347,7 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
 def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int) -> None:
     """Other weights would go on with other tokens, without a word."""
     if run.is_old:
-        trouble = "is of an older tsjax: of the model its settings and norms alone were compared"
+        trouble = "is of an older tsjax: of the model only settings and norms were compared"
         warnings.warn(f"{name} {trouble}", stacklevel=stacklevel)
         same = run.fingerprint == fingerprint_of_norms(model)
     elif run.dtype != model.cfg.dtype:
@@ -369,7 +364,7 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
 def repeat_numbers(request: Request) -> list[int]:
     """How many earlier rows have the same prompt and seed.
 
-    Makes repeated prompts differ, and a row alone equal to the same row in any batch.
+    Makes repeated prompts differ. A row by itself gets the tokens that it gets in any batch.
     """
     rows = [(p.tobytes(), seed) for p, seed in zip(request.prompts, request.seeds, strict=True)]
     return [rows[:index].count(row) for index, row in enumerate(rows)]

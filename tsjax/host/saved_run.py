@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run kept in a file, so that it can go on after a kill.
+"""A run saved in a file, so that it can go on after a kill.
 
 Knows the file's format. The file holds tokens and settings, not the cache: noise is keyed by
 position, so prefilling prompt and output again continues with the same tokens.
@@ -23,7 +23,7 @@ from tsjax.methods import METHODS, Auto
 from tsjax.methods.ngram import as_tuples
 
 FORMAT = 2
-OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of the norms alone
+OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of only the norms
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training sequences from text files, folders of them, or files of token ids.
 
-Knows files and tokenizers, in which order sequences are taken, and what can be predicted from
-counts alone. Does not know models. Everything is read and checked before the first step.
+Knows files and tokenizers, the order in which sequences are taken, and what counts of tokens
+predict. Does not know models. Everything is read and checked before the first step.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
         if file.endswith(".npy"):
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
             if not isinstance(ids, np.ndarray):
-                raise ValueError("an archive of several arrays; save the array of ids alone")
+                raise ValueError("an archive of several arrays; save only the array of ids")
             return ids
         if data_dtype is None:
             remedy = f"give data_dtype (--data-dtype), one of {', '.join(TOKEN_DTYPES)}"
@@ -289,7 +289,7 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> No
 def predictions_from_counts(
     train: Corpus, held_out: Corpus, *, distance: int, vocab_size: int, top: int
 ) -> dict[str, np.ndarray]:
-    """How often the token `distance` further is among the best 1 .. `top` guesses from counts.
+    """How often the token `distance` places further is among the first 1 .. `top` guesses.
 
     "unigram" guesses the most frequent tokens of `train`. "skip_bigram" guesses those that come
     most frequently `distance` after the last token, then the former. Ties go to the lower id.

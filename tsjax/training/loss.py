@@ -28,14 +28,14 @@ from tsjax.model.layers import linear
 from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed
 from tsjax.typing import accumulation_dtype
 
-TOP = 3  # accuracies are counted among the best 1, 2 ... TOP tokens
+TOP = 3  # accuracies are counted for the 1, 2 ... TOP most probable tokens
 
 
 class HeadMetrics(flax.struct.PyTreeNode):
     """Sums over positions; [n] is one entry per head, and absent for a single one."""
 
     loss: jax.Array  # [n], cross-entropy in nats
-    hits: jax.Array  # [n, TOP] int32, labels among the best 1, 2 ... TOP tokens
+    hits: jax.Array  # [n, TOP] int32, labels among the 1, 2 ... TOP most probable
 
 
 class GradientSum(flax.struct.PyTreeNode):

@@ -46,7 +46,7 @@ class TrainedHeads:
     Attributes:
       model: the model with its new heads, in the model's type.
       history: one record per step: step (from 1), learning_rate, loss (the sum of head_losses),
-        head_losses, top1, top2, top3 (shares of labels among the best tokens, one per head),
+        head_losses, top1, top2, top3 (share of labels among the 1, 2, 3 most probable tokens),
         gradient_norm, seconds.
       evaluation: one record per head on the held-out sequences; the first, head 0, is the model
         itself and its next token. Empty without held-out data.
@@ -122,8 +122,19 @@ def train_heads(
     checkpoint = saved.latest(folder) if folder is not None and resume else None
     if checkpoint is not None:  # before the data is read, which may take long
         saved.read_document(checkpoint)
-    options: Any = {"whole_books": whole_books, "data_dtype": data_dtype}
-    train, held = _read_data(model, data, held_out, settings, **options)
+    read = functools.partial(
+        read_corpus,
+        sequence_length=settings.sequence_length,
+        vocab_size=model.cfg.vocab_size,
+        tokenizer=lambda: model.tokenizer,
+        whole_books=whole_books,
+        data_dtype=data_dtype,
+    )
+    train, held = read(data), None
+    if isinstance(held_out, float | int):
+        train, held = train.split(held_out, settings.seed)
+    elif held_out is not None:
+        held = read(held_out, argument="held_out")
     identity = {"model": model_fingerprint(model), "data": train.fingerprint}
     identity |= {"settings": dataclasses.asdict(settings)}
     interrupt, saving = Interrupt(), saved.Saving(folder, identity)
@@ -145,7 +156,7 @@ def train_heads(
                         on_step(record)
                     if len(history) % save_every == 0 and len(history) < settings.steps:
                         saving.save(run.arrays(), run.trained_model(), history)
-        finally:  # also when on_step fails or a second Ctrl-C comes: what was made is kept
+        finally:  # also when on_step fails or a second Ctrl-C comes: what was made is saved
             if run.is_whole and run.state.steps == len(history) > 0:
                 saving.save(run.arrays(), run.trained_model(), history)
         finished = len(history) == settings.steps
@@ -179,24 +190,6 @@ def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
     wanted = f"at most the {limit} positions that the model was made for"
     check(length <= limit, "sequence_length", length, wanted)
     return micro
-
-
-def _read_data(
-    model: Model, data: Any, held_out: Any, settings: HeadTraining, **options: Any
-) -> tuple[Corpus, Corpus | None]:
-    read = functools.partial(
-        read_corpus,
-        sequence_length=settings.sequence_length,
-        vocab_size=model.cfg.vocab_size,
-        tokenizer=lambda: model.tokenizer,
-        **options,
-    )
-    train = read(data)
-    if held_out is None:
-        return train, None
-    if isinstance(held_out, float | int):
-        return train.split(held_out, settings.seed)
-    return train, read(held_out, argument="held_out")
 
 
 # --- the run ---------------------------------------------------------------------------------
@@ -366,14 +359,14 @@ def _figures(record: Record) -> str:
     return f"loss {record['loss']:.3f}, top-1/2/3 % {tops}"
 
 
-# --- what is kept ----------------------------------------------------------------------------
+# --- what is saved ---------------------------------------------------------------------------
 
 
 def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
     """Gives the run the arrays of a checkpoint; returns the history up to there."""
     document = saved.read_document(checkpoint)
     if document["format"] == saved.OLD_FORMAT:
-        what = "is of an older tsjax: the model's norms and some of its rows alone were compared"
+        what = "is of an older tsjax: only the model's norms and some of its rows were compared"
         warnings.warn(f"{checkpoint!r} {what}", stacklevel=3)
         identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
     with parsing(checkpoint, " is damaged"):

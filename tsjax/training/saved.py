@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run kept in a folder, so that it can go on after a kill.
+"""A training run saved in a folder, so that it can go on after a kill.
 
     checkpoint/step-00000050/   the newest complete one: arrays (orbax) and run.json
     heads.safetensors           the heads, as an adapter
