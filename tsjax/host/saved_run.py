@@ -105,15 +105,15 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
 
 def _check_types(run: SavedRun) -> None:
     text = str | None if run.is_old else str
-    for name, kind, wanted in (
-        ("fingerprint", str, "a string"),
-        ("model_path", str | None, "a string or null"),
-        ("dtype", text, "a string"),
-        ("version", text, "a string"),
-        ("exceed_max_positions", bool, "true or false"),
-        ("single", bool, "true or false"),
+    for name, value, kind, wanted in (
+        ("fingerprint", run.fingerprint, str, "a string"),
+        ("path", run.model_path, str | None, "a string or null"),
+        ("dtype", run.dtype, text, "a string"),
+        ("version", run.version, text, "a string"),
+        ("exceed_max_positions", run.exceed_max_positions, bool, "true or false"),
+        ("single", run.single, bool, "true or false"),
     ):
-        check(isinstance(getattr(run, name), kind), name, getattr(run, name), wanted)
+        check(isinstance(value, kind), name, value, wanted)
     for value in run.finish_reason:
         check(isinstance(value, str | None), "finish_reason", value, "strings and nulls")
 

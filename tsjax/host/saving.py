@@ -28,7 +28,8 @@ class Writing:
       unsaved: whether the last tokens or steps of the run are in no file.
     """
 
-    def __init__(self):
+    def __init__(self, stacklevel: int):
+        self._stacklevel = stacklevel  # of the user's call, as seen from `attempt`
         self.problems: list[str] = []
         self.unsaved = False
 
@@ -40,7 +41,7 @@ class Writing:
             problem = f"{what} was not written: {error}"
             if problem not in self.problems:
                 self.problems.append(problem)
-                warnings.warn(problem, stacklevel=4)
+                warnings.warn(problem, stacklevel=self._stacklevel)
             return False
         return True
 
@@ -49,7 +50,7 @@ class Saving(Writing):
     """Writes the file of `generate(save_to=...)`."""
 
     def __init__(self, model: Model, request: Request, path: Any, every: int):
-        super().__init__()
+        super().__init__(stacklevel=4)
         self._model, self._request, self._path, self._every = model, request, path, every
         self._written = 0
         if path is not None:
@@ -85,10 +86,11 @@ def path_of(save_to: Any, what: str) -> str:
     return os.fspath(save_to)
 
 
-def check_writable(folder: str, save_to: str, wanted: str) -> None:
-    """Makes the folder if there is none; refuses it if no file can be written in it."""
+def check_writable(folder: str, save_to: str, wanted: str, *, make: bool = False) -> None:
+    """Refuses a folder in which no file can be written; makes it first where that is asked."""
     try:
-        os.makedirs(folder, exist_ok=True)
+        if make:
+            os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
             pass
     except OSError as error:

@@ -155,10 +155,10 @@ def train_heads(
                     if on_step is not None:
                         on_step(record)
                     if len(history) % save_every == 0 and len(history) < settings.steps:
-                        saving.save(run.arrays(), run.trained_model(), history)
+                        saving.save(run, history)
         finally:  # also when on_step fails or a second Ctrl-C comes: what was made is saved
             if run.is_whole and run.state.steps == len(history) > 0:
-                saving.save(run.arrays(), run.trained_model(), history)
+                saving.save(run, history)
         finished = len(history) == settings.steps
         evaluation = run.evaluate(held) if held is not None and finished else []
     saving.finish(history, evaluation)

@@ -42,7 +42,7 @@ class Saving(Writing):
     """Writes a run's folder, if it has one."""
 
     def __init__(self, folder: str | None, identity: Mapping[str, Any]):
-        super().__init__()
+        super().__init__(stacklevel=5)
         self._folder, self._identity = folder, identity
 
     def _write(self, what: str, write: Callable[..., object], *args: Any) -> bool:
@@ -56,7 +56,10 @@ class Saving(Writing):
     def note(self, record: Record) -> None:
         self._write("metrics", append_metrics, record)
 
-    def save(self, arrays: Mapping[str, jax.Array], trained: Model, history: list[Record]) -> None:
+    def save(self, run: Any, history: list[Record]) -> None:
+        if self._folder is None:
+            return
+        arrays, trained = run.arrays(), run.trained_model()
         document = {**self._identity, "history": history}
         written = self._write("checkpoint", write_checkpoint, len(history), arrays, document)
         written &= self._write("heads", _write_heads, trained)
@@ -93,7 +96,7 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
     others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
     if others:
         raise FileExistsError(f"{wrong}: it has {min(others)!r}; choose a folder of its own")
-    check_writable(folder, folder, "a folder that can be written")
+    check_writable(folder, folder, "a folder that can be written", make=True)
     return folder
 
 
