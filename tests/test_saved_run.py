@@ -115,7 +115,7 @@ OLD_FILE = {
     "tokens": [[]],
     "finish_reason": [None],
 }
-OF_AN_OLDER = "is of an older tsjax: of the model its settings and norms alone were compared"
+OF_AN_OLDER = "is of an older tsjax: of the model only settings and norms were compared"
 
 
 def test_an_older_file_is_resumed_with_a_warning(model, tmp_path):

@@ -389,7 +389,7 @@ def test_an_older_run_is_compared_by_its_own_rule(model, whole, tmp_path):
     (file,) = tmp_path.rglob("run.json")
     document = json.loads(file.read_text())
     file.write_text(json.dumps(document | {"format": 1, "model": "c40436f888f9755a"}))
-    message = "older tsjax: the model's norms and some of its rows alone were compared"
+    message = "older tsjax: only the model's norms and some of its rows were compared"
     with pytest.warns(UserWarning, match=message), pytest.raises(ValueError, match="another model"):
         train(helpers.tiny_model(seed=1), save_to=tmp_path, resume=True)
     with pytest.warns(UserWarning, match=message):

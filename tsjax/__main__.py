@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import json
 import math
@@ -21,24 +22,19 @@ from typing import Any
 
 import jax
 
-from tsjax.config import (
-    DTYPES,
-    GENERATION_NAMES,
-    HABITS,
-    GenerationConfig,
-    HeadTraining,
-    check,
-    refuse_unknown,
-)
+import tsjax
+from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, check, refuse_unknown
 from tsjax.demo import PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
 from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
-from tsjax.files.weight_files import EMBEDDED
+from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.compilation import default_folder, enable_compilation_cache, keep_programs
+from tsjax.host.request import tokenizer_of
+from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
-from tsjax.lazy.prefill import LazyPrefill
 from tsjax.methods import METHODS, resolve_method
 from tsjax.training.corpus import TOKEN_DTYPES
+from tsjax.training.run import SETTING_NAMES as TRAINING_NAMES
 
 SETTING_HELP = {
     "max_new_tokens": "tokens to generate",
@@ -65,7 +61,7 @@ TRAINING_HELP = {
     "steps": "steps of the optimiser",
     "batch_size": "sequences per step",
     "micro_batch": "sequences per pass, on each part of the mesh's data axis",
-    "learning_rate": "the highest, behind the warm-up",
+    "learning_rate": "the highest, after the warm-up",
     "warmup_steps": "steps until it is reached",
     "weight_decay": "AdamW's, for the heads' matrices",
     "beta1": "AdamW's",
@@ -79,15 +75,8 @@ LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check
 MOST_SHOWN = 5
 
 # What a wrong argument, a damaged file, a missing package or too little memory raise.
-EXPECTED_ERRORS = (
-    ValueError,
-    TypeError,
-    OSError,
-    ImportError,
-    NotImplementedError,
-    MemoryError,
-    jax.errors.JaxRuntimeError,
-)
+EXPECTED_ERRORS = ValueError, TypeError, OSError, ImportError, MemoryError, NotImplementedError
+EXPECTED_ERRORS += (jax.errors.JaxRuntimeError,)
 EXAMPLES = """examples:
   tsjax generate ./llama-3.1-8b "Once upon a time" --dtype bfloat16 --max-new-tokens 1000
   tsjax generate ./story-model --prompt-file start.txt --do-sample --min-p 0.1 \\
@@ -119,10 +108,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except EXPECTED_ERRORS as error:
-        print(f"tsjax: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _note(f"tsjax: error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
@@ -130,13 +123,14 @@ def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     for word in unknown if args.run is _generate else ():
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("-") and name in HABITS:
-            hint = re.sub(r"\w+", lambda found: _flag_of(found.group()), HABITS[name])
+            names = rf"\b({'|'.join(GENERATION_NAMES)})\b"
+            hint = re.sub(names, lambda found: _flag_of(found.group()), HABITS[name])
             return f"unknown argument {word.partition('=')[0]}: {hint}"
     return f"unrecognized arguments: {' '.join(unknown)}"
 
 
-def _flag_of(word: str) -> str:
-    return "--" + word.replace("_", "-") if word in GENERATION_NAMES else word
+def _flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,140 +147,126 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tsjax", description="Long text generation in JAX. tsjax COMMAND --help tells more."
     )
-    parser.add_argument("--version", action="version", version=f"tsjax {_version()}")
+    parser.add_argument("--version", action="version", version=f"tsjax {tsjax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    generate = commands.add_parser(
-        "generate",
-        help="continue a text with a HuggingFace or tsjax checkpoint",
-        description="Continues a text and prints it as it comes. Figures go to stderr.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    generate.add_argument("model", help="checkpoint folder, or organisation/name on the hub")
-    generate.add_argument("prompt", nargs="?", help="the text to continue; - reads stdin")
-    generate.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a file")
-    generate.add_argument("--ids", metavar="ID,ID,...", help="the prompt as token ids")
-    generate.add_argument("--dtype", choices=DTYPES, help="the checkpoint's own by default")
-    generate.add_argument(
-        "--method",
-        choices=sorted(METHODS),
-        help="how to decode; every method returns the same tokens in float32 and float64, in "
-        "bfloat16 and float16 drafts may part from plain decoding at a near-tie, see tsjax check "
-        "(default: autoregressive, or that of the run which is resumed)",
-    )
-    generate.add_argument(
-        "--method-options",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="fields of the method, such as tree=(1,3,3) draft_from=verified_state; "
-        + "; ".join(
-            f"{name}: {', '.join(_fields(METHODS[name]))}"
-            for name in METHODS
-            if _fields(METHODS[name])
-        ),
-    )
-    generate.add_argument(
-        "--prefill",
-        choices=("full", "lazy"),
-        default="full",
-        help="lazy: compute a part of the prompt only, for the first token to come sooner; this "
-        "changes the text (default: full)",
-    )
-    generate.add_argument(
-        "--prefill-options",
-        nargs="+",
-        default=[],
-        metavar="NAME=VALUE",
-        help="fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2.3, say: "
-        + ", ".join(_fields(LazyPrefill)),
-    )
-    generate.add_argument(
-        "--preset",
-        choices=preset_names(),
-        metavar="NAME",
-        help="sampling and TokenSwift settings of the paper for a model, which other flags "
-        f"override: {', '.join(preset_names())}",
-    )
-    generate.add_argument("--progress", action="store_true", help="progress bar instead of text")
-    generate.add_argument("--json", action="store_true", help="print one JSON document at the end")
-    generate.add_argument("--exceed-max-positions", action="store_true",
-                          help="allow more tokens than the model was made for")  # fmt: skip
-    generate.add_argument("--save-to", metavar="FILE", help="keep the run here, to resume it")
-    generate.add_argument(
-        "--save-every",
-        type=int,
-        default=1000,
-        metavar="TOKENS",
-        help="tokens between two writes of that file (default: %(default)s)",
-    )
-    generate.add_argument("--resume-from", metavar="FILE", help="go on with a run kept there")
-    _add_cache(generate)
-    _add_settings(generate)
-    generate.set_defaults(run=_generate, parser=generate)
-
+    _add_generate(commands)
     _add_check(commands)
     _add_train_heads(commands)
-
-    demo = commands.add_parser(
-        "demo",
-        help="a first look, with nothing downloaded",
-        description="Decodes a text with plain decoding and with TokenSwift side by side, by the "
-        "small model that comes with tsjax, first greedily and then with sampling, and compares "
-        "tokens and times. Exit code 1 if the tokens differ.",
-    )
-    demo.add_argument("--tokens", type=int, default=400, metavar="N",
-                      help="tokens to generate (default: %(default)s)")  # fmt: skip
-    demo.add_argument("--seed", type=int, default=0, metavar="N", help=SETTING_HELP["seed"])
-    demo.add_argument("--prompt", default=PROMPT, help="default: %(default)s")
-    demo.add_argument("--model", default=EMBEDDED, metavar="PATH", help="another checkpoint")
-    which = demo.add_mutually_exclusive_group()
-    for name in SETTINGS:
-        which.add_argument(f"--{name}", dest="settings", action="store_const", const=(name,),
-                           default=tuple(SETTINGS), help=f"only the {name} text")  # fmt: skip
-    demo.add_argument("--plain", action="store_true",
-                      help="no colours and no redrawing, as without a terminal")  # fmt: skip
-    demo.add_argument("--method-options", nargs="+", default=[], metavar="NAME=VALUE",
-                      help="fields of TokenSwift, as in tsjax generate")  # fmt: skip
-    _add_cache(demo)
-    demo.set_defaults(run=_demo, parser=demo)
+    _add_demo(commands)
     return parser
 
 
-def _add_check(commands: Any) -> None:
+def _add(parser: Any, flag: str, text: str, **options: Any) -> None:
+    """Adds "--name" or "--name METAVAR". A default is shown and says of which type a value is."""
+    name, _, metavar = flag.partition(" ")
+    default = options.get("default")
+    if metavar:
+        options["metavar"] = metavar
+    if isinstance(default, int | float):
+        options["type"] = type(default)
+    if isinstance(default, int | float | str):
+        text += f" (default: {default})"
+    parser.add_argument(name, help=text, **options)
+
+
+def _add_switch(parser: Any, flag: str, text: str) -> None:
+    parser.add_argument(flag, action="store_true", help=text)
+
+
+def _command(commands: Any, name: str, run: Any, text: str, about: str, examples: str = "") -> Any:
+    raw = argparse.RawDescriptionHelpFormatter if examples else argparse.HelpFormatter
     parser = commands.add_parser(
-        "check",
-        help="compare a saved run's tokens with plain decoding",
-        description="Judges each new token of a run behind the run's own text, by plain decoding's "
-        "passes of one row: which tokens plain decoding would not have chosen, and how near a tie "
-        "the others were. In float32 and float64 there are none, whatever the method; in bfloat16 "
-        "and float16 drafts may part from plain decoding at a near-tie. Exit code 1 if there are "
-        "any.",
+        name, help=text, description=about, epilog=examples, formatter_class=raw
     )
-    parser.add_argument("saved", metavar="RUN", help="a file that --save-to wrote")
-    parser.add_argument("--model", metavar="PATH", help="the model, if it is not where it was")
-    parser.add_argument("--dtype", choices=DTYPES, help="the run's, which is the default")
-    parser.add_argument("--progress", action="store_true", help="progress bar on stderr")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    text = "continue a text with a HuggingFace or tsjax checkpoint"
+    about = "Continues a text and prints it as it comes. Figures go to stderr."
+    parser = _command(commands, "generate", _generate, text, about, EXAMPLES)
+    _add(parser, "model", "checkpoint folder, or organisation/name on the hub")
+    _add(parser, "prompt", "the text to continue; - reads stdin", nargs="?")
+    _add(parser, "--prompt-file FILE", "read the prompt from a file")
+    _add(parser, "--ids ID,ID,...", "the prompt as token ids")
+    _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    text = (
+        "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
+        "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
+        "autoregressive, or that of the run which is resumed)"
+    )
+    _add(parser, "--method", text, choices=sorted(METHODS))
+    text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"
+    for name, method in METHODS.items():
+        text += f"; {name}: {', '.join(_fields(method))}" if _fields(method) else ""
+    _add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+    text = (
+        "lazy: compute a part of the prompt only, for the first token to come sooner; this changes "
+        "the text"
+    )
+    _add(parser, "--prefill", text, choices=("full", "lazy"), default="full")
+    text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2.3, say: "
+    text += ", ".join(_fields(tsjax.LazyPrefill))
+    _add(parser, "--prefill-options NAME=VALUE", text, nargs="+", default=[])
+    text = "sampling and TokenSwift settings of the paper for a model, which other flags override: "
+    text += ", ".join(preset_names())
+    _add(parser, "--preset NAME", text, choices=preset_names())
+    _add_switch(parser, "--progress", "progress bar instead of text")
+    _add_switch(parser, "--json", "print one JSON document at the end")
+    _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
+    _add(parser, "--save-to FILE", "save the run here, to resume it")
+    _add(parser, "--save-every TOKENS", "tokens between two writes of that file", default=1000)
+    _add(parser, "--resume-from FILE", "go on with a run saved there")
     _add_cache(parser)
-    parser.set_defaults(run=_check, parser=parser)
+    _add_settings(parser)
+
+
+def _add_check(commands: Any) -> None:
+    text = "compare a saved run's tokens with plain decoding"
+    about = (
+        "Judges each new token of a run after the run's own text, by plain decoding's passes of "
+        "one row: which tokens plain decoding would not have chosen, and how near a tie the others "
+        "were. In float32 and float64 there are none, whatever the method; in bfloat16 and float16 "
+        "drafts may part from plain decoding at a near-tie. Exit code 1 if there are any."
+    )
+    parser = _command(commands, "check", _check, text, about)
+    _add(parser, "saved", "a file that --save-to wrote", metavar="RUN")
+    _add(parser, "--model PATH", "the model, if it is not where it was")
+    _add(parser, "--dtype", "the run's, which is the default", choices=DTYPES)
+    _add_switch(parser, "--progress", "progress bar on stderr")
+    _add_switch(parser, "--json", "print one JSON document")
+    _add_cache(parser)
+
+
+def _add_demo(commands: Any) -> None:
+    text = "a first look, with nothing downloaded"
+    about = (
+        "Decodes a text with plain decoding and with TokenSwift side by side, by the small model "
+        "that comes with tsjax, first greedily and then with sampling, and compares tokens and "
+        "times. Exit code 1 if the tokens differ."
+    )
+    parser = _command(commands, "demo", _demo, text, about)
+    _add(parser, "--tokens N", "tokens to generate", default=400)
+    _add(parser, "--seed N", SETTING_HELP["seed"], default=0)
+    _add(parser, "--prompt", "the text to continue", default=PROMPT)
+    _add(parser, "--model PATH", "another checkpoint", default=tsjax.EMBEDDED)
+    which = parser.add_mutually_exclusive_group()
+    for name in SETTINGS:
+        only = dict(dest="settings", action="store_const", const=(name,), default=tuple(SETTINGS))
+        _add(which, f"--{name}", f"only the {name} text", **only)
+    _add_switch(parser, "--plain", "no colours and no redrawing, as without a terminal")
+    text = "fields of TokenSwift, as in tsjax generate"
+    _add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+    _add_cache(parser)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--compilation-cache",
-        metavar="DIR",
-        help=f"keep compiled programs here (default: {default_folder()})",
-    )
-    where.add_argument(
-        "--no-compilation-cache",
-        dest="compilation_cache",
-        action="store_const",
-        const=False,
-        help="keep no compiled programs and read none",
-    )
+    where, name = parser.add_mutually_exclusive_group(), "compilation_cache"
+    text = f"keep compiled programs here (default: {default_folder()})"
+    _add(where, "--compilation-cache DIR", text)
+    text = "keep no compiled programs and read none"
+    _add(where, "--no-compilation-cache", text, dest=name, action="store_const", const=False)
 
 
 def _keep_programs(args: argparse.Namespace) -> None:
@@ -299,103 +279,68 @@ def _keep_programs(args: argparse.Namespace) -> None:
 
 
 def _add_train_heads(commands: Any) -> None:
-    train = commands.add_parser(
-        "train-heads",
-        help="train draft heads for a checkpoint",
-        description="Trains TokenSwift draft heads on texts; the model stays as it is. The "
-        "defaults are the paper's recipe. Figures go to stderr, the last line is JSON.",
-        epilog=TRAINING_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    text = "train draft heads for a checkpoint"
+    about = (
+        "Trains TokenSwift draft heads on texts; the model stays as it is. The defaults are the "
+        "paper's recipe. Figures go to stderr, the last line is JSON."
     )
-    train.add_argument("model", help="checkpoint folder, or organisation/name on the hub")
-    train.add_argument(
-        "--data",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="text files, folders of them, .npy or .bin files of token ids",
-    )
-    train.add_argument(
-        "--save-to",
-        required=True,
-        metavar="DIR",
-        help="receives checkpoints, metrics and the heads; tsjax.load(model, heads=DIR) takes it",
-    )
-    train.add_argument("--resume", action="store_true", help="go on with the run in that folder")
-    train.add_argument("--save-every", type=int, default=50, metavar="STEPS",
-                       help="steps between checkpoints (default: %(default)s)")  # fmt: skip
-    train.add_argument(
-        "--held-out",
-        nargs="+",
-        metavar="FRACTION|PATH",
-        help="evaluate at the end on this share of the texts, or on these files",
-    )
-    train.add_argument("--whole-books", action="store_true",
-                       help="use all sequences of a text, not the first one")  # fmt: skip
-    train.add_argument("--data-dtype", choices=TOKEN_DTYPES, help="type of the ids in .bin files")
-    train.add_argument("--cache-hidden", action="store_true",
-                       help="keep the model's hidden states in host memory")  # fmt: skip
-    train.add_argument("--dtype", choices=DTYPES, help="the checkpoint's own by default")
-    train.add_argument("--mesh", metavar="DATA,MODEL",
-                       help="devices: parts of a batch, parts of the model")  # fmt: skip
-    train.add_argument(
-        "--preset",
-        choices=training_preset_names(),
-        metavar="NAME",
-        help="the paper's settings for a model, which other flags override: "
-        + ", ".join(training_preset_names()),
-    )
-    _add_cache(train)
-    group = train.add_argument_group("how to train")
-    for field in dataclasses.fields(HeadTraining):
-        group.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=type(field.default),
-            metavar="N",
-            help=f"{TRAINING_HELP[field.name]} (default: {field.default})",
-        )
-    train.set_defaults(run=_train_heads, parser=train)
-
-
-def _version() -> str:
-    import tsjax
-
-    return tsjax.__version__
+    parser = _command(commands, "train-heads", _train_heads, text, about, TRAINING_EXAMPLES)
+    _add(parser, "model", "checkpoint folder, or organisation/name on the hub")
+    text = "text files, folders of them, .npy or .bin files of token ids"
+    _add(parser, "--data PATH", text, nargs="+", required=True)
+    text = "receives checkpoints, metrics and the heads; tsjax.load(model, heads=DIR) takes it"
+    _add(parser, "--save-to DIR", text, required=True)
+    _add_switch(parser, "--resume", "go on with the run in that folder")
+    _add(parser, "--save-every STEPS", "steps between checkpoints", default=50)
+    text = "evaluate at the end on this share of the texts, or on these files"
+    _add(parser, "--held-out FRACTION|PATH", text, nargs="+")
+    _add_switch(parser, "--whole-books", "use all sequences of a text, not the first one")
+    _add(parser, "--data-dtype", "type of the ids in .bin files", choices=TOKEN_DTYPES)
+    _add_switch(parser, "--cache-hidden", "keep the model's hidden states in host memory")
+    _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    _add(parser, "--mesh DATA,MODEL", "devices: parts of a batch, parts of the model")
+    text = "the paper's settings for a model, which other flags override: "
+    text += ", ".join(training_preset_names())
+    _add(parser, "--preset NAME", text, choices=training_preset_names())
+    _add_cache(parser)
+    group = parser.add_argument_group("how to train")
+    for field in dataclasses.fields(tsjax.HeadTraining):
+        flag, text = _flag_of(field.name), f"{TRAINING_HELP[field.name]} (default: {field.default})"
+        group.add_argument(flag, type=type(field.default), metavar="N", help=text)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     """One flag for each field of GenerationConfig."""
     group = parser.add_argument_group("what to generate")
-    for field in dataclasses.fields(GenerationConfig):
-        flag, text = "--" + field.name.replace("_", "-"), SETTING_HELP[field.name]
+    for field in dataclasses.fields(tsjax.GenerationConfig):
+        flag, text = _flag_of(field.name), SETTING_HELP[field.name]
         if field.name == "do_sample":
             group.add_argument(flag, action="store_true", default=None, help=text)
         elif field.name in ("suppress_tokens", "eos_token_id"):
-            group.add_argument(flag, type=int, nargs="+", metavar="ID", help=text)
+            _add(group, f"{flag} ID", text, type=int, nargs="+")
         elif field.name == "stop_strings":
-            group.add_argument(flag, nargs="+", metavar="TEXT", help=text)
+            _add(group, f"{flag} TEXT", text, nargs="+")
         else:
             kind = float if isinstance(field.default, float) else int
             default = "" if field.default is None else f" (default: {field.default})"
-            group.add_argument(flag, type=kind, metavar="N", help=text + default)
+            _add(group, f"{flag} N", text + default, type=kind)
+
+
+def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    names = [field.name for field in dataclasses.fields(GenerationConfig)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    given = _given(args, GENERATION_NAMES)
     if given.get("eos_token_id") == [-1]:
         given["eos_token_id"] = ()
     return given
 
 
 def _prompt(args: argparse.Namespace) -> Any:
-    sources = ("prompt", "prompt_file", "ids", "resume_from")
-    given = [name for name in sources if getattr(args, name) is not None]
-    if len(given) != 1:
-        raise ValueError(
-            "give the prompt once: as an argument (- reads stdin), with --prompt-file, --ids or "
-            "--resume-from"
-        )
+    if len(_given(args, ("prompt", "prompt_file", "ids", "resume_from"))) != 1:
+        ways = "as an argument (- reads stdin), with --prompt-file, --ids or --resume-from"
+        raise ValueError(f"give the prompt once: {ways}")
     if args.ids is not None:
         try:
             return [int(part) for part in args.ids.split(",")]
@@ -427,7 +372,7 @@ def named_method(name: str, options: Sequence[str]) -> Any:
 
 def _prefill(args: argparse.Namespace) -> Any:
     if args.prefill == "lazy":
-        return _with_options(LazyPrefill(), args.prefill_options, "--prefill-options")
+        return _with_options(tsjax.LazyPrefill(), args.prefill_options, "--prefill-options")
     if args.prefill_options:
         options = " ".join(args.prefill_options)
         raise ValueError(f"--prefill-options {options} is not valid without --prefill lazy")
@@ -445,12 +390,11 @@ def _with_options(method: Any, options: Sequence[str], flag: str = "--method-opt
             changes[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
             changes[name] = value  # a plain word
-    if changes and not _fields(type(method)):
-        raise ValueError(
-            f"--method-options {options} is not valid: {type(method).__name__} has none; choose "
-            "another --method"
-        )
-    refuse_unknown(list(changes), _fields(type(method)), f"option of {type(method).__name__}")
+    name, known = type(method).__name__, _fields(type(method))
+    if changes and not known:
+        wanted = f"{name} has none; choose another --method"
+        raise ValueError(f"--method-options {options} is not valid: {wanted}")
+    refuse_unknown(list(changes), known, f"option of {name}")
     return dataclasses.replace(method, **changes)
 
 
@@ -461,8 +405,6 @@ class _Printer:
         self.tokenizer, self.writer, self.prompt_seen = tokenizer, None, False
 
     def put(self, ids: Any) -> None:
-        from tsjax.files.tokenizer import Detokenizer
-
         if not self.prompt_seen:
             self.prompt_seen = True
             if self.tokenizer is not None:
@@ -477,32 +419,24 @@ class _Printer:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    import tsjax
-    from tsjax.host.request import tokenizer_of
-
     prompt, settings = _prompt(args), _settings(args)
     method, prefill = _method(args), _prefill(args)
-    config = preset(args.preset).config if args.preset is not None else None
-    (config or GenerationConfig()).replace(
-        **settings
-    )  # refuses a wrong value before the model is read
+    config = None if args.preset is None else preset(args.preset).config
+    # Refuses a wrong value before the model is read.
+    (config or tsjax.GenerationConfig()).replace(**settings)
     model = tsjax.load(args.model, dtype=args.dtype)
     # A text needs it; ids are printed as they are without one.
     tokenizer = model.tokenizer if isinstance(prompt, str) else tokenizer_of(model)
-    quiet = args.json or args.progress
+    names = ("progress", "exceed_max_positions", "save_to", "save_every", "resume_from")
     result = tsjax.generate(
         model,
         prompt,
         config=config,
         method=method,
         prefill=prefill,
-        streamer=None if quiet else _Printer(tokenizer),
-        progress=args.progress,
-        exceed_max_positions=args.exceed_max_positions,
-        save_to=args.save_to,
-        save_every=args.save_every,
-        resume_from=args.resume_from,
+        streamer=None if args.json or args.progress else _Printer(tokenizer),
         on_interrupt="return",
+        **_given(args, names),
         **settings,
     )
     stats = result.stats
@@ -522,30 +456,28 @@ def _generate(args: argparse.Namespace) -> int:
         print(json.dumps(document))
     elif args.progress:
         print(result.text if tokenizer is not None else result.tokens)
-    print(
+    _note(
         f"[{sum(stats.new_tokens)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_step:.2f} tokens/step, prefill {stats.prefill_seconds:.2f} s, "
-        f"compiling {stats.compile_seconds:.1f} s, "
-        f"{', '.join(result.finish_reason)}]",
-        file=sys.stderr,
+        f"compiling {stats.compile_seconds:.1f} s, {', '.join(result.finish_reason)}]"
     )
-    for problem in result.problems:
-        print(f"tsjax: {problem}", file=sys.stderr)
-    if result.unsaved:
-        print(f"tsjax: error: {args.save_to!r} lacks the end of this run", file=sys.stderr)
+    go_on = f"[go on with --resume-from {args.save_to}]" if args.save_to is not None else ""
+    return _exit_code(args, result, "interrupted" in result.finish_reason, go_on)
+
+
+def _exit_code(args: argparse.Namespace, made: Any, interrupted: bool, go_on: str) -> int:
+    """Says what could not be written, and how to go on with an interrupted run."""
+    for problem in made.problems:
+        _note(f"tsjax: {problem}")
+    if made.unsaved:
+        _note(f"tsjax: error: {args.save_to!r} lacks the end of this run")
         return 2
-    if "interrupted" not in result.finish_reason:
-        return 0
-    if args.save_to is not None:
-        print(f"[go on with --resume-from {args.save_to}]", file=sys.stderr)
-    return 130
+    if interrupted and go_on:
+        _note(go_on)
+    return 130 if interrupted else 0
 
 
 def _check(args: argparse.Namespace) -> int:
-    import tsjax
-    from tsjax.host.request import tokenizer_of
-    from tsjax.host.saved_run import read_run
-
     saved = read_run(args.saved, "run")
     path, dtype = args.model or saved.model_path, saved.dtype or args.dtype
     if path is None:
@@ -554,11 +486,8 @@ def _check(args: argparse.Namespace) -> int:
     model = tsjax.load(path, dtype=dtype)
     found = tsjax.check_run(model, args.saved, progress=args.progress)
     below = {f"{lead:g}": found.num_below(lead) for lead in LEADS}
+    nearest, names = found.nearest(MOST_SHOWN), ("row", "index", "lead")
     if args.json:
-        nearest = [
-            {"row": row, "index": index, "lead": lead}
-            for row, index, lead in found.nearest(MOST_SHOWN)
-        ]
         document = {
             "run": args.saved,
             "model": path,
@@ -568,7 +497,7 @@ def _check(args: argparse.Namespace) -> int:
             "departures": [dataclasses.asdict(d) for d in found.departures],
             "departures_per_1000": found.departures_per_1000,
             "leads_below": below,
-            "nearest": nearest,
+            "nearest": [dict(zip(names, entry, strict=True)) for entry in nearest],
         }
         print(json.dumps(_finite(document)))
         return 1 if found.departures else 0
@@ -579,17 +508,17 @@ def _check(args: argparse.Namespace) -> int:
         return f"{token} {tokenizer.decode([token])!r}" if tokenizer is not None else str(token)
 
     print(f"{found.num_tokens} tokens in {len(found.leads)} rows, {found.dtype}")
-    print(f"not plain decoding's choice: {len(found.departures)} "
-          f"({found.departures_per_1000:.2f} per 1,000)")  # fmt: skip
+    per_1000 = f"{found.departures_per_1000:.2f} per 1,000"
+    print(f"not plain decoding's choice: {len(found.departures)} ({per_1000})")
     for d in found.departures[:MOST_SHOWN]:
-        print(f"  row {d.row}, token {d.index}: {shown(d.token)}, not {shown(d.choice)}, "
-              f"which leads it by {d.behind:.3g}")  # fmt: skip
+        choice = f"{shown(d.choice)}, which leads it by {d.behind:.3g}"
+        print(f"  row {d.row}, token {d.index}: {shown(d.token)}, not {choice}")
     if len(found.departures) > MOST_SHOWN:
         print(f"  and {len(found.departures) - MOST_SHOWN} more")
     print("plain decoding's choice leads the next best by less than")
     print("  " + ", ".join(f"{lead}: {count} tokens" for lead, count in below.items()))
     print("the nearest")
-    for row, index, lead in found.nearest(MOST_SHOWN):
+    for row, index, lead in nearest:
         print(f"  row {row}, token {index}: by {lead:.3g}")
     return 1 if found.departures else 0
 
@@ -604,45 +533,30 @@ def _finite(value: Any) -> Any:
 
 
 def _train_heads(args: argparse.Namespace) -> int:
-    import tsjax
-
-    settings = training_preset(args.preset) if args.preset is not None else HeadTraining()
-    names = [field.name for field in dataclasses.fields(HeadTraining)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    settings = dataclasses.replace(settings, **given)  # before the model is read
+    settings = tsjax.HeadTraining() if args.preset is None else training_preset(args.preset)
+    # Refuses a wrong value before the model is read.
+    settings = dataclasses.replace(settings, **_given(args, TRAINING_NAMES))
     held_out: Any = args.held_out
     if held_out is not None and len(held_out) == 1 and not os.path.exists(held_out[0]):
-        try:
+        with contextlib.suppress(ValueError):  # the library says that there is no such file
             held_out = float(held_out[0])
-        except ValueError:
-            pass  # the library says that there is no such file
     model = tsjax.load(args.model, dtype=args.dtype, mesh=_mesh(args.mesh))
+    names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
     trained = tsjax.train_heads(
         model,
-        args.data,
         settings=settings,
         held_out=held_out,
-        whole_books=args.whole_books,
-        data_dtype=args.data_dtype,
-        cache_hidden=args.cache_hidden,
-        save_to=args.save_to,
-        save_every=args.save_every,
-        resume=args.resume,
         progress=True,
         on_interrupt="return",
+        **_given(args, names),
     )
     if trained.skipped:
-        print(f"[{len(trained.skipped)} texts are shorter than a sequence, such as "
-              f"{trained.skipped[0]}]", file=sys.stderr)  # fmt: skip
+        count, first = len(trained.skipped), trained.skipped[0]
+        _note(f"[{count} texts are shorter than a sequence, such as {first}]")
     for record in trained.evaluation:
         who = f"head {record['head']}" if record["head"] else "model "
-        print(
-            f"[{who}: {100 * record['top1']:.1f}% right, {100 * record['skip_bigram'][0]:.1f}% by "
-            f"the best guess from counts; loss {record['loss']:.3f}]",
-            file=sys.stderr,
-        )
-    for problem in trained.problems:
-        print(f"tsjax: {problem}", file=sys.stderr)
+        guess = f"{record['skip_bigram'][0]:.1%} by the best guess from counts"
+        _note(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
     last = trained.history[-1] if trained.history else {}
     document = {
         "save_to": args.save_to,
@@ -652,14 +566,9 @@ def _train_heads(args: argparse.Namespace) -> int:
         "top1": last.get("top1"),
     }
     print(json.dumps(document))
-    if trained.unsaved:
-        print(f"tsjax: error: {args.save_to!r} lacks the end of this run", file=sys.stderr)
-        return 2
-    if trained.finish_reason != "interrupted":
-        return 0
-    if trained.history:  # before the first step there is nothing to go on with
-        print("[go on with the same command and --resume]", file=sys.stderr)
-    return 130
+    # Before the first step there is nothing to go on with.
+    go_on = "[go on with the same command and --resume]" if trained.history else ""
+    return _exit_code(args, trained, trained.finish_reason == "interrupted", go_on)
 
 
 def _mesh(sizes: str | None) -> jax.sharding.Mesh | None:
@@ -674,16 +583,9 @@ def _mesh(sizes: str | None) -> jax.sharding.Mesh | None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    return run_demo(
-        args.model,
-        prompt=args.prompt,
-        tokens=args.tokens,
-        seed=args.seed,
-        settings=args.settings,
-        method=_with_options(named_method("tokenswift", args.method_options), args.method_options),
-        plain=args.plain,
-        out=sys.stdout,
-    )
+    method = _with_options(named_method("tokenswift", args.method_options), args.method_options)
+    given = _given(args, ("prompt", "tokens", "seed", "settings", "plain"))
+    return run_demo(args.model, method=method, out=sys.stdout, **given)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 
 Knows terminals, colours and how to lay out text. Does not know how tokens are made: it advances two
 streams of generation.py and shows what they yield. Layout is done by pure functions from what was
-made so far to lines; `Screen` alone writes escape codes that move the cursor.
+made so far to lines; only `Screen` writes escape codes that move the cursor.
 """
 
 from __future__ import annotations
@@ -104,9 +104,7 @@ def source_of(mask: int) -> str:
     return next((source for bit, source in enumerate(SOURCES) if mask >> bit & 1), OWN)
 
 
-# ---------------------------------------------------------------------------------------------
-# The run
-# ---------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------
 
 
 def run(
@@ -143,7 +141,7 @@ def run(
         print(f"\n{describe(name)}\n", file=out, flush=True)
         columns = start(model, prompt, config, method)
         with Screen(out) if live else contextlib.nullcontext() as screen:
-            interrupted = race(columns, screen.draw if screen else no_drawing)
+            interrupted = race(columns, screen.draw if screen else lambda columns: None)
         if not live:
             print(clean("".join(text for text, _ in columns[-1].pieces), out), "\n", file=out)
         print("\n".join(table(columns)), file=out, flush=True)
@@ -197,9 +195,7 @@ def same_tokens(columns: Sequence[Column]) -> bool:
     return left == right
 
 
-# ---------------------------------------------------------------------------------------------
-# Layout: from what was made so far to lines
-# ---------------------------------------------------------------------------------------------
+# --- layout: from what was made so far to lines -------------------------------------------------
 
 
 def printable(text: str) -> str:
@@ -274,8 +270,8 @@ def frame(columns: Sequence[Column], width: int, height: int, colour: bool = Tru
     figures = [first_line(running_figures(column), half) for column in columns]
     key = [paint(line, colour) for line in wrap(legend(), width)]
     texts = [wrap(column.pieces, half) for column in columns]
-    room = max(1, height - 4 - len(key))  # titles, two rules, figures
-    count = min(room, max(map(len, texts)))
+    free = max(1, height - 4 - len(key))  # titles, two rules, figures
+    count = min(free, max(map(len, texts)))
     texts = [lines[-count:] + [[]] * (count - len(lines)) for lines in texts]
     rule = "-" * (2 * half + len(BETWEEN))
     return [
@@ -303,13 +299,11 @@ def legend() -> list[Piece]:
 
 def table(columns: Sequence[Column]) -> list[str]:
     """The comparison, one line for each figure; at most 60 places wide."""
-    plain = columns[0]
     common = min(len(column.tokens) for column in columns)
-    whole = all(len(column.tokens) == common for column in columns)
     verdict = "yes" if same_tokens(columns) else "NO"
     if not common:
         verdict = "-"
-    elif not whole and verdict == "yes":
+    elif verdict == "yes" and any(len(column.tokens) > common for column in columns):
         verdict = f"yes, the first {common}"
     rows = [
         ("", [column.name for column in columns]),
@@ -317,12 +311,13 @@ def table(columns: Sequence[Column]) -> list[str]:
         ("tokens", [f"{len(column.tokens):,}" for column in columns]),
         ("time", [f"{column.seconds:.2f} s" for column in columns]),
         ("tokens/s", [f"{column.tokens_per_second:.1f}" for column in columns]),
-        ("speed-up", [ratio(column, plain) for column in columns]),
+        ("speed-up", [ratio(column, columns[0]) for column in columns]),
         ("tokens per step", [f"{column.tokens_per_step:.2f}" for column in columns]),
-        ("accepted drafts", [acceptance(column) for column in columns]),
+        ("accepted drafts", [acceptance(column.stats) for column in columns]),
     ]
     for source in SOURCES:
-        rows.append((f"  from {NAMES[source]}", [share(column, source) for column in columns]))
+        name = f"  from {NAMES[source]}"
+        rows.append((name, [share(column.stats, source) for column in columns]))
     return [f"{label:18}{cells[0]:>16}{cells[1]:>26}".rstrip() for label, cells in rows]
 
 
@@ -331,25 +326,21 @@ def ratio(column: Column, plain: Column) -> str:
     return f"{column.tokens_per_second / plain.tokens_per_second:.2f}x" if known else "-"
 
 
-def acceptance(column: Column) -> str:
-    stats = column.stats
+def acceptance(stats: RunStats | None) -> str:
     if stats is None or not stats.drafted:
         return "-"
     rate = stats.accepted / stats.drafted
     return f"{stats.accepted:,} of {stats.drafted:,} ({rate:.0%})"
 
 
-def share(column: Column, source: str) -> str:
+def share(stats: RunStats | None, source: str) -> str:
     """Of the accepted drafts; one that several sources had counts for each."""
-    stats = column.stats
     if stats is None or not stats.accepted:
         return "-"
     return f"{stats.accepted_by_source[source] / stats.accepted:.0%}"
 
 
-# ---------------------------------------------------------------------------------------------
-# The terminal
-# ---------------------------------------------------------------------------------------------
+# --- the terminal -------------------------------------------------------------------------------
 
 
 def can_redraw(plain: bool, terminal: bool, environ: Mapping[str, str]) -> bool:
@@ -362,10 +353,6 @@ def clean(text: str, out: TextIO) -> str:
     """`text` with ? for what the output's encoding does not have."""
     encoding = out.encoding or "utf-8"
     return text.encode(encoding, "replace").decode(encoding)
-
-
-def no_drawing(columns: Sequence[Column]) -> None:
-    pass
 
 
 class Screen:

@@ -22,7 +22,7 @@ import jax.monitoring
 import pallas_kernels
 
 COMPILING = "/jax/core/compile/"  # how the events of tracing, lowering and compiling begin
-MOST_BYTES = 4 * 2**30  # of the default folder; what was not used for longest goes first
+MOST_BYTES = 4 * 2**30  # of the default folder; the least recently used go first
 
 
 # --- seconds ---------------------------------------------------------------------------------
@@ -106,19 +106,17 @@ def keep_programs() -> str | None:
     Returns the folder; None where jax has a folder of its own or is to keep none, and where the
     folder cannot be made.
     """
-    if _setting("jax_compilation_cache_dir") or not _setting("jax_enable_compilation_cache"):
+    config: Any = jax.config
+    if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return None
     folder = default_folder()
-    with contextlib.suppress(OSError):  # a home that cannot be written: programs are made anew
+    try:
         enable_compilation_cache(folder)
-        if _setting("jax_compilation_cache_max_size") == -1:  # jax's default: no limit
-            jax.config.update("jax_compilation_cache_max_size", MOST_BYTES)
-        return folder
-    return None
-
-
-def _setting(name: str) -> Any:
-    return getattr(jax.config, name)
+    except OSError:  # a home that cannot be written: programs are made anew
+        return None
+    if config.jax_compilation_cache_max_size == -1:  # jax's default: no limit
+        config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    return folder
 
 
 def default_folder() -> str:
@@ -130,9 +128,9 @@ def default_folder() -> str:
 def _kind() -> str:
     """Names what programs depend on beside jax's own key: the CPU's instructions, our kernels."""
     digest = hashlib.sha256()
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", "rb") as file:
         digest.update(
-            next((line for line in file if line.startswith(("flags", "Features"))), "").encode()
+            next((line for line in file if line.startswith((b"flags", b"Features"))), b"")
         )
     root = Path(pallas_kernels.__file__).parent
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.json")]):

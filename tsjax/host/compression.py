@@ -43,7 +43,7 @@ def compress_prompt(
       model: chooses the tokens; another one may read them.
       prompt: text or a row of token ids.
       by: "attention" as GemFilter (arXiv 2409.17422): those that the last token attends to most
-        behind `layer` layers, by default 40% of them, with scores pooled over `pool` tokens, by
+        after `layer` layers, by default 40% of them, with scores pooled over `pool` tokens, by
         default 5. "self_information" as Selective Context: those that the model finds least
         likely, each after what comes before it, and the first. The last one stays in any case.
     """
@@ -54,8 +54,8 @@ def compress_prompt(
     longest = min(model.cfg.max_positions, LONGEST_PROMPT)
     check(len(row) <= longest, "prompt", f"{len(row)} tokens", f"at most {longest} tokens")
     if by == "self_information":
-        check(layer is None, "layer", layer, "left out beside by='self_information'")
-        check(pool is None, "pool", pool, "left out beside by='self_information'")
+        for name, value in (("layer", layer), ("pool", pool)):
+            check(value is None, name, value, "left out beside by='self_information'")
         return row[_least_likely(model, row, kept(share, len(row)))]
     check(model.cfg.num_layers > 1, "by", by, "'self_information' for a model of one layer")
     if layer is None:
@@ -84,7 +84,7 @@ def _most_attended(model: Model, row: np.ndarray, cfg: DecodeConfig) -> np.ndarr
 
 
 def _least_likely(model: Model, row: np.ndarray, count: int) -> np.ndarray:
-    """Which tokens [n] the model didn't expect, the first and the last one among them."""
+    """Which tokens [n] the model did not expect, the first and the last one among them."""
     information = np.asarray(_information(model.params, _padded(row)[0], cfg=model.cfg))
     information = np.pad(information[0, : len(row) - 1], (1, 0))
     always = np.isin(np.arange(len(row)), (0, len(row) - 1))

@@ -7,9 +7,8 @@ checked everything a user passed, and `run` yields what is new after each chunk 
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from tsjax.config import GenerationConfig, check_int
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
+from tsjax.host.progress import progress_bar
 from tsjax.host.request import Request, check_row, make_request, tokenizer_of
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, programs_of, run
@@ -73,7 +73,6 @@ def generate(
         interrupted and at the end. A write that fails is a warning, and the result says so.
       resume_from: such a file; prompt, settings and method come from it, and the run goes on as if
         it had never stopped. Only `max_new_tokens` and `method` may be given anew.
-
       on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run early and it is saved:
         "raise" raises tsjax.Interrupted, whose `result` is the GenerationResult, so that a loop
         over prompts ends, too; "return" returns it. Its finish_reason is "interrupted" where a
@@ -101,15 +100,14 @@ def generate(
     )
     check_int(save_every, "save_every", 1)
     if save_to is not None and request.decode.prefill is not None:
-        raise ValueError(
-            f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: what a run saw of "
-            "its prompt is not saved, so it could not be resumed with the same tokens"
+        why = (
+            "what a run saw of its prompt is not saved, so it could not go on with the same tokens"
         )
+        raise ValueError(f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: {why}")
     _check_streamer(streamer, request)
-    interrupt = Interrupt()
-    saving = Saving(model, request, save_to, save_every)
+    interrupt, saving = Interrupt(), Saving(model, request, save_to, save_every)
     news = None
-    with interrupt, _progress_bar(request, progress) as show:
+    with interrupt, _bar(request, progress) as bar:
         try:
             if streamer is not None:
                 streamer.put(request.prompts[0])
@@ -117,14 +115,15 @@ def generate(
                 if streamer is not None:
                     for token in news.tokens[0]:
                         streamer.put(np.asarray([token]))
-                show(news)
+                bar.set_postfix_str(_figures(news), refresh=False)
+                bar.update(sum(map(len, news.tokens)))
                 saving.save(news, last=False)
-        finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is kept
+        finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is saved
             if news is not None:
                 saving.save(news, last=True)
     if streamer is not None:
         streamer.end()
-    assert news is not None  # _run yields at least once
+    assert news is not None  # `run` yields at least once
     result = result_of(model, request, news, saving)
     interrupt.finish(result, on_interrupt)
     return result
@@ -147,8 +146,8 @@ def stream(
 
     Arguments are checked at the call, not at the first chunk. Ctrl-C or SIGTERM during a chunk
     makes it the last one, with finish_reason "interrupted"; the following next() raises
-    tsjax.Interrupted, or with on_interrupt="return" ends the stream. Between chunks signals are
-    left alone.
+    tsjax.Interrupted, or with on_interrupt="return" ends the stream. Between chunks signals
+    are not handled.
     """
     check_on_interrupt(on_interrupt)
     request = make_request(
@@ -166,26 +165,22 @@ def stream(
 
 
 def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[StreamChunk]:
-    interrupt, news = Interrupt(), None
-    tokenizer = tokenizer_of(model)
+    interrupt, news, tokenizer = Interrupt(), None, tokenizer_of(model)
     writers = [Detokenizer(tokenizer, context=row) for row in request.rows if tokenizer]
     for news in run(model, request, interrupt):
-        text = None
-        if tokenizer:
-            text = [
-                writer.push(new) + (writer.flush() if ended else "")
-                for writer, new, ended in zip(writers, news.tokens, news.newly_ended, strict=True)
-            ]
-        pairs = zip(news.reasons, news.newly_ended, strict=True)
-        reasons = [reason if ended else None for reason, ended in pairs]
+        rows = list(zip(news.tokens, news.reasons, news.newly_ended, strict=True))
+        text = [
+            writer.push(new) + (writer.flush() if ended else "")
+            for writer, (new, _, ended) in zip(writers, rows, strict=False)  # none without text
+        ]
         yield StreamChunk(
             tokens=news.tokens,
-            text=text,
-            finish_reason=reasons,
+            text=text if tokenizer else None,
+            finish_reason=[reason if ended else None for _, reason, ended in rows],
             sources=news.sources,
             stats=run_stats(request, news),
         )
-    assert news is not None  # _run yields at least once
+    assert news is not None  # `run` yields at least once
     interrupt.finish(result_of(model, request, news), on_interrupt)
 
 
@@ -196,9 +191,8 @@ def forward(model: Model, tokens: Any) -> jax.Array:
     """
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
-            f"tokens of shape {tokens.shape} and type {tokens.dtype} is not valid: [B, T] integers"
-        )
+        given = f"tokens of shape {tokens.shape} and type {tokens.dtype}"
+        raise ValueError(f"{given} is not valid: [B, T] integers")
     if any(isinstance(array, Tracer) for array in (tokens, *jax.tree.leaves(model.params))):
         return logits(model.params, tokens, cfg=model.cfg)
     check_row(np.asarray(tokens).ravel(), "tokens", model)
@@ -210,33 +204,25 @@ def _check_streamer(streamer: Any, request: Request) -> None:
         return
     if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise TypeError(f"streamer={streamer!r:.80} is not valid: an object with put() and end()")
-    if len(request.rows) > 1:
-        raise ValueError(
-            f"streamer takes one row, the prompt has {len(request.rows)}: use tsjax.stream"
-        )
+    rows = len(request.rows)
+    if rows > 1:
+        raise ValueError(f"streamer takes one row, the prompt has {rows}: use tsjax.stream")
 
 
-@contextlib.contextmanager
-def _progress_bar(request: Request, wanted: bool) -> Iterator[Callable[[News], None]]:
-    """Yields a function that takes each News; a tqdm bar over the tokens of all rows if wanted."""
-    if not wanted:
-        yield lambda news: None
-        return
-    from tqdm import tqdm
-
+def _bar(request: Request, wanted: bool) -> Any:
+    """Over the tokens of all rows."""
     total = len(request.rows) * request.config.max_new_tokens
-    made = sum(request.num_made)
+    made = sum(map(len, request.rows)) - sum(request.prompt_length)  # by a run that is resumed
     # tqdm's own rate would count the seconds of compiling.
     parts = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-    with tqdm(total=total, initial=made, bar_format=parts, dynamic_ncols=True) as bar:
+    return progress_bar(wanted, total, "tok", initial=made, bar_format=parts)
 
-        def show(news: News) -> None:
-            per_second = news.computed / max(news.decode_seconds, 1e-9)
-            per_step = news.computed / max(int(news.steps.steps.sum()), 1)
-            bar.set_postfix_str(f"{per_second:.1f} tok/s, {per_step:.2f} tok/step", False)
-            bar.update(sum(map(len, news.tokens)))
 
-        yield show
+def _figures(news: News) -> str:
+    """What the progress bar says."""
+    per_second = news.computed / max(news.decode_seconds, 1e-9)
+    per_step = news.computed / max(int(news.steps.steps.sum()), 1)
+    return f"{per_second:.1f} tok/s, {per_step:.2f} tok/step"
 
 
 def run_stats(request: Request, news: News) -> RunStats:
@@ -267,8 +253,8 @@ def result_of(
         tokens=news.all_tokens,
         finish_reason=[str(reason) for reason in news.reasons],
         stats=run_stats(request, news),
-        problems=tuple(saving.problems) if saving else (),
-        unsaved=saving.unsaved if saving else False,
+        problems=tuple(saving.problems if saving else ()),
+        unsaved=saving is not None and saving.unsaved,
         _prompts=request.prompts,
         _single=request.single,
         _tokenizer=lambda: model.tokenizer,

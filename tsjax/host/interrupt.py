@@ -10,12 +10,9 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from tsjax.config import check
-
-ON_INTERRUPT = ("raise", "return")
 
 
 class Interrupted(BaseException):
@@ -41,14 +38,14 @@ class _Exit(Interrupted, SystemExit):
 
 
 class _CtrlCExit(_Exit, _CtrlC):
-    """In a script: Python has 130 for KeyboardInterrupt itself, but not for what is derived."""
+    """In a script: Python exits with 130 for KeyboardInterrupt, but not for subclasses of it."""
 
 
 class Interrupt:
     """Turns SIGINT and SIGTERM into a flag while entered; re-entrant; only the main thread can.
 
-    A second SIGINT raises KeyboardInterrupt. A signal that is ignored stays ignored, and one that
-    is handled outside Python stays so, as Python could not give it back.
+    A second SIGINT raises KeyboardInterrupt. A signal that is ignored, or handled outside Python,
+    stays so: Python could not give the latter back.
     """
 
     def __init__(self):
@@ -85,14 +82,14 @@ class Interrupt:
             self._number, self._earlier = number, self._previous[number]
 
     def finish(self, result: Any, on_interrupt: str) -> None:
-        """Where a signal came: hands it to the handler before this one, then raises Interrupted.
+        """After a signal: calls the handler that was there before, then raises Interrupted.
 
-        Called when everything is in its place, and not entered. Nothing, where the caller wants
-        the result returned.
+        To be called when all is saved and the Interrupt is left. With on_interrupt="return", and
+        where no signal came, it does nothing.
         """
         if self._number is None or on_interrupt == "return":
             return
-        if _is_users(self._earlier):
+        if callable(self._earlier) and self._earlier is not signal.default_int_handler:
             self._earlier(self._number, None)
         if self._number == signal.SIGTERM:
             raise _Exit(result, 128 + self._number)
@@ -101,9 +98,5 @@ class Interrupt:
         raise _CtrlCExit(result, 128 + self._number)
 
 
-def _is_users(handler: Callable | int) -> bool:
-    return callable(handler) and handler is not signal.default_int_handler
-
-
 def check_on_interrupt(value: Any) -> None:
-    check(value in ON_INTERRUPT, "on_interrupt", value, "'raise' or 'return'")
+    check(value in ("raise", "return"), "on_interrupt", value, "'raise' or 'return'")

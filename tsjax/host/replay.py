@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from tsjax.config import check
 from tsjax.decoding.replaying import init_replay
 from tsjax.files.checkpoint import Model
 from tsjax.host.interrupt import Interrupt
+from tsjax.host.progress import progress_bar
 from tsjax.host.request import check_row, check_same_model, make_request
 from tsjax.host.run import programs_of, start_run
 from tsjax.host.saved_run import read_run
@@ -89,8 +89,8 @@ def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -
     """Whether the tokens of a saved run are those that plain decoding chooses, and by what margin.
 
     In float32 and float64 they are, whatever the method. In bfloat16 and float16 a pass over
-    several rows rounds otherwise than a pass over one, so at a near-tie a draft may be kept that
-    plain decoding would not have chosen.
+    several rows rounds otherwise than a pass over one, so at a near-tie a draft may be accepted
+    that plain decoding would not have chosen.
 
     Args:
       model: the run's, from `tsjax.load` with the run's dtype.
@@ -104,17 +104,8 @@ def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in saved.tokens]
     longest, most = max(map(len, made)), saved.config.max_new_tokens
     check(longest <= most, "run", os.fspath(run), f"at most max_new_tokens={most} tokens in a row")
-    request = make_request(
-        model,
-        saved.prompts,
-        saved.config,
-        {},
-        method="autoregressive",
-        prefill="full",
-        capacity=None,
-        prefill_width=512,
-        exceed_max_positions=saved.exceed_max_positions,
-    )
+    wide = saved.exceed_max_positions
+    request = make_request(model, saved.prompts, saved.config, {}, exceed_max_positions=wide)
     begin = request.prompt_length
     end = [first + len(row) for first, row in zip(begin, made, strict=True)]
     state = start_run(model, request, Interrupt())
@@ -124,7 +115,7 @@ def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -
         row[first : first + len(tokens)] = tokens
     found, given = init_replay(state), jnp.asarray(given)
     step = programs_of(model).replay
-    with _bar(longest, progress) as bar:
+    with progress_bar(progress, longest, "tok") as bar:
         for done in range(0, longest, STEPS_PER_CALL):
             steps = min(STEPS_PER_CALL, longest - done)
             state, found = step(model.params, state, given, found, steps, cfg=request.decode)
@@ -142,9 +133,3 @@ def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -
         for index in np.flatnonzero(tokens != choice)
     ]
     return RunCheck(departures, new(found.lead), model.cfg.dtype)
-
-
-def _bar(steps: int, wanted: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=steps, unit="tok", dynamic_ncols=True, disable=not wanted)

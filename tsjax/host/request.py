@@ -52,7 +52,7 @@ class Request:
       stop_ids: the resolved end tokens.
       capacity: cache slots per row.
       prefill_widths: tokens of each pass of the prefill, for each of its parts.
-      prompt_capacity: tokens of a prompt that a lazy prefill has room for.
+      prompt_capacity: the most tokens of a prompt that a lazy prefill can take.
     """
 
     rows: list[np.ndarray]
@@ -74,11 +74,6 @@ class Request:
         return [row[:n] for row, n in zip(self.rows, self.prompt_length, strict=True)]
 
     @property
-    def num_made(self) -> list[int]:
-        """New tokens that a resumed run brought along."""
-        return [len(row) - n for row, n in zip(self.rows, self.prompt_length, strict=True)]
-
-    @property
     def max_length(self) -> list[int]:
         return [length + self.config.max_new_tokens for length in self.prompt_length]
 
@@ -94,11 +89,11 @@ def make_request(
     config: GenerationConfig | None,
     settings: Mapping[str, Any],
     *,
-    method: Any,
-    prefill: Any,
-    capacity: int | None,
-    prefill_width: int,
-    exceed_max_positions: bool,
+    method: Any = None,
+    prefill: Any = "full",
+    capacity: int | None = None,
+    prefill_width: int = 512,
+    exceed_max_positions: bool = False,
     resume_from: str | os.PathLike | None = None,
 ) -> Request:
     """The arguments of `generate`, see there."""
@@ -109,37 +104,31 @@ def make_request(
     lazy = _resolve_prefill(prefill)
     check_int(prefill_width, "prefill_width", 1)
     if config is not None and not isinstance(config, GenerationConfig):
-        raise TypeError(
-            f"config={config!r:.80} is not valid: a tsjax.GenerationConfig; for a HuggingFace one "
-            "use tsjax.GenerationConfig.from_hf"
-        )
+        wanted = "a tsjax.GenerationConfig; for a HuggingFace one use GenerationConfig.from_hf"
+        raise TypeError(f"config={config!r:.80} is not valid: {wanted}")
     if resume_from is None:
         if prompt is None:
             raise ValueError("prompt=None is not valid: text or token ids (or resume_from=FILE)")
         config = (config or GenerationConfig()).replace(**settings)
         prompts, single = _prompt_rows(model, prompt)
         made = [np.zeros(0, np.int32)] * len(prompts)
-        finish_reason: list[str | None] = [None] * len(prompts)
+        reasons: list[str | None] = [None] * len(prompts)
     else:
+        what = "resume_from continues a run"
         if lazy is not None:
-            raise ValueError(
-                "resume_from continues a run whose whole prompt was computed: leave out prefill"
-            )
+            raise ValueError(f"{what} whose whole prompt was computed: leave out prefill")
         if config is not None or set(settings) - {"max_new_tokens"}:
-            raise ValueError(
-                "resume_from continues a run with its own settings: pass nothing but "
-                "max_new_tokens beside it"
-            )
+            beside = "pass nothing but max_new_tokens beside it"
+            raise ValueError(f"{what} with its own settings: {beside}")
         run = _resumed_run(model, resume_from, prompt, settings)
         prompts, made, single = run.prompts, run.tokens, run.single
-        config, finish_reason = run.config, run.finish_reason
+        config, reasons = run.config, run.finish_reason
         method = run.method if method is None else method
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
     method = resolve_method("autoregressive" if method is None else method)
     _check_against_model(config, model, len(prompts))
     context = max(map(len, prompts)) + config.max_new_tokens // 2
     measured = measured_on(model.params, model.cfg, context, len(prompts))
-    begun = method.next(measured)
 
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     longest = max(map(len, rows))
@@ -148,11 +137,11 @@ def make_request(
         _check_prompts(lazy, prompts)
         # For all prompts of a bucket alike, as every other setting is another program.
         lazy = lazy.resolved(model.cfg, prompt_capacity)
-    decode = DecodeConfig(model=model.cfg, method=begun, prefill=lazy)
+    decode = DecodeConfig(model=model.cfg, method=method.next(measured), prefill=lazy)
     request = Request(
         rows=rows,
         prompt_length=[len(row) for row in prompts],
-        finish_reason=finish_reason,
+        finish_reason=reasons,
         single=single,
         config=config,
         method=method,
@@ -160,28 +149,23 @@ def make_request(
         measured=measured,
         stop_ids=_stop_ids(config, model),
         capacity=0,
-        prefill_widths=_part_widths(decode, longest, prefill_width),
+        prefill_widths=[_widths(int(count), prefill_width) for count in parts(decode, longest)],
         prompt_capacity=prompt_capacity,
         exceed_max_positions=exceed_max_positions,
     )
     _check_positions(request)
     slots = _capacity(request, capacity, prefill_width)
-    request = dataclasses.replace(
-        request, capacity=slots, prompt_capacity=min(prompt_capacity, slots)
-    )
+    tokens = min(prompt_capacity, slots)
+    request = dataclasses.replace(request, capacity=slots, prompt_capacity=tokens)
     _check_memory(request, model.params)
     return request
 
 
 def _refuse_tracing(model: Model, prompt: Any) -> None:
     """Inside jit even a constant is traced, and the host could not read a single token."""
-    traced = {
-        "model": jax.tree.leaves(model.params),
-        "prompt": jax.tree.leaves(prompt),
-        "call": [jax.device_put(0)],
-    }
-    for name, arrays in traced.items():
-        if any(isinstance(array, Tracer) for array in arrays):
+    given = {"model": model.params, "prompt": prompt, "call": jax.device_put(0)}
+    for name, arrays in given.items():
+        if any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
             raise TypeError(
                 f"a traced {name} is not valid: generate and stream are loops on the host; inside "
                 "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
@@ -193,30 +177,18 @@ def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
     """None for the whole prompt."""
     if isinstance(prefill, LazyPrefill):
         return prefill
-    check(
-        isinstance(prefill, str) and prefill in ("full", "lazy"),
-        "prefill",
-        prefill,
-        "'full', 'lazy' or tsjax.LazyPrefill(...)",
-    )
+    known = isinstance(prefill, str) and prefill in ("full", "lazy")
+    check(known, "prefill", prefill, "'full', 'lazy' or tsjax.LazyPrefill(...)")
     return LazyPrefill() if prefill == "lazy" else None
 
 
 def _check_prompts(lazy: LazyPrefill, prompts: list[np.ndarray]) -> None:
-    for index, prompt in enumerate(prompts):
-        check(
-            len(prompt) <= LONGEST_PROMPT,
-            "prompt",
-            f"row {index} of {len(prompt)} tokens",
-            f"with a lazy prefill at most {LONGEST_PROMPT} tokens",
-        )
+    most = f"with a lazy prefill at most {LONGEST_PROMPT} tokens"
+    for index, size in enumerate(map(len, prompts)):
+        check(size <= LONGEST_PROMPT, "prompt", f"row {index} of {size} tokens", most)
+        wanted = f"at most the {size} tokens of the prompt in row {index}"
         for name in ("window", "sinks", "recent"):
-            check(
-                getattr(lazy, name) <= len(prompt),
-                name,
-                getattr(lazy, name),
-                f"at most the {len(prompt)} tokens of the prompt in row {index}",
-            )
+            check(getattr(lazy, name) <= size, name, getattr(lazy, name), wanted)
 
 
 # --- prompts ---------------------------------------------------------------------------------
@@ -238,17 +210,13 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
         )
     rank = _rank(prompt)
     if rank not in (1, 2):
-        raise ValueError(
-            f"prompt={prompt!r:.80} is not valid: a string, a list of strings, a row of token ids "
-            "or a list of rows"
-        )
-    single = rank == 1
-    if not isinstance(prompt, list | tuple):
-        prompt = np.asarray(prompt)
-    rows = [prompt] if single else list(prompt)
+        wanted = "a string, a list of strings, a row of token ids or a list of rows"
+        raise ValueError(f"prompt={prompt!r:.80} is not valid: {wanted}")
+    if rank == 1:
+        return [check_row(prompt, "prompt", model)], True
+    rows = list(prompt if isinstance(prompt, list | tuple) else np.asarray(prompt))
     check(len(rows) > 0, "prompt", prompt, "at least one row")
-    names = ["prompt"] if single else [f"prompt[{i}]" for i in range(len(rows))]
-    return [check_row(row, name, model) for row, name in zip(rows, names, strict=True)], single
+    return [check_row(row, f"prompt[{i}]", model) for i, row in enumerate(rows)], False
 
 
 def _is_chat(prompt: Any) -> bool:
@@ -313,10 +281,8 @@ def check_row(row: Any, name: str, model: Model) -> np.ndarray:
         raise ValueError(f"{name}={row!r} is not valid: at least one token (a BOS token, say)")
     row = np.asarray(row)
     if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
-        raise ValueError(
-            f"{name} of shape {row.shape} and type {row.dtype} is not valid: a row of integer "
-            "token ids"
-        )
+        given = f"{name} of shape {row.shape} and type {row.dtype}"
+        raise ValueError(f"{given} is not valid: a row of integer token ids")
     vocab = model.cfg.vocab_size
     outside = row[(row < 0) | (row >= vocab)]
     if outside.size:
@@ -331,21 +297,17 @@ def _check_against_model(config: GenerationConfig, model: Model, num_rows: int) 
         for token in value if isinstance(value, tuple) else () if value is None else (value,):
             check(token < vocab, name, token, f"a token id below the vocabulary size {vocab}")
     barred = {*config.suppress_tokens, *(_stop_ids(config, model) if config.min_new_tokens else ())}
-    check(
-        len(barred) < vocab,
-        "suppress_tokens",
-        f"{len(config.suppress_tokens)} tokens",
-        "some token must be left, beside the stop tokens that min_new_tokens bars",
-    )
+    given = f"{len(config.suppress_tokens)} tokens"
+    wanted = "some token must be left, beside the stop tokens that min_new_tokens bars"
+    check(len(barred) < vocab, "suppress_tokens", given, wanted)
     if isinstance(config.seed, tuple):
         check(len(config.seed) == num_rows, "seed", config.seed, f"one for each of {num_rows} rows")
     if config.stop_strings:
         try:
             _ = model.tokenizer
         except (FileNotFoundError, ValueError) as error:
-            raise ValueError(
-                f"stop_strings={config.stop_strings!r} needs a tokenizer: {error}"
-            ) from error
+            name = f"stop_strings={config.stop_strings!r}"
+            raise ValueError(f"{name} needs a tokenizer: {error}") from error
 
 
 def _stop_ids(config: GenerationConfig, model: Model) -> tuple[int, ...]:
@@ -368,68 +330,44 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in run.tokens]
     if prompt is not None:
         given = _prompt_rows(model, prompt)[0]
-        same = len(given) == len(prompts) and all(map(np.array_equal, given, prompts))
-        if not same:
+        if len(given) != len(prompts) or not all(map(np.array_equal, given, prompts)):
             raise ValueError(f"prompt is not the one saved in {name}: leave it out")
     config = run.config.replace(**settings)
-    longest = max(map(len, made))
-    check(
-        config.max_new_tokens >= longest,
-        "max_new_tokens",
-        config.max_new_tokens,
-        f"at least the {longest} tokens that {name} holds",
-    )
-    finish_reason = [
-        _resumed_reason(reason, len(row), config.max_new_tokens)
-        for reason, row in zip(run.finish_reason, made, strict=True)
-    ]
-    return dataclasses.replace(
-        run, prompts=prompts, tokens=made, config=config, finish_reason=finish_reason
-    )
+    longest, most = max(map(len, made)), config.max_new_tokens
+    wanted = f"at least the {longest} tokens that {name} holds"
+    check(most >= longest, "max_new_tokens", most, wanted)
+    # A row that had reached the length goes on where more tokens are asked for now.
+    reasons: list[str | None] = ["length" if len(row) == most else None for row in made]
+    for row, reason in enumerate(run.finish_reason):
+        reasons[row] = reasons[row] if reason in (None, "length") else reason
+    rows = {"prompts": prompts, "tokens": made, "finish_reason": reasons}
+    return dataclasses.replace(run, config=config, **rows)
 
 
 def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int) -> None:
     """Other weights would go on with other tokens, without a word."""
     if run.is_old:
-        warnings.warn(
-            f"{name} is of an older tsjax: of the model its settings and norms alone were compared",
-            stacklevel=stacklevel,
-        )
+        trouble = "is of an older tsjax: of the model only settings and norms were compared"
+        warnings.warn(f"{name} {trouble}", stacklevel=stacklevel)
         same = run.fingerprint == fingerprint_of_norms(model)
     elif run.dtype != model.cfg.dtype:
-        raise ValueError(
-            f"{name} was saved with dtype={run.dtype!r}, the model has {model.cfg.dtype!r}: load "
-            f"it with dtype={run.dtype!r}"
-        )
+        then, now = f"dtype={run.dtype!r}", repr(model.cfg.dtype)
+        raise ValueError(f"{name} was saved with {then}, the model has {now}: load it with {then}")
     else:
         same = run.fingerprint == model_fingerprint(model)
     if not same:
+        other = "another model or dtype" if run.is_old else "another model"
         known = f", which was loaded from {run.model_path!r}" if run.model_path else ""
-        raise ValueError(
-            f"{name} was saved with another model{' or dtype' if run.is_old else ''}: load that "
-            f"of the run{known}"
-        )
+        raise ValueError(f"{name} was saved with {other}: load that of the run{known}")
 
 
 def repeat_numbers(request: Request) -> list[int]:
     """How many earlier rows have the same prompt and seed.
 
-    Makes repeated prompts differ, and a row alone equal to the same row in any batch.
+    Makes repeated prompts differ. A row by itself gets the tokens that it gets in any batch.
     """
-    seen: dict[tuple[bytes, int], int] = {}
-    numbers = []
-    for prompt, seed in zip(request.prompts, request.seeds, strict=True):
-        key = (prompt.tobytes(), seed)
-        numbers.append(seen.get(key, 0))
-        seen[key] = numbers[-1] + 1
-    return numbers
-
-
-def _resumed_reason(reason: str | None, made: int, max_new_tokens: int) -> str | None:
-    """Why a row of a resumed run has ended, with the number of tokens now asked for."""
-    if reason in (None, "length"):
-        return "length" if made == max_new_tokens else None
-    return reason
+    rows = [(p.tobytes(), seed) for p, seed in zip(request.prompts, request.seeds, strict=True)]
+    return [rows[:index].count(row) for index, row in enumerate(rows)]
 
 
 # --- sizes -----------------------------------------------------------------------------------
@@ -459,32 +397,23 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
     if wanted is None:
         return _capacity_bucket(needed)
     check_int(wanted, "capacity", 1)
-    depth = decode.sizes.depth
-    reviving = decode.rows_ahead > depth
-    check(
-        wanted >= needed,
-        "capacity",
-        wanted,
+    depth, ahead = decode.sizes.depth, decode.rows_ahead
+    enough = (
         f"at least {needed} slots for this prompt, "
         f"max_new_tokens={request.config.max_new_tokens}, prefill_width={prefill_width} and "
-        f"{depth} drafted tokens in a step"
-        + (f" or revive_rows={decode.rows_ahead}" if reviving else ""),
+        f"{depth} drafted tokens in a step" + (f" or revive_rows={ahead}" if ahead > depth else "")
     )
+    check(wanted >= needed, "capacity", wanted, enough)
     return wanted
 
 
-def _prefill_widths(count: int, width: int) -> list[int]:
+def _widths(count: int, width: int) -> list[int]:
     """Passes that cover `count` tokens: full ones, then a power of two, for few programs."""
     full, rest = divmod(count, width)
     if rest == 0:
         return [width] * full
     last = max(SMALLEST_PREFILL, 1 << (rest - 1).bit_length())
     return [width] * full + [min(last, width)]
-
-
-def _part_widths(decode: DecodeConfig, longest: int, width: int) -> list[list[int]]:
-    """Passes of each part of the prefill."""
-    return [_prefill_widths(int(count), width) for count in parts(decode, longest)]
 
 
 def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
@@ -495,10 +424,10 @@ def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
 
 def _check_memory(request: Request, params: Params) -> None:
     """Refuses a cache that cannot fit before a byte of it is allocated."""
-    mesh = mesh_of(params)
+    mesh, decode = mesh_of(params), request.decode
     rows, slots = len(request.rows), request.capacity
-    needed = cache_bytes(request.decode.model, rows, slots, mesh)
-    needed += memory_bytes(request.decode, rows, slots, request.prompt_capacity)
+    needed = cache_bytes(decode.model, rows, slots, mesh)
+    needed += memory_bytes(decode, rows, slots, request.prompt_capacity)
     device = next(iter(jax.tree.leaves(params)[0].devices()))
     available = _available_bytes(device)
     if device.platform == "cpu" and mesh is not None:
@@ -507,8 +436,7 @@ def _check_memory(request: Request, params: Params) -> None:
         raise MemoryError(
             f"not enough memory for the cache: capacity={slots} slots for {rows} rows, and what "
             f"the method keeps for its drafts, take {needed:,} bytes per device, {available:,} are "
-            "free; "
-            "lower max_new_tokens, shorten or split the batch, or load the model as bfloat16"
+            "free; lower max_new_tokens, shorten or split the batch, or load the model as bfloat16"
         )
 
 

@@ -39,7 +39,7 @@ class RunStats:
     # Of a lazy prefill: the share of the prompt's tokens that each stage has computed so far, the
     # layers between two cuts being a stage. () where the whole prompt is computed.
     prompt_computed: tuple[float, ...] = ()
-    compile_seconds: float = 0.0  # of prefill and decoding; kept programs are read in it
+    compile_seconds: float = 0.0  # of prefill and decoding; includes reading kept programs
 
     @property
     def accepted(self) -> int:

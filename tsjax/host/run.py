@@ -2,19 +2,20 @@
 """A run: the state is filled, and chunks of steps run until every row has ended.
 
 Knows the device's programs, clocks, and what the host reads after a chunk. Does not know how a step
-works, and decides nothing: methods say how to go on, a row ends by its own rules.
+works, nor when drafts pay: methods say how to go on, a row ends by its own rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.decoding.method import Autoregressive
+from tsjax.decoding.method import Autoregressive, Method
 from tsjax.decoding.noise import row_keys
 from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.sampling import sampling_values
@@ -23,7 +24,6 @@ from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, Ste
 from tsjax.files.checkpoint import Model
 from tsjax.host.compilation import Stopwatch, keep_programs
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.judge import Judge
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
 from tsjax.model.sharding import mesh_of
@@ -60,7 +60,8 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
     with prefilling, interrupt:
         state = start_run(model, request, interrupt)
     rows, judge = Rows(model, request), Judge(request, state)
-    decode, earlier = request.decode, _on_host(state.stats)
+    decode = request.decode
+    earlier = _on_host(state.stats)  # the counters until the method changed last
     while True:
         if not interrupt.requested and rows.running:
             with decoding, interrupt:
@@ -69,9 +70,10 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
             steps = _next_chunk(steps, decoding.last)
         changed = decode != request.decode
         read = rows.read(state, interrupt.requested)
+        counts = _sum(earlier, state.stats) if changed else _on_host(state.stats)
         yield News(
             **read,
-            steps=_sum(earlier, state.stats) if changed else _on_host(state.stats),
+            steps=counts,
             prefill_seconds=prefilling.seconds,
             decode_seconds=decoding.seconds,
             compile_seconds=prefilling.compiling + decoding.compiling,
@@ -82,10 +84,36 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
             return
         method = judge.next(decode.method, state)
         if method != decode.method:
-            earlier = _sum(earlier, state.stats) if changed else _on_host(state.stats)
+            earlier = counts
             decode = dataclasses.replace(decode, method=method)
             state = with_method(state, decode, mesh_of(model.params))
         state = rows.stop(state)
+
+
+class Judge:
+    """Asks the method how to go on, by what its steps have found."""
+
+    def __init__(self, request: Request, state: DecodeState):
+        self._request = request
+        self._reviving = self._is_reviving(state)
+        self._begin = 0, sum(map(len, request.rows))  # steps and tokens from which on to judge
+
+    def next(self, current: Method, state: DecodeState) -> Method:
+        """The method that drafts the next chunk."""
+        now = int(np.sum(state.stats.steps)), int(np.sum(state.length))
+        self._reviving, was_reviving = self._is_reviving(state), self._reviving
+        if self._reviving or was_reviving:
+            self._begin = now  # steps end early then, whatever their drafts are worth
+        steps, tokens = (b - a for a, b in zip(self._begin, now, strict=True))
+        measured = self._request.measured._replace(current=current, steps=steps, tokens=tokens)
+        chosen = self._request.method.next(measured)
+        if chosen != current:
+            self._begin = 0, now[1]  # another method's counters begin at 0
+        return chosen
+
+    def _is_reviving(self, state: DecodeState) -> bool:
+        lazy, model = self._request.decode.prefill, self._request.decode.model
+        return lazy is not None and lazy.is_reviving(model, state)
 
 
 class Rows:
@@ -135,9 +163,7 @@ class Rows:
         """The state in which rows that the host has ended run no more."""
         ended = np.asarray([reason is not None for reason in self._reasons])
         stopped = ended & (np.asarray(state.finish) == RUNNING)
-        if not stopped.any():
-            return state
-        return state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+        return _stop(state, stopped) if stopped.any() else state
 
 
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
@@ -161,14 +187,17 @@ def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeSta
         prompt_capacity=request.prompt_capacity,
     )
     if any(request.finish_reason):
-        ended = np.asarray([reason is not None for reason in request.finish_reason])
-        state = state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
+        state = _stop(state, [reason is not None for reason in request.finish_reason])
     for begun in _read(model, request, state):
         state = begun
         if interrupt.requested:
             break  # the rows are reported as interrupted, no step runs on this state
         state.kv.length.block_until_ready()
     return state
+
+
+def _stop(state: DecodeState, rows: Any) -> DecodeState:
+    return state.replace(finish=jnp.where(np.asarray(rows), jnp.int8(STOPPED), state.finish))
 
 
 def _read(model: Model, request: Request, state: DecodeState) -> Iterator[DecodeState]:
@@ -200,17 +229,13 @@ def _on_host(stats: StepStats) -> StepStats:
 
 def _sum(earlier: StepStats, later: StepStats) -> StepStats:
     """Counters of a run whose method has changed: to one of the same sources, or a plain one."""
-    depth = max(earlier.accepted.shape[1], later.accepted.shape[1])
-
-    def padded(accepted):
-        return np.pad(accepted, ((0, 0), (0, depth - accepted.shape[1])))
-
     later = _on_host(later)
+    few, many = sorted((earlier.accepted, later.accepted), key=lambda counts: counts.shape[1])
     same = earlier.by_source.shape == later.by_source.shape
     return earlier.replace(
         steps=earlier.steps + later.steps,
         drafted=earlier.drafted + later.drafted,
-        accepted=padded(earlier.accepted) + padded(later.accepted),
+        accepted=many + np.pad(few, ((0, 0), (0, many.shape[1] - few.shape[1]))),
         by_source=earlier.by_source + (later.by_source if same else 0),
     )
 

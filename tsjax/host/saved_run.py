@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run kept in a file, so that it can go on after a kill.
+"""A run saved in a file, so that it can go on after a kill.
 
 Knows the file's format. The file holds tokens and settings, not the cache: noise is keyed by
 position, so prefilling prompt and output again continues with the same tokens.
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from tsjax.methods import METHODS, Auto
 from tsjax.methods.ngram import as_tuples
 
 FORMAT = 2
-OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of the norms alone
+OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of only the norms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +37,8 @@ class SavedRun:
       tokens: those made so far, one array per row.
       finish_reason: None for a row that has not ended.
       version: of the tsjax that wrote the file.
-      is_old: whether the file is of the format before: model_path, dtype, method and version are
-        None then, and the fingerprint is that of the norms.
+      is_old: whether the file has the older format. Then model_path, dtype, method and version are
+        None, and the fingerprint is that of the norms.
     """
 
     fingerprint: str
@@ -56,34 +55,12 @@ class SavedRun:
     is_old: bool = False
 
 
-def check_target(path: str | os.PathLike) -> None:
-    """Refuses a place that could not be written when the first tokens have been made."""
-    check(isinstance(path, str | os.PathLike) and bool(os.fspath(path)), "save_to", path, "a file")
-    name = os.fspath(path)
-    folder = os.path.dirname(os.path.abspath(name))
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(f"save_to={name!r} is not valid: folder {folder!r} does not exist")
-    if os.path.isdir(name):
-        raise IsADirectoryError(f"save_to={name!r} is not valid: a file, not a folder")
-    try:
-        with tempfile.TemporaryFile(dir=os.path.dirname(os.path.realpath(name))):
-            pass
-    except OSError as error:
-        raise PermissionError(
-            f"save_to={name!r} is not valid: a file in a folder that can be written; {error}"
-        ) from error
-
-
 def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     """Replaces the file in one step: a kill leaves the old one or the new one."""
     document = {
         "format": FORMAT,
         "tsjax": tsjax_version(),
-        "model": {
-            "path": run.model_path,
-            "dtype": run.dtype,
-            "fingerprint": run.fingerprint,
-        },
+        "model": {"path": run.model_path, "dtype": run.dtype, "fingerprint": run.fingerprint},
         "method": _method_to_dict(run.method),
         "exceed_max_positions": run.exceed_max_positions,
         "single": run.single,
@@ -127,13 +104,16 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
 
 
 def _check_types(run: SavedRun) -> None:
-    check(isinstance(run.fingerprint, str), "fingerprint", run.fingerprint, "a string")
-    check(isinstance(run.model_path, str | None), "path", run.model_path, "a string or null")
-    for name in () if run.is_old else ("dtype", "version"):
-        check(isinstance(getattr(run, name), str), name, getattr(run, name), "a string")
-    for name in ("exceed_max_positions", "single"):
-        value = getattr(run, name)
-        check(isinstance(value, bool), name, value, "true or false")
+    text = str | None if run.is_old else str
+    for name, value, kind, wanted in (
+        ("fingerprint", run.fingerprint, str, "a string"),
+        ("path", run.model_path, str | None, "a string or null"),
+        ("dtype", run.dtype, text, "a string"),
+        ("version", run.version, text, "a string"),
+        ("exceed_max_positions", run.exceed_max_positions, bool, "true or false"),
+        ("single", run.single, bool, "true or false"),
+    ):
+        check(isinstance(value, kind), name, value, wanted)
     for value in run.finish_reason:
         check(isinstance(value, str | None), "finish_reason", value, "strings and nulls")
 
@@ -149,10 +129,8 @@ def check_savable(method: Any) -> None:
     """A file holds a method's name, so it has to have one."""
     if type(method) not in METHODS.values():
         kind = type(method).__name__
-        raise ValueError(
-            f"save_to is not valid with method={kind}: give it a name first, "
-            f"tsjax.register_method('{kind.lower()}', {kind})"
-        )
+        remedy = f"give it a name first, tsjax.register_method('{kind.lower()}', {kind})"
+        raise ValueError(f"save_to is not valid with method={kind}: {remedy}")
 
 
 def _method_to_dict(method: Any) -> dict[str, Any]:
@@ -160,7 +138,7 @@ def _method_to_dict(method: Any) -> dict[str, Any]:
     kind: Any = type(method)
     (name,) = [name for name, one in METHODS.items() if one is kind]
     fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(kind)}
-    return {"name": name, **{k: v for k, v in fields.items() if v != getattr(type(method), k)}}
+    return {"name": name, **{k: v for k, v in fields.items() if v != getattr(kind, k)}}
 
 
 def _method_from_dict(saved: Mapping[str, Any]) -> Any:

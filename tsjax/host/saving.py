@@ -1,32 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a run's file up to date while it goes on.
 
-Knows when to write. The file's format is in saved_run.py.
+Knows where and when to write. The file's format is in saved_run.py.
 """
 
 from __future__ import annotations
 
 import os
+import tempfile
 import warnings
+from collections.abc import Callable
 from typing import Any
 
+from tsjax.config import check
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.host.request import Request
 from tsjax.host.run import News
-from tsjax.host.saved_run import SavedRun, check_savable, check_target, write_run
+from tsjax.host.saved_run import SavedRun, check_savable, write_run
 
 
-class Saving:
-    """Writes a run's file. A failure is a warning and no end of the run: it may pass."""
+class Writing:
+    """Writes while a run goes on. A failure is a warning and no end of the run: it may pass.
 
-    def __init__(self, model: Model, request: Request, path: Any, every: int):
-        self._model, self._request, self._path, self._every = model, request, path, every
-        self._written = 0
+    Attributes:
+      problems: why something was not written, each reason once.
+      unsaved: whether the last tokens or steps of the run are in no file.
+    """
+
+    def __init__(self, stacklevel: int):
+        self._stacklevel = stacklevel  # of the user's call, as seen from `attempt`
         self.problems: list[str] = []
         self.unsaved = False
+
+    def attempt(self, what: str, write: Callable[..., object], *args: Any) -> bool:
+        """Whether it was written."""
+        try:
+            write(*args)
+        except OSError as error:  # a full disk must not cost what is in memory
+            problem = f"{what} was not written: {error}"
+            if problem not in self.problems:
+                self.problems.append(problem)
+                warnings.warn(problem, stacklevel=self._stacklevel)
+            return False
+        return True
+
+
+class Saving(Writing):
+    """Writes the file of `generate(save_to=...)`."""
+
+    def __init__(self, model: Model, request: Request, path: Any, every: int):
+        super().__init__(stacklevel=4)
+        self._model, self._request, self._path, self._every = model, request, path, every
+        self._written = 0
         if path is not None:
-            check_target(path)
+            _check_target(path)
             check_savable(request.method)
             self._fingerprint = model_fingerprint(model)
 
@@ -48,12 +76,33 @@ class Saving:
             tokens=news.all_tokens,
             finish_reason=[None if r == "interrupted" else r for r in news.reasons],
         )
-        try:
-            write_run(self._path, run)
-            self.unsaved = False
-        except OSError as error:  # a full disk must not cost the tokens that are in memory
-            self.unsaved = True
-            problem = f"save_to={os.fspath(self._path)!r} was not written: {error}"
-            if problem not in self.problems:
-                self.problems.append(problem)
-                warnings.warn(problem, stacklevel=3)
+        what = f"save_to={os.fspath(self._path)!r}"
+        self.unsaved = not self.attempt(what, write_run, self._path, run)
+
+
+def path_of(save_to: Any, what: str) -> str:
+    is_path = isinstance(save_to, str | os.PathLike)
+    check(is_path and bool(os.fspath(save_to)), "save_to", save_to, what)
+    return os.fspath(save_to)
+
+
+def check_writable(folder: str, save_to: str, wanted: str, *, make: bool = False) -> None:
+    """Refuses a folder in which no file can be written; makes it first where that is asked."""
+    try:
+        if make:
+            os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
+            pass
+    except OSError as error:
+        raise PermissionError(f"save_to={save_to!r} is not valid: {wanted}; {error}") from error
+
+
+def _check_target(save_to: Any) -> None:
+    name = path_of(save_to, "a file")
+    folder = os.path.dirname(os.path.abspath(name))
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"save_to={name!r} is not valid: folder {folder!r} does not exist")
+    if os.path.isdir(name):
+        raise IsADirectoryError(f"save_to={name!r} is not valid: a file, not a folder")
+    place = os.path.dirname(os.path.realpath(name))
+    check_writable(place, name, "a file in a folder that can be written")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training sequences from text files, folders of them, or files of token ids.
 
-Knows files and tokenizers, in which order sequences are taken, and what can be predicted from
-counts alone. Does not know models. Everything is read and checked before the first step.
+Knows files and tokenizers, the order in which sequences are taken, and what counts of tokens
+predict. Does not know models. Everything is read and checked before the first step.
 """
 
 from __future__ import annotations
@@ -76,20 +76,17 @@ class Corpus:
         check(0 < fraction < 1, "held_out", fraction, "between 0 and 1, both excluded")
         if len(self.documents) == 1:
             (whole,) = self.documents
-            count = _share(fraction, len(whole), "sequences")
-            parts = whole[: len(whole) - count], whole[len(whole) - count :]
-            kept, held = (dataclasses.replace(self, documents=(part,)) for part in parts)
-            return kept, dataclasses.replace(held, skipped=())
+            rest = len(whole) - _share(fraction, len(whole), "sequences")
+            held = Corpus((whole[rest:],), self.names)
+            return dataclasses.replace(self, documents=(whole[:rest],)), held
         order = np.random.default_rng(seed).permutation(len(self.documents))
         count = _share(fraction, len(order), "documents")
-        kept, held = (
-            Corpus(
-                tuple(self.documents[i] for i in sorted(part)),
-                tuple(self.names[i] for i in sorted(part)),
-            )
-            for part in (order[count:], order[:count])
-        )
-        return dataclasses.replace(kept, skipped=self.skipped), held
+        return self._part(order[count:], self.skipped), self._part(order[:count])
+
+    def _part(self, numbers: Iterable[int], skipped: tuple[str, ...] = ()) -> Corpus:
+        chosen = sorted(numbers)
+        documents = tuple(self.documents[i] for i in chosen)
+        return Corpus(documents, tuple(self.names[i] for i in chosen), skipped)
 
 
 def _share(fraction: float, total: int, what: str) -> int:
@@ -144,78 +141,64 @@ def read_corpus(
       whole_books: take all whole sequences of a text or of a row, not its first one.
       data_dtype: type of the ids in .bin files, which do not say.
     """
-    if data_dtype is not None:
-        check(
-            data_dtype in TOKEN_DTYPES,
-            "data_dtype",
-            data_dtype,
-            f"one of {', '.join(TOKEN_DTYPES)}",
-        )
-    documents, names, skipped = [], [], []
-    longest = (0, "")
+    types = ", ".join(TOKEN_DTYPES)
+    check(data_dtype in (None, *TOKEN_DTYPES), "data_dtype", data_dtype, f"one of {types}")
 
-    def add(name: str, ids: np.ndarray, *, all_of_it: bool) -> None:
-        nonlocal longest
-        count = len(ids) // sequence_length
-        longest = max(longest, (len(ids), name))
-        if count == 0:
-            skipped.append(name)
+    def read() -> Iterator[tuple[str, np.ndarray, bool]]:
+        """Names, ids, and whether all their sequences are taken."""
+        if isinstance(data, np.ndarray):
+            yield from rows("the array", data)
             return
-        count = count if all_of_it else 1
-        documents.append(ids[: count * sequence_length].reshape(count, sequence_length))
-        names.append(name)
-
-    def add_ids(name: str, ids: np.ndarray) -> None:
-        _check_ids(name, ids, vocab_size, argument)
-        if ids.ndim == 1:
-            add(name, ids, all_of_it=True)
-        else:
-            for number, row in enumerate(ids):
-                add(f"{name}[{number}]", row, all_of_it=whole_books)
-
-    if isinstance(data, np.ndarray):
-        add_ids("the array", data)
-    else:
         for file in _files(data, argument):
             require_file(file)
             if file.endswith(TOKEN_SUFFIXES):
-                add_ids(file, _map_ids(file, data_dtype, argument))
+                yield from rows(file, _map_ids(file, data_dtype, argument))
             else:
                 text = _read_text(file, argument)
                 ids = _encode_start(tokenizer(), text, None if whole_books else sequence_length)
                 _check_text_ids(file, ids, vocab_size, argument)
-                add(file, ids, all_of_it=whole_books)
+                yield file, ids, whole_books
+
+    def rows(name: str, ids: np.ndarray) -> Iterator[tuple[str, np.ndarray, bool]]:
+        _check_ids(name, ids, vocab_size, argument)
+        if ids.ndim == 1:
+            yield name, ids, True
+        else:
+            yield from ((f"{name}[{i}]", row, whole_books) for i, row in enumerate(ids))
+
+    documents, names, skipped, longest = [], [], [], (0, "")
+    for name, ids, all_of_it in read():
+        count = len(ids) // sequence_length
+        longest = max(longest, (len(ids), name))
+        if count == 0:
+            skipped.append(name)
+            continue
+        count = count if all_of_it else 1
+        documents.append(ids[: count * sequence_length].reshape(count, sequence_length))
+        names.append(name)
     if not documents:
-        raise ValueError(
-            f"{argument} is not valid: the longest of {len(skipped)} documents, {longest[1]!r}, "
-            f"has {longest[0]} tokens and sequence_length={sequence_length}; choose a smaller "
-            "sequence_length or longer texts"
-        )
+        found = f"the longest of {len(skipped)} documents, {longest[1]!r}, has {longest[0]} tokens"
+        remedy = "choose a smaller sequence_length or longer texts"
+        raise ValueError(f"{argument} is not valid: {found} and {sequence_length=}; {remedy}")
     return Corpus(tuple(documents), tuple(names), tuple(skipped))
 
 
 def _files(data: Any, argument: str) -> list[str]:
     """All files in the order in which they are read, none of them twice."""
     paths = [data] if isinstance(data, str | os.PathLike) else data
-    if (
-        not isinstance(paths, Sequence)
-        or not paths
-        or not all(isinstance(path, str | os.PathLike) for path in paths)
-    ):
-        raise TypeError(
-            f"{argument}={data!r:.80} is not valid: a path, a list of paths, or an array of ids"
-        )
+    is_list = isinstance(paths, Sequence) and len(paths) > 0
+    if not (is_list and all(isinstance(path, str | os.PathLike) for path in paths)):
+        wanted = "a path, a list of paths, or an array of ids"
+        raise TypeError(f"{argument}={data!r:.80} is not valid: {wanted}")
     found: dict[str, str] = {}
     for path in (os.fspath(path) for path in paths):
         if os.path.isdir(path):
             inside = list(_files_in(path))
             if not inside:
-                raise ValueError(
-                    f"{argument}={path!r} is not valid: the folder has no text "
-                    f"({', '.join(TEXT_SUFFIXES)}) and no files of token ids "
-                    f"({', '.join(TOKEN_SUFFIXES)}); it has "
-                    f"{', '.join(listed(sorted(os.listdir(path)))) or 'nothing'}"
-                )
+                texts, ids = ", ".join(TEXT_SUFFIXES), ", ".join(TOKEN_SUFFIXES)
+                wanted = f"the folder has no text ({texts}) and no files of token ids ({ids})"
+                has = ", ".join(listed(sorted(os.listdir(path)))) or "nothing"
+                raise ValueError(f"{argument}={path!r} is not valid: {wanted}; it has {has}")
         elif os.path.exists(path):
             inside = [path]
         else:
@@ -242,17 +225,16 @@ def _read_text(file: str, argument: str) -> str:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             where = error.start
-    raise ValueError(
-        f"{argument}={file!r} is not valid: not a text in UTF-8 (byte {content[where]:#04x} at "
-        f"{where}); files of token ids end in {' or '.join(TOKEN_SUFFIXES)}"
-    )
+    found = f"not a text in UTF-8 (byte {content[where]:#04x} at {where})"
+    remedy = f"files of token ids end in {' or '.join(TOKEN_SUFFIXES)}"
+    raise ValueError(f"{argument}={file!r} is not valid: {found}; {remedy}")
 
 
 def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
-    """Token ids of the text, at least the first `wanted` if it has so many.
+    """Token ids of the text; of a longer text than needed at least the first `wanted`.
 
-    The start of a long text is enough when it gives twice as many: tokens far from where it was cut
-    are those of the whole text.
+    The start of a long text is enough when it gives twice that number: tokens far from the cut are
+    those of the whole text.
     """
     if wanted is not None and len(text) > _CHARACTERS_PER_TOKEN * wanted:
         ids = encode(tokenizer, text[: _CHARACTERS_PER_TOKEN * wanted], verbose=False)
@@ -264,10 +246,9 @@ def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
 def _check_text_ids(file: str, ids: np.ndarray, vocab_size: int, argument: str) -> None:
     highest = int(ids.max(initial=0))
     if highest >= vocab_size:
-        raise ValueError(
-            f"the tokenizer does not fit the model: for {argument}={file!r} it gives the id "
-            f"{highest}, and the model has vocab_size={vocab_size}; use the model's own tokenizer"
-        )
+        found = f"for {argument}={file!r} it gives the id {highest}"
+        remedy = f"the model has vocab_size={vocab_size}; use the model's own tokenizer"
+        raise ValueError(f"the tokenizer does not fit the model: {found}, and {remedy}")
 
 
 def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
@@ -275,13 +256,11 @@ def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
         if file.endswith(".npy"):
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
             if not isinstance(ids, np.ndarray):
-                raise ValueError("an archive of several arrays; save the array of ids alone")
+                raise ValueError("an archive of several arrays; save only the array of ids")
             return ids
         if data_dtype is None:
-            raise ValueError(
-                "the file does not say of which type its ids are; give data_dtype (--data-dtype), "
-                f"one of {', '.join(TOKEN_DTYPES)}"
-            )
+            remedy = f"give data_dtype (--data-dtype), one of {', '.join(TOKEN_DTYPES)}"
+            raise ValueError(f"the file does not say of which type its ids are; {remedy}")
         size, item = os.path.getsize(file), np.dtype(data_dtype).itemsize
         if size == 0 or size % item:
             raise ValueError(f"{size} bytes are no whole number of {data_dtype} ids")
@@ -291,20 +270,17 @@ def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
 def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> None:
     what = f"{argument}: {name!r} is not valid"
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(
-            f"{what}: it has shape {ids.shape} and type {ids.dtype}; [tokens] or "
-            "[documents, tokens] integers"
-        )
-    rows = ids if ids.ndim == 2 else ids[None]
+        wanted = "[tokens] or [documents, tokens] integers"
+        raise ValueError(f"{what}: it has shape {ids.shape} and type {ids.dtype}; {wanted}")
+    rows = np.atleast_2d(ids)
     step = max(1, 2**24 // max(1, rows.shape[0]))
     for start in range(0, rows.shape[1], step):
         block = rows[:, start : start + step]
         low, high = int(block.min(initial=0)), int(block.max(initial=0))
         if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"{what}: it has the id {low if low < 0 else high}, and the model has "
-                f"vocab_size={vocab_size}; the ids must come from the model's own tokenizer"
-            )
+            found = f"it has the id {low if low < 0 else high}, and the model has {vocab_size=}"
+            remedy = "the ids must come from the model's own tokenizer"
+            raise ValueError(f"{what}: {found}; {remedy}")
 
 
 # --- predictions that cost nothing -----------------------------------------------------------
@@ -313,10 +289,10 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> No
 def predictions_from_counts(
     train: Corpus, held_out: Corpus, *, distance: int, vocab_size: int, top: int
 ) -> dict[str, np.ndarray]:
-    """How often the token `distance` further is among the best 1 .. `top` guesses from counts.
+    """How often the token `distance` places further is among the first 1 .. `top` guesses.
 
-    "unigram" guesses the most frequent tokens of `train`, "skip_bigram" those that most frequently
-    stand `distance` behind the last token, filled up with the former. Ties go to the lower id.
+    "unigram" guesses the most frequent tokens of `train`. "skip_bigram" guesses those that come
+    most frequently `distance` after the last token, then the former. Ties go to the lower id.
 
     Returns:
       For each of the two the shares [top] of all such tokens in `held_out`.
@@ -340,8 +316,8 @@ def predictions_from_counts(
     for number in range(len(held_out)):
         (row,) = held_out.sequences([number])
         context, label = row[:-distance], row[distance:]
-        for index, guesses in enumerate((np.broadcast_to(frequent, (len(label), len(frequent))),
-                                         best[context])):  # fmt: skip
+        always = np.broadcast_to(frequent, (len(label), len(frequent)))
+        for index, guesses in enumerate((always, best[context])):
             right = guesses == label[:, None]
             found = np.logical_or.accumulate(right, axis=1).sum(axis=0)
             hits[index] += np.pad(found, (0, top - len(found)), mode="edge")

@@ -28,14 +28,14 @@ from tsjax.model.layers import linear
 from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed
 from tsjax.typing import accumulation_dtype
 
-TOP = 3  # accuracies are counted among the best 1, 2 ... TOP tokens
+TOP = 3  # accuracies are counted for the 1, 2 ... TOP most probable tokens
 
 
 class HeadMetrics(flax.struct.PyTreeNode):
     """Sums over positions; [n] is one entry per head, and absent for a single one."""
 
     loss: jax.Array  # [n], cross-entropy in nats
-    hits: jax.Array  # [n, TOP] int32, labels among the best 1, 2 ... TOP tokens
+    hits: jax.Array  # [n, TOP] int32, labels among the 1, 2 ... TOP most probable
 
 
 class GradientSum(flax.struct.PyTreeNode):
@@ -66,11 +66,8 @@ def cast_heads(heads: Sequence[HeadWeights], cfg: ModelConfig) -> tuple[HeadWeig
 
 
 def zero_gradients(heads: Sequence[HeadWeights]) -> GradientSum:
-    real = heads[0].linear.dtype
-    return GradientSum(
-        gradient=jax.tree.map(jnp.zeros_like, tuple(heads)),
-        metrics=_zero_metrics(len(heads), real),
-    )
+    metrics = _zero_metrics(len(heads), heads[0].linear.dtype)
+    return GradientSum(jax.tree.map(jnp.zeros_like, tuple(heads)), metrics)
 
 
 def _zero_metrics(count: int, dtype) -> HeadMetrics:
@@ -155,29 +152,18 @@ def _over_chunks(body, total, hidden, tokens, shifts: Sequence[int], chunk_token
         def cut(array, start):
             return lax.dynamic_slice_in_dim(array, start, width, axis=1)
 
-        chunk = _Chunk(
-            hidden=cut(hidden, start),
-            labels=jnp.stack([cut(padded, start + shift) for shift in shifts]),
-            valid=jnp.stack(
-                [(position >= first) & (position + shift < length) for shift in shifts]
-            ),
-        )
-        return body(total, chunk), None
+        labels = jnp.stack([cut(padded, start + shift) for shift in shifts])
+        valid = [(position >= first) & (position + shift < length) for shift in shifts]
+        return body(total, _Chunk(cut(hidden, start), labels, jnp.stack(valid))), None
 
     return lax.scan(at, total, jnp.arange(count, dtype=jnp.int32))[0]
 
 
-def _measure_states(
-    states, weights: ModelWeights, chunk: _Chunk, *, cfg: ModelConfig
-) -> HeadMetrics:
+def _measure_states(states, weights: ModelWeights, chunk: _Chunk, *, cfg: ModelConfig):
     """HeadMetrics of normed states [n, B, c, D], one head after the other."""
-
-    def one(_, inputs):
-        return None, _cross_entropy(*inputs, weights, cfg)
-
     valid = jnp.broadcast_to(chunk.valid[:, None], chunk.labels.shape)
-    metrics: Any = lax.scan(one, None, (states, chunk.labels, valid))[1]
-    return metrics
+    inputs = states, chunk.labels, valid
+    return lax.map(lambda head: _cross_entropy(*head, weights, cfg), inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -198,7 +184,7 @@ def _loss_and_slope(normed, labels, valid, weights: ModelWeights, cfg, *, slope=
         label_logit = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)
         norm = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         loss = jnp.sum(jnp.where(valid, (norm - label_logit)[..., 0], 0))
-        # As many tokens come before the label; of equal ones the lower comes first.
+        # The label's rank counts the tokens before it; of equal ones the lower comes first.
         ahead = (logits > label_logit) | ((logits == label_logit) & (token < labels[..., None]))
         rank = jnp.sum(ahead, axis=-1, dtype=jnp.int32)
         hits = jnp.stack([jnp.sum(valid & (rank < k), dtype=jnp.int32) for k in range(1, TOP + 1)])
@@ -207,9 +193,9 @@ def _loss_and_slope(normed, labels, valid, weights: ModelWeights, cfg, *, slope=
             return metrics, None
         excess = jnp.exp(logits - norm) - is_label.astype(logits.dtype)
         excess = jnp.where(valid[..., None], excess, 0).astype(normed.dtype)
-        if weights.unembed is not None:  # [D, V]
-            return metrics, linear(excess, weights.unembed, transposed=True)
-        return metrics, linear(excess, weights.embed)
+        if weights.unembed is None:
+            return metrics, linear(excess, weights.embed)
+        return metrics, linear(excess, weights.unembed, transposed=True)  # [D, V]
 
 
 def _cross_entropy_backward(cfg, slope, cotangent: HeadMetrics):
@@ -224,8 +210,7 @@ _cross_entropy.defvjp(_loss_and_slope, _cross_entropy_backward)
 
 
 def learning_rates(settings: HeadTraining):
-    """The schedule: a function of the step, counted from 0. As in the published code the first
-    step's rate is 0."""
+    """A function of the step, counted from 0. As in the published code it begins with rate 0."""
     import optax
 
     return optax.warmup_cosine_decay_schedule(
@@ -237,23 +222,21 @@ def learning_rates(settings: HeadTraining):
 
 
 def optimiser(settings: HeadTraining):
-    """AdamW behind the clipping of gradients. Norms do not decay."""
+    """AdamW after the clipping of gradients. Norms do not decay."""
     import optax
 
     def decays(heads):
         return tuple(HeadWeights(linear=True, norm_in=False, norm_out=False) for _ in heads)
 
     clip = optax.clip_by_global_norm(settings.max_grad_norm)
-    return optax.chain(
-        clip if settings.max_grad_norm else optax.identity(),
-        optax.adamw(
-            learning_rates(settings),
-            b1=settings.beta1,
-            b2=settings.beta2,
-            weight_decay=settings.weight_decay,
-            mask=decays,
-        ),
+    adam = optax.adamw(
+        learning_rates(settings),
+        b1=settings.beta1,
+        b2=settings.beta2,
+        weight_decay=settings.weight_decay,
+        mask=decays,
     )
+    return optax.chain(clip if settings.max_grad_norm else optax.identity(), adam)
 
 
 def update(heads, moments, total: GradientSum, *, settings: HeadTraining):

@@ -2,7 +2,7 @@
 """train_heads(): the host side of training draft heads.
 
 Knows data, checkpoints, progress and interrupts. Does not know how a loss is computed: it feeds
-micro-batches to the pure functions of head_training.py.
+micro-batches to the pure functions of loss.py.
 
 The n-th sequence of a run is a function of seed and n, and a checkpoint holds all arrays of the
 optimiser, so a run that is resumed goes through the same numbers as one that never stopped.
@@ -10,61 +10,33 @@ optimiser, so a run that is resumed goes through the same numbers as one that ne
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import json
 import math
 import os
-import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from tsjax.config import HeadTraining, check, check_int, refuse_unknown
-from tsjax.decoding.programs import programs
-from tsjax.files.checkpoint import Model, write_heads
+from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
-from tsjax.files.whole_files import final_name, write_text
-from tsjax.host.compilation import keep_programs
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
+from tsjax.host.progress import progress_bar
+from tsjax.host.run import programs_of
 from tsjax.input_files import parsing
 from tsjax.model.sharding import mesh_of, named_sharding
+from tsjax.training import loss, saved
 from tsjax.training.corpus import Corpus, Order, predictions_from_counts, read_corpus
-from tsjax.training.loss import (
-    TOP,
-    add_gradients,
-    cast_heads,
-    init_heads,
-    learning_rates,
-    measure,
-    optimiser,
-    update,
-    zero_gradients,
-)
-from tsjax.training.saved import (
-    CHECKPOINTS,
-    FILES,
-    HEADS,
-    OLD_FORMAT,
-    PLOT,
-    SUMMARY,
-    append_metrics,
-    latest,
-    plot_losses,
-    read_arrays,
-    read_document,
-    write_checkpoint,
-    write_metrics,
-)
+from tsjax.training.loss import TOP, cast_heads
+from tsjax.training.saved import Record
 
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
-
-Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +46,7 @@ class TrainedHeads:
     Attributes:
       model: the model with its new heads, in the model's type.
       history: one record per step: step (from 1), learning_rate, loss (the sum of head_losses),
-        head_losses, top1, top2, top3 (shares of labels among the best tokens, one per head),
+        head_losses, top1, top2, top3 (share of labels among the 1, 2, 3 most probable tokens),
         gradient_norm, seconds.
       evaluation: one record per head on the held-out sequences; the first, head 0, is the model
         itself and its next token. Empty without held-out data.
@@ -124,8 +96,8 @@ def train_heads(
       data_dtype: type of the ids in .bin files.
       cache_hidden: compute the model's hidden states once and keep them in host memory: faster
         when the same sequences come several times.
-      save_to: a folder for checkpoints (every `save_every` steps and at the end), the heads as an
-        adapter that `tsjax.load(path, heads=save_to)` takes, metrics and a plot of the losses.
+      save_to: a folder for checkpoints (every `save_every` steps and at the end), metrics, a plot
+        of the losses, and the heads as an adapter that `tsjax.load(path, heads=save_to)` takes.
       resume: go on with the run in `save_to`, with the same numbers as if it had never stopped.
       progress: show a progress bar with losses and accuracies on stderr.
       on_step: called with the record of every step.
@@ -146,36 +118,45 @@ def train_heads(
     settings = dataclasses.replace(settings or HeadTraining(), **changes)
     check_int(save_every, "save_every", 1)
     micro = _sequences_per_pass(model, settings)
-    folder = _check_folder(save_to, resume)
-    if folder is not None and resume:  # before the data is read, which may take long
-        read_document(latest(folder) or "")
-    train, held = _read_data(model, data, held_out, whole_books, data_dtype, settings)
-    identity = {
-        "model": model_fingerprint(model),
-        "data": train.fingerprint,
-        "settings": dataclasses.asdict(settings),
-    }
-    interrupt, saving = Interrupt(), _Saving(folder, identity)
+    folder = saved.check_folder(save_to, resume)
+    checkpoint = saved.latest(folder) if folder is not None and resume else None
+    if checkpoint is not None:  # before the data is read, which may take long
+        saved.read_document(checkpoint)
+    read = functools.partial(
+        read_corpus,
+        sequence_length=settings.sequence_length,
+        vocab_size=model.cfg.vocab_size,
+        tokenizer=lambda: model.tokenizer,
+        whole_books=whole_books,
+        data_dtype=data_dtype,
+    )
+    train, held = read(data), None
+    if isinstance(held_out, float | int):
+        train, held = train.split(held_out, settings.seed)
+    elif held_out is not None:
+        held = read(held_out, argument="held_out")
+    identity = {"model": model_fingerprint(model), "data": train.fingerprint}
+    identity |= {"settings": dataclasses.asdict(settings)}
+    interrupt, saving = Interrupt(), saved.Saving(folder, identity)
     with interrupt:
         run = _Run(model, settings, train, micro, cache_hidden)
-        history: list[Record] = []
-        if folder is not None and resume:
-            history = _restore(run, latest(folder) or "", identity)
+        history = _restore(run, checkpoint, identity) if checkpoint is not None else []
         saving.begin(history)
         try:
-            with _progress_bar(settings, len(history), progress) as show:
+            with progress_bar(progress, settings.steps, "step", initial=len(history)) as bar:
                 while len(history) < settings.steps:
                     record = run.step(interrupt)
                     if record is None:
                         break
                     history.append(record)
-                    show(record)
+                    bar.set_postfix_str(_figures(record), refresh=False)
+                    bar.update()
                     saving.note(record)
                     if on_step is not None:
                         on_step(record)
                     if len(history) % save_every == 0 and len(history) < settings.steps:
                         saving.save(run, history)
-        finally:  # also when on_step fails or a second Ctrl-C comes: what was made is kept
+        finally:  # also when on_step fails or a second Ctrl-C comes: what was made is saved
             if run.is_whole and run.state.steps == len(history) > 0:
                 saving.save(run, history)
         finished = len(history) == settings.steps
@@ -201,100 +182,27 @@ def train_heads(
 def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
     mesh = mesh_of(model.params)
     parts = mesh.shape.get("data", 1) if mesh is not None else 1
-    micro = settings.micro_batch * parts
-    check(
-        settings.batch_size % micro == 0,
-        "batch_size",
-        settings.batch_size,
-        f"a multiple of the {micro} sequences of a pass (micro_batch={settings.micro_batch}"
-        + (f" on each of {parts} parts of the mesh)" if parts > 1 else ")"),
-    )
-    check(
-        settings.sequence_length <= model.cfg.max_positions,
-        "sequence_length",
-        settings.sequence_length,
-        f"at most the {model.cfg.max_positions} positions that the model was made for",
-    )
+    micro, batch = settings.micro_batch * parts, settings.batch_size
+    wanted = f"a multiple of the {micro} sequences of a pass (micro_batch={settings.micro_batch}"
+    wanted += f" on each of {parts} parts of the mesh)" if parts > 1 else ")"
+    check(batch % micro == 0, "batch_size", batch, wanted)
+    length, limit = settings.sequence_length, model.cfg.max_positions
+    wanted = f"at most the {limit} positions that the model was made for"
+    check(length <= limit, "sequence_length", length, wanted)
     return micro
-
-
-def _check_folder(save_to: Any, resume: bool) -> str | None:
-    if save_to is None:
-        check(not resume, "resume", resume, "save_to names the folder of the run")
-        return None
-    check(isinstance(save_to, str | os.PathLike) and bool(os.fspath(save_to)), "save_to", save_to,
-          "a folder")  # fmt: skip
-    folder = os.fspath(save_to)
-    if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise NotADirectoryError(f"save_to={folder!r} is not valid: a folder, not a file")
-    newest = latest(folder)
-    if resume and newest is None:
-        raise FileNotFoundError(
-            f"save_to={folder!r} is not valid with resume: it has no {CHECKPOINTS}/step-*"
-        )
-    if not resume and newest is not None:
-        raise FileExistsError(
-            f"save_to={folder!r} is not valid: it holds a run; pass resume=True (--resume) to go "
-            "on with it, or choose another folder"
-        )
-    found = os.listdir(folder) if os.path.isdir(folder) else []
-    others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
-    if others:
-        raise FileExistsError(
-            f"save_to={folder!r} is not valid: it has {sorted(others)[0]!r}; choose a folder of "
-            "its own"
-        )
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
-            pass
-    except OSError as error:
-        raise PermissionError(
-            f"save_to={folder!r} is not valid: a folder that can be written; {error}"
-        ) from error
-    return folder
-
-
-def _read_data(
-    model: Model,
-    data: Any,
-    held_out: Any,
-    whole_books: bool,
-    data_dtype: str | None,
-    settings: HeadTraining,
-) -> tuple[Corpus, Corpus | None]:
-    read = functools.partial(
-        read_corpus,
-        sequence_length=settings.sequence_length,
-        vocab_size=model.cfg.vocab_size,
-        tokenizer=lambda: model.tokenizer,
-        whole_books=whole_books,
-        data_dtype=data_dtype,
-    )
-    train = read(data)
-    if held_out is None:
-        return train, None
-    if isinstance(held_out, float | int):
-        return train.split(held_out, settings.seed)
-    return train, read(held_out, argument="held_out")
 
 
 # --- the run ---------------------------------------------------------------------------------
 
 
-class TrainingPrograms(NamedTuple):
-    add_gradients: Any
-    update: Any
-    measure: Any
-
-
 @functools.cache
-def training_programs() -> TrainingPrograms:
-    static = ("cfg", "chunk_tokens")
-    return TrainingPrograms(
-        add_gradients=jax.jit(add_gradients, static_argnames=static, donate_argnames=("total",)),
-        update=jax.jit(update, static_argnames=("settings",), donate_argnames=("heads", "moments")),
-        measure=jax.jit(measure, static_argnames=static),
+def training_programs() -> SimpleNamespace:
+    """`add_gradients`, `update` and `measure`, compiled."""
+    static, given = ("cfg", "chunk_tokens"), ("heads", "moments")
+    return SimpleNamespace(
+        add_gradients=jax.jit(loss.add_gradients, static_argnames=static, donate_argnames="total"),
+        update=jax.jit(loss.update, static_argnames="settings", donate_argnames=given),
+        measure=jax.jit(loss.measure, static_argnames=static),
     )
 
 
@@ -313,17 +221,14 @@ class _Run:
         self, model: Model, settings: HeadTraining, train: Corpus, micro: int, cached: bool
     ):
         self.model, self.settings, self.train, self.micro = model, settings, train, micro
-        self.cfg = model.cfg.with_heads(0)
-        self.mesh = mesh_of(model.params)
-        self.order = Order(len(train), settings.seed)
-        self.rates = learning_rates(settings)
-        device = next(iter(jax.tree.leaves(model.params)[0].devices()))
-        if device.platform == "gpu":
-            keep_programs()
-        self._hidden_states = programs(device.platform, model.cfg.dtype).hidden_states
+        self.cfg, self.mesh = model.cfg.with_heads(0), mesh_of(model.params)
+        self.order, self.rates = Order(len(train), settings.seed), loss.learning_rates(settings)
+        self._hidden_states = programs_of(model).hidden_states
         self._params = model.params.replace(heads=())
-        heads = self._everywhere(init_heads(self.cfg, settings))
-        self.state = _State(heads, self._everywhere(optimiser(settings).init(heads)), 0)
+        heads = self._everywhere(loss.init_heads(self.cfg, settings))
+        moments = self._everywhere(loss.optimiser(settings).init(heads))
+        self.state = _State(heads, moments, 0)
+        self._static = {"cfg": self.cfg, "chunk_tokens": settings.chunk_tokens}
         self._cache = self._compute_hidden() if cached else None
 
     def _everywhere(self, tree):
@@ -346,13 +251,11 @@ class _Run:
         dtype = jax.numpy.dtype(self.cfg.dtype)
         needed = total * length * self.cfg.embed_dim * dtype.itemsize
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        check(
-            needed < 0.8 * memory,
-            "cache_hidden",
-            True,
+        wanted = (
             f"the hidden states of {total} sequences take {needed / 1e9:.1f} GB, this machine has "
-            f"{memory / 1e9:.1f} GB; leave it out",
+            f"{memory / 1e9:.1f} GB; leave it out"
         )
+        check(needed < 0.8 * memory, "cache_hidden", True, wanted)
         hidden = np.empty((total, length, self.cfg.embed_dim), dtype)
         for first in range(0, total, self.micro):
             numbers = [number % total for number in range(first, first + self.micro)]
@@ -364,25 +267,17 @@ class _Run:
         """The next step; None, and nothing changed, if it is interrupted."""
         began, settings = time.perf_counter(), self.settings
         heads, moments, steps = self.state
-        total = self._everywhere(zero_gradients(heads))
+        total = self._everywhere(loss.zero_gradients(heads))
         first = steps * settings.batch_size
         for start in range(first, first + settings.batch_size, self.micro):
             if interrupt.requested:
                 return None
             numbers = self.order.numbers(start, self.micro)
             tokens = self._place(self.train.sequences(numbers))
-            if self._cache is not None:
-                hidden = self._place(self._cache[numbers])
-            else:
-                hidden = self._hidden(tokens)
+            cached = None if self._cache is None else self._place(self._cache[numbers])
+            hidden = self._hidden(tokens) if cached is None else cached
             total = training_programs().add_gradients(
-                heads,
-                self._params.model,
-                hidden,
-                tokens,
-                total,
-                cfg=self.cfg,
-                chunk_tokens=settings.chunk_tokens,
+                heads, self._params.model, hidden, tokens, total, **self._static
             )
             jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
         metrics: Any = jax.device_get(total.metrics)
@@ -401,42 +296,28 @@ class _Run:
         }
 
     def evaluate(self, held_out: Corpus) -> list[Record]:
-        settings = self.settings
-        loss = np.zeros(settings.num_heads + 1)
-        hits = np.zeros((settings.num_heads + 1, TOP), np.int64)
+        count, vocab = self.settings.num_heads + 1, self.cfg.vocab_size
+        losses, hits = np.zeros(count), np.zeros((count, TOP), np.int64)
         for first in range(0, len(held_out), self.micro):
             numbers = range(first, min(first + self.micro, len(held_out)))
             tokens = self._place(held_out.sequences(numbers))
             metrics = training_programs().measure(
-                self.state.heads,
-                self._params.model,
-                self._hidden(tokens),
-                tokens,
-                cfg=self.cfg,
-                chunk_tokens=settings.chunk_tokens,
+                self.state.heads, self._params.model, self._hidden(tokens), tokens, **self._static
             )
-            loss += np.asarray(metrics.loss, np.float64)
+            losses += np.asarray(metrics.loss, np.float64)
             hits += np.asarray(metrics.hits)
         records = []
-        for head in range(settings.num_heads + 1):
-            labels = len(held_out) * (settings.sequence_length - 1 - head)
+        for head in range(count):
+            labels = len(held_out) * (self.settings.sequence_length - 1 - head)
+            record = {
+                "head": head,
+                "loss": float(losses[head] / labels),
+                **_shares(hits[head], labels),
+            }
             free = predictions_from_counts(
-                self.train,
-                held_out,
-                distance=head + 1,
-                vocab_size=self.cfg.vocab_size,
-                top=min(TOP, self.cfg.vocab_size),
+                self.train, held_out, distance=head + 1, vocab_size=vocab, top=min(TOP, vocab)
             )
-            shares = _shares(hits[head], labels)
-            records.append(
-                {
-                    "head": head,
-                    "loss": float(loss[head] / labels),
-                    **shares,
-                    "unigram": free["unigram"].tolist(),
-                    "skip_bigram": free["skip_bigram"].tolist(),
-                }
-            )
+            records.append(record | {name: shares.tolist() for name, shares in free.items()})
         return records
 
     def arrays(self) -> dict[str, jax.Array]:
@@ -471,129 +352,50 @@ def _shares(hits: np.ndarray, labels) -> dict[str, Any]:
     return {f"top{k + 1}": shares[k].tolist() for k in range(TOP)}
 
 
-# --- what is kept ----------------------------------------------------------------------------
+def _figures(record: Record) -> str:
+    """What the progress bar says after a step."""
+    heads = zip(*(record[f"top{k + 1}"] for k in range(TOP)), strict=True)
+    tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
+    return f"loss {record['loss']:.3f}, top-1/2/3 % {tops}"
+
+
+# --- what is saved ---------------------------------------------------------------------------
 
 
 def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
     """Gives the run the arrays of a checkpoint; returns the history up to there."""
-    document = read_document(checkpoint)
-    if document["format"] == OLD_FORMAT:
-        warnings.warn(
-            f"{checkpoint!r} is of an older tsjax: the model's norms and some of its rows alone "
-            "were compared",
-            stacklevel=3,
-        )
+    document = saved.read_document(checkpoint)
+    if document["format"] == saved.OLD_FORMAT:
+        what = "is of an older tsjax: only the model's norms and some of its rows were compared"
+        warnings.warn(f"{checkpoint!r} {what}", stacklevel=3)
         identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
     with parsing(checkpoint, " is damaged"):
         wrong = _differences(document, identity)
         history = [_checked_record(*numbered) for numbered in enumerate(document["history"], 1)]
         whole = len(history) == document["step"]
     if wrong or not whole:
-        raise ValueError(
-            f"resume=True is not valid: the run in {checkpoint!r} "
-            + ("has an incomplete history" if not wrong else "was made with " + "; ".join(wrong))
-        )
-    run.restore(read_arrays(checkpoint, run.arrays()), len(history))
+        what = "was made with " + "; ".join(wrong) if wrong else "has an incomplete history"
+        raise ValueError(f"resume=True is not valid: the run in {checkpoint!r} {what}")
+    run.restore(saved.read_arrays(checkpoint, run.arrays()), len(history))
     return history
 
 
 def _checked_record(step: int, record: Record) -> Record:
     check(record["step"] == step, "history", record["step"], f"the record of step {step}")
-    for loss in record["head_losses"]:
-        check(isinstance(loss, float | int), "head_losses", loss, "a number")
+    for value in record["head_losses"]:
+        check(isinstance(value, float | int), "head_losses", value, "a number")
     return record
 
 
-def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    then = saved["settings"]
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    before = then["settings"]
     wrong = [
-        f"{name}={then.get(name)!r}, now {value!r}"
+        f"{name}={before.get(name)!r}, now {value!r}"
         for name, value in now["settings"].items()
-        if then.get(name) != value
+        if before.get(name) != value
     ]
-    if saved["model"] != now["model"]:
+    if then["model"] != now["model"]:
         wrong.append("another model (or type)")
-    if saved["data"] != now["data"]:
+    if then["data"] != now["data"]:
         wrong.append("other data")
     return wrong
-
-
-class _Saving:
-    """Writes a run's folder. A failure is a warning and no end of the run: it may pass."""
-
-    def __init__(self, folder: str | None, identity: Mapping[str, Any]):
-        self.folder, self.identity = folder, identity
-        self.problems: list[str] = []
-        self.unsaved = False
-
-    def _try(self, what: str, write: Callable[..., object], *args: Any) -> bool:
-        """Whether it was written."""
-        try:
-            write(*args)
-        except OSError as error:
-            problem = f"{what} in {self.folder!r} not written: {error}"
-            if problem not in self.problems:
-                warnings.warn(problem, stacklevel=4)
-                self.problems.append(problem)
-            return False
-        return True
-
-    def begin(self, history: list[Record]) -> None:
-        if self.folder is not None:
-            self._try("metrics", write_metrics, self.folder, history)
-
-    def note(self, record: Record) -> None:
-        if self.folder is not None:
-            self._try("metrics", append_metrics, self.folder, record)
-
-    def save(self, run: _Run, history: list[Record]) -> None:
-        if self.folder is None:
-            return
-        document = {**self.identity, "history": history}
-        written = self._try(
-            "checkpoint", write_checkpoint, self.folder, len(history), run.arrays(), document
-        )
-        written &= self._try("heads", self._write_heads, run.trained_model())
-        self.unsaved = not written
-
-    def _write_heads(self, trained: Model) -> None:
-        write_heads(trained, os.path.join(self.folder or "", HEADS))
-
-    def finish(self, history: list[Record], evaluation: list[Record]) -> None:
-        if self.folder is None:
-            return
-        self._try("metrics", write_metrics, self.folder, history)
-        summary = {
-            **self.identity,
-            "steps": len(history),
-            "last": history[-1] if history else None,
-            "evaluation": evaluation,
-        }
-        text = json.dumps(summary, indent=2) + "\n"
-        self._try("summary", write_text, os.path.join(self.folder, SUMMARY), text)
-        if history:
-            try:
-                self._try("plot", plot_losses, history, os.path.join(self.folder, PLOT))
-            except ImportError:
-                self.problems.append("no plot of the losses: pip install 'tsjax[plot]'")
-
-
-@contextlib.contextmanager
-def _progress_bar(
-    settings: HeadTraining, done: int, wanted: bool
-) -> Iterator[Callable[[Record], object]]:
-    """Yields a function that takes each record; a tqdm bar over the steps if wanted."""
-    if not wanted:
-        yield lambda record: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=settings.steps, initial=done, unit="step", dynamic_ncols=True) as bar:
-
-        def show(record: Record) -> None:
-            heads = zip(*(record[f"top{k + 1}"] for k in range(TOP)), strict=True)
-            tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
-            bar.set_postfix_str(f"loss {record['loss']:.3f}, top-1/2/3 % {tops}", False)
-            bar.update()
-
-        yield show

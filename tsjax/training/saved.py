@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training run kept in a folder, so that it can go on after a kill.
+"""A training run saved in a folder, so that it can go on after a kill.
 
     checkpoint/step-00000050/   the newest complete one: arrays (orbax) and run.json
     heads.safetensors           the heads, as an adapter
     metrics.jsonl               one line per step
     summary.json, loss.png      at the end
 
-Knows the folder's format. Whatever is written appears whole, beside what it replaces.
+Knows the folder's format. What is written appears whole, in the place of what it replaces.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from tsjax.config import check
 from tsjax.files import stored_arrays
-from tsjax.files.whole_files import replacing, write_text
+from tsjax.files.checkpoint import Model, write_heads
+from tsjax.files.whole_files import final_name, replacing, write_text
+from tsjax.host.saving import Writing, check_writable, path_of
 from tsjax.input_files import listed, parsing, read_json
 
 FORMAT = 2
@@ -31,6 +34,70 @@ METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
 FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT, HEADS}
 _STEP = re.compile(r"step-(\d{8})")
+
+Record = dict[str, Any]
+
+
+class Saving(Writing):
+    """Writes a run's folder, if it has one."""
+
+    def __init__(self, folder: str | None, identity: Mapping[str, Any]):
+        super().__init__(stacklevel=5)
+        self._folder, self._identity = folder, identity
+
+    def _write(self, what: str, write: Callable[..., object], *args: Any) -> bool:
+        if self._folder is None:
+            return True
+        return self.attempt(f"{what} in {self._folder!r}", write, self._folder, *args)
+
+    def begin(self, history: Sequence[Record]) -> None:
+        self._write("metrics", write_metrics, history)
+
+    def note(self, record: Record) -> None:
+        self._write("metrics", append_metrics, record)
+
+    def save(self, run: Any, history: list[Record]) -> None:
+        if self._folder is None:
+            return
+        arrays, trained = run.arrays(), run.trained_model()
+        document = {**self._identity, "history": history}
+        written = self._write("checkpoint", write_checkpoint, len(history), arrays, document)
+        written &= self._write("heads", _write_heads, trained)
+        self.unsaved = not written
+
+    def finish(self, history: list[Record], evaluation: list[Record]) -> None:
+        self.begin(history)
+        last = history[-1] if history else None
+        summary = {"steps": len(history), "last": last, "evaluation": evaluation}
+        self._write("summary", _write_summary, {**self._identity, **summary})
+        try:
+            if history:
+                self._write("plot", _plot_losses, history)
+        except ImportError:
+            self.problems.append("no plot of the losses: pip install 'tsjax[plot]'")
+
+
+def check_folder(save_to: Any, resume: bool) -> str | None:
+    """The folder of a run, made if there is none; refused if it could not be the run's."""
+    if save_to is None:
+        check(not resume, "resume", resume, "save_to names the folder of the run")
+        return None
+    folder = path_of(save_to, "a folder")
+    wrong = f"save_to={folder!r} is not valid"
+    if os.path.lexists(folder) and not os.path.isdir(folder):
+        raise NotADirectoryError(f"{wrong}: a folder, not a file")
+    newest = latest(folder)
+    if resume and newest is None:
+        raise FileNotFoundError(f"{wrong} with resume: it has no {CHECKPOINTS}/step-*")
+    if not resume and newest is not None:
+        remedy = "pass resume=True (--resume) to go on with it, or choose another folder"
+        raise FileExistsError(f"{wrong}: it holds a run; {remedy}")
+    found = os.listdir(folder) if os.path.isdir(folder) else []
+    others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
+    if others:
+        raise FileExistsError(f"{wrong}: it has {min(others)!r}; choose a folder of its own")
+    check_writable(folder, folder, "a folder that can be written", make=True)
+    return folder
 
 
 def latest(folder: str) -> str | None:
@@ -121,7 +188,15 @@ def append_metrics(folder: str, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def plot_losses(history: Sequence[Mapping[str, Any]], path: str) -> None:
+def _write_heads(folder: str, trained: Model) -> None:
+    write_heads(trained, os.path.join(folder, HEADS))
+
+
+def _write_summary(folder: str, summary: Mapping[str, Any]) -> None:
+    write_text(os.path.join(folder, SUMMARY), json.dumps(summary, indent=2) + "\n")
+
+
+def _plot_losses(folder: str, history: Sequence[Mapping[str, Any]]) -> None:
     """The heads' losses over the steps, as a PNG. Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -134,5 +209,5 @@ def plot_losses(history: Sequence[Mapping[str, Any]], path: str) -> None:
     axes.set(xlabel="step", ylabel="cross-entropy (nats)", title="Draft heads")
     axes.grid(alpha=0.3)
     axes.legend()
-    with replacing(path) as temporary:
+    with replacing(os.path.join(folder, PLOT)) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
