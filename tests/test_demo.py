@@ -28,11 +28,7 @@ MIXED = [
     ("e\u0301tude 😀😀\n\nextraordinarilylongwordwithoutspaces", "suffix"),
     (" end", OWN),
 ]
-STATS = {
-    "prompt_tokens": (4,),
-    "prefill_seconds": 0.1,
-    "decode_seconds": 1.0,
-}
+STATS = {"prompt_tokens": (4,), "prefill_seconds": 0.1, "decode_seconds": 1.0}
 
 
 def text_of(lines) -> list[str]:

@@ -385,10 +385,7 @@ def test_an_access_outside_an_array_is_found(name, rng):
         patch.setattr(attention_triton, name, lambda *args: original(*args[:-1], True))
         with pytest.raises(AssertionError, match="outside of its array"):
             attention_triton._attention(
-                *arrays,
-                mask.astype(np.int8),
-                blocks=attention_blocks(16, 16, 2),
-                interpret=False,
+                *arrays, mask.astype(np.int8), blocks=attention_blocks(16, 16, 2), interpret=False
             )
 
 

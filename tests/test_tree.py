@@ -422,10 +422,10 @@ REFUSED = [
     (TokenSwift, "draft_budget", 0, "an integer, at least 1"),
     (TokenSwift, "draft_budget", 16, "larger than num_sinks=16"),
     (TokenSwift, "draft_refresh", 0, "an integer, at least 1"),
-    (TokenSwift, "draft_rest", 1, "a boolean"),
+    (TokenSwift, "draft_rest", 1, "True or False"),
     (TokenSwift, "suffix_alone", 17, "an integer, at most 16"),
-    (TokenSwift, "noise_coupled", 1, "a boolean"),
-    (TokenSwift, "noise_coupled", None, "a boolean"),
+    (TokenSwift, "noise_coupled", 1, "True or False"),
+    (TokenSwift, "noise_coupled", None, "True or False"),
 ]
 
 

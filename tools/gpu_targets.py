@@ -11,11 +11,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh
 
 FOLDER = Path(__file__).resolve().parent / "targets"
-KINDS = {
-    "a100": "NVIDIA A100-SXM4-80GB",
-    "h100": "NVIDIA H100 80GB HBM3",
-    "h200": "NVIDIA H200",
-}
+KINDS = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 CORES = {"a100": 108, "h100": 132, "h200": 132}
 
 

@@ -71,9 +71,7 @@ def small_model() -> tsjax.Model:
     one_hot, tokens = jnp.eye(SMALL_VOCAB), np.arange(SMALL_VOCAB)
     follows = one_hot[(5 * tokens + 3) % SMALL_VOCAB]
     model = weights.model.replace(
-        embed=one_hot,
-        layers=layers,
-        unembed=draw(one_hot.shape, 0.5) + 1.1 * follows,
+        embed=one_hot, layers=layers, unembed=draw(one_hot.shape, 0.5) + 1.1 * follows
     )
     heads = tuple(
         head.replace(linear=2.0**index * (follows + draw(one_hot.shape, 0.1)))

@@ -142,11 +142,7 @@ CASES = {
     "qwen2_yarn_tied": _qwen2(
         tie_word_embeddings=True,
         vocab_size=128,
-        rope_scaling={
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "rope_type": "yarn",
-        },
+        rope_scaling={"factor": 4.0, "original_max_position_embeddings": 128, "rope_type": "yarn"},
     ),
     # Qwen3: norms of q and k, and heads larger than hidden_size / num_attention_heads.
     "qwen3": {

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static settings: frozen, hashable dataclasses that a jitted function may take as constants.
 
-Knows the shape of a model and what a user may ask of `generate`; how a model is decoded is in
-methods.py. Does not know arrays, checkpoints or where a setting came from. Every message names the
-argument, its value and what would be right.
-
-Dimension letters used in all shape comments of the project:
-    B batch   T rows of one pass   S cache slots   L layers   D embed   N query heads   K kv heads
-    G = N // K   H head dim   F mlp   V vocab   C token capacity   M slots of the draft cache
-    J drafted tokens on the longest path   R paths
+Knows the shape of a model and what a user may ask of `generate` and `train_heads`. Does not know
+arrays, checkpoints or where a setting came from. Every message names the argument, its value and
+what would be right. The letters of dimensions are in typing.py.
 """
 
 from __future__ import annotations

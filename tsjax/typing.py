@@ -17,14 +17,18 @@ Shapes are checked in the tests, which load jaxtyping. Without it the names are 
 `pallas_kernels.typing`.
 """
 
-from pallas_kernels.typing import Array as Array
-from pallas_kernels.typing import Bool as Bool
-from pallas_kernels.typing import DTypeLike as DTypeLike
-from pallas_kernels.typing import Float as Float
-from pallas_kernels.typing import Int as Int
-from pallas_kernels.typing import Integer as Integer
-from pallas_kernels.typing import Key as Key
-from pallas_kernels.typing import Num as Num
-from pallas_kernels.typing import Shaped as Shaped
-from pallas_kernels.typing import UInt as UInt
+from pallas_kernels.typing import (
+    Array,
+    Bool,
+    DTypeLike,
+    Float,
+    Int,
+    Integer,
+    Key,
+    Num,
+    Shaped,
+    UInt,
+)
 from pallas_kernels.typing import accumulation_dtype as accumulation_dtype
+
+__all__ = ["Array", "Bool", "DTypeLike", "Float", "Int", "Integer", "Key", "Num", "Shaped", "UInt"]

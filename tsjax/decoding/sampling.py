@@ -296,8 +296,7 @@ def _sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
 
 
 def _last_that_holds(
-    holds: Callable[[UInt[Array, "*rows 1"]], Bool[Array, "*rows 1"]],
-    keys: UInt[Array, "*rows V"],
+    holds: Callable[[UInt[Array, "*rows 1"]], Bool[Array, "*rows 1"]], keys: UInt[Array, "*rows V"]
 ) -> UInt[Array, "*rows 1"]:
     """The largest threshold that `holds`: true up to some point and false after."""
     bits = 8 * keys.dtype.itemsize

@@ -13,11 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tsjax.config import GenerationConfig
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.noise import check_keys, row_keys
-from tsjax.decoding.sampling import (
-    SamplingValues,
-    first_last_seen,
-    sampling_values,
-)
+from tsjax.decoding.sampling import SamplingValues, first_last_seen, sampling_values
 from tsjax.decoding.state import RUNNING, DecodeState, StepStats
 from tsjax.model.cache import init_cache
 

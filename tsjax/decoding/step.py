@@ -14,15 +14,7 @@ from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import NEVER_SEEN, step_noise
-from tsjax.decoding.state import (
-    EOS,
-    LENGTH,
-    RUNNING,
-    Acceptance,
-    DecodeState,
-    StepStats,
-    Verdict,
-)
+from tsjax.decoding.state import EOS, LENGTH, RUNNING, Acceptance, DecodeState, StepStats, Verdict
 from tsjax.decoding.tree import DraftTree
 from tsjax.decoding.verification import accept, verify
 from tsjax.model.cache import write_rows
@@ -59,10 +51,7 @@ def check_tree(tree: DraftTree, cfg: DecodeConfig) -> None:
 
 
 def commit(
-    state: DecodeState,
-    tree: DraftTree,
-    verdict: Verdict,
-    acceptance: Acceptance,
+    state: DecodeState, tree: DraftTree, verdict: Verdict, acceptance: Acceptance
 ) -> DecodeState:
     """Appends the accepted path and the token after it; the only place where lengths grow.
 

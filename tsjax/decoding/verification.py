@@ -89,16 +89,9 @@ def scores_of(
         first, size = state.length + known, cfg.model.vocab_size
         deeper = step_noise(state.row_key, first, missing, size, state.sampling)
         noise = jnp.concatenate([noise, deeper], axis=1)
-    return score(
-        logits,
-        state.last_seen,
-        tree.depths,
-        state.length,
-        state.prompt_length,
-        noise,
-        state.sampling,
-        drafted_ancestors(tree, state.length),
-    )
+    ancestors = drafted_ancestors(tree, state.length)
+    of_row = state.length, state.prompt_length, noise, state.sampling, ancestors
+    return score(logits, state.last_seen, tree.depths, *of_row)
 
 
 def drafted_ancestors(tree: DraftTree, length):

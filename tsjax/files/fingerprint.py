@@ -73,9 +73,6 @@ def _take(array: jax.Array, index: tuple[jax.Array, ...]) -> jax.Array:
     return array.at[index].get(mode="promise_in_bounds")
 
 
-# --- rules of files that older versions wrote ---------------------------------------------------
-
-
 def fingerprint_of_norms(model: Model, cfg: ModelConfig | None = None) -> str:
     """The fingerprint in saved runs of format 1."""
     settings = (cfg or model.cfg).to_dict()

@@ -436,9 +436,7 @@ def _read(
     return _read_tensors([(entry, found[entry.key]) for entry in wanted])
 
 
-def _read_tensors(
-    pairs: list[tuple[Entry, StoredTensor]],
-) -> Iterator[tuple[Entry, np.ndarray]]:
+def _read_tensors(pairs: list[tuple[Entry, StoredTensor]]) -> Iterator[tuple[Entry, np.ndarray]]:
     wrong = []
     for number, (entry, tensor) in enumerate(pairs, 1):
         array, finite = _read_tensor(entry, tensor)

@@ -25,9 +25,6 @@ COMPILING = "/jax/core/compile/"  # how the events of tracing, lowering and comp
 MOST_BYTES = 4 * 2**30  # of the default folder; the least recently used go first
 
 
-# --- seconds ---------------------------------------------------------------------------------
-
-
 class _Intervals(threading.local):
     """When a thread was compiling. Events come when something ends, what encloses others last."""
 
@@ -80,9 +77,6 @@ class Stopwatch:
         self.last = max(time.perf_counter() - self._began - compiling, 0.0)
         self.seconds += self.last
         self.compiling += compiling
-
-
-# --- programs on disk ------------------------------------------------------------------------
 
 
 def enable_compilation_cache(folder: str | os.PathLike) -> None:

@@ -191,9 +191,6 @@ def _check_prompts(lazy: LazyPrefill, prompts: list[np.ndarray]) -> None:
             check(getattr(lazy, name) <= size, name, getattr(lazy, name), wanted)
 
 
-# --- prompts ---------------------------------------------------------------------------------
-
-
 def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
     """Any accepted form of prompt -> rows of ids, and whether it was a single one."""
     if isinstance(prompt, str):
@@ -368,9 +365,6 @@ def repeat_numbers(request: Request) -> list[int]:
     """
     rows = [(p.tobytes(), seed) for p, seed in zip(request.prompts, request.seeds, strict=True)]
     return [rows[:index].count(row) for index, row in enumerate(rows)]
-
-
-# --- sizes -----------------------------------------------------------------------------------
 
 
 def _check_positions(request: Request) -> None:

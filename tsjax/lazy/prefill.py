@@ -19,12 +19,7 @@ from tsjax.decoding.sampling import best, step_noise
 from tsjax.decoding.state import DecodeState, Verdict
 from tsjax.decoding.step import commit, decode_step
 from tsjax.decoding.verification import accept, scores_of
-from tsjax.lazy.revival import (
-    is_reviving,
-    revive_in_background,
-    run_choosing,
-    tokens_until_choice,
-)
+from tsjax.lazy.revival import is_reviving, revive_in_background, run_choosing, tokens_until_choice
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
 from tsjax.lazy.state import Plan, init_prompt
@@ -47,19 +42,10 @@ class LazyPrefill(LazySettings):
             )
         layers, shown = model.num_layers, dict(self.keep)
         for layer in shown:
-            check(
-                layer < layers,
-                "keep",
-                shown,
-                f"a cut after layer {layer}, but the model has {layers} layers: at most "
-                f"{layers - 1}",
-            )
-        check(
-            0 not in shown or self.scores == "random",
-            "keep",
-            shown,
-            "a cut before the first layer needs scores='random', as nothing attends there",
-        )
+            most = f"but the model has {layers} layers: at most {layers - 1}"
+            check(layer < layers, "keep", shown, f"a cut after layer {layer}, {most}")
+        random = "a cut before the first layer needs scores='random', as nothing attends there"
+        check(0 not in shown or self.scores == "random", "keep", shown, random)
         if self.revive == "on_demand" and sizes.width > 1:
             raise ValueError(
                 f"revive='on_demand' is not valid with method={type(method).__name__}: each "
@@ -71,8 +57,6 @@ class LazyPrefill(LazySettings):
     def rows_ahead(self) -> int:
         """Slots after the longest text that a revival may write to in vain."""
         return 0 if self.revive == "never" else self.revive_rows
-
-    # --- the prefill ----------------------------------------------------------------------------
 
     def begin(self, state: DecodeState, prompt_capacity: int, model: ModelConfig) -> DecodeState:
         """The state with no row in any layer yet, and room for prompts of `prompt_capacity`."""
@@ -92,11 +76,9 @@ class LazyPrefill(LazySettings):
     def check_width(self, state: DecodeState, width: int) -> None:
         """Each stage's passes, up to the longest prompt, have to fit."""
         most = state.prompt.capacity
-        if -(-(most - 1) // width) * width > state.kv.capacity:
-            raise ValueError(
-                f"width={width} is not valid: passes through up to {most} prompt tokens would not "
-                f"fit into the capacity {state.kv.capacity}"
-            )
+        fits = -(-(most - 1) // width) * width <= state.kv.capacity
+        wanted = f"passes through up to {most} prompt tokens would not fit into the capacity"
+        check(fits, "width", width, f"{wanted} {state.kv.capacity}")
 
     def read_part(
         self, params: Params, state: DecodeState, *, part: int, width: int, cfg: DecodeConfig
@@ -108,8 +90,6 @@ class LazyPrefill(LazySettings):
     ) -> DecodeState:
         plan = self.plan(cfg.model)
         return state if part == plan.last_stage else choose_stage(plan, params, state, part)
-
-    # --- decoding -------------------------------------------------------------------------------
 
     def step(self, params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
         """One step of decoding, and what it takes to keep the prompt's tokens where they belong."""
@@ -142,18 +122,13 @@ def _choosing_step(plan: Plan, params: Params, state: DecodeState, cfg: DecodeCo
 
 
 def _check_prompts(state: DecodeState, prompt_capacity: int, capacity: int) -> None:
-    if not 0 < prompt_capacity <= capacity:
-        raise ValueError(
-            f"prompt_capacity={prompt_capacity} is not valid: at most the capacity {capacity}"
-        )
+    most = f"at most the capacity {capacity}"
+    check(0 < prompt_capacity <= capacity, "prompt_capacity", prompt_capacity, most)
     if isinstance(state.prompt_length, Tracer) or isinstance(state.length, Tracer):
         return
     longest = int(jnp.max(state.prompt_length))
-    if longest > prompt_capacity:
-        raise ValueError(
-            f"prompt_capacity={prompt_capacity} is not valid: at least the {longest} tokens of the "
-            "longest prompt"
-        )
+    enough = f"at least the {longest} tokens of the longest prompt"
+    check(longest <= prompt_capacity, "prompt_capacity", prompt_capacity, enough)
     if bool(jnp.any(state.length != state.prompt_length)):
         raise ValueError(
             f"length={state.length} is not valid with a lazy prefill: a run begins after its prompt"

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, cast
 
-from tsjax.config import ModelConfig, check, check_int, one_of
+from tsjax.config import ModelConfig, check, check_fields, one_of
 
 REVIVE = ("on_demand", "never", "background")
 SCORES = ("attention", "random")
@@ -78,30 +78,17 @@ class LazySettings:
             not isinstance(self.keep, str) or self.keep in PRESETS, "keep", self.keep, KEEP_WANTED
         )
         if self.keep == "auto":
-            check(
-                self.speedup is not None and _is_number(self.speedup) and self.speedup >= 1,
-                "speedup",
-                self.speedup,
-                "a number of at least 1, beside keep='auto'",
-            )
+            enough = _is_number(self.speedup) and cast(float, self.speedup) >= 1
+            check(enough, "speedup", self.speedup, "a number of at least 1, beside keep='auto'")
         else:
             check(self.speedup is None, "speedup", self.speedup, "left out unless keep='auto'")
         for name, known in (("revive", REVIVE), ("scores", SCORES)):
-            value = getattr(self, name)
-            check(value in known, name, value, one_of(known))
-        for name, least in (
-            ("choose_every", 1), ("revive_rows", 1), ("window", 1), ("pool", 1),
-            ("score_layers", 1), ("sinks", 0), ("recent", 0), ("seed", 0),
-        ):  # fmt: skip
-            check_int(getattr(self, name), name, least)
+            check(getattr(self, name) in known, name, getattr(self, name), one_of(known))
+        check_fields(self, may_be_0=("sinks", "recent", "seed"))
         check(self.pool % 2 == 1, "pool", self.pool, "an odd number")
         if self.scores == "random":
-            check(
-                self.revive != "on_demand",
-                "revive",
-                self.revive,
-                "'never' or 'background' beside scores='random', which no token asks for",
-            )
+            wanted = "'never' or 'background' beside scores='random', which no token asks for"
+            check(self.revive != "on_demand", "revive", self.revive, wanted)
 
     @property
     def cuts(self) -> Cuts:
@@ -135,34 +122,26 @@ def _is_number(value: Any) -> bool:
 
 
 def _checked_cuts(keep: Any) -> Cuts:
-    is_pairs = isinstance(keep, tuple) and all(
-        isinstance(pair, tuple) and len(pair) == 2 for pair in keep
-    )
-    check(is_pairs and len(keep) > 0, "keep", keep, KEEP_WANTED)
+    is_pairs = isinstance(keep, tuple) and len(keep) > 0
+    is_pairs = is_pairs and all(isinstance(pair, tuple) and len(pair) == 2 for pair in keep)
+    check(is_pairs, "keep", keep, KEEP_WANTED)
     shown = dict(keep)
+
+    def check_cut(condition: bool, wanted: str) -> None:
+        check(condition, "keep", shown, wanted)
+
     for layer, share in keep:
-        check(
-            isinstance(layer, int) and not isinstance(layer, bool) and layer >= 0,
-            "keep", shown, f"{layer!r} is no layer: whole numbers from 0 on",
-        )  # fmt: skip
-        check(
-            _is_number(share) and 0 < share <= 1,
-            "keep", shown, f"the share {share!r} after layer {layer} is not in (0, 1]",
-        )  # fmt: skip
-        check(
-            round(share * 10**DECIMALS) > 0,
-            "keep", shown, f"shares have {DECIMALS} decimals, so {share!r} would be none",
-        )  # fmt: skip
+        is_layer = isinstance(layer, int) and _is_number(layer) and layer >= 0
+        check_cut(is_layer, f"{layer!r} is no layer: whole numbers from 0 on")
+        is_share = _is_number(share) and 0 < share <= 1
+        check_cut(is_share, f"the share {share!r} after layer {layer} is not in (0, 1]")
+        is_some = round(share * 10**DECIMALS) > 0
+        check_cut(is_some, f"shares have {DECIMALS} decimals, so {share!r} would be none")
     check(len(shown) == len(keep), "keep", keep, "each layer once")
     keep = tuple(sorted(keep))
     for (before, more), (layer, share) in zip(keep, keep[1:], strict=False):
-        check(
-            share <= more,
-            "keep",
-            shown,
-            f"shares are of the whole prompt, so {share} after layer {layer} cannot be more than "
-            f"{more} after layer {before}",
-        )
+        whole = f"shares are of the whole prompt, so {share} after layer {layer} cannot be more"
+        check_cut(share <= more, f"{whole} than {more} after layer {before}")
     return tuple((layer, round(float(share), DECIMALS)) for layer, share in keep)
 
 

@@ -181,8 +181,7 @@ def take_part(prompt: PromptState, stage: int, chosen, prompt_length) -> PromptS
         jnp.where(chosen, position, UNSEEN), mode="drop"
     )
     return prompt.replace(
-        chosen=replaced(prompt.chosen, stage, chosen),
-        order=replaced(prompt.order, index, order),
+        chosen=replaced(prompt.chosen, stage, chosen), order=replaced(prompt.order, index, order)
     )
 
 

@@ -56,11 +56,7 @@ class Chip(NamedTuple):
 
 
 # By what a device's kind contains, lower case. Only the proportions of a CPU matter.
-CHIPS = {
-    "a100": Chip(2.04e12, 312e12),
-    "h100": Chip(3.35e12, 989e12),
-    "h200": Chip(4.8e12, 989e12),
-}
+CHIPS = {"a100": Chip(2.04e12, 312e12), "h100": Chip(3.35e12, 989e12), "h200": Chip(4.8e12, 989e12)}
 OTHER_GPU = CHIPS["a100"]
 CPU = Chip(
     1.0,
@@ -88,7 +84,6 @@ def expected_tokens(decode: DecodeConfig, chip: Chip) -> float:
     if not isinstance(method, TokenSwift):
         return 1.0
     plan = method.plan(decode.model)
-    passes = plan.passes
     if decode.model.head_accuracy:
         heads = [min(share / BEST_GUESS, 1.0) for share in decode.model.head_accuracy]
     else:
@@ -96,7 +91,7 @@ def expected_tokens(decode: DecodeConfig, chip: Chip) -> float:
     if plan.best_of == 1:
         heads = [BEST_GUESS * head for head in heads]
     pass_is_right = CPU_PASS_IS_RIGHT if chip.rows else PASS_IS_RIGHT
-    rates = ([pass_is_right] * passes + heads)[: plan.levels]
+    rates = ([pass_is_right] * plan.passes + heads)[: plan.levels]
     return 1.0 + sum(math.prod(rates[: depth + 1]) for depth in range(len(rates)))
 
 
@@ -117,17 +112,16 @@ def step_cost(decode: DecodeConfig, chip: Chip, context: int, batch: int) -> flo
     if not isinstance(method, TokenSwift):
         return time / plain
     plan = method.plan(model)
-    passes = plan.passes
-    if passes:
+    if plan.passes:
         slots = min(method.draft_budget, context)
-        time += passes * pass_time(model, chip, 1, slots, batch)
+        time += plan.passes * pass_time(model, chip, 1, slots, batch)
         if method.draft_rest:
             time += reading(slots)
         if method.draft_refresh:
             # Scoring and ordering all keys takes about as long as attention of one row.
             often = min(expected_tokens(decode, chip) / method.draft_refresh, 1.0)
             time += reading(context) * often
-    if plan.levels > passes:  # heads run, and the unembedding once more
+    if plan.levels > plan.passes:  # heads run, and the unembedding once more
         time += model.vocab_size * model.embed_dim * _bytes(model) / chip.bytes_per_second
     return time / plain
 

@@ -35,11 +35,9 @@ class DraftCache(Cache):
     than `most_new`, all are chosen again.
 
     Attributes:
-      k, v: one array per layer. Slots at `length` and beyond are unspecified; the passes of a step
-        keep the rows of its drafts there.
+      k, v: the passes of a step keep the rows of its drafts in slots at `length` and beyond.
       query: of each layer, the queries of the last committed token, summed over the query heads
         that share a kv head; zero before there is one.
-      length: slots in use.
       newest: once not all tokens are here, slots at newest .. length hold those since the last
         choice; before that, `length`.
       seen: the length of the whole cache when this one was last brought up to date.

@@ -16,10 +16,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig, check, check_int, one_of
+from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.decoding.method import Sizes
 from tsjax.decoding.sampling import best_few, score
-from tsjax.decoding.state import Acceptance, DecodeState, Verdict
+from tsjax.decoding.state import DecodeState
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
 from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
 from tsjax.methods.partial_cache import (
@@ -84,6 +84,7 @@ class TokenSwift(NGram):
 
     def __post_init__(self):
         super().__post_init__()
+        check_fields(self, may_be_0=("num_ngrams", "suffix_length", "num_sinks", "suffix_alone"))
         object.__setattr__(self, "tree", as_tuples(self.tree))
         for name in ("tree", "draft_from"):
             chosen = getattr(self, name) != "auto"
@@ -91,15 +92,11 @@ class TokenSwift(NGram):
         tree_paths(self.tree)
         check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, one_of(DRAFT_FROM))
         check_int(self.draft_passes, "draft_passes", 1, 64)
-        check_int(self.num_sinks, "num_sinks", 0)
-        check_int(self.draft_budget, "draft_budget", 1)
         larger = f"larger than num_sinks={self.num_sinks}"
         check(self.draft_budget > self.num_sinks, "draft_budget", self.draft_budget, larger)
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
         if self.draft_refresh is not None:
             check_int(self.draft_refresh, "draft_refresh", 1)
-        for name in ("draft_rest", "noise_coupled"):
-            check(isinstance(getattr(self, name), bool), name, getattr(self, name), "a boolean")
 
     def plan(self, model: ModelConfig) -> Plan:
         """What these settings come to with a model's heads."""
@@ -112,12 +109,9 @@ class TokenSwift(NGram):
             )
         reach = heads + (self.draft_passes if partial else 0)
         paths = tuple(path for path in tree_paths(self.tree) if len(path) <= reach)
-        check(
-            all(rank < model.vocab_size for path in paths for rank in path),
-            "tree",
-            self.tree,
-            f"ranks and children below the vocabulary size {model.vocab_size}",
-        )
+        known = all(rank < model.vocab_size for path in paths for rank in path)
+        below = f"ranks and children below the vocabulary size {model.vocab_size}"
+        check(known, "tree", self.tree, below)
         follow = self.num_ngrams > 0 and partial
         levels = max(max(map(len, paths), default=0), int(follow))
         passes = min(self.draft_passes, levels) if partial else 0
@@ -180,15 +174,7 @@ class TokenSwift(NGram):
             groups = [suffix, *(group.unless(alone) for group in groups)]
             return memory, as_tree(state.root, groups, self.sizes(model))
 
-    def learn(
-        self,
-        model,
-        params,
-        memory: Recalled,
-        state: DecodeState,
-        verdict: Verdict,
-        acceptance: Acceptance,
-    ) -> Recalled:
+    def learn(self, model, params, memory, state, verdict, acceptance) -> Recalled:
         cache, hidden, rows = memory.cache, memory.hidden, verdict.rows
         b = jnp.arange(state.emitted.shape[0])
         # The last committed node of each row.
@@ -210,12 +196,9 @@ class TokenSwift(NGram):
 
     def refreshed(self, model: ModelConfig, cache: DraftCache, kv: KVCache) -> DraftCache:
         """The partial cache brought up to date with the whole one."""
+        most = self.sizes(model).depth + 1
         return refresh_draft_cache(
-            cache,
-            kv,
-            num_sinks=self.num_sinks,
-            max_rows=self.sizes(model).depth + 1,
-            most_new=self.draft_refresh,
+            cache, kv, num_sinks=self.num_sinks, max_rows=most, most_new=self.draft_refresh
         )
 
     def _candidates(self, model, params: Params, state: DecodeState, noise, wanted):
@@ -279,16 +262,9 @@ class TokenSwift(NGram):
             if depth:
                 positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
                 ancestors = best[:, None, 1:], positions[:, None]
-            scores = score(
-                logits[:, index : index + 1],
-                state.last_seen,
-                jnp.full((best.shape[0], 1), depth, jnp.int32),
-                state.length,
-                state.prompt_length,
-                noise,
-                state.sampling,
-                ancestors,
-            )
+            depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
+            of_row = state.length, state.prompt_length, noise, state.sampling, ancestors
+            scores = score(logits[:, index : index + 1], state.last_seen, depths, *of_row)
             values, tokens = best_few(scores[:, 0], best_of)
             ranked.append(Candidates(tokens, values > -jnp.inf))
             best = jnp.concatenate([best, tokens[:, :1]], axis=1)

@@ -52,10 +52,7 @@ def usable_mesh(mesh: Mesh | None, rules: ShardingRules = RULES) -> Mesh | None:
 
 
 def named_sharding(
-    shape: Sequence[int],
-    axes: Sequence[str | None],
-    mesh: Mesh,
-    rules: ShardingRules = RULES,
+    shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh, rules: ShardingRules = RULES
 ) -> NamedSharding:
     """The sharding of one array whose dimensions carry the logical names `axes`."""
     parts: list[str | None] = []

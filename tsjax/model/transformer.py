@@ -18,13 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsjax.config import ModelConfig
-from tsjax.model.layers import (
-    apply_rotary,
-    linear,
-    rms_norm,
-    rotary_angles,
-    swiglu,
-)
+from tsjax.model.layers import apply_rotary, linear, rms_norm, rotary_angles, swiglu
 from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
@@ -129,9 +123,7 @@ def forward(
     cfg: ModelConfig,
     layers: range | None = None,
 ) -> tuple[
-    Float[Array, "B T D"],
-    tuple[Float[Array, "B T K H"], ...],
-    tuple[Float[Array, "B T K H"], ...],
+    Float[Array, "B T D"], tuple[Float[Array, "B T K H"], ...], tuple[Float[Array, "B T K H"], ...]
 ]:
     """One pass of `layers`, by default all, over T rows.
 

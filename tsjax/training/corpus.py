@@ -117,9 +117,6 @@ class Order:
         return int(self._permutation[place])
 
 
-# --- reading ---------------------------------------------------------------------------------
-
-
 def read_corpus(
     data: Any,
     *,
@@ -281,9 +278,6 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> No
             found = f"it has the id {low if low < 0 else high}, and the model has {vocab_size=}"
             remedy = "the ids must come from the model's own tokenizer"
             raise ValueError(f"{what}: {found}; {remedy}")
-
-
-# --- predictions that cost nothing -----------------------------------------------------------
 
 
 def predictions_from_counts(

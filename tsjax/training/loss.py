@@ -206,9 +206,6 @@ def _cross_entropy_backward(cfg, slope, cotangent: HeadMetrics):
 _cross_entropy.defvjp(_loss_and_slope, _cross_entropy_backward)
 
 
-# --- the optimiser ---------------------------------------------------------------------------
-
-
 def learning_rates(settings: HeadTraining):
     """A function of the step, counted from 0. As in the published code it begins with rate 0."""
     import optax

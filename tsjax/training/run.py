@@ -176,9 +176,6 @@ def train_heads(
     return trained
 
 
-# --- arguments -------------------------------------------------------------------------------
-
-
 def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
     mesh = mesh_of(model.params)
     parts = mesh.shape.get("data", 1) if mesh is not None else 1
@@ -190,9 +187,6 @@ def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
     wanted = f"at most the {limit} positions that the model was made for"
     check(length <= limit, "sequence_length", length, wanted)
     return micro
-
-
-# --- the run ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -357,9 +351,6 @@ def _figures(record: Record) -> str:
     heads = zip(*(record[f"top{k + 1}"] for k in range(TOP)), strict=True)
     tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
     return f"loss {record['loss']:.3f}, top-1/2/3 % {tops}"
-
-
-# --- what is saved ---------------------------------------------------------------------------
 
 
 def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
