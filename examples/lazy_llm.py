@@ -18,7 +18,7 @@ STORY = (
 def main(path: str = tsjax.EMBEDDED, prompt: str = 8 * STORY + "One evening") -> None:
     model = tsjax.load(path, dtype="float32")
     third = max(1, model.cfg.num_layers // 3)
-    keep = {third: 0.5, 2 * third: 0.25}  # of the prompt, behind so many layers
+    keep = {third: 0.5, 2 * third: 0.25}  # of the prompt, after this many layers
     config = tsjax.GenerationConfig(max_new_tokens=24)
 
     full = tsjax.generate(model, prompt, config=config)

@@ -363,7 +363,7 @@ def test_stop_strings(said, stop, expected, chunked, tokenizer_folder, monkeypat
     max_examples=25, suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
 )
 def test_the_first_token_that_completes_a_stop_string_is_the_last(data, seed, talker):
-    """Against the definition: decode the prompt and every prefix, and look behind the prompt."""
+    """Against the definition: decode the prompt and every prefix, and look after the prompt."""
     prompt = [TOKENS["<s>"], TOKENS["▁the"], TOKENS["re"]]
     settings = dict(max_new_tokens=60, do_sample=True, temperature=1.5, seed=seed, eos_token_id=())
     whole = tsjax.generate(talker, prompt, **settings)
@@ -402,7 +402,7 @@ def test_the_text_continues_the_prompts(talker):
     assert "the rain" + result.text == whole
 
 
-def test_steps_thrown_away_behind_a_stop_string_count_with_their_tokens(talker, monkeypatch):
+def test_steps_thrown_away_after_a_stop_string_count_with_their_tokens(talker, monkeypatch):
     free = tsjax.generate(talker, PROMPT, max_new_tokens=40, eos_token_id=())
     monkeypatch.setattr(host_run, "_next_chunk", lambda steps, elapsed: 40)
     stop = free.text[:2]
@@ -526,7 +526,7 @@ def test_transformers_text_streamer(talker, capsys):
     result = tsjax.generate(
         talker, "the rain", max_new_tokens=30, do_sample=True, seed=5, streamer=streamer
     )
-    # Its text begins anew behind the prompt; ours continues the prompt's.
+    # Its text begins anew after the prompt; ours continues the prompt's.
     assert capsys.readouterr().out.strip() == result.text.strip()
 
 
@@ -546,7 +546,7 @@ def handlers():
 
 
 def send(number: int, after: int):
-    """For a RecordingStreamer: sends this process a signal when so many tokens have come."""
+    """For a RecordingStreamer: sends this process a signal when this many tokens have come."""
 
     def act(count: int):
         if count == after:

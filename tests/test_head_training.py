@@ -198,7 +198,7 @@ def test_logits_of_a_whole_sequence_never_exist():
 # --- the optimiser ---------------------------------------------------------------------------
 
 
-def test_update_is_adamw_behind_clipping_without_decay_of_norms():
+def test_update_is_adamw_after_clipping_without_decay_of_norms():
     settings = dataclasses.replace(SETTINGS, max_grad_norm=0.5)
     rng = np.random.default_rng(5)
     D = 6

@@ -485,7 +485,7 @@ def test_a_stop_token_inside_an_accepted_path_is_the_last(stop):
     assert result.stats.steps == (-(-(stop - 1) // 5),) * 2
 
 
-def test_a_stop_token_behind_the_room_is_not_seen():
+def test_a_stop_token_beyond_the_room_is_not_seen():
     model = perfect_model(COUNTING, 3)
     settings = dict(eos_token_id=5, max_new_tokens=3, **SIZES)
     result = tsjax.generate(model, [[1], [1]], method=DEEP, **settings)

@@ -92,7 +92,7 @@ class Run:
         return self.cfg.prefill.plan(self.cfg.model).stages
 
     def step(self) -> np.ndarray:
-        """The logits [B, V] behind the root, which the step then decides."""
+        """The logits [B, V] after the root, which the step then decides."""
         self.state, logits = _step(self.model.params, self.state, cfg=self.cfg)
         return np.asarray(logits)
 

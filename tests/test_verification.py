@@ -59,7 +59,7 @@ def merged(root, paths, lengths):
 
 
 def drafted_texts(tree) -> list[dict[int, list[int]]]:
-    """For each batch row, the drafted tokens from behind the root to each node; no padding."""
+    """For each batch row, the drafted tokens from after the root to each node; no padding."""
     rows = []
     for tokens, parents in zip(np.asarray(tree.tokens), np.asarray(tree.parents), strict=True):
         texts = {0: []}
@@ -274,7 +274,7 @@ def test_a_padding_node_is_never_accepted():
     assert np.asarray(acceptance.path)[:, 0].tolist() == [0, 0]
 
 
-# --- what a step leaves behind -------------------------------------------------------------------
+# --- what a step changes ------------------------------------------------------------------------
 
 STEP_METHODS = {
     "ngram": tsjax.NGram(num_ngrams=3, suffix_length=5),
@@ -341,7 +341,7 @@ def transition_law() -> np.ndarray:
 def model_of_the_law(num_draft_heads: int = 0) -> tsjax.Model:
     """The layers add nothing and the embedding is one-hot, so the logits are those of the law.
 
-    Its heads know what is most probable behind the most probable token, and so on.
+    Its heads know what is most probable after the most probable token, and so on.
     """
     cfg = tiny_config(
         vocab_size=STATES, embed_dim=STATES, num_layers=1, num_heads=1, num_kv_heads=1, mlp_dim=8,

@@ -20,7 +20,7 @@ SAMPLED = {
     "epsilon_cutoff": 0.001, "eta_cutoff": 0.001, "min_tokens_to_keep": 2,
     "repetition_penalty": 1.2, "repetition_window": 16, "min_new_tokens": 3, "eos_token_id": 0,
 }  # fmt: skip
-# Two levels of passes, and behind them two of heads.
+# Two levels of passes, and after them two of heads.
 EVERYTHING = tsjax.TokenSwift(
     tree=(2, 2, 1, 1), draft_passes=2, draft_budget=64, num_sinks=4, suffix_length=8,
     suffix_alone=8, draft_rest=True, pass_widths=(4,),

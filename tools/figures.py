@@ -95,7 +95,7 @@ def arrow(x: float, y: float, size: float = 6, kind: str = "faint") -> str:
 # --- the example of both trees -----------------------------------------------------------------
 
 KNOWN = ("The", "old", "house")  # the last one is the root
-DRAFTS = {  # paths behind the root, and who drafted them
+DRAFTS = {  # paths from the root on, and who drafted them
     ("was", "very", "old"): "heads",
     ("was", "not"): "heads",
     ("stood", "on"): "heads",

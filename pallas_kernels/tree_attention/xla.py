@@ -100,7 +100,7 @@ def tree_attention(
         return add_slice(index * block, block, None, carry)
 
     def add_small_block(index, carry):
-        first = behind_whole + index * small
+        first = after_whole + index * small
         start = jnp.minimum(first, S - small)  # the last block may overlap the one before it
         slots = start + jnp.arange(small, dtype=jnp.int32)[None]
         return add_slice(start, small, (slots >= first) & (slots < length[:, None]), carry)
@@ -112,8 +112,8 @@ def tree_attention(
     else:
         shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)
         whole = shortest // block
-        behind_whole = whole * block
-        rest = (longest - behind_whole + small - 1) // small
+        after_whole = whole * block
+        rest = (longest - after_whole + small - 1) // small
         carry = lax.fori_loop(0, whole, add_whole_block, carry)
         peak, total, out = lax.fori_loop(0, rest, add_small_block, carry)
     out = (out / total[..., None]).astype(q.dtype)
