@@ -70,6 +70,21 @@ def _known(flags: str) -> bool:
     return subprocess.run(probe, env=env, capture_output=True).returncode == 0
 
 
+# The longest files, to begin with: workers that take whole files then end at about the same time.
+LONGEST = (
+    "pruning", "methods", "verification", "benchmarks", "generation", "x64", "kernels", "examples",
+    "acceptance", "training", "embedded_training", "checkpoint", "bad_input", "longcontext",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def turn(item: pytest.Item) -> int:
+        name = item.path.stem.removeprefix("test_")
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=turn)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def give_programs_back():
     """Each program keeps some memory maps, of which a process may have 65,530."""

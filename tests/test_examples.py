@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each example runs on the embedded model as a user would run it, and says what it promises."""
+"""Each example runs as a user would run it, and says what it promises.
+
+Those that compile many programs take a tiny model by their first argument, the others the embedded
+one.
+"""
 
 import re
 import runpy
@@ -23,6 +27,17 @@ def run(capsys, monkeypatch):
     return run
 
 
+def make_tiny(folder: Path, **sizes) -> str:
+    hf_fixtures.make(folder, vocab_size=len(helpers.TOKENS), max_position_embeddings=2048, **sizes)
+    helpers.save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> str:
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "hf")
+
+
 def test_every_example_is_one_screen_and_has_a_test():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 60
@@ -30,8 +45,8 @@ def test_every_example_is_one_screen_and_has_a_test():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= tests
 
 
-def test_quickstart(run):
-    out = run("quickstart.py")
+def test_quickstart(run, tiny):
+    out = run("quickstart.py", tiny)
     assert out.startswith("Once upon a time")
     assert "the same text: True" in out
     plain, swift = map(float, re.findall(r"([\d.]+) tokens per step", out))
@@ -59,11 +74,8 @@ def test_batch(run):
     )
 
 
-def test_same_tokens(run, tmp_path):
-    # Of a tiny model, as it compiles five programs.
-    hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=2048)
-    helpers.save_tokenizer(tmp_path / "hf")
-    out = run("same_tokens.py", str(tmp_path / "hf"))
+def test_same_tokens(run, tiny):
+    out = run("same_tokens.py", tiny)
     found = re.findall(r"^(.*): (the same|OTHER) tokens$", out, re.M)
     assert [verdict for _, verdict in found] == ["the same"] * 4
     drafted, streamed, batch, killed = (how for how, _ in found)
@@ -82,8 +94,8 @@ def test_inside_jit(run):
     assert plain.startswith("It was a dark") and drafted.startswith(plain)
 
 
-def test_lazy_llm(run):
-    out = run("lazy_llm.py")
+def test_lazy_llm(run, tmp_path):
+    out = run("lazy_llm.py", make_tiny(tmp_path / "hf", num_hidden_layers=3))
     demanded, never = (
         [int(share) for share in line.rstrip("%").split("%, ")]
         for line in re.findall(r"^computed by each group of layers: (.*)", out, re.M)

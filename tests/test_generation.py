@@ -257,6 +257,20 @@ def test_a_prompt_of_another_bucket_compiles_one_more_prefill():
     assert sorted(programs(names)) == ["jit(decode)", "jit(read_part)", "jit(read_part)"]
 
 
+def test_methods_share_the_programs_of_the_prefill():
+    """As do lazy prefills that part only when tokens come back."""
+    model, prompt = tiny_model(num_layers=2, mlp_dim=40), list(range(20))
+    with compilations() as names:
+        for method in (None, "ngram", tsjax.TokenSwift(tree=(1,), num_ngrams=0)):
+            generate(model, prompt, max_new_tokens=8, method=method)
+    assert sorted(programs(names)) == ["jit(decode)"] * 3 + ["jit(read_part)"]
+    with compilations() as names:
+        for revive in ("on_demand", "never", "background"):
+            lazy = tsjax.LazyPrefill(keep={1: 0.5}, revive=revive)
+            generate(model, prompt, max_new_tokens=8, prefill=lazy)
+    assert sorted(programs(names)) == ["jit(decode)"] * 3 + ["jit(read_part)"] * 2
+
+
 def test_rows_that_the_host_ends_compile_nothing(talker, tmp_path):
     """Stop strings and resumed runs put flags into the state; its type must stay the same."""
     prompts, path = [[5], [6, 7]], tmp_path / "run.json"

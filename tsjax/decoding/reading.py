@@ -27,6 +27,11 @@ def parts(cfg: DecodeConfig, known) -> list:
     return [known - 1] if cfg.prefill is None else cfg.prefill.parts(cfg.model, known)
 
 
+def reading_config(cfg: DecodeConfig) -> DecodeConfig:
+    """What the passes of a prefill are compiled for: runs of all methods share them."""
+    return DecodeConfig(model=cfg.model, prefill=cfg.prefill and cfg.prefill.for_reading())
+
+
 def prefill(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig) -> DecodeState:
     """Commits all known tokens but the last of each row, `width` at a time, up to the longest."""
     if cfg.prefill is not None:

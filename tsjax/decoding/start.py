@@ -129,12 +129,9 @@ def _on_each_device(state: DecodeState, mesh) -> DecodeState:
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(x):
-        return jax.device_put(x, everywhere)
-
-    def place_rest(x):
         placed = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
-        return x if placed else place(x)
+        return x if placed else jax.device_put(x, everywhere)
 
-    mixed = jax.tree.map(place_rest, (state.kv, state.memory))
-    state = jax.tree.map(place, state.replace(kv=None, memory=None))
-    return state.replace(kv=mixed[0], memory=mixed[1])
+    kv, memory = jax.tree.map(place, (state.kv, state.memory))
+    state = jax.device_put(state.replace(kv=None, memory=None), everywhere)
+    return state.replace(kv=kv, memory=memory)

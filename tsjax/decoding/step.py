@@ -67,13 +67,8 @@ def commit(
         def on_path(x):  # [B, T, ...] -> [B, J + 1, ...]
             return x[b[:, None], path]
 
-        kv = write_rows(
-            state.kv,
-            tuple(map(on_path, verdict.rows.k)),
-            tuple(map(on_path, verdict.rows.v)),
-            state.kv.length,
-            after=verdict.target,
-        )
+        k, v = (tuple(map(on_path, rows)) for rows in (verdict.rows.k, verdict.rows.v))
+        kv = write_rows(state.kv, k, v, state.kv.length, after=verdict.target)
         # The target of each node of the path: its drafted tokens, and one more.
         emitted = on_path(verdict.target)
         index = jnp.arange(steps, dtype=jnp.int32)
@@ -86,9 +81,8 @@ def commit(
         stopped &= count <= room
         count = jnp.where(running, jnp.minimum(count, room), 0)
         new_length = length + count
-        verdicts = jnp.where(
-            stopped, EOS, jnp.where(new_length >= state.max_length, LENGTH, RUNNING)
-        )
+        full = jnp.where(new_length >= state.max_length, LENGTH, RUNNING)
+        verdicts = jnp.where(stopped, EOS, full)
 
         positions = length[:, None] + index
         kept = index < count[:, None]

@@ -18,6 +18,7 @@ import numpy as np
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.decoding.noise import row_keys
 from tsjax.decoding.programs import Programs, programs
+from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
 from tsjax.decoding.start import init_state, with_method
 from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
@@ -202,17 +203,19 @@ def _stop(state: DecodeState, rows: Any) -> DecodeState:
 
 def _read(model: Model, request: Request, state: DecodeState) -> Iterator[DecodeState]:
     """Yields the state before each pass of the prefill and after the last one."""
-    compiled, cfg = programs_of(model), request.decode
+    compiled, cfg = programs_of(model), reading_config(request.decode)
     yield state
+    of_method = {"memory": state.memory, "stats": state.stats}
+    state = state.replace(memory=None, stats=None)
     for part, widths in enumerate(request.prefill_widths):
         start = 0
         for width in widths:
             state = compiled.read_part(model.params, state, start, part=part, width=width, cfg=cfg)
             start += width
-            yield state
+            yield state.replace(**of_method)
         if part < len(request.prefill_widths) - 1:
             state = compiled.finish_part(model.params, state, part=part, cfg=cfg)
-            yield state
+            yield state.replace(**of_method)
 
 
 def programs_of(model: Model) -> Programs:

@@ -33,6 +33,10 @@ class LazyPrefill(LazySettings):
     def plan(self, model: ModelConfig) -> Plan:
         return Plan(self, model)
 
+    def for_reading(self) -> LazyPrefill:
+        """The same without what matters to decoding alone."""
+        return dataclasses.replace(self, revive="never", choose_every=1, revive_rows=1)
+
     def check(self, model: ModelConfig, method: Method, sizes: Sizes) -> None:
         """Refuses what a model's layers or a method's drafts do not allow."""
         if isinstance(self.keep, str):
