@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from benchmarks.report import facts
+from tools.facts import facts
 
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "images" / "demo.svg"
 COLUMNS, LINES = 96, 60  # of the terminal: no line of the run may leave it

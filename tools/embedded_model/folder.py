@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
-from benchmarks.report import facts, todays_command
 from convert import to_hf
 from convert.conversion import MERGE_HEADS
+from tools.facts import facts, todays_command
 from tsjax.model.params import Params, abstract_params
 from tsjax.model.transformer import ModelWeights
 

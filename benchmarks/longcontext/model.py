@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small model on benchmarks/longcontext/tasks.py, from short prompts to long ones.
 
-    python -m tools.longcontext_model --out longcontext-model --minutes 60
+    python -m benchmarks.longcontext.model --out longcontext-model --minutes 60
 
 Only the answers' tokens count. The model is evaluated while it trains, on prompts it has not seen,
 by its best guess at every token of the answer; the run ends when all retrieval tasks are above

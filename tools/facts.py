@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts beside a figure: command, device, versions, commit and date.
+
+A run may come from a copy of the checkout without its history: the variable TSJAX_COMMIT then names
+the commit.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "tsjax", "jax", "jaxlib", "flax", "orbax-checkpoint", "safetensors", "transformers", "torch",
+    "numpy",
+)  # fmt: skip
+
+
+def facts() -> dict[str, Any]:
+    """Command, device, versions and date of this run."""
+    import jax
+
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    device = jax.devices()[0]
+    name = _cpu_name() if device.platform == "cpu" else device.device_kind
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        "device": name,
+        "cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "versions": versions,
+        "commit": _commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+# What commands were called when results were recorded, and what they are called now.
+RENAMED = {
+    r"benchmarks/(?:bench_)?(\w+)\.py": r"-m benchmarks \1",
+    r"benchmarks\.longcontext\.evaluate": "benchmarks longcontext",
+    r"benchmarks\.longcontext\.texts": "benchmarks longcontext_texts",
+    r"examples\.embedded_model": "tools.embedded_model",
+}
+
+
+def todays_command(command: str) -> str:
+    """The command that does today what a recorded one did."""
+    for then, now in RENAMED.items():
+        command = re.sub(then, now, command)
+    return command
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with a + when files differ from it."""
+    git = ["git", "-C", str(Path(__file__).resolve().parent)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True)
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True)
+    except OSError:
+        return os.environ.get("TSJAX_COMMIT")
+    name = commit.stdout.decode().strip() + "+" * bool(changed.stdout.strip())
+    return name or os.environ.get("TSJAX_COMMIT")
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip() + " (CPU)"
+    except OSError:
+        pass
+    return platform.processor() or "CPU"
