@@ -24,6 +24,7 @@ MODULES = {
     "convert_memory": "convert_memory",
     "longcontext": "longcontext.evaluate",
     "longcontext_texts": "longcontext.texts",
+    "longcontext_model": "longcontext.model",
     "longbench": "longcontext.longbench",
     "kernels": "kernels",
     "step": "step",

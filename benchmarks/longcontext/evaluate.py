@@ -184,9 +184,7 @@ def passkey_grid(model, length: int, samples: int, seed: int) -> list[dict[str, 
 
 def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("longcontext", __doc__)
-    parser.add_argument(
-        "--model", required=True, help="made by benchmarks.longcontext.model"
-    )
+    parser.add_argument("--model", required=True, help="made by longcontext_model")
     parser.add_argument("--lengths", type=int, nargs="+", default=[256])
     parser.add_argument("--tasks", nargs="*", choices=TASKS, default=list(TASKS))
     parser.add_argument("--samples", type=int, default=500)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small model on benchmarks/longcontext/tasks.py, from short prompts to long ones.
 
-    python -m benchmarks.longcontext.model --out longcontext-model --minutes 60
+    python -m benchmarks longcontext_model --out longcontext-model --minutes 60
 
 Only the answers' tokens count. The model is evaluated while it trains, on prompts it has not seen,
 by its best guess at every token of the answer; the run ends when all retrieval tasks are above
@@ -10,7 +10,6 @@ by its best guess at every token of the answer; the run ends when all retrieval 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import time
@@ -22,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
+from benchmarks import report
 from benchmarks.longcontext.tasks import (
     BEGIN,
     NAMES,
@@ -139,9 +139,8 @@ def _guesses(weights, tokens, *, cfg):
     return jnp.argmax(token_logits(weights, tokens, positions, cfg), axis=-1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("longcontext_model", __doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512, 768])
     parser.add_argument("--batch", type=int, default=4096, help="tokens of one update")
@@ -151,7 +150,9 @@ def main() -> None:
     parser.add_argument("--more", nargs="*", choices=TASKS, default=[], help="practise these more")
     parser.add_argument("--start", help="a checkpoint to go on from")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    if args.out is None:
+        parser.error("--out FOLDER is needed: the checkpoint goes there")
 
     rng = np.random.default_rng(args.seed)
     weights = (
@@ -189,7 +190,3 @@ def save(weights, out: Path) -> None:
     """Replaces the checkpoint; the one before is there until the new one is whole."""
     model = tsjax.Model(tsjax.Params(model=weights), cfg=CONFIG)
     tsjax.save(model, out / "checkpoint", overwrite=True)
-
-
-if __name__ == "__main__":
-    main()
