@@ -26,6 +26,11 @@ class Implementation(NamedTuple):
     run: Callable
 
 
+def serving(implementations: Sequence[Implementation], platform: str) -> list[Implementation]:
+    """Those that can be compiled for a platform ("cpu", "cuda", ...), in the order of choice."""
+    return [one for one in implementations if one.platform in (platform, None)]
+
+
 def run(implementations: Sequence[Implementation], arrays, *, name: str | None = None):
     """The result of the first implementation that serves the case on the platform compiled for.
 
@@ -38,11 +43,9 @@ def run(implementations: Sequence[Implementation], arrays, *, name: str | None =
         if name not in names:
             raise ValueError(f"implementation={name!r} is not valid: one of {', '.join(names)}")
         implementations = [one for one in implementations if one.name == name]
-    platforms = {one.platform for one in implementations if one.platform is not None}
-    branches = {
-        platform: _first([one for one in implementations if one.platform in (platform, None)])
-        for platform in platforms
-    }
+    # In their order, so that each process lowers the same program and finds it where it was kept.
+    platforms = dict.fromkeys(one.platform for one in implementations if one.platform is not None)
+    branches = {platform: _first(serving(implementations, platform)) for platform in platforms}
     if general := [one for one in implementations if one.platform is None]:
         anywhere = _first(general)
         if not branches:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.cache_scores import xla
+from pallas_kernels.cache_scores import native, xla
 from pallas_kernels.checks import check_arrays, check_length
 from pallas_kernels.typing import Array, Float, Integer, accumulation_dtype
 
@@ -40,8 +40,8 @@ def cache_scores(
       log_totals: float32 (float64 for float64 inputs), for "softmax": the logarithm of the
         sum of exp(score) of all that a query head saw, as `tree_attention` gives it, where that is
         other than these slots. The weights are then parts of it.
-      implementation: "triton" or "xla" to have that one or an error; None for the first that
-        serves.
+      implementation: "triton", "native" or "xla" to have that one or an error; None for the first
+        that serves.
 
     Returns:
       float32 (float64 for float64 inputs). "dot": [B, K, S], -inf at `length` and beyond.
@@ -91,6 +91,7 @@ def _triton(*arrays: Array, mode: str) -> Array:
 IMPLEMENTATIONS = {
     mode: (
         dispatch.Implementation("triton", "cuda", functools.partial(_triton, mode=mode)),
+        dispatch.Implementation("native", "cpu", functools.partial(native.cache_scores, mode=mode)),
         dispatch.Implementation("xla", None, functools.partial(xla.cache_scores, mode=mode)),
     )
     for mode in MODES

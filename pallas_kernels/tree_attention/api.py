@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_arrays, check_length
-from pallas_kernels.tree_attention import xla
+from pallas_kernels.tree_attention import native, xla
 from pallas_kernels.typing import Array, Bool, Float, Int, Integer, accumulation_dtype
 
 
@@ -66,13 +66,12 @@ def tree_attention(
       k_new, v_new: keys and values of the fresh rows.
       tree_mask: tree_mask[t, u] or [b, t, u]: row t sees fresh row u. What a row gets that sees
         nothing at all is unspecified.
-      ranks: which committed slots a row sees; None is all of them. With it the attention is that
-        in plain XLA on every device.
+      ranks: which committed slots a row sees; None is all of them. The Triton kernel has none.
       rest: slots that are not here; all rows of a query head see them as one slot with the value
         rest.mean and the score rest.log_total.
       with_log_totals: to have both results, which together are a `Summary` of each row.
-      implementation: "triton" or "xla" to have that one or an error; None for the first that
-        serves.
+      implementation: "triton", "native" or "xla" to have that one or an error; None for the first
+        that serves.
 
     Returns:
       [B, T, N, H] in q's type; and, if asked for, [B, T, N] in the type of the sums: the logarithm
@@ -99,19 +98,15 @@ def tree_attention(
         bools=("tree_mask",),
     )
     check_length(arrays["length"], arrays["k_cache"].shape[2])
-    if rest is not None:
-        mean, log_total = _checked_rest(rest, arrays["q"])
-        arrays |= dict(mean=mean, log_total=log_total)
+    mean, log_total = (None, None) if rest is None else _checked_rest(rest, arrays["q"])
+    slots, rows = (None, None) if ranks is None else _checked_ranks(ranks, arrays)
+    operands = (*arrays.values(), mean, log_total, slots, rows)
     with jax.named_scope("tree_attention"):
-        if ranks is not None:
-            slots, rows = _checked_ranks(ranks, arrays, implementation)
-            both = xla.tree_attention(*arrays.values(), slot_ranks=slots, row_ranks=rows)
-        else:
-            both = dispatch.run(IMPLEMENTATIONS, tuple(arrays.values()), name=implementation)
+        both = dispatch.run(IMPLEMENTATIONS, operands, name=implementation)
         return both if with_log_totals else both[0]
 
 
-def _checked_ranks(ranks: Ranks, arrays: Mapping[str, Array], implementation: str | None) -> Ranks:
+def _checked_ranks(ranks: Ranks, arrays: Mapping[str, Array]) -> Ranks:
     B, T, S = *arrays["q"].shape[:2], arrays["k_cache"].shape[2]
     ranks = Ranks(jnp.asarray(ranks.slots), jnp.asarray(ranks.rows))
     for name, shape in (("slots", (B, S)), ("rows", (B, T))):
@@ -121,8 +116,6 @@ def _checked_ranks(ranks: Ranks, arrays: Mapping[str, Array], implementation: st
                 f"ranks.{name} of shape {found.shape} and type {found.dtype} is not valid: {shape} "
                 "of int32, by q and k_cache"
             )
-    if implementation not in (None, "xla"):
-        raise ValueError(f"implementation={implementation!r} is not valid with ranks: 'xla'")
     return ranks
 
 
@@ -182,13 +175,14 @@ def decode_attention(
     return out[:, 0]
 
 
-def _triton(*arrays: Array) -> tuple[Array, Array]:
+def _triton(*operands: Array | None) -> tuple[Array, Array]:
     from pallas_kernels.tree_attention import triton
 
-    return triton.tree_attention(*arrays)
+    return triton.tree_attention(*operands)
 
 
 IMPLEMENTATIONS = (
     dispatch.Implementation("triton", "cuda", _triton),
+    dispatch.Implementation("native", "cpu", native.tree_attention),
     dispatch.Implementation("xla", None, xla.tree_attention),
 )

@@ -70,11 +70,13 @@ def default_blocks(B: int, T: int, N: int, K: int, S: int, H: int, dtype) -> Blo
 
 def tree_attention(
     q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None,
-    *, blocks=None, interpret=False,
+    slot_ranks=None, row_ranks=None, *, blocks=None, interpret=False,
 ):  # fmt: skip
     """Arguments as in `api.tree_attention`, those of `rest` one by one; returns both results."""
     B, T, N, H = q.shape
     check_supported(q.dtype, H)
+    if slot_ranks is not None or row_ranks is not None:
+        raise NotImplementedError("ranks")
     mask = jnp.broadcast_to(tree_mask, (B, T, T)).astype(jnp.int8)
     rest = () if mean is None else (mean, log_total)
     attention = _on_each_device(N // k_cache.shape[1], bool(rest), blocks, interpret)
@@ -164,12 +166,16 @@ def _attend(
     scale = H**-0.5 * LOG2_E  # powers of two are what the chip computes
 
     def attend(k, v, visible, carry):
-        """Adds some slots, of which each row sees those that are `visible`."""
+        """Adds some slots: all, or of each row those that are `visible`. Peaks are unscaled."""
         out, peak, total = carry
-        scores = jnp.where(visible, dot(q, k, transpose_b=True) * scale, MASKED)
+        scores = dot(q, k, transpose_b=True)
+        if visible is not None:
+            scores = jnp.where(visible, scores, MASKED)
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-        shrink = jnp.exp2(peak - new_peak)
-        weights = jnp.where(visible, jnp.exp2(scores - new_peak[:, None]), 0.0)
+        shrink = jnp.exp2((peak - new_peak) * scale)
+        weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
+        if visible is not None:
+            weights = jnp.where(visible, weights, 0.0)
         total = total * shrink + jnp.sum(weights, axis=1)
         return out * shrink[:, None] + dot(weights.astype(v.dtype), v), new_peak, total
 
@@ -183,13 +189,13 @@ def _attend(
         visible = load(mask_ref, sees, is_row[:, None]) != 0
         return attend(k, v, visible, carry)
 
-    def attend_cache(index, carry):
+    def attend_cache(index, carry, *, whole):
         slots = steps(blocks.slots, (index - fresh_blocks) * blocks.slots)
         committed = slots < length
         at = b, head, slots[:, None], columns
         inside = committed[:, None] & is_column
         k, v = load(k_cache_ref, at, inside), load(v_cache_ref, at, inside)
-        return attend(k, v, committed[None, :], carry)
+        return attend(k, v, None if whole else committed[None, :], carry)
 
     nothing = (
         jnp.zeros((blocks.rows, padded(H)), jnp.float32),
@@ -197,10 +203,14 @@ def _attend(
         jnp.zeros((blocks.rows,), jnp.float32),
     )
     carry = lax.fori_loop(first, jnp.minimum(last, fresh_blocks), attend_fresh, nothing)
-    out, peak, total = lax.fori_loop(jnp.maximum(first, fresh_blocks), last, attend_cache, carry)
+    first_cached = jnp.maximum(first, fresh_blocks)
+    ragged = jnp.clip(fresh_blocks + quotient(length, blocks.slots), first_cached, last)
+    attend_whole, attend_ragged = (functools.partial(attend_cache, whole=w) for w in (True, False))
+    carry = lax.fori_loop(first_cached, ragged, attend_whole, carry)
+    out, peak, total = lax.fori_loop(ragged, last, attend_ragged, carry)
     worked = first < last
     store(out_ref, (part, b, head, rows[:, None], columns), out, worked & is_column)
-    store(peak_ref, (part, b, head, rows), peak, worked)
+    store(peak_ref, (part, b, head, rows), peak * scale, worked)
     store(total_ref, (part, b, head, rows), total, worked)
 
 

@@ -22,7 +22,7 @@ MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can ar
 
 def tree_attention(
     q, k_cache, v_cache, length, k_new, v_new, tree_mask, mean=None, log_total=None,
-    *, slot_ranks=None, row_ranks=None, block: int | None = None,
+    slot_ranks=None, row_ranks=None, *, block: int | None = None,
 ):  # fmt: skip
     """Arguments as in `api.tree_attention`; returns both results.
 

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// Vectors of W floats, for AVX-512, AVX2 and NEON from one source.
+//
+// Sums are written with fma() and never left to the compiler (-ffp-contract=off), so that a kernel
+// computes the same bits in every instance of a template.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#else
+#error "the kernels need AVX2 with FMA, AVX-512 or NEON"
+#endif
+
+#define UNROLLED _Pragma("GCC unroll 16")  // so that arrays of vectors are registers
+
+namespace tsjax {
+
+// A number of the cache or of the weights as it lies in memory.
+struct bfloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+
+inline float to_float(int8_t x) { return x; }
+
+inline float to_float(bfloat16 x) {
+  uint32_t bits = uint32_t{x.bits} << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline void from_float(float x, float* to) { *to = x; }
+
+inline void from_float(float x, bfloat16* to) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  to->bits = is_nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+#if defined(__AVX512F__)
+
+using Vector = __m512;
+constexpr int W = 16, REGISTERS = 32;
+
+inline Vector set(float x) { return _mm512_set1_ps(x); }
+inline Vector load(const float* from) { return _mm512_loadu_ps(from); }
+inline void store(float* to, Vector x) { _mm512_storeu_ps(to, x); }
+inline Vector load(const bfloat16* from) {
+  __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline Vector load(const int8_t* from) {
+  __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vector max(Vector a, Vector b) { return _mm512_max_ps(a, b); }
+inline Vector round(Vector x) { return _mm512_roundscale_ps(x, 0); }
+inline Vector times_power_of_2(Vector x, Vector n) { return _mm512_scalef_ps(x, n); }
+inline Vector where_less(Vector a, Vector b, Vector yes, Vector no) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
+
+#elif defined(__AVX2__)
+
+using Vector = __m256;
+constexpr int W = 8, REGISTERS = 16;
+
+inline Vector set(float x) { return _mm256_set1_ps(x); }
+inline Vector load(const float* from) { return _mm256_loadu_ps(from); }
+inline void store(float* to, Vector x) { _mm256_storeu_ps(to, x); }
+inline Vector load(const bfloat16* from) {
+  __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline Vector load(const int8_t* from) {
+  __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+}
+inline Vector fma(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vector max(Vector a, Vector b) { return _mm256_max_ps(a, b); }
+inline Vector round(Vector x) {
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Vector times_power_of_2(Vector x, Vector n) {  // for n from -126 to 127
+  __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(x, _mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23)));
+}
+inline Vector where_less(Vector a, Vector b, Vector yes, Vector no) {
+  return _mm256_blendv_ps(no, yes, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+
+#else
+
+using Vector = float32x4_t;
+constexpr int W = 4, REGISTERS = 32;
+
+inline Vector set(float x) { return vdupq_n_f32(x); }
+inline Vector load(const float* from) { return vld1q_f32(from); }
+inline void store(float* to, Vector x) { vst1q_f32(to, x); }
+inline Vector load(const bfloat16* from) {
+  uint16x4_t bits = vld1_u16(reinterpret_cast<const uint16_t*>(from));
+  return vreinterpretq_f32_u32(vshll_n_u16(bits, 16));
+}
+inline Vector load(const int8_t* from) {
+  int32_t bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(bytes)));
+  return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
+inline Vector fma(Vector a, Vector b, Vector c) { return vfmaq_f32(c, a, b); }
+inline Vector max(Vector a, Vector b) { return vmaxq_f32(a, b); }
+inline Vector round(Vector x) { return vrndnq_f32(x); }
+inline Vector times_power_of_2(Vector x, Vector n) {  // for n from -126 to 127
+  int32x4_t exponent = vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127));
+  return vmulq_f32(x, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
+}
+inline Vector where_less(Vector a, Vector b, Vector yes, Vector no) {
+  return vbslq_f32(vcltq_f32(a, b), yes, no);
+}
+
+#endif
+
+// The sum of a vector's entries, halves first.
+inline float sum(Vector x) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  __m256 high = _mm512_castps512_ps256(_mm512_shuffle_f32x4(x, x, 0x4e));
+  __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), high);
+#else
+  __m256 eight = x;
+#endif
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#else
+  float32x2_t two = vadd_f32(vget_low_f32(x), vget_high_f32(x));
+  return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+#endif
+}
+
+inline float largest(Vector x) {
+  float entries[W];
+  store(entries, x);
+  for (int half = W / 2; half; half /= 2)
+    for (int i = 0; i < half; i++) {
+      entries[i] = entries[i] > entries[i + half] ? entries[i] : entries[i + half];
+    }
+  return entries[0];
+}
+
+// 2^x for x <= 0, to two units in the last place: exactly 1 for 0, exactly 0 below 2^-126.
+inline Vector power_of_2(Vector x) {
+  Vector clipped = max(x, set(-126.0f));
+  Vector n = round(clipped), f = clipped - n;  // f from -1/2 to 1/2
+  Vector p = set(1.535336188319500e-4f);
+  p = fma(p, f, set(1.339887440266574e-3f));
+  p = fma(p, f, set(9.618437357674640e-3f));
+  p = fma(p, f, set(5.550332471162809e-2f));
+  p = fma(p, f, set(2.402264791363012e-1f));
+  p = fma(p, f, set(6.931472028550421e-1f));
+  p = fma(p, f, set(1.0f));
+  return where_less(x, set(-126.0f), set(0.0f), times_power_of_2(p, n));
+}
+
+inline float power_of_2(float x) {
+  float entries[W];
+  store(entries, power_of_2(set(x)));
+  return entries[0];
+}
+
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+
+// A block of 8 x 8 numbers, whose rows lie `stride` apart, as floats with rows and columns
+// exchanged.
+template <class T>
+inline void transpose(const T* from, int64_t stride, float* to, int64_t to_stride) {
+#if defined(__AVX2__)
+  auto row = [&](int i) {
+    if constexpr (sizeof(T) == 4) {
+      return _mm256_loadu_ps(reinterpret_cast<const float*>(from + i * stride));
+    } else {
+      __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stride));
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+    }
+  };
+  __m256 a[8], b[8];
+  UNROLLED for (int i = 0; i < 8; i++) a[i] = row(i);
+  UNROLLED for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+  UNROLLED for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+  UNROLLED for (int i = 0; i < 4; i++) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
+  }
+#else
+  for (int i = 0; i < 8; i++)
+    for (int j = 0; j < 8; j++) to[j * to_stride + i] = to_float(from[i * stride + j]);
+#endif
+}
+
+}  // namespace tsjax

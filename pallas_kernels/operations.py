@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of this package, and which implementations they have on a platform."""
+
+from __future__ import annotations
+
+from pallas_kernels import native
+from pallas_kernels.cache_scores.api import IMPLEMENTATIONS as CACHE_SCORES
+from pallas_kernels.dispatch import serving
+from pallas_kernels.product.api import IMPLEMENTATIONS as PRODUCT
+from pallas_kernels.rms_norm.api import implementations as rms_norms
+from pallas_kernels.tree_attention.api import IMPLEMENTATIONS as TREE_ATTENTION
+
+OPERATIONS = {
+    "tree_attention": TREE_ATTENTION,
+    **{f"cache_scores, {mode}": CACHE_SCORES[mode] for mode in CACHE_SCORES},
+    "product": PRODUCT,
+    "rms_norm": rms_norms(eps=0.0),
+}
+
+
+def implementations(platform: str) -> dict[str, tuple[str, ...]]:
+    """For each operation the names of those that serve "cpu", "cuda", ..., the first choice first.
+
+    A case that one refuses goes to the next. Kernels for CPUs are compiled here if need be, and
+    left out where this machine cannot have them.
+    """
+    absent = {"native"} if platform == "cpu" and not _has_native() else set()
+    return {
+        name: tuple(one.name for one in serving(choices, platform) if one.name not in absent)
+        for name, choices in OPERATIONS.items()
+    }
+
+
+def _has_native() -> bool:
+    return native.status(try_now=True).state == "ready"

@@ -1,0 +1,167 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of rows with weights on a CPU: each weight is read once, for all rows.
+//
+// A sum over the inner dimension has W running parts, part l for entries l, l + W, l + 2W, ...; in
+// the end the parts are added, halves first. That order is the same for one row and for a thousand.
+
+#include "../native/rows.h"
+#include "../native/tasks.h"
+
+namespace ffi = xla::ffi;
+
+namespace tsjax::product {
+
+constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications
+constexpr int64_t NEAR = 1 << 16;           // weights of a block, which stays near the core
+
+template <class T>
+struct Arrays {
+  const T* rows;
+  float* out;
+  int64_t R, O, I;
+};
+
+// Rows side by side: to[(i / W * R + r) * W + i % W] is entry i of row r, zeros after the end.
+int64_t padded(int64_t I) { return (I + W - 1) / W * W; }
+
+template <class T>
+void pack_rows(const T* rows, int64_t R, int64_t I, float* to) {
+  for (int64_t r = 0; r < R; r++) {
+    for (int64_t i = 0; i < padded(I); i++) {
+      to[(i / W * R + r) * W + i % W] = i < I ? to_float(rows[r * I + i]) : 0.0f;
+    }
+  }
+}
+
+// out[r * stride + o * apart] of R rows that are packed and O outputs. Their weights lie `apart` in
+// memory: a core reads a few long streams faster than many short ones.
+template <int R, int O, class Weight>
+void dot(const float* packed, const Weight* weights, int64_t apart, int64_t I, const float* scales,
+         float* out, int64_t stride) {
+  Vector sums[R][O];
+  UNROLLED for (int r = 0; r < R; r++)
+    UNROLLED for (int o = 0; o < O; o++) sums[r][o] = set(0.0f);
+  auto add = [&](const float* entries, Vector* weight) {
+    UNROLLED for (int r = 0; r < R; r++) {
+      Vector entry = load(entries + r * W);
+      UNROLLED for (int o = 0; o < O; o++) sums[r][o] = fma(entry, weight[o], sums[r][o]);
+    }
+  };
+  int64_t i = 0;
+  for (; i + W <= I; i += W) {
+    Vector weight[O];
+    UNROLLED for (int o = 0; o < O; o++) weight[o] = load(weights + o * apart * I + i);
+    add(packed + i * R, weight);
+  }
+  if (i < I) {  // the same with zeros after the end
+    Vector weight[O];
+    UNROLLED for (int o = 0; o < O; o++) {
+      float entries[W] = {};
+      for (int j = 0; j < W && i + j < I; j++) entries[j] = to_float(weights[o * apart * I + i + j]);
+      weight[o] = load(entries);
+    }
+    add(packed + i * R, weight);
+  }
+  UNROLLED for (int r = 0; r < R; r++)
+    UNROLLED for (int o = 0; o < O; o++) {
+      float total = sum(sums[r][o]);
+      out[r * stride + o * apart] = scales ? total * scales[o * apart] : total;
+    }
+}
+
+template <int R, class Weight>
+void dot_rows(const float* packed, const Weight* weights, int64_t outputs, int64_t I,
+              const float* scales, float* out, int64_t stride) {
+  constexpr int O = std::min(4, most_vectors(R));
+  const int64_t apart = outputs / O;
+  auto of = [&](int64_t o) { return scales ? scales + o : nullptr; };
+  for (int64_t o = 0; o < apart; o++) {
+    dot<R, O>(packed, weights + o * I, apart, I, of(o), out + o, stride);
+  }
+  for (int64_t o = apart * O; o < outputs; o++) {
+    dot<R, 1>(packed, weights + o * I, 0, I, of(o), out + o, stride);
+  }
+}
+
+// All rows with some outputs; rows are packed in tiles of MOST_ROWS.
+template <class Weight>
+void dot_all(const float* packed, const Weight* weights, int64_t rows, int64_t outputs, int64_t I,
+             const float* scales, float* out, int64_t stride) {
+  for (int64_t r = 0, R; r < rows; r += R) {
+    R = std::min(MOST_ROWS, rows - r);
+    const float* tile = packed + r * padded(I);
+    float* to = out + r * stride;
+    switch (R) {
+      case 1: dot_rows<1>(tile, weights, outputs, I, scales, to, stride); break;
+      case 2: dot_rows<2>(tile, weights, outputs, I, scales, to, stride); break;
+      case 3: dot_rows<3>(tile, weights, outputs, I, scales, to, stride); break;
+      case 4: dot_rows<4>(tile, weights, outputs, I, scales, to, stride); break;
+      case 5: dot_rows<5>(tile, weights, outputs, I, scales, to, stride); break;
+      case 6: dot_rows<6>(tile, weights, outputs, I, scales, to, stride); break;
+    }
+  }
+}
+
+template <class T, class Weight, class Pool>
+void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
+              const float* scales) {
+  const int64_t R = arrays.R, O = arrays.O, I = arrays.I;
+  auto packed = std::make_shared<std::vector<float>>(R * padded(I));
+  for (int64_t r = 0; r < R; r += MOST_ROWS) {
+    pack_rows(arrays.rows + r * I, std::min(MOST_ROWS, R - r), I, packed->data() + r * padded(I));
+  }
+  // Blocks of outputs, so that rows after the first find their weights near.
+  const int64_t block = std::max<int64_t>(8, NEAR / I / 8 * 8);
+  const int64_t share = (O + 4 * pool.num_threads() - 1) / (4 * pool.num_threads());
+  const int64_t size = std::min(block, std::max<int64_t>(8, (share + 7) / 8 * 8));
+  const int64_t tasks = (O + size - 1) / size;
+  auto work = [=, out = arrays.out](int64_t task) {
+    const int64_t first = task * size, outputs = std::min(size, O - first);
+    const Weight* some = weights + first * I;
+    const float* of_some = scales ? scales + first : nullptr;
+    if constexpr (!std::is_same_v<Weight, float>) {
+      if (R > MOST_ROWS) {
+        float* floats = scratch<0>(outputs * I);
+        for (int64_t i = 0; i < outputs * I; i++) floats[i] = to_float(some[i]);
+        return dot_all(packed->data(), floats, R, outputs, I, of_some, out + first, O);
+      }
+    }
+    dot_all(packed->data(), some, R, outputs, I, of_some, out + first, O);
+  };
+  run_tasks(pool, tasks, R * O * I > WORTH_SHARING, std::move(work));
+}
+
+template <class T>
+ffi::Error run(ffi::ThreadPool& pool, ffi::AnyBuffer rows, ffi::AnyBuffer weights,
+               ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
+  auto weight_dims = weights.dimensions();
+  const int64_t O = weight_dims[0], I = weight_dims[1];
+  Arrays<T> arrays{static_cast<const T*>(rows.untyped_data()),
+                   static_cast<float*>(out->untyped_data()),
+                   static_cast<int64_t>(rows.element_count()) / I, O, I};
+  const float* scale =
+      scales.element_count() ? static_cast<const float*>(scales.untyped_data()) : nullptr;
+  if (weights.element_type() == ffi::DataType::S8) {
+    multiply(pool, arrays, static_cast<const int8_t*>(weights.untyped_data()), scale);
+  } else {
+    multiply(pool, arrays, static_cast<const T*>(weights.untyped_data()), scale);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error handle(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer weights,
+                  ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
+  bool is_float = rows.element_type() == ffi::DataType::F32;
+  return (is_float ? run<float> : run<bfloat16>)(pool, rows, weights, scales, out);
+}
+
+}  // namespace tsjax::product
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tsjax_product, tsjax::product::handle,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()  // rows
+        .Arg<ffi::AnyBuffer>()  // weights
+        .Arg<ffi::AnyBuffer>()  // scales
+        .Ret<ffi::AnyBuffer>());

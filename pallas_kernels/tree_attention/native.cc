@@ -1,0 +1,417 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention on a CPU: each row sums what it sees in one order, whoever runs beside it.
+//
+// What a row sees are the committed slots and after them, as if they were committed, the fresh rows
+// that the mask lets it see, in their order. These places are cut into blocks of 64 and parts of
+// 1024. In a block: the scores, each a sum over h; the new peak; the weights; their sum; then the
+// values, place by place. Blocks follow one another in a part, and the parts are merged in order.
+// So a row has the same bits in any batch, beside any rows, and whether a token that it sees is
+// cached or fresh. A place with the score -inf changes nothing, as if it were not there.
+//
+// T * G rows share a kv head, and each block of the cache is read once for GROUP of them. Tasks are
+// parts where rows are few, and groups of rows, with all their parts, where there are many.
+
+#include "../native/rows.h"
+#include "../native/tasks.h"
+
+namespace ffi = xla::ffi;
+
+namespace tsjax::attention {
+
+constexpr int64_t PART = 1024, GROUP = 96;
+constexpr float NOTHING = -1e30f;  // the peak of nothing: finite, so that no inf - inf arises
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
+constexpr int64_t WORTH_SHARING = 1 << 16;  // multiplications
+
+// The arrays as api.py describes them, and their sizes.
+template <class T>
+struct Arrays {
+  const T *q, *k_cache, *v_cache, *k_new, *v_new;
+  const int32_t* length;
+  const bool* mask;
+  const T* mean;  // nullptr without `rest`
+  const float* log_total;
+  const int32_t *slot_ranks, *row_ranks;  // nullptr without `ranks`
+  T* out;
+  float* log_totals;
+  int64_t B, rows_T, N, K, S, H;
+
+  int64_t G() const { return N / K; }
+  int64_t width() const { return (H + W - 1) / W * W; }  // of a row of sums
+  int64_t committed(int64_t b) const { return std::clamp<int64_t>(length[b], 0, S); }
+  int64_t parts(int64_t b) const { return (committed(b) + rows_T - 1) / PART + 1; }
+  // Row r of a kv head is the query head r % G of the fresh row r / G.
+  int64_t query(int64_t b, int64_t k, int64_t r) const {
+    return (b * rows_T + r / G()) * N + k * G() + r % G();
+  }
+};
+
+// A running softmax of some rows. Scores are logarithms to base 2.
+struct Sums {
+  float *peak, *total, *out;
+
+  static int64_t size(int64_t rows, int64_t width) { return rows * (2 + width); }
+  Sums(float* memory, int64_t rows) : peak(memory), total(memory + rows), out(memory + 2 * rows) {}
+  void clear(int64_t rows, int64_t width) {
+    std::fill(peak, peak + rows, NOTHING);
+    std::fill(total, total + rows, 0.0f);
+    std::fill(out, out + rows * width, 0.0f);
+  }
+};
+
+void scale(float* out, int64_t width, float by) {
+  for (int64_t i = 0; i < width; i += W) store(out + i, load(out + i) * set(by));
+}
+
+// A block's scores of row r become weights; what was summed shrinks to the new peak.
+void weigh(float* scores, Sums sums, int64_t r, int64_t width) {
+  Vector most = load(scores);
+  for (int i = W; i < BLOCK; i += W) most = max(most, load(scores + i));
+  float peak = std::max(sums.peak[r], largest(most));
+  Vector total = set(0.0f);
+  for (int i = 0; i < BLOCK; i += W) {
+    Vector weight = power_of_2(load(scores + i) - set(peak));
+    store(scores + i, weight);
+    total = total + weight;
+  }
+  if (peak != sums.peak[r]) {
+    float shrink = power_of_2(sums.peak[r] - peak);
+    sums.total[r] = sums.total[r] * shrink;
+    scale(sums.out + r * width, width, shrink);
+    sums.peak[r] = peak;
+  }
+  sums.total[r] = sums.total[r] + sum(total);
+}
+
+// Adds a part that comes next to a row's sums.
+void merge(Sums to, int64_t r, float peak, float total, const float* out, int64_t width) {
+  float most = std::max(to.peak[r], peak);
+  float before = power_of_2(to.peak[r] - most), after = power_of_2(peak - most);
+  to.total[r] = to.total[r] * before;
+  to.total[r] = to.total[r] + total * after;
+  float* sums = to.out + r * width;
+  for (int64_t i = 0; i < width; i += W) {
+    store(sums + i, fma(load(out + i), set(after), load(sums + i) * set(before)));
+  }
+  to.peak[r] = most;
+}
+
+// Rows of values as floats of `width`.
+template <class T>
+void as_floats(const T* values, int64_t stride, int64_t slots, int64_t H, int64_t width, float* copy) {
+  for (int64_t s = 0; s < slots; s++) {
+    const T* from = values + s * stride;
+    float* to = copy + s * width;
+    int64_t whole = H / W * W;
+    for (int64_t i = 0; i < whole; i += W) store(to + i, load(from + i));
+    for (int64_t i = whole; i < width; i++) to[i] = i < H ? to_float(from[i]) : 0.0f;
+  }
+}
+
+// Some rows of one kv head, with the memory to run them.
+template <class T>
+struct Group {
+  const Arrays<T>& arrays;
+  int64_t b, k, first, rows;  // rows first .. first + rows of T * G
+  int64_t H, width, committed;
+  bool direct;  // the values can be read where they lie
+  float *q, *keys, *values, *weights;
+
+  static int64_t memory(int64_t H, int64_t width) {
+    return GROUP * H + BLOCK * H + BLOCK * width + MOST_ROWS * BLOCK;
+  }
+
+  Group(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first, float* memory)
+      : arrays(arrays), b(b), k(k), first(first), H(arrays.H), width(arrays.width()) {
+    rows = std::min(GROUP, arrays.rows_T * arrays.G() - first);
+    committed = arrays.committed(b);
+    direct = std::is_same_v<T, float> && width == H;
+    q = memory, keys = q + GROUP * H, values = keys + BLOCK * H, weights = values + BLOCK * width;
+    float scale = LOG2_E / std::sqrt(static_cast<float>(H));
+    for (int64_t r = 0; r < rows; r++) {
+      const T* from = arrays.q + arrays.query(b, k, first + r) * H;
+      for (int64_t h = 0; h < H; h++) q[r * H + h] = to_float(from[h]) * scale;
+    }
+  }
+
+  const T* cached(const T* cache, int64_t slot) const {
+    return cache + ((b * arrays.K + k) * arrays.S + slot) * H;
+  }
+  const T* fresh(const T* rows, int64_t t) const {
+    return rows + ((b * arrays.rows_T + t) * arrays.K + k) * H;
+  }
+  int64_t fresh_stride() const { return arrays.K * H; }
+
+  bool sees(int64_t r, int64_t slot) const {
+    if (!arrays.slot_ranks) return true;
+    int64_t t = (first + r) / arrays.G();
+    return arrays.slot_ranks[b * arrays.S + slot] < arrays.row_ranks[b * arrays.rows_T + t];
+  }
+
+  // The blocks of a part that are full of committed slots.
+  void add_whole_blocks(int64_t part, Sums sums) {
+    int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
+    for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
+      const T* block = cached(arrays.v_cache, slot);
+      pack_keys(cached(arrays.k_cache, slot), H, H, BLOCK, keys, block);
+      const float* floats = values;
+      if constexpr (std::is_same_v<T, float>) floats = direct ? block : values;
+      if (floats == values) as_floats(block, H, BLOCK, H, width, values);
+      for (int64_t r = 0, R; r < rows; r += R) {
+        R = std::min(MOST_ROWS, rows - r);
+        products(R, q + r * H, H, keys, weights, BLOCK);
+        for (int64_t i = 0; i < R; i++) {
+          if (arrays.slot_ranks) {
+            for (int j = 0; j < BLOCK; j++) {
+              if (!sees(r + i, slot + j)) weights[i * BLOCK + j] = ABSENT;
+            }
+          }
+          weigh(weights + i * BLOCK, sums, r + i, width);
+        }
+        add_values(R, weights, BLOCK, floats, BLOCK, sums.out + r * width, width);
+      }
+    }
+  }
+
+  // The committed slots after the last full block, and the fresh rows: blocks differ from row to
+  // row. `sums_of(part)` has the sums of a part, each asked for once the one before is done.
+  template <class SumsOf>
+  void add_tail(SumsOf sums_of) {
+    const int64_t G = arrays.G(), T_ = arrays.rows_T;
+    const int64_t cached_slots = committed % BLOCK, start = committed - cached_slots;
+    const int64_t first_t = first / G, last_t = (first + rows - 1) / G;
+    // Which fresh rows each row sees.
+    std::vector<std::vector<int32_t>> seen(last_t - first_t + 1);
+    int64_t fresh_rows = 0, most_places = 0;
+    for (int64_t t = first_t; t <= last_t; t++) {
+      const bool* mask = arrays.mask + (b * T_ + t) * T_;
+      auto& of_row = seen[t - first_t];
+      for (int64_t u = 0; u < T_; u++)
+        if (mask[u]) of_row.push_back(static_cast<int32_t>(u));
+      if (!of_row.empty()) fresh_rows = std::max<int64_t>(fresh_rows, of_row.back() + 1);
+      most_places = std::max<int64_t>(most_places, cached_slots + of_row.size());
+    }
+    // All that any row of the group sees, in order; the scores of all rows with it.
+    const int64_t all = cached_slots + fresh_rows, padded = (all + BLOCK - 1) / BLOCK * BLOCK;
+    float* memory = scratch<1>(rows * padded + padded * width + BLOCK * H + MOST_ROWS * padded);
+    float* scores = memory;
+    float* floats = scores + rows * padded;
+    float* spread = floats + padded * width;  // weights at the places of `floats`
+    float* gathered = spread + MOST_ROWS * padded;
+    as_floats(cached(arrays.v_cache, start), H, cached_slots, H, width, floats);
+    as_floats(fresh(arrays.v_new, 0), fresh_stride(), fresh_rows, H, width,
+              floats + cached_slots * width);
+    for (int64_t place = 0; place < all; place += BLOCK) {
+      int64_t from_cache = std::clamp<int64_t>(cached_slots - place, 0, BLOCK);
+      int64_t from_fresh = std::min<int64_t>(BLOCK, all - place) - from_cache;
+      if (from_fresh == 0) {
+        pack_keys(cached(arrays.k_cache, start + place), H, H, from_cache, keys);
+      } else {  // side by side first
+        T* together = reinterpret_cast<T*>(gathered);
+        for (int64_t s = 0; s < from_cache; s++) {
+          std::copy_n(cached(arrays.k_cache, start + place + s), H, together + s * H);
+        }
+        for (int64_t s = 0; s < from_fresh; s++) {
+          int64_t t = place + from_cache + s - cached_slots;
+          std::copy_n(fresh(arrays.k_new, t), H, together + (from_cache + s) * H);
+        }
+        pack_keys(together, H, H, from_cache + from_fresh, keys);
+      }
+      for (int64_t r = 0, R; r < rows; r += R) {
+        R = std::min(MOST_ROWS, rows - r);
+        products(R, q + r * H, H, keys, scores + r * padded + place, padded);
+      }
+    }
+    for (int64_t place = 0; place < most_places; place += BLOCK) {
+      Sums sums = sums_of((start + place) / PART);
+      for (int64_t r = 0, R; r < rows; r += R) {
+        R = std::min(MOST_ROWS, rows - r);
+        int64_t low = all, high = 0;
+        int64_t where[MOST_ROWS][BLOCK];
+        int count[MOST_ROWS];
+        for (int64_t i = 0; i < R; i++) {
+          const auto& of_row = seen[(first + r + i) / G - first_t];
+          int64_t places = cached_slots + static_cast<int64_t>(of_row.size());
+          count[i] = static_cast<int>(std::clamp<int64_t>(places - place, 0, BLOCK));
+          for (int j = 0; j < count[i]; j++) {
+            int64_t at = place + j;
+            where[i][j] = at < cached_slots ? at : cached_slots + of_row[at - cached_slots];
+          }
+          if (count[i]) {
+            low = std::min(low, where[i][0]);
+            high = std::max(high, where[i][count[i] - 1] + 1);
+          }
+        }
+        if (low >= high) continue;
+        for (int64_t i = 0; i < R; i++) {
+          float block[BLOCK];
+          for (int j = 0; j < BLOCK; j++) {
+            bool visible = j < count[i];
+            if (visible && where[i][j] < cached_slots) visible = sees(r + i, start + where[i][j]);
+            block[j] = visible ? scores[(r + i) * padded + where[i][j]] : ABSENT;
+          }
+          weigh(block, sums, r + i, width);
+          float* to = spread + i * padded;
+          std::fill(to + low, to + high, 0.0f);
+          for (int j = 0; j < count[i]; j++) to[where[i][j]] = block[j];
+        }
+        add_values(R, spread + low, padded, floats + low * width, high - low,
+                   sums.out + r * width, width);
+      }
+    }
+  }
+
+  // Adds `rest`, and writes the results.
+  void finish(Sums sums) {
+    std::vector<float> mean(width, 0.0f);
+    for (int64_t r = 0; r < rows; r++) {
+      int64_t query = arrays.query(b, k, first + r);
+      if (arrays.mean) {
+        int64_t head = b * arrays.N + k * arrays.G() + (first + r) % arrays.G();
+        for (int64_t h = 0; h < H; h++) mean[h] = to_float(arrays.mean[head * H + h]);
+        merge(sums, r, arrays.log_total[head] * LOG2_E, 1.0f, mean.data(), width);
+      }
+      float total = sums.total[r];
+      for (int64_t h = 0; h < H; h++) {
+        from_float(sums.out[r * width + h] / total, arrays.out + query * H + h);
+      }
+      arrays.log_totals[query] = (sums.peak[r] + std::log2(total)) * LN_2;
+    }
+  }
+};
+
+template <class T, class Pool>
+void attend(Pool& pool, const Arrays<T>& arrays) {
+  const int64_t H = arrays.H, width = arrays.width(), rows = arrays.rows_T * arrays.G();
+  const int64_t groups = (rows + GROUP - 1) / GROUP, heads = arrays.B * arrays.K;
+  int64_t most_parts = 0, places = 0;
+  for (int64_t b = 0; b < arrays.B; b++) {
+    most_parts = std::max(most_parts, arrays.parts(b));
+    places += arrays.committed(b) + arrays.rows_T;
+  }
+  const bool worth_sharing = places * arrays.K * rows * H > WORTH_SHARING;
+
+  if (most_parts == 1 || heads * groups >= 8 * pool.num_threads()) {  // all parts in one task
+    run_tasks(pool, heads * groups, worth_sharing, [arrays, groups, H, width](int64_t i) {
+      const int64_t own = Group<T>::memory(H, width), sums_size = Sums::size(GROUP, width);
+      float* memory = scratch<0>(own + 2 * sums_size);
+      Group<T> group(arrays, i / groups / arrays.K, i / groups % arrays.K, i % groups * GROUP, memory);
+      Sums merged(memory + own, GROUP), sums(memory + own + sums_size, GROUP);
+      merged.clear(group.rows, width);
+      int64_t part = 0, last = group.committed / BLOCK * BLOCK / PART;
+      sums.clear(group.rows, width);
+      auto next = [&](int64_t wanted) {
+        for (; part < wanted; part++) {
+          for (int64_t r = 0; r < group.rows; r++) {
+            merge(merged, r, sums.peak[r], sums.total[r], sums.out + r * width, width);
+          }
+          sums.clear(group.rows, width);
+        }
+        return sums;
+      };
+      for (int64_t p = 0; p <= last; p++) group.add_whole_blocks(p, next(p));
+      group.add_tail(next);
+      next(part + 1);
+      group.finish(merged);
+    });
+    return;
+  }
+
+  // One task for each part; the last of a group's tasks merges them.
+  struct Parts {
+    std::vector<float> sums;
+    std::vector<std::atomic<int32_t>> left;
+    Parts(int64_t floats, int64_t groups) : sums(floats), left(groups) {}
+  };
+  const int64_t size = Sums::size(GROUP, width);
+  auto parts = std::make_shared<Parts>(heads * groups * most_parts * size, heads * groups);
+  for (int64_t i = 0; i < heads * groups; i++) {
+    parts->left[i] = static_cast<int32_t>(arrays.parts(i / groups / arrays.K));
+  }
+  auto work = [arrays, parts, groups, most_parts, size, H, width](int64_t i) {
+    const int64_t group_index = i / most_parts, part = i % most_parts;
+    const int64_t b = group_index / groups / arrays.K, k = group_index / groups % arrays.K;
+    if (part >= arrays.parts(b)) return;
+    const int64_t own = Group<T>::memory(H, width);
+    float* memory = scratch<0>(own + size);
+    Group<T> group(arrays, b, k, group_index % groups * GROUP, memory);
+    float* all = parts->sums.data() + group_index * most_parts * size;
+    auto sums_of = [&](int64_t p) { return Sums(all + p * size, GROUP); };
+    const int64_t last = group.committed / BLOCK * BLOCK / PART;
+    if (part < last) {
+      sums_of(part).clear(group.rows, width);
+      group.add_whole_blocks(part, sums_of(part));
+    } else if (part == last) {  // and whatever the tail reaches
+      for (int64_t p = last; p < arrays.parts(b); p++) sums_of(p).clear(group.rows, width);
+      group.add_whole_blocks(part, sums_of(part));
+      group.add_tail(sums_of);
+    }
+    if (parts->left[group_index].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    Sums merged(memory + own, GROUP);
+    merged.clear(group.rows, width);
+    for (int64_t p = 0; p < arrays.parts(b); p++) {
+      Sums one = sums_of(p);
+      for (int64_t r = 0; r < group.rows; r++) {
+        merge(merged, r, one.peak[r], one.total[r], one.out + r * width, width);
+      }
+    }
+    group.finish(merged);
+  };
+  run_tasks(pool, heads * groups * most_parts, worth_sharing, std::move(work));
+}
+
+template <class T>
+void run(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
+         ffi::AnyBuffer length, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer mask,
+         ffi::AnyBuffer mean, ffi::AnyBuffer log_total, ffi::AnyBuffer slot_ranks,
+         ffi::AnyBuffer row_ranks, ffi::Result<ffi::AnyBuffer> out,
+         ffi::Result<ffi::AnyBuffer> log_totals) {
+  auto data = [](ffi::AnyBuffer array, auto* type) {
+    return array.element_count() ? static_cast<decltype(type)>(array.untyped_data()) : nullptr;
+  };
+  const T* numbers = nullptr;
+  const int32_t* integers = nullptr;
+  const float* floats = nullptr;
+  const bool* bools = nullptr;
+  auto q_dims = q.dimensions(), k_dims = k_cache.dimensions();
+  Arrays<T> arrays{
+      data(q, numbers), data(k_cache, numbers), data(v_cache, numbers), data(k_new, numbers),
+      data(v_new, numbers), data(length, integers), data(mask, bools), data(mean, numbers),
+      data(log_total, floats), data(slot_ranks, integers), data(row_ranks, integers),
+      static_cast<T*>(out->untyped_data()), static_cast<float*>(log_totals->untyped_data()),
+      q_dims[0], q_dims[1], q_dims[2], k_dims[1], k_dims[2], q_dims[3]};
+  attend(pool, arrays);
+}
+
+ffi::Error handle(
+    ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
+    ffi::AnyBuffer length, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer mask,
+    ffi::AnyBuffer mean, ffi::AnyBuffer log_total, ffi::AnyBuffer slot_ranks,
+    ffi::AnyBuffer row_ranks, ffi::Result<ffi::AnyBuffer> out,
+    ffi::Result<ffi::AnyBuffer> log_totals) {
+  bool is_float = q.element_type() == ffi::DataType::F32;
+  (is_float ? run<float> : run<bfloat16>)(
+      pool, q, k_cache, v_cache, length, k_new, v_new, mask, mean, log_total, slot_ranks, row_ranks,
+      out, log_totals);
+  return ffi::Error::Success();
+}
+
+}  // namespace tsjax::attention
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    tsjax_tree_attention, tsjax::attention::handle,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<ffi::AnyBuffer>()  // q
+        .Arg<ffi::AnyBuffer>()  // k_cache
+        .Arg<ffi::AnyBuffer>()  // v_cache
+        .Arg<ffi::AnyBuffer>()  // length
+        .Arg<ffi::AnyBuffer>()  // k_new
+        .Arg<ffi::AnyBuffer>()  // v_new
+        .Arg<ffi::AnyBuffer>()  // mask
+        .Arg<ffi::AnyBuffer>()  // mean
+        .Arg<ffi::AnyBuffer>()  // log_total
+        .Arg<ffi::AnyBuffer>()  // slot_ranks
+        .Arg<ffi::AnyBuffer>()  // row_ranks
+        .Ret<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>());

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+// Runs the kernels on arrays of exact size with threads of its own, for the sanitizers. What it
+// computes is held against nothing but itself: with one thread and with four, the same bits.
+
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+
+#include "cache_scores/native.cc"
+#include "product/native.cc"
+#include "rms_norm/native.cc"
+#include "tree_attention/native.cc"
+
+namespace {
+
+struct Threads {  // as much of xla::ffi::ThreadPool as the kernels use
+  int64_t count;
+  std::vector<std::thread> begun;
+
+  explicit Threads(int64_t count) : count(count) {}
+  ~Threads() {
+    for (auto& thread : begun) thread.join();
+  }
+  int64_t num_threads() const { return count; }
+  template <class Task>
+  void Schedule(Task task) {
+    begun.emplace_back(std::move(task));
+  }
+};
+
+std::mt19937 random_bits(0);
+
+template <class T>
+std::vector<T> normal(int64_t size) {
+  std::normal_distribution<float> distribution;
+  std::vector<T> numbers(size);
+  for (auto& number : numbers) tsjax::from_float(distribution(random_bits), &number);
+  return numbers;
+}
+
+int64_t up_to(int64_t most) { return static_cast<int64_t>(random_bits() % most); }
+
+template <class T>
+bool same(const std::vector<T>& a, const std::vector<T>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+template <class T>
+bool attention(int64_t B, int64_t T_, int64_t K, int64_t G, int64_t S, int64_t H) {
+  auto q = normal<T>(B * T_ * K * G * H), k = normal<T>(B * K * S * H), v = normal<T>(B * K * S * H);
+  auto k_new = normal<T>(B * T_ * K * H), v_new = normal<T>(B * T_ * K * H);
+  auto mean = normal<T>(B * K * G * H);
+  auto log_total = normal<float>(B * K * G);
+  std::vector<int32_t> length(B), slots(B * S), rows(B * T_, 5);
+  for (auto& n : length) n = static_cast<int32_t>(up_to(S + 1));
+  for (auto& rank : slots) rank = static_cast<int32_t>(up_to(9));
+  std::unique_ptr<bool[]> mask(new bool[B * T_ * T_]);
+  for (int64_t i = 0; i < B * T_ * T_; i++) {
+    mask[i] = i / T_ % T_ == i % T_ || (i % T_ < i / T_ % T_ && up_to(2));
+  }
+  bool with_rest = up_to(2), with_ranks = up_to(2);
+  std::vector<T> outs[2];
+  for (int i = 0; i < 2; i++) {
+    outs[i].resize(q.size());
+    std::vector<float> log_totals(B * T_ * K * G);
+    tsjax::attention::Arrays<T> arrays{
+        q.data(), k.data(), v.data(), k_new.data(), v_new.data(), length.data(), mask.get(),
+        with_rest ? mean.data() : nullptr, log_total.data(), with_ranks ? slots.data() : nullptr,
+        rows.data(), outs[i].data(), log_totals.data(), B, T_, K * G, K, S, H};
+    Threads pool(i ? 4 : 1);
+    tsjax::attention::attend(pool, arrays);
+  }
+  return same(outs[0], outs[1]);
+}
+
+template <class T>
+bool scores(int64_t B, int64_t K, int64_t G, int64_t S, int64_t H) {
+  auto q = normal<T>(B * K * G * H), k = normal<T>(B * K * S * H);
+  auto totals = normal<float>(B * K * G);
+  std::vector<int32_t> length(B);
+  for (auto& n : length) n = static_cast<int32_t>(up_to(S + 1));
+  bool softmax = up_to(2), given = up_to(2);
+  std::vector<float> outs[2];
+  for (int i = 0; i < 2; i++) {
+    outs[i].resize(B * K * S);
+    tsjax::scores::Arrays<T> arrays{q.data(), k.data(), length.data(), B, K * G, K, S, H};
+    Threads pool(i ? 4 : 1);
+    tsjax::scores::score(pool, arrays, softmax, given ? totals.data() : nullptr, outs[i].data());
+  }
+  return same(outs[0], outs[1]);
+}
+
+template <class T, class Weight>
+bool products(int64_t R, int64_t O, int64_t I) {
+  auto rows = normal<T>(R * I);
+  auto scales = normal<float>(O);
+  std::vector<Weight> weights(O * I);
+  for (auto& weight : weights) weight = Weight{static_cast<decltype(Weight{}.bits)>(up_to(100))};
+  std::vector<float> outs[2];
+  for (int i = 0; i < 2; i++) {
+    outs[i].resize(R * O);
+    tsjax::product::Arrays<T> arrays{rows.data(), outs[i].data(), R, O, I};
+    Threads pool(i ? 4 : 1);
+    tsjax::product::multiply(pool, arrays, weights.data(), scales.data());
+  }
+  return same(outs[0], outs[1]);
+}
+
+}  // namespace
+
+int main() {
+  for (int turn = 0; turn < 40; turn++) {
+    int64_t B = 1 + up_to(3), K = 1 + up_to(3), G = 1 + up_to(8), H = 8 * (1 + up_to(9));
+    int64_t S = 1 + up_to(turn % 4 ? 300 : 2500), T = turn % 5 ? 1 + up_to(9) : 1 + up_to(120);
+    bool well = attention<float>(B, T, K, G, S, H) && attention<tsjax::bfloat16>(B, T, K, G, S, H) &&
+                scores<float>(B, K, G, S, H) && scores<tsjax::bfloat16>(B, K, G, S, H);
+    int64_t O = 1 + up_to(400), I = 1 + up_to(500);
+    auto floats = normal<float>(O * I), rows = normal<float>(T * I);
+    std::vector<float> outs[2];
+    for (int i = 0; i < 2; i++) {
+      outs[i].resize(T * O);
+      tsjax::product::Arrays<float> arrays{rows.data(), outs[i].data(), T, O, I};
+      Threads pool(i ? 4 : 1);
+      tsjax::product::multiply(pool, arrays, floats.data(), static_cast<float*>(nullptr));
+    }
+    well = well && same(outs[0], outs[1]);
+    well = well && products<tsjax::bfloat16, tsjax::bfloat16>(T, O, I);
+    auto weight = normal<float>(I);
+    std::vector<float> normed(T * I);
+    for (int64_t r = 0; r < T; r++) {
+      tsjax::norms::normalize(rows.data() + r * I, weight.data(), I, 1e-5f, normed.data() + r * I);
+    }
+    if (!well) {
+      std::printf("not the same bits with one thread and with four, in turn %d\n", turn);
+      return 1;
+    }
+  }
+  std::printf("done\n");
+}
