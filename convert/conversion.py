@@ -21,7 +21,7 @@ import numpy as np
 
 from tsjax.config import ModelConfig, check
 from tsjax.files import checkpoint, huggingface, weight_files
-from tsjax.files.huggingface import Entry
+from tsjax.files.huggingface import Entry, Tensor
 from tsjax.input_files import read_json
 
 MERGE_HEADS, DROP_HEADS = "merge", "drop"
@@ -42,12 +42,15 @@ class Written:
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint of either kind, read one tensor at a time in the order of the declaration."""
+    """A checkpoint of either kind, read one array at a time in the order of the declaration.
+
+    Of a HuggingFace checkpoint each tensor is an array.
+    """
 
     cfg: ModelConfig
     stop_ids: tuple[int, ...]
     folder: str
-    tensors: Iterator[tuple[Entry, np.ndarray]]
+    arrays: Iterator[tuple[Entry, np.ndarray]]
 
 
 def open_source(
@@ -63,18 +66,30 @@ def open_source(
     folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
     if checkpoint.is_tsjax(folder):
         model = checkpoint.load(folder, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
-        tensors = ((entry, np.asarray(leaf)) for entry, leaf in checkpoint.named_arrays(model))
-        return Source(model.cfg, model.stop_ids, folder, tensors)
+        arrays = ((entry, np.asarray(leaf)) for entry, leaf in checkpoint.named_arrays(model))
+        return Source(model.cfg, model.stop_ids, folder, arrays)
 
     cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
     stop_ids = huggingface.read_stop_ids(folder)
     if heads is None:
-        return Source(cfg, stop_ids, folder, huggingface.read_model(cfg, weights))
+        arrays = huggingface.read_model(cfg, weights, apart=True)
+        return Source(cfg, stop_ids, folder, arrays)
     adapter = checkpoint.open_heads(heads, allow_pickle=allow_pickle)
-    own = huggingface.read_model(cfg.with_heads(0), weights)
+    own = huggingface.read_model(cfg.with_heads(0), weights, apart=True)
     cfg = cfg.with_heads(huggingface.count_heads(adapter))
-    tensors = itertools.chain(own, huggingface.read_heads(cfg, adapter))
-    return Source(cfg, stop_ids, folder, tensors)
+    arrays = itertools.chain(own, huggingface.read_heads(cfg, adapter))
+    return Source(cfg, stop_ids, folder, arrays)
+
+
+def tensors_of(
+    arrays: Iterable[tuple[Entry, np.ndarray]], on_tensor: OnTensor | None
+) -> Iterator[tuple[Tensor, np.ndarray]]:
+    """What the arrays are in a HuggingFace checkpoint."""
+    for entry, array in arrays:
+        if on_tensor is not None:
+            on_tensor(entry.path, array.nbytes)
+        for tensor in entry.tensors:
+            yield tensor, tensor.of(array)
 
 
 def to_tsjax(
@@ -140,11 +155,12 @@ def to_hf(
             cfg = cfg.with_heads(0)
     config = {**huggingface.config_to_hf(cfg), **_special_ids(source)}
     kept = {entry.path for entry in huggingface.entries(cfg)}
-    tensors = ((entry, array) for entry, array in source.tensors if entry.path in kept)
+    arrays = ((entry, array) for entry, array in source.arrays if entry.path in kept)
     with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
-        named = huggingface.entries(cfg)
-        num_params = _write_shards(folder, named, tensors, shard_bytes, on_tensor)
-        for _ in source.tensors:  # those left out; with the last one comes the warning about NaN
+        named = [tensor for entry in huggingface.entries(cfg) for tensor in entry.tensors]
+        tensors, item = tensors_of(arrays, on_tensor), jnp.dtype(cfg.dtype).itemsize
+        num_params = _write_shards(folder, named, tensors, shard_bytes, item)
+        for _ in source.arrays:  # those left out; with the last one comes the warning about NaN
             pass
         _write_json(os.path.join(folder, "config.json"), config)
         checkpoint.copy_companions(source.folder, folder)
@@ -168,12 +184,9 @@ def export_heads(
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     if not source.cfg.num_draft_heads:
         raise ValueError(f"src={os.fspath(src)!r} has no draft heads to export")
-    tensors = {}
-    for entry, array in source.tensors:
-        if entry.path.startswith("heads."):
-            tensors[entry.key] = np.ascontiguousarray(entry.as_hf(array))
-            if on_tensor is not None:
-                on_tensor(entry.path, array.nbytes)
+    arrays = (pair for pair in source.arrays if pair[0].path.startswith("heads."))
+    found = tensors_of(arrays, on_tensor)
+    tensors = {tensor.key: np.ascontiguousarray(array) for tensor, array in found}
     with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
         weight_files.write_safetensors(os.path.join(folder, HEADS_FILE), tensors)
     return _written(dst, sum(array.size for array in tensors.values()))
@@ -200,17 +213,15 @@ def verify(
         written = huggingface.read_heads(expected.cfg, weights)
     else:
         opened = open_source(dst)
-        written = opened.tensors
+        written = opened.arrays
         expected = open_source(src, dtype=opened.cfg.dtype, heads=heads, allow_pickle=allow_pickle)
     different, count = [], 0
-    wanted = iter(expected.tensors)
-    for entry, array in written:
-        other = next((a for e, a in wanted if e.path == entry.path), None)
+    wanted = tensors_of(expected.arrays, None)
+    for tensor, array in tensors_of(written, on_tensor):
+        other = next((a for t, a in wanted if t.key == tensor.key), None)
         if other is None or not _same_bits(array, other):
-            different.append(entry.path)
+            different.append(tensor.key)
         count += 1
-        if on_tensor is not None:
-            on_tensor(entry.path, array.nbytes)
     if different:
         raise ValueError(f"{os.fspath(dst)!r} differs from its source in {', '.join(different)}")
     return count
@@ -249,43 +260,36 @@ def _special_ids(source: Source) -> dict[str, Any]:
 
 def _write_shards(
     folder: str,
-    named: list[Entry],
-    tensors: Iterable[tuple[Entry, np.ndarray]],
+    named: list[Tensor],
+    tensors: Iterator[tuple[Tensor, np.ndarray]],
     shard_bytes: int,
-    on_tensor: OnTensor | None,
+    item_bytes: int,
 ) -> int:
     """Writes model.safetensors, or shards with an index; returns the number of parameters."""
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[Tensor]] = [[]]
     filled = 0
-    for entry in named:
-        size = _num_bytes(entry)
+    for tensor in named:
+        size = math.prod(tensor.shape) * item_bytes
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(entry)
+        shards[-1].append(tensor)
         filled += size
 
-    tensors = iter(tensors)
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        content = {}
-        for entry, array in itertools.islice(tensors, len(shard)):
-            content[entry.key] = np.ascontiguousarray(entry.as_hf(array))
-            if on_tensor is not None:
-                on_tensor(entry.path, array.nbytes)
+        some = itertools.islice(tensors, len(shard))
+        content = {tensor.key: np.ascontiguousarray(array) for tensor, array in some}
         name = name if len(shards) > 1 else "model.safetensors"
         weight_files.write_safetensors(os.path.join(folder, name), content)
         weight_map.update(dict.fromkeys(content, name))
+    num_params = sum(math.prod(tensor.shape) for tensor in named)
     if len(shards) > 1:
-        total = sum(map(_num_bytes, named))
+        total = num_params * item_bytes
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(os.path.join(folder, "model.safetensors.index.json"), index)
-    return sum(math.prod(entry.spec.shape) for entry in named)
-
-
-def _num_bytes(entry: Entry) -> int:
-    return math.prod(entry.spec.shape) * jnp.dtype(entry.spec.dtype).itemsize
+    return num_params
 
 
 def _write_json(path: str, content: dict[str, Any]) -> None:

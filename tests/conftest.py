@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quick compilation, four CPU devices for the sharding tests, and the hypothesis profile."""
 
+import atexit
+import contextlib
 import gc
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 
 import jax
 import numpy as np
@@ -36,6 +40,19 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_enable_compilation_cache", False)
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
+# Nor what they measure. Kernels for the CPU are those of the user's cache folder.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the environment of the first process
+    from pallas_kernels.cache_folder import cache_folder
+
+    own = tempfile.mkdtemp(prefix="tsjax-tests-")
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    kernels = cache_folder() / "native" if cache_folder() else None
+    with contextlib.suppress(OSError):
+        if kernels is not None:
+            kernels.mkdir(parents=True, exist_ok=True)
+            os.symlink(kernels, os.path.join(own, "native"))
+    os.environ["TSJAX_CACHE"] = own
+
 # A trace makes many small objects. To look for rubbish among them often takes a tenth of the time.
 gc.set_threshold(50_000, 20, 50)
 
@@ -50,6 +67,15 @@ if hypothesis is not None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """Compiles the kernels before the workers start, if the user has none: once, not in each."""
+    compile_quickly(config)
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        from pallas_kernels import native  # not before its modules are hooked
+
+        native.status(try_now=True)
+
+
+def compile_quickly(config: pytest.Config) -> None:
     """Has XLA compile with less effort: most of the suite's time is programs that run once.
 
     The environment passes that on to what tests start, workers of pytest-xdist included. With
@@ -91,6 +117,19 @@ def give_programs_back():
     yield
     jax.clear_caches()
     gc.collect()  # what is left in circles keeps them too
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch):
+    """What `Auto` chooses does not depend on how busy the machine is: costs are the formula's."""
+
+    def estimate(params, cfg, batch):
+        return cost_model.estimated(cfg, cost_model.CPU, batch)
+
+    from tsjax.host import costs
+    from tsjax.methods import cost_model
+
+    monkeypatch.setattr(costs, "measure", estimate)
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def chain_model(successor: Mapping[int, int], *, vocab_size: int = VOCAB, **kwar
     for token in range(vocab_size):
         table[token, successor.get(token, 0)] = 1.0
     weights = weights.replace(
-        embed=jnp.eye(vocab_size), final_norm=jnp.ones((vocab_size,)), unembed=jnp.asarray(table)
+        embed=jnp.eye(vocab_size), final_norm=jnp.ones((vocab_size,)), unembed=jnp.asarray(table.T)
     )
     return tsjax.Model(params.replace(model=weights), cfg=cfg, **kwargs)
 
@@ -98,21 +98,51 @@ def oracle_hidden(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
         return turned
 
     for layer in weights.layers:
-        h = norm(x, layer.attn_norm)
-        q = rotate(np.einsum("td,dnh->tnh", h, layer.q))
-        k = rotate(np.einsum("td,dnh->tnh", h, layer.k))
-        v = np.einsum("td,dnh->tnh", h, layer.v)
+        h, parts = norm(x, layer.attn_norm), unpacked(layer)
+        q, k, v = (np.einsum("td,nhd->tnh", h, parts[name]) for name in "qkv")
+        q, k = rotate(q), rotate(k)
         for head in range(cfg.num_heads):
             shared = head // cfg.group_size
             scores = q[:, head] @ k[:, shared].T / math.sqrt(H)
             scores[np.triu_indices(T, 1)] = -np.inf
             scores = np.exp(scores - scores.max(-1, keepdims=True))
             mixed = scores / scores.sum(-1, keepdims=True) @ v[:, shared]
-            x = x + mixed @ layer.o[head]
+            x = x + mixed @ layer.o[:, head].T
         h = norm(x, layer.mlp_norm)
-        gate = h @ layer.gate
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer.up)) @ layer.down
+        gate, up = h @ parts["gate"].T, h @ parts["up"].T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T
     return x
+
+
+def unpacked(layer) -> dict[str, np.ndarray]:
+    """What lies together in a layer: q [N, H, D], k and v [K, H, D], gate and up [F, D], biases."""
+    found = {}
+    for end in ("", "_bias"):
+        joined = getattr(layer, f"qkv{end}")
+        if joined is not None:
+            heads = np.asarray(joined)
+            of_group = [head[:-2] for head in heads]  # its query heads, before its key and value
+            found[f"q{end}"] = np.concatenate(of_group)
+            found[f"k{end}"], found[f"v{end}"] = heads[:, -2], heads[:, -1]
+        joined = getattr(layer, f"gate_up{end}")
+        if joined is not None:
+            found[f"gate{end}"], found[f"up{end}"] = np.moveaxis(np.asarray(joined), 1, 0)
+    return found
+
+
+def packed(layer, **parts):
+    """The layer with some of its parts replaced, in any shape that has their numbers in order."""
+    parts, changed = unpacked(layer) | parts, {}
+    K, D = len(layer.qkv), layer.qkv.shape[-1]
+    for end, inputs in (("", (D,)), ("_bias", ())):
+        if f"q{end}" in parts:
+            shape = (K, -1, layer.qkv.shape[2], *inputs)
+            heads = [np.reshape(parts[f"{name}{end}"], shape) for name in "qkv"]
+            changed[f"qkv{end}"] = jnp.asarray(np.concatenate(heads, axis=1))
+        if f"gate{end}" in parts:
+            units = [np.reshape(parts[f"{name}{end}"], (-1, *inputs)) for name in ("gate", "up")]
+            changed[f"gate_up{end}"] = jnp.asarray(np.stack(units, axis=1))
+    return layer.replace(**changed)
 
 
 def oracle_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -121,8 +151,8 @@ def oracle_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def oracle_unembed(model: tsjax.Model, normed: np.ndarray) -> np.ndarray:
     weights = model.params.model
-    matrix = weights.embed.T if weights.unembed is None else weights.unembed
-    return normed @ np.asarray(matrix, np.float64)
+    matrix = weights.embed if weights.unembed is None else weights.unembed
+    return normed @ np.asarray(matrix, np.float64).T
 
 
 def oracle_logits(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:

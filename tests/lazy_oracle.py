@@ -13,7 +13,7 @@ from collections import Counter
 
 import jax
 import numpy as np
-from helpers import oracle_norm, oracle_unembed
+from helpers import oracle_norm, oracle_unembed, unpacked
 
 import tsjax
 
@@ -108,8 +108,8 @@ class LazyOracle:
         for index in layers:
             layer, weights = self.weights.layers[index], []
             h = oracle_norm(x, layer.attn_norm, cfg.norm_eps)
-            q, k = (np.einsum("td,dnh->tnh", h, w) for w in (layer.q, layer.k))
-            v = np.einsum("td,dnh->tnh", h, layer.v)
+            parts = unpacked(layer)
+            q, k, v = (np.einsum("td,nhd->tnh", h, parts[name]) for name in "qkv")
             for row, i in enumerate(positions):
                 assert i not in self.keys[index]
                 self.keys[index][i] = self._rotate(k[row], i)
@@ -127,12 +127,12 @@ class LazyOracle:
                     weight = np.exp(score - score.max())
                     weight /= weight.sum()
                     share += weight / cfg.num_heads
-                    mixed[row] += weight @ values @ layer.o[head]
+                    mixed[row] += weight @ values @ layer.o[:, head].T
                 weights.append(dict(zip(others, share, strict=True)))
             x = x + mixed
             h = oracle_norm(x, layer.mlp_norm, cfg.norm_eps)
-            gate = h @ layer.gate
-            x = x + (gate / (1 + np.exp(-gate)) * (h @ layer.up)) @ layer.down
+            gate, up = h @ parts["gate"].T, h @ parts["up"].T
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T
             if index in layers[-self.lazy.score_layers :]:
                 # Of the prompt's last tokens in a prefill; a new token comes alone.
                 for row in weights[-self.lazy.window :]:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import chain_model, oracle_hidden, oracle_norm, tiny_config, tiny_model
+from helpers import chain_model, oracle_hidden, oracle_norm, tiny_config, tiny_model, unpacked
 
 import tsjax
 from tools import record_acceptance
@@ -165,7 +165,7 @@ def doubtful_model(depth: int) -> tsjax.Model:
         matrix = 10.0**index * follow
         if index == depth:
             matrix[:COUNT, ELSEWHERE] = 1.5 * 10.0**index
-        heads.append(head.replace(linear=jnp.asarray(matrix)))
+        heads.append(head.replace(linear=jnp.asarray(matrix.T)))
     return tsjax.Model(plain.params.replace(heads=tuple(heads)), cfg=cfg)
 
 
@@ -235,8 +235,8 @@ def test_importance_is_that_of_all_query_heads_of_a_group():
     angle = np.arange(13)[:, None, None] * cfg.rope.theta ** (-np.arange(half) / half)
     cos, sin = np.cos(angle), np.sin(angle)
     for x, layer, query in zip(hidden, weights.layers, rows.query, strict=True):
-        norm, matrix = (np.asarray(w, np.float64) for w in (layer.attn_norm, layer.q))
-        q = np.einsum("td,dnh->tnh", oracle_norm(x, norm, cfg.norm_eps), matrix)
+        norm, matrix = np.asarray(layer.attn_norm, np.float64), unpacked(layer)["q"]
+        q = np.einsum("td,nhd->tnh", oracle_norm(x, norm, cfg.norm_eps), matrix)
         a, b = q[..., :half], q[..., half:]
         q = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
         summed = np.stack([q[:, :3].sum(1), q[:, 3:].sum(1)], axis=1)

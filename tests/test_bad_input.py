@@ -33,7 +33,7 @@ def no_compute(monkeypatch):
     def reached(*args, **kwargs):
         pytest.fail("the state was allocated")
 
-    monkeypatch.setattr(run, "init_state", reached)
+    monkeypatch.setattr(run, "_begin", reached)
     with compilations() as names:
         yield
     assert names == []

@@ -15,7 +15,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import report, step, ttft
+from benchmarks import first_token, report, step, ttft
 from benchmarks.kernels import cases, measuring, programs, tuning
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton
@@ -67,7 +67,7 @@ def test_the_list_names_every_benchmark():
 def test_an_unknown_name_is_refused():
     done = program("decoding", "--rounds", "1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: 'decoding' is no benchmark: decode, speedup, ")
+    assert done.stderr.startswith("error: 'decoding' is no benchmark: cpu, speedup, ")
 
 
 @pytest.mark.parametrize(
@@ -321,3 +321,24 @@ def test_contexts_that_do_not_fit():
     assert step.fitting([4096, 106_496], model, 100e9) == ([4096, 106_496], [])
     assert step.fitting([106_496, 4096], model, 20e9) == ([4096], [106_496])
     assert step.fitting([4096], model, None) == ([4096], [])
+
+
+def test_when_a_command_has_begun():
+    assert not first_token.has_begun("generate", b"") and first_token.has_begun("generate", b",")
+    before = b"tsjax/small-english: 5,477,120 parameters, on cpu\nCompiling both methods ..."
+    assert not first_token.has_begun("demo", before)
+    assert first_token.has_begun("demo", before + b" 12 s\n")
+
+
+def test_bars_of_the_first_token():
+    rows = [
+        {"command": "plain", "programs": "cold", "seconds": 8.0},
+        {"command": "plain", "programs": "warm", "seconds": 3.1},
+    ]
+    assert [bar["met"] for bar in first_token.bars(rows)] == [True, False]
+    assert [bar["bar"] for bar in first_token.bars(rows)] == [8.0, 3.0]
+
+
+def test_a_command_that_fails_is_told(tmp_path):
+    with pytest.raises(RuntimeError, match="there is no such folder"):
+        first_token.run(["generate", str(tmp_path / "none"), "Once"], "")

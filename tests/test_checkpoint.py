@@ -40,23 +40,29 @@ def assert_same_trees(left, right):
 
 
 def check_layer(theirs: dict, ours, cfg, prefix: str) -> None:
-    """Every weight of one layer, moved by hand: [out, in] there, [in, heads, head_dim] here."""
-    D, H = cfg.embed_dim, cfg.head_dim
-    for name, heads in (("q", cfg.num_heads), ("k", cfg.num_kv_heads), ("v", cfg.num_kv_heads)):
-        weight = theirs[f"{prefix}.self_attn.{name}_proj.weight"]
-        for n in range(heads):
-            assert same(getattr(ours, name)[:, n, :], weight[n * H : (n + 1) * H, :].T)
-        if cfg.qkv_bias:
-            bias = theirs[f"{prefix}.self_attn.{name}_proj.bias"]
-            assert same(getattr(ours, f"{name}_bias"), bias.reshape(heads, H))
+    """Every weight of one layer, moved by hand, head by head and unit by unit."""
+    D, H, K, G = cfg.embed_dim, cfg.head_dim, cfg.num_kv_heads, cfg.group_size
+    places = {"q": [(n // G, n % G) for n in range(K * G)]}
+    places |= {"k": [(n, G) for n in range(K)], "v": [(n, G + 1) for n in range(K)]}
+    for name, heads in places.items():
+        theirs_of = f"{prefix}.self_attn.{name}_proj"
+        assert len(theirs[f"{theirs_of}.weight"]) == H * len(heads)
+        for n, place in enumerate(heads):
+            rows = slice(n * H, (n + 1) * H)
+            assert same(ours.qkv[place], theirs[f"{theirs_of}.weight"][rows])
+            if cfg.qkv_bias:
+                assert same(ours.qkv_bias[place], theirs[f"{theirs_of}.bias"][rows])
+    assert ours.qkv.shape == (K, G + 2, H, D)
     weight = theirs[f"{prefix}.self_attn.o_proj.weight"]
     for n in range(cfg.num_heads):
-        assert same(ours.o[n], weight[:, n * H : (n + 1) * H].T)
-    for name in ("gate", "up", "down"):
-        assert same(getattr(ours, name), theirs[f"{prefix}.mlp.{name}_proj.weight"].T)
+        assert same(ours.o[:, n], weight[:, n * H : (n + 1) * H])
+    for index, name in enumerate(("gate", "up")):
+        assert same(ours.gate_up[:, index], theirs[f"{prefix}.mlp.{name}_proj.weight"])
         if cfg.mlp_bias:
-            bias = theirs[f"{prefix}.mlp.{name}_proj.bias"]
-            assert same(getattr(ours, f"{name}_bias"), bias)
+            assert same(ours.gate_up_bias[:, index], theirs[f"{prefix}.mlp.{name}_proj.bias"])
+    assert same(ours.down, theirs[f"{prefix}.mlp.down_proj.weight"])
+    if cfg.mlp_bias:
+        assert same(ours.down_bias, theirs[f"{prefix}.mlp.down_proj.bias"])
     if cfg.out_bias:
         assert same(ours.o_bias, theirs[f"{prefix}.self_attn.o_proj.bias"])
     if cfg.qk_norm:
@@ -74,12 +80,12 @@ def check_model(theirs: dict, model: Model) -> None:
     if cfg.tie_embeddings:
         assert weights.unembed is None
     else:
-        assert same(weights.unembed, theirs["lm_head.weight"].T)
+        assert same(weights.unembed, theirs["lm_head.weight"])
     for index, layer in enumerate(weights.layers):
         check_layer(theirs, layer, cfg, f"model.layers.{index}")
     for index, head in enumerate(model.params.heads):
         prefix = f"model.medusa_layers.{index}"
-        assert same(head.linear, theirs[f"{prefix}.linear.weight"].T)
+        assert same(head.linear, theirs[f"{prefix}.linear.weight"])
         assert same(head.norm_in, theirs[f"{prefix}.input_layernorm.weight"])
         assert same(head.norm_out, theirs[f"{prefix}.post_layernorm.weight"])
 
@@ -126,9 +132,9 @@ def test_every_row_of_the_table_is_used():
     biased = model_config(hf_fixtures.config(**BIASED, medusa_heads=1))
     normed = model_config(hf_fixtures.config("qwen3"))
     paths = {re.sub(r"\.\d+\.", ".{i}.", e.path) for c in (biased, normed) for e in entries(c)}
-    keys = {re.sub(r"\.\d+\.", ".{i}.", e.key) for c in (biased, normed) for e in entries(c)}
-    assert paths == {path for _, path, _ in TABLE}
-    assert keys == {key for key, _, _ in TABLE}
+    tensors = [t for c in (biased, normed) for e in entries(c) for t in e.tensors]
+    assert paths == {path for _, path in TABLE}
+    assert {re.sub(r"\.\d+\.", ".{i}.", t.key) for t in tensors} == {key for key, _ in TABLE}
 
 
 def test_old_rotary_buffers_and_a_tied_lm_head_are_ignored(tmp_path):
@@ -428,8 +434,8 @@ def test_weights_are_placed_on_the_mesh_as_declared(family, tmp_path):
         assert_same_trees(model.params, plain.params)
         for leaf, wanted in zip(jax.tree.leaves(model.params), declared, strict=True):
             assert leaf.sharding == wanted.sharding
-        q = model.params.model.layers[0].q
-        assert {shard.data.shape for shard in q.addressable_shards} == {(32, 2, 8)}
+        qkv = model.params.model.layers[0].qkv  # a kv head, with its two query heads
+        assert {shard.data.shape for shard in qkv.addressable_shards} == {(1, 4, 8, 32)}
     # What was saved from a mesh is the same on one device.
     save(load(tmp_path / "hf", mesh=mesh), tmp_path / "again")
     assert_same_trees(load(tmp_path / "again").params, plain.params)
@@ -574,7 +580,7 @@ def saved(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda d: d.update(format_version=99), "format_version=99; this tsjax reads 1"),
+        (lambda d: d.update(format_version=99), "format_version=99; this tsjax reads 1 and 2"),
         (lambda d: d.pop("format_version"), "format_version=None"),
         (lambda d: d.pop("model"), "is damaged: KeyError"),
         (lambda d: d.update(model=[]), "is damaged"),
@@ -607,10 +613,82 @@ def test_arrays_that_do_not_fit_the_description_are_listed(saved):
         load(saved)
     for line in (
         "does not fit the config",
-        "missing: model.layers.0.up_bias",
-        "not part of this model: model.layers.1.q\n",
+        "missing: model.layers.0.gate_up_bias",
+        "not part of this model: model.layers.1.qkv\n",
         "not part of this model: model.unembed",
         "model.embed has shape [48, 32]; the config asks for [50, 32]",
+    ):
+        assert line in str(error.value)
+
+
+# What version 0.1.0 made of HuggingFace's names, one replacement after the other.
+NAMES_OF_FORMAT_1 = {
+    "model.medusa_layers": "heads", "linear.weight": "linear", "post_layernorm": "norm_out",
+    "post_attention_layernorm": "mlp_norm", "embed_tokens": "embed", "lm_head": "model.unembed",
+    "model.norm": "model.final_norm", "self_attn.": "", "mlp.": "", "_proj.weight": "",
+    "_proj.bias": "_bias", ".weight": "",
+}  # fmt: skip
+
+
+def save_format_1(raw: dict, theirs: dict, folder) -> None:
+    """A checkpoint as version 0.1.0 wrote it: q, k, v, gate and up apart, inputs before outputs."""
+    from orbax.checkpoint import v1 as ocp
+
+    cfg, arrays = model_config(raw), {}
+    for key, array in theirs.items():
+        path = key.replace("input_layernorm", "norm_in" if "medusa" in key else "attn_norm")
+        for there, here in NAMES_OF_FORMAT_1.items():
+            path = path.replace(there, here)
+        name = path.split(".")[-1]
+        if name != "embed":
+            array = array.T
+        if name in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
+            array = array.reshape(*array.shape[:-1], -1, cfg.head_dim)
+        if name == "o":
+            array = array.reshape(-1, cfg.head_dim, cfg.embed_dim)
+        arrays[path] = np.ascontiguousarray(array)
+    folder.mkdir()
+    ocp.save(folder / "params", arrays)
+    description = {"format_version": 1, "model": cfg.to_dict(), "stop_ids": [2]}
+    (folder / "tsjax.json").write_text(json.dumps(description))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [("llama", {**BIASED, "medusa_heads": 2}), ("qwen2", {}), ("qwen3", {})]
+)
+def test_a_checkpoint_of_format_1_is_read(family, changes, tmp_path):
+    raw = hf_fixtures.config(family, **changes)
+    theirs = hf_fixtures.tensors(raw, heads=changes.get("medusa_heads", 0))
+    save_format_1(raw, theirs, tmp_path / "old")
+    plain = load(tmp_path / "old")
+    check_model(theirs, plain)
+    # Also on a mesh, in another type, and saved again.
+    mesh = mesh_of((2, 2), ("data", "model"))
+    placed = load(tmp_path / "old", mesh=mesh)
+    assert_same_trees(placed.params, plain.params)
+    declared = jax.tree.leaves(abstract_params(plain.cfg, mesh))
+    for leaf, wanted in zip(jax.tree.leaves(placed.params), declared, strict=True):
+        assert leaf.sharding == wanted.sharding
+    half = {key: tensor.astype(jnp.bfloat16) for key, tensor in theirs.items()}
+    check_model(half, load(tmp_path / "old", dtype="bfloat16"))
+    save(plain, tmp_path / "new")
+    assert json.loads((tmp_path / "new" / "tsjax.json").read_text())["format_version"] == 2
+    assert_same_trees(load(tmp_path / "new").params, plain.params)
+
+
+def test_arrays_that_do_not_fit_format_1_are_listed_under_their_names_there(tmp_path):
+    raw = hf_fixtures.config()
+    save_format_1(raw, hf_fixtures.tensors(raw), tmp_path / "old")
+    file = tmp_path / "old" / "tsjax.json"
+    description = json.loads(file.read_text())
+    description["model"].update(num_layers=1, mlp_bias=True, mlp_dim=50)
+    file.write_text(json.dumps(description))
+    with pytest.raises(ValueError) as error:
+        load(tmp_path / "old")
+    for line in (
+        "missing: model.layers.0.up_bias",
+        "not part of this model: model.layers.1.q\n",
+        "model.layers.0.gate has shape [32, 40]; the config asks for [32, 50]",
     ):
         assert line in str(error.value)
 

@@ -15,6 +15,7 @@ import pytest
 from helpers import save_tokenizer, tiny_config, tiny_model
 
 import tsjax
+from pallas_kernels.cache_folder import cache_folder
 from tsjax.host import compilation, run
 from tsjax.host.compilation import Stopwatch
 
@@ -76,6 +77,39 @@ def test_rates_of_a_run_leave_compiling_out():
     assert first.tokens_per_second == first.computed_tokens / first.decode_seconds
 
 
+# --- how many programs ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiled():
+    """The names of the programs that are compiled from now on, as in a fresh process."""
+    names = []
+
+    def note(event, duration_secs, *, fun_name="?", **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            names.append(fun_name.removeprefix("jit(").removesuffix(")"))
+
+    jax.clear_caches()
+    jax.monitoring.register_event_duration_secs_listener(note)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.mark.parametrize("method", ["autoregressive", tsjax.TokenSwift(draft_passes=2)])
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3], [4]]], ids=["one row", "two rows"])
+def test_a_run_is_three_programs(compiled, method, prompt):
+    model = tiny_model(vocab_size=67)
+    compiled.clear()  # those of the weights
+    tsjax.generate(model, prompt, max_new_tokens=4, method=method)
+    assert compiled == ["begin", "read_part", "decode"]
+    rows = len(prompt) if isinstance(prompt[0], list) else 1
+    sampling = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.2}
+    for changes in ({"seed": 5}, sampling, {"eos_token_id": 3}, {"max_new_tokens": 300}):
+        other = [[7, 8, 9, 10, 11]] * rows
+        tsjax.generate(model, other, method=method, **{"max_new_tokens": 9, **changes})
+    assert compiled == ["begin", "read_part", "decode"], "and no other call makes one"
+
+
 # --- programs on disk ----------------------------------------------------------------------------
 
 
@@ -88,11 +122,18 @@ def checkpoint(tmp_path):
     return tmp_path / "model"
 
 
+# Nothing is said of kept programs, nor of kernels.
+FRESH = {
+    name: value
+    for name, value in os.environ.items()
+    if name not in ("JAX_ENABLE_COMPILATION_CACHE", "TSJAX_CACHE")
+} | {"TSJAX_NATIVE": "0"}
+
+
 def run_command(*arguments, **environment):
-    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_COMPILATION_CACHE"}
     done = subprocess.run(
         [sys.executable, "-m", "tsjax", *map(str, arguments)],
-        env={**env, **environment}, capture_output=True, text=True, cwd=ROOT,
+        env={**FRESH, **environment}, capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done
@@ -129,10 +170,9 @@ print(jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_ca
 
 def folder_after(*flags, **environment):
     """The folder that jax is told to keep programs in; None where it keeps none."""
-    env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_COMPILATION_CACHE"}
     command = [sys.executable, "-c", WHERE, *map(str, flags)]
     done = subprocess.run(
-        command, env={**env, **environment}, capture_output=True, text=True, cwd=ROOT
+        command, env={**FRESH, **environment}, capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
     folder, enabled = done.stdout.split()
@@ -149,11 +189,56 @@ def test_where_programs_are_kept(tmp_path):
         (("--no-compilation-cache",), {}, None),
         ((), {"JAX_ENABLE_COMPILATION_CACHE": "false"}, None),
         ((), {"XDG_CACHE_HOME": "/dev/null"}, None),  # nothing can be written there
+        ((), {"TSJAX_CACHE": str(mine)}, mine / "programs"),
+        (("library",), {"TSJAX_CACHE": ""}, None),
     ):
         found = folder_after(*flags, **{"XDG_CACHE_HOME": str(home), **environment})
         assert (found and found.parent) == wanted
     own = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": str(mine)}
     assert folder_after(**own) == mine, "the user has said where"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line_on_stderr(checkpoint):
+    command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2"]
+    done = run_command(*command, TSJAX_CACHE="/dev/null/mine")
+    said, figures = done.stderr.splitlines()
+    assert said.startswith("[compiled programs are not kept: ") and "/dev/null/mine" in said
+    assert done.stdout.split() and figures.startswith("[2 tokens")
+
+
+def test_the_library_warns_of_a_cache_that_cannot_be_written(monkeypatch):
+    def refuse():
+        raise PermissionError("no")
+
+    monkeypatch.setattr(compilation, "keep_programs", refuse)
+    with pytest.warns(UserWarning, match="compiled programs are not kept: no"):
+        compilation.try_to_keep_programs.__wrapped__()
+
+
+def test_a_folder_that_cannot_be_written_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(PermissionError, match=str(tmp_path)):
+        tsjax.enable_compilation_cache(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted"),
+    [
+        ({}, "/home/me/.cache/tsjax"),
+        ({"XDG_CACHE_HOME": "/fast"}, "/fast/tsjax"),
+        ({"XDG_CACHE_HOME": "not/absolute"}, "/home/me/.cache/tsjax"),
+        ({"TSJAX_CACHE": "/mine", "XDG_CACHE_HOME": "/fast"}, "/mine"),
+        ({"TSJAX_CACHE": "~/mine"}, "/home/me/mine"),
+        ({"TSJAX_CACHE": ""}, None),
+        ({"HOME": "nowhere"}, None),
+    ],
+)
+def test_the_cache_folder(monkeypatch, environment, wanted):
+    for name in ("TSJAX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **environment}.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == (wanted and Path(wanted))
 
 
 ON_A_MESH = """
@@ -196,7 +281,7 @@ class _OnGpu:
 
 def test_the_library_keeps_programs_on_a_gpu(monkeypatch):
     asked = []
-    monkeypatch.setattr(run, "keep_programs", lambda: asked.append("gpu"))
+    monkeypatch.setattr(run, "try_to_keep_programs", lambda: asked.append("gpu"))
     run.programs_of(types.SimpleNamespace(params=[_OnGpu()], cfg=tiny_config()))
     assert asked == ["gpu"]
     tsjax.generate(tiny_model(), [1, 2, 3], max_new_tokens=2)

@@ -123,7 +123,7 @@ def test_verify_finds_a_difference(tmp_path):
     content["model.layers.1.mlp.down_proj.weight"][3, 4] = -0.0
     raw = json.loads((tmp_path / "hf" / "config.json").read_text())
     hf_fixtures.write(tmp_path / "hf", raw, content)
-    message = "differs from its source in model.layers.1.down, model.final_norm"
+    message = "differs from its source in model.layers.1.mlp.down_proj.weight, model.norm.weight$"
     with pytest.raises(ValueError, match=message):
         verify(tmp_path / "hf", tmp_path / "ts")
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Auto chooses, and that a run gives up drafts that do not pay."""
+"""What Auto chooses by a table of seconds, and when a run goes on with another method."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 from helpers import tiny_config, tiny_model
@@ -11,19 +12,24 @@ from helpers import tiny_config, tiny_model
 import tsjax
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Measured
-from tsjax.decoding.programs import programs
-from tsjax.host import run
+from tsjax.host import costs, run
+from tsjax.host.saved_run import read_run
 from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift, auto
-from tsjax.methods.auto import cost_of
+from tsjax.methods.auto import choose, options
 from tsjax.methods.cost_model import (
-    CHIPS,
     CPU,
-    CPU_PASS_IS_RIGHT,
-    chip_of,
+    GPUS,
+    PASS_WITH_REST_IS_RIGHT,
+    REPEAT_IS_RIGHT,
+    REPEATS,
+    Costs,
+    Line,
+    as_costs,
+    device_of,
+    estimated,
     expected_tokens,
-    pass_time,
-    row_cost,
-    step_cost,
+    seconds_per_token,
+    step_seconds,
 )
 
 LLAMA_8B = {
@@ -43,89 +49,148 @@ def llama(heads: int = 3, **changes) -> tsjax.ModelConfig:
     return tiny_config(num_draft_heads=heads, **{**LLAMA_8B, **changes})
 
 
-def measured(model, kind, context, batch=1):
-    return Measured(model, "cpu" if kind == "cpu" else "gpu", kind, context, batch)
+def table(*passes: tuple[int, float], per_token: float = 0.0, **changes) -> Costs:
+    """Passes in milliseconds; by default they are all that takes time."""
+    lines = tuple((rows, Line(1e-3 * time, 1e-3 * per_token)) for rows, time in passes)
+    return Costs(lines, 0.0, Line(0.0), Line(0.0), 0.0, 0.0, "measured")._replace(**changes)
+
+
+# Rows are free, and the cache outweighs the weights at 10,000 tokens: a GPU with large caches.
+FREE_ROWS = table((1, 1.0), (128, 1.0), per_token=1e-3)
+DEAR_ROWS = table((1, 1.0), (4, 3.0))
+MIXED = Costs(
+    passes=((1, Line(10.0, 0.5)), (4, Line(16.0, 0.5)), (8, Line(24.0, 1.5))),
+    heads=3.0,
+    choice=Line(2.0, 0.25),
+    suffix=Line(0.125, 0.001),
+    ngrams=0.75,
+    overhead=4.0,
+    origin="measured",
+)
+
+
+def measured(model, kind, context, batch=1, **changes):
+    platform = "cpu" if kind == "cpu" else "gpu"
+    return Measured(model, platform, kind, context, batch, **changes)
 
 
 def chosen(model, kind, context, batch=1):
     return Auto().next(measured(model, kind, context, batch))
 
 
-def faster_source(model, kind, context, **changes):
-    """What the paper's tree is better drafted from."""
-
-    def speed(source):
-        method = TokenSwift(draft_from=source, **changes)
-        found = expected_tokens(DecodeConfig(model, method), CHIPS[kind])
-        return found / cost_of(method, measured(model, kind, context))
-
-    return max(("partial_cache", "verified_state"), key=speed)
+# --- the table -------------------------------------------------------------------------------
 
 
-# --- the bound -------------------------------------------------------------------------------
-
-
-def test_a_pass_reads_weights_and_cache_once():
-    """Llama-3.1-8B on an A100: 15.0 GB of weights that a pass reads (the embedding is looked up),
-    and 131,072 bytes of cache per token, as in docs/kernels.md."""
-    weights = 2 * (32 * (4096 * 128 * 2 * (32 + 8) + 3 * 4096 * 14_336) + 128_256 * 4096)
-    chip = CHIPS["a100"]
-    assert pass_time(llama(), chip, 1, 0, 1) == pytest.approx(weights / 2.04e12)
-    with_cache = pass_time(llama(), chip, 1, 50_000, 2)
-    assert with_cache == pytest.approx((weights + 2 * 50_000 * 131_072) / 2.04e12)
-    assert pass_time(llama(dtype="float32"), chip, 1, 0, 1) == pytest.approx(weights / 1.02e12)
-
-
-def test_many_rows_are_bound_by_operations():
-    chip = CHIPS["a100"]
-    few, many = (pass_time(llama(), chip, rows, 0, 1) for rows in (64, 1024))
-    assert few == pass_time(llama(), chip, 1, 0, 1)
-    products = pass_time(llama(), chip, 1, 0, 1) * 2.04e12 / 2  # weights
-    assert many == pytest.approx(2 * 1024 * products / 312e12)
-
-
-def test_rows_of_a_cpu():
-    for points in (CPU.rows.weights, CPU.rows.attention):
-        assert [row_cost(points, rows) for rows, _ in points] == [cost for _, cost in points]
-        costs = [row_cost(points, rows) for rows in range(1, 65)]
-        assert costs == sorted(costs) and len(set(costs)) == 64
-
-
-def test_a_pass_of_a_cpu_by_hand():
-    """Weights of 15.0 GB in one row, cache of 500 tokens, three batch rows of four rows each."""
-    weights, cache = pass_time(llama(), CPU, 1, 0, 1) - CPU.rows.overhead, 500 * 131_072
-    assert weights == pytest.approx(
-        2 * (32 * (4096 * 128 * 80 + 3 * 4096 * 14_336) + 128_256 * 4096)
-    )
-    expected = (
-        weights * row_cost(CPU.rows.weights, 12)
-        + 3 * cache * CPU.rows.cache_byte * row_cost(CPU.rows.attention, 4)
-        + CPU.rows.overhead
-    )
-    assert pass_time(llama(), CPU, 4, 500, 3) == pytest.approx(expected)
+def test_passes_lie_on_straight_lines():
+    times = {rows: MIXED.of_pass(rows, 20) for rows in (1, 2, 3, 4, 6, 8, 10)}
+    assert times == {1: 20, 2: 22, 3: 24, 4: 26, 6: 40, 8: 54, 10: 68}
+    assert MIXED.plain(20) == 24
 
 
 def test_a_step_by_hand():
     """Two passes on 64 slots and one of three rows on everything."""
     method = TokenSwift(tree=(1, 1), draft_passes=2, draft_budget=64, num_ngrams=0, suffix_length=0)
-    decode = DecodeConfig(model=llama(0), method=method)
-    one, no_cache = (pass_time(llama(0), CPU, 1, slots, 1) for slots in (64, 0))
-    choosing = CPU.rows.choosing
-    plain, verify = (pass_time(llama(0), CPU, rows, 9000, 1) + choosing for rows in (1, 3))
-    assert step_cost(decode, CPU, 9000, 1) == pytest.approx((2 * one + verify) / plain)
-    assert step_cost(DecodeConfig(model=llama()), CPU, 9000, 1) == 1
+    model, context = llama(0), 9000
+    one, verify = 10 + 0.5 * 64, 14 + 0.5 * context
 
-    # Chosen again after 4 tokens, of which a step finds some: that many times, all keys are read.
-    often = DecodeConfig(model=llama(0), method=dataclasses.replace(method, draft_refresh=4))
-    tokens = 1 + CPU_PASS_IS_RIGHT + CPU_PASS_IS_RIGHT**2
-    assert expected_tokens(often, CPU) == pytest.approx(tokens)
-    more = 2 * one + verify + (plain - choosing - no_cache) * tokens / 4
-    assert step_cost(often, CPU, 9000, 1) == pytest.approx(more / plain)
+    def seconds(method, model=model):
+        return step_seconds(method, model, MIXED, context)
 
-    # To sum up the rest, the partial cache is read once more.
-    method = dataclasses.replace(often.method, draft_rest=True)
-    summed = DecodeConfig(model=llama(0), method=method)
-    assert step_cost(summed, CPU, 9000, 1) == pytest.approx((more + one - no_cache) / plain)
+    # What is displaced is chosen again after 48 tokens, of which a step finds some.
+    tokens = 1 + 0.8 + 0.8**2
+    assert expected_tokens(method, model) == pytest.approx(tokens)
+    choice = 2 + 0.25 * context
+    assert seconds(method) == pytest.approx(2 * one + verify + 4 + choice * tokens / 48)
+    # Or after 4; and to sum up the rest, the partial cache is read once more.
+    often = dataclasses.replace(method, draft_refresh=4, draft_rest=True)
+    right = PASS_WITH_REST_IS_RIGHT
+    tokens = 1 + right + right**2
+    steps = 2 * one + 0.5 * 64 + verify + 4
+    assert seconds(often) == pytest.approx(steps + choice * tokens / 4)
+    # Heads, n-grams and a search.
+    beside = TokenSwift(tree=(1,), draft_from="verified_state", num_ngrams=2, suffix_length=1)
+    rows = 1 + 1 + 2 * 3 + 1
+    wide = MIXED.of_pass(rows, context)
+    assert seconds(beside, llama(1)) == pytest.approx(wide + 4 + 3 + 0.125 + 9 + 0.75)
+    assert seconds(Autoregressive()) == 10 + 0.5 * context + 4
+
+
+def test_repetitions_take_the_wider_pass():
+    method = NGram(num_ngrams=0, suffix_length=7, suffix_match=8, pass_widths=(1,))
+    usual, wide = MIXED.of_pass(1, 100), MIXED.of_pass(8, 100)
+    expected = (1 - REPEATS) * usual + REPEATS * wide + 4 + 0.125 + 0.1
+    assert step_seconds(method, llama(), MIXED, 100) == pytest.approx(expected)
+    right = [REPEAT_IS_RIGHT**n for n in range(1, 8)]
+    assert expected_tokens(method, llama()) == pytest.approx(1 + REPEATS * sum(right))
+
+
+def test_drafts_that_a_repetition_replaces_take_no_passes():
+    method = TokenSwift(
+        tree=(1,), num_ngrams=0, suffix_length=1, suffix_match=8, draft_budget=64, suffix_alone=8
+    )
+    all_steps = step_seconds(dataclasses.replace(method, suffix_alone=0), llama(), MIXED, 0)
+    width = {8: 2, 0: 3}  # the suffix beside the draft, or instead of it
+    passes = [MIXED.of_pass(width[alone], 0) for alone in (8, 0)]
+    found = step_seconds(method, llama(), MIXED, 0)
+    assert all_steps - found == pytest.approx(passes[1] - passes[0] + REPEATS * 10)
+
+
+def test_accuracy_of_heads_stands_for_the_papers():
+    bad, good = (llama(head_accuracy=(x, x, x)) for x in (0.01, 0.7))
+    method = TokenSwift(tree=(3, 3, 3), draft_from="verified_state", num_ngrams=0, suffix_length=0)
+    assert expected_tokens(method, good) == pytest.approx(4)
+    assert expected_tokens(method, bad) == pytest.approx(1.0145, abs=1e-4)
+    narrow = dataclasses.replace(method, tree=(1, 1, 1))
+    assert expected_tokens(narrow, good) == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("passes", ()),
+        ("passes", ((1, (1.0, 0.0)),)),
+        ("passes", ((2, (1.0, 0.0)), (4, (1.0, 0.0)))),
+        ("passes", ((1, (1.0, 0.0)), (4, (1.0, 0.0)), (3, (1.0, 0.0)))),
+        ("passes", ((1, (0.0, 0.0)), (4, (1.0, 0.0)))),
+        ("passes", ((1, (1.0, 0.0)), (4.5, (1.0, 0.0)))),
+        ("choice", (1.0, -0.5)),
+        ("suffix", (1.0, 2.0, 3.0)),
+        ("heads", float("nan")),
+        ("ngrams", float("inf")),
+        ("overhead", "much"),
+        ("origin", "guessed"),
+    ],
+)
+def test_what_is_no_table_is_refused(field, value):
+    with pytest.raises(ValueError, match="costs=.* is not valid"):
+        Auto(costs=MIXED._replace(**{field: value}))
+
+
+def test_a_table_from_lists():
+    def lists(value):
+        return [*map(lists, value)] if isinstance(value, tuple) else value
+
+    found = as_costs(lists(MIXED))
+    assert found == MIXED and isinstance(found.passes[2][1], Line) and hash(found) == hash(MIXED)
+    assert Auto(costs=lists(MIXED)) == Auto(costs=MIXED)
+
+
+# --- the estimate ----------------------------------------------------------------------------
+
+
+def test_an_estimate_is_bytes_and_operations():
+    """Llama-3.1-8B on an A100: 15.0 GB of weights that a pass reads (the embedding is looked up),
+    and 131,072 bytes of cache per token, as in docs/kernels.md. Both are in two bytes."""
+    weights = 32 * (4096 * 128 * 2 * (32 + 8) + 3 * 4096 * 14_336) + 128_256 * 4096
+    found = estimated(llama(), GPUS["a100"], 3)
+    reading, products = 2 * weights / 2.04e12, 2 * weights / 312e12
+    assert found.of_pass(1, 0) == pytest.approx(reading + 3 * products)
+    assert found.of_pass(40, 0) == pytest.approx(reading + 3 * 40 * products)
+    cache = 131_072 / 2.04e12 + 2 * 4 * 65_536 / 312e12  # four query heads for each kv head
+    assert found.passes[0][1].per_token == pytest.approx(3 * cache)
+    assert found.origin == "estimated" and as_costs(found) == found
+    wider = estimated(llama(dtype="float32"), GPUS["a100"], 3)
+    assert wider.of_pass(1, 0) == pytest.approx(2 * reading + 3 * products)
 
 
 @pytest.mark.parametrize(
@@ -137,112 +202,230 @@ def test_a_step_by_hand():
         ("gpu", "something new", "a100"),
     ],
 )
-def test_chips(platform, kind, name):
-    assert chip_of(platform, kind) is CHIPS[name]
-    assert chip_of("cpu", "cpu") is CPU
+def test_devices(platform, kind, name):
+    assert device_of(platform, kind) is GPUS[name]
+    assert device_of("cpu", "cpu") is CPU
 
 
 # --- the choice ------------------------------------------------------------------------------
 
 
-def test_without_heads_there_is_only_the_partial_cache():
-    for context in CONTEXTS:
-        method = chosen(llama(0), "a100", context)
-        assert method == Autoregressive() or method.draft_from == "partial_cache"
+def test_free_rows_get_a_wide_tree():
+    method = choose(llama(), FREE_ROWS, 10_000)
+    assert max(method.tree) == 3 and method.num_ngrams == 20 and method.pass_widths == ()
+    assert choose(llama(0), FREE_ROWS, 10_000).draft_passes > 1  # without heads, more passes
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
-def test_long_contexts_prefer_the_partial_cache(dtype):
-    """Short ones are bound by the weights, which "partial_cache" reads twice."""
-    model = llama(dtype=dtype)
-    sources = [faster_source(model, "h200", context) for context in CONTEXTS]
-    assert sources[0] == "verified_state"
-    assert sources[-1] == "partial_cache"
-    switch = sources.index("partial_cache")
-    assert set(sources[:switch]) == {"verified_state"}
-    assert set(sources[switch:]) == {"partial_cache"}
+def test_dear_rows_get_plain_decoding():
+    """Four rows take three times as long as one."""
+    assert choose(llama(), DEAR_ROWS, 10_000) == Autoregressive()
+    assert choose(llama(0), DEAR_ROWS, 10_000) == Autoregressive()
 
 
-def test_costly_drafts_prefer_the_verified_state():
-    for changes in ({"draft_passes": 3}, {"draft_budget": 200_000}):
-        assert faster_source(llama(), "h200", 100_000, **changes) == "verified_state"
-
-
-def test_a_cpu_gets_one_narrow_path_and_a_gpu_the_papers_tree():
-    for context in (1000, 30_000, 100_000):
-        narrow = chosen(llama(), "cpu", context)
-        wide = chosen(llama(), "NVIDIA H200", context)
-        assert set(narrow.tree) == {1} and narrow.pass_widths == (1 + len(narrow.tree),)
-        assert max(wide.tree) == 3 and wide.num_ngrams == 20 and wide.pass_widths == ()
-
-
-def test_more_passes_where_the_cache_outweighs_the_weights():
-    small = tiny_config(num_layers=6, embed_dim=256, mlp_dim=704, vocab_size=4096, head_dim=32)
-    passes = [chosen(small, "cpu", context) for context in (20_000, 60_000, 500_000)]
-    depths = [len(method.tree) for method in passes]
-    assert depths == sorted(depths) and depths[0] < depths[-1]
-
-
-def test_no_pass_where_it_cannot_pay():
-    """A pass on the partial cache costs what a step costs: it reads the same weights. Repetitions
-    of the text are drafted where a step without one is a plain one."""
-    repeats = chosen(llama(0), "cpu", 500)
+def test_rows_that_cost_a_little_get_repetitions_or_one_path():
+    """A pass on few tokens costs what a step costs, until the cache outweighs the weights."""
+    costs = table((1, 1.0), (8, 2.0), per_token=1e-4)
+    repeats = choose(llama(0), costs, 500)
     assert isinstance(repeats, NGram) and not isinstance(repeats, TokenSwift)
     assert repeats.num_ngrams == 0 and repeats.pass_widths == (1,)
-    assert chosen(llama(0), "NVIDIA A100-SXM4-80GB", 500) == Autoregressive()
-    assert cost_of(repeats, measured(llama(0), "cpu", 500)) == 1
+    depths = [len(choose(llama(0), costs, n).tree) for n in (50_000, 200_000, 1_000_000)]
+    assert depths == sorted(depths) and depths[0] < depths[-1]
+    narrow = choose(llama(0), costs, 50_000)
+    assert set(narrow.tree) == {1} and narrow.pass_widths == (1 + len(narrow.tree),)
+
+
+def test_searches_that_take_long_are_left_out():
+    costs = table((1, 1.0), (8, 2.0))
+    assert isinstance(choose(llama(0), costs, 500), NGram)
+    assert choose(llama(0), costs._replace(suffix=Line(2e-4)), 500) == Autoregressive()
+
+
+def test_choices_of_the_partial_cache_that_take_long_are_made_seldom():
+    costs = table((1, 1.0), (8, 1.2), per_token=1e-4)
+    assert choose(llama(0), costs, 100_000).draft_refresh == 8
+    slow = costs._replace(choice=Line(0.0, 1e-6))
+    assert choose(llama(0), slow, 100_000).draft_refresh is None
+
+
+def test_the_choice_never_costs_more_than_plain_decoding():
+    """For a hundred tables and every option: none costs less than what is chosen."""
+    rng = random.Random(0)
+    for _ in range(100):
+        widths = [1, *sorted(rng.sample(range(2, 130), rng.randint(1, 3)))]
+
+        def seconds():
+            return 10.0 ** rng.uniform(-6, -1)
+
+        costs = Costs(
+            passes=tuple((rows, Line(seconds(), 1e-5 * seconds())) for rows in widths),
+            heads=seconds(),
+            choice=Line(seconds(), 1e-5 * seconds()),
+            suffix=Line(seconds(), 1e-5 * seconds()),
+            ngrams=seconds(),
+            overhead=seconds(),
+            origin="measured",
+        )
+        model, context = llama(rng.choice([0, 1, 3, 5])), rng.choice(CONTEXTS)
+        rivals = [seconds_per_token(option, model, costs, context) for option in options(model)]
+        found = seconds_per_token(choose(model, costs, context), model, costs, context)
+        assert found == min(rivals) <= costs.plain(context)
+
+
+def test_more_rows_per_step_for_a_gpu_than_for_a_cpu():
+    """By the formula, where nothing is measured."""
+    for context in (30_000, 100_000):
+        narrow, wide = (chosen(llama(), kind, context) for kind in ("cpu", "NVIDIA H200"))
+        rows = [method.sizes(llama()).pass_widths[0] for method in (narrow, wide)]
+        assert 2 * rows[0] < rows[1]
+    assert not isinstance(chosen(llama(0), "cpu", 500), TokenSwift)
+
+
+def test_tables_come_before_the_formula():
+    """That of the method, then that of the machine, then the formula."""
+    begun = measured(llama(), "NVIDIA H200", 50_000)
+    assert isinstance(Auto().next(begun), TokenSwift)
+    assert Auto().next(begun._replace(costs=DEAR_ROWS)) == Autoregressive()
+    given = Auto(costs=FREE_ROWS)
+    assert isinstance(given.next(begun._replace(costs=DEAR_ROWS)), TokenSwift)
+    assert Auto().wants_costs and not given.wants_costs and not NGram().wants_costs
 
 
 @pytest.mark.parametrize("method", [Autoregressive(), NGram(), TokenSwift(tree=(2,))])
 def test_what_is_named_is_kept(method):
     begun = measured(llama(), "cpu", 1000)
     assert method.next(begun) == method
-    assert method.next(begun._replace(current=method, steps=10_000, tokens=10_000)) == method
+    slow = begun._replace(current=method, steps=10_000, tokens=10_000, seconds=1e9)
+    assert method.next(slow) == method
 
 
-def test_every_choice_can_be_decoded():
+def test_every_option_can_be_decoded():
     for heads in (0, 1, 3, 5):
-        for kind in ("cpu", *CHIPS):
-            for context in CONTEXTS:
-                for batch in (1, 8):
-                    method = chosen(llama(heads), kind, context, batch)
-                    DecodeConfig(model=llama(heads), method=method)
-                    assert cost_of(method, measured(llama(heads), kind, context, batch)) >= 1
+        found = list(options(llama(heads)))
+        assert len(set(found)) == len(found)
+        for method in found:
+            assert DecodeConfig(model=llama(heads), method=method).sizes.width <= 256
+
+
+# --- giving up -------------------------------------------------------------------------------
+
+DRAFTING = TokenSwift(tree=(1,), draft_budget=8, num_sinks=2, num_ngrams=2, suffix_length=2)
+PLAIN = Autoregressive()
+
+
+@pytest.mark.parametrize(
+    ("current", "steps", "tokens", "seconds", "other", "follows"),
+    [
+        # A plain step takes 24 s by the table.
+        (DRAFTING, 100, 200, 200 * 24.0, None, DRAFTING),
+        (DRAFTING, 100, 200, 200 * 26.0, None, DRAFTING),
+        (DRAFTING, 100, 200, 200 * 27.0, None, PLAIN),
+        (DRAFTING, 100, 100, 100 * 24.0, None, DRAFTING),  # however many tokens a step finds
+        (DRAFTING, 63, 100, 1e9, None, DRAFTING),  # too early
+        (DRAFTING, 100, 0, 1e9, None, DRAFTING),
+        # Once the other one has been seen, its own seconds count.
+        (DRAFTING, 100, 200, 200 * 27.0, (PLAIN, 30.0), DRAFTING),
+        (DRAFTING, 100, 200, 200 * 27.0, (PLAIN, 20.0), PLAIN),
+        (PLAIN, 100, 100, 100 * 27.0, (DRAFTING, 26.0), PLAIN),
+        (PLAIN, 100, 100, 100 * 27.0, (DRAFTING, 20.0), DRAFTING),
+        (PLAIN, 63, 63, 1e9, (DRAFTING, 20.0), PLAIN),
+        (PLAIN, 100, 100, 1e9, None, PLAIN),  # chosen from the start
+    ],
+)
+def test_seconds_decide(current, steps, tokens, seconds, other, follows):
+    so_far = measured(
+        llama(), "cpu", 20, current=current, steps=steps, tokens=tokens, seconds=seconds,
+        other=other, costs=MIXED,
+    )  # fmt: skip
+    assert Auto().next(so_far) == follows
+
+
+def test_an_estimate_has_the_proportions_alone():
+    """Whatever the clock says, drafts are given up where tokens are fewer than the step's cost."""
+    costs = MIXED._replace(origin="estimated")
+    cost = step_seconds(DRAFTING, llama(), costs, 20) / costs.plain(20)
+    for seconds in (1e-3, 1e3):
+        for gain, follows in ((1.0, DRAFTING), (1.2, PLAIN)):
+            so_far = measured(
+                llama(), "cpu", 20, current=DRAFTING, steps=1000, tokens=int(1000 * cost / gain),
+                seconds=seconds, costs=costs,
+            )  # fmt: skip
+            assert Auto().next(so_far) == follows
 
 
 # --- in a run --------------------------------------------------------------------------------
 
 SETTINGS = dict(max_new_tokens=60, do_sample=True, seed=5)
-DRAFTING = TokenSwift(tree=(1,), draft_budget=8, num_sinks=2, num_ngrams=2, suffix_length=2)
 
 
-def let_auto_choose(method, step_cost, monkeypatch):
-    """Auto begins with a method, and judges it early and by this cost."""
-    monkeypatch.setattr(auto, "choose", lambda measured: method)
-    monkeypatch.setattr(auto, "cost_of", lambda method, measured: step_cost)
+def let_auto_choose(method, monkeypatch, seconds):
+    """Auto begins with a method, judges early, and each chunk of a method takes these seconds.
+
+    Returns what it was told, and what it said.
+    """
+    chunks, asked, told = run.Stopwatch, Auto.next, []
+
+    class Stopwatch(chunks):
+        def __exit__(self, *_):
+            super().__exit__(*_)
+            self.last = seconds[type(told[-1][1])]
+
+    def next_method(self, so_far):
+        told.append((so_far, asked(self, so_far)))
+        return told[-1][1]
+
+    monkeypatch.setattr(run, "Stopwatch", Stopwatch)
+    monkeypatch.setattr(Auto, "next", next_method)
+    monkeypatch.setattr(auto, "choose", lambda *_: method)
     monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
     monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
+    return told
 
 
-@pytest.mark.parametrize("step_cost", [1.01, 100.0])
-def test_a_run_gives_up_drafts_that_do_not_pay(step_cost, monkeypatch):
-    """The tokens stay those of plain decoding, and so do the counters' sums."""
+PER_STEP = table((1, 1000.0), (8, 1000.0))  # a second for each step
+ROWS = [[1, 2, 3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("drafting", "plain", "gives_up"), [(5.0, 5.0, False), (50.0, 5.0, True), (50.0, 500.0, False)]
+)
+def test_a_run_goes_on_with_what_takes_less_time(drafting, plain, gives_up, monkeypatch):
+    """Chunks of five steps. The tokens stay those of plain decoding, and so do the counters' sums.
+
+    In the last case plain decoding takes longer than the table says, and the run returns.
+    """
     model = tiny_model()
-    plain = tsjax.generate(model, [[1, 2, 3], [4]], **SETTINGS)
-    decode = programs("cpu", model.cfg.dtype).decode
-    compiled = decode._cache_size()
-    let_auto_choose(DRAFTING, step_cost, monkeypatch)
-    found = tsjax.generate(model, [[1, 2, 3], [4]], method="tokenswift", **SETTINGS)
-    assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
-    assert found.stats.method == DRAFTING
-    assert found.stats.gave_up == (step_cost == 100)
+    expected = tsjax.generate(model, ROWS, **SETTINGS)
+    told = let_auto_choose(DRAFTING, monkeypatch, {TokenSwift: drafting, Autoregressive: plain})
+    found = tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
+    assert [row.tolist() for row in found.tokens] == [row.tolist() for row in expected.tokens]
+    assert found.stats.method == DRAFTING and found.stats.gave_up == gives_up
     assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
     assert sum(found.stats.accepted_lengths) == sum(found.stats.steps)
-    assert decode._cache_size() <= compiled + 1, "plain decoding has its program already"
-    if found.stats.gave_up:  # every step after the first eleven found one token
-        assert 120 - 2 * 11 * 4 <= sum(found.stats.steps) <= 120
-    kept = tsjax.generate(model, [[1, 2, 3], [4]], method=DRAFTING, **SETTINGS)
-    assert not kept.stats.gave_up and kept.stats.accepted > 0
+    said = [type(method) for _, method in told]
+    changes = [i for i in range(1, len(said)) if said[i] != said[i - 1]]
+    assert len(changes) == (0 if drafting == 5 else 1 if gives_up else 2)
+    # Of each method the first chunk is left out, then each has five steps of two rows.
+    first = [so_far for so_far, _ in told[1:3]]
+    assert [so_far.steps for so_far in first] == [0, 10]
+    assert first[1].seconds == 2 * drafting and first[1].tokens >= 10
+    for index in changes:
+        before = told[index][0]
+        assert told[index + 1][0].steps == 0
+        assert told[index + 1][0].other == (before.current, before.seconds / before.tokens)
+
+
+def test_a_resumed_run_says_the_same_by_any_table(tmp_path):
+    """The table of the first machine drafts, that of the second does not, and the other way."""
+    model, file = tiny_model(num_draft_heads=1), tmp_path / "run.json"
+    plain = tsjax.generate(model, ROWS, **SETTINGS)
+    drafts, none = Auto(costs=table((1, 1.0), (8, 1.1), heads=1e-5)), Auto(costs=DEAR_ROWS)
+    methods = [tsjax.choose_method(one, model, 100).method for one in (drafts, none)]
+    assert isinstance(methods[0], TokenSwift) and methods[1] == PLAIN
+    for first, second in ((drafts, none), (none, drafts)):
+        tsjax.generate(model, ROWS, method=first, save_to=file, **SETTINGS | {"max_new_tokens": 23})
+        assert read_run(file).method == first
+        found = tsjax.generate(model, method=second, resume_from=file, max_new_tokens=60)
+        assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
 
 
 @pytest.mark.parametrize("revive_rows", [1, 8])
@@ -252,9 +435,9 @@ def test_drafts_are_judged_when_the_prompt_is_whole(revive_rows, monkeypatch):
         keep={1: 0.1}, revive="background", choose_every=2, revive_rows=revive_rows
     )
     model, prompt = tiny_model(), [list(range(1, 32))]
-    let_auto_choose(DRAFTING, 100.0, monkeypatch)
+    let_auto_choose(DRAFTING, monkeypatch, {TokenSwift: 500.0, Autoregressive: 5.0})
     settings = dict(max_new_tokens=40, seed=5, prefill=lazy)
-    found = tsjax.generate(model, prompt, method="tokenswift", **settings)
+    found = tsjax.generate(model, prompt, method=Auto(costs=PER_STEP), **settings)
     whole = found.stats.prompt_computed == (1.0, 1.0)
     assert found.stats.gave_up == whole == (revive_rows == 8)
     plain = tsjax.generate(model, prompt, **settings)
@@ -293,9 +476,17 @@ def test_steps_that_revival_ended_are_not_judged(monkeypatch):
     assert not seen[-1][1]
 
 
-def test_choose_method_is_what_generate_takes():
+def test_choose_method_is_what_generate_takes(monkeypatch):
+    """Also where the table is that of the machine."""
+    monkeypatch.setattr(costs, "_KNOWN", {})
+    monkeypatch.setattr(costs, "measure", lambda *_: table((1, 1.0), (8, 1.5)))
     model = tiny_model()
     choice = tsjax.choose_method("tokenswift", model, 3 + 10)
+    assert choice.method == NGram(num_ngrams=0, suffix_length=7, suffix_match=8, pass_widths=(1,))
+    assert (
+        choice.step_cost == pytest.approx(1 + REPEATS * 0.5) and choice.costs.origin == "measured"
+    )
     result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=20)
     assert result.stats.method == choice.method
-    assert tsjax.choose_method("ngram", model, 13).method == NGram()
+    kept = tsjax.choose_method("ngram", model, 13)
+    assert kept.method == NGram() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)

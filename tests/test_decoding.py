@@ -213,6 +213,7 @@ def test_a_prefill_chunk_that_would_leave_the_buffers_begins_earlier(model):
 def test_a_donated_state_leaves_its_callers_arrays_alone(model):
     cfg = tsjax.DecodeConfig(model=model.cfg)
     values = tsjax.sampling_values(tsjax.GenerationConfig(), (), VOCAB, "float32")
+    values = jax.tree.map(jnp.asarray, values)
     mine = (jnp.array([2]), jnp.array([9]), tsjax.row_keys([0], [0]), values)
     state = tsjax.init_state(
         jnp.array([[1, 2]]), mine[0], cfg=cfg, capacity=16, max_length=mine[1], row_key=mine[2],

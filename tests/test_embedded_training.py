@@ -114,11 +114,11 @@ def test_dropout_keeps_the_mean():
     weights = jax.tree.map(jnp.ones_like, weights)
     dropped = jax.jit(training.drop_units, static_argnums=1)(weights, 0.5, jax.random.key(0))
     for layer in dropped.layers:
-        for units in (layer.o.reshape(32, 16), layer.down):
+        for units in (layer.o.reshape(16, 32).T, layer.down.T):
             assert set(np.unique(units)) == {0.0, 2.0}  # whole units, scaled
             assert (units == units[:, :1]).all()
     assert (dropped.layers[0].down != dropped.layers[1].down).any()
-    assert (dropped.embed == 1).all() and (dropped.layers[0].gate == 1).all()
+    assert (dropped.embed == 1).all() and (dropped.layers[0].gate_up == 1).all()
 
 
 def test_a_long_row_has_the_same_losses(rng):

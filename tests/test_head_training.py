@@ -62,7 +62,7 @@ def oracle(model, heads, tokens):
         final = np.asarray(model.params.model.final_norm, np.float64)
         states = [helpers.oracle_norm(h, final, eps)]
         for head in heads:
-            h = h + helpers.oracle_norm(h, head.norm_in, eps) @ head.linear
+            h = h + helpers.oracle_norm(h, head.norm_in, eps) @ head.linear.T
             states.append(helpers.oracle_norm(h, head.norm_out, eps))
         for i, state in enumerate(states):
             logits = helpers.oracle_unembed(model, state)

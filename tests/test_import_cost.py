@@ -38,3 +38,15 @@ def test_import_starts_no_backend() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["3"]
+
+
+def test_text_of_the_embedded_model_needs_no_heavy_package() -> None:
+    code = (
+        "import sys, tsjax; model = tsjax.load(tsjax.EMBEDDED);"
+        "chunks = tsjax.stream(model, 'Once', max_new_tokens=1);"
+        "assert isinstance(next(chunks).text[0], str);"
+        f"print(*(m for m in {HEAVY} if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["safetensors"]

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import rms_norm
 from tsjax import RopeConfig
 from tsjax.model.layers import (
     accumulation_dtype,
     apply_rotary,
     linear,
-    rms_norm,
     rope_frequencies,
     rotary_angles,
     swiglu,
@@ -161,9 +161,9 @@ def test_rms_norm(dtype, tolerance, rng):
 def test_linear(outer, inner, out, with_bias):
     rng = np.random.default_rng(len(outer) + 10 * len(inner) + 100 * len(out))
     x = rng.standard_normal((*outer, *inner)).astype(np.float32)
-    weight = rng.standard_normal((*inner, *out)).astype(np.float32)
+    weight = rng.standard_normal((*out, *inner)).astype(np.float32)
     bias = rng.standard_normal(out).astype(np.float32) if with_bias else None
-    flat = x.reshape(-1, math.prod(inner)) @ weight.reshape(math.prod(inner), -1)
+    flat = x.reshape(-1, math.prod(inner)) @ weight.reshape(-1, math.prod(inner)).T
     expected = flat.reshape(*outer, *out) + (bias if with_bias else 0)
     result = linear(x, weight, bias, contract=len(inner))
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
@@ -172,7 +172,7 @@ def test_linear(outer, inner, out, with_bias):
 def test_linear_accumulates_bfloat16_in_float32(rng):
     """A sum of 4096 ones and a half: neither survives a bfloat16 accumulator."""
     x = jnp.ones((1, 4096), jnp.bfloat16)
-    weight = jnp.ones((4096, 1), jnp.bfloat16)
+    weight = jnp.ones((1, 4096), jnp.bfloat16)
     out = linear(x, weight, jnp.asarray([0.5], jnp.bfloat16), out_dtype=jnp.float32)
     assert out.dtype == jnp.float32 and out.item() == 4096.5
     assert linear(x, weight).dtype == jnp.bfloat16
@@ -181,12 +181,13 @@ def test_linear_accumulates_bfloat16_in_float32(rng):
 def test_swiglu(rng):
     x, gate, up, down = (
         rng.standard_normal(shape).astype(np.float32)
-        for shape in [(2, 3, 8), (8, 12), (8, 12), (12, 8)]
+        for shape in [(2, 3, 8), (12, 8), (12, 8), (8, 12)]
     )
     biases = [rng.standard_normal(n).astype(np.float32) for n in (12, 12, 8)]
-    opened = x @ gate + biases[0]
-    expected = (opened / (1 + np.exp(-opened)) * (x @ up + biases[1])) @ down + biases[2]
-    np.testing.assert_allclose(swiglu(x, gate, up, down, *biases), expected, rtol=1e-4, atol=1e-4)
+    opened = x @ gate.T + biases[0]
+    expected = (opened / (1 + np.exp(-opened)) * (x @ up.T + biases[1])) @ down.T + biases[2]
+    joined = np.stack([gate, up], axis=1), down, np.stack(biases[:2], axis=1), biases[2]
+    np.testing.assert_allclose(swiglu(x, *joined), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_accumulation_dtype():

@@ -26,9 +26,11 @@ from helpers import (
     RecordingStreamer,
     chain,
     chain_model,
+    packed,
     save_tokenizer,
     tiny_config,
     tiny_model,
+    unpacked,
 )
 
 import tsjax
@@ -61,7 +63,7 @@ def models(num_draft_heads: int, dtype: str) -> tuple[tsjax.Model, ...]:
     table = 0.3 * np.random.default_rng(2).standard_normal((VOCAB, VOCAB))
     table[np.arange(VOCAB), (5 * np.arange(VOCAB) + 3) % VOCAB] += 1.2
     weights = params.model.replace(
-        embed=jnp.eye(VOCAB, dtype=dtype), unembed=jnp.asarray(table, dtype)
+        embed=jnp.eye(VOCAB, dtype=dtype), unembed=jnp.asarray(table.T, dtype)
     )
     looping = tsjax.Model(params.replace(model=weights), cfg=cfg)
     return tiny_model(seed=0, **shape), tiny_model(seed=1, **shape), looping
@@ -77,7 +79,7 @@ def perfect_model(successor: dict[int, int], num_draft_heads: int) -> tsjax.Mode
     follow[np.arange(VOCAB), [successor.get(token, 0) for token in range(VOCAB)]] = 1
     # Each head adds the next token's vector to those of the heads before it, ten times as large.
     heads = tuple(
-        head.replace(linear=jnp.asarray(10**index * follow))
+        head.replace(linear=jnp.asarray(10**index * follow.T))
         for index, head in enumerate(tsjax.init_params(cfg).heads, start=1)
     )
     return tsjax.Model(plain.params.replace(heads=heads), cfg=cfg)
@@ -424,7 +426,9 @@ def test_what_the_last_token_attended_to_is_kept():
 def test_drafts_that_see_the_rest_see_everything_where_all_tokens_count_alike():
     """Without queries attention is a mean, of which the sum of the others is exactly a part."""
     model = models(0, "float32")[1]
-    layers = [layer.replace(q=jnp.zeros_like(layer.q)) for layer in model.params.model.layers]
+    layers = [
+        packed(layer, q=np.zeros_like(unpacked(layer)["q"])) for layer in model.params.model.layers
+    ]
     weights = model.params.model.replace(layers=tuple(layers))
     model = dataclasses.replace(model, params=model.params.replace(model=weights))
     fully_accepted = []

@@ -335,8 +335,8 @@ def test_the_adapter_is_read_by_tsjax_and_has_tokenswifts_names(tmp_path):
     parts = ("linear", "input_layernorm", "post_layernorm")
     names = itertools.product(range(2), parts)
     assert set(stored) == {f"model.medusa_layers.{i}.{part}.weight" for i, part in names}
-    linear = np.asarray(trained.model.params.heads[1].linear)
-    np.testing.assert_array_equal(stored["model.medusa_layers.1.linear.weight"], linear.T)
+    linear = trained.model.params.heads[1].linear
+    np.testing.assert_array_equal(stored["model.medusa_layers.1.linear.weight"], linear)
 
     for place in (tmp_path / "run", adapter):
         loaded = tsjax.load(base, heads=place)
@@ -378,17 +378,40 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
     assert after == before
 
 
-def test_an_older_run_is_compared_by_its_own_rule(model, whole, tmp_path):
-    """What version 0.1.0 wrote for tiny_model()."""
+def older_run(model, folder, /, **changes) -> dict:
+    """A run of three steps with its matrices inputs first, as formats 1 and 2 have them."""
+    from orbax.checkpoint import v1 as ocp
 
     def stop(record):
         if record["step"] == 3:
             signal.raise_signal(signal.SIGINT)
 
-    train(model, save_to=tmp_path, on_step=stop, on_interrupt="return")
-    (file,) = tmp_path.rglob("run.json")
+    train(model, save_to=folder, on_step=stop, on_interrupt="return")
+    (file,) = folder.rglob("run.json")
     document = json.loads(file.read_text())
-    file.write_text(json.dumps(document | {"format": 1, "model": "c40436f888f9755a"}))
+    file.write_text(json.dumps(document | changes))
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    stored = ocp.metadata(file.parent / "arrays").metadata
+    like = {n: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for n, a in stored.items()}
+    arrays = dict(ocp.load(file.parent / "arrays", like))
+    matrices = {name: array for name, array in arrays.items() if array.ndim == 2}
+    assert len(matrices) == 3 * 2  # of each head, and of what Adam keeps of it
+    turned = {name: np.ascontiguousarray(np.asarray(matrix).T) for name, matrix in matrices.items()}
+    shutil.rmtree(file.parent / "arrays")
+    ocp.save(file.parent / "arrays", arrays | turned)
+    return document
+
+
+def test_an_older_run_goes_on(model, whole, tmp_path):
+    older_run(model, tmp_path, format=2)
+    assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
+    (file,) = tmp_path.rglob("run.json")
+    assert json.loads(file.read_text())["format"] == 3
+
+
+def test_an_older_run_is_compared_by_its_own_rule(model, whole, tmp_path):
+    """What version 0.1.0 wrote for tiny_model()."""
+    document = older_run(model, tmp_path, format=1, model="c40436f888f9755a")
     message = "older tsjax: only the model's norms and some of its rows were compared"
     with pytest.warns(UserWarning, match=message), pytest.raises(ValueError, match="another model"):
         train(helpers.tiny_model(seed=1), save_to=tmp_path, resume=True)
@@ -402,7 +425,7 @@ def test_a_damaged_checkpoint_is_named(model, tmp_path):
     train(model, save_to=tmp_path, steps=3)
     (document,) = tmp_path.rglob("run.json")
     whole = document.read_text()
-    for content in ("{", "[]", "{}", whole.replace('"format": 2', '"format": 3')):
+    for content in ("{", "[]", "{}", whole.replace('"format": 3', '"format": 4')):
         document.write_text(content)
         with pytest.raises(ValueError, match="step-00000003' is damaged"):
             train(model, save_to=tmp_path, steps=3, resume=True)

@@ -351,13 +351,13 @@ def model_of_the_law(num_draft_heads: int = 0) -> tsjax.Model:
     weights = jax.tree.map(jnp.zeros_like, params.model)
     likeliest = jnp.eye(STATES)[transition_law().argmax(axis=1)]
     heads = tuple(
-        head.replace(linear=4.0**index * likeliest)
+        head.replace(linear=4.0**index * likeliest.T)
         for index, head in enumerate(params.heads, start=1)
     )
     weights = weights.replace(
         embed=jnp.eye(STATES),
         final_norm=jnp.full((STATES,), np.sqrt(1 / STATES + cfg.norm_eps), jnp.float32),
-        unembed=jnp.asarray(np.log(transition_law()), jnp.float32),
+        unembed=jnp.asarray(np.log(transition_law()).T, jnp.float32),
     )
     return tsjax.Model(params.replace(model=weights, heads=heads), cfg=cfg)
 

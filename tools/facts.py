@@ -14,7 +14,6 @@ import re
 import shlex
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,14 @@ def facts() -> dict[str, Any]:
     """Command, device, versions and date of this run."""
     import jax
 
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    from tsjax.host.info import cores, cpu_name, versions
+
     device = jax.devices()[0]
-    name = _cpu_name() if device.platform == "cpu" else device.device_kind
     return {
         "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "device": name,
-        "cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
-        "versions": versions,
+        "device": f"{cpu_name()} (CPU)" if device.platform == "cpu" else device.device_kind,
+        "cpus": cores(),
+        "versions": {"python": platform.python_version()} | versions(PACKAGES),
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
@@ -74,13 +66,3 @@ def _commit() -> str | None:
         return os.environ.get("TSJAX_COMMIT")
     name = commit.stdout.decode().strip() + "+" * bool(changed.stdout.strip())
     return name or os.environ.get("TSJAX_COMMIT")
-
-
-def _cpu_name() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip() + " (CPU)"
-    except OSError:
-        pass
-    return platform.processor() or "CPU"

@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
+from tsjax.model.params import inputs_first, join
+from tsjax.model.transformer import declare_model
 
 FILE = Path(__file__).resolve().parent.parent / "tests" / "goldens" / "acceptance.json"
 NUDGE = 1e-9  # of each weight's size
@@ -55,26 +57,27 @@ def small_model() -> tsjax.Model:
     def draw(shape, scale):
         return jnp.asarray(rng.randint(-1024, 1025, shape) / 1024 * scale)
 
+    def drawn(spec, scales):
+        parts = zip(inputs_first(spec), scales, strict=True)
+        return join(spec, [draw(part.shape, scale) for part, scale in parts])
+
     weights = jax.tree.map(jnp.ones_like, tsjax.init_params(cfg))
     layers = tuple(
         layer.replace(
-            q=draw(layer.q.shape, 0.9),
-            k=draw(layer.k.shape, 0.9),
-            v=draw(layer.v.shape, 0.4),
-            o=draw(layer.o.shape, 0.012),
-            gate=draw(layer.gate.shape, 0.1),
-            up=draw(layer.up.shape, 0.1),
-            down=draw(layer.down.shape, 0.1),
+            qkv=drawn(spec.qkv, (0.9, 0.9, 0.4)),
+            o=drawn(spec.o, (0.012,)),
+            gate_up=drawn(spec.gate_up, (0.1, 0.1)),
+            down=drawn(spec.down, (0.1,)),
         )
-        for layer in weights.model.layers
+        for layer, spec in zip(weights.model.layers, declare_model(cfg).layers, strict=True)
     )
     one_hot, tokens = jnp.eye(SMALL_VOCAB), np.arange(SMALL_VOCAB)
     follows = one_hot[(5 * tokens + 3) % SMALL_VOCAB]
     model = weights.model.replace(
-        embed=one_hot, layers=layers, unembed=draw(one_hot.shape, 0.5) + 1.1 * follows
+        embed=one_hot, layers=layers, unembed=(draw(one_hot.shape, 0.5) + 1.1 * follows).T
     )
     heads = tuple(
-        head.replace(linear=2.0**index * (follows + draw(one_hot.shape, 0.1)))
+        head.replace(linear=2.0**index * (follows + draw(one_hot.shape, 0.1)).T)
         for index, head in enumerate(weights.heads, start=1)
     )
     return tsjax.Model(tsjax.Params(model, heads), cfg=cfg)

@@ -27,7 +27,9 @@ from tsjax.host.interrupt import Interrupted as Interrupted
 # Methods of decoding
 from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
 from tsjax.methods import TokenSwift as TokenSwift, Auto as Auto
-from tsjax.methods import choose_method as choose_method, Choice as Choice
+from tsjax.host.costs import choose_method as choose_method
+from tsjax.methods.auto import Choice as Choice
+from tsjax.methods.cost_model import Costs as Costs, Line as Line
 from tsjax.decoding.tree import SOURCES as SOURCES
 
 # Methods of your own
@@ -70,7 +72,8 @@ __all__ = [  # noqa: RUF022
     "load", "save", "Model", "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
     "generate", "stream", "forward", "GenerationConfig", "preset",
     "GenerationResult", "RunStats", "StreamChunk", "Interrupted",
-    "Autoregressive", "NGram", "TokenSwift", "Auto", "choose_method", "Choice", "SOURCES",
+    "Autoregressive", "NGram", "TokenSwift", "Auto", "choose_method", "Choice",
+    "Costs", "Line", "SOURCES",
     "Method", "Sizes", "Measured", "DraftTree", "merge_paths", "Verdict", "Acceptance",
     "register_method",
     "LazyPrefill", "compress_prompt",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `tsjax generate`, `tsjax check`, `tsjax train-heads` and `tsjax demo`.
+"""The command line: `tsjax generate`, `check`, `train-heads`, `demo` and `info`.
 
 Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
 one line on stderr and exit code 2, as is a run that could not be saved; an interrupted run prints
@@ -28,7 +28,8 @@ from tsjax.demo import PROMPT, SETTINGS
 from tsjax.demo import run as run_demo
 from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
 from tsjax.files.tokenizer import Detokenizer
-from tsjax.host.compilation import default_folder, enable_compilation_cache, keep_programs
+from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
+from tsjax.host.info import info, lines
 from tsjax.host.request import tokenizer_of
 from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
@@ -102,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         args.parser.error(_unknown_arguments(args, unknown))
     try:
-        _keep_programs(args)
+        if "compilation_cache" in args:
+            _keep_programs(args)
         return args.run(args)
     except BrokenPipeError:  # whoever read the output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -153,6 +155,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_train_heads(commands)
     _add_demo(commands)
+    _add_info(commands)
     return parser
 
 
@@ -261,9 +264,20 @@ def _add_demo(commands: Any) -> None:
     _add_cache(parser)
 
 
+def _add_info(commands: Any) -> None:
+    text = "the machine, and what of tsjax is used on it"
+    about = (
+        "Says which versions, devices and implementations of operations are used here, whether a "
+        "C++ compiler was found, and what is kept in the cache folder."
+    )
+    parser = _command(commands, "info", _info, text, about)
+    _add_switch(parser, "--json", "print one JSON document")
+
+
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     where, name = parser.add_mutually_exclusive_group(), "compilation_cache"
-    text = f"keep compiled programs here (default: {default_folder()})"
+    default = programs_folder() or "nowhere, as TSJAX_CACHE is empty"
+    text = f"keep compiled programs here (default: {default})"
     _add(where, "--compilation-cache DIR", text)
     text = "keep no compiled programs and read none"
     _add(where, "--no-compilation-cache", text, dest=name, action="store_const", const=False)
@@ -271,7 +285,10 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 
 def _keep_programs(args: argparse.Namespace) -> None:
     if args.compilation_cache is None:
-        keep_programs()
+        try:
+            keep_programs()
+        except OSError as error:
+            _note(f"[compiled programs are not kept: {error}]")
     elif args.compilation_cache is False:
         jax.config.update("jax_enable_compilation_cache", False)
     else:
@@ -586,6 +603,12 @@ def _demo(args: argparse.Namespace) -> int:
     method = _with_options(named_method("tokenswift", args.method_options), args.method_options)
     given = _given(args, ("prompt", "tokens", "seed", "settings", "plain"))
     return run_demo(args.model, method=method, out=sys.stdout, **given)
+
+
+def _info(args: argparse.Namespace) -> int:
+    known = info()
+    print(json.dumps(dataclasses.asdict(known)) if args.json else "\n".join(lines(known)))
+    return 0
 
 
 if __name__ == "__main__":

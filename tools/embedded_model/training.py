@@ -30,8 +30,8 @@ from jax import lax
 import tsjax
 from tsjax.config import check
 from tsjax.files.whole_files import replacing
-from tsjax.model.params import init_params
-from tsjax.model.transformer import ModelWeights, embed, final_norm, forward, unembed
+from tsjax.model.params import init_params, is_spec
+from tsjax.model.transformer import ModelWeights, declare_model, embed, final_norm, forward, unembed
 from tsjax.training.saved import METRICS, append_metrics, write_metrics
 
 from .texts import Stream
@@ -51,6 +51,7 @@ SMALL = tsjax.ModelConfig(
     rope=tsjax.RopeConfig(theta=10_000.0),
     tie_embeddings=True,
 )
+FORMAT = 2  # of what is in STATE
 STATE = "state.msgpack"  # in a work folder, beside METRICS
 ATTENTION_BLOCK = 128  # queries at a time
 
@@ -152,18 +153,18 @@ def token_losses(weights, inputs, targets, positions, cfg, attend=causal_attenti
 
 
 def drop_units(weights: ModelWeights, rate: float, key) -> ModelWeights:
-    """Dropout of the attention's and the feed-forward part's units, as rows of their outputs.
+    """Dropout of the attention's and the feed-forward part's units, as inputs of their outputs.
 
     The rows of a batch share it, which leaves the forward pass as it is.
     """
 
-    def drop(matrix, units: int, number: int):
-        kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, matrix.shape[:units])
-        kept = kept.reshape(kept.shape + (1,) * (matrix.ndim - units))
-        return jnp.where(kept, matrix / (1 - rate), 0).astype(matrix.dtype)
+    def drop(matrix, number: int):
+        units = matrix.shape[1:]
+        kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, units)
+        return jnp.where(kept[None], matrix / (1 - rate), 0).astype(matrix.dtype)
 
     layers = tuple(
-        layer.replace(o=drop(layer.o, 2, 2 * i), down=drop(layer.down, 1, 2 * i + 1))
+        layer.replace(o=drop(layer.o, 2 * i), down=drop(layer.down, 2 * i + 1))
         for i, layer in enumerate(weights.layers)
     )
     return weights.replace(layers=layers)
@@ -263,19 +264,41 @@ def optimizer(settings: Settings) -> optax.GradientTransformation:
     )
 
 
-def _matrices(weights: ModelWeights) -> ModelWeights:
-    """For Muon: which axes of each weight are the inputs and outputs of its matrix."""
+def apart(weights: ModelWeights, cfg: tsjax.ModelConfig) -> ModelWeights:
+    """Each matrix by itself, as Muon takes them: a tuple for those that lie together."""
 
-    def matrix(inputs: int):
-        return lambda leaf: optax.contrib.MuonDimensionNumbers(
-            tuple(range(inputs)), tuple(range(inputs, leaf.ndim))
+    def split(spec, leaf):
+        ends = np.cumsum(spec.parts)[:-1]
+        return tuple(jnp.split(leaf, ends, axis=1)) if spec.parts else leaf
+
+    return jax.tree.map(split, declare_model(cfg), weights, is_leaf=is_spec)
+
+
+def together(weights: ModelWeights, cfg: tsjax.ModelConfig) -> ModelWeights:
+    """The inverse of `apart`."""
+
+    def joined(spec, leaf):
+        return jnp.concatenate(leaf, axis=1) if spec.parts else leaf
+
+    return jax.tree.map(joined, declare_model(cfg), weights, is_leaf=is_spec)
+
+
+def _matrices(weights: ModelWeights) -> ModelWeights:
+    """For Muon: which axes of each weight, `apart`, are the inputs and outputs of its matrix."""
+
+    def matrix(leaf, inputs: int):
+        outputs = leaf.ndim - inputs
+        return optax.contrib.MuonDimensionNumbers(
+            tuple(range(outputs, leaf.ndim)), tuple(range(outputs))
         )
 
     def layer(one):
-        matrices = {name: matrix(1) for name in ("q", "k", "v", "gate", "up", "down")}
-        matrices["o"] = matrix(2)
-        none = jax.tree.map(lambda leaf: None, one)
-        return none.replace(**{name: of(getattr(one, name)) for name, of in matrices.items()})
+        inputs = {"qkv": 1, "o": 2, "gate_up": 1, "down": 1}
+        matrices = {
+            name: jax.tree.map(functools.partial(matrix, inputs=count), getattr(one, name))
+            for name, count in inputs.items()
+        }
+        return jax.tree.map(lambda leaf: None, one).replace(**matrices)
 
     none = jax.tree.map(lambda leaf: None, weights)
     return none.replace(layers=tuple(map(layer, weights.layers)))
@@ -321,7 +344,9 @@ def run_updates(weights, moments, stream, windows, rates, key, *, cfg, settings,
         nothing = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights))
         total, _ = lax.scan(add, nothing, (windows, jax.random.split(key, micros)))
         loss, gradient = jax.tree.map(lambda a: a / micros, total)
-        changes, moments = optimizer(settings).update(gradient, moments, weights)
+        separate = apart(gradient, cfg), moments, apart(weights, cfg)
+        changes, moments = optimizer(settings).update(*separate)
+        changes = together(changes, cfg)
         weights = jax.tree.map(lambda w, c: w + rate * c, weights, changes)
         return (weights, moments), (loss, optax.tree.norm(gradient))
 
@@ -417,7 +442,7 @@ class Trainer:
         self.train, self.held_out = train, held_out
         self.on_best, self._clock = on_best, clock
         self.weights = first_weights(cfg, settings.seed) if start_from is None else start_from
-        self.moments = optimizer(settings).init(cast(Any, self.weights))
+        self.moments = optimizer(settings).init(cast(Any, apart(self.weights, cfg)))
         self.progress = Progress()
         self._stream = jnp.asarray(train.tokens)
         folder.mkdir(parents=True, exist_ok=True)
@@ -541,6 +566,7 @@ class Trainer:
 
     def save(self) -> None:
         content = {
+            "format": FORMAT,
             "settings": repr((self.cfg, _lasting(self.settings))),
             "progress": dataclasses.asdict(self.progress),
             "arrays": flax.serialization.to_state_dict((self.weights, self.moments)),
@@ -554,6 +580,8 @@ class Trainer:
         if not file.exists():
             raise FileNotFoundError(f"--resume: {file} is missing; there is nothing to go on with")
         content = cast(dict[str, Any], flax.serialization.msgpack_restore(file.read_bytes()))
+        if content.get("format") != FORMAT:
+            raise ValueError(f"--resume: {file} has another layout of the weights; begin anew")
         mine = repr((self.cfg, _lasting(self.settings)))
         if content["settings"] != mine:
             raise ValueError(

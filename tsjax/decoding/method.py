@@ -54,10 +54,14 @@ class Measured(NamedTuple):
     Attributes:
       model: its config.
       platform, device_kind: of the device, as jax names them.
-      context: mean length of the rows during the run, prompt included.
+      context: mean length of the rows, prompt included: during the run, or now once it has begun.
       batch: rows.
       current: the method that drafts; None before the first step.
-      steps, tokens: how many steps it took, and the tokens they found, of all rows together.
+      steps, tokens, seconds: how many steps it took, the tokens they found, and how long they
+        took, each summed over the rows. What a method's first chunk of steps did is left out.
+      other: the method that drafted before, and its seconds per token; None for no other.
+      costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
+        them.
     """
 
     model: ModelConfig
@@ -68,6 +72,9 @@ class Measured(NamedTuple):
     current: Method | None = None
     steps: int = 0
     tokens: int = 0
+    seconds: float = 0.0
+    other: tuple[Method, float] | None = None
+    costs: Any = None
 
 
 class Method:
@@ -79,6 +86,11 @@ class Method:
     """
 
     sources: ClassVar[tuple[str, ...]] = ("drafts",)  # what a drafted token can come from
+
+    @property
+    def wants_costs(self) -> bool:
+        """Whether `next` wants `Measured.costs`. To measure them takes seconds, once per model."""
+        return False
 
     def sizes(self, model: ModelConfig) -> Sizes:
         """Static sizes; ValueError for a model that lacks what the method needs."""

@@ -24,11 +24,16 @@ from tsjax.typing import Array, DTypeLike, Float, Integer, Key, UInt
 IMPLEMENTATION = "threefry2x32"  # of the keys: two words each
 
 
-def row_keys(seeds: Iterable[int], repeats: Iterable[int]) -> Key[Array, "B"]:
+def row_keys(seeds: Iterable[int] | Array, repeats: Iterable[int] | Array) -> Key[Array, "B"]:
     """One key per row. Rows with the same seed and prompt differ by their repeat number."""
-    words = jnp.asarray([[0, seed] for seed in seeds], jnp.uint32)
-    repeats = jnp.asarray(list(repeats), jnp.uint32)
+    seeds, repeats = _words(seeds), _words(repeats)
+    words = jnp.stack([jnp.zeros_like(seeds), seeds], axis=1)
     return jax.random.wrap_key_data(jax.vmap(_fold_in)(words, repeats), impl=IMPLEMENTATION)
+
+
+def _words(numbers: Iterable[int] | Array) -> UInt[Array, "B"]:
+    """Traced ones too."""
+    return jnp.asarray(numbers if isinstance(numbers, jax.Array) else list(numbers), jnp.uint32)
 
 
 def check_keys(keys: Array) -> None:

@@ -13,6 +13,7 @@ import jax
 
 from tsjax.decoding.reading import finish_part, read_part
 from tsjax.decoding.replaying import replay
+from tsjax.decoding.start import begin
 from tsjax.decoding.step import decode
 from tsjax.model.logits import hidden_states, logits
 
@@ -20,6 +21,7 @@ from tsjax.model.logits import hidden_states, logits
 class Programs(NamedTuple):
     """Functions of decoding and of the model, compiled; those with a state donate it."""
 
+    begin: Any
     read_part: Any
     finish_part: Any
     decode: Any
@@ -31,13 +33,9 @@ class Programs(NamedTuple):
 @functools.cache
 def programs(platform: str, dtype: str) -> Programs:
     """What `generate` and `forward` run on a platform ("cpu", "gpu", ...), for a model's type."""
-    options = None
-    if platform == "cpu" and dtype == "bfloat16":
-        # In jax 0.10 this pass widens every bfloat16 operation to float32, slices too, and the
-        # widened copy of the whole cache then moves out of the loop over its blocks.
-        options = {"xla_disable_hlo_passes": "float-normalization-bf16"}
-    jit = functools.partial(jax.jit, compiler_options=options)
+    jit = functools.partial(jax.jit, compiler_options=compiler_options(platform, dtype))
     return Programs(
+        begin=jit(begin, static_argnames=("cfg", "prompt_capacity")),
         read_part=jit(
             read_part, static_argnames=("part", "width", "cfg"), donate_argnames=("state",)
         ),
@@ -47,3 +45,12 @@ def programs(platform: str, dtype: str) -> Programs:
         hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),
         logits=jit(logits, static_argnames=("cfg", "width")),
     )
+
+
+def compiler_options(platform: str, dtype: str) -> dict[str, str] | None:
+    """What XLA is told for all programs."""
+    if platform == "cpu" and dtype == "bfloat16":
+        # In jax 0.10 this pass widens every bfloat16 operation to float32, slices too, and the
+        # widened copy of the whole cache then moves out of the loop over its blocks.
+        return {"xla_disable_hlo_passes": "float-normalization-bf16"}
+    return None

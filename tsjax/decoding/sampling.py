@@ -16,6 +16,7 @@ found bit by bit, which is exact and needs one pass over the vocabulary per bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -60,28 +61,33 @@ class SamplingValues(flax.struct.PyTreeNode):
 def sampling_values(
     config: GenerationConfig, stop_ids: Sequence[int], vocab_size: int, dtype: DTypeLike
 ) -> SamplingValues:
-    """The arrays of `config`; `stop_ids` are the resolved end tokens, `dtype` that of the model."""
+    """The arrays of `config`; `stop_ids` are the resolved end tokens, `dtype` that of the model.
+
+    NumPy's, so that no program is compiled to make them.
+    """
     real = accumulation_dtype(dtype)
 
-    def mask(ids):
+    def number(value, dtype: DTypeLike = np.int32) -> Any:
+        return np.asarray(value, dtype)
+
+    def mask(ids) -> Any:
         members = np.zeros((vocab_size,), bool)
         members[list(ids)] = True
-        return jnp.asarray(members)
+        return members
 
+    window = min(config.repetition_window or WHOLE_CONTEXT, WHOLE_CONTEXT)
     return SamplingValues(
-        do_sample=jnp.asarray(config.do_sample),
-        temperature=jnp.asarray(config.temperature, real),
-        top_k=jnp.asarray(config.top_k, jnp.int32),
-        top_p=jnp.asarray(config.top_p, real),
-        min_p=jnp.asarray(config.min_p, real),
-        epsilon_cutoff=jnp.asarray(config.epsilon_cutoff, real),
-        eta_cutoff=jnp.asarray(config.eta_cutoff, real),
-        min_tokens_to_keep=jnp.asarray(config.min_tokens_to_keep, jnp.int32),
-        repetition_penalty=jnp.asarray(config.repetition_penalty, real),
-        repetition_window=jnp.asarray(
-            min(config.repetition_window or WHOLE_CONTEXT, WHOLE_CONTEXT), jnp.int32
-        ),
-        min_new_tokens=jnp.asarray(config.min_new_tokens, jnp.int32),
+        do_sample=number(config.do_sample, bool),
+        temperature=number(config.temperature, real),
+        top_k=number(config.top_k),
+        top_p=number(config.top_p, real),
+        min_p=number(config.min_p, real),
+        epsilon_cutoff=number(config.epsilon_cutoff, real),
+        eta_cutoff=number(config.eta_cutoff, real),
+        min_tokens_to_keep=number(config.min_tokens_to_keep),
+        repetition_penalty=number(config.repetition_penalty, real),
+        repetition_window=number(window),
+        min_new_tokens=number(config.min_new_tokens),
         stop_mask=mask(stop_ids),
         suppress_mask=mask(config.suppress_tokens),
     )
@@ -259,6 +265,7 @@ def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
     return lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
 
 
+@jax.jit
 def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, "*rows V"]:
     """Mask of the k largest entries along the last axis; entries equal to the k-th all belong."""
     keys = _sortable(x)

@@ -6,15 +6,18 @@ Knows what a config needs. Does not know steps.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import GenerationConfig
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.noise import check_keys, row_keys
 from tsjax.decoding.sampling import SamplingValues, first_last_seen, sampling_values
-from tsjax.decoding.state import RUNNING, DecodeState, StepStats
+from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.model.cache import init_cache
 
 
@@ -94,6 +97,44 @@ def init_state(
             state, width if prompt_capacity is None else prompt_capacity, model
         )
     return state if mesh is None else _on_each_device(state, mesh)
+
+
+class Begun(NamedTuple):
+    """What a run begins with, of each row, as NumPy arrays.
+
+    Attributes:
+      tokens: [B, capacity] int32, the prompt and, for a resumed run, what was made already.
+      prompt_length, length, max_length: [B] int32, see `init_state`.
+      seeds, repeats: [B] uint32, see `row_keys`.
+      ended: [B] bool, rows that run no more.
+      sampling: what a user chose.
+    """
+
+    tokens: np.ndarray
+    prompt_length: np.ndarray
+    length: np.ndarray
+    max_length: np.ndarray
+    seeds: np.ndarray
+    repeats: np.ndarray
+    ended: np.ndarray
+    sampling: SamplingValues
+
+
+def begin(begun: Begun, *, cfg: DecodeConfig, prompt_capacity: int, mesh=None) -> DecodeState:
+    """The state of a run, of arrays alone: one program makes it."""
+    state = init_state(
+        begun.tokens,
+        begun.prompt_length,
+        cfg=cfg,
+        capacity=begun.tokens.shape[1],
+        max_length=begun.max_length,
+        length=begun.length,
+        sampling=begun.sampling,
+        row_key=row_keys(begun.seeds, begun.repeats),
+        mesh=mesh,
+        prompt_capacity=prompt_capacity,
+    )
+    return state.replace(finish=jnp.where(begun.ended, jnp.int8(STOPPED), state.finish))
 
 
 def init_stats(cfg: DecodeConfig, batch: int) -> StepStats:

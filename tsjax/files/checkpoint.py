@@ -34,10 +34,12 @@ from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tokenizer import load_tokenizer
 from tsjax.files.whole_files import own_place
 from tsjax.input_files import parsing, read_json
-from tsjax.model.params import Params, abstract_params, declare_params, is_spec
-from tsjax.model.sharding import named_sharding, usable_mesh
+from tsjax.model.params import Params, declare_params, inputs_first, is_spec, join, placement
+from tsjax.model.sharding import usable_mesh
+from tsjax.model.transformer import ParamSpec
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+SEPARATE_INPUTS_FIRST = 1  # the version of separate q, k, v, gate and up, each [inputs, outputs]
 DESCRIPTION = "tsjax.json"
 ARRAYS = "params"
 
@@ -108,8 +110,7 @@ def load(
 
     def place(tensors) -> None:
         for entry, array in tensors:
-            axes = named_sharding(entry.spec.shape, entry.spec.axes, mesh) if mesh else None
-            arrays[entry.path] = jax.device_put(array, axes)
+            arrays[entry.path] = jax.device_put(array, placement(entry.spec, mesh))
             if on_tensor is not None:
                 on_tensor(entry.path, array.nbytes)
 
@@ -117,7 +118,8 @@ def load(
         cfg, stop_ids = read_description(folder)
         cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
         check_dtype(cfg.dtype)
-        arrays |= _load_arrays(os.path.join(folder, ARRAYS), cfg, mesh)
+        version = read_version(folder)
+        arrays |= _load_arrays(os.path.join(folder, ARRAYS), cfg, mesh, version)
     else:
         cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
@@ -150,9 +152,10 @@ def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> N
 def write_heads(model: Model, file: str) -> None:
     """Replaces a file with the model's draft heads, as TokenSwift's model.medusa_layers.*."""
     tensors = {
-        entry.key: np.ascontiguousarray(entry.as_hf(np.asarray(leaf)))
+        tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
         for entry, leaf in named_arrays(model)
         if entry.path.startswith("heads.")
+        for tensor in entry.tensors
     }
     weight_files.write_safetensors(file, tensors)
 
@@ -170,16 +173,23 @@ def read_description(folder: str) -> tuple[ModelConfig, tuple[int, ...]]:
     """The settings and the stop ids in a tsjax checkpoint."""
     path = os.path.join(folder, DESCRIPTION)
     raw = read_json(path)
-    version = raw.get("format_version")
-    if version != FORMAT_VERSION:
-        wanted = f"this tsjax reads {FORMAT_VERSION}"
-        raise ValueError(f"{path!r} has format_version={version!r}; {wanted}")
+    read_version(folder)
     with parsing(path, " is damaged"):
         cfg = ModelConfig.from_dict(raw["model"])
         stop_ids = tuple(raw["stop_ids"])
         for token in stop_ids:
             check_int(token, "stop_ids", 0)
     return cfg, stop_ids
+
+
+def read_version(folder: str) -> int:
+    """The format of a tsjax checkpoint, one that is read here."""
+    path = os.path.join(folder, DESCRIPTION)
+    version = read_json(path).get("format_version")
+    if version not in (SEPARATE_INPUTS_FIRST, FORMAT_VERSION):
+        wanted = f"this tsjax reads {SEPARATE_INPUTS_FIRST} and {FORMAT_VERSION}"
+        raise ValueError(f"{path!r} has format_version={version!r}; {wanted}")
+    return version
 
 
 def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
@@ -256,7 +266,7 @@ def _save_arrays(model: Model, path: str) -> None:
 
     named = named_arrays(model)
     arrays = {entry.path: leaf for entry, leaf in named}
-    _check_arrays("params", [entry for entry, _ in named], arrays)
+    _check_arrays("params", {entry.path: entry.spec for entry, _ in named}, arrays)
     context = ocp.Context()
     # Weights hardly compress, and compressing keeps a second copy of everything in memory.
     context.array.saving.use_compression = False
@@ -264,16 +274,21 @@ def _save_arrays(model: Model, path: str) -> None:
         ocp.save(path, arrays)
 
 
-def _load_arrays(path: str, cfg: ModelConfig, mesh) -> dict[str, jax.Array]:
+def _load_arrays(path: str, cfg: ModelConfig, mesh, version: int) -> dict[str, jax.Array]:
     stored = list_arrays(path)
     with parsing(path, " does not fit the config"):  # before anything is declared
         huggingface.check_counts(cfg, len(stored), ("num_layers", "num_draft_heads"))
     named = huggingface.entries(cfg)
-    _check_arrays(path, named, stored)
+    is_old = version == SEPARATE_INPUTS_FIRST
+    specs = {entry.path: entry.spec for entry in named}
+    specs = {path: s for e in named for path, s in _parts(e).items()} if is_old else specs
+    _check_arrays(path, specs, stored)
     device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     abstract = {
-        entry.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding or device)
-        for entry, leaf in zip(named, jax.tree.leaves(abstract_params(cfg, mesh)), strict=True)
+        name: jax.ShapeDtypeStruct(
+            spec.shape, jnp.dtype(spec.dtype), sharding=placement(spec, mesh) or device
+        )
+        for name, spec in specs.items()
     }
     arrays = read_arrays(path, abstract)
     if any(arrays[name].dtype != leaf.dtype for name, leaf in abstract.items()):
@@ -281,12 +296,34 @@ def _load_arrays(path: str, cfg: ModelConfig, mesh) -> dict[str, jax.Array]:
             f"{path!r} was not read as {cfg.dtype}: enable x64 with JAX_ENABLE_X64=1 or "
             "jax.config.update; the context manager does not reach the threads that read"
         )
+    if is_old:
+        for entry in named:  # the parts of one array at a time lie in memory twice
+            parts = [arrays.pop(name) for name in _parts(entry)]
+            arrays[entry.path] = jax.device_put(
+                join(entry.spec, parts), placement(entry.spec, mesh)
+            )
     return arrays
 
 
-def _check_arrays(where: str, named: list[Entry], found: Mapping[str, Any]) -> None:
+# The names of what lies together now.
+_PARTS = {
+    "qkv": ("q", "k", "v"),
+    "qkv_bias": ("q_bias", "k_bias", "v_bias"),
+    "gate_up": ("gate", "up"),
+    "gate_up_bias": ("gate_bias", "up_bias"),
+}
+
+
+def _parts(entry: Entry) -> dict[str, ParamSpec]:
+    """What a checkpoint of format SEPARATE_INPUTS_FIRST has for an array."""
+    before, name = entry.path.rsplit(".", 1)
+    names = [f"{before}.{part}" for part in _PARTS.get(name, (name,))]
+    return dict(zip(names, inputs_first(entry.spec), strict=True))
+
+
+def _check_arrays(where: str, specs: Mapping[str, ParamSpec], found: Mapping[str, Any]) -> None:
     """Lists every difference between the declaration and the arrays that are there."""
-    declared = {entry.path: entry.spec.shape for entry in named}
+    declared = {path: spec.shape for path, spec in specs.items()}
     problems = [f"missing: {path}" for path in sorted(declared.keys() - found.keys())]
     problems += [f"not part of this model: {path}" for path in sorted(found.keys() - declared)]
     for path, shape in declared.items():

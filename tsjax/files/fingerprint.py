@@ -3,7 +3,8 @@
 
 Knows which settings and weights choose tokens; draft heads do not. Points of each tensor are named
 as in a HuggingFace checkpoint and read on the devices, so a model keeps its fingerprint when it is
-converted, or placed on a mesh. Does not know where the weights lie.
+converted, placed on a mesh, or laid out otherwise by another tsjax: saved runs go on. Does not know
+where the weights lie.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from tsjax.config import ModelConfig
 from tsjax.files.checkpoint import Model
-from tsjax.files.huggingface import Entry, entries
+from tsjax.files.huggingface import Tensor, entries
 
 CHANGES_NO_TOKEN = ("num_draft_heads", "head_accuracy", "family", "max_positions")
 
@@ -31,7 +32,7 @@ def model_fingerprint(model: Model) -> str:
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     leaves = jax.tree.leaves(model.params.model)
     pairs = zip(entries(model.cfg.with_heads(0)), leaves, strict=True)
-    samples = {entry.key: _sample(entry, leaf) for entry, leaf in pairs}
+    samples = {t.key: _sample(t, leaf) for entry, leaf in pairs for t in entry.tensors}
     for key, values in sorted(jax.device_get(samples).items()):
         digest.update(key.encode())
         digest.update(np.ascontiguousarray(values).tobytes())
@@ -48,15 +49,13 @@ def _set_fields(settings: Any) -> dict[str, Any]:
     return found
 
 
-def _sample(entry: Entry, leaf: jax.Array) -> jax.Array:
+def _sample(tensor: Tensor, leaf: jax.Array) -> jax.Array:
     """A vector as it is; of a matrix the points of `sampled_points`, in the model's type."""
-    if entry.inputs == 0:
-        return leaf.reshape(-1)
-    rows, columns = sampled_points(*entry.hf_shape)
-    if entry.inputs is None:
-        return _take(leaf, (rows, columns))
-    inputs, outputs = leaf.shape[: entry.inputs], leaf.shape[entry.inputs :]
-    return _take(leaf, np.unravel_index(columns, inputs) + np.unravel_index(rows, outputs))
+    if len(tensor.shape) == 1:
+        return tensor.of(leaf)
+    rows, columns = sampled_points(*tensor.shape)
+    number = tensor.rows(leaf.shape)[rows] * tensor.shape[1] + columns
+    return _take(leaf, np.unravel_index(number, leaf.shape))
 
 
 def sampled_points(num_rows: int, num_columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,6 +86,8 @@ def fingerprint_of_first_rows(model: Model) -> str:
     """The fingerprint in training checkpoints of format 1."""
     weights = model.params.model
     digest = hashlib.sha256(fingerprint_of_norms(model, model.cfg.with_heads(0)).encode())
-    for array in (weights.embed, weights.layers[0].q, weights.layers[-1].down):
-        digest.update(np.asarray(array[:16]).tobytes())
+    # Of q and down the first 16 inputs, which came before the outputs then.
+    queries = np.moveaxis(np.asarray(weights.layers[0].qkv[:, :-2, :, :16]), -1, 0)
+    for array in (weights.embed[:16], queries, weights.layers[-1].down[:, :16].T):
+        digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()[:16]

@@ -286,38 +286,36 @@ def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 
 # --- tensor names ----------------------------------------------------------------------------
 
-# Where the tensors go: (HuggingFace's name, path in Params, leading input dimensions of ours).
-# A linear layer of n input dimensions is [*inputs, *outputs] here and [outputs, inputs] there; with
-# 0 it is a vector there; None is for an array that is the same on both sides. Shapes follow from
-# the declaration of the parameters.
-TABLE: tuple[tuple[str, str, int | None], ...] = (
-    ("model.embed_tokens.weight", "model.embed", None),
-    ("model.layers.{i}.input_layernorm.weight", "model.layers.{i}.attn_norm", 0),
-    ("model.layers.{i}.self_attn.q_proj.weight", "model.layers.{i}.q", 1),
-    ("model.layers.{i}.self_attn.k_proj.weight", "model.layers.{i}.k", 1),
-    ("model.layers.{i}.self_attn.v_proj.weight", "model.layers.{i}.v", 1),
-    ("model.layers.{i}.self_attn.o_proj.weight", "model.layers.{i}.o", 2),
-    ("model.layers.{i}.self_attn.q_proj.bias", "model.layers.{i}.q_bias", 0),
-    ("model.layers.{i}.self_attn.k_proj.bias", "model.layers.{i}.k_bias", 0),
-    ("model.layers.{i}.self_attn.v_proj.bias", "model.layers.{i}.v_bias", 0),
-    ("model.layers.{i}.self_attn.o_proj.bias", "model.layers.{i}.o_bias", 0),
-    ("model.layers.{i}.self_attn.q_norm.weight", "model.layers.{i}.q_norm", 0),
-    ("model.layers.{i}.self_attn.k_norm.weight", "model.layers.{i}.k_norm", 0),
-    ("model.layers.{i}.post_attention_layernorm.weight", "model.layers.{i}.mlp_norm", 0),
-    ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.gate", 1),
-    ("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.up", 1),
-    ("model.layers.{i}.mlp.down_proj.weight", "model.layers.{i}.down", 1),
-    ("model.layers.{i}.mlp.gate_proj.bias", "model.layers.{i}.gate_bias", 0),
-    ("model.layers.{i}.mlp.up_proj.bias", "model.layers.{i}.up_bias", 0),
-    ("model.layers.{i}.mlp.down_proj.bias", "model.layers.{i}.down_bias", 0),
-    ("model.norm.weight", "model.final_norm", 0),
-    ("lm_head.weight", "model.unembed", 1),
+# HuggingFace's name of each tensor and the path in Params. The tensors of one path lie together
+# there, in this order, along the second axis. Matrices are [outputs, inputs] on both sides; here
+# the heads of attention have axes of their own. Shapes follow from the declaration.
+TABLE: tuple[tuple[str, str], ...] = (
+    ("model.embed_tokens.weight", "model.embed"),
+    ("model.layers.{i}.input_layernorm.weight", "model.layers.{i}.attn_norm"),
+    ("model.layers.{i}.self_attn.q_proj.weight", "model.layers.{i}.qkv"),
+    ("model.layers.{i}.self_attn.k_proj.weight", "model.layers.{i}.qkv"),
+    ("model.layers.{i}.self_attn.v_proj.weight", "model.layers.{i}.qkv"),
+    ("model.layers.{i}.self_attn.o_proj.weight", "model.layers.{i}.o"),
+    ("model.layers.{i}.self_attn.q_proj.bias", "model.layers.{i}.qkv_bias"),
+    ("model.layers.{i}.self_attn.k_proj.bias", "model.layers.{i}.qkv_bias"),
+    ("model.layers.{i}.self_attn.v_proj.bias", "model.layers.{i}.qkv_bias"),
+    ("model.layers.{i}.self_attn.o_proj.bias", "model.layers.{i}.o_bias"),
+    ("model.layers.{i}.self_attn.q_norm.weight", "model.layers.{i}.q_norm"),
+    ("model.layers.{i}.self_attn.k_norm.weight", "model.layers.{i}.k_norm"),
+    ("model.layers.{i}.post_attention_layernorm.weight", "model.layers.{i}.mlp_norm"),
+    ("model.layers.{i}.mlp.gate_proj.weight", "model.layers.{i}.gate_up"),
+    ("model.layers.{i}.mlp.up_proj.weight", "model.layers.{i}.gate_up"),
+    ("model.layers.{i}.mlp.down_proj.weight", "model.layers.{i}.down"),
+    ("model.layers.{i}.mlp.gate_proj.bias", "model.layers.{i}.gate_up_bias"),
+    ("model.layers.{i}.mlp.up_proj.bias", "model.layers.{i}.gate_up_bias"),
+    ("model.layers.{i}.mlp.down_proj.bias", "model.layers.{i}.down_bias"),
+    ("model.norm.weight", "model.final_norm"),
+    ("lm_head.weight", "model.unembed"),
     # TokenSwift's heads.
-    ("model.medusa_layers.{i}.linear.weight", "heads.{i}.linear", 1),
-    ("model.medusa_layers.{i}.input_layernorm.weight", "heads.{i}.norm_in", 0),
-    ("model.medusa_layers.{i}.post_layernorm.weight", "heads.{i}.norm_out", 0),
+    ("model.medusa_layers.{i}.linear.weight", "heads.{i}.linear"),
+    ("model.medusa_layers.{i}.input_layernorm.weight", "heads.{i}.norm_in"),
+    ("model.medusa_layers.{i}.post_layernorm.weight", "heads.{i}.norm_out"),
 )
-_ROW_OF_PATH = {path: (key, inputs) for key, path, inputs in TABLE}
 
 # The frequencies of rotary embeddings, saved as buffers by old versions of transformers.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
@@ -325,25 +323,40 @@ _HEAD_KEY = re.compile(r"(?:model\.)?(medusa_layers\.(\d+)\..+)")
 
 
 @dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor of a HuggingFace checkpoint, and which part of an array of Params it is."""
+
+    key: str
+    shape: tuple[int, ...]  # in the checkpoint
+    part: slice | None  # of the array's second axis; None: it is the whole array
+
+    def of(self, array: Any) -> Any:
+        """The tensor in an array of NumPy or jax. A view where it is the whole of NumPy's."""
+        return (array if self.part is None else array[:, self.part]).reshape(self.shape)
+
+    def rows(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Where its rows lie in the array of that shape, seen as a matrix of such rows."""
+        number = np.arange(math.prod(shape) // math.prod(self.shape[1:]))
+        if self.part is None:
+            return number
+        return number.reshape(*shape[:2], -1)[:, self.part].reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor under both of its names."""
+    """One array of Params, and the tensors of a HuggingFace checkpoint that it is made of."""
 
-    key: str  # in a HuggingFace checkpoint
-    path: str  # in Params
+    path: str
     spec: ParamSpec
-    inputs: int | None  # see TABLE
+    tensors: tuple[Tensor, ...]
 
-    @property
-    def hf_shape(self) -> tuple[int, ...]:
-        shape, inputs = self.spec.shape, self.inputs
-        if inputs is None:
-            return shape
-        sizes = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
-        return sizes if inputs else sizes[:1]
-
-    def as_hf(self, array: np.ndarray) -> np.ndarray:
-        """Our array in HuggingFace's shape. A view where the array is contiguous."""
-        return array if self.inputs is None else array.reshape(self.hf_shape[::-1]).T
+    def apart(self) -> list[Entry]:
+        """Its tensors as arrays by themselves, in HuggingFace's shapes."""
+        found = []
+        for tensor in self.tensors:
+            spec = dataclasses.replace(self.spec, shape=tensor.shape, parts=())
+            found.append(Entry(self.path, spec, (dataclasses.replace(tensor, part=None),)))
+        return found
 
 
 def entries(cfg: ModelConfig) -> list[Entry]:
@@ -354,14 +367,27 @@ def entries(cfg: ModelConfig) -> list[Entry]:
         path = jax.tree_util.keystr(keys, simple=True, separator=".")
         index = re.search(r"\.(\d+)\.", path)
         number = index[1] if index else ""
-        key, inputs = _ROW_OF_PATH[re.sub(r"\.\d+\.", ".{i}.", path)]
-        found.append(Entry(key.replace("{i}", number), path, spec, inputs))
+        general = re.sub(r"\.\d+\.", ".{i}.", path)
+        names = [key.replace("{i}", number) for key, place in TABLE if place == general]
+        found.append(Entry(path, spec, _tensors(names, spec)))
     return found
 
 
-# --- reading ---------------------------------------------------------------------------------
+def _tensors(names: list[str], spec: ParamSpec) -> tuple[Tensor, ...]:
+    found, start = [], 0
+    for name, shape in zip(names, spec.part_shapes, strict=True):
+        outputs = len(shape) - spec.inputs
+        theirs = shape  # a norm, say
+        if spec.inputs:
+            theirs = (math.prod(shape[:outputs]), math.prod(shape[outputs:]))
+        elif spec.parts:
+            theirs = (math.prod(shape),)
+        part = slice(start, start := start + shape[1]) if spec.parts else None
+        found.append(Tensor(name, theirs, part))
+    return tuple(found)
 
-_TILE_ROWS = 32  # what is transposed at a time; whole blocks miss the CPU's caches (3 times slower)
+
+# --- reading ---------------------------------------------------------------------------------
 
 
 def open_checkpoint(
@@ -399,14 +425,22 @@ def count_heads(weights: Weights) -> int:
     return len({match[2] for name in weights if (match := _HEAD_KEY.fullmatch(name))})
 
 
-def read_model(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
-    """Every parameter of `cfg`, one at a time; names and shapes are checked before the first."""
+def read_model(
+    cfg: ModelConfig, weights: Weights, *, apart: bool = False
+) -> Iterator[tuple[Entry, np.ndarray]]:
+    """Every parameter of `cfg`, one at a time; names and shapes are checked before the first.
+
+    With `apart` every tensor by itself: what only writes them again needs no memory to join them.
+    """
     found = {name: tensor for name, tensor in weights.items() if not _HARMLESS.fullmatch(name)}
     if cfg.tie_embeddings:
         found.pop("lm_head.weight", None)  # transformers does not read it either
     if not cfg.num_draft_heads:
         found = {name: found[name] for name in found if not _HEAD_KEY.fullmatch(name)}
-    return _read(entries(cfg), weights, found)
+    wanted = entries(cfg)
+    if apart:
+        wanted = [tensor for entry in wanted for tensor in entry.apart()]
+    return _read(wanted, weights, found)
 
 
 def read_heads(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
@@ -421,47 +455,44 @@ def _read(
 ) -> Iterator[tuple[Entry, np.ndarray]]:
     """Reads `wanted`; `found` has the tensors under the table's keys."""
     files = ", ".join(listed(sorted({tensor.file for tensor in weights.values()})))
-    problems = [f"missing in {files}: {e.key}" for e in wanted if e.key not in found]
-    keys = {entry.key for entry in wanted}
-    problems += [f"not part of this model: {found[key]}" for key in found if key not in keys]
-    for entry in wanted:
-        tensor = found.get(entry.key)
-        if tensor and tensor.shape != entry.hf_shape:
-            shapes = f"shape {list(tensor.shape)}; the config asks for {list(entry.hf_shape)}"
-            problems.append(f"{tensor} has {shapes}")
-        if tensor and tensor.dtype not in DTYPES:
-            types = f"type {tensor.dtype}, which is not one of {', '.join(DTYPES)}"
-            problems.append(f"{tensor} has {types}")
+    tensors = {tensor.key: tensor for entry in wanted for tensor in entry.tensors}
+    problems = [f"missing in {files}: {key}" for key in tensors if key not in found]
+    problems += [f"not part of this model: {found[key]}" for key in found if key not in tensors]
+    for key, tensor in tensors.items():
+        stored = found.get(key)
+        if stored and stored.shape != tensor.shape:
+            shapes = f"shape {list(stored.shape)}; the config asks for {list(tensor.shape)}"
+            problems.append(f"{stored} has {shapes}")
+        if stored and stored.dtype not in DTYPES:
+            types = f"type {stored.dtype}, which is not one of {', '.join(DTYPES)}"
+            problems.append(f"{stored} has {types}")
     raise_all(problems)
-    return _read_tensors([(entry, found[entry.key]) for entry in wanted])
+    return _read_arrays(wanted, found)
 
 
-def _read_tensors(pairs: list[tuple[Entry, StoredTensor]]) -> Iterator[tuple[Entry, np.ndarray]]:
+def _read_arrays(wanted: list[Entry], found: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
     wrong = []
-    for number, (entry, tensor) in enumerate(pairs, 1):
-        array, finite = _read_tensor(entry, tensor)
-        if not finite:
-            wrong.append(str(tensor))
-        if wrong and number == len(pairs):  # here: the caller may not ask for more than the last
+    for number, entry in enumerate(wanted, 1):
+        array = _aligned_empty(entry.spec.shape, jnp.dtype(entry.spec.dtype))
+        for tensor in entry.tensors:
+            if not _read_tensor(tensor, found[tensor.key], array):
+                wrong.append(str(found[tensor.key]))
+        if wrong and number == len(wanted):  # here: the caller may not ask for more than the last
             have = f"{'has' if len(wrong) == 1 else 'have'} NaN or infinite values"
             warnings.warn(f"{', '.join(listed(wrong))} {have} as {array.dtype.name}", stacklevel=2)
         yield entry, array
 
 
-def _read_tensor(entry: Entry, tensor: StoredTensor) -> tuple[np.ndarray, bool]:
-    """The tensor, and whether all of it is finite."""
-    dtype = jnp.dtype(entry.spec.dtype)
-    out = _aligned_empty(entry.spec.shape, dtype)
-    target = entry.as_hf(out)  # a view: writing their layout fills ours
+def _read_tensor(tensor: Tensor, stored: StoredTensor, array: np.ndarray) -> bool:
+    """Fills its part of the array; returns whether all of it is finite."""
+    matrix, rows = array.reshape(-1, *tensor.shape[1:]), tensor.rows(array.shape)
     finite = True
-    for rows, block in tensor.blocks():
+    for place, block in stored.blocks():
         with np.errstate(over="ignore", invalid="ignore"):
-            block = block.astype(dtype, copy=False)
+            block = block.astype(array.dtype, copy=False)
         finite = finite and bool(np.isfinite(block).all())
-        for start in range(0, len(block), _TILE_ROWS):
-            tile = block[start : start + _TILE_ROWS]
-            target[rows.start + start : rows.start + start + len(tile)] = tile
-    return out, finite
+        matrix[rows[place]] = block  # the matrix is a view
+    return finite
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

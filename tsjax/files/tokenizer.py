@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and, piece by piece, back.
 
-Knows HuggingFace tokenizers; transformers is imported only when one is loaded. Does not know
-models. Whatever those libraries raise, Rust's panics too, becomes a ValueError that names the
-tokenizer's folder.
+Knows HuggingFace tokenizers; transformers is imported only when one is loaded, and for the embedded
+model only if something is asked that its tokenizer.json does not tell. Does not know models.
+Whatever those libraries raise, Rust's panics too, becomes a ValueError that names the tokenizer's
+folder.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tsjax.files.weight_files import embedded_folder
 from tsjax.input_files import filtered_log, parsing, require_file
 
 REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
@@ -26,6 +28,7 @@ REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes t
 _VOCABULARY = re.compile(
     r"tokenizer\.(json|model.*)|vocab.*|merges\.txt|tekken\.json|.*\.(model|tiktoken)"
 )
+_DAMAGED = " has a tokenizer that cannot be loaded; token ids work without it"
 # (name, size, time of the last change, inode) of each file in a folder.
 _State = tuple[tuple[str, int, int, int], ...]
 
@@ -48,14 +51,61 @@ def load_tokenizer(path: str) -> Any:
 def _load_tokenizer(path: str, state: _State) -> Any:
     for name, *_ in state:
         require_file(os.path.join(path, name))
+    with parsing(path, _DAMAGED):
+        plain = path == embedded_folder()
+        tokenizer = PlainTokenizer(path) if plain else _whole_tokenizer(path)
+        _visible_and_byte_tokens(tokenizer)  # is read later, while tokens are made
+        return tokenizer
+
+
+def _whole_tokenizer(path: str) -> Any:
     # Whoever imports transformers for a tokenizer need not hear that it found no torch.
     with filtered_log("transformers", lambda record: "PyTorch was not" not in record.getMessage()):
         import transformers
-    with parsing(path, " has a tokenizer that cannot be loaded; token ids work without it"):
-        load = transformers.AutoTokenizer.from_pretrained
-        tokenizer = load(path, local_files_only=True, trust_remote_code=False)
-        _visible_and_byte_tokens(tokenizer)  # is read later, while tokens are made
-        return tokenizer
+    load = transformers.AutoTokenizer.from_pretrained
+    return load(path, local_files_only=True, trust_remote_code=False)
+
+
+class PlainTokenizer:
+    """A tokenizer.json that needs nothing beside it, read without transformers.
+
+    To import transformers takes longer than a first token. Whatever is not here is asked of its
+    tokenizer for the same folder, which is loaded then.
+    """
+
+    def __init__(self, path: str):
+        import tokenizers
+
+        self.name_or_path = path
+        self._plain = tokenizers.Tokenizer.from_file(os.path.join(path, "tokenizer.json"))
+        self.added_tokens_decoder = self._plain.get_added_tokens_decoder()
+
+    def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
+        return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(
+        self, ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: Any = None
+    ) -> str:
+        ids = np.atleast_1d(ids).tolist()
+        return self._plain.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self._plain.get_vocab()
+
+    def __len__(self) -> int:
+        return self._plain.get_vocab_size()
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._whole(*args, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # what copies and pickles look for
+            raise AttributeError(name)
+        return getattr(self._whole, name)
+
+    @functools.cached_property
+    def _whole(self) -> Any:
+        return _whole_tokenizer(self.name_or_path)
 
 
 def _folder_state(path: str) -> _State:

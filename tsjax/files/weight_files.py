@@ -212,6 +212,10 @@ def write_safetensors(path: str, tensors: Mapping[str, np.ndarray]) -> None:
 EMBEDDED, EMBEDDED_FOLDER = "tsjax/small-english", "small_english"
 
 
+def embedded_folder() -> str:
+    return os.fspath(Path(__file__).resolve().parent.parent / EMBEDDED_FOLDER)
+
+
 def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
     """A folder as it is, or the local snapshot of a hub id, downloaded if need be.
 
@@ -219,7 +223,7 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
     """
     name = os.fspath(path)
     if name == EMBEDDED:
-        return os.fspath(Path(__file__).resolve().parent.parent / EMBEDDED_FOLDER)
+        return embedded_folder()
     if os.path.isdir(name):
         return os.path.abspath(name)
     if os.path.exists(name):

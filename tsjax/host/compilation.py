@@ -1,18 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiled programs: how long it takes to make them, and where they are kept.
 
-Knows jax's settings and events and the user's cache folder. Does not know what a program does.
+Knows jax's settings and events. Does not know what a program does.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import hashlib
 import os
 import platform
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import jax
 import jax.monitoring
 
 import pallas_kernels
+from pallas_kernels.cache_folder import cache_folder
 
 COMPILING = "/jax/core/compile/"  # how the events of tracing, lowering and compiling begin
 MOST_BYTES = 4 * 2**30  # of the default folder; the least recently used go first
@@ -80,46 +83,58 @@ class Stopwatch:
 
 
 def enable_compilation_cache(folder: str | os.PathLike) -> None:
-    """Keeps compiled programs in `folder`, also those that compile in under a second.
+    """Keeps compiled programs in `folder`, also small ones and those that compile in no time.
 
     They lie in a subfolder for this kind of machine and these kernels: jax's key of a program
-    knows neither the instructions of a CPU nor what a kernel does on each device of a mesh.
+    knows neither the instructions of a CPU nor what a kernel does on each device of a mesh. A
+    folder that cannot be written is an OSError.
     """
-    place = os.path.join(os.fspath(folder), _kind())
+    place = os.path.join(os.fspath(folder), kind_of_machine())
     os.makedirs(place, exist_ok=True)
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # A kernel on a mesh brings the address of a Python function, other in every process.
     jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
 
 
-def keep_programs() -> str | None:
+def keep_programs() -> Path | None:
     """Keeps compiled programs in the user's cache folder, unless jax was told what to do.
 
-    Returns the folder; None where jax has a folder of its own or is to keep none, and where the
-    folder cannot be made.
+    Returns the folder; None where jax has a folder of its own or none is wanted. One that cannot be
+    written is an OSError: programs are made anew then.
     """
     config: Any = jax.config
     if config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return None
-    folder = default_folder()
-    try:
-        enable_compilation_cache(folder)
-    except OSError:  # a home that cannot be written: programs are made anew
+    if (folder := programs_folder()) is None:
         return None
+    enable_compilation_cache(folder)
     if config.jax_compilation_cache_max_size == -1:  # jax's default: no limit
         config.update("jax_compilation_cache_max_size", MOST_BYTES)
     return folder
 
 
-def default_folder() -> str:
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return os.path.join(home, "tsjax", "programs")
+@functools.cache
+def try_to_keep_programs() -> None:
+    """`keep_programs` for those who did not ask for it: trouble is a warning, once."""
+    try:
+        keep_programs()
+    except OSError as error:
+        warnings.warn(f"compiled programs are not kept: {error}", stacklevel=2)
+
+
+def programs_folder() -> Path | None:
+    """Where commands keep compiled programs; None for nowhere."""
+    folder = cache_folder()
+    return folder and folder / "programs"
 
 
 @functools.cache
-def _kind() -> str:
+def kind_of_machine() -> str:
     """Names what programs depend on beside jax's own key: the CPU's instructions, our kernels."""
     digest = hashlib.sha256()
     with contextlib.suppress(OSError), open("/proc/cpuinfo", "rb") as file:

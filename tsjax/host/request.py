@@ -25,10 +25,11 @@ from tsjax.decoding.start import memory_bytes
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.files.tokenizer import encode
+from tsjax.host.costs import measured_on
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
-from tsjax.methods import measured_on, resolve_method
+from tsjax.methods import resolve_method
 from tsjax.model.cache import cache_bytes
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
@@ -128,7 +129,7 @@ def make_request(
     method = resolve_method("autoregressive" if method is None else method)
     _check_against_model(config, model, len(prompts))
     context = max(map(len, prompts)) + config.max_new_tokens // 2
-    measured = measured_on(model.params, model.cfg, context, len(prompts))
+    measured = measured_on(method, model, context, len(prompts))
 
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     longest = max(map(len, rows))

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.decoding.noise import row_keys
 from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
-from tsjax.decoding.start import init_state, with_method
+from tsjax.decoding.start import Begun, begin, with_method
 from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.files.checkpoint import Model
-from tsjax.host.compilation import Stopwatch, keep_programs
+from tsjax.host.compilation import Stopwatch, try_to_keep_programs
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
@@ -62,28 +61,27 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
         state = start_run(model, request, interrupt)
     rows, judge = Rows(model, request), Judge(request, state)
     decode = request.decode
-    earlier = _on_host(state.stats)  # the counters until the method changed last
+    earlier: StepStats | None = None  # the counters until the method changed last
     while True:
         if not interrupt.requested and rows.running:
             with decoding, interrupt:
                 state = programs_of(model).decode(model.params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
             steps = _next_chunk(steps, decoding.last)
-        changed = decode != request.decode
         read = rows.read(state, interrupt.requested)
-        counts = _sum(earlier, state.stats) if changed else _on_host(state.stats)
+        counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
             **read,
             steps=counts,
             prefill_seconds=prefilling.seconds,
             decode_seconds=decoding.seconds,
             compile_seconds=prefilling.compiling + decoding.compiling,
-            gave_up=changed and isinstance(decode.method, Autoregressive),
+            gave_up=decode != request.decode and isinstance(decode.method, Autoregressive),
             prompt_computed=_prompt_computed(state),
         )
         if not rows.running:
             return
-        method = judge.next(decode.method, state)
+        method = judge.next(decode.method, state, decoding.last)
         if method != decode.method:
             earlier = counts
             decode = dataclasses.replace(decode, method=method)
@@ -92,29 +90,56 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
 
 
 class Judge:
-    """Asks the method how to go on, by what its steps have found."""
+    """Asks the method how to go on, by what its steps have found and how long they took."""
 
     def __init__(self, request: Request, state: DecodeState):
         self._request = request
         self._reviving = self._is_reviving(state)
-        self._begin = 0, sum(map(len, request.rows))  # steps and tokens from which on to judge
+        self._other: tuple[Method, float] | None = None
+        self._begin(Known.of(state))
 
-    def next(self, current: Method, state: DecodeState) -> Method:
-        """The method that drafts the next chunk."""
-        now = int(np.sum(state.stats.steps)), int(np.sum(state.length))
+    def _begin(self, known: Known) -> None:
+        """From here on steps are judged; the first chunk is not, as what it does comes once."""
+        self._start, self._last, self._seconds = None, known, 0.0
+
+    def next(self, current: Method, state: DecodeState, seconds: float) -> Method:
+        """The method that drafts the next chunk; `seconds` are those of the last one."""
+        now, last = Known.of(state), self._last
         self._reviving, was_reviving = self._is_reviving(state), self._reviving
-        if self._reviving or was_reviving:
-            self._begin = now  # steps end early then, whatever their drafts are worth
-        steps, tokens = (b - a for a, b in zip(self._begin, now, strict=True))
-        measured = self._request.measured._replace(current=current, steps=steps, tokens=tokens)
+        if self._start is None or self._reviving or was_reviving:
+            self._start, self._seconds = now, 0.0  # while it revives, steps end early
+        else:
+            together = np.max(now.steps - last.steps)  # steps, each of which some rows take
+            self._seconds += seconds * np.sum(now.steps - last.steps) / max(together, 1)
+        self._last = now
+        measured = self._request.measured._replace(
+            current=current,
+            context=int(np.mean(now.length)),
+            steps=int(np.sum(now.steps - self._start.steps)),
+            tokens=int(np.sum(now.length - self._start.length)),
+            seconds=float(self._seconds),
+            other=self._other,
+        )
         chosen = self._request.method.next(measured)
         if chosen != current:
-            self._begin = 0, now[1]  # another method's counters begin at 0
+            self._other = current, measured.seconds / max(measured.tokens, 1)
+            self._begin(now._replace(steps=np.zeros_like(now.steps)))
         return chosen
 
     def _is_reviving(self, state: DecodeState) -> bool:
         lazy, model = self._request.decode.prefill, self._request.decode.model
         return lazy is not None and lazy.is_reviving(model, state)
+
+
+class Known(NamedTuple):
+    """What the host reads of each row after a chunk."""
+
+    steps: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def of(cls, state: DecodeState) -> Known:
+        return cls(np.array(state.stats.steps), _length(state))
 
 
 class Rows:
@@ -131,7 +156,8 @@ class Rows:
 
     def read(self, state: DecodeState, interrupted: bool) -> dict:
         """What is new, as the fields of News."""
-        tokens, length, finish = map(np.asarray, (state.tokens, state.length, state.finish))
+        tokens, finish = np.asarray(state.tokens), np.asarray(state.finish)
+        length = _length(state)
         drafted_by, begun = np.asarray(state.sources), list(self._reasons)
         new, sources = [], []
         for row, reason in enumerate(begun):
@@ -169,26 +195,7 @@ class Rows:
 
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
     """Allocates the state and prefills it."""
-    cfg, config, rows = model.cfg, request.config, request.rows
-    mesh = mesh_of(model.params)
-    # As wide as the buffer: operations of init_state compile for a width, not for each prompt.
-    tokens = np.zeros((len(rows), request.capacity), np.int32)
-    for row, ids in zip(tokens, rows, strict=True):
-        row[: len(ids)] = ids
-    state = init_state(
-        tokens,
-        np.asarray(request.prompt_length, np.int32),
-        cfg=request.decode,
-        capacity=request.capacity,
-        max_length=np.asarray(request.max_length, np.int32),
-        length=np.asarray([len(row) for row in rows], np.int32),
-        sampling=sampling_values(config, request.stop_ids, cfg.vocab_size, cfg.dtype),
-        row_key=row_keys(request.seeds, repeat_numbers(request)),
-        mesh=mesh,
-        prompt_capacity=request.prompt_capacity,
-    )
-    if any(request.finish_reason):
-        state = _stop(state, [reason is not None for reason in request.finish_reason])
+    state = _begin(model, request)
     for begun in _read(model, request, state):
         state = begun
         if interrupt.requested:
@@ -197,8 +204,30 @@ def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeSta
     return state
 
 
-def _stop(state: DecodeState, rows: Any) -> DecodeState:
-    return state.replace(finish=jnp.where(np.asarray(rows), jnp.int8(STOPPED), state.finish))
+def _begin(model: Model, request: Request) -> DecodeState:
+    cfg, rows, mesh = model.cfg, request.rows, mesh_of(model.params)
+    # As wide as the buffer: the program is compiled for a width, not for each prompt.
+    tokens = np.zeros((len(rows), request.capacity), np.int32)
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    begun = Begun(
+        tokens=tokens,
+        prompt_length=np.asarray(request.prompt_length, np.int32),
+        length=np.asarray([len(row) for row in rows], np.int32),
+        max_length=np.asarray(request.max_length, np.int32),
+        seeds=np.asarray(request.seeds, np.uint32),
+        repeats=np.asarray(repeat_numbers(request), np.uint32),
+        ended=np.asarray([reason is not None for reason in request.finish_reason]),
+        sampling=sampling_values(request.config, request.stop_ids, cfg.vocab_size, cfg.dtype),
+    )
+    sizes = {"cfg": request.decode, "prompt_capacity": request.prompt_capacity}
+    if mesh is not None:  # each buffer is made where it lies
+        return begin(begun, mesh=mesh, **sizes)
+    return programs_of(model).begin(begun, **sizes)
+
+
+def _stop(state: DecodeState, rows: np.ndarray) -> DecodeState:
+    return state.replace(finish=jnp.where(rows, jnp.int8(STOPPED), state.finish))
 
 
 def _read(model: Model, request: Request, state: DecodeState) -> Iterator[DecodeState]:
@@ -222,8 +251,13 @@ def programs_of(model: Model) -> Programs:
     """The compiled functions for the device where a model lies."""
     device = next(iter(jax.tree.leaves(model.params)[0].devices()))
     if device.platform == "gpu":
-        keep_programs()
+        try_to_keep_programs()
     return programs(device.platform, model.cfg.dtype)
+
+
+def _length(state: DecodeState) -> np.ndarray:
+    """`state.length` on the host, where it takes no program."""
+    return np.asarray(state.kv.length) + 1
 
 
 def _on_host(stats: StepStats) -> StepStats:
@@ -246,8 +280,8 @@ def _sum(earlier: StepStats, later: StepStats) -> StepStats:
 def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
     if state.prompt is None:
         return ()
-    counts = np.asarray(jnp.sum(state.prompt.computed, axis=(1, 2)))
-    rows, tokens = state.prompt_length.shape[0], int(np.sum(state.prompt_length))
+    counts = np.asarray(state.prompt.computed).sum(axis=(1, 2))
+    rows, tokens = state.prompt_length.shape[0], int(np.asarray(state.prompt_length).sum())
     return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
 
 

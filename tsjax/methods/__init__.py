@@ -9,11 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-
 from tsjax.config import check, one_of
-from tsjax.decoding.method import Autoregressive, Measured, Method
-from tsjax.methods.auto import Auto, Choice, cost_of
+from tsjax.decoding.method import Autoregressive, Method
+from tsjax.methods.auto import Auto
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
 
@@ -45,26 +43,3 @@ def resolve_method(method: Any) -> Method:
         return BY_NAME.get(method, METHODS[method])()
     check(isinstance(method, Method), "method", method, f"{one_of(METHODS)} or its dataclass")
     return method
-
-
-def choose_method(method: Any, model: Any, context: int, *, batch: int = 1) -> Choice:
-    """What a method begins with for a model, on the device where it lies: what `Auto` chooses.
-
-    Args:
-      method: a method's name or dataclass.
-      model: what tsjax.load returns.
-      context: mean length of the rows during the run, prompt included.
-      batch: rows.
-
-    Returns:
-      The method that drafts, and what one of its steps costs, in steps of plain decoding.
-    """
-    measured = measured_on(model.params, model.cfg, context, batch)
-    chosen = resolve_method(method).next(measured)
-    return Choice(chosen, cost_of(chosen, measured))
-
-
-def measured_on(params: Any, cfg: Any, context: int, batch: int) -> Measured:
-    """What is known before the first step."""
-    device = next(iter(jax.tree.leaves(params)[0].devices()))
-    return Measured(cfg, device.platform, device.device_kind, context, batch)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auto: the settings of TokenSwift that promise most on a machine, and none where none pay.
+"""Auto: the method that promises the fewest seconds per token on a machine, plain decoding too.
 
-Knows the cost model. A wrong choice costs time, never tokens: a run gives it up when it finds fewer
-tokens per step than a step costs.
+Knows the cost model. A wrong choice costs time, never tokens: a run goes on with plain decoding
+when its drafts take longer per token.
 """
 
 from __future__ import annotations
@@ -12,31 +12,55 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from tsjax.config import ModelConfig
-from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Autoregressive, Measured, Method, Sizes
 from tsjax.decoding.tree import SOURCES
-from tsjax.methods.cost_model import Chip, chip_of, expected_tokens, step_cost
+from tsjax.methods.cost_model import (
+    Costs,
+    as_costs,
+    device_of,
+    estimated,
+    seconds_per_token,
+    step_seconds,
+)
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
 
 MOST_PASSES = 6
-LEAST_GAIN = 1.05  # that drafts of the model must promise
-STEPS_TO_JUDGE = 64  # of all rows together, before drafts may be given up
-# On a CPU the partial cache is small and often chosen anew.
-CPU_BUDGET, CPU_REFRESH = 512, 8
-# Repetitions of the text, where rows cost time: a match has to be long, and then is drafted alone.
-CPU_SUFFIX: dict[str, Any] = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 8}
+STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
+CLEARLY = 1.1  # so many times as long per token, a run goes on with the other one
+# Where rows cost time: a repetition has to be long, and then is drafted alone.
+LONG_REPEATS: dict[str, Any] = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 8}
+# A small partial cache that is often chosen anew, and the paper's.
+PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
+    {"draft_budget": 512, "draft_refresh": 8, "draft_rest": True},
+    {},
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Method):
-    """Lets a cost model choose, which knows the chip, the model and the length of the run.
+    """Chooses by what the parts of a step take on this machine, for this model and length of run.
 
-    A narrow tree for a CPU, a wide one for a GPU, and no drafts of the model where they cannot pay,
-    from the start or as soon as a run shows it. Without them a CPU still looks for repetitions.
+    A narrow path where rows cost time, a wide tree where they are nearly free, repetitions of the
+    text alone or plain decoding where drafts of the model cannot pay. A run that takes longer per
+    token than plain decoding goes on with it, and returns where that turns out to be slower.
+
+    Attributes:
+      costs: the table to choose by; None measures one on the device, at the first run of a model
+        on a machine, and keeps it in the user's cache folder.
     """
 
     sources: ClassVar[tuple[str, ...]] = SOURCES
+
+    costs: Costs | None = None
+
+    def __post_init__(self):
+        if self.costs is not None:
+            object.__setattr__(self, "costs", as_costs(self.costs))
+
+    @property
+    def wants_costs(self) -> bool:
+        return self.costs is None
 
     def sizes(self, model: ModelConfig) -> Sizes:
         raise ValueError(
@@ -47,75 +71,83 @@ class Auto(Method):
     def next(self, measured: Measured) -> Method:
         current = measured.current
         if current is None:
-            return choose(measured)
-        if isinstance(current, Autoregressive) or measured.steps < STEPS_TO_JUDGE:
+            return choose(measured.model, self._costs(measured), measured.context)
+        if measured.steps < STEPS_TO_JUDGE or not measured.tokens:
             return current
-        pays = measured.tokens >= cost_of(current, measured) * measured.steps
-        return current if pays else Autoregressive()
+        other = measured.other
+        if other is None:
+            if isinstance(current, Autoregressive):
+                return current
+            other = Autoregressive(), self._plain_seconds(current, measured)
+        method, seconds = other
+        return method if measured.seconds > CLEARLY * seconds * measured.tokens else current
+
+    def _costs(self, measured: Measured) -> Costs:
+        device = device_of(measured.platform, measured.device_kind)
+        return self.costs or measured.costs or estimated(measured.model, device, measured.batch)
+
+    def _plain_seconds(self, current: Method, measured: Measured) -> float:
+        """Of a plain step. An estimate has the proportions alone: the run has the seconds."""
+        costs, context = self._costs(measured), measured.context
+        plain = costs.plain(context)
+        if costs.origin == "measured":
+            return plain
+        expected = step_seconds(current, measured.model, costs, context) * measured.steps
+        return plain * measured.seconds / expected
 
 
 class Choice(NamedTuple):
     """Attributes:
     method: one that `DecodeConfig` takes.
     step_cost: the time of one of its steps, in plain steps.
+    costs: the table that says so.
     """
 
     method: Method
     step_cost: float
+    costs: Costs
 
 
-def cost_of(method: Method, measured: Measured) -> float:
-    """The time of one of its steps, in plain steps."""
-    decode = DecodeConfig(model=measured.model, method=method)
-    chip = chip_of(measured.platform, measured.device_kind)
-    return step_cost(decode, chip, measured.context, measured.batch)
+def choose(model: ModelConfig, costs: Costs, context: float) -> Method:
+    """The option with the fewest expected seconds per token; of equal ones the simplest."""
+
+    def seconds(option: Method) -> float:
+        return seconds_per_token(option, model, costs, context)
+
+    return min(options(model), key=seconds)
 
 
-def choose(measured: Measured) -> Method:
-    """The fastest of all options; without drafts of the model unless they promise LEAST_GAIN."""
-    chip = chip_of(measured.platform, measured.device_kind)
-
-    def speed(option: Method) -> float:
-        decode = DecodeConfig(model=measured.model, method=option)
-        return expected_tokens(decode, chip) / cost_of(option, measured)
-
-    drafting = _narrow(measured.model) if chip.rows else _wide(measured.model)
-    best, without = max(drafting, key=speed), _without_model(chip)
-    return best if speed(best) >= LEAST_GAIN * speed(without) else without
-
-
-def _without_model(chip: Chip) -> Method:
-    """What is left where drafts of the model cannot pay. On a CPU, to look for repetitions costs
-    little beside a step, and one without any is a plain one; on a GPU it has not been measured."""
-    return NGram(**CPU_SUFFIX, pass_widths=(1,)) if chip.rows else Autoregressive()
-
-
-def _wide(model: ModelConfig) -> Iterator[Method]:
-    """As the paper's, with one pass or more: rows are nearly free."""
-    heads = (3,) * min(model.num_draft_heads, 3)
+def options(model: ModelConfig) -> Iterator[Method]:
+    """What can be chosen, simple ones first."""
+    yield Autoregressive()
+    yield NGram(**LONG_REPEATS, pass_widths=(1,))
+    yield NGram()
+    heads = model.num_draft_heads
     for passes in range(1, MOST_PASSES + 1):
-        yield TokenSwift(tree=(1,) * passes + heads, draft_passes=passes)
-    if heads:
-        yield TokenSwift(tree=heads, draft_from="verified_state")
+        for cache in PARTIAL_CACHES:
+            for tree in _trees(passes, heads):
+                yield from _with_text(tree, draft_passes=passes, **cache)
+    for tree in _trees(0, heads)[1:]:
+        yield from _with_text(tree, draft_from="verified_state")
 
 
-def _narrow(model: ModelConfig) -> Iterator[Method]:
-    """One path, as every row costs; a second, wider program serves steps that repeat the text."""
+def _trees(passes: int, heads: int) -> list[tuple[int, ...]]:
+    """One token for each pass, and then as many branches for each head, at most three deep."""
+    path, deeper = (1,) * passes, min(heads, 3)
+    return [path, *(path + (few,) * deeper for few in (1, 2, 3) if heads)]
 
-    def chain(depth: int, source: str, passes: int) -> Method:
-        return TokenSwift(
-            tree=(1,) * depth,
-            draft_from=source,
-            draft_passes=passes,
-            draft_budget=CPU_BUDGET,
-            draft_refresh=CPU_REFRESH,
-            draft_rest=True,
-            suffix_alone=CPU_SUFFIX["suffix_match"],
-            pass_widths=(1 + depth,),
-            **CPU_SUFFIX,
-        )
 
-    for passes in range(1, MOST_PASSES + 1):
-        yield chain(passes, "partial_cache", passes)
-    if model.num_draft_heads:
-        yield chain(model.num_draft_heads, "verified_state", 1)
+def _with_text(tree: tuple[int, ...], **settings: Any) -> Iterator[Method]:
+    """With long repetitions in a second, wider program, and with n-grams and any repetition."""
+    narrow = TokenSwift(tree=tree, suffix_alone=8, **LONG_REPEATS, **settings)
+    widths = (1 + _nodes(tree),)
+    yield dataclasses.replace(narrow, pass_widths=widths)
+    yield TokenSwift(tree=tree, **settings)
+
+
+def _nodes(tree: tuple[int, ...]) -> int:
+    count, nodes = 0, 1
+    for children in tree:
+        nodes *= children
+        count += nodes
+    return count

@@ -128,6 +128,7 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
     """
     (B, K, _, H), itself_unseen = draft.k[0].shape, jnp.zeros((1, 1), bool)
 
+    @jax.jit  # traced once for all layers
     def rest_of(k, v, attended: Attended) -> Summary:
         query, (mean, log_total) = attended
         none = jnp.zeros((B, 1, K, H), query.dtype)
@@ -165,6 +166,7 @@ def _slide(
     zero = jnp.int32(0)
     index = jnp.arange(max_rows, dtype=jnp.int32)
 
+    @jax.jit  # traced once for all layers
     def write(buffer, source, start):
         _, K, M, H = buffer.shape
         # A window of fixed size that holds the slots; the others in it are written as they were.

@@ -122,6 +122,7 @@ def write_rows(
     start = start + zero_after(after)
     zero = jnp.int32(0)
 
+    @jax.jit  # traced once for all layers
     def write(buffer, rows, slot):
         rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)  # [B, K, T, H]
 

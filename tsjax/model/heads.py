@@ -13,8 +13,9 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import rms_norm
 from tsjax.config import ModelConfig
-from tsjax.model.layers import linear, rms_norm
+from tsjax.model.layers import linear
 from tsjax.model.transformer import ParamSpec
 from tsjax.typing import Array, Float
 
@@ -22,7 +23,7 @@ from tsjax.typing import Array, Float
 class HeadWeights(flax.struct.PyTreeNode):
     """One head of the chain."""
 
-    linear: Any  # [D, D], input first
+    linear: Any  # [D, D]
     norm_in: Any  # [D]
     norm_out: Any  # [D]
 
@@ -32,7 +33,7 @@ def declare_heads(cfg: ModelConfig) -> tuple[HeadWeights, ...]:
     D = cfg.embed_dim
     return tuple(
         HeadWeights(
-            linear=ParamSpec((D, D), ("embed", "embed"), cfg.dtype),
+            linear=ParamSpec((D, D), ("embed", "embed"), cfg.dtype, inputs=1),
             norm_in=ParamSpec((D,), ("embed",), cfg.dtype, "ones"),
             norm_out=ParamSpec((D,), ("embed",), cfg.dtype, "ones"),
         )

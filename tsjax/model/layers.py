@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import product
 from tsjax.config import RopeConfig
 from tsjax.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 
@@ -25,54 +26,30 @@ def linear(
     bias: Float[Array, "..."] | None = None,
     *,
     contract: int = 1,
-    transposed: bool = False,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """x [..., *I] @ weight [*I, *O] + bias [*O], where I are the last `contract` axes of x.
-
-    A `transposed` weight is [*O, *I].
-    """
+    """The sums of x [..., *I] * weight [*O, *I] over I, the last `contract` axes, + bias [*O]."""
     lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
-    outer = weight.shape[: weight.ndim - contract] if transposed else weight.shape[contract:]
+    outer = weight.shape[: weight.ndim - contract]
     rows = x.reshape(*lead, math.prod(inner))
-    sides = (outer, inner) if transposed else (inner, outer)
-    matrix = weight.reshape(*map(math.prod, sides))
-    # XLA sees no further than this product: for GPUs it would otherwise keep transposed copies of
-    # weights with several output axes, and in each step join those that share an input.
-    rows, matrix = lax.optimization_barrier((rows, matrix))
-    y = lax.dot_general(
-        rows,
-        matrix,
-        (((len(lead),), (int(transposed),)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=accumulation_dtype(x.dtype),
-    )
+    matrix = weight.reshape(math.prod(outer), math.prod(inner))
+    y = product(rows, matrix)
     y = y.reshape(*lead, *outer)
     if bias is not None:
         y = y + _with_rank(bias.astype(y.dtype), y.ndim)
     return y.astype(out_dtype or x.dtype)
 
 
-def rms_norm(
-    x: Float[Array, "*rows D"], weight: Float[Array, "D"], eps: float
-) -> Float[Array, "*rows D"]:
-    """x / rms(x) * weight over the last axis, computed in the accumulation type."""
-    wide = x.astype(accumulation_dtype(x.dtype))
-    scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale).astype(x.dtype) * _with_rank(weight, x.ndim)
-
-
 def swiglu(
     x: Float[Array, "*rows D"],
-    gate: Float[Array, "D F"],
-    up: Float[Array, "D F"],
-    down: Float[Array, "F D"],
-    gate_bias: Float[Array, "F"] | None = None,
-    up_bias: Float[Array, "F"] | None = None,
+    gate_up: Float[Array, "F 2 D"],
+    down: Float[Array, "D F"],
+    gate_up_bias: Float[Array, "F 2"] | None = None,
     down_bias: Float[Array, "D"] | None = None,
 ) -> Float[Array, "*rows D"]:
     """down(silu(gate(x)) * up(x)): the feed-forward part of every supported family."""
-    hidden = jax.nn.silu(linear(x, gate, gate_bias)) * linear(x, up, up_bias)
+    opened = linear(x, gate_up, gate_up_bias)  # [*rows, F, 2]
+    hidden = jax.nn.silu(opened[..., 0]) * opened[..., 1]
     return linear(hidden, down, down_bias)
 
 

@@ -6,6 +6,10 @@ Knows what the model and its heads declare. Does not know files.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -33,14 +37,46 @@ def is_spec(leaf) -> bool:
     return isinstance(leaf, ParamSpec)
 
 
+def placement(spec: ParamSpec, mesh=None):
+    """Where the parameter lies on a mesh; None without one."""
+    return named_sharding(spec.shape, spec.axes, mesh) if mesh else None
+
+
 def abstract_params(cfg: ModelConfig, mesh=None) -> Params:
     """The declaration as jax.ShapeDtypeStruct, with shardings when a mesh is given."""
 
     def abstract(spec: ParamSpec):
-        sharding = named_sharding(spec.shape, spec.axes, mesh) if mesh else None
-        return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype), sharding=sharding)
+        dtype, sharding = jnp.dtype(spec.dtype), placement(spec, mesh)
+        return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
 
     return jax.tree.map(abstract, declare_params(cfg), is_leaf=is_spec)
+
+
+def inputs_first(spec: ParamSpec) -> list[ParamSpec]:
+    """The parts of a parameter by themselves, their inputs before their outputs.
+
+    So init draws them, and so they lie in checkpoints of format 1.
+    """
+
+    def turned(values: tuple) -> tuple:
+        outputs = len(values) - spec.inputs
+        return values[outputs:] + values[:outputs]
+
+    if not spec.parts:
+        return [dataclasses.replace(spec, shape=turned(spec.shape), axes=turned(spec.axes))]
+    axes = turned(spec.axes[:1] + spec.axes[2:])
+    shapes = [turned((first * size, *rest)) for first, size, *rest in spec.part_shapes]
+    return [dataclasses.replace(spec, shape=shape, axes=axes, parts=()) for shape in shapes]
+
+
+def join(spec: ParamSpec, parts: Sequence[Any], *, numpy: Any = jnp) -> Any:
+    """The parameter from what `inputs_first` declares: arrays of jax, or those of `numpy`."""
+    inputs = range(spec.inputs)
+    joined = []
+    for part, shape in zip(parts, spec.part_shapes, strict=True):
+        outputs_first = numpy.moveaxis(part, inputs, range(-spec.inputs, 0))
+        joined.append(outputs_first.reshape(shape))
+    return numpy.concatenate(joined, axis=1) if spec.parts else joined[0]
 
 
 def init_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.02, mesh=None) -> Params:
@@ -51,11 +87,11 @@ def init_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.02, mesh=None)
 
     def make(spec: ParamSpec):
         if spec.init == "normal":
-            values = rng.standard_normal(spec.shape, np.float32) * np.float32(scale)
+            parts = [rng.standard_normal(s.shape, np.float32) for s in inputs_first(spec)]
+            values = join(spec, parts, numpy=np) * np.float32(scale)
         else:
             values = np.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, np.float32)
         values = values.astype(jnp.dtype(spec.dtype))
-        sharding = named_sharding(spec.shape, spec.axes, mesh) if mesh else None
-        return jax.device_put(values, sharding)
+        return jax.device_put(values, placement(spec, mesh))
 
     return jax.tree.unflatten(treedef, [make(spec) for spec in specs])

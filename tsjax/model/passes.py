@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Ranks, Summary, tree_attention
@@ -12,6 +13,9 @@ from tsjax.config import ModelConfig
 from tsjax.model.cache import Attended, Cache
 from tsjax.model.transformer import ModelWeights, embed, forward
 from tsjax.typing import Array, Bool, Float, Int
+
+# Traced once for all layers, see `forward`.
+_tree_attention = jax.jit(tree_attention, static_argnames=("with_log_totals",))
 
 
 class Rows(NamedTuple):
@@ -81,7 +85,7 @@ def run_layers(
         B, T, _, H = q.shape
         grouped = q.reshape(B, T, cfg.num_kv_heads, cfg.group_size, H)
         queries.append(jnp.sum(grouped, axis=3))
-        mixed, log_totals = tree_attention(
+        mixed, log_totals = _tree_attention(
             q,
             cache.k[layer],
             cache.v[layer],

@@ -9,6 +9,7 @@ handed back. Families differ by the flags of `ModelConfig` only.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,39 +18,45 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import rms_norm
 from tsjax.config import ModelConfig
-from tsjax.model.layers import apply_rotary, linear, rms_norm, rotary_angles, swiglu
+from tsjax.model.layers import apply_rotary, linear, rotary_angles, swiglu
 from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamSpec:
-    """The declaration of one parameter. A leaf, not a pytree."""
+    """The declaration of one parameter. A leaf, not a pytree.
+
+    Matrices are [*outputs, *inputs], as HuggingFace has them. Those that share an input lie
+    together, one after the other along the second axis.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical axis of each dimension, see sharding.py
     dtype: str
     init: str = "normal"  # "normal", "ones" or "zeros"
+    inputs: int = 0  # axes that a product sums over; the embedding, which is looked up, has none
+    parts: tuple[int, ...] = ()  # along the second axis, where several parameters lie together
+
+    @property
+    def part_shapes(self) -> list[tuple[int, ...]]:
+        first, rest = self.shape[:1], self.shape[2:]
+        return [(*first, size, *rest) for size in self.parts] or [self.shape]
 
 
 class LayerWeights(flax.struct.PyTreeNode):
     """One layer. Biases and q/k norms are None where the family has none."""
 
     attn_norm: Any  # [D]
-    q: Any  # [D, N, H]
-    k: Any  # [D, K, H]
-    v: Any  # [D, K, H]
-    o: Any  # [N, H, D]
+    qkv: Any  # [K, G + 2, H, D]: of each kv head its query heads, its key and its value
+    o: Any  # [D, N, H]
     mlp_norm: Any  # [D]
-    gate: Any  # [D, F]
-    up: Any  # [D, F]
-    down: Any  # [F, D]
-    q_bias: Any = None  # [N, H]
-    k_bias: Any = None  # [K, H]
-    v_bias: Any = None  # [K, H]
+    gate_up: Any  # [F, 2, D]
+    down: Any  # [D, F]
+    qkv_bias: Any = None  # [K, G + 2, H]
     o_bias: Any = None  # [D]
-    gate_bias: Any = None  # [F]
-    up_bias: Any = None  # [F]
+    gate_up_bias: Any = None  # [F, 2]
     down_bias: Any = None  # [D]
     q_norm: Any = None  # [H]
     k_norm: Any = None  # [H]
@@ -61,49 +68,45 @@ class ModelWeights(flax.struct.PyTreeNode):
     embed: Any  # [V, D]
     layers: tuple[LayerWeights, ...]
     final_norm: Any  # [D]
-    unembed: Any = None  # [D, V]
+    unembed: Any = None  # [V, D]
 
 
 def declare_model(cfg: ModelConfig) -> ModelWeights:
     """The one declaration of all parameters, as a tree of ParamSpec."""
-    D, N, K, H, F = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
+    D, N, K, G = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.group_size
+    H, F, V = cfg.head_dim, cfg.mlp_dim, cfg.vocab_size
+    qkv, gate_up = (G, 1, 1), (1, 1)
 
-    def spec(shape, axes, init="normal"):
-        return ParamSpec(shape, axes, cfg.dtype, init)
+    def matrix(shape, axes, inputs=1, parts=()):
+        return ParamSpec(shape, axes, cfg.dtype, inputs=inputs, parts=parts)
 
     def norm(size, axis):
-        return spec((size,), (axis,), "ones")
+        return ParamSpec((size,), (axis,), cfg.dtype, "ones")
 
-    def bias(shape, axes, flag):
-        return spec(shape, axes, "zeros") if flag else None
+    def bias(shape, axes, flag, parts=()):
+        return ParamSpec(shape, axes, cfg.dtype, "zeros", parts=parts) if flag else None
 
     def layer():
         return LayerWeights(
             attn_norm=norm(D, "embed"),
-            q=spec((D, N, H), ("embed", "heads", "head_dim")),
-            k=spec((D, K, H), ("embed", "kv_heads", "head_dim")),
-            v=spec((D, K, H), ("embed", "kv_heads", "head_dim")),
-            o=spec((N, H, D), ("heads", "head_dim", "embed")),
+            qkv=matrix((K, G + 2, H, D), ("kv_heads", None, "head_dim", "embed"), parts=qkv),
+            o=matrix((D, N, H), ("embed", "heads", "head_dim"), inputs=2),
             mlp_norm=norm(D, "embed"),
-            gate=spec((D, F), ("embed", "mlp")),
-            up=spec((D, F), ("embed", "mlp")),
-            down=spec((F, D), ("mlp", "embed")),
-            q_bias=bias((N, H), ("heads", "head_dim"), cfg.qkv_bias),
-            k_bias=bias((K, H), ("kv_heads", "head_dim"), cfg.qkv_bias),
-            v_bias=bias((K, H), ("kv_heads", "head_dim"), cfg.qkv_bias),
+            gate_up=matrix((F, 2, D), ("mlp", None, "embed"), parts=gate_up),
+            down=matrix((D, F), ("embed", "mlp")),
+            qkv_bias=bias((K, G + 2, H), ("kv_heads", None, "head_dim"), cfg.qkv_bias, qkv),
             o_bias=bias((D,), ("embed",), cfg.out_bias),
-            gate_bias=bias((F,), ("mlp",), cfg.mlp_bias),
-            up_bias=bias((F,), ("mlp",), cfg.mlp_bias),
+            gate_up_bias=bias((F, 2), ("mlp", None), cfg.mlp_bias, gate_up),
             down_bias=bias((D,), ("embed",), cfg.mlp_bias),
             q_norm=norm(H, "head_dim") if cfg.qk_norm else None,
             k_norm=norm(H, "head_dim") if cfg.qk_norm else None,
         )
 
     return ModelWeights(
-        embed=spec((cfg.vocab_size, D), ("vocab", "embed")),
+        embed=matrix((V, D), ("vocab", "embed"), inputs=0),
         layers=tuple(layer() for _ in range(cfg.num_layers)),
         final_norm=norm(D, "embed"),
-        unembed=None if cfg.tie_embeddings else spec((D, cfg.vocab_size), ("embed", "vocab")),
+        unembed=None if cfg.tie_embeddings else matrix((V, D), ("vocab", "embed")),
     )
 
 
@@ -141,30 +144,51 @@ def forward(
     for index in range(cfg.num_layers) if layers is None else layers:
         layer = weights.layers[index]
         with jax.named_scope("attention"):
-            normed = rms_norm(x, layer.attn_norm, cfg.norm_eps)
-            q = linear(normed, layer.q, layer.q_bias)  # [B, T, N, H]
-            k = linear(normed, layer.k, layer.k_bias)  # [B, T, K, H]
-            v = linear(normed, layer.v, layer.v_bias)  # [B, T, K, H]
-            if cfg.qk_norm:
-                q = rms_norm(q, layer.q_norm, cfg.norm_eps)
-                k = rms_norm(k, layer.k_norm, cfg.norm_eps)
-            q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+            q, k, v = _fresh(layer, x, cos, sin, cfg=cfg)
             mixed = attend(index, q, k, v)
-            x = x + linear(mixed, layer.o, layer.o_bias, contract=2)
-        with jax.named_scope("mlp"):
-            normed = rms_norm(x, layer.mlp_norm, cfg.norm_eps)
-            x = x + swiglu(
-                normed,
-                layer.gate,
-                layer.up,
-                layer.down,
-                layer.gate_bias,
-                layer.up_bias,
-                layer.down_bias,
-            )
+        x = _after(layer, x, mixed, cfg=cfg)
         keys.append(k)
         values.append(v)
     return x, tuple(keys), tuple(values)
+
+
+# All layers are alike. What is jitted in a program is traced and lowered once for all of them; XLA
+# then puts each where it is called, so nothing else changes.
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def _fresh(
+    layer: LayerWeights,
+    x: Float[Array, "B T D"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    *,
+    cfg: ModelConfig,
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    """A layer's queries, keys and values of its rows."""
+    G = cfg.group_size
+    normed = rms_norm(x, layer.attn_norm, cfg.norm_eps)
+    fresh = linear(normed, layer.qkv, layer.qkv_bias)  # [B, T, K, G + 2, H]
+    q = fresh[:, :, :, :G].reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim)
+    k, v = fresh[:, :, :, G], fresh[:, :, :, G + 1]
+    if cfg.qk_norm:
+        q = rms_norm(q, layer.q_norm, cfg.norm_eps)
+        k = rms_norm(k, layer.k_norm, cfg.norm_eps)
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def _after(
+    layer: LayerWeights,
+    x: Float[Array, "B T D"],
+    mixed: Float[Array, "B T N H"],
+    *,
+    cfg: ModelConfig,
+) -> Float[Array, "B T D"]:
+    """What a layer gives, from what it took and what its rows attended to."""
+    with jax.named_scope("attention"):
+        x = x + linear(mixed, layer.o, layer.o_bias, contract=2)
+    with jax.named_scope("mlp"):
+        normed = rms_norm(x, layer.mlp_norm, cfg.norm_eps)
+        return x + swiglu(normed, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
 
 
 def embed(weights: ModelWeights, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -192,7 +216,9 @@ def unembed(
 ) -> Float[Array, "*rows V"]:
     """Logits of normed states."""
     with jax.named_scope("unembed"):
-        out_dtype = accumulation_dtype(cfg.dtype)
-        if weights.unembed is not None:
-            return linear(normed, weights.unembed, out_dtype=out_dtype)
-        return linear(normed, weights.embed, transposed=True, out_dtype=out_dtype)
+        return linear(normed, unembedding(weights), out_dtype=accumulation_dtype(cfg.dtype))
+
+
+def unembedding(weights: ModelWeights) -> Float[Array, "V D"]:
+    """The matrix that logits are made with."""
+    return weights.embed if weights.unembed is None else weights.unembed

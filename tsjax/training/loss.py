@@ -24,8 +24,8 @@ from jax import lax
 
 from tsjax.config import HeadTraining, ModelConfig
 from tsjax.model.heads import HeadWeights, declare_heads, run_heads
-from tsjax.model.layers import linear
-from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed
+from tsjax.model.params import inputs_first, join
+from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed, unembedding
 from tsjax.typing import accumulation_dtype
 
 TOP = 3  # accuracies are counted for the 1, 2 ... TOP most probable tokens
@@ -54,7 +54,8 @@ def init_heads(cfg: ModelConfig, settings: HeadTraining) -> tuple[HeadWeights, .
     def make(spec: ParamSpec):
         if spec.init == "ones":
             return jnp.ones(spec.shape, dtype)
-        return jnp.asarray(rng.normal(scale=settings.init_scale, size=spec.shape), dtype)
+        drawn = [rng.normal(scale=settings.init_scale, size=s.shape) for s in inputs_first(spec)]
+        return jnp.asarray(join(spec, drawn, numpy=np), dtype)
 
     specs = declare_heads(cfg)
     return jax.tree.map(make, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
@@ -193,9 +194,14 @@ def _loss_and_slope(normed, labels, valid, weights: ModelWeights, cfg, *, slope=
             return metrics, None
         excess = jnp.exp(logits - norm) - is_label.astype(logits.dtype)
         excess = jnp.where(valid[..., None], excess, 0).astype(normed.dtype)
-        if weights.unembed is None:
-            return metrics, linear(excess, weights.embed)
-        return metrics, linear(excess, weights.unembed, transposed=True)  # [D, V]
+        slope_of_states = jnp.einsum(
+            "bcv,vd->bcd",
+            excess,
+            unembedding(weights),
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=accumulation_dtype(cfg.dtype),
+        )
+        return metrics, slope_of_states.astype(normed.dtype)
 
 
 def _cross_entropy_backward(cfg, slope, cotangent: HeadMetrics):

@@ -356,7 +356,7 @@ def _figures(record: Record) -> str:
 def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
     """Gives the run the arrays of a checkpoint; returns the history up to there."""
     document = saved.read_document(checkpoint)
-    if document["format"] == saved.OLD_FORMAT:
+    if document["format"] == saved.OLD_FINGERPRINT:
         what = "is of an older tsjax: only the model's norms and some of its rows were compared"
         warnings.warn(f"{checkpoint!r} {what}", stacklevel=3)
         identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
@@ -367,7 +367,8 @@ def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Re
     if wrong or not whole:
         what = "was made with " + "; ".join(wrong) if wrong else "has an incomplete history"
         raise ValueError(f"resume=True is not valid: the run in {checkpoint!r} {what}")
-    run.restore(saved.read_arrays(checkpoint, run.arrays()), len(history))
+    arrays = saved.read_arrays(checkpoint, run.arrays(), document["format"])
+    run.restore(arrays, len(history))
     return history
 
 

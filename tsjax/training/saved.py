@@ -27,8 +27,9 @@ from tsjax.files.whole_files import final_name, replacing, write_text
 from tsjax.host.saving import Writing, check_writable, path_of
 from tsjax.input_files import listed, parsing, read_json
 
-FORMAT = 2
-OLD_FORMAT = 1  # had another fingerprint of the model
+FORMAT = 3
+# 2 had the heads' matrices as [inputs, outputs]; 1 also had another fingerprint of the model.
+OLD_FORMATS = OLD_FINGERPRINT, INPUTS_FIRST = 1, 2
 CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays", "run.json"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
@@ -151,12 +152,14 @@ def _write_whole(target: str, arrays: Mapping[str, jax.Array], content: Mapping[
 def read_document(checkpoint: str) -> dict[str, Any]:
     with parsing(checkpoint, " is damaged"):
         document = read_json(os.path.join(checkpoint, DOCUMENT))
-        if document["format"] not in (OLD_FORMAT, FORMAT):
+        if document["format"] not in (*OLD_FORMATS, FORMAT):
             raise ValueError(f"format {document['format']!r}")
         return document
 
 
-def read_arrays(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def read_arrays(
+    checkpoint: str, like: Mapping[str, jax.Array], format: int
+) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
     path = os.path.join(checkpoint, ARRAYS)
     with parsing(checkpoint, " is damaged"):
@@ -169,7 +172,11 @@ def read_arrays(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             for name, x in like.items()
         }
-        return stored_arrays.read_arrays(path, abstract)
+        arrays = stored_arrays.read_arrays(path, abstract)
+    if format in OLD_FORMATS:  # heads and what the optimiser keeps of them
+        turned = {name: x.T for name, x in arrays.items() if name.endswith(".linear")}
+        arrays |= {name: jax.device_put(x, like[name].sharding) for name, x in turned.items()}
+    return arrays
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of costs: what is measured, by a clock that the test turns, and where it is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_config, tiny_model
+
+import tsjax
+from pallas_kernels.cache_folder import cache_folder
+from tsjax.host import costs, measuring
+from tsjax.host.costs import costs_of
+from tsjax.methods.cost_model import CPU, Costs, Line, estimated
+from tsjax.model.params import abstract_params
+
+MODEL = tiny_model(num_draft_heads=2)
+TABLE = Costs(  # by which plain decoding is the fastest
+    passes=((1, Line(1.0, 0.25)), (8, Line(100.0, 25.0))),
+    heads=0.5,
+    choice=Line(0.25),
+    suffix=Line(0.125),
+    ngrams=0.0,
+    overhead=0.0625,
+    origin="measured",
+)
+
+
+class FakeParts(measuring.Parts):
+    """Parts whose seconds are said here: a name, and seconds for each token of context."""
+
+    seconds: dict
+
+    def part(self, name):
+        class Part:
+            def compile(self):
+                pass
+
+            def seconds(self, context, clock, line=self.seconds[name]):
+                return line[0] + line[1] * context
+
+        return Part()
+
+    def __init__(self, params, cfg, batch):
+        self.contexts = 500, 4500
+
+    def layer(self, rows):
+        return self.part(("layer", rows))
+
+    def tokens(self, rows):
+        return self.part(("tokens", rows))
+
+    def choice(self):
+        return self.part("choice")
+
+    def suffix(self):
+        return self.part("suffix")
+
+    def ngrams(self):
+        return self.part("ngrams")
+
+    def end_step(self):
+        return self.part("end")
+
+
+SECONDS = {
+    ("layer", 1): (1.0, 0.25), ("layer", 8): (3.0, 0.25), ("layer", 64): (20.0, 0.5),
+    ("tokens", 1): (2.0, 0.0), ("tokens", 8): (9.0, 0.0),
+    "choice": (4.0, 0.5), "suffix": (0.5, 0.125), "ngrams": (0.75, 0.0), "end": (0.25, 0.0),
+}  # fmt: skip
+
+
+def table_of(monkeypatch, seconds, layers=2, heads=2):
+    monkeypatch.setattr(FakeParts, "seconds", seconds, raising=False)
+    monkeypatch.setattr(measuring, "Parts", FakeParts)
+    cfg = tiny_config(num_layers=layers, num_draft_heads=heads)
+    return measuring.measure(None, cfg, 1)
+
+
+def test_the_table_is_the_sum_of_its_parts(monkeypatch):
+    """Two layers, and the choice of one token per row: 2 s, and 1 s for each further row."""
+    found = table_of(monkeypatch, SECONDS)
+    assert found == Costs(
+        passes=((1, Line(4.0, 0.5)), (8, Line(15.0, 0.5)), (64, Line(105.0, 1.0))),
+        heads=2.0 + 2 * 1.0,
+        choice=Line(8.0, 1.0),
+        suffix=Line(0.5, 0.125),
+        ngrams=0.75,
+        overhead=0.25,
+        origin="measured",
+    )
+    assert table_of(monkeypatch, SECONDS, heads=0).heads == 0
+
+
+def test_wide_passes_are_measured_where_a_few_rows_are_not_dear(monkeypatch):
+    dear = SECONDS | {("layer", 8): (3.0, 0.6)}
+    assert [rows for rows, _ in table_of(monkeypatch, dear).passes] == [1, 8]
+
+
+def test_noise_makes_no_part_cheaper_than_nothing_or_than_a_smaller_one(monkeypatch):
+    wrong = SECONDS | {("layer", 8): (0.5, 0.125), "choice": (9000.0, -1.0), "suffix": (-1, 0.125)}
+    found = table_of(monkeypatch, wrong)
+    assert found.passes[1][1] == Line(10.0, 0.5) and found.choice.per_token == 0
+    assert found.suffix.seconds == 0
+
+
+@pytest.mark.parametrize("devices", [None, (2, 2)])
+def test_seconds_of_a_turn(devices, monkeypatch):
+    """A clock that says 1/1024 s for each call: the longer calls have 20 turns.
+
+    The rest is the sum of the parts, as above.
+    """
+    monkeypatch.setattr(measuring, "FAR", 64)
+    mesh = jax.make_mesh(devices, ("data", "model")) if devices else None
+    dtype = "float32" if devices else "bfloat16"
+    model, ticks = tiny_model(num_draft_heads=2, dtype=dtype, mesh=mesh), itertools.count()
+    found = measuring.measure(model.params, model.cfg, 2, clock=lambda: next(ticks) / 1024)
+    turn = 1 / 1024 / 20
+    assert found == Costs(
+        passes=tuple((rows, Line(3 * turn)) for rows in (1, 8, 64)),
+        heads=turn,
+        choice=Line(2 * turn),
+        suffix=Line(turn),
+        ngrams=turn,
+        overhead=turn,
+        origin="measured",
+    )
+
+
+def test_parts_do_what_they_say():
+    """After some turns: the layer's output, the tokens chosen, n-grams entered, tokens emitted."""
+    ticks = itertools.count()
+
+    def after(part, context=40):
+        part.compile()
+        part.seconds(context, lambda: 1e-3 * next(ticks))
+        return part._carry
+
+    parts = measuring.Parts(MODEL.params, MODEL.cfg, 3)
+    layer = after(parts.layer(4))
+    assert layer.shape == (3, 4, 32)
+    draft = after(parts.choice())
+    assert draft.length.tolist() == [40] * 3 and draft.seen.tolist() == [40] * 3
+    table, found = after(parts.ngrams())
+    assert int(table.entries[0, 0, 0, -2]) > 1 and int(table.entered[0]) == 40 - 3
+    assert found.shape == (3, 20, 3)
+    state = after(parts.end_step())
+    assert state.length.tolist() == [80] * 3 and not state.running.any()
+    tokens = after(parts.tokens(8))
+    noise = tsjax.decoding.noise.position_noise(
+        tsjax.row_keys([0] * 3, [0] * 3), np.tile(np.arange(8, dtype=np.int32), (3, 1)), 61,
+        np.float32,
+    )  # fmt: skip
+    assert tokens.tolist() == np.argmax(noise, axis=2).tolist()
+
+
+# --- the file --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder, and how often was measured."""
+    monkeypatch.setenv("TSJAX_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr(costs, "_KNOWN", {})
+    calls = []
+    monkeypatch.setattr(costs, "measure", lambda *given: calls.append(given) or TABLE)
+    return tmp_path / "kept" / "costs", calls
+
+
+def in_a_new_process(monkeypatch):
+    monkeypatch.setattr(costs, "_KNOWN", {})
+
+
+def of_model(model=MODEL, batch=1):
+    return costs_of(model.params, model.cfg, batch)
+
+
+def test_a_table_is_measured_once(folder, monkeypatch):
+    place, calls = folder
+    assert of_model() == of_model() == TABLE and len(calls) == 1
+    assert len(list(place.iterdir())) == 1
+    in_a_new_process(monkeypatch)
+    found = of_model()
+    assert found == TABLE and isinstance(found.passes[1][1], Line) and len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x00\xff",
+        b"[]",
+        b"{}",
+        b'{"key": {}, "costs": []}',
+        {"costs": [1, 2]},
+        {"costs": [[[1, [-1.0, 0.0]], [8, [1.0, 0.0]]], 0, [0, 0], [0, 0], 0, 0, "measured"]},
+        {"costs": [[[1, [None, 0.0]], [8, [1.0, 0.0]]], 0, [0, 0], [0, 0], 0, 0, "measured"]},
+        {"key": {"of": "another machine"}},
+    ],
+)
+def test_a_damaged_file_is_measured_anew(folder, monkeypatch, content):
+    place, calls = folder
+    of_model()
+    (file,) = place.iterdir()
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(file.read_bytes()) | content).encode()
+    file.write_bytes(content)
+    in_a_new_process(monkeypatch)
+    assert of_model() == TABLE and len(calls) == 2
+    in_a_new_process(monkeypatch)
+    assert of_model() == TABLE and len(calls) == 2, "it was written anew"
+
+
+def test_where_nothing_can_be_written(folder, monkeypatch):
+    place, calls = folder
+    place.parent.write_text("a file where the folder would be")
+    assert of_model() == TABLE
+    in_a_new_process(monkeypatch)
+    assert of_model() == TABLE and len(calls) == 2
+
+
+def test_an_empty_variable_keeps_nothing(folder, monkeypatch, tmp_path):
+    _, calls = folder
+    monkeypatch.setenv("TSJAX_CACHE", "")
+    of_model()
+    assert of_model() == TABLE and len(calls) == 1, "but it is known in this process"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_key_is_another_table(folder, monkeypatch):
+    place, calls = folder
+    of_model()
+    of_model(batch=2)
+    of_model(tiny_model(num_layers=3))
+    of_model(tiny_model(num_draft_heads=2, dtype="bfloat16"))
+    mesh = jax.make_mesh((2,), ("data",))
+    of_model(tiny_model(num_draft_heads=2, mesh=mesh))
+    monkeypatch.setenv("XLA_FLAGS", "--other")
+    of_model()
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(96), raising=False)
+    of_model()
+    monkeypatch.setattr(costs, "tsjax_version", lambda: "later")
+    of_model()
+    assert len(calls) == len(list(place.iterdir())) == 8
+    of_model()
+    assert len(calls) == 8
+
+
+def test_the_users_folder(monkeypatch, tmp_path):
+    monkeypatch.delenv("TSJAX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "tsjax"
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "tsjax"
+    monkeypatch.setenv("TSJAX_CACHE", str(tmp_path / "other"))
+    assert cache_folder() == tmp_path / "other"
+
+
+# --- measured or estimated -------------------------------------------------------------------
+
+
+def test_what_cannot_run_is_estimated(folder):
+    """Weights that are shapes, and a trace: nothing is measured, and the table says so."""
+    _, calls = folder
+    shapes = dataclasses.replace(MODEL, params=abstract_params(MODEL.cfg))
+    found = tsjax.choose_method("tokenswift", shapes, 1000, batch=2)
+    assert found.costs == estimated(MODEL.cfg, CPU, 2) and found.costs.origin == "estimated"
+
+    traced = []
+
+    def trace(params):
+        traced.append(costs_of(params, MODEL.cfg, 1))
+        return 0
+
+    jax.jit(trace)(MODEL.params)
+    assert traced == [estimated(MODEL.cfg, CPU, 1)] and not calls
+    assert tsjax.choose_method("tokenswift", MODEL, 1000).costs == TABLE and len(calls) == 1
+
+
+def test_nothing_is_measured_for_methods_that_do_not_ask(folder):
+    _, calls = folder
+    settings = dict(max_new_tokens=4)
+    tsjax.generate(MODEL, [1, 2], **settings)
+    tsjax.generate(MODEL, [1, 2], method="ngram", **settings)
+    tsjax.generate(MODEL, [1, 2], method=tsjax.Auto(costs=TABLE), **settings)
+    assert tsjax.choose_method(tsjax.Auto(costs=TABLE), MODEL, 100).costs == TABLE
+    assert not calls
+    tsjax.generate(MODEL, [1, 2], method="tokenswift", **settings)
+    assert len(calls) == 1

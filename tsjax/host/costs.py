@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of costs that a method chooses by: measured once on a machine, and kept in a file.
+
+Knows what a table depends on, and the user's cache folder. Does not know how a table is measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.core import Tracer
+
+from pallas_kernels.cache_folder import cache_folder
+from tsjax.config import ModelConfig
+from tsjax.decoding.method import Autoregressive, Measured, Method
+from tsjax.files.checkpoint import Model, tsjax_version
+from tsjax.files.whole_files import write_text
+from tsjax.host.compilation import kind_of_machine
+from tsjax.host.measuring import measure
+from tsjax.input_files import read_json
+from tsjax.methods import resolve_method
+from tsjax.methods.auto import Auto, Choice
+from tsjax.methods.cost_model import Costs, as_costs, device_of, estimated, step_seconds
+from tsjax.model.params import Params
+from tsjax.model.sharding import mesh_of
+
+_KNOWN: dict[str, Costs] = {}  # by what `_key` says
+
+
+def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) -> Choice:
+    """What a method begins with for a model, on the device where it lies: what `Auto` chooses.
+
+    Args:
+      method: a method's name or dataclass.
+      model: what tsjax.load returns. Where its weights are shapes alone, or traced, costs are
+        estimated.
+      context: mean length of the rows during the run, prompt included.
+      batch: rows.
+
+    Returns:
+      The method that drafts, what one of its steps costs in steps of plain decoding, and the table
+      of seconds that says so: that of `Auto(costs=...)`, or of this machine.
+    """
+    method = resolve_method(method)
+    costs = method.costs if isinstance(method, Auto) else None
+    costs = costs or costs_of(model.params, model.cfg, batch)
+    measured = measured_on(Autoregressive(), model, context, batch)._replace(costs=costs)
+    chosen = method.next(measured)
+    seconds = step_seconds(chosen, model.cfg, costs, context)
+    return Choice(chosen, seconds / costs.plain(context), costs)
+
+
+def measured_on(method: Method, model: Model, context: int, batch: int) -> Measured:
+    """What is known before the first step; the costs where the method wants them."""
+    platform, kind = _device(model.params)
+    costs = costs_of(model.params, model.cfg, batch) if method.wants_costs else None
+    return Measured(model.cfg, platform, kind, context, batch, costs=costs)
+
+
+def costs_of(params: Params, cfg: ModelConfig, batch: int) -> Costs:
+    """The table of a model on the device where it lies: known, from the file, or measured now."""
+    leaves = jax.tree.leaves(params)
+    if any(isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) for leaf in leaves):
+        return estimated(cfg, device_of(*_device(params)), batch)
+    key = json.dumps(_key(params, cfg, batch), sort_keys=True)
+    if key not in _KNOWN:
+        kept = _read(key)
+        _KNOWN[key] = measure(params, cfg, batch) if kept is None else kept
+        if kept is None:
+            _write(key, _KNOWN[key])
+    return _KNOWN[key]
+
+
+def _device(params: Params) -> tuple[str, str]:
+    """Platform and kind of the device where the weights lie, or would."""
+    leaf = jax.tree.leaves(params)[0]
+    placed = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+    device = next(iter(placed.device_set if placed is not None else jax.devices()))
+    return device.platform, device.device_kind
+
+
+def _key(params: Params, cfg: ModelConfig, batch: int) -> dict[str, Any]:
+    """All that the seconds depend on."""
+    mesh = mesh_of(params)
+    on_linux = hasattr(os, "sched_getaffinity")
+    return {
+        "device": _device(params),
+        "mesh": None if mesh is None else dict(mesh.shape),
+        "cpus": len(os.sched_getaffinity(0)) if on_linux else os.cpu_count(),
+        "machine": kind_of_machine(),
+        "flags": os.environ.get("XLA_FLAGS", ""),
+        "jax": jax.__version__,
+        "tsjax": tsjax_version(),
+        "model": dataclasses.asdict(cfg),
+        "batch": batch,
+    }
+
+
+def _file(key: str) -> Path | None:
+    folder = cache_folder()
+    name = hashlib.sha256(key.encode()).hexdigest()[:20]
+    return None if folder is None else folder / "costs" / f"{name}.json"
+
+
+def _read(key: str) -> Costs | None:
+    """None where there is no file, or one that cannot be read."""
+    file = _file(key)
+    if file is None:
+        return None
+    try:
+        kept = read_json(os.fspath(file))
+        return as_costs(kept["costs"]) if kept["key"] == json.loads(key) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(key: str, costs: Costs) -> None:
+    """Where nothing can be written, the next process measures again."""
+    file = _file(key)
+    if file is None:
+        return
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_text(os.fspath(file), json.dumps({"key": json.loads(key), "costs": costs}, indent=1))

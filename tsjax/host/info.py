@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax info: the machine, and what of this package is used on it.
+
+Knows the machine, versions and folders. Whatever is missing, a compiler or a device, is said and is
+no error: this is what one looks at when something else has failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from pallas_kernels import native
+from pallas_kernels.cache_folder import cache_folder
+from pallas_kernels.operations import implementations
+from tsjax.host.compilation import programs_folder
+from tsjax.input_files import reason
+
+PACKAGES = ("tsjax", "jax", "jaxlib", "numpy", "transformers")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Attributes:
+    memory: bytes that programs may use; None where it is the machine's own.
+    """
+
+    name: str
+    kind: str
+    memory: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """Attributes:
+    path: None where nothing is kept.
+    writable: whether it can be written, or made where it does not exist.
+    sizes: bytes of each thing in it.
+    """
+
+    path: str | None
+    writable: bool
+    sizes: dict[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """Attributes:
+    versions: of Python and of packages; a package that is missing has none.
+    cores: that this process may use.
+    memory: bytes of the machine, or those that a container allows.
+    devices: those of jax's first platform.
+    trouble: why jax has no device.
+    operations: for each the implementations that serve the platform, the first choice first.
+    native: whether the kernels for CPUs are there, and why; also their compiler and where they lie.
+    cache: what is kept between processes.
+    programs: where commands keep compiled programs: in `cache`, or where jax was told to.
+    """
+
+    versions: dict[str, str]
+    system: str
+    cpu: str
+    cores: int
+    memory: int | None
+    devices: tuple[Device, ...]
+    trouble: str | None
+    operations: dict[str, tuple[str, ...]]
+    native: native.Status
+    cache: Folder
+    programs: str | None
+
+
+def info() -> Info:
+    devices: list[Any] = []
+    trouble = None
+    try:
+        devices = jax.devices()
+    except (RuntimeError, AssertionError) as error:  # a platform was asked for that is not here
+        asked: Any = jax.config
+        trouble = f"jax_platforms={asked.jax_platforms!r}: {' '.join(reason(error).split())}"
+    # jax has one name for the devices of two makers; programs are compiled for one of them.
+    kind = devices[0].platform if devices else "cpu"
+    if kind == "gpu":
+        kind = "rocm" if "rocm" in devices[0].client.platform_version.lower() else "cuda"
+    return Info(
+        versions={"python": platform.python_version()} | versions(PACKAGES),
+        system=platform.platform(),
+        cpu=cpu_name(),
+        cores=cores(),
+        memory=_main_memory(),
+        devices=tuple(map(_device, devices)),
+        trouble=trouble,
+        operations=implementations(kind) if devices else {},
+        native=native.status(try_now=True),
+        cache=_folder(cache_folder()),
+        programs=_programs(),
+    )
+
+
+def versions(packages: tuple[str, ...]) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _main_memory() -> int | None:
+    sizes = []
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(ValueError, OSError):  # no container, or one without a limit
+        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(sizes, default=None)
+
+
+def _device(device: Any) -> Device:
+    stats = device.memory_stats() or {}
+    return Device(
+        name=f"{device.platform}:{device.id}",
+        kind=device.device_kind,
+        memory=stats.get("bytes_limit"),
+    )
+
+
+def _folder(path: Path | None) -> Folder:
+    if path is None:
+        return Folder(None, False, {})
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    writable = nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)
+    sizes = {}
+    with contextlib.suppress(OSError):
+        sizes = {entry.name: _bytes_in(entry) for entry in sorted(path.iterdir())}
+    return Folder(str(path), writable, sizes)
+
+
+def _bytes_in(path: Path) -> int:
+    """Of a file, or of all files in a folder; what is removed meanwhile counts for nothing."""
+    total = 0
+    for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        with contextlib.suppress(OSError):
+            total += entry.stat().st_size if entry.is_file() else 0
+    return total
+
+
+def _programs() -> str | None:
+    config: Any = jax.config
+    if not config.jax_enable_compilation_cache:
+        return None
+    folder = config.jax_compilation_cache_dir or programs_folder()
+    return folder and str(folder)
+
+
+def lines(known: Info) -> list[str]:
+    """The facts as they are printed."""
+    names = ", ".join(f"{name} {version}" for name, version in known.versions.items())
+    memory = _size(known.memory) if known.memory is not None else "unknown"
+    rows = [
+        ("versions", names),
+        ("system", known.system),
+        ("CPU", f"{known.cpu}, {known.cores} cores, {memory} of memory"),
+    ]
+    for device in known.devices:
+        own = f"{_size(device.memory)}" if device.memory is not None else "memory of the machine"
+        rows.append(("device", f"{device.name}, {device.kind}, {own}"))
+    if known.trouble is not None:
+        rows.append(("device", f"none: {known.trouble}"))
+    for name, choices in known.operations.items():
+        first, *others = choices
+        rest = f", for what it cannot serve {', '.join(others)}" if others else ""
+        rows.append((name, first + rest))
+    rows.append(("CPU kernels", f"{known.native.state}: {known.native.reason}"))
+    rows += [("", path) for path in (known.native.compiler, known.native.path) if path]
+    rows.append(("cache", _said_of(known.cache)))
+    rows += [("", f"{name}: {_size(size)}") for name, size in known.cache.sizes.items()]
+    rows.append(("programs", known.programs or "commands keep none"))
+    return [f"{label:22}{text}".rstrip() for label, text in rows]
+
+
+def _said_of(folder: Folder) -> str:
+    if folder.path is None:
+        return "none: TSJAX_CACHE is empty, or no home is known"
+    return folder.path + ("" if folder.writable else ", which cannot be written")
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

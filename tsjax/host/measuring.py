@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures what the parts of a step take on the device where a model lies.
+
+Knows the parts, small programs that repeat each of them, and a clock. Does not know what is chosen
+by the seconds. One layer stands for all: it compiles in a fraction of the time of the whole model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tsjax.config import ModelConfig
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Autoregressive
+from tsjax.decoding.noise import position_noise, row_keys
+from tsjax.decoding.programs import compiler_options
+from tsjax.decoding.sampling import best
+from tsjax.decoding.start import init_state
+from tsjax.decoding.state import DecodeState, Verdict
+from tsjax.decoding.step import commit
+from tsjax.decoding.verification import accept
+from tsjax.methods.cost_model import Costs, Line
+from tsjax.methods.history import NgramTable, enter, init_table, longest_suffix, most_frequent
+from tsjax.methods.ngram import NGram
+from tsjax.methods.partial_cache import DraftCache, init_draft_cache, refresh_draft_cache
+from tsjax.model.cache import KVCache, cache_bytes, init_cache
+from tsjax.model.params import Params
+from tsjax.model.passes import Rows, run_layers
+from tsjax.model.sharding import mesh_of
+from tsjax.model.transformer import ModelWeights, final_norm, unembed
+from tsjax.typing import accumulation_dtype
+
+FEW, MANY = 8, 64  # rows of the passes that are measured beside those of one
+DEAR = 2.0  # where a few rows take so many times as long as one, many rows are not measured
+DEEPEST = 8  # positions whose noise is made in a step
+SLOTS = 512  # of the partial cache
+NEAR, FAR, LEAST_FAR = 512, 8192, 1024  # contexts; the far one is nearer where caches are large
+CACHE_BYTES = 2**28  # of a layer
+# A part is repeated in one call for that long, where it does not take longer by itself, and called
+# so often or until its budget is spent.
+CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 5, 0.12
+
+Clock = Callable[[], float]
+
+
+def measure(
+    params: Params, cfg: ModelConfig, batch: int, clock: Clock = time.perf_counter
+) -> Costs:
+    """The table of seconds for runs of `batch` rows."""
+    parts = Parts(params, cfg, batch)
+    one, few, choice, suffix, ngrams, end = found = (
+        parts.layer(1),
+        parts.layer(FEW),
+        parts.choice(),
+        parts.suffix(),
+        parts.ngrams(),
+        parts.end_step(),
+    )
+    tokens = {rows: parts.tokens(rows) for rows in (1, FEW)}
+    compile_all([*found, *tokens.values()])
+
+    def line(part: Part, times: int = 1) -> Line:
+        near, far = parts.contexts
+        seconds = [times * part.seconds(context, clock) for context in (near, far)]
+        slope = max((seconds[1] - seconds[0]) / (far - near), 0.0)
+        return Line(max(seconds[0] - slope * near, 0.0), slope)
+
+    near, far = parts.contexts
+    chosen = {rows: part.seconds(near, clock) for rows, part in tokens.items()}
+    per_row = max(chosen[FEW] - chosen[1], 0.0) / (FEW - 1)
+    passes: list[tuple[int, Line]] = []
+
+    def add_pass(rows: int, part: Part) -> None:
+        layers = line(part, cfg.num_layers)
+        new = Line(layers.seconds + chosen[1] + (rows - 1) * per_row, layers.per_token)
+        # What was disturbed may seem to take less than a narrower pass.
+        passes.append((rows, Line(*map(max, passes[-1][1], new)) if passes else new))
+
+    add_pass(1, one)
+    add_pass(FEW, few)
+    if passes[1][1].at(far) < DEAR * passes[0][1].at(far):
+        many = parts.layer(MANY)
+        compile_all([many])
+        add_pass(MANY, many)
+    return Costs(
+        passes=tuple(passes),
+        heads=chosen[1] + cfg.num_draft_heads * per_row if cfg.num_draft_heads else 0.0,
+        choice=line(choice, cfg.num_layers),
+        suffix=line(suffix),
+        ngrams=ngrams.seconds(near, clock),
+        overhead=end.seconds(near, clock),
+        origin="measured",
+    )
+
+
+class Part:
+    """A part of a step, which a program repeats.
+
+    `step(carry, *inputs)` gives the next carry; `inputs` are those at a context.
+    """
+
+    def __init__(self, jit: Callable, step: Callable, carry: Any, inputs: Callable[[int], tuple]):
+        def repeat(count, carry, inputs):
+            def body(index, carry):
+                # Else XLA would compute before the loop what is the same in each turn.
+                _, held = lax.optimization_barrier((index, inputs))
+                return step(carry, *held)
+
+            return lax.fori_loop(jnp.int32(0), count, body, carry)
+
+        places = jax.tree.map(lambda x: x.sharding, carry)
+        self._program = jit(repeat, donate_argnums=(1,), out_shardings=places)
+        self._carry, self._inputs = carry, inputs
+
+    def compile(self) -> None:
+        lowered = self._program.lower(np.int32(1), self._carry, self._inputs(0))
+        self._program = lowered.compile()
+
+    def seconds(self, context: int, clock: Clock) -> float:
+        """Of the fastest of a few calls."""
+        inputs = self._inputs(context)
+
+        def call(count: int) -> float:
+            begun = clock()
+            self._carry = self._program(np.int32(count), self._carry, inputs)
+            jax.block_until_ready(self._carry)
+            return (clock() - begun) / count
+
+        call(1)
+        count = min(max(int(CALL_SECONDS / max(call(1), 1e-9)), 1), MOST_REPEATS)
+        times: list[float] = []
+        while len(times) < MOST_CALLS and count * sum(times) < BUDGET:
+            times.append(call(count))
+        return min(times)
+
+
+def compile_all(parts: Iterable[Part]) -> None:
+    """Side by side, as XLA leaves the other threads alone while it compiles."""
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda part: part.compile(), parts))
+
+
+class Parts:
+    """The parts of a step, on buffers of a model's shapes that hold zeros."""
+
+    def __init__(self, params: Params, cfg: ModelConfig, batch: int):
+        self._cfg, self._batch, self._mesh = cfg, batch, mesh_of(params)
+        self._weights, self._one = params.model, dataclasses.replace(cfg, num_layers=1)
+        device = next(iter(jax.tree.leaves(params)[0].devices()))
+        options = compiler_options(device.platform, cfg.dtype)
+        self._jit = functools.partial(jax.jit, compiler_options=options)
+        far = FAR
+        while far > LEAST_FAR and cache_bytes(self._one, batch, far) > CACHE_BYTES:
+            far //= 2
+        self.contexts = min(NEAR, far // 2), far
+        self._cache = init_cache(self._one, batch, far, self._mesh)
+        self._tokens = self._zeros((far,), jnp.int32)
+
+    def _placed(self, tree: Any) -> Any:
+        """On every device of a mesh."""
+        if self._mesh is None:
+            return tree
+        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+
+    def _zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        return self._placed(jnp.zeros((self._batch, *shape), dtype))
+
+    def _lengths(self, context: int) -> jax.Array:
+        return self._zeros((), jnp.int32) + jnp.int32(context)
+
+    def layer(self, rows: int) -> Part:
+        """A pass of N rows through one layer."""
+        weights = self._weights.replace(layers=self._weights.layers[:1])
+        hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
+
+        def inputs(context: int):
+            return weights, self._cache.replace(length=self._lengths(context))
+
+        return Part(self._jit, functools.partial(_layer, cfg=self._one), hidden, inputs)
+
+    def tokens(self, rows: int) -> Part:
+        """From the last layer's output to the tokens of a pass, with their noise."""
+        hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
+        keys = self._placed(row_keys([0] * self._batch, [0] * self._batch))
+
+        def inputs(context: int):
+            return self._weights, hidden, keys
+
+        step = functools.partial(_choose_tokens, cfg=self._cfg)
+        return Part(self._jit, step, self._zeros((rows,), jnp.int32), inputs)
+
+    def choice(self) -> Part:
+        """The partial cache of one layer, chosen anew."""
+        slots = min(SLOTS, self.contexts[0] // 2)
+        draft = init_draft_cache(self._one, self._batch, slots, mesh=self._mesh)
+        k, v = draft.k, draft.v
+        draft = self._placed(draft.replace(k=(), v=())).replace(k=k, v=v)
+
+        def inputs(context: int):
+            return (self._cache.replace(length=self._lengths(context)),)
+
+        return Part(self._jit, _choose_anew, draft, inputs)
+
+    def suffix(self) -> Part:
+        found = self._zeros((), jnp.int32)
+
+        def inputs(context: int):
+            return self._tokens, self._lengths(context)
+
+        return Part(self._jit, _find_suffix, found, inputs)
+
+    def ngrams(self) -> Part:
+        method = NGram()
+        sizes = method.ngram_slots, method.ngram_size
+        table = self._placed(init_table(self._batch, self._cfg.vocab_size, *sizes))
+        found = self._zeros((method.num_ngrams, method.ngram_depth), jnp.int32)
+
+        def inputs(context: int):
+            return self._tokens, self._lengths(context)
+
+        return Part(self._jit, _find_ngrams, (table, found), inputs)
+
+    def end_step(self) -> Part:
+        """What follows the pass of a plain step."""
+        cfg = DecodeConfig(model=self._one)
+
+        def begin():
+            tokens = jnp.zeros((self._batch, 8), jnp.int32)
+            lengths = jnp.full((2, self._batch), 8, jnp.int32)
+            return init_state(tokens, lengths[0], cfg=cfg, capacity=128, max_length=10 * lengths[1])
+
+        state = self._placed(self._jit(begin)())
+        step = functools.partial(_end_step, cfg=self._one)
+        return Part(self._jit, step, state, lambda context: ())
+
+
+def _layer(hidden, weights: ModelWeights, cache: KVCache, *, cfg: ModelConfig):
+    rows = hidden.shape[1]
+    positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)
+    causal = jnp.tril(jnp.ones((rows, rows), bool))
+    return run_layers(weights, cache, hidden, positions, causal, range(1), cfg=cfg).hidden
+
+
+def _choose_tokens(tokens, weights: ModelWeights, hidden, keys, *, cfg: ModelConfig):
+    B, T = tokens.shape
+    known = jnp.arange(min(T, DEEPEST), dtype=jnp.int32)
+    positions = jnp.broadcast_to(known, (B, known.shape[0]))
+    noise = position_noise(keys, positions, cfg.vocab_size, accumulation_dtype(cfg.dtype))
+    logits = unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
+    return best(logits + noise[:, jnp.arange(T) % known.shape[0]])
+
+
+def _choose_anew(draft: DraftCache, kv: KVCache) -> DraftCache:
+    draft = draft.replace(seen=jnp.zeros_like(draft.seen), length=jnp.zeros_like(draft.length) - 1)
+    return refresh_draft_cache(draft, kv, num_sinks=1, max_rows=1)
+
+
+def _find_suffix(_, tokens, length):
+    return longest_suffix(tokens, length, NGram().suffix_length)[0][:, 0]
+
+
+def _find_ngrams(carry: tuple[NgramTable, jax.Array], tokens, length):
+    """Enters three n-grams and looks up drafts."""
+    table, found = carry
+    entered = length - table.size - 2
+    table = enter(table.replace(entered=entered), tokens, length)
+    return table, most_frequent(table, tokens[:, 0], found.shape[1])[0]
+
+
+def _end_step(state: DecodeState, *, cfg: ModelConfig) -> DecodeState:
+    params: Any = None  # plain decoding drafts nothing
+    _, tree = Autoregressive().draft(cfg, params, state, None)
+    rows = jnp.zeros((*tree.tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
+    verdict = Verdict(target=tree.tokens, rows=Rows(rows, (rows,), (rows,), ()))
+    return commit(state, tree, verdict, accept(tree, verdict))
