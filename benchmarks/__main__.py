@@ -14,10 +14,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 MODULES = {
-    "decode": "decode",
+    "cpu": "cpu",
     "speedup": "speedup",
     "tokens_per_step": "tokens_per_step",
     "ttft": "ttft",
+    "first_token": "first_token",
     "draft": "draft",
     "capacity": "capacity",
     "exactness": "exactness",
@@ -28,6 +29,7 @@ MODULES = {
     "longbench": "longcontext.longbench",
     "kernels": "kernels",
     "step": "step",
+    "step_torch": "step_torch",
     "aot": "aot",
     "readme_table": "readme_table",
 }

@@ -49,7 +49,7 @@ def model_of_law():
     params = tsjax.init_params(cfg)
     weights = jax.tree.map(jnp.zeros_like, params.model)
     # A one-hot state of norm 1 leaves the final norm with the entry sqrt(size).
-    table = np.tile(np.log(LAW) / np.sqrt(size), (size, 1))
+    table = np.tile(np.log(LAW)[:, None] / np.sqrt(size), (1, size))
     weights = weights.replace(
         embed=jnp.eye(size), final_norm=jnp.ones(size), unembed=jnp.asarray(table, jnp.float32)
     )

@@ -34,20 +34,40 @@ def head(columns: str) -> list[str]:
     return [f"| {columns} |", "|---" * len(columns.split(" | ")) + "|"]
 
 
-def decode_rows(document: dict) -> list[str]:
-    what = {
-        "short": "plain decoding, {prompt_tokens} + {new_tokens} tokens, whole call, per token",
-        "long": "plain decoding at a context of {prompt_tokens}, per token",
-    }
+def cpu_rows(document: dict) -> list[str]:
     rows = []
-    for name, case in document["cases"].items():
-        ours, theirs = case["tsjax_ms_per_token"]["median"], case["torch_ms_per_token"]["median"]
-        rows += [
-            f"| {what[name].format(**case)} | {ours:.2f} ms "
-            f"| {theirs:.2f} ms (transformers, torch) | {case['speedup']['median']:.2f}x |",
-            f"| the same | {ours:.2f} ms | {case['bound_ms_per_token']:.2f} ms (memory bandwidth) "
-            f"| {case['share_of_bound']:.0%} of the bound |",
-        ]
+    for row in document["rows"]:
+        what = f"plain decoding, {row['shape']}, at a context of {row['context']:,}, per token"
+        ours = f"{row['median_ms']['native']:.2f} ms"
+        for peer, name in (
+            ("transformers", "transformers, torch"), ("plain XLA", "without the C++ kernels"),
+        ):  # fmt: skip
+            rows.append(
+                f"| {what} | {ours} | {row['median_ms'][peer]:.2f} ms ({name}) "
+                f"| {row['over'][peer]:.2f}x |"
+            )
+        rows.append(
+            f"| the same | {ours} | {row['bound_ms']:.2f} ms (reading one buffer of that size) "
+            f"| {row['share_of_bound']:.0%} of the bound |"
+        )
+        rows.append(
+            f"| its prefill | {row['prefill_seconds']['native']:.2f} s "
+            f"| {row['prefill_seconds']['transformers']:.2f} s (transformers, torch) "
+            f"| {row['prefill_over']['transformers']:.2f}x |"
+        )
+    for shape, passes in document["passes"].items():
+        ratios = passes["over_one_row"]
+        many = ", ".join(f"{ratios[n]:.2f}x" for n in ratios if n != "1")
+        rows.append(
+            f"| a pass of {', '.join(n for n in ratios if n != '1')} rows, {shape}, at "
+            f"{passes['context']:,} | | a pass of one row, {passes['ms']['1']:.2f} ms | {many} the "
+            "time |"
+        )
+    int8 = document["int8_product"]
+    rows.append(
+        f"| one row times 32,000 x 768 int8 weights | {int8['ms']['int8']:.2f} ms "
+        f"| {int8['ms']['float32']:.2f} ms (float32 weights) | {int8['over']:.2f}x |"
+    )
     return rows
 
 
@@ -97,15 +117,21 @@ def machine(document: dict) -> str:
 
 def front() -> str:
     """The README's few rows, of those in docs/benchmarks.md and docs/lazyllm.md."""
-    decode, speed, capacity, lazy = map(read, ("decode", "speedup", "capacity", "ttft"))
+    decode, speed, capacity, lazy = map(read, ("cpu", "speedup", "capacity", "ttft"))
     lines = ["| what | tsjax | against | ratio | machine |", "|---|---|---|---|---|"]
-    case = decode["cases"]["long"]
-    lines.append(
-        f"| plain decoding at a context of {case['prompt_tokens']:,}, per token "
-        f"| {case['tsjax_ms_per_token']['median']:.1f} ms "
-        f"| {case['torch_ms_per_token']['median']:.1f} ms (transformers, torch) "
-        f"| {case['speedup']['median']:.2f}x | {machine(decode)} |"
-    )
+    for row in decode["rows"]:
+        if row["context"] >= 4096:
+            lines.append(
+                f"| plain decoding of {row['shape']} at a context of {row['context']:,}, per token "
+                f"| {row['median_ms']['native']:.1f} ms "
+                f"| {row['median_ms']['transformers']:.1f} ms (transformers, torch) "
+                f"| {row['over']['transformers']:.2f}x, {row['share_of_bound']:.0%} of the bound "
+                f"| {machine(decode)} |"
+            )
+    gpu = json.loads((RESULTS.parent / "h100" / "step-llama3.1-8b.json").read_text())
+    for row in gpu["rows"]:
+        if row["pass"] == "plain" and row["context"] in (4096, 106_496):
+            lines.append(gpu_row(gpu, row))
     rows = {(r["context"], r["setting"], r["method"]): r for r in speed["rows"]}
     for context, setting in ((32768, "greedy"), (2048, "sampled")):
         plain, swift = (rows[context, setting, method] for method in ("plain", "tokenswift"))
@@ -131,10 +157,19 @@ def front() -> str:
     return "\n".join(lines)
 
 
+def gpu_row(document: dict, row: dict) -> str:
+    return (
+        f"| a step of plain decoding, {document['model']} in {document['dtype']}, random weights, "
+        f"at {row['context']:,} | {row['ms']['median']:.1f} ms | {row['bound_ms']:.1f} ms "
+        f"(reading at the speed of a copy) | {1 / row['over_bound']:.0%} of the bound "
+        f"| {document['device']}, {document['date']} |"
+    )
+
+
 def measured() -> str:
     lines, sources = head("what | tsjax | against | ratio"), []
     for name, render in {
-        "decode": decode_rows,
+        "cpu": cpu_rows,
         "capacity": capacity_rows,
         "draft": draft_rows,
         "convert_memory": convert_rows,
@@ -142,7 +177,10 @@ def measured() -> str:
         document = read(name)
         lines += render(document)
         sources.append(source(document))
-    note = "Times: float32, medians of interleaved runs, random weights of 15M parameters. Made by "
+    note = (
+        "Times: float32, medians of interleaved runs, random weights of the shapes named (15M "
+        "parameters where none is). Made by "
+    )
     return "\n".join([*lines, "", note + "; ".join(sources) + "."])
 
 

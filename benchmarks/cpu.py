@@ -1,0 +1,322 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a CPU reaches: plain decoding, prefill, passes of several rows, and int8 weights.
+
+Each peer is a process of its own with the same random weights and prompts: tsjax with its kernels
+in C++, tsjax in plain XLA, and HuggingFace torch `generate`. They are asked in turn, round by
+round; ratios are taken round by round. The bound is the bytes of the weights and of the rows of the
+cache in use, at the bandwidth at which torch sums one buffer of that size in the same round.
+
+    python -m benchmarks cpu --out benchmarks/results/cpu
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import report
+
+SHAPES = {
+    "15M": dict(hidden_size=288, intermediate_size=768, num_hidden_layers=6, heads=6),
+    "125M": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, heads=12),
+}
+PEERS = {"native": {}, "plain XLA": {"TSJAX_NATIVE": "0"}, "transformers": {}}
+VOCABULARY, FIRST_TOKENS = 32_000, 8
+ROWS = (1, 4, 8, 16)
+
+
+def save_model(shape: str, folder: str) -> None:
+    import torch
+    import transformers
+
+    sizes = dict(SHAPES[shape])
+    heads = sizes.pop("heads")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=VOCABULARY, num_attention_heads=heads, num_key_value_heads=heads,
+        max_position_embeddings=32_768, tie_word_embeddings=True, eos_token_id=None,
+        bos_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def prompt_of(length: int) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(length).integers(3, VOCABULARY, length).astype(np.int32)
+
+
+# --- a peer: reads one question per line, answers in one line ---------------------------------
+
+
+def tsjax_answers(folder: str):
+    import tsjax
+
+    model = tsjax.load(folder)
+
+    def answer(context: int, new: int) -> dict[str, Any]:
+        begin = time.perf_counter()
+        result = tsjax.generate(model, prompt_of(context), max_new_tokens=new)
+        return {
+            "call": time.perf_counter() - begin,
+            "prefill": result.stats.prefill_seconds,
+            "token": result.stats.decode_seconds / new,
+            "tokens": result.tokens[0].tolist(),
+        }
+
+    return answer
+
+
+def transformers_answers(folder: str):
+    import torch
+    import transformers
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
+
+    class Clock:
+        def __init__(self):
+            self.times = []
+
+        def put(self, value):
+            self.times.append(time.perf_counter())
+
+        def end(self):
+            pass
+
+    def answer(context: int, new: int) -> dict[str, Any]:
+        prompt, clock = torch.tensor(prompt_of(context))[None].long(), Clock()
+        begin = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new,
+                do_sample=False, pad_token_id=0, streamer=clock,
+            )  # fmt: skip
+        end, first = time.perf_counter(), clock.times[1]
+        return {
+            "call": end - begin,
+            "prefill": first - begin,
+            "token": (end - first) / max(new - 1, 1),
+            "tokens": out[0, context:].tolist(),
+        }
+
+    return answer
+
+
+def serve(peer: str, folder: str) -> None:
+    answer = (transformers_answers if peer == "transformers" else tsjax_answers)(folder)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(**json.loads(line))), flush=True)
+
+
+class Peer:
+    """The process, from the side that asks."""
+
+    def __init__(self, name: str, folder: str):
+        command = [sys.executable, "-m", "benchmarks", "cpu", "--serve", name, folder]
+        pipe = subprocess.PIPE
+        self._process = subprocess.Popen(
+            command, env=os.environ | PEERS[name], stdin=pipe, stdout=pipe, text=True
+        )
+        self._read()
+
+    def _read(self) -> str:
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("a peer has ended; what it said is above")
+        return line
+
+    def ask(self, context: int, new: int) -> dict[str, Any]:
+        self._process.stdin.write(json.dumps({"context": context, "new": new}) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._read())
+
+    def end(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+
+# --- the measurements -------------------------------------------------------------------------
+
+
+def seconds_to_read(count: int) -> float:
+    """The best of a few sums of one buffer."""
+    import torch
+
+    data, seconds = torch.ones(count // 4), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        data.sum()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+def decode_row(peers: dict[str, Peer], shape: str, context: int, new: int, rounds: int, cfg: Any):
+    from tsjax.model.cache import cache_bytes
+
+    weights = cfg["weights"]
+    read = weights + cache_bytes(cfg["model"], 1, context + new // 2)
+    for peer in peers.values():
+        peer.ask(context, new), peer.ask(context, FIRST_TOKENS)
+    found: dict[str, list] = {name: [] for name in peers}
+    firsts: dict[str, list] = {name: [] for name in peers}
+    bounds = []
+    for _ in range(rounds):
+        bounds.append(seconds_to_read(read))
+        for name, peer in peers.items():
+            found[name].append(peer.ask(context, new))
+            firsts[name].append(peer.ask(context, FIRST_TOKENS)["call"])
+
+    def median(name: str, part: str) -> float:
+        return statistics.median(answer[part] for answer in found[name])
+
+    def over(other: str, part: str) -> float:
+        pairs = zip(found[other], found["native"], strict=True)
+        return statistics.median(theirs[part] / ours[part] for theirs, ours in pairs)
+
+    tokens = {name: answers[0]["tokens"] for name, answers in found.items()}
+    others = [name for name in peers if name != "native"]
+    pairs = {name: list(zip(firsts[name], firsts["native"], strict=True)) for name in others}
+    return {
+        "shape": shape, "context": context, "new": new, "read_bytes": read,
+        "ms": {name: [1e3 * one["token"] for one in found[name]] for name in peers},
+        "median_ms": {name: 1e3 * median(name, "token") for name in peers},
+        "bound_ms": 1e3 * statistics.median(bounds),
+        "read_bytes_per_second": read / statistics.median(bounds),
+        "share_of_bound": statistics.median(
+            bound / one["token"] for bound, one in zip(bounds, found["native"], strict=True)
+        ),
+        "over": {name: over(name, "token") for name in others},
+        "prefill_seconds": {name: median(name, "prefill") for name in peers},
+        "prefill_over": {name: over(name, "prefill") for name in others},
+        "first_tokens_over": {
+            name: statistics.median(a / b for a, b in both) for name, both in pairs.items()
+        },
+        "equal_tokens": {
+            name: sum(a == b for a, b in zip(tokens[name], tokens["native"], strict=True))
+            for name in others
+        },
+    }  # fmt: skip
+
+
+def pass_rows(model: Any, context: int, rounds: int) -> dict[str, Any]:
+    """What a whole pass of several rows takes, against a pass of one; in this process."""
+    import jax
+    import jax.numpy as jnp
+
+    from tsjax.model.cache import init_cache
+    from tsjax.model.passes import run_rows
+    from tsjax.model.transformer import final_norm, unembed
+
+    cfg, weights = model.cfg, model.params.model
+    cache = init_cache(cfg, 1, context + max(ROWS))
+    cache = cache.replace(length=jnp.full((1,), context, jnp.int32))
+
+    @jax.jit
+    def run(weights, cache, tokens):
+        positions = context + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        mask = jnp.tril(jnp.ones((tokens.shape[1],) * 2, bool))
+        rows = run_rows(weights, cache, tokens, positions, mask, cfg=cfg)
+        return unembed(weights, final_norm(weights, rows.hidden, cfg=cfg), cfg=cfg)
+
+    seconds: dict[int, list] = {rows: [] for rows in ROWS}
+    for turn in range(rounds + 1):
+        for rows in ROWS:
+            tokens = jnp.ones((1, rows), jnp.int32)
+            begin = time.perf_counter()
+            run(weights, cache, tokens).block_until_ready()
+            if turn:
+                seconds[rows].append(time.perf_counter() - begin)
+    one = seconds[1]
+    return {
+        "context": context,
+        "ms": {str(rows): 1e3 * statistics.median(seconds[rows]) for rows in ROWS},
+        "over_one_row": {
+            str(rows): statistics.median(a / b for a, b in zip(seconds[rows], one, strict=True))
+            for rows in ROWS
+        },
+    }
+
+
+def int8_product(rounds: int) -> dict[str, Any]:
+    """One row with 32,000 outputs of 768: float32 weights against int8 ones."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import product
+
+    key = jax.random.key(0)
+    row = jax.random.normal(key, (1, 1, 768))
+    wide = jax.random.normal(key, (VOCABULARY, 768))
+    narrow = jax.random.randint(key, wide.shape, -127, 128, jnp.int8)
+    scales = jnp.ones((VOCABULARY,))
+    calls = {
+        "float32": jax.jit(lambda: product(row, wide)),
+        "int8": jax.jit(lambda: product(row, narrow, scales=scales)),
+    }
+    seconds: dict[str, list] = {name: [] for name in calls}
+    for turn in range(10 * rounds + 1):
+        for name, call in calls.items():
+            begin = time.perf_counter()
+            call().block_until_ready()
+            if turn:
+                seconds[name].append(time.perf_counter() - begin)
+    pairs = zip(seconds["float32"], seconds["int8"], strict=True)
+    return {
+        "ms": {name: 1e3 * statistics.median(values) for name, values in seconds.items()},
+        "over": statistics.median(a / b for a, b in pairs),
+    }
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("cpu", __doc__)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=(16, 4096, 8192))
+    parser.add_argument("--prefill", nargs="*", type=int, default=(16_384,), help="prompts, 15M")
+    parser.add_argument("--new", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--serve", nargs=2, metavar=("PEER", "FOLDER"), help="for its own use")
+    args = parser.parse_args(argv)
+    if args.serve:
+        return serve(*args.serve)
+
+    import jax
+
+    import tsjax
+    from pallas_kernels import native
+
+    status = native.status(try_now=True)
+    document = {
+        "native": status._asdict() | {"path": None, "compiler": None}, "complete": False,
+        "rows": [], "passes": {}, "int8_product": int8_product(args.rounds),
+    }  # fmt: skip
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(shape, folder)
+            model = tsjax.load(folder)
+            weights = sum(array.nbytes for array in jax.tree.leaves(model.params))
+            document["passes"][shape] = pass_rows(model, max(args.contexts), args.rounds)
+            peers = {name: Peer(name, folder) for name in PEERS}
+            prefills = [(length, 2) for length in args.prefill if shape == "15M"]
+            for context, new in [*((n, args.new) for n in args.contexts), *prefills]:
+                cfg = {"weights": weights, "model": model.cfg}
+                rounds = args.rounds if new > 2 else 2
+                row = decode_row(peers, shape, context, new, rounds, cfg)
+                print(
+                    f"{shape} {context:6}: " + ", ".join(
+                        f"{name} {row['median_ms'][name]:.2f} ms" for name in peers
+                    ) + f"; {row['share_of_bound']:.0%} of the bound", flush=True, file=sys.stderr,
+                )  # fmt: skip
+                document["rows"].append(row)
+                report.save({**report.facts(), **document}, args.out, "cpu")
+            for peer in peers.values():
+                peer.end()
+    report.write(document | {"complete": True}, args.out, "cpu")
