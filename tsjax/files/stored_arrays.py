@@ -34,7 +34,9 @@ def list_arrays(path: str) -> Mapping[str, Any]:
         database = os.path.join(path, _DATABASE)
         for pattern in ("_METADATA", "_sharding", "array_metadatas/*"):
             for file in glob.glob(os.path.join(glob.escape(database), pattern)):
-                read_json(file)
+                found = read_json(file)
+                if pattern == "array_metadatas/*":
+                    _check_types(file, found)
         _check_database(database)
         with _quiet():
             found = ocp.metadata(path).metadata
@@ -55,6 +57,16 @@ def read_arrays(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
             text = [*str(error.__cause__ or error).splitlines(), repr(error)]
         gc.collect()  # ends the other readers, which the error kept, while nothing is printed
         raise ValueError(text[0])
+
+
+def _check_types(file: str, found: Any) -> None:
+    """Whether the list of types has what orbax looks for; it looks while it reads arrays."""
+    try:
+        for entry in found.get("array_metadatas", []):
+            array = entry["array_metadata"]
+            _ = array["param_name"], tuple(array["write_shape"]), tuple(array["chunk_shape"])
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(f"{file!r} does not list arrays with their shapes") from None
 
 
 def _check_database(folder: str) -> None:
