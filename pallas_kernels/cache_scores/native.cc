@@ -30,17 +30,27 @@ struct Arrays {
 template <class T, class Use>
 void for_blocks(const Arrays<T>& arrays, int64_t head, int64_t part, float scale, Use use) {
   const int64_t H = arrays.H, G = arrays.G(), b = head / arrays.K, k = head % arrays.K;
-  float* q = scratch<0>(G * H + BLOCK * H + G * BLOCK);
-  float *keys = q + G * H, *scores = keys + BLOCK * H;
-  const T* query = arrays.q + (b * arrays.N + k * G) * H;
-  for (int64_t i = 0; i < G * H; i++) q[i] = to_float(query[i]) * scale;
+  const int64_t width = padded(H);
+  float* q = scratch<0>(G * width + BLOCK * width + G * BLOCK);
+  float *copy = q + G * width, *scores = copy + BLOCK * width;
+  as_floats(arrays.q + (b * arrays.N + k * G) * H, H, G, H, width, q);
+  for (int64_t i = 0; i < G * width; i++) q[i] = q[i] * scale;
+  auto score_all = [&](const auto* keys, int64_t slots) {
+    for (int64_t g = 0, R; g < G; g += R) {
+      R = std::min(MOST_ROWS, G - g);
+      score_rows(R, q + g * width, keys, slots, width, scores + g * BLOCK, int64_t{BLOCK}, Next());
+    }
+  };
   const int64_t end = std::min((part + 1) * PART, arrays.committed(b));
   for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
     const int64_t slots = std::min<int64_t>(BLOCK, end - slot);
-    pack_keys(arrays.k_cache + (head * arrays.S + slot) * H, H, H, slots, keys);
-    for (int64_t g = 0, R; g < G; g += R) {
-      R = std::min(MOST_ROWS, G - g);
-      products(R, q + g * H, H, keys, scores + g * BLOCK, BLOCK);
+    const T* keys = arrays.k_cache + (head * arrays.S + slot) * H;
+    if (width == H && slots == BLOCK) {  // read where they lie
+      score_all(keys, slots);
+    } else {
+      as_floats(keys, H, slots, H, width, copy);
+      std::fill(copy + slots * width, copy + BLOCK * width, 0.0f);
+      score_all(static_cast<const float*>(copy), int64_t{BLOCK});
     }
     for (int64_t g = 0; g < G; g++) {
       std::fill(scores + g * BLOCK + slots, scores + (g + 1) * BLOCK, ABSENT);

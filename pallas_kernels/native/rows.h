@@ -16,9 +16,44 @@ constexpr int BLOCK = 64;  // slots
 constexpr int64_t MOST_ROWS = 6;
 constexpr float ABSENT = -INFINITY;  // the score of a slot that a row does not see
 
-// So many vectors beside each of R rows fill the registers: a sum for each row, and the vectors.
+// Slots that are scored at a time.
+constexpr int SLOTS = W > 8 ? W : 8;
+
+// So many vectors beside each of R rows fill the registers: a sum for each row and vector, all of
+// the rows' own or all of the others, and one more.
 constexpr int most_vectors(int rows) {
-  return rows == 1 ? 8 : std::min(8, (REGISTERS - 1) / (rows + 1));
+  int vectors = 8;
+  while (rows * vectors + std::min(rows, vectors) + 1 > REGISTERS) vectors--;
+  return vectors;
+}
+
+// The same for a power of two, which divides SLOTS.
+constexpr int most_slots(int rows) {
+  int slots = 8;
+  while (slots > most_vectors(rows)) slots /= 2;
+  return slots;
+}
+
+// sums[r][c] += a(r) * b(c). The few of one side stay in registers, the others come one by one.
+template <int R, int C, class A, class B>
+inline void add_products(Vector (&sums)[R][C], A a, B b) {
+  if constexpr (R <= C) {
+    Vector row[R];
+    UNROLLED for (int r = 0; r < R; r++) row[r] = a(r), keep(row[r]);
+    UNROLLED for (int c = 0; c < C; c++) {
+      Vector other = b(c);
+      if (R > 1) keep(other);
+      UNROLLED for (int r = 0; r < R; r++) sums[r][c] = fma(row[r], other, sums[r][c]);
+    }
+  } else {
+    Vector other[C];
+    UNROLLED for (int c = 0; c < C; c++) other[c] = b(c), keep(other[c]);
+    UNROLLED for (int r = 0; r < R; r++) {
+      Vector row = a(r);
+      if (C > 1) keep(row);
+      UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(row, other[c], sums[r][c]);
+    }
+  }
 }
 
 // f(C, first) for pieces of C vectors, a constant of the compiler's, about equal and at most MOST.
@@ -33,68 +68,73 @@ inline void for_pieces(int64_t vectors, F f) {
   }
 }
 
-// to[h * BLOCK + slot] for `slots` keys that lie `stride` apart; the slots beyond them are zero.
-// What lies at `next`, as much as the keys, is fetched meanwhile.
+// Memory that is wanted soon, in rows; it is fetched beside the work on as many others.
+struct Next {
+  const char* rows = nullptr;
+  int64_t bytes = 0;  // of a row
+
+  void fetch(int64_t row) const {
+    if (!rows) return;
+    for (int64_t i = 0; i < bytes; i += 64) prefetch(rows + row * bytes + i);
+  }
+};
+
+// H numbers take this many floats: whole vectors.
+inline int64_t padded(int64_t H) { return (H + W - 1) / W * W; }
+
+// Rows of numbers that lie `stride` apart as floats of `width`, zeros after their end.
 template <class T>
-inline void pack_keys(const T* keys, int64_t stride, int64_t H, int64_t slots, float* to,
-                      const T* next = nullptr) {
-  constexpr int64_t LINE = 64 / sizeof(T);
-  int64_t whole = slots / 8 * 8;
-  for (int64_t s = 0; s < whole; s += 8) {
-    for (int64_t h = 0; h < H; h += 8) {
-      if (next) {
-        UNROLLED for (int64_t i = 0; i < 64; i += LINE) prefetch(next + s * H + h * 8 + i);
-      }
-      transpose(keys + s * stride + h, stride, to + h * BLOCK + s, BLOCK);
-    }
-  }
-  for (int64_t h = 0; h < H && whole < BLOCK; h++) {
-    for (int64_t s = whole; s < BLOCK; s++) {
-      to[h * BLOCK + s] = s < slots ? to_float(keys[s * stride + h]) : 0.0f;
-    }
+void as_floats(const T* from, int64_t stride, int64_t rows, int64_t H, int64_t width, float* to) {
+  const int64_t whole = H / W * W;
+  for (int64_t s = 0; s < rows; s++, from += stride, to += width) {
+    for (int64_t i = 0; i < whole; i += W) store(to + i, load(from + i));
+    for (int64_t i = whole; i < width; i++) to[i] = i < H ? to_float(from[i]) : 0.0f;
   }
 }
 
-// scores[r * stride + slot]: each the sum over h, in that order.
-template <int R>
-void products_of(const float* q, int64_t H, const float* keys, float* scores, int64_t stride) {
-  for_pieces<most_vectors(R)>(BLOCK / W, [&](auto piece, int64_t first) {
-    constexpr int C = piece;
-    Vector sums[R][C];
-    UNROLLED for (int r = 0; r < R; r++)
-      UNROLLED for (int c = 0; c < C; c++) sums[r][c] = set(0.0f);
-    for (int64_t h = 0; h < H; h++) {
-      Vector key[C];
-      UNROLLED for (int c = 0; c < C; c++) key[c] = load(keys + h * BLOCK + (first + c) * W);
-      UNROLLED for (int r = 0; r < R; r++) {
-        Vector x = set(q[r * H + h]);
-        UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(x, key[c], sums[r][c]);
+// scores[r * stride + slot] of query r and each key; `slots` is a multiple of SLOTS and `width` one
+// of W. A score has W parts, part l sums entries l, l + W, ...; then they are added, halves first.
+template <int R, class T>
+void scores_of(const float* q, const T* keys, int64_t slots, int64_t width, float* scores,
+               int64_t stride, Next next) {
+  constexpr int C = most_slots(R);
+  for (int64_t first = 0; first < slots; first += SLOTS) {
+    Vector parts[R][SLOTS];
+    for (int s = 0; s < SLOTS; s += C) {
+      const T* some = keys + (first + s) * width;
+      UNROLLED for (int c = 0; c < C; c++) next.fetch(first + s + c);
+      Vector sums[R][C];
+      UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int c = 0; c < C; c++) sums[r][c] = set(0.0f);
+      for (int64_t i = 0; i < width; i += W) {
+        add_products(sums, [&](int r) { return load(q + r * width + i); },
+                     [&](int c) { return load(some + c * width + i); });
       }
+      UNROLLED for (int r = 0; r < R; r++)
+        UNROLLED for (int c = 0; c < C; c++) parts[r][s + c] = sums[r][c];
     }
-    UNROLLED for (int r = 0; r < R; r++)
-      UNROLLED for (int c = 0; c < C; c++) store(scores + r * stride + (first + c) * W, sums[r][c]);
-  });
+    for (int r = 0; r < R; r++)
+      for (int s = 0; s < SLOTS; s += W) store(scores + r * stride + first + s, totals(parts[r] + s));
+  }
 }
 
-// out[r * out_stride + i] += weights[r * stride + slot] * values[slot * width + i], slot by slot,
-// for i below `width`, a multiple of W.
-template <int R>
-void add_values_of(const float* weights, int64_t stride, const float* values, int64_t slots,
-                   float* out, int64_t width) {
+// out[r * width + i] += weights[r * stride + slot] * values[slot * width + i], slot by slot, for i
+// below `width`, a multiple of W.
+template <int R, class T>
+void add_values_of(const float* weights, int64_t stride, const T* values, int64_t slots, float* out,
+                   int64_t width, Next next) {
   for_pieces<most_vectors(R)>(width / W, [&](auto piece, int64_t first) {
     constexpr int C = piece;
-    const float* from = values + first * W;
+    const T* from = values + first * W;
     float* to = out + first * W;
+    const Next wanted = first ? Next() : next;
     Vector sums[R][C];
     UNROLLED for (int r = 0; r < R; r++)
       UNROLLED for (int c = 0; c < C; c++) sums[r][c] = load(to + r * width + c * W);
     for (int64_t s = 0; s < slots; s++) {
-      Vector value[C];
-      UNROLLED for (int c = 0; c < C; c++) value[c] = load(from + s * width + c * W);
-      UNROLLED for (int r = 0; r < R; r++) {
-        Vector weight = set(weights[r * stride + s]);
-        UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(weight, value[c], sums[r][c]);
-      }
+      wanted.fetch(s);
+      add_products(sums, [&](int r) { return set(weights[r * stride + s]); },
+                   [&](int c) { return load(from + s * width + c * W); });
     }
     UNROLLED for (int r = 0; r < R; r++)
       UNROLLED for (int c = 0; c < C; c++) store(to + r * width + c * W, sums[r][c]);
@@ -103,14 +143,14 @@ void add_values_of(const float* weights, int64_t stride, const float* values, in
 
 // The same for a number of rows that is known when they run, up to MOST_ROWS.
 template <class... Arguments>
-void products(int64_t rows, Arguments... arguments) {
+void score_rows(int64_t rows, Arguments... arguments) {
   switch (rows) {
-    case 1: return products_of<1>(arguments...);
-    case 2: return products_of<2>(arguments...);
-    case 3: return products_of<3>(arguments...);
-    case 4: return products_of<4>(arguments...);
-    case 5: return products_of<5>(arguments...);
-    case 6: return products_of<6>(arguments...);
+    case 1: return scores_of<1>(arguments...);
+    case 2: return scores_of<2>(arguments...);
+    case 3: return scores_of<3>(arguments...);
+    case 4: return scores_of<4>(arguments...);
+    case 5: return scores_of<5>(arguments...);
+    case 6: return scores_of<6>(arguments...);
   }
 }
 

@@ -130,6 +130,15 @@ inline Vector where_less(Vector a, Vector b, Vector yes, Vector no) {
 
 #endif
 
+// Has x in a register: GCC would rather read it from memory at each use, which takes longer.
+inline void keep(Vector& x) {
+#if defined(__aarch64__)
+  asm("" : "+w"(x));
+#else
+  asm("" : "+v"(x));
+#endif
+}
+
 // The sum of a vector's entries, halves first.
 inline float sum(Vector x) {
 #if defined(__AVX2__)
@@ -148,14 +157,54 @@ inline float sum(Vector x) {
 #endif
 }
 
+// The sum of each of W vectors, in the order of sum().
+inline Vector totals(const Vector* x) {
+#if defined(__AVX512F__)
+  Vector half[8], quarter[4], eighth[2];
+  UNROLLED for (int i = 0; i < 8; i++) {
+    half[i] = _mm512_shuffle_f32x4(x[i], x[i + 8], 0x44) +
+              _mm512_shuffle_f32x4(x[i], x[i + 8], 0xee);
+  }
+  UNROLLED for (int i = 0; i < 4; i++) {
+    quarter[i] = _mm512_shuffle_f32x4(half[i], half[i + 4], 0x88) +
+                 _mm512_shuffle_f32x4(half[i], half[i + 4], 0xdd);
+  }
+  UNROLLED for (int i = 0; i < 2; i++) {
+    Vector a = quarter[2 * i], b = quarter[2 * i + 1];
+    eighth[i] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+  }
+  Vector all = _mm512_shuffle_ps(eighth[0], eighth[1], 0x88) +
+               _mm512_shuffle_ps(eighth[0], eighth[1], 0xdd);
+  return _mm512_shuffle_f32x4(all, all, 0xd8);  // they came as 0-3, 8-11, 4-7, 12-15
+#elif defined(__AVX2__)
+  Vector half[4], quarter[2];
+  UNROLLED for (int i = 0; i < 4; i++) {
+    half[i] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20) +
+              _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
+  }
+  UNROLLED for (int i = 0; i < 2; i++) {
+    Vector a = half[2 * i], b = half[2 * i + 1];
+    quarter[i] = _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
+  }
+  return _mm256_shuffle_ps(quarter[0], quarter[1], 0x88) +
+         _mm256_shuffle_ps(quarter[0], quarter[1], 0xdd);
+#else
+  return Vector{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])};
+#endif
+}
+
 inline float largest(Vector x) {
-  float entries[W];
-  store(entries, x);
-  for (int half = W / 2; half; half /= 2)
-    for (int i = 0; i < half; i++) {
-      entries[i] = entries[i] > entries[i + half] ? entries[i] : entries[i + half];
-    }
-  return entries[0];
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#else
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps(two, two, 1)));
+#endif
+#else
+  return vmaxvq_f32(x);
+#endif
 }
 
 // 2^x for x <= 0, to two units in the last place: exactly 1 for 0, exactly 0 below 2^-126.
@@ -178,41 +227,7 @@ inline float power_of_2(float x) {
   return entries[0];
 }
 
-inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
-
-// A block of 8 x 8 numbers, whose rows lie `stride` apart, as floats with rows and columns
-// exchanged.
-template <class T>
-inline void transpose(const T* from, int64_t stride, float* to, int64_t to_stride) {
-#if defined(__AVX2__)
-  auto row = [&](int i) {
-    if constexpr (sizeof(T) == 4) {
-      return _mm256_loadu_ps(reinterpret_cast<const float*>(from + i * stride));
-    } else {
-      __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i * stride));
-      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-    }
-  };
-  __m256 a[8], b[8];
-  UNROLLED for (int i = 0; i < 8; i++) a[i] = row(i);
-  UNROLLED for (int i = 0; i < 8; i += 2) {
-    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
-    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
-  }
-  UNROLLED for (int i = 0; i < 8; i += 4) {
-    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
-    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
-    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
-    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
-  }
-  UNROLLED for (int i = 0; i < 4; i++) {
-    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
-  }
-#else
-  for (int i = 0; i < 8; i++)
-    for (int j = 0; j < 8; j++) to[j * to_stride + i] = to_float(from[i * stride + j]);
-#endif
-}
+// Into the second cache: the first is full of what is worked with.
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 2); }
 
 }  // namespace tsjax

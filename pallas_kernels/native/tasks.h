@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -128,12 +129,31 @@ void run_tasks(Pool& pool, int64_t tasks, bool worth_sharing, Work work) {
   Helpers::all().withdraw(job);
 }
 
+// Floats that begin with a line of the cache: a vector that lies in two lines takes two reads.
+class Memory {
+ public:
+  ~Memory() { operator delete(floats_, LINE); }
+  float* have(int64_t size) {
+    if (size > size_) {
+      operator delete(floats_, LINE);
+      floats_ = nullptr, size_ = 0;
+      floats_ = static_cast<float*>(operator new(size * sizeof(float), LINE));
+      size_ = size;
+    }
+    return floats_;
+  }
+
+ private:
+  static constexpr std::align_val_t LINE{64};
+  float* floats_ = nullptr;
+  int64_t size_ = 0;
+};
+
 // A thread's own memory of at least `size` floats, kept for its next task.
 template <int WHICH>
 float* scratch(int64_t size) {
-  static thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-  return memory.data();
+  static thread_local Memory memory;
+  return memory.have(size);
 }
 
 }  // namespace tsjax

@@ -13,6 +13,7 @@ namespace tsjax::product {
 
 constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications
 constexpr int64_t NEAR = 1 << 16;           // weights of a block, which stays near the core
+constexpr int64_t AHEAD = 4096;             // bytes from what is read to what is fetched
 
 template <class T>
 struct Arrays {
@@ -22,45 +23,40 @@ struct Arrays {
 };
 
 // Rows side by side: to[(i / W * R + r) * W + i % W] is entry i of row r, zeros after the end.
-int64_t padded(int64_t I) { return (I + W - 1) / W * W; }
-
 template <class T>
 void pack_rows(const T* rows, int64_t R, int64_t I, float* to) {
   for (int64_t r = 0; r < R; r++) {
-    for (int64_t i = 0; i < padded(I); i++) {
-      to[(i / W * R + r) * W + i % W] = i < I ? to_float(rows[r * I + i]) : 0.0f;
-    }
+    const T* row = rows + r * I;
+    int64_t i = 0;
+    for (; i + W <= I; i += W) store(to + i * R + r * W, load(row + i));
+    for (; i < padded(I); i++) to[i / W * W * R + r * W + i % W] = i < I ? to_float(row[i]) : 0.0f;
   }
 }
 
 // out[r * stride + o * apart] of R rows that are packed and O outputs. Their weights lie `apart` in
-// memory: a core reads a few long streams faster than many short ones.
-template <int R, int O, class Weight>
+// memory: a core reads a few long streams faster than many short ones. Those that are `far` are
+// fetched ahead, or several rows would wait for them; for one or two they come by themselves.
+template <int R, int O, bool far, class Weight>
 void dot(const float* packed, const Weight* weights, int64_t apart, int64_t I, const float* scales,
          float* out, int64_t stride) {
   Vector sums[R][O];
   UNROLLED for (int r = 0; r < R; r++)
     UNROLLED for (int o = 0; o < O; o++) sums[r][o] = set(0.0f);
-  auto add = [&](const float* entries, Vector* weight) {
-    UNROLLED for (int r = 0; r < R; r++) {
-      Vector entry = load(entries + r * W);
-      UNROLLED for (int o = 0; o < O; o++) sums[r][o] = fma(entry, weight[o], sums[r][o]);
-    }
-  };
   int64_t i = 0;
   for (; i + W <= I; i += W) {
-    Vector weight[O];
-    UNROLLED for (int o = 0; o < O; o++) weight[o] = load(weights + o * apart * I + i);
-    add(packed + i * R, weight);
+    add_products(sums, [&](int r) { return load(packed + i * R + r * W); },
+[&](int o) {
+      const Weight* from = weights + o * apart * I + i;
+      if (far) prefetch(from + AHEAD / sizeof(Weight));
+      return load(from);
+    });
   }
   if (i < I) {  // the same with zeros after the end
-    Vector weight[O];
-    UNROLLED for (int o = 0; o < O; o++) {
+    add_products(sums, [&](int r) { return load(packed + i * R + r * W); }, [&](int o) {
       float entries[W] = {};
       for (int j = 0; j < W && i + j < I; j++) entries[j] = to_float(weights[o * apart * I + i + j]);
-      weight[o] = load(entries);
-    }
-    add(packed + i * R, weight);
+      return load(entries);
+    });
   }
   UNROLLED for (int r = 0; r < R; r++)
     UNROLLED for (int o = 0; o < O; o++) {
@@ -71,15 +67,19 @@ void dot(const float* packed, const Weight* weights, int64_t apart, int64_t I, c
 
 template <int R, class Weight>
 void dot_rows(const float* packed, const Weight* weights, int64_t outputs, int64_t I,
-              const float* scales, float* out, int64_t stride) {
+              const float* scales, float* out, int64_t stride, bool far) {
   constexpr int O = std::min(4, most_vectors(R));
   const int64_t apart = outputs / O;
   auto of = [&](int64_t o) { return scales ? scales + o : nullptr; };
   for (int64_t o = 0; o < apart; o++) {
-    dot<R, O>(packed, weights + o * I, apart, I, of(o), out + o, stride);
+    if (far && R > 2) {
+      dot<R, O, true>(packed, weights + o * I, apart, I, of(o), out + o, stride);
+    } else {
+      dot<R, O, false>(packed, weights + o * I, apart, I, of(o), out + o, stride);
+    }
   }
   for (int64_t o = apart * O; o < outputs; o++) {
-    dot<R, 1>(packed, weights + o * I, 0, I, of(o), out + o, stride);
+    dot<R, 1, false>(packed, weights + o * I, 0, I, of(o), out + o, stride);
   }
 }
 
@@ -91,13 +91,14 @@ void dot_all(const float* packed, const Weight* weights, int64_t rows, int64_t o
     R = std::min(MOST_ROWS, rows - r);
     const float* tile = packed + r * padded(I);
     float* to = out + r * stride;
+    const bool far = r == 0;
     switch (R) {
-      case 1: dot_rows<1>(tile, weights, outputs, I, scales, to, stride); break;
-      case 2: dot_rows<2>(tile, weights, outputs, I, scales, to, stride); break;
-      case 3: dot_rows<3>(tile, weights, outputs, I, scales, to, stride); break;
-      case 4: dot_rows<4>(tile, weights, outputs, I, scales, to, stride); break;
-      case 5: dot_rows<5>(tile, weights, outputs, I, scales, to, stride); break;
-      case 6: dot_rows<6>(tile, weights, outputs, I, scales, to, stride); break;
+      case 1: dot_rows<1>(tile, weights, outputs, I, scales, to, stride, far); break;
+      case 2: dot_rows<2>(tile, weights, outputs, I, scales, to, stride, far); break;
+      case 3: dot_rows<3>(tile, weights, outputs, I, scales, to, stride, far); break;
+      case 4: dot_rows<4>(tile, weights, outputs, I, scales, to, stride, far); break;
+      case 5: dot_rows<5>(tile, weights, outputs, I, scales, to, stride, far); break;
+      case 6: dot_rows<6>(tile, weights, outputs, I, scales, to, stride, far); break;
     }
   }
 }
@@ -106,9 +107,9 @@ template <class T, class Weight, class Pool>
 void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
               const float* scales) {
   const int64_t R = arrays.R, O = arrays.O, I = arrays.I;
-  auto packed = std::make_shared<std::vector<float>>(R * padded(I));
+  float* packed = scratch<2>(R * padded(I));  // this thread's until the last task is done
   for (int64_t r = 0; r < R; r += MOST_ROWS) {
-    pack_rows(arrays.rows + r * I, std::min(MOST_ROWS, R - r), I, packed->data() + r * padded(I));
+    pack_rows(arrays.rows + r * I, std::min(MOST_ROWS, R - r), I, packed + r * padded(I));
   }
   // Blocks of outputs, so that rows after the first find their weights near.
   const int64_t block = std::max<int64_t>(8, NEAR / I / 8 * 8);
@@ -123,10 +124,10 @@ void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
       if (R > MOST_ROWS) {
         float* floats = scratch<0>(outputs * I);
         for (int64_t i = 0; i < outputs * I; i++) floats[i] = to_float(some[i]);
-        return dot_all(packed->data(), floats, R, outputs, I, of_some, out + first, O);
+        return dot_all(packed, floats, R, outputs, I, of_some, out + first, O);
       }
     }
-    dot_all(packed->data(), some, R, outputs, I, of_some, out + first, O);
+    dot_all(packed, some, R, outputs, I, of_some, out + first, O);
   };
   run_tasks(pool, tasks, R * O * I > WORTH_SHARING, std::move(work));
 }

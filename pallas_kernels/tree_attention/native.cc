@@ -37,7 +37,7 @@ struct Arrays {
   int64_t B, rows_T, N, K, S, H;
 
   int64_t G() const { return N / K; }
-  int64_t width() const { return (H + W - 1) / W * W; }  // of a row of sums
+  int64_t width() const { return padded(H); }  // of a row of sums
   int64_t committed(int64_t b) const { return std::clamp<int64_t>(length[b], 0, S); }
   int64_t parts(int64_t b) const { return (committed(b) + rows_T - 1) / PART + 1; }
   // Row r of a kv head is the query head r % G of the fresh row r / G.
@@ -96,41 +96,28 @@ void merge(Sums to, int64_t r, float peak, float total, const float* out, int64_
   to.peak[r] = most;
 }
 
-// Rows of values as floats of `width`.
-template <class T>
-void as_floats(const T* values, int64_t stride, int64_t slots, int64_t H, int64_t width, float* copy) {
-  for (int64_t s = 0; s < slots; s++) {
-    const T* from = values + s * stride;
-    float* to = copy + s * width;
-    int64_t whole = H / W * W;
-    for (int64_t i = 0; i < whole; i += W) store(to + i, load(from + i));
-    for (int64_t i = whole; i < width; i++) to[i] = i < H ? to_float(from[i]) : 0.0f;
-  }
-}
-
 // Some rows of one kv head, with the memory to run them.
 template <class T>
 struct Group {
   const Arrays<T>& arrays;
   int64_t b, k, first, rows;  // rows first .. first + rows of T * G
   int64_t H, width, committed;
-  bool direct;  // the values can be read where they lie
   float *q, *keys, *values, *weights;
 
-  static int64_t memory(int64_t H, int64_t width) {
-    return GROUP * H + BLOCK * H + BLOCK * width + MOST_ROWS * BLOCK;
+  static int64_t memory(int64_t width) {
+    return GROUP * width + 2 * BLOCK * width + MOST_ROWS * BLOCK;
   }
 
   Group(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first, float* memory)
       : arrays(arrays), b(b), k(k), first(first), H(arrays.H), width(arrays.width()) {
     rows = std::min(GROUP, arrays.rows_T * arrays.G() - first);
     committed = arrays.committed(b);
-    direct = std::is_same_v<T, float> && width == H;
-    q = memory, keys = q + GROUP * H, values = keys + BLOCK * H, weights = values + BLOCK * width;
+    q = memory, keys = q + GROUP * width, values = keys + BLOCK * width;
+    weights = values + BLOCK * width;
     float scale = LOG2_E / std::sqrt(static_cast<float>(H));
     for (int64_t r = 0; r < rows; r++) {
       const T* from = arrays.q + arrays.query(b, k, first + r) * H;
-      for (int64_t h = 0; h < H; h++) q[r * H + h] = to_float(from[h]) * scale;
+      for (int64_t h = 0; h < width; h++) q[r * width + h] = h < H ? to_float(from[h]) * scale : 0.0f;
     }
   }
 
@@ -152,25 +139,43 @@ struct Group {
   void add_whole_blocks(int64_t part, Sums sums) {
     int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
     for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
-      const T* block = cached(arrays.v_cache, slot);
-      pack_keys(cached(arrays.k_cache, slot), H, H, BLOCK, keys, block);
-      const float* floats = values;
-      if constexpr (std::is_same_v<T, float>) floats = direct ? block : values;
-      if (floats == values) as_floats(block, H, BLOCK, H, width, values);
-      for (int64_t r = 0, R; r < rows; r += R) {
-        R = std::min(MOST_ROWS, rows - r);
-        products(R, q + r * H, H, keys, weights, BLOCK);
-        for (int64_t i = 0; i < R; i++) {
-          if (arrays.slot_ranks) {
-            for (int j = 0; j < BLOCK; j++) {
-              if (!sees(r + i, slot + j)) weights[i * BLOCK + j] = ABSENT;
-            }
-          }
-          weigh(weights + i * BLOCK, sums, r + i, width);
-        }
-        add_values(R, weights, BLOCK, floats, BLOCK, sums.out + r * width, width);
+      const T *some_keys = cached(arrays.k_cache, slot), *some_values = cached(arrays.v_cache, slot);
+      // Read where they lie, if that is possible and, for narrow types, if few rows read them.
+      if (width == H && (std::is_same_v<T, float> || rows <= MOST_ROWS)) {
+        add_block(some_keys, some_values, slot, sums);
+      } else {
+        as_floats(some_keys, H, BLOCK, H, width, keys);
+        as_floats(some_values, H, BLOCK, H, width, values);
+        add_block<float>(keys, values, slot, sums);
       }
     }
+  }
+
+  template <class Number>
+  void add_block(const Number* some_keys, const Number* some_values, int64_t slot, Sums sums) {
+    Next next_keys = after(arrays.k_cache, slot), next_values = after(arrays.v_cache, slot);
+    for (int64_t r = 0, R; r < rows; r += R) {
+      R = std::min(MOST_ROWS, rows - r);
+      score_rows(R, q + r * width, some_keys, int64_t{BLOCK}, width, weights, int64_t{BLOCK},
+                 r ? Next() : next_keys);
+      for (int64_t i = 0; i < R; i++) {
+        if (arrays.slot_ranks) {
+          for (int j = 0; j < BLOCK; j++) {
+            if (!sees(r + i, slot + j)) weights[i * BLOCK + j] = ABSENT;
+          }
+        }
+        weigh(weights + i * BLOCK, sums, r + i, width);
+      }
+      add_values(R, weights, int64_t{BLOCK}, some_values, int64_t{BLOCK}, sums.out + r * width, width,
+                 r ? Next() : next_values);
+    }
+  }
+
+  // The block after this one of keys or values.
+  Next after(const T* cache, int64_t slot) const {
+    if (slot + 2 * BLOCK > committed) return {};
+    const T* block = cached(cache, slot + BLOCK);
+    return {reinterpret_cast<const char*>(block), static_cast<int64_t>(H * sizeof(T))};
   }
 
   // The committed slots after the last full block, and the fresh rows: blocks differ from row to
@@ -192,34 +197,28 @@ struct Group {
       most_places = std::max<int64_t>(most_places, cached_slots + of_row.size());
     }
     // All that any row of the group sees, in order; the scores of all rows with it.
-    const int64_t all = cached_slots + fresh_rows, padded = (all + BLOCK - 1) / BLOCK * BLOCK;
-    float* memory = scratch<1>(rows * padded + padded * width + BLOCK * H + MOST_ROWS * padded);
+    const int64_t all = cached_slots + fresh_rows, most = (all + BLOCK - 1) / BLOCK * BLOCK;
+    float* memory = scratch<1>(rows * most + most * width + MOST_ROWS * most);
     float* scores = memory;
-    float* floats = scores + rows * padded;
-    float* spread = floats + padded * width;  // weights at the places of `floats`
-    float* gathered = spread + MOST_ROWS * padded;
+    float* floats = scores + rows * most;
+    float* spread = floats + most * width;  // weights at the places of `floats`
     as_floats(cached(arrays.v_cache, start), H, cached_slots, H, width, floats);
     as_floats(fresh(arrays.v_new, 0), fresh_stride(), fresh_rows, H, width,
               floats + cached_slots * width);
     for (int64_t place = 0; place < all; place += BLOCK) {
       int64_t from_cache = std::clamp<int64_t>(cached_slots - place, 0, BLOCK);
       int64_t from_fresh = std::min<int64_t>(BLOCK, all - place) - from_cache;
-      if (from_fresh == 0) {
-        pack_keys(cached(arrays.k_cache, start + place), H, H, from_cache, keys);
-      } else {  // side by side first
-        T* together = reinterpret_cast<T*>(gathered);
-        for (int64_t s = 0; s < from_cache; s++) {
-          std::copy_n(cached(arrays.k_cache, start + place + s), H, together + s * H);
-        }
-        for (int64_t s = 0; s < from_fresh; s++) {
-          int64_t t = place + from_cache + s - cached_slots;
-          std::copy_n(fresh(arrays.k_new, t), H, together + (from_cache + s) * H);
-        }
-        pack_keys(together, H, H, from_cache + from_fresh, keys);
+      if (from_cache) as_floats(cached(arrays.k_cache, start + place), H, from_cache, H, width, keys);
+      if (from_fresh) {
+        const T* rows = fresh(arrays.k_new, place + from_cache - cached_slots);
+        as_floats(rows, fresh_stride(), from_fresh, H, width, keys + from_cache * width);
       }
+      const int64_t filled = from_cache + from_fresh, slots = (filled + SLOTS - 1) / SLOTS * SLOTS;
+      std::fill(keys + filled * width, keys + slots * width, 0.0f);
       for (int64_t r = 0, R; r < rows; r += R) {
         R = std::min(MOST_ROWS, rows - r);
-        products(R, q + r * H, H, keys, scores + r * padded + place, padded);
+        score_rows(R, q + r * width, static_cast<const float*>(keys), slots, width,
+                   scores + r * most + place, most, Next());
       }
     }
     for (int64_t place = 0; place < most_places; place += BLOCK) {
@@ -248,15 +247,15 @@ struct Group {
           for (int j = 0; j < BLOCK; j++) {
             bool visible = j < count[i];
             if (visible && where[i][j] < cached_slots) visible = sees(r + i, start + where[i][j]);
-            block[j] = visible ? scores[(r + i) * padded + where[i][j]] : ABSENT;
+            block[j] = visible ? scores[(r + i) * most + where[i][j]] : ABSENT;
           }
           weigh(block, sums, r + i, width);
-          float* to = spread + i * padded;
+          float* to = spread + i * most;
           std::fill(to + low, to + high, 0.0f);
           for (int j = 0; j < count[i]; j++) to[where[i][j]] = block[j];
         }
-        add_values(R, spread + low, padded, floats + low * width, high - low,
-                   sums.out + r * width, width);
+        add_values(R, spread + low, most, static_cast<const float*>(floats + low * width),
+                   high - low, sums.out + r * width, width, Next());
       }
     }
   }
@@ -293,7 +292,7 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
 
   if (most_parts == 1 || heads * groups >= 8 * pool.num_threads()) {  // all parts in one task
     run_tasks(pool, heads * groups, worth_sharing, [arrays, groups, H, width](int64_t i) {
-      const int64_t own = Group<T>::memory(H, width), sums_size = Sums::size(GROUP, width);
+      const int64_t own = Group<T>::memory(width), sums_size = Sums::size(GROUP, width);
       float* memory = scratch<0>(own + 2 * sums_size);
       Group<T> group(arrays, i / groups / arrays.K, i / groups % arrays.K, i % groups * GROUP, memory);
       Sums merged(memory + own, GROUP), sums(memory + own + sums_size, GROUP);
@@ -332,7 +331,7 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
     const int64_t group_index = i / most_parts, part = i % most_parts;
     const int64_t b = group_index / groups / arrays.K, k = group_index / groups % arrays.K;
     if (part >= arrays.parts(b)) return;
-    const int64_t own = Group<T>::memory(H, width);
+    const int64_t own = Group<T>::memory(width);
     float* memory = scratch<0>(own + size);
     Group<T> group(arrays, b, k, group_index % groups * GROUP, memory);
     float* all = parts->sums.data() + group_index * most_parts * size;
