@@ -17,6 +17,7 @@ from pallas_kernels.typing import accumulation_dtype
 LARGEST_BLOCK, SMALL_BLOCK = 4096, 512
 LONGEST_AT_ONCE = 1280  # slots of a cache that is read as one block
 MOST_ELEMENTS = 2**18  # of one array of a block
+MOST_FOR_ONE_ROW = 2**20  # reading is all its work, and larger blocks are fewer copies
 MASKED = -1e30  # finite: exp(MASKED - max) is exactly 0 and no inf - inf can arise
 
 
@@ -35,7 +36,7 @@ def tree_attention(
     rows = T * G
     wide = accumulation_dtype(q.dtype)
     at_once = block is None and S <= LONGEST_AT_ONCE
-    block = min(block or default_block(B * K, max(rows, H)), S)
+    block = min(block or default_block(B * K, rows, H), S)
     small = min(SMALL_BLOCK, block)
 
     # The G * T rows that share one kv head are one tile: the cache is read once for all of them.
@@ -122,9 +123,9 @@ def tree_attention(
     return out, logs
 
 
-def default_block(heads: int, width: int) -> int:
+def default_block(heads: int, rows: int, H: int) -> int:
     """As long as the scores of a block, and its keys, stay in a core's nearest caches."""
-    block = LARGEST_BLOCK
-    while block > SMALL_BLOCK and heads * width * block > MOST_ELEMENTS:
+    block, most = LARGEST_BLOCK, MOST_FOR_ONE_ROW if rows == 1 else MOST_ELEMENTS
+    while block > SMALL_BLOCK and heads * max(rows, H) * block > most:
         block //= 2
     return block
