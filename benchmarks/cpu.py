@@ -303,7 +303,7 @@ def main(argv: Sequence[str]) -> None:
             save_model(shape, folder)
             model = tsjax.load(folder)
             weights = sum(array.nbytes for array in jax.tree.leaves(model.params))
-            document["passes"][shape] = pass_rows(model, max(args.contexts), args.rounds)
+            document["passes"][shape] = pass_rows(model, max(args.contexts), 5 * args.rounds)
             peers = {name: Peer(name, folder) for name in PEERS}
             prefills = [(length, 2) for length in args.prefill if shape == "15M"]
             for context, new in [*((n, args.new) for n in args.contexts), *prefills]:

@@ -3,9 +3,9 @@
 //
 // What a row sees are the committed slots and after them, as if they were committed, the fresh rows
 // that the mask lets it see, in their order. These places are cut into blocks of 64 and parts of
-// 1024. In a block: the scores, each a sum over h; the new peak; the weights; their sum; then the
-// values, place by place. Blocks follow one another in a part, and the parts are merged in order.
-// So a row has the same bits in any batch, beside any rows, and whether a token that it sees is
+// 1024. In a block: the scores, each added up as rows.h says; the new peak; the weights; their sum;
+// then the values, place by place. Blocks follow one another in a part, and the parts are merged in
+// order. So a row has the same bits in any batch, beside any rows, and whether a token that it sees is
 // cached or fresh. A place with the score -inf changes nothing, as if it were not there.
 //
 // T * G rows share a kv head, and each block of the cache is read once for GROUP of them. Tasks are
