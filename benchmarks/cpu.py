@@ -2,19 +2,18 @@
 """What a CPU reaches: plain decoding, prefill, passes of several rows, and int8 weights.
 
 Each peer is a process of its own with the same random weights and prompts: tsjax with its kernels
-in C++, tsjax in plain XLA, and HuggingFace torch `generate`. They are asked in turn, round by
-round; ratios are taken round by round. The bound is the bytes of the weights and of the rows of the
-cache in use, at the bandwidth at which torch sums one buffer of that size in the same round.
+in C++, tsjax in plain XLA, HuggingFace torch `generate`, and llama.cpp and CTranslate2 where
+`llama-cpp-python` with `gguf` and `ctranslate2` are installed; all in float32, the caches too. They
+are asked in turn, round by round; ratios are taken round by round. The bound is the bytes of the
+weights and of the rows of the cache in use, at the bandwidth at which torch sums one buffer of that
+size in the same round.
 
     python -m benchmarks cpu --out benchmarks/results/cpu
 """
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,12 +21,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import report
+from benchmarks.cpu_peers import PEERS, Peer, installed_peers, serve
 
 SHAPES = {
     "15M": dict(hidden_size=288, intermediate_size=768, num_hidden_layers=6, heads=6),
     "125M": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, heads=12),
 }
-PEERS = {"native": {}, "plain XLA": {"TSJAX_NATIVE": "0"}, "transformers": {}}
 VOCABULARY, FIRST_TOKENS = 32_000, 8
 ROWS = (1, 4, 8, 16)
 
@@ -45,103 +44,6 @@ def save_model(shape: str, folder: str) -> None:
         bos_token_id=None,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def prompt_of(length: int) -> Any:
-    import numpy as np
-
-    return np.random.default_rng(length).integers(3, VOCABULARY, length).astype(np.int32)
-
-
-# --- a peer: reads one question per line, answers in one line ---------------------------------
-
-
-def tsjax_answers(folder: str):
-    import tsjax
-
-    model = tsjax.load(folder)
-
-    def answer(context: int, new: int) -> dict[str, Any]:
-        begin = time.perf_counter()
-        result = tsjax.generate(model, prompt_of(context), max_new_tokens=new)
-        return {
-            "call": time.perf_counter() - begin,
-            "prefill": result.stats.prefill_seconds,
-            "token": result.stats.decode_seconds / new,
-            "tokens": result.tokens[0].tolist(),
-        }
-
-    return answer
-
-
-def transformers_answers(folder: str):
-    import torch
-    import transformers
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    model = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
-
-    class Clock:
-        def __init__(self):
-            self.times = []
-
-        def put(self, value):
-            self.times.append(time.perf_counter())
-
-        def end(self):
-            pass
-
-    def answer(context: int, new: int) -> dict[str, Any]:
-        prompt, clock = torch.tensor(prompt_of(context))[None].long(), Clock()
-        begin = time.perf_counter()
-        with torch.inference_mode():
-            out = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=new,
-                do_sample=False, pad_token_id=0, streamer=clock,
-            )  # fmt: skip
-        end, first = time.perf_counter(), clock.times[1]
-        return {
-            "call": end - begin,
-            "prefill": first - begin,
-            "token": (end - first) / max(new - 1, 1),
-            "tokens": out[0, context:].tolist(),
-        }
-
-    return answer
-
-
-def serve(peer: str, folder: str) -> None:
-    answer = (transformers_answers if peer == "transformers" else tsjax_answers)(folder)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(answer(**json.loads(line))), flush=True)
-
-
-class Peer:
-    """The process, from the side that asks."""
-
-    def __init__(self, name: str, folder: str):
-        command = [sys.executable, "-m", "benchmarks", "cpu", "--serve", name, folder]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(
-            command, env=os.environ | PEERS[name], stdin=pipe, stdout=pipe, text=True
-        )
-        self._read()
-
-    def _read(self) -> str:
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("a peer has ended; what it said is above")
-        return line
-
-    def ask(self, context: int, new: int) -> dict[str, Any]:
-        self._process.stdin.write(json.dumps({"context": context, "new": new}) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._read())
-
-    def end(self) -> None:
-        self._process.stdin.close()
-        self._process.wait()
 
 
 # --- the measurements -------------------------------------------------------------------------
@@ -281,12 +183,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--contexts", nargs="+", type=int, default=(16, 4096, 8192))
     parser.add_argument("--prefill", nargs="*", type=int, default=(16_384,), help="prompts, 15M")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=installed_peers())
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--serve", nargs=2, metavar=("PEER", "FOLDER"), help="for its own use")
     args = parser.parse_args(argv)
     if args.serve:
-        return serve(*args.serve)
+        return serve(*args.serve, VOCABULARY)
 
     import jax
 
@@ -304,7 +207,7 @@ def main(argv: Sequence[str]) -> None:
             model = tsjax.load(folder)
             weights = sum(array.nbytes for array in jax.tree.leaves(model.params))
             document["passes"][shape] = pass_rows(model, max(args.contexts), 5 * args.rounds)
-            peers = {name: Peer(name, folder) for name in PEERS}
+            peers = {name: Peer(name, folder) for name in args.peers}
             prefills = [(length, 2) for length in args.prefill if shape == "15M"]
             for context, new in [*((n, args.new) for n in args.contexts), *prefills]:
                 cfg = {"weights": weights, "model": model.cfg}
