@@ -22,6 +22,7 @@ MODULES = {
     "draft": "draft",
     "capacity": "capacity",
     "exactness": "exactness",
+    "equality": "equality",
     "convert_memory": "convert_memory",
     "longcontext": "longcontext.evaluate",
     "longcontext_texts": "longcontext.texts",

@@ -15,7 +15,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import first_token, report, step, ttft
+from benchmarks import equality, first_token, report, step, ttft
 from benchmarks.kernels import cases, measuring, programs, tuning
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton
@@ -148,6 +148,36 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     assert all(row["same_tokens"] and row["tokens_per_step"] >= 1 for row in rows)
     assert rows[1]["speedup_over_plain"]["median"] > 0
     assert (tmp_path / "speedup.png").stat().st_size > 0
+
+
+def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
+    tsjax.save(helpers.tiny_model(num_layers=1), tmp_path / "model")
+    monkeypatch.setattr(equality, "METHODS", {"ngram": tsjax.NGram()})
+    argv = ["--model", str(tmp_path / "model"), "--length", "12", "--out", str(tmp_path)]
+    document = tmp_path / "equality-float32.json"
+    equality.main([*argv, "--batch", "2", "--tokens", "24"])
+    first = json.loads(document.read_text())
+    assert (first["rounds"], first["tokens"], first["parted"]) == (1, 24, [])
+    assert len(first["tokens_per_step"]["ngram"]) == 1
+
+    # Goes on with the second round; a token that differs is told with its place.
+    generate = tsjax.generate
+
+    def wrong(model, prompts, *, method, **asked):
+        result = generate(model, prompts, method=method, **asked)
+        if method != "autoregressive":
+            result.tokens[1][5] += 1
+        return result
+
+    monkeypatch.setattr(tsjax, "generate", wrong)
+    equality.main([*argv, "--batch", "2", "--tokens", "48"])
+    second = json.loads(document.read_text())
+    (parted,) = second["parted"]
+    assert (second["rounds"], second["tokens"]) == (2, 48)
+    assert (parted["round"], parted["row"], parted["after"]) == (1, 1, 5)
+    assert parted["token"] == parted["plain"] + 1
+    with pytest.raises(SystemExit, match="of another run"):
+        equality.main([*argv, "--batch", "3", "--tokens", "48"])
 
 
 def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
