@@ -21,7 +21,7 @@ INSTALLED_AS = {
     "convert": "tsjax_convert",
     "configs": "tsjax/configs",
 }
-DATA = (".json", ".typed", ".safetensors", ".md")
+DATA = (".json", ".typed", ".safetensors", ".md", ".cc", ".h")
 
 IN_THE_WHEEL = """
 import importlib, importlib.metadata, importlib.resources, importlib.util, json, sys
@@ -37,7 +37,10 @@ for file in importlib.resources.files("tsjax.configs").iterdir():
         json.loads(file.read_text(encoding="utf-8"))
 
 import tsjax
+from pallas_kernels import native
 
+status = native.status(try_now=True)
+assert status.state == "ready" or not status.compiler, status
 model = tsjax.load(tsjax.EMBEDDED)
 assert model.path.startswith(sys.prefix) and model.cfg.num_draft_heads == 3, model
 assert tsjax.generate(model, "Once upon a time", max_new_tokens=8).text.strip()

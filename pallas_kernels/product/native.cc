@@ -43,16 +43,16 @@ void dot(const float* packed, const Weight* weights, int64_t apart, int64_t I, c
   UNROLLED for (int r = 0; r < R; r++)
     UNROLLED for (int o = 0; o < O; o++) sums[r][o] = set(0.0f);
   int64_t i = 0;
+  auto entry = [&](int r) { return load(packed + i * R + r * W); };
   for (; i + W <= I; i += W) {
-    add_products(sums, [&](int r) { return load(packed + i * R + r * W); },
-[&](int o) {
+    add_products(sums, entry, [&](int o) {
       const Weight* from = weights + o * apart * I + i;
       if (far) prefetch(from + AHEAD / sizeof(Weight));
       return load(from);
     });
   }
   if (i < I) {  // the same with zeros after the end
-    add_products(sums, [&](int r) { return load(packed + i * R + r * W); }, [&](int o) {
+    add_products(sums, entry, [&](int o) {
       float entries[W] = {};
       for (int j = 0; j < W && i + j < I; j++) entries[j] = to_float(weights[o * apart * I + i + j]);
       return load(entries);
@@ -107,7 +107,7 @@ template <class T, class Weight, class Pool>
 void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
               const float* scales) {
   const int64_t R = arrays.R, O = arrays.O, I = arrays.I;
-  float* packed = scratch<2>(R * padded(I));  // this thread's until the last task is done
+  float* packed = scratch<1>(R * padded(I));  // this thread's until the last task is done
   for (int64_t r = 0; r < R; r += MOST_ROWS) {
     pack_rows(arrays.rows + r * I, std::min(MOST_ROWS, R - r), I, packed + r * padded(I));
   }
