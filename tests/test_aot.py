@@ -79,15 +79,7 @@ def check_kernel(case: str, target: str, found: dict) -> None:
         assert names == {"tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"}
 
 
-# Known to be wrong: 789 MB of temporary memory on each device, where the test allows 436 MB.
-TOO_LARGE = "step qwen2.5-32b tokenswift, 2 devices"
-STEPS = [
-    pytest.param(case, marks=pytest.mark.xfail(strict=True)) if case == TOO_LARGE else case
-    for case in aot.STEPS
-]
-
-
-@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize("case", list(aot.STEPS))
 def test_step(case):
     check_step(case, aot.compile_case(case, "a100"))
 

@@ -172,7 +172,10 @@ def _fresh(
     if cfg.qk_norm:
         q = rms_norm(q, layer.q_norm, cfg.norm_eps)
         k = rms_norm(k, layer.k_norm, cfg.norm_eps)
-    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin), v
+    q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+    # What attention reads and what later goes to the cache are then the same arrays. XLA would
+    # otherwise keep the wider sums of the product, of all layers, and make both from them.
+    return lax.optimization_barrier((q, k, v))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
