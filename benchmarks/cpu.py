@@ -27,7 +27,7 @@ SHAPES = {
     "15M": dict(hidden_size=288, intermediate_size=768, num_hidden_layers=6, heads=6),
     "125M": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=12, heads=12),
 }
-VOCABULARY, FIRST_TOKENS = 32_000, 8
+VOCABULARY = 32_000
 ROWS = (1, 4, 8, 16)
 
 
@@ -66,16 +66,12 @@ def decode_row(peers: dict[str, Peer], shape: str, context: int, new: int, round
 
     weights = cfg["weights"]
     read = weights + cache_bytes(cfg["model"], 1, context + new // 2)
-    for peer in peers.values():
-        peer.ask(context, new), peer.ask(context, FIRST_TOKENS)
     found: dict[str, list] = {name: [] for name in peers}
-    firsts: dict[str, list] = {name: [] for name in peers}
     bounds = []
     for _ in range(rounds):
         bounds.append(seconds_to_read(read))
         for name, peer in peers.items():
             found[name].append(peer.ask(context, new))
-            firsts[name].append(peer.ask(context, FIRST_TOKENS)["call"])
 
     def median(name: str, part: str) -> float:
         return statistics.median(answer[part] for answer in found[name])
@@ -86,7 +82,6 @@ def decode_row(peers: dict[str, Peer], shape: str, context: int, new: int, round
 
     tokens = {name: answers[0]["tokens"] for name, answers in found.items()}
     others = [name for name in peers if name != "native"]
-    pairs = {name: list(zip(firsts[name], firsts["native"], strict=True)) for name in others}
     return {
         "shape": shape, "context": context, "new": new, "read_bytes": read,
         "ms": {name: [1e3 * one["token"] for one in found[name]] for name in peers},
@@ -99,9 +94,7 @@ def decode_row(peers: dict[str, Peer], shape: str, context: int, new: int, round
         "over": {name: over(name, "token") for name in others},
         "prefill_seconds": {name: median(name, "prefill") for name in peers},
         "prefill_over": {name: over(name, "prefill") for name in others},
-        "first_tokens_over": {
-            name: statistics.median(a / b for a, b in both) for name, both in pairs.items()
-        },
+        "first_tokens_over": {name: over(name, "first_tokens") for name in others},
         "equal_tokens": {
             name: sum(a == b for a, b in zip(tokens[name], tokens["native"], strict=True))
             for name in others
@@ -181,7 +174,7 @@ def int8_product(rounds: int) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("cpu", __doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--contexts", nargs="+", type=int, default=(16, 4096, 8192))
+    parser.add_argument("--contexts", nargs="+", type=int, default=(16, 100, 4096, 8192))
     parser.add_argument("--prefill", nargs="*", type=int, default=(16_384,), help="prompts, 15M")
     parser.add_argument("--peers", nargs="+", choices=PEERS, default=installed_peers())
     parser.add_argument("--new", type=int, default=64)
