@@ -153,6 +153,7 @@ def front() -> str:
         plain, swift = (rows[context, setting, method] for method in ("plain", "tokenswift"))
         lines.append(
             f"| TokenSwift at a context of {context:,}, {setting}, per token "
+            f"({swift['tokens_per_step']:.1f} tokens per step) "
             f"| {swift['ms_per_token']['median']:.1f} ms "
             f"| {plain['ms_per_token']['median']:.1f} ms (plain decoding) "
             f"| {swift['speedup_over_plain']['median']:.2f}x | {machine(speed)} |"
