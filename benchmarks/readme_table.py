@@ -235,6 +235,17 @@ def exactness() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
+def equality() -> str:
+    document = read("equality-float32")
+    methods, parted = ", ".join(document["methods"]), len(document["parted"])
+    return (
+        f"In float32 {document['tokens']:,} tokens of each of {len(document['methods'])} methods "
+        f"({methods}) were held against plain decoding, with the kernels in C++; greedy, sampled "
+        f"and penalised, batches of {document['asked']['batch']}: {parted} rows parted. Made by "
+        f"{source(document)}."
+    )
+
+
 def near_ties() -> str:
     document = read("near_ties")
     models = " and ".join(dict.fromkeys(row["model"] for row in document["rows"]))
@@ -481,6 +492,7 @@ SECTIONS = {
     ("docs/lazyllm.md", "texts"): texts,
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/exactness.md", "near-ties"): near_ties,
+    ("docs/exactness.md", "equality"): equality,
     ("docs/kernels.md", "paper"): paper,
     ("docs/kernels.md", "compiled"): registers,
     ("docs/kernels.md", "steps"): steps,
