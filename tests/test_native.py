@@ -42,6 +42,7 @@ from pallas_kernels import (
     rms_norm,
     tree_attention,
 )
+from pallas_kernels.native import build
 from pallas_kernels.product.reference import product as product_reference
 from tsjax.model.cache import init_cache, write_rows
 from tsjax.model.passes import run_rows
@@ -299,6 +300,31 @@ def test_it_is_chosen_for_cpus_and_for_nothing_else(rng):
     traced = jax.jit(tree_attention).trace(*inputs)
     assert "tsjax_tree_attention_" in traced.lower().as_text()
     assert "tsjax_tree_attention_" not in traced.lower(lowering_platforms=("rocm",)).as_text()
+
+
+@needs_kernels
+@pytest.mark.parametrize("arrays, attributes", [(1, 1), (3, 1), (2, 0)])
+def test_a_call_with_other_arrays_or_attributes_is_an_error(arrays, attributes):
+    x = jnp.ones((2, 8))
+    call = jax.ffi.ffi_call(
+        native.library().target("tsjax_rms_norm"), jax.ShapeDtypeStruct(x.shape, x.dtype)
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="too few or too many arrays"):
+        call(*[x] * arrays, **dict(eps=np.float32(1e-5)) if attributes else {})
+
+
+@hypothesis.given(
+    sizes=st.dictionaries(st.text(), st.integers(1, 20_000), min_size=1),
+    cpus=st.none() | st.integers(1, 8),
+)
+def test_sources_are_compiled_in_so_many_parts_as_there_are_cpus(sizes, cpus):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: cpus)
+        units = build._units(sizes)
+    assert sorted(path for unit in units for path in unit) == sorted(sizes)
+    assert len(units) == min(cpus or 1, len(sizes))
+    loads = [sum(sizes[path] for path in unit) for unit in units]
+    assert all(units) and max(loads) <= sum(sizes.values()) / len(units) + max(sizes.values())
 
 
 @needs_kernels

@@ -2,10 +2,9 @@
 // Scores of committed slots on a CPU: each key is read once for the query heads that share it, and
 // once more where the totals of a softmax are not given.
 
+#include "../native/call.h"
 #include "../native/rows.h"
 #include "../native/tasks.h"
-
-namespace ffi = xla::ffi;
 
 namespace tsjax::scores {
 
@@ -127,35 +126,20 @@ void score(Pool& pool, const Arrays<T>& arrays, bool softmax, const float* log_t
 }
 
 template <class T>
-void run(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k_cache, ffi::AnyBuffer length,
-         ffi::AnyBuffer log_totals, ffi::Result<ffi::AnyBuffer> out, bool softmax) {
-  auto q_dims = q.dimensions(), k_dims = k_cache.dimensions();
-  Arrays<T> arrays{
-      static_cast<const T*>(q.untyped_data()), static_cast<const T*>(k_cache.untyped_data()),
-      static_cast<const int32_t*>(length.untyped_data()),
-      q_dims[0], q_dims[1], k_dims[1], k_dims[2], q_dims[2]};
-  bool given = log_totals.element_count() > 0;
-  score(pool, arrays, softmax, given ? static_cast<const float*>(log_totals.untyped_data()) : nullptr,
-        static_cast<float*>(out->untyped_data()));
-}
-
-ffi::Error handle(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_cache,
-                  ffi::AnyBuffer length, ffi::AnyBuffer log_totals,
-                  ffi::Result<ffi::AnyBuffer> out, bool softmax) {
-  bool is_float = q.element_type() == ffi::DataType::F32;
-  (is_float ? run<float> : run<bfloat16>)(pool, q, k_cache, length, log_totals, out, softmax);
-  return ffi::Error::Success();
+void run(const Call& call) {
+  const Array q = call.argument(0), k_cache = call.argument(1);
+  Arrays<T> arrays{q.data<T>(), k_cache.data<T>(), call.argument(2).data<int32_t>(),
+                   q.dim(0), q.dim(1), k_cache.dim(1), k_cache.dim(2), q.dim(2)};
+  score(call, arrays, call.attribute<bool>(0), call.argument(3).data<float>(),
+        call.result(0).data<float>());
 }
 
 }  // namespace tsjax::scores
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    tsjax_cache_scores, tsjax::scores::handle,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()  // q_last
-        .Arg<ffi::AnyBuffer>()  // k_cache
-        .Arg<ffi::AnyBuffer>()  // length
-        .Arg<ffi::AnyBuffer>()  // log_totals
-        .Ret<ffi::AnyBuffer>()
-        .Attr<bool>("softmax"));
+// q_last, k_cache, length, log_totals; scores. Attribute: softmax.
+extern "C" XLA_FFI_Error* tsjax_cache_scores(XLA_FFI_CallFrame* frame) {
+  using namespace tsjax;
+  return answer(frame, {.arguments = 4, .results = 1, .attributes = 1}, [](const Call& call) {
+    call.argument(0).is<float>() ? scores::run<float>(call) : scores::run<bfloat16>(call);
+  });
+}

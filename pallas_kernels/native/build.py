@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
 from typing import NamedTuple
@@ -215,15 +215,12 @@ def _build(compiler: str, flags: Sequence[str], folder: Path | None) -> Path:
             (work / path).parent.mkdir(exist_ok=True)
             (work / path).write_text(text)
         include = jax.ffi.include_dir()
-        units = [path for path in texts if path.endswith(".cc")]
-        objects = [path.replace("/", "-") + ".o" for path in units]
-        _run_all(
-            [
-                [compiler, *flags, "-isystem", include, "-c", unit, "-o", made]
-                for unit, made in zip(units, objects, strict=True)
-            ],
-            work,
-        )
+        units = _units({path: len(text) for path, text in texts.items() if path.endswith(".cc")})
+        for index, unit in enumerate(units):
+            (work / f"{index}.cc").write_text("".join(f'#include "{path}"\n' for path in unit))
+        objects = [f"{index}.o" for index in range(len(units))]
+        compile_it = [compiler, *flags, "-isystem", include, "-c"]
+        _run_all([[*compile_it, f"{index}.cc"] for index in range(len(units))], work)
         _run_all([[compiler, *flags, "-shared", *objects, "-o", "kernels.so"]], work)
         built = work / "kernels.so"
         try:
@@ -232,6 +229,15 @@ def _build(compiler: str, flags: Sequence[str], folder: Path | None) -> Path:
         except OSError:
             pass  # status says that it is not kept
         return _keep(built, Path(_folder_of_this_process().name))
+
+
+def _units(sizes: Mapping[str, int]) -> list[list[str]]:
+    """The sources in so many groups of about one size as there are CPUs: a group reads the
+    headers once, which takes as long as a small kernel."""
+    units: list[list[str]] = [[] for _ in range(min(os.cpu_count() or 1, len(sizes)))]
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        min(units, key=lambda unit: sum(sizes[other] for other in unit)).append(path)
+    return units
 
 
 def _keep(built: Path, folder: Path) -> Path:

@@ -12,8 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "xla/ffi/api/ffi.h"
-
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif

@@ -4,10 +4,9 @@
 // A sum over the inner dimension has W running parts, part l for entries l, l + W, l + 2W, ...; in
 // the end the parts are added, halves first. That order is the same for one row and for a thousand.
 
+#include "../native/call.h"
 #include "../native/rows.h"
 #include "../native/tasks.h"
-
-namespace ffi = xla::ffi;
 
 namespace tsjax::product {
 
@@ -133,36 +132,24 @@ void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
 }
 
 template <class T>
-ffi::Error run(ffi::ThreadPool& pool, ffi::AnyBuffer rows, ffi::AnyBuffer weights,
-               ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
-  auto weight_dims = weights.dimensions();
-  const int64_t O = weight_dims[0], I = weight_dims[1];
-  Arrays<T> arrays{static_cast<const T*>(rows.untyped_data()),
-                   static_cast<float*>(out->untyped_data()),
-                   static_cast<int64_t>(rows.element_count()) / I, O, I};
-  const float* scale =
-      scales.element_count() ? static_cast<const float*>(scales.untyped_data()) : nullptr;
-  if (weights.element_type() == ffi::DataType::S8) {
-    multiply(pool, arrays, static_cast<const int8_t*>(weights.untyped_data()), scale);
+void run(const Call& call) {
+  const Array rows = call.argument(0), weights = call.argument(1);
+  const int64_t O = weights.dim(0), I = weights.dim(1);
+  Arrays<T> arrays{rows.data<T>(), call.result(0).data<float>(), rows.size() / I, O, I};
+  const float* scales = call.argument(2).data<float>();
+  if (weights.is<int8_t>()) {
+    multiply(call, arrays, weights.data<int8_t>(), scales);
   } else {
-    multiply(pool, arrays, static_cast<const T*>(weights.untyped_data()), scale);
+    multiply(call, arrays, weights.data<T>(), scales);
   }
-  return ffi::Error::Success();
-}
-
-ffi::Error handle(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer weights,
-                  ffi::AnyBuffer scales, ffi::Result<ffi::AnyBuffer> out) {
-  bool is_float = rows.element_type() == ffi::DataType::F32;
-  return (is_float ? run<float> : run<bfloat16>)(pool, rows, weights, scales, out);
 }
 
 }  // namespace tsjax::product
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    tsjax_product, tsjax::product::handle,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()  // rows
-        .Arg<ffi::AnyBuffer>()  // weights
-        .Arg<ffi::AnyBuffer>()  // scales
-        .Ret<ffi::AnyBuffer>());
+// Rows, weights, scales; their products.
+extern "C" XLA_FFI_Error* tsjax_product(XLA_FFI_CallFrame* frame) {
+  using namespace tsjax;
+  return answer(frame, {.arguments = 3, .results = 1}, [](const Call& call) {
+    call.argument(0).is<float>() ? product::run<float>(call) : product::run<bfloat16>(call);
+  });
+}

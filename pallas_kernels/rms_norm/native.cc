@@ -2,10 +2,9 @@
 // Root mean square norms on a CPU. The sum of squares has W running parts as in product/native.cc,
 // in the same order for any number of rows.
 
+#include "../native/call.h"
 #include "../native/rows.h"
 #include "../native/tasks.h"
-
-namespace ffi = xla::ffi;
 
 namespace tsjax::norms {
 
@@ -32,34 +31,24 @@ void normalize(const T* row, const T* weight, int64_t D, float eps, T* out) {
 }
 
 template <class T>
-void run(ffi::ThreadPool& pool, ffi::AnyBuffer rows, ffi::AnyBuffer weight, float eps,
-         ffi::Result<ffi::AnyBuffer> out) {
-  const int64_t D = weight.dimensions()[0], count = static_cast<int64_t>(rows.element_count()) / D;
+void run(const Call& call) {
+  const Array rows = call.argument(0), weights = call.argument(1);
+  const int64_t D = weights.dim(0), count = rows.size() / D;
   const int64_t size = std::max<int64_t>(1, SHARE / D), tasks = (count + size - 1) / size;
-  auto work = [=, rows = static_cast<const T*>(rows.untyped_data()),
-               weight = static_cast<const T*>(weight.untyped_data()),
-               out = static_cast<T*>(out->untyped_data())](int64_t task) {
+  auto work = [=, row = rows.data<T>(), weight = weights.data<T>(), eps = call.attribute<float>(0),
+               out = call.result(0).data<T>()](int64_t task) {
     for (int64_t r = task * size; r < std::min(count, (task + 1) * size); r++) {
-      normalize(rows + r * D, weight, D, eps, out + r * D);
+      normalize(row + r * D, weight, D, eps, out + r * D);
     }
   };
-  run_tasks(pool, tasks, true, std::move(work));
-}
-
-ffi::Error handle(ffi::ThreadPool pool, ffi::AnyBuffer rows, ffi::AnyBuffer weight,
-                  ffi::Result<ffi::AnyBuffer> out, float eps) {
-  bool is_float = rows.element_type() == ffi::DataType::F32;
-  (is_float ? run<float> : run<bfloat16>)(pool, rows, weight, eps, out);
-  return ffi::Error::Success();
+  run_tasks(call, tasks, true, std::move(work));
 }
 
 }  // namespace tsjax::norms
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    tsjax_rms_norm, tsjax::norms::handle,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()  // rows
-        .Arg<ffi::AnyBuffer>()  // weight
-        .Ret<ffi::AnyBuffer>()
-        .Attr<float>("eps"));
+extern "C" XLA_FFI_Error* tsjax_rms_norm(XLA_FFI_CallFrame* frame) {
+  using namespace tsjax;
+  return answer(frame, {.arguments = 2, .results = 1, .attributes = 1}, [](const Call& call) {
+    call.argument(0).is<float>() ? norms::run<float>(call) : norms::run<bfloat16>(call);
+  });
+}

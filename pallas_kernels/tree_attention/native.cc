@@ -11,10 +11,9 @@
 // T * G rows share a kv head, and each block of the cache is read once for GROUP of them. Tasks are
 // parts where rows are few, and groups of rows, with all their parts, where there are many.
 
+#include "../native/call.h"
 #include "../native/rows.h"
 #include "../native/tasks.h"
-
-namespace ffi = xla::ffi;
 
 namespace tsjax::attention {
 
@@ -360,57 +359,25 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
 }
 
 template <class T>
-void run(ffi::ThreadPool& pool, ffi::AnyBuffer q, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
-         ffi::AnyBuffer length, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer mask,
-         ffi::AnyBuffer mean, ffi::AnyBuffer log_total, ffi::AnyBuffer slot_ranks,
-         ffi::AnyBuffer row_ranks, ffi::Result<ffi::AnyBuffer> out,
-         ffi::Result<ffi::AnyBuffer> log_totals) {
-  auto data = [](ffi::AnyBuffer array, auto* type) {
-    return array.element_count() ? static_cast<decltype(type)>(array.untyped_data()) : nullptr;
-  };
-  const T* numbers = nullptr;
-  const int32_t* integers = nullptr;
-  const float* floats = nullptr;
-  const bool* bools = nullptr;
-  auto q_dims = q.dimensions(), k_dims = k_cache.dimensions();
+void run(const Call& call) {
+  const Array q = call.argument(0), k_cache = call.argument(1);
+  auto numbers = [&](int64_t i) { return call.argument(i).data<T>(); };
+  auto integers = [&](int64_t i) { return call.argument(i).data<int32_t>(); };
   Arrays<T> arrays{
-      data(q, numbers), data(k_cache, numbers), data(v_cache, numbers), data(k_new, numbers),
-      data(v_new, numbers), data(length, integers), data(mask, bools), data(mean, numbers),
-      data(log_total, floats), data(slot_ranks, integers), data(row_ranks, integers),
-      static_cast<T*>(out->untyped_data()), static_cast<float*>(log_totals->untyped_data()),
-      q_dims[0], q_dims[1], q_dims[2], k_dims[1], k_dims[2], q_dims[3]};
-  attend(pool, arrays);
-}
-
-ffi::Error handle(
-    ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k_cache, ffi::AnyBuffer v_cache,
-    ffi::AnyBuffer length, ffi::AnyBuffer k_new, ffi::AnyBuffer v_new, ffi::AnyBuffer mask,
-    ffi::AnyBuffer mean, ffi::AnyBuffer log_total, ffi::AnyBuffer slot_ranks,
-    ffi::AnyBuffer row_ranks, ffi::Result<ffi::AnyBuffer> out,
-    ffi::Result<ffi::AnyBuffer> log_totals) {
-  bool is_float = q.element_type() == ffi::DataType::F32;
-  (is_float ? run<float> : run<bfloat16>)(
-      pool, q, k_cache, v_cache, length, k_new, v_new, mask, mean, log_total, slot_ranks, row_ranks,
-      out, log_totals);
-  return ffi::Error::Success();
+      numbers(0), numbers(1), numbers(2), numbers(4), numbers(5), integers(3),
+      call.argument(6).data<bool>(), numbers(7), call.argument(8).data<float>(), integers(9),
+      integers(10), call.result(0).data<T>(), call.result(1).data<float>(),
+      q.dim(0), q.dim(1), q.dim(2), k_cache.dim(1), k_cache.dim(2), q.dim(3)};
+  attend(call, arrays);
 }
 
 }  // namespace tsjax::attention
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    tsjax_tree_attention, tsjax::attention::handle,
-    ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>()
-        .Arg<ffi::AnyBuffer>()  // q
-        .Arg<ffi::AnyBuffer>()  // k_cache
-        .Arg<ffi::AnyBuffer>()  // v_cache
-        .Arg<ffi::AnyBuffer>()  // length
-        .Arg<ffi::AnyBuffer>()  // k_new
-        .Arg<ffi::AnyBuffer>()  // v_new
-        .Arg<ffi::AnyBuffer>()  // mask
-        .Arg<ffi::AnyBuffer>()  // mean
-        .Arg<ffi::AnyBuffer>()  // log_total
-        .Arg<ffi::AnyBuffer>()  // slot_ranks
-        .Arg<ffi::AnyBuffer>()  // row_ranks
-        .Ret<ffi::AnyBuffer>()
-        .Ret<ffi::AnyBuffer>());
+// q, k_cache, v_cache, length, k_new, v_new, mask, mean, log_total, slot_ranks, row_ranks; the sums
+// and the totals' logarithms.
+extern "C" XLA_FFI_Error* tsjax_tree_attention(XLA_FFI_CallFrame* frame) {
+  using namespace tsjax;
+  return answer(frame, {.arguments = 11, .results = 2}, [](const Call& call) {
+    call.argument(0).is<float>() ? attention::run<float>(call) : attention::run<bfloat16>(call);
+  });
+}
