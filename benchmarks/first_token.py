@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds from the start of a command to its first printed token, with and without kept programs.
+"""Seconds from the start of a command to its first printed token: on a new machine, and later.
 
-Each case is two fresh processes that share a cache folder: the first finds it empty, the second
-finds what the first one kept. `tsjax demo` draws nothing before both methods are compiled, so it
-counts as begun when it says that they are. CPU seconds are those of a whole process, compiling
-included: where other programs run, they tell more than the clock.
+Each command runs three times, each in a fresh process. The first finds an empty cache folder, as on
+a machine where tsjax never ran. The second finds the kernels that the first one compiled, and
+nothing else. The third finds all that the second one kept. `tsjax demo` draws nothing before both
+methods are compiled, so it counts as begun when it says that they are. CPU seconds are those of a
+whole process, compiling included: where other programs run, they tell more than the clock.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import report
@@ -27,7 +30,8 @@ COMMANDS = {
     "demo": ["demo", "--plain", "--greedy", "--tokens", "16"],
 }
 COMPILED = re.compile(rb"Compiling both methods \.\.\. \d+ s\n")
-GOALS = {"cold": 8.0, "warm": 3.0}  # seconds, on two cores
+# What a process finds, and its goal in seconds, on two cores.
+GOALS = {"nothing": 20.0, "kernels": 8.0, "kernels and programs": 3.0}
 
 
 class Run(NamedTuple):
@@ -68,14 +72,21 @@ def has_begun(command: str, text: bytes) -> bool:
     return bool(COMPILED.search(text)) if command == "demo" else bool(text)
 
 
+def forget_programs(cache: Path) -> None:
+    """Leaves the kernels in a cache folder, and nothing else."""
+    for entry in cache.iterdir():
+        if entry.name != "native":
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
 def bars(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The goals, and whether they were met."""
     return [
         {
-            "what": f"{row['command']}, {row['programs']} programs: seconds to the first token",
+            "what": f"{row['command']}, {row['kept']} kept: seconds to the first token",
             "value": row["seconds"],
-            "bar": GOALS[row["programs"]],
-            "met": row["seconds"] <= GOALS[row["programs"]],
+            "bar": GOALS[row["kept"]],
+            "met": row["seconds"] <= GOALS[row["kept"]],
         }
         for row in rows
     ]
@@ -86,13 +97,15 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--cases", nargs="+", choices=COMMANDS, default=list(COMMANDS))
     args = parser.parse_args(argv)
     document: dict[str, Any] = {"rows": []}
-    print("command       programs   seconds   CPU seconds")
+    print("command       kept                     seconds   CPU seconds")
     for name in args.cases:
         with tempfile.TemporaryDirectory() as cache:
-            for programs in ("cold", "warm"):
+            for kept in GOALS:
+                if kept == "kernels":
+                    forget_programs(Path(cache))
                 found = run(COMMANDS[name], cache)
-                document["rows"].append({"command": name, "programs": programs, **found._asdict()})
-                print(f"{name:14}{programs:8}{found.seconds:10.2f}{found.cpu_seconds:14.2f}")
+                document["rows"].append({"command": name, "kept": kept, **found._asdict()})
+                print(f"{name:14}{kept:22}{found.seconds:10.2f}{found.cpu_seconds:14.2f}")
     document["bars"] = bars(document["rows"])
     report.show_bars(document)
     report.write(document, args.out, "first_token")
