@@ -247,19 +247,21 @@ def equality() -> str:
 
 
 def near_ties() -> str:
-    document = read("near_ties")
+    document, kernels = read("near_ties-xla"), read("near_ties-kernels")
     models = " and ".join(dict.fromkeys(row["model"] for row in document["rows"]))
     first, per_1000 = document["parted_after"], document["departures_per_1000"]
     largest = max(r["largest_behind"] for r in document["rows"] if r["setting"] == "greedy")
     return (
-        f"In {document['dtype']}, {document['parted']} of {document['runs']} runs of "
+        f"In {document['dtype']} and plain XLA, {document['parted']} of {document['runs']} runs of "
         f'{document["tokens_per_run"]} tokens with n-gram drafts or method="tokenswift" parted '
         f"from plain decoding, after {first['min']:.0f} to {first['max']:.0f} tokens (median "
         f"{first['median']:.0f}). {per_1000:.1f} of 1,000 tokens were not the one that plain "
         f"decoding chooses after the same text; in the greedy runs their scores were lower by at "
         f"most {largest:.2g}, in the sampled ones the edge of min-p decided some. Of plain "
         f"decoding's own tokens it was {document['plain_departures']}. Models: {models}. Made by "
-        f"{source(document)}."
+        f"`TSJAX_NATIVE=0 {source(document)[1:]}. With the kernels in C++, the same command "
+        f"without `TSJAX_NATIVE=0`: {kernels['parted']} of {kernels['runs']} runs parted, and "
+        f"{kernels['departures']} of {kernels['tokens']:,} tokens were others."
     )
 
 
@@ -476,7 +478,29 @@ def texts() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
+def beginnings() -> str:
+    document = read("first_token")
+    goals = {bar["what"].split(", ")[1]: bar["bar"] for bar in document["bars"]}
+    seconds: dict[str, dict[str, float]] = {}
+    for row in document["rows"]:
+        seconds.setdefault(row["command"], {})[row["kept"]] = row["seconds"]
+    lines = head("seconds to the first token | nothing kept | all but programs | all")
+    lines += [
+        f"| {BEGUN[name]} | " + " | ".join(f"{found:.1f}" for found in kept.values()) + " |"
+        for name, kept in seconds.items()
+    ]
+    lines.append("| the goal | " + " | ".join(f"{goal:g}" for goal in goals.values()) + " |")
+    return "\n".join([*lines, "", f"Made by {source(document)}."])
+
+
+BEGUN = {
+    "plain": "`tsjax generate`",
+    "tokenswift": "`tsjax generate --method tokenswift`",
+    "demo": "`tsjax demo`, both methods compiled",
+}
+
 SECTIONS = {
+    ("docs/compilation.md", "beginnings"): beginnings,
     ("README.md", "front"): front,
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
     ("docs/benchmarks.md", "speedup"): speedup,

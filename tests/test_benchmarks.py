@@ -363,20 +363,11 @@ def test_when_a_command_has_begun():
 def test_bars_of_the_first_token():
     rows = [
         {"command": "plain", "kept": "nothing", "seconds": 20.0},
-        {"command": "plain", "kept": "kernels", "seconds": 8.1},
-        {"command": "plain", "kept": "kernels and programs", "seconds": 3.0},
+        {"command": "plain", "kept": "all but programs", "seconds": 8.1},
+        {"command": "plain", "kept": "all", "seconds": 3.0},
     ]
     assert [bar["met"] for bar in first_token.bars(rows)] == [True, False, True]
     assert [bar["bar"] for bar in first_token.bars(rows)] == [20.0, 8.0, 3.0]
-
-
-def test_kernels_outlive_forgotten_programs(tmp_path):
-    for name in ("native/key/kernels.so", "programs/one", "costs.json"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    first_token.forget_programs(tmp_path)
-    files = [path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()]
-    assert files == [Path("native/key/kernels.so")]
 
 
 def test_a_command_that_fails_is_told(tmp_path):
