@@ -13,7 +13,8 @@ counts how often each rule emits it.
 
 With --model: where n-gram drafts part from plain decoding in bfloat16, whose passes over several
 rows round otherwise than those over one; and, for each of the drafted tokens, whether plain
-decoding would have chosen it after the same text (tsjax.check_run).
+decoding would have chosen it after the same text (tsjax.check_run). With the CPU kernels in C++ and
+without them (TSJAX_NATIVE=0) these are two results.
 
     python -m benchmarks exactness --out benchmarks/results/cpu
     python -m benchmarks exactness --model embedded PATH --out benchmarks/results/cpu
@@ -32,6 +33,7 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
+from pallas_kernels import native
 from tsjax.host.timing import summary
 
 LAW = np.asarray([0.29, 0.15, 0.12, 0.10, 0.08, 0.07, 0.06, 0.05, 0.04, 0.04])
@@ -137,7 +139,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="with --model (default: %(default)s)")
     args = parser.parse_args(argv)
     if args.model:
-        report.write(near_ties(args.model, args.dtype, args.tokens or 384), args.out, "near_ties")
+        found = near_ties(args.model, args.dtype, args.tokens or 384)
+        by = "kernels" if native.status(try_now=True).state == "ready" else "xla"
+        report.write(found, args.out, f"near_ties-{by}")
     else:
         verification_rules(args)
 
