@@ -219,8 +219,8 @@ def _build(compiler: str, flags: Sequence[str], folder: Path | None) -> Path:
         for index, unit in enumerate(units):
             (work / f"{index}.cc").write_text("".join(f'#include "{path}"\n' for path in unit))
         objects = [f"{index}.o" for index in range(len(units))]
-        compile_it = [compiler, *flags, "-isystem", include, "-c"]
-        _run_all([[*compile_it, f"{index}.cc"] for index in range(len(units))], work)
+        command = [compiler, *flags, "-isystem", include, "-c"]
+        _run_all([[*command, f"{index}.cc"] for index in range(len(units))], work)
         _run_all([[compiler, *flags, "-shared", *objects, "-o", "kernels.so"]], work)
         built = work / "kernels.so"
         try:

@@ -17,13 +17,7 @@ constexpr XLA_FFI_DataType TYPE = XLA_FFI_DataType_INVALID;
 template <>
 inline constexpr XLA_FFI_DataType TYPE<float> = XLA_FFI_DataType_F32;
 template <>
-inline constexpr XLA_FFI_DataType TYPE<bfloat16> = XLA_FFI_DataType_BF16;
-template <>
 inline constexpr XLA_FFI_DataType TYPE<int8_t> = XLA_FFI_DataType_S8;
-template <>
-inline constexpr XLA_FFI_DataType TYPE<int32_t> = XLA_FFI_DataType_S32;
-template <>
-inline constexpr XLA_FFI_DataType TYPE<bool> = XLA_FFI_DataType_PRED;
 
 // One of a call's arrays.
 class Array {
