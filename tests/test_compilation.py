@@ -103,11 +103,21 @@ def test_a_run_is_three_programs(compiled, method, prompt):
     tsjax.generate(model, prompt, max_new_tokens=4, method=method)
     assert compiled == ["begin", "read_part", "decode"]
     rows = len(prompt) if isinstance(prompt[0], list) else 1
-    sampling = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.2}
-    for changes in ({"seed": 5}, sampling, {"eos_token_id": 3}, {"max_new_tokens": 300}):
+    changes = [{"seed": 5}, {"eos_token_id": 3}, {"max_new_tokens": 300}]
+
+    def run(**settings):
         other = [[7, 8, 9, 10, 11]] * rows
-        tsjax.generate(model, other, method=method, **{"max_new_tokens": 9, **changes})
+        tsjax.generate(model, other, method=method, **{"max_new_tokens": 9, **settings})
+
+    for change in changes:
+        run(**change)
     assert compiled == ["begin", "read_part", "decode"], "and no other call makes one"
+    # Which processors are on is compiled in, what they are set to is not.
+    sampling = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.2}
+    others = {"temperature": 1.0, "top_p": 0.8, "repetition_penalty": 1.1, "repetition_window": 3}
+    for change in ({}, {"seed": 5}, {"eos_token_id": 3}, {"max_new_tokens": 300}, others):
+        run(**{**sampling, **change})
+    assert compiled == ["begin", "read_part", "decode", "begin", "decode"]
 
 
 # --- programs on disk ----------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def row(state, index: int):
         "tokens": np.asarray(state.tokens)[index, :length],
         "k": [np.asarray(k)[index, :, :cached] for k in state.kv.k],
         "v": [np.asarray(v)[index, :, :cached] for v in state.kv.v],
-        "last_seen": np.asarray(state.last_seen)[index],
+        "last_seen": jax.tree.map(lambda x: np.asarray(x)[index], state.last_seen),
         "finish": int(state.finish[index]),
         "steps": int(state.stats.steps[index]),
     }

@@ -227,44 +227,60 @@ def prompts(draw, batch: int) -> list[list[int]]:
     return rows
 
 
+# Which processors are on is compiled in, so a few combinations stand for all; values vary.
+VALUES = {
+    "temperature": st.floats(0.4, 1.2),
+    "top_k": st.integers(1, VOCAB + 3),
+    "top_p": st.floats(0.3, 0.99),
+    "min_p": st.floats(0.01, 0.3),
+    "epsilon_cutoff": st.floats(0.001, 0.1),
+    "eta_cutoff": st.floats(0.001, 0.2),
+    "min_tokens_to_keep": st.integers(2, 5),
+    "repetition_penalty": st.floats(1.01, 1.5),
+    "repetition_window": st.sampled_from([None, 1, 2, 3, 4, 5, 8, 20, 64, 1024, 2048]),
+    "eos_token_id": tokens | st.lists(tokens, max_size=3),
+    "min_new_tokens": st.integers(1, 20),
+    "suppress_tokens": st.lists(tokens, min_size=1, max_size=4),
+}
+SOMETIMES = {"temperature", "repetition_window", "eos_token_id"}  # they compile nothing
+FEW_COMBINATIONS = st.sampled_from(
+    [
+        (False, set()),
+        (False, {"repetition_penalty", "min_new_tokens", "suppress_tokens"}),
+        (True, {"min_p", "repetition_penalty"}),
+        (True, set(VALUES)),
+    ]
+)
+ALL_COMBINATIONS = st.tuples(st.booleans(), st.sets(st.sampled_from(sorted(VALUES))))
+
+
 @st.composite
-def cases(draw, batch: int):
-    """(index of the model, prompts, settings): everything that compiles nothing."""
+def cases(draw, batch: int, combinations):
+    """(index of the model, prompts, settings)."""
     rows = draw(prompts(batch))
+    do_sample, on = draw(combinations)
     settings = draw(
         st.fixed_dictionaries(
             {
-                "do_sample": st.booleans(),
                 "max_new_tokens": st.integers(20, 60) | st.integers(1, 60),
                 "seed": st.integers(0, 2**32 - 1) | st.tuples(*[st.integers(0, 2**32 - 1)] * batch),
+                **{name: VALUES[name] for name in on},
             },
-            optional={
-                "temperature": st.floats(0.4, 1.2),
-                "top_k": st.integers(0, VOCAB + 3),
-                "top_p": st.floats(0.3, 1.0),
-                "min_p": st.floats(0.0, 0.3),
-                "epsilon_cutoff": st.floats(0.0, 0.1),
-                "eta_cutoff": st.floats(0.0, 0.2),
-                "min_tokens_to_keep": st.integers(1, 5),
-                "repetition_penalty": st.floats(1.0, 1.5),
-                "repetition_window": st.sampled_from([None, 1, 2, 3, 4, 5, 8, 20, 64, 1024, 2048]),
-                "eos_token_id": tokens | st.lists(tokens, max_size=3),
-                "min_new_tokens": st.integers(0, 20),
-                "suppress_tokens": st.lists(tokens, max_size=4),
-            },
+            optional={name: VALUES[name] for name in SOMETIMES - on},
         )
     )
-    least = settings.get("min_new_tokens", 0)
-    settings["min_new_tokens"] = min(least, settings["max_new_tokens"])
+    if "min_new_tokens" in settings:
+        settings["min_new_tokens"] = min(settings["min_new_tokens"], settings["max_new_tokens"])
+    settings["do_sample"] = do_sample
     return draw(st.integers(0, 2)), rows, without_unread(settings)
 
 
-def check_equality(name: str, dtype: str, max_examples: int) -> None:
+def check_equality(name: str, dtype: str, max_examples: int, combinations=FEW_COMBINATIONS) -> None:
     setup = SETUPS[name]
     steps = emitted = 0
 
     @hypothesis.settings(max_examples=max_examples)
-    @hypothesis.given(cases(setup.batch))
+    @hypothesis.given(cases(setup.batch, combinations))
     def equal(case):
         nonlocal steps, emitted
         index, rows, settings = case
@@ -291,6 +307,11 @@ def test_tokens_are_those_of_plain_decoding_in_float32():
 @pytest.mark.parametrize("name", SETUPS)
 def test_tokens_are_those_of_plain_decoding_in_many_cases(name, dtype):
     check_equality(name, dtype, 1000 if dtype == "float64" else 300)
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_plain_decoding_with_any_processors_together():
+    check_equality("passes_and_heads", "float64", 100, ALL_COMBINATIONS)
 
 
 @pytest.mark.slow

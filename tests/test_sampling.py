@@ -16,10 +16,12 @@ import pytest
 from tsjax import GenerationConfig, row_keys, sampling_values
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.sampling import (
+    _sortable,
     best,
     best_few,
     first_last_seen,
     largest,
+    last_that_holds,
     nucleus,
     process,
     score,
@@ -91,9 +93,12 @@ def define_warp(logits, config):
 # --- calling tsjax ---------------------------------------------------------------------------
 
 
-@jax.jit
 def run(logits, tokens, length, positions, prompt_length, values):
-    """Processed and warped logits [B, T, V] after `length` [B] of tokens [B, C]."""
+    """Processed and warped logits [B, T, V] after `length` [B] of tokens [B, C].
+
+    Not compiled as a whole, as there would be a program for each combination of processors.
+    """
+    logits, positions, length = map(jnp.asarray, (logits, positions, length))
     last_seen = first_last_seen(tokens, length, logits.shape[-1])
     processed = process(logits, last_seen, positions, prompt_length, values)
     return processed, warp(processed, values)
@@ -288,7 +293,7 @@ def test_best_few_is_top_k(k, rng):
     np.testing.assert_array_equal(np.asarray(indices)[real], order[real])
 
 
-def test_changing_values_does_not_retrace(rng):
+def test_values_do_not_retrace_and_what_is_on_does(rng):
     traces = 0
 
     @jax.jit
@@ -299,16 +304,45 @@ def test_changing_values_does_not_retrace(rng):
 
     logits = jnp.asarray(draw_logits(rng, (1, 1, 33)), jnp.float32)
     last_seen = first_last_seen(np.zeros((1, 4), np.int32), np.full((1,), 4), 33)
-    for config in (
-        GenerationConfig(),
-        make_config(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1, min_tokens_to_keep=3),
-        make_config(epsilon_cutoff=0.1, eta_cutoff=0.2, repetition_penalty=1.5),
-        make_config(repetition_window=3, suppress_tokens=(1, 2)),
-        make_config(min_new_tokens=4, eos_token_id=(3, 4)),
-    ):
-        where = np.full((1, 1), 4), np.full((1,), 2)
-        counted(logits, last_seen, *where, row_keys([0], [0]), make_values(config, 33))
-    assert traces == 1
+    programs = [
+        [GenerationConfig(), GenerationConfig(eos_token_id=(3, 4), seed=3)],
+        [make_config(), make_config(temperature=0.5, repetition_window=3)],
+        [
+            make_config(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1, min_tokens_to_keep=3),
+            make_config(top_k=9, top_p=0.25, min_p=0.01, min_tokens_to_keep=2),
+        ],
+        [
+            make_config(epsilon_cutoff=0.1, eta_cutoff=0.2, repetition_penalty=1.5),
+            make_config(
+                epsilon_cutoff=0.2, eta_cutoff=0.1, repetition_penalty=0.5, repetition_window=3
+            ),
+        ],
+        [
+            GenerationConfig(min_new_tokens=4, eos_token_id=(3,), suppress_tokens=(1, 2)),
+            GenerationConfig(min_new_tokens=1, suppress_tokens=(5,)),
+        ],
+    ]
+    for known, configs in enumerate(programs):
+        for config in configs:
+            where = np.full((1, 1), 4), np.full((1,), 2)
+            counted(logits, last_seen, *where, row_keys([0], [0]), make_values(config, 33))
+            assert traces == known + 1, config
+
+
+@pytest.mark.parametrize("settings", [{}, {"do_sample": True}, {"do_sample": True, "min_p": 0.1}])
+def test_what_is_off_is_not_in_the_program(settings):
+    """No comparison with a value, no conditional, no noise without sampling, no loop."""
+    values = make_values(GenerationConfig(**settings), 33)
+
+    def step(logits, positions, key):
+        return choose(logits, None, positions, positions[:, 0], key, values)
+
+    positions = jnp.asarray([[4, 5, 6, 7]])
+    text = str(jax.make_jaxpr(step)(jnp.ones((1, 4, 33)), positions, row_keys([0], [0])))
+    for name in ("cond", "while", "scan"):
+        assert f" {name}[" not in text
+    assert (" log " in text) == ("do_sample" in settings)  # of the noise
+    assert (" exp " in text) == ("min_p" in settings)
 
 
 # --- process: the history --------------------------------------------------------------------
@@ -357,6 +391,26 @@ def test_min_new_tokens_bars_only_the_stop_tokens(new, rng):
 
 
 # --- largest and nucleus: ties ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("digit, unroll", [(1, False), (1, True), (4, False), (4, True)])
+def test_a_threshold_is_found_in_digits(digit, unroll, dtype, rng):
+    """The k-th largest number, whatever its bits are: CPUs and GPUs take digits of their own."""
+    with jax.enable_x64(dtype == "float64"):
+        bits = {"float32": np.uint32, "float64": np.uint64}[dtype]
+        raw = rng.integers(0, np.iinfo(bits).max, (40, 33), bits, endpoint=True).view(dtype)
+        x = np.where(np.isfinite(raw), raw, np.where(raw > 0, np.inf, -np.inf)).astype(dtype)
+        k = rng.integers(1, 34, (40, 1))
+        keys = _sortable(jnp.asarray(x))
+
+        def holds(threshold):
+            return jnp.sum(keys >= threshold, axis=-1, keepdims=True) >= k
+
+        found = last_that_holds(holds, keys, digit=digit, unroll=unroll)
+        expected = np.take_along_axis(np.sort(x, axis=1), 33 - k, axis=1)
+        np.testing.assert_array_equal(keys >= found, x >= expected)
+
 
 TIED = st.lists(
     st.sampled_from([-np.inf, -3.0, -0.5, -0.0, 0.0, 0.5, 1.0, 1.25]), min_size=33, max_size=33

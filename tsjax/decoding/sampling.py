@@ -2,21 +2,21 @@
 """From logits to tokens: HuggingFace's processors in HuggingFace's order, and position-keyed noise.
 
 Knows logits, the last position of every token and the values a user chose. Knows no model, no
-cache and no method of decoding. All values are arrays, so that changing them never recompiles; a
-processor that is off is skipped at run time.
+cache and no method of decoding. Values are arrays, so that changing them never recompiles; which
+processors are on is static, so that those that are off are not in the program.
 
 A token is argmax(processed logits + Gumbel noise), which is a sample of their softmax. The noise of
 position p is a function of the row's key and p alone, so any method that asks for the token at p
 gets the same one.
 
 Truncations never sort the vocabulary. A threshold on a monotone integer image of the logits is
-found bit by bit, which is exact and needs one pass over the vocabulary per bit.
+found digit by digit, which is exact and needs one pass over the vocabulary per digit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -26,7 +26,7 @@ from jax import lax
 
 from tsjax.config import GenerationConfig
 from tsjax.decoding.noise import position_noise
-from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, Num, UInt, accumulation_dtype
+from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, UInt, accumulation_dtype
 
 NEVER_SEEN = -(2**31)
 WHOLE_CONTEXT = 2**30  # as a repetition window
@@ -35,27 +35,36 @@ WHOLE_CONTEXT = 2**30  # as a repetition window
 Ancestors = tuple[Int[Array, "B T ancestors"], Int[Array, "B T ancestors"]]
 
 
+class Repetition(NamedTuple):
+    """How tokens of the last `window` ones are made less likely, or more."""
+
+    penalty: Float[Array, ""]
+    window: Int[Array, ""]
+
+
 class SamplingValues(flax.struct.PyTreeNode):
     """The sampling part of GenerationConfig as arrays: scalars, and two masks over the vocabulary.
 
+    What is off is None, and no part of a program that is compiled for these values.
+
     Attributes:
+      do_sample: static; the processors of sampling are off without it.
       stop_mask: tokens that end a row; barred while fewer than min_new_tokens are out.
       suppress_mask: tokens that are never chosen.
     """
 
-    do_sample: Bool[Array, ""]
     temperature: Float[Array, ""]
-    top_k: Int[Array, ""]
-    top_p: Float[Array, ""]
-    min_p: Float[Array, ""]
-    epsilon_cutoff: Float[Array, ""]
-    eta_cutoff: Float[Array, ""]
-    min_tokens_to_keep: Int[Array, ""]
-    repetition_penalty: Float[Array, ""]
-    repetition_window: Int[Array, ""]
-    min_new_tokens: Int[Array, ""]
     stop_mask: Bool[Array, "V"]
-    suppress_mask: Bool[Array, "V"]
+    top_k: Int[Array, ""] | None = None
+    top_p: Float[Array, ""] | None = None
+    min_p: Float[Array, ""] | None = None
+    epsilon_cutoff: Float[Array, ""] | None = None
+    eta_cutoff: Float[Array, ""] | None = None
+    min_tokens_to_keep: Int[Array, ""] | None = None
+    repetition: Repetition | None = None
+    min_new_tokens: Int[Array, ""] | None = None
+    suppress_mask: Bool[Array, "V"] | None = None
+    do_sample: bool = flax.struct.field(pytree_node=False, default=False)
 
 
 def sampling_values(
@@ -67,7 +76,7 @@ def sampling_values(
     """
     real = accumulation_dtype(dtype)
 
-    def number(value, dtype: DTypeLike = np.int32) -> Any:
+    def number(value, dtype: DTypeLike) -> Any:
         return np.asarray(value, dtype)
 
     def mask(ids) -> Any:
@@ -75,21 +84,30 @@ def sampling_values(
         members[list(ids)] = True
         return members
 
-    window = min(config.repetition_window or WHOLE_CONTEXT, WHOLE_CONTEXT)
+    def unless(off: int, name: str, dtype: DTypeLike) -> Any:
+        value = getattr(config, name)
+        return None if value == off else number(value, dtype)
+
+    penalty = unless(1, "repetition_penalty", real)
+    window = number(min(config.repetition_window or WHOLE_CONTEXT, WHOLE_CONTEXT), np.int32)
+    truncations: dict[str, Any] = {}
+    if config.do_sample:
+        truncations = dict(
+            top_k=unless(0, "top_k", np.int32),
+            top_p=unless(1, "top_p", real),
+            min_p=unless(0, "min_p", real),
+            epsilon_cutoff=unless(0, "epsilon_cutoff", real),
+            eta_cutoff=unless(0, "eta_cutoff", real),
+            min_tokens_to_keep=unless(1, "min_tokens_to_keep", np.int32),
+        )
     return SamplingValues(
-        do_sample=number(config.do_sample, bool),
+        do_sample=config.do_sample,
         temperature=number(config.temperature, real),
-        top_k=number(config.top_k),
-        top_p=number(config.top_p, real),
-        min_p=number(config.min_p, real),
-        epsilon_cutoff=number(config.epsilon_cutoff, real),
-        eta_cutoff=number(config.eta_cutoff, real),
-        min_tokens_to_keep=number(config.min_tokens_to_keep),
-        repetition_penalty=number(config.repetition_penalty, real),
-        repetition_window=number(window),
-        min_new_tokens=number(config.min_new_tokens),
+        **truncations,
+        repetition=None if penalty is None else Repetition(penalty, window),
+        min_new_tokens=unless(0, "min_new_tokens", np.int32),
         stop_mask=mask(stop_ids),
-        suppress_mask=mask(config.suppress_tokens),
+        suppress_mask=mask(config.suppress_tokens) if config.suppress_tokens else None,
     )
 
 
@@ -114,17 +132,14 @@ def step_noise(
     """Noise of the `count` positions from `first` on; zeros where nothing samples."""
     positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
     dtype = values.temperature.dtype
-    shape = (*positions.shape, vocab_size)
-    return lax.cond(
-        values.do_sample,
-        lambda: position_noise(row_key, positions, vocab_size, dtype),
-        lambda: jnp.zeros(shape, dtype),
-    )
+    if not values.do_sample:
+        return jnp.zeros((*positions.shape, vocab_size), dtype)
+    return position_noise(row_key, positions, vocab_size, dtype)
 
 
 def process(
     logits: Float[Array, "B T V"],
-    last_seen: Int[Array, "B V"],
+    last_seen: Int[Array, "B V"] | None,
     positions: Int[Array, "B T"],
     prompt_length: Int[Array, "B"],
     values: SamplingValues,
@@ -134,79 +149,69 @@ def process(
 
     Args:
       logits: of the tokens to be chosen at `positions`.
-      last_seen: a token is recent if its last position is within the window before p.
+      last_seen: a token is recent if its last position is within the window before p; None will do
+        where nothing is penalised.
       ancestors: for each of the T rows, drafted tokens that come before it and are not in
         `last_seen`.
     """
-
-    def penalise(logits):
-        oldest = positions - values.repetition_window  # [B, T]
+    if values.repetition is not None:
+        assert last_seen is not None
+        penalty, window = values.repetition
+        oldest = positions - window  # [B, T]
         recent = last_seen[:, None, :] >= oldest[:, :, None]
         if ancestors is not None:
             tokens, at = ancestors
             b, t = jnp.arange(logits.shape[0]), jnp.arange(logits.shape[1])
             in_window = at >= oldest[:, :, None]
             recent = recent.at[b[:, None, None], t[:, None], tokens].max(in_window)
-        penalty = values.repetition_penalty
         penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
-        return jnp.where(recent, penalised, logits)
-
-    logits = lax.cond(values.repetition_penalty != 1, penalise, _unchanged, logits)
-    too_early = positions - prompt_length[:, None] < values.min_new_tokens  # [B, T]
-    stop, suppress = values.stop_mask[None, None], values.suppress_mask[None, None]
-    barred = (too_early[:, :, None] & stop) | suppress
-    return jnp.where(barred, -jnp.inf, logits)
+        logits = jnp.where(recent, penalised, logits)
+    if values.min_new_tokens is not None:
+        too_early = positions - prompt_length[:, None] < values.min_new_tokens  # [B, T]
+        barred = too_early[:, :, None] & values.stop_mask[None, None]
+        logits = jnp.where(barred, -jnp.inf, logits)
+    if values.suppress_mask is not None:
+        logits = jnp.where(values.suppress_mask[None, None], -jnp.inf, logits)
+    return logits
 
 
 def warp(logits: Float[Array, "*rows V"], values: SamplingValues) -> Float[Array, "*rows V"]:
     """The processors of sampling: temperature, then the truncations; removed tokens are -inf."""
-    keep = jnp.minimum(values.min_tokens_to_keep, logits.shape[-1])
-
-    def best_tokens(logits):
-        """Mask of the `min_tokens_to_keep` best tokens, which no truncation may remove."""
-        one = logits >= jnp.max(logits, axis=-1, keepdims=True)
-        return lax.cond(keep == 1, lambda _: one, lambda x: largest(x, keep), logits)
+    keep = values.min_tokens_to_keep
+    keep = None if keep is None else jnp.minimum(keep, logits.shape[-1])
 
     def remove(logits, doomed):
-        return jnp.where(doomed & ~best_tokens(logits), -jnp.inf, logits)
+        """Without the doomed tokens, but never without the `min_tokens_to_keep` best ones."""
+        if keep is None:
+            best_tokens = logits >= jnp.max(logits, axis=-1, keepdims=True)
+        else:
+            best_tokens = largest(logits, keep)
+        return jnp.where(doomed & ~best_tokens, -jnp.inf, logits)
 
-    def top_k(logits):
-        k = jnp.maximum(values.top_k, keep)
-        return jnp.where(largest(logits, jnp.minimum(k, logits.shape[-1])), logits, -jnp.inf)
-
-    def top_p(logits):
-        return remove(logits, ~nucleus(logits, values.top_p))
-
-    def min_p(logits):
+    logits = logits / values.temperature
+    if values.top_k is not None:
+        k = values.top_k if keep is None else jnp.maximum(values.top_k, keep)
+        logits = jnp.where(largest(logits, jnp.minimum(k, logits.shape[-1])), logits, -jnp.inf)
+    if values.top_p is not None:
+        logits = remove(logits, ~nucleus(logits, values.top_p))
+    if values.min_p is not None:
         ratio = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-        return remove(logits, ratio < values.min_p)
-
-    def epsilon_cutoff(logits):
-        return remove(logits, jax.nn.softmax(logits) < values.epsilon_cutoff)
-
-    def eta_cutoff(logits):
+        logits = remove(logits, ratio < values.min_p)
+    if values.epsilon_cutoff is not None:
+        logits = remove(logits, jax.nn.softmax(logits) < values.epsilon_cutoff)
+    if values.eta_cutoff is not None:
         log_probs = jax.nn.log_softmax(logits)
         probs = jnp.exp(log_probs)
         entropy = -jnp.sum(jnp.where(probs > 0, probs * log_probs, 0), axis=-1, keepdims=True)
         epsilon = values.eta_cutoff
         eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-entropy))
-        return remove(logits, probs < eta)
-
-    logits = logits / values.temperature
-    for active, processor in (
-        (values.top_k > 0, top_k),
-        (values.top_p < 1, top_p),
-        (values.min_p > 0, min_p),
-        (values.epsilon_cutoff > 0, epsilon_cutoff),
-        (values.eta_cutoff > 0, eta_cutoff),
-    ):
-        logits = lax.cond(active, processor, _unchanged, logits)
+        logits = remove(logits, probs < eta)
     return logits
 
 
 def score(
     logits: Float[Array, "B T V"],
-    last_seen: Int[Array, "B V"],
+    last_seen: Int[Array, "B V"] | None,
     depths: Int[Array, "B T"],
     length: Int[Array, "B"],
     prompt_length: Int[Array, "B"],
@@ -224,11 +229,9 @@ def score(
     with jax.named_scope("sampling"):
         positions = length[:, None] + depths
         logits = process(logits, last_seen, positions, prompt_length, values, ancestors)
-
-        def sample(logits):
-            return warp(logits, values) + jnp.take_along_axis(noise, depths[..., None], axis=1)
-
-        return lax.cond(values.do_sample, sample, _unchanged, logits)
+        if not values.do_sample:
+            return logits
+        return warp(logits, values) + jnp.take_along_axis(noise, depths[..., None], axis=1)
 
 
 def best(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
@@ -276,6 +279,7 @@ def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, 
     return keys >= _last_that_holds(holds, keys)
 
 
+@jax.jit
 def nucleus(
     logits: Float[Array, "*rows V"], top_p: float | Float[Array, ""]
 ) -> Bool[Array, "*rows V"]:
@@ -302,20 +306,35 @@ def _sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _last_that_holds(
-    holds: Callable[[UInt[Array, "*rows 1"]], Bool[Array, "*rows 1"]], keys: UInt[Array, "*rows V"]
+Holds = Callable[[UInt[Array, "*rows 1"]], Bool[Array, "*rows 1"]]
+
+
+def _last_that_holds(holds: Holds, keys: UInt[Array, "*rows V"]) -> UInt[Array, "*rows 1"]:
+    """The largest threshold that `holds`: true up to some point and false after.
+
+    A CPU looks for it bit by bit. A GPU waits for memory and for the start of each kernel: it takes
+    four bits at a time, for which XLA makes one pass over the keys, and no loop.
+    """
+    return lax.platform_dependent(
+        cpu=lambda: last_that_holds(holds, keys, digit=1),
+        default=lambda: last_that_holds(holds, keys, digit=4, unroll=True),
+    )
+
+
+def last_that_holds(
+    holds: Holds, keys: UInt[Array, "*rows V"], *, digit: int, unroll: bool = False
 ) -> UInt[Array, "*rows 1"]:
-    """The largest threshold that `holds`: true up to some point and false after."""
+    """As `_last_that_holds`, with passes that find `digit` bits each."""
     bits = 8 * keys.dtype.itemsize
-    one = jnp.asarray(1, keys.dtype)
 
     def body(i, threshold):
-        shift = jnp.asarray(bits - 1 - i, keys.dtype)
-        candidate = threshold | (one << shift)
-        return jnp.where(holds(candidate), candidate, threshold)
+        shift = jnp.asarray(bits - digit, keys.dtype) - jnp.asarray(digit * i, keys.dtype)
+        # It holds for the first few of the candidates: their number is the digit.
+        found = jnp.zeros_like(threshold)
+        for value in range(1, 2**digit):
+            candidate = threshold | (jnp.asarray(value, keys.dtype) << shift)
+            found += holds(candidate).astype(keys.dtype)
+        return threshold | (found << shift)
 
-    return lax.fori_loop(0, bits, body, jnp.zeros((*keys.shape[:-1], 1), keys.dtype))
-
-
-def _unchanged(x: Num[Array, "*rows V"]) -> Num[Array, "*rows V"]:
-    return x
+    begun = jnp.zeros((*keys.shape[:-1], 1), keys.dtype)
+    return lax.fori_loop(0, bits // digit, body, begun, unroll=unroll)

@@ -70,6 +70,7 @@ def init_state(
     model = cfg.model
     if sampling is None:
         sampling = sampling_values(GenerationConfig(), (), model.vocab_size, model.dtype)
+    penalises = sampling.repetition is not None
     if row_key is None:
         row_key = row_keys([0] * batch, [0] * batch)
     check_keys(row_key)
@@ -83,7 +84,7 @@ def init_state(
         sources=jnp.zeros((batch, capacity), jnp.uint8),
         prompt_length=jnp.array(prompt_length, jnp.int32),
         max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity - cfg.rows_ahead),
-        last_seen=first_last_seen(tokens, length, model.vocab_size),
+        last_seen=first_last_seen(tokens, length, model.vocab_size) if penalises else None,
         row_key=jnp.copy(row_key),
         finish=jnp.full((batch,), RUNNING, jnp.int8),
         sampling=jax.tree.map(jnp.copy, sampling),

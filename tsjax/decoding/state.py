@@ -40,11 +40,12 @@ class DecodeState(flax.struct.PyTreeNode):
       prompt_length: [B] int32.
       max_length: [B] int32, the length at which the row is full; at most C.
       last_seen: [B, V] int32, the last position below `length` that holds the token, or
-        NEVER_SEEN.
+        NEVER_SEEN; None where nothing is penalised.
       row_key: [B] PRNG keys; the noise of a position follows from row key and position alone.
       finish: [B] int8, RUNNING, EOS, LENGTH or STOPPED (by the host). A finished row no longer
         changes.
-      sampling: the values a user chose, as arrays, so that they never recompile.
+      sampling: the values a user chose, as arrays, so that they never recompile; which of them are
+        on is static.
       stats: counters.
       emitted: [B] int32, tokens that the last step emitted; 0 for a row that had finished.
       room: [B] int32, the most tokens that the next step may emit, for those who wrap a step.
@@ -57,7 +58,7 @@ class DecodeState(flax.struct.PyTreeNode):
     sources: jax.Array
     prompt_length: jax.Array
     max_length: jax.Array
-    last_seen: jax.Array
+    last_seen: jax.Array | None
     row_key: jax.Array
     finish: jax.Array
     sampling: SamplingValues

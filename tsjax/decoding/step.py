@@ -90,9 +90,10 @@ def commit(
         tokens = state.tokens.at[b[:, None], slots].set(emitted, mode="drop")
         drafted_by = _drafted_by(tree, path, count)
         sources = state.sources.at[b[:, None], slots].set(drafted_by, mode="drop")
-        last_seen = state.last_seen.at[b[:, None], emitted].max(
-            jnp.where(kept, positions, NEVER_SEEN)
-        )
+        last_seen = state.last_seen
+        if last_seen is not None:
+            seen_at = jnp.where(kept, positions, NEVER_SEEN)
+            last_seen = last_seen.at[b[:, None], emitted].max(seen_at)
         return state.replace(
             kv=kv.replace(length=new_length - 1),
             tokens=tokens,

@@ -89,7 +89,8 @@ def scores_of(
         first, size = state.length + known, cfg.model.vocab_size
         deeper = step_noise(state.row_key, first, missing, size, state.sampling)
         noise = jnp.concatenate([noise, deeper], axis=1)
-    ancestors = drafted_ancestors(tree, state.length)
+    penalises = state.sampling.repetition is not None
+    ancestors = drafted_ancestors(tree, state.length) if penalises else None
     of_row = state.length, state.prompt_length, noise, state.sampling, ancestors
     return score(logits, state.last_seen, tree.depths, *of_row)
 

@@ -234,17 +234,19 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
     """Yields the state before each pass of the prefill and after the last one."""
     compiled, cfg = programs_of(model), reading_config(request.decode)
     yield state
-    of_method = {"memory": state.memory, "stats": state.stats}
-    state = state.replace(memory=None, stats=None)
+    # What differs from run to run and no pass reads: all runs share the programs.
+    unread = ("memory", "stats", "sampling", "last_seen")
+    aside = {name: getattr(state, name) for name in unread}
+    state = state.replace(**dict.fromkeys(unread))
     for part, widths in enumerate(request.prefill_widths):
         start = 0
         for width in widths:
             state = compiled.read_part(model.params, state, start, part=part, width=width, cfg=cfg)
             start += width
-            yield state.replace(**of_method)
+            yield state.replace(**aside)
         if part < len(request.prefill_widths) - 1:
             state = compiled.finish_part(model.params, state, part=part, cfg=cfg)
-            yield state.replace(**of_method)
+            yield state.replace(**aside)
 
 
 def programs_of(model: Model) -> Programs:

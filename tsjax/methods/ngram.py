@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_int
 from tsjax.decoding.method import Method, Sizes
-from tsjax.decoding.sampling import WHOLE_CONTEXT
+from tsjax.decoding.sampling import WHOLE_CONTEXT, SamplingValues
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
 from tsjax.methods.history import (
@@ -111,10 +111,7 @@ class NGram(Method):
             return None
         delay = self.ngram_delay
         if delay is None:
-            values = state.sampling
-            limited = values.repetition_window < WHOLE_CONTEXT
-            on = (values.repetition_penalty > 1) & limited
-            delay = jnp.where(on, values.repetition_window, 0)
+            delay = _fading_window(state.sampling)
         return enter(table, state.tokens, jnp.where(state.running, state.length - delay, 0))
 
     def suffix(self, state: DecodeState) -> tuple[Paths, jax.Array]:
@@ -133,6 +130,14 @@ class NGram(Method):
             return []
         following, exists = most_frequent(table, first, self.num_ngrams)
         return [Paths(following, following.shape[2] * exists.astype(jnp.int32), "ngrams")]
+
+
+def _fading_window(values: SamplingValues) -> Any:
+    """The window in which a penalty makes tokens less likely, 0 where there is none or no end."""
+    if values.repetition is None:
+        return 0
+    penalty, window = values.repetition
+    return jnp.where((penalty > 1) & (window < WHOLE_CONTEXT), window, 0)
 
 
 @dataclasses.dataclass
