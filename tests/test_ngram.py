@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tsjax.ngram against the rules of its docstrings in plain Python: dicts, lists and loops."""
 
+import collections
 import functools
 
 import hypothesis
@@ -18,42 +19,46 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 B, V, C = 3, 4, 48  # few tokens, so that n-grams repeat and slots run out
 
-run_enter = jax.jit(ngram.enter)
-look_up = jax.jit(ngram.most_frequent, static_argnames="k")
+run_enter = jax.jit(ngram.enter, static_argnames="size")
+run_enter_few = jax.jit(ngram.enter_few, static_argnames="most")
+look_up = jax.jit(ngram.most_frequent, static_argnames=("k", "size"))
 
 
 class Table:
-    """The rule of NgramTable for one batch row: first token -> {following: [count, last]}."""
+    """The rule of NgramTable for one batch row: first token -> its latest places."""
 
     def __init__(self, slots, size):
         self.slots, self.size = slots, size
         self.entered = 0
-        self.entries = {}
+        self.places = collections.defaultdict(list)
 
-    def enter(self, tokens, known):
-        while self.entered + self.size <= known:
-            first, *following = tokens[self.entered : self.entered + self.size]
-            entries = self.entries.setdefault(first, {})
-            if tuple(following) not in entries and len(entries) == self.slots:
-                del entries[min(entries, key=entries.get)]  # lowest count, then seen longest ago
-            count, _ = entries.pop(tuple(following), (0, None))
-            entries[tuple(following)] = [count + 1, self.entered]
-            self.entered += 1
+    def enter(self, tokens, known, most=C):
+        for _ in range(most):
+            if self.entered + self.size <= known:
+                places = self.places[tokens[self.entered]]
+                places.append(self.entered)
+                del places[: -self.slots]
+                self.entered += 1
 
-    def most_frequent(self, first, k):
-        entries = self.entries.get(first, {})
-        return sorted(entries, key=entries.get, reverse=True)[:k]
+    def most_frequent(self, tokens, first, k):
+        seen = {}
+        for place in self.places[first]:
+            following = tuple(tokens[place + 1 : place + self.size])
+            seen[following] = (seen.get(following, (0,))[0] + 1, place)
+        return sorted(seen, key=seen.get, reverse=True)[:k]
 
 
-def check_table(table, models, k):
-    assert table.entries.dtype == table.entered.dtype == np.int32
+def check_table(table, tokens, models, k):
+    assert table.places.dtype == table.counts.dtype == table.entered.dtype == np.int32
     assert table.entered.tolist() == [model.entered for model in models]
+    size = models[0].size
     for first in range(V):
-        following, exists = look_up(table, np.full((B,), first, np.int32), k=k)
+        firsts = np.full((B,), first, np.int32)
+        following, exists = look_up(table, tokens, firsts, k=k, size=size)
         assert following.dtype == np.int32 and exists.dtype == bool
-        assert following.shape == (B, k, table.size - 1) and exists.shape == (B, k)
+        assert following.shape == (B, k, size - 1) and exists.shape == (B, k)
         for b, model in enumerate(models):
-            expected = model.most_frequent(first, k)
+            expected = model.most_frequent(tokens[b].tolist(), first, k)
             assert exists[b].tolist() == [i < len(expected) for i in range(k)]
             found = np.asarray(following[b])[np.asarray(exists[b])]
             assert list(map(tuple, found.tolist())) == expected
@@ -77,20 +82,20 @@ def texts(draw, count, width, vocab):
 steps_strategy = st.lists(st.tuples(*[st.integers(-3, C)] * B), min_size=1, max_size=5)
 
 
-def check_entering(size, slots, tokens, steps):
-    table = ngram.init_table(B, V, slots, size)
+def check_entering(size, slots, most, tokens, steps):
+    """Few at a time and all that is known, in turns."""
+    table = ngram.init_table(B, V, slots)
     models = [Table(slots, size) for _ in range(B)]
-    for step in steps:
-        table = run_enter(table, tokens, np.asarray(step, np.int32))
+    for index, step in enumerate(steps):
+        known = np.asarray(step, np.int32)
+        if index % 2:
+            table = run_enter_few(table, tokens, known - size + 1, most=most)
+        else:
+            table = run_enter(table, tokens, known, size=size)
         for row, known, model in zip(tokens.tolist(), step, models, strict=True):
-            model.enter(row, known)
-        check_table(table, models, slots)
-    if slots > 1:
-        check_table(table, models, 1)
-    at_once = ngram.init_table(B, V, slots, size)
-    at_once = run_enter(at_once, tokens, np.max(steps, axis=0).astype(np.int32))
-    np.testing.assert_array_equal(at_once.entries, table.entries)
-    np.testing.assert_array_equal(at_once.entered, table.entered)
+            model.enter(row, known, most if index % 2 else C)
+        check_table(table, tokens, models, slots)
+    check_table(table, tokens, models, 1)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,25 @@ def test_table(size, slots):
     @hypothesis.given(texts(B, C, V), steps_strategy)
     @hypothesis.settings(max_examples=25)
     def check(tokens, steps):
-        check_entering(size, slots, tokens, steps)
+        check_entering(size, slots, 5, tokens, steps)
+
+    check()
+
+
+@pytest.mark.parametrize("block", [1, 7, 47])
+def test_blocks_of_a_prompt(block, monkeypatch):
+    """All that is known enters, in blocks that are wider than the slots or narrower."""
+    monkeypatch.setattr(ngram, "ENTER_BLOCK", block)
+    enter = jax.jit(lambda table, tokens, known: ngram.enter(table, tokens, known, 3))
+
+    @hypothesis.given(texts(B, C, V), st.tuples(*[st.integers(-3, C)] * B))
+    @hypothesis.settings(max_examples=20)
+    def check(tokens, known):
+        models = [Table(4, 3) for _ in range(B)]
+        for row, n, model in zip(tokens.tolist(), known, models, strict=True):
+            model.enter(row, n)
+        table = enter(ngram.init_table(B, V, 4), tokens, np.asarray(known, np.int32))
+        check_table(table, tokens, models, 3)
 
     check()
 
@@ -123,7 +146,7 @@ def test_table_in_x64():
     @hypothesis.given(texts(B, C, V), steps_strategy)
     @hypothesis.settings(max_examples=10)
     def check(tokens, steps):
-        check_entering(3, 2, tokens, steps)
+        check_entering(3, 2, 5, tokens, steps)
 
     with jax.enable_x64(True):
         check()
@@ -137,9 +160,9 @@ def tokens_of(text):
 
 
 def bigrams_after_a(text, slots):
-    table = ngram.init_table(1, V, slots, 2)
-    table = run_enter(table, tokens_of(text), np.asarray([len(text)], np.int32))
-    following, exists = look_up(table, np.asarray([0], np.int32), k=slots)
+    table, tokens = ngram.init_table(1, V, slots), tokens_of(text)
+    table = run_enter(table, tokens, np.asarray([len(text)], np.int32), size=2)
+    following, exists = look_up(table, tokens, np.asarray([0], np.int32), k=slots, size=2)
     return "".join("abc"[token] for token in np.asarray(following)[np.asarray(exists)].ravel())
 
 
@@ -149,12 +172,12 @@ def bigrams_after_a(text, slots):
         ("a", 2, ""),
         ("ab", 2, "b"),
         ("abac", 2, "cb"),  # equal counts: seen last first
-        ("abacab", 2, "bc"),
-        ("abacaba", 1, "b"),  # replaced twice, and a new entry begins to count anew
-        ("ababac", 2, "bc"),
-        ("ababacaa", 2, "ba"),  # c gives way: its count is the lowest
-        ("acabaa", 2, "ab"),  # equal counts: the one seen longest ago gives way
-        ("acabacaa", 2, "ca"),  # c was seen twice, so b gives way
+        ("abacab", 3, "bc"),
+        ("abacaba", 1, "b"),  # only the last place counts
+        ("abacab", 2, "bc"),  # c and b: the first b has left its slot
+        ("ababac", 3, "bc"),
+        ("ababacaa", 3, "acb"),  # one of two b has left
+        ("ababacaaa", 3, "ac"),
     ],
 )
 def test_table_by_hand(text, slots, expected):
@@ -162,13 +185,14 @@ def test_table_by_hand(text, slots, expected):
 
 
 def test_only_whole_ngrams_that_are_known_are_entered():
-    table = ngram.init_table(1, V, 2, 3)
+    table = ngram.init_table(1, V, 2)
     for known, entered in [(-3, 0), (0, 0), (2, 0), (3, 1), (1, 1), (3, 1), (5, 3), (C, C - 2)]:
         before = jax.device_get(table)
-        table = run_enter(table, tokens_of("abcab"), np.asarray([known], np.int32))
+        table = run_enter(table, tokens_of("abcab"), np.asarray([known], np.int32), size=3)
         assert table.entered.tolist() == [entered]
         if entered == before.entered:
-            np.testing.assert_array_equal(table.entries, before.entries)
+            np.testing.assert_array_equal(table.places, before.places)
+            np.testing.assert_array_equal(table.counts, before.counts)
 
 
 # --- the longest suffix ----------------------------------------------------------------------
@@ -213,6 +237,7 @@ def check_suffix(search, tokens, length, limit):
 
 
 suffix_search = fresh_search()
+at_once = jax.jit(ngram.search_at_once, static_argnames="limit")  # as on a GPU
 lengths_strategy = st.tuples(
     *[st.one_of(st.integers(0, WIDTH), st.sampled_from([WIDTH - 1, WIDTH]))] * ROWS
 )
@@ -222,6 +247,7 @@ lengths_strategy = st.tuples(
 @hypothesis.settings(max_examples=150)
 def test_longest_suffix(tokens, length, limit):
     check_suffix(suffix_search, tokens, length, limit)
+    check_suffix(at_once, tokens, length, limit)
 
 
 @pytest.mark.parametrize("block", [1, 7, 16, 32, 33, 99])

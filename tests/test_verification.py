@@ -539,18 +539,18 @@ def test_no_step_copies_a_buffer(name, batch, dtype):
     memory = executable.memory_analysis()
     cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
     assert memory.temp_size_in_bytes <= 0.05 * cache + scores_bytes(state)
-    donated = cache + ngram_table(state).entries.nbytes + state.tokens.nbytes
+    donated = cache + ngram_table(state).places.nbytes + state.tokens.nbytes
     cache = partial_cache(state)
     if cache is not None:
         donated += sum(buffer.nbytes for buffer in cache.k + cache.v)
     assert memory.alias_size_in_bytes >= donated
 
-    for buffer in (state.kv.k[0], ngram_table(state).entries):
-        found = operations(executable, buffer)
-        assert found and set(found) <= IN_PLACE
-        # Each fusion of that shape is one of the writes, wrapped.
-        assert found.count("fusion") <= found.count("dynamic-update-slice")
-    assert set(operations(executable, state.tokens)) <= IN_PLACE | {"scatter"}
+    found = operations(executable, state.kv.k[0])
+    assert found and set(found) <= IN_PLACE
+    # Each fusion of that shape is one of the writes, wrapped.
+    assert found.count("fusion") <= found.count("dynamic-update-slice")
+    for buffer in (state.tokens, ngram_table(state).places):
+        assert set(operations(executable, buffer)) <= IN_PLACE | {"scatter"}
     if cache is not None:
         # Where it is chosen again, what was gathered is selected for the rows that need it.
         found = operations(executable, cache.k[0])
@@ -565,7 +565,8 @@ def test_work_does_not_grow_with_the_capacity(name):
     """Neither the work of a pass through each loop nor a loop's fixed number of passes does.
 
     Writing a few tokens in place counts as reading and writing that whole buffer of 4 bytes per
-    slot, once or twice; a single layer's keys would be 64. The exception is the choice of a draft
+    slot, once or twice, and so does looking a few up; a single
+    layer's keys would be 64. The exception is the choice of a draft
     cache, which scores all slots: once in many steps.
     """
     small, large = SMALL, 262144
@@ -582,7 +583,7 @@ def test_work_does_not_grow_with_the_capacity(name):
     else:
         assert work[1][2] == work[0][2]
     if name != "partial_cache":
-        assert work[1][3] - work[0][3] <= 24 * (large - small)
+        assert work[1][3] - work[0][3] <= 40 * (large - small)
 
 
 def test_one_program_for_every_length_seed_and_value():

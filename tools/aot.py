@@ -162,6 +162,7 @@ def lower_step(step: Step, target: str):
     from tools import gpu_targets
     from tsjax.decoding.config import DecodeConfig
     from tsjax.decoding.programs import programs
+    from tsjax.decoding.sampling import sampling_values
     from tsjax.decoding.start import init_state
     from tsjax.methods import METHODS
     from tsjax.methods.partial_cache import DraftCache
@@ -184,6 +185,7 @@ def lower_step(step: Step, target: str):
                 suffix_alone=8,
                 draft_rest=True,
             )
+    sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
     prefill = prefill and prefill.resolved(config, 32_768)
     cfg = DecodeConfig(config, method, prefill=prefill)
@@ -203,6 +205,7 @@ def lower_step(step: Step, target: str):
             capacity=step.capacity,
             max_length=jnp.array([step.capacity]),
             prompt_capacity=32_768 if prefill else None,
+            sampling=sampling_values(sampling, (0,), config.vocab_size, config.dtype),
         )
     )
     everywhere = NamedSharding(mesh, PartitionSpec())

@@ -31,7 +31,7 @@ from tsjax.decoding.state import DecodeState, Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
 from tsjax.methods.cost_model import Costs, Line
-from tsjax.methods.history import NgramTable, enter, init_table, longest_suffix, most_frequent
+from tsjax.methods.history import NgramTable, enter_few, init_table, longest_suffix, most_frequent
 from tsjax.methods.ngram import NGram
 from tsjax.methods.partial_cache import DraftCache, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache, cache_bytes, init_cache
@@ -222,8 +222,7 @@ class Parts:
 
     def ngrams(self) -> Part:
         method = NGram()
-        sizes = method.ngram_slots, method.ngram_size
-        table = self._placed(init_table(self._batch, self._cfg.vocab_size, *sizes))
+        table = self._placed(init_table(self._batch, self._cfg.vocab_size, method.ngram_slots))
         found = self._zeros((method.num_ngrams, method.ngram_depth), jnp.int32)
 
         def inputs(context: int):
@@ -273,9 +272,10 @@ def _find_suffix(_, tokens, length):
 def _find_ngrams(carry: tuple[NgramTable, jax.Array], tokens, length):
     """Enters three n-grams and looks up drafts."""
     table, found = carry
-    entered = length - table.size - 2
-    table = enter(table.replace(entered=entered), tokens, length)
-    return table, most_frequent(table, tokens[:, 0], found.shape[1])[0]
+    k, size = found.shape[1], found.shape[2] + 1
+    goal = length - size + 1
+    table = enter_few(table.replace(entered=goal - 3), tokens, goal, 3)
+    return table, most_frequent(table, tokens, tokens[:, 0], k, size)[0]
 
 
 def _end_step(state: DecodeState, *, cfg: ModelConfig) -> DecodeState:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts from the text itself: a table of frequent n-grams, and the longest suffix match.
+"""Drafts from the text itself: frequent n-grams, and the longest suffix match.
 
 Knows token buffers and their lengths. Does not know models. All of it is plain integers on the
 device: the host is never asked.
 """
 
 from __future__ import annotations
+
+import functools
 
 import flax.struct
 import jax
@@ -17,93 +19,106 @@ from tsjax.typing import Array, Bool, Int
 MATCH_LIMIT = 16  # tokens of a suffix that are compared
 TOKENS_PER_MATCH = 4  # a match of m tokens is continued by up to this times m
 SEARCH_BLOCK = 4096
+ENTER_BLOCK = 512  # n-grams of a prompt that are entered together
 
 
 class NgramTable(flax.struct.PyTreeNode):
-    """For every first token, the n-grams that began with it: the frequent ones, and the newest.
+    """For every token, where it stood last: the places where n-grams that it begins are found.
 
-    The rule. N-grams are entered in the order of their positions. One that is there already counts
-    one more and remembers its new position. A new one takes a free slot of its first token, or
-    that of the entry with the lowest count, among equals of the one seen longest ago. A lookup
-    gives the entries of the highest count, among equals those seen last first.
+    The rule. Places are entered in their order, and each takes that of the oldest once its token
+    has `slots` of them. A lookup counts the equal n-grams at the places of their first token and
+    gives those of the highest count, among equals those seen last first.
 
     Attributes:
-      entries: the n - 1 tokens that follow, the count (0: free slot), and the last position of the
-        first token.
+      places: the i-th place of a token is in slot i % slots. Slots at `counts` and beyond are
+        unspecified.
+      counts: places of each token that were entered.
       entered: n-grams entered so far: those that begin at positions below it.
     """
 
-    entries: Int[Array, "B V slots n+1"]
+    places: Int[Array, "B V slots"]
+    counts: Int[Array, "B V"]
     entered: Int[Array, "B"]
 
-    @property
-    def size(self) -> int:
-        """n, tokens of an n-gram."""
-        return self.entries.shape[3] - 1
 
-
-def init_table(batch: int, vocab_size: int, slots: int, size: int) -> NgramTable:
+def init_table(batch: int, vocab_size: int, slots: int) -> NgramTable:
     return NgramTable(
-        entries=jnp.zeros((batch, vocab_size, slots, size + 1), jnp.int32),
+        places=jnp.zeros((batch, vocab_size, slots), jnp.int32),
+        counts=jnp.zeros((batch, vocab_size), jnp.int32),
         entered=jnp.zeros((batch,), jnp.int32),
     )
 
 
-def enter(table: NgramTable, tokens: Int[Array, "B C"], known: Int[Array, "B"]) -> NgramTable:
-    """Enters the n-grams of tokens that lie within the first `known` and are new."""
-    n, zero = table.size, jnp.int32(0)
-    goal = jnp.maximum(table.entered, known - n + 1)
+def enter(
+    table: NgramTable, tokens: Int[Array, "B C"], known: Int[Array, "B"], size: int
+) -> NgramTable:
+    """Enters all n-grams of `size` tokens that lie within the first `known` and are new."""
+    goal, block = known - size + 1, min(ENTER_BLOCK, tokens.shape[1])
 
-    def enter_row(b, entries):
-        def enter_one(position, entries):
-            gram = lax.dynamic_slice(tokens, (b, position), (1, n))[0]
-            old = lax.dynamic_slice(entries, (b, gram[0], zero, zero), (1, 1, *entries.shape[2:]))
-            new = _counted(old[0, 0], gram[1:], position)[None, None]
-            return lax.dynamic_update_slice(entries, new, (b, gram[0], zero, zero))
+    def is_behind(table):
+        return jnp.any(table.entered < goal)
 
-        return lax.fori_loop(table.entered[b], goal[b], enter_one, entries)
+    return lax.while_loop(is_behind, lambda table: enter_few(table, tokens, goal, block), table)
 
+
+def enter_few(
+    table: NgramTable, tokens: Int[Array, "B C"], goal: Int[Array, "B"], most: int
+) -> NgramTable:
+    """Enters those that begin below `goal` and are new, the first `most` of them."""
     with jax.named_scope("enter_ngrams"):
-        rows = jnp.int32(table.entries.shape[0])
-        entries = lax.fori_loop(zero, rows, enter_row, table.entries)
-        return NgramTable(entries=entries, entered=goal)
-
-
-def _counted(
-    slots: Int[Array, "slots size"], following: Int[Array, "size-2"], position: Int[Array, ""]
-) -> Int[Array, "slots size"]:
-    """The slots of one first token after one more n-gram."""
-    count, last = slots[:, -2], slots[:, -1]
-    found = jnp.all(slots[:, :-2] == following[None], axis=1) & (count > 0)
-    # Free slots have count 0 and come first; last positions differ, so nothing is left to chance.
-    rarest = count == jnp.min(count)
-    oldest = jnp.argmin(jnp.where(rarest, last, jnp.iinfo(jnp.int32).max))
-    at = jnp.where(jnp.any(found), jnp.argmax(found), oldest)
-    new_count = jnp.where(jnp.any(found), count[at] + 1, 1)
-    entry = jnp.concatenate([following, new_count[None], position[None]])
-    return jnp.where(jnp.arange(slots.shape[0])[:, None] == at, entry[None], slots)
+        B, V, slots = table.places.shape
+        b = jnp.arange(B, dtype=jnp.int32)[:, None]
+        order = jnp.arange(most, dtype=jnp.int32)[None]
+        positions = table.entered[:, None] + order
+        is_new = positions < goal[:, None]
+        first = jnp.take_along_axis(tokens, jnp.minimum(positions, tokens.shape[1] - 1), axis=1)
+        equal = (first[:, :, None] == first[:, None]) & is_new[:, :, None] & is_new[:, None]
+        is_later = order[:, None] > order[:, :, None]  # [1, one, other]
+        later = jnp.sum(equal & is_later, axis=2, dtype=jnp.int32)
+        earlier = jnp.sum(equal & is_later.swapaxes(1, 2), axis=2, dtype=jnp.int32)
+        slot = (table.counts[b, first] + earlier) % slots
+        nowhere = jnp.full_like(first, V)  # out of bounds: dropped
+        stays = is_new & (later < slots)  # others would be overwritten at once
+        places = table.places.at[b, jnp.where(stays, first, nowhere), slot]
+        counts = table.counts.at[b, jnp.where(is_new, first, nowhere)]
+        return NgramTable(
+            places=places.set(positions, mode="drop"),
+            counts=counts.add(1, mode="drop"),
+            entered=jnp.maximum(table.entered, jnp.minimum(goal, table.entered + most)),
+        )
 
 
 def most_frequent(
-    table: NgramTable, first: Int[Array, "B"], k: int
-) -> tuple[Int[Array, "B {k} {table.size-1}"], Bool[Array, "B {k}"]]:
-    """The followers of first tokens, best first, and which of them exist."""
-
-    def one(entries, first):
-        slots = lax.dynamic_index_in_dim(entries, first, keepdims=False)
-        _, _, order = lax.sort(
-            (-slots[:, -2], -slots[:, -1], jnp.arange(slots.shape[0])), num_keys=2
-        )
-        chosen = slots[order[:k]]
-        return chosen[:, :-2], chosen[:, -2] > 0
-
+    table: NgramTable, tokens: Int[Array, "B C"], first: Int[Array, "B"], k: int, size: int
+) -> tuple[Int[Array, "B {k} {size-1}"], Bool[Array, "B {k}"]]:
+    """The followers of first tokens in n-grams of `size`, best first, and which of them exist."""
     with jax.named_scope("most_frequent_ngrams"):
-        return jax.vmap(one)(table.entries, first)
+        b, slots = jnp.arange(first.shape[0], dtype=jnp.int32), table.places.shape[2]
+        places, C = table.places[b, first], tokens.shape[1]  # [B, slots]
+        index = jnp.arange(slots, dtype=jnp.int32)[None]
+        exists = index < table.counts[b, first][:, None]
+        steps = jnp.arange(1, size, dtype=jnp.int32)[None, None]
+        after = jnp.minimum(places[..., None] + steps, C - 1)
+        following = tokens[b[:, None, None], after]  # [B, slots, size - 1]
+        equal = jnp.all(following[:, :, None] == following[:, None], axis=3)
+        equal &= exists[:, :, None] & exists[:, None]
+        count = jnp.sum(equal, axis=2, dtype=jnp.int32)
+        last = jnp.max(jnp.where(equal, places[:, None], -1), axis=2)
+        # One place stands for all that are equal. Its rank, found without a sort.
+        stands = exists & (last == places)
+        more, as_many = (f(count[:, None], count[:, :, None]) for f in (jnp.greater, jnp.equal))
+        better = more | (as_many & (places[:, None] > places[:, :, None]))
+        rank = jnp.sum(better & stands[:, None], axis=2, dtype=jnp.int32)
+        is_best = (rank[:, None] == jnp.arange(k, dtype=jnp.int32)[None, :, None]) & stands[:, None]
+        chosen = jnp.sum(jnp.where(is_best, index[None], 0), axis=2)  # [B, k]
+        return jnp.take_along_axis(following, chosen[..., None], axis=1), jnp.any(is_best, axis=2)
 
 
-def longest_suffix(
-    tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int
-) -> tuple[Int[Array, "B {limit}"], Int[Array, "B"], Int[Array, "B"]]:
+# Tokens, how many of them are drafted, and how many tokens matched.
+Match = tuple[Int[Array, "B {limit}"], Int[Array, "B"], Int[Array, "B"]]
+
+
+def longest_suffix(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int) -> Match:
     """What followed the longest earlier match of the last tokens, and how long the match is.
 
     The rule. Among the positions before the last known token, that is chosen at which most tokens
@@ -111,12 +126,27 @@ def longest_suffix(
     equals the last; no equal token is no match. What followed there is drafted, TOKENS_PER_MATCH
     tokens for each equal one and at most `limit`; where it reaches the end of the text, it goes on
     as it would if the text from there on repeated itself.
-
-    Returns:
-      Tokens, how many of them are drafted, and how many tokens matched.
     """
+    return lax.platform_dependent(
+        tokens,
+        length,
+        cpu=functools.partial(search_in_blocks, limit=limit),
+        default=functools.partial(search_at_once, limit=limit),
+    )
+
+
+def search_in_blocks(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int) -> Match:
+    """As `longest_suffix`, at a cost that follows `length`."""
+    return _search(tokens, length, limit, min(SEARCH_BLOCK, tokens.shape[1]))
+
+
+def search_at_once(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int) -> Match:
+    """As `longest_suffix`, without a loop: a GPU looks at the whole buffer in no time."""
+    return _search(tokens, length, limit, tokens.shape[1])
+
+
+def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int, block: int) -> Match:
     B, C = tokens.shape
-    block = min(SEARCH_BLOCK, C)
     recent = length[:, None] - 1 - jnp.arange(MATCH_LIMIT, dtype=jnp.int32)[None]
     # Nothing equals what lies before the first token.
     pattern = jnp.where(
@@ -143,7 +173,11 @@ def longest_suffix(
     with jax.named_scope("longest_suffix"):
         longest = jnp.max(length).astype(jnp.int32)
         blocks = (longest + block - 1) // block
-        best = lax.fori_loop(jnp.int32(0), blocks, search, jnp.full((B,), -1, jnp.int32))
+        best = jnp.full((B,), -1, jnp.int32)
+        if block == C:
+            best = search(jnp.int32(0), best)
+        else:
+            best = lax.fori_loop(jnp.int32(0), blocks, search, best)
         size, position = best // C, best % C
         count = jnp.minimum(TOKENS_PER_MATCH * jnp.maximum(size, 0), limit)
         period = jnp.maximum(length - 1 - position, 1)

@@ -23,6 +23,7 @@ from tsjax.methods.history import (
     MATCH_LIMIT,
     NgramTable,
     enter,
+    enter_few,
     init_table,
     longest_suffix,
     most_frequent,
@@ -36,7 +37,8 @@ class NGram(Method):
     Attributes:
       num_ngrams: how many of the most frequent n-grams that begin with the last token are drafted.
       ngram_size: tokens of an n-gram, its first token included.
-      ngram_slots: n-grams that are kept for each first token, see `history.NgramTable`.
+      ngram_slots: n-grams that are counted for each first token, the latest ones, see
+        `history.NgramTable`.
       ngram_delay: an n-gram may be drafted once this many tokens follow it. None is the repetition
         window while a penalty with a limited window is on, and 0 otherwise.
       suffix_length: the longest continuation that is drafted after the longest earlier match of
@@ -88,21 +90,23 @@ class NGram(Method):
     def init(self, model, batch, capacity, mesh) -> NgramTable | None:
         if not self.num_ngrams:
             return None
-        return init_table(batch, model.vocab_size, self.ngram_slots, self.ngram_size)
+        return init_table(batch, model.vocab_size, self.ngram_slots)
 
     def read(self, model, params, memory, state):
-        return self.enter(memory, state)
+        return self.entered(memory, state)
 
     def draft(self, model, params, state, noise):
         suffix, _ = self.suffix(state)
-        groups = [suffix, *self.ngrams(state.memory, state.root)]
+        groups = [suffix, *self.ngrams(state.memory, state, state.root)]
         return state.memory, as_tree(state.root, groups, self.sizes(model))
 
     def learn(self, model, params, memory, state, verdict, acceptance):
-        return self.enter(memory, state)
+        return self.entered(memory, state, most=self.sizes(model).depth + 1)
 
-    def enter(self, table: NgramTable | None, state: DecodeState) -> NgramTable | None:
-        """With the n-grams that have become old enough.
+    def entered(
+        self, table: NgramTable | None, state: DecodeState, most: int | None = None
+    ) -> NgramTable | None:
+        """With the n-grams that have become old enough, of each row the first `most` of them.
 
         The repetition penalty makes what was said within its window less likely, so n-grams wait
         until they have left it.
@@ -112,7 +116,10 @@ class NGram(Method):
         delay = self.ngram_delay
         if delay is None:
             delay = _fading_window(state.sampling)
-        return enter(table, state.tokens, jnp.where(state.running, state.length - delay, 0))
+        known, size = jnp.where(state.running, state.length - delay, 0), self.ngram_size
+        if most is None:
+            return enter(table, state.tokens, known, size)
+        return enter_few(table, state.tokens, known - size + 1, most)
 
     def suffix(self, state: DecodeState) -> tuple[Paths, jax.Array]:
         """What followed the longest earlier match of the last tokens, and how long that is [B]."""
@@ -124,11 +131,12 @@ class NGram(Method):
         count = jnp.where(matched >= self.suffix_match, count, 0)
         return Paths(tokens[:, None], count[:, None], "suffix"), matched
 
-    def ngrams(self, table: NgramTable | None, first) -> list[Paths]:
+    def ngrams(self, table: NgramTable | None, state: DecodeState, first) -> list[Paths]:
         """What most often followed the tokens `first` [B]."""
         if table is None:
             return []
-        following, exists = most_frequent(table, first, self.num_ngrams)
+        k, size = self.num_ngrams, self.ngram_size
+        following, exists = most_frequent(table, state.tokens, first, k, size)
         return [Paths(following, following.shape[2] * exists.astype(jnp.int32), "ngrams")]
 
 

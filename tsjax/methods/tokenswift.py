@@ -151,7 +151,7 @@ class TokenSwift(NGram):
         return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
 
     def read(self, model, params, memory, state) -> Recalled:
-        return memory.replace(ngrams=self.enter(memory.ngrams, state))
+        return memory.replace(ngrams=self.entered(memory.ngrams, state))
 
     def draft(self, model, params, state, noise):
         """Paths from the model, from frequent n-grams and from a suffix match.
@@ -169,7 +169,7 @@ class TokenSwift(NGram):
                 cache, ranked = self._candidates(model, params, state, noise, wanted)
                 memory, best = memory.replace(cache=cache), ranked[0].tokens[:, 0]
                 groups.append(_tree_of(ranked, plan.paths))
-            ngrams = self.ngrams(memory.ngrams, best)
+            ngrams = self.ngrams(memory.ngrams, state, best)
             groups += [paths.after(best) for paths in ngrams] if plan.ngrams_follow else ngrams
             groups = [suffix, *(group.unless(alone) for group in groups)]
             return memory, as_tree(state.root, groups, self.sizes(model))
@@ -192,7 +192,8 @@ class TokenSwift(NGram):
         if cache is not None:
             query, attended = newest((rows.query, rows.attended), (cache.query, cache.attended))
             cache = self.refreshed(model, cache.replace(query=query, attended=attended), state.kv)
-        return Recalled(cache=cache, hidden=hidden, ngrams=self.enter(memory.ngrams, state))
+        ngrams = self.entered(memory.ngrams, state, most=self.sizes(model).depth + 1)
+        return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
 
     def refreshed(self, model: ModelConfig, cache: DraftCache, kv: KVCache) -> DraftCache:
         """The partial cache brought up to date with the whole one."""
