@@ -244,6 +244,37 @@ def test_equally_important_tokens_are_taken_by_position(block):
         assert slots == list(range(min(M, length[b])))
 
 
+WAYS = {"in_blocks": partial_cache.slots_in_blocks, "at_once": partial_cache.slots_at_once}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "slots, count, num_sinks", [(96, 20, 3), (33, 33, 0), (64, 1, 1), (7, 5, 9)]
+)
+def test_important_slots(way, slots, count, num_sinks):
+    """On a CPU and on a GPU: sinks, then by score, equal ones by position, as far as there are."""
+    find = jax.jit(functools.partial(WAYS[way], count=count, num_sinks=num_sinks))
+
+    def check(seed):
+        rng = np.random.default_rng(seed)
+        length = rng.integers(1, slots + 1)
+        scores = 10 * rng.standard_normal((2, 1, 2, slots))
+        scores = np.where(rng.random(scores.shape) < 0.3 * (seed % 4), np.round(scores, -1), scores)
+        scores = (scores + 0.0).astype(np.float32)  # no negative zeros
+        scores[..., length:] = -np.inf  # no key
+        found = find(tuple(map(jnp.asarray, scores)), jnp.int32(length))
+        for index in np.ndindex(2, 1, 2):
+            row, known = scores[index], min(count, length)
+            best = [*range(min(num_sinks, length))]
+            best += sorted(range(len(best), length), key=lambda i: -row[i])  # noqa: B023
+            assert np.asarray(found[index[0]])[index[1:]][:known].tolist() == best[:known]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(partial_cache, "SELECT_BLOCK", 10)
+        for seed in range(40):
+            check(seed)
+
+
 @pytest.mark.parametrize("num_sinks", [0, 1, M - MAX_ROWS])
 @pytest.mark.parametrize("max_rows", [1, MAX_ROWS])
 def test_other_sinks_and_steps(num_sinks, max_rows):

@@ -16,7 +16,6 @@ import pytest
 from tsjax import GenerationConfig, row_keys, sampling_values
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.sampling import (
-    _sortable,
     best,
     best_few,
     first_last_seen,
@@ -25,6 +24,7 @@ from tsjax.decoding.sampling import (
     nucleus,
     process,
     score,
+    sortable,
     step_noise,
     warp,
 )
@@ -402,12 +402,12 @@ def test_a_threshold_is_found_in_digits(digit, unroll, dtype, rng):
         raw = rng.integers(0, np.iinfo(bits).max, (40, 33), bits, endpoint=True).view(dtype)
         x = np.where(np.isfinite(raw), raw, np.where(raw > 0, np.inf, -np.inf)).astype(dtype)
         k = rng.integers(1, 34, (40, 1))
-        keys = _sortable(jnp.asarray(x))
+        keys = sortable(jnp.asarray(x))
 
-        def holds(threshold):
-            return jnp.sum(keys >= threshold, axis=-1, keepdims=True) >= k
+        def counted(threshold):
+            return (keys >= threshold).astype(jnp.int32)
 
-        found = last_that_holds(holds, keys, digit=digit, unroll=unroll)
+        found = last_that_holds(counted, lambda n: n >= k, keys, digit=digit, unroll=unroll)
         expected = np.take_along_axis(np.sort(x, axis=1), 33 - k, axis=1)
         np.testing.assert_array_equal(keys >= found, x >= expected)
 

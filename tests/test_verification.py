@@ -565,9 +565,8 @@ def test_work_does_not_grow_with_the_capacity(name):
     """Neither the work of a pass through each loop nor a loop's fixed number of passes does.
 
     Writing a few tokens in place counts as reading and writing that whole buffer of 4 bytes per
-    slot, once or twice, and so does looking a few up; a single
-    layer's keys would be 64. The exception is the choice of a draft
-    cache, which scores all slots: once in many steps.
+    slot, once or twice, and so does looking a few up; a single layer's keys would be 64. The
+    exception is the choice of a draft cache, which scores all slots: once in many steps.
     """
     small, large = SMALL, 262144
     work = []

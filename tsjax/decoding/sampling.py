@@ -26,7 +26,7 @@ from jax import lax
 
 from tsjax.config import GenerationConfig
 from tsjax.decoding.noise import position_noise
-from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, UInt, accumulation_dtype
+from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, Num, UInt, accumulation_dtype
 
 NEVER_SEEN = -(2**31)
 WHOLE_CONTEXT = 2**30  # as a repetition window
@@ -271,12 +271,8 @@ def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
 @jax.jit
 def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, "*rows V"]:
     """Mask of the k largest entries along the last axis; entries equal to the k-th all belong."""
-    keys = _sortable(x)
-
-    def holds(threshold):
-        return jnp.sum(keys >= threshold, axis=-1, keepdims=True, dtype=jnp.int32) >= k
-
-    return keys >= _last_that_holds(holds, keys)
+    keys = sortable(x)
+    return keys >= _last_that_holds(lambda t: (keys >= t).astype(jnp.int32), lambda n: n >= k, keys)
 
 
 @jax.jit
@@ -288,16 +284,15 @@ def nucleus(
     As HuggingFace: a token goes when the mass of all tokens up to and including it, counted from
     the least probable, is at most 1 - top_p. Equal tokens stay or go together.
     """
-    keys, probs = _sortable(logits), jax.nn.softmax(logits)
+    keys, probs = sortable(logits), jax.nn.softmax(logits)
 
-    def holds(threshold):
-        below = jnp.sum(jnp.where(keys < threshold, probs, 0), axis=-1, keepdims=True)
-        return below <= 1 - top_p
+    def below(threshold):
+        return jnp.where(keys < threshold, probs, 0)
 
-    return keys >= _last_that_holds(holds, keys)
+    return keys >= _last_that_holds(below, lambda mass: mass <= 1 - top_p, keys)
 
 
-def _sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
+def sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
     """An unsigned integer image of floats with the same order."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     sign = jnp.asarray(1 << (8 * x.dtype.itemsize - 1), unsigned)
@@ -306,35 +301,57 @@ def _sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-Holds = Callable[[UInt[Array, "*rows 1"]], Bool[Array, "*rows 1"]]
+Terms = Callable[[UInt[Array, "*rows 1"]], Num[Array, "*rows V"]]
+Holds = Callable[[Num[Array, "*rows 1"]], Bool[Array, "*rows 1"]]
 
 
-def _last_that_holds(holds: Holds, keys: UInt[Array, "*rows V"]) -> UInt[Array, "*rows 1"]:
-    """The largest threshold that `holds`: true up to some point and false after.
+def _last_that_holds(
+    terms: Terms, holds: Holds, keys: UInt[Array, "*rows V"]
+) -> UInt[Array, "*rows 1"]:
+    """The largest threshold for which the sum of its terms `holds`: true up to some point.
 
     A CPU looks for it bit by bit. A GPU waits for memory and for the start of each kernel: it takes
-    four bits at a time, for which XLA makes one pass over the keys, and no loop.
+    four bits at a time, in one pass over the keys, and no loop.
     """
     return lax.platform_dependent(
-        cpu=lambda: last_that_holds(holds, keys, digit=1),
-        default=lambda: last_that_holds(holds, keys, digit=4, unroll=True),
+        cpu=lambda: last_that_holds(terms, holds, keys, digit=1),
+        default=lambda: last_that_holds(terms, holds, keys, digit=4, unroll=True),
     )
 
 
 def last_that_holds(
-    holds: Holds, keys: UInt[Array, "*rows V"], *, digit: int, unroll: bool = False
+    terms: Terms,
+    holds: Holds,
+    keys: UInt[Array, "*rows V"],
+    *,
+    digit: int,
+    unroll: bool = False,
+    bits: int | None = None,
 ) -> UInt[Array, "*rows 1"]:
-    """As `_last_that_holds`, with passes that find `digit` bits each."""
-    bits = 8 * keys.dtype.itemsize
+    """As `_last_that_holds`, with passes that find `digit` bits each.
+
+    `bits` of the keys count, a multiple of `digit`, by default all.
+    """
+    bits = bits or 8 * keys.dtype.itemsize
 
     def body(i, threshold):
         shift = jnp.asarray(bits - digit, keys.dtype) - jnp.asarray(digit * i, keys.dtype)
-        # It holds for the first few of the candidates: their number is the digit.
-        found = jnp.zeros_like(threshold)
-        for value in range(1, 2**digit):
-            candidate = threshold | (jnp.asarray(value, keys.dtype) << shift)
-            found += holds(candidate).astype(keys.dtype)
+        values = (jnp.asarray(value, keys.dtype) for value in range(1, 2**digit))
+        sums = _sums([terms(threshold | (value << shift)) for value in values])
+        # It holds for the first few of them: their number is the digit.
+        found = sum((holds(one).astype(keys.dtype) for one in sums), jnp.zeros_like(threshold))
         return threshold | (found << shift)
 
     begun = jnp.zeros((*keys.shape[:-1], 1), keys.dtype)
     return lax.fori_loop(0, bits // digit, body, begun, unroll=unroll)
+
+
+def _sums(arrays: list[Num[Array, "*rows V"]]) -> list[Num[Array, "*rows 1"]]:
+    """The sum of each along the last axis, in one pass over what they are made of."""
+    axis, zero = arrays[0].ndim - 1, jnp.zeros((), arrays[0].dtype)
+
+    def add(some, others):
+        return tuple(map(lax.add, some, others))
+
+    sums = lax.reduce(tuple(arrays), (zero,) * len(arrays), add, (axis,))
+    return [lax.expand_dims(one, (axis,)) for one in sums]

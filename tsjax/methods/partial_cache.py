@@ -6,6 +6,7 @@ Knows arrays and lengths, no model. Which tokens are here is one rule, that of D
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import flax.struct
@@ -16,6 +17,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import Summary, cache_scores, tree_attention
 from tsjax.config import ModelConfig
+from tsjax.decoding.sampling import last_that_holds, sortable
 from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers, for_each_row
 from tsjax.model.control_flow import run_if
 from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
@@ -195,9 +197,10 @@ def _choose(
 ) -> DraftCache:
     """Fills the draft caches of the batch rows `rows` by importance to `queries`."""
     k, v = [], []
-    for layer, query in enumerate(queries):
-        rows_here = kv.rows_in(layer)
-        slots = _important_slots(query, kv.k[layer], rows_here, draft.capacity, num_sinks)
+    rows_in = [kv.rows_in(layer) for layer in range(len(queries))]
+    scores = tuple(map(cache_scores, queries, kv.k, rows_in))
+    chosen_slots = important_slots(scores, jnp.max(kv.length), draft.capacity, num_sinks)
+    for layer, slots in enumerate(chosen_slots):
 
         def gather(old, whole, slots=slots):
             chosen = jnp.take_along_axis(whole, slots[..., None], axis=2)
@@ -211,35 +214,105 @@ def _choose(
     return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
 
 
-def _important_slots(
-    query: Float[Array, "B K H"],
-    keys: Float[Array, "B K S H"],
-    length: Int[Array, "B"],
-    count: int,
-    num_sinks: int,
-) -> Int[Array, "B K {count}"]:
-    """The sinks and then the slots of the keys with the highest scores.
+Scores = tuple[Float[Array, "B K S"], ...]  # of each layer; -inf where there is no key
+Slots = tuple[Int[Array, "B K count"], ...]
 
-    Equal ones by position. Of the slots below `length` alone, at a cost that follows it; if
-    they are fewer than `count`, the rest is unspecified.
+
+def important_slots(scores: Scores, longest: Int[Array, ""], count: int, num_sinks: int) -> Slots:
+    """The sinks and then the slots with the highest scores, best first; equal ones by position.
+
+    If a row has fewer than `count` keys, the rest is unspecified. `longest` is at least the number
+    of keys in any row.
     """
-    B, K, S, _ = keys.shape
+    sizes = {"count": count, "num_sinks": num_sinks}
+    return lax.platform_dependent(
+        scores,
+        longest,
+        cpu=functools.partial(slots_in_blocks, **sizes),
+        default=functools.partial(slots_at_once, **sizes),
+    )
+
+
+def slots_in_blocks(
+    scores: Scores, longest: Int[Array, ""], *, count: int, num_sinks: int
+) -> Slots:
+    """As `important_slots`, layer by layer at a cost that follows `longest`."""
+    return tuple(_in_blocks(one, longest, count, num_sinks) for one in scores)
+
+
+def _in_blocks(
+    scores: Float[Array, "B K S"], longest: Int[Array, ""], count: int, num_sinks: int
+) -> Int[Array, "B K {count}"]:
+    B, K, S = scores.shape
     block, zero = min(max(count, SELECT_BLOCK), S), jnp.int32(0)
-    scores = cache_scores(query, keys, length)
 
     def merge(index, best):
         first = index * block
         start = jnp.minimum(first, S - block)  # the last block may overlap
         here = start + jnp.arange(block, dtype=jnp.int32)[None, None]
         fresh = lax.dynamic_slice_in_dim(scores, start, block, axis=2)
-        fresh = jnp.where((here < num_sinks) & (fresh > -jnp.inf), jnp.inf, fresh)
+        fresh = _sinks_first(fresh, here, num_sinks)
         fresh = jnp.where(here >= first, fresh, -jnp.inf)
         values = jnp.concatenate([best[0], fresh], axis=2)
         slots = jnp.concatenate([best[1], jnp.broadcast_to(here, fresh.shape)], axis=2)
         values, order = lax.top_k(values, count)
         return values, jnp.take_along_axis(slots, order, axis=2)
 
-    blocks = (jnp.max(length).astype(jnp.int32) + block - 1) // block
-    real = accumulation_dtype(query.dtype)
-    nothing = jnp.full((B, K, count), -jnp.inf, real), jnp.zeros((B, K, count), jnp.int32)
+    blocks = (longest.astype(jnp.int32) + block - 1) // block
+    nothing = jnp.full((B, K, count), -jnp.inf, scores.dtype), jnp.zeros((B, K, count), jnp.int32)
     return lax.fori_loop(zero, blocks, merge, nothing)[1]
+
+
+def slots_at_once(scores: Scores, longest: Int[Array, ""], *, count: int, num_sinks: int) -> Slots:
+    """As `important_slots`, for all layers together and without a loop: as a GPU wants it.
+
+    A threshold tells which slots there are, and only these are sorted.
+    """
+    every = jnp.stack(scores)  # [L, B, K, S]
+    S = every.shape[-1]
+    here = jnp.arange(S, dtype=jnp.int32)[None, None, None]
+    keys = sortable(_sinks_first(every, here, num_sinks))
+
+    def number(mask):
+        return jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
+
+    def among(keys, reached, **options):
+        """The largest threshold that as many keys reach as `reached` wants."""
+
+        def counted(threshold):
+            return (keys >= threshold).astype(jnp.int32)
+
+        return last_that_holds(counted, reached, keys, digit=4, unroll=True, **options)
+
+    lowest = among(keys, lambda n: n >= count)
+    above, level = keys > lowest, keys == lowest
+    missing = count - number(above)  # of those on a level, the first ones
+    early = jnp.where(level, (S - here).astype(jnp.uint32), jnp.uint32(0))
+    bits = 4 * -(-S.bit_length() // 4)
+    last = among(early, lambda n: n >= missing, bits=bits)
+    # The i-th of them lies where their number reaches i + 1.
+    reached = jnp.cumsum(above | (early >= last), axis=-1, dtype=jnp.int32)
+    slots = _first_to_reach(reached, count)
+    order = ~jnp.take_along_axis(keys, slots, axis=-1)
+    _, slots = lax.sort((order, slots), num_keys=1, is_stable=True)
+    return tuple(slots)
+
+
+def _sinks_first(
+    scores: Float[Array, "*rows slots"], here: Int[Array, "..."], num_sinks: int
+) -> Float[Array, "*rows slots"]:
+    """`scores` of the slots `here`, with those of the first `num_sinks` above all others."""
+    return jnp.where((here < num_sinks) & (scores > -jnp.inf), jnp.inf, scores)
+
+
+def _first_to_reach(reached: Int[Array, "*rows S"], count: int) -> Int[Array, "*rows {count}"]:
+    """For 1, 2, ... `count` the first index at which an ascending row is as large."""
+    wanted = jnp.arange(1, count + 1, dtype=jnp.int32)
+    wanted = lax.broadcast_in_dim(wanted, (*reached.shape[:-1], count), (reached.ndim - 1,))
+    below, step = jnp.zeros_like(wanted), 1 << (reached.shape[-1].bit_length() - 1)
+    while step:  # `below` indices, the first ones, are known to be smaller
+        at = jnp.minimum(below + step, reached.shape[-1]) - 1
+        smaller = jnp.take_along_axis(reached, at, axis=-1) < wanted
+        below = jnp.where(smaller, at + 1, below)
+        step //= 2
+    return jnp.minimum(below, reached.shape[-1] - 1)
