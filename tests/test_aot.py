@@ -97,6 +97,8 @@ def check_step(case: str, found: dict) -> None:
     assert found["alias_bytes"] > 0.99 * found["output_bytes"]
     assert found["cache_copies"] == found["cache_gathers"] == 0
     assert found["temp_bytes"] < found["cache_bytes"] * 2  # less than the cache of two layers
+    if step.program == "decode" and step.devices == 1:
+        check_products(found["program"])
     wanted = {"tsjax_tree_attention", "tsjax_tree_attention_merge"}
     if step.method == "tokenswift":
         wanted.add("tsjax_cache_scores")
@@ -104,6 +106,35 @@ def check_step(case: str, found: dict) -> None:
         wanted.add("tsjax_cache_scores_softmax")
     assert {base_name({"name": name}) for name in found["kernels_called"]} == wanted
     check_kernels(found, "a100", "bfloat16")
+
+
+# Kernels in CUDA graphs and loose ones, of all that the program has: the choice of a draft cache,
+# and n-grams of the prompt, which are no part of a usual step.
+MOST_KERNELS = {"step llama3.1-8b plain": (680, 4), "step llama3.1-8b tokenswift": (1490, 20)}
+
+
+@pytest.mark.parametrize("target", ["a100", "h100"])
+@pytest.mark.parametrize("case", MOST_KERNELS)
+def test_what_the_host_does_in_a_sampled_step(case, target):
+    """It waits at no condition, and at two loops: that of the steps, and the choice of a draft
+    cache; a third one before them enters the prompt's n-grams."""
+    step = aot.STEPS[case]
+    found = aot.compile_case(case, target)
+    program, drafts = found["program"], step.method == "tokenswift"
+    assert program["host_conditions"] == 0
+    assert program["host_loops"] == (3 if drafts else 1)
+    in_graphs, loose = MOST_KERNELS[case]
+    assert program["graph_kernels"] <= in_graphs and program["loose_kernels"] <= loose
+    layers = 32
+    assert program["inner_kernels"] <= 12 * layers, "of a choice, which is rare"
+    logits = 4 * (101 if drafts else 1) * 128_256
+    assert found["temp_bytes"] - logits <= (300e6 if drafts else 10e6)
+
+
+def check_products(program: dict) -> None:
+    """No weight or its products are written out in float32, and each product fills the chip."""
+    assert program["products"] >= 4
+    assert program["float32_weights"] == program["small_products"] == 0
 
 
 def test_head_training_of_an_8b_model_fits():

@@ -258,12 +258,12 @@ def test_important_slots(way, slots, count, num_sinks):
     def check(seed):
         rng = np.random.default_rng(seed)
         length = rng.integers(1, slots + 1)
-        scores = 10 * rng.standard_normal((2, 1, 2, slots))
+        scores = 10 * rng.standard_normal((3, 1, 2, slots))
         scores = np.where(rng.random(scores.shape) < 0.3 * (seed % 4), np.round(scores, -1), scores)
         scores = (scores + 0.0).astype(np.float32)  # no negative zeros
         scores[..., length:] = -np.inf  # no key
         found = find(tuple(map(jnp.asarray, scores)), jnp.int32(length))
-        for index in np.ndindex(2, 1, 2):
+        for index in np.ndindex(3, 1, 2):
             row, known = scores[index], min(count, length)
             best = [*range(min(num_sinks, length))]
             best += sorted(range(len(best), length), key=lambda i: -row[i])  # noqa: B023

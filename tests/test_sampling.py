@@ -401,7 +401,7 @@ def test_a_threshold_is_found_in_digits(digit, unroll, dtype, rng):
         bits = {"float32": np.uint32, "float64": np.uint64}[dtype]
         raw = rng.integers(0, np.iinfo(bits).max, (40, 33), bits, endpoint=True).view(dtype)
         x = np.where(np.isfinite(raw), raw, np.where(raw > 0, np.inf, -np.inf)).astype(dtype)
-        k = rng.integers(1, 34, (40, 1))
+        k = rng.integers(1, 34, (40, 1), np.int32)
         keys = sortable(jnp.asarray(x))
 
         def counted(threshold):

@@ -25,6 +25,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from tools import gpu_program
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -42,6 +44,10 @@ class Step(NamedTuple):
 
 STEPS = {
     "step llama3.1-8b plain": Step("llama3.1-8b", method="autoregressive"),
+    "step llama2-7b-yarn-128k plain": Step("llama2-7b-yarn-128k", method="autoregressive"),
+    "step llama2-7b-yarn-128k tokenswift": Step("llama2-7b-yarn-128k"),
+    "step qwen2.5-1.5b plain": Step("qwen2.5-1.5b", method="autoregressive"),
+    "step qwen2.5-1.5b tokenswift": Step("qwen2.5-1.5b"),
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
@@ -235,11 +241,13 @@ def lower_step(step: Step, target: str):
 
 # 16 bytes at a time, to registers or to shared memory.
 WIDE_LOADS = r"ld\.global\S*\.(v4\.[bf]32|v2\.b64)|cp\.async\.c[ag]\S* .*, (0x10|16)"
-PAPER = ("llama3.1-8b", "qwen2.5-14b")
+PAPER = ("llama2-7b-yarn-128k", "llama3.1-8b", "qwen2.5-1.5b", "qwen2.5-14b")
 
 
 def figures(case: str, target: str, dump: Path) -> dict:
     """Compiles the case; XLA's dumps land in `dump`."""
+    from tools.gpu_targets import CORES
+
     start = time.perf_counter()
     found: dict = {"case": case, "target": target}
     if case in STEPS:
@@ -265,8 +273,26 @@ def figures(case: str, target: str, dump: Path) -> dict:
         gathers = [line for line in text.splitlines() if "all-gather" in line]
         found["cache_gathers"] = sum(f",{cache[2]},{cache[3]}]" in line for line in gathers)
         found["kernels_called"] = sorted(set(re.findall(r"tsjax_\w+", text)))
+        program, hlo = gpu_program.read_dump(dump)
+        weights, cores = matrices(STEPS[case].model), CORES[target]
+        found["program"] = gpu_program.figures(program, hlo, weights, cores)
     found["kernels"] = kernels(dump)
     return found
+
+
+def matrices(model: str) -> set[tuple[int, int]]:
+    """(outputs, inputs) of the products of a model with its weights."""
+    import math
+
+    import jax
+
+    import tsjax
+    from tsjax.model.params import is_spec
+    from tsjax.model.transformer import declare_model
+
+    specs = jax.tree.leaves(declare_model(tsjax.model_preset(model)), is_leaf=is_spec)
+    shapes = ((spec.shape, len(spec.shape) - spec.inputs) for spec in specs if spec.inputs)
+    return {(math.prod(shape[:cut]), math.prod(shape[cut:])) for shape, cut in shapes}
 
 
 def compile_case(case: str, target: str, **environment: str) -> dict:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading what a compilation for a GPU leaves: on a small program in XLA's words."""
+
+from tools.gpu_program import figures, read_dump, read_thunks
+
+THUNKS = """\
+001: kCopy   [source       | next=002 (1)] kCopy
+002: kWhile  [prev=001 (1) | sink        ]
+condition:
+    003: kCustomKernel [source | sink] loop_and_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+  body:
+    000: kCommandBuffer [source       | next=706 (1)]
+        004: kCustomKernel [source | next=021] gemm_fusion_dot_3_1 grid: [8, 4, 2] threads: [1]
+        005: kCustomKernel [source | next=021] gemm_fusion_dot grid: [128, 1, 1] threads: [64, 1, 1]
+        006: kConditional [source | sink]
+          true_branch:
+            007: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1] threads: [1, 1, 1]
+    010: kConditional [prev=000 (1) | next=020 (1)]
+      true_branch:
+        011: kCustomKernel [source | sink] tsjax_cache_scores grid: [9, 1, 8] threads: [128, 1, 1]
+    020: kWhile [prev=010 (1) | sink]
+    condition:
+      body:
+        000: kCommandBuffer [source | sink]
+            021: kCustomKernel [source | sink] loop_add_fusion_7 grid: [1, 1, 1] threads: [1, 1, 1]
+"""
+
+HLO = """\
+%fused_computation.1 (param: bf16[64,32]) -> f32[64] {
+  %convert = f32[64,32]{1,0} convert(%param)
+}
+%body (arg: f32[]) -> f32[] {
+  %written = f32[32,64]{1,0} fusion(%x), kind=kLoop
+  %logits = f32[8,64]{1,0} fusion(%x), kind=kLoop
+}
+"""
+
+
+def test_thunks_are_counted_where_they_lie():
+    program = read_thunks(THUNKS)
+    assert (program.graphs, program.host_conditions, program.host_loops) == (2, 1, 2)
+    found = {kernel.name: kernel for kernel in program.kernels}
+    assert len(program.kernels) == 7
+    assert found["gemm_fusion_dot"].blocks == 128 and found["gemm_fusion_dot"].in_graph
+    assert not found["tsjax_cache_scores"].in_graph and found["tsjax_cache_scores"].loops == 1
+    assert found["loop_add_fusion"].loops == 2
+
+
+def test_figures(tmp_path):
+    (tmp_path / "m.1.thunk_sequence_after_thunk_passes.txt").write_text(THUNKS)
+    (tmp_path / "m.1.sm_8.0_gpu_after_optimizations.txt").write_text(HLO)
+    (tmp_path / "m.1.sm_8.0_gpu_after_optimizations-buffer-assignment.txt").write_text("")
+    (tmp_path / "n.thunk_sequence_after_thunk_passes.txt").write_text("")
+    assert figures(*read_dump(tmp_path), weights=[(64, 32)], cores=108) == {
+        "graphs": 2,
+        "host_conditions": 1,
+        "host_loops": 2,
+        "graph_kernels": 4,
+        "loose_kernels": 3,
+        "inner_kernels": 1,
+        "products": 2,
+        "small_products": 1,
+        "float32_weights": 1,
+    }

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program compiled for a GPU makes the host and the chip do, read from XLA's dump.
+
+Knows the text of XLA's thunk sequence and of its optimised HLO. Compiles and runs nothing. Kernels
+inside of CUDA graphs are started by the chip, all others by the host, one by one; at a condition or
+a loop outside of a graph the host waits for the chip.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+KERNELS = ("kCustomKernel", "kKernel", "kCopy", "kGemm", "kCublasLtMatmul", "kCustomCall")
+
+
+class Kernel(NamedTuple):
+    """One start of a kernel or a copy, as written: the body of a loop counts once.
+
+    Attributes:
+      loops: how many loops it lies in.
+      blocks: of its grid; 0 where the dump does not say.
+    """
+
+    name: str
+    in_graph: bool
+    loops: int
+    blocks: int
+
+
+class Program(NamedTuple):
+    """Attributes:
+    kernels: in the order of the program.
+    graphs: CUDA graphs.
+    host_conditions, host_loops: those outside of graphs, the outermost loop included.
+    """
+
+    kernels: tuple[Kernel, ...]
+    graphs: int
+    host_conditions: int
+    host_loops: int
+
+
+def read_dump(dump: Path) -> tuple[Program, str]:
+    """The largest program in a dump (`--xla_dump_to`), and its HLO."""
+    files = dump.glob("*thunk_sequence_after_thunk_passes.txt")
+    thunks = max(files, key=lambda file: file.stat().st_size)
+    module = thunks.name.split(".thunk_sequence")[0]
+    (hlo,) = (
+        file for file in dump.glob(f"{module}*after_optimizations.txt") if "buffer" not in file.name
+    )
+    return read_thunks(thunks.read_text()), hlo.read_text()
+
+
+def read_thunks(text: str) -> Program:
+    kernels, graphs, conditions, loops = [], 0, 0, 0
+    around: list[tuple[int, str]] = []  # indent and kind of what a line lies in
+    for line in text.splitlines():
+        found = re.match(r"( *)\d+: (k\w+)\s*(?:\[.*?\])?\s*(.*)", line)
+        if not found:
+            continue
+        indent, kind, rest = len(found[1]), found[2], found[3]
+        while around and around[-1][0] >= indent:
+            around.pop()
+        in_graph = any(outer == "kCommandBuffer" for _, outer in around)
+        if kind in ("kCommandBuffer", "kConditional", "kWhile"):
+            graphs += kind == "kCommandBuffer"
+            conditions += kind == "kConditional" and not in_graph
+            loops += kind == "kWhile" and not in_graph
+            around.append((indent, kind))
+        elif kind in KERNELS:
+            grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
+            blocks = int(grid[1]) * int(grid[2]) * int(grid[3]) if grid else 0
+            name = re.sub(r"(_\d+)+$", "", rest.split(" grid")[0].strip()) or kind
+            depth = sum(outer == "kWhile" for _, outer in around)
+            kernels.append(Kernel(name, in_graph, depth, blocks))
+    return Program(tuple(kernels), graphs, conditions, loops)
+
+
+def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], cores: int) -> dict:
+    """What the tests hold: `weights` are the shapes of the matrices, `cores` of the chip."""
+    products = [kernel for kernel in program.kernels if "gemm" in kernel.name]
+    shapes = {shape for a, b in weights for shape in (f"{a},{b}", f"{b},{a}")}
+    written = re.findall(r"= f32\[(\d+,\d+)\]", _without_fusions(hlo))
+    return {
+        "graphs": program.graphs,
+        "host_conditions": program.host_conditions,
+        "host_loops": program.host_loops,
+        "graph_kernels": sum(kernel.in_graph for kernel in program.kernels),
+        "loose_kernels": sum(not kernel.in_graph for kernel in program.kernels),
+        "inner_kernels": sum(kernel.loops > 1 for kernel in program.kernels),
+        "products": len(products),
+        "small_products": sum(0 < kernel.blocks < cores for kernel in products),
+        "float32_weights": sum(shape in shapes for shape in written),
+    }
+
+
+def _without_fusions(hlo: str) -> str:
+    """The HLO without the bodies of fusions, whose arrays never reach memory."""
+    blocks = re.split(r"\n(?=%|ENTRY)", hlo)
+    return "\n".join(block for block in blocks if "fused_" not in block.split("(")[0])
