@@ -23,6 +23,7 @@ condition:
       body:
         000: kCommandBuffer [source | sink]
             021: kCustomKernel [source | sink] loop_add_fusion_7 grid: [1, 1, 1] threads: [1, 1, 1]
+            022: kCustomKernel [source | sink] gemm_fusion_dot_general grid: [2, 1, 1] threads: [1]
 """
 
 HLO = """\
@@ -40,7 +41,7 @@ def test_thunks_are_counted_where_they_lie():
     program = read_thunks(THUNKS)
     assert (program.graphs, program.host_conditions, program.host_loops) == (2, 1, 2)
     found = {kernel.name: kernel for kernel in program.kernels}
-    assert len(program.kernels) == 7
+    assert len(program.kernels) == 8
     assert found["gemm_fusion_dot"].blocks == 128 and found["gemm_fusion_dot"].in_graph
     assert not found["tsjax_cache_scores"].in_graph and found["tsjax_cache_scores"].loops == 1
     assert found["loop_add_fusion"].loops == 2
@@ -55,10 +56,10 @@ def test_figures(tmp_path):
         "graphs": 2,
         "host_conditions": 1,
         "host_loops": 2,
-        "graph_kernels": 4,
+        "graph_kernels": 5,
         "loose_kernels": 3,
-        "inner_kernels": 1,
-        "products": 2,
-        "small_products": 1,
+        "inner_kernels": 2,
+        "products": 3,
+        "small_products": 1,  # not the one of the inner loop
         "float32_weights": 1,
     }
