@@ -15,6 +15,7 @@ found digit by digit, which is exact and needs one pass over the vocabulary per 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -235,25 +236,36 @@ def score(
 
 
 def best(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """The first index of the largest entry along the last axis.
-
-    As jnp.argmax, but in two plain reductions: XLA does not vectorise its own on a CPU. Of NaN it
-    makes the last index.
-    """
-    at_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(at_peak, _indices(scores), scores.shape[-1] - 1), axis=-1)
+    """The first index of the largest entry along the last axis. Of NaN it makes the last index."""
+    return lax.platform_dependent(
+        scores,
+        cpu=best_by_two_reductions,
+        default=lambda scores: few_by_one_reduction(scores, 1)[1][..., 0],
+    )
 
 
 def best_few(
     scores: Float[Array, "*rows V"], k: int
 ) -> tuple[Float[Array, "*rows {k}"], Int[Array, "*rows {k}"]]:
-    """The k largest entries along the last axis and their indices, best first, equal by index.
-
-    A few are found in as many pairs of reductions: lax.top_k sorts everything on a CPU.
-    """
+    """The k largest entries along the last axis and their indices, best first, equal by index."""
     if k > 32:
         values, indices = lax.top_k(scores, k)
         return values, indices
+    one_by_one = functools.partial(few_one_by_one, k=k)
+    at_once = functools.partial(few_by_one_reduction, k=k) if k <= 4 else one_by_one
+    return lax.platform_dependent(scores, cpu=one_by_one, default=at_once)
+
+
+def best_by_two_reductions(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
+    """As `best`: XLA vectorises plain reductions alone on a CPU."""
+    at_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
+    return jnp.min(jnp.where(at_peak, _indices(scores), scores.shape[-1] - 1), axis=-1)
+
+
+def few_one_by_one(
+    scores: Float[Array, "*rows V"], k: int
+) -> tuple[Float[Array, "*rows {k}"], Int[Array, "*rows {k}"]]:
+    """As `best_few`: lax.top_k sorts everything on a CPU."""
     values, indices = [], []
     for _ in range(k):
         index = best(scores)[..., None]
@@ -261,6 +273,41 @@ def best_few(
         indices.append(index)
         scores = jnp.where(_indices(scores) == index, -jnp.inf, scores)
     return jnp.concatenate(values, axis=-1), jnp.concatenate(indices, axis=-1)
+
+
+def few_by_one_reduction(
+    scores: Float[Array, "*rows V"], k: int
+) -> tuple[Float[Array, "*rows {k}"], Int[Array, "*rows {k}"]]:
+    """As `best_few`, reading the scores once: as a GPU wants it. NaN comes first."""
+    last = jnp.int32(scores.shape[-1] - 1)
+    absent = jnp.asarray(-jnp.inf, scores.dtype), last
+    entries = (scores, _indices(scores))
+    fillers = tuple(jnp.full(scores.shape, x) for x in absent)
+
+    def merge(one, other):
+        """The best k of two descending lists, flat: value, index, value, ..."""
+        one, other = (list(zip(x[::2], x[1::2], strict=True)) for x in (one, other))
+        found = []
+        for _ in range(k):
+            (x, at), (y, other_at) = one[0], other[0]
+            wins = (x > y) | ((x == y) & (at < other_at)) | jnp.isnan(x)
+            found += [jnp.where(wins, x, y), jnp.where(wins, at, other_at)]
+            one = _select(wins, one[1:], one[:-1])
+            other = _select(wins, other[:-1], other[1:])
+        return tuple(found)
+
+    operands = entries + fillers * (k - 1)
+    found = lax.reduce(operands, absent * k, merge, (scores.ndim - 1,))
+    values, indices = jnp.stack(found[::2], axis=-1), jnp.stack(found[1::2], axis=-1)
+    return values, jnp.where(jnp.isnan(values), last, indices)
+
+
+def _select(condition: Bool[Array, "..."], if_true: list[Any], if_false: list[Any]) -> list[Any]:
+    """One of two lists of pairs of arrays."""
+    return [
+        tuple(jnp.where(condition, a, b) for a, b in zip(*pairs, strict=True))
+        for pairs in zip(if_true, if_false, strict=True)
+    ]
 
 
 def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
@@ -320,19 +367,10 @@ def _last_that_holds(
 
 
 def last_that_holds(
-    terms: Terms,
-    holds: Holds,
-    keys: UInt[Array, "*rows V"],
-    *,
-    digit: int,
-    unroll: bool = False,
-    bits: int | None = None,
+    terms: Terms, holds: Holds, keys: UInt[Array, "*rows V"], *, digit: int, unroll: bool = False
 ) -> UInt[Array, "*rows 1"]:
-    """As `_last_that_holds`, with passes that find `digit` bits each.
-
-    `bits` of the keys count, a multiple of `digit`, by default all.
-    """
-    bits = bits or 8 * keys.dtype.itemsize
+    """As `_last_that_holds`, with passes that find `digit` bits each."""
+    bits = 8 * keys.dtype.itemsize
 
     def body(i, threshold):
         shift = jnp.asarray(bits - digit, keys.dtype) - jnp.asarray(digit * i, keys.dtype)
