@@ -203,7 +203,7 @@ def _choose(
     for layer, slots in enumerate(chosen_slots):
 
         def gather(old, whole, slots=slots):
-            chosen = jnp.take_along_axis(whole, slots[..., None], axis=2)
+            chosen = jnp.take_along_axis(whole, slots[..., None], axis=2, mode="clip")
             chosen = jnp.where(rows[:, None, None, None], chosen, old[:, :, : draft.capacity])
             return lax.dynamic_update_slice_in_dim(old, chosen, 0, axis=2)
 
@@ -273,27 +273,24 @@ def slots_at_once(scores: Scores, longest: Int[Array, ""], *, count: int, num_si
     here = jnp.arange(S, dtype=jnp.int32)[None, None, None]
     keys = sortable(_sinks_first(every, here, num_sinks))
 
-    def number(mask):
-        return jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
+    def upto(mask):
+        return jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
 
-    def among(keys, reached, **options):
-        """The largest threshold that as many keys reach as `reached` wants."""
-
-        def counted(threshold):
-            return (keys >= threshold).astype(jnp.int32)
-
-        return last_that_holds(counted, reached, keys, digit=4, unroll=True, **options)
-
-    lowest = among(keys, lambda n: n >= count)
+    # The largest threshold that `count` keys reach.
+    lowest = last_that_holds(
+        lambda threshold: (keys >= threshold).astype(jnp.int32),
+        lambda n: n >= count,
+        keys,
+        digit=4,
+        unroll=True,
+    )
     above, level = keys > lowest, keys == lowest
-    missing = count - number(above)  # of those on a level, the first ones
-    early = jnp.where(level, (S - here).astype(jnp.uint32), jnp.uint32(0))
-    bits = 4 * -(-S.bit_length() // 4)
-    last = among(early, lambda n: n >= missing, bits=bits)
+    # Of those on a level, the first ones.
+    missing = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
     # The i-th of them lies where their number reaches i + 1.
-    reached = jnp.cumsum(above | (early >= last), axis=-1, dtype=jnp.int32)
+    reached = upto(above) + jnp.minimum(upto(level), missing)
     slots = _first_to_reach(reached, count)
-    order = ~jnp.take_along_axis(keys, slots, axis=-1)
+    order = ~jnp.take_along_axis(keys, slots, axis=-1, mode="clip")
     _, slots = lax.sort((order, slots), num_keys=1, is_stable=True)
     return tuple(slots)
 
@@ -312,7 +309,7 @@ def _first_to_reach(reached: Int[Array, "*rows S"], count: int) -> Int[Array, "*
     below, step = jnp.zeros_like(wanted), 1 << (reached.shape[-1].bit_length() - 1)
     while step:  # `below` indices, the first ones, are known to be smaller
         at = jnp.minimum(below + step, reached.shape[-1]) - 1
-        smaller = jnp.take_along_axis(reached, at, axis=-1) < wanted
+        smaller = jnp.take_along_axis(reached, at, axis=-1, mode="clip") < wanted
         below = jnp.where(smaller, at + 1, below)
         step //= 2
     return jnp.minimum(below, reached.shape[-1] - 1)
