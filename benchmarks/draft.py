@@ -88,8 +88,8 @@ def main(argv: Sequence[str]) -> None:
     @functools.partial(jax.jit, donate_argnames="table")
     def enter_and_draft(params, state, table):
         table = table.replace(entered=table.entered - 5)
-        state = caught_up(state.replace(memory=table), history)
-        return run_history(params, state), state.memory
+        table = history.method.remember(table, state, most=history.sizes.depth + 1)  # as a step
+        return run_history(params, state.replace(memory=table)), table
 
     def with_history(params, state):
         nonlocal table

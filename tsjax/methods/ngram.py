@@ -93,7 +93,7 @@ class NGram(Method):
         return init_table(batch, model.vocab_size, self.ngram_slots)
 
     def read(self, model, params, memory, state):
-        return self.entered(memory, state)
+        return self.remember(memory, state)
 
     def draft(self, model, params, state, noise):
         suffix, _ = self.suffix(state)
@@ -101,9 +101,9 @@ class NGram(Method):
         return state.memory, as_tree(state.root, groups, self.sizes(model))
 
     def learn(self, model, params, memory, state, verdict, acceptance):
-        return self.entered(memory, state, most=self.sizes(model).depth + 1)
+        return self.remember(memory, state, most=self.sizes(model).depth + 1)
 
-    def entered(
+    def remember(
         self, table: NgramTable | None, state: DecodeState, most: int | None = None
     ) -> NgramTable | None:
         """With the n-grams that have become old enough, of each row the first `most` of them.

@@ -151,7 +151,7 @@ class TokenSwift(NGram):
         return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
 
     def read(self, model, params, memory, state) -> Recalled:
-        return memory.replace(ngrams=self.entered(memory.ngrams, state))
+        return memory.replace(ngrams=self.remember(memory.ngrams, state))
 
     def draft(self, model, params, state, noise):
         """Paths from the model, from frequent n-grams and from a suffix match.
@@ -192,7 +192,7 @@ class TokenSwift(NGram):
         if cache is not None:
             query, attended = newest((rows.query, rows.attended), (cache.query, cache.attended))
             cache = self.refreshed(model, cache.replace(query=query, attended=attended), state.kv)
-        ngrams = self.entered(memory.ngrams, state, most=self.sizes(model).depth + 1)
+        ngrams = self.remember(memory.ngrams, state, most=self.sizes(model).depth + 1)
         return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
 
     def refreshed(self, model: ModelConfig, cache: DraftCache, kv: KVCache) -> DraftCache:
