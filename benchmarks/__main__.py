@@ -29,6 +29,7 @@ MODULES = {
     "longcontext_model": "longcontext.model",
     "longbench": "longcontext.longbench",
     "kernels": "kernels",
+    "products": "products",
     "step": "step",
     "step_torch": "step_torch",
     "aot": "aot",

@@ -9,12 +9,16 @@ implementation.
 
 from pallas_kernels.cache_scores.api import cache_scores as cache_scores
 from pallas_kernels.product.api import product as product
+from pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm
 from pallas_kernels.rms_norm.api import rms_norm as rms_norm
+from pallas_kernels.rotary.api import rotary_heads as rotary_heads
+from pallas_kernels.rotary.api import rotate as rotate
 from pallas_kernels.tree_attention.api import Ranks as Ranks
 from pallas_kernels.tree_attention.api import Summary as Summary
 from pallas_kernels.tree_attention.api import decode_attention as decode_attention
 from pallas_kernels.tree_attention.api import tree_attention as tree_attention
 
 __all__ = [
-    "Ranks", "Summary", "cache_scores", "decode_attention", "product", "rms_norm", "tree_attention",
+    "Ranks", "Summary", "add_rms_norm", "cache_scores", "decode_attention", "product", "rms_norm",
+    "rotary_heads", "rotate", "tree_attention",
 ]  # fmt: skip

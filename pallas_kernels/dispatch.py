@@ -77,12 +77,13 @@ def _first(implementations: Sequence[Implementation]) -> Callable:
     return call
 
 
-def on_each_device(rule: str, *, group: int) -> Callable:
+def on_each_device(rule: str, *, group: int, leader: str = "b k s h") -> Callable:
     """A decorator that tells XLA how to split a kernel, as XLA cannot look into one.
 
     `rule` names the dimensions of the operands and of the results, in the notation of Shardy. Those
-    called b and k (batch rows and kv heads) are split like those of the cache, b k s h. Everything
-    else is whole on every device. (k g) are query heads, `group` of them for each kv head.
+    called b and k (batch rows and kv heads) are split like those of the `leader`, an operand, by
+    default the cache. Everything else is whole on every device. (k g) are query heads, `group` of
+    them for each kv head.
     """
     sizes: dict[str, Any] = {"g": group}
     if group == 1:  # a factor of 1 may not be part of a product
@@ -94,21 +95,21 @@ def on_each_device(rule: str, *, group: int) -> Callable:
     # Shardy wants them in the order in which they appear.
     factors = dict.fromkeys(re.findall(r"\w+", rule))
     whole = tuple(name for name in factors if name not in ("b", "k"))
-    cache = next(i for i, dims in enumerate(operands) if dims == ["b", "k", "s", "h"])
+    leading = operands.index(leader.split())
 
     def decorate(kernel: Callable) -> Callable:
         split = custom_partitioning(lambda *arrays: kernel(*arrays))  # takes no partial itself
 
         def partition(mesh, arg_shapes, result_shape):
-            spec = (*arg_shapes[cache].sharding.spec, None, None)
-            axes = {"b": spec[0], "k": spec[1]}
+            found = arg_shapes[leading].sharding.spec
+            spec = dict(zip(operands[leading], (*found, *(None,) * 5), strict=False))
+            axes = {name: spec[name] for name in ("b", "k")}
 
             def sharding(dims):
                 return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in dims)))
 
-            one = len(results) == 1
-            found = sharding(results[0]) if one else tuple(map(sharding, results))
-            return mesh, kernel, found, tuple(map(sharding, operands))
+            made = tuple(map(sharding, results))
+            return mesh, kernel, made if made[1:] else made[0], tuple(map(sharding, operands))
 
         split.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
         return _fold_batches(split)

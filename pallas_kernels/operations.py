@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from pallas_kernels import native
+from pallas_kernels import native, triton
 from pallas_kernels.cache_scores.api import IMPLEMENTATIONS as CACHE_SCORES
 from pallas_kernels.dispatch import serving
 from pallas_kernels.product.api import IMPLEMENTATIONS as PRODUCT
 from pallas_kernels.rms_norm.api import implementations as rms_norms
+from pallas_kernels.rotary.api import implementations as rotary_heads
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS as TREE_ATTENTION
 
 OPERATIONS = {
@@ -15,6 +16,8 @@ OPERATIONS = {
     **{f"cache_scores, {mode}": CACHE_SCORES[mode] for mode in CACHE_SCORES},
     "product": PRODUCT,
     "rms_norm": rms_norms(eps=0.0),
+    "add_rms_norm": rms_norms(eps=0.0, adds=True),
+    "rotary_heads": rotary_heads("float32"),
 }
 
 
@@ -22,11 +25,17 @@ def implementations(platform: str) -> dict[str, tuple[str, ...]]:
     """For each operation the names of those that serve "cpu", "cuda", ..., the first choice first.
 
     A case that one refuses goes to the next. Kernels for CPUs are compiled here if need be, and
-    left out where this machine cannot have them.
+    left out where this machine cannot have them; so are those for GPUs that are switched off.
     """
-    absent = {"native"} if platform == "cpu" and not _has_native() else set()
+    without_native = platform == "cpu" and not _has_native()
+
+    def absent(operation: str) -> set[str]:
+        folder = operation.split(",")[0].removeprefix("add_")
+        off = {"triton"} if triton.switched_off(folder) else set()
+        return off | ({"native"} if without_native else set())
+
     return {
-        name: tuple(one.name for one in serving(choices, platform) if one.name not in absent)
+        name: tuple(one.name for one in serving(choices, platform) if one.name not in absent(name))
         for name, choices in OPERATIONS.items()
     }
 

@@ -12,6 +12,7 @@ fault, as it clamps and pads. A test reads the masks back from the lowered progr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,11 +27,32 @@ LARGEST_HEAD = 128
 DTYPES = ("bfloat16", "float16", "float32")
 MASKED = -1e30  # a score: finite, so that exp2(MASKED - peak) is exactly 0 and no inf - inf arises
 
+OPERATIONS = ("tree_attention", "cache_scores", "product", "rms_norm", "rotary_heads")
+SWITCH = "TSJAX_NO_TRITON"
 
-def check_supported(dtype, head_dim: int) -> None:
-    """Raises NotImplementedError for what no kernel here serves."""
-    if dtype not in DTYPES:
-        raise NotImplementedError(f"type {dtype}: only {', '.join(DTYPES)}")
+
+def switched_off(operation: str) -> bool:
+    """Whether the environment wants no kernel of this operation: `all`, or names."""
+    named = os.environ.get(SWITCH, "").replace(",", " ").split()
+    if not set(named) <= {"all", *OPERATIONS}:
+        raise ValueError(
+            f"{SWITCH}={os.environ[SWITCH]!r} is not valid: all, or some of {', '.join(OPERATIONS)}"
+        )
+    return "all" in named or operation in named
+
+
+def check_dtype(operation: str, dtype, among: Sequence[str] = DTYPES) -> None:
+    """Raises NotImplementedError for what no kernel of the operation serves, and for all if it is
+    switched off."""
+    if switched_off(operation):
+        raise NotImplementedError(f"switched off by {SWITCH}")
+    if dtype not in among:
+        raise NotImplementedError(f"type {dtype}: only {', '.join(among)}")
+
+
+def check_supported(operation: str, dtype, head_dim: int) -> None:
+    """As `check_dtype`, for the heads of attention."""
+    check_dtype(operation, dtype)
     if head_dim > LARGEST_HEAD or head_dim % 8:
         raise NotImplementedError(
             f"head_dim {head_dim}: a multiple of 8, for loads of 16 bytes, up to {LARGEST_HEAD}"

@@ -21,6 +21,9 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.cache_scores import triton as scores_triton
+from pallas_kernels.product import triton as product_triton
+from pallas_kernels.rms_norm import triton as norm_triton
+from pallas_kernels.rotary import triton as rotary_triton
 from pallas_kernels.tree_attention import triton as attention_triton
 from tools import gpu_targets
 
@@ -135,6 +138,9 @@ def store(ref, index, value, inside):
     ref.array[at], ref.written[at] = value[inside], True
 
 
+KERNELS = (attention_triton, scores_triton, product_triton, norm_triton, rotary_triton)
+
+
 @contextlib.contextmanager
 def in_numpy():
     """Here the kernels run in NumPy; what they do not write is NaN."""
@@ -150,7 +156,7 @@ def in_numpy():
 
     with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
         patch.setattr(pl, "program_id", lambda axis: jnp.int32(position[axis]))
-        for module in (attention_triton, scores_triton):
+        for module in KERNELS:
             patch.setattr(module, "launch", launch)
             patch.setattr(module, "load", load)
             patch.setattr(module, "store", store)

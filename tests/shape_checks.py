@@ -8,6 +8,7 @@ MODULES = [
     "pallas_kernels.cache_scores.reference",
     "pallas_kernels.product.reference",
     "pallas_kernels.rms_norm.reference",
+    "pallas_kernels.rotary.reference",
     "pallas_kernels.tree_attention.reference",
     "tsjax.decoding.noise",
     "tsjax.decoding.sampling",

@@ -42,6 +42,7 @@ from tsjax.decoding.programs import programs
 
 LARGEST_ERROR = {"float32": 2e-6, "bfloat16": 1e-2}
 ATTENTION_KERNELS = {"tsjax_tree_attention", "tsjax_tree_attention_merge"}
+STEP_KERNELS = ATTENTION_KERNELS | {"tsjax_rms_norm", "tsjax_rotary_heads"}
 SCORES_KERNELS = {
     "dot": {"tsjax_cache_scores"},
     "softmax": {"tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"},
@@ -424,14 +425,16 @@ def test_kernels_are_lowered_for_every_target(target, rng):
 @pytest.mark.parametrize(
     "method, names",
     [
-        (tsjax.Autoregressive(), ATTENTION_KERNELS),
-        (tsjax.TokenSwift(), ATTENTION_KERNELS | SCORES_KERNELS["dot"]),
+        (tsjax.Autoregressive(), STEP_KERNELS),
+        (tsjax.TokenSwift(), STEP_KERNELS | SCORES_KERNELS["dot"]),
     ],
     ids=["autoregressive", "tokenswift"],
 )
-def test_a_decode_step_runs_the_kernels(method, names):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_decode_step_runs_the_kernels(method, names, dtype):
     """The program that `generate` runs, for tiny model and cache."""
-    model = tiny_model(num_draft_heads=3)
+    names = names | ({"tsjax_product"} if dtype == "bfloat16" else set())
+    model = tiny_model(num_draft_heads=3, dtype=dtype)
     cfg = tsjax.DecodeConfig(model.cfg, method)
     state = tsjax.init_state(
         jnp.ones((1, 4), jnp.int32), jnp.array([4]), cfg=cfg, capacity=256, max_length=[99]

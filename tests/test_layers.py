@@ -10,16 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import rms_norm
+from pallas_kernels import rms_norm, rotate
 from tsjax import RopeConfig
-from tsjax.model.layers import (
-    accumulation_dtype,
-    apply_rotary,
-    linear,
-    rope_frequencies,
-    rotary_angles,
-    swiglu,
-)
+from tsjax.model.layers import accumulation_dtype, linear, rope_frequencies, rotary_angles, swiglu
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -107,7 +100,7 @@ def test_rotation(attention_factor, rng):
     angles = positions[:, :, None, None] * rope_frequencies(rope, 8)
     pairs = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angles) * attention_factor
     expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
-    np.testing.assert_allclose(apply_rotary(x, cos, sin), expected, atol=1e-3)
+    np.testing.assert_allclose(rotate(x, cos, sin), expected, atol=1e-3)
 
 
 def test_scores_depend_on_distance_only(rng):
@@ -117,7 +110,7 @@ def test_scores_depend_on_distance_only(rng):
         turned = []
         for x, position in ((q, q_position), (k, k_position)):
             cos, sin = rotary_angles(jnp.asarray([[position]]), RopeConfig(), 64, "float32")
-            turned.append(apply_rotary(x, cos, sin))
+            turned.append(rotate(x, cos, sin))
         return float(jnp.sum(turned[0] * turned[1]))
 
     assert score(7, 3) == pytest.approx(score(1007, 1003), abs=1e-3)

@@ -15,6 +15,13 @@ from jax import lax
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores.api import cache_scores
+from pallas_kernels.product import reference as product_reference
+from pallas_kernels.product import specs as product_specs
+from pallas_kernels.product.api import product
+from pallas_kernels.rms_norm import reference as norm_reference
+from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
+from pallas_kernels.rotary import reference as rotary_reference
+from pallas_kernels.rotary.api import rotary_heads
 from pallas_kernels.tree_attention import reference as attention_reference
 from pallas_kernels.tree_attention import specs as attention_specs
 from pallas_kernels.tree_attention.api import decode_attention, tree_attention
@@ -158,6 +165,62 @@ def test_decode_attention_is_tree_attention_for_one_row():
     tree = jax.jit(tree_attention)(q, k_cache, v_cache, length, k_new, v_new, mask)
     one = jax.jit(decode_attention)(q[:, 0], k_cache, v_cache, length, k_new[:, 0], v_new[:, 0])
     assert jnp.array_equal(one, tree[:, 0])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("name", product_specs.SPECS)
+def test_product(name, rows):
+    spec = product_specs.SPECS[name]._replace(rows=rows)
+    arrays = product_specs.inputs(spec)
+
+    def run(rows, weights, scales=None):
+        return product(rows, weights, scales=scales)
+
+    kernel = compile_kernels(run, tuple(arrays.values()), "tsjax_product")
+    out = kernel(*arrays.values())
+    expected = jax.jit(product_reference.product)(*arrays.values())
+    assert out.dtype == jnp.float32 and out.shape == (rows, spec.outputs)
+    assert relative_error(out, expected) < 1e-5
+    assert jnp.array_equal(kernel(*arrays.values()), out), "not the same bits twice"
+    first = arrays | {"rows": arrays["rows"][:1]}
+    assert jnp.array_equal(jax.jit(run)(*first.values()), out[:1]), "other bits alone"
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_ERROR)
+@pytest.mark.parametrize("shape", [(1, 1, 4096), (1, 101, 4096), (2, 3, 1536), (1, 7, 80)])
+def test_norms(shape, dtype):
+    keys = jax.random.split(jax.random.key(0), 3)
+    rows, update, weight = (
+        jax.random.normal(key, size, kind)
+        for key, size, kind in zip(
+            keys, (shape, shape, shape[-1:]), (dtype, "float32", dtype), strict=True
+        )
+    )
+    run = functools.partial(add_rms_norm, eps=1e-5)
+    kernel = compile_kernels(run, (rows, update, weight), "tsjax_rms_norm")
+    sums, normed = kernel(rows, update, weight)
+    wanted = norm_reference.add_rms_norm(rows, update, weight, 1e-5)
+    assert jnp.array_equal(sums, wanted[0])
+    assert relative_error(normed, wanted[1]) < ATTENTION_ERROR[dtype]
+    alone = compile_kernels(
+        functools.partial(rms_norm, eps=1e-5), (sums, weight), "tsjax_rms_norm"
+    )(sums, weight)
+    assert jnp.array_equal(alone, normed)
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_ERROR)
+@pytest.mark.parametrize("shape", [(1, 1, 8, 6, 128), (1, 101, 2, 8, 128), (2, 3, 4, 3, 80)])
+def test_heads(shape, dtype):
+    fresh = jax.random.normal(jax.random.key(0), shape, "float32")
+    angles = jax.random.uniform(jax.random.key(1), (*shape[:2], shape[-1] // 2), maxval=6.0)
+    inputs = fresh, jnp.cos(angles), jnp.sin(angles)
+    kernel = compile_kernels(
+        functools.partial(rotary_heads, dtype=dtype), inputs, "tsjax_rotary_heads"
+    )
+    wanted = rotary_reference.rotary_heads(*inputs, dtype)
+    for found, expected in zip(kernel(*inputs), wanted, strict=True):
+        assert found.dtype == dtype
+        assert relative_error(found, expected) < ATTENTION_ERROR[dtype]
 
 
 @pytest.mark.parametrize("H", [12, 256])

@@ -55,7 +55,7 @@ def default_blocks(B: int, N: int, K: int, S: int, H: int, dtype) -> Blocks:
 
 def cache_scores(q, k_cache, *others, mode: str, blocks=None, interpret=False):
     """As `api.cache_scores`, but "softmax" is summed over each kv head's queries only."""
-    check_supported(q.dtype, q.shape[2])
+    check_supported("cache_scores", q.dtype, q.shape[2])
     group = q.shape[1] // k_cache.shape[1]
     return _on_each_device(mode, len(others) > 1, group, blocks, interpret)(q, k_cache, *others)
 
@@ -71,7 +71,7 @@ def _on_each_device(mode: str, with_totals: bool, group: int, blocks, interpret:
 def _dot_scores(q, k_cache, length, *, blocks, interpret):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
     blocks = blocks or default_blocks(B, N, K, S, H, q.dtype)
-    summed = jnp.sum(q.reshape(B, K, N // K, H).astype(jnp.float32), axis=2)
+    summed = q if N == K else jnp.sum(q.reshape(B, K, N // K, H).astype(jnp.float32), axis=2)
     (scores,) = launch(
         functools.partial(_dot, blocks=blocks),
         jnp.minimum(length.astype(jnp.int32), S), summed, k_cache,
@@ -119,7 +119,7 @@ def _peak_and_total(length, q, k_cache, blocks: Blocks, options):
 def _dot(
     # inputs
     length_ref,  # [B]
-    q_ref,  # [B, K, H] float32
+    q_ref,  # [B, K, H]
     k_ref,  # [B, K, S, H]
     # outputs
     scores_ref,  # [B, K, S]
@@ -131,7 +131,7 @@ def _dot(
     slots = steps(blocks.slots, pl.program_id(0) * blocks.slots)
     columns = steps(padded(H))
     committed, is_column = slots < length_ref[b], columns < H
-    q = load(q_ref, (b, head, columns), is_column)
+    q = load(q_ref, (b, head, columns), is_column).astype(jnp.float32)
     k = load(
         k_ref, (b, head, slots[:, None], columns[None, :]), committed[:, None] & is_column[None, :]
     )

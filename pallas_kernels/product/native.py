@@ -7,13 +7,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import native
-from pallas_kernels.product import xla
+from pallas_kernels.product.split import on_each_device
 
 
 def product(rows, weights, scales=None):
@@ -22,54 +18,14 @@ def product(rows, weights, scales=None):
     if rows.ndim == 1:
         return product(rows[None], weights, scales)[0]
     given = () if scales is None else (scales,)
-    return _on_each_device(rows.ndim - 1, bool(given), native.library())(rows, weights, *given)
+    return _kernel(rows.ndim - 1, bool(given), native.library())(rows, weights, *given)
 
 
 @functools.cache
-def _on_each_device(lead: int, with_scales: bool, library: native.Library):
-    """The kernel for rows with so many axes, with what XLA and jax.vmap need to know of it."""
+def _kernel(lead: int, with_scales: bool, library: native.Library):
+    """For rows with so many axes before the last."""
     kernel = functools.partial(_product, library=library)
-    split = custom_partitioning(lambda *arrays: kernel(*arrays))
-
-    def partition(mesh, arg_shapes, result_shape):
-        rows, weights, *_ = (array.sharding.spec for array in arg_shapes)
-        rows = (*rows, *(None,) * (lead + 1 - len(rows)))
-        outputs, inputs = (*weights, None, None)[:2]
-
-        def on_device(*arrays):
-            sums = kernel(*arrays)
-            return sums if inputs is None else lax.psum(sums, inputs)
-
-        def sharding(*spec):
-            return NamedSharding(mesh, PartitionSpec(*spec))
-
-        scales = [sharding(outputs)] * with_scales
-        wanted = (sharding(*rows[:lead], inputs), sharding(outputs, inputs), *scales)
-        return mesh, on_device, sharding(*rows[:lead], outputs), wanted
-
-    axes = " ".join(f"r{axis}" for axis in range(lead))
-    scales = ", o" if with_scales else ""
-    split.def_partition(
-        partition, sharding_rule=f"{axes} i, o i{scales} -> {axes} o", reduction_factors=("i",)
-    )
-    return jax.jit(_fold_batches(split))
-
-
-def _fold_batches(kernel):
-    """`kernel` with a rule for jax.vmap: batches of rows are more rows, batches of weights are
-    XLA's."""
-    function = custom_vmap(lambda *arrays: kernel(*arrays))
-
-    @function.def_vmap
-    def rule(size, batched, rows, *weights):
-        if any(batched[1:]):
-            axes = [0 if is_batched else None for is_batched in batched]
-            return jax.vmap(xla.product, in_axes=axes)(rows, *weights), True
-        flat = rows.reshape(-1, *rows.shape[2:]) if rows.ndim > 2 else rows
-        sums = function(flat, *weights)
-        return sums.reshape(*rows.shape[:-1], sums.shape[-1]), True
-
-    return function
+    return on_each_device(kernel, lead=lead, with_scales=with_scales)
 
 
 def _product(rows, weights, *given, library):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public function: checks its arguments, then calls the first implementation that serves."""
+"""The public functions: each checks its arguments, then calls the first that serves."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOATS
-from pallas_kernels.rms_norm import native, reference
-from pallas_kernels.typing import Array, Float
+from pallas_kernels.rms_norm import native, reference, triton
+from pallas_kernels.typing import Array, Float, accumulation_dtype
 
 
 def rms_norm(
@@ -30,10 +30,44 @@ def rms_norm(
       rows: with any axes before D.
       weight: in the rows' type.
       eps: is added to the mean square.
-      implementation: "native" or "xla" to have that one or an error; None for the first that
-        serves.
+      implementation: "triton", "native" or "xla" to have that one or an error; None for the first
+        that serves.
     """
     rows, weight = jnp.asarray(rows), jnp.asarray(weight)
+    _check(rows, weight)
+    with jax.named_scope("rms_norm"):
+        return dispatch.run(implementations(eps), (rows, weight), name=implementation)
+
+
+def add_rms_norm(
+    rows: Float[Array, "*rows D"],
+    update: Float[Array, "*rows D"],
+    weight: Float[Array, "D"],
+    eps: float,
+    *,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """rows + update, in the rows' type, and the norms of these sums as `rms_norm` gives them.
+
+    Args:
+      update: what a layer adds to its rows; in the rows' type or the type of sums.
+    """
+    rows, update, weight = jnp.asarray(rows), jnp.asarray(update), jnp.asarray(weight)
+    _check(rows, weight)
+    if update.shape != rows.shape or update.dtype not in (
+        rows.dtype,
+        accumulation_dtype(rows.dtype),
+    ):
+        raise ValueError(
+            f"update of shape {update.shape} and type {update.dtype} is not valid: {rows.shape} of "
+            f"{rows.dtype} or of {accumulation_dtype(rows.dtype)}, by rows"
+        )
+    with jax.named_scope("rms_norm"):
+        found = implementations(eps, adds=True)
+        return dispatch.run(found, (rows, update, weight), name=implementation)
+
+
+def _check(rows: Array, weight: Array) -> None:
     if not rows.ndim or weight.shape != rows.shape[-1:]:
         raise ValueError(
             "shapes do not fit together: rows [..., D], weight [D]; "
@@ -44,12 +78,16 @@ def rms_norm(
             f"rows of type {rows.dtype} with weight of type {weight.dtype} is not valid: one type, "
             f"of {', '.join(FLOATS)}"
         )
-    with jax.named_scope("rms_norm"):
-        return dispatch.run(implementations(eps), (rows, weight), name=implementation)
 
 
-def implementations(eps: float) -> tuple[dispatch.Implementation, ...]:
+def implementations(eps: float, *, adds: bool = False) -> tuple[dispatch.Implementation, ...]:
+    name = "add_rms_norm" if adds else "rms_norm"
+
+    def of(module):
+        return functools.partial(getattr(module, name), eps=eps)
+
     return (
-        dispatch.Implementation("native", "cpu", functools.partial(native.rms_norm, eps=eps)),
-        dispatch.Implementation("xla", None, functools.partial(reference.rms_norm, eps=eps)),
+        dispatch.Implementation("triton", "cuda", of(triton)),
+        dispatch.Implementation("native", "cpu", of(native)),
+        dispatch.Implementation("xla", None, of(reference)),
     )

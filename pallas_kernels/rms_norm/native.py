@@ -7,12 +7,10 @@ import functools
 
 import jax
 import numpy as np
-from jax.custom_batching import custom_vmap
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_kernels import native
 from pallas_kernels.rms_norm import reference
+from pallas_kernels.rms_norm.split import on_each_device
 
 
 def rms_norm(rows, weight, *, eps: float):
@@ -20,34 +18,21 @@ def rms_norm(rows, weight, *, eps: float):
     native.check_supported(rows.dtype)
     if rows.ndim == 1:
         return rms_norm(rows[None], weight, eps=eps)[0]
-    return _on_each_device(rows.ndim - 1, eps, native.library())(rows, weight)
+    return _kernel(rows.ndim - 1, eps, native.library())(rows, weight)
+
+
+def add_rms_norm(rows, update, weight, *, eps: float):
+    """As `api.add_rms_norm`."""
+    sums = rows + update.astype(rows.dtype)
+    return sums, rms_norm(sums, weight, eps=eps)
 
 
 @functools.cache
-def _on_each_device(lead: int, eps: float, library: native.Library):
+def _kernel(lead: int, eps: float, library: native.Library):
+    """For rows with so many axes before the last."""
     kernel = functools.partial(_rms_norm, eps=eps, library=library)
-    split = custom_partitioning(lambda rows, weight: kernel(rows, weight))
-
-    def partition(mesh, arg_shapes, result_shape):
-        spec = (*arg_shapes[0].sharding.spec, *(None,) * lead)[:lead]
-        rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (spec, ()))
-        return mesh, kernel, rows, (rows, whole)
-
-    axes = " ".join(f"r{axis}" for axis in range(lead))
-    split.def_partition(
-        partition, sharding_rule=f"{axes} d, d -> {axes} d", need_replication_factors=("d",)
-    )
-    function = custom_vmap(lambda rows, weight: split(rows, weight))
-
-    @function.def_vmap
-    def rule(size, batched, rows, weight):
-        if batched[1]:
-            axes = tuple(0 if is_batched else None for is_batched in batched)
-            norm = functools.partial(reference.rms_norm, eps=eps)
-            return jax.vmap(norm, in_axes=axes)(rows, weight), True
-        return function(rows.reshape(-1, *rows.shape[2:]), weight).reshape(rows.shape), True
-
-    return jax.jit(function)
+    definition = functools.partial(reference.rms_norm, eps=eps)
+    return on_each_device(kernel, definition, lead=lead, adds=False)
 
 
 def _rms_norm(rows, weight, *, eps, library):

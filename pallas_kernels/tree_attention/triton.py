@@ -74,7 +74,7 @@ def tree_attention(
 ):  # fmt: skip
     """Arguments as in `api.tree_attention`, those of `rest` one by one; returns both results."""
     B, T, N, H = q.shape
-    check_supported(q.dtype, H)
+    check_supported("tree_attention", q.dtype, H)
     if slot_ranks is not None or row_ranks is not None:
         raise NotImplementedError("ranks")
     mask = jnp.broadcast_to(tree_mask, (B, T, T)).astype(jnp.int8)

@@ -13,11 +13,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import rms_norm
+from pallas_kernels import add_rms_norm, rms_norm
 from tsjax.config import ModelConfig
 from tsjax.model.layers import linear
 from tsjax.model.transformer import ParamSpec
-from tsjax.typing import Array, Float
+from tsjax.typing import Array, Float, accumulation_dtype
 
 
 class HeadWeights(flax.struct.PyTreeNode):
@@ -53,6 +53,8 @@ def run_heads(
     states = []
     with jax.named_scope("heads"):
         for head in heads:
-            hidden = hidden + linear(rms_norm(hidden, head.norm_in, cfg.norm_eps), head.linear)
-            states.append(rms_norm(hidden, head.norm_out, cfg.norm_eps))
+            normed = rms_norm(hidden, head.norm_in, cfg.norm_eps)
+            deeper = linear(normed, head.linear, out_dtype=accumulation_dtype(cfg.dtype))
+            hidden, state = add_rms_norm(hidden, deeper, head.norm_out, cfg.norm_eps)
+            states.append(state)
         return jnp.stack(states, axis=1)

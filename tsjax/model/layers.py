@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pieces of a transformer layer as pure functions: linear, RMS norm, rotary embedding.
+"""The pieces of a transformer layer as pure functions: linear, feed-forward, rotary angles.
 
 Knows array shapes and RopeConfig. Does not know parameters' names, caches or models.
 Matrix products of float32 and float64 arrays run at full precision on every device, those of
@@ -46,11 +46,13 @@ def swiglu(
     down: Float[Array, "D F"],
     gate_up_bias: Float[Array, "F 2"] | None = None,
     down_bias: Float[Array, "D"] | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "*rows D"]:
     """down(silu(gate(x)) * up(x)): the feed-forward part of every supported family."""
     opened = linear(x, gate_up, gate_up_bias)  # [*rows, F, 2]
     hidden = jax.nn.silu(opened[..., 0]) * opened[..., 1]
-    return linear(hidden, down, down_bias)
+    return linear(hidden, down, down_bias, out_dtype=out_dtype)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "{head_dim//2}"]:
@@ -104,17 +106,6 @@ def rotary_angles(
     angles = positions[..., None].astype(wide) * _with_rank(frequencies, positions.ndim + 1)
     scale = rope.attention_factor
     return (jnp.cos(angles) * scale).astype(wide), (jnp.sin(angles) * scale).astype(wide)
-
-
-def apply_rotary(
-    x: Float[Array, "B T heads H"], cos: Float[Array, "B T H//2"], sin: Float[Array, "B T H//2"]
-) -> Float[Array, "B T heads H"]:
-    """Rotates the pairs (i, i + H/2) of x."""
-    wide = x.astype(cos.dtype)
-    first, second = jnp.split(wide, 2, axis=-1)
-    cos, sin = cos[:, :, None, :], sin[:, :, None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 def _with_rank(x: Float[Array, "..."], rank: int) -> Float[Array, "..."]:

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import rms_norm
+from pallas_kernels import add_rms_norm, rms_norm, rotary_heads, rotate
 from tsjax.config import ModelConfig
-from tsjax.model.layers import apply_rotary, linear, rotary_angles, swiglu
+from tsjax.model.layers import linear, rotary_angles, swiglu
 from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
@@ -138,17 +138,19 @@ def forward(
       hidden after the last of them, before the final norm, and the fresh keys and values, one
       array per layer.
     """
-    x = hidden
+    x, update = hidden, None  # of the layer before, not yet added: the next norm does it
     cos, sin = rotary_angles(positions, cfg.rope, cfg.head_dim, cfg.dtype)
     keys, values = [], []
     for index in range(cfg.num_layers) if layers is None else layers:
         layer = weights.layers[index]
         with jax.named_scope("attention"):
-            q, k, v = _fresh(layer, x, cos, sin, cfg=cfg)
+            x, q, k, v = _fresh(layer, x, update, cos, sin, cfg=cfg)
             mixed = attend(index, q, k, v)
-        x = _after(layer, x, mixed, cfg=cfg)
+        x, update = _after(layer, x, mixed, cfg=cfg)
         keys.append(k)
         values.append(v)
+    if update is not None:
+        x = x + update.astype(x.dtype)
     return x, tuple(keys), tuple(values)
 
 
@@ -158,24 +160,32 @@ def forward(
 def _fresh(
     layer: LayerWeights,
     x: Float[Array, "B T D"],
+    update: Float[Array, "B T D"] | None,
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
     *,
     cfg: ModelConfig,
-) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
-    """A layer's queries, keys and values of its rows."""
-    G = cfg.group_size
-    normed = rms_norm(x, layer.attn_norm, cfg.norm_eps)
-    fresh = linear(normed, layer.qkv, layer.qkv_bias)  # [B, T, K, G + 2, H]
-    q = fresh[:, :, :, :G].reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim)
-    k, v = fresh[:, :, :, G], fresh[:, :, :, G + 1]
+) -> tuple[
+    Float[Array, "B T D"], Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]
+]:
+    """What a layer takes, which is x + update, and queries, keys and values of its rows."""
+    if update is None:
+        normed = rms_norm(x, layer.attn_norm, cfg.norm_eps)
+    else:
+        x, normed = add_rms_norm(x, update, layer.attn_norm, cfg.norm_eps)
+    wide = accumulation_dtype(cfg.dtype)
+    fresh = linear(normed, layer.qkv, layer.qkv_bias, out_dtype=wide)  # [B, T, K, G + 2, H]
     if cfg.qk_norm:
-        q = rms_norm(q, layer.q_norm, cfg.norm_eps)
-        k = rms_norm(k, layer.k_norm, cfg.norm_eps)
-    q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        fresh = fresh.astype(cfg.dtype)
+        q = fresh[:, :, :, :-2].reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim)
+        q = rotate(rms_norm(q, layer.q_norm, cfg.norm_eps), cos, sin)
+        k = rotate(rms_norm(fresh[:, :, :, -2], layer.k_norm, cfg.norm_eps), cos, sin)
+        v = fresh[:, :, :, -1]
+    else:
+        q, k, v = rotary_heads(fresh, cos, sin, cfg.dtype)
     # What attention reads and what later goes to the cache are then the same arrays. XLA would
     # otherwise keep the wider sums of the product, of all layers, and make both from them.
-    return lax.optimization_barrier((q, k, v))
+    return x, *lax.optimization_barrier((q, k, v))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
@@ -185,13 +195,18 @@ def _after(
     mixed: Float[Array, "B T N H"],
     *,
     cfg: ModelConfig,
-) -> Float[Array, "B T D"]:
-    """What a layer gives, from what it took and what its rows attended to."""
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """What a layer gives, from what it took and what its rows attended to: the sum of two arrays.
+
+    Sums of products stay in their wide type until they are added.
+    """
+    wide = accumulation_dtype(cfg.dtype)
     with jax.named_scope("attention"):
-        x = x + linear(mixed, layer.o, layer.o_bias, contract=2)
+        mixed = linear(mixed, layer.o, layer.o_bias, contract=2, out_dtype=wide)
     with jax.named_scope("mlp"):
-        normed = rms_norm(x, layer.mlp_norm, cfg.norm_eps)
-        return x + swiglu(normed, layer.gate_up, layer.down, layer.gate_up_bias, layer.down_bias)
+        x, normed = add_rms_norm(x, mixed, layer.mlp_norm, cfg.norm_eps)
+        biases = layer.gate_up_bias, layer.down_bias
+        return x, swiglu(normed, layer.gate_up, layer.down, *biases, out_dtype=wide)
 
 
 def embed(weights: ModelWeights, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:

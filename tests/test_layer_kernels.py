@@ -1,0 +1,417 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Triton kernels of a layer without a GPU: products, norms, queries and keys.
+
+As test_kernels.py: values by interpretation, accesses by NumPy and in the lowered programs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from kernel_cases import relative_error
+from kernel_programs import in_numpy, kernel_names, lower_for_cuda, unmasked_accesses
+
+from pallas_kernels import add_rms_norm, product, rms_norm, rotary_heads
+from pallas_kernels import triton as backend
+from pallas_kernels.operations import implementations
+from pallas_kernels.product import triton as product_triton
+from pallas_kernels.rms_norm import triton as norm_triton
+from pallas_kernels.rotary import triton as rotary_triton
+
+EPS = 1e-5
+LARGEST_ERROR = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+@pytest.fixture
+def place():
+    """Puts an array on a mesh of 2 x 2 devices."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    return lambda x, *axes: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
+
+def compiled_text(function, *arrays):
+    return jax.jit(function).lower(*arrays).compile().as_text()
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+def make_product(rng, lead, outputs, inputs, dtype="bfloat16", weights="bfloat16"):
+    """Rows, weights, scales if any; and the sums in float64."""
+    rows = jnp.asarray(rng.standard_normal((*lead, inputs)), dtype)
+    if weights != "int8":
+        matrix = jnp.asarray(rng.standard_normal((outputs, inputs)), dtype)
+        return (rows, matrix), np.asarray(rows, float) @ np.asarray(matrix, float).T
+    matrix = jnp.asarray(rng.integers(-127, 128, (outputs, inputs)), "int8")
+    scales = jnp.asarray(rng.uniform(0.1, 1, outputs), "float32")
+    wide = np.asarray(matrix, float) * np.asarray(scales, float)[:, None]
+    return (rows, matrix, scales), np.asarray(rows, float) @ wide.T
+
+
+def blocks(outputs=16, inputs=32, parts=1):
+    return product_triton.Blocks(outputs, inputs, parts, warps=4, stages=2)
+
+
+def interpreted(some):
+    return functools.partial(product_triton.product, blocks=some, interpret=True)
+
+
+# Sizes that no block divides; more parts than there are blocks of inputs.
+PRODUCTS = [
+    ((), 40, 48, blocks()),
+    ((1, 1), 33, 80, blocks(parts=2)),
+    ((2, 3), 100, 144, blocks(32, 16, 7)),
+    ((16,), 16, 96, blocks(64, 64, 2)),
+]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("weights", ["alike", "int8"])
+@pytest.mark.parametrize("lead, outputs, inputs, some", PRODUCTS)
+def test_products(lead, outputs, inputs, some, weights, dtype, rng):
+    arrays, expected = make_product(rng, lead, outputs, inputs, dtype, weights)
+    out = interpreted(some)(*arrays)
+    assert out.dtype == jnp.float32 and out.shape == (*lead, outputs)
+    assert relative_error(out, expected) < 2e-6
+    with in_numpy():
+        some_rows = arrays[0].reshape(1, -1) if not lead else arrays[0]
+        checked = product_triton._product(some_rows, *arrays[1:], blocks=some, interpret=False)
+    assert relative_error(checked.reshape(out.shape), expected) < 2e-6
+
+
+@pytest.mark.parametrize("weights", ["alike", "int8"])
+def test_a_row_has_the_same_bits_among_others(weights, rng):
+    (rows, *matrix), _ = make_product(rng, (16,), 48, 160, weights=weights)
+    kernel = interpreted(blocks(parts=3))
+    together = np.asarray(kernel(rows, *matrix))
+    for count in (1, 5):
+        np.testing.assert_array_equal(kernel(rows[:count], *matrix), together[:count])
+
+
+def test_every_access_of_a_product_is_masked(rng):
+    for weights in ("alike", "int8"):
+        arrays, _ = make_product(rng, (3,), 33, 80, weights=weights)
+        lowered = lower_for_cuda(product_triton.product, *arrays)
+        assert unmasked_accesses(lowered) == {"tsjax_product": []}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(lead=(17,)), "17 rows: up to 16"),
+        (dict(dtype="float32"), "type float32: only"),
+        (dict(inputs=72), "72 inputs: a multiple of 16"),
+    ],
+)
+def test_products_that_go_to_xla(change, message, rng):
+    shape = dict(lead=(2,), outputs=32, inputs=64, dtype="bfloat16") | change
+    (rows, matrix), _ = make_product(rng, **shape)
+    assert "tsjax_" not in lower_for_cuda(product, rows, matrix).as_text()
+    with pytest.raises(NotImplementedError, match=f"triton: {message}"):
+        lower_for_cuda(functools.partial(product, implementation="triton"), rows, matrix)
+    with pytest.raises(NotImplementedError):
+        product(rows, matrix, implementation="triton")  # not on this machine
+
+
+@pytest.mark.parametrize("weights", ["alike", "int8"])
+def test_few_rows_have_a_kernel_on_a_gpu(weights, rng):
+    arrays, _ = make_product(rng, (2, 8), 32, 64, weights=weights)
+
+    def run(rows, matrix, scales=None):
+        return product(rows, matrix, scales=scales)
+
+    lowered = lower_for_cuda(run, *arrays)
+    assert kernel_names(lowered.as_text()) == {"tsjax_product"}
+
+
+@pytest.mark.parametrize("matrix", [(6144, 4096), (4096, 14336), (28672, 4096), (1536, 1536)])
+def test_blocks_fill_the_chip(matrix):
+    some = product_triton.default_blocks(matrix)
+    programs = -(-matrix[0] // some.outputs) * some.parts
+    assert programs >= 108
+    # Weights of one program on the chip: each stage's.
+    assert some.outputs * some.inputs * 2 * some.stages <= 128 * 1024
+
+
+@pytest.mark.parametrize("split", ["outputs", "inputs"])
+def test_products_on_a_mesh(split, place, rng):
+    (rows, matrix), expected = make_product(rng, (2, 3), 32, 64)
+    if split == "outputs":
+        placed = place(rows, "data"), place(matrix, "model")
+    else:
+        placed = place(rows, "data", None, "model"), place(matrix, None, "model")
+    text = compiled_text(interpreted(blocks()), *placed)
+    assert "all-gather" not in text and ("all-reduce" in text) == (split == "inputs")
+    assert relative_error(jax.jit(interpreted(blocks()))(*placed), expected) < 2e-6
+
+
+def test_products_under_vmap(rng):
+    """Batches of rows are more rows, also more than the kernel takes at a time."""
+    (rows, matrix), expected = make_product(rng, (9, 3), 40, 64)
+    kernel = interpreted(blocks())
+    assert relative_error(jax.vmap(kernel, (0, None))(rows, matrix), expected) < 2e-6
+    both = jax.vmap(kernel, (None, 0))(rows[0], jnp.stack([matrix, 2 * matrix]))
+    assert relative_error(both, np.stack([expected[0], 2 * expected[0]])) < 2e-6
+
+
+# --- norms -----------------------------------------------------------------------------------
+
+
+def make_norm(rng, shape, dtype):
+    """Rows, an update in the type of sums, weight."""
+    rows, update = (rng.standard_normal(shape) for _ in range(2))
+    weight = jnp.asarray(rng.uniform(0.5, 2, shape[-1]), dtype)
+    return jnp.asarray(rows, dtype), jnp.asarray(update, jnp.float32), weight
+
+
+def define_norm(rows, weight):
+    rows = np.asarray(rows, float)
+    return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + EPS) * np.asarray(weight, float)
+
+
+@pytest.mark.parametrize("dtype", LARGEST_ERROR)
+@pytest.mark.parametrize("shape", [(5,), (1, 40), (2, 3, 24), (3, 1, 100), (2, 2070)])
+def test_norms(shape, dtype, rng):
+    rows, update, weight = make_norm(rng, shape, dtype)
+    sums = rows + update.astype(dtype)
+    out = norm_triton.rms_norm(rows, weight, eps=EPS, interpret=True)
+    added, normed = norm_triton.add_rms_norm(rows, update, weight, eps=EPS, interpret=True)
+    np.testing.assert_array_equal(added, sums)
+    for found, of in ((out, rows), (normed, sums)):
+        assert found.dtype == dtype and found.shape == shape
+        assert relative_error(found, define_norm(of, weight)) < LARGEST_ERROR[dtype]
+    same = norm_triton.add_rms_norm(rows, update.astype(dtype), weight, eps=EPS, interpret=True)
+    np.testing.assert_array_equal(same[1], normed)
+    np.testing.assert_array_equal(
+        norm_triton.rms_norm(sums, weight, eps=EPS, interpret=True), normed
+    )
+    with in_numpy():
+        checked = norm_triton._norms(rows, update, weight, eps=EPS, interpret=False)
+    for found, wanted in zip(checked, (added, normed), strict=True):
+        assert relative_error(found, wanted) < LARGEST_ERROR[dtype]
+
+
+@pytest.mark.parametrize("dtype", LARGEST_ERROR)
+def test_norms_have_a_kernel_on_a_gpu(dtype, rng):
+    rows, update, weight = make_norm(rng, (2, 3, 40), dtype)
+    for function, arrays in (
+        (functools.partial(rms_norm, eps=EPS), (rows, weight)),
+        (functools.partial(add_rms_norm, eps=EPS), (rows, update, weight)),
+    ):
+        lowered = lower_for_cuda(lambda *x, f=function: f(*x), *arrays)
+        assert unmasked_accesses(lowered) == {"tsjax_rms_norm": []}
+    wide = jnp.ones((2, norm_triton.WIDEST + 8), dtype)
+    kernel = functools.partial(rms_norm, eps=EPS, implementation="triton")
+    with pytest.raises(NotImplementedError, match="triton: rows of 16392: up to 16384"):
+        lower_for_cuda(kernel, wide, wide[0])
+
+
+@pytest.mark.parametrize("implementation", ["triton", None])
+def test_sums_and_norms_under_vmap_and_grad_and_on_a_mesh(implementation, place, rng):
+    rows, update, weight = make_norm(rng, (4, 2, 16), "float32")
+    if implementation:
+        kernel = functools.partial(norm_triton.add_rms_norm, eps=EPS, interpret=True)
+    else:
+        kernel = functools.partial(add_rms_norm, eps=EPS)
+    expected = [np.asarray(x) for x in kernel(rows, update, weight)]
+    for axes, arrays in (
+        ((0, 0, None), (rows, update, weight)),
+        ((0, 0, 0), (rows, update, jnp.stack([weight] * 4))),
+    ):
+        for found, wanted in zip(jax.vmap(kernel, axes)(*arrays), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    one_update = jax.vmap(kernel, (0, None, None))(rows, update[0], weight)
+    wanted = kernel(rows, jnp.broadcast_to(update[0], rows.shape), weight)
+    np.testing.assert_allclose(one_update[1], wanted[1], rtol=1e-5, atol=1e-6)
+    placed = place(rows, "data"), place(update, "data"), place(weight)
+    assert "all-gather" not in compiled_text(kernel, *placed)
+    for found, wanted in zip(jax.jit(kernel)(*placed), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    if implementation is None:
+
+        def total(rows, **options):
+            added, normed = add_rms_norm(rows, update, weight, EPS, **options)
+            return jnp.sum(added**2) + jnp.sum(normed**3)
+
+        found, wanted = jax.grad(total)(rows), jax.grad(total)(rows, implementation="xla")
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "update, message",
+    [
+        (np.ones((2, 4), "f"), r"update of shape \(2, 4\) and type float32 is not valid: \(2, 3\)"),
+        (np.ones((2, 3), "i"), r"type int32 is not valid: \(2, 3\) of float32"),
+    ],
+)
+def test_updates_that_do_not_fit_are_refused(update, message):
+    with pytest.raises(ValueError, match=message):
+        add_rms_norm(np.ones((2, 3), "f"), update, np.ones(3, "f"), EPS)
+
+
+# --- queries, keys and values ----------------------------------------------------------------
+
+
+def make_heads(rng, B, T, K, G, H, dtype, *, wide=True):
+    fresh = jnp.asarray(rng.standard_normal((B, T, K, G + 2, H)), "float32" if wide else dtype)
+    angles = rng.uniform(0, 6, (B, T, H // 2))
+    return fresh, jnp.asarray(np.cos(angles), "float32"), jnp.asarray(np.sin(angles), "float32")
+
+
+def define_heads(fresh, cos, sin, dtype):
+    """One vector at a time, as a product of complex numbers, in float64."""
+    fresh = np.asarray(jnp.asarray(fresh, dtype), float)
+    B, T, K, P, H = fresh.shape
+    turns = np.asarray(cos, float) + 1j * np.asarray(sin, float)
+    out = [np.empty((B, T, n, H)) for n in (K * (P - 2), K, K)]
+    for b, t, k, p in np.ndindex(B, T, K, P):
+        vector = fresh[b, t, k, p]
+        turned = (vector[: H // 2] + 1j * vector[H // 2 :]) * turns[b, t]
+        turned = np.concatenate([turned.real, turned.imag])
+        if p < P - 2:
+            out[0][b, t, k * (P - 2) + p] = turned
+        else:
+            out[p - P + 3][b, t, k] = turned if p == P - 2 else vector
+    return out
+
+
+HEADS = [(1, 1, 8, 4, 128), (2, 3, 2, 1, 64), (1, 5, 3, 7, 80), (2, 2, 1, 5, 96), (1, 2, 2, 2, 6)]
+
+
+@pytest.mark.parametrize("dtype", LARGEST_ERROR)
+@pytest.mark.parametrize("shape", HEADS)
+def test_heads(shape, dtype, rng):
+    kernel = functools.partial(rotary_triton.rotary_heads, dtype=dtype, interpret=True)
+    for wide in (True, False):
+        arrays = make_heads(rng, *shape, dtype, wide=wide)
+        expected = define_heads(*arrays, dtype)
+        with in_numpy():
+            checked = rotary_triton._heads(*arrays, dtype=jnp.dtype(dtype), interpret=False)
+        for found in (kernel(*arrays), checked, rotary_heads(*arrays, dtype)):
+            for one, wanted in zip(found, expected, strict=True):
+                assert one.dtype == dtype and one.shape == wanted.shape
+                assert relative_error(one, wanted) < LARGEST_ERROR[dtype]
+        np.testing.assert_array_equal(kernel(*arrays)[2], expected[2])  # values are not turned
+
+
+def test_heads_have_a_kernel_on_a_gpu(rng):
+    arrays = make_heads(rng, 2, 3, 2, 5, 80, "bfloat16")
+    kernel = functools.partial(rotary_heads, dtype="bfloat16")
+    assert unmasked_accesses(lower_for_cuda(kernel, *arrays)) == {"tsjax_rotary_heads": []}
+    arrays = make_heads(rng, 1, 1, 1, 1, 256, "bfloat16")
+    assert "tsjax_" not in lower_for_cuda(kernel, *arrays).as_text()
+    with pytest.raises(NotImplementedError, match="triton: head_dim 256: up to 128"):
+        lower_for_cuda(functools.partial(kernel, implementation="triton"), *arrays)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+def test_heads_on_a_mesh_and_under_vmap(group, place, rng):
+    fresh, cos, sin = make_heads(rng, 2, 3, 2, group, 64, "float32")
+    kernel = functools.partial(rotary_triton.rotary_heads, dtype="float32", interpret=True)
+    expected = kernel(fresh, cos, sin)
+    placed = place(fresh, "data", None, "model"), place(cos, "data"), place(sin, "data")
+    text = compiled_text(kernel, *placed)
+    assert "all-gather" not in text and "all-reduce" not in text
+    for found, wanted in zip(jax.jit(kernel)(*placed), expected, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+        axes = ("data", None, "model")
+        assert found.sharding.is_equivalent_to(place(jnp.zeros(found.shape), *axes).sharding, 4)
+    several = jax.vmap(kernel, (0, None, None))(jnp.stack([fresh, 2 * fresh]), cos, sin)
+    for found, wanted in zip(several, expected, strict=True):
+        np.testing.assert_array_equal(found, np.stack([wanted, 2 * wanted]))
+
+
+@pytest.mark.parametrize(
+    "fresh, angles, dtype, message",
+    [
+        ((1, 2, 3, 2, 8), (1, 2, 4), "float32", r"\(1, 2, 3, 2, 8\) is not valid: .* at least 3"),
+        ((1, 2, 3, 4, 8), (1, 2, 8), "float32", r"so cos and sin \(1, 2, 4\); got cos \(1, 2, 8\)"),
+        ((1, 2, 3, 4, 8), (1, 2, 4), "int32", "with dtype int32 is not valid: dtype is one of"),
+        ((1, 2, 3, 4, 8), (1, 2, 4), "float64", "float32 with dtype float64 is not valid"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(fresh, angles, dtype, message):
+    angles = np.ones(angles, "f")
+    with pytest.raises(ValueError, match=message):
+        rotary_heads(np.ones(fresh, "f"), angles, angles, dtype)
+
+
+# --- the switch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", ["product", "rms_norm, rotary_heads", "all"])
+def test_kernels_are_switched_off_by_name(named, monkeypatch, rng):
+    monkeypatch.setenv("TSJAX_NO_TRITON", named)
+    rows, matrix = make_product(rng, (2,), 32, 64)[0]
+    weight = jnp.ones(64, "bfloat16")
+
+    def run(rows, matrix, weight, *heads):
+        return product(rows, matrix), rms_norm(rows, weight, EPS), rotary_heads(*heads, "bfloat16")
+
+    heads = make_heads(rng, 1, 1, 1, 1, 64, "bfloat16")
+    text = lower_for_cuda(run, rows, matrix, weight, *heads).as_text()
+    off = ("product", "rms_norm", "rotary_heads") if named == "all" else named.split(", ")
+    wanted = {"tsjax_product", "tsjax_rms_norm", "tsjax_rotary_heads"}
+    assert kernel_names(text) == wanted - {f"tsjax_{name}" for name in off}
+    found = implementations("cuda")
+    for name in found:
+        is_off = named == "all" or name.removeprefix("add_") in off
+        assert ("triton" in found[name]) != is_off
+
+
+def test_a_switch_that_names_no_operation_is_refused(monkeypatch, rng):
+    monkeypatch.setenv("TSJAX_NO_TRITON", "products")
+    rows, matrix = make_product(rng, (2,), 32, 64)[0]
+    with pytest.raises(ValueError, match="TSJAX_NO_TRITON='products' is not valid: all, or some"):
+        lower_for_cuda(product, rows, matrix)
+
+
+# --- the tests above can fail -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [product_triton, norm_triton, rotary_triton])
+@pytest.mark.parametrize("name", ["load", "store"])
+def test_an_access_outside_an_array_is_found(module, name, rng):
+    runs = {
+        product_triton: lambda: module._product(
+            *make_product(rng, (3,), 33, 80)[0], blocks=blocks(), interpret=False
+        ),
+        norm_triton: lambda: module._norms(
+            *make_norm(rng, (2, 40), "float32"), eps=EPS, interpret=False
+        ),
+        rotary_triton: lambda: module._heads(
+            *make_heads(rng, 1, 2, 2, 5, 80, "float32"), dtype=jnp.dtype("float32"), interpret=False
+        ),
+    }
+    with in_numpy(), pytest.MonkeyPatch.context() as patch:
+        in_place = getattr(module, name)
+        if name == "load":
+            patch.setattr(module, name, lambda ref, index, inside: in_place(ref, index, True))
+        else:
+            patch.setattr(
+                module, name, lambda ref, index, value, inside: in_place(ref, index, value, True)
+            )
+        with pytest.raises(AssertionError, match="outside of its array|written twice"):
+            runs[module]()
+
+
+@pytest.mark.parametrize("module", [product_triton, norm_triton, rotary_triton])
+def test_a_missing_mask_is_found(module, monkeypatch, rng):
+    def without_mask(ref, index, inside, other=0):
+        return backend.backend.load(ref.at[tuple(index)])
+
+    monkeypatch.setattr(module, "load", without_mask)
+    if module is product_triton:
+        arrays, _ = make_product(rng, (3,), 65, 112)
+        run = functools.partial(module._product, blocks=blocks(), interpret=False)
+    elif module is norm_triton:
+        arrays = make_norm(rng, (2, 56), "float32")
+        run = functools.partial(module._norms, eps=EPS, interpret=False)
+    else:
+        arrays = make_heads(rng, 1, 2, 2, 5, 88, "float32")
+        run = functools.partial(module._heads, dtype=jnp.dtype("float32"), interpret=False)
+    (found,) = unmasked_accesses(lower_for_cuda(run, *arrays)).values()
+    assert found
