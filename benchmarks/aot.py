@@ -22,7 +22,11 @@ CHIPS = {"a100": (2.039e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12,
 
 
 def work(case: str, shapes: dict) -> dict:
-    """What one call has to read and compute when the cache is full."""
+    """What one call has to read and compute; of a cache when it is full."""
+    if case.startswith("product"):
+        (rows, inputs), ((outputs, _), kind) = shapes["rows"][0], shapes["weights"]
+        read, operations = outputs * inputs * (1 if kind == "int8" else 2), 2 * rows
+        return _work(read, operations * outputs * inputs, case)
     (B, K, S, H), size = shapes["k_cache"][0], 4 if "float32" in case else 2
     if case.startswith("tree_attention"):
         _, T, N, _ = shapes["q"][0]
@@ -32,12 +36,16 @@ def work(case: str, shapes: dict) -> dict:
         cache, operations = passes * B * K * S * H * size, 2 * passes * B * N * S * H
         if passes == 1:
             operations = 2 * B * K * S * H  # the group's queries are added first
+    return _work(cache, operations, case)
+
+
+def _work(read: int, operations: int, case: str) -> dict:
     bounds = {
-        chip: 1e6 * max(cache / bandwidth, operations / peak)
+        chip: 1e6 * max(read / bandwidth, operations / peak)
         for chip, (bandwidth, peak) in CHIPS.items()
         if "float32" not in case
     }
-    return {"cache_bytes": cache, "operations": operations, "bound_us": bounds}
+    return {"read_bytes": read, "operations": operations, "bound_us": bounds}
 
 
 def main(argv: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading what a compilation for a GPU leaves: on a small program in XLA's words."""
 
-from tools.gpu_program import figures, read_dump, read_thunks
+from tools.gpu_program import figures, read_dump, read_thunks, work
 
 THUNKS = """\
 001: kCopy   [source       | next=002 (1)] kCopy
@@ -62,4 +62,39 @@ def test_figures(tmp_path):
         "products": 3,
         "small_products": 1,  # not the one of the inner loop
         "float32_weights": 1,
+    }
+
+
+WORK = """HloModule step
+
+%fused_dot (parameter_0: bf16[8,64], parameter_1: bf16[256,64]) -> f32[8,256] {
+  %parameter_0 = bf16[8,64]{1,0} parameter(0)
+  %parameter_1 = bf16[256,64]{1,0} parameter(1)
+  ROOT %dot.1 = f32[8,256]{1,0} dot(%parameter_0, %parameter_1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+
+%body (rows: bf16[8,64]) -> f32[8,256] {
+  %rows = bf16[8,64]{1,0} parameter(0)
+  %weights = bf16[256,64]{1,0} parameter(1)
+  %first = f32[8,256]{1,0} fusion(%rows, %weights), kind=kCustom, calls=%fused_dot
+  %attended = (f32[4,1,2,16,32]{4,3,2,1,0}) custom-call(%length, %q, %k, %v), custom_call_target="__gpu$xla.gpu.triton", operand_layout_constraints={s32[1]{0}, bf16[1,3,8,32]{3,2,1,0}, bf16[1,2,100,32]{3,2,1,0}, bf16[1,2,100,32]{3,2,1,0}}, metadata={op_name="jit(step)/tsjax_tree_attention/pallas_call"}
+  %merged = f32[3,8,32]{2,1,0} custom-call(%attended), custom_call_target="__gpu$xla.gpu.triton", operand_layout_constraints={f32[4]{0}}, metadata={op_name="jit(step)/tsjax_tree_attention_merge/pallas_call"}
+  ROOT %second = f32[8,256]{1,0} fusion(%rows, %weights), kind=kCustom, calls=%fused_dot
+}
+
+ENTRY %main (rows: bf16[8,64]) -> f32[8,256] {
+  %rows = bf16[8,64]{1,0} parameter(0)
+  ROOT %loop = f32[8,256]{1,0} while(%rows), condition=%condition, body=%body
+}
+"""  # noqa: E501
+
+
+def test_work_is_counted_where_kernels_start():
+    """A product that two fusions share counts twice, its body by itself not at all."""
+    assert work(WORK) == {
+        "weights": 2 * 2 * 256 * 64,
+        "products": 2 * 2 * 8 * 256 * 64,
+        "cache": 2 * 2 * 2 * 100 * 32,  # keys and values of two heads, in two bytes
+        "attention": 2 * 2 * 3 * 8 * 100 * 32,  # q·k and the sum of values, of 8 query heads
+        "kernels": 4,
     }

@@ -64,6 +64,58 @@ STEPS = {
 }
 
 
+class Pass(NamedTuple):
+    """A pass of some rows of a model, and their logits, over a cache of `capacity` slots."""
+
+    model: str
+    rows: int
+    capacity: int
+
+
+# What `tsjax.methods.cost_model` counts: of draft passes and of verifications.
+PASSES = {
+    f"pass {model} {rows} of {capacity}": Pass(model, rows, capacity)
+    for model in ("llama3.1-8b", "qwen2.5-1.5b", "llama2-7b-yarn-128k")
+    for rows, capacity in ((1, 4096), (64, 106_496))
+}
+
+
+def lower_pass(one: Pass, target: str):
+    """A pass, from shapes alone."""
+    import jax
+    import jax.numpy as jnp
+
+    import tsjax
+    from tools import gpu_targets
+    from tsjax.decoding.programs import compiler_options
+    from tsjax.model.cache import KVCache
+    from tsjax.model.params import declare_params, is_spec
+    from tsjax.model.passes import run_rows
+    from tsjax.model.transformer import final_norm, unembed
+
+    cfg, rows = tsjax.model_preset(one.model), (1, one.rows)
+    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
+
+    def aval(shape, dtype):
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+
+    specs = declare_params(cfg).model
+    weights = jax.tree.map(lambda spec: aval(spec.shape, spec.dtype), specs, is_leaf=is_spec)
+    slots = aval((1, cfg.num_kv_heads, one.capacity, cfg.head_dim), cfg.dtype)
+    layers = (slots,) * cfg.num_layers
+    cache = KVCache(k=layers, v=layers, length=aval((1,), jnp.int32))
+
+    def run(weights, cache, tokens, positions, mask):
+        found = run_rows(weights, cache, tokens, positions, mask, cfg=cfg)
+        logits = unembed(weights, final_norm(weights, found.hidden, cfg=cfg), cfg=cfg)
+        return jnp.argmax(logits, axis=-1), found.k, found.v
+
+    arguments = aval(rows, jnp.int32), aval(rows, jnp.int32), aval((one.rows,) * 2, jnp.bool)
+    program = jax.jit(run, compiler_options=compiler_options("gpu", cfg.dtype))
+    with gpu_targets.abstract_gpu(target):
+        return program.trace(weights, cache, *arguments).lower(lowering_platforms=("cuda",))
+
+
 # The programs of tsjax.train_heads for Llama-3.1-8B, with its defaults: one micro-batch.
 TRAINING = {f"train_heads {part}": part for part in ("hidden_states", "add_gradients", "update")}
 
@@ -127,6 +179,8 @@ def kernel_cases() -> dict:
 
     from pallas_kernels.cache_scores import specs as scores
     from pallas_kernels.cache_scores.api import cache_scores
+    from pallas_kernels.product import specs as products
+    from pallas_kernels.product.api import product
     from pallas_kernels.tree_attention import specs as attention
     from pallas_kernels.tree_attention.api import tree_attention
 
@@ -138,6 +192,9 @@ def kernel_cases() -> dict:
         for mode in ("dot", "softmax"):
             run = functools.partial(cache_scores, mode=mode, implementation="triton")
             cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
+    for name, spec in products.SPECS.items():
+        run = functools.partial(product, implementation="triton")
+        cases[f"product {name}"] = run, spec.shapes()
     return cases
 
 
@@ -252,6 +309,8 @@ def figures(case: str, target: str, dump: Path) -> dict:
     found: dict = {"case": case, "target": target}
     if case in STEPS:
         lowered, caches = lower_step(STEPS[case], target)
+    elif case in PASSES:
+        lowered, caches = lower_pass(PASSES[case], target), []
     elif case in TRAINING:
         lowered, caches = lower_training(TRAINING[case], target), []
     else:
@@ -276,6 +335,9 @@ def figures(case: str, target: str, dump: Path) -> dict:
         program, hlo = gpu_program.read_dump(dump)
         weights, cores = matrices(STEPS[case].model), CORES[target]
         found["program"] = gpu_program.figures(program, hlo, weights, cores)
+        found["work"] = gpu_program.work(hlo)
+    if case in PASSES:
+        found["work"] = gpu_program.work(compiled.as_text())
     found["kernels"] = kernels(dump)
     return found
 
@@ -355,7 +417,7 @@ def find_ptxas() -> str:
 
 def main(argv: list[str]) -> int:
     if argv == ["--list"]:
-        print("\n".join([*kernel_cases(), *STEPS]))
+        print("\n".join([*kernel_cases(), *STEPS, *PASSES]))
         return 0
     case, target = argv
     # From jax 0.11 on, PTX is dumped only for emitters that are named.
@@ -363,7 +425,8 @@ def main(argv: list[str]) -> int:
 
     emitters = "" if metadata.version("jax").startswith("0.10.") else " --xla_dump_emitter_re=.*"
     with tempfile.TemporaryDirectory() as dump:
-        os.environ["XLA_FLAGS"] = f"--xla_dump_to={dump}{emitters}"
+        given = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{given} --xla_dump_to={dump}{emitters}"
         print(json.dumps(figures(case, target, Path(dump))))
     return 0
 

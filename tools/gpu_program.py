@@ -8,6 +8,7 @@ a loop outside of a graph the host waits for the chip.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -85,7 +86,7 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
     "small_products" are those of each step, with fewer blocks than the chip has cores; what lies in
     a further loop (old slots that a lazy prefill left out, read anew) is none of them.
     """
-    products = [kernel for kernel in program.kernels if "gemm" in kernel.name]
+    products = [one for one in program.kernels if re.search("gemm|tsjax_product", one.name)]
     shapes = {shape for a, b in weights for shape in (f"{a},{b}", f"{b},{a}")}
     written = re.findall(r"= f32\[(\d+,\d+)\]", _without_fusions(hlo))
     return {
@@ -103,7 +104,70 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
     }
 
 
+def work(hlo: str) -> dict:
+    """What the products and the attention of a program read and compute, and its kernels.
+
+    The body of a loop counts once. Of a product the larger array is the weights; attention reads
+    its caches whole, as it does when they are full.
+    """
+    bodies = {}
+    for block in _blocks(hlo):
+        lines = dict(re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = (.*)", block, re.MULTILINE))
+        bodies[block.removeprefix("ENTRY ").split(" ")[0].lstrip("%")] = lines
+    found = dict.fromkeys(("weights", "products", "cache", "attention", "kernels"), 0)
+    fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", hlo))
+    for name, lines in bodies.items():
+        if name in fused:
+            continue
+        for text in lines.values():
+            called = re.search(r" fusion\(.*calls=%([\w.-]+)", text)
+            ours = 'custom_call_target="__gpu$xla.gpu.triton"' in text
+            found["kernels"] += bool(called or ours)
+            if ours and "/tsjax_tree_attention/" in text:
+                _, (_, queries), (kind, cache), *_ = _arrays(text.split("constraints={")[1])
+                (_, T, N, H), (B, K, S, _) = queries, cache
+                found["cache"] += 2 * B * K * S * H * WIDTHS[kind]
+                found["attention"] += 4 * B * T * N * H * S
+            elif ours and "/tsjax_product/" in text:
+                (_, (rows, _)), (kind, weights), *_ = _arrays(text.split("constraints={")[1])
+                found["weights"] += math.prod(weights) * WIDTHS[kind]
+                found["products"] += 2 * rows * math.prod(weights)
+            inside = bodies[called[1]] if called else {}
+            for dot in [text, *inside.values()]:
+                if operands := re.search(r" dot\((%[\w.-]+), (%[\w.-]+)\)", dot):
+                    arrays = [(inside or lines)[operand] for operand in operands.groups()]
+                    read, operations = _product(dot, arrays)
+                    found["weights"] += read
+                    found["products"] += operations
+    return found
+
+
+WIDTHS = {"s8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}  # bytes of a number
+
+
+def _product(dot: str, operands: list[str]) -> tuple[int, int]:
+    """Bytes of the larger operand of a product, and its operations."""
+
+    (_, result), *arrays = (_arrays(text)[0] for text in (dot, *operands))
+    (summed,) = re.findall(r"lhs_contracting_dims={([\d,]+)}", dot)
+    terms = math.prod(arrays[0][1][axis] for axis in _numbers(summed))
+    larger = max(WIDTHS[kind] * math.prod(shape) for kind, shape in arrays)
+    return larger, 2 * math.prod(result) * terms
+
+
+def _arrays(text: str) -> list[tuple[str, list[int]]]:
+    """Type and shape of each array that is named, in order."""
+    return [(kind, _numbers(shape)) for kind, shape in re.findall(r"(\w+)\[([\d,]*)\]", text)]
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def _blocks(hlo: str) -> list[str]:
+    return re.split(r"\n(?=%|ENTRY)", hlo)
+
+
 def _without_fusions(hlo: str) -> str:
     """The HLO without the bodies of fusions, whose arrays never reach memory."""
-    blocks = re.split(r"\n(?=%|ENTRY)", hlo)
-    return "\n".join(block for block in blocks if "fused_" not in block.split("(")[0])
+    return "\n".join(block for block in _blocks(hlo) if "fused_" not in block.split("(")[0])
