@@ -11,6 +11,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from benchmarks import expected
 from benchmarks.report import ROOT, todays_command
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -279,7 +280,7 @@ def paper() -> str:
     for name, case in document["cases"].items():
         if not case.get("bound_us"):
             continue
-        read, operations = case["cache_bytes"], case["operations"]
+        read, operations = case["read_bytes"], case["operations"]
         cells = []
         for chip, bound in case["bound_us"].items():
             bandwidth, peak = document["chips"][chip]
@@ -319,7 +320,10 @@ def registers() -> str:
 
 
 def steps() -> str:
-    lines = head("step | weights, cache and state | temporary | copies of a cache")
+    lines = head(
+        "step | weights, cache and state | temporary | copies of a cache | kernels in graphs | "
+        "started by the host | loops that ask the host"
+    )
     for name, case in compiled()["cases"].items():
         found = case["a100"]
         if "cache_copies" not in found:
@@ -327,7 +331,9 @@ def steps() -> str:
         each = ", each device" if "devices" in name else ""
         lines.append(
             f"| {name.removeprefix('step ')} | {found['argument_bytes'] / 1e9:.1f} GB{each} "
-            f"| {found['temp_bytes'] / 1e6:,.0f} MB | {found['cache_copies']} |"
+            f"| {found['temp_bytes'] / 1e6:,.0f} MB | {found['cache_copies']} "
+            f"| {found['program']['graph_kernels']:,} | {found['program']['loose_kernels']} "
+            f"| {found['program']['host_loops']} |"
         )
     return "\n".join([*lines, "", "Made by the same command."])
 
@@ -515,6 +521,9 @@ SECTIONS = {
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/exactness.md", "near-ties"): near_ties,
     ("docs/exactness.md", "equality"): equality,
+    ("docs/performance.md", "errors"): expected.errors,
+    ("docs/performance.md", "choices"): expected.choices,
+    ("docs/performance.md", "expected-times"): expected.times,
     ("docs/kernels.md", "paper"): paper,
     ("docs/kernels.md", "compiled"): registers,
     ("docs/kernels.md", "steps"): steps,

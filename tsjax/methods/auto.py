@@ -26,10 +26,17 @@ from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
 
 MOST_PASSES = 6
+FEW_PASSES = 2  # up to which many shapes of trees are offered
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
 CLEARLY = 1.1  # so many times as long per token, a run goes on with the other one
 # Where rows cost time: a repetition has to be long, and then is drafted alone.
 LONG_REPEATS: dict[str, Any] = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 8}
+# A few n-grams beside them, and passes for steps that find few of all n-grams.
+FEW_NGRAMS: dict[str, Any] = {**LONG_REPEATS, "num_ngrams": 5}
+WIDTHS = (16, 32, 64)
+# Children of each node, for heads: paths and trees of few nodes up to the paper's tree.
+SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 2, 2), (3, 2, 1), (3, 3, 3))
+EVEN = ((1, 1, 1), (2, 2, 2), (3, 3, 3))
 # A small partial cache that is often chosen anew, and the paper's.
 PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
     {"draft_budget": 512, "draft_refresh": 8, "draft_rest": True},
@@ -122,6 +129,7 @@ def options(model: ModelConfig) -> Iterator[Method]:
     yield Autoregressive()
     yield NGram(**LONG_REPEATS, pass_widths=(1,))
     yield NGram()
+    yield NGram(**FEW_NGRAMS, pass_widths=WIDTHS[:1])
     heads = model.num_draft_heads
     for passes in range(1, MOST_PASSES + 1):
         for cache in PARTIAL_CACHES:
@@ -132,17 +140,26 @@ def options(model: ModelConfig) -> Iterator[Method]:
 
 
 def _trees(passes: int, heads: int) -> list[tuple[int, ...]]:
-    """One token for each pass, and then as many branches for each head, at most three deep."""
-    path, deeper = (1,) * passes, min(heads, 3)
-    return [path, *(path + (few,) * deeper for few in (1, 2, 3) if heads)]
+    """One token for each pass, and then branches for each head, at most three deep."""
+    path, shapes = (1,) * passes, SHAPES if passes <= FEW_PASSES else EVEN
+    cut = dict.fromkeys(shape[:heads] for shape in shapes)
+    return [path, *(path + shape for shape in cut if heads)]
 
 
 def _with_text(tree: tuple[int, ...], **settings: Any) -> Iterator[Method]:
-    """With long repetitions in a second, wider program, and with n-grams and any repetition."""
+    """With long repetitions in a second, wider program; also with few n-grams; with many n-grams
+    and any repetition, in one program or in several."""
+    rows = 1 + _nodes(tree)
     narrow = TokenSwift(tree=tree, suffix_alone=8, **LONG_REPEATS, **settings)
-    widths = (1 + _nodes(tree),)
-    yield dataclasses.replace(narrow, pass_widths=widths)
+    yield dataclasses.replace(narrow, pass_widths=(rows,))
     yield TokenSwift(tree=tree, **settings)
+    yield dataclasses.replace(narrow, **FEW_NGRAMS, pass_widths=_widths(rows))
+    yield TokenSwift(tree=tree, pass_widths=_widths(rows), **settings)
+
+
+def _widths(rows: int) -> tuple[int, ...]:
+    """Those that hold a tree of N rows."""
+    return tuple(width for width in WIDTHS if width >= rows)
 
 
 def _nodes(tree: tuple[int, ...]) -> int:

@@ -29,6 +29,11 @@ SHARE_AMONG = (0.7, 0.88, 1.0)  # the best one, the best two, the best three
 # long match, how often its tokens are right, and the tokens that n-grams find in a step (the
 # paper's Figure 3: 0.8 after 20,000 tokens, and more later). A run with fewer gives its drafts up.
 REPEATS, REPEAT_IS_RIGHT, NGRAMS_FIND = 0.02, 0.85, 0.5
+# Of fewer n-grams than the paper's 20, which are the most frequent ones: 5 find 0.7 of it.
+ALL_NGRAMS, FEWER_FIND = 20, 0.25
+# The share of the rows for n-grams, and for a suffix that need not be long, that usual steps fill.
+FILLED = 0.5
+LONG_MATCH = 8  # equal tokens that are rare enough
 
 
 class Line(NamedTuple):
@@ -112,7 +117,7 @@ def expected_tokens(method: Method, model: ModelConfig) -> float:
     if isinstance(method, TokenSwift):
         found = sum(itertools.accumulate(_rates(method, model), lambda a, b: a * b))
     if isinstance(method, NGram):
-        found += NGRAMS_FIND if method.num_ngrams else 0.0
+        found += NGRAMS_FIND * min(method.num_ngrams / ALL_NGRAMS, 1.0) ** FEWER_FIND
         repeated = sum(REPEAT_IS_RIGHT**n for n in range(1, method.suffix_length + 1))
         found += REPEATS * max(repeated - found, 0.0)
     return 1.0 + found
@@ -125,15 +130,18 @@ def _rates(method: TokenSwift, model: ModelConfig) -> list[float]:
         heads = [min(share / SHARE_AMONG[0], 1.0) for share in model.head_accuracy]
     else:
         heads = [HEAD_IS_RIGHT[method.draft_from]] * model.num_draft_heads
-    among = SHARE_AMONG[min(plan.best_of, len(SHARE_AMONG)) - 1]
+    best_of = [0] * (plan.passes + len(heads))  # candidates at each depth
+    for path in plan.paths:
+        best_of[len(path) - 1] = max(best_of[len(path) - 1], 1 + path[-1])
+    among = [SHARE_AMONG[max(min(few, len(SHARE_AMONG)), 1) - 1] for few in best_of[plan.passes :]]
     passes = [PASS_WITH_REST_IS_RIGHT if plan.rest else PASS_IS_RIGHT] * plan.passes
-    return (passes + [among * head for head in heads])[: plan.levels]
+    found = passes + [share * head for share, head in zip(among, heads, strict=True)]
+    return found[: plan.levels]
 
 
 def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: float) -> float:
     """Seconds of an average step."""
-    sizes = method.sizes(model)
-    usual, widest = (costs.of_pass(sizes.pass_widths[i], context) for i in (0, -1))
+    usual, widest = (costs.of_pass(rows, context) for rows in usual_widths(method, model))
     repeats = REPEATS if isinstance(method, NGram) and method.suffix_length else 0.0
     seconds = (1 - repeats) * usual + repeats * widest + costs.overhead
     if isinstance(method, NGram):
@@ -153,66 +161,245 @@ def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: floa
     return seconds + (costs.heads if plan.levels > plan.passes else 0.0)
 
 
+def usual_widths(method: Method, model: ModelConfig) -> tuple[int, int]:
+    """Rows of the pass that a usual step takes, and of one that has found a long repetition."""
+    sizes = method.sizes(model)
+    rows = 1
+    if isinstance(method, TokenSwift):
+        rows += len(method.plan(model).paths)
+    if isinstance(method, NGram):
+        often = method.suffix_length if method.suffix_match < LONG_MATCH else 0
+        rows += round(FILLED * (method.num_ngrams * method.ngram_depth + often))
+    return next(n for n in sizes.pass_widths if n >= min(rows, sizes.width)), sizes.width
+
+
 def seconds_per_token(method: Method, model: ModelConfig, costs: Costs, context: float) -> float:
     return step_seconds(method, model, costs, context) / expected_tokens(method, model)
 
 
-class Device(NamedTuple):
-    """The rates behind an estimate.
+class Reach(NamedTuple):
+    """What programs reach of a device's data sheet, and what they take beside it.
 
     Attributes:
-      bytes_per_second, operations_per_second: of products with weights.
-      cache_bytes_per_second, cache_operations_per_second: of attention.
-      overhead: seconds of a step beside its pass.
+      products: (rows, share of the bandwidth) of reading weights; ascending. Rows are padded to the
+        next of these tiles, beyond the last to multiples of it.
+      product_operations: share of the operations of products.
+      tiles: (least, most) rows of a tile of attention, powers of two; the rows of all query heads
+        of a kv head share tiles.
+      attention_bytes, attention_operations: shares of both.
+      wide_operations: share of these that is left for types wider than 16 bits.
+      overlaps: whether a part takes the longer of reading and computing, or their sum.
+      kernels: (rows, kernels that a layer starts) in passes of up to so many rows; ascending.
+      kernel: seconds of a start.
+      step: seconds of a step beside its pass: the sampling, the commit, the loop.
     """
+
+    products: tuple[tuple[int, float], ...]
+    product_operations: float
+    tiles: tuple[int, int]
+    attention_bytes: float
+    attention_operations: float
+    wide_operations: float
+    overlaps: bool
+    kernels: tuple[tuple[float, float], ...]
+    kernel: float
+    step: float
+
+
+class Device(NamedTuple):
+    """A device by its data sheet: operations are those of 16-bit products, without sparsity."""
 
     bytes_per_second: float
     operations_per_second: float
-    cache_bytes_per_second: float
-    cache_operations_per_second: float
-    overhead: float
+    memory: float
+    reach: Reach
 
 
-# By what a device's kind contains, lower case.
+# Calibrated on one run of Llama-3.1-8B on an H100 (of 2026-11-23,
+# benchmarks/results/h100/step-llama3.1-8b.json): the shares of products on passes of 8, 16, 64 and
+# 101 rows at 4,096 tokens, the shares of attention on what 102,400 more tokens add to passes of 1
+# and 64 rows, `step` on a plain step less a pass of one row. One model cannot tell starts of
+# kernels from slower reading: the 14 that a layer then had, of 2.2 microseconds, are assumed. So is
+# the share of product operations, which no measured pass waits for, to be that of attention. The
+# run is older than sampling without waits, the choice of the partial cache by threshold and today's
+# n-grams: `step` is rather too long. It is older, too, than the kernels for norms, for queries and
+# keys, and for products of few rows: `kernels` are those of today's programs (tests/test_aot.py),
+# and the share of products of up to 16 rows is assumed to be what it was.
+GPU = Reach(
+    products=((8, 0.84), (16, 0.81), (64, 0.71), (128, 0.64)),
+    product_operations=0.44,
+    tiles=(16, 128),
+    attention_bytes=0.89,
+    attention_operations=0.44,
+    wide_operations=1 / 16,
+    overlaps=True,
+    kernels=((16, 10), (math.inf, 13)),
+    kernel=2.2e-6,
+    step=2.7e-4,
+)
+# As that run was: fewer rows than 8 were padded first, which took as long as six kernels more.
+GPU_OF_THE_RUN = GPU._replace(kernels=((7, 20.1), (math.inf, 14)))
+# By words that a device's kind contains, in lower case; the first of these that fits.
 GPUS = {
-    "a100": Device(2.04e12, 312e12, 2.04e12, 312e12, 1e-4),
-    "h100": Device(3.35e12, 989e12, 3.35e12, 989e12, 1e-4),
-    "h200": Device(4.8e12, 989e12, 4.8e12, 989e12, 1e-4),
+    "a100 40gb": Device(1.555e12, 312e12, 40e9, GPU),
+    "a100": Device(2.04e12, 312e12, 80e9, GPU),
+    "h100": Device(3.35e12, 989e12, 80e9, GPU),
+    "h200": Device(4.8e12, 989e12, 141e9, GPU),
+    "l40s": Device(0.864e12, 362e12, 48e9, GPU),
+    "rtx 4090": Device(1.008e12, 165e12, 24e9, GPU),
 }
-CPU = Device(1e10, 9e10, 4.4e9, 3.8e10, 2e-3)
+# Of the C++ kernels on two cores (benchmarks/results/cpu/cpu.json, of 2026-11-23): bytes on plain
+# steps, operations on what further rows add to a pass. There reading and computing add up.
+CPU = Device(
+    bytes_per_second=3.45e10,
+    operations_per_second=1.5e11,
+    memory=math.inf,
+    reach=Reach(((1, 1.0),), 1.0, (1, 1), 1.0, 1.0, 1.0, False, ((math.inf, 0),), 0.0, 2e-4),
+)
+MOST_ROWS = 256  # of the passes in an estimated table
+# Arrays of float32 that are written or read for each token of the vocabulary and row: logits, and
+# twice by what takes a token from them.
+LOGITS_PASSES = 3
+# A choice of the partial cache on a GPU, as partial_cache.slots_at_once has it; not measured yet:
+# scores are written or read so often, this many kernels start per layer, and so many slots are
+# copied, the paper's budget.
+SCORE_PASSES, CHOICE_KERNELS, CHOSEN_SLOTS = 20, 12, 4096
+NGRAM_KERNELS = 40  # entering n-grams and looking them up
 
 
 def device_of(platform: str, kind: str) -> Device:
     """The rates of a jax device by its `platform` and `device_kind`; an A100's for others."""
     if platform == "cpu":
         return CPU
-    return next((found for name, found in GPUS.items() if name in kind.lower()), GPUS["a100"])
+    kind = kind.lower()
+    fits = (found for name, found in GPUS.items() if all(word in kind for word in name.split()))
+    return next(fits, GPUS["a100"])
+
+
+class Work(NamedTuple):
+    """Bytes that are read (or written, where that counts), and operations, without any padding."""
+
+    bytes: float
+    operations: float
+
+
+def pass_work(
+    model: ModelConfig, rows: int, context: float, batch: int = 1, weight_bytes: float | None = None
+) -> dict[str, Work]:
+    """The work of a pass by its parts: "products", "logits", "attention" and "tokens".
+
+    Args:
+      weight_bytes: of each weight that is read, where they are stored in fewer than the model's
+        type has, as for drafts.
+    """
+    size = _size(model)
+    stored = size if weight_bytes is None else weight_bytes
+    layers, vocabulary = _weights(model)
+    all_rows, cached = batch * rows, batch * context * _cached(model)
+    return {
+        "products": Work(stored * layers, 2 * all_rows * layers),
+        "logits": Work(stored * vocabulary, 2 * all_rows * vocabulary),
+        "attention": Work(size * cached, 2 * rows * model.group_size * cached),
+        "tokens": Work(4 * LOGITS_PASSES * all_rows * model.vocab_size, 0.0),
+    }
+
+
+def pass_line(
+    model: ModelConfig, device: Device, rows: int, batch: int = 1, weight_bytes: float | None = None
+) -> Line:
+    """Seconds of a pass by the formula: the sum of its parts, each at what bounds it."""
+    reach = device.reach
+    work = pass_work(model, rows, 1, batch, weight_bytes)
+    share, all_rows = _tile_of(reach, batch * rows)
+    padded = all_rows / (batch * rows)
+
+    def seconds(part: str, bytes_share: float, operations_share: float, padding: float) -> float:
+        reading = work[part].bytes / (device.bytes_per_second * bytes_share)
+        peak = device.operations_per_second * operations_share
+        if _size(model) > 2:
+            peak *= reach.wide_operations
+        computing = padding * work[part].operations / peak
+        return max(reading, computing) if reach.overlaps else reading + computing
+
+    def products(part: str) -> float:
+        return seconds(part, share, reach.product_operations, padded)
+
+    padding = _attention_tiles(reach, rows * model.group_size) / (rows * model.group_size)
+    cache = seconds("attention", reach.attention_bytes, reach.attention_operations, padding)
+    tokens = work["tokens"].bytes / device.bytes_per_second
+    kernels = next(number for most, number in reach.kernels if batch * rows <= most)
+    starts = model.num_layers * kernels * reach.kernel
+    return Line(products("products") + products("logits") + tokens + starts, cache)
 
 
 def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
-    """The table by a formula: bytes by the rate of reading, and operations by theirs."""
-    size = {"float64": 8, "float32": 4}.get(model.dtype, 2)
-    kv = 2 * model.num_layers * model.num_kv_heads * model.head_dim
-    attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
-    layers = model.num_layers * (attention + 3 * model.embed_dim * model.mlp_dim)
-    vocabulary = model.vocab_size * model.embed_dim
+    """The table by the formula, with every width at which a tile begins or ends."""
+    reach = device.reach
+    lines = [pass_line(model, device, rows, batch) for rows in range(1, MOST_ROWS + 1)]
+    passes = [(1, lines[0])]
+    for index in range(1, MOST_ROWS - 1):
+        before, here, after = lines[index - 1 : index + 2]
+        if any(abs(a - 2 * b + c) > 1e-9 * b for a, b, c in zip(before, here, after, strict=True)):
+            passes.append((index + 1, here))
+    passes.append((MOST_ROWS, lines[-1]))
 
-    def products(weights: float, rows: int) -> float:
-        reading = weights * size / device.bytes_per_second
-        return reading + 2 * batch * rows * weights / device.operations_per_second
-
-    def line(rows: int) -> Line:
-        reading = kv * size / device.cache_bytes_per_second
-        operations = 2 * rows * model.group_size * kv / device.cache_operations_per_second
-        return Line(products(layers + vocabulary, rows), batch * (reading + operations))
-
-    of_heads = model.num_draft_heads * model.embed_dim**2
+    heads = model.num_draft_heads
+    unembedding = pass_work(model, 1, 0)["logits"]
+    read = unembedding.bytes + _size(model) * heads * model.embed_dim**2
+    share, _ = _tile_of(reach, batch * max(heads, 1))
     return Costs(
-        passes=((1, line(1)), (128, line(128))),
-        heads=products(vocabulary + of_heads, 1) if model.num_draft_heads else 0.0,
-        choice=Line(device.overhead, line(1).per_token),  # scores and their order: one more reading
-        suffix=Line(0.1 * device.overhead, batch * 64 / device.bytes_per_second),
-        ngrams=0.1 * device.overhead,
-        overhead=device.overhead,
+        passes=tuple(passes),
+        heads=read / (device.bytes_per_second * share) + reach.step if heads else 0.0,
+        choice=_choice(model, device, batch),
+        suffix=Line(0.1 * reach.step, batch * 64 / device.bytes_per_second),
+        ngrams=0.1 * reach.step + NGRAM_KERNELS * reach.kernel,
+        overhead=reach.step,
         origin="estimated",
     )
+
+
+def _size(model: ModelConfig) -> int:
+    """Bytes of an element."""
+    return {"float64": 8, "float32": 4}.get(model.dtype, 2)
+
+
+def _weights(model: ModelConfig) -> tuple[int, int]:
+    """Weights that every pass reads: of all layers, and of the vocabulary."""
+    attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
+    layers = model.num_layers * (attention + 3 * model.embed_dim * model.mlp_dim)
+    return layers, model.vocab_size * model.embed_dim
+
+
+def _cached(model: ModelConfig) -> int:
+    """Elements of the cache of one token."""
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim
+
+
+def _tile_of(reach: Reach, rows: int) -> tuple[float, int]:
+    """The share of the bandwidth that products of N rows reach, and the rows of their tiles."""
+    for tile, share in reach.products:
+        if rows <= tile:
+            return share, tile
+    tile, share = reach.products[-1]
+    return share, -(-rows // tile) * tile
+
+
+def _attention_tiles(reach: Reach, rows: int) -> int:
+    """Rows of the tiles that hold N rows of one kv head."""
+    least, most = reach.tiles
+    tile = least
+    while tile < min(rows, most):
+        tile *= 2
+    return -(-rows // tile) * tile
+
+
+def _choice(model: ModelConfig, device: Device, batch: int) -> Line:
+    """One reading of the keys for the scores, and what finds the highest ones."""
+    reach, cached = device.reach, batch * _cached(model) * _size(model)
+    keys = cached / 2 / (device.bytes_per_second * reach.attention_bytes)
+    if not reach.overlaps:  # a CPU orders blocks of them: as long again
+        return Line(reach.step, 2 * keys)
+    scores = 4 * SCORE_PASSES * batch * model.num_layers * model.num_kv_heads
+    copies = 2 * CHOSEN_SLOTS * cached / device.bytes_per_second
+    starts = model.num_layers * CHOICE_KERNELS * reach.kernel
+    return Line(copies + starts, keys + scores / device.bytes_per_second)

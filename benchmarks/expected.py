@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the cost model expects of GPUs, as tables for docs/performance.md. Runs nothing.
+
+Knows presets, the formula of `tsjax.methods.cost_model`, and the one run that it was calibrated on;
+`python -m benchmarks readme_table` writes the tables.
+"""
+
+from __future__ import annotations
+
+import json
+
+import tsjax
+from benchmarks.report import ROOT, use_configs
+from tsjax.methods.auto import choose
+from tsjax.methods.cost_model import (
+    GPU_OF_THE_RUN,
+    GPUS,
+    Costs,
+    Device,
+    estimated,
+    pass_work,
+    seconds_per_token,
+    usual_widths,
+)
+
+MODELS = ("llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b")
+CHIPS = {
+    "A100 40GB": "a100 40gb",
+    "A100 80GB": "a100",
+    "H100": "h100",
+    "H200": "h200",
+    "L40S": "l40s",
+    "RTX 4090": "rtx 4090",
+}
+LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
+HEADS = 3
+USABLE = 0.9  # of a chip's memory
+MEASURED = ROOT / "benchmarks" / "results" / "h100" / "step-llama3.1-8b.json"
+
+
+def measured() -> dict:
+    return json.loads(MEASURED.read_text())
+
+
+def head(columns: list[str]) -> list[str]:
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
+def row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def read_bytes(model: tsjax.ModelConfig, context: int) -> float:
+    """What a plain step has to read."""
+    work = pass_work(model, 1, context)
+    return sum(work[part].bytes for part in ("products", "logits", "attention"))
+
+
+def fits(model: tsjax.ModelConfig, device: Device, context: int) -> bool:
+    embedding = 0 if model.tie_embeddings else pass_work(model, 1, 0)["logits"].bytes
+    return read_bytes(model, context) + embedding <= USABLE * device.memory
+
+
+def gain(model: tsjax.ModelConfig, costs: Costs, context: int) -> float:
+    method = choose(model, costs, context)
+    return costs.plain(context) / seconds_per_token(method, model, costs, context)
+
+
+def times() -> str:
+    """Plain steps, their bound, and what drafts are expected to gain, by model, chip and length."""
+    use_configs()
+    lengths = [f"{length:,}" for length in LENGTHS]
+    lines = head(["model", "chip", *lengths])
+    for name in MODELS:
+        plain, heads = (tsjax.model_preset(name).with_heads(n) for n in (0, HEADS))
+        for chip, key in CHIPS.items():
+            device, cells = GPUS[key], []
+            tables = [(model, estimated(model, device, 1)) for model in (plain, heads)]
+            for length in LENGTHS:
+                if not fits(plain, device, length):
+                    cells.append("no room")
+                    continue
+                bound = 1e3 * read_bytes(plain, length) / device.bytes_per_second
+                gains = ", ".join(f"{gain(*table, length):.1f}x" for table in tables)
+                cells.append(f"{1e3 * tables[0][1].plain(length):.1f} ({bound:.1f}) ms; {gains}")
+            lines.append(row([name, chip, *cells]))
+        document = measured()
+        if document["model"] == name:
+            found = {
+                step["context"]: step["ms"]["median"]
+                for step in document["rows"]
+                if step["pass"] == "plain"
+            }
+            cells = [f"**{found[n]:.1f} ms**" if n in found else "" for n in LENGTHS]
+            lines.append(row([name, "**H100, measured**", *cells]))
+    note = (
+        "Estimates, not measured, but for the row that says so. Milliseconds of a plain step, in "
+        "brackets the bandwidth bound (weights and cache read once at the data sheet's speed); "
+        f"then how many times faster `tsjax.Auto()` expects to be without draft heads, and with "
+        f"{HEADS}. bfloat16, one row, no sampling filters. No room: weights and cache exceed "
+        f"{USABLE:.0%} of the chip's memory."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def choices() -> str:
+    """What is chosen for Llama-3.1-8B with heads, and what its verification takes."""
+    use_configs()
+    model = tsjax.model_preset(MODELS[0]).with_heads(HEADS)
+    lines = head(["chip", "length", "tree", "n-grams", "rows", "verification, in plain steps"])
+    for chip in ("A100 80GB", "H100"):
+        costs = estimated(model, GPUS[CHIPS[chip]], 1)
+        for length in LENGTHS:
+            method = choose(model, costs, length)
+            assert isinstance(method, tsjax.TokenSwift)
+            rows, _ = usual_widths(method, model)
+            cost = (costs.of_pass(rows, length) + costs.overhead) / costs.plain(length)
+            cells = [chip, f"{length:,}", f"{method.tree}, {method.draft_from}"]
+            lines.append(row([*cells, str(method.num_ngrams), str(rows), f"{cost:.2f}"]))
+    note = f"Estimates, not measured: {MODELS[0]} with {HEADS} heads. Rows: of a usual step."
+    return "\n".join([*lines, "", note])
+
+
+def errors() -> str:
+    """The formula against the figures of the H100."""
+    use_configs()
+    document = measured()
+    model = tsjax.model_preset(document["model"]).with_heads(HEADS)
+    costs = estimated(model, GPUS["h100"]._replace(reach=GPU_OF_THE_RUN), 1)
+    found: dict[tuple[str, int], dict[int, str]] = {}
+    for step in document["rows"]:
+        kind, rows, context, ms = (
+            step["pass"], step["rows"], step["context"], step["ms"]["median"]
+        )  # fmt: skip
+        slots = min(context, document["draft_budget"])
+        if kind == "tokenswift":
+            seconds = costs.of_pass(rows, context) + costs.of_pass(1, slots)
+            seconds += costs.heads + costs.ngrams + costs.suffix.at(context) + costs.overhead
+        else:
+            seconds = costs.of_pass(rows, slots if kind == "draft" else context)
+            seconds += costs.overhead if kind == "plain" else 0
+        cell = f"{ms:.2f} ms, {1e3 * seconds / ms - 1:+.1%}"
+        found.setdefault((kind, rows), {})[context] = cell
+    contexts = list(dict.fromkeys(step["context"] for step in document["rows"]))
+    lines = head(["pass", "rows", *(f"{context:,}" for context in contexts)])
+    for (kind, rows), cells in sorted(found.items()):
+        lines.append(row([kind, str(rows), *(cells.get(context, "") for context in contexts)]))
+    note = (
+        f"Measured on one {document['device']} ({document['date']}, jax "
+        f"{document['versions']['jax']}), and how much the formula differs. Made by "
+        f"`{document['command']}`."
+    )
+    return "\n".join([*lines, "", note])
