@@ -17,6 +17,7 @@ MODULES = [
     "tsjax.model.cache",
     "tsjax.methods.partial_cache",
     "tsjax.model.heads",
+    "tsjax.model.int8",
     "tsjax.model.layers",
     "tsjax.model.passes",
     "tsjax.model.transformer",

@@ -59,6 +59,7 @@ from tsjax.decoding.state import DecodeState as DecodeState, StepStats as StepSt
 from tsjax.decoding.noise import row_keys as row_keys
 from tsjax.decoding.sampling import sampling_values as sampling_values
 from tsjax.model.params import Params as Params, init_params as init_params
+from tsjax.model.params import with_int8_drafts as with_int8_drafts
 
 # Compiled programs on disk
 from tsjax.host.compilation import enable_compilation_cache as enable_compilation_cache
@@ -80,6 +81,6 @@ __all__ = [  # noqa: RUF022
     "check_run", "RunCheck", "Departure",
     "train_heads", "TrainedHeads", "HeadTraining", "training_preset",
     "DecodeConfig", "init_state", "prefill", "decode", "decode_step", "DecodeState", "StepStats",
-    "row_keys", "sampling_values", "Params", "init_params",
+    "row_keys", "sampling_values", "Params", "init_params", "with_int8_drafts",
     "enable_compilation_cache",
 ]  # fmt: skip

@@ -92,6 +92,11 @@ class Method:
         """Whether `next` wants `Measured.costs`. To measure them takes seconds, once per model."""
         return False
 
+    @property
+    def wants_int8(self) -> bool:
+        """Whether `draft` wants `params.drafts`, the model in int8."""
+        return False
+
     def sizes(self, model: ModelConfig) -> Sizes:
         """Static sizes; ValueError for a model that lacks what the method needs."""
         return Sizes()

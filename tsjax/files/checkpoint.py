@@ -28,13 +28,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
+from tsjax.decoding.method import Method
 from tsjax.files import huggingface, weight_files
 from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tokenizer import load_tokenizer
 from tsjax.files.whole_files import own_place
 from tsjax.input_files import parsing, read_json
-from tsjax.model.params import Params, declare_params, inputs_first, is_spec, join, placement
+from tsjax.model.params import (
+    Params,
+    declare_params,
+    inputs_first,
+    is_spec,
+    join,
+    placement,
+    with_int8_drafts,
+)
 from tsjax.model.sharding import usable_mesh
 from tsjax.model.transformer import ParamSpec
 
@@ -72,6 +81,14 @@ class Model(flax.struct.PyTreeNode):
         if self.path is None:
             raise ValueError("this model has no path, so it has no tokenizer; pass token ids")
         return load_tokenizer(self.path)
+
+    @functools.cached_property
+    def _with_int8(self) -> Params:
+        return with_int8_drafts(self.params, self.cfg)
+
+    def params_for(self, method: Method) -> Params:
+        """The arrays that a method's steps take. A copy in int8 is made once and stays."""
+        return self._with_int8 if method.wants_int8 else self.params
 
     def __repr__(self) -> str:
         return f"Model({self.num_params:,} parameters, {self.cfg}, path={self.path!r})"

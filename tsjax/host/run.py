@@ -59,13 +59,14 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
     with prefilling, interrupt:
         state = start_run(model, request, interrupt)
+        params = model.params_for(request.decode.method)
     rows, judge = Rows(model, request), Judge(request, state)
     decode = request.decode
     earlier: StepStats | None = None  # the counters until the method changed last
     while True:
         if not interrupt.requested and rows.running:
             with decoding, interrupt:
-                state = programs_of(model).decode(model.params, state, steps, cfg=decode)
+                state = programs_of(model).decode(params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
             steps = _next_chunk(steps, decoding.last)
         read = rows.read(state, interrupt.requested)
@@ -84,7 +85,7 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
         method = judge.next(decode.method, state, decoding.last)
         if method != decode.method:
             earlier = counts
-            decode = dataclasses.replace(decode, method=method)
+            decode, params = dataclasses.replace(decode, method=method), model.params_for(method)
             state = with_method(state, decode, mesh_of(model.params))
         state = rows.stop(state)
 

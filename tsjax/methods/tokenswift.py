@@ -33,9 +33,10 @@ from tsjax.model.control_flow import run_if
 from tsjax.model.heads import run_heads
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
-from tsjax.model.transformer import final_norm, unembed
+from tsjax.model.transformer import ModelWeights, final_norm, unembed
 
 DRAFT_FROM = ("partial_cache", "verified_state")
+DRAFT_WEIGHTS = ("model", "int8")
 MOST_NODES = 4096  # of a tree
 Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
 
@@ -67,6 +68,9 @@ class TokenSwift(NGram):
         right, for one more reading of the partial cache per step. Not in the paper.
       suffix_alone: where this many tokens or more match, what followed them is a row's only draft,
         and where all rows have one, the passes on the partial cache are left out; 0 for never.
+      draft_weights: "model", or "int8" for passes on the partial cache, and logits of the heads,
+        with the model's matrices in int8: half the bytes of 16-bit types, which a second copy takes
+        in memory beside the model. Slightly fewer drafts are right.
       noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
         are the most probable tokens, which sampling then chooses less often; the tokens that are
         returned are the same.
@@ -80,6 +84,7 @@ class TokenSwift(NGram):
     draft_refresh: int | None = None
     draft_rest: bool = False
     suffix_alone: int = 0
+    draft_weights: str = "model"
     noise_coupled: bool = True
 
     def __post_init__(self):
@@ -91,12 +96,18 @@ class TokenSwift(NGram):
             check(chosen, name, "auto", "left to tsjax.Auto(), which chooses")
         tree_paths(self.tree)
         check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, one_of(DRAFT_FROM))
+        known = self.draft_weights in DRAFT_WEIGHTS
+        check(known, "draft_weights", self.draft_weights, one_of(DRAFT_WEIGHTS))
         check_int(self.draft_passes, "draft_passes", 1, 64)
         larger = f"larger than num_sinks={self.num_sinks}"
         check(self.draft_budget > self.num_sinks, "draft_budget", self.draft_budget, larger)
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
         if self.draft_refresh is not None:
             check_int(self.draft_refresh, "draft_refresh", 1)
+
+    @property
+    def wants_int8(self) -> bool:
+        return self.draft_weights == "int8"
 
     def plan(self, model: ModelConfig) -> Plan:
         """What these settings come to with a model's heads."""
@@ -229,15 +240,13 @@ class TokenSwift(NGram):
         """
         plan = self.plan(model)
         passes, ranked, alone = plan.passes, [], jnp.ones((1, 1), bool)
-        heads = params.heads[: plan.levels - passes]
+        heads, weights = params.heads[: plan.levels - passes], self._weights(params)
         rest = summarize_rest(cache) if plan.rest else ()
         for depth in range(passes):
             known = cache.replace(length=cache.length + depth)
             positions = state.kv.length[:, None] + depth
-            rows = run_rows(
-                params.model, known, best[:, -1:], positions, alone, cfg=model, rest=rest
-            )
-            normed = final_norm(params.model, rows.hidden, cfg=model)
+            rows = run_rows(weights, known, best[:, -1:], positions, alone, cfg=model, rest=rest)
+            normed = final_norm(weights, rows.hidden, cfg=model)
             if depth < passes - 1:
                 cache = _with_draft(cache, rows, known.length, jnp.any(state.running))
             elif heads:
@@ -246,6 +255,17 @@ class TokenSwift(NGram):
             ranked += self._rank(model, params, state, normed, best, noise)
             best = jnp.concatenate([best, ranked[depth].tokens[:, :1]], axis=1)
         return cache, ranked
+
+    def _weights(self, params: Params) -> ModelWeights:
+        """Those that draft."""
+        if not self.wants_int8:
+            return params.model
+        if params.drafts is None:
+            raise ValueError(
+                "draft_weights='int8' needs params with the model in int8: "
+                "tsjax.with_int8_drafts(params, cfg), or tsjax.generate, which makes it"
+            )
+        return params.drafts
 
     def _rank(self, model, params: Params, state: DecodeState, normed, best, noise):
         """Candidates by the drafts' logits, processed as the model's own will be.
@@ -256,7 +276,7 @@ class TokenSwift(NGram):
         if not self.noise_coupled:
             noise = jnp.zeros_like(noise)
         best_of, ranked = self.plan(model).best_of, []
-        logits = unembed(params.model, normed, cfg=model)
+        logits = unembed(self._weights(params), normed, cfg=model)
         for index in range(normed.shape[1]):
             depth = best.shape[1] - 1
             ancestors = None

@@ -17,12 +17,13 @@ from jax import lax
 
 from pallas_kernels import product
 from tsjax.config import RopeConfig
+from tsjax.model.int8 import Int8Matrix
 from tsjax.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 
 
 def linear(
     x: Float[Array, "..."],
-    weight: Float[Array, "..."],
+    weight: Float[Array, "..."] | Int8Matrix,
     bias: Float[Array, "..."] | None = None,
     *,
     contract: int = 1,
@@ -30,10 +31,12 @@ def linear(
 ) -> Float[Array, "..."]:
     """The sums of x [..., *I] * weight [*O, *I] over I, the last `contract` axes, + bias [*O]."""
     lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
-    outer = weight.shape[: weight.ndim - contract]
+    scales = weight.scales.reshape(-1) if isinstance(weight, Int8Matrix) else None
+    values = weight.values if isinstance(weight, Int8Matrix) else weight
+    outer = values.shape[: values.ndim - contract]
     rows = x.reshape(*lead, math.prod(inner))
-    matrix = weight.reshape(math.prod(outer), math.prod(inner))
-    y = product(rows, matrix)
+    matrix = values.reshape(math.prod(outer), math.prod(inner))
+    y = product(rows, matrix, scales=scales)
     y = y.reshape(*lead, *outer)
     if bias is not None:
         y = y + _with_rank(bias.astype(y.dtype), y.ndim)
@@ -42,8 +45,8 @@ def linear(
 
 def swiglu(
     x: Float[Array, "*rows D"],
-    gate_up: Float[Array, "F 2 D"],
-    down: Float[Array, "D F"],
+    gate_up: Float[Array, "F 2 D"] | Int8Matrix,
+    down: Float[Array, "D F"] | Int8Matrix,
     gate_up_bias: Float[Array, "F 2"] | None = None,
     down_bias: Float[Array, "D"] | None = None,
     *,

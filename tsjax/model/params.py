@@ -17,15 +17,21 @@ import numpy as np
 
 from tsjax.config import ModelConfig
 from tsjax.model.heads import HeadWeights, declare_heads
+from tsjax.model.int8 import as_int8
 from tsjax.model.sharding import named_sharding, usable_mesh
-from tsjax.model.transformer import ModelWeights, ParamSpec, declare_model
+from tsjax.model.transformer import ModelWeights, ParamSpec, declare_model, int8_weights
 
 
 class Params(flax.struct.PyTreeNode):
-    """All trained arrays: the frozen model and its draft heads (an empty tuple without heads)."""
+    """All trained arrays: the frozen model and its draft heads (an empty tuple without heads).
+
+    Attributes:
+      drafts: the model in int8, for methods that draft with it: see `with_int8_drafts`.
+    """
 
     model: ModelWeights
     heads: tuple[HeadWeights, ...] = ()
+    drafts: ModelWeights | None = None
 
 
 def declare_params(cfg: ModelConfig) -> Params:
@@ -50,6 +56,14 @@ def abstract_params(cfg: ModelConfig, mesh=None) -> Params:
         return jax.ShapeDtypeStruct(spec.shape, dtype, sharding=sharding)
 
     return jax.tree.map(abstract, declare_params(cfg), is_leaf=is_spec)
+
+
+def with_int8_drafts(params: Params, cfg: ModelConfig) -> Params:
+    """`params` with a second copy of the model's matrices, in int8, one matrix at a time.
+
+    What `TokenSwift(draft_weights="int8")` drafts with. `generate` makes it by itself.
+    """
+    return params.replace(drafts=int8_weights(params.model, cfg, as_int8))
 
 
 def inputs_first(spec: ParamSpec) -> list[ParamSpec]:

@@ -20,6 +20,7 @@ from jax import lax
 
 from pallas_kernels import add_rms_norm, rms_norm, rotary_heads, rotate
 from tsjax.config import ModelConfig
+from tsjax.model.int8 import Int8Matrix
 from tsjax.model.layers import linear, rotary_angles, swiglu
 from tsjax.typing import Array, Float, Int, accumulation_dtype
 
@@ -108,6 +109,21 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
         final_norm=norm(D, "embed"),
         unembed=None if cfg.tie_embeddings else matrix((V, D), ("vocab", "embed")),
     )
+
+
+def int8_weights(
+    weights: ModelWeights, cfg: ModelConfig, as_int8: Callable[[Any, int], Int8Matrix]
+) -> ModelWeights:
+    """`weights` with every matrix of a product made anew by `as_int8(matrix, inputs)`, in turn.
+
+    The embedding, which is looked up, the norms and the biases stay the same arrays.
+    """
+
+    def made(spec: ParamSpec, leaf: Any) -> Any:
+        return as_int8(leaf, spec.inputs) if spec.inputs else leaf
+
+    found = jax.tree.map(made, declare_model(cfg), weights)
+    return found if found.unembed is not None else found.replace(unembed=as_int8(found.embed, 1))
 
 
 # Called with the layer's index and its fresh q, k and v.
@@ -237,6 +253,6 @@ def unembed(
         return linear(normed, unembedding(weights), out_dtype=accumulation_dtype(cfg.dtype))
 
 
-def unembedding(weights: ModelWeights) -> Float[Array, "V D"]:
+def unembedding(weights: ModelWeights) -> Float[Array, "V D"] | Int8Matrix:
     """The matrix that logits are made with."""
     return weights.embed if weights.unembed is None else weights.unembed

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts with the model in int8: how it is rounded, who reads it, and that no token changes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_config, tiny_model
+from jax.sharding import Mesh
+
+import tsjax
+from tsjax.model import params as params_module
+from tsjax.model.int8 import Int8Matrix, as_int8
+from tsjax.model.layers import linear
+from tsjax.model.transformer import int8_weights
+
+INT8 = dict(draft_weights="int8", num_ngrams=0, suffix_length=0)
+PASSES = tsjax.TokenSwift(tree=(2, 2), draft_passes=2, draft_budget=24, num_sinks=2, **INT8)
+METHODS = {
+    "passes": PASSES,
+    "heads": tsjax.TokenSwift(
+        tree=(1, 2, 2), draft_budget=24, num_sinks=2, draft_rest=True, **INT8
+    ),
+    "verified state": tsjax.TokenSwift(tree=(2, 2), draft_from="verified_state", **INT8),
+}
+SIZES = dict(capacity=160, prefill_width=16, eos_token_id=())
+
+
+@functools.cache
+def model(dtype: str = "float32", **shape) -> tsjax.Model:
+    return tiny_model(seed=3, dtype=dtype, num_draft_heads=2, **shape)
+
+
+def rounded(matrix, inputs: int) -> np.ndarray:
+    """The definition, in float64: steps of each output's largest weight / 127."""
+    wide = np.asarray(matrix, np.float64)
+    axes = tuple(range(wide.ndim - inputs, wide.ndim))
+    steps = np.abs(wide).max(axes, keepdims=True) / 127
+    return np.round(wide / np.where(steps > 0, steps, 1)) * steps
+
+
+def values_of(matrix: Int8Matrix) -> np.ndarray:
+    scales = np.asarray(matrix.scales, np.float64)
+    inputs = matrix.values.ndim - scales.ndim
+    return np.asarray(matrix.values, np.float64) * scales[(..., *(None,) * inputs)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape, inputs", [((6, 8), 1), ((2, 3, 4, 8), 1), ((8, 3, 4), 2)])
+def test_each_output_has_its_scale(shape, inputs, dtype, rng):
+    numbers = rng.standard_normal(shape) * 10.0 ** rng.integers(
+        -3, 3, (shape[0], *(1,) * len(shape[1:]))
+    )
+    matrix = jnp.asarray(numbers, dtype).at[0].set(0)  # an output without weights stays zero
+    found = as_int8(matrix, inputs)
+    assert found.values.dtype == jnp.int8 and found.values.shape == shape
+    assert found.scales.dtype == jnp.float32 and found.scales.shape == shape[: len(shape) - inputs]
+    step = np.asarray(found.scales, np.float64).max() * 1e-5
+    np.testing.assert_allclose(values_of(found), rounded(matrix, inputs), rtol=1e-6, atol=step)
+    assert np.abs(np.asarray(found.values, int)).max() == 127
+
+
+def test_products_with_it(rng):
+    rows = jnp.asarray(rng.standard_normal((2, 3, 4, 8)), "float32")
+    weight = jnp.asarray(rng.standard_normal((5, 6, 4, 8)), "float32")
+    bias = jnp.asarray(rng.standard_normal((5, 6)), "float32")
+    out = linear(rows, as_int8(weight, 2), bias, contract=2)
+    wide = np.asarray(rows, float), rounded(weight, 2), np.asarray(bias, float)
+    expected = np.einsum("abij,opij->abop", *wide[:2]) + wide[2]
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_matrix_of_a_product_and_nothing_else(tied):
+    one = model(tie_embeddings=tied)
+    params = tsjax.with_int8_drafts(one.params, one.cfg)
+    assert params.model is one.params.model and params.heads is one.params.heads
+    drafts, own = params.drafts, params.model
+    assert drafts.embed is own.embed and drafts.final_norm is own.final_norm
+    for layer, from_model in zip(drafts.layers, own.layers, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            weight, inputs = getattr(from_model, name), 2 if name == "o" else 1
+            np.testing.assert_allclose(
+                values_of(getattr(layer, name)), rounded(weight, inputs), rtol=1e-5, atol=1e-7
+            )
+        assert layer.attn_norm is from_model.attn_norm and layer.mlp_norm is from_model.mlp_norm
+    unembed = own.embed if tied else own.unembed
+    np.testing.assert_allclose(values_of(drafts.unembed), rounded(unembed, 1), rtol=1e-5, atol=1e-7)
+
+
+def test_a_matrix_at_a_time():
+    """Never all matrices at once in a wider type."""
+    seen = []
+
+    def record(matrix, inputs):
+        seen.append((matrix.shape, inputs))
+        return as_int8(matrix, inputs)
+
+    one = model()
+    int8_weights(one.params.model, one.cfg, record)
+    assert len(seen) == 4 * one.cfg.num_layers + 1
+    assert {inputs for _, inputs in seen} == {1, 2}
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("name", METHODS)
+def test_the_tokens_are_those_of_plain_decoding(name, sampled):
+    prompts = [[1, 2, 3, 4, 5, 1, 2], [7, 8]]
+    settings = dict(SIZES, max_new_tokens=40, seed=4)
+    if sampled:
+        settings |= dict(do_sample=True, temperature=0.8, min_p=0.05, repetition_penalty=1.1)
+    plain = tsjax.generate(model(), prompts, **settings)
+    result = tsjax.generate(model(), prompts, method=METHODS[name], **settings)
+    for row, expected in zip(result.tokens, plain.tokens, strict=True):
+        np.testing.assert_array_equal(row, expected)
+    assert result.stats.method == METHODS[name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_model_that_int8_holds_drafts_as_with_its_own_weights(name):
+    """Step by step: the same drafts, and as many accepted."""
+    one = model()
+
+    def exact(matrix, inputs):
+        return jnp.asarray(values_of(as_int8(matrix, inputs)), matrix.dtype)
+
+    weights = int8_weights(one.params.model, one.cfg, exact)
+    held = tsjax.Model(one.params.replace(model=weights), cfg=one.cfg)
+    settings = dict(SIZES, max_new_tokens=100, do_sample=True, temperature=0.6, seed=9)
+    found = [
+        tsjax.generate(held, [1, 2, 3], method=method, **settings).stats
+        for method in (METHODS[name], dataclasses.replace(METHODS[name], draft_weights="model"))
+    ]
+    assert found[0].accepted_lengths == found[1].accepted_lengths
+    assert sum(found[0].accepted_lengths[1:]) > 5
+
+
+def test_passes_read_the_copy_and_verification_does_not():
+    """A copy of another model changes what is accepted, never a token."""
+    one, other = model(), tiny_model(seed=11, num_draft_heads=2)
+    ask = functools.partial(
+        tsjax.generate, prompt=[1, 2, 3], method=PASSES, max_new_tokens=60, **SIZES
+    )
+    right = ask(one)
+    wrong = tsjax.Model(one.params, cfg=one.cfg)
+    copy = tsjax.with_int8_drafts(other.params, one.cfg).drafts
+    wrong.__dict__["_with_int8"] = one.params.replace(drafts=copy)
+    misled = ask(wrong)
+    np.testing.assert_array_equal(right.tokens[0], misled.tokens[0])
+    assert sum(right.stats.accepted_lengths[1:]) > 0
+    assert misled.stats.tokens_per_step < right.stats.tokens_per_step
+
+
+def test_the_copy_is_made_once_and_where_it_is_wanted(monkeypatch):
+    made = []
+    original = params_module.as_int8
+
+    def counted(matrix, inputs):
+        made.append(matrix.shape)
+        return original(matrix, inputs)
+
+    monkeypatch.setattr(params_module, "as_int8", counted)
+    one = tsjax.Model(model().params, cfg=model().cfg)
+    usual = dataclasses.replace(PASSES, draft_weights="model")
+    tsjax.generate(one, [1, 2, 3], method=usual, max_new_tokens=4, **SIZES)
+    assert not made
+    for _ in range(2):
+        tsjax.generate(one, [1, 2, 3], method=PASSES, max_new_tokens=4, **SIZES)
+    assert len(made) == 4 * one.cfg.num_layers + 1
+    assert one.params.drafts is None, "checkpoints and fingerprints know the model alone"
+
+
+def test_a_run_with_it_is_resumed(tmp_path):
+    one, file = model(), tmp_path / "run.npz"
+    ask = functools.partial(tsjax.generate, one, method=PASSES, **SIZES)
+    whole = ask([1, 2, 3], max_new_tokens=50, do_sample=True, seed=2)
+    ask([1, 2, 3], max_new_tokens=20, do_sample=True, seed=2, save_to=file)
+    resumed = tsjax.generate(one, resume_from=file, max_new_tokens=50)
+    assert resumed.stats.method == PASSES
+    np.testing.assert_array_equal(resumed.tokens[0], whole.tokens[0])
+
+
+def test_pure_functions_say_what_they_need():
+    one = model()
+    cfg = tsjax.DecodeConfig(model=one.cfg, method=PASSES)
+    state = tsjax.init_state(
+        np.asarray([[1, 2, 3]], np.int32), np.asarray([3]), cfg=cfg, capacity=64, max_length=[40]
+    )
+    with pytest.raises(ValueError, match=r"draft_weights='int8' needs .*with_int8_drafts"):
+        jax.eval_shape(functools.partial(tsjax.decode_step, cfg=cfg), one.params, state)
+    params = tsjax.with_int8_drafts(one.params, one.cfg)
+    jax.eval_shape(functools.partial(tsjax.decode_step, cfg=cfg), params, state)
+
+
+@pytest.mark.parametrize("wrong", ["int4", None, 8])
+def test_other_types_are_refused(wrong):
+    with pytest.raises(
+        ValueError, match=r"draft_weights=.* is not valid: 'model' or 'int8'|one of"
+    ):
+        tsjax.TokenSwift(draft_weights=wrong)
+
+
+@pytest.mark.parametrize("axes", [("model",), ("data", "model")])
+def test_on_a_mesh(axes):
+    """Values lie as the weights do, scales as their outputs; the tokens stay the same."""
+    devices = np.array(jax.devices()[:2]).reshape((1,) * (len(axes) - 1) + (2,))
+    mesh = Mesh(devices, axes)
+    cfg = tiny_config(num_draft_heads=2)
+    params = tsjax.init_params(cfg, seed=3, mesh=mesh)
+    drafts = tsjax.with_int8_drafts(params, cfg).drafts
+    for layer, own in zip(drafts.layers, params.model.layers, strict=True):
+        for name in ("qkv", "o", "gate_up", "down"):
+            matrix, weight = getattr(layer, name), getattr(own, name)
+            assert matrix.values.sharding == weight.sharding
+            outputs = len(matrix.scales.shape)
+            assert tuple(matrix.scales.sharding.spec) == tuple(weight.sharding.spec[:outputs])
+    one = tsjax.Model(params, cfg=cfg)
+    settings = dict(SIZES, max_new_tokens=20)
+    plain = tsjax.generate(one, [1, 2, 3], **settings)
+    result = tsjax.generate(one, [1, 2, 3], method=PASSES, **settings)
+    np.testing.assert_array_equal(result.tokens[0], plain.tokens[0])
