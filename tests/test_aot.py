@@ -186,10 +186,27 @@ def test_the_cost_model_counts_what_is_compiled(model):
             assert 0.9 < found["kernels"] / cfg.num_layers / kernels < 1.4, case
 
 
+def test_int8_drafts_read_half_the_bytes():
+    """A step reads the weights once as they are and once, to draft, a byte of each."""
+    cfg = tsjax.model_preset("llama3.1-8b")
+    usual, drafts = (
+        sum(pass_work(cfg, 1, 0, weight_bytes=size)[part].bytes for part in ("products", "logits"))
+        for size in (2, 1)
+    )
+    heads = 3 * 2 * cfg.embed_dim**2
+    for case, expected in (("tokenswift", 2 * usual), ("int8 drafts", usual + drafts)):
+        found = aot.compile_case(f"step llama3.1-8b {case}", "a100")
+        assert found["work"]["weights"] == pytest.approx(expected + heads, rel=0.02), case
+        if case == "int8 drafts":
+            assert found["program"]["copied_weights"] == 0
+
+
 def check_products(program: dict) -> None:
-    """No weight or its products are written out in float32, and each product fills the chip."""
+    """No weight or its products are written out, in float32 or in 16 bits, and each product fills
+    the chip."""
     assert program["products"] >= 4
     assert program["float32_weights"] == program["small_products"] == 0
+    assert program["copied_weights"] == 0
 
 
 def test_head_training_of_an_8b_model_fits():

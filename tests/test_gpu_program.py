@@ -33,6 +33,8 @@ HLO = """\
 %body (arg: f32[]) -> f32[] {
   %written = f32[32,64]{1,0} fusion(%x), kind=kLoop
   %logits = f32[8,64]{1,0} fusion(%x), kind=kLoop
+  %weights = bf16[64,32]{1,0} get-tuple-element(%arg), index=0
+  %widened = bf16[64,32]{1,0} fusion(%x), kind=kLoop
 }
 """
 
@@ -62,6 +64,7 @@ def test_figures(tmp_path):
         "products": 3,
         "small_products": 1,  # not the one of the inner loop
         "float32_weights": 1,
+        "copied_weights": 1,
     }
 
 

@@ -14,6 +14,7 @@ kernel of this project registers, spilled bytes, shared memory and instructions.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -40,6 +41,7 @@ class Step(NamedTuple):
     passes: int = 1
     revive: str | None = None  # of a lazy prefill
     program: str = "decode"  # a chunk of decode steps, or a part of a lazy prefill
+    draft_weights: str = "model"  # those that draft
 
 
 STEPS = {
@@ -50,6 +52,7 @@ STEPS = {
     "step qwen2.5-1.5b tokenswift": Step("qwen2.5-1.5b"),
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
+    "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
     "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", 2, "autoregressive"),
@@ -230,14 +233,14 @@ def lower_step(step: Step, target: str):
     from tsjax.methods import METHODS
     from tsjax.methods.partial_cache import DraftCache
     from tsjax.model.cache import CACHE_AXES, KVCache
-    from tsjax.model.params import declare_params, is_spec
+    from tsjax.model.int8 import Int8Matrix
+    from tsjax.model.params import Params, declare_params, is_spec
     from tsjax.model.sharding import named_sharding, usable_mesh
+    from tsjax.model.transformer import ParamSpec, int8_weights
 
     config = tsjax.model_preset(step.model)
     method = METHODS[step.method]()
     if step.method == "tokenswift":
-        import dataclasses
-
         config = dataclasses.replace(config, num_draft_heads=3)
         method = tsjax.preset(step.model).method if step.model in PAPER else method
         if step.passes > 1:
@@ -248,6 +251,7 @@ def lower_step(step: Step, target: str):
                 suffix_alone=8,
                 draft_rest=True,
             )
+        method = dataclasses.replace(method, draft_weights=step.draft_weights)
     sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
     prefill = prefill and prefill.resolved(config, 32_768)
@@ -259,7 +263,16 @@ def lower_step(step: Step, target: str):
         sharding = named_sharding(x.shape, axes, mesh)
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=sharding)
 
-    params = jax.tree.map(lambda p: aval(p, p.axes), declare_params(config), is_leaf=is_spec)
+    def as_int8(spec: ParamSpec, inputs: int) -> Int8Matrix:
+        outputs = dataclasses.replace(
+            spec, shape=spec.shape[:-inputs], axes=spec.axes[:-inputs], dtype="float32"
+        )
+        return Int8Matrix(dataclasses.replace(spec, dtype="int8"), outputs)
+
+    specs: Params = declare_params(config)
+    if step.draft_weights == "int8":
+        specs = specs.replace(drafts=int8_weights(specs.model, config, as_int8))
+    params = jax.tree.map(lambda p: aval(p, p.axes), specs, is_leaf=is_spec)
     state = jax.eval_shape(
         lambda: init_state(
             jnp.zeros((1, 4096), jnp.int32),

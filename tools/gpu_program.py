@@ -88,7 +88,10 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
     """
     products = [one for one in program.kernels if re.search("gemm|tsjax_product", one.name)]
     shapes = {shape for a, b in weights for shape in (f"{a},{b}", f"{b},{a}")}
-    written = re.findall(r"= f32\[(\d+,\d+)\]", _without_fusions(hlo))
+    outside = _without_fusions(hlo)
+    written = re.findall(r"= f32\[(\d+,\d+)\]", outside)
+    # Of 16 bits are the weights themselves, by other names; what else makes such an array copies.
+    copied = re.findall(r"= b?f16\[(\d+,\d+)\]\S* (?!parameter|bitcast|get-tuple)", outside)
     return {
         "graphs": program.graphs,
         "host_conditions": program.host_conditions,
@@ -101,6 +104,7 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
             kernel.loops < 2 and 0 < kernel.blocks < cores for kernel in products
         ),
         "float32_weights": sum(shape in shapes for shape in written),
+        "copied_weights": sum(shape in shapes for shape in copied),
     }
 
 
