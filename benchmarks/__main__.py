@@ -20,6 +20,7 @@ MODULES = {
     "ttft": "ttft",
     "first_token": "first_token",
     "draft": "draft",
+    "draft_weights": "draft_weights",
     "capacity": "capacity",
     "exactness": "exactness",
     "equality": "equality",

@@ -218,6 +218,26 @@ def tokens_per_step() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
+def draft_weights() -> str:
+    document = read("draft_weights")
+    lines = head("drafts | greedy | greedy, int8 | sampled | sampled, int8")
+    for name, cells in document["rows"].items():
+        texts = [
+            f"{cells[setting][weights]['tokens_per_step']:.2f}"
+            for setting in ("greedy", "sampled")
+            for weights in ("model", "int8")
+        ]
+        lines.append(f"| {name} | " + " | ".join(texts) + " |")
+    note = (
+        f"Tokens per step of the embedded model in {document['dtype']}, over {document['prompts']} "
+        f"prompts of {document['prompt_tokens']} tokens from books and {document['new_tokens']} new "
+        f"tokens each, partial cache of {document['budget']} slots, no n-grams and no suffix; "
+        "sampled is temperature 1 with min-p 0.1. Every run returned the tokens of plain decoding. "
+        "Made by "
+    )
+    return "\n".join([*lines, "", note + source(document) + "."])
+
+
 def exactness() -> str:
     document = read("exactness")
     lines = head("rule | share of the best token | total variation | entropy | accepted per step")
@@ -518,6 +538,7 @@ SECTIONS = {
     ("docs/lazyllm.md", "longcontext-scores"): longcontext_scores,
     ("docs/lazyllm.md", "longcontext-computed"): longcontext_computed,
     ("docs/lazyllm.md", "texts"): texts,
+    ("docs/tokenswift.md", "draft-weights"): draft_weights,
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/exactness.md", "near-ties"): near_ties,
     ("docs/exactness.md", "equality"): equality,

@@ -15,7 +15,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import equality, first_token, report, step, ttft
+from benchmarks import draft_weights, equality, first_token, report, step, ttft
 from benchmarks.kernels import cases, measuring, programs, tuning
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton
@@ -159,6 +159,25 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     assert all(row["same_tokens"] and row["tokens_per_step"] >= 1 for row in rows)
     assert rows[1]["speedup_over_plain"]["median"] > 0
     assert (tmp_path / "speedup.png").stat().st_size > 0
+
+
+def test_int8_drafts_are_held_against_the_model_s(tmp_path, monkeypatch):
+    helpers.save_tokenizer(tmp_path)
+    vocabulary = len(helpers.TOKENS)
+    model = helpers.tiny_model(num_layers=1, vocab_size=vocabulary, path=str(tmp_path))
+    tsjax.save(model, tmp_path / "model")
+    (tmp_path / "book.txt").write_text("the tea in the tin and the rain " * 8)
+    one = tsjax.TokenSwift(tree=(1,), draft_budget=8, num_sinks=1, num_ngrams=0, suffix_length=0)
+    monkeypatch.setattr(draft_weights, "methods", lambda budget: {"one pass": one})
+    draft_weights.main(
+        ["--model", str(tmp_path / "model"), "--books", str(tmp_path), "--out", str(tmp_path)]
+        + ["--prompt-tokens", "16", "--new-tokens", "12", "--skip", "0"]
+    )
+    rows = json.loads((tmp_path / "draft_weights.json").read_text())["rows"]
+    for cells in rows["one pass"].values():
+        assert {*cells} == {"model", "int8"}
+        for found in cells.values():
+            assert sum(found["accepted_lengths"]) > 0 and found["tokens_per_step"] >= 1
 
 
 def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):

@@ -69,8 +69,8 @@ class TokenSwift(NGram):
       suffix_alone: where this many tokens or more match, what followed them is a row's only draft,
         and where all rows have one, the passes on the partial cache are left out; 0 for never.
       draft_weights: "model", or "int8" for passes on the partial cache, and logits of the heads,
-        with the model's matrices in int8: half the bytes of 16-bit types, which a second copy takes
-        in memory beside the model. Slightly fewer drafts are right.
+        with a copy of the model's matrices in int8: they read half the bytes of 16-bit types, which
+        the copy takes in memory beside the model. About as many drafts are right.
       noise_coupled: rank the model's draft tokens with the noise of their positions. Off, drafts
         are the most probable tokens, which sampling then chooses less often; the tokens that are
         returned are the same.
