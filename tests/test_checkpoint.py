@@ -8,6 +8,10 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
 
 import hf_fixtures
 import jax
@@ -19,6 +23,7 @@ from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 
 import tsjax.files.checkpoint
+from tsjax.files import huggingface, weight_files
 from tsjax.files.checkpoint import Model, load, save
 from tsjax.files.huggingface import TABLE, entries, model_config
 from tsjax.model.logits import logits
@@ -178,6 +183,120 @@ def test_heads_are_taken_from_a_whole_checkpoint(tmp_path):
     check_model(load_file(other / "model.safetensors"), model)
 
 
+# --- threads that read -----------------------------------------------------------------------
+
+
+def read(folder) -> Iterator[tuple[huggingface.Entry, np.ndarray]]:
+    cfg, weights = huggingface.open_checkpoint(os.fspath(folder))
+    return huggingface.read_model(cfg, weights)
+
+
+def watch_rows(monkeypatch, watch) -> None:
+    """`watch(name)` is called in each thread that begins to read rows of a tensor."""
+    original = weight_files._safetensors_rows
+
+    def rows(file, name, *place):
+        watch(name)
+        return original(file, name, *place)
+
+    monkeypatch.setattr(weight_files, "_safetensors_rows", rows)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_threads_read_the_same(threads, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface, "_THREADS", threads)
+    monkeypatch.setattr(weight_files, "_BLOCK_BYTES", 200)
+    make(tmp_path, num_hidden_layers=3, heads=2, torch_dtype=dtype)
+    seen = []
+    model = load(tmp_path, on_tensor=lambda *one: seen.append((*one, threading.get_ident())))
+    content = load_file(tmp_path / "model.safetensors")
+    check_model({name: array.astype(jnp.dtype(dtype)) for name, array in content.items()}, model)
+    named = zip(entries(model.cfg), jax.tree.leaves(model.params), strict=True)
+    assert seen == [(entry.path, leaf.nbytes, threading.get_ident()) for entry, leaf in named]
+
+
+def test_blocks_of_one_tensor_are_read_side_by_side(tmp_path, monkeypatch):
+    make(tmp_path)
+    monkeypatch.setattr(huggingface, "_THREADS", 3)
+    monkeypatch.setattr(weight_files, "_BLOCK_BYTES", 1200)
+    together = threading.Barrier(3, timeout=20)
+    watch_rows(
+        monkeypatch, lambda name: together.wait() if name == "model.embed_tokens.weight" else None
+    )
+    _, embed = next(read(tmp_path))  # 48 rows of 32 numbers: 6 blocks, in twos of three
+    assert same(embed, load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"])
+
+
+def test_few_arrays_are_read_ahead(tmp_path, monkeypatch):
+    make(tmp_path, num_hidden_layers=4)
+    begun = []
+    watch_rows(monkeypatch, begun.append)
+    made: list[weakref.ref] = []
+    empty = huggingface._aligned_empty
+
+    def counted(*arguments):
+        array = empty(*arguments)
+        made.append(weakref.ref(array.base))
+        return array
+
+    monkeypatch.setattr(huggingface, "_aligned_empty", counted)
+    cfg, _ = huggingface.open_checkpoint(os.fspath(tmp_path))
+    wanted = entries(cfg)
+    for number, (entry, array) in enumerate(read(tmp_path), 1):
+        time.sleep(0.002)  # for as long as threads like to go on
+        assert entry.path == wanted[number - 1].path
+        allowed = {t.key for one in wanted[: number + huggingface._AHEAD] for t in one.tensors}
+        assert set(begun) <= allowed
+        del array
+        assert sum(one() is not None for one in made) <= 1 + huggingface._AHEAD
+    assert set(begun) == {tensor.key for one in wanted for tensor in one.tensors}
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_the_first_error_in_order_is_raised(threads, tmp_path, monkeypatch):
+    """Also where a later array fails at once and the first one after a while."""
+    make(tmp_path)
+    monkeypatch.setattr(huggingface, "_THREADS", threads)
+    seen = []
+
+    def fail(name):
+        if name == "model.layers.0.self_attn.o_proj.weight":
+            raise OSError(f"no {name}")
+        if name == "model.layers.0.self_attn.k_proj.weight":
+            time.sleep(0.05)
+            raise OSError(f"no {name}")
+
+    watch_rows(monkeypatch, fail)
+    with pytest.raises(OSError, match=r"^no model\.layers\.0\.self_attn\.k_proj\.weight$"):
+        load(tmp_path, on_tensor=lambda path, size: seen.append(path))
+    assert seen == ["model.embed", "model.layers.0.attn_norm"]
+    assert not [one for one in threading.enumerate() if one.name.startswith("tsjax-read")]
+
+
+def test_a_file_that_was_cut_after_it_was_opened(tmp_path):
+    arrays = read(make(tmp_path))
+    os.truncate(tmp_path / "model.safetensors", 5000)
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors': model\..* cannot be read: .* bytes"
+    ):
+        list(arrays)
+
+
+def test_an_interrupt_ends_the_threads(tmp_path, monkeypatch):
+    make(tmp_path)
+
+    def interrupt(path, size):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        load(tmp_path, on_tensor=interrupt)
+    arrays = read(tmp_path)
+    next(arrays)
+    del arrays  # by a caller that wants no more
+    assert not [one for one in threading.enumerate() if one.name.startswith("tsjax-read")]
+
+
 # --- what is refused -------------------------------------------------------------------------
 
 
@@ -329,13 +448,18 @@ def test_a_file_is_not_a_checkpoint(tmp_path):
         load(make(tmp_path) / "model.safetensors")
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
-def test_nan_weights_warn_and_load(value, tmp_path):
-    make(tmp_path)
-    change_tensors(tmp_path, lambda c: c["model.norm.weight"].__setitem__(3, value))
-    with pytest.warns(UserWarning, match="model.norm.weight in .* has NaN or infinite values"):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_nan_weights_warn_and_load(value, dtype, tmp_path):
+    raw = hf_fixtures.config(torch_dtype=dtype)
+    content = {k: v.astype(jnp.dtype(dtype)) for k, v in hf_fixtures.tensors(raw).items()}
+    content["model.layers.0.input_layernorm.weight"][5] = jnp.finfo(dtype).max  # which is finite
+    content["model.norm.weight"][3] = value
+    hf_fixtures.write(tmp_path, raw, content)
+    only = r"^model.norm.weight in \S* has NaN or infinite values"
+    with pytest.warns(UserWarning, match=only):
         model = load(tmp_path)
-    check_model(load_file(tmp_path / "model.safetensors"), model)
+    check_model(content, model)
 
 
 def test_overflow_in_the_conversion_warns(tmp_path):

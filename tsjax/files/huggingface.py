@@ -3,18 +3,20 @@
 
 Knows how each supported family writes its settings and names its tensors. Settings that would
 change the output and that tsjax does not have are refused by name; nothing is guessed. Does not
-know file formats (weight_files.py) or devices: it hands out NumPy arrays, one tensor at a time.
+know file formats (weight_files.py) or devices: it hands out NumPy arrays, one at a time.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -317,6 +319,9 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("model.medusa_layers.{i}.post_layernorm.weight", "heads.{i}.norm_out"),
 )
 
+_THREADS = min(8, os.cpu_count() or 1)  # that read; each has a block in memory
+_AHEAD = 3  # arrays that they fill before they are asked for
+
 # The frequencies of rotary embeddings, saved as buffers by old versions of transformers.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
 _HEAD_KEY = re.compile(r"(?:model\.)?(medusa_layers\.(\d+)\..+)")
@@ -470,29 +475,61 @@ def _read(
     return _read_arrays(wanted, found)
 
 
+class _Begun(NamedTuple):
+    """An array that threads fill, and for each of its tensors the blocks: are they finite?"""
+
+    entry: Entry
+    array: np.ndarray
+    blocks: list[tuple[StoredTensor, list[Future[bool]]]]
+
+
 def _read_arrays(wanted: list[Entry], found: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
-    wrong = []
-    for number, entry in enumerate(wanted, 1):
-        array = _aligned_empty(entry.spec.shape, jnp.dtype(entry.spec.dtype))
-        for tensor in entry.tensors:
-            if not _read_tensor(tensor, found[tensor.key], array):
-                wrong.append(str(found[tensor.key]))
-        if wrong and number == len(wanted):  # here: the caller may not ask for more than the last
-            have = f"{'has' if len(wrong) == 1 else 'have'} NaN or infinite values"
-            warnings.warn(f"{', '.join(listed(wrong))} {have} as {array.dtype.name}", stacklevel=2)
-        yield entry, array
+    """Reads by threads, which are never more than _AHEAD arrays further than the caller.
+
+    Arrays come in the order of `wanted`, and so do errors: what comes after one is not asked for.
+    """
+    pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tsjax-read")
+    wrong, begun = [], collections.deque(_begin(pool, one, found) for one in wanted[:_AHEAD])
+    try:
+        for number in range(1, len(wanted) + 1):
+            entry, array, tensors = begun.popleft()
+            for stored, blocks in tensors:
+                if not all([block.result() for block in blocks]):
+                    wrong.append(str(stored))
+            begun += [_begin(pool, one, found) for one in wanted[number - 1 + _AHEAD :][:1]]
+            if wrong and number == len(wanted):  # here: the caller may not ask for another one
+                have = f"{'has' if len(wrong) == 1 else 'have'} NaN or infinite values"
+                names = ", ".join(listed(wrong))
+                warnings.warn(f"{names} {have} as {array.dtype.name}", stacklevel=2)
+            yield entry, array
+    finally:  # also after an error, an interrupt, or when the caller has seen enough
+        pool.shutdown(cancel_futures=True)
 
 
-def _read_tensor(tensor: Tensor, stored: StoredTensor, array: np.ndarray) -> bool:
-    """Fills its part of the array; returns whether all of it is finite."""
-    matrix, rows = array.reshape(-1, *tensor.shape[1:]), tensor.rows(array.shape)
-    finite = True
-    for place, block in stored.blocks():
-        with np.errstate(over="ignore", invalid="ignore"):
-            block = block.astype(array.dtype, copy=False)
-        finite = finite and bool(np.isfinite(block).all())
-        matrix[rows[place]] = block  # the matrix is a view
-    return finite
+def _begin(pool: ThreadPoolExecutor, entry: Entry, found: Weights) -> _Begun:
+    array, blocks = _aligned_empty(entry.spec.shape, jnp.dtype(entry.spec.dtype)), []
+    for tensor in entry.tensors:
+        stored, rows = found[tensor.key], tensor.rows(array.shape)
+        matrix = array.reshape(-1, *tensor.shape[1:])  # a view
+        jobs = [pool.submit(_read_block, stored, at, matrix, rows[at]) for at in stored.blocks()]
+        blocks.append((stored, jobs))
+    return _Begun(entry, array, blocks)
+
+
+def _read_block(stored: StoredTensor, at: slice, matrix: np.ndarray, rows: np.ndarray) -> bool:
+    """Fills these rows of the matrix; returns whether all of them are finite."""
+    block = stored.rows(at.start, at.stop)
+    with np.errstate(over="ignore", invalid="ignore"):
+        block = block.astype(matrix.dtype, copy=False)
+    matrix[rows] = block
+    return _all_finite(block)
+
+
+def _all_finite(block: np.ndarray) -> bool:
+    if block.dtype != jnp.bfloat16:
+        return bool(np.isfinite(block).all())
+    # By the bits without the sign: NumPy asks one by one where a type is not its own.
+    return bool((block.view(np.uint16) & 0x7FFF).max() < 0x7F80)
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

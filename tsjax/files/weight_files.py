@@ -7,9 +7,9 @@ safetensors and huggingface_hub are imported only by the functions that need the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
+import json
 import math
 import os
 import re
@@ -24,7 +24,7 @@ import numpy as np
 from tsjax.files.whole_files import replacing
 from tsjax.input_files import listed, parsing, read_json, require_file
 
-_BLOCK_BYTES = 32 * 2**20  # what is read at a time; bounds the scratch memory of reading
+_BLOCK_BYTES = 4 * 2**20  # what a thread reads at a time; a core's cache holds it until it moves on
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -36,47 +36,68 @@ class StoredTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str  # one of DTYPES, or whatever the file calls it
-    rows: Callable[[int, int], np.ndarray]  # reads rows start..stop, along the first dimension
+    rows: Callable[[int, int], np.ndarray]  # reads rows start..stop, in any thread
 
     def __str__(self) -> str:
         return f"{self.name} in {self.file}"
 
-    def blocks(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """The tensor in blocks of rows, so that a big one is never in memory twice."""
+    def blocks(self) -> Iterator[slice]:
+        """The rows to read at a time, so that a big tensor is never in memory twice."""
         row_bytes = math.prod(self.shape[1:]) * jnp.dtype(self.dtype).itemsize
         step = max(1, _BLOCK_BYTES // row_bytes)
         for start in range(0, self.shape[0], step):
-            stop = min(start + step, self.shape[0])
-            yield slice(start, stop), self.rows(start, stop)
+            yield slice(start, min(start + step, self.shape[0]))
 
 
 Weights = Mapping[str, StoredTensor]  # the tensors of a checkpoint by name
 
 
-@contextlib.contextmanager
-def _opened(file: str, trouble: str) -> Iterator[Any]:
-    """Opened anew each time: the pages of a mapped file count as this process's memory until it is
-    closed."""
+def _list_safetensors(file: str) -> Weights:
+    """What the safetensors package, which checks the file, finds in it."""
     import safetensors
 
-    with parsing(file, trouble), safetensors.safe_open(file, framework="np") as handle:
-        yield handle
-
-
-def _list_safetensors(file: str) -> Weights:
     found = {}
-    with _opened(file, " is truncated or corrupt") as handle:
+    with (
+        parsing(file, " is truncated or corrupt"),
+        safetensors.safe_open(file, framework="np") as handle,
+    ):
+        begins = _first_bytes(file)
         for name in handle.keys():
             tensor = handle.get_slice(name)
-            dtype = _SAFETENSORS_DTYPES.get(tensor.get_dtype(), str(tensor.get_dtype()))
-            rows = functools.partial(_safetensors_rows, file, name)
-            found[name] = StoredTensor(name, file, tuple(tensor.get_shape()), dtype, rows)
+            shape, code = tuple(tensor.get_shape()), str(tensor.get_dtype())
+            dtype = _SAFETENSORS_DTYPES.get(code, code)
+            place = file, name, begins[name], shape[1:], dtype
+            rows = functools.partial(_safetensors_rows, *place)
+            found[name] = StoredTensor(name, file, shape, dtype, rows)
     return found
 
 
-def _safetensors_rows(file: str, name: str, start: int, stop: int) -> np.ndarray:
-    with _opened(file, f": {name} cannot be read") as handle:
-        return handle.get_slice(name)[start:stop]
+def _first_bytes(file: str) -> dict[str, int]:
+    """Where each tensor begins in a file that safetensors has checked: after the header, whose
+    length are the first 8 bytes."""
+    with open(file, "rb") as stored:
+        size = int.from_bytes(stored.read(8), "little")
+        header = json.loads(stored.read(size))
+    header.pop("__metadata__", None)
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
+
+
+def _safetensors_rows(
+    file: str, name: str, begin: int, row: tuple[int, ...], dtype: str, start: int, stop: int
+) -> np.ndarray:
+    """Read into memory of our own: the safetensors package maps the file, whose pages then count as
+    this process's memory, and keeps all other threads of Python waiting while it copies."""
+    row_bytes = math.prod(row) * jnp.dtype(dtype).itemsize
+    block = np.empty((stop - start) * row_bytes, np.uint8)
+    with parsing(file, f": {name} cannot be read"), open(file, "rb", buffering=0) as stored:
+        stored.seek(begin + start * row_bytes)
+        missing = block.data
+        while missing:
+            count = stored.readinto(missing)
+            if not count:
+                raise ValueError(f"the file ends {len(missing)} bytes too early")
+            missing = missing[count:]
+    return block.view(jnp.dtype(dtype)).reshape(-1, *row)
 
 
 def _list_torch(file: str) -> Weights:
