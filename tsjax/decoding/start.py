@@ -13,12 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsjax.config import GenerationConfig
+from tsjax.config import GenerationConfig, ModelConfig
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.noise import check_keys, row_keys
 from tsjax.decoding.sampling import SamplingValues, first_last_seen, sampling_values
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
-from tsjax.model.cache import init_cache
+from tsjax.model.cache import Cache, cache_bytes, init_cache
+from tsjax.typing import accumulation_dtype
+
+# Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
+# 132 multiprocessors four tiles of 128 rows, of head dimension 128, in float32.
+UNMERGED = 132 * 4 * 128 * 128 * 4
+SCORED_SLOTS = 512  # of the cache, at a time, where many rows attend in plain XLA
 
 
 def init_state(
@@ -164,6 +170,63 @@ def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int, prompt_capacity: 
 
     leaves = jax.tree.leaves(jax.eval_shape(allocated))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def temporary_bytes(
+    cfg: DecodeConfig, batch: int, capacity: int, prefill_width: int, mesh=None
+) -> int:
+    """What a run's programs need beside weights and state on one device: estimated, rather high.
+
+    XLA says it only when it has compiled. Arrays that are not needed at the same time share memory,
+    so what counts is the largest moment: of a pass of the prefill; of a step while all rows of the
+    widest tree are scored; or of its end, when the method chooses a partial cache anew.
+    """
+    model, sizes = cfg.model, cfg.sizes
+    # Keys and values of all layers stay until they are written; for the method also queries, and
+    # for one that asks for it all query heads and what they saw.
+    kept = 3 + (2 * model.group_size if sizes.with_attended else 0)
+    prefill = _pass_bytes(model, batch * prefill_width, kept=2)
+    step = _pass_bytes(model, batch * sizes.width, kept=kept)
+    return max(
+        prefill, step + max(_scoring_bytes(cfg, batch), _choice_bytes(cfg, batch, capacity, mesh))
+    )
+
+
+def _pass_bytes(model: ModelConfig, rows: int, kept: int) -> int:
+    """Of `rows` rows: `kept` arrays for the kv heads of each layer, and the work of one layer."""
+    size, wide = _sizes_of(model)
+    D, H, heads = model.embed_dim, model.head_dim, model.num_heads + 2 * model.num_kv_heads
+    hidden = 4 * D * size + D * wide  # two layers' before and after a norm; a product's sums
+    attention = heads * H * (wide + size) + 2 * model.num_heads * SCORED_SLOTS * wide
+    mlp = 3 * model.mlp_dim * size
+    layers = kept * model.num_layers * model.num_kv_heads * H * size
+    return rows * (layers + hidden + max(attention, mlp)) + UNMERGED
+
+
+def _scoring_bytes(cfg: DecodeConfig, batch: int) -> int:
+    """For each node and each position's noise: per token of the vocabulary, where all processors
+    are on, its logit, that as an integer of the same order, its probability, the noise, and whether
+    it is penalised."""
+    _, wide = _sizes_of(cfg.model)
+    rows = cfg.sizes.width + cfg.sizes.depth + 1
+    return batch * rows * cfg.model.vocab_size * (4 * wide + 1)
+
+
+def _choice_bytes(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> int:
+    """For each key of the whole cache its score, and that as an integer of the same order."""
+    model = cfg.model
+    memory = jax.eval_shape(lambda: cfg.method.init(model, batch, capacity, None))
+    parts = jax.tree.leaves(memory, is_leaf=lambda part: isinstance(part, Cache))
+    if not any(isinstance(part, Cache) for part in parts):
+        return 0
+    size, wide = _sizes_of(model)
+    keys = cache_bytes(model, batch, capacity, mesh) // (2 * model.head_dim * size)
+    return 2 * wide * keys
+
+
+def _sizes_of(model: ModelConfig) -> tuple[int, int]:
+    """Bytes of a number of the model's type, and of the type of sums and scores."""
+    return jnp.dtype(model.dtype).itemsize, jnp.dtype(accumulation_dtype(model.dtype)).itemsize
 
 
 def _on_each_device(state: DecodeState, mesh) -> DecodeState:

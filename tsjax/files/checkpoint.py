@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -89,6 +90,16 @@ class Model(flax.struct.PyTreeNode):
     def params_for(self, method: Method) -> Params:
         """The arrays that a method's steps take. A copy in int8 is made once and stays."""
         return self._with_int8 if method.wants_int8 else self.params
+
+    def bytes_for(self, method: Method) -> int:
+        """What `params_for` makes on each device, without the scales; 0 if it is there already."""
+        if not method.wants_int8 or "_with_int8" in vars(self):
+            return 0
+        weights, specs = self.params.model, declare_params(self.cfg).model
+        leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(weights), strict=True)
+        found = [leaf for spec, leaf in leaves if spec.inputs]
+        found += [weights.embed] if weights.unembed is None else []
+        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in found)
 
     def __repr__(self) -> str:
         return f"Model({self.num_params:,} parameters, {self.cfg}, path={self.path!r})"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -21,11 +22,12 @@ from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_sett
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.reading import parts
-from tsjax.decoding.start import memory_bytes
+from tsjax.decoding.start import memory_bytes, temporary_bytes
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.files.tokenizer import encode
 from tsjax.host.costs import measured_on
+from tsjax.host.info import memory_share
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
@@ -158,7 +160,7 @@ def make_request(
     slots = _capacity(request, capacity, prefill_width)
     tokens = min(prompt_capacity, slots)
     request = dataclasses.replace(request, capacity=slots, prompt_capacity=tokens)
-    _check_memory(request, model.params)
+    _check_memory(request, model)
     return request
 
 
@@ -417,22 +419,53 @@ def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
     return max(smallest, 1 << (needed - 1).bit_length())
 
 
-def _check_memory(request: Request, params: Params) -> None:
-    """Refuses a cache that cannot fit before a byte of it is allocated."""
-    mesh, decode = mesh_of(params), request.decode
+def _check_memory(request: Request, model: Model) -> None:
+    """Refuses a run that cannot fit before a byte of it is allocated."""
+    mesh, decode = mesh_of(model.params), request.decode
     rows, slots = len(request.rows), request.capacity
-    needed = cache_bytes(decode.model, rows, slots, mesh)
-    needed += memory_bytes(decode, rows, slots, request.prompt_capacity)
-    device = next(iter(jax.tree.leaves(params)[0].devices()))
-    available = _available_bytes(device)
-    if device.platform == "cpu" and mesh is not None:
-        needed *= mesh.size  # simulated devices share one memory
-    if available is not None and needed > available:
-        raise MemoryError(
-            f"not enough memory for the cache: capacity={slots} slots for {rows} rows, and what "
-            f"the method keeps for its drafts, take {needed:,} bytes per device, {available:,} are "
-            "free; lower max_new_tokens, shorten or split the batch, or load the model as bfloat16"
+    widest = max((width for part in request.prefill_widths for width in part), default=1)
+    sizes = {
+        "the cache": cache_bytes(decode.model, rows, slots, mesh),
+        "what method and prefill remember": memory_bytes(
+            decode, rows, slots, request.prompt_capacity
+        ),
+        "weights in int8": model.bytes_for(decode.method),
+        "temporary arrays, an estimate": temporary_bytes(decode, rows, slots, widest, mesh),
+    }
+    device = _device_of(model.params)
+    if device.platform == "cpu" and mesh is not None:  # simulated devices share one memory
+        sizes = {name: size * mesh.size for name, size in sizes.items()}
+    needed, available = sum(sizes.values()), _available_bytes(device)
+    if available is None or needed <= available:
+        return
+    parts_of_it = ", ".join(f"{size:,} for {name}" for name, size in sizes.items() if size)
+    raise MemoryError(
+        f"not enough memory: capacity={slots} slots for {rows} rows take {needed:,} bytes per "
+        f"device, {available:,} are free: {parts_of_it}; {'; '.join(_remedies(request, device))}"
+    )
+
+
+def _remedies(request: Request, device: Any) -> list[str]:
+    """What would make a run smaller, or leave it more memory."""
+    decode = request.decode
+    shorter = "lower max_new_tokens, shorten or split the batch"
+    if jnp.dtype(decode.model.dtype).itemsize > 2:
+        shorter += ", or load the model as bfloat16"
+    found = [shorter]
+    if decode.sizes.width > 1:
+        found.append("method='autoregressive' remembers and scores less")
+    share = memory_share() if device.platform == "gpu" else None
+    if share is not None and share < 0.9:
+        found.append(
+            f"jax takes {share:.0%} of a GPU's memory: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.92 "
+            "before it starts to give it more"
         )
+    return found
+
+
+def _device_of(params: Params) -> Any:
+    """One of those that hold them."""
+    return next(iter(jax.tree.leaves(params)[0].devices()))
 
 
 def _available_bytes(device) -> int | None:

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a run is said to need: near what the compilers say, and told in parts."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import tiny_model
+
+import tsjax
+from tools import aot
+from tsjax.decoding.programs import programs
+from tsjax.decoding.start import memory_bytes, temporary_bytes
+from tsjax.host import request
+from tsjax.host.info import MEMORY_SHARES
+from tsjax.methods import METHODS
+from tsjax.model.cache import cache_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORDED = json.loads((ROOT / "benchmarks/results/aot/aot.json").read_text())["cases"]
+# Plain decoding, and TokenSwift with the paper's settings, on one device.
+STEPS = [case for case in RECORDED if re.fullmatch(r"step \S+ (plain|tokenswift)", case)]
+# A pass of 512 tokens of each row, compiled for an A100 by jax 0.10.2: model, rows, bytes.
+PREFILLS = [
+    ("llama3.1-8b", 1, 113_810_692),
+    ("llama3.1-8b", 4, 455_138_576),
+    ("llama2-7b-yarn-128k", 1, 298_360_064),
+    ("qwen2.5-1.5b", 1, 46_614_808),
+]
+
+
+def decode_config(step: aot.Step) -> tsjax.DecodeConfig:
+    """What tools/aot.py compiles."""
+    model, method = tsjax.model_preset(step.model), METHODS[step.method]()
+    if step.method == "tokenswift":
+        model = dataclasses.replace(model, num_draft_heads=3)
+        method = tsjax.preset(step.model).method if step.model in aot.PAPER else method
+    return tsjax.DecodeConfig(model, method)
+
+
+def test_there_are_steps_to_compare_with():
+    assert {"step llama3.1-8b plain", "step llama2-7b-yarn-128k tokenswift"} < {*STEPS}
+    assert len(STEPS) >= 7
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_needs_about_what_the_compiler_for_an_a100_says(case):
+    step, needed = aot.STEPS[case], RECORDED[case]["a100"]["temp_bytes"]
+    estimate = temporary_bytes(decode_config(step), 1, step.capacity, prefill_width=1)
+    assert needed <= estimate <= 2 * needed + 100e6
+
+
+@pytest.mark.parametrize(("model", "rows", "needed"), PREFILLS)
+def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, rows, needed):
+    cfg = tsjax.DecodeConfig(tsjax.model_preset(model))
+    estimate = temporary_bytes(cfg, rows, 32_768, prefill_width=512)
+    assert needed <= estimate <= 2 * needed + 100e6
+
+
+@pytest.mark.parametrize("method", ["autoregressive", "ngram", "tokenswift"])
+def test_no_program_for_this_machine_needs_more(method):
+    model = tiny_model()
+    cfg = tsjax.DecodeConfig(model.cfg, METHODS[method]())
+    lengths = jnp.array([3, 3]), jnp.array([100, 100])
+    state = tsjax.init_state(
+        jnp.ones((2, 3), jnp.int32), lengths[0], cfg=cfg, capacity=4096, max_length=lengths[1]
+    )
+    run = programs("cpu", model.cfg.dtype)
+    reads = run.read_part.lower(model.params, state, 0, part=0, width=512, cfg=cfg)
+    steps = run.decode.lower(model.params, state, 8, cfg=cfg)
+    for program, width in ((reads, 512), (steps, 1)):
+        needed = program.compile().memory_analysis().temp_size_in_bytes
+        assert 0 < needed <= temporary_bytes(cfg, 2, 4096, width)
+
+
+def test_what_makes_it_larger():
+    model = dataclasses.replace(tsjax.model_preset("llama3.1-8b"), num_draft_heads=3)
+    drafts = tsjax.DecodeConfig(model, tsjax.TokenSwift())
+    plain = tsjax.DecodeConfig(model)
+
+    def needed(cfg, batch=1, capacity=32_768, width=16):
+        return temporary_bytes(cfg, batch, capacity, width)
+
+    assert needed(plain) < needed(drafts) < needed(drafts, batch=2)
+    assert needed(plain) == needed(plain, capacity=131_072) < needed(plain, width=512)
+    chosen = needed(drafts, capacity=524_288) - needed(drafts, capacity=262_144)
+    assert chosen == 262_144 * 32 * 8 * (4 + 4)  # of each key a score and an integer
+    no_pass = tsjax.DecodeConfig(model, tsjax.TokenSwift(draft_from="verified_state"))
+    assert needed(no_pass, capacity=262_144) == needed(no_pass, capacity=131_072)
+
+
+# --- what a user is told -----------------------------------------------------------------------
+
+
+class Device(NamedTuple):
+    """One that has 50 MB left."""
+
+    platform: str
+
+    def memory_stats(self):
+        return {"bytes_limit": 60_000_000, "bytes_in_use": 10_000_000}
+
+
+def refusal(monkeypatch, platform="gpu", method: Any = "autoregressive", **changes) -> str:
+    monkeypatch.setattr(request, "_device_of", lambda params: Device(platform))
+    with pytest.raises(MemoryError) as error:
+        tsjax.generate(
+            tiny_model(**changes), [1, 2, 3], method=method, max_new_tokens=16, capacity=262_144
+        )
+    return str(error.value)
+
+
+def test_the_parts_are_named_and_add_up(monkeypatch):
+    text = refusal(monkeypatch, method=tsjax.TokenSwift(draft_budget=64))
+    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift(draft_budget=64))
+    cache = cache_bytes(cfg.model, 1, 262_144)
+    method = memory_bytes(cfg, 1, 262_144, 0)
+    temporary = temporary_bytes(cfg, 1, 262_144, 16)
+    assert text.startswith(
+        f"not enough memory: capacity=262144 slots for 1 rows take {cache + method + temporary:,} "
+        "bytes per device, 50,000,000 are free: "
+        f"{cache:,} for the cache, {method:,} for what method and prefill remember, "
+        f"{temporary:,} for temporary arrays, an estimate; lower max_new_tokens"
+    )
+    assert "load the model as bfloat16" in text
+    assert "method='autoregressive' remembers and scores less" in text
+
+
+def test_what_does_not_help_is_not_named(monkeypatch):
+    text = refusal(monkeypatch, dtype="bfloat16")
+    assert "bfloat16" not in text and "autoregressive" not in text and "remember" not in text
+
+
+@pytest.mark.parametrize(
+    ("platform", "share", "told"),
+    [("gpu", None, True), ("gpu", "0.5", True), ("gpu", "0.92", False), ("tpu", None, False)],
+)
+def test_jax_may_take_more_of_a_gpu(platform, share, told, monkeypatch):
+    for name in MEMORY_SHARES:
+        monkeypatch.delenv(name, raising=False)
+    if share is not None:
+        monkeypatch.setenv(MEMORY_SHARES[0], share)
+    text = refusal(monkeypatch, platform)
+    assert ("XLA_PYTHON_CLIENT_MEM_FRACTION=0.92" in text) == told
+    assert (f"jax takes {float(share or 0.75):.0%} of a GPU's memory" in text) == told
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_in_int8_count_until_they_are_there(tied, monkeypatch):
+    model, method = tiny_model(tie_embeddings=tied), tsjax.TokenSwift(draft_weights="int8")
+    needed = model.bytes_for(method)
+    matrices = 2 * (32 * (4 + 2 + 2) * 8 + 32 * 32 + 3 * 32 * 48)  # of two layers
+    assert needed == matrices + 61 * 32
+    assert model.bytes_for(tsjax.TokenSwift()) == 0
+    text = refusal(monkeypatch, method=method, tie_embeddings=tied)
+    assert f"{needed:,} for weights in int8" in text
+    made = model.params_for(method).drafts
+    arrays = [leaf for leaf in jax.tree.leaves(made) if leaf.dtype == jnp.int8]
+    assert sum(array.nbytes for array in arrays) == needed
+    assert model.bytes_for(method) == 0
+
+
+def test_temporary_arrays_alone_can_be_too_much(monkeypatch):
+    """The cache and the method's memory would fit."""
+    model = tiny_model(vocab_size=61)
+    cfg = tsjax.DecodeConfig(model.cfg)
+    needed = cache_bytes(model.cfg, 1, 2048) + memory_bytes(cfg, 1, 2048, 0)
+    temporary = temporary_bytes(cfg, 1, 2048, 16)
+    monkeypatch.setattr(request, "_available_bytes", lambda device: needed + temporary - 1)
+    with pytest.raises(MemoryError, match=f"{temporary:,} for temporary arrays"):
+        tsjax.generate(model, [1, 2, 3], max_new_tokens=16)
+    monkeypatch.setattr(request, "_available_bytes", lambda device: needed + temporary)
+    assert len(tsjax.generate(model, [1, 2, 3], max_new_tokens=16).tokens[0]) == 16
