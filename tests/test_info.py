@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """tsjax info: the facts, what is missing, and how they are printed."""
 
+import dataclasses
 import json
+import types
 from importlib import metadata
 
 import jax
@@ -11,7 +13,8 @@ from pallas_kernels import native
 from pallas_kernels.dispatch import Implementation, serving
 from pallas_kernels.operations import OPERATIONS, implementations
 from tsjax.__main__ import main
-from tsjax.host.info import info, lines
+from tsjax.host import info as info_module
+from tsjax.host.info import info, lines, memory_share
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +91,102 @@ def test_without_compiler_cache_and_device(monkeypatch):
     text = "\n".join(lines(found))
     assert "failed: no compiler" in text
     assert "TSJAX_CACHE is empty" in text and "no library" in text
+
+
+def fake_gpu(kind="NVIDIA H100 80GB HBM3", version="PJRT C API\ncuda 13000", number=0):
+    """What jax shows of a GPU."""
+    return types.SimpleNamespace(
+        platform="gpu",
+        id=number,
+        device_kind=kind,
+        compute_capability="9.0",
+        client=types.SimpleNamespace(platform_version=version),
+        memory_stats=lambda: {"bytes_limit": 63_900_000_000, "bytes_in_use": 5},
+    )
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """The file of the driver, which is there; and no variable that jax reads is set."""
+    for name in (*info_module.MEMORY_SHARES, "XLA_PYTHON_CLIENT_ALLOCATOR", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    monkeypatch.setattr(info_module, "DRIVER", str(file))
+    return file
+
+
+def row(text: list[str], label: str) -> str:
+    (found,) = (line for line in text if line.startswith(label))
+    return found.removeprefix(label).strip()
+
+
+def test_a_gpu(driver, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: [fake_gpu(), fake_gpu(number=1)])
+    monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=dump")
+    found = info()
+    assert (found.driver, found.runtime) == ("580.82.07", "PJRT C API cuda 13000")
+    assert found.memory_share == 0.75 and found.xla_flags == "--xla_dump_to=dump"
+    assert found.operations["tree_attention"][0] == "triton"
+    one = found.devices[0]
+    assert (one.name, one.memory, one.capability) == ("gpu:0", 63_900_000_000, "9.0")
+    assert one.tuned.keys() == {"tree_attention", "cache_scores"} and min(one.tuned.values()) > 1
+    text = lines(found)
+    assert row(text, "device                gpu:0") == (
+        ", NVIDIA H100 80GB HBM3, 63.9 GB, compute capability 9.0"
+    )
+    assert row(text, "NVIDIA driver") == "580.82.07"
+    assert row(text, "jax runs on") == "PJRT C API cuda 13000"
+    assert row(text, "share of its memory").startswith("75%; XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert row(text, "XLA_FLAGS") == "--xla_dump_to=dump"
+    shapes = row(text, "measured block sizes")  # once for both
+    assert shapes.startswith("NVIDIA H100 80GB HBM3: ")
+    assert f"tree_attention {one.tuned['tree_attention']} shapes" in shapes
+    json.dumps(dataclasses.asdict(found))
+
+
+def test_a_gpu_that_nothing_was_measured_on(driver, monkeypatch):
+    driver.unlink()
+    gpu = fake_gpu(kind="NVIDIA A10G")
+    gpu.memory_stats = lambda: None
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    found = info()
+    assert found.driver is None and found.devices[0].tuned == {} and found.memory_share is None
+    text = lines(found)
+    assert row(text, "NVIDIA driver") == f"not found in {driver}"
+    assert row(text, "measured block sizes").startswith("NVIDIA A10G: none")
+    assert row(text, "share of its memory").startswith("no limit")
+    assert row(text, "XLA_FLAGS") == "not set"
+
+
+def test_a_driver_without_a_gpu_in_jax(driver):
+    found = info()
+    assert found.driver == "580.82.07" and found.memory_share is None
+    assert "jax uses no GPU of it" in row(lines(found), "NVIDIA driver")
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing like a version\n", b"\xff\xfe\n"])
+def test_a_driver_that_says_nothing(content, driver):
+    driver.write_bytes(content)
+    assert info().driver is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "share"),
+    [
+        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92", 0.92),
+        ("XLA_CLIENT_MEM_FRACTION", ".5", 0.5),
+        ("XLA_CLIENT_MEM_FRACTION", "much", None),
+        ("XLA_PYTHON_CLIENT_PREALLOCATE", "false", 0.75),  # no more than that all the same
+    ],
+)
+def test_the_share_of_a_gpus_memory(name, value, share, driver, monkeypatch):
+    monkeypatch.setenv(name, value)
+    assert memory_share() == share
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import platform
-from importlib import metadata
+import re
+from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +21,31 @@ import jax
 
 from pallas_kernels import native
 from pallas_kernels.cache_folder import cache_folder
+from pallas_kernels.device import file_name
 from pallas_kernels.operations import implementations
 from tsjax.host.compilation import programs_folder
 from tsjax.input_files import reason
 
 PACKAGES = ("tsjax", "jax", "jaxlib", "numpy", "transformers")
+DRIVER = "/proc/driver/nvidia/version"
+# jax's own names for the share of a GPU's memory that it takes, and its share if neither is set.
+MEMORY_SHARES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+USUAL_SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
     """Attributes:
     memory: bytes that programs may use; None where it is the machine's own.
+    capability: CUDA's number for what it can do, such as "9.0"; None for what is no such GPU.
+    tuned: of each kernel, the shapes whose block sizes were measured on this kind of GPU.
     """
 
     name: str
     kind: str
     memory: int | None
+    capability: str | None = None
+    tuned: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +69,10 @@ class Info:
     memory: bytes of the machine, or those that a container allows.
     devices: those of jax's first platform.
     trouble: why jax has no device.
+    driver: version of NVIDIA's driver; None where it is not found.
+    runtime: what jax says of the libraries below it, such as CUDA's version.
+    memory_share: of a GPU's memory, what jax takes; None where there is no GPU or no limit.
+    xla_flags: the variable XLA_FLAGS; None where it is not set.
     operations: for each the implementations that serve the platform, the first choice first.
     native: whether the kernels for CPUs are there, and why; also their compiler and where they lie.
     cache: what is kept between processes.
@@ -71,6 +86,10 @@ class Info:
     memory: int | None
     devices: tuple[Device, ...]
     trouble: str | None
+    driver: str | None
+    runtime: str | None
+    memory_share: float | None
+    xla_flags: str | None
     operations: dict[str, tuple[str, ...]]
     native: native.Status
     cache: Folder
@@ -87,8 +106,9 @@ def info() -> Info:
         trouble = f"jax_platforms={asked.jax_platforms!r}: {' '.join(reason(error).split())}"
     # jax has one name for the devices of two makers; programs are compiled for one of them.
     kind = devices[0].platform if devices else "cpu"
+    runtime = " ".join(devices[0].client.platform_version.split()) if devices else None
     if kind == "gpu":
-        kind = "rocm" if "rocm" in devices[0].client.platform_version.lower() else "cuda"
+        kind = "rocm" if "rocm" in str(runtime).lower() else "cuda"
     return Info(
         versions={"python": platform.python_version()} | versions(PACKAGES),
         system=platform.platform(),
@@ -97,6 +117,10 @@ def info() -> Info:
         memory=_main_memory(),
         devices=tuple(map(_device, devices)),
         trouble=trouble,
+        driver=_driver(),
+        runtime=runtime,
+        memory_share=memory_share() if kind in ("cuda", "rocm") else None,
+        xla_flags=os.environ.get("XLA_FLAGS") or None,
         operations=implementations(kind) if devices else {},
         native=native.status(try_now=True),
         cache=_folder(cache_folder()),
@@ -137,11 +161,38 @@ def _main_memory() -> int | None:
 
 def _device(device: Any) -> Device:
     stats = device.memory_stats() or {}
+    capability = getattr(device, "compute_capability", None)
     return Device(
         name=f"{device.platform}:{device.id}",
         kind=device.device_kind,
         memory=stats.get("bytes_limit"),
+        capability=capability,
+        tuned=_tuned(device.device_kind) if capability else {},
     )
+
+
+def _tuned(kind: str) -> dict[str, int]:
+    table = resources.files("pallas_kernels") / "tuned" / file_name(kind)
+    with contextlib.suppress(OSError):
+        return {name: len(shapes) for name, shapes in json.loads(table.read_text()).items()}
+    return {}
+
+
+def _driver() -> str | None:
+    with contextlib.suppress(OSError), open(DRIVER, errors="replace") as file:
+        found = re.search(r"\d{3,}\.\d+(\.\d+)?", file.readline())
+        return found and found[0]
+    return None
+
+
+def memory_share() -> float | None:
+    """The share of a GPU's memory that jax takes by its variables; None where it has no limit."""
+    if os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR", "").lower() == "platform":
+        return None
+    chosen = next((value for name in MEMORY_SHARES if (value := os.environ.get(name))), None)
+    with contextlib.suppress(ValueError):
+        return USUAL_SHARE if chosen is None else float(chosen)
+    return None
 
 
 def _folder(path: Path | None) -> Folder:
@@ -183,9 +234,12 @@ def lines(known: Info) -> list[str]:
     ]
     for device in known.devices:
         own = f"{_size(device.memory)}" if device.memory is not None else "memory of the machine"
-        rows.append(("device", f"{device.name}, {device.kind}, {own}"))
+        able = f", compute capability {device.capability}" if device.capability else ""
+        rows.append(("device", f"{device.name}, {device.kind}, {own}{able}"))
     if known.trouble is not None:
         rows.append(("device", f"none: {known.trouble}"))
+    rows += _rows_of_gpus(known)
+    rows.append(("XLA_FLAGS", known.xla_flags or "not set"))
     for name, choices in known.operations.items():
         first, *others = choices
         rest = f", for what it cannot serve {', '.join(others)}" if others else ""
@@ -196,6 +250,24 @@ def lines(known: Info) -> list[str]:
     rows += [("", f"{name}: {_size(size)}") for name, size in known.cache.sizes.items()]
     rows.append(("programs", known.programs or "commands keep none"))
     return [f"{label:22}{text}".rstrip() for label, text in rows]
+
+
+def _rows_of_gpus(known: Info) -> list[tuple[str, str]]:
+    gpus = [device for device in known.devices if device.capability]
+    driver = known.driver or f"not found in {DRIVER}"
+    if known.driver and not gpus:
+        driver += "; jax uses no GPU of it: docs/first_hour.md"
+    rows = [("NVIDIA driver", driver)]
+    if gpus:
+        rows.append(("jax runs on", known.runtime or "unknown"))
+        share = "no limit" if known.memory_share is None else f"{known.memory_share:.0%}"
+        rows.append(("share of its memory", f"{share}; {MEMORY_SHARES[1]} changes it"))
+    for kind, tuned in {device.kind: device.tuned for device in gpus}.items():
+        shapes = ", ".join(f"{name} {count} shapes" for name, count in tuned.items())
+        rows.append(
+            ("measured block sizes", f"{kind}: {shapes or 'none, docs/kernels.md derives them'}")
+        )
+    return rows
 
 
 def _said_of(folder: Folder) -> str:
