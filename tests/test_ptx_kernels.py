@@ -1,0 +1,393 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPU kernels as ptxas gets them, executed in NumPy (tools/ptx), and damaged on purpose.
+
+`pytest -m aot`, with JAX_PLATFORMS=cpu and the CUDA plugin installed (see tools/aot.py). Each run
+fails if an access leaves its array or is misaligned, if something is read that nothing wrote, or if
+two warps race for shared memory. Of the caches only what is committed may be read.
+"""
+
+import contextlib
+import functools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import triton as pallas_triton
+from kernel_cases import (
+    check_scores,
+    define_both,
+    define_scores,
+    make_inputs,
+    make_rest,
+    make_score_inputs,
+    relative_error,
+)
+
+from pallas_kernels import triton as backend
+from pallas_kernels.cache_scores import triton as scores_triton
+from pallas_kernels.product import triton as product_triton
+from pallas_kernels.rms_norm import reference as norm_reference
+from pallas_kernels.rms_norm import triton as norm_triton
+from pallas_kernels.rotary import reference as rotary_reference
+from pallas_kernels.rotary import triton as rotary_triton
+from pallas_kernels.tree_attention import triton as attention_triton
+from tools.ptx import Array, compiled, execute
+from tools.ptx.memory import Fault, OutOfBounds, Uninitialised
+
+pytestmark = pytest.mark.aot
+
+KERNELS = (attention_triton, scores_triton, product_triton, norm_triton, rotary_triton)
+ERROR = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}  # over the largest entry
+
+
+class Call(NamedTuple):
+    """One start of a kernel."""
+
+    name: str
+    compiled: compiled.Compiled
+    inputs: list[Array]
+    outputs: list
+    results: list[Array]
+
+    def again(self, text: str) -> list[Array]:
+        """With another text of the module."""
+        return execute(
+            text, self.compiled.grid, self.compiled.shared_bytes, self.inputs, self.outputs
+        )
+
+
+class Simulation:
+    """Stands in for the GPU: `launch` compiles a kernel and executes its PTX."""
+
+    def __init__(self):
+        self.calls: list[Call] = []
+        self.partly: dict[int, tuple[jax.Array, Array]] = {}  # arrays with gaps, by their id
+
+    def with_gaps(self, values: jax.Array, written) -> jax.Array:
+        """An array of which only some entries may be read."""
+        values = jnp.array(values)
+        found = Array(np.asarray(values), np.broadcast_to(written, values.shape))
+        self.partly[id(values)] = values, found
+        return values
+
+    def launch(self, kernel, *arrays, grid, outputs, interpret, **options):
+        call = functools.partial(
+            backend.launch, kernel, grid=grid, outputs=outputs, interpret=False, **options
+        )
+        made = compiled.compile_kernel(call, arrays)
+        inputs = [
+            self.partly[id(one)][1] if id(one) in self.partly else Array(np.asarray(one))
+            for one in arrays
+        ]
+        results = execute(made.text, made.grid, made.shared_bytes, inputs, outputs)
+        self.calls.append(Call(options["name"], made, inputs, outputs, results))
+        return [self.with_gaps(jnp.asarray(one.values), one.written) for one in results]
+
+
+@contextlib.contextmanager
+def simulated():
+    simulation = Simulation()
+    with pytest.MonkeyPatch.context() as patch, jax.disable_jit():
+        for module in KERNELS:
+            patch.setattr(module, "launch", simulation.launch)
+        yield simulation
+
+
+def committed(simulation, cache, length):
+    """The cache [B, K, S, H], of which slots beyond the lengths may not be read."""
+    written = np.arange(cache.shape[2]) < np.asarray(length)[:, None]
+    return simulation.with_gaps(cache, written[:, None, :, None])
+
+
+# --- the kernels -----------------------------------------------------------------------------
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+ATTENTION = {
+    "one row": (dict(B=2, T=1, K=2, G=6, H=64, S=1000, length=[1000, 333]), None),
+    "one row, one head": (dict(T=1, K=3, G=1, H=128, S=130, length=[97]), None),
+    "a tree": (dict(B=2, T=21, K=1, G=7, H=80, S=200, length=[200, 66]), None),
+    "two parts": (dict(T=5, K=2, G=4, H=128, S=600, length=[571]), (32, 64, 2, 4, 3)),
+    "one part": (dict(B=2, T=20, K=1, G=2, H=64, S=150, length=[150, 1]), (64, 32, 1, 4, 2)),
+    "large tiles": (dict(T=40, K=1, G=4, H=128, S=200, length=[190]), (128, 64, 2, 8, 2)),
+    "one stage": (dict(T=42, K=1, G=5, H=72, S=120, length=[95]), (128, 32, 3, 4, 1)),
+    "nothing committed": (dict(T=20, K=2, G=1, H=64, S=64, length=[0]), (16, 16, 3, 4, 2)),
+    "float16": (dict(T=5, K=1, G=4, H=128, S=100, length=[90], dtype=F16), None),
+    "float32": (dict(B=2, T=3, K=2, G=2, H=64, S=200, length=[200, 70], dtype=F32), None),
+    "float32, 1 part": (dict(T=18, K=1, H=80, S=90, length=[85], dtype=F32), (16, 16, 1, 4, 2)),
+}  # fmt: skip
+
+
+def run_attention(rng, shape, blocks=None, with_rest=False):
+    inputs = make_inputs(rng, **{"dtype": BF16, **shape})
+    rest = make_rest(rng, inputs) if with_rest else ()
+    q, k_cache, v_cache, length, *fresh, mask = inputs
+    with simulated() as simulation:
+        found = attention_triton._attention(
+            q,
+            *(committed(simulation, cache, length) for cache in (k_cache, v_cache)),
+            length, *fresh, mask.astype(np.int8), *rest,
+            blocks=blocks and attention_triton.Blocks(*blocks), interpret=False,
+        )  # fmt: skip
+    expected = define_both(*inputs, rest=rest or None)
+    for one, other, dtype in zip(found, expected, (q.dtype, F32), strict=True):
+        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+    return simulation.calls
+
+
+@pytest.mark.parametrize("with_rest", [False, True], ids=["alone", "with a rest"])
+@pytest.mark.parametrize("case", ATTENTION)
+def test_tree_attention(case, with_rest, rng):
+    attend, merge = run_attention(rng, *ATTENTION[case], with_rest=with_rest)
+    assert (attend.name, merge.name) == ("tsjax_tree_attention", "tsjax_tree_attention_merge")
+    assert all(one.written.all() for one in merge.results)
+
+
+SCORES = {
+    "one head": (dict(K=2, G=1, H=64, S=300, length=(300, 150)), None),
+    "groups": (dict(K=1, G=7, H=80, S=200, length=(200, 100)), None),
+    "two parts": (dict(K=2, G=4, H=128, S=700, length=(655,)), (64, 2, 4, 2)),
+    "small blocks": (dict(K=1, G=4, H=64, S=90, length=(90, 1)), (16, 3, 4, 3)),
+    "float16": (dict(K=2, G=2, H=64, S=100, length=(100, 50), dtype=F16), None),
+    "float32": (dict(K=2, G=4, H=128, S=100, length=(100, 51), dtype=F32), None),
+}
+
+
+def run_scores(rng, shape, blocks, mode):
+    inputs = make_score_inputs(rng, **{"dtype": BF16, **shape})
+    q, k_cache, length = inputs
+    kernel = dict(dot=scores_triton._dot_scores, softmax=scores_triton._softmax_scores)[mode]
+    with simulated() as simulation:
+        blocks = blocks and scores_triton.Blocks(*blocks)
+        cache = committed(simulation, k_cache, length)
+        found = kernel(q, cache, length, blocks=blocks, interpret=False)
+    if mode == "softmax":
+        found = jnp.sum(found, axis=1) / q.shape[1]
+    check_scores(found, inputs, mode)
+    return simulation.calls
+
+
+@pytest.mark.parametrize("mode", ["dot", "softmax"])
+@pytest.mark.parametrize("case", SCORES)
+def test_cache_scores(case, mode, rng):
+    calls = run_scores(rng, *SCORES[case], mode)
+    assert len(calls) == (1 if mode == "dot" else 2)
+    assert all(one.written.all() for call in calls for one in call.results)
+
+
+def test_cache_scores_of_given_totals(rng):
+    inputs = make_score_inputs(rng, K=1, G=4, H=64, S=100, length=(77,), dtype=BF16)
+    log_totals = jnp.asarray(rng.uniform(4, 6, (1, 4)), F32)
+    with simulated() as simulation:
+        cache = committed(simulation, inputs[1], inputs[2])
+        found = scores_triton._softmax_scores(
+            inputs[0], cache, inputs[2], log_totals, blocks=None, interpret=False
+        )
+    expected = define_scores(*inputs, "shares", np.asarray(log_totals))
+    assert relative_error(found, expected) < 1e-4
+
+
+PRODUCT = {
+    "one row": ((1, 300, 1040), BF16, None),
+    "a few rows": ((3, 100, 528), BF16, (64, 128, 1, 4, 4)),
+    "16 rows": ((16, 600, 1536), BF16, None),
+    "17 rows": ((17, 40, 256), BF16, (16, 64, 2, 4, 3)),
+    "float16": ((16, 130, 512), F16, (32, 256, 1, 4, 4)),
+}
+
+
+def run_product(rng, shape, dtype, blocks, int8):
+    count, outputs, inputs = shape
+    rows = jnp.asarray(rng.standard_normal((count, inputs)), dtype)
+    weights, scales = jnp.asarray(rng.standard_normal((outputs, inputs)), dtype), ()
+    if int8:
+        weights = jnp.asarray(rng.integers(-128, 128, (outputs, inputs)), jnp.int8)
+        scales = (jnp.asarray(rng.uniform(0.001, 0.01, outputs), F32),)
+    with simulated() as simulation:
+        found = product_triton._product(
+            rows, weights, *scales,
+            blocks=blocks and product_triton.Blocks(*blocks), interpret=False,
+        )  # fmt: skip
+    matrix = np.asarray(weights, np.float64)
+    matrix = matrix * np.asarray(scales[0], np.float64)[:, None] if int8 else matrix
+    expected = np.asarray(rows, np.float64) @ matrix.T
+    assert relative_error(found, expected) < ERROR["float32"]
+    return simulation.calls
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["as rows", "int8"])
+@pytest.mark.parametrize("case", PRODUCT)
+def test_product(case, int8, rng):
+    (call,) = run_product(rng, *PRODUCT[case], int8)
+    assert call.results[0].written.all()
+
+
+def run_norm(rng, width, dtype, adds):
+    rows, update = (jnp.asarray(rng.standard_normal((3, width)), t) for t in (dtype, F32))
+    weight = jnp.asarray(rng.standard_normal(width), dtype)
+    arrays = (rows, update, weight) if adds else (rows, weight)
+    with simulated() as simulation:
+        found = norm_triton._norms(*arrays, eps=1e-5, interpret=False)
+    define = norm_reference.add_rms_norm if adds else norm_reference.rms_norm
+    for one, other in zip(*map(jax.tree.leaves, (found, define(*arrays, 1e-5))), strict=True):
+        assert relative_error(one, other) < ERROR[rows.dtype.name]
+    return simulation.calls
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "with a sum"])
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(200, BF16), (1099, BF16), (4096, BF16), (96, F32), (1536, F32), (128, F16)],
+)
+def test_rms_norm(width, dtype, adds, rng):
+    (call,) = run_norm(rng, width, dtype, adds)
+    assert len(call.results) == 1 + adds and all(one.written.all() for one in call.results)
+
+
+def run_rotary(rng, head_dim, dtype, fresh_dtype):
+    fresh = jnp.asarray(rng.standard_normal((2, 3, 2, 5, head_dim)), fresh_dtype)
+    cos, sin = (jnp.asarray(rng.uniform(-1, 1, (2, 3, head_dim // 2)), F32) for _ in range(2))
+    with simulated() as simulation:
+        found = rotary_triton._heads(fresh, cos, sin, dtype=jnp.dtype(dtype), interpret=False)
+    expected = rotary_reference.rotary_heads(fresh, cos, sin, dtype)
+    for one, other in zip(found, expected, strict=True):
+        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+    return simulation.calls
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "fresh_dtype"),
+    [(64, BF16, F32), (80, BF16, F32), (128, BF16, BF16), (128, F32, F32)],
+)
+def test_rotary_heads(head_dim, dtype, fresh_dtype, rng):
+    (call,) = run_rotary(rng, head_dim, dtype, fresh_dtype)
+    assert all(one.written.all() for one in call.results)
+
+
+# --- damage that must be found ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Call]:
+    """One start of each kernel, small, with loops that run several times."""
+
+    def rng():
+        return np.random.default_rng(0)
+
+    tree = dict(T=20, K=1, G=1, H=64, S=140, length=[115])
+    exact = dict(T=18, K=1, G=1, H=64, S=60, length=[55], dtype=F32)
+    cache = dict(K=1, G=4, H=64, S=330, length=(300,)), (64, 2, 4, 2)
+    calls = {}
+    calls["attention"], calls["merge"] = run_attention(rng(), tree, (32, 16, 2, 4, 3))
+    calls["attention, float32"], _ = run_attention(rng(), exact, (16, 16, 2, 4, 2))
+    (calls["scores"],) = run_scores(rng(), *cache, "dot")
+    calls["totals"], calls["softmax"] = run_scores(rng(), *cache, "softmax")
+    (calls["product"],) = run_product(rng(), (3, 100, 1040), BF16, (64, 128, 1, 4, 4), False)
+    (calls["product, int8"],) = run_product(rng(), (3, 40, 1040), BF16, (16, 128, 2, 4, 4), True)
+    (calls["norm"],) = run_norm(rng(), 200, BF16, adds=True)
+    (calls["rotary"],) = run_rotary(rng(), 80, BF16, F32)
+    return calls
+
+
+# What to look for, and what to write in its place.
+DAMAGES = {
+    "barrier": (r"bar\.sync\s+0;", lambda found: ""),
+    "wait": (r"(cp\.async\.wait_group\s+)(\d+);", lambda found: f"{found[1]}{int(found[2]) + 1};"),
+    "guard": (r"@(%p\d+ (?:ld|st)\.global)", lambda found: f"@!{found[1]}"),
+    "size": (r"(selp\.b32\s+%r\d+, )(\d+), 0,", lambda found: f"{found[1]}0, {found[2]},"),
+    "bound": (
+        r"(setp\.lt\.[su]32\s+%p\d+, %r\d+, )(\d+);",
+        lambda found: f"{found[1]}{int(found[2]) + 1};",
+    ),
+    "offset": (r"(\[ %rd\d+ \+ )0( \])", lambda found: f"{found[1]}16{found[2]}"),
+}
+# Of each kernel the least share of damages that must be found. The others do no harm: the first
+# barrier before anything was written, copies for a turn of a loop that never comes (their size is
+# 0), stores that other warps repeat with the same bits, bounds of blocks that are full.
+FOUND = {
+    "barrier": {
+        "attention": 0.8, "attention, float32": 0.7, "merge": 0.8, "scores": 1, "totals": 0.8,
+        "softmax": 1, "product": 0.6, "product, int8": 0.6, "norm": 1,
+    },
+    "wait": {
+        "attention": 0.6, "attention, float32": 0.8, "totals": 0.5, "product": 0.5,
+        "product, int8": 0.5,
+    },
+    "guard": {
+        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 1, "product": 1,
+        "product, int8": 1, "norm": 1, "rotary": 1,
+    },
+    "size": {"attention": 0.7, "totals": 1, "product": 1, "product, int8": 1},
+    "bound": {
+        "attention": 0.4, "scores": 0.5, "totals": 0.6, "softmax": 0.7, "product": 0.5,
+        "product, int8": 0.5, "norm": 1, "rotary": 1,
+    },
+    "offset": {
+        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 0.7, "product": 0.9,
+        "product, int8": 1, "norm": 1, "rotary": 1,
+    },
+}  # fmt: skip
+
+
+def damaged(text: str, damage: str) -> Iterator[str]:
+    """The module with one place changed, each in turn; of many other than barriers, some."""
+    pattern, replacement = DAMAGES[damage]
+    places = list(re.finditer(pattern, text))
+    step = 1 if damage == "barrier" else 1 + len(places) // 16
+    for place in places[::step]:
+        yield text[: place.start()] + replacement(place) + text[place.end() :]
+
+
+def outcome(call: Call, text: str) -> str:
+    try:
+        results = call.again(text)
+    except Fault as fault:
+        return type(fault).__name__
+    same = all(
+        np.array_equal(new.written, old.written) and new.values.tobytes() == old.values.tobytes()
+        for new, old in zip(results, call.results, strict=True)
+    )
+    return "nothing" if same else "other numbers"
+
+
+@pytest.mark.parametrize(
+    ("damage", "kernel"), [(damage, kernel) for damage, by in FOUND.items() for kernel in by]
+)
+def test_damage_is_found(damage, kernel, small):
+    call = small[kernel]
+    found = [outcome(call, text) for text in damaged(call.compiled.text, damage)]
+    assert found and "Endless" not in found
+    assert sum(one != "nothing" for one in found) >= FOUND[damage][kernel] * len(found), found
+    if damage in ("barrier", "wait"):
+        assert set(found) <= {"Race", "nothing"}, found
+
+
+UNMASKED = {
+    "attention": (attention_triton, lambda rng: run_attention(rng, *ATTENTION["one part"])),
+    "scores": (scores_triton, lambda rng: run_scores(rng, *SCORES["groups"], "dot")),
+    "product": (product_triton, lambda rng: run_product(rng, *PRODUCT["a few rows"], int8=False)),
+    "norm": (norm_triton, lambda rng: run_norm(rng, 200, BF16, adds=False)),
+    "rotary": (rotary_triton, lambda rng: run_rotary(rng, 80, BF16, F32)),
+}
+
+
+@pytest.mark.parametrize("kernel", UNMASKED)
+def test_a_kernel_without_its_masks(kernel, rng, monkeypatch):
+    """It leaves its arrays, or reads slots that are not committed."""
+
+    def load(ref, index, inside, other=0):
+        return pallas_triton.load(ref.at[tuple(index)])
+
+    module, run = UNMASKED[kernel]
+    monkeypatch.setattr(module, "load", load)
+    with pytest.raises((OutOfBounds, Uninitialised), match=r"line \d+: .*(ld.global|cp.async)"):
+        run(rng)
+
+
+def test_what_the_damages_leave_alone(small):
+    """The same text gives the same bits; and a kernel without barriers has none to lose."""
+    assert {outcome(call, call.compiled.text) for call in small.values()} == {"nothing"}
+    assert not list(damaged(small["rotary"].compiled.text, "barrier"))

@@ -1,0 +1,559 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What each form of opcode means, for vectors of threads.
+
+`prepare` turns an instruction into a function of a machine and a mask of its threads (None: all).
+Two tables: PURE forms compute registers from registers; EFFECTS also touch memory, other lanes or
+the machine. Branches, returns and barriers are `machine`'s. A form that is in no table is an error.
+
+Results round to nearest even. `fma` and the "approx" and "full" forms are computed in a wider type
+and rounded: within the chip's own error, but not its bits. Matrix products add in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from tools.ptx.memory import SHARED_BASE, Fault, Uninitialised
+from tools.ptx.parse import Address, Instruction, Kernel, Operand
+
+Step = Callable  # of a machine and a mask
+
+
+class UnknownInstruction(ValueError):
+    """A form, or operands, that no table has."""
+
+
+class Divergence(Fault):
+    """An instruction that threads must run together, and do not."""
+
+
+class Pure(NamedTuple):
+    """`function` of numbers of the types `sources`, which gives one of type `target`."""
+
+    sources: tuple[str, ...]
+    target: str
+    function: Callable
+
+
+# --- numbers ---------------------------------------------------------------------------------
+
+
+def width(kind: str) -> int:
+    """Bytes of a type; of a predicate 0."""
+    return 0 if kind == "pred" else int(kind.lstrip("bfsu")) // 8
+
+
+def bits(kind: str):
+    """The type in which a register holds its bits."""
+    return np.dtype(bool if kind == "pred" else f"u{width(kind)}")
+
+
+def decode(kind: str) -> Callable:
+    """From bits, of a register at least as wide, to numbers."""
+    if kind == "bf16":
+        return lambda x: (x.astype(np.uint32) << 16).view(np.float32)
+    if kind == "pred" or kind[0] in "bu":
+        return lambda x: x.astype(bits(kind), copy=False)
+    if kind == "f16":
+        return lambda x: x.view(np.float16).astype(np.float32)
+    number = np.dtype(f"{kind[0].replace('s', 'i')}{width(kind)}")
+    return lambda x: x.astype(bits(kind), copy=False).view(number)
+
+
+def encode(kind: str) -> Callable:
+    if kind == "bf16":
+        return to_bfloat16
+    number = np.dtype(
+        bits(kind) if kind == "pred" or kind[0] in "bu"
+        else f"{kind[0].replace('s', 'i')}{width(kind)}"
+    )  # fmt: skip
+    return lambda x: x.astype(number, copy=False).view(bits(kind))
+
+
+def to_bfloat16(x):
+    """The upper half of float32, rounded to nearest even."""
+    word = x.astype(np.float32, copy=False).view(np.uint32)
+    rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FFF, rounded).astype(np.uint16)
+
+
+# --- pure forms ------------------------------------------------------------------------------
+
+FLOAT = dict(add=np.add, sub=np.subtract, mul=np.multiply, min=np.fmin, max=np.fmax)
+WHOLE = dict(add=np.add, sub=np.subtract, min=np.minimum, max=np.maximum)
+LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+COMPARE = dict(
+    eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal
+)
+APPROX = dict(ex2=np.exp2, lg2=np.log2, rcp=np.reciprocal, sqrt=np.sqrt)
+APPROX["rsqrt"] = lambda x: 1 / np.sqrt(x)
+
+
+def _wide(function: Callable) -> Callable:
+    """In float64."""
+    return lambda *x: function(*(part.astype(np.float64) for part in x))
+
+
+def _high(size: int) -> Callable:
+    return lambda a, b: (a.astype(np.int64) * b.astype(np.int64)) >> size
+
+
+def _multiply_wide(sign: str, size: int) -> Pure:
+    kind, number = f"{sign}{size}", f"{'i' if sign == 's' else 'u'}{size // 4}"
+    return Pure((kind, kind), f"{sign}{2 * size}", lambda a, b: a.astype(number) * b.astype(number))
+
+
+def _shift(size: int, left: bool) -> Callable:
+    """By more than there are bits: nothing is left but the sign."""
+
+    def shift(x, by):
+        if left:
+            return np.where(by < size, x << (by % size).astype(x.dtype), 0)
+        rest = x >> np.minimum(by, size - 1).astype(x.dtype)
+        return rest if x.dtype.kind == "i" else np.where(by < size, rest, 0)
+
+    return shift
+
+
+def _bit_field(x, start, length):
+    start, length = (part.astype(np.int64) & 0xFF for part in (start, length))
+    mask = (np.int64(1) << np.minimum(length, 32)) - 1
+    field = (x.astype(np.int64) >> np.minimum(start, 63)) & mask
+    sign = (x.dtype.kind == "i") & (field > mask >> 1)
+    return np.where(sign, field | ~mask, field).astype(x.dtype)
+
+
+def _permute(a, b, selector):
+    """Bytes of b:a; the upper bit of a choice asks for the byte's sign."""
+    pair = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
+    out = np.zeros(1, np.uint32)
+    for place in range(4):
+        choice = (selector.astype(np.uint64) >> np.uint64(4 * place)) & np.uint64(15)
+        byte = (pair >> (np.uint64(8) * (choice & np.uint64(7)))) & np.uint64(255)
+        byte = np.where(choice & np.uint64(8), np.where(byte & np.uint64(128), 255, 0), byte)
+        out = out | (byte.astype(np.uint32) << np.uint32(8 * place))
+    return out
+
+
+def _look_up(a, b, c, table):
+    out = np.zeros(1, np.uint32)
+    for row in range(8):
+        parts = (x if row & bit else ~x for x, bit in ((a, 4), (b, 2), (c, 1)))
+        chosen = np.bitwise_and.reduce(np.broadcast_arrays(*parts))
+        out = out | np.where((table >> np.uint32(row)) & 1, chosen, 0).astype(np.uint32)
+    return out
+
+
+def _pack_halves(kind: str) -> Callable:
+    def pack(upper, lower):
+        upper, lower = (encode(kind)(x).astype(np.uint32) for x in (upper, lower))
+        return (upper << 16) | lower
+
+    return pack
+
+
+INT = r"([us](?:16|32|64))"
+PURE = [
+    (r"(add|sub|mul|min|max)\.(?:rn\.)?(f32|f16|bf16)", lambda op, t: Pure((t, t), t, FLOAT[op])),
+    (rf"(add|sub|min|max)\.{INT}", lambda op, t: Pure((t, t), t, WHOLE[op])),
+    (rf"mul\.lo\.{INT}", lambda t: Pure((t, t), t, np.multiply)),
+    (r"mul\.hi\.([us])(16|32)", lambda s, n: Pure((s + n,) * 2, s + n, _high(int(n)))),
+    (r"mul\.wide\.([us])(16|32)", lambda s, n: _multiply_wide(s, int(n))),
+    (rf"mad\.lo\.{INT}", lambda t: Pure((t, t, t), t, lambda a, b, c: a * b + c)),
+    (r"fma\.rn\.(f32|f16|bf16)", lambda t: Pure((t, t, t), t, _wide(lambda a, b, c: a * b + c))),
+    (r"(and|or|xor)\.(pred|b16|b32|b64)", lambda op, t: Pure((t, t), t, LOGIC[op])),
+    (r"not\.(pred|b16|b32|b64)", lambda t: Pure((t,), t, np.invert)),
+    (r"neg\.(s16|s32|s64|f32)", lambda t: Pure((t,), t, np.negative)),
+    (r"shl\.b(16|32|64)", lambda n: Pure(("b" + n, "b32"), "b" + n, _shift(int(n), True))),
+    (r"shr\.([bus])(16|32|64)", lambda s, n: Pure((s + n, "b32"), s + n, _shift(int(n), False))),
+    (r"bfe\.([us]32)", lambda t: Pure((t, "b32", "b32"), t, _bit_field)),
+    (r"prmt\.b32", lambda: Pure(("b32",) * 3, "b32", _permute)),
+    (r"lop3\.b32", lambda: Pure(("b32",) * 4, "b32", _look_up)),
+    (
+        r"selp\.([bus](?:16|32|64)|f32)",
+        lambda t: Pure((t, t, "pred"), t, lambda a, b, p: np.where(p, a, b)),
+    ),
+    (
+        r"setp\.(eq|ne|lt|le|gt|ge)\.([bus](?:16|32|64))",
+        lambda op, t: Pure((t, t), "pred", COMPARE[op]),
+    ),
+    (r"setp\.(eq|lt|le|gt|ge)\.(f32)", lambda op, t: Pure((t, t), "pred", COMPARE[op])),
+    (r"(ex2|lg2|rcp|sqrt|rsqrt)\.approx\.f32", lambda op: Pure(("f32",), "f32", _wide(APPROX[op]))),
+    (r"div\.full\.f32", lambda: Pure(("f32", "f32"), "f32", np.divide)),
+    (r"cvta\.to\.global\.u64", lambda: Pure(("u64",), "u64", lambda x: x)),
+    (r"cvt\.([us](?:8|16|32|64))\.([us](?:8|16|32|64))", lambda to, t: Pure((t,), to, lambda x: x)),
+    (r"cvt\.rn\.(f32|f16)\.([us](?:8|16|32))", lambda to, t: Pure((t,), to, lambda x: x)),
+    (r"cvt\.(f32)\.(bf16|f16)", lambda to, t: Pure((t,), to, lambda x: x)),
+    (r"cvt\.rn\.(bf16|f16)\.f32", lambda to: Pure(("f32",), to, lambda x: x)),
+    (r"cvt\.rn\.(bf16|f16)x2\.f32", lambda t: Pure(("f32", "f32"), "b32", _pack_halves(t))),
+]
+
+
+# --- operands --------------------------------------------------------------------------------
+
+
+class Operands:
+    """Where an instruction reads and writes."""
+
+    def __init__(self, kernel: Kernel, instruction: Instruction):
+        self.kernel, self.instruction = kernel, instruction
+
+    def wrong(self, reason: str) -> UnknownInstruction:
+        one = self.instruction
+        return UnknownInstruction(f"line {one.line}: {reason}: {one.text}")
+
+    def take(self, count: int) -> tuple[Operand, ...]:
+        if len(self.instruction.operands) != count:
+            raise self.wrong(f"{count} operands expected")
+        return self.instruction.operands
+
+    def size(self, name: Operand) -> int:
+        if not isinstance(name, str) or name not in self.kernel.registers:
+            raise self.wrong(f"{name!r} is no register")
+        return width(self.kernel.registers[name])
+
+    def target(self, name: Operand, kind: str, *, wider: bool = False) -> Callable:
+        """A function that writes a register: of a machine, bits and a mask. `_` drops them."""
+        if name == "_":
+            return lambda machine, value, mask: None
+        size, wanted = self.size(name), width(kind)
+        if size != wanted and not (wider and size > wanted > 0):
+            raise self.wrong(f"{name} is no register of type {kind}")
+        signed, own = kind[0] == "s", bits(self.kernel.registers[name])
+
+        def write(machine, value, mask):
+            if size != wanted:
+                value = value.view(f"i{wanted}").astype(f"i{size}") if signed else value
+                value = value.astype(own)
+            machine.write(name, value, mask)
+
+        return write
+
+    def source(self, operand: Operand, kind: str, *, wider: bool = False) -> Callable:
+        """A function that reads bits, of a machine."""
+        if isinstance(operand, int):
+            mask = (1 << 8 * width(kind)) - 1
+            value = np.array([operand & mask if kind != "pred" else bool(operand)], bits(kind))
+            return lambda machine: value
+        if isinstance(operand, str) and operand in SPECIAL and width(kind) == 4:
+            return lambda machine: machine.special[operand]
+        if isinstance(operand, str) and operand in self.kernel.shared:
+            base = np.array([SHARED_BASE], bits(kind))
+            return lambda machine: base
+        size = self.size(operand)
+        if size != width(kind) and not (wider and size > width(kind)):
+            raise self.wrong(f"{operand} is no register of type {kind}")
+
+        def read(machine):
+            value = machine.registers.get(operand)
+            if value is None:
+                raise Uninitialised(f"register {operand}")
+            return value
+
+        return read
+
+    def address(self, operand: Operand) -> Callable:
+        """[threads] bytes, as a function of a machine."""
+        if not isinstance(operand, Address):
+            raise self.wrong(f"{operand!r} is no address")
+        kind = "b32" if self.kernel.registers.get(operand.base, "")[1:] == "32" else "b64"
+        base, offset = self.source(operand.base, kind), operand.offset
+        return lambda machine: machine.full(base(machine)).astype(np.int64) + offset
+
+
+SPECIAL = tuple(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz")
+
+
+def prepare(kernel: Kernel, instruction: Instruction) -> Step:
+    operands = Operands(kernel, instruction)
+    step = _step(operands)
+    if instruction.guard is None:
+        return step
+    guard, negated = operands.source(instruction.guard, "pred"), instruction.negated
+
+    def guarded(machine, mask):
+        chosen = machine.chosen(guard(machine) ^ negated, mask)
+        if chosen is None or chosen.any():
+            step(machine, chosen)
+
+    return guarded
+
+
+def _step(operands: Operands) -> Step:
+    opcode = operands.instruction.opcode
+    make, parts = _find(opcode)
+    if make is None:
+        raise operands.wrong("unknown instruction")
+    return make(operands, *parts)
+
+
+@functools.cache
+def _find(opcode: str) -> tuple[Callable | None, tuple[str, ...]]:
+    """What makes a step of its operands and of the parts of its name."""
+    for form, make in PURE:
+        if found := re.fullmatch(form, opcode):
+            return functools.partial(_pure, make(*found.groups())), ()
+    for form, make in EFFECTS:
+        if found := re.fullmatch(form, opcode):
+            return make, found.groups()
+    return None, ()
+
+
+def _pure(pure: Pure, operands: Operands) -> Step:
+    target, *sources = operands.take(1 + len(pure.sources))
+    wider = operands.instruction.opcode.startswith("cvt")
+    write = operands.target(target, pure.target, wider=wider)
+    encoded, function = encode(pure.target), pure.function
+    reads = [
+        (operands.source(source, kind, wider=wider), decode(kind))
+        for source, kind in zip(sources, pure.sources, strict=True)
+    ]
+
+    def step(machine, mask):
+        values = [decoded(read(machine)) for read, decoded in reads]
+        write(machine, encoded(function(*values)), mask)
+
+    return step
+
+
+# --- forms with effects ----------------------------------------------------------------------
+
+
+def _move(operands: Operands, kind: str) -> Step:
+    """Also packs several registers into one, or unpacks it, lowest part first."""
+    target, source = operands.take(2)
+    if isinstance(target, tuple):
+        return _unpack(operands, target, operands.source(source, kind), kind)
+    write = operands.target(target, kind)
+    if isinstance(source, tuple):
+        read = _packed(operands, source, kind)
+    else:
+        read = operands.source(source, kind)
+    return lambda machine, mask: write(machine, read(machine), mask)
+
+
+def _unpack(operands: Operands, targets: tuple, read: Callable, kind: str) -> Step:
+    part = f"b{8 * width(kind) // len(targets)}"
+    writes = [operands.target(target, part) for target in targets]
+
+    def step(machine, mask):
+        parts = np.ascontiguousarray(machine.full(read(machine))).view(bits(part))
+        for place, write in enumerate(writes):
+            write(machine, parts[place :: len(writes)], mask)
+
+    return step
+
+
+def _packed(operands: Operands, sources: tuple, kind: str) -> Callable:
+    part = f"b{8 * width(kind) // len(sources)}"
+    reads = [operands.source(source, part) for source in sources]
+    return lambda machine: machine.stack(reads).view(bits(kind))[:, 0]
+
+
+def _vector(operand: Operand, count: str | None) -> tuple:
+    found = operand if isinstance(operand, tuple) else (operand,)
+    return found if len(found) == int(count or 1) else ()
+
+
+def _load_param(operands: Operands) -> Step:
+    target, source = operands.take(2)
+    if not isinstance(source, Address) or source.base not in operands.kernel.params:
+        raise operands.wrong("no parameter")
+    number, write = operands.kernel.params.index(source.base), operands.target(target, "b64")
+
+    def step(machine, mask):
+        write(machine, np.array([machine.memory.pointer(number)], np.uint64), mask)
+
+    return step
+
+
+def _load(operands: Operands, space: str, count: str | None, kind: str) -> Step:
+    targets, source = operands.take(2)
+    writes = [operands.target(one, kind, wider=True) for one in _vector(targets, count)]
+    address = operands.address(source)
+    if not writes:
+        raise operands.wrong("another number of registers")
+
+    def step(machine, mask):
+        lanes = machine.lanes(mask)
+        memory = machine.memory if space == "global" else machine.shared
+        values = memory.load(address(machine)[lanes.lane], width(kind), len(writes), lanes)
+        for place, write in enumerate(writes):
+            write(machine, machine.spread(values[:, place], lanes), mask)
+
+    return step
+
+
+def _store(operands: Operands, space: str, count: str | None, kind: str) -> Step:
+    target, sources = operands.take(2)
+    reads = [operands.source(one, kind, wider=True) for one in _vector(sources, count)]
+    address = operands.address(target)
+    if not reads:
+        raise operands.wrong("another number of registers")
+
+    def step(machine, mask):
+        lanes = machine.lanes(mask)
+        memory = machine.memory if space == "global" else machine.shared
+        values = machine.stack(reads)[lanes.lane].astype(bits(kind), copy=False)
+        memory.store(address(machine)[lanes.lane], values, lanes)
+
+    return step
+
+
+def _copy(operands: Operands, cache: str) -> Step:
+    """cp.async; with a fourth operand of 0 the copy is all zeros, and nothing is read."""
+    target, source, size, *given = operands.instruction.operands
+    if len(given) > 1 or size not in ((16,) if cache == "cg" else (4, 8, 16)):
+        raise operands.wrong("another size")
+    to, origin = operands.address(target), operands.address(source)
+    given_size = operands.source(given[0], "b32") if given else None
+
+    def step(machine, mask):
+        lanes = machine.lanes(mask)
+        values = np.zeros((len(lanes.lane), size // 4), np.uint32)
+        read = np.full(len(lanes.lane), size)
+        if given_size is not None:
+            read = machine.full(given_size(machine))[lanes.lane]
+        if not np.isin(read, (0, size)).all():
+            raise Fault("a copy of a part, which is not simulated")
+        some = machine.among(lanes, read == size)
+        values[read == size] = machine.memory.load(
+            origin(machine)[some.lane], 4, size // 4, some
+        )  # fmt: skip
+        machine.begin_copy(to(machine)[lanes.lane], values, lanes)
+
+    return step
+
+
+def _commit(operands: Operands) -> Step:
+    operands.take(0)
+    return lambda machine, mask: machine.commit(machine.lanes(mask))
+
+
+def _wait(operands: Operands) -> Step:
+    (count,) = operands.take(1)
+    return lambda machine, mask: machine.wait(machine.lanes(mask), count)
+
+
+def _whole_warps(machine, mask):
+    """Which warps run: all of their lanes."""
+    if mask is None:
+        return np.ones(machine.count // 32, bool)
+    by_warp = mask.reshape(-1, 32)
+    if (by_warp.any(axis=1) != by_warp.all(axis=1)).any():
+        raise Divergence("not all lanes of the warp take part")
+    return by_warp.all(axis=1)
+
+
+def _warp_barrier(operands: Operands) -> Step:
+    if operands.take(1) != (-1,):
+        raise operands.wrong("only whole warps are simulated")
+    return lambda machine, mask: machine.shared.warp_barrier(_whole_warps(machine, mask))
+
+
+def _shuffle(operands: Operands, mode: str) -> Step:
+    target, source, other, clamp, members = operands.take(5)
+    if (clamp, members) != (31, -1):
+        raise operands.wrong("only whole warps are simulated")
+    write, read = operands.target(target, "b32"), operands.source(source, "b32")
+    by = operands.source(other, "b32")
+
+    def step(machine, mask):
+        _whole_warps(machine, mask)
+        by_lane = machine.full(by(machine)).reshape(-1, 32).astype(np.int64)
+        lane = np.arange(32) ^ by_lane if mode == "bfly" else by_lane
+        values = machine.full(read(machine)).reshape(-1, 32)
+        write(machine, np.take_along_axis(values, lane & 31, axis=1).reshape(-1), mask)
+
+    return step
+
+
+def _load_matrix(operands: Operands, count: str, transposed: str | None) -> Step:
+    """Lane 8 m + r has the address of row r of matrix m, 8 numbers of 16 bits."""
+    targets, source = operands.take(2)
+    writes = [operands.target(one, "b32") for one in _vector(targets, count)]
+    address = operands.address(source)
+    if not writes:
+        raise operands.wrong("another number of registers")
+
+    def step(machine, mask):
+        warps = _whole_warps(machine, mask)
+        givers = np.repeat(warps, 32) & (np.arange(machine.count) % 32 < 8 * len(writes))
+        lanes = machine.lanes(givers)
+        rows = machine.shared.load(address(machine)[lanes.lane], 2, 8, lanes)
+        matrices = rows.reshape(-1, len(writes), 8, 8)
+        if transposed:
+            matrices = matrices.swapaxes(2, 3)
+        pairs = np.ascontiguousarray(matrices).view(np.uint32)  # [warps, matrices, 8, 4]
+        for place, write in enumerate(writes):
+            out = np.zeros((machine.count // 32, 32), np.uint32)
+            out[warps] = pairs[:, place].reshape(-1, 32)
+            write(machine, out.reshape(-1), mask)
+
+    return step
+
+
+def _fragment(rows: int, columns: int, place: Callable):
+    """[rows, columns] -> where a warp holds the entry: lane * entries of a lane + its number."""
+    each = rows * columns // 32
+    found = np.empty((rows, columns), np.int64)
+    for lane, number in np.ndindex(32, each):
+        found[place(lane // 4, lane % 4, number)] = lane * each + number
+    return found
+
+
+# Of m16n8k16: group and member of a lane, number of its entry -> row and column.
+LEFT = _fragment(
+    16, 16, lambda g, m, i: (g + 8 * (i // 2 % 2), 2 * m + i % 2 + 8 * (i // 4))
+)  # fmt: skip
+RIGHT = _fragment(16, 8, lambda g, m, i: (2 * m + i % 2 + 8 * (i // 2), g))
+SUMS = _fragment(16, 8, lambda g, m, i: (g + 8 * (i // 2), 2 * m + i % 2))
+SUMS_BACK = np.argsort(SUMS.reshape(-1))
+
+
+def _multiply(operands: Operands, kind: str) -> Step:
+    *vectors, before = operands.take(4)
+    targets, left, right = (
+        _vector(part, count) for part, count in zip(vectors, "442", strict=True)
+    )
+    writes = [operands.target(one, "f32") for one in targets]
+    lefts, rights = ([operands.source(one, "b32") for one in part] for part in (left, right))
+    befores = [operands.source(one, "f32") for one in _vector(before, "4")]
+    if [len(part) for part in (writes, lefts, rights, befores)] != [4, 4, 2, 4]:
+        raise operands.wrong("another number of registers")
+    decoded = decode(kind)
+
+    def matrix(machine, reads, place):
+        halves = decoded(machine.stack(reads).view(np.uint16))
+        return halves.reshape(machine.count // 32, -1)[:, place]
+
+    def step(machine, mask):
+        _whole_warps(machine, mask)
+        sums = machine.stack(befores).view(np.float32).reshape(-1, 128)[:, SUMS]
+        sums = sums + matrix(machine, lefts, LEFT) @ matrix(machine, rights, RIGHT)
+        out = sums.reshape(-1, 128)[:, SUMS_BACK].reshape(-1, 4).view(np.uint32)
+        for place, write in enumerate(writes):
+            write(machine, np.ascontiguousarray(out[:, place]), mask)
+
+    return step
+
+
+HINTS = r"(?:\.(?:ca|cg|cs|nc|wb|L[12]::\w+))*"
+EFFECTS = [
+    (r"mov\.(pred|[bus](?:16|32|64)|f32)", _move),
+    (r"ld\.param\.[bu]64", _load_param),
+    (rf"ld\.(global|shared){HINTS}(?:\.v([24]))?\.([bus](?:8|16|32|64)|f32)", _load),
+    (rf"st\.(global|shared){HINTS}(?:\.v([24]))?\.([bus](?:8|16|32|64)|f32)", _store),
+    (r"cp\.async\.(ca|cg)\.shared\.global(?:\.L2::\w+)?", _copy),
+    (r"cp\.async\.commit_group", _commit),
+    (r"cp\.async\.wait_group", _wait),
+    (r"bar\.warp\.sync", _warp_barrier),
+    (r"shfl\.sync\.(bfly|idx)\.b32", _shuffle),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared\.b16", _load_matrix),
+    (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.f32", _multiply),
+]
