@@ -230,8 +230,8 @@ def draft_weights() -> str:
         lines.append(f"| {name} | " + " | ".join(texts) + " |")
     note = (
         f"Tokens per step of the embedded model in {document['dtype']}, over {document['prompts']} "
-        f"prompts of {document['prompt_tokens']} tokens from books and {document['new_tokens']} new "
-        f"tokens each, partial cache of {document['budget']} slots, no n-grams and no suffix; "
+        f"prompts of {document['prompt_tokens']} tokens from books and {document['new_tokens']} "
+        f"new tokens each, partial cache of {document['budget']} slots, no n-grams and no suffix; "
         "sampled is temperature 1 with min-p 0.1. Every run returned the tokens of plain decoding. "
         "Made by "
     )
