@@ -56,12 +56,17 @@ def read_bytes(model: tsjax.ModelConfig, context: int) -> float:
     return sum(work[part].bytes for part in ("products", "logits", "attention"))
 
 
-def fits(model: tsjax.ModelConfig, device: Device, context: int) -> bool:
+def fits(model: tsjax.ModelConfig, device: Device, context: int, *, in_int8: bool = False) -> bool:
+    """Weights and cache, `in_int8` with a copy of the matrices to draft with."""
     embedding = 0 if model.tie_embeddings else pass_work(model, 1, 0)["logits"].bytes
-    return read_bytes(model, context) + embedding <= USABLE * device.memory
+    work = pass_work(model, 1, 0, weight_bytes=1)
+    copy = work["products"].bytes + work["logits"].bytes if in_int8 else 0
+    return read_bytes(model, context) + embedding + copy <= USABLE * device.memory
 
 
-def gain(model: tsjax.ModelConfig, costs: Costs, context: int) -> float:
+def gain(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -> float:
+    if not fits(model, device, context, in_int8=True):
+        costs = costs._replace(int8=None)
     method = choose(model, costs, context)
     return costs.plain(context) / seconds_per_token(method, model, costs, context)
 
@@ -81,7 +86,7 @@ def times() -> str:
                     cells.append("no room")
                     continue
                 bound = 1e3 * read_bytes(plain, length) / device.bytes_per_second
-                gains = ", ".join(f"{gain(*table, length):.1f}x" for table in tables)
+                gains = ", ".join(f"{gain(*table, device, length):.1f}x" for table in tables)
                 cells.append(f"{1e3 * tables[0][1].plain(length):.1f} ({bound:.1f}) ms; {gains}")
             lines.append(row([name, chip, *cells]))
         document = measured()
@@ -98,7 +103,7 @@ def times() -> str:
         "brackets the bandwidth bound (weights and cache read once at the data sheet's speed); "
         f"then how many times faster `tsjax.Auto()` expects to be without draft heads, and with "
         f"{HEADS}. bfloat16, one row, no sampling filters. No room: weights and cache exceed "
-        f"{USABLE:.0%} of the chip's memory."
+        f"{USABLE:.0%} of the chip's memory; drafts in int8 are offered where their copy fits too."
     )
     return "\n".join([*lines, "", note])
 
@@ -107,7 +112,8 @@ def choices() -> str:
     """What is chosen for Llama-3.1-8B with heads, and what its verification takes."""
     use_configs()
     model = tsjax.model_preset(MODELS[0]).with_heads(HEADS)
-    lines = head(["chip", "length", "tree", "n-grams", "rows", "verification, in plain steps"])
+    columns = ["tree", "draft weights", "n-grams", "rows", "verification, in plain steps"]
+    lines = head(["chip", "length", *columns])
     for chip in ("A100 80GB", "H100"):
         costs = estimated(model, GPUS[CHIPS[chip]], 1)
         for length in LENGTHS:
@@ -115,7 +121,8 @@ def choices() -> str:
             assert isinstance(method, tsjax.TokenSwift)
             rows, _ = usual_widths(method, model)
             cost = (costs.of_pass(rows, length) + costs.overhead) / costs.plain(length)
-            cells = [chip, f"{length:,}", f"{method.tree}, {method.draft_from}"]
+            tree, weights = f"{method.tree}, {method.draft_from}", method.draft_weights
+            cells = [chip, f"{length:,}", tree, weights]
             lines.append(row([*cells, str(method.num_ngrams), str(rows), f"{cost:.2f}"]))
     note = f"Estimates, not measured: {MODELS[0]} with {HEADS} heads. Rows: of a usual step."
     return "\n".join([*lines, "", note])

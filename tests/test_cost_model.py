@@ -27,6 +27,7 @@ from tsjax.methods.cost_model import (
     REPEAT_IS_RIGHT,
     REPEATS,
     Costs,
+    Int8Costs,
     Line,
     as_costs,
     device_of,
@@ -123,6 +124,45 @@ def test_a_step_by_hand():
     assert seconds(Autoregressive()) == 10 + 0.5 * context + 4
 
 
+def test_a_step_with_int8_drafts_by_hand():
+    """Its passes and heads take other seconds, verification and the reading of the rest do not."""
+    costs = MIXED._replace(int8=Int8Costs(Line(3.0, 0.25), 1.0))
+    method = TokenSwift(
+        tree=(1, 1, 1), draft_passes=2, draft_budget=64, draft_rest=True, num_ngrams=0,
+        suffix_length=0,
+    )  # fmt: skip
+    in_int8 = dataclasses.replace(method, draft_weights="int8")
+    usual, found = (step_seconds(m, llama(1), costs, 9000) for m in (method, in_int8))
+    assert usual - found == pytest.approx(2 * (10 + 0.5 * 64 - 3 - 0.25 * 64) + 3 - 1)
+    assert usual == step_seconds(method, llama(1), MIXED, 9000)
+    assert expected_tokens(method, llama(1)) == expected_tokens(in_int8, llama(1))
+    verified = TokenSwift(draft_from="verified_state", draft_weights="int8")
+    seconds = [step_seconds(verified, llama(3), one, 9000) for one in (MIXED, costs)]
+    assert seconds[0] - seconds[1] == pytest.approx(3 - 1)
+
+
+def test_int8_drafts_are_chosen_where_they_are_cheaper():
+    fast, slow = (FREE_ROWS._replace(int8=Int8Costs(Line(s, 1e-6), 0.0)) for s in (4e-4, 2e-3))
+    model = llama(0)
+    found = choose(model, fast, 2000)
+    assert isinstance(found, TokenSwift) and found.draft_weights == "int8"
+    for others in (slow, FREE_ROWS):
+        assert not choose(model, others, 2000).wants_int8
+    # Nor where there is no memory for the copy.
+    told = measured(model, "cpu", 2000, costs=fast)
+    assert Auto().next(told) == choose(model, fast, 2000)
+    assert Auto().next(told._replace(int8_fits=False)) == choose(model, FREE_ROWS, 2000)
+
+
+@pytest.mark.parametrize("device", [*GPUS.values(), CPU])
+def test_estimated_int8_passes_read_fewer_bytes(device):
+    model = llama()
+    costs = estimated(model, device, 1)
+    usual, found = costs.of_pass(1, 4096), costs.of_draft_pass(4096, in_int8=True)
+    assert 0.5 < found / usual < 0.95  # a part is attention, and starts of kernels
+    assert costs.of_heads(in_int8=True) < costs.heads
+
+
 def test_repetitions_take_the_wider_pass():
     method = NGram(num_ngrams=0, suffix_length=7, suffix_match=8, pass_widths=(1,))
     usual, wide = MIXED.of_pass(1, 100), MIXED.of_pass(8, 100)
@@ -167,6 +207,9 @@ def test_accuracy_of_heads_stands_for_the_papers():
         ("ngrams", float("inf")),
         ("overhead", "much"),
         ("origin", "guessed"),
+        ("int8", (1.0, 2.0)),
+        ("int8", ((1.0, -1.0), 2.0)),
+        ("int8", ((1.0, 0.0), float("nan"))),
     ],
 )
 def test_what_is_no_table_is_refused(field, value):
@@ -181,6 +224,10 @@ def test_a_table_from_lists():
     found = as_costs(lists(MIXED))
     assert found == MIXED and isinstance(found.passes[2][1], Line) and hash(found) == hash(MIXED)
     assert Auto(costs=lists(MIXED)) == Auto(costs=MIXED)
+    with_int8 = MIXED._replace(int8=Int8Costs(Line(1.0, 0.5), 2.0))
+    found = as_costs(lists(with_int8))
+    assert found == with_int8 and isinstance(found.int8, Int8Costs)
+    assert as_costs(lists(MIXED)[:-1]) == MIXED, "of a run that was saved before there was int8"
 
 
 # --- the estimate ----------------------------------------------------------------------------
@@ -415,9 +462,11 @@ def test_the_choice_never_costs_more_than_plain_decoding():
             ngrams=seconds(),
             overhead=seconds(),
             origin="measured",
+            int8=rng.choice([None, Int8Costs(Line(seconds(), 1e-5 * seconds()), seconds())]),
         )
         model, context = llama(rng.choice([0, 1, 3, 5])), rng.choice(CONTEXTS)
-        rivals = [seconds_per_token(option, model, costs, context) for option in options(model)]
+        offered = options(model, in_int8=costs.int8 is not None)
+        rivals = [seconds_per_token(option, model, costs, context) for option in offered]
         found = seconds_per_token(choose(model, costs, context), model, costs, context)
         assert found == min(rivals) <= costs.plain(context)
 

@@ -17,7 +17,7 @@ import tsjax
 from pallas_kernels.cache_folder import cache_folder
 from tsjax.host import costs, measuring
 from tsjax.host.costs import costs_of
-from tsjax.methods.cost_model import CPU, Costs, Line, estimated
+from tsjax.methods.cost_model import CPU, Costs, Int8Costs, Line, estimated
 from tsjax.model.params import abstract_params
 
 MODEL = tiny_model(num_draft_heads=2)
@@ -50,11 +50,11 @@ class FakeParts(measuring.Parts):
     def __init__(self, params, cfg, batch):
         self.contexts = 500, 4500
 
-    def layer(self, rows):
-        return self.part(("layer", rows))
+    def layer(self, rows, in_int8=False):
+        return self.part(("layer", "int8" if in_int8 else rows))
 
-    def tokens(self, rows):
-        return self.part(("tokens", rows))
+    def tokens(self, rows, in_int8=False):
+        return self.part(("tokens", "int8" if in_int8 else rows))
 
     def choice(self):
         return self.part("choice")
@@ -72,6 +72,7 @@ class FakeParts(measuring.Parts):
 SECONDS = {
     ("layer", 1): (1.0, 0.25), ("layer", 8): (3.0, 0.25), ("layer", 64): (20.0, 0.5),
     ("tokens", 1): (2.0, 0.0), ("tokens", 8): (9.0, 0.0),
+    ("layer", "int8"): (0.5, 0.25), ("tokens", "int8"): (1.5, 0.0),
     "choice": (4.0, 0.5), "suffix": (0.5, 0.125), "ngrams": (0.75, 0.0), "end": (0.25, 0.0),
 }  # fmt: skip
 
@@ -94,8 +95,10 @@ def test_the_table_is_the_sum_of_its_parts(monkeypatch):
         ngrams=0.75,
         overhead=0.25,
         origin="measured",
+        int8=Int8Costs(Line(2.5, 0.5), 1.5 + 2 * 1.0),
     )
-    assert table_of(monkeypatch, SECONDS, heads=0).heads == 0
+    without = table_of(monkeypatch, SECONDS, heads=0)
+    assert without.heads == without.int8.heads == 0
 
 
 def test_wide_passes_are_measured_where_a_few_rows_are_not_dear(monkeypatch):
@@ -130,6 +133,7 @@ def test_seconds_of_a_turn(devices, monkeypatch):
         ngrams=turn,
         overhead=turn,
         origin="measured",
+        int8=Int8Costs(Line(3 * turn), turn),
     )
 
 

@@ -19,6 +19,7 @@ from tsjax.decoding.start import memory_bytes, temporary_bytes
 from tsjax.host import request
 from tsjax.host.info import MEMORY_SHARES
 from tsjax.methods import METHODS
+from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.model.cache import cache_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,3 +177,27 @@ def test_temporary_arrays_alone_can_be_too_much(monkeypatch):
         tsjax.generate(model, [1, 2, 3], max_new_tokens=16)
     monkeypatch.setattr(request, "_available_bytes", lambda device: needed + temporary)
     assert len(tsjax.generate(model, [1, 2, 3], max_new_tokens=16).tokens[0]) == 16
+
+
+def test_auto_does_without_a_copy_in_int8_that_does_not_fit(monkeypatch):
+    """What was asked for by name is refused; what Auto would like is not."""
+    free = Line(1.0)
+    costs = Costs(
+        ((1, free), (128, free)), 0, free, free, 0.0, 0.0, "measured", Int8Costs(Line(0.1), 0)
+    )
+    model = tiny_model(embed_dim=64, num_layers=2, mlp_dim=4096)
+    asked = dict(method=tsjax.Auto(costs=costs), max_new_tokens=8, capacity=128, prefill_width=16)
+    chosen = tsjax.generate(model, [1, 2, 3], **asked).stats.method
+    assert chosen.wants_int8
+    poor = tsjax.Model(model.params, cfg=model.cfg)
+    needed, shortage = [], request._memory_shortage
+
+    def counted(one, of):
+        needed.append(of.bytes_for(one.decode.method))
+        return "no room" if needed[-1] else shortage(one, of)
+
+    monkeypatch.setattr(request, "_memory_shortage", counted)
+    found = tsjax.generate(poor, [1, 2, 3], **asked).stats.method
+    assert not found.wants_int8 and needed[0] > 0 and needed[1] == 0
+    with pytest.raises(MemoryError, match="no room"):
+        tsjax.generate(poor, [1, 2, 3], **{**asked, "method": chosen})

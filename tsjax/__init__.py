@@ -29,7 +29,7 @@ from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
 from tsjax.methods import TokenSwift as TokenSwift, Auto as Auto
 from tsjax.host.costs import choose_method as choose_method
 from tsjax.methods.auto import Choice as Choice
-from tsjax.methods.cost_model import Costs as Costs, Line as Line
+from tsjax.methods.cost_model import Costs as Costs, Int8Costs as Int8Costs, Line as Line
 from tsjax.decoding.tree import SOURCES as SOURCES
 
 # Methods of your own
@@ -74,7 +74,7 @@ __all__ = [  # noqa: RUF022
     "generate", "stream", "forward", "GenerationConfig", "preset",
     "GenerationResult", "RunStats", "StreamChunk", "Interrupted",
     "Autoregressive", "NGram", "TokenSwift", "Auto", "choose_method", "Choice",
-    "Costs", "Line", "SOURCES",
+    "Costs", "Int8Costs", "Line", "SOURCES",
     "Method", "Sizes", "Measured", "DraftTree", "merge_paths", "Verdict", "Acceptance",
     "register_method",
     "LazyPrefill", "compress_prompt",

@@ -62,6 +62,7 @@ class Measured(NamedTuple):
       other: the method that drafted before, and its seconds per token; None for no other.
       costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
         them.
+      int8_fits: whether there is memory for a copy of the model in int8.
     """
 
     model: ModelConfig
@@ -75,6 +76,7 @@ class Measured(NamedTuple):
     seconds: float = 0.0
     other: tuple[Method, float] | None = None
     costs: Any = None
+    int8_fits: bool = True
 
 
 class Method:

@@ -30,15 +30,16 @@ from tsjax.decoding.start import init_state
 from tsjax.decoding.state import DecodeState, Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
-from tsjax.methods.cost_model import Costs, Line
+from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.history import NgramTable, enter_few, init_table, longest_suffix, most_frequent
 from tsjax.methods.ngram import NGram
 from tsjax.methods.partial_cache import DraftCache, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache, cache_bytes, init_cache
+from tsjax.model.int8 import as_int8
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_layers
 from tsjax.model.sharding import mesh_of
-from tsjax.model.transformer import ModelWeights, final_norm, unembed
+from tsjax.model.transformer import ModelWeights, final_norm, int8_weights, unembed
 from tsjax.typing import accumulation_dtype
 
 FEW, MANY = 8, 64  # rows of the passes that are measured beside those of one
@@ -68,7 +69,8 @@ def measure(
         parts.end_step(),
     )
     tokens = {rows: parts.tokens(rows) for rows in (1, FEW)}
-    compile_all([*found, *tokens.values()])
+    in_int8 = parts.layer(1, in_int8=True), parts.tokens(1, in_int8=True)
+    compile_all([*found, *tokens.values(), *in_int8])
 
     def line(part: Part, times: int = 1) -> Line:
         near, far = parts.contexts
@@ -89,18 +91,24 @@ def measure(
 
     add_pass(1, one)
     add_pass(FEW, few)
+    layers, drafted = line(in_int8[0], cfg.num_layers), in_int8[1].seconds(near, clock)
+    heads = cfg.num_draft_heads
     if passes[1][1].at(far) < DEAR * passes[0][1].at(far):
         many = parts.layer(MANY)
         compile_all([many])
         add_pass(MANY, many)
     return Costs(
         passes=tuple(passes),
-        heads=chosen[1] + cfg.num_draft_heads * per_row if cfg.num_draft_heads else 0.0,
+        heads=chosen[1] + heads * per_row if heads else 0.0,
         choice=line(choice, cfg.num_layers),
         suffix=line(suffix),
         ngrams=ngrams.seconds(near, clock),
         overhead=end.seconds(near, clock),
         origin="measured",
+        int8=Int8Costs(
+            one_row=Line(layers.seconds + drafted, layers.per_token),
+            heads=drafted + heads * per_row if heads else 0.0,
+        ),
     )
 
 
@@ -179,9 +187,16 @@ class Parts:
     def _lengths(self, context: int) -> jax.Array:
         return self._zeros((), jnp.int32) + jnp.int32(context)
 
-    def layer(self, rows: int) -> Part:
+    @functools.cached_property
+    def _int8(self) -> ModelWeights:
+        """The first layer and the unembedding in int8."""
+        first = self._weights.replace(layers=self._weights.layers[:1])
+        return int8_weights(first, self._one, as_int8)
+
+    def layer(self, rows: int, *, in_int8: bool = False) -> Part:
         """A pass of N rows through one layer."""
-        weights = self._weights.replace(layers=self._weights.layers[:1])
+        own = self._weights.replace(layers=self._weights.layers[:1])
+        weights = self._int8 if in_int8 else own
         hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
 
         def inputs(context: int):
@@ -189,13 +204,14 @@ class Parts:
 
         return Part(self._jit, functools.partial(_layer, cfg=self._one), hidden, inputs)
 
-    def tokens(self, rows: int) -> Part:
+    def tokens(self, rows: int, *, in_int8: bool = False) -> Part:
         """From the last layer's output to the tokens of a pass, with their noise."""
+        weights = self._int8 if in_int8 else self._weights
         hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
         keys = self._placed(row_keys([0] * self._batch, [0] * self._batch))
 
         def inputs(context: int):
-            return self._weights, hidden, keys
+            return weights, hidden, keys
 
         step = functools.partial(_choose_tokens, cfg=self._cfg)
         return Part(self._jit, step, self._zeros((rows,), jnp.int32), inputs)

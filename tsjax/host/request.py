@@ -140,27 +140,36 @@ def make_request(
         _check_prompts(lazy, prompts)
         # For all prompts of a bucket alike, as every other setting is another program.
         lazy = lazy.resolved(model.cfg, prompt_capacity)
-    decode = DecodeConfig(model=model.cfg, method=method.next(measured), prefill=lazy)
-    request = Request(
-        rows=rows,
-        prompt_length=[len(row) for row in prompts],
-        finish_reason=reasons,
-        single=single,
-        config=config,
-        method=method,
-        decode=decode,
-        measured=measured,
-        stop_ids=_stop_ids(config, model),
-        capacity=0,
-        prefill_widths=[_widths(int(count), prefill_width) for count in parts(decode, longest)],
-        prompt_capacity=prompt_capacity,
-        exceed_max_positions=exceed_max_positions,
-    )
-    _check_positions(request)
-    slots = _capacity(request, capacity, prefill_width)
-    tokens = min(prompt_capacity, slots)
-    request = dataclasses.replace(request, capacity=slots, prompt_capacity=tokens)
-    _check_memory(request, model)
+
+    def request_by(measured: Measured) -> Request:
+        decode = DecodeConfig(model=model.cfg, method=method.next(measured), prefill=lazy)
+        request = Request(
+            rows=rows,
+            prompt_length=[len(row) for row in prompts],
+            finish_reason=reasons,
+            single=single,
+            config=config,
+            method=method,
+            decode=decode,
+            measured=measured,
+            stop_ids=_stop_ids(config, model),
+            capacity=0,
+            prefill_widths=[_widths(int(count), prefill_width) for count in parts(decode, longest)],
+            prompt_capacity=prompt_capacity,
+            exceed_max_positions=exceed_max_positions,
+        )
+        _check_positions(request)
+        slots = _capacity(request, capacity, prefill_width)
+        tokens = min(prompt_capacity, slots)
+        return dataclasses.replace(request, capacity=slots, prompt_capacity=tokens)
+
+    request = request_by(measured)
+    shortage = _memory_shortage(request, model)
+    if shortage and request.decode.method.wants_int8 and not method.wants_int8:
+        request = request_by(measured._replace(int8_fits=False))  # Auto chose it unasked
+        shortage = _memory_shortage(request, model)
+    if shortage:
+        raise MemoryError(shortage)
     return request
 
 
@@ -419,8 +428,8 @@ def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
     return max(smallest, 1 << (needed - 1).bit_length())
 
 
-def _check_memory(request: Request, model: Model) -> None:
-    """Refuses a run that cannot fit before a byte of it is allocated."""
+def _memory_shortage(request: Request, model: Model) -> str | None:
+    """Why a run cannot fit, before a byte of it is allocated; None where it can."""
     mesh, decode = mesh_of(model.params), request.decode
     rows, slots = len(request.rows), request.capacity
     widest = max((width for part in request.prefill_widths for width in part), default=1)
@@ -437,9 +446,9 @@ def _check_memory(request: Request, model: Model) -> None:
         sizes = {name: size * mesh.size for name, size in sizes.items()}
     needed, available = sum(sizes.values()), _available_bytes(device)
     if available is None or needed <= available:
-        return
+        return None
     parts_of_it = ", ".join(f"{size:,} for {name}" for name, size in sizes.items() if size)
-    raise MemoryError(
+    return (
         f"not enough memory: capacity={slots} slots for {rows} rows take {needed:,} bytes per "
         f"device, {available:,} are free: {parts_of_it}; {'; '.join(_remedies(request, device))}"
     )

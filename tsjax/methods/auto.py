@@ -78,7 +78,9 @@ class Auto(Method):
     def next(self, measured: Measured) -> Method:
         current = measured.current
         if current is None:
-            return choose(measured.model, self._costs(measured), measured.context)
+            costs = self._costs(measured)
+            costs = costs if measured.int8_fits else costs._replace(int8=None)
+            return choose(measured.model, costs, measured.context)
         if measured.steps < STEPS_TO_JUDGE or not measured.tokens:
             return current
         other = measured.other
@@ -121,11 +123,18 @@ def choose(model: ModelConfig, costs: Costs, context: float) -> Method:
     def seconds(option: Method) -> float:
         return seconds_per_token(option, model, costs, context)
 
-    return min(options(model), key=seconds)
+    return min(options(model, in_int8=costs.int8 is not None), key=seconds)
 
 
-def options(model: ModelConfig) -> Iterator[Method]:
-    """What can be chosen, simple ones first."""
+def options(model: ModelConfig, *, in_int8: bool = False) -> Iterator[Method]:
+    """What can be chosen, simple ones first; `in_int8` also with a copy of the model in int8."""
+    for option in _options(model):
+        yield option
+        if in_int8 and isinstance(option, TokenSwift):
+            yield dataclasses.replace(option, draft_weights="int8")
+
+
+def _options(model: ModelConfig) -> Iterator[Method]:
     yield Autoregressive()
     yield NGram(**LONG_REPEATS, pass_widths=(1,))
     yield NGram()

@@ -46,6 +46,13 @@ class Line(NamedTuple):
         return self.seconds + self.per_token * context
 
 
+class Int8Costs(NamedTuple):
+    """Seconds of a pass of one row, and of the candidates of all heads, with the model in int8."""
+
+    one_row: Line
+    heads: float
+
+
 class Costs(NamedTuple):
     """What the parts of a step take on one device, for one model and number of batch rows.
 
@@ -58,6 +65,7 @@ class Costs(NamedTuple):
       ngrams: seconds for entering new n-grams and looking up drafts.
       overhead: seconds for the rest of a step.
       origin: "measured" on the device, or "estimated" by a formula from the device's name.
+      int8: of drafting with the model in int8; None where that is not offered.
     """
 
     passes: tuple[tuple[int, Line], ...]
@@ -67,6 +75,7 @@ class Costs(NamedTuple):
     ngrams: float
     overhead: float
     origin: str
+    int8: Int8Costs | None = None
 
     def of_pass(self, rows: int, context: float) -> float:
         """Seconds of a pass of N rows over caches of `context` tokens."""
@@ -74,6 +83,15 @@ class Costs(NamedTuple):
         upper = next((i for i, (n, _) in enumerate(points) if n >= rows), len(points) - 1)
         (n0, s0), (n1, s1) = points[max(upper, 1) - 1], points[max(upper, 1)]
         return s0 + (s1 - s0) * (rows - n0) / (n1 - n0)
+
+    def of_draft_pass(self, context: float, in_int8: bool) -> float:
+        """Seconds of a pass of one row that drafts."""
+        if in_int8 and self.int8 is not None:
+            return self.int8.one_row.at(context)
+        return self.of_pass(1, context)
+
+    def of_heads(self, in_int8: bool) -> float:
+        return self.int8.heads if in_int8 and self.int8 is not None else self.heads
 
     def plain(self, context: float) -> float:
         """Seconds of a step of plain decoding."""
@@ -84,7 +102,8 @@ def as_costs(value: Any) -> Costs:
     """The table from nested lists, as a file has them. ValueError for what is none."""
     wanted = "a tsjax.Costs: two passes or more, the first of one row, and seconds of 0 or more"
     try:
-        passes, heads, choice, suffix, ngrams, overhead, origin = value
+        passes, heads, choice, suffix, ngrams, overhead, origin, *int8 = value
+        (int8,) = int8 or [None]  # a table from before there was any
         costs = Costs(
             passes=tuple((rows, _line(line)) for rows, line in passes),
             heads=float(heads),
@@ -93,11 +112,13 @@ def as_costs(value: Any) -> Costs:
             ngrams=float(ngrams),
             overhead=float(overhead),
             origin=origin,
+            int8=None if int8 is None else Int8Costs(_line(int8[0]), float(int8[1])),
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"costs={value!r:.80} is not valid: {wanted}") from error
     lines = (costs.choice, costs.suffix, *(line for _, line in costs.passes))
-    seconds = (costs.heads, costs.ngrams, costs.overhead, *itertools.chain(*lines))
+    seconds = [costs.heads, costs.ngrams, costs.overhead, *itertools.chain(*lines)]
+    seconds += [] if costs.int8 is None else [*costs.int8.one_row, costs.int8.heads]
     widths = [rows for rows, _ in costs.passes]
     check(all(math.isfinite(x) and x >= 0 for x in seconds), "costs", value, wanted)
     check(all(isinstance(rows, int) for rows in widths), "costs", value, wanted)
@@ -150,7 +171,7 @@ def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: floa
     if not isinstance(method, TokenSwift):
         return seconds
     plan, slots = method.plan(model), min(method.draft_budget, context)
-    drafting = plan.passes * costs.of_pass(1, slots)
+    drafting = plan.passes * costs.of_draft_pass(slots, method.wants_int8)
     if plan.rest:  # the partial cache is read once more
         drafting += costs.of_pass(1, slots) - costs.of_pass(1, 0)
     seconds += drafting * (1 - repeats if plan.suffix_alone else 1)
@@ -158,7 +179,8 @@ def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: floa
         wait = min(method.draft_refresh or math.inf, slots - method.num_sinks)
         often = min(expected_tokens(method, model) / max(wait, 1), 1.0)
         seconds += costs.choice.at(context) * often
-    return seconds + (costs.heads if plan.levels > plan.passes else 0.0)
+    heads = costs.of_heads(method.wants_int8) if plan.levels > plan.passes else 0.0
+    return seconds + heads
 
 
 def usual_widths(method: Method, model: ModelConfig) -> tuple[int, int]:
@@ -192,6 +214,7 @@ class Reach(NamedTuple):
       kernels: (rows, kernels that a layer starts) in passes of up to so many rows; ascending.
       kernel: seconds of a start.
       step: seconds of a step beside its pass: the sampling, the commit, the loop.
+      int8_bytes: how many bytes take as long to read as a weight in int8.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -204,6 +227,7 @@ class Reach(NamedTuple):
     kernels: tuple[tuple[float, float], ...]
     kernel: float
     step: float
+    int8_bytes: float = 1.0
 
 
 class Device(NamedTuple):
@@ -254,7 +278,7 @@ CPU = Device(
     bytes_per_second=3.45e10,
     operations_per_second=1.5e11,
     memory=math.inf,
-    reach=Reach(((1, 1.0),), 1.0, (1, 1), 1.0, 1.0, 1.0, False, ((math.inf, 0),), 0.0, 2e-4),
+    reach=Reach(((1, 1.0),), 1.0, (1, 1), 1.0, 1.0, 1.0, False, ((math.inf, 0),), 0.0, 2e-4, 1.5),
 )
 MOST_ROWS = 256  # of the passes in an estimated table
 # Arrays of float32 that are written or read for each token of the vocabulary and row: logits, and
@@ -344,17 +368,25 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
     passes.append((MOST_ROWS, lines[-1]))
 
     heads = model.num_draft_heads
-    unembedding = pass_work(model, 1, 0)["logits"]
-    read = unembedding.bytes + _size(model) * heads * model.embed_dim**2
     share, _ = _tile_of(reach, batch * max(heads, 1))
+
+    def of_heads(weight_bytes: float) -> float:
+        """The heads' own matrices stay as they are."""
+        unembedding = pass_work(model, 1, 0, weight_bytes=weight_bytes)["logits"]
+        read = unembedding.bytes + _size(model) * heads * model.embed_dim**2
+        return read / (device.bytes_per_second * share) + reach.step if heads else 0.0
+
     return Costs(
         passes=tuple(passes),
-        heads=read / (device.bytes_per_second * share) + reach.step if heads else 0.0,
+        heads=of_heads(_size(model)),
         choice=_choice(model, device, batch),
         suffix=Line(0.1 * reach.step, batch * 64 / device.bytes_per_second),
         ngrams=0.1 * reach.step + NGRAM_KERNELS * reach.kernel,
         overhead=reach.step,
         origin="estimated",
+        int8=Int8Costs(
+            pass_line(model, device, 1, batch, reach.int8_bytes), of_heads(reach.int8_bytes)
+        ),
     )
 
 
