@@ -144,6 +144,13 @@ def test_what_the_host_does_in_a_sampled_step(case, target):
     assert program["inner_kernels"] <= 12 * layers, "of a choice, which is rare"
     logits = 4 * (101 if drafts else 1) * 128_256
     assert found["temp_bytes"] - logits <= (300e6 if drafts else 10e6)
+    check_products(program)
+
+
+@pytest.mark.parametrize("model", ["llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b"])
+def test_products_fill_an_h100(model):
+    """132 multiprocessors, where an A100 has 108: every step above is compiled for that."""
+    check_products(aot.compile_case(f"step {model} plain", "h100")["program"])
 
 
 @pytest.mark.parametrize("case", MOST_KERNELS)

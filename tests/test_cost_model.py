@@ -588,6 +588,11 @@ PLAIN = Autoregressive()
         (PLAIN, 100, 100, 100 * 27.0, (DRAFTING, 20.0), DRAFTING),
         (PLAIN, 63, 63, 1e9, (DRAFTING, 20.0), PLAIN),
         (PLAIN, 100, 100, 1e9, None, PLAIN),  # chosen from the start
+        # A trial of 128 tokens of 20 s each, of which half the time is lost, for a fiftieth.
+        (PLAIN, 6300, 6300, 6300 * 10.0, (DRAFTING, 20.0), PLAIN),
+        (PLAIN, 6500, 6500, 6500 * 10.0, (DRAFTING, 20.0), DRAFTING),
+        (PLAIN, 1590, 1590, 1590 * 20.0, (DRAFTING, 20.0), PLAIN),  # a quarter at least
+        (PLAIN, 1610, 1610, 1610 * 20.0, (DRAFTING, 20.0), DRAFTING),
     ],
 )
 def test_seconds_decide(current, steps, tokens, seconds, other, follows):
@@ -671,6 +676,30 @@ def test_a_run_goes_on_with_what_takes_less_time(drafting, plain, gives_up, monk
         before = told[index][0]
         assert told[index + 1][0].steps == 0
         assert told[index + 1][0].other == (before.current, before.seconds / before.tokens)
+
+
+def test_drafts_that_were_given_up_are_tried_again(monkeypatch):
+    """Twice: they pay the second time. Tokens and counters are as ever."""
+    model = tiny_model()
+    expected = tsjax.generate(model, ROWS, **SETTINGS)
+    seconds = {TokenSwift: 50.0, Autoregressive: 5.0}
+    told = let_auto_choose(DRAFTING, monkeypatch, seconds)
+    monkeypatch.setattr(auto, "TRIALS_COST", 2.0)  # of so short a run
+    original = auto._trial_is_cheap
+
+    def trial(so_far, before):
+        cheap = original(so_far, before)
+        if cheap:
+            seconds[TokenSwift] = 1.0  # the text has changed
+        return cheap
+
+    monkeypatch.setattr(auto, "_trial_is_cheap", trial)
+    found = tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
+    assert [row.tolist() for row in found.tokens] == [row.tolist() for row in expected.tokens]
+    said = [type(method) for _, method in told]
+    changes = [said[i] for i in range(1, len(said)) if said[i] != said[i - 1]]
+    assert changes == [Autoregressive, TokenSwift] and not found.stats.gave_up
+    assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
 
 
 def test_a_resumed_run_says_the_same_by_any_table(tmp_path):

@@ -29,6 +29,10 @@ MOST_PASSES = 6
 FEW_PASSES = 2  # up to which many shapes of trees are offered
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
 CLEARLY = 1.1  # so many times as long per token, a run goes on with the other one
+# A run that has gone on with plain decoding tries its drafts again, as a text may have changed.
+# What that may cost of its time; how long a trial takes, beside the steps that it is judged by; and
+# the share of a trial that is lost at least, as the drafts' memory is made anew.
+TRIALS_COST, TRIAL_SECONDS, LEAST_LOST = 0.02, 0.4, 0.25
 # Where rows cost time: a repetition has to be long, and then is drafted alone.
 LONG_REPEATS: dict[str, Any] = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 8}
 # A few n-grams beside them, and passes for steps that find few of all n-grams.
@@ -50,7 +54,8 @@ class Auto(Method):
 
     A narrow path where rows cost time, a wide tree where they are nearly free, repetitions of the
     text alone or plain decoding where drafts of the model cannot pay. A run that takes longer per
-    token than plain decoding goes on with it, and returns where that turns out to be slower.
+    token than plain decoding goes on with it. It returns where that turns out to be slower, and
+    tries its drafts again from time to time, for at most a fiftieth of its time.
 
     Attributes:
       costs: the table to choose by; None measures one on the device, at the first run of a model
@@ -89,7 +94,9 @@ class Auto(Method):
                 return current
             other = Autoregressive(), self._plain_seconds(current, measured)
         method, seconds = other
-        return method if measured.seconds > CLEARLY * seconds * measured.tokens else current
+        slower = measured.seconds > CLEARLY * seconds * measured.tokens
+        retries = isinstance(current, Autoregressive) and _trial_is_cheap(measured, seconds)
+        return method if slower or retries else current
 
     def _costs(self, measured: Measured) -> Costs:
         device = device_of(measured.platform, measured.device_kind)
@@ -103,6 +110,14 @@ class Auto(Method):
             return plain
         expected = step_seconds(current, measured.model, costs, context) * measured.steps
         return plain * measured.seconds / expected
+
+
+def _trial_is_cheap(measured: Measured, seconds: float) -> bool:
+    """Whether plain decoding has lasted so long that drafts, of which a token took `seconds` when
+    they were given up, may be tried again."""
+    trial = measured.batch * TRIAL_SECONDS + 2 * STEPS_TO_JUDGE * seconds  # of two tokens each
+    lost = max(1 - measured.seconds / (seconds * measured.tokens), LEAST_LOST)
+    return trial * lost <= TRIALS_COST * measured.seconds
 
 
 class Choice(NamedTuple):
