@@ -195,7 +195,7 @@ class Shared:
         found = last[granules]
         own = (found == lanes.warp[:, None]) | (found == COPIED + lanes.thread[:, None])
         foreign = (found != NOBODY) & ~own
-        _raise(Race, f"shared memory: {access} by another warp", foreign & ~unless, lanes)
+        _raise(Race, f"shared memory: {access} by another warp", foreign & np.logical_not(unless), lanes)
 
     def _check_arrived(self, granules, lanes: Lanes) -> None:
         pending = self.pending[granules] != 0
