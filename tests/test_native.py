@@ -70,6 +70,9 @@ CASES = [
     dict(B=4, T=3, K=5, G=1, H=24, S=2100, length=(1024, 1023, 1025, 2100)),
     dict(T=150, K=2, G=1, H=64, S=2500, length=(2040,)),
     dict(T=100, B=2, K=2, G=2, H=8, S=1100, length=(1000, 64)),
+    # Keys that AVX-512 turns: long ones for many rows, and some whose rows are no whole vectors.
+    dict(T=40, K=1, G=2, H=128, S=300, length=(300,)),
+    dict(T=9, K=2, G=1, H=24, S=200, length=(190,)),
 ]
 
 

@@ -193,6 +193,36 @@ inline Vector totals(const Vector* x) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// 16 vectors as the rows of a square: its columns.
+inline void turn(const Vector* x, Vector* columns) {
+  auto two = [](Vector a) { return _mm512_castps_pd(a); };
+  Vector pairs[16], fours[16];  // of rows; a vector has every fourth column
+  UNROLLED for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+  }
+  UNROLLED for (int i = 0; i < 16; i += 4) {
+    UNROLLED for (int j = 0; j < 2; j++) {
+      __m512d above = two(pairs[i + j]), below = two(pairs[i + j + 2]);
+      fours[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(above, below));
+      fours[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(above, below));
+    }
+  }
+  UNROLLED for (int c = 0; c < 4; c++) {
+    Vector even[2], odd[2];  // of the columns c, c + 4, c + 8 and c + 12
+    UNROLLED for (int i = 0; i < 2; i++) {
+      even[i] = _mm512_shuffle_f32x4(fours[8 * i + c], fours[8 * i + 4 + c], 0x88);
+      odd[i] = _mm512_shuffle_f32x4(fours[8 * i + c], fours[8 * i + 4 + c], 0xdd);
+    }
+    columns[c] = _mm512_shuffle_f32x4(even[0], even[1], 0x88);
+    columns[c + 4] = _mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
+    columns[c + 8] = _mm512_shuffle_f32x4(even[0], even[1], 0xdd);
+    columns[c + 12] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
+  }
+}
+#endif
+
 inline float largest(Vector x) {
 #if defined(__AVX2__)
 #if defined(__AVX512F__)

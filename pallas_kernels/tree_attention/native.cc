@@ -18,6 +18,7 @@
 namespace tsjax::attention {
 
 constexpr int64_t PART = 1024, GROUP = 96;
+constexpr int64_t WORTH_TURNING = 256;  // numbers of a key, squared, for each row that reads it
 constexpr float NOTHING = -1e30f;  // the peak of nothing: finite, so that no inf - inf arises
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
 constexpr int64_t WORTH_SHARING = 1 << 16;  // multiplications
@@ -101,10 +102,10 @@ struct Group {
   const Arrays<T>& arrays;
   int64_t b, k, first, rows;  // rows first .. first + rows of T * G
   int64_t H, width, committed;
-  float *q, *keys, *values, *weights;
+  float *q, *keys, *values, *turned, *weights;
 
   static int64_t memory(int64_t width) {
-    return GROUP * width + 2 * BLOCK * width + MOST_ROWS * BLOCK;
+    return GROUP * width + 3 * BLOCK * width + MOST_ROWS * BLOCK;
   }
 
   Group(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first, float* memory)
@@ -112,7 +113,7 @@ struct Group {
     rows = std::min(GROUP, arrays.rows_T * arrays.G() - first);
     committed = arrays.committed(b);
     q = memory, keys = q + GROUP * width, values = keys + BLOCK * width;
-    weights = values + BLOCK * width;
+    turned = values + BLOCK * width, weights = turned + BLOCK * width;
     float scale = LOG2_E / std::sqrt(static_cast<float>(H));
     for (int64_t r = 0; r < rows; r++) {
       const T* from = arrays.q + arrays.query(b, k, first + r) * H;
@@ -153,10 +154,21 @@ struct Group {
   template <class Number>
   void add_block(const Number* some_keys, const Number* some_values, int64_t slot, Sums sums) {
     Next next_keys = after(arrays.k_cache, slot), next_values = after(arrays.v_cache, slot);
+    [[maybe_unused]] const bool turns = width * width <= rows * WORTH_TURNING;
+#if defined(__AVX512F__)
+    if (turns) turn_keys(some_keys, width, turned, next_keys);
+#endif
     for (int64_t r = 0, R; r < rows; r += R) {
       R = std::min(MOST_ROWS, rows - r);
-      score_rows(R, q + r * width, some_keys, int64_t{BLOCK}, width, weights, int64_t{BLOCK},
-                 r ? Next() : next_keys);
+#if defined(__AVX512F__)
+      if (turns) {
+        turned_scores(R, q + r * width, turned, width, weights);
+      } else
+#endif
+      {
+        score_rows(R, q + r * width, some_keys, int64_t{BLOCK}, width, weights, int64_t{BLOCK},
+                   r ? Next() : next_keys);
+      }
       for (int64_t i = 0; i < R; i++) {
         if (arrays.slot_ranks) {
           for (int j = 0; j < BLOCK; j++) {
