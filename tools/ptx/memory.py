@@ -194,8 +194,8 @@ class Shared:
     def _check_order(self, last, granules, lanes: Lanes, access: str, unless=False) -> None:
         found = last[granules]
         own = (found == lanes.warp[:, None]) | (found == COPIED + lanes.thread[:, None])
-        foreign = (found != NOBODY) & ~own
-        _raise(Race, f"shared memory: {access} by another warp", foreign & np.logical_not(unless), lanes)
+        foreign = (found != NOBODY) & ~own & np.logical_not(unless)
+        _raise(Race, f"shared memory: {access} by another warp", foreign, lanes)
 
     def _check_arrived(self, granules, lanes: Lanes) -> None:
         pending = self.pending[granules] != 0
