@@ -76,12 +76,12 @@ class Ours:
         )
 
     def run(self, method, settings) -> dict[str, Any]:
-        cfg = tsjax.DecodeConfig(model=self.model.cfg, method=method)
+        cfg, params = tsjax.DecodeConfig(self.model.cfg, method), self.model.params_for(method)
         state = self.state(method, settings).replace(kv=jax.tree.map(jnp.copy, self.kv))
-        state = self.programs.decode(self.model.params, state, WARM_STEPS, cfg=cfg)
+        state = self.programs.decode(params, state, WARM_STEPS, cfg=cfg)
         first, steps = int(state.length[0]), int(state.stats.steps[0])
         begin = time.perf_counter()
-        state = self.programs.decode(self.model.params, state, self.total, cfg=cfg)
+        state = self.programs.decode(params, state, self.total, cfg=cfg)
         state.kv.length.block_until_ready()
         seconds = time.perf_counter() - begin
         made = int(state.length[0]) - first
