@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from benchmarks import report
 from benchmarks.kernels import programs
-from pallas_kernels import product
+from pallas_kernels import native, product
 from pallas_kernels.product.specs import SPECS, Spec, inputs
 
 ROWS = (1, 8, 16)
@@ -26,7 +26,7 @@ ROWS = (1, 8, 16)
 
 def implementations(rows: int, is_gpu: bool) -> list[str]:
     if not is_gpu:
-        return ["native", "xla"]
+        return [*(["native"] if native.status(try_now=True).state == "ready" else []), "xla"]
     return ["triton", "xla", *(["xla, few rows"] if rows < 8 else [])]
 
 
