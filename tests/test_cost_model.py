@@ -208,6 +208,8 @@ def test_accuracy_of_heads_stands_for_the_papers():
         ("overhead", "much"),
         ("origin", "guessed"),
         ("int8", (1.0, 2.0)),
+        ("int8", ((1.0, 2.0),)),
+        ("int8", {}),
         ("int8", ((1.0, -1.0), 2.0)),
         ("int8", ((1.0, 0.0), float("nan"))),
     ],
@@ -467,8 +469,12 @@ def test_the_choice_never_costs_more_than_plain_decoding():
         model, context = llama(rng.choice([0, 1, 3, 5])), rng.choice(CONTEXTS)
         offered = options(model, in_int8=costs.int8 is not None)
         rivals = [seconds_per_token(option, model, costs, context) for option in offered]
-        found = seconds_per_token(choose(model, costs, context), model, costs, context)
-        assert found == min(rivals) <= costs.plain(context)
+        method, plain = choose(model, costs, context), costs.plain(context)
+        found = seconds_per_token(method, model, costs, context)
+        least = min(rivals)
+        assert found <= plain and least <= found <= max(least, auto.CLEARLY * least)
+        if step_seconds(method, model, costs, context) > auto.CLEARLY * plain:
+            assert found * auto.CLEARLY <= plain
 
 
 def test_more_rows_per_step_for_a_gpu_than_for_a_cpu():
@@ -492,7 +498,7 @@ def test_verifications_that_cost_little_more_than_plain_steps(kind, context, hea
         costs.of_pass(rows, context) + costs.overhead for rows in usual_widths(method, model)
     )
     plain = costs.plain(context)
-    assert usual < 1.3 * plain and widest < 1.7 * plain
+    assert usual < 1.35 * plain and widest < 1.7 * plain
     gain = plain / seconds_per_token(method, model, costs, context)
     # Rows that are padded to 8 take longer than 16 that are not.
     assert (1.7 if heads else 1.1) < gain < 1.1 * expected_tokens(method, model)

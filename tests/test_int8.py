@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -173,6 +174,17 @@ def test_the_copy_is_made_once_and_where_it_is_wanted(monkeypatch):
     assert one.params.drafts is None, "checkpoints and fingerprints know the model alone"
 
 
+def test_a_model_that_has_a_copy_is_saved_and_counted_without_it(tmp_path):
+    one = model()
+    two = tsjax.Model(tsjax.with_int8_drafts(one.params, one.cfg), cfg=one.cfg)
+    assert two.num_params == one.num_params and two.bytes_for(PASSES) == 0
+    assert two.params_for(PASSES) is two.params
+    tsjax.save(two, tmp_path / "saved")
+    read = tsjax.load(tmp_path / "saved").params
+    assert read.drafts is None
+    assert jax.tree.all(jax.tree.map(np.array_equal, read, one.params))
+
+
 def test_a_run_with_it_is_resumed(tmp_path):
     one, file = model(), tmp_path / "run.npz"
     ask = functools.partial(tsjax.generate, one, method=PASSES, **SIZES)
@@ -203,11 +215,11 @@ def test_other_types_are_refused(wrong):
         tsjax.TokenSwift(draft_weights=wrong)
 
 
-@pytest.mark.parametrize("axes", [("model",), ("data", "model")])
-def test_on_a_mesh(axes):
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+def test_on_a_mesh(shape):
     """Values lie as the weights do, scales as their outputs; the tokens stay the same."""
-    devices = np.array(jax.devices()[:2]).reshape((1,) * (len(axes) - 1) + (2,))
-    mesh = Mesh(devices, axes)
+    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
+    mesh = Mesh(devices, ("data", "model"))
     cfg = tiny_config(num_draft_heads=2)
     params = tsjax.init_params(cfg, seed=3, mesh=mesh)
     drafts = tsjax.with_int8_drafts(params, cfg).drafts

@@ -201,3 +201,28 @@ def test_auto_does_without_a_copy_in_int8_that_does_not_fit(monkeypatch):
     assert not found.wants_int8 and needed[0] > 0 and needed[1] == 0
     with pytest.raises(MemoryError, match="no room"):
         tsjax.generate(poor, [1, 2, 3], **{**asked, "method": chosen})
+
+
+def test_a_copy_of_an_earlier_run_gives_way(monkeypatch):
+    """Of a run that does not draft with it and would not fit beside it."""
+    model, method = tiny_model(), tsjax.TokenSwift(draft_weights="int8")
+    model.params_for(method)
+    shortage = request._memory_shortage
+
+    def beside(one, of):
+        return shortage(one, of) or ("no room" if "_with_int8" in vars(of) else None)
+
+    monkeypatch.setattr(request, "_memory_shortage", beside)
+    with pytest.raises(MemoryError, match="no room"):
+        tsjax.generate(model, [1, 2, 3], method=method, max_new_tokens=8)
+    assert model.bytes_for(method) == 0, "is kept where it is wanted"
+    assert len(tsjax.generate(model, [1, 2, 3], max_new_tokens=8).tokens[0]) == 8
+    assert model.bytes_for(method) > 0
+
+
+def test_rows_that_lie_on_several_devices_count_once():
+    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift(draft_budget=64))
+    mesh = jax.make_mesh((4, 1), ("data", "model"))
+    one, four = (temporary_bytes(cfg, rows, 2048, 16) for rows in (2, 8))
+    assert temporary_bytes(cfg, 8, 2048, 16, mesh) == one < four
+    assert temporary_bytes(cfg, 7, 2048, 16, mesh) == temporary_bytes(cfg, 7, 2048, 16)

@@ -19,6 +19,7 @@ from tsjax.decoding.noise import check_keys, row_keys
 from tsjax.decoding.sampling import SamplingValues, first_last_seen, sampling_values
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.model.cache import Cache, cache_bytes, init_cache
+from tsjax.model.sharding import named_sharding
 from tsjax.typing import accumulation_dtype
 
 # Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
@@ -185,11 +186,12 @@ def temporary_bytes(
     # Keys and values of all layers stay until they are written; for the method also queries, and
     # for one that asks for it all query heads and what they saw.
     kept = 3 + (2 * model.group_size if sizes.with_attended else 0)
+    choice = _choice_bytes(cfg, batch, capacity, mesh)
+    if mesh is not None:  # rows of a batch may lie on several devices; the rest counts as whole
+        (batch,) = named_sharding((batch,), ("batch",), mesh).shard_shape((batch,))
     prefill = _pass_bytes(model, batch * prefill_width, kept=2)
     step = _pass_bytes(model, batch * sizes.width, kept=kept)
-    return max(
-        prefill, step + max(_scoring_bytes(cfg, batch), _choice_bytes(cfg, batch, capacity, mesh))
-    )
+    return max(prefill, step + max(_scoring_bytes(cfg, batch), choice))
 
 
 def _pass_bytes(model: ModelConfig, rows: int, kept: int) -> int:

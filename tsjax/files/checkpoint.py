@@ -88,12 +88,18 @@ class Model(flax.struct.PyTreeNode):
         return with_int8_drafts(self.params, self.cfg)
 
     def params_for(self, method: Method) -> Params:
-        """The arrays that a method's steps take. A copy in int8 is made once and stays."""
-        return self._with_int8 if method.wants_int8 else self.params
+        """The arrays that a method's steps take. A copy in int8 is made once and stays until
+        `drop_copies`."""
+        wanted = method.wants_int8 and self.params.drafts is None
+        return self._with_int8 if wanted else self.params
+
+    def drop_copies(self) -> None:
+        """Frees the copy in int8; `params_for` makes another one."""
+        vars(self).pop("_with_int8", None)
 
     def bytes_for(self, method: Method) -> int:
         """What `params_for` makes on each device, without the scales; 0 if it is there already."""
-        if not method.wants_int8 or "_with_int8" in vars(self):
+        if not method.wants_int8 or self.params.drafts is not None or "_with_int8" in vars(self):
             return 0
         weights, specs = self.params.model, declare_params(self.cfg).model
         leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(weights), strict=True)
@@ -106,7 +112,7 @@ class Model(flax.struct.PyTreeNode):
 
     @property
     def num_params(self) -> int:
-        return sum(leaf.size for leaf in jax.tree.leaves(self.params))
+        return sum(leaf.size for _, leaf in named_arrays(self))
 
 
 def load(
@@ -190,7 +196,8 @@ def write_heads(model: Model, file: str) -> None:
 
 def named_arrays(model: Model) -> list[tuple[Entry, jax.Array]]:
     """Every array of the model with its names, in the order of the declaration."""
-    return [*zip(huggingface.entries(model.cfg), jax.tree.leaves(model.params), strict=True)]
+    trained = model.params.replace(drafts=None)
+    return [*zip(huggingface.entries(model.cfg), jax.tree.leaves(trained), strict=True)]
 
 
 def is_tsjax(folder: str) -> bool:

@@ -489,8 +489,9 @@ def _read_arrays(wanted: list[Entry], found: Weights) -> Iterator[tuple[Entry, n
     Arrays come in the order of `wanted`, and so do errors: what comes after one is not asked for.
     """
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tsjax-read")
-    wrong, begun = [], collections.deque(_begin(pool, one, found) for one in wanted[:_AHEAD])
+    wrong, begun = [], collections.deque[_Begun]()
     try:
+        begun += [_begin(pool, one, found) for one in wanted[:_AHEAD]]
         for number in range(1, len(wanted) + 1):
             entry, array, tensors = begun.popleft()
             for stored, blocks in tensors:

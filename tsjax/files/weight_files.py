@@ -61,35 +61,47 @@ def _list_safetensors(file: str) -> Weights:
         parsing(file, " is truncated or corrupt"),
         safetensors.safe_open(file, framework="np") as handle,
     ):
-        begins = _first_bytes(file)
+        begins, version = _first_bytes(file)
         for name in handle.keys():
             tensor = handle.get_slice(name)
             shape, code = tuple(tensor.get_shape()), str(tensor.get_dtype())
             dtype = _SAFETENSORS_DTYPES.get(code, code)
-            place = file, name, begins[name], shape[1:], dtype
+            place = file, name, version, begins[name], shape[1:], dtype
             rows = functools.partial(_safetensors_rows, *place)
             found[name] = StoredTensor(name, file, shape, dtype, rows)
     return found
 
 
-def _first_bytes(file: str) -> dict[str, int]:
+Version = tuple[int, ...]  # of a file: one that takes its place has another
+
+
+def _version(stored: Any) -> Version:
+    found = os.fstat(stored.fileno())
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _first_bytes(file: str) -> tuple[dict[str, int], Version]:
     """Where each tensor begins in a file that safetensors has checked: after the header, whose
     length are the first 8 bytes."""
     with open(file, "rb") as stored:
         size = int.from_bytes(stored.read(8), "little")
         header = json.loads(stored.read(size))
+        version = _version(stored)
     header.pop("__metadata__", None)
-    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}
+    return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}, version
 
 
 def _safetensors_rows(
-    file: str, name: str, begin: int, row: tuple[int, ...], dtype: str, start: int, stop: int
-) -> np.ndarray:
+    file: str, name: str, version: Version, begin: int, row: tuple[int, ...], dtype: str,
+    start: int, stop: int,
+) -> np.ndarray:  # fmt: skip
     """Read into memory of our own: the safetensors package maps the file, whose pages then count as
     this process's memory, and keeps all other threads of Python waiting while it copies."""
     row_bytes = math.prod(row) * jnp.dtype(dtype).itemsize
     block = np.empty((stop - start) * row_bytes, np.uint8)
     with parsing(file, f": {name} cannot be read"), open(file, "rb", buffering=0) as stored:
+        if _version(stored) != version:
+            raise ValueError("the file was changed while it was read")
         stored.seek(begin + start * row_bytes)
         missing = block.data
         while missing:

@@ -165,7 +165,11 @@ def make_request(
 
     request = request_by(measured)
     shortage = _memory_shortage(request, model)
+    if shortage and not request.decode.method.wants_int8:
+        model.drop_copies()  # of an earlier run
+        shortage = _memory_shortage(request, model)
     if shortage and request.decode.method.wants_int8 and not method.wants_int8:
+        model.drop_copies()
         request = request_by(measured._replace(int8_fits=False))  # Auto chose it unasked
         shortage = _memory_shortage(request, model)
     if shortage:

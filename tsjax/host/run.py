@@ -58,8 +58,8 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
     """Yields the News of each chunk of steps; the last one has every finish reason filled in."""
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
     with prefilling, interrupt:
+        params = model.params_for(request.decode.method)  # first: rounding takes memory as well
         state = start_run(model, request, interrupt)
-        params = model.params_for(request.decode.method)
     rows, judge = Rows(model, request), Judge(request, state)
     decode = request.decode
     earlier: StepStats | None = None  # the counters until the method changed last

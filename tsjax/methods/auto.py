@@ -133,10 +133,17 @@ class Choice(NamedTuple):
 
 
 def choose(model: ModelConfig, costs: Costs, context: float) -> Method:
-    """The option with the fewest expected seconds per token; of equal ones the simplest."""
+    """The option with the fewest expected seconds per token; of equal ones the simplest.
+
+    What a text gives is not known yet: one whose steps clearly take longer than plain ones has to
+    be clearly better than plain decoding.
+    """
+    most = CLEARLY * costs.plain(context)
 
     def seconds(option: Method) -> float:
-        return seconds_per_token(option, model, costs, context)
+        found = seconds_per_token(option, model, costs, context)
+        risky = step_seconds(option, model, costs, context) > most
+        return found * CLEARLY if risky else found
 
     return min(options(model, in_int8=costs.int8 is not None), key=seconds)
 
@@ -145,7 +152,8 @@ def options(model: ModelConfig, *, in_int8: bool = False) -> Iterator[Method]:
     """What can be chosen, simple ones first; `in_int8` also with a copy of the model in int8."""
     for option in _options(model):
         yield option
-        if in_int8 and isinstance(option, TokenSwift):
+        # For heads alone only the unembedding would be read of a whole copy.
+        if in_int8 and isinstance(option, TokenSwift) and option.draft_from == "partial_cache":
             yield dataclasses.replace(option, draft_weights="int8")
 
 

@@ -104,6 +104,9 @@ def as_costs(value: Any) -> Costs:
     try:
         passes, heads, choice, suffix, ngrams, overhead, origin, *int8 = value
         (int8,) = int8 or [None]  # a table from before there was any
+        if int8 is not None:
+            one_row, int8_heads = int8
+            int8 = Int8Costs(_line(one_row), float(int8_heads))
         costs = Costs(
             passes=tuple((rows, _line(line)) for rows, line in passes),
             heads=float(heads),
@@ -112,7 +115,7 @@ def as_costs(value: Any) -> Costs:
             ngrams=float(ngrams),
             overhead=float(overhead),
             origin=origin,
-            int8=None if int8 is None else Int8Costs(_line(int8[0]), float(int8[1])),
+            int8=int8,
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"costs={value!r:.80} is not valid: {wanted}") from error
