@@ -177,6 +177,14 @@ SETUPS = {
         num_draft_heads=2,
         batch=4,
     ),
+    "int8_drafts": Setup(
+        tsjax.TokenSwift(
+            tree=(2, 1, 2), draft_passes=2, draft_budget=16, num_sinks=2, draft_weights="int8",
+            num_ngrams=2, ngram_size=3, suffix_length=3,
+        ),
+        num_draft_heads=1,
+        batch=2,
+    ),
     "no_tree": Setup(
         tsjax.TokenSwift(tree=(), num_ngrams=3, ngram_size=3, suffix_length=3, draft_budget=40)
     ),
