@@ -17,7 +17,7 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from tsjax.files.tokenizer import encode
+from benchmarks.tokens_per_step import book_prompts
 
 SETTINGS = {"greedy": {}, "sampled": dict(do_sample=True, temperature=1.0, min_p=0.1)}
 
@@ -49,12 +49,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     model = tsjax.load(args.model, dtype=args.dtype)
-    prompts = []
-    for path in sorted(args.books.glob("*.txt")):
-        text = path.read_text(encoding="utf-8")[args.skip :][: 20 * args.prompt_tokens]
-        prompts.append(encode(model.tokenizer, text)[: args.prompt_tokens])
-    if not prompts:
-        raise SystemExit(f"no .txt files in {args.books}")
+    prompts = book_prompts(model, args.books, args.prompt_tokens, args.skip)
 
     def generate(method, values):
         return tsjax.generate(

@@ -21,6 +21,17 @@ from benchmarks import report
 from tsjax.files.tokenizer import encode
 
 
+def book_prompts(model, folder: Path, tokens: int, skip: int) -> list[list[int]]:
+    """The beginnings of all text files of a folder, without their first `skip` characters."""
+    prompts = []
+    for path in sorted(folder.glob("*.txt")):
+        text = path.read_text(encoding="utf-8")[skip:][: 20 * tokens]
+        prompts.append(encode(model.tokenizer, text)[:tokens])
+    if not prompts:
+        raise SystemExit(f"no .txt files in {folder}")
+    return prompts
+
+
 def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("tokens_per_step", __doc__)
     parser.add_argument("--model", required=True, help="a checkpoint with a tokenizer")
@@ -32,12 +43,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     model = tsjax.load(args.model)
-    prompts = []
-    for path in sorted(args.books.glob("*.txt")):
-        text = path.read_text(encoding="utf-8")[args.skip :][: 20 * args.prompt_tokens]
-        prompts.append(encode(model.tokenizer, text)[: args.prompt_tokens])
-    if not prompts:
-        raise SystemExit(f"no .txt files in {args.books}")
+    prompts = book_prompts(model, args.books, args.prompt_tokens, args.skip)
 
     off = dict(num_ngrams=0, suffix_length=0)
     cache = dict(draft_budget=args.budget, num_sinks=4)

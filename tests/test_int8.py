@@ -92,8 +92,7 @@ def test_every_matrix_of_a_product_and_nothing_else(tied):
     np.testing.assert_allclose(values_of(drafts.unembed), rounded(unembed, 1), rtol=1e-5, atol=1e-7)
 
 
-def test_a_matrix_at_a_time():
-    """Never all matrices at once in a wider type."""
+def test_each_matrix_is_rounded_once():
     seen = []
 
     def record(matrix, inputs):
@@ -209,9 +208,7 @@ def test_pure_functions_say_what_they_need():
 
 @pytest.mark.parametrize("wrong", ["int4", None, 8])
 def test_other_types_are_refused(wrong):
-    with pytest.raises(
-        ValueError, match=r"draft_weights=.* is not valid: 'model' or 'int8'|one of"
-    ):
+    with pytest.raises(ValueError, match="draft_weights=.* is not valid: one of 'model', 'int8'"):
         tsjax.TokenSwift(draft_weights=wrong)
 
 

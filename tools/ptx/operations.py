@@ -90,8 +90,7 @@ LOGIC = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 COMPARE = dict(
     eq=np.equal, ne=np.not_equal, lt=np.less, le=np.less_equal, gt=np.greater, ge=np.greater_equal
 )
-APPROX = dict(ex2=np.exp2, lg2=np.log2, rcp=np.reciprocal, sqrt=np.sqrt)
-APPROX["rsqrt"] = lambda x: 1 / np.sqrt(x)
+APPROX = dict(ex2=np.exp2, rsqrt=lambda x: 1 / np.sqrt(x))
 
 
 def _wide(function: Callable) -> Callable:
@@ -183,7 +182,7 @@ PURE = [
         lambda op, t: Pure((t, t), "pred", COMPARE[op]),
     ),
     (r"setp\.(eq|lt|le|gt|ge)\.(f32)", lambda op, t: Pure((t, t), "pred", COMPARE[op])),
-    (r"(ex2|lg2|rcp|sqrt|rsqrt)\.approx\.f32", lambda op: Pure(("f32",), "f32", _wide(APPROX[op]))),
+    (r"(ex2|rsqrt)\.approx\.f32", lambda op: Pure(("f32",), "f32", _wide(APPROX[op]))),
     (r"div\.full\.f32", lambda: Pure(("f32", "f32"), "f32", np.divide)),
     (r"cvta\.to\.global\.u64", lambda: Pure(("u64",), "u64", lambda x: x)),
     (r"cvt\.([us](?:8|16|32|64))\.([us](?:8|16|32|64))", lambda to, t: Pure((t,), to, lambda x: x)),

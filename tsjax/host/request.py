@@ -165,12 +165,9 @@ def make_request(
 
     request = request_by(measured)
     shortage = _memory_shortage(request, model)
-    if shortage and not request.decode.method.wants_int8:
-        model.drop_copies()  # of an earlier run
-        shortage = _memory_shortage(request, model)
-    if shortage and request.decode.method.wants_int8 and not method.wants_int8:
+    if shortage and not method.wants_int8:  # by itself: without a copy that nobody asked for
         model.drop_copies()
-        request = request_by(measured._replace(int8_fits=False))  # Auto chose it unasked
+        request = request_by(measured._replace(int8_fits=False))
         shortage = _memory_shortage(request, model)
     if shortage:
         raise MemoryError(shortage)
