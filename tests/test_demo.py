@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """tsjax demo: the layout on made-up text, and the command in a pipe and in a terminal."""
 
+import dataclasses
+import itertools
 import os
 import re
 import signal
 import sys
 import threading
 import types
+from collections.abc import Sequence
 
 import helpers
 import hf_fixtures
@@ -16,8 +19,10 @@ import pytest
 import tsjax
 from tsjax import demo
 from tsjax.__main__ import main
+from tsjax.decoding.method import Measured
 from tsjax.demo import OWN, Column, frame, paint, text_width, wrap
-from tsjax.files.tokenizer import Detokenizer
+from tsjax.files.tokenizer import Detokenizer, load_tokenizer
+from tsjax.host import measuring
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURED = re.compile(r"\x1b\[\d+m[^\x1b]*\x1b\[0m")
@@ -35,8 +40,9 @@ def text_of(lines) -> list[str]:
     return ["".join(text for text, _ in line) for line in lines]
 
 
-def stats(new: int, steps: int, **drafts) -> tsjax.RunStats:
-    return tsjax.RunStats(new_tokens=(new,), steps=(steps,), computed_tokens=new, **STATS, **drafts)
+def stats(new: int, steps: int, **changes) -> tsjax.RunStats:
+    known = {**STATS, **changes}
+    return tsjax.RunStats(new_tokens=(new,), steps=(steps,), computed_tokens=new, **known)
 
 
 DRAFTS = {
@@ -46,7 +52,9 @@ DRAFTS = {
 }
 
 
-def column(name="plain decoding", pieces=MIXED, tokens=range(30), seconds=1.5, **changes) -> Column:
+def column(
+    name="plain decoding", pieces=MIXED, tokens: Sequence[int] = range(30), seconds=1.5, **changes
+) -> Column:
     made = Column(name, iter(()), None, list(pieces), list(tokens), seconds, stats(30, 30))  # type: ignore[arg-type]
     for field, value in {"finish_reason": "length", **changes}.items():
         setattr(made, field, value)
@@ -124,7 +132,7 @@ def test_control_characters_do_not_reach_the_terminal():
 
 def test_column_takes_chunks_token_by_token(tmp_path):
     helpers.save_tokenizer(tmp_path)
-    tokenizer = tsjax.files.tokenizer.load_tokenizer(str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
     ids = tokenizer.encode(" the é an", add_special_tokens=False)  # é is two byte tokens
     masks = [1 << (i % 3) for i in range(len(ids))]
     made = column(pieces=[], tokens=[], finish_reason=None)
@@ -143,6 +151,21 @@ def test_column_takes_chunks_token_by_token(tmp_path):
     assert first == "heads" and {source for _, source in made.pieces} == set(tsjax.SOURCES)
 
 
+def test_clock_counts_neither_prompt_nor_compiling(monkeypatch):
+    now = iter([10.0, 14.0, 20.0, 21.5])  # 4 s for the first chunk, 1.5 s for the second
+    monkeypatch.setattr(demo.time, "perf_counter", lambda: next(now))
+    known = [stats(1, 1, compile_seconds=2.5, prefill_seconds=1.0)]
+    known.append(dataclasses.replace(known[0], compile_seconds=3.0))
+    empty = [np.array([], np.int32)]
+    parts = {"tokens": empty, "sources": empty, "finish_reason": [None]}
+    chunks = [types.SimpleNamespace(**parts, stats=stats) for stats in known]
+    made = column(seconds=0.0, chunks=iter(chunks))
+    made.advance()
+    assert made.seconds == 0.5
+    made.advance()
+    assert made.seconds == 1.5
+
+
 # --- the table -------------------------------------------------------------------------------
 
 
@@ -155,7 +178,7 @@ def test_table():
     lines = demo.table(pair())
     assert max(map(len, lines)) <= 60
     assert row(lines, "same tokens") == ["yes"]
-    assert row(lines, "time") == ["1.50 s", "0.50 s"]
+    assert row(lines, "time of decoding") == ["1.50 s", "0.50 s"]
     assert row(lines, "tokens/s") == ["20.0", "60.0"]
     assert row(lines, "speed-up") == ["1.00x", "3.00x"]
     assert row(lines, "tokens per step") == ["1.00", "3.00"]
@@ -185,6 +208,75 @@ def test_table_of_a_run_that_never_began():
     assert row(demo.table(columns), "speed-up") == ["-", "-"]
 
 
+ABOUT, LONGER = "About as fast", "TokenSwift took {} times as long"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps", "gave_up", "begins", "says"),
+    [
+        (0.5, 10, False, "TokenSwift was 3.00 times as fast", "3.00 tokens"),
+        (1.4, 30, True, ABOUT, "went on with plain decoding"),  # a gain that no draft can explain
+        (1.46, 20, False, ABOUT, "took what they saved"),
+        (1.5, 30, True, ABOUT, "likely enough to pay for their rows"),
+        (1.54, 30, True, ABOUT, "went on with plain decoding"),
+        (1.65, 30, True, LONGER.format("1.10"), "went on with plain decoding"),
+        (3.0, 20, False, LONGER.format("2.00"), "more than they saved"),
+    ],
+)
+def test_verdict_says_no_more_than_the_clock_can_tell(seconds, steps, gave_up, begins, says):
+    known = stats(30, steps, **DRAFTS, gave_up=gave_up)
+    text = demo.verdict((column(), column("TokenSwift", seconds=seconds, stats=known)))
+    assert text.startswith(begins) and says in text and text.endswith(".")
+
+
+def test_worth_of_plain_decoding():
+    text = demo.worth(column(seconds=1.5, tokens=range(1000)), 12e6, 20e9)
+    assert "1.50 ms per token" in text and "12 MB" in text
+    assert "0.60 ms, 40% of that, at 20 GB/s, measured" in text
+
+
+def test_bytes_of_a_step_are_weights_and_cache():
+    cfg = helpers.tiny_config(dtype="float32")
+    plain = column(tokens=range(100), stats=stats(100, 100, prompt_tokens=(50,)))
+    model = types.SimpleNamespace(cfg=cfg)
+    attention = 2 * cfg.embed_dim * cfg.head_dim * (cfg.num_heads + cfg.num_kv_heads)
+    weights = cfg.num_layers * (attention + 3 * cfg.embed_dim * cfg.mlp_dim)
+    weights += cfg.vocab_size * cfg.embed_dim
+    cache = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * 100  # the mean context
+    assert demo.bytes_of_step(model, plain) == 4 * (weights + cache)  # type: ignore[arg-type]
+
+
+def test_rate_of_reading():
+    now = itertools.count()  # a second for each call
+    data = 4 * measuring.ROW * 25
+    assert (
+        0 < measuring.read_rate(data + 7, lambda: float(next(now))) <= measuring.MOST_REPEATS * data
+    )
+
+
+def test_long_texts_are_cut():
+    assert demo.excerpt("short") == "short"
+    text = demo.excerpt("a" * (demo.EXCERPT + 1234))
+    assert text.endswith("a ... (1,234 characters more)") and len(text) < demo.EXCERPT + 40
+
+
+def test_rehearsal_goes_through_all_that_auto_may_do():
+    drafts = tsjax.NGram()
+
+    class Drafting(tsjax.Auto):
+        def next(self, measured):
+            return drafts if measured.current is None else pytest.fail("it was asked how to go on")
+
+    rehearsal = demo.Rehearsal(Drafting())
+    assert rehearsal.wants_costs
+    measured = Measured(None, "cpu", "cpu", 100, 1)  # type: ignore[arg-type]
+    plain, current, seen = tsjax.Autoregressive(), None, []
+    for steps in (0, 0, 4, 0, 64, 0):
+        current = rehearsal.next(measured._replace(current=current, steps=steps))
+        seen.append(current)
+    assert seen == [drafts, drafts, plain, plain, drafts, drafts]
+
+
 # --- the command -----------------------------------------------------------------------------
 
 # A small step: most of the time goes into compiling it, once for all tests here.
@@ -204,19 +296,21 @@ def test_in_a_pipe_there_are_no_escape_codes(checkpoint, capsys):
     assert main(["demo", "--model", checkpoint, *flags]) == 0
     out = capsys.readouterr().out
     assert "\x1b" not in out and "\r" not in out
-    assert out.count("a thin man") == 2
-    greedy, sampled = out[out.index("\nGreedy\n") :].split("\nSampled (")
-    for part in (greedy, sampled):
+    greedy, others = out[out.index("\nGreedy\n") :].split("\nSampled (")
+    sampled, repeating = others.split("\nRepeating (goes on with the greedy text, ")
+    for part in (greedy, sampled, repeating):
         lines = part.splitlines()
         assert row(lines, "same tokens") == ["yes"] and row(lines, "tokens  ") == ["24", "24"]
+        assert "Plain decoding took " in part and " GB/s" in part
     texts = [
         part[part.index("a thin man") : part.index("same tokens")] for part in (greedy, sampled)
     ]
     assert texts[0] != texts[1]
+    assert texts[0].rstrip()[-20:] in repeating  # where the greedy text ends, it goes on
 
 
 @pytest.mark.parametrize("name", demo.SETTINGS)
-def test_one_of_the_two_alone(name, checkpoint, capsys):
+def test_one_of_them_alone(name, checkpoint, capsys):
     assert main(["demo", "--model", checkpoint, "--tokens", "8", f"--{name}", *FEW]) == 0
     out = capsys.readouterr().out
     assert out.count("same tokens") == 1 and demo.describe(name) in out

@@ -126,6 +126,11 @@ class Setup(NamedTuple):
 
 
 NO_TEXT = dict(num_ngrams=0, suffix_length=0)  # nothing but the model's drafts
+LINE = tsjax.Line(1.0)
+CHEAP_ROWS = tsjax.Costs(  # what is drafted at all is judged
+    passes=((1, LINE), (64, tsjax.Line(1.01))), heads=0.0, choice=LINE, suffix=LINE, ngrams=0.0,
+    overhead=0.0, origin="measured", int8=tsjax.Int8Costs(tsjax.Line(0.01), 0.0),
+)  # fmt: skip
 SETUPS = {
     "ngram": Setup(
         tsjax.NGram(
@@ -196,6 +201,25 @@ SETUPS = {
         num_draft_heads=3,
         batch=4,
     ),
+    "likely": Setup(tsjax.LikelyTree(width=12, places=6, costs=CHEAP_ROWS), batch=2),
+    "likely_passes": Setup(
+        tsjax.LikelyTree(
+            width=9, pass_widths=(4,), draft_passes=3, draft_budget=16, num_sinks=2,
+            draft_refresh=5, draft_weights="int8", costs=CHEAP_ROWS,
+        ),
+        batch=2,
+    ),
+    "likely_heads": Setup(
+        tsjax.LikelyTree(width=24, heads=True, places=3, costs=CHEAP_ROWS), num_draft_heads=3
+    ),
+    "likely_all": Setup(
+        tsjax.LikelyTree(
+            width=24, draft_passes=2, heads=True, places=3, draft_budget=20, num_sinks=3,
+            draft_refresh=None, draft_rest=False, costs=CHEAP_ROWS,
+        ),
+        num_draft_heads=2,
+        batch=4,
+    ),
     "verified_alone": Setup(
         tsjax.TokenSwift(
             tree=(3,), draft_from="verified_state", noise_coupled=False, **NO_TEXT
@@ -215,6 +239,7 @@ SLOW_SETUPS = (
     "passes",
     "no_tree",
     "verified_alone",
+    "likely_heads",
 )
 
 tokens = st.integers(0, VOCAB - 1)

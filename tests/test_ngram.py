@@ -237,7 +237,9 @@ def check_suffix(search, tokens, length, limit):
 
 
 suffix_search = fresh_search()
-at_once = jax.jit(ngram.search_at_once, static_argnames="limit")  # as on a GPU
+at_once = jax.jit(  # as on a GPU
+    functools.partial(ngram.longest_suffix, find=ngram.match_at_once), static_argnames="limit"
+)
 lengths_strategy = st.tuples(
     *[st.one_of(st.integers(0, WIDTH), st.sampled_from([WIDTH - 1, WIDTH]))] * ROWS
 )

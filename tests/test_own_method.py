@@ -15,6 +15,7 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
+from tsjax.host import run
 from tsjax.methods import METHODS, resolve_method
 
 # docs/own_method.md shows this class; the test at the end compares.
@@ -153,6 +154,52 @@ def test_a_method_may_go_on_as_another(method, plain):
     assert result.stats.gave_up and result.stats.method == given
     assert result.stats.accepted + sum(result.stats.steps) == 3 * 48
     assert result.stats.accepted == result.stats.accepted_by_source["text"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts(FromText):
+    """Counts its steps, over a spell of plain decoding as well."""
+
+    told: ClassVar[list[tuple[str, int]]] = []
+
+    def init(self, *args):
+        return super().init(*args), jnp.int32(0)
+
+    def read(self, model, params, memory, state):
+        return super().read(model, params, memory[0], state), memory[1]
+
+    def draft(self, model, params, state, noise):
+        here, steps = state.memory
+        here, tree = super().draft(model, params, state.replace(memory=here), noise)
+        return (here, steps), tree
+
+    def learn(self, model, params, memory, *after):
+        return super().learn(model, params, memory[0], *after), memory[1] + 1
+
+    def lesson(self, memory):
+        self.told.append(("lesson", int(memory[1])))
+        return memory[1]
+
+    def taught(self, memory, lesson):
+        self.told.append(("taught", int(lesson)))
+        return memory[0], lesson
+
+    def next(self, measured):
+        enough = measured.current is not None and measured.steps >= 4
+        if not enough:
+            return measured.current or self
+        return self if measured.current == tsjax.Autoregressive() else tsjax.Autoregressive()
+
+
+def test_a_method_gets_its_lesson_back_after_plain_decoding(method, plain, monkeypatch):
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 2)
+    monkeypatch.setattr(run, "FIRST_CHUNK", 2)
+    Counts.told.clear()
+    result = tsjax.generate(MODEL, PROMPTS, method=Counts(text=method.text), **SETTINGS)
+    assert [row.tolist() for row in result.tokens] == plain
+    names, steps = zip(*Counts.told, strict=True)
+    assert names[:5] == ("lesson", "taught") * 2 + ("lesson",)
+    assert 0 < steps[0] == steps[1] < steps[2] == steps[3] < steps[4]
 
 
 def test_names():

@@ -26,14 +26,17 @@ from tsjax.host.interrupt import Interrupted as Interrupted
 
 # Methods of decoding
 from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
-from tsjax.methods import TokenSwift as TokenSwift, Auto as Auto
+from tsjax.methods import TokenSwift as TokenSwift, LikelyTree as LikelyTree, Auto as Auto
 from tsjax.host.costs import choose_method as choose_method
+from tsjax.methods.corpus import Corpus as Corpus
+from tsjax.host.corpus_files import read_corpus as read_corpus
 from tsjax.methods.auto import Choice as Choice
 from tsjax.methods.cost_model import Costs as Costs, Int8Costs as Int8Costs, Line as Line
 from tsjax.decoding.tree import SOURCES as SOURCES
 
 # Methods of your own
-from tsjax.decoding.method import Method as Method, Sizes as Sizes, Measured as Measured
+from tsjax.decoding.method import Method as Method, Sizes as Sizes
+from tsjax.decoding.method import Measured as Measured, Tried as Tried
 from tsjax.decoding.tree import DraftTree as DraftTree, merge_paths as merge_paths
 from tsjax.decoding.state import Verdict as Verdict, Acceptance as Acceptance
 from tsjax.methods import register_method as register_method
@@ -73,9 +76,10 @@ __all__ = [  # noqa: RUF022
     "load", "save", "Model", "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
     "generate", "stream", "forward", "GenerationConfig", "preset",
     "GenerationResult", "RunStats", "StreamChunk", "Interrupted",
-    "Autoregressive", "NGram", "TokenSwift", "Auto", "choose_method", "Choice",
+    "Autoregressive", "NGram", "TokenSwift", "LikelyTree", "Auto", "Corpus", "read_corpus",
+    "choose_method", "Choice",
     "Costs", "Int8Costs", "Line", "SOURCES",
-    "Method", "Sizes", "Measured", "DraftTree", "merge_paths", "Verdict", "Acceptance",
+    "Method", "Sizes", "Measured", "Tried", "DraftTree", "merge_paths", "Verdict", "Acceptance",
     "register_method",
     "LazyPrefill", "compress_prompt",
     "check_run", "RunCheck", "Departure",

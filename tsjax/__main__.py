@@ -24,7 +24,7 @@ import jax
 
 import tsjax
 from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, check, refuse_unknown
-from tsjax.demo import PROMPT, SETTINGS
+from tsjax.demo import PROMPT, SETTINGS, TOKENS
 from tsjax.demo import run as run_demo
 from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
 from tsjax.files.tokenizer import Detokenizer
@@ -197,13 +197,15 @@ def _add_generate(commands: Any) -> None:
     text = (
         "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
         "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
-        "autoregressive, or that of the run which is resumed)"
+        "auto, which drafts where that pays, or that of the run which is resumed)"
     )
     _add(parser, "--method", text, choices=sorted(METHODS))
     text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"
     for name, method in METHODS.items():
         text += f"; {name}: {', '.join(_fields(method))}" if _fields(method) else ""
     _add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+    text = "earlier texts to draft from, with auto: files that --save-to wrote, or texts"
+    _add(parser, "--corpus FILE", text, nargs="+")
     text = (
         "lazy: compute a part of the prompt only, for the first token to come sooner; this changes "
         "the text"
@@ -246,11 +248,11 @@ def _add_demo(commands: Any) -> None:
     text = "a first look, with nothing downloaded"
     about = (
         "Decodes a text with plain decoding and with TokenSwift side by side, by the small model "
-        "that comes with tsjax, first greedily and then with sampling, and compares tokens and "
-        "times. Exit code 1 if the tokens differ."
+        "that comes with tsjax: greedily, with sampling, and with sampling after the greedy text, "
+        "which repeats itself. Compares tokens and times. Exit code 1 if the tokens differ."
     )
     parser = _command(commands, "demo", _demo, text, about)
-    _add(parser, "--tokens N", "tokens to generate", default=400)
+    _add(parser, "--tokens N", "tokens of each text", default=TOKENS)
     _add(parser, "--seed N", SETTING_HELP["seed"], default=0)
     _add(parser, "--prompt", "the text to continue", default=PROMPT)
     _add(parser, "--model PATH", "another checkpoint", default=tsjax.EMBEDDED)
@@ -373,9 +375,10 @@ def _fields(method: type) -> list[str]:
 
 
 def _method(args: argparse.Namespace) -> Any:
-    """The preset's method, or the one that is named, with the options applied; None for neither."""
+    """The preset's method, or the one that is named, with the options applied; without either
+    Auto, or None for that of a run which is resumed."""
     if args.method is None and args.preset is None and not args.method_options:
-        return None
+        return None if args.resume_from is not None else resolve_method("auto")
     method = named_method(args.method or "autoregressive", args.method_options)
     if args.preset is not None and args.method in (None, "tokenswift"):
         method = preset(args.preset).method
@@ -445,6 +448,7 @@ def _generate(args: argparse.Namespace) -> int:
     # A text needs it; ids are printed as they are without one.
     tokenizer = model.tokenizer if isinstance(prompt, str) else tokenizer_of(model)
     names = ("progress", "exceed_max_positions", "save_to", "save_every", "resume_from")
+    corpus = None if args.corpus is None else tsjax.read_corpus(model, *args.corpus)
     result = tsjax.generate(
         model,
         prompt,
@@ -453,6 +457,7 @@ def _generate(args: argparse.Namespace) -> int:
         prefill=prefill,
         streamer=None if args.json or args.progress else _Printer(tokenizer),
         on_interrupt="return",
+        corpus=corpus,
         **_given(args, names),
         **settings,
     )

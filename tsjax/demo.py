@@ -2,8 +2,9 @@
 """tsjax demo: plain decoding and TokenSwift side by side, then a table that compares them.
 
 Knows terminals, colours and how to lay out text. Does not know how tokens are made: it advances two
-streams of generation.py and shows what they yield. Layout is done by pure functions from what was
-made so far to lines; only `Screen` writes escape codes that move the cursor.
+streams of generation.py and shows what they yield, and what both took. Layout is done by pure
+functions from what was made so far to lines; only `Screen` writes escape codes that move the
+cursor.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ import itertools
 import operator
 import os
 import shutil
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 
 from tsjax.config import GenerationConfig
-from tsjax.decoding.method import Method
+from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.tree import SOURCES
 from tsjax.files.checkpoint import Model, load
 from tsjax.files.tokenizer import Detokenizer, encode
 from tsjax.host.generation import stream
 from tsjax.host.interrupt import Interrupt
+from tsjax.host.measuring import read_rate
 from tsjax.host.result import RunStats, StreamChunk
 from tsjax.methods import Auto, Autoregressive
+from tsjax.methods.cost_model import pass_work
 
 METHOD = Auto()  # of the right column
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -41,18 +45,35 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.2,
         "repetition_window": 1024,
     },
+    "repeating": {"do_sample": True, "temperature": 0.5, "min_p": 0.5},
 }
+# Settings that go on with a text: the prompt and what the model wrote in this other setting. Greedy
+# text of a small model repeats itself, and drafts pay there on any machine, sampled ones too.
+AFTER = {"repeating": "greedy"}
 PROMPT = "Once upon a time"
+TOKENS = 2000
 
 # What each of tsjax.SOURCES is called here, and its colour: green, yellow, cyan.
 NAMES = {"heads": "model", "ngrams": "n-grams", "suffix": "suffix"}
 COLOURS = {"heads": "32", "ngrams": "33", "suffix": "36"}
 OWN = ""  # a token that nobody drafted
 BETWEEN = " | "
-WARM_UP_CHUNKS = 2  # prefill and the loop, entered from the prefill and from itself
+# A warm-up's chunks of steps with one method: the loop is entered from what came before, and from
+# itself. A rehearsal has three: drafts, plain decoding, and drafts again.
+WARM_UP_CHUNKS, REHEARSED = 2, 3
+NOISE = 0.03  # two runs of the same work differ by that share of their time
+EXCERPT, LEAD = 800, 60  # characters of a text that are printed, and of a long prompt
+WIDTH = 76  # of sentences
 
 Piece = tuple[str, str]  # text, and its source: one of SOURCES or OWN
 Cell = tuple[str, str]  # what stands in one place of a line (or in two, a wide character); source
+
+
+class Text(NamedTuple):
+    """What stands before the tokens that are made."""
+
+    shown: str
+    ids: Sequence[int]
 
 
 @dataclasses.dataclass
@@ -61,8 +82,9 @@ class Column:
 
     Attributes:
       pieces: the text, the prompt's first.
-      seconds: the time spent inside the stream.
+      seconds: of decoding.
       finish_reason: None while it runs.
+      elapsed: seconds spent inside the stream.
     """
 
     name: str
@@ -73,12 +95,17 @@ class Column:
     seconds: float = 0.0
     stats: RunStats | None = None
     finish_reason: str | None = None
+    elapsed: float = 0.0
 
     def advance(self) -> None:
         began = time.perf_counter()
         chunk = next(self.chunks)
-        self.seconds += time.perf_counter() - began
+        self.elapsed += time.perf_counter() - began
         self.add(chunk)
+        # Not stats.decode_seconds, which leaves out what the host does between two chunks, as
+        # going on with another method is. The prompt takes both as long, and no compiling counts.
+        left_out = chunk.stats.prefill_seconds + chunk.stats.compile_seconds
+        self.seconds = max(self.elapsed - left_out, 0.0)
 
     def add(self, chunk: StreamChunk) -> None:
         source = OWN
@@ -111,7 +138,7 @@ def run(
     path: str,
     *,
     prompt: str = PROMPT,
-    tokens: int = 400,
+    tokens: int = TOKENS,
     seed: int = 0,
     settings: Sequence[str] = tuple(SETTINGS),
     method: Method = METHOD,
@@ -124,49 +151,104 @@ def run(
     tokens are barred, so that both columns have `tokens` tokens.
     """
     same = dict(max_new_tokens=tokens, min_new_tokens=tokens, seed=seed)
-    configs = {name: GenerationConfig(**same, **SETTINGS[name]) for name in settings}
+    configs = {name: GenerationConfig(**same, **SETTINGS[name]) for name in SETTINGS}
     model = load(path, dtype="float32")
-    warm_up = start(model, prompt, configs[settings[0]], method)
+    given = Text(prompt, encode(model.tokenizer, prompt).tolist())
+    written: dict[str, Text] = {}
+    for name in settings:  # what is wrong is said before anything is printed
+        start(model, given, configs[name], method)
     live = can_redraw(plain, out.isatty(), os.environ)
     print(f"{path}: {model.num_params:,} parameters, on {jax.devices()[0].device_kind}", file=out)
-    began = time.perf_counter()
-    print("Compiling both methods ...", end=" ", file=out, flush=True)
-    for column in warm_up:
-        for chunk in itertools.islice(column.chunks, WARM_UP_CHUNKS):
-            if chunk.finish_reason == ["interrupted"]:
-                raise KeyboardInterrupt
-    print(f"{time.perf_counter() - began:.0f} s", file=out, flush=True)
 
-    for name, config in configs.items():
+    for name in settings:
         print(f"\n{describe(name)}\n", file=out, flush=True)
-        columns = start(model, prompt, config, method)
+        begun = given
+        if (earlier := AFTER.get(name)) is not None:
+            if earlier not in written:
+                written[earlier] = write(model, given, configs[earlier], method)
+            room = max(model.cfg.max_positions - tokens, len(given.ids))
+            begun = Text(written[earlier].shown, written[earlier].ids[-room:])
+        warm_up(model, begun, configs[name], method, out)
+        columns = start(model, begun, configs[name], method)
         with Screen(out) if live else contextlib.nullcontext() as screen:
             interrupted = race(columns, screen.draw if screen else lambda columns: None)
         if not live:
-            print(clean("".join(text for text, _ in columns[-1].pieces), out), "\n", file=out)
+            text = "".join(text for text, _ in columns[-1].pieces)
+            print(clean(excerpt(text), out), "\n", file=out)
         print("\n".join(table(columns)), file=out, flush=True)
         if not same_tokens(columns):
             return 1
         if interrupted:
             return 130
+        nbytes = bytes_of_step(model, columns[0])
+        for line in (verdict(columns), worth(columns[0], nbytes, read_rate(nbytes))):
+            print(f"\n{textwrap.fill(line, WIDTH)}", file=out, flush=True)
+        shown = "".join(text for text, _ in columns[0].pieces)
+        written[name] = Text(shown, [*begun.ids, *columns[0].tokens])
     return 0
 
 
+def warm_up(
+    model: Model, begun: Text, config: GenerationConfig, method: Method, out: TextIO
+) -> None:
+    """Compiles all that the columns will run."""
+    began = time.perf_counter()
+    print("Compiling both methods ...", end=" ", file=out, flush=True)
+    moves = isinstance(method, Auto)
+    columns = start(model, begun, config, Rehearsal(method) if moves else method)
+    for column, methods in zip(columns, (1, REHEARSED if moves else 1), strict=True):
+        for chunk in itertools.islice(column.chunks, methods * WARM_UP_CHUNKS):
+            if chunk.finish_reason == ["interrupted"]:
+                raise KeyboardInterrupt
+    print(f"{time.perf_counter() - began:.0f} s", file=out, flush=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal(Method):
+    """Goes on with plain decoding and with drafts in turn, as `method` may: both get compiled."""
+
+    method: Method
+
+    @property
+    def wants_costs(self) -> bool:
+        return self.method.wants_costs
+
+    def next(self, measured: Measured) -> Method:
+        current, plain = measured.current, Autoregressive()
+        if current is not None and not measured.steps:  # the first chunk
+            return current
+        drafts = self.method.next(measured._replace(current=None))
+        return plain if current not in (None, plain) else drafts
+
+
+def write(model: Model, begun: Text, config: GenerationConfig, method: Method) -> Text:
+    """A text and how the model goes on with it, which nobody sees."""
+    *_, column = start(model, begun, config, method)
+    while column.finish_reason is None:
+        column.advance()
+    if column.finish_reason == "interrupted":
+        raise KeyboardInterrupt
+    return Text("".join(text for text, _ in column.pieces), [*begun.ids, *column.tokens])
+
+
 def describe(name: str) -> str:
-    values = ", ".join(f"{key}={value}" for key, value in SETTINGS[name].items())
-    return f"{name.capitalize()} ({values})" if values else name.capitalize()
+    values = [f"{key}={value}" for key, value in SETTINGS[name].items()]
+    if name in AFTER:
+        values.insert(0, f"goes on with the {AFTER[name]} text")
+    return f"{name.capitalize()} ({', '.join(values)})" if values else name.capitalize()
 
 
 def start(
-    model: Model, prompt: str, config: GenerationConfig, method: Method
+    model: Model, begun: Text, config: GenerationConfig, method: Method
 ) -> tuple[Column, Column]:
     """Plain decoding and `method`, nothing of them computed yet."""
-    ids = encode(model.tokenizer, prompt)
+    shown = printable(begun.shown)
+    shown = shown if len(shown) <= LEAD else f"... {shown[-LEAD:]}"
 
     def column(name: str, method: Any) -> Column:
-        chunks = stream(model, ids, config=config, method=method, on_interrupt="return")
-        writer = Detokenizer(model.tokenizer, context=ids)
-        return Column(name, chunks, writer, [(printable(prompt), OWN)])
+        chunks = stream(model, begun.ids, config=config, method=method, on_interrupt="return")
+        writer = Detokenizer(model.tokenizer, context=begun.ids)
+        return Column(name, chunks, writer, [(shown, OWN)])
 
     return column("plain decoding", Autoregressive()), column("TokenSwift", method)
 
@@ -297,6 +379,11 @@ def legend() -> list[Piece]:
     return [("Accepted drafts:", OWN), *names, ("; without colour: own tokens", OWN)]
 
 
+def excerpt(text: str) -> str:
+    more = len(text) - EXCERPT
+    return f"{text[:EXCERPT]} ... ({more:,} characters more)" if more > 0 else text
+
+
 def table(columns: Sequence[Column]) -> list[str]:
     """The comparison, one line for each figure; at most 60 places wide."""
     common = min(len(column.tokens) for column in columns)
@@ -309,7 +396,7 @@ def table(columns: Sequence[Column]) -> list[str]:
         ("", [column.name for column in columns]),
         ("same tokens", ["", verdict]),
         ("tokens", [f"{len(column.tokens):,}" for column in columns]),
-        ("time", [f"{column.seconds:.2f} s" for column in columns]),
+        ("time of decoding", [f"{column.seconds:.2f} s" for column in columns]),
         ("tokens/s", [f"{column.tokens_per_second:.1f}" for column in columns]),
         ("speed-up", [ratio(column, columns[0]) for column in columns]),
         ("tokens per step", [f"{column.tokens_per_step:.2f}" for column in columns]),
@@ -324,6 +411,47 @@ def table(columns: Sequence[Column]) -> list[str]:
 def ratio(column: Column, plain: Column) -> str:
     known = column.tokens and plain.tokens
     return f"{column.tokens_per_second / plain.tokens_per_second:.2f}x" if known else "-"
+
+
+def verdict(columns: Sequence[Column]) -> str:
+    """What the speed-up means; no more than the clock can tell."""
+    plain, drafted = columns
+    if not (plain.tokens and drafted.tokens):
+        return "Nothing was decoded."
+    speed = drafted.tokens_per_second / plain.tokens_per_second
+    gave_up = drafted.stats is not None and drafted.stats.gave_up
+    if speed > 1 + NOISE and drafted.tokens_per_step > 1 + NOISE:
+        each = f"a pass of the model gave {drafted.tokens_per_step:.2f} tokens"
+        return f"{drafted.name} was {speed:.2f} times as fast: {each}."
+    unlikely = "no drafts were found likely enough to pay for their rows"
+    went_on = f"{drafted.name} went on with plain decoding"
+    if speed >= 1 - NOISE:
+        why = f"{unlikely}, and {went_on}" if gave_up else "drafts took what they saved"
+        return f"About as fast, as the clock can tell: {why}."
+    slower = f"{drafted.name} took {1 / speed:.2f} times as long"
+    if gave_up:
+        return f"{slower}: {unlikely}. Trying took that time; then {went_on}."
+    return f"{slower}: drafts took more than they saved."
+
+
+def worth(plain: Column, nbytes: float, rate: float) -> str:
+    """Plain decoding against the time in which a step's bytes can be read."""
+    if not plain.seconds:
+        return "Nothing was decoded."
+    taken, least = plain.seconds / len(plain.tokens), nbytes / rate
+    return (
+        f"Plain decoding took {1e3 * taken:.2f} ms per token. To read weights and cache once, "
+        f"{nbytes / 1e6:,.0f} MB, takes {1e3 * least:.2f} ms, {least / taken:.0%} of that, at "
+        f"{rate / 1e9:,.0f} GB/s, measured here by summing an array as large."
+    )
+
+
+def bytes_of_step(model: Model, plain: Column) -> float:
+    """What a step of plain decoding has to read, at the mean context of a run."""
+    assert plain.stats is not None
+    context = plain.stats.prompt_tokens[0] + len(plain.tokens) / 2
+    work = pass_work(model.cfg, 1, context)
+    return sum(work[part].bytes for part in ("products", "logits", "attention"))
 
 
 def acceptance(stats: RunStats | None) -> str:

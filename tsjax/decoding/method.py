@@ -48,6 +48,14 @@ class Sizes(NamedTuple):
         return (*sorted({rows for rows in self.narrower if rows < self.width}), self.width)
 
 
+class Tried(NamedTuple):
+    """A method that drafted before: its seconds per token, at which mean length of the rows."""
+
+    method: Method
+    seconds: float
+    context: int
+
+
 class Measured(NamedTuple):
     """What the host knows when it asks a method how to go on.
 
@@ -56,13 +64,16 @@ class Measured(NamedTuple):
       platform, device_kind: of the device, as jax names them.
       context: mean length of the rows, prompt included: during the run, or now once it has begun.
       batch: rows.
+      new_tokens: the most that a row may get; None where that is not known.
       current: the method that drafts; None before the first step.
-      steps, tokens, seconds: how many steps it took, the tokens they found, and how long they
-        took, each summed over the rows. What a method's first chunk of steps did is left out.
-      other: the method that drafted before, and its seconds per token; None for no other.
+      steps, tokens, seconds: how many steps it took lately, the tokens they found, and how long
+        they took, each summed over the rows. What a method's first chunk of steps did is left out.
+      since: seconds, summed over the rows, since this method was taken.
+      tried: what is known of others that drafted before in this run.
       costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
         them.
       int8_fits: whether there is memory for a copy of the model in int8.
+      corpus: whether there are earlier texts to draft from.
     """
 
     model: ModelConfig
@@ -70,13 +81,16 @@ class Measured(NamedTuple):
     device_kind: str
     context: int
     batch: int
+    new_tokens: int | None = None
     current: Method | None = None
     steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    other: tuple[Method, float] | None = None
+    since: float = 0.0
+    tried: tuple[Tried, ...] = ()
     costs: Any = None
     int8_fits: bool = True
+    corpus: bool = False
 
 
 class Method:
@@ -97,6 +111,11 @@ class Method:
     @property
     def wants_int8(self) -> bool:
         """Whether `draft` wants `params.drafts`, the model in int8."""
+        return False
+
+    @property
+    def reads_corpus(self) -> bool:
+        """Whether it can draft from `params.corpus`, earlier texts."""
         return False
 
     def sizes(self, model: ModelConfig) -> Sizes:
@@ -139,9 +158,18 @@ class Method:
     def next(self, measured: Measured) -> Method:
         """On the host, before a run and between chunks of steps: the method that goes on.
 
-        One of the same sources, or plain decoding. Its memory begins anew and reads what is known.
+        One of the same sources, or plain decoding, whose trees are no deeper than those of the
+        first. Its memory begins anew, reads what is known and is `taught`.
         """
         return self
+
+    def lesson(self, memory: Memory) -> Any:
+        """What of the memory another method may go on with; None for nothing."""
+        return None
+
+    def taught(self, memory: Memory, lesson: Any) -> Memory:
+        """The memory with the last lesson of a method that drafted before in this run."""
+        return memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -154,10 +154,13 @@ def init_stats(cfg: DecodeConfig, batch: int) -> StepStats:
     )
 
 
-def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None) -> DecodeState:
-    """The state as another method begins with it: its memory knows nothing, counters are 0."""
+def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None, lesson=None) -> DecodeState:
+    """The state as another method begins with it: its memory knows no more than the `lesson` of
+    one before, if there is any; counters are 0."""
     batch, capacity = state.tokens.shape
     memory = cfg.method.init(cfg.model, batch, capacity, mesh)
+    if lesson is not None:
+        memory = cfg.method.taught(memory, lesson)
     state = state.replace(memory=memory, stats=init_stats(cfg, batch))
     return state if mesh is None else _on_each_device(state, mesh)
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import flax.struct
+import jax
 import jax.numpy as jnp
+from jax import lax
 
-from tsjax.typing import Array, Bool, Int
+from tsjax.typing import Array, Bool, Float, Int
 
 # What drafts a token, for the methods of this package; "heads" includes the model itself.
 SOURCES = ("heads", "ngrams", "suffix")
@@ -91,14 +93,8 @@ def merge_paths(
         return DraftTree(tokens, path, jnp.zeros((B, width, num_sources), bool))
 
     present = jnp.arange(J, dtype=jnp.int32)[None, None] < lengths[..., None]  # [B, R, J]
-    # first[b, r, j]: the first path that begins with the same j + 1 tokens; its node is shared.
-    same, first = jnp.ones((B, R, R), bool), []
-    for j in range(J):
-        same &= paths[:, :, None, j] == paths[:, None, :, j]
-        same &= present[:, :, None, j] & present[:, None, :, j]
-        first.append(jnp.argmax(same, axis=2))
-    first = jnp.stack(first, axis=2)
-    owns = present & (first == jnp.arange(R)[None, :, None])
+    first = first_with(shared(paths, lengths), J)
+    owns = present & (first == jnp.arange(R, dtype=jnp.int32)[None, :, None])
     number = jnp.cumsum(owns.reshape(B, R * J), axis=1, dtype=jnp.int32).reshape(B, R, J)
     node = jnp.where(present, jnp.take_along_axis(number, first, axis=1), NO_NODE)  # [B, R, J]
 
@@ -117,3 +113,85 @@ def merge_paths(
     named = jnp.zeros((B, width, num_sources), bool)
     named = named.at[b, jnp.where(present, node, width), of_source].set(True, mode="drop")
     return DraftTree(tokens, path, named)
+
+
+def shared(paths: Int[Array, "B R J"], lengths: Int[Array, "B R"]) -> Int[Array, "B R R"]:
+    """How many nodes two paths share: their first tokens, as long as they are equal."""
+    J = paths.shape[2]
+    differ = paths[:, :, None] != paths[:, None]
+    equal = jnp.min(jnp.where(differ, _steps(J, 4), jnp.int32(J)), axis=3)
+    return jnp.minimum(equal, jnp.minimum(lengths[:, :, None], lengths[:, None]))
+
+
+def first_with(both: Int[Array, "B R R"], depth: int) -> Int[Array, "B R {depth}"]:
+    """Of each path's tokens the first path that has the same node, by what `shared` found."""
+    return jnp.argmax(both[..., None] > _steps(depth, 4), axis=2).astype(jnp.int32)
+
+
+def _steps(depth: int, axes: int) -> Int[Array, "..."]:
+    """0, 1, ... along the last of so many axes."""
+    return lax.broadcasted_iota(jnp.int32, (*(1,) * (axes - 1), depth), axes - 1)
+
+
+def grow_tree(
+    root: Int[Array, "B"],
+    paths: Int[Array, "B R J"],
+    chances: Float[Array, "B R J"],
+    sources: Sequence[int],
+    *,
+    width: int,
+    num_sources: int,
+) -> tuple[DraftTree, Float[Array, "B {width}"]]:
+    """The trie of the `width` - 1 tokens that are most likely to be right, likeliest first.
+
+    Args:
+      paths: tokens that might follow the root.
+      chances: how likely all tokens of a path up to this one are right: less with each token, and
+        0 where there is none. Of a node that several paths have the largest counts.
+      sources: what each path comes from, as for `merge_paths`.
+
+    Returns:
+      The tree, and the chance of each node: 1 for the root and 0 for padding. A tree that is cut
+      after any node, by `cut`, is one of the likeliest nodes as well.
+    """
+    B, R, J = paths.shape
+    both, steps = shared(paths, jnp.sum(chances > 0, axis=2, dtype=jnp.int32)), _steps(J, 3)
+    first = first_with(both, J)
+    owns = first == jnp.arange(R, dtype=jnp.int32)[None, :, None]
+    same = both[..., None] > steps[None]  # [B, R, R, J]
+    of_node = jnp.max(jnp.where(same, chances[:, None], 0), axis=2)
+    few = min(width - 1, R * J)
+    # A node's chance is less than its parent's, so the parent comes before it.
+    ranked, at = lax.top_k(jnp.where(owns, of_node, 0).reshape(B, R * J), few)
+    missing = ((0, 0), (0, width - 1 - few))
+    ranked, at = jnp.pad(ranked, missing), jnp.pad(at, missing)
+    exists, number = ranked > 0, 1 + jnp.arange(width - 1, dtype=jnp.int32)[None]
+    b, row, depth = jnp.arange(B)[:, None], at // J, at % J
+    slot = jnp.where(exists, at, R * J)  # out of bounds: dropped
+    numbers = jnp.full((B, R * J), NO_NODE, jnp.int32).at[b, slot].set(number, mode="drop")
+    numbers = numbers.reshape(B, R, J)
+    above = numbers[b[..., None], first[b, row], steps]  # [B, width - 1, J]
+    above = jnp.where(exists[..., None] & (steps <= depth[..., None]), above, NO_NODE)
+    path = jnp.concatenate([jnp.where(exists, 0, number)[..., None], above], axis=2)
+    root_path = jnp.full((B, 1, J + 1), NO_NODE, jnp.int32).at[:, :, 0].set(0)
+    of_source = jax.nn.one_hot(jnp.asarray(sources), num_sources)  # [R, sources]
+    shares = (both[b, row] > depth[..., None]).astype(of_source.dtype)  # [B, width - 1, R]
+    named = (shares @ of_source > 0) & exists[..., None]
+    tree = DraftTree(
+        tokens=jnp.concatenate([root[:, None], jnp.where(exists, paths[b, row, depth], 0)], axis=1),
+        path=jnp.concatenate([root_path, path], axis=1),
+        sources=jnp.pad(named, ((0, 0), (1, 0), (0, 0))),
+    )
+    return tree, jnp.pad(ranked, ((0, 0), (1, 0)), constant_values=1)
+
+
+def cut(tree: DraftTree, nodes: Int[Array, "B"]) -> DraftTree:
+    """The tree with its first `nodes` nodes, the root included, and padding after them."""
+    index = jnp.arange(tree.tokens.shape[1], dtype=jnp.int32)[None]
+    stays = index < nodes[:, None]
+    alone = jnp.full_like(tree.path, NO_NODE).at[:, :, 0].set(index)
+    return DraftTree(
+        tokens=jnp.where(stays, tree.tokens, 0),
+        path=jnp.where(stays[..., None], tree.path, alone),
+        sources=tree.sources & stays[..., None],
+    )

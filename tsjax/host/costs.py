@@ -26,8 +26,8 @@ from tsjax.host.compilation import kind_of_machine
 from tsjax.host.measuring import measure
 from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
-from tsjax.methods.auto import Auto, Choice
-from tsjax.methods.cost_model import Costs, as_costs, device_of, estimated, step_seconds
+from tsjax.methods.auto import Auto, Choice, is_short, tokens_and_seconds
+from tsjax.methods.cost_model import Costs, as_costs, device_of, estimated
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
@@ -53,15 +53,19 @@ def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) ->
     costs = costs or costs_of(model.params, model.cfg, batch)
     measured = measured_on(Autoregressive(), model, context, batch)._replace(costs=costs)
     chosen = method.next(measured)
-    seconds = step_seconds(chosen, model.cfg, costs, context)
+    _, seconds = tokens_and_seconds(chosen, model.cfg, costs, context)
     return Choice(chosen, seconds / costs.plain(context), costs)
 
 
-def measured_on(method: Method, model: Model, context: int, batch: int) -> Measured:
-    """What is known before the first step; the costs where the method wants them."""
+def measured_on(
+    method: Method, model: Model, context: int, batch: int, new_tokens: int | None = None
+) -> Measured:
+    """What is known before the first step; the costs where the method wants them, and the run is
+    not too short to measure them."""
     platform, kind = _device(model.params)
-    costs = costs_of(model.params, model.cfg, batch) if method.wants_costs else None
-    return Measured(model.cfg, platform, kind, context, batch, costs=costs)
+    wanted = method.wants_costs and not is_short(new_tokens)
+    costs = costs_of(model.params, model.cfg, batch) if wanted else None
+    return Measured(model.cfg, platform, kind, context, batch, new_tokens, costs=costs)
 
 
 def costs_of(params: Params, cfg: ModelConfig, batch: int) -> Costs:

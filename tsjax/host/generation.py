@@ -25,6 +25,7 @@ from tsjax.host.request import Request, check_row, make_request, tokenizer_of
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, programs_of, run
 from tsjax.host.saving import Saving
+from tsjax.methods.corpus import Corpus
 from tsjax.model.logits import logits
 
 
@@ -44,6 +45,7 @@ def generate(
     save_every: int = 1000,
     resume_from: str | os.PathLike | None = None,
     on_interrupt: str = "raise",
+    corpus: Corpus | None = None,
     **settings: Any,
 ) -> GenerationResult:
     """Generates new tokens for one prompt or a batch of prompts.
@@ -77,6 +79,9 @@ def generate(
         "raise" raises tsjax.Interrupted, whose `result` is the GenerationResult, so that a loop
         over prompts ends, too; "return" returns it. Its finish_reason is "interrupted" where a
         row had not ended. A second Ctrl-C raises KeyboardInterrupt at once.
+      corpus: earlier texts to draft from, for method="auto" and tsjax.LikelyTree: an output for the
+        same prompt, templates. It changes no token. It is not saved with a run; a run that is
+        resumed takes it anew.
 
     Returns:
       A GenerationResult.
@@ -97,6 +102,7 @@ def generate(
         prefill_width=prefill_width,
         exceed_max_positions=exceed_max_positions,
         resume_from=resume_from,
+        corpus=corpus,
     )
     check_int(save_every, "save_every", 1)
     if save_to is not None and request.decode.prefill is not None:
@@ -140,6 +146,7 @@ def stream(
     prefill_width: int = 512,
     exceed_max_positions: bool = False,
     on_interrupt: str = "raise",
+    corpus: Corpus | None = None,
     **settings: Any,
 ) -> Iterator[StreamChunk]:
     """As `generate`, but an iterator of StreamChunk: the new tokens and text as they come.
@@ -160,6 +167,7 @@ def stream(
         capacity=capacity,
         prefill_width=prefill_width,
         exceed_max_positions=exceed_max_positions,
+        corpus=corpus,
     )
     return _stream(model, request, on_interrupt)
 

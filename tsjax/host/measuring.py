@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,8 +50,10 @@ SLOTS = 512  # of the partial cache
 NEAR, FAR, LEAST_FAR = 512, 8192, 1024  # contexts; the far one is nearer where caches are large
 CACHE_BYTES = 2**28  # of a layer
 # A part is repeated in one call for that long, where it does not take longer by itself, and called
-# so often or until its budget is spent.
-CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 5, 0.12
+# so often or until its budget is spent; all parts in turn, in so many rounds.
+CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 3, 0.07
+ROUNDS = 2
+MOST_READ, ROW = 2**28, 1024  # bytes of an array that is read, and its numbers that are one sum
 
 Clock = Callable[[], float]
 
@@ -72,38 +75,47 @@ def measure(
     in_int8 = parts.layer(1, in_int8=True), parts.tokens(1, in_int8=True)
     compile_all([*found, *tokens.values(), *in_int8])
 
-    def line(part: Part, times: int = 1) -> Line:
-        near, far = parts.contexts
-        seconds = [times * part.seconds(context, clock) for context in (near, far)]
-        slope = max((seconds[1] - seconds[0]) / (far - near), 0.0)
-        return Line(max(seconds[0] - slope * near, 0.0), slope)
-
     near, far = parts.contexts
-    chosen = {rows: part.seconds(near, clock) for rows, part in tokens.items()}
+    at_both = (one, few, choice, suffix, in_int8[0])
+    at_one = (*tokens.values(), in_int8[1], ngrams, end)
+    seconds = fastest(
+        [*itertools.product(at_both, (near, far)), *((x, near) for x in at_one)], clock
+    )
+
+    def line(part: Part, times: int = 1) -> Line:
+        least = [times * seconds[part, context] for context in (near, far)]
+        slope = max((least[1] - least[0]) / (far - near), 0.0)
+        return Line(max(least[0] - slope * near, 0.0), slope)
+
+    chosen = {rows: seconds[part, near] for rows, part in tokens.items()}
     per_row = max(chosen[FEW] - chosen[1], 0.0) / (FEW - 1)
     passes: list[tuple[int, Line]] = []
 
     def add_pass(rows: int, part: Part) -> None:
         layers = line(part, cfg.num_layers)
         new = Line(layers.seconds + chosen[1] + (rows - 1) * per_row, layers.per_token)
-        # What was disturbed may seem to take less than a narrower pass.
-        passes.append((rows, Line(*map(max, passes[-1][1], new)) if passes else new))
+        if passes:  # what was disturbed may seem to take less than a narrower pass
+            new = Line(*map(max, passes[-1][1], new))
+            # Or more than its rows one by one.
+            new = Line(*map(min, new, (rows * x for x in passes[0][1])))
+        passes.append((rows, new))
 
     add_pass(1, one)
     add_pass(FEW, few)
-    layers, drafted = line(in_int8[0], cfg.num_layers), in_int8[1].seconds(near, clock)
+    layers, drafted = line(in_int8[0], cfg.num_layers), seconds[in_int8[1], near]
     heads = cfg.num_draft_heads
     if passes[1][1].at(far) < DEAR * passes[0][1].at(far):
         many = parts.layer(MANY)
         compile_all([many])
+        seconds |= fastest([(many, near), (many, far)], clock)
         add_pass(MANY, many)
     return Costs(
         passes=tuple(passes),
         heads=chosen[1] + heads * per_row if heads else 0.0,
         choice=line(choice, cfg.num_layers),
         suffix=line(suffix),
-        ngrams=ngrams.seconds(near, clock),
-        overhead=end.seconds(near, clock),
+        ngrams=seconds[ngrams, near],
+        overhead=seconds[end, near],
         origin="measured",
         int8=Int8Costs(
             one_row=Line(layers.seconds + drafted, layers.per_token),
@@ -153,10 +165,28 @@ class Part:
         return min(times)
 
 
+def fastest(jobs: Sequence[tuple[Part, int]], clock: Clock) -> dict[tuple[Part, int], float]:
+    """The seconds of each part at its context. What disturbs a round need not disturb the next."""
+    rounds = [[part.seconds(at, clock) for part, at in jobs] for _ in range(ROUNDS)]
+    return dict(zip(jobs, map(min, zip(*rounds, strict=True)), strict=True))
+
+
 def compile_all(parts: Iterable[Part]) -> None:
     """Side by side, as XLA leaves the other threads alone while it compiles."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda part: part.compile(), parts))
+
+
+def read_rate(nbytes: float, clock: Clock = time.perf_counter) -> float:
+    """Bytes per second at which sums read an array of so many bytes, again and again.
+
+    An array that fits into a cache is read from there, as are so few weights in every step.
+    """
+    rows = max(int(min(nbytes, MOST_READ)) // (4 * ROW), 1)
+    data, sums = jnp.ones((rows, ROW), jnp.float32), jnp.zeros((rows,), jnp.float32)
+    part = Part(jax.jit, lambda sums, data: sums + data.sum(1), sums, lambda context: (data,))
+    part.compile()
+    return data.nbytes / fastest([(part, 0)], clock)[part, 0]
 
 
 class Parts:

@@ -32,6 +32,7 @@ from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
 from tsjax.methods import resolve_method
+from tsjax.methods.corpus import Corpus
 from tsjax.model.cache import cache_bytes
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
@@ -71,6 +72,7 @@ class Request:
     prefill_widths: list[list[int]]
     prompt_capacity: int
     exceed_max_positions: bool
+    corpus: Corpus | None
 
     @property
     def prompts(self) -> list[np.ndarray]:
@@ -98,6 +100,7 @@ def make_request(
     prefill_width: int = 512,
     exceed_max_positions: bool = False,
     resume_from: str | os.PathLike | None = None,
+    corpus: Corpus | None = None,
 ) -> Request:
     """The arguments of `generate`, see there."""
     if not isinstance(model, Model):
@@ -131,7 +134,10 @@ def make_request(
     method = resolve_method("autoregressive" if method is None else method)
     _check_against_model(config, model, len(prompts))
     context = max(map(len, prompts)) + config.max_new_tokens // 2
-    measured = measured_on(method, model, context, len(prompts))
+    _check_corpus(corpus, method, model)
+    new_tokens = None if corpus is not None else config.max_new_tokens
+    measured = measured_on(method, model, context, len(prompts), new_tokens)
+    measured = measured._replace(corpus=corpus is not None)
 
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     longest = max(map(len, rows))
@@ -157,6 +163,7 @@ def make_request(
             prefill_widths=[_widths(int(count), prefill_width) for count in parts(decode, longest)],
             prompt_capacity=prompt_capacity,
             exceed_max_positions=exceed_max_positions,
+            corpus=corpus,
         )
         _check_positions(request)
         slots = _capacity(request, capacity, prefill_width)
@@ -207,11 +214,11 @@ def _check_prompts(lazy: LazyPrefill, prompts: list[np.ndarray]) -> None:
 def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
     """Any accepted form of prompt -> rows of ids, and whether it was a single one."""
     if isinstance(prompt, str):
-        return [_encode(model, prompt, "prompt")], True
+        return [encode_text(model, prompt, "prompt")], True
     if isinstance(prompt, Mapping) and "input_ids" in prompt:  # a HuggingFace tokenizer's output
         prompt = _without_padding(prompt)
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(p, str) for p in prompt):
-        return [_encode(model, text, f"prompt[{i}]") for i, text in enumerate(prompt)], False
+        return [encode_text(model, text, f"prompt[{i}]") for i, text in enumerate(prompt)], False
     if _is_chat(prompt):
         raise ValueError(
             f"prompt={prompt!r:.80} is not valid: chat messages have to become token ids by the "
@@ -277,13 +284,25 @@ def tokenizer_of(model: Model) -> Any:
         return None
 
 
-def _encode(model: Model, text: str, name: str) -> np.ndarray:
+def encode_text(model: Model, text: str, name: str) -> np.ndarray:
     check(bool(text), name, text, "not empty")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is not valid text: {error}") from error
     return check_row(encode(model.tokenizer, text), name, model)
+
+
+def _check_corpus(corpus: Any, method: Method, model: Model) -> None:
+    if corpus is None:
+        return
+    if not isinstance(corpus, Corpus):
+        raise TypeError(f"corpus={corpus!r:.80} is not valid: a tsjax.Corpus")
+    reads = f"a method that reads it, such as 'auto'; {type(method).__name__} does not"
+    check(method.reads_corpus, "corpus", corpus, reads)
+    fits = corpus.largest < model.cfg.vocab_size
+    below = f"token ids below the vocabulary size {model.cfg.vocab_size}"
+    check(fits, "corpus", f"a largest id of {corpus.largest}", below)
 
 
 def check_row(row: Any, name: str, model: Model) -> np.ndarray:
@@ -440,6 +459,7 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
             decode, rows, slots, request.prompt_capacity
         ),
         "weights in int8": model.bytes_for(decode.method),
+        "the corpus": 0 if request.corpus is None else request.corpus.nbytes,
         "temporary arrays, an estimate": temporary_bytes(decode, rows, slots, widest, mesh),
     }
     device = _device_of(model.params)

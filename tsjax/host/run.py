@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.decoding.method import Autoregressive, Method
+from tsjax.decoding.method import Autoregressive, Method, Tried
 from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
@@ -26,9 +26,12 @@ from tsjax.host.compilation import Stopwatch, try_to_keep_programs
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
+from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
 SECONDS_PER_CHUNK = 0.2
+FIRST_CHUNK = 16  # steps, of a method that goes on with a run
+LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
 
@@ -54,14 +57,20 @@ class News:
         return None not in self.reasons
 
 
-def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
-    """Yields the News of each chunk of steps; the last one has every finish reason filled in."""
+def run(
+    model: Model, request: Request, interrupt: Interrupt, begun: DecodeState | None = None
+) -> Iterator[News]:
+    """Yields the News of each chunk of steps; the last one has every finish reason filled in.
+
+    A state that has `begun` already, as `start_run` fills it, is used up.
+    """
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
     with prefilling, interrupt:
-        params = model.params_for(request.decode.method)  # first: rounding takes memory as well
-        state = start_run(model, request, interrupt)
+        # First: rounding takes memory as well.
+        params = params_for(model, request, request.decode.method)
+        state = start_run(model, request, interrupt) if begun is None else begun
     rows, judge = Rows(model, request), Judge(request, state)
-    decode = request.decode
+    decode, lesson = request.decode, None
     earlier: StepStats | None = None  # the counters until the method changed last
     while True:
         if not interrupt.requested and rows.running:
@@ -84,10 +93,23 @@ def run(model: Model, request: Request, interrupt: Interrupt) -> Iterator[News]:
             return
         method = judge.next(decode.method, state, decoding.last)
         if method != decode.method:
-            earlier = counts
-            decode, params = dataclasses.replace(decode, method=method), model.params_for(method)
-            state = with_method(state, decode, mesh_of(model.params))
+            earlier, steps = counts, FIRST_CHUNK
+            learned = decode.method.lesson(state.memory)
+            lesson = lesson if learned is None else learned
+            decode, params = (
+                dataclasses.replace(decode, method=method),
+                params_for(model, request, method),
+            )
+            state = with_method(state, decode, mesh_of(model.params), lesson)
         state = rows.stop(state)
+
+
+def params_for(model: Model, request: Request, method: Method) -> Params:
+    """The arrays that a method's steps take, with the request's corpus for one that reads it."""
+    params = model.params_for(method)
+    if request.corpus is None or not method.reads_corpus:
+        return params
+    return params.replace(corpus=request.corpus.on(jax.tree.leaves(model.params)[0]))
 
 
 class Judge:
@@ -96,34 +118,45 @@ class Judge:
     def __init__(self, request: Request, state: DecodeState):
         self._request = request
         self._reviving = self._is_reviving(state)
-        self._other: tuple[Method, float] | None = None
+        self._tried: dict[Method, Tried] = {}
         self._begin(Known.of(state))
 
     def _begin(self, known: Known) -> None:
         """From here on steps are judged; the first chunk is not, as what it does comes once."""
-        self._start, self._last, self._seconds = None, known, 0.0
+        self._first, self._last, self._since = True, known, 0.0
+        self._seconds = self._steps = self._tokens = 0.0
 
     def next(self, current: Method, state: DecodeState, seconds: float) -> Method:
         """The method that drafts the next chunk; `seconds` are those of the last one."""
         now, last = Known.of(state), self._last
         self._reviving, was_reviving = self._is_reviving(state), self._reviving
-        if self._start is None or self._reviving or was_reviving:
-            self._start, self._seconds = now, 0.0  # while it revives, steps end early
-        else:
-            together = np.max(now.steps - last.steps)  # steps, each of which some rows take
-            self._seconds += seconds * np.sum(now.steps - last.steps) / max(together, 1)
-        self._last = now
+        if self._reviving or was_reviving:  # while it revives, steps end early
+            self._begin(now)
+        elif not self._first:
+            steps = now.steps - last.steps  # each of which some rows take
+            spent = seconds * np.sum(steps) / max(np.max(steps), 1)
+            if self._seconds > LATELY * len(steps):
+                self._seconds, self._steps, self._tokens = (
+                    x / 2 for x in (self._seconds, self._steps, self._tokens)
+                )
+            self._seconds, self._since = self._seconds + spent, self._since + spent
+            self._steps += np.sum(steps)
+            self._tokens += np.sum(now.length - last.length)
+        self._first, self._last = self._reviving, now
+        context = int(np.mean(now.length))
         measured = self._request.measured._replace(
             current=current,
-            context=int(np.mean(now.length)),
-            steps=int(np.sum(now.steps - self._start.steps)),
-            tokens=int(np.sum(now.length - self._start.length)),
+            context=context,
+            steps=int(self._steps),
+            tokens=int(self._tokens),
             seconds=float(self._seconds),
-            other=self._other,
+            since=float(self._since),
+            tried=tuple(self._tried.values()),
         )
         chosen = self._request.method.next(measured)
         if chosen != current:
-            self._other = current, measured.seconds / max(measured.tokens, 1)
+            if self._tokens:
+                self._tried[current] = Tried(current, self._seconds / self._tokens, context)
             self._begin(now._replace(steps=np.zeros_like(now.steps)))
         return chosen
 

@@ -12,14 +12,16 @@ from typing import Any
 from tsjax.config import check, one_of
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.methods.auto import Auto
+from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
 
-# "tokenswift" leaves the settings to Auto; TokenSwift() has the paper's.
+# "tokenswift" by name is Auto; TokenSwift() has the paper's settings.
 METHODS: dict[str, type[Method]] = {
     "autoregressive": Autoregressive,
     "ngram": NGram,
     "tokenswift": TokenSwift,
+    "likely_tree": LikelyTree,
     "auto": Auto,
 }
 BY_NAME = {"tokenswift": Auto}  # where a name alone means another one

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auto: the method that promises the fewest seconds per token on a machine, plain decoding too.
+"""Auto: drafts that pay on a machine, for a model, a length and a text; else plain decoding.
 
-Knows the cost model. A wrong choice costs time, never tokens: a run goes on with plain decoding
-when its drafts take longer per token.
+Knows what the drafting methods promise and what they kept in this run. A wrong choice costs time,
+never tokens.
 """
 
 from __future__ import annotations
@@ -13,56 +13,51 @@ from typing import Any, ClassVar, NamedTuple
 
 from tsjax.config import ModelConfig
 from tsjax.decoding.method import Autoregressive, Measured, Method, Sizes
-from tsjax.decoding.tree import SOURCES
 from tsjax.methods.cost_model import (
     Costs,
     as_costs,
     device_of,
     estimated,
-    seconds_per_token,
+    expected_tokens,
     step_seconds,
 )
-from tsjax.methods.ngram import NGram
-from tsjax.methods.tokenswift import TokenSwift
+from tsjax.methods.likely_tree import LIKELY_SOURCES, LikelyTree
 
-MOST_PASSES = 6
-FEW_PASSES = 2  # up to which many shapes of trees are offered
+SHORT_RUN = 256  # new tokens: fewer are decoded plainly, as compiling more would take longer
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
-CLEARLY = 1.1  # so many times as long per token, a run goes on with the other one
-# A run that has gone on with plain decoding tries its drafts again, as a text may have changed.
-# What that may cost of its time; how long a trial takes, beside the steps that it is judged by; and
-# the share of a trial that is lost at least, as the drafts' memory is made anew.
-TRIALS_COST, TRIAL_SECONDS, LEAST_LOST = 0.02, 0.4, 0.25
-# Where rows cost time: a repetition has to be long, and then is drafted alone.
-LONG_REPEATS: dict[str, Any] = {"num_ngrams": 0, "suffix_length": 7, "suffix_match": 8}
-# A few n-grams beside them, and passes for steps that find few of all n-grams.
-FEW_NGRAMS: dict[str, Any] = {**LONG_REPEATS, "num_ngrams": 5}
-WIDTHS = (16, 32, 64)
-# Children of each node, for heads: paths and trees of few nodes up to the paper's tree.
-SHAPES = ((1, 1, 1), (2, 1, 1), (3, 1, 1), (2, 2, 1), (2, 2, 2), (3, 2, 1), (3, 3, 3))
-EVEN = ((1, 1, 1), (2, 2, 2), (3, 3, 3))
-# A small partial cache that is often chosen anew, and the paper's.
+BETTER = 1.02  # so many times as long per token, a run goes on with a method that took less
+PROMISES = 1.05  # so many times faster than with the text alone, passes have to promise to be
+# Plain decoding is tried early, unless drafts are far faster than it takes by the table.
+FAR_FASTER = 0.6
+# Other methods are tried again, as text and context change: what that may cost of a run's time, how
+# many steps a trial takes, and the share of it that is lost at least.
+TRIALS_COST, TRIAL_STEPS, LEAST_LOST = 0.01, 96, 0.25
+PASSES = (1, 2, 4, 6)
+NARROW: dict[str, Any] = {"width": 16, "pass_widths": (1, 2, 4, 8)}  # where rows cost time
+WIDE: dict[str, Any] = {"width": 64, "pass_widths": (1, 16, 32)}
+# Small partial caches that see the rest summed up, and the paper's.
 PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
-    {"draft_budget": 512, "draft_refresh": 8, "draft_rest": True},
-    {},
+    {"draft_budget": 512, "draft_refresh": 8},
+    {"draft_budget": 512, "draft_refresh": 32},
+    {"draft_budget": 4096, "draft_refresh": None, "draft_rest": False},
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Auto(Method):
-    """Chooses by what the parts of a step take on this machine, for this model and length of run.
+    """Chooses by what the parts of a step take on this machine, and by what drafts find in a run.
 
-    A narrow path where rows cost time, a wide tree where they are nearly free, repetitions of the
-    text alone or plain decoding where drafts of the model cannot pay. A run that takes longer per
-    token than plain decoding goes on with it. It returns where that turns out to be slower, and
-    tries its drafts again from time to time, for at most a fiftieth of its time.
+    A LikelyTree drafts from the text, and from the model where its passes promise to pay. Whether
+    that takes less time per token than plain decoding the run itself shows: it goes on with what
+    did, and tries the other again from time to time, for at most a hundredth of its time. A run of
+    fewer than 256 new tokens is decoded plainly, unless there is a corpus.
 
     Attributes:
       costs: the table to choose by; None measures one on the device, at the first run of a model
         on a machine, and keeps it in the user's cache folder.
     """
 
-    sources: ClassVar[tuple[str, ...]] = SOURCES
+    sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
 
     costs: Costs | None = None
 
@@ -74,50 +69,73 @@ class Auto(Method):
     def wants_costs(self) -> bool:
         return self.costs is None
 
+    @property
+    def reads_corpus(self) -> bool:
+        return True
+
     def sizes(self, model: ModelConfig) -> Sizes:
         raise ValueError(
             "Auto() is not valid here: tsjax.generate chooses by the length of its run; "
-            "tsjax.choose_method('tokenswift', model, context) does the same"
+            "tsjax.choose_method('auto', model, context) does the same"
         )
 
     def next(self, measured: Measured) -> Method:
-        current = measured.current
-        if current is None:
-            costs = self._costs(measured)
-            costs = costs if measured.int8_fits else costs._replace(int8=None)
-            return choose(measured.model, costs, measured.context)
-        if measured.steps < STEPS_TO_JUDGE or not measured.tokens:
-            return current
-        other = measured.other
-        if other is None:
-            if isinstance(current, Autoregressive):
-                return current
-            other = Autoregressive(), self._plain_seconds(current, measured)
-        method, seconds = other
-        slower = measured.seconds > CLEARLY * seconds * measured.tokens
-        retries = isinstance(current, Autoregressive) and _trial_is_cheap(measured, seconds)
-        return method if slower or retries else current
-
-    def _costs(self, measured: Measured) -> Costs:
         device = device_of(measured.platform, measured.device_kind)
-        return self.costs or measured.costs or estimated(measured.model, device, measured.batch)
-
-    def _plain_seconds(self, current: Method, measured: Measured) -> float:
-        """Of a plain step. An estimate has the proportions alone: the run has the seconds."""
-        costs, context = self._costs(measured), measured.context
-        plain = costs.plain(context)
-        if costs.origin == "measured":
-            return plain
-        expected = step_seconds(current, measured.model, costs, context) * measured.steps
-        return plain * measured.seconds / expected
+        costs = self.costs or measured.costs
+        costs = costs or estimated(measured.model, device, measured.batch)
+        costs = costs if measured.int8_fits else costs._replace(int8=None)
+        if measured.current is None:
+            if is_short(measured.new_tokens):
+                return Autoregressive()
+            return choose(measured.model, costs, measured.context, corpus=measured.corpus)
+        return follow(measured, costs)
 
 
-def _trial_is_cheap(measured: Measured, seconds: float) -> bool:
-    """Whether plain decoding has lasted so long that drafts, of which a token took `seconds` when
-    they were given up, may be tried again."""
-    trial = measured.batch * TRIAL_SECONDS + 2 * STEPS_TO_JUDGE * seconds  # of two tokens each
-    lost = max(1 - measured.seconds / (seconds * measured.tokens), LEAST_LOST)
-    return trial * lost <= TRIALS_COST * measured.seconds
+def is_short(new_tokens: int | None) -> bool:
+    """Whether a run is too short for drafts to be worth their compiling and measuring."""
+    return new_tokens is not None and new_tokens < SHORT_RUN
+
+
+def follow(measured: Measured, costs: Costs) -> Method:
+    """The method that goes on, by what each took in plain steps per token."""
+    current = measured.current
+    assert current is not None
+    if measured.steps < STEPS_TO_JUDGE or not measured.tokens:
+        return current
+    here = measured.seconds / measured.tokens / costs.plain(measured.context)
+    known = {
+        tried.method: tried.seconds / costs.plain(tried.context)
+        for tried in measured.tried
+        if tried.method != current
+    }
+    best = min(known, key=known.__getitem__, default=current)
+    if best != current and here > BETTER * known[best]:
+        return best
+    plain = Autoregressive()
+    is_measured = costs.origin == "measured"
+    if current != plain and plain not in known and (here > FAR_FASTER or not is_measured):
+        return plain
+    for rival in _rivals(measured, costs):
+        lost = max(known.get(rival, 0) / here - 1, LEAST_LOST)
+        trial = TRIAL_STEPS * measured.batch * here * costs.plain(measured.context)
+        if rival != current and trial * lost <= TRIALS_COST * measured.since:
+            return rival
+    return current
+
+
+def _rivals(measured: Measured, costs: Costs) -> Iterator[Method]:
+    """What might be better by now. Trees stay as deep as they were, as the buffers are; and only
+    before a run is it known whether there is memory for a copy in int8."""
+    model = measured.model
+    drafts = [tried.method for tried in measured.tried if isinstance(tried.method, LikelyTree)]
+    if isinstance(measured.current, LikelyTree):
+        drafts.append(measured.current)
+    depth = max((method.sizes(model).depth for method in drafts), default=0)
+    promising = choose(model, costs, measured.context, corpus=measured.corpus)
+    has_copy = any(method.wants_int8 for method in drafts)
+    if promising.sizes(model).depth <= depth and (has_copy or not promising.wants_int8):
+        yield promising
+    yield from (tried.method for tried in measured.tried)
 
 
 class Choice(NamedTuple):
@@ -132,71 +150,43 @@ class Choice(NamedTuple):
     costs: Costs
 
 
-def choose(model: ModelConfig, costs: Costs, context: float) -> Method:
+def choose(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False) -> LikelyTree:
     """The option with the fewest expected seconds per token; of equal ones the simplest.
 
-    What a text gives is not known yet: one whose steps clearly take longer than plain ones has to
-    be clearly better than plain decoding.
+    What a text repeats is not known yet, and to look costs little: without passes that pay, drafts
+    come from the text alone.
     """
-    most = CLEARLY * costs.plain(context)
-
-    def seconds(option: Method) -> float:
-        found = seconds_per_token(option, model, costs, context)
-        risky = step_seconds(option, model, costs, context) > most
-        return found * CLEARLY if risky else found
-
-    return min(options(model, in_int8=costs.int8 is not None), key=seconds)
+    text, *others = options(model, costs, corpus=corpus)
+    best = min(others, key=lambda option: seconds_per_token(option, model, costs, context))
+    found, alone = (seconds_per_token(one, model, costs, context) for one in (best, text))
+    return best if found * PROMISES < alone else text
 
 
-def options(model: ModelConfig, *, in_int8: bool = False) -> Iterator[Method]:
-    """What can be chosen, simple ones first; `in_int8` also with a copy of the model in int8."""
-    for option in _options(model):
-        yield option
-        # For heads alone only the unembedding would be read of a whole copy.
-        if in_int8 and isinstance(option, TokenSwift) and option.draft_from == "partial_cache":
-            yield dataclasses.replace(option, draft_weights="int8")
+def options(model: ModelConfig, costs: Costs, *, corpus: bool = False) -> Iterator[LikelyTree]:
+    """What can be chosen, drafts from the text alone first."""
+    rows_cost = costs.of_pass(8, 0) > 1.5 * costs.of_pass(1, 0)
+    sizes = {**(NARROW if rows_cost else WIDE), "corpus": corpus, "costs": costs}
+    yield LikelyTree(**sizes)
+    if model.num_draft_heads:
+        yield LikelyTree(heads=True, **sizes)
+    for cache in PARTIAL_CACHES:
+        for passes in PASSES:
+            for heads in (False, True) if model.num_draft_heads else (False,):
+                found = LikelyTree(draft_passes=passes, heads=heads, **cache, **sizes)
+                yield found
+                if costs.int8 is not None:
+                    yield dataclasses.replace(found, draft_weights="int8")
 
 
-def _options(model: ModelConfig) -> Iterator[Method]:
-    yield Autoregressive()
-    yield NGram(**LONG_REPEATS, pass_widths=(1,))
-    yield NGram()
-    yield NGram(**FEW_NGRAMS, pass_widths=WIDTHS[:1])
-    heads = model.num_draft_heads
-    for passes in range(1, MOST_PASSES + 1):
-        for cache in PARTIAL_CACHES:
-            for tree in _trees(passes, heads):
-                yield from _with_text(tree, draft_passes=passes, **cache)
-    for tree in _trees(0, heads)[1:]:
-        yield from _with_text(tree, draft_from="verified_state")
+def tokens_and_seconds(
+    method: Method, model: ModelConfig, costs: Costs, context: float
+) -> tuple[float, float]:
+    """Of a step, on average."""
+    if isinstance(method, LikelyTree):
+        return method.promise(model, costs, context)[:2]
+    return expected_tokens(method, model), step_seconds(method, model, costs, context)
 
 
-def _trees(passes: int, heads: int) -> list[tuple[int, ...]]:
-    """One token for each pass, and then branches for each head, at most three deep."""
-    path, shapes = (1,) * passes, SHAPES if passes <= FEW_PASSES else EVEN
-    cut = dict.fromkeys(shape[:heads] for shape in shapes)
-    return [path, *(path + shape for shape in cut if heads)]
-
-
-def _with_text(tree: tuple[int, ...], **settings: Any) -> Iterator[Method]:
-    """With long repetitions in a second, wider program; also with few n-grams; with many n-grams
-    and any repetition, in one program or in several."""
-    rows = 1 + _nodes(tree)
-    narrow = TokenSwift(tree=tree, suffix_alone=8, **LONG_REPEATS, **settings)
-    yield dataclasses.replace(narrow, pass_widths=(rows,))
-    yield TokenSwift(tree=tree, **settings)
-    yield dataclasses.replace(narrow, **FEW_NGRAMS, pass_widths=_widths(rows))
-    yield TokenSwift(tree=tree, pass_widths=_widths(rows), **settings)
-
-
-def _widths(rows: int) -> tuple[int, ...]:
-    """Those that hold a tree of N rows."""
-    return tuple(width for width in WIDTHS if width >= rows)
-
-
-def _nodes(tree: tuple[int, ...]) -> int:
-    count, nodes = 0, 1
-    for children in tree:
-        nodes *= children
-        count += nodes
-    return count
+def seconds_per_token(method: Method, model: ModelConfig, costs: Costs, context: float) -> float:
+    tokens, seconds = tokens_and_seconds(method, model, costs, context)
+    return seconds / tokens

@@ -150,10 +150,7 @@ def expected_tokens(method: Method, model: ModelConfig) -> float:
 def _rates(method: TokenSwift, model: ModelConfig) -> list[float]:
     """How often the draft of each depth is right when all before it were."""
     plan = method.plan(model)
-    if model.head_accuracy:
-        heads = [min(share / SHARE_AMONG[0], 1.0) for share in model.head_accuracy]
-    else:
-        heads = [HEAD_IS_RIGHT[method.draft_from]] * model.num_draft_heads
+    heads = heads_are_right(model, model.num_draft_heads, method.draft_from == "partial_cache")
     best_of = [0] * (plan.passes + len(heads))  # candidates at each depth
     for path in plan.paths:
         best_of[len(path) - 1] = max(best_of[len(path) - 1], 1 + path[-1])
@@ -161,6 +158,13 @@ def _rates(method: TokenSwift, model: ModelConfig) -> list[float]:
     passes = [PASS_WITH_REST_IS_RIGHT if plan.rest else PASS_IS_RIGHT] * plan.passes
     found = passes + [share * head for share, head in zip(among, heads, strict=True)]
     return found[: plan.levels]
+
+
+def heads_are_right(model: ModelConfig, count: int, after_a_pass: bool) -> list[float]:
+    """How often one of the three best candidates of each of the first heads is right."""
+    if model.head_accuracy:
+        return [min(share / SHARE_AMONG[0], 1.0) for share in model.head_accuracy[:count]]
+    return [HEAD_IS_RIGHT["partial_cache" if after_a_pass else "verified_state"]] * count
 
 
 def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: float) -> float:
@@ -196,10 +200,6 @@ def usual_widths(method: Method, model: ModelConfig) -> tuple[int, int]:
         often = method.suffix_length if method.suffix_match < LONG_MATCH else 0
         rows += round(FILLED * (method.num_ngrams * method.ngram_depth + often))
     return next(n for n in sizes.pass_widths if n >= min(rows, sizes.width)), sizes.width
-
-
-def seconds_per_token(method: Method, model: ModelConfig, costs: Costs, context: float) -> float:
-    return step_seconds(method, model, costs, context) / expected_tokens(method, model)
 
 
 class Reach(NamedTuple):

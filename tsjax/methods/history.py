@@ -7,7 +7,7 @@ device: the host is never asked.
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -116,42 +116,80 @@ def most_frequent(
 
 # Tokens, how many of them are drafted, and how many tokens matched.
 Match = tuple[Int[Array, "B {limit}"], Int[Array, "B"], Int[Array, "B"]]
+# Where the longest match ends, and how many tokens it has.
+Place = tuple[Int[Array, "B"], Int[Array, "B"]]
 
 
-def longest_suffix(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int) -> Match:
+def longest_suffix(
+    tokens: Int[Array, "B C"],
+    length: Int[Array, "B"],
+    limit: int,
+    find: Callable[..., Place] | None = None,
+) -> Match:
     """What followed the longest earlier match of the last tokens, and how long the match is.
+
+    TOKENS_PER_MATCH tokens are drafted for each equal one and at most `limit`; where what followed
+    reaches the end of the text, it goes on as it would if the text from there on repeated itself.
+    """
+    position, size = (find or longest_match)(tokens, length)
+    count = jnp.minimum(TOKENS_PER_MATCH * size, limit)
+    return what_followed(tokens, length, position[:, None], limit)[:, 0], count, size
+
+
+def longest_match(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Place:
+    """The longest earlier match of the last tokens.
 
     The rule. Among the positions before the last known token, that is chosen at which most tokens
     equal those at the end of the text, counted backwards and at most MATCH_LIMIT of them; among
-    equals the last; no equal token is no match. What followed there is drafted, TOKENS_PER_MATCH
-    tokens for each equal one and at most `limit`; where it reaches the end of the text, it goes on
-    as it would if the text from there on repeated itself.
+    equals the last; no equal token is no match.
     """
-    return lax.platform_dependent(
-        tokens,
-        length,
-        cpu=functools.partial(search_in_blocks, limit=limit),
-        default=functools.partial(search_at_once, limit=limit),
-    )
+    return lax.platform_dependent(tokens, length, cpu=match_in_blocks, default=match_at_once)
 
 
-def search_in_blocks(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int) -> Match:
-    """As `longest_suffix`, at a cost that follows `length`."""
-    return _search(tokens, length, limit, min(SEARCH_BLOCK, tokens.shape[1]))
+def match_in_blocks(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Place:
+    """As `longest_match`, at a cost that follows `length`."""
+    return _search(tokens, length, min(SEARCH_BLOCK, tokens.shape[1]))
 
 
-def search_at_once(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int) -> Match:
-    """As `longest_suffix`, without a loop: a GPU looks at the whole buffer in no time."""
-    return _search(tokens, length, limit, tokens.shape[1])
+def match_at_once(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Place:
+    """As `longest_match`, without a loop: a GPU looks at the whole buffer in no time."""
+    return _search(tokens, length, tokens.shape[1])
 
 
-def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int, block: int) -> Match:
-    B, C = tokens.shape
+def what_followed(
+    tokens: Int[Array, "B C"], length: Int[Array, "B"], places: Int[Array, "B P"], limit: int
+) -> Int[Array, "B P {limit}"]:
+    """The tokens after each place; at the end of the text it repeats itself from there on."""
+    period = jnp.maximum(length[:, None] - 1 - places, 1)[..., None]
+    offset = jnp.arange(limit, dtype=jnp.int32)[None, None] % period
+    source = jnp.clip(places[..., None] + 1 + offset, 0, tokens.shape[1] - 1)
+    return tokens[jnp.arange(tokens.shape[0])[:, None, None], source]
+
+
+def last_tokens(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Int[Array, "B 16"]:
+    """The last MATCH_LIMIT known tokens, the newest first; -1 before the first one."""
     recent = length[:, None] - 1 - jnp.arange(MATCH_LIMIT, dtype=jnp.int32)[None]
     # Nothing equals what lies before the first token.
-    pattern = jnp.where(
-        recent >= 0, jnp.take_along_axis(tokens, jnp.maximum(recent, 0), axis=1), -1
-    )
+    return jnp.where(recent >= 0, jnp.take_along_axis(tokens, jnp.maximum(recent, 0), axis=1), -1)
+
+
+def match_sizes(
+    tokens: Int[Array, "B C"], recent: Int[Array, "B L"], places: Int[Array, "B P"]
+) -> Int[Array, "B P"]:
+    """How many tokens before and at each place equal the `recent` ones, see `last_tokens`."""
+    before = places[..., None] - jnp.arange(recent.shape[1], dtype=jnp.int32)
+    there = tokens[jnp.arange(tokens.shape[0])[:, None, None], jnp.maximum(before, 0)]
+    same = (before >= 0) & (there == recent[:, None])
+    equal, size = True, jnp.zeros(places.shape, jnp.int32)
+    for i in range(recent.shape[1]):
+        equal &= same[:, :, i]
+        size += equal.astype(jnp.int32)
+    return size
+
+
+def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], block: int) -> Place:
+    B, C = tokens.shape
+    pattern = last_tokens(tokens, length)
 
     def search(index, best):
         """`best` [B] is the match's size times C plus its position: the larger the better."""
@@ -178,9 +216,4 @@ def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int, bloc
             best = search(jnp.int32(0), best)
         else:
             best = lax.fori_loop(jnp.int32(0), blocks, search, best)
-        size, position = best // C, best % C
-        count = jnp.minimum(TOKENS_PER_MATCH * jnp.maximum(size, 0), limit)
-        period = jnp.maximum(length - 1 - position, 1)
-        offset = jnp.arange(limit, dtype=jnp.int32)[None] % period[:, None]
-        source = jnp.clip(position[:, None] + 1 + offset, 0, C - 1)
-        return jnp.take_along_axis(tokens, source, axis=1), count, jnp.maximum(size, 0)
+        return best % C, jnp.maximum(best // C, 0)

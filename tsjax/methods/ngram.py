@@ -115,7 +115,7 @@ class NGram(Method):
             return None
         delay = self.ngram_delay
         if delay is None:
-            delay = _fading_window(state.sampling)
+            delay = fading_window(state.sampling)
         known, size = jnp.where(state.running, state.length - delay, 0), self.ngram_size
         if most is None:
             return enter(table, state.tokens, known, size)
@@ -140,7 +140,7 @@ class NGram(Method):
         return [Paths(following, following.shape[2] * exists.astype(jnp.int32), "ngrams")]
 
 
-def _fading_window(values: SamplingValues) -> Any:
+def fading_window(values: SamplingValues) -> Any:
     """The window in which a penalty makes tokens less likely, 0 where there is none or no end."""
     if values.repetition is None:
         return 0

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.decoding.method import Sizes
-from tsjax.decoding.sampling import best_few, score
 from tsjax.decoding.state import DecodeState
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
+from tsjax.methods.model_drafts import Candidates, no_candidates, rank, weights_for, with_draft
 from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
 from tsjax.methods.partial_cache import (
     DraftCache,
@@ -28,12 +28,12 @@ from tsjax.methods.partial_cache import (
     refresh_draft_cache,
     summarize_rest,
 )
-from tsjax.model.cache import KVCache, write_rows
+from tsjax.model.cache import KVCache
 from tsjax.model.control_flow import run_if
 from tsjax.model.heads import run_heads
 from tsjax.model.params import Params
-from tsjax.model.passes import Rows, run_rows
-from tsjax.model.transformer import ModelWeights, final_norm, unembed
+from tsjax.model.passes import run_rows
+from tsjax.model.transformer import ModelWeights, final_norm
 
 DRAFT_FROM = ("partial_cache", "verified_state")
 DRAFT_WEIGHTS = ("model", "int8")
@@ -221,13 +221,13 @@ class TokenSwift(NGram):
         plan, memory, root = self.plan(model), state.memory, state.root[:, None]
         if not plan.passes:
             normed = run_heads(params.heads[: plan.levels], memory.hidden, cfg=model)
-            return None, self._rank(model, params, state, normed, root, noise)
+            return None, self._rank(model, weights_for(self, params), state, normed, root, noise)
 
         def run(carry, root, noise):
             return self._run_passes(model, params, state, carry[0], root, noise)
 
         shape = (root.shape[0], plan.best_of)
-        none = Candidates(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool))
+        none = no_candidates(shape, noise.dtype)
         carry = memory.cache, [none] * plan.levels
         if plan.suffix_alone:
             return run_if(wanted, run, carry, root, noise)
@@ -240,7 +240,7 @@ class TokenSwift(NGram):
         """
         plan = self.plan(model)
         passes, ranked, alone = plan.passes, [], jnp.ones((1, 1), bool)
-        heads, weights = params.heads[: plan.levels - passes], self._weights(params)
+        heads, weights = params.heads[: plan.levels - passes], weights_for(self, params)
         rest = summarize_rest(cache) if plan.rest else ()
         for depth in range(passes):
             known = cache.replace(length=cache.length + depth)
@@ -248,48 +248,19 @@ class TokenSwift(NGram):
             rows = run_rows(weights, known, best[:, -1:], positions, alone, cfg=model, rest=rest)
             normed = final_norm(weights, rows.hidden, cfg=model)
             if depth < passes - 1:
-                cache = _with_draft(cache, rows, known.length, jnp.any(state.running))
+                cache = with_draft(cache, rows, known.length, jnp.any(state.running))
             elif heads:
                 deeper = run_heads(heads, rows.hidden[:, 0], cfg=model)
                 normed = jnp.concatenate([normed, deeper], axis=1)
-            ranked += self._rank(model, params, state, normed, best, noise)
+            ranked += self._rank(model, weights, state, normed, best, noise)
             best = jnp.concatenate([best, ranked[depth].tokens[:, :1]], axis=1)
         return cache, ranked
 
-    def _weights(self, params: Params) -> ModelWeights:
-        """Those that draft."""
-        if not self.wants_int8:
-            return params.model
-        if params.drafts is None:
-            raise ValueError(
-                "draft_weights='int8' needs params with the model in int8: "
-                "tsjax.with_int8_drafts(params, cfg), or tsjax.generate, which makes it"
-            )
-        return params.drafts
-
-    def _rank(self, model, params: Params, state: DecodeState, normed, best, noise):
-        """Candidates by the drafts' logits, processed as the model's own will be.
-
-        `normed` [B, n, D] are the states for the n tokens after `best` [B, 1 + depth], the root and
-        what is drafted so far. The penalty sees these tokens, and the best ones of the n in turn.
-        """
+    def _rank(self, model, weights: ModelWeights, state: DecodeState, normed, best, noise):
         if not self.noise_coupled:
             noise = jnp.zeros_like(noise)
-        best_of, ranked = self.plan(model).best_of, []
-        logits = unembed(self._weights(params), normed, cfg=model)
-        for index in range(normed.shape[1]):
-            depth = best.shape[1] - 1
-            ancestors = None
-            if depth:
-                positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
-                ancestors = best[:, None, 1:], positions[:, None]
-            depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
-            of_row = state.length, state.prompt_length, noise, state.sampling, ancestors
-            scores = score(logits[:, index : index + 1], state.last_seen, depths, *of_row)
-            values, tokens = best_few(scores[:, 0], best_of)
-            ranked.append(Candidates(tokens, values > -jnp.inf))
-            best = jnp.concatenate([best, tokens[:, :1]], axis=1)
-        return ranked
+        best_of = self.plan(model).best_of
+        return rank(model, weights, state, normed, best, noise, best_of)
 
 
 class Plan(NamedTuple):
@@ -328,13 +299,6 @@ class Recalled(flax.struct.PyTreeNode):
     ngrams: NgramTable | None
 
 
-class Candidates(flax.struct.PyTreeNode):
-    """The candidates of one depth, best first, and which of them may be drafted at all."""
-
-    tokens: jax.Array  # [B, best_of]
-    possible: jax.Array  # [B, best_of]
-
-
 def _tree_of(ranked: list[Candidates], nodes: tuple[Path, ...]) -> Paths:
     """The leaves of the static tree with the ranked tokens of each depth filled in."""
     nodes = nodes or ((0,),)
@@ -349,18 +313,6 @@ def _tree_of(ranked: list[Candidates], nodes: tuple[Path, ...]) -> Paths:
         # A path ends before its first token that truncation has removed.
         lengths.append(jnp.sum(jnp.cumprod(jnp.stack(possible, 1), 1), 1, dtype=jnp.int32))
     return Paths(jnp.stack(tokens, axis=1), jnp.stack(lengths, axis=1), "heads")
-
-
-def _with_draft(cache: DraftCache, rows: Rows, start, wanted) -> DraftCache:
-    """Writes a draft's row at the slots `start` [B], in place.
-
-    In a loop, as XLA would merge the write with each reader of the cache and copy it for that.
-    """
-
-    def write(cache, rows, start):
-        return write_rows(cache, rows.k, rows.v, start, after=rows.hidden)
-
-    return run_if(wanted, write, cache, rows, start)
 
 
 def tree_paths(tree: Any) -> tuple[Path, ...]:

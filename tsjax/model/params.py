@@ -27,11 +27,13 @@ class Params(flax.struct.PyTreeNode):
 
     Attributes:
       drafts: the model in int8, for methods that draft with it: see `with_int8_drafts`.
+      corpus: earlier texts, for methods that draft from them: a `CorpusIndex`.
     """
 
     model: ModelWeights
     heads: tuple[HeadWeights, ...] = ()
     drafts: ModelWeights | None = None
+    corpus: Any = None
 
 
 def declare_params(cfg: ModelConfig) -> Params:

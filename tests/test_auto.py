@@ -1,0 +1,605 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Auto begins with by a table of seconds, and when a run goes on with another method."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_model
+
+import tsjax
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Measured, Tried
+from tsjax.host import costs, run
+from tsjax.host.saved_run import read_run
+from tsjax.methods import Auto, Autoregressive, LikelyTree, NGram, TokenSwift, auto
+from tsjax.methods.auto import choose, options, seconds_per_token
+from tsjax.methods.cost_model import GPUS, Costs, Int8Costs, Line, device_of, estimated
+from tsjax.methods.rates import first_rates
+
+PRESETS = ["llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b"]
+CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
+PLAIN = Autoregressive()
+
+
+def preset(name: str = "llama3.1-8b", heads: int = 3) -> tsjax.ModelConfig:
+    return tsjax.model_preset(name).with_heads(heads)
+
+
+LLAMA, WITHOUT_HEADS = preset(), preset(heads=0)
+
+
+def table(*passes: tuple[int, float], per_token: float = 0.0, **changes) -> Costs:
+    """Passes in seconds; by default they are all that takes time."""
+    lines = tuple((rows, Line(time, per_token)) for rows, time in passes)
+    return Costs(lines, 0.0, Line(0.0), Line(0.0), 0.0, 0.0, "measured")._replace(**changes)
+
+
+# Rows are free, and the cache outweighs the weights at 10,000 tokens: a GPU with large caches.
+FREE_ROWS = table((1, 1.0), (128, 1.0), per_token=1e-3)
+DEAR_ROWS = table((1, 1.0), (4, 3.0))
+MIXED = Costs(
+    passes=((1, Line(10.0, 0.5)), (4, Line(16.0, 0.5)), (8, Line(24.0, 1.5))),
+    heads=3.0,
+    choice=Line(2.0, 0.25),
+    suffix=Line(0.125, 0.001),
+    ngrams=0.75,
+    overhead=4.0,
+    origin="measured",
+)
+
+
+def measured(model, kind, context, batch=1, **changes) -> Measured:
+    platform = "cpu" if kind == "cpu" else "gpu"
+    return Measured(model, platform, kind, context, batch, **changes)
+
+
+# --- what drafts promise ---------------------------------------------------------------------
+
+AFTER_PASS = [(0.83 * 0.7, []), (0.83 * 0.18, []), (0.83 * 0.12, [])]  # the second head's
+DRAFTS = {  # (chance, what follows): of the text; then with a pass and two heads
+    0: [(0.2, [])],
+    1: [
+        (0.2, []),
+        (0.87, [(0.83 * share, AFTER_PASS) for share in (0.7, 0.18, 0.12)]),
+        (0.13 * 0.4, []),
+        (0.13 * 0.2, []),
+    ],
+}
+
+
+def tokens_of_best(drafts, rows):
+    """Of the tree that takes the likeliest draft next, until it has so many rows."""
+    open_ones, tokens = list(drafts), 1.0
+    for _ in range(rows - 1):
+        if not open_ones:
+            break
+        likeliest = max(open_ones, key=lambda draft: draft[0])
+        open_ones.remove(likeliest)
+        chance, after = likeliest
+        tokens += chance
+        open_ones += [(chance * share, deeper) for share, deeper in after]
+    return tokens
+
+
+@pytest.mark.parametrize("drafts_per_second", [0.05, 20.0])
+@pytest.mark.parametrize("context", [20, 9000])
+@pytest.mark.parametrize("weights", ["model", "int8"])
+def test_a_promise_by_hand(drafts_per_second, context, weights):
+    """A pass on 64 slots that sees the rest summed up, two heads, and the text."""
+    table = MIXED._replace(int8=Int8Costs(Line(1.0 / drafts_per_second, 0.25), 1.0))
+    method = LikelyTree(
+        width=8, pass_widths=(2, 4), places=2, draft_passes=1, heads=True, draft_budget=64,
+        num_sinks=16, draft_refresh=8, draft_weights=weights,
+    )  # fmt: skip
+    slots = min(64, context)
+    rows = {2: 12 + 0.5 * context, 4: 16 + 0.5 * context, 8: 24 + 1.5 * context}
+    of_text = 0.125 + 0.001 * context + 0.75
+    one_pass, heads = 10 + 0.5 * slots, 3.0
+    if weights == "int8":
+        one_pass, heads = 1.0 / drafts_per_second + 0.25 * slots, 1.0
+    of_model = one_pass + 0.5 * slots + heads  # the rest reads the partial cache once more
+    choices = (2 + 0.25 * context) / 8 if context > 64 else 0.0  # for each token
+    expected = []
+    for passes, width in itertools.product((0, 1), rows):
+        tokens = tokens_of_best(DRAFTS[passes], width)
+        seconds = rows[width] + 4 + of_text
+        if passes:
+            seconds += of_model + tokens * choices
+        expected.append((tokens, seconds, width, passes))
+    best = min(expected, key=lambda promise: promise[1] / promise[0])
+    assert method.promise(preset(heads=2), table, context) == pytest.approx(best)
+
+
+def test_steps_may_do_with_fewer_passes_and_narrower_trees():
+    dear = LikelyTree(draft_passes=4).promise(WITHOUT_HEADS, DEAR_ROWS, 10)
+    assert dear == (1.0, 1.0, 1, 0)
+    free = LikelyTree(draft_passes=4).promise(WITHOUT_HEADS, FREE_ROWS, 100_000)
+    assert free.passes == 4 and free.width == 16 and free.tokens > 4
+
+
+# --- the choice ------------------------------------------------------------------------------
+
+
+def test_cheap_rows_and_cheap_passes_draft_with_the_model():
+    """At 10,000 tokens a pass on the partial cache takes a seventh of a plain step."""
+    found = choose(WITHOUT_HEADS, FREE_ROWS, 10_000)
+    assert found.draft_passes > 1 and not found.heads and found.costs == FREE_ROWS
+    assert choose(LLAMA, FREE_ROWS, 10_000).heads
+
+
+@pytest.mark.parametrize("model", [LLAMA, WITHOUT_HEADS])
+def test_dear_rows_leave_the_text_alone(model):
+    """Four rows take three times as long as one."""
+    found = choose(model, DEAR_ROWS, 10_000)
+    assert isinstance(found, LikelyTree) and found.places
+    assert found.draft_passes == 0 and not found.heads
+
+
+@pytest.mark.parametrize(("eight", "width"), [(1.0, 64), (1.49, 64), (1.51, 16), (8.0, 16)])
+def test_trees_are_wide_where_rows_are_nearly_free(eight, width):
+    for option in options(LLAMA, table((1, 1.0), (8, eight))):
+        assert option.width == width
+        assert option.pass_widths == ((1, 16, 32) if width == 64 else (1, 2, 4, 8))
+
+
+def test_int8_drafts_are_chosen_where_they_are_cheaper():
+    """And never where they are not offered, or where there is no memory for the copy."""
+    fast, slow = (FREE_ROWS._replace(int8=Int8Costs(Line(s, 1e-3), 0.0)) for s in (0.4, 2.0))
+    assert choose(WITHOUT_HEADS, fast, 2000).wants_int8
+    for others in (slow, FREE_ROWS):
+        assert choose(WITHOUT_HEADS, others, 2000).draft_passes
+        assert not choose(WITHOUT_HEADS, others, 2000).wants_int8
+    assert not any(option.wants_int8 for option in options(LLAMA, FREE_ROWS))
+    told = measured(WITHOUT_HEADS, "cpu", 2000, costs=fast)
+    assert Auto().next(told) == choose(WITHOUT_HEADS, fast, 2000)
+    assert Auto().next(told._replace(int8_fits=False)) == choose(WITHOUT_HEADS, FREE_ROWS, 2000)
+
+
+@pytest.mark.parametrize(("one_pass", "chosen"), [(0.69, 1), (0.72, 0)])
+def test_passes_have_to_promise_clearly_more_than_the_text_alone(one_pass, chosen):
+    """Rows are free: 1.2 tokens for each second from the text alone. A pass finds 0.87 + 0.13 * 0.6
+    more, so that it gains 5% where it takes less than 0.705 seconds, and some up to 0.79."""
+    found = choose(
+        WITHOUT_HEADS, table((1, 1.0), (8, 1.0), int8=Int8Costs(Line(one_pass), 0.0)), 100
+    )
+    assert (found.draft_passes > 0) == chosen and 1.2 < 2.148 / (1 + one_pass)
+
+
+def test_slow_choices_of_the_partial_cache_are_made_seldom():
+    """Each reads the cache, so to speak, a hundred times as slowly as a pass does."""
+    usual = table((1, 1.0), (8, 1.2), per_token=1e-4)
+    assert choose(WITHOUT_HEADS, usual, 100_000).draft_refresh == 8
+    assert choose(WITHOUT_HEADS, usual._replace(choice=Line(5.0)), 100_000).draft_refresh == 32
+    slow = usual._replace(choice=Line(0.0, 1e-2))
+    assert choose(WITHOUT_HEADS, slow, 100_000).draft_refresh is None
+
+
+def random_table(rng: random.Random) -> Costs:
+    def seconds():
+        return 10.0 ** rng.uniform(-6, -1)
+
+    def line():
+        return Line(seconds(), 1e-5 * seconds())
+
+    widths = [1, *sorted(rng.sample(range(2, 130), rng.randint(1, 3)))]
+    ascending = (sorted(column) for column in zip(*(line() for _ in widths), strict=True))
+    return Costs(
+        passes=tuple(zip(widths, map(Line, *ascending), strict=True)),  # as it is measured
+        heads=seconds(),
+        choice=line(),
+        suffix=line(),
+        ngrams=seconds(),
+        overhead=seconds(),
+        origin="measured",
+        int8=rng.choice([None, Int8Costs(line(), seconds())]),
+    )
+
+
+def test_nothing_that_is_offered_promises_much_more_than_what_is_chosen():
+    """For a hundred tables. What drafts with the model does, more than the text alone."""
+    rng, alone = random.Random(0), 0
+    for _ in range(100):
+        costs, context = random_table(rng), rng.choice(CONTEXTS)
+        model = preset(heads=rng.choice([0, 1, 3, 5]))
+        offered = list(options(model, costs))
+        promised = [seconds_per_token(option, model, costs, context) for option in offered]
+        method = choose(model, costs, context)
+        found = promised[offered.index(method)]
+        assert found <= auto.PROMISES * min(promised)
+        assert method == offered[0] or found * auto.PROMISES < promised[0]
+        alone += method == offered[0]
+    assert 0 < alone < 100
+
+
+def test_every_option_can_be_decoded():
+    for heads, int8 in itertools.product((0, 1, 3, 5), (None, Int8Costs(Line(0.1), 0.1))):
+        model = preset(heads=heads)
+        found = list(options(model, FREE_ROWS._replace(int8=int8)))
+        assert len(set(found)) == len(found)
+        assert {option.heads for option in found} == {False, heads > 0}
+        assert {option.wants_int8 for option in found} == {False, int8 is not None}
+        depths = {DecodeConfig(model=model, method=option).sizes.depth for option in found}
+        assert depths == {24}, "a run may go on with any other"
+
+
+def test_tables_come_before_the_formula():
+    """That of the method, then that of the machine, then the formula."""
+    begun = measured(LLAMA, "NVIDIA H200", 50_000)
+    assert Auto().next(begun).costs == estimated(LLAMA, GPUS["h200"], 1)
+    of_machine = begun._replace(costs=DEAR_ROWS)
+    assert Auto().next(of_machine).costs == DEAR_ROWS
+    given = Auto(costs=FREE_ROWS)
+    assert given.next(of_machine).costs == FREE_ROWS
+    assert Auto().wants_costs and not given.wants_costs and not NGram().wants_costs
+
+
+def test_short_runs_are_decoded_plainly():
+    """As far as that is known: choose_method knows no number of new tokens."""
+    begun = measured(LLAMA, "cpu", 1000, costs=FREE_ROWS)
+    said = [Auto().next(begun._replace(new_tokens=n)) for n in (1, 255, 256, None)]
+    assert said == [PLAIN, PLAIN, *[choose(LLAMA, FREE_ROWS, 1000)] * 2]
+
+
+def test_auto_alone_has_no_sizes():
+    with pytest.raises(ValueError, match="tsjax.generate chooses"):
+        Auto().sizes(LLAMA)
+
+
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"])
+@pytest.mark.parametrize("heads", [0, 3])
+@pytest.mark.parametrize("name", PRESETS)
+def test_drafts_pay_on_a_gpu_by_the_formula(kind, heads, name):
+    """And the passes that judge them take little more than plain steps."""
+    model = preset(name, heads)
+    costs = estimated(model, device_of("gpu", kind), 1)
+    for context in (4096, 16_384, 32_768, 100_000):
+        method, plain = Auto().next(measured(model, kind, context)), costs.plain(context)
+        promise = method.promise(model, costs, context)
+        assert costs.of_pass(promise.width, context) + costs.overhead < 1.35 * plain
+        gain = plain / seconds_per_token(method, model, costs, context)
+        assert (1.9 if heads else 1.25) < gain < promise.tokens
+        assert method.heads == (heads > 0) and method.wants_int8
+
+
+def test_wide_trees_where_heads_share_no_keys():
+    """At 100,000 tokens on an A100: four query heads for each kv head fill the tiles of attention
+    four times as soon."""
+    widths = []
+    for name in PRESETS[:2]:
+        model = preset(name)
+        costs = estimated(model, GPUS["a100"], 1)
+        widths.append(choose(model, costs, 100_000).promise(model, costs, 100_000).width)
+    assert widths == [16, 64]
+
+
+@pytest.mark.parametrize("method", [PLAIN, NGram(), TokenSwift(tree=(2,)), LikelyTree(places=3)])
+def test_what_is_named_is_kept(method):
+    """A LikelyTree without a table begins with that of the machine."""
+    begun = measured(LLAMA, "cpu", 1000)
+    assert method.next(begun) == method
+    slow = begun._replace(current=method, steps=10_000, tokens=10_000, seconds=1e9)
+    assert method.next(slow) == method
+    told = method.next(begun._replace(costs=MIXED))
+    given = isinstance(method, LikelyTree)
+    assert told == (dataclasses.replace(method, costs=MIXED) if given else method)
+    assert method.wants_costs == given and not told.wants_costs
+
+
+# --- seconds decide --------------------------------------------------------------------------
+
+BEGUN = choose(LLAMA, MIXED, 20)  # a plain step takes 24 s
+OTHER = dataclasses.replace(BEGUN, places=4)
+SHALLOW = LikelyTree(width=4, pass_widths=(1,), places=4, costs=MIXED)
+LONG = 1e9  # seconds since the method was taken
+
+
+def tried(method, seconds, context=20):
+    return Tried(method, seconds, context)
+
+
+@pytest.mark.parametrize(
+    ("current", "seconds", "others", "since", "follows"),
+    [
+        # Plain decoding is tried early, unless drafts take less than 0.6 of a plain step.
+        (BEGUN, 14.3, (), 0, BEGUN),
+        (BEGUN, 14.5, (), 0, PLAIN),
+        (BEGUN, 14.5, (tried(OTHER, 20.0),), 0, PLAIN),
+        (BEGUN, 14.5, (tried(PLAIN, 24.0),), 0, BEGUN),
+        # What is slower than a known one by more than 2% gives way to the best of these.
+        (BEGUN, 23.7, (tried(PLAIN, 23.3),), 0, BEGUN),
+        (BEGUN, 24.3, (tried(PLAIN, 23.3),), 0, PLAIN),
+        (PLAIN, 24.0, (tried(BEGUN, 23.7),), 0, PLAIN),
+        (PLAIN, 24.0, (tried(BEGUN, 23.3),), 0, BEGUN),
+        (PLAIN, 24.0, (tried(BEGUN, 23.0), tried(OTHER, 20.0)), 0, OTHER),
+        (PLAIN, 24.0, (tried(PLAIN, 1.0), tried(BEGUN, 24.0)), 0, PLAIN),  # as it once was
+        # In plain steps: one took 14 s where nothing was known yet.
+        (BEGUN, 24.3, (tried(PLAIN, 14.0, 0),), 0, BEGUN),
+        (BEGUN, 24.6, (tried(PLAIN, 14.0, 0),), 0, PLAIN),
+        # A trial of 96 steps of 24 s each, of which a quarter is lost at least, for a hundredth.
+        (PLAIN, 24.0, (tried(BEGUN, 28.0),), 57_500, PLAIN),
+        (PLAIN, 24.0, (tried(BEGUN, 28.0),), 57_700, BEGUN),
+        (PLAIN, 24.0, (tried(BEGUN, 48.0),), 230_000, PLAIN),  # all of it
+        (PLAIN, 24.0, (tried(BEGUN, 48.0),), 230_800, BEGUN),
+        (BEGUN, 12.0, (tried(PLAIN, 24.0),), 115_000, BEGUN),
+        (BEGUN, 12.0, (tried(PLAIN, 24.0),), 115_400, PLAIN),
+        # What promises most by now is tried as well, without being known.
+        (OTHER, 12.0, (tried(PLAIN, 24.0),), 28_700, OTHER),
+        (OTHER, 12.0, (tried(PLAIN, 24.0),), 28_900, BEGUN),
+        (OTHER, 12.0, (), 28_900, BEGUN),
+        # Not where its trees are deeper than those that the buffers were made for.
+        (SHALLOW, 12.0, (), LONG, SHALLOW),
+        (SHALLOW, 12.0, (tried(PLAIN, 24.0),), LONG, PLAIN),
+        (PLAIN, 24.0, (tried(SHALLOW, 30.0),), LONG, SHALLOW),
+        (PLAIN, 24.0, (tried(SHALLOW, 30.0), tried(OTHER, 30.0)), LONG, BEGUN),
+    ],
+)
+def test_seconds_decide(current, seconds, others, since, follows):
+    so_far = measured(
+        LLAMA, "cpu", 20, current=current, steps=64, tokens=100, seconds=100 * seconds,
+        since=since, tried=others, costs=MIXED,
+    )  # fmt: skip
+    assert Auto().next(so_far) == follows
+    for early in ({"steps": 63}, {"tokens": 0}):
+        assert Auto().next(so_far._replace(**early)) == current
+
+
+def test_a_trial_of_many_rows_takes_as_many_steps_of_each():
+    so_far = measured(
+        LLAMA, "cpu", 20, batch=3, current=PLAIN, steps=300, tokens=300, seconds=300 * 24.0,
+        tried=(tried(BEGUN, 28.0),), costs=MIXED,
+    )  # fmt: skip
+    found = [Auto().next(so_far._replace(since=3 * since)) for since in (57_500, 57_700)]
+    assert found == [PLAIN, BEGUN]
+
+
+def test_no_copy_in_int8_is_made_while_a_run_goes_on():
+    """Nobody knows whether there is memory for it."""
+    costs = FREE_ROWS._replace(int8=Int8Costs(Line(0.4), 0.0))
+    text, in_int8 = next(options(LLAMA, costs)), choose(LLAMA, costs, 2000)
+    narrower = dataclasses.replace(in_int8, places=4)
+    assert in_int8.wants_int8 and not text.wants_int8
+    for current, follows in ((text, text), (narrower, in_int8)):
+        so_far = measured(
+            LLAMA, "cpu", 2000, current=current, steps=100, tokens=100, seconds=100.0,
+            since=LONG, costs=costs,
+        )  # fmt: skip
+        assert Auto().next(so_far) == follows
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 1e3])
+def test_an_estimate_has_the_proportions_alone(seconds):
+    """Whatever the clock says, plain decoding is tried, and what took less goes on."""
+    costs = MIXED._replace(origin="estimated")
+    begun = choose(LLAMA, costs, 20)
+    drafting = measured(
+        LLAMA, "cpu", 20, current=begun, steps=100, tokens=100, seconds=100 * seconds, costs=costs
+    )
+    assert Auto().next(drafting) == PLAIN
+    for factor, follows in ((1.01, PLAIN), (1.03, begun)):
+        plain = drafting._replace(
+            current=PLAIN, seconds=factor * drafting.seconds, tried=(tried(begun, seconds),)
+        )
+        assert Auto().next(plain) == follows
+
+
+# --- in a run --------------------------------------------------------------------------------
+
+SETTINGS = dict(max_new_tokens=60, do_sample=True, seed=5)
+PER_STEP = table((1, 1.0), (8, 1.0))  # a second for each step
+DRAFTING = LikelyTree(width=4, pass_widths=(1,), places=2, costs=PER_STEP)
+ROWS = [[1, 2, 3], [4]]
+
+
+def spells(methods):
+    """The methods one after the other, each as often as it was taken up."""
+    return [method for method, _ in itertools.groupby(methods)]
+
+
+def let_auto_choose(method, monkeypatch, drafting, plain):
+    """Auto begins with a method and judges early; a chunk takes these seconds, one number for each
+    spell of the method, the last one also for later spells.
+
+    Returns what Auto was told, and what it said.
+    """
+    chunks, asked, told = run.Stopwatch, Auto.next, []
+    seconds = {method: drafting, PLAIN: plain}
+
+    class Stopwatch(chunks):
+        def __exit__(self, *_):
+            super().__exit__(*_)
+            said = [one for _, one in told]
+            spell = spells(said).count(said[-1]) - 1
+            self.last = ([*seconds[said[-1]][: spell + 1]])[-1]
+
+    def next_method(self, so_far):
+        told.append((so_far, asked(self, so_far)))
+        return told[-1][1]
+
+    monkeypatch.setattr(run, "Stopwatch", Stopwatch)
+    monkeypatch.setattr(Auto, "next", next_method)
+    monkeypatch.setattr(auto, "choose", lambda *_, **__: method)
+    monkeypatch.setattr(auto, "SHORT_RUN", 0)
+    monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
+    monkeypatch.setattr(run, "FIRST_CHUNK", 5)
+    return told
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def said_plainly(model):
+    return [row.tolist() for row in tsjax.generate(model, ROWS, **SETTINGS).tokens]
+
+
+@pytest.mark.parametrize(
+    ("drafting", "plain", "taken"),
+    [
+        (2.0, 5.0, [DRAFTING]),  # clearly faster than plain decoding by the table
+        (50.0, 5.0, [DRAFTING, PLAIN]),
+        (50.0, 500.0, [DRAFTING, PLAIN, DRAFTING]),
+    ],
+)
+def test_a_run_goes_on_with_what_takes_less_time(
+    model, said_plainly, drafting, plain, taken, monkeypatch
+):
+    """Chunks of five steps. The tokens stay those of plain decoding, and so do the counters' sums.
+
+    In the last case plain decoding takes longer than the table says, and the run returns.
+    """
+    told = let_auto_choose(DRAFTING, monkeypatch, [drafting], [plain])
+    found = tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
+    assert [row.tolist() for row in found.tokens] == said_plainly
+    assert found.stats.method == DRAFTING and found.stats.gave_up == (taken[-1] == PLAIN)
+    assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
+    assert sum(found.stats.accepted_lengths) == sum(found.stats.steps)
+    assert spells(method for _, method in told) == taken
+    # Of the first method the first chunk is left out; then each has five steps of two rows.
+    first = [so_far for so_far, _ in told[1:3]]
+    assert [so_far.steps for so_far in first] == [0, 10] and first[0].tried == ()
+    assert first[1].seconds == first[1].since == 2 * drafting and first[1].tokens >= 10
+
+
+def test_a_method_is_judged_from_its_second_chunk_on_and_remembered(model, monkeypatch):
+    """What was measured last of each is what is known of it, in the order in which they ended."""
+    told = let_auto_choose(DRAFTING, monkeypatch, [50.0, 40.0], [500.0])
+    monkeypatch.setattr(auto, "TRIALS_COST", 1e6)
+    tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
+    records, changes = {}, 0
+    for (so_far, before), (after, _) in itertools.pairwise(told):
+        if so_far.current is None:
+            continue
+        if before != so_far.current:
+            records[so_far.current] = Tried(
+                so_far.current, so_far.seconds / so_far.tokens, so_far.context
+            )
+            assert after.current == before and after.context > so_far.context
+            assert after.steps == after.tokens == after.seconds == after.since == 0
+            changes += 1
+        assert after.tried == tuple(records.values())
+        if before == so_far.current:
+            assert after.steps > so_far.steps and after.since > so_far.since
+    assert changes >= 4 and records[DRAFTING].seconds <= 8
+
+
+def test_what_was_long_ago_counts_less(model, monkeypatch):
+    """Half of it is forgotten after two seconds of each row; `since` forgets nothing."""
+    monkeypatch.setattr(run, "LATELY", 2.0)
+    told = let_auto_choose(DRAFTING, monkeypatch, [2.0], [5.0])
+    tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
+    judged = [so_far for so_far, _ in told[1:6]]
+    assert [so_far.seconds for so_far in judged] == [0, 4, 8, 8, 8]
+    assert [so_far.steps for so_far in judged] == [0, 10, 20, 20, 20]
+    assert [so_far.since for so_far in judged] == [0, 4, 8, 12, 16]
+
+
+def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
+    model, said_plainly, monkeypatch
+):
+    told = let_auto_choose(DRAFTING, monkeypatch, [50.0, 1.0], [5.0])
+    monkeypatch.setattr(auto, "TRIALS_COST", 20.0)  # of so short a run
+    rates, with_method = [], run.with_method
+
+    def watched(state, cfg, *rest):
+        """Copies, as what a step was given is gone after it."""
+        after = with_method(state, cfg, *rest)
+        for memory in (state.memory, after.memory):
+            if memory:
+                rates.append(jax.tree.map(np.array, memory.rates))
+        return after
+
+    monkeypatch.setattr(run, "with_method", watched)
+    found = tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
+    assert [row.tolist() for row in found.tokens] == said_plainly
+    assert spells(method for _, method in told) == [DRAFTING, PLAIN, DRAFTING]
+    assert not found.stats.gave_up
+    assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
+    left, returned = rates
+    assert np.array_equal(left.tried, returned.tried)
+    assert np.array_equal(left.right, returned.right)
+    assert not np.array_equal(left.tried, first_rates().tried)
+
+
+def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
+    """The first machine's table drafts with the heads, the second's does not; and the other way."""
+    monkeypatch.setattr(auto, "SHORT_RUN", 0)
+    model, file = tiny_model(num_draft_heads=1), tmp_path / "run.json"
+    plain = tsjax.generate(model, ROWS, **SETTINGS)
+    drafts, text = Auto(costs=table((1, 1.0), (8, 1.1), heads=1e-2)), Auto(costs=DEAR_ROWS)
+    methods = [tsjax.choose_method(one, model, 100).method for one in (drafts, text)]
+    assert [method.heads for method in methods] == [True, False]
+    for first, second in ((drafts, text), (text, drafts)):
+        tsjax.generate(model, ROWS, method=first, save_to=file, **SETTINGS | {"max_new_tokens": 23})
+        assert read_run(file).method == first
+        found = tsjax.generate(model, method=second, resume_from=file, max_new_tokens=60)
+        assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
+
+
+@pytest.mark.parametrize("revive_rows", [1, 8])
+def test_drafts_are_judged_when_the_prompt_is_whole(model, revive_rows, monkeypatch):
+    """Revival ends steps early: of 27 tokens, 8 at a time are back soon, one at a time never."""
+    lazy = tsjax.LazyPrefill(
+        keep={1: 0.1}, revive="background", choose_every=2, revive_rows=revive_rows
+    )
+    prompt, settings = [list(range(1, 32))], dict(max_new_tokens=40, seed=5, prefill=lazy)
+    let_auto_choose(DRAFTING, monkeypatch, [500.0], [5.0])
+    found = tsjax.generate(model, prompt, method=Auto(costs=PER_STEP), **settings)
+    whole = found.stats.prompt_computed == (1.0, 1.0)
+    assert found.stats.gave_up == whole == (revive_rows == 8)
+    plain = tsjax.generate(model, prompt, **settings)
+    assert found.tokens[0].tolist() == plain.tokens[0].tolist()
+
+
+def test_steps_that_revival_ended_are_not_judged(model, monkeypatch):
+    """Nor those of a chunk in which it came to its end; a row that has ended revives no more."""
+    seen, judged = [], []
+    of_lazy = tsjax.LazyPrefill.is_reviving
+
+    def is_reviving(self, cfg, state):
+        seen.append((int(state.stats.steps.sum()), of_lazy(self, cfg, state)))
+        return seen[-1][1]
+
+    def judge(self, measured):
+        if measured.current is not None:
+            judged.append(seen[-1][0] - measured.steps)
+        return self
+
+    monkeypatch.setattr(tsjax.LazyPrefill, "is_reviving", is_reviving)
+    monkeypatch.setattr(NGram, "next", judge)
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
+    lazy = tsjax.LazyPrefill(keep={1: 0.1}, revive="background", choose_every=3, revive_rows=8)
+    prompts = [list(range(1, 32)), list(range(2, 60))]
+    settings = dict(max_new_tokens=40, do_sample=True, seed=5, prefill=lazy, method="ngram")
+    first, second = tsjax.generate(model, prompts, **settings).tokens
+    until = next(i for i, reviving in seen if not reviving)
+    assert max(i for i, reviving in seen if reviving) < until
+    assert all(begin >= until for begin in judged[-2:]) and judged[0] < until
+    # The second row, with more to revive, ends first.
+    end = next(t for t in second.tolist()[:6] if t not in first.tolist())
+    seen.clear()
+    ended = tsjax.generate(model, prompts, eos_token_id=end, **settings)
+    assert ended.finish_reason == ["length", "eos"] and ended.stats.prompt_computed[1] < 1
+    assert not seen[-1][1]
+
+
+def test_choose_method_is_what_generate_takes(model, monkeypatch):
+    """Also where the table is that of the machine."""
+    monkeypatch.setattr(costs, "_KNOWN", {})
+    monkeypatch.setattr(costs, "measure", lambda *_: table((1, 1.0), (8, 1.5)))
+    choice = tsjax.choose_method("tokenswift", model, 3 + 10)
+    assert isinstance(choice.method, LikelyTree) and choice.method.draft_passes == 0
+    assert choice.step_cost == 1.0 and choice.costs.origin == "measured"
+    for new_tokens, method in ((20, PLAIN), (256, choice.method)):
+        result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=new_tokens)
+        assert result.stats.method == method
+    kept = tsjax.choose_method("ngram", model, 13)
+    assert kept.method == NGram() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)

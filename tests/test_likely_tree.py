@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LikelyTree: what it offers, how likely that is, what is judged, and what it learns.
+
+That its tokens are those of plain decoding is the subject of test_methods.py; here is what no token
+shows: the drafts themselves.
+"""
+
+import collections
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import chain_model, tiny_config, tiny_model
+
+import tsjax
+from tsjax.decoding.start import with_method
+from tsjax.decoding.tree import NO_NODE, cut, grow_tree
+from tsjax.methods import likely_tree, rates
+from tsjax.methods.likely_tree import LikelyTree
+from tsjax.methods.rates import KINDS, MOST_RATE, NO_DRAFT, REMEMBERED, TRUST
+
+LINE = tsjax.Line(1.0)
+
+
+def table(rows: float, draft_pass: float = 0.1, width: int = 16) -> tsjax.Costs:
+    """A pass of `width` rows takes `rows` plain steps, one that drafts `draft_pass` of one."""
+    return tsjax.Costs(
+        passes=((1, LINE), (width, tsjax.Line(rows))), heads=0.0, choice=tsjax.Line(0.0),
+        suffix=tsjax.Line(0.0), ngrams=0.0, overhead=0.0, origin="measured",
+        int8=tsjax.Int8Costs(tsjax.Line(draft_pass), 0.0),
+    )  # fmt: skip
+
+
+FREE = table(1.001)
+
+# --- the tree ------------------------------------------------------------------------------------
+
+BATCH, PATHS, DEPTH, WIDTH = 2, 5, 4, 7
+
+
+@st.composite
+def offers(draw):
+    """(tokens, chances) of some paths: few tokens, so that paths share nodes."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    tokens = rng.integers(0, draw(st.integers(1, 4)), (BATCH, PATHS, DEPTH)).astype(np.int32)
+    chances = np.cumprod(rng.uniform(0.2, 0.98, tokens.shape), axis=2).astype(np.float32)
+    lengths = rng.integers(0, DEPTH + 1, (BATCH, PATHS))
+    return tokens, np.where(np.arange(DEPTH) < lengths[..., None], chances, 0)
+
+
+grow = jax.jit(grow_tree, static_argnames=("sources", "width", "num_sources"))
+SOURCES_OF_PATHS = (0, 0, 2, 1, 2)
+
+
+@hypothesis.given(offers(), st.integers(1, WIDTH))
+@hypothesis.settings(max_examples=60)
+def test_a_tree_has_the_likeliest_nodes(offer, nodes):
+    """Against a dictionary of all prefixes; cut anywhere, it has the likeliest still."""
+    tokens, chances = offer
+    root = jnp.asarray([7, 8], jnp.int32)
+    tree, found = grow(root, tokens, chances, SOURCES_OF_PATHS, width=WIDTH, num_sources=3)
+    small = jax.tree.map(np.asarray, cut(tree, jnp.full((BATCH,), nodes, jnp.int32)))
+    tree, found = jax.tree.map(np.asarray, (tree, found))
+    for b in range(BATCH):
+        best, named = collections.defaultdict(float), collections.defaultdict(set)
+        for path, of_path, source in zip(tokens[b], chances[b], SOURCES_OF_PATHS, strict=True):
+            for depth in range(int(np.sum(of_path > 0))):
+                prefix = tuple(path[: depth + 1].tolist())
+                best[prefix] = max(best[prefix], float(of_path[depth]))
+                named[prefix].add(source)
+        ranked = sorted(best, key=best.__getitem__, reverse=True)[: WIDTH - 1]
+        expected = [()] + ranked + [None] * (WIDTH - 1 - len(ranked))
+        for shown, limit in ((tree, WIDTH), (small, nodes)):
+            for node, prefix in enumerate(expected):
+                path = [int(i) for i in shown.path[b, node] if i != NO_NODE]
+                if node >= limit or prefix is None:
+                    assert path == [node] and shown.tokens[b, node] == 0
+                    assert not shown.sources[b, node].any()
+                    continue
+                assert path[-1] == node and len(path) == len(prefix) + 1
+                assert tuple(shown.tokens[b, path[1:]].tolist()) == prefix
+                assert [expected[i] for i in path] == [prefix[:i] for i in range(len(path))]
+                assert set(np.flatnonzero(shown.sources[b, node])) == (named[prefix] or set())
+        assert found[b].tolist() == [1] + [best[p] if p else 0 for p in expected[1:]]
+
+
+# --- rates ---------------------------------------------------------------------------------------
+
+
+def test_rates_follow_what_was_right():
+    """By hand, and with forgetting: two hundred wrong drafts outweigh a hundred right ones."""
+    begun = rates.first_rates()
+    kind = KINDS.passes + 5
+    kinds = jnp.full((1, 2, 3), NO_DRAFT, jnp.int32).at[0, 0, 0].set(kind).at[0, 1, 1].set(kind)
+    tried = kinds != NO_DRAFT
+    one_right = tried & (jnp.arange(2)[None, :, None] == 0)
+    found = rates.learned(begun, kinds, tried, one_right)
+    assert found.tried[kind] == TRUST + 2
+    assert found.right[kind] == pytest.approx(begun.right[kind] + 1)
+    others = np.delete(np.arange(KINDS.count), kind)
+    assert np.array_equal(found.tried[others], begun.tried[others])
+    right = wrong = begun
+    for _ in range(100):
+        right = rates.learned(right, kinds, tried, tried)
+    assert right.values[kind] == MOST_RATE and right.tried[kind] == REMEMBERED
+    wrong = right
+    for _ in range(100):
+        wrong = rates.learned(wrong, kinds, tried, tried & False)
+    assert wrong.values[kind] < 0.1
+    assert rates.chances(right, kinds)[0, 0, 0] == MOST_RATE
+    assert not rates.chances(right, kinds)[0, 1].any(), "nothing before it was offered"
+
+
+def test_kinds_do_not_overlap():
+    sizes = [rates.TEXT_AXES, rates.TEXT_AXES, rates.PASS_AXES, rates.HEAD_AXES]
+    firsts = [KINDS.text, KINDS.corpus, KINDS.passes, KINDS.heads]
+    numbers = []
+    for first, axes in zip(firsts, sizes, strict=True):
+        every = np.indices(axes).reshape(len(axes), -1)
+        numbers += np.asarray(rates.kind_number(first, axes, *every)).tolist()
+    assert sorted(numbers) == list(range(KINDS.count))
+    assert len(rates.first_rates().tried) == KINDS.count
+
+
+def test_what_is_assumed_rises_with_what_is_known():
+    """A longer match, a larger share of the matches, a wider gap to the second: more likely."""
+    values = np.asarray(rates.first_rates().values)
+    text = values[KINDS.text : KINDS.corpus].reshape(rates.TEXT_AXES)
+    assert (np.diff(text, axis=0) > 0).all() and (np.diff(text, axis=1) > 0).all()
+    assert (text[:, :, 1] < text[:, :, 0]).all(), "a penalty acts on it"
+    passes = values[KINDS.passes : KINDS.heads].reshape(rates.PASS_AXES)
+    assert (np.diff(passes[:, 0], axis=1) > 0).all() and (np.diff(passes[:, 1], axis=1) < 0).all()
+    known = np.asarray(rates.first_rates((0.9, 0.1)).values)[KINDS.heads :]
+    known = known.reshape(rates.HEAD_AXES)
+    assert (known[0] > known[1]).all()
+
+
+# --- steps ---------------------------------------------------------------------------------------
+
+CYCLE = {token: (token + 1) % 6 for token in range(6)}
+
+
+def states(model, method, prompt, steps, **settings):
+    """The state after the prompt and after each step."""
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    config = tsjax.GenerationConfig(**settings)
+    state = tsjax.init_state(
+        np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32), cfg=cfg,
+        capacity=128, max_length=[100],
+        sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
+    )  # fmt: skip
+    state = tsjax.prefill(model.params, state, cfg=cfg, width=64)
+    step = jax.jit(tsjax.decode, static_argnames="cfg")
+    found = [state]
+    for _ in range(steps):
+        found.append(step(model.params, found[-1], 1, cfg=cfg))
+    return found
+
+
+def emitted(found) -> list[int]:
+    return [int(state.emitted[0]) for state in found[1:]]
+
+
+def test_a_text_that_repeats_is_drafted_more_and_more():
+    """Each step trusts the matches more, and the next one drafts further."""
+    model = chain_model(CYCLE, vocab_size=8)
+    found = states(model, LikelyTree(costs=table(3.0)), [0, 1, 2, 3, 4, 5, 0, 1], 6)
+    steps = emitted(found)
+    assert 2 <= steps[0] < 16 and steps[-1] == 16 and steps == sorted(steps)
+    drafted = int(found[-1].stats.drafted[0])
+    assert drafted == sum(steps) - len(steps), "nothing was judged in vain"
+
+
+def test_rows_that_cost_more_than_they_bring_are_not_judged():
+    """A row costs as much as a plain step, and no draft is surer than sure."""
+    model = chain_model(CYCLE, vocab_size=8)
+    found = states(model, LikelyTree(costs=table(16.0)), [0, 1, 2, 3, 4, 5] * 3, 6)
+    assert emitted(found) == [1] * 6 and not found[-1].stats.drafted.any()
+    # But what it offered is learned from, so it would draft as soon as rows were cheaper.
+    values = found[-1].memory.rates.values - found[0].memory.rates.values
+    text = values[KINDS.text : KINDS.corpus]
+    assert (text > 0).any() and (text >= 0).all()
+
+
+def test_the_width_follows_the_price():
+    """Of the compiled widths that which saves most, by the definition."""
+    sizes = LikelyTree(width=8, pass_widths=(1, 2, 4)).sizes(tiny_config())
+    chance = jnp.asarray([[1.0, 0.9, 0.8, 0.3, 0.2, 0.1, 0.05, 0.0]])
+    for row in (0.01, 0.15, 0.4, 0.85, 0.95):
+        rows = jnp.asarray([1.0 + row * (n - 1) for n in (1, 2, 4, 8)], jnp.float32)
+        prices = likely_tree.Prices(rows, jnp.float32(1.0), jnp.float32(row), jnp.float32(0.1))
+        nodes, seconds = likely_tree._best_width(
+            sizes, chance, prices, jnp.float32(1.0), jnp.asarray([True])
+        )
+        saves = {n: float(chance[0, :n].sum()) - (1 + row * (n - 1)) for n in (1, 2, 4, 8)}
+        best = max(saves, key=saves.__getitem__)
+        assert int(nodes[0]) == best and float(seconds) == pytest.approx(1 + row * (best - 1))
+
+
+def test_passes_run_where_they_promise_to_pay():
+    """Where a pass takes half of a step and rows a third, they run now and then, to learn."""
+    model = tiny_model(seed=3)
+    prompt = list(range(1, 40))
+    sizes = dict(places=0, draft_passes=3, draft_budget=64, draft_weights="int8", width=8)
+    params = tsjax.with_int8_drafts(model.params, model.cfg)
+    model = tsjax.Model(params, cfg=model.cfg)
+    cheap = states(model, LikelyTree(costs=table(1.001, 1e-4, 8), **sizes), prompt, 40)
+    dear = states(model, LikelyTree(costs=table(8.0, 0.9, 8), **sizes), prompt, 40)
+    assert int(cheap[-1].stats.drafted[0]) >= 4 * 40
+    assert not dear[-1].stats.drafted.any()
+    spent = [float(state.memory.spent) for state in dear[1:]]
+    explored = [seconds > 1.5 for seconds in spent]
+    assert sum(explored) == 2 and explored[0] and explored[32], "every 32 steps one pass"
+
+
+def test_a_wrong_guess_costs_trust():
+    """The text breaks its habit: the kinds that were wrong are trusted less after it."""
+    model = chain_model({**CYCLE, 3: 7, 7: 0}, vocab_size=8)  # the model says 3 -> 7
+    prompt = [0, 1, 2, 3, 4, 5] * 3  # the text said 3 -> 4
+    found = states(model, LikelyTree(costs=FREE), [*prompt, 0, 1], 3)
+    changes = np.asarray(found[2].memory.rates.values - found[0].memory.rates.values)
+    assert (changes[KINDS.text : KINDS.corpus] < 0).any()
+
+
+def test_rates_outlive_a_change_of_method():
+    model = chain_model(CYCLE, vocab_size=8)
+    method = LikelyTree(costs=table(3.0))
+    last = states(model, method, [0, 1, 2, 3, 4, 5] * 3, 5)[-1]
+    lesson = method.lesson(last.memory)
+    other = dataclasses.replace(method, draft_passes=1, draft_budget=32)
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=other)
+    begun = with_method(last, cfg, None, lesson)
+    assert np.array_equal(begun.memory.rates.values, last.memory.rates.values)
+    assert not np.array_equal(begun.memory.rates.values, rates.first_rates().values)
+    assert (
+        with_method(last, cfg).memory.rates.values.tolist() == rates.first_rates().values.tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(width=1), "width=1 is not valid"),
+        (dict(places=0), "places=0 is not valid: 1 or more, without draft_passes"),
+        (dict(draft_passes=-1), "draft_passes=-1 is not valid"),
+        (dict(draft_budget=8), "draft_budget=8 is not valid: larger than num_sinks=16"),
+        (dict(draft_refresh=0), "draft_refresh=0 is not valid"),
+        (dict(draft_weights="int4"), "draft_weights='int4' is not valid"),
+        (dict(pass_widths=(0,)), "pass_widths=0 is not valid"),
+        (dict(pass_widths=4), "pass_widths=4 is not valid"),
+        (dict(costs=(1, 2)), "costs=.* is not valid"),
+    ],
+)
+def test_wrong_settings(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LikelyTree(**settings)
+
+
+def test_what_a_model_lacks():
+    with pytest.raises(ValueError, match="heads=True needs draft heads"):
+        LikelyTree(heads=True).sizes(tiny_config())
+    with pytest.raises(ValueError, match="corpus=True needs params with a corpus"):
+        states(tiny_model(), LikelyTree(corpus=True), [1, 2, 3], 1)

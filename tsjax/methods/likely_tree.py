@@ -1,0 +1,676 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LikelyTree: one tree of the drafts that are most likely to be right, as many as pay.
+
+Knows the sources of drafts, how often drafts of each kind were right in this run, and what rows
+and passes take here. Does not know how a draft is judged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import ClassVar, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
+from tsjax.decoding.method import Measured, Method, Sizes
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import SOURCES, cut, first_with, grow_tree, shared
+from tsjax.methods.corpus import PLACES, match_sizes_in, places_in, what_followed_in
+from tsjax.methods.cost_model import (
+    PASS_IS_RIGHT,
+    PASS_WITH_REST_IS_RIGHT,
+    Costs,
+    as_costs,
+    device_of,
+    estimated,
+    heads_are_right,
+)
+from tsjax.methods.history import (
+    NgramTable,
+    enter,
+    enter_few,
+    init_table,
+    last_tokens,
+    longest_match,
+    match_sizes,
+    what_followed,
+)
+from tsjax.methods.model_drafts import Candidates, no_candidates, rank, weights_for, with_draft
+from tsjax.methods.ngram import as_tuples, fading_window
+from tsjax.methods.partial_cache import (
+    DraftCache,
+    init_draft_cache,
+    refresh_draft_cache,
+    summarize_rest,
+)
+from tsjax.methods.rates import (
+    GAPS,
+    HEAD_AXES,
+    KINDS,
+    LONGEST,
+    MOST_HEADS,
+    NO_DRAFT,
+    PASS_AXES,
+    SHARES,
+    TEXT_AXES,
+    WIDE_GAPS,
+    Rates,
+    between,
+    chances,
+    first_rates,
+    kind_number,
+    learned,
+)
+from tsjax.methods.tokenswift import DRAFT_WEIGHTS
+from tsjax.model.control_flow import run_if
+from tsjax.model.heads import run_heads
+from tsjax.model.params import Params
+from tsjax.model.passes import run_rows
+from tsjax.model.transformer import final_norm
+
+FORGETS = 0.98  # of a pace the share that is left after a step
+EXPLORES = 32  # steps after which a pass runs although it does not seem to pay
+CHILDREN = 3  # candidates of a pass
+HEAD_CHILDREN = (3, 3, 3, 1)  # candidates of each head
+LIKELY_SOURCES = (*SOURCES, "corpus")
+PAIR = 2  # tokens of an n-gram: one that is known, and what follows it
+VOTE = 4.0  # how many times more a match counts that is a token longer
+MOST_DEPTH = 24
+# Assumed before a run: how often the likeliest draft from the text is right; of the share of a pass
+# that its best candidate leaves, what the others get; and of what the three best candidates of a
+# head get, the share of each.
+TEXT_IS_RIGHT, OTHERS_ARE_RIGHT, RANK_IS_RIGHT = 0.2, (0.4, 0.2), (0.7, 0.18, 0.12)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LikelyTree(Method):
+    """One tree of the drafts that are most likely to be right, as many of them as pay.
+
+    What followed earlier matches of the last tokens, passes of the model on a small part of the
+    cache, and its heads offer tokens. How often such a token was right in this run, by what is
+    known of it beforehand, says how likely it is; the likeliest ones are judged, as many as bring
+    more tokens than their rows take time, and a pass runs where it promises to pay.
+
+    Attributes:
+      width: rows of the widest pass, the root's included.
+      pass_widths: narrower passes to compile; a step takes the one that promises most.
+      places: earlier places of the last token that are looked at, the latest ones, beside that of
+        the longest match; 0 leaves the text out.
+      draft_passes: the most passes on the partial cache in a step; 0 runs none.
+      heads: whether the model's draft heads draft too, after the last pass; without passes, from
+        the verified hidden state.
+      draft_budget, num_sinks, draft_refresh, draft_rest, draft_weights: see TokenSwift.
+      corpus: whether `params.corpus`, earlier texts, is drafted from; `generate(corpus=...)` says
+        it.
+      costs: what rows and passes take; `generate` fills in what it has measured on the device.
+        Without a table, and without `generate`, an A100's are estimated.
+    """
+
+    sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
+
+    width: int = 16
+    pass_widths: tuple[int, ...] = (1, 2, 4, 8)
+    places: int = 16
+    draft_passes: int = 0
+    heads: bool = False
+    draft_budget: int = 512
+    num_sinks: int = 16
+    draft_refresh: int | None = 32
+    draft_rest: bool = True
+    draft_weights: str = "model"
+    corpus: bool = False
+    costs: Costs | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "pass_widths", as_tuples(self.pass_widths))
+        check_fields(self, may_be_0=("places", "draft_passes", "num_sinks"))
+        check_int(self.width, "width", 2, 4096)
+        check(isinstance(self.pass_widths, tuple), "pass_widths", self.pass_widths, "a tuple")
+        for width in self.pass_widths:
+            check_int(width, "pass_widths", 1)
+        check_int(self.places, "places", 0, 1024)
+        check_int(self.draft_passes, "draft_passes", 0, 64)
+        something = "1 or more, without draft_passes, heads and a corpus"
+        drafts = self.places or self.draft_passes or self.heads or self.corpus
+        check(bool(drafts), "places", self.places, something)
+        larger = f"larger than num_sinks={self.num_sinks}"
+        check(self.draft_budget > self.num_sinks, "draft_budget", self.draft_budget, larger)
+        if self.draft_refresh is not None:
+            check_int(self.draft_refresh, "draft_refresh", 1)
+        known = self.draft_weights in DRAFT_WEIGHTS
+        check(known, "draft_weights", self.draft_weights, one_of(DRAFT_WEIGHTS))
+        if self.costs is not None:
+            object.__setattr__(self, "costs", as_costs(self.costs))
+
+    @property
+    def wants_costs(self) -> bool:
+        return self.costs is None
+
+    @property
+    def wants_int8(self) -> bool:
+        return self.draft_weights == "int8"
+
+    @property
+    def reads_corpus(self) -> bool:
+        return True
+
+    def next(self, measured: Measured) -> Method:
+        if measured.current is not None:
+            return measured.current
+        costs, corpus = self.costs or measured.costs, self.corpus or measured.corpus
+        return dataclasses.replace(self, costs=costs, corpus=corpus)
+
+    def sizes(self, model: ModelConfig) -> Sizes:
+        levels = self.draft_passes + self._num_heads(model)
+        return Sizes(
+            width=self.width,
+            depth=max(levels, min(self.width - 1, MOST_DEPTH) if self._text else 0),
+            levels=levels,
+            narrower=self.pass_widths,
+            with_attended=self.draft_passes > 0 and self.draft_rest,
+        )
+
+    @property
+    def _text(self) -> bool:
+        return self.places > 0 or self.corpus
+
+    def _num_heads(self, model: ModelConfig) -> int:
+        if self.heads and not model.num_draft_heads:
+            raise ValueError(
+                "heads=True needs draft heads, and the model has none: load some with "
+                "tsjax.load(..., heads=...), or leave them out"
+            )
+        return min(model.num_draft_heads, MOST_HEADS) if self.heads else 0
+
+    def init(self, model, batch, capacity, mesh) -> Learned:
+        cache = hidden = table = None
+        if self.draft_passes:
+            budget, room = min(self.draft_budget, capacity), self.draft_passes - 1
+            cache = init_draft_cache(model, batch, budget, room, mesh, self.draft_rest)
+        elif self._num_heads(model):
+            hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
+        if self.places:
+            table = init_table(batch, model.vocab_size, self.places)
+        paths = len(self._sources_of_paths(model))
+        return Learned(
+            cache=cache,
+            hidden=hidden,
+            table=table,
+            offered=_nothing(batch, paths, self.sizes(model).depth),
+            rates=first_rates(model.head_accuracy or ()),
+            pace=Pace(jnp.float32(0), jnp.float32(0)),
+            spent=jnp.float32(0),
+        )
+
+    def read(self, model, params, memory, state) -> Learned:
+        if memory.table is None:
+            return memory
+        known = jnp.where(state.running, state.length - _delay(state), 0)
+        return memory.replace(table=enter(memory.table, state.tokens, known, PAIR))
+
+    # --- what it promises ------------------------------------------------------------------------
+
+    def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise:
+        """What a step finds and takes, as far as that is known without the text and the run."""
+        runs = range(self.draft_passes + 1)  # a step may leave out passes
+        promises = (self._promise_of(n, model, costs, context) for n in runs)
+        return min(promises, key=lambda promise: promise.seconds / promise.tokens)
+
+    def _promise_of(self, passes: int, model: ModelConfig, costs: Costs, context: float) -> Promise:
+        begun, found = 1.0, [TEXT_IS_RIGHT] if self._text else []
+        right = PASS_WITH_REST_IS_RIGHT if self.draft_rest else PASS_IS_RIGHT
+        for _ in range(passes):
+            found += [begun * right, *(begun * (1 - right) * share for share in OTHERS_ARE_RIGHT)]
+            begun *= right
+        number = self._num_heads(model) if passes == self.draft_passes else 0
+        of_heads = heads_are_right(model, number, passes > 0)
+        for depth in range(1, number + 1):
+            for path in _grid(depth):
+                ranks = zip(path, of_heads, strict=False)
+                found.append(begun * math.prod(RANK_IS_RIGHT[rank] * head for rank, head in ranks))
+        found.sort(reverse=True)
+
+        slots = min(self.draft_budget, context)
+        drafting = passes * costs.of_draft_pass(slots, self.wants_int8)
+        if passes and self.draft_rest:
+            drafting += costs.of_pass(1, slots) - costs.of_pass(1, 0)
+        drafting += costs.of_heads(self.wants_int8) if number else 0.0
+        drafting += costs.suffix.at(context) + costs.ngrams if self.places else 0.0
+        wait = min(self.draft_refresh or math.inf, slots - self.num_sinks)
+        per_token = costs.choice.at(context) / max(wait, 1) if passes and slots < context else 0.0
+
+        def of_width(width: int) -> Promise:
+            tokens = 1 + sum(found[: width - 1])
+            seconds = costs.of_pass(width, context) + costs.overhead + drafting
+            return Promise(tokens, seconds + tokens * per_token, width, passes)
+
+        promises = map(of_width, self.sizes(model).pass_widths)
+        return min(promises, key=lambda promise: promise.seconds / promise.tokens)
+
+    # --- drafting --------------------------------------------------------------------------------
+
+    def draft(self, model, params, state, noise):
+        with jax.named_scope("draft"):
+            memory, prices = state.memory, self._prices(model, state)
+            pace, groups, spent = self._pace(memory, prices, state), [], jnp.float32(0)
+            if self.sizes(model).levels:
+                cache, drafts, spent = self._of_model(model, params, state, noise, prices, pace)
+                memory = memory.replace(cache=cache)
+                groups += drafts
+            if self.places:
+                groups.append(self._of_text(model, state))
+            if self.corpus:
+                groups.append(self._of_corpus(model, params, state))
+            offered = _joined(groups, self.sizes(model).depth, state.running)
+            tree, chance = grow_tree(
+                state.root,
+                offered.tokens,
+                chances(memory.rates, offered.kinds),
+                self._sources_of_paths(model),
+                width=self.width,
+                num_sources=len(self.sources),
+            )
+            nodes, seconds = _best_width(self.sizes(model), chance, prices, pace, state.running)
+            return memory.replace(offered=offered, spent=spent + seconds), cut(tree, nodes)
+
+    def _sources_of_paths(self, model: ModelConfig) -> list[int]:
+        """The number of the source of each path that a step offers, in their order."""
+        heads, ngrams, suffix, corpus = range(len(self.sources))
+        of_passes = 1 + (CHILDREN - 1) * self.draft_passes if self.draft_passes else 0
+        number = self._num_heads(model)
+        of_heads = len(_grid(number)) if number else 0
+        of_text = [suffix, *(ngrams,) * self.places] if self.places else []
+        of_corpus = [corpus] * PLACES if self.corpus else []
+        return [heads] * (of_passes + of_heads) + of_text + of_corpus
+
+    def _prices(self, model: ModelConfig, state: DecodeState) -> Prices:
+        """At the mean length of the rows that run."""
+        costs = self.costs or estimated(model, device_of("gpu", ""), state.root.shape[0])
+        running = jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
+        context = jnp.sum(jnp.where(state.running, state.kv.length, 0)).astype(jnp.float32)
+        context = context / running
+
+        def at(seconds, length) -> jax.Array:
+            """`seconds` is linear in the context."""
+            begun, far = seconds(0.0), seconds(float(2**20))
+            return jnp.float32(begun) + jnp.float32((far - begun) / 2**20) * length
+
+        def of_rows(rows: int) -> jax.Array:
+            return at(lambda context: costs.of_pass(rows, context) + costs.overhead, context)
+
+        slots = jnp.minimum(context, self.draft_budget)
+        one_pass = at(lambda slots: costs.of_draft_pass(slots, self.wants_int8), slots)
+        if self.draft_rest:  # which reads the partial cache once more
+            one_pass += at(lambda slots: costs.of_pass(1, slots) - costs.of_pass(1, 0), slots)
+        plain, widest = of_rows(1), of_rows(self.width)
+        return Prices(
+            rows=jnp.stack(list(map(of_rows, self.sizes(model).pass_widths))),
+            plain=plain,
+            one_row=(widest - plain) / (self.width - 1),
+            one_pass=one_pass,
+        )
+
+    def _pace(self, memory: Learned, prices: Prices, state: DecodeState) -> jax.Array:
+        """Seconds that a token is worth: those it takes in this run, or by plain decoding."""
+        plain = prices.plain / jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
+        seconds, tokens = memory.pace
+        return jnp.where(tokens > 0, jnp.minimum(seconds / jnp.maximum(tokens, 1), plain), plain)
+
+    def _of_text(self, model: ModelConfig, state: DecodeState) -> Offered:
+        """What followed where the text stood before as it stands now."""
+        depth, table, root = self.sizes(model).depth, state.memory.table, state.root
+        tokens, length, b = state.tokens, state.length, jnp.arange(root.shape[0])
+        longest, size = longest_match(tokens, length)
+        places, count = table.places[b, root], table.counts[b, root]
+        sizes = match_sizes(tokens, last_tokens(tokens, length), places)
+        counts = jnp.arange(self.places)[None] < count[:, None]
+        counts &= (places < length[:, None] - 1) & (places != longest[:, None])
+        places = jnp.concatenate([longest[:, None], places], axis=1)
+        sizes = jnp.concatenate([size[:, None], jnp.where(counts, sizes, 0)], axis=1)
+        followed = what_followed(tokens, length, places, depth)
+        lengths = jnp.where(sizes > 0, depth, 0)
+        return Offered(followed, _kinds_of_text(followed, lengths, sizes, state, KINDS.text))
+
+    def _of_corpus(self, model: ModelConfig, params: Params, state: DecodeState) -> Offered:
+        """What followed where earlier texts stood as the text stands now."""
+        if params.corpus is None:
+            raise ValueError(
+                "corpus=True needs params with a corpus: tsjax.generate(..., corpus=...) adds one"
+            )
+        recent = last_tokens(state.tokens, state.length)
+        places = places_in(params.corpus, recent)
+        sizes = match_sizes_in(params.corpus, recent, places)
+        followed, left = what_followed_in(params.corpus, places, self.sizes(model).depth)
+        lengths = jnp.where(sizes > 0, left, 0)
+        return Offered(followed, _kinds_of_text(followed, lengths, sizes, state, KINDS.corpus))
+
+    def _of_model(self, model, params: Params, state: DecodeState, noise, prices, pace):
+        """The partial cache with the drafts' rows after its length, what passes and heads offer,
+        and the seconds that they take."""
+        memory, spent, wanted = state.memory, jnp.float32(0), jnp.any(state.running)
+        if not self.draft_passes:
+            return None, [self._of_heads_alone(model, params, state, noise, wanted)], spent
+        cache, weights, alone = memory.cache, weights_for(self, params), jnp.ones((1, 1), bool)
+        best, survival = state.root[:, None], state.running.astype(jnp.float32)
+        explores = jnp.max(state.stats.steps) % EXPLORES == 0
+        rest, found, chain = _no_rest(cache) if self.draft_rest else (), [], []
+        number = self._num_heads(model)
+        for depth in range(self.draft_passes):
+            promises = _gain_of_pass(memory.rates, depth, survival, prices, pace)
+            wanted &= (promises > prices.one_pass) | (explores if depth == 0 else False)
+            last = depth == self.draft_passes - 1
+            levels = 1 + (number if last else 0)
+
+            def run(carry, best, noise, depth=depth, levels=levels, last=last):
+                cache, rest, _ = carry
+                if depth == 0 and self.draft_rest:
+                    rest = summarize_rest(cache)
+                known = cache.replace(length=cache.length + depth)
+                positions = state.kv.length[:, None] + depth
+                rows = run_rows(
+                    weights, known, best[:, -1:], positions, alone, cfg=model, rest=rest
+                )
+                normed = final_norm(weights, rows.hidden, cfg=model)
+                if levels > 1:
+                    heads = params.heads[: levels - 1]
+                    deeper = run_heads(heads, rows.hidden[:, 0], cfg=model)
+                    normed = jnp.concatenate([normed, deeper], axis=1)
+                if not last:
+                    cache = with_draft(cache, rows, known.length, jnp.bool_(True))
+                return cache, rest, rank(model, weights, state, normed, best, noise, CHILDREN)
+
+            shape = (best.shape[0], CHILDREN)
+            none = [no_candidates(shape, noise.dtype) for _ in range(levels)]
+            cache, rest, ranked = run_if(wanted, run, (cache, rest, none), best, noise)
+            found.append(ranked[0])
+            kinds = _kinds_of_pass(ranked[0], depth)
+            survival *= chances(memory.rates, kinds[:, :1, None])[:, 0, 0]
+            best = jnp.concatenate([best, ranked[0].tokens[:, :1]], axis=1)
+            spent += jnp.where(wanted, prices.one_pass, 0)
+            chain.append(kinds)
+        groups = [_chain(best[:, 1:], found, chain)]
+        if number:
+            groups.append(_after(groups[0], _of_heads(ranked[1:]), self.draft_passes))
+        return cache, groups, spent
+
+    def _of_heads_alone(self, model, params: Params, state: DecodeState, noise, wanted) -> Offered:
+        """From the verified hidden state."""
+        number, root = self._num_heads(model), state.root[:, None]
+
+        def run(_, hidden, root, noise):
+            normed = run_heads(params.heads[:number], hidden, cfg=model)
+            ranked = rank(model, weights_for(self, params), state, normed, root, noise, CHILDREN)
+            return _of_heads(ranked)
+
+        nothing = _nothing(root.shape[0], len(_grid(number)), number)
+        return run_if(wanted, run, nothing, state.memory.hidden, root, noise)
+
+    # --- learning --------------------------------------------------------------------------------
+
+    def learn(self, model, params, memory, state, verdict, acceptance) -> Learned:
+        with jax.named_scope("learn"):
+            offered, depth = memory.offered, self.sizes(model).depth
+            tokens = jnp.sum(state.emitted).astype(jnp.float32)
+            memory = memory.replace(
+                rates=learned(memory.rates, offered.kinds, *_judged(offered, state)),
+                pace=Pace(
+                    FORGETS * memory.pace.seconds + memory.spent,
+                    FORGETS * memory.pace.tokens + tokens,
+                ),
+            )
+            if memory.table is not None:
+                known = jnp.where(state.running, state.length - _delay(state), 0)
+                table = enter_few(memory.table, state.tokens, known - PAIR + 1, depth + 1)
+                memory = memory.replace(table=table)
+            if memory.cache is None and memory.hidden is None:
+                return memory
+            b, rows = jnp.arange(state.emitted.shape[0]), verdict.rows
+            last = acceptance.path[b, jnp.maximum(state.emitted - 1, 0)]
+
+            def newest(new, old):
+                def one(new, old):
+                    changed = (state.emitted > 0).reshape(-1, *(1,) * (old.ndim - 1))
+                    return jnp.where(changed, new[b, last], old)
+
+                return jax.tree.map(one, new, old)
+
+            if memory.hidden is not None:
+                memory = memory.replace(hidden=newest(rows.hidden, memory.hidden))
+            cache = memory.cache
+            if cache is not None:
+                query, attended = newest((rows.query, rows.attended), (cache.query, cache.attended))
+                cache = refresh_draft_cache(
+                    cache.replace(query=query, attended=attended),
+                    state.kv,
+                    num_sinks=self.num_sinks,
+                    max_rows=depth + 1,
+                    most_new=self.draft_refresh,
+                )
+                memory = memory.replace(cache=cache)
+            return memory
+
+    def lesson(self, memory) -> Rates:
+        return memory.rates
+
+    def taught(self, memory, lesson) -> Learned:
+        return memory.replace(rates=lesson) if isinstance(lesson, Rates) else memory
+
+
+class Promise(NamedTuple):
+    """Tokens and seconds of a step, on average, and the width and passes that it takes."""
+
+    tokens: float
+    seconds: float
+    width: int
+    passes: int
+
+
+class Offered(NamedTuple):
+    """Paths that a step may draft: their tokens, and the kind of each, NO_DRAFT where there is
+    none."""
+
+    tokens: jax.Array  # [B, R, J] int32
+    kinds: jax.Array  # [B, R, J] int32
+
+
+class Pace(NamedTuple):
+    """What the last steps took by the prices, and the tokens of all rows that they found."""
+
+    seconds: jax.Array
+    tokens: jax.Array
+
+
+class Prices(NamedTuple):
+    """Seconds of a step with each of the pass widths, of a plain one, of a row more in it, and of
+    a pass that drafts."""
+
+    rows: jax.Array
+    plain: jax.Array
+    one_row: jax.Array
+    one_pass: jax.Array
+
+
+class Learned(flax.struct.PyTreeNode):
+    """LikelyTree's memory; None where the settings do not need it.
+
+    Attributes:
+      cache: for passes of the model on few tokens.
+      hidden: [B, D], last layer's output for the last committed token; zero before there is one.
+      table: of prompt and output.
+      offered: what the last step could have drafted.
+      rates: how often drafts of each kind were right.
+      pace: of the last steps.
+      spent: seconds of the last step, by the prices.
+    """
+
+    cache: DraftCache | None
+    hidden: jax.Array | None
+    table: NgramTable | None
+    offered: Offered
+    rates: Rates
+    pace: Pace
+    spent: jax.Array
+
+
+def _nothing(batch: int, paths: int, depth: int) -> Offered:
+    shape = (batch, paths, depth)
+    return Offered(jnp.zeros(shape, jnp.int32), jnp.full(shape, NO_DRAFT, jnp.int32))
+
+
+def _joined(groups: list[Offered], depth: int, running) -> Offered:
+    """All paths, as long as the longest; none for rows that have ended."""
+
+    def padded(x, filler: int):
+        missing = ((0, 0), (0, 0), (0, depth - x.shape[2]))
+        return jnp.pad(x, missing, constant_values=filler)
+
+    tokens = jnp.concatenate([padded(group.tokens, 0) for group in groups], axis=1)
+    kinds = jnp.concatenate([padded(group.kinds, NO_DRAFT) for group in groups], axis=1)
+    return Offered(tokens, jnp.where(running[:, None, None], kinds, NO_DRAFT))
+
+
+def _delay(state: DecodeState):
+    """What a penalty makes less likely is not remembered before it has left its window."""
+    return fading_window(state.sampling)
+
+
+def _kinds_of_text(followed, lengths, sizes, state: DecodeState, first: int) -> jax.Array:
+    """By the longest match that goes on like this, its share among all, and the penalty.
+
+    The first `lengths` tokens of each path count; `sizes` are those of the matches before them.
+    """
+    depth = followed.shape[2]
+    steps = jnp.arange(depth, dtype=jnp.int32)[None, None]
+    weights = jnp.where(sizes > 0, VOTE ** jnp.minimum(sizes, 12).astype(jnp.float32), 0)
+    both = shared(followed, lengths)
+    same = both[..., None] > steps[None]  # [B, P, P, J]
+    through = jnp.sum(jnp.where(same, weights[:, None, :, None], 0), axis=2)
+    longest = jnp.max(jnp.where(same, sizes[:, None, :, None], 0), axis=2) + steps
+    every = jnp.broadcast_to(jnp.sum(weights, axis=1)[:, None, None], (*weights.shape, 1))
+    share = through / jnp.maximum(jnp.concatenate([every, through[:, :, :-1]], axis=2), 1)
+    indices = between(LONGEST, longest), between(SHARES, share), _penalised(followed, state)
+    kinds = kind_number(first, TEXT_AXES, *indices)
+    return jnp.where(steps < lengths[..., None], kinds, NO_DRAFT)
+
+
+def _penalised(tokens, state: DecodeState) -> jax.Array:
+    """Whether a penalty acts on each token, as 0 or 1."""
+    if state.sampling.repetition is None or state.last_seen is None:
+        return jnp.zeros(tokens.shape, jnp.int32)
+    b, window = jnp.arange(tokens.shape[0])[:, None, None], state.sampling.repetition.window
+    seen = state.last_seen[b, tokens]
+    return (seen >= (state.length - window)[:, None, None]).astype(jnp.int32)
+
+
+def _kinds_of_pass(candidates: Candidates, depth: int) -> jax.Array:
+    """By depth, whether a candidate is the best one, and the gap to the other one. [B, CHILDREN]"""
+    scores, index = candidates.scores, jnp.arange(CHILDREN)[None]
+    gap = _gaps(scores)
+    kinds = kind_number(KINDS.passes, PASS_AXES, depth, index, between(GAPS, gap))
+    return jnp.where(candidates.possible, kinds, NO_DRAFT)
+
+
+def _gaps(scores) -> jax.Array:
+    """How far the best score lies above each; of the best one, above the second."""
+    other = jnp.concatenate([scores[:, 1:2], scores[:, 1:]], axis=1)
+    return jnp.where(other > -jnp.inf, scores[:, :1] - other, jnp.inf)
+
+
+def _chain(best, found: list[Candidates], kinds: list[jax.Array]) -> Offered:
+    """The path of the best candidates, and the others each as the end of a path. [B, R, passes]"""
+    passes = len(found)
+    of_best = jnp.stack([kind[:, 0] for kind in kinds], axis=1)
+    tokens, all_kinds = [best], [of_best]
+    for depth, rank_number in itertools.product(range(passes), range(1, CHILDREN)):
+        other = found[depth].tokens[:, rank_number]
+        tokens.append(best.at[:, depth].set(other))
+        ends = jnp.arange(passes)[None] > depth
+        path = of_best.at[:, depth].set(kinds[depth][:, rank_number])
+        all_kinds.append(jnp.where(ends, NO_DRAFT, path))
+    return Offered(jnp.stack(tokens, axis=1), jnp.stack(all_kinds, axis=1))
+
+
+def _grid(number: int) -> list[tuple[int, ...]]:
+    """The ranks along each path of the heads' candidates."""
+    return list(itertools.product(*map(range, HEAD_CHILDREN[:number])))
+
+
+def _of_heads(ranked: list[Candidates]) -> Offered:
+    """Every combination of the heads' candidates: none knows which one came before it."""
+    grid, tokens, kinds = _grid(len(ranked)), [], []
+    of_depth = []
+    for depth, one in enumerate(ranked):
+        index, gap = jnp.arange(one.tokens.shape[1])[None], _gaps(one.scores)
+        kind = kind_number(KINDS.heads, HEAD_AXES, depth, index, between(WIDE_GAPS, gap))
+        of_depth.append(jnp.where(one.possible, kind, NO_DRAFT))
+    for path in grid:
+        tokens.append(jnp.stack([one.tokens[:, r] for one, r in zip(ranked, path, strict=True)], 1))
+        kinds.append(jnp.stack([one[:, r] for one, r in zip(of_depth, path, strict=True)], 1))
+    return Offered(jnp.stack(tokens, axis=1), jnp.stack(kinds, axis=1))
+
+
+def _after(chain: Offered, paths: Offered, length: int) -> Offered:
+    """`paths` after the first path of `chain`."""
+
+    def joined(first, others):
+        first = jnp.broadcast_to(first[:, :1], (*others.shape[:2], length))
+        return jnp.concatenate([first, others], axis=2)
+
+    return Offered(joined(chain.tokens, paths.tokens), joined(chain.kinds, paths.kinds))
+
+
+def _no_rest(cache: DraftCache):
+    return jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: summarize_rest(cache))
+    )
+
+
+def _gain_of_pass(rates: Rates, depth: int, survival, prices: Prices, pace) -> jax.Array:
+    """Seconds that the best token of a pass is expected to save, less those of its row.
+
+    It is judged only where it is likely enough, which the pass will say.
+    """
+    depths, ranks, gaps = PASS_AXES
+    first = KINDS.passes + min(depth, depths - 1) * ranks * gaps
+    tried, values = rates.tried[first : first + gaps], rates.values[first : first + gaps]
+    saved = jnp.maximum(survival[:, None] * values[None] * pace - prices.one_row, 0)
+    return jnp.sum(saved * (tried / jnp.sum(tried))[None])
+
+
+def _best_width(sizes: Sizes, chance, prices: Prices, pace, running):
+    """The nodes that the step's tree may have, root included, [B], and the seconds of its pass.
+
+    More nodes bring more tokens, a wider pass takes longer: that is chosen which saves most.
+    """
+    widths = sizes.pass_widths
+    found = jnp.sum(jnp.where(running[:, None], jnp.cumsum(chance, axis=1), 0), axis=0)
+    saves = pace * found[jnp.asarray(widths) - 1] - prices.rows
+    at = jnp.argmax(saves)
+    nodes = jnp.asarray(widths, jnp.int32)[at]
+    return jnp.full(running.shape, nodes), prices.rows[at]
+
+
+def _judged(offered: Offered, state: DecodeState):
+    """Which offered drafts the step's tokens judge, and which of them are right.
+
+    A draft is judged where all before it on its path are right and the token is known; of several
+    of one kind at one node the first.
+    """
+    tokens, kinds = offered
+    B, R, J = tokens.shape
+    index = jnp.arange(J, dtype=jnp.int32)[None]
+    slots = jnp.minimum((state.length - state.emitted)[:, None] + index, state.tokens.shape[1] - 1)
+    said = jnp.take_along_axis(state.tokens, slots, axis=1)[:, None]  # [B, 1, J]
+    known = (index < state.emitted[:, None])[:, None]
+    right = (tokens == said) & (kinds != NO_DRAFT) & known
+    so_far = jnp.cumprod(right.astype(jnp.int32), axis=2)
+    before = jnp.concatenate([jnp.ones((B, R, 1), bool), so_far[:, :, :-1] > 0], axis=2)
+    tried = before & (kinds != NO_DRAFT) & known
+    # A kind is part of a node's name here.
+    both = shared(tokens * KINDS.count + kinds, jnp.sum(tried, axis=2, dtype=jnp.int32))
+    return tried & (first_with(both, J) == jnp.arange(R)[None, :, None]), right
