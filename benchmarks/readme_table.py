@@ -149,15 +149,15 @@ def front() -> str:
     for row in gpu["rows"]:
         if row["pass"] == "plain" and row["context"] in (4096, 106_496):
             lines.append(gpu_row(gpu, row))
-    rows = {(r["context"], r["setting"], r["method"]): r for r in speed["rows"]}
+    rows = speedup_rows(speed)
     for context, setting in ((32768, "greedy"), (2048, "sampled")):
-        plain, swift = (rows[context, setting, method] for method in ("plain", "tokenswift"))
+        plain, auto = (rows[context, setting, method] for method in ("plain", "auto"))
         lines.append(
-            f"| TokenSwift at a context of {context:,}, {setting}, per token "
-            f"({swift['tokens_per_step']:.1f} tokens per step) "
-            f"| {swift['ms_per_token']['median']:.1f} ms "
+            f"| `tsjax.Auto()` at a context of {context:,}, {setting}, per token "
+            f"({auto['tokens_per_step']:.1f} tokens per step) "
+            f"| {auto['ms_per_token']['median']:.1f} ms "
             f"| {plain['ms_per_token']['median']:.1f} ms (plain decoding) "
-            f"| {swift['speedup_over_plain']['median']:.2f}x | {machine(speed)} |"
+            f"| {auto['speedup_over_plain']['median']:.2f}x | {machine(speed)} |"
         )
     longest = max(row["prompt_tokens"] for row in lazy["rows"])
     first = {row["schedule"]: row for row in lazy["rows"] if row["prompt_tokens"] == longest}
@@ -358,38 +358,85 @@ def steps() -> str:
     return "\n".join([*lines, "", "Made by the same command."])
 
 
+def speedup_rows(document: dict) -> dict[tuple, dict]:
+    """What was measured after texts, by context, setting and method."""
+    return {
+        (row["context"], row["setting"], row["method"]): row
+        for row in document["rows"]
+        if row["text"] != "random"
+    }
+
+
+SPEEDUPS = {
+    "paper": "the paper's settings", "ngrams": "n-grams", "torch": "torch",
+    "torch lookup": "torch, prompt lookup",
+}  # fmt: skip
+
+
 def speedup() -> str:
     document = read("speedup")
     lines = head(
-        "context | text | plain decoding | TokenSwift | over plain decoding | over torch | "
-        "tokens per step | drafts"
+        f"context | text | plain decoding | of the bound | Auto | its tokens per step "
+        f"| best fixed setting | {' | '.join(SPEEDUPS.values())}"
     )
-    rows = {(r["context"], r["setting"], r["method"]): r for r in document["rows"]}
-    for (context, setting, method), row in rows.items():
-        if method != "tokenswift":
-            continue
-        plain, options = rows[context, setting, "plain"], row["options"]
-        drafts = "suffix"
-        if "tree" in options:
-            count = f"{len(options['tree'])} per step"
-            heads = options["draft_from"] == "verified_state"
-            drafts += f", heads {count}" if heads else f", passes {count}"
-        over, torch = row["speedup_over_plain"], row["speedup_over_torch"]["median"]
+    rows = speedup_rows(document)
+
+    def over_plain(row: dict | None) -> str:
+        return f"{row['speedup_over_plain']['median']:.2f}x" if row else ""
+
+    for context, setting in dict.fromkeys((context, setting) for context, setting, _ in rows):
+        plain, auto = (rows[context, setting, method] for method in ("plain", "auto"))
+        over, best = auto["speedup_over_plain"], auto["best_fixed"]
+        best_ratio = "1.00x" if best == "plain" else over_plain(rows[context, setting, best])
+        others = (over_plain(rows.get((context, setting, method))) for method in SPEEDUPS)
+        bound = f"{plain['bound']['median']:.0%}" if "bound" in plain else ""
         lines.append(
-            f"| {context:,} | {setting} | {plain['ms_per_token']['median']:.1f} ms "
-            f"| {row['ms_per_token']['median']:.1f} ms | {over['median']:.2f}x "
-            f"({over['min']:.2f} to {over['max']:.2f}) "
-            f"| {torch:.2f}x | {row['tokens_per_step']:.2f} | {drafts} |"
+            f"| {context:,} | {setting} | {plain['ms_per_token']['median']:.2f} ms | {bound} "
+            f"| {over['median']:.2f}x ({over['min']:.2f} to {over['max']:.2f}) "
+            f"| {auto['tokens_per_step']:.2f} | {best_ratio}, {best} | {' | '.join(others)} |"
         )
-    same = all(row.get("same_tokens", True) for row in document["rows"])
-    note = (
-        "Time per token after N tokens of a book (N is the context), medians of interleaved "
-        "rounds (smallest and largest ratio in brackets); the embedded model in float32; sampled "
-        'is temperature 1, min-p 0.1, penalty 1.2 over 1,024 tokens; method="tokenswift", which '
-        "chose the drafts. "
-        f"{'Every run returned the tokens of plain decoding. ' if same else ''}Made by "
+    every = [*document["rows"], *document.get("long", {}).get("rows", ())]
+    same = all(row.get("same_tokens", True) for row in every)
+    note = [
+        f"Time per token of plain decoding after the first N tokens of {document['text']['name']} "
+        f"(N is the context) for {document['new_tokens']} new tokens, and how many times faster "
+        "others are: medians of interleaved rounds, for Auto also the smallest and the largest "
+        "ratio. The embedded model in float32; sampled is temperature 1, min-p 0.1, penalty 1.2 "
+        "over 1,024 tokens. Fixed settings are the paper's, n-grams, plain decoding, and two of "
+        "`LikelyTree`: drafts from the text alone (text), and four passes as well (passes). The "
+        "bound is one read of weights and cache, at the speed of torch's sum over a buffer of that "
+        "size in the same round.",
+        *after_random(document),
+        *long_run(document),
+    ]
+    if same:
+        note.append("Every run of tsjax returned the tokens of plain decoding.")
+    return "\n".join([*lines, "", " ".join(note) + f" Made by {source(document)}."])
+
+
+def after_random(document: dict) -> list[str]:
+    """What Auto loses where there is nothing to find."""
+    found = [
+        f"{row['speedup_over_plain']['median']:.2f}x ({row['context']:,}, {row['setting']})"
+        for row in document["rows"]
+        if (row["text"], row["method"]) == ("random", "auto")
+    ]
+    return [f"After random tokens Auto is {', '.join(found)} as fast as plain."] if found else []
+
+
+def long_run(document: dict) -> list[str]:
+    long = document.get("long")
+    if not long:
+        return []
+    plain, auto = (
+        next(row for row in long["rows"] if row["method"] == method) for method in ("plain", "auto")
     )
-    return "\n".join([*lines, "", note + source(document) + "."])
+    return [
+        f"{long['new_tokens']:,} new tokens after {long['prompt_tokens']}, {long['setting']}: "
+        f"{plain['seconds']['median']:.0f} s plainly, {auto['seconds']['median']:.0f} s with Auto "
+        f"({auto['speedup_over_plain']['median']:.2f}x, {auto['tokens_per_step']:.2f} tokens per "
+        "step)."
+    ]
 
 
 def partial_cache() -> str:

@@ -35,6 +35,7 @@ import numpy as np
 import tsjax
 from benchmarks import report
 from benchmarks.cpu import seconds_to_read
+from benchmarks.expected import read_bytes
 from pallas_kernels import native
 from tsjax.decoding.start import with_method
 from tsjax.files.tokenizer import encode
@@ -44,7 +45,6 @@ from tsjax.host.request import make_request
 from tsjax.host.run import run, start_run
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.methods.auto import options, seconds_per_token
-from tsjax.methods.cost_model import pass_work
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": dict(
@@ -107,7 +107,7 @@ class Ours:
 
     def begins_with(self, name: str) -> dict[str, Any]:
         """The settings of the method that drafts first, but for its table of costs."""
-        method = self.requests[name].decode.method
+        method: Any = self.requests[name].decode.method
         found = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
         return {"method": type(method).__name__, **found, "costs": None}
 
@@ -252,15 +252,14 @@ def rows_of(model, text: str, prompt: np.ndarray, args: Any, left_out: list):
     methods = sweep() if args.sweep else methods_of(model, context + new // 2)
     if text == RANDOM:
         methods = {name: methods[name] for name in METHODS_ON_RANDOM}
-    work = pass_work(model.cfg, 1, context + new // 2)
-    read = int(sum(work[part].bytes for part in ("products", "logits", "attention")))
+    read = int(read_bytes(model.cfg, context + new // 2))
     with_torch = args.threads > 0
     theirs = (
         Theirs(model.path, prompt, new, args.threads) if with_torch and text != RANDOM else None
     )
     for setting in args.settings:
         ours = Ours(model, prompt, new, setting, methods)
-        calls = {name: functools.partial(ours.run, name) for name in methods}
+        calls: dict[str, Any] = {name: functools.partial(ours.run, name) for name in methods}
         if theirs:
             calls |= theirs.calls(setting, left_out)
         if with_torch:

@@ -2,6 +2,7 @@
 """The benchmarks: their list, that they run, what they write, and their arithmetic."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import draft_weights, equality, first_token, report, step, ttft
+from benchmarks import draft_weights, equality, first_token, report, speedup, step, ttft
 from benchmarks.kernels import cases, measuring, programs, tuning
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton
@@ -146,19 +147,51 @@ def test_a_step_runs_on_a_cpu(tmp_path):
 
 
 def test_speedups_are_measured_on_a_cpu(tmp_path):
-    (tmp_path / "books").mkdir()
-    (tmp_path / "books" / "one.txt").write_text("a thin man " * 200)
+    text = tmp_path / "one.txt"
+    text.write_text("a thin man " * 200)
     hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
     arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf")]
-    arguments += ["--books", str(tmp_path / "books"), "--out", str(tmp_path)]
-    arguments += ["--contexts", "64", "--tokens", "300", "--rounds", "1", "--threads", "0"]
-    done = program("speedup", *arguments, "--settings", "greedy")
+    arguments += ["--text", str(text), "--out", str(tmp_path), "--settings", "greedy"]
+    arguments += ["--contexts", "64", "--tokens", "40", "--rounds", "1", "--threads", "1"]
+    done = program("speedup", *arguments, "--random", "--long", "300")
     assert done.returncode == 0, done.stderr
-    rows = json.loads((tmp_path / "speedup.json").read_text())["rows"]
-    assert [(row["context"], row["method"]) for row in rows] == [(64, "plain"), (64, "tokenswift")]
-    assert all(row["same_tokens"] and row["tokens_per_step"] >= 1 for row in rows)
-    assert rows[1]["speedup_over_plain"]["median"] > 0
+    document = json.loads((tmp_path / "speedup.json").read_text())
+    assert document["complete"] and not document["left_out"]
+    digest = hashlib.sha256(text.read_bytes()).hexdigest()
+    assert document["text"] == {"name": "one.txt", "sha256": digest}
+    rows = {(row["text"], row["method"]): row for row in document["rows"]}
+    ours = ["plain", "paper", "auto", "text", "passes", "ngrams"]
+    names = [("one.txt", name) for name in (*ours, "torch", "torch lookup")]
+    assert list(rows) == [*names, ("random", "plain"), ("random", "auto")]
+    for (_, name), row in rows.items():
+        assert (row["context"], row["setting"]) == (64, "greedy")
+        assert row["ms_per_token"]["median"] > 0 and row["tokens_per_step"] >= 1
+        assert row["same_tokens"] if name in ours else "same_tokens" not in row
+        assert ("bound" in row) == (name == "plain")
+    plain, auto, text_alone, torch = (
+        rows["one.txt", name] for name in ("plain", "auto", "text", "torch")
+    )
+    inverse = 1 / torch["speedup_over_plain"]["median"]
+    assert plain["speedup_over_torch"]["median"] == pytest.approx(inverse)
+    assert auto["best_fixed"] in {*ours} - {"auto"} and auto["speedup_over_best_fixed"]["min"] > 0
+    assert text_alone["options"]["method"] == "LikelyTree"
     assert (tmp_path / "speedup.png").stat().st_size > 0
+
+    long = document["long"]
+    assert [row["method"] for row in long["rows"]] == ["plain", "auto"]
+    for row in long["rows"]:
+        found = row["by_position"]
+        assert found["position"] == [300] and row["same_tokens"]
+        assert found["ms_per_token"] == pytest.approx([row["ms_per_token"]["median"]])
+        assert found["tokens_per_step"] == pytest.approx([row["tokens_per_step"]])
+
+
+def test_a_run_s_speed_is_told_by_output_position():
+    chunks = [(0, 0, 0.0), (1024, 512, 1.0), (3072, 2560, 5.0), (3100, 2588, 5.028)]
+    found = speedup.by_position([chunks])
+    assert found["position"] == [1024, 2048, 3072, 3100]
+    assert found["ms_per_token"] == pytest.approx([1e3 / 1024, 2e3 / 1024, 2e3 / 1024, 1])
+    assert found["tokens_per_step"] == pytest.approx([2, 1, 1, 1])
 
 
 def test_int8_drafts_are_held_against_the_model_s(tmp_path, monkeypatch):

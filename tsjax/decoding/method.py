@@ -70,6 +70,7 @@ class Measured(NamedTuple):
         they took, each summed over the rows. What a method's first chunk of steps did is left out.
       since: seconds, summed over the rows, since this method was taken.
       tried: what is known of others that drafted before in this run.
+      repeats: how many of the last tokens stood together before, the mean of the rows.
       costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
         them.
       int8_fits: whether there is memory for a copy of the model in int8.
@@ -88,6 +89,7 @@ class Measured(NamedTuple):
     seconds: float = 0.0
     since: float = 0.0
     tried: tuple[Tried, ...] = ()
+    repeats: int = 0
     costs: Any = None
     int8_fits: bool = True
     corpus: bool = False

@@ -31,6 +31,7 @@ from tsjax.model.sharding import mesh_of
 
 SECONDS_PER_CHUNK = 0.2
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
+LONGEST_REPEAT = 16
 LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
@@ -100,7 +101,9 @@ def run(
                 dataclasses.replace(decode, method=method),
                 params_for(model, request, method),
             )
-            state = with_method(state, decode, mesh_of(model.params), lesson)
+            # A copy, as the memory that takes it up is donated to its first steps.
+            taught = jax.tree.map(jnp.copy, lesson)
+            state = with_method(state, decode, mesh_of(model.params), taught)
         state = rows.stop(state)
 
 
@@ -152,6 +155,7 @@ class Judge:
             seconds=float(self._seconds),
             since=float(self._since),
             tried=tuple(self._tried.values()),
+            repeats=_repeats(np.asarray(state.tokens), now.length),
         )
         chosen = self._request.method.next(measured)
         if chosen != current:
@@ -319,6 +323,21 @@ def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
     counts = np.asarray(state.prompt.computed).sum(axis=(1, 2))
     rows, tokens = state.prompt_length.shape[0], int(np.asarray(state.prompt_length).sum())
     return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
+
+
+def _repeats(tokens: np.ndarray, length: np.ndarray) -> int:
+    """How many of the last tokens, up to LONGEST_REPEAT, stood together before: a mean of rows."""
+    sizes = []
+    for row, known in zip(tokens, length, strict=True):
+        text = row[:known]
+        places = np.flatnonzero(text[:-1] == text[-1]) if known else np.zeros(0, np.int64)
+        size = 0
+        while len(places) and size < LONGEST_REPEAT:
+            size += 1
+            places = places[places >= size]
+            places = places[text[places - size] == text[-1 - size]]
+        sizes.append(size)
+    return int(np.mean(sizes))
 
 
 def _next_chunk(steps: int, elapsed: float) -> int:

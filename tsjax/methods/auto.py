@@ -30,8 +30,10 @@ PROMISES = 1.05  # so many times faster than with the text alone, passes have to
 # Plain decoding is tried early, unless drafts are far faster than it takes by the table.
 FAR_FASTER = 0.6
 # Other methods are tried again, as text and context change: what that may cost of a run's time, how
-# many steps a trial takes, and the share of it that is lost at least.
-TRIALS_COST, TRIAL_STEPS, LEAST_LOST = 0.01, 96, 0.25
+# many steps a trial takes, and the share of it that is lost at least. A text that begins to repeat
+# itself is worth more: so many equal tokens say that it does, and what a trial may cost then.
+TRIALS_COST, TRIAL_STEPS, LEAST_LOST = 0.01, 96, 0.15
+LONG_MATCH, TRIALS_COST_OF_REPEATS = 8, 0.1
 PASSES = (1, 2, 4, 6)
 NARROW: dict[str, Any] = {"width": 16, "pass_widths": (1, 2, 4, 8)}  # where rows cost time
 WIDE: dict[str, Any] = {"width": 64, "pass_widths": (1, 16, 32)}
@@ -115,10 +117,14 @@ def follow(measured: Measured, costs: Costs) -> Method:
     is_measured = costs.origin == "measured"
     if current != plain and plain not in known and (here > FAR_FASTER or not is_measured):
         return plain
+    repeats = current == plain and measured.repeats >= LONG_MATCH
+    most = (TRIALS_COST_OF_REPEATS if repeats else TRIALS_COST) * measured.since
+    trial = TRIAL_STEPS * measured.batch * here * costs.plain(measured.context)
+    if trial * LEAST_LOST > most:
+        return current
     for rival in _rivals(measured, costs):
         lost = max(known.get(rival, 0) / here - 1, LEAST_LOST)
-        trial = TRIAL_STEPS * measured.batch * here * costs.plain(measured.context)
-        if rival != current and trial * lost <= TRIALS_COST * measured.since:
+        if rival != current and trial * lost <= most:
             return rival
     return current
 

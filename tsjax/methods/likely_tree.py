@@ -241,13 +241,13 @@ class LikelyTree(Method):
             drafting += costs.of_pass(1, slots) - costs.of_pass(1, 0)
         drafting += costs.of_heads(self.wants_int8) if number else 0.0
         drafting += costs.suffix.at(context) + costs.ngrams if self.places else 0.0
-        wait = min(self.draft_refresh or math.inf, slots - self.num_sinks)
-        per_token = costs.choice.at(context) / max(wait, 1) if passes and slots < context else 0.0
+        wait = max(min(self.draft_refresh or math.inf, slots - self.num_sinks), 1)
+        choice = costs.choice.at(context) if passes and slots < context else 0.0
 
         def of_width(width: int) -> Promise:
             tokens = 1 + sum(found[: width - 1])
             seconds = costs.of_pass(width, context) + costs.overhead + drafting
-            return Promise(tokens, seconds + tokens * per_token, width, passes)
+            return Promise(tokens, seconds + min(tokens / wait, 1) * choice, width, passes)
 
         promises = map(of_width, self.sizes(model).pass_widths)
         return min(promises, key=lambda promise: promise.seconds / promise.tokens)
