@@ -97,6 +97,11 @@ class Case(NamedTuple):
     models: tuple[str, ...] = ("small", "embedded")
 
 
+# Ten more rows take as long as a plain step, and a pass on few slots a small part of it.
+COSTS = tsjax.Costs(
+    passes=((1, tsjax.Line(0.25, 0.01)), (11, tsjax.Line(0.5, 0.02))), heads=0.01,
+    choice=tsjax.Line(0.1), suffix=tsjax.Line(0.01), ngrams=0.01, overhead=0.0, origin="measured",
+)  # fmt: skip
 CASES = {
     "ngrams": Case(
         tsjax.NGram(num_ngrams=4, ngram_size=3, ngram_slots=6, ngram_delay=9, suffix_length=0),
@@ -131,6 +136,17 @@ CASES = {
             do_sample=True, temperature=0.8, top_p=0.9, repetition_penalty=1.1,
             repetition_window=12,
         ),
+    ),
+    "likely text": Case(
+        tsjax.LikelyTree(width=8, pass_widths=(1, 3), places=6, costs=COSTS),
+        dict(do_sample=True, temperature=0.5),
+    ),
+    "likely passes and heads": Case(
+        tsjax.LikelyTree(
+            width=12, pass_widths=(1, 4), places=4, draft_passes=2, heads=True, draft_budget=24,
+            num_sinks=2, draft_refresh=6, costs=COSTS,
+        ),
+        dict(do_sample=True, temperature=0.6, min_p=0.1),
     ),
     "int8 drafts": Case(
         tsjax.TokenSwift(

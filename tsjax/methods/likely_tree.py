@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.decoding.method import Measured, Method, Sizes
+from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, cut, first_with, grow_tree, shared
 from tsjax.methods.corpus import PLACES, match_sizes_in, places_in, what_followed_in
@@ -170,7 +171,7 @@ class LikelyTree(Method):
         return Sizes(
             width=self.width,
             depth=max(levels, min(self.width - 1, MOST_DEPTH) if self._text else 0),
-            levels=levels,
+            levels=min(levels, 1),  # a pass that runs makes the noise of what lies deeper
             narrower=self.pass_widths,
             with_attended=self.draft_passes > 0 and self.draft_rest,
         )
@@ -354,7 +355,7 @@ class LikelyTree(Method):
         and the seconds that they take."""
         memory, spent, wanted = state.memory, jnp.float32(0), jnp.any(state.running)
         if not self.draft_passes:
-            return None, [self._of_heads_alone(model, params, state, noise, wanted)], spent
+            return None, [self._of_heads_alone(model, params, state, wanted)], spent
         cache, weights, alone = memory.cache, weights_for(self, params), jnp.ones((1, 1), bool)
         best, survival = state.root[:, None], state.running.astype(jnp.float32)
         explores = jnp.max(state.stats.steps) % EXPLORES == 0
@@ -366,8 +367,10 @@ class LikelyTree(Method):
             last = depth == self.draft_passes - 1
             levels = 1 + (number if last else 0)
 
-            def run(carry, best, noise, depth=depth, levels=levels, last=last):
+            def run(carry, best, noise, of_row, depth=depth, levels=levels, last=last):
                 cache, rest, _ = carry
+                if depth + levels > 1:
+                    noise = _noise_of(model, state, of_row, depth, levels)
                 if depth == 0 and self.draft_rest:
                     rest = summarize_rest(cache)
                 known = cache.replace(length=cache.length + depth)
@@ -386,7 +389,8 @@ class LikelyTree(Method):
 
             shape = (best.shape[0], CHILDREN)
             none = [no_candidates(shape, noise.dtype) for _ in range(levels)]
-            cache, rest, ranked = run_if(wanted, run, (cache, rest, none), best, noise)
+            of_row = state.row_key, state.length
+            cache, rest, ranked = run_if(wanted, run, (cache, rest, none), best, noise, of_row)
             found.append(ranked[0])
             kinds = _kinds_of_pass(ranked[0], depth)
             survival *= chances(memory.rates, kinds[:, :1, None])[:, 0, 0]
@@ -398,17 +402,19 @@ class LikelyTree(Method):
             groups.append(_after(groups[0], _of_heads(ranked[1:]), self.draft_passes))
         return cache, groups, spent
 
-    def _of_heads_alone(self, model, params: Params, state: DecodeState, noise, wanted) -> Offered:
+    def _of_heads_alone(self, model, params: Params, state: DecodeState, wanted) -> Offered:
         """From the verified hidden state."""
         number, root = self._num_heads(model), state.root[:, None]
 
-        def run(_, hidden, root, noise):
+        def run(_, hidden, root, of_row):
+            noise = _noise_of(model, state, of_row, 0, number)
             normed = run_heads(params.heads[:number], hidden, cfg=model)
             ranked = rank(model, weights_for(self, params), state, normed, root, noise, CHILDREN)
             return _of_heads(ranked)
 
         nothing = _nothing(root.shape[0], len(_grid(number)), number)
-        return run_if(wanted, run, nothing, state.memory.hidden, root, noise)
+        of_row = state.row_key, state.length
+        return run_if(wanted, run, nothing, state.memory.hidden, root, of_row)
 
     # --- learning --------------------------------------------------------------------------------
 
@@ -515,6 +521,13 @@ class Learned(flax.struct.PyTreeNode):
     rates: Rates
     pace: Pace
     spent: jax.Array
+
+
+def _noise_of(model: ModelConfig, state: DecodeState, of_row, depth: int, levels: int):
+    """Noise [B, depth + levels, V] of the positions from a row's length on; 0 before `depth`."""
+    row_key, length = of_row
+    noise = step_noise(row_key, length + depth, levels, model.vocab_size, state.sampling)
+    return jnp.pad(noise, ((0, 0), (depth, 0), (0, 0)))
 
 
 def _nothing(batch: int, paths: int, depth: int) -> Offered:
