@@ -400,8 +400,9 @@ def speedup() -> str:
     same = all(row.get("same_tokens", True) for row in every)
     note = [
         f"Time per token of plain decoding after the first N tokens of {document['text']['name']} "
-        f"(N is the context) for {document['new_tokens']} new tokens, and how many times faster "
-        "others are: medians of interleaved rounds, for Auto also the smallest and the largest "
+        f"(N is the context) for {document['new_tokens']} new tokens ({document['torch_tokens']} of "
+        f"torch), and how many times faster others are: medians of {document['rounds']} interleaved "
+        "rounds, for Auto also the smallest and the largest "
         "ratio. The embedded model in float32; sampled is temperature 1, min-p 0.1, penalty 1.2 "
         "over 1,024 tokens. Fixed settings are the paper's, n-grams, plain decoding, and two of "
         "`LikelyTree`: drafts from the text alone (text), and four passes as well (passes). The "

@@ -230,7 +230,8 @@ def main(argv: Sequence[str]) -> None:
     document: dict[str, Any] = {
         "costs": costs_of(model.params, model.cfg, 1),  # what Auto and LikelyTree choose by
         "dtype": "float32", "native": {"state": status.state, "reason": status.reason},
-        "settings": SETTINGS, "text": text, "new_tokens": args.tokens, "torch_tokens": min(args.tokens, TORCH_TOKENS), "rounds": args.rounds,
+        "settings": SETTINGS, "text": text, "new_tokens": args.tokens,
+        "torch_tokens": min(args.tokens, TORCH_TOKENS), "rounds": args.rounds,
         "complete": False, "rows": [], "left_out": [],
     }  # fmt: skip
     name = "partial_cache" if args.sweep else "speedup"

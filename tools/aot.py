@@ -53,6 +53,7 @@ STEPS = {
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
+    "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
     "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", 2, "autoregressive"),
@@ -231,6 +232,8 @@ def lower_step(step: Step, target: str):
     from tsjax.decoding.sampling import sampling_values
     from tsjax.decoding.start import init_state
     from tsjax.methods import METHODS
+    from tsjax.methods.auto import choose
+    from tsjax.methods.cost_model import device_of, estimated
     from tsjax.methods.partial_cache import DraftCache
     from tsjax.model.cache import CACHE_AXES, KVCache
     from tsjax.model.int8 import Int8Matrix
@@ -252,6 +255,10 @@ def lower_step(step: Step, target: str):
                 draft_rest=True,
             )
         method = dataclasses.replace(method, draft_weights=step.draft_weights)
+    if step.method == "auto":
+        config = dataclasses.replace(config, num_draft_heads=3)
+        costs = estimated(config, device_of("gpu", target), 1)
+        method = choose(config, costs, step.capacity)
     sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
     prefill = prefill and prefill.resolved(config, 32_768)

@@ -8,9 +8,11 @@ to: what is accepted is what plain decoding would have chosen.
 from __future__ import annotations
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import NEVER_SEEN, best, score, step_noise
@@ -20,6 +22,8 @@ from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import final_norm, unembed
+
+OF_LAYERS = ("k", "v", "query", "attended")  # the fields of Rows with an entry for each layer
 
 
 def verify(
@@ -39,7 +43,9 @@ def verify(
         return Verdict(target=best(scores), rows=rows)
 
     def run_padded(width: int, *inputs):
-        return jax.tree.map(lambda x: _padded(x, widths[-1]), run(width, *inputs))
+        verdict = run(width, *inputs)
+        verdict = verdict.replace(rows=_together(verdict.rows))
+        return jax.tree.map(lambda x: _padded(x, widths[-1]), verdict)
 
     inputs = (tree, noise, state.kv.length, state.row_key)  # what a pass begins with
     with jax.named_scope("verify"):
@@ -52,7 +58,34 @@ def verify(
         for index, width in enumerate(widths):
             one = functools.partial(lambda width, _, *inputs: run_padded(width, *inputs), width)
             verdict = run_if(narrowest == index, one, verdict, *inputs)
-        return verdict
+        return verdict.replace(rows=_apart(verdict.rows, cfg.model.num_layers))
+
+
+def _together(rows: Rows) -> Rows:
+    """`rows` with one array [B, T, layers, ...] in place of one for each layer.
+
+    A loop then hands on a few arrays instead of a few for each layer, which a CPU takes long for.
+    """
+
+    def joined(of_layers):
+        if not of_layers:
+            return of_layers
+        return jax.tree.map(lambda *arrays: jnp.stack(arrays, axis=2), *of_layers)
+
+    return rows._replace(**{name: joined(getattr(rows, name)) for name in OF_LAYERS})
+
+
+def _apart(rows: Rows, layers: int) -> Rows:
+    """What `_together` was given."""
+
+    def split(joined):
+        if isinstance(joined, tuple) and not joined:
+            return joined
+        return tuple(
+            jax.tree.map(operator.itemgetter(np.s_[:, :, i]), joined) for i in range(layers)
+        )
+
+    return rows._replace(**{name: split(getattr(rows, name)) for name in OF_LAYERS})
 
 
 def _padded(x, width: int):
