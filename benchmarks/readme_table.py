@@ -151,7 +151,8 @@ def front() -> str:
         if row["pass"] == "plain" and row["context"] in (4096, 106_496):
             lines.append(gpu_row(gpu, row))
     rows = speedup_rows(speed)
-    for context, setting in ((32768, "greedy"), (2048, "sampled")):
+    contexts = [context for context, _, _ in rows]
+    for context, setting in ((max(contexts), "greedy"), (min(contexts), "sampled")):
         plain, auto = (rows[context, setting, method] for method in ("plain", "auto"))
         lines.append(
             f"| `tsjax.Auto()` at a context of {context:,}, {setting}, per token "
@@ -399,10 +400,10 @@ def speedup() -> str:
     every = [*document["rows"], *document.get("long", {}).get("rows", ())]
     same = all(row.get("same_tokens", True) for row in every)
     note = [
-        f"Time per token of plain decoding after the first N tokens of {document['text']['name']} "
-        f"(N is the context) for {document['new_tokens']} new tokens ({document['torch_tokens']} of "
-        f"torch), and how many times faster others are: medians of {document['rounds']} interleaved "
-        "rounds, for Auto also the smallest and the largest "
+        "Time per token of plain decoding after the first N tokens of a text (N is the context), "
+        f"{document['text']['name']}, for {document['new_tokens']} new tokens "
+        f"({document['torch_tokens']} of torch), and how many times faster others are: medians of "
+        f"{document['rounds']} interleaved rounds, for Auto also the smallest and the largest "
         "ratio. The embedded model in float32; sampled is temperature 1, min-p 0.1, penalty 1.2 "
         "over 1,024 tokens. Fixed settings are the paper's, n-grams, plain decoding, and two of "
         "`LikelyTree`: drafts from the text alone (text), and four passes as well (passes). The "
@@ -411,6 +412,8 @@ def speedup() -> str:
         *after_random(document),
         *long_run(document),
     ]
+    if not document["complete"]:
+        note.append("The run was ended before it had measured all contexts that it was to measure.")
     if same:
         note.append("Every run of tsjax returned the tokens of plain decoding.")
     return "\n".join([*lines, "", " ".join(note) + f" Made by {source(document)}."])
@@ -421,7 +424,7 @@ def price_of_rows() -> str:
     document = read("speedup")
     costs = as_costs(document["costs"])
     lines = head("context | plain step | a further row | a draft pass on 512 slots | most, 1 / r")
-    for context in dict.fromkeys(context for context, _, _ in speedup_rows(document)):
+    for context in (2048, 8192, 32_768):
         plain = costs.plain(context)
         row = (costs.of_pass(8, context) - costs.of_pass(1, context)) / 7
         drafting = min(costs.of_draft_pass(512, in_int8) for in_int8 in (False, True))
