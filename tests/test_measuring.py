@@ -48,7 +48,7 @@ class FakeParts(measuring.Parts):
         return Part()
 
     def __init__(self, params, cfg, batch):
-        self.contexts = 500, 4500
+        self.contexts, self.layers = (500, 4500), 1
 
     def layer(self, rows, in_int8=False):
         return self.part(("layer", "int8" if in_int8 else rows))
@@ -117,7 +117,7 @@ def test_noise_makes_no_part_cheaper_than_nothing_or_than_a_smaller_one(monkeypa
 def test_seconds_of_a_turn(devices, monkeypatch):
     """A clock that says 1/1024 s for each call: the longer calls have 20 turns.
 
-    The rest is the sum of the parts, as above.
+    The rest is the sum of the parts, as above; both layers of the model are measured together.
     """
     monkeypatch.setattr(measuring, "FAR", 64)
     mesh = jax.make_mesh(devices, ("data", "model")) if devices else None
@@ -126,14 +126,14 @@ def test_seconds_of_a_turn(devices, monkeypatch):
     found = measuring.measure(model.params, model.cfg, 2, clock=lambda: next(ticks) / 1024)
     turn = 1 / 1024 / 20
     assert found == Costs(
-        passes=tuple((rows, Line(3 * turn)) for rows in (1, 8, 64)),
+        passes=tuple((rows, Line(2 * turn)) for rows in (1, 8, 64)),
         heads=turn,
         choice=Line(2 * turn),
         suffix=Line(turn),
         ngrams=turn,
         overhead=turn,
         origin="measured",
-        int8=Int8Costs(Line(3 * turn), turn),
+        int8=Int8Costs(Line(2 * turn), turn),
     )
 
 

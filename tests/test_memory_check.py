@@ -19,6 +19,7 @@ from tsjax.decoding.start import memory_bytes, temporary_bytes
 from tsjax.host import request
 from tsjax.host.info import MEMORY_SHARES
 from tsjax.methods import METHODS
+from tsjax.methods import auto
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.model.cache import cache_bytes
 
@@ -186,6 +187,7 @@ def test_auto_does_without_a_copy_in_int8_that_does_not_fit(monkeypatch):
         ((1, free), (128, free)), 0, free, free, 0.0, 0.0, "measured", Int8Costs(Line(0.1), 0)
     )
     model = tiny_model(embed_dim=64, num_layers=2, mlp_dim=4096)
+    monkeypatch.setattr(auto, "SHORT_RUN", 1)
     asked = dict(method=tsjax.Auto(costs=costs), max_new_tokens=8, capacity=128, prefill_width=16)
     chosen = tsjax.generate(model, [1, 2, 3], **asked).stats.method
     assert chosen.wants_int8

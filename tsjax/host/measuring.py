@@ -2,7 +2,8 @@
 """Measures what the parts of a step take on the device where a model lies.
 
 Knows the parts, small programs that repeat each of them, and a clock. Does not know what is chosen
-by the seconds. One layer stands for all: it compiles in a fraction of the time of the whole model.
+by the seconds. A few layers stand for all: they compile in a fraction of the time of the whole
+model. One alone would not do: what it reads would stay in a processor's cache.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ FEW, MANY = 8, 64  # rows of the passes that are measured beside those of one
 DEAR = 2.0  # where a few rows take so many times as long as one, many rows are not measured
 DEEPEST = 8  # positions whose noise is made in a step
 SLOTS = 512  # of the partial cache
-NEAR, FAR, LEAST_FAR = 512, 8192, 1024  # contexts; the far one is nearer where caches are large
-CACHE_BYTES = 2**28  # of a layer
+NEAR, FAR, LEAST_FAR = 512, 32_768, 1024  # contexts; the far one is nearer where caches are large
+LAYERS = 3  # that stand for all
+CACHE_BYTES = 2**28  # of these
 # A part is repeated in one call for that long, where it does not take longer by itself, and called
 # so often or until its budget is spent; all parts in turn, in so many rounds.
 CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 3, 0.07
@@ -82,7 +84,7 @@ def measure(
         [*itertools.product(at_both, (near, far)), *((x, near) for x in at_one)], clock
     )
 
-    def line(part: Part, times: int = 1) -> Line:
+    def line(part: Part, times: float = 1.0) -> Line:
         least = [times * seconds[part, context] for context in (near, far)]
         slope = max((least[1] - least[0]) / (far - near), 0.0)
         return Line(max(least[0] - slope * near, 0.0), slope)
@@ -92,7 +94,7 @@ def measure(
     passes: list[tuple[int, Line]] = []
 
     def add_pass(rows: int, part: Part) -> None:
-        layers = line(part, cfg.num_layers)
+        layers = line(part, cfg.num_layers / parts.layers)
         new = Line(layers.seconds + chosen[1] + (rows - 1) * per_row, layers.per_token)
         if passes:  # what was disturbed may seem to take less than a narrower pass
             new = Line(*map(max, passes[-1][1], new))
@@ -102,7 +104,7 @@ def measure(
 
     add_pass(1, one)
     add_pass(FEW, few)
-    layers, drafted = line(in_int8[0], cfg.num_layers), seconds[in_int8[1], near]
+    layers, drafted = line(in_int8[0], cfg.num_layers / parts.layers), seconds[in_int8[1], near]
     heads = cfg.num_draft_heads
     if passes[1][1].at(far) < DEAR * passes[0][1].at(far):
         many = parts.layer(MANY)
@@ -194,15 +196,17 @@ class Parts:
 
     def __init__(self, params: Params, cfg: ModelConfig, batch: int):
         self._cfg, self._batch, self._mesh = cfg, batch, mesh_of(params)
+        self.layers = min(LAYERS, cfg.num_layers)
         self._weights, self._one = params.model, dataclasses.replace(cfg, num_layers=1)
+        self._few = dataclasses.replace(cfg, num_layers=self.layers)
         device = next(iter(jax.tree.leaves(params)[0].devices()))
         options = compiler_options(device.platform, cfg.dtype)
         self._jit = functools.partial(jax.jit, compiler_options=options)
         far = FAR
-        while far > LEAST_FAR and cache_bytes(self._one, batch, far) > CACHE_BYTES:
+        while far > LEAST_FAR and cache_bytes(self._few, batch, far) > CACHE_BYTES:
             far //= 2
         self.contexts = min(NEAR, far // 2), far
-        self._cache = init_cache(self._one, batch, far, self._mesh)
+        self._cache = init_cache(self._few, batch, far, self._mesh)
         self._tokens = self._zeros((far,), jnp.int32)
 
     def _placed(self, tree: Any) -> Any:
@@ -219,20 +223,22 @@ class Parts:
 
     @functools.cached_property
     def _int8(self) -> ModelWeights:
-        """The first layer and the unembedding in int8."""
-        first = self._weights.replace(layers=self._weights.layers[:1])
-        return int8_weights(first, self._one, as_int8)
+        """The first layers and the unembedding in int8."""
+        return int8_weights(self._first, self._few, as_int8)
+
+    @property
+    def _first(self) -> ModelWeights:
+        return self._weights.replace(layers=self._weights.layers[: self.layers])
 
     def layer(self, rows: int, *, in_int8: bool = False) -> Part:
-        """A pass of N rows through one layer."""
-        own = self._weights.replace(layers=self._weights.layers[:1])
-        weights = self._int8 if in_int8 else own
+        """A pass of N rows through the layers that stand for all."""
+        weights = self._int8 if in_int8 else self._first
         hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
 
         def inputs(context: int):
             return weights, self._cache.replace(length=self._lengths(context))
 
-        return Part(self._jit, functools.partial(_layer, cfg=self._one), hidden, inputs)
+        return Part(self._jit, functools.partial(_layer, cfg=self._few), hidden, inputs)
 
     def tokens(self, rows: int, *, in_int8: bool = False) -> Part:
         """From the last layer's output to the tokens of a pass, with their noise."""
@@ -253,8 +259,10 @@ class Parts:
         k, v = draft.k, draft.v
         draft = self._placed(draft.replace(k=(), v=())).replace(k=k, v=v)
 
+        whole = self._cache.replace(k=self._cache.k[:1], v=self._cache.v[:1])
+
         def inputs(context: int):
-            return (self._cache.replace(length=self._lengths(context)),)
+            return (whole.replace(length=self._lengths(context)),)
 
         return Part(self._jit, _choose_anew, draft, inputs)
 
@@ -294,7 +302,8 @@ def _layer(hidden, weights: ModelWeights, cache: KVCache, *, cfg: ModelConfig):
     rows = hidden.shape[1]
     positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)
     causal = jnp.tril(jnp.ones((rows, rows), bool))
-    return run_layers(weights, cache, hidden, positions, causal, range(1), cfg=cfg).hidden
+    layers = range(cfg.num_layers)
+    return run_layers(weights, cache, hidden, positions, causal, layers, cfg=cfg).hidden
 
 
 def _choose_tokens(tokens, weights: ModelWeights, hidden, keys, *, cfg: ModelConfig):
