@@ -18,8 +18,7 @@ from tsjax.decoding.programs import programs
 from tsjax.decoding.start import memory_bytes, temporary_bytes
 from tsjax.host import request
 from tsjax.host.info import MEMORY_SHARES
-from tsjax.methods import METHODS
-from tsjax.methods import auto
+from tsjax.methods import METHODS, auto
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.model.cache import cache_bytes
 
