@@ -16,7 +16,15 @@ import tsjax
 from benchmarks.report import ROOT, use_configs
 from tsjax.methods import cost_model, likely_tree
 from tsjax.methods.auto import choose, seconds_per_token
-from tsjax.methods.cost_model import GPU_OF_THE_RUN, GPUS, Costs, Device, estimated, pass_work
+from tsjax.methods.cost_model import (
+    GPU_OF_THE_RUN,
+    GPUS,
+    Costs,
+    Device,
+    estimated,
+    pass_work,
+    plain_bytes,
+)
 
 MODELS = ("llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b")
 CHIPS = {
@@ -47,18 +55,12 @@ def row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def read_bytes(model: tsjax.ModelConfig, context: int) -> float:
-    """What a plain step has to read."""
-    work = pass_work(model, 1, context)
-    return sum(work[part].bytes for part in ("products", "logits", "attention"))
-
-
 def fits(model: tsjax.ModelConfig, device: Device, context: int, *, in_int8: bool = False) -> bool:
     """Weights and cache, `in_int8` with a copy of the matrices to draft with."""
     embedding = 0 if model.tie_embeddings else pass_work(model, 1, 0)["logits"].bytes
     work = pass_work(model, 1, 0, weight_bytes=1)
     copy = work["products"].bytes + work["logits"].bytes if in_int8 else 0
-    return read_bytes(model, context) + embedding + copy <= USABLE * device.memory
+    return plain_bytes(model, context) + embedding + copy <= USABLE * device.memory
 
 
 def gain(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -> float:
@@ -82,7 +84,7 @@ def times() -> str:
                 if not fits(plain, device, length):
                     cells.append("no room")
                     continue
-                bound = 1e3 * read_bytes(plain, length) / device.bytes_per_second
+                bound = 1e3 * plain_bytes(plain, length) / device.bytes_per_second
                 gains = ", ".join(f"{gain(*table, device, length):.1f}x" for table in tables)
                 cells.append(f"{1e3 * tables[0][1].plain(length):.1f} ({bound:.1f}) ms; {gains}")
             lines.append(row([name, chip, *cells]))

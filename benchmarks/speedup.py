@@ -35,7 +35,6 @@ import numpy as np
 import tsjax
 from benchmarks import report
 from benchmarks.cpu import seconds_to_read
-from benchmarks.expected import read_bytes
 from pallas_kernels import native
 from tsjax.decoding.start import with_method
 from tsjax.files.tokenizer import encode
@@ -45,6 +44,7 @@ from tsjax.host.request import make_request
 from tsjax.host.run import run, start_run
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.methods.auto import options, seconds_per_token
+from tsjax.methods.cost_model import plain_bytes
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": dict(
@@ -257,7 +257,7 @@ def rows_of(model, text: str, prompt: np.ndarray, args: Any, left_out: list):
     methods = sweep() if args.sweep else methods_of(model, context + new // 2)
     if text == RANDOM:
         methods = {name: methods[name] for name in METHODS_ON_RANDOM}
-    read = int(read_bytes(model.cfg, context + new // 2))
+    read = int(plain_bytes(model.cfg, context + new // 2))
     with_torch = args.threads > 0
     theirs = (
         Theirs(model.path, prompt, new, args.threads) if with_torch and text != RANDOM else None

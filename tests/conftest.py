@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 import shutil
 import signal
@@ -111,12 +112,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=turn)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def give_programs_back():
-    """Each program keeps some memory maps, of which a process may have 65,530."""
-    yield
+MAPS = "/proc/self/map_files"  # of the memory of this process, which may have 65,530 of them
+MANY_MAPS, TESTS_BETWEEN = 30_000, 10  # to count them takes a moment
+TESTS = itertools.count()
+
+
+def give_programs_back() -> None:
+    """Each program keeps some memory maps; a process with too many ends in XLA, without a word."""
     jax.clear_caches()
     gc.collect()  # what is left in circles keeps them too
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_a_module():
+    yield
+    give_programs_back()
+
+
+@pytest.fixture(autouse=True)
+def programs_of_a_long_module():
+    yield
+    if next(TESTS) % TESTS_BETWEEN == 0 and os.path.isdir(MAPS):
+        if len(os.listdir(MAPS)) > MANY_MAPS:
+            give_programs_back()
 
 
 @pytest.fixture(autouse=True)

@@ -22,10 +22,22 @@ import numpy as np
 
 import tsjax
 from tsjax.decoding.noise import position_noise
+from tsjax.methods.cost_model import Costs, Line
 
 VOCAB = 61
 
 # --- models ----------------------------------------------------------------------------------
+
+# Seconds of every part of a step, each another number.
+MIXED_COSTS = Costs(
+    passes=((1, Line(10.0, 0.5)), (4, Line(16.0, 0.5)), (8, Line(24.0, 1.5))),
+    heads=3.0,
+    choice=Line(2.0, 0.25),
+    suffix=Line(0.125, 0.001),
+    ngrams=0.75,
+    overhead=4.0,
+    origin="measured",
+)
 
 
 def tiny_config(**changes) -> tsjax.ModelConfig:

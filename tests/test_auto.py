@@ -10,6 +10,7 @@ import random
 import jax
 import numpy as np
 import pytest
+from helpers import MIXED_COSTS as MIXED
 from helpers import chain, chain_model, tiny_model
 
 import tsjax
@@ -43,15 +44,6 @@ def table(*passes: tuple[int, float], per_token: float = 0.0, **changes) -> Cost
 # Rows are free, and the cache outweighs the weights at 10,000 tokens: a GPU with large caches.
 FREE_ROWS = table((1, 1.0), (128, 1.0), per_token=1e-3)
 DEAR_ROWS = table((1, 1.0), (4, 3.0))
-MIXED = Costs(
-    passes=((1, Line(10.0, 0.5)), (4, Line(16.0, 0.5)), (8, Line(24.0, 1.5))),
-    heads=3.0,
-    choice=Line(2.0, 0.25),
-    suffix=Line(0.125, 0.001),
-    ngrams=0.75,
-    overhead=4.0,
-    origin="measured",
-)
 
 
 def measured(model, kind, context, batch=1, **changes) -> Measured:
@@ -630,8 +622,9 @@ def test_steps_that_revival_ended_are_not_judged(model, monkeypatch):
     assert not seen[-1][1]
 
 
-def test_choose_method_is_what_generate_takes(model, monkeypatch):
+def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
     """Also where the table is that of the machine."""
+    monkeypatch.setenv("TSJAX_CACHE", str(tmp_path))  # without what other tests have measured
     monkeypatch.setattr(costs, "_KNOWN", {})
     monkeypatch.setattr(costs, "measure", lambda *_: table((1, 1.0), (8, 1.5)))
     choice = tsjax.choose_method("tokenswift", model, 3 + 10)

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers import MIXED_COSTS as MIXED
 from helpers import tiny_config
 
 import tsjax
@@ -20,7 +21,6 @@ from tsjax.methods.cost_model import (
     PASS_WITH_REST_IS_RIGHT,
     REPEAT_IS_RIGHT,
     REPEATS,
-    Costs,
     Int8Costs,
     Line,
     as_costs,
@@ -48,17 +48,6 @@ CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
 
 def llama(heads: int = 3, **changes) -> tsjax.ModelConfig:
     return tiny_config(num_draft_heads=heads, **{**LLAMA_8B, **changes})
-
-
-MIXED = Costs(
-    passes=((1, Line(10.0, 0.5)), (4, Line(16.0, 0.5)), (8, Line(24.0, 1.5))),
-    heads=3.0,
-    choice=Line(2.0, 0.25),
-    suffix=Line(0.125, 0.001),
-    ngrams=0.75,
-    overhead=4.0,
-    origin="measured",
-)
 
 
 # --- the table -------------------------------------------------------------------------------

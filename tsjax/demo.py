@@ -33,7 +33,7 @@ from tsjax.host.interrupt import Interrupt
 from tsjax.host.measuring import read_rate
 from tsjax.host.result import RunStats, StreamChunk
 from tsjax.methods import Auto, Autoregressive
-from tsjax.methods.cost_model import pass_work
+from tsjax.methods.cost_model import plain_bytes
 
 METHOD = Auto()  # of the right column
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -449,9 +449,7 @@ def worth(plain: Column, nbytes: float, rate: float) -> str:
 def bytes_of_step(model: Model, plain: Column) -> float:
     """What a step of plain decoding has to read, at the mean context of a run."""
     assert plain.stats is not None
-    context = plain.stats.prompt_tokens[0] + len(plain.tokens) / 2
-    work = pass_work(model.cfg, 1, context)
-    return sum(work[part].bytes for part in ("products", "logits", "attention"))
+    return plain_bytes(model.cfg, plain.stats.prompt_tokens[0] + len(plain.tokens) / 2)
 
 
 def acceptance(stats: RunStats | None) -> str:

@@ -26,6 +26,7 @@ from tsjax.host.compilation import Stopwatch, try_to_keep_programs
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
+from tsjax.methods.corpus import CorpusIndex
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
@@ -68,7 +69,10 @@ def run(
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
     with prefilling, interrupt:
         # First: rounding takes memory as well.
-        params = params_for(model, request, request.decode.method)
+        place, index = jax.tree.leaves(model.params)[0], None
+        if request.corpus is not None:
+            index = request.corpus.on(place)
+        params = params_for(model, request.decode.method, index)
         state = start_run(model, request, interrupt) if begun is None else begun
     rows, judge = Rows(model, request), Judge(request, state)
     decode, lesson = request.decode, None
@@ -99,7 +103,7 @@ def run(
             lesson = lesson if learned is None else learned
             decode, params = (
                 dataclasses.replace(decode, method=method),
-                params_for(model, request, method),
+                params_for(model, method, index),
             )
             # A copy, as the memory that takes it up is donated to its first steps.
             taught = jax.tree.map(jnp.copy, lesson)
@@ -107,12 +111,10 @@ def run(
         state = rows.stop(state)
 
 
-def params_for(model: Model, request: Request, method: Method) -> Params:
-    """The arrays that a method's steps take, with the request's corpus for one that reads it."""
+def params_for(model: Model, method: Method, corpus: CorpusIndex | None) -> Params:
+    """The arrays that a method's steps take, with the corpus for one that reads it."""
     params = model.params_for(method)
-    if request.corpus is None or not method.reads_corpus:
-        return params
-    return params.replace(corpus=request.corpus.on(jax.tree.leaves(model.params)[0]))
+    return params.replace(corpus=corpus) if method.reads_corpus else params
 
 
 class Judge:
@@ -145,7 +147,7 @@ class Judge:
             self._seconds, self._since = self._seconds + spent, self._since + spent
             self._steps += np.sum(steps)
             self._tokens += np.sum(now.length - last.length)
-        self._first, self._last = self._reviving, now
+        self._first, self._last = False, now
         context = int(np.mean(now.length))
         measured = self._request.measured._replace(
             current=current,

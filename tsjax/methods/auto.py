@@ -51,8 +51,9 @@ class Auto(Method):
 
     A LikelyTree drafts from the text, and from the model where its passes promise to pay. Whether
     that takes less time per token than plain decoding the run itself shows: it goes on with what
-    did, and tries the other again from time to time, for at most a hundredth of its time. A run of
-    fewer than 256 new tokens is decoded plainly, unless there is a corpus.
+    did, and tries the other again from time to time, for at most a hundredth of its time, or a
+    tenth where the text begins to repeat itself. A run of fewer than 256 new tokens is decoded
+    plainly, unless there is a corpus.
 
     Attributes:
       costs: the table to choose by; None measures one on the device, at the first run of a model

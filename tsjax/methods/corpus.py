@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import check
+from tsjax.methods.history import leading
 from tsjax.typing import Array, Int
 
 ORDERS = (8, 4, 2)  # lengths of the matches that are looked up
@@ -145,12 +146,11 @@ def match_sizes_in(
     corpus: CorpusIndex, recent: Int[Array, "B L"], places: Int[Array, "B P"]
 ) -> Int[Array, "B P"]:
     """How many tokens before and at each place equal the `recent` ones."""
-    equal, size = places > 0, jnp.zeros(places.shape, jnp.int32)
-    for i in range(recent.shape[1]):
-        there = corpus.tokens[jnp.maximum(places - i, 0)]
-        equal &= there == jnp.where(recent[:, i] < 0, END - 1, recent[:, i])[:, None]
-        size += equal.astype(jnp.int32)
-    return size
+    wanted = jnp.where(recent < 0, END - 1, recent)[:, None]
+    return leading(
+        (places > 0) & (corpus.tokens[jnp.maximum(places - i, 0)] == wanted[:, :, i])
+        for i in range(recent.shape[1])
+    )
 
 
 def what_followed_in(

@@ -331,6 +331,12 @@ def pass_work(
     }
 
 
+def plain_bytes(model: ModelConfig, context: float) -> float:
+    """What a step of plain decoding has to read: weights and cache."""
+    work = pass_work(model, 1, context)
+    return sum(work[part].bytes for part in ("products", "logits", "attention"))
+
+
 def pass_line(
     model: ModelConfig, device: Device, rows: int, batch: int = 1, weight_bytes: float | None = None
 ) -> Line:

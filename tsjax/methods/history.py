@@ -7,7 +7,9 @@ device: the host is never asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterable
 
 import flax.struct
 import jax
@@ -180,11 +182,13 @@ def match_sizes(
     before = places[..., None] - jnp.arange(recent.shape[1], dtype=jnp.int32)
     there = tokens[jnp.arange(tokens.shape[0])[:, None, None], jnp.maximum(before, 0)]
     same = (before >= 0) & (there == recent[:, None])
-    equal, size = True, jnp.zeros(places.shape, jnp.int32)
-    for i in range(recent.shape[1]):
-        equal &= same[:, :, i]
-        size += equal.astype(jnp.int32)
-    return size
+    return leading(same[:, :, i] for i in range(recent.shape[1]))
+
+
+def leading(equal: Iterable[Bool[Array, "B P"]]) -> Int[Array, "B P"]:
+    """How many are true before the first one that is not."""
+    so_far = itertools.accumulate(equal, jnp.logical_and)
+    return functools.reduce(jnp.add, (one.astype(jnp.int32) for one in so_far))
 
 
 def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], block: int) -> Place:

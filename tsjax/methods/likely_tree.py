@@ -41,7 +41,14 @@ from tsjax.methods.history import (
     match_sizes,
     what_followed,
 )
-from tsjax.methods.model_drafts import Candidates, no_candidates, rank, weights_for, with_draft
+from tsjax.methods.model_drafts import (
+    Candidates,
+    newest,
+    no_candidates,
+    rank,
+    weights_for,
+    with_draft,
+)
 from tsjax.methods.ngram import as_tuples, fading_window
 from tsjax.methods.partial_cache import (
     DraftCache,
@@ -435,21 +442,16 @@ class LikelyTree(Method):
                 memory = memory.replace(table=table)
             if memory.cache is None and memory.hidden is None:
                 return memory
-            b, rows = jnp.arange(state.emitted.shape[0]), verdict.rows
-            last = acceptance.path[b, jnp.maximum(state.emitted - 1, 0)]
-
-            def newest(new, old):
-                def one(new, old):
-                    changed = (state.emitted > 0).reshape(-1, *(1,) * (old.ndim - 1))
-                    return jnp.where(changed, new[b, last], old)
-
-                return jax.tree.map(one, new, old)
-
+            rows = verdict.rows
             if memory.hidden is not None:
-                memory = memory.replace(hidden=newest(rows.hidden, memory.hidden))
+                memory = memory.replace(
+                    hidden=newest(rows.hidden, memory.hidden, state, acceptance)
+                )
             cache = memory.cache
             if cache is not None:
-                query, attended = newest((rows.query, rows.attended), (cache.query, cache.attended))
+                query, attended = newest(
+                    (rows.query, rows.attended), (cache.query, cache.attended), state, acceptance
+                )
                 cache = refresh_draft_cache(
                     cache.replace(query=query, attended=attended),
                     state.kv,

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig
 from tsjax.decoding.method import Method
 from tsjax.decoding.sampling import best_few, score
-from tsjax.decoding.state import DecodeState
+from tsjax.decoding.state import Acceptance, DecodeState
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.cache import write_rows
 from tsjax.model.control_flow import run_if
@@ -93,3 +94,16 @@ def with_draft(cache: DraftCache, rows: Rows, start, wanted) -> DraftCache:
         return write_rows(cache, rows.k, rows.v, start, after=rows.hidden)
 
     return run_if(wanted, write, cache, rows, start)
+
+
+def newest(new, old, state: DecodeState, acceptance: Acceptance):
+    """Of arrays with a row for each node, those of the last committed nodes; `old` where a batch
+    row committed none."""
+    b = jnp.arange(state.emitted.shape[0])
+    last = acceptance.path[b, jnp.maximum(state.emitted - 1, 0)]
+
+    def one(new, old):
+        changed = (state.emitted > 0).reshape(-1, *(1,) * (old.ndim - 1))
+        return jnp.where(changed, new[b, last], old)
+
+    return jax.tree.map(one, new, old)

@@ -20,7 +20,14 @@ from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.decoding.method import Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
-from tsjax.methods.model_drafts import Candidates, no_candidates, rank, weights_for, with_draft
+from tsjax.methods.model_drafts import (
+    Candidates,
+    newest,
+    no_candidates,
+    rank,
+    weights_for,
+    with_draft,
+)
 from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
 from tsjax.methods.partial_cache import (
     DraftCache,
@@ -187,21 +194,12 @@ class TokenSwift(NGram):
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> Recalled:
         cache, hidden, rows = memory.cache, memory.hidden, verdict.rows
-        b = jnp.arange(state.emitted.shape[0])
-        # The last committed node of each row.
-        last = acceptance.path[b, jnp.maximum(state.emitted - 1, 0)]
-
-        def newest(new, old):
-            def one(new, old):
-                changed = (state.emitted > 0).reshape(-1, *(1,) * (old.ndim - 1))
-                return jnp.where(changed, new[b, last], old)
-
-            return jax.tree.map(one, new, old)
-
         if hidden is not None:
-            hidden = newest(rows.hidden, hidden)
+            hidden = newest(rows.hidden, hidden, state, acceptance)
         if cache is not None:
-            query, attended = newest((rows.query, rows.attended), (cache.query, cache.attended))
+            query, attended = newest(
+                (rows.query, rows.attended), (cache.query, cache.attended), state, acceptance
+            )
             cache = self.refreshed(model, cache.replace(query=query, attended=attended), state.kv)
         ngrams = self.remember(memory.ngrams, state, most=self.sizes(model).depth + 1)
         return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
