@@ -22,6 +22,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import statistics
 import time
 from collections.abc import Sequence
@@ -223,6 +224,11 @@ def main(argv: Sequence[str]) -> None:
         "--threads", type=int, default=2, help="threads of torch; 0 leaves out torch and the bound"
     )
     args = parser.parse_args(argv)
+    if args.threads and importlib.util.find_spec("torch") is None:
+        parser.error(
+            f"--threads {args.threads}: there is no torch (pip install '.[parity]'); "
+            "--threads 0 does without"
+        )
 
     model = tsjax.load(args.model or tsjax.EMBEDDED, dtype="float32")
     status = native.status(try_now=True)
