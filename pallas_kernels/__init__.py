@@ -7,6 +7,7 @@ Each folder holds `api.py` (the public function), `reference.py` (its definition
 implementation.
 """
 
+from pallas_kernels.best_slots.api import best_slots as best_slots
 from pallas_kernels.cache_scores.api import cache_scores as cache_scores
 from pallas_kernels.product.api import product as product
 from pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm
@@ -19,6 +20,6 @@ from pallas_kernels.tree_attention.api import decode_attention as decode_attenti
 from pallas_kernels.tree_attention.api import tree_attention as tree_attention
 
 __all__ = [
-    "Ranks", "Summary", "add_rms_norm", "cache_scores", "decode_attention", "product", "rms_norm",
-    "rotary_heads", "rotate", "tree_attention",
+    "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores", "decode_attention", "product",
+    "rms_norm", "rotary_heads", "rotate", "tree_attention",
 ]  # fmt: skip

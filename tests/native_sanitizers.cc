@@ -8,6 +8,7 @@
 
 #include "cache_scores/native.cc"
 #include "product/native.cc"
+#include "best_slots/native.cc"
 #include "rms_norm/native.cc"
 #include "tree_attention/native.cc"
 
@@ -90,6 +91,21 @@ bool scores(int64_t B, int64_t K, int64_t G, int64_t S, int64_t H) {
   return same(outs[0], outs[1]);
 }
 
+bool best_slots(int64_t B, int64_t K, int64_t S) {
+  auto scores = normal<float>(B * K * S);
+  const tsjax::best::Wanted wanted{1 + up_to(S - 1), static_cast<int64_t>(up_to(20))};
+  std::vector<int32_t> length(B);
+  for (auto& one : length) one = up_to(S + 1);
+  std::vector<int32_t> outs[2];
+  for (int i = 0; i < 2; i++) {
+    outs[i].resize(B * K * wanted.count);
+    Threads pool(i ? 4 : 1);
+    tsjax::best::choose_all(pool, scores.data(), length.data(), B, K, S, wanted,
+                            outs[i].data());
+  }
+  return same(outs[0], outs[1]);
+}
+
 template <class T, class Weight>
 bool products(int64_t R, int64_t O, int64_t I) {
   auto rows = normal<T>(R * I);
@@ -124,6 +140,7 @@ int main() {
       tsjax::product::multiply(pool, arrays, floats.data(), static_cast<float*>(nullptr));
     }
     well = well && same(outs[0], outs[1]);
+    well = well && best_slots(B, K, 40 * S);
     well = well && products<tsjax::bfloat16, tsjax::bfloat16>(T, O, I);
     auto weight = normal<float>(I);
     std::vector<float> normed(T * I);

@@ -7,6 +7,7 @@ for every layer, row and head: importance is exact, and no two positions are equ
 """
 
 import functools
+import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -17,6 +18,7 @@ import pytest
 from helpers import entry_computation, tiny_config
 
 from pallas_kernels import Summary
+from pallas_kernels.best_slots import xla
 from tsjax.methods import partial_cache
 from tsjax.methods.partial_cache import init_draft_cache, refresh_draft_cache, summarize_rest
 from tsjax.model.cache import Attended, KVCache, init_cache
@@ -106,7 +108,7 @@ def refresh(draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None,
     """`block` slots of the whole cache are looked at together when all are chosen."""
     draft = poison(draft).replace(query=tuple(query))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_cache, "SELECT_BLOCK", block or partial_cache.SELECT_BLOCK)
+        patch.setattr(xla, "BLOCK", block or xla.BLOCK)
         return refresh_draft_cache(
             draft, kv, num_sinks=num_sinks, max_rows=max_rows, most_new=most_new
         )
@@ -214,7 +216,7 @@ def test_nothing_committed_changes_nothing():
 
 @pytest.mark.parametrize("block", [1, M + 1, S // 2, S - 1, S])
 def test_choices_from_several_blocks(block):
-    """Blocks have at least M slots, and the last one may overlap."""
+    """In plain XLA. Blocks have at least M slots, and the last one may overlap."""
     commits = np.asarray([[40, 20, 83], *[[5, 3, 1]] * 12])
     assert run_refreshes(commits, block=block) >= B
 
@@ -244,7 +246,7 @@ def test_equally_important_tokens_are_taken_by_position(block):
         assert slots == list(range(min(M, length[b])))
 
 
-WAYS = {"in_blocks": partial_cache.slots_in_blocks, "at_once": partial_cache.slots_at_once}
+WAYS = {"by_layer": partial_cache.slots_by_layer, "at_once": partial_cache.slots_at_once}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -262,17 +264,15 @@ def test_important_slots(way, slots, count, num_sinks):
         scores = np.where(rng.random(scores.shape) < 0.3 * (seed % 4), np.round(scores, -1), scores)
         scores = (scores + 0.0).astype(np.float32)  # no negative zeros
         scores[..., length:] = -np.inf  # no key
-        found = find(tuple(map(jnp.asarray, scores)), jnp.int32(length))
+        found = find(tuple(map(jnp.asarray, scores)), jnp.full(1, length, jnp.int32))
         for index in np.ndindex(3, 1, 2):
             row, known = scores[index], min(count, length)
             best = [*range(min(num_sinks, length))]
             best += sorted(range(len(best), length), key=lambda i: -row[i])  # noqa: B023
             assert np.asarray(found[index[0]])[index[1:]][:known].tolist() == best[:known]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_cache, "SELECT_BLOCK", 10)
-        for seed in range(40):
-            check(seed)
+    for seed in range(40):
+        check(seed)
 
 
 @pytest.mark.parametrize("num_sinks", [0, 1, M - MAX_ROWS])
@@ -312,7 +312,8 @@ def test_all_tokens_are_looked_at_only_when_they_are_chosen_again():
     """Scores and their order cost time with every token of the text."""
     draft, kv = init_draft_cache(CFG, B, M), init_cache(CFG, B, S)
     text = refresh.lower(draft, kv, draft.query).compile().as_text()
-    assert "top_k" in text and "top_k" not in entry_computation(text)
+    (name,) = {"top_k", "tsjax_best_slots"} & set(re.findall(r"top_k|tsjax_best_slots", text))
+    assert name not in entry_computation(text)
 
 
 def test_the_room_for_drafts_is_never_used_for_committed_tokens():

@@ -133,7 +133,7 @@ def test_what_is_assumed_rises_with_what_is_known():
     assert (np.diff(text, axis=0) > 0).all() and (np.diff(text, axis=1) > 0).all()
     assert (text[:, :, 1] < text[:, :, 0]).all(), "a penalty acts on it"
     passes = values[KINDS.passes : KINDS.heads].reshape(rates.PASS_AXES)
-    assert (np.diff(passes[:, 0], axis=1) > 0).all() and (np.diff(passes[:, 1], axis=1) < 0).all()
+    assert (np.diff(passes[0]) > 0).all() and (np.diff(passes[1]) < 0).all()
     known = np.asarray(rates.first_rates((0.9, 0.1)).values)[KINDS.heads :]
     known = known.reshape(rates.HEAD_AXES)
     assert (known[0] > known[1]).all()

@@ -28,13 +28,13 @@ from helpers import (
 from test_sampling import define_process, define_warp, softmax
 
 import tsjax
+from pallas_kernels.best_slots.xla import BLOCK
 from tsjax.config import without_unread
 from tsjax.decoding.programs import programs
 from tsjax.decoding.sampling import first_last_seen, score, step_noise
 from tsjax.decoding.state import Acceptance, Verdict
 from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
 from tsjax.decoding.verification import accept, drafted_ancestors, verify
-from tsjax.methods.partial_cache import SELECT_BLOCK
 
 VOCAB = 17
 BATCH, PATHS, DEPTH = 2, 7, 4
@@ -557,7 +557,7 @@ def test_no_step_copies_a_buffer(name, batch, dtype):
         assert found and set(found) <= IN_PLACE | {"select", "broadcast"}
 
 
-SMALL = 2 * SELECT_BLOCK  # a capacity that is larger than any block
+SMALL = 2 * BLOCK  # a capacity that is larger than any block
 
 
 @pytest.mark.parametrize("name", COST_METHODS)

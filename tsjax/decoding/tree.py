@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import flax.struct
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from tsjax.typing import Array, Bool, Float, Int
@@ -174,9 +174,9 @@ def grow_tree(
     above = jnp.where(exists[..., None] & (steps <= depth[..., None]), above, NO_NODE)
     path = jnp.concatenate([jnp.where(exists, 0, number)[..., None], above], axis=2)
     root_path = jnp.full((B, 1, J + 1), NO_NODE, jnp.int32).at[:, :, 0].set(0)
-    of_source = jax.nn.one_hot(jnp.asarray(sources), num_sources)  # [R, sources]
-    shares = (both[b, row] > depth[..., None]).astype(of_source.dtype)  # [B, width - 1, R]
-    named = (shares @ of_source > 0) & exists[..., None]
+    of_source = np.arange(num_sources) == np.asarray(sources)[:, None]  # [R, sources]
+    has_node = both[b, row] > depth[..., None]  # [B, width - 1, R]
+    named = jnp.any(has_node[..., None] & of_source, axis=2) & exists[..., None]
     tree = DraftTree(
         tokens=jnp.concatenate([root[:, None], jnp.where(exists, paths[b, row, depth], 0)], axis=1),
         path=jnp.concatenate([root_path, path], axis=1),

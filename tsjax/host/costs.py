@@ -102,7 +102,7 @@ def _key(params: Params, cfg: ModelConfig, batch: int) -> dict[str, Any]:
         "flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,
         "tsjax": tsjax_version(),
-        "measured": 2,  # grows when other things are measured
+        "measured": 3,  # grows when other things are measured
         "model": dataclasses.asdict(cfg),
         "batch": batch,
     }

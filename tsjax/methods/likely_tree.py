@@ -369,7 +369,7 @@ class LikelyTree(Method):
         rest, found, chain = _no_rest(cache) if self.draft_rest else (), [], []
         number = self._num_heads(model)
         for depth in range(self.draft_passes):
-            promises = _gain_of_pass(memory.rates, depth, survival, prices, pace)
+            promises = _gain_of_pass(memory.rates, survival, prices, pace)
             wanted &= (promises > prices.one_pass) | (explores if depth == 0 else False)
             last = depth == self.draft_passes - 1
             levels = 1 + (number if last else 0)
@@ -399,7 +399,7 @@ class LikelyTree(Method):
             of_row = state.row_key, state.length
             cache, rest, ranked = run_if(wanted, run, (cache, rest, none), best, noise, of_row)
             found.append(ranked[0])
-            kinds = _kinds_of_pass(ranked[0], depth)
+            kinds = _kinds_of_pass(ranked[0])
             survival *= chances(memory.rates, kinds[:, :1, None])[:, 0, 0]
             best = jnp.concatenate([best, ranked[0].tokens[:, :1]], axis=1)
             spent += jnp.where(wanted, prices.one_pass, 0)
@@ -582,11 +582,11 @@ def _penalised(tokens, state: DecodeState) -> jax.Array:
     return (seen >= (state.length - window)[:, None, None]).astype(jnp.int32)
 
 
-def _kinds_of_pass(candidates: Candidates, depth: int) -> jax.Array:
-    """By depth, whether a candidate is the best one, and the gap to the other one. [B, CHILDREN]"""
+def _kinds_of_pass(candidates: Candidates) -> jax.Array:
+    """By whether a candidate is the best one, and the gap to the other one. [B, CHILDREN]"""
     scores, index = candidates.scores, jnp.arange(CHILDREN)[None]
     gap = _gaps(scores)
-    kinds = kind_number(KINDS.passes, PASS_AXES, depth, index, between(GAPS, gap))
+    kinds = kind_number(KINDS.passes, PASS_AXES, index, between(GAPS, gap))
     return jnp.where(candidates.possible, kinds, NO_DRAFT)
 
 
@@ -645,14 +645,13 @@ def _no_rest(cache: DraftCache):
     )
 
 
-def _gain_of_pass(rates: Rates, depth: int, survival, prices: Prices, pace) -> jax.Array:
+def _gain_of_pass(rates: Rates, survival, prices: Prices, pace) -> jax.Array:
     """Seconds that the best token of a pass is expected to save, less those of its row.
 
     It is judged only where it is likely enough, which the pass will say.
     """
-    depths, ranks, gaps = PASS_AXES
-    first = KINDS.passes + min(depth, depths - 1) * ranks * gaps
-    tried, values = rates.tried[first : first + gaps], rates.values[first : first + gaps]
+    of_best = slice(KINDS.passes, KINDS.passes + PASS_AXES[1])
+    tried, values = rates.tried[of_best], rates.values[of_best]
     saved = jnp.maximum(survival[:, None] * values[None] * pace - prices.one_row, 0)
     return jnp.sum(saved * (tried / jnp.sum(tried))[None])
 

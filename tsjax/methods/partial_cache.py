@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from pallas_kernels import Summary, cache_scores, tree_attention
+from pallas_kernels import Summary, best_slots, cache_scores, tree_attention
+from pallas_kernels.best_slots.xla import firsts_above
 from tsjax.config import ModelConfig
 from tsjax.decoding.sampling import last_that_holds, sortable
 from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers, for_each_row
 from tsjax.model.control_flow import run_if
 from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
-SELECT_BLOCK = 16384  # scores that are looked at together when the important ones are chosen
 NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
 
 
@@ -199,7 +199,7 @@ def _choose(
     k, v = [], []
     rows_in = [kv.rows_in(layer) for layer in range(len(queries))]
     scores = tuple(map(cache_scores, queries, kv.k, rows_in))
-    chosen_slots = important_slots(scores, jnp.max(kv.length), draft.capacity, num_sinks)
+    chosen_slots = important_slots(scores, kv.length, count=draft.capacity, num_sinks=num_sinks)
     for layer, slots in enumerate(chosen_slots):
 
         def gather(old, whole, slots=slots):
@@ -218,52 +218,29 @@ Scores = tuple[Float[Array, "B K S"], ...]  # of each layer; -inf where there is
 Slots = tuple[Int[Array, "B K count"], ...]
 
 
-def important_slots(scores: Scores, longest: Int[Array, ""], count: int, num_sinks: int) -> Slots:
+def important_slots(
+    scores: Scores, length: Int[Array, "B"], *, count: int, num_sinks: int
+) -> Slots:
     """The sinks and then the slots with the highest scores, best first; equal ones by position.
 
-    If a row has fewer than `count` keys, the rest is unspecified. `longest` is at least the number
-    of keys in any row.
+    If a row has fewer than `count` keys, the rest is unspecified. `length` is at least the number
+    of keys in a row.
     """
     sizes = {"count": count, "num_sinks": num_sinks}
     return lax.platform_dependent(
         scores,
-        longest,
-        cpu=functools.partial(slots_in_blocks, **sizes),
+        length,
+        cpu=functools.partial(slots_by_layer, **sizes),
         default=functools.partial(slots_at_once, **sizes),
     )
 
 
-def slots_in_blocks(
-    scores: Scores, longest: Int[Array, ""], *, count: int, num_sinks: int
-) -> Slots:
-    """As `important_slots`, layer by layer at a cost that follows `longest`."""
-    return tuple(_in_blocks(one, longest, count, num_sinks) for one in scores)
+def slots_by_layer(scores: Scores, length: Int[Array, "B"], *, count: int, num_sinks: int) -> Slots:
+    """As `important_slots`, at a cost that follows `length`."""
+    return tuple(best_slots(one, length, count=count, first=num_sinks) for one in scores)
 
 
-def _in_blocks(
-    scores: Float[Array, "B K S"], longest: Int[Array, ""], count: int, num_sinks: int
-) -> Int[Array, "B K {count}"]:
-    B, K, S = scores.shape
-    block, zero = min(max(count, SELECT_BLOCK), S), jnp.int32(0)
-
-    def merge(index, best):
-        first = index * block
-        start = jnp.minimum(first, S - block)  # the last block may overlap
-        here = start + jnp.arange(block, dtype=jnp.int32)[None, None]
-        fresh = lax.dynamic_slice_in_dim(scores, start, block, axis=2)
-        fresh = _sinks_first(fresh, here, num_sinks)
-        fresh = jnp.where(here >= first, fresh, -jnp.inf)
-        values = jnp.concatenate([best[0], fresh], axis=2)
-        slots = jnp.concatenate([best[1], jnp.broadcast_to(here, fresh.shape)], axis=2)
-        values, order = lax.top_k(values, count)
-        return values, jnp.take_along_axis(slots, order, axis=2)
-
-    blocks = (longest.astype(jnp.int32) + block - 1) // block
-    nothing = jnp.full((B, K, count), -jnp.inf, scores.dtype), jnp.zeros((B, K, count), jnp.int32)
-    return lax.fori_loop(zero, blocks, merge, nothing)[1]
-
-
-def slots_at_once(scores: Scores, longest: Int[Array, ""], *, count: int, num_sinks: int) -> Slots:
+def slots_at_once(scores: Scores, length: Int[Array, "B"], *, count: int, num_sinks: int) -> Slots:
     """As `important_slots`, for all layers together and without a loop: as a GPU wants it.
 
     A threshold tells which slots there are, and only these are sorted.
@@ -271,7 +248,7 @@ def slots_at_once(scores: Scores, longest: Int[Array, ""], *, count: int, num_si
     every = jnp.stack(scores)  # [L, B, K, S]
     S = every.shape[-1]
     here = jnp.arange(S, dtype=jnp.int32)[None, None, None]
-    keys = sortable(_sinks_first(every, here, num_sinks))
+    keys = sortable(firsts_above(every, here, num_sinks))
 
     def upto(mask):
         return jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
@@ -293,13 +270,6 @@ def slots_at_once(scores: Scores, longest: Int[Array, ""], *, count: int, num_si
     order = ~jnp.take_along_axis(keys, slots, axis=-1, mode="clip")
     _, slots = lax.sort((order, slots), num_keys=1, is_stable=True)
     return tuple(slots)
-
-
-def _sinks_first(
-    scores: Float[Array, "*rows slots"], here: Int[Array, "..."], num_sinks: int
-) -> Float[Array, "*rows slots"]:
-    """`scores` of the slots `here`, with those of the first `num_sinks` above all others."""
-    return jnp.where((here < num_sinks) & (scores > -jnp.inf), jnp.inf, scores)
 
 
 def _first_to_reach(reached: Int[Array, "*rows S"], count: int) -> Int[Array, "*rows {count}"]:

@@ -30,7 +30,7 @@ LONGEST = (2, 3, 4, 6, 8, 12, 16)  # bounds between the kinds of matches, by equ
 SHARES = (0.3, 0.6, 0.9)  # ... by the share of the matches that go on like this
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # ... by the gap between two scores
 WIDE_GAPS = (0.5, 1.5, 3.0)
-DEEPEST_PASS, MOST_HEADS, RANKS = 3, 4, 3
+MOST_HEADS, RANKS = 4, 3
 
 
 class Kinds(NamedTuple):
@@ -44,7 +44,7 @@ class Kinds(NamedTuple):
 
 
 TEXT_AXES = (len(LONGEST) + 1, len(SHARES) + 1, 2)  # match, share, whether a penalty acts on it
-PASS_AXES = (DEEPEST_PASS, 2, len(GAPS) + 1)  # depth, whether it is the best one, gap
+PASS_AXES = (2, len(GAPS) + 1)  # whether it is the best one, gap
 HEAD_AXES = (MOST_HEADS, RANKS, len(WIDE_GAPS) + 1)  # depth, rank, gap
 _SIZES = [int(np.prod(axes)) for axes in (TEXT_AXES, TEXT_AXES, PASS_AXES, HEAD_AXES)]
 KINDS = Kinds(0, *itertools.accumulate(_SIZES))
@@ -70,7 +70,7 @@ def first_rates(head_accuracy: tuple[float, ...] = ()) -> Rates:
     text = longest[:, None, None] * np.asarray([0.3, 0.6, 0.85, 1.0])[:, None] * [1.0, 0.5]
     best = np.asarray([0.35, 0.45, 0.55, 0.65, 0.75, 0.82, 0.90, 0.95])
     other = np.asarray([0.30, 0.25, 0.20, 0.15, 0.10, 0.06, 0.03, 0.02])
-    passes = np.broadcast_to(np.stack([best, other]), PASS_AXES)
+    passes = np.stack([best, other])
     accuracy = np.full(MOST_HEADS, 0.5)
     known = head_accuracy[:MOST_HEADS]
     accuracy[: len(known)] = known

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The slots with the highest scores, against a sort in plain Python."""
+
+import functools
+
+import hypothesis
+import hypothesis.extra.numpy as hnp
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import best_slots, native
+from pallas_kernels.best_slots import reference, xla
+
+HAS_COMPILER = native.status(try_now=True).state == "ready"
+NAMES = ["xla", *(["native"] if HAS_COMPILER else [])]
+
+
+def oracle(scores, length, count, first):
+    """Of one row: those that have to be there, in order."""
+    known = [slot for slot in range(length) if scores[slot] > -np.inf]
+    begun = [slot for slot in known if slot < first]
+    return (begun + sorted(known[len(begun) :], key=lambda slot: -scores[slot]))[:count]
+
+
+def check(found, scores, length, count, first):
+    found = np.asarray(found)
+    assert found.dtype == np.int32 and found.shape == (*scores.shape[:2], count)
+    assert (found >= 0).all() and (found < scores.shape[2]).all()
+    for b, k in np.ndindex(scores.shape[:2]):
+        wanted = oracle(scores[b, k], length[b], count, first)
+        assert found[b, k, : len(wanted)].tolist() == wanted
+
+
+VALUES = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, -np.inf]),  # equal ones, and none
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(data=st.data())
+def test_the_best_by_score_then_by_position(name, data):
+    B, K, S = (data.draw(st.integers(1, most)) for most in (3, 3, 60))
+    scores = data.draw(hnp.arrays(np.float32, (B, K, S), elements=VALUES))
+    length = data.draw(hnp.arrays(np.int32, B, elements=st.integers(0, S)))
+    count, first = data.draw(st.integers(1, S)), data.draw(st.integers(0, S + 1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "BLOCK", 16)
+        found = best_slots(scores, length, count=count, first=first, implementation=name)
+    check(found, scores, length, count, first)
+    check(
+        reference.best_slots(scores, length, count=count, first=first), scores, length, count, first
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
+def test_many_slots(name, size, rng):
+    """More than are sorted together, also where all lie near one another or are equal."""
+    scores = (size * rng.standard_normal((2, 2, 40_000))).astype(np.float32)
+    scores[0, 1] = np.float32(size) + scores[0, 1] * np.float32(1e-3)
+    scores[1, 1] = size
+    length = np.asarray([40_000, 33_333], np.int32)
+    check(
+        best_slots(scores, length, count=512, first=16, implementation=name),
+        scores,
+        length,
+        512,
+        16,
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_beyond_the_length_is_read(name):
+    """The cost follows the length; what lies there may be anything."""
+    scores = np.arange(50, dtype=np.float32)[None, None]
+    scores[..., 20:] = np.nan
+    found = best_slots(scores, np.asarray([20]), count=4, implementation=name)
+    assert found[0, 0].tolist() == [19, 18, 17, 16]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_mesh_and_mapped(name, rng):
+    scores = rng.standard_normal((2, 4, 300)).astype(np.float32)
+    length = np.asarray([300, 120], np.int32)
+    find = jax.jit(functools.partial(best_slots, count=20, first=2, implementation=name))
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    split = jax.device_put(scores, NamedSharding(mesh, PartitionSpec("data", "model")))
+    check(find(split, length), scores, length, 20, 2)
+    mapped = jax.vmap(find)(scores[:, None], length[:, None])
+    check(mapped[:, 0], scores, length, 20, 2)
+
+
+def test_other_types_are_xla_s():
+    with jax.enable_x64(True):
+        scores = jnp.asarray([[[0.5, 0.25, 0.75]]], jnp.float64)
+        assert best_slots(scores, jnp.asarray([3]), count=2)[0, 0].tolist() == [2, 0]
+        if HAS_COMPILER:
+            with pytest.raises(NotImplementedError, match="float64: only float32"):
+                best_slots(scores, jnp.asarray([3]), count=2, implementation="native")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": np.zeros((2, 5), np.float32)}, r"scores \(2, 5\)"),
+        ({"length": np.zeros(3, np.int32)}, r"length \(3,\)"),
+        ({"length": np.asarray([1, 6])}, r"length=\[1, 6\] is not valid: from 0 to the 5"),
+        ({"count": 6}, "count=6 is not valid: from 1 to the 5 slots"),
+        ({"count": 0}, "count=0 is not valid"),
+        ({"first": -1}, "first=-1 is not valid: 0 or more"),
+        ({"implementation": "sort"}, "implementation='sort' is not valid"),
+    ],
+)
+def test_what_is_refused(changes, message):
+    good = dict(scores=np.zeros((2, 1, 5), np.float32), length=np.asarray([5, 5]), count=2)
+    given = good | changes
+    with pytest.raises(ValueError, match=message):
+        best_slots(given.pop("scores"), given.pop("length"), **given)
