@@ -57,6 +57,7 @@ RANDOM = "random"  # what the rows say after a prompt of random tokens
 LOOKUP = 10  # tokens that torch looks up in the text
 EVERY = 1024  # output positions of a long run that make one figure
 LONG_PROMPT = 16  # tokens
+METHODS = ("plain", "paper", "auto", "text", "passes", "ngrams")
 METHODS_ON_RANDOM = ("plain", "auto")
 
 
@@ -219,11 +220,17 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--random", action="store_true", help="prompts of random tokens as well")
     parser.add_argument("--long", type=int, default=0, help="new tokens after a short prompt")
     parser.add_argument("--long-rounds", type=int, default=1)
+    parser.add_argument("--methods", nargs="+", help="of those that are compared; all by default")
+    parser.add_argument("--name", default="speedup", help="of the result's file")
     parser.add_argument("--sweep", action="store_true", help="choices of the partial cache instead")
     parser.add_argument(
         "--threads", type=int, default=2, help="threads of torch; 0 leaves out torch and the bound"
     )
     args = parser.parse_args(argv)
+    if unknown := set(args.methods or METHODS) - set(METHODS):
+        parser.error(f"--methods {min(unknown)}: of {', '.join(METHODS)}")
+    if args.methods and "plain" not in args.methods:
+        parser.error("--methods: plain is what the others are held against")
     if args.threads and importlib.util.find_spec("torch") is None:
         parser.error(
             f"--threads {args.threads}: there is no torch (pip install '.[parity]'); "
@@ -240,7 +247,7 @@ def main(argv: Sequence[str]) -> None:
         "torch_tokens": min(args.tokens, TORCH_TOKENS), "rounds": args.rounds,
         "complete": False, "rows": [], "left_out": [],
     }  # fmt: skip
-    name = "partial_cache" if args.sweep else "speedup"
+    name = "partial_cache" if args.sweep else args.name
     for context in args.contexts:
         prompts = {args.text.name: beginning(model, args.text, context)}
         if args.random and not args.sweep:
@@ -254,7 +261,7 @@ def main(argv: Sequence[str]) -> None:
         document["long"] = long_run(model, args)
     report.write(document | {"complete": True}, args.out, name)
     if args.out and not args.sweep:
-        plot(document, args.out / "speedup.png")
+        plot(document, args.out / f"{name}.png")
 
 
 def rows_of(model, text: str, prompt: np.ndarray, args: Any, left_out: list):
@@ -263,6 +270,8 @@ def rows_of(model, text: str, prompt: np.ndarray, args: Any, left_out: list):
     methods = sweep() if args.sweep else methods_of(model, context + new // 2)
     if text == RANDOM:
         methods = {name: methods[name] for name in METHODS_ON_RANDOM}
+    elif args.methods:
+        methods = {name: methods[name] for name in args.methods}
     read = int(plain_bytes(model.cfg, context + new // 2))
     with_torch = args.threads > 0
     theirs = (

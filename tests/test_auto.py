@@ -133,11 +133,11 @@ def test_dear_rows_leave_the_text_alone(model):
     assert found.draft_passes == 0 and not found.heads
 
 
-@pytest.mark.parametrize(("eight", "width"), [(1.0, 64), (1.49, 64), (1.51, 16), (8.0, 16)])
+@pytest.mark.parametrize(("eight", "width"), [(1.0, 64), (1.49, 64), (1.51, 8), (8.0, 8)])
 def test_trees_are_wide_where_rows_are_nearly_free(eight, width):
     for option in options(LLAMA, table((1, 1.0), (8, eight))):
         assert option.width == width
-        assert option.pass_widths == ((1, 16, 32) if width == 64 else (1, 2, 4, 8))
+        assert option.pass_widths == ((1, 16, 32) if width == 64 else (1, 2, 3, 4, 6))
 
 
 def test_int8_drafts_are_chosen_where_they_are_cheaper():
