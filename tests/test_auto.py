@@ -298,11 +298,11 @@ def tried(method, seconds, context=20):
 @pytest.mark.parametrize(
     ("current", "seconds", "others", "since", "follows"),
     [
-        # Plain decoding is tried early, unless drafts take less than 0.6 of a plain step.
-        (BEGUN, 14.3, (), 0, BEGUN),
-        (BEGUN, 14.5, (), 0, PLAIN),
-        (BEGUN, 14.5, (tried(OTHER, 20.0),), 0, PLAIN),
-        (BEGUN, 14.5, (tried(PLAIN, 24.0),), 0, BEGUN),
+        # Plain decoding is tried early, unless drafts take less than 0.85 of a plain step.
+        (BEGUN, 20.3, (), 0, BEGUN),
+        (BEGUN, 20.5, (), 0, PLAIN),
+        (BEGUN, 20.5, (tried(OTHER, 21.0),), 0, PLAIN),
+        (BEGUN, 20.5, (tried(PLAIN, 24.0),), 0, BEGUN),
         # What is slower than a known one by more than 2% gives way to the best of these.
         (BEGUN, 23.7, (tried(PLAIN, 23.3),), 0, BEGUN),
         (BEGUN, 24.3, (tried(PLAIN, 23.3),), 0, PLAIN),

@@ -139,6 +139,22 @@ def test_what_is_assumed_rises_with_what_is_known():
     assert (known[0] > known[1]).all()
 
 
+def test_a_pass_is_worth_what_it_finds_beyond_the_text():
+    """Of the gaps that were seen, those that make the row pay; a draft that is there already
+    takes off its chance."""
+    begun = rates.first_rates()
+    values = np.asarray(begun.values)[KINDS.passes : KINDS.passes + rates.PASS_AXES[1]]
+    prices = likely_tree.Prices(rows=jnp.zeros(1), plain=jnp.float32(1),
+                                one_row=jnp.float32(0.3), one_pass=jnp.float32(0))  # fmt: skip
+    survival = jnp.asarray([0.9, 0.5], jnp.float32)
+    for found in (0.0, 0.3, 0.98):
+        expected = sum(np.maximum((s * values - found) * 2 - 0.3, 0).mean() for s in (0.9, 0.5))
+        known = jnp.full(2, found, jnp.float32)
+        gain = likely_tree._gain_of_pass(begun, survival, known, prices, jnp.float32(2))
+        assert float(gain) == pytest.approx(expected, rel=1e-5)
+    assert expected == 0
+
+
 # --- steps ---------------------------------------------------------------------------------------
 
 CYCLE = {token: (token + 1) % 6 for token in range(6)}

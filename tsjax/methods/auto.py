@@ -27,8 +27,8 @@ SHORT_RUN = 256  # new tokens: fewer are decoded plainly, as compiling more woul
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
 BETTER = 1.02  # so many times as long per token, a run goes on with a method that took less
 PROMISES = 1.05  # so many times faster than with the text alone, passes have to promise to be
-# Plain decoding is tried early, unless drafts are far faster than it takes by the table.
-FAR_FASTER = 0.6
+# Plain decoding is tried early, unless drafts are clearly faster than it takes by the table.
+CLEARLY_FASTER = 0.85
 # Other methods are tried again, as text and context change: what that may cost of a run's time, how
 # many steps a trial takes, and the share of it that is lost at least. A text that begins to repeat
 # itself is worth more: so many equal tokens say that it does, and what a trial may cost then.
@@ -117,7 +117,7 @@ def follow(measured: Measured, costs: Costs) -> Method:
         return best
     plain = Autoregressive()
     is_measured = costs.origin == "measured"
-    if current != plain and plain not in known and (here > FAR_FASTER or not is_measured):
+    if current != plain and plain not in known and (here > CLEARLY_FASTER or not is_measured):
         return plain
     repeats = current == plain and measured.repeats >= LONG_MATCH
     most = (TRIALS_COST_OF_REPEATS if repeats else TRIALS_COST) * measured.since

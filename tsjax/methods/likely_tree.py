@@ -8,6 +8,7 @@ and passes take here. Does not know how a draft is judged.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import ClassVar, NamedTuple
@@ -266,14 +267,16 @@ class LikelyTree(Method):
         with jax.named_scope("draft"):
             memory, prices = state.memory, self._prices(model, state)
             pace, groups, spent = self._pace(memory, prices, state), [], jnp.float32(0)
-            if self.sizes(model).levels:
-                cache, drafts, spent = self._of_model(model, params, state, noise, prices, pace)
-                memory = memory.replace(cache=cache)
-                groups += drafts
             if self.places:
                 groups.append(self._of_text(model, state))
             if self.corpus:
                 groups.append(self._of_corpus(model, params, state))
+            if self.sizes(model).levels:
+                cache, drafts, spent = self._of_model(
+                    model, params, state, noise, prices, pace, _best_of(memory.rates, groups)
+                )
+                memory = memory.replace(cache=cache)
+                groups += drafts
             offered = _joined(groups, self.sizes(model).depth, state.running)
             tree, chance = grow_tree(
                 state.root,
@@ -294,7 +297,7 @@ class LikelyTree(Method):
         of_heads = len(_grid(number)) if number else 0
         of_text = [suffix, *(ngrams,) * self.places] if self.places else []
         of_corpus = [corpus] * PLACES if self.corpus else []
-        return [heads] * (of_passes + of_heads) + of_text + of_corpus
+        return of_text + of_corpus + [heads] * (of_passes + of_heads)
 
     def _prices(self, model: ModelConfig, state: DecodeState) -> Prices:
         """At the mean length of the rows that run."""
@@ -357,19 +360,20 @@ class LikelyTree(Method):
         lengths = jnp.where(sizes > 0, left, 0)
         return Offered(followed, _kinds_of_text(followed, lengths, sizes, state, KINDS.corpus))
 
-    def _of_model(self, model, params: Params, state: DecodeState, noise, prices, pace):
+    def _of_model(self, model, params: Params, state: DecodeState, noise, prices, pace, found):
         """The partial cache with the drafts' rows after its length, what passes and heads offer,
-        and the seconds that they take."""
+        and the seconds that they take. `found` is how likely the text alone is right, by depth."""
         memory, spent, wanted = state.memory, jnp.float32(0), jnp.any(state.running)
         if not self.draft_passes:
             return None, [self._of_heads_alone(model, params, state, wanted)], spent
         cache, weights, alone = memory.cache, weights_for(self, params), jnp.ones((1, 1), bool)
         best, survival = state.root[:, None], state.running.astype(jnp.float32)
         explores = jnp.max(state.stats.steps) % EXPLORES == 0
-        rest, found, chain = _no_rest(cache) if self.draft_rest else (), [], []
+        rest, offered, chain = _no_rest(cache) if self.draft_rest else (), [], []
         number = self._num_heads(model)
         for depth in range(self.draft_passes):
-            promises = _gain_of_pass(memory.rates, survival, prices, pace)
+            known = found[:, depth] if depth < found.shape[1] else 0.0
+            promises = _gain_of_pass(memory.rates, survival, known, prices, pace)
             wanted &= (promises > prices.one_pass) | (explores if depth == 0 else False)
             last = depth == self.draft_passes - 1
             levels = 1 + (number if last else 0)
@@ -398,13 +402,13 @@ class LikelyTree(Method):
             none = [no_candidates(shape, noise.dtype) for _ in range(levels)]
             of_row = state.row_key, state.length
             cache, rest, ranked = run_if(wanted, run, (cache, rest, none), best, noise, of_row)
-            found.append(ranked[0])
+            offered.append(ranked[0])
             kinds = _kinds_of_pass(ranked[0])
             survival *= chances(memory.rates, kinds[:, :1, None])[:, 0, 0]
             best = jnp.concatenate([best, ranked[0].tokens[:, :1]], axis=1)
             spent += jnp.where(wanted, prices.one_pass, 0)
             chain.append(kinds)
-        groups = [_chain(best[:, 1:], found, chain)]
+        groups = [_chain(best[:, 1:], offered, chain)]
         if number:
             groups.append(_after(groups[0], _of_heads(ranked[1:]), self.draft_passes))
         return cache, groups, spent
@@ -645,14 +649,25 @@ def _no_rest(cache: DraftCache):
     )
 
 
-def _gain_of_pass(rates: Rates, survival, prices: Prices, pace) -> jax.Array:
-    """Seconds that the best token of a pass is expected to save, less those of its row.
+def _best_of(rates: Rates, groups: list[Offered]) -> jax.Array:
+    """How likely the likeliest draft of each depth is. [B, J]"""
+    if not groups:
+        return jnp.zeros((1, 0), jnp.float32)
+    return functools.reduce(
+        jnp.maximum, (jnp.max(chances(rates, one.kinds), axis=1) for one in groups)
+    )
+
+
+def _gain_of_pass(rates: Rates, survival, found, prices: Prices, pace) -> jax.Array:
+    """Seconds that the best token of a pass is expected to save beyond a draft that has been
+    `found`, with that chance, less those of its row.
 
     It is judged only where it is likely enough, which the pass will say.
     """
     of_best = slice(KINDS.passes, KINDS.passes + PASS_AXES[1])
     tried, values = rates.tried[of_best], rates.values[of_best]
-    saved = jnp.maximum(survival[:, None] * values[None] * pace - prices.one_row, 0)
+    better = survival[:, None] * values[None] - jnp.reshape(found, (-1, 1))
+    saved = jnp.maximum(better * pace - prices.one_row, 0)
     return jnp.sum(saved * (tried / jnp.sum(tried))[None])
 
 
