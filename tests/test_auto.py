@@ -291,8 +291,8 @@ SHALLOW = LikelyTree(width=4, pass_widths=(1,), places=4, costs=MIXED)
 LONG = 1e9  # seconds since the method was taken
 
 
-def tried(method, seconds, context=20):
-    return Tried(method, seconds, context)
+def tried(method, seconds, context=20, tokens_per_step=2.0):
+    return Tried(method, seconds, context, tokens_per_step)
 
 
 @pytest.mark.parametrize(
@@ -341,6 +341,18 @@ def test_seconds_decide(current, seconds, others, since, follows):
         assert Auto().next(so_far._replace(**early)) == current
 
 
+@pytest.mark.parametrize(("tokens", "follows"), [(101, PLAIN), (102, BEGUN)])
+def test_drafts_that_find_nothing_are_left_whatever_the_clock_says(tokens, follows):
+    """A step with drafts does all that a plain one does: a busy machine may only seem to differ."""
+    drafting = measured(
+        LLAMA, "cpu", 20, current=BEGUN, steps=100, tokens=tokens, seconds=1e-3, costs=MIXED
+    )
+    assert Auto().next(drafting) == follows
+    fast = tried(BEGUN, 1e-3, tokens_per_step=tokens / 100)
+    plain = drafting._replace(current=PLAIN, tokens=100, seconds=2400.0, tried=(fast,))
+    assert Auto().next(plain) == follows
+
+
 def test_a_trial_of_many_rows_takes_as_many_steps_of_each():
     so_far = measured(
         LLAMA, "cpu", 20, batch=3, current=PLAIN, steps=300, tokens=300, seconds=300 * 24.0,
@@ -362,7 +374,7 @@ def test_a_trial_of_many_rows_takes_as_many_steps_of_each():
 def test_a_text_that_repeats_itself_is_worth_ten_times_the_trial(current, repeats, since, tries):
     other = tried(BEGUN if current == PLAIN else PLAIN, 26.0)
     so_far = measured(
-        LLAMA, "cpu", 20, current=current, steps=100, tokens=100, seconds=100 * 24.0,
+        LLAMA, "cpu", 20, current=current, steps=100, tokens=150, seconds=150 * 24.0,
         since=since, tried=(other,), repeats=repeats, costs=MIXED,
     )  # fmt: skip
     assert Auto().next(so_far) == (other.method if tries else current)
@@ -395,7 +407,7 @@ def test_no_copy_in_int8_is_made_while_a_run_goes_on():
     assert in_int8.wants_int8 and not text.wants_int8
     for current, follows in ((text, text), (narrower, in_int8)):
         so_far = measured(
-            LLAMA, "cpu", 2000, current=current, steps=100, tokens=100, seconds=100.0,
+            LLAMA, "cpu", 2000, current=current, steps=100, tokens=150, seconds=150.0,
             since=LONG, costs=costs,
         )  # fmt: skip
         assert Auto().next(so_far) == follows
@@ -407,7 +419,7 @@ def test_an_estimate_has_the_proportions_alone(seconds):
     costs = MIXED._replace(origin="estimated")
     begun = choose(LLAMA, costs, 20)
     drafting = measured(
-        LLAMA, "cpu", 20, current=begun, steps=100, tokens=100, seconds=100 * seconds, costs=costs
+        LLAMA, "cpu", 20, current=begun, steps=100, tokens=150, seconds=150 * seconds, costs=costs
     )
     assert Auto().next(drafting) == PLAIN
     for factor, follows in ((1.01, PLAIN), (1.03, begun)):
@@ -455,6 +467,7 @@ def let_auto_choose(method, monkeypatch, drafting, plain):
     monkeypatch.setattr(auto, "choose", lambda *_, **__: method)
     monkeypatch.setattr(auto, "SHORT_RUN", 0)
     monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
+    monkeypatch.setattr(auto, "LEAST_FOUND", 0)  # the seconds are not those of real steps
     monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
     monkeypatch.setattr(run, "FIRST_CHUNK", 5)
     return told
@@ -514,7 +527,8 @@ def test_a_method_is_judged_from_its_second_chunk_on_and_remembered(monkeypatch)
             assert after.steps > so_far.steps and after.since > so_far.since
         else:
             changes += 1
-            records[current] = Tried(current, so_far.seconds / so_far.tokens, so_far.context)
+            per_token, per_step = so_far.seconds / so_far.tokens, so_far.tokens / so_far.steps
+            records[current] = Tried(current, per_token, so_far.context, per_step)
             assert after.current == said and after.context > so_far.context
             assert after.steps == after.tokens == after.seconds == after.since == 0
         assert after.tried == tuple(records.values())

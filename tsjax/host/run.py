@@ -162,7 +162,8 @@ class Judge:
         chosen = self._request.method.next(measured)
         if chosen != current:
             if self._tokens:
-                self._tried[current] = Tried(current, self._seconds / self._tokens, context)
+                per_token, per_step = self._seconds / self._tokens, self._tokens / self._steps
+                self._tried[current] = Tried(current, per_token, context, per_step)
             self._begin(now._replace(steps=np.zeros_like(now.steps)))
         return chosen
 

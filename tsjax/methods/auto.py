@@ -26,6 +26,7 @@ from tsjax.methods.likely_tree import LIKELY_SOURCES, LikelyTree
 SHORT_RUN = 256  # new tokens: fewer are decoded plainly, as compiling more would take longer
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
 BETTER = 1.02  # so many times as long per token, a run goes on with a method that took less
+LEAST_FOUND = 1.02  # tokens that a step with drafts has to find
 PROMISES = 1.05  # so many times faster than with the text alone, passes have to promise to be
 # Plain decoding is tried early, unless drafts are clearly faster than it takes by the table.
 CLEARLY_FASTER = 0.85
@@ -106,16 +107,19 @@ def follow(measured: Measured, costs: Costs) -> Method:
     assert current is not None
     if measured.steps < STEPS_TO_JUDGE or not measured.tokens:
         return current
+    plain = Autoregressive()
+    if current != plain and measured.tokens < LEAST_FOUND * measured.steps:
+        return plain  # a step with drafts takes no less than a plain one, whatever the clock says
     here = measured.seconds / measured.tokens / costs.plain(measured.context)
     known = {
         tried.method: tried.seconds / costs.plain(tried.context)
         for tried in measured.tried
         if tried.method != current
+        and (tried.method == plain or tried.tokens_per_step >= LEAST_FOUND)
     }
     best = min(known, key=known.__getitem__, default=current)
     if best != current and here > BETTER * known[best]:
         return best
-    plain = Autoregressive()
     is_measured = costs.origin == "measured"
     if current != plain and plain not in known and (here > CLEARLY_FASTER or not is_measured):
         return plain
