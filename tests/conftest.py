@@ -5,7 +5,6 @@ import atexit
 import contextlib
 import gc
 import importlib.util
-import itertools
 import os
 import shutil
 import signal
@@ -113,8 +112,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 MAPS = "/proc/self/map_files"  # of the memory of this process, which may have 65,530 of them
-MANY_MAPS, TESTS_BETWEEN = 30_000, 10  # to count them takes a moment
-TESTS = itertools.count()
+MANY_MAPS = 15_000  # one test may add as many
 
 
 def give_programs_back() -> None:
@@ -132,9 +130,8 @@ def programs_of_a_module():
 @pytest.fixture(autouse=True)
 def programs_of_a_long_module():
     yield
-    if next(TESTS) % TESTS_BETWEEN == 0 and os.path.isdir(MAPS):
-        if len(os.listdir(MAPS)) > MANY_MAPS:
-            give_programs_back()
+    if os.path.isdir(MAPS) and len(os.listdir(MAPS)) > MANY_MAPS:
+        give_programs_back()
 
 
 @pytest.fixture(autouse=True)
