@@ -4,7 +4,7 @@
 `jax.random` has several ways to make bits from one key, chosen by global settings and changed
 between versions; a text that is resumed must not depend on them. So the hash, Threefry-2x32, and
 what is made of its words are written down here, as jax 0.10 has them by default. The hash has no
-loop: XLA then makes noise in one go, which took a fourth or a fifth of the time on a CPU.
+loop, so that XLA makes the noise in one go.
 
 Knows rows and positions. Knows no logits and no model.
 """
