@@ -376,7 +376,7 @@ SPEEDUPS = {
 
 
 def speedup() -> str:
-    document, far = read("speedup"), read("speedup-32k")
+    document, far, lasting = map(read, ("speedup", "speedup-32k", "speedup-2000"))
     lines = head(
         f"context | text | plain decoding | of the bound | Auto | its tokens per step "
         f"| best fixed setting | {' | '.join(SPEEDUPS.values())}"
@@ -397,7 +397,7 @@ def speedup() -> str:
             f"| {over['median']:.2f}x ({over['min']:.2f} to {over['max']:.2f}) "
             f"| {auto['tokens_per_step']:.2f} | {best_ratio}, {best} | {' | '.join(others)} |"
         )
-    every = [*document["rows"], *far["rows"], *far["long"]["rows"]]
+    every = [*document["rows"], *far["rows"], *far["long"]["rows"], *lasting["rows"]]
     same = all(row.get("same_tokens", True) for row in every)
     note = [
         "Time per token of plain decoding after the first N tokens of a text (N is the context), "
@@ -412,13 +412,28 @@ def speedup() -> str:
         "size in the same round.",
         *after_random([*document["rows"], *far["rows"]]),
         *long_run(far),
-        "The first of the two commands was ended before 32,768 tokens, where the slow ones take "
+        *over_runs(lasting),
+        "The first of the commands was ended before 32,768 tokens, where the slow ones take "
         "too long, and the second left these out.",
     ]
     if same:
         note.append("Every run of tsjax returned the tokens of plain decoding.")
-    made = f" Made by {source(document)}, and by {source(far)}."
+    made = f" Made by {source(document)}, by {source(far)}, and by {source(lasting)}."
     return "\n".join([*lines, "", " ".join(note) + made])
+
+
+def over_runs(document: dict) -> list[str]:
+    """What Auto gains or loses along a run of many tokens, its trials included."""
+    found = [
+        f"{row['speedup_over_plain']['median']:.2f}x ({row['context']:,}, {row['setting']}"
+        f"{', random' if row['text'] == 'random' else ''})"
+        for row in document["rows"]
+        if row["method"] == "auto"
+    ]
+    return [
+        f"Over {document['new_tokens']:,} tokens ({document['rounds']} rounds, ended before 32,768 "
+        f"tokens were done) Auto is {', '.join(found)} as fast as plain."
+    ]
 
 
 def price_of_rows() -> str:

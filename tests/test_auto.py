@@ -234,7 +234,7 @@ def test_tables_come_before_the_formula():
 def test_short_runs_are_decoded_plainly():
     """As far as that is known: choose_method knows no number of new tokens."""
     begun = measured(LLAMA, "cpu", 1000, costs=FREE_ROWS)
-    said = [Auto().next(begun._replace(new_tokens=n)) for n in (1, 255, 256, None)]
+    said = [Auto().next(begun._replace(new_tokens=n)) for n in (1, 256, 257, None)]
     assert said == [PLAIN, PLAIN, *[choose(LLAMA, FREE_ROWS, 1000)] * 2]
 
 
@@ -644,7 +644,7 @@ def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
     choice = tsjax.choose_method("tokenswift", model, 3 + 10)
     assert isinstance(choice.method, LikelyTree) and choice.method.draft_passes == 0
     assert choice.step_cost == 1.0 and choice.costs.origin == "measured"
-    for new_tokens, method in ((20, PLAIN), (256, choice.method)):
+    for new_tokens, method in ((20, PLAIN), (257, choice.method)):
         result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=new_tokens)
         assert result.stats.method == method
     kept = tsjax.choose_method("ngram", model, 13)

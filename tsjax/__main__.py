@@ -197,7 +197,7 @@ def _add_generate(commands: Any) -> None:
     text = (
         "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
         "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
-        "autoregressive, that of the run which is resumed, or auto where there is a --corpus)"
+        "auto, or that of the run which is resumed)"
     )
     _add(parser, "--method", text, choices=sorted(METHODS))
     text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"
@@ -375,10 +375,11 @@ def _fields(method: type) -> list[str]:
 
 
 def _method(args: argparse.Namespace) -> Any:
-    """The preset's method, or the one that is named, with the options applied; None for
-    neither, but Auto where there is a corpus to draft from."""
+    """The preset's method, or the one that is named, with the options applied; for neither Auto,
+    or None for the method of a run that is resumed, which has no corpus to draft from."""
     if args.method is None and args.preset is None and not args.method_options:
-        return None if args.corpus is None else resolve_method("auto")
+        resumes = args.resume_from is not None and args.corpus is None
+        return None if resumes else resolve_method("auto")
     method = named_method(args.method or "autoregressive", args.method_options)
     if args.preset is not None and args.method in (None, "tokenswift"):
         method = preset(args.preset).method

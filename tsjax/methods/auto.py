@@ -23,7 +23,7 @@ from tsjax.methods.cost_model import (
 )
 from tsjax.methods.likely_tree import LIKELY_SOURCES, LikelyTree
 
-SHORT_RUN = 256  # new tokens: fewer are decoded plainly, as compiling more would take longer
+SHORT_RUN = 256  # new tokens: no more are decoded plainly, as compiling would take longer
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
 BETTER = 1.02  # so many times as long per token, a run goes on with a method that took less
 LEAST_FOUND = 1.02  # tokens that a step with drafts has to find
@@ -54,7 +54,7 @@ class Auto(Method):
     A LikelyTree drafts from the text, and from the model where its passes promise to pay. Whether
     that takes less time per token than plain decoding the run itself shows: it goes on with what
     did, and tries the other again from time to time, for at most a hundredth of its time, or a
-    tenth where the text begins to repeat itself. A run of fewer than 256 new tokens is decoded
+    tenth where the text begins to repeat itself. A run of at most 256 new tokens is decoded
     plainly, unless there is a corpus.
 
     Attributes:
@@ -98,7 +98,7 @@ class Auto(Method):
 
 def is_short(new_tokens: int | None) -> bool:
     """Whether a run is too short for drafts to be worth their compiling and measuring."""
-    return new_tokens is not None and new_tokens < SHORT_RUN
+    return new_tokens is not None and new_tokens <= SHORT_RUN
 
 
 def follow(measured: Measured, costs: Costs) -> Method:
