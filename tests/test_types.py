@@ -132,7 +132,7 @@ def run_pass(params, cfg):
     causal, cache = jnp.tril(jnp.ones((3, 3), bool)), init_cache(cfg, 2, 8)
     rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg, with_attended=True)
     cache = write_rows(cache, rows.k, rows.v, begin, after=rows.hidden)
-    normed = run_heads(params.heads, rows.hidden[:, -1], cfg=cfg)
+    normed = run_heads(params.heads, params.model, rows.hidden[:, -1], cfg=cfg)
     logits = unembed(params.model, final_norm(params.model, rows.hidden, cfg=cfg), cfg=cfg)
     attended = jax.tree.map(lambda x: x[:, -1], rows.attended)
     draft = init_draft_cache(cfg, 2, 4, with_rest=True).replace(attended=attended)

@@ -20,6 +20,9 @@ from tsjax.input_files import parsing, read_json
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# Draft heads: TokenSwift's, each after the one before; Medusa's, side by side, with the model's
+# vocabulary matrix; the same, each with a matrix of its own.
+HEAD_KINDS = CHAINED, PARALLEL, OWN_VOCABULARY = "chained", "parallel", "parallel_own_vocabulary"
 
 
 def check(condition: bool, argument: str, value: Any, wanted: str) -> None:
@@ -149,7 +152,7 @@ class ModelConfig:
     norm_eps: float
     rope: RopeConfig = RopeConfig()
     dtype: str = "float32"
-    num_draft_heads: int = 0  # TokenSwift heads that came with the checkpoint
+    num_draft_heads: int = 0  # that came with the checkpoint
     family: str = "llama"  # only used to name the architecture on export
     tie_embeddings: bool = False
     qkv_bias: bool = False
@@ -159,9 +162,11 @@ class ModelConfig:
     # The share of held-out tokens that is each draft head's best guess; () if nobody has measured
     # it. It tells method="tokenswift" what the heads are worth and changes no token.
     head_accuracy: tuple[float, ...] = ()
+    head_kind: str = CHAINED  # of the draft heads: one of HEAD_KINDS
 
     def __post_init__(self):
         check_fields(self, may_be_0=("num_draft_heads",))
+        check(self.head_kind in HEAD_KINDS, "head_kind", self.head_kind, one_of(HEAD_KINDS))
         check(self.norm_eps > 0, "norm_eps", self.norm_eps, "a small positive number")
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
@@ -178,12 +183,17 @@ class ModelConfig:
     def group_size(self) -> int:
         return self.num_heads // self.num_kv_heads
 
-    def with_heads(self, count: int) -> ModelConfig:
-        """The same model with `count` other draft heads, of which nothing is known."""
-        return dataclasses.replace(self, num_draft_heads=count, head_accuracy=())
+    def with_heads(self, count: int, kind: str = CHAINED) -> ModelConfig:
+        """The same model with `count` other draft heads, of which nothing else is known."""
+        kind = kind if count else CHAINED
+        return dataclasses.replace(self, num_draft_heads=count, head_kind=kind, head_accuracy=())
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """Without the kind of heads where it is the first one, as files had it before others."""
+        fields = dataclasses.asdict(self)
+        if self.head_kind == CHAINED:
+            del fields["head_kind"]
+        return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
@@ -360,7 +370,8 @@ class HeadTraining:
     """How heads are trained. The defaults are TokenSwift's Table 9 (all models but the 14B one).
 
     Where the table is silent the defaults are those of the published code: Adam's epsilon, weights
-    that start from a normal distribution, gradients clipped to norm 1, no decay of norms.
+    that start from a normal distribution, gradients clipped to norm 1, no decay of norms. `of_kind`
+    has the defaults for Medusa's heads.
     """
 
     num_heads: int = 3
@@ -377,15 +388,40 @@ class HeadTraining:
     init_scale: float = 0.02  # standard deviation of the first weights
     chunk_tokens: int = 1024  # positions of a micro-batch whose logits exist at a time
     seed: int = 0  # first weights and order of the sequences
+    head_kind: str = CHAINED  # one of HEAD_KINDS
+    loss_decay: float = 1.0  # what a head's loss counts, for 1 of the head before it
 
     def __post_init__(self):
-        check_fields(self, may_be_0=("warmup_steps", "seed"), up_to_1=("beta1", "beta2"))
+        shares = ("beta1", "beta2", "loss_decay")
+        check_fields(self, may_be_0=("warmup_steps", "seed"), up_to_1=shares)
+        check(self.head_kind in HEAD_KINDS, "head_kind", self.head_kind, one_of(HEAD_KINDS))
+        check(self.loss_decay > 0, "loss_decay", self.loss_decay, "above 0; 1.0 counts all alike")
         for name in ("beta1", "beta2"):
             check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
         length, heads, warmup = self.sequence_length, self.num_heads, self.warmup_steps
         wanted = f"at least {heads + 2}: the label of head {heads} is {heads + 1} tokens further"
         check(length >= heads + 2, "sequence_length", length, wanted)
         check(warmup < self.steps, "warmup_steps", warmup, f"less than steps={self.steps}")
+
+    @classmethod
+    def of_kind(cls, kind: str, **changes: Any) -> HeadTraining:
+        """The defaults for heads of that kind.
+
+        For parallel ones those of Medusa's published code, where it says something: each head's
+        loss counts 0.8 of the one before, matrices begin at zero, nothing decays, 40 warm-up steps,
+        sequences of 4,096 tokens. Four heads, as no published tree uses a fifth.
+        """
+        check(kind in HEAD_KINDS, "head_kind", kind, one_of(HEAD_KINDS))
+        medusa = dict(
+            num_heads=4, sequence_length=4096, learning_rate=2e-3, warmup_steps=40,
+            weight_decay=0.0, init_scale=0.0, loss_decay=0.8,
+        )  # fmt: skip
+        return cls(**{**(medusa if kind != CHAINED else {}), "head_kind": kind, **changes})
+
+    @property
+    def loss_weights(self) -> tuple[float, ...]:
+        """What each head's mean loss counts."""
+        return tuple(self.loss_decay**i for i in range(self.num_heads))
 
     @property
     def labels(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from tsjax.config import ModelConfig
 from tsjax.files.checkpoint import Model
 from tsjax.files.huggingface import Tensor, entries
 
-CHANGES_NO_TOKEN = ("num_draft_heads", "head_accuracy", "family", "max_positions")
+CHANGES_NO_TOKEN = ("num_draft_heads", "head_kind", "head_accuracy", "family", "max_positions")
 
 
 def model_fingerprint(model: Model) -> str:

@@ -7,7 +7,6 @@ Knows what a table depends on, and the user's cache folder. Does not know how a 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -103,7 +102,7 @@ def _key(params: Params, cfg: ModelConfig, batch: int) -> dict[str, Any]:
         "jax": jax.__version__,
         "tsjax": tsjax_version(),
         "measured": 3,  # grows when other things are measured
-        "model": dataclasses.asdict(cfg),
+        "model": cfg.to_dict(),
         "batch": batch,
     }
 

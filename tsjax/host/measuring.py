@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsjax.config import ModelConfig
+from tsjax.config import OWN_VOCABULARY, ModelConfig
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.noise import position_noise, row_keys
@@ -106,6 +106,13 @@ def measure(
     add_pass(FEW, few)
     layers, drafted = line(in_int8[0], cfg.num_layers / parts.layers), seconds[in_int8[1], near]
     heads = cfg.num_draft_heads
+
+    def of_heads(first: float) -> float:
+        """The candidates of all heads, where those of one state take `first`."""
+        if cfg.head_kind == OWN_VOCABULARY:
+            return heads * chosen[1]
+        return first + heads * per_row if heads else 0.0
+
     if passes[1][1].at(far) < DEAR * passes[0][1].at(far):
         many = parts.layer(MANY)
         compile_all([many])
@@ -113,15 +120,14 @@ def measure(
         add_pass(MANY, many)
     return Costs(
         passes=tuple(passes),
-        heads=chosen[1] + heads * per_row if heads else 0.0,
+        heads=of_heads(chosen[1]),
         choice=line(choice, cfg.num_layers),
         suffix=line(suffix),
         ngrams=seconds[ngrams, near],
         overhead=seconds[end, near],
         origin="measured",
         int8=Int8Costs(
-            one_row=Line(layers.seconds + drafted, layers.per_token),
-            heads=drafted + heads * per_row if heads else 0.0,
+            one_row=Line(layers.seconds + drafted, layers.per_token), heads=of_heads(drafted)
         ),
     )
 

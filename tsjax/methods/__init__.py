@@ -13,6 +13,7 @@ from tsjax.config import check, one_of
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.methods.auto import Auto
 from tsjax.methods.likely_tree import LikelyTree
+from tsjax.methods.medusa import Medusa
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
 
@@ -21,6 +22,7 @@ METHODS: dict[str, type[Method]] = {
     "autoregressive": Autoregressive,
     "ngram": NGram,
     "tokenswift": TokenSwift,
+    "medusa": Medusa,
     "likely_tree": LikelyTree,
     "auto": Auto,
 }

@@ -22,6 +22,7 @@ from tsjax.methods.cost_model import (
     step_seconds,
 )
 from tsjax.methods.likely_tree import LIKELY_SOURCES, LikelyTree
+from tsjax.methods.medusa import Medusa
 
 SHORT_RUN = 256  # new tokens: no more are decoded plainly, as compiling would take longer
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
@@ -194,7 +195,7 @@ def tokens_and_seconds(
     method: Method, model: ModelConfig, costs: Costs, context: float
 ) -> tuple[float, float]:
     """Of a step, on average."""
-    if isinstance(method, LikelyTree):
+    if isinstance(method, LikelyTree | Medusa):
         return method.promise(model, costs, context)[:2]
     return expected_tokens(method, model), step_seconds(method, model, costs, context)
 

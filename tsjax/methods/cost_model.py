@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tsjax.config import ModelConfig, check
+from tsjax.config import OWN_VOCABULARY, ModelConfig, check
 from tsjax.decoding.method import Method
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
@@ -133,6 +133,15 @@ def as_costs(value: Any) -> Costs:
 
 def _line(value: Sequence[float]) -> Line:
     return Line(*map(float, value))
+
+
+class Promise(NamedTuple):
+    """Tokens and seconds of a step, on average, and the width and passes that it takes."""
+
+    tokens: float
+    seconds: float
+    width: int
+    passes: int
 
 
 def expected_tokens(method: Method, model: ModelConfig) -> float:
@@ -381,8 +390,10 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
 
     def of_heads(weight_bytes: float) -> float:
         """The heads' own matrices stay as they are."""
-        unembedding = pass_work(model, 1, 0, weight_bytes=weight_bytes)["logits"]
-        read = unembedding.bytes + _size(model) * heads * model.embed_dim**2
+        read = pass_work(model, 1, 0, weight_bytes=weight_bytes)["logits"].bytes
+        if model.head_kind == OWN_VOCABULARY:
+            read = _size(model) * heads * _weights(model)[1]
+        read += _size(model) * heads * model.embed_dim**2
         return read / (device.bytes_per_second * share) + reach.step if heads else 0.0
 
     return Costs(

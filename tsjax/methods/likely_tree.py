@@ -27,6 +27,7 @@ from tsjax.methods.cost_model import (
     PASS_IS_RIGHT,
     PASS_WITH_REST_IS_RIGHT,
     Costs,
+    Promise,
     as_costs,
     device_of,
     estimated,
@@ -389,14 +390,15 @@ class LikelyTree(Method):
                 rows = run_rows(
                     weights, known, best[:, -1:], positions, alone, cfg=model, rest=rest
                 )
-                normed = final_norm(weights, rows.hidden, cfg=model)
+                normed, heads = final_norm(weights, rows.hidden, cfg=model), ()
                 if levels > 1:
                     heads = params.heads[: levels - 1]
-                    deeper = run_heads(heads, rows.hidden[:, 0], cfg=model)
+                    deeper = run_heads(heads, weights, rows.hidden[:, 0], cfg=model)
                     normed = jnp.concatenate([normed, deeper], axis=1)
                 if not last:
                     cache = with_draft(cache, rows, known.length, jnp.bool_(True))
-                return cache, rest, rank(model, weights, state, normed, best, noise, CHILDREN)
+                ranked = rank(model, weights, heads, state, normed, best, noise, CHILDREN)
+                return cache, rest, ranked
 
             shape = (best.shape[0], CHILDREN)
             none = [no_candidates(shape, noise.dtype) for _ in range(levels)]
@@ -419,8 +421,9 @@ class LikelyTree(Method):
 
         def run(_, hidden, root, of_row):
             noise = _noise_of(model, state, of_row, 0, number)
-            normed = run_heads(params.heads[:number], hidden, cfg=model)
-            ranked = rank(model, weights_for(self, params), state, normed, root, noise, CHILDREN)
+            heads, weights = params.heads[:number], weights_for(self, params)
+            normed = run_heads(heads, weights, hidden, cfg=model)
+            ranked = rank(model, weights, heads, state, normed, root, noise, CHILDREN)
             return _of_heads(ranked)
 
         nothing = _nothing(root.shape[0], len(_grid(number)), number)
@@ -471,15 +474,6 @@ class LikelyTree(Method):
 
     def taught(self, memory, lesson) -> Learned:
         return memory.replace(rates=lesson) if isinstance(lesson, Rates) else memory
-
-
-class Promise(NamedTuple):
-    """Tokens and seconds of a step, on average, and the width and passes that it takes."""
-
-    tokens: float
-    seconds: float
-    width: int
-    passes: int
 
 
 class Offered(NamedTuple):

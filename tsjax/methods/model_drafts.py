@@ -7,6 +7,7 @@ passes a method runs, nor what becomes of the candidates.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import flax.struct
@@ -20,9 +21,10 @@ from tsjax.decoding.state import Acceptance, DecodeState
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.cache import write_rows
 from tsjax.model.control_flow import run_if
+from tsjax.model.heads import Head, unembed_with_heads
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows
-from tsjax.model.transformer import ModelWeights, unembed
+from tsjax.model.transformer import ModelWeights
 from tsjax.typing import Array, Float, Int
 
 
@@ -56,6 +58,7 @@ def weights_for(method: Method, params: Params) -> ModelWeights:
 def rank(
     model: ModelConfig,
     weights: ModelWeights,
+    heads: Sequence[Head],
     state: DecodeState,
     normed: Float[Array, "B n D"],
     best: Int[Array, "B known"],
@@ -64,11 +67,11 @@ def rank(
 ) -> list[Candidates]:
     """Candidates by the drafts' logits, processed as the model's own will be.
 
-    `normed` are the states for the n tokens after `best`, the root and what is drafted so far. The
-    penalty sees these tokens, and the best ones of the n in turn.
+    `normed` are the states for the n tokens after `best`, the root and what is drafted so far; the
+    last ones are those of `heads`. The penalty sees these tokens, and the best of the n in turn.
     """
     ranked = []
-    logits = unembed(weights, normed, cfg=model)
+    logits = unembed_with_heads(weights, heads, normed, cfg=model)
     for index in range(normed.shape[1]):
         depth = best.shape[1] - 1
         ancestors = None

@@ -186,7 +186,7 @@ class TokenSwift(NGram):
                 wanted = jnp.any(state.running & ~alone)
                 cache, ranked = self._candidates(model, params, state, noise, wanted)
                 memory, best = memory.replace(cache=cache), ranked[0].tokens[:, 0]
-                groups.append(_tree_of(ranked, plan.paths))
+                groups.append(tree_of(ranked, plan.paths))
             ngrams = self.ngrams(memory.ngrams, state, best)
             groups += [paths.after(best) for paths in ngrams] if plan.ngrams_follow else ngrams
             groups = [suffix, *(group.unless(alone) for group in groups)]
@@ -218,8 +218,9 @@ class TokenSwift(NGram):
         """
         plan, memory, root = self.plan(model), state.memory, state.root[:, None]
         if not plan.passes:
-            normed = run_heads(params.heads[: plan.levels], memory.hidden, cfg=model)
-            return None, self._rank(model, weights_for(self, params), state, normed, root, noise)
+            heads, weights = params.heads[: plan.levels], weights_for(self, params)
+            normed = run_heads(heads, weights, memory.hidden, cfg=model)
+            return None, self._rank(model, weights, heads, state, normed, root, noise)
 
         def run(carry, root, noise):
             return self._run_passes(model, params, state, carry[0], root, noise)
@@ -248,17 +249,18 @@ class TokenSwift(NGram):
             if depth < passes - 1:
                 cache = with_draft(cache, rows, known.length, jnp.any(state.running))
             elif heads:
-                deeper = run_heads(heads, rows.hidden[:, 0], cfg=model)
+                deeper = run_heads(heads, weights, rows.hidden[:, 0], cfg=model)
                 normed = jnp.concatenate([normed, deeper], axis=1)
-            ranked += self._rank(model, weights, state, normed, best, noise)
+            of_heads = heads if depth == passes - 1 else ()
+            ranked += self._rank(model, weights, of_heads, state, normed, best, noise)
             best = jnp.concatenate([best, ranked[depth].tokens[:, :1]], axis=1)
         return cache, ranked
 
-    def _rank(self, model, weights: ModelWeights, state: DecodeState, normed, best, noise):
+    def _rank(self, model, weights: ModelWeights, heads, state: DecodeState, normed, best, noise):
         if not self.noise_coupled:
             noise = jnp.zeros_like(noise)
         best_of = self.plan(model).best_of
-        return rank(model, weights, state, normed, best, noise, best_of)
+        return rank(model, weights, heads, state, normed, best, noise, best_of)
 
 
 class Plan(NamedTuple):
@@ -297,7 +299,7 @@ class Recalled(flax.struct.PyTreeNode):
     ngrams: NgramTable | None
 
 
-def _tree_of(ranked: list[Candidates], nodes: tuple[Path, ...]) -> Paths:
+def tree_of(ranked: list[Candidates], nodes: tuple[Path, ...]) -> Paths:
     """The leaves of the static tree with the ranked tokens of each depth filled in."""
     nodes = nodes or ((0,),)
     parents = {path[:-1] for path in nodes}

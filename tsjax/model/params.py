@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import ModelConfig
-from tsjax.model.heads import HeadWeights, declare_heads
+from tsjax.model.heads import Head, declare_heads
 from tsjax.model.int8 import as_int8
 from tsjax.model.sharding import named_sharding, usable_mesh
 from tsjax.model.transformer import ModelWeights, ParamSpec, declare_model, int8_weights
@@ -31,7 +31,7 @@ class Params(flax.struct.PyTreeNode):
     """
 
     model: ModelWeights
-    heads: tuple[HeadWeights, ...] = ()
+    heads: tuple[Head, ...] = ()
     drafts: ModelWeights | None = None
     corpus: Any = None
 
