@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import jax
 
+from tsjax.files.head_files import LAYOUTS, MEDUSA
+
 from . import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
 from .conversion import MAX_SHARD_SIZE
 
@@ -21,15 +23,16 @@ examples:
   # In another type, checked afterwards:
   tsjax-convert path/to/hf-folder out --dtype bfloat16 --verify
 
-  # Attach TokenSwift's draft heads (a folder or a file with model.medusa_layers.*):
+  # Attach draft heads, TokenSwift's or Medusa's (a folder or a file):
   tsjax-convert path/to/hf-folder out --heads path/to/adapter
 
   # Back to a folder that transformers loads, without and with the heads:
   tsjax-convert out hf-folder --to hf --drop-heads
   tsjax-convert out hf-folder --to hf --merge-heads --max-shard-size 5GB
 
-  # The heads alone, as an adapter:
+  # The heads alone, as an adapter; Medusa's also as vLLM names them:
   tsjax-convert out adapter --heads-only
+  tsjax-convert out adapter --heads-only --head-layout vllm
 
 DST appears only when it is complete. Exit code 0: done, 2: refused, 130: interrupted.
 """
@@ -53,10 +56,19 @@ def parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16", "float16"),
         help="type of the arrays in DST (default: as in SRC)",
     )
-    p.add_argument("--heads", metavar="PATH", help="TokenSwift draft heads to attach")
+    p.add_argument(
+        "--heads", metavar="PATH", help="draft heads to attach, TokenSwift's or Medusa's"
+    )
     heads = p.add_mutually_exclusive_group()
     heads.add_argument(
         "--heads-only", action="store_true", help="write nothing but the draft heads"
+    )
+    p.add_argument(
+        "--head-layout",
+        choices=LAYOUTS,
+        default=MEDUSA,
+        help="with --heads-only: names for Medusa's heads, its own code's or vLLM's "
+        "(default: %(default)s)",
     )
     for flag, choice, help in (
         ("--merge-heads", MERGE_HEADS, "with --to hf: write the draft heads beside the model"),
@@ -104,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
         options = {**common, "dtype": args.dtype, "overwrite": args.overwrite}
         options["on_tensor"] = lambda _, size: bar.update(size)
         if args.heads_only:
-            written = export_heads(args.src, args.dst, **options)
+            written = export_heads(args.src, args.dst, layout=args.head_layout, **options)
         elif args.to == "hf":
             sizes = {"draft_heads": args.draft_heads, "max_shard_size": args.max_shard_size}
             written = to_hf(args.src, args.dst, **sizes, **options)

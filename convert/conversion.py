@@ -19,8 +19,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import ModelConfig, check
+from tsjax.config import CHAINED, ModelConfig, check
 from tsjax.files import checkpoint, huggingface, weight_files
+from tsjax.files.head_files import MEDUSA, MEDUSA_FILE, VLLM_FILE, head_config, named_in
 from tsjax.files.huggingface import Entry, Tensor
 from tsjax.input_files import read_json
 
@@ -76,7 +77,7 @@ def open_source(
         return Source(cfg, stop_ids, folder, arrays)
     adapter = checkpoint.open_heads(heads, allow_pickle=allow_pickle)
     own = huggingface.read_model(cfg.with_heads(0), weights, apart=True)
-    cfg = cfg.with_heads(huggingface.count_heads(adapter))
+    cfg = huggingface.with_heads_of(cfg, adapter)
     arrays = itertools.chain(own, huggingface.read_heads(cfg, adapter))
     return Source(cfg, stop_ids, folder, arrays)
 
@@ -107,7 +108,7 @@ def to_tsjax(
     Args:
       src, dst: where from and where to.
       dtype: of the arrays written; None keeps the checkpoint's own.
-      heads: a TokenSwift adapter to attach.
+      heads: an adapter with draft heads to attach.
       allow_pickle: reads pickled torch weights where there are no safetensors.
       overwrite: replaces a checkpoint at dst.
       on_tensor: called with the path and the bytes of every array read.
@@ -135,7 +136,7 @@ def to_hf(
 
     Args:
       draft_heads: what to do with the model's draft heads, if it has any. MERGE_HEADS writes them
-        as model.medusa_layers.* beside the model, where TokenSwift's own code looks for them;
+        beside the model, TokenSwift's as model.medusa_layers.*, where its own code looks for them;
         DROP_HEADS leaves them out.
       max_shard_size: bytes, or a size such as "2GB", of one weight file.
       The others are as for to_tsjax.
@@ -176,19 +177,33 @@ def export_heads(
     *,
     dtype: str | None = None,
     heads: str | os.PathLike | None = None,
+    layout: str = MEDUSA,
     allow_pickle: bool = False,
     overwrite: bool = False,
     on_tensor: OnTensor | None = None,
 ) -> Written:
-    """The draft heads of a checkpoint alone, as an adapter that `heads=` understands."""
+    """The draft heads of a checkpoint alone, as an adapter that `heads=` understands.
+
+    Args:
+      layout: of parallel heads: "medusa", as Medusa's own code names them, or "vllm". TokenSwift's
+        have one.
+      The others are as for to_tsjax.
+    """
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
-    if not source.cfg.num_draft_heads:
+    cfg = source.cfg
+    if not cfg.num_draft_heads:
         raise ValueError(f"src={os.fspath(src)!r} has no draft heads to export")
     arrays = (pair for pair in source.arrays if pair[0].path.startswith("heads."))
     found = tensors_of(arrays, on_tensor)
     tensors = {tensor.key: np.ascontiguousarray(array) for tensor, array in found}
+    tensors = named_in(layout, tensors)
+    file = HEADS_FILE
+    if cfg.head_kind != CHAINED:
+        file = MEDUSA_FILE if layout == MEDUSA else VLLM_FILE
     with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
-        weight_files.write_safetensors(os.path.join(folder, HEADS_FILE), tensors)
+        weight_files.write_safetensors(os.path.join(folder, file), tensors)
+        if cfg.head_kind != CHAINED:  # their code reads it
+            _write_json(os.path.join(folder, "config.json"), head_config(layout, cfg))
     return _written(dst, sum(array.size for array in tensors.values()))
 
 
@@ -205,8 +220,8 @@ def verify(
     Returns:
       The number of tensors compared; a difference is a ValueError that lists all of them.
     """
-    adapter = os.path.join(dst, HEADS_FILE)
-    if os.path.exists(adapter):
+    adapter = _adapter_in(dst)
+    if adapter is not None:
         weights = weight_files.open_weights(adapter)
         dtype = next(iter(weights.values())).dtype
         expected = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
@@ -225,6 +240,15 @@ def verify(
     if different:
         raise ValueError(f"{os.fspath(dst)!r} differs from its source in {', '.join(different)}")
     return count
+
+
+def _adapter_in(folder: str | os.PathLike) -> str | None:
+    """The file that `export_heads` has written there."""
+    files = [os.path.join(folder, name) for name in (HEADS_FILE, MEDUSA_FILE)]
+    config = os.path.join(folder, "config.json")
+    if os.path.exists(config) and read_json(config).get("model_type") == "medusa":
+        files.append(os.path.join(folder, VLLM_FILE))
+    return next(filter(os.path.exists, files), None)
 
 
 def parse_size(size: int | str) -> int:

@@ -136,8 +136,10 @@ def test_types_are_converted_as_numpy_does(stored, wanted, tmp_path):
 def test_every_row_of_the_table_is_used():
     biased = model_config(hf_fixtures.config(**BIASED, medusa_heads=1))
     normed = model_config(hf_fixtures.config("qwen3"))
-    paths = {re.sub(r"\.\d+\.", ".{i}.", e.path) for c in (biased, normed) for e in entries(c)}
-    tensors = [t for c in (biased, normed) for e in entries(c) for t in e.tensors]
+    parallel = normed.with_heads(1, "parallel_own_vocabulary")
+    configs = biased, normed, parallel
+    paths = {re.sub(r"\.\d+\.", ".{i}.", e.path) for c in configs for e in entries(c)}
+    tensors = [t for c in configs for e in entries(c) for t in e.tensors]
     assert paths == {path for _, path in TABLE}
     assert {re.sub(r"\.\d+\.", ".{i}.", t.key) for t in tensors} == {key for key, _ in TABLE}
 

@@ -174,6 +174,7 @@ def test_what_changes_no_token_is_not_seen():
     for change in (
         {"num_draft_heads": 2},
         {"num_draft_heads": 2, "head_accuracy": (0.5, 0.4)},
+        {"num_draft_heads": 2, "head_kind": "parallel_own_vocabulary"},
         {"max_positions": 64},
         {"family": "mistral"},
     ):
@@ -195,7 +196,7 @@ def test_it_is_that_of_the_huggingface_tensors(tmp_path):
     hf_fixtures.make(tmp_path / "hf", **settings)
     model = tsjax.load(tmp_path / "hf")
     cfg = dataclasses.asdict(model.cfg)
-    left_out = ("num_draft_heads", "head_accuracy", "family", "max_positions")
+    left_out = ("num_draft_heads", "head_kind", "head_accuracy", "family", "max_positions")
     # The last three are as by default.
     for name in (*left_out, "dtype", "tie_embeddings", "qk_norm"):
         del cfg[name]

@@ -31,6 +31,7 @@ import numpy as np
 from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
 from tsjax.files import huggingface, weight_files
+from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tokenizer import load_tokenizer
@@ -130,7 +131,8 @@ def load(
       path: the folder, or organisation/name on the hub.
       dtype: one of config.DTYPES; None keeps the checkpoint's own.
       mesh: places every array as sharding.py says; None puts them on the default device.
-      heads: a folder or file with TokenSwift draft heads; they replace those of the checkpoint.
+      heads: a folder or file with draft heads, TokenSwift's or Medusa's, which replace those of the
+        checkpoint; a hub id of a folder.
       allow_pickle: reads pickled torch weights (needs torch) where there are no safetensors.
       on_tensor: called with the path and the bytes of every array read from HuggingFace files.
     """
@@ -161,7 +163,7 @@ def load(
         own = cfg.with_heads(0) if attached else cfg
         place(huggingface.read_model(own, weights))
     if attached:
-        cfg = cfg.with_heads(huggingface.count_heads(attached))
+        cfg = huggingface.with_heads_of(cfg, attached)
         place(huggingface.read_heads(cfg, attached))
     treedef = jax.tree.structure(declare_params(cfg), is_leaf=is_spec)
     params = treedef.unflatten(arrays[entry.path] for entry in huggingface.entries(cfg))
@@ -184,14 +186,14 @@ def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> N
 
 
 def write_heads(model: Model, file: str) -> None:
-    """Replaces a file with the model's draft heads, as TokenSwift's model.medusa_layers.*."""
+    """Replaces a file with the model's draft heads, as TokenSwift's or Medusa's code names them."""
     tensors = {
         tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
         for entry, leaf in named_arrays(model)
         if entry.path.startswith("heads.")
         for tensor in entry.tensors
     }
-    weight_files.write_safetensors(file, tensors)
+    weight_files.write_safetensors(file, named_in(MEDUSA, tensors))
 
 
 def named_arrays(model: Model) -> list[tuple[Entry, jax.Array]]:
@@ -228,13 +230,17 @@ def read_version(folder: str) -> int:
 
 
 def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
-    """The weight files of a TokenSwift adapter, or of a checkpoint with heads in it."""
+    """The weight files of an adapter, or of a checkpoint with heads in it."""
     if os.path.isdir(path) or not os.path.exists(path):
         path = weight_files.find_folder(path, allow_pickle=allow_pickle)
+        pickled = os.path.join(path, MEDUSA_PICKLE)
+        has_others = any(name.endswith(".safetensors") for name in os.listdir(path))
+        path = pickled if os.path.exists(pickled) and not has_others else path
     weights = weight_files.open_weights(os.fspath(path), allow_pickle=allow_pickle)
-    if not huggingface.count_heads(weights):
+    if not find_heads(weights):
         found = ", ".join(sorted(weights)[:5])
-        wanted = f"it holds no model.medusa_layers.*; it has {found}"
+        wanted = "it holds no model.medusa_layers.* (TokenSwift's heads) and no K.0.linear.* or "
+        wanted += f"blocks.K.layers.0.* (Medusa's); it has {found}"
         raise ValueError(f"heads={os.fspath(path)!r} is not valid: {wanted}")
     return weights
 

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import DTYPES, ModelConfig, RopeConfig, check, check_float, check_int
+from tsjax.config import CHAINED, DTYPES, ModelConfig, RopeConfig, check, check_float, check_int
+from tsjax.files.head_files import find_heads
 from tsjax.files.weight_files import StoredTensor, Weights, open_weights, raise_all
 from tsjax.input_files import listed, parsing, read_json
 from tsjax.model.params import declare_params, is_spec
@@ -103,7 +104,8 @@ def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelCo
         mlp_bias=family == "llama" and _flag(raw, "mlp_bias"),
         qk_norm=family == "qwen3",
         num_draft_heads=raw.get("medusa_heads") or 0,  # as TokenSwift's training writes it
-        head_accuracy=tuple(raw.get("medusa_head_accuracy") or ()),  # written by config_to_hf
+        head_kind=raw.get("medusa_head_kind") or CHAINED,  # as the next one written by config_to_hf
+        head_accuracy=tuple(raw.get("medusa_head_accuracy") or ()),
     )
 
 
@@ -139,6 +141,8 @@ def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     }
     if cfg.num_draft_heads:
         raw["medusa_heads"] = cfg.num_draft_heads
+    if cfg.head_kind != CHAINED:
+        raw["medusa_head_kind"] = cfg.head_kind
     if cfg.head_accuracy:
         raw["medusa_head_accuracy"] = list(cfg.head_accuracy)
     if model_config(raw) != cfg:
@@ -176,7 +180,7 @@ def _family(raw: Mapping[str, Any]) -> str:
 def _check_types(raw: Mapping[str, Any]) -> None:
     """The types of optional keys; sizes and rotary embeddings are checked where they are read."""
     wanted = {
-        "a string or null": (str, ("dtype", "torch_dtype")),
+        "a string or null": (str, ("dtype", "torch_dtype", "medusa_head_kind")),
         "a list or null": (list, ("architectures", "layer_types", "medusa_head_accuracy")),
         "an object or null": (dict, ("rope_scaling", "rope_parameters")),
     }
@@ -317,6 +321,10 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("model.medusa_layers.{i}.linear.weight", "heads.{i}.linear"),
     ("model.medusa_layers.{i}.input_layernorm.weight", "heads.{i}.norm_in"),
     ("model.medusa_layers.{i}.post_layernorm.weight", "heads.{i}.norm_out"),
+    # Medusa's; head_files.py knows the other names that they have.
+    ("medusa_head.{i}.0.linear.weight", "heads.{i}.block"),
+    ("medusa_head.{i}.0.linear.bias", "heads.{i}.block_bias"),
+    ("medusa_head.{i}.1.weight", "heads.{i}.unembed"),
 )
 
 _THREADS = min(8, os.cpu_count() or 1)  # that read; each has a block in memory
@@ -324,7 +332,6 @@ _AHEAD = 3  # arrays that they fill before they are asked for
 
 # The frequencies of rotary embeddings, saved as buffers by old versions of transformers.
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
-_HEAD_KEY = re.compile(r"(?:model\.)?(medusa_layers\.(\d+)\..+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,19 +422,25 @@ def open_checkpoint(
     weights = open_weights(folder, allow_pickle=allow_pickle)
     with parsing(path):  # before anything is declared
         check_counts(cfg, len(weights), ("num_hidden_layers", "medusa_heads"))
-    heads = max(cfg.num_draft_heads, count_heads(weights))
-    return cfg if heads == cfg.num_draft_heads else cfg.with_heads(heads), weights
+        found = find_heads(weights, beside_model=True)
+    if found is None:
+        return cfg, weights
+    # Of TokenSwift's the config knows the number; published configs of Medusa's name wrong ones.
+    heads = max(cfg.num_draft_heads, found.count) if found.kind == CHAINED else found.count
+    same = (heads, found.kind) == (cfg.num_draft_heads, cfg.head_kind)
+    return cfg if same else cfg.with_heads(heads, found.kind), weights
+
+
+def with_heads_of(cfg: ModelConfig, weights: Weights) -> ModelConfig:
+    """The same model with the draft heads among the tensors, counted there."""
+    found = find_heads(weights)
+    return cfg.with_heads(found.count, found.kind) if found else cfg.with_heads(0)
 
 
 def check_counts(cfg: ModelConfig, stored: int, names: tuple[str, str]) -> None:
     """Refuses more layers or heads than there are tensors; `names` are those of the counts."""
     for name, count in zip(names, (cfg.num_layers, cfg.num_draft_heads), strict=True):
         check(count <= stored, name, count, f"there are {stored} tensors in all")
-
-
-def count_heads(weights: Weights) -> int:
-    """How many different numbers heads have; `read_heads` sees whether these are 0, 1, 2 ..."""
-    return len({match[2] for name in weights if (match := _HEAD_KEY.fullmatch(name))})
 
 
 def read_model(
@@ -440,8 +453,10 @@ def read_model(
     found = {name: tensor for name, tensor in weights.items() if not _HARMLESS.fullmatch(name)}
     if cfg.tie_embeddings:
         found.pop("lm_head.weight", None)  # transformers does not read it either
-    if not cfg.num_draft_heads:
-        found = {name: found[name] for name in found if not _HEAD_KEY.fullmatch(name)}
+    heads = find_heads(weights, beside_model=True)
+    if heads and (heads.kind != CHAINED or not cfg.num_draft_heads):
+        found = {name: found[name] for name in found if name not in heads.names}
+        found |= heads.tensors if cfg.num_draft_heads else {}
     wanted = entries(cfg)
     if apart:
         wanted = [tensor for entry in wanted for tensor in entry.apart()]
@@ -449,9 +464,9 @@ def read_model(
 
 
 def read_heads(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
-    """The `cfg.num_draft_heads` heads in an adapter or a whole TokenSwift checkpoint."""
-    matches = {name: _HEAD_KEY.fullmatch(name) for name in weights}
-    found = {f"model.{match[1]}": weights[name] for name, match in matches.items() if match}
+    """The `cfg.num_draft_heads` heads in an adapter or a whole checkpoint with such heads."""
+    heads = find_heads(weights)
+    found = heads.tensors if heads else {}
     return _read([e for e in entries(cfg) if e.path.startswith("heads.")], weights, found)
 
 

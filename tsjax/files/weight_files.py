@@ -270,7 +270,7 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
     try:
         return huggingface_hub.snapshot_download(
             name,
-            allow_patterns=patterns + ["*.bin"] * allow_pickle,
+            allow_patterns=patterns + ["*.bin", "medusa_lm_head.pt"] * allow_pickle,
             ignore_patterns=["*/*", "consolidated*"],  # second copies of the weights
         )
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
