@@ -23,7 +23,7 @@ from typing import Any
 import jax
 
 import tsjax
-from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, check, refuse_unknown
+from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, HEAD_KINDS, check, refuse_unknown
 from tsjax.demo import PROMPT, SETTINGS, TOKENS
 from tsjax.demo import run as run_demo
 from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
@@ -71,6 +71,9 @@ TRAINING_HELP = {
     "init_scale": "standard deviation of the first weights",
     "chunk_tokens": "positions whose logits exist at a time",
     "seed": "of the first weights and of the order of the sequences",
+    "head_kind": "TokenSwift's heads, or Medusa's, with the model's vocabulary matrix or with their "
+    "own; those have defaults of their own (tsjax.HeadTraining.of_kind)",
+    "loss_decay": "what a head's loss counts, for 1 of the head before it",
 }
 LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check
 MOST_SHOWN = 5
@@ -300,8 +303,8 @@ def _keep_programs(args: argparse.Namespace) -> None:
 def _add_train_heads(commands: Any) -> None:
     text = "train draft heads for a checkpoint"
     about = (
-        "Trains TokenSwift draft heads on texts; the model stays as it is. The defaults are the "
-        "paper's recipe. Figures go to stderr, the last line is JSON."
+        "Trains draft heads on texts, TokenSwift's or Medusa's; the model stays as it is. The "
+        "defaults are the papers' recipes. Figures go to stderr, the last line is JSON."
     )
     parser = _command(commands, "train-heads", _train_heads, text, about, TRAINING_EXAMPLES)
     _add(parser, "model", "checkpoint folder, or organisation/name on the hub")
@@ -325,7 +328,11 @@ def _add_train_heads(commands: Any) -> None:
     group = parser.add_argument_group("how to train")
     for field in dataclasses.fields(tsjax.HeadTraining):
         flag, text = _flag_of(field.name), f"{TRAINING_HELP[field.name]} (default: {field.default})"
-        group.add_argument(flag, type=type(field.default), metavar="N", help=text)
+        choices = HEAD_KINDS if field.name == "head_kind" else None
+        metavar = None if choices else "N"
+        group.add_argument(
+            flag, type=type(field.default), choices=choices, metavar=metavar, help=text
+        )
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -556,7 +563,10 @@ def _finite(value: Any) -> Any:
 
 
 def _train_heads(args: argparse.Namespace) -> int:
-    settings = tsjax.HeadTraining() if args.preset is None else training_preset(args.preset)
+    if args.preset is None:
+        settings = tsjax.HeadTraining.of_kind(args.head_kind or tsjax.HeadTraining.head_kind)
+    else:
+        settings = training_preset(args.preset)
     # Refuses a wrong value before the model is read.
     settings = dataclasses.replace(settings, **_given(args, TRAINING_NAMES))
     held_out: Any = args.held_out

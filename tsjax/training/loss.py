@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tsjax.config import HeadTraining, ModelConfig
-from tsjax.model.heads import HeadWeights, declare_heads, run_heads
+from tsjax.config import OWN_VOCABULARY, HeadTraining, ModelConfig
+from tsjax.model.heads import Head, declare_heads, run_heads
+from tsjax.model.layers import linear
 from tsjax.model.params import inputs_first, join
-from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed, unembedding
+from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembedding
 from tsjax.typing import accumulation_dtype
 
 TOP = 3  # accuracies are counted for the 1, 2 ... TOP most probable tokens
@@ -41,19 +42,27 @@ class HeadMetrics(flax.struct.PyTreeNode):
 class GradientSum(flax.struct.PyTreeNode):
     """What the micro-batches of a step add up."""
 
-    gradient: tuple[HeadWeights, ...]
+    gradient: tuple[Head, ...]
     metrics: HeadMetrics
 
 
-def init_heads(cfg: ModelConfig, settings: HeadTraining) -> tuple[HeadWeights, ...]:
-    """The first weights of heads, in the optimiser's type: float32 also for 16-bit models."""
-    cfg = cfg.with_heads(settings.num_heads)
+def init_heads(
+    cfg: ModelConfig, settings: HeadTraining, weights: ModelWeights | None = None
+) -> tuple[Head, ...]:
+    """The first weights of heads, in the optimiser's type: float32 also for 16-bit models.
+
+    Vocabulary matrices begin as that of the model, whose `weights` these heads need.
+    """
+    cfg = cfg.with_heads(settings.num_heads, settings.head_kind)
     dtype = accumulation_dtype(cfg.dtype)
     rng = np.random.default_rng(settings.seed)
 
     def make(spec: ParamSpec):
-        if spec.init == "ones":
-            return jnp.ones(spec.shape, dtype)
+        if spec.init != "normal":
+            return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
+        if "vocab" in spec.axes:
+            assert weights is not None
+            return unembedding(weights).astype(dtype)
         drawn = [rng.normal(scale=settings.init_scale, size=s.shape) for s in inputs_first(spec)]
         return jnp.asarray(join(spec, drawn, numpy=np), dtype)
 
@@ -61,13 +70,13 @@ def init_heads(cfg: ModelConfig, settings: HeadTraining) -> tuple[HeadWeights, .
     return jax.tree.map(make, specs, is_leaf=lambda leaf: isinstance(leaf, ParamSpec))
 
 
-def cast_heads(heads: Sequence[HeadWeights], cfg: ModelConfig) -> tuple[HeadWeights, ...]:
+def cast_heads(heads: Sequence[Head], cfg: ModelConfig) -> tuple[Head, ...]:
     """The heads in the model's type, as the forward pass and a checkpoint take them."""
     return jax.tree.map(lambda x: x.astype(cfg.dtype), tuple(heads))
 
 
-def zero_gradients(heads: Sequence[HeadWeights]) -> GradientSum:
-    metrics = _zero_metrics(len(heads), heads[0].linear.dtype)
+def zero_gradients(heads: Sequence[Head]) -> GradientSum:
+    metrics = _zero_metrics(len(heads), jax.tree.leaves(heads)[0].dtype)
     return GradientSum(jax.tree.map(jnp.zeros_like, tuple(heads)), metrics)
 
 
@@ -76,7 +85,7 @@ def _zero_metrics(count: int, dtype) -> HeadMetrics:
 
 
 def add_gradients(
-    heads: Sequence[HeadWeights],
+    heads: Sequence[Head],
     weights: ModelWeights,
     hidden,
     tokens,
@@ -84,20 +93,23 @@ def add_gradients(
     *,
     cfg: ModelConfig,
     chunk_tokens: int,
+    loss_decay: float = 1.0,
 ) -> GradientSum:
     """Adds one micro-batch of tokens [B, T] with the model's `hidden` [B, T, D].
 
     The gradient is that of the sum over positions of all heads' losses, each head's scaled to as
-    many labels as there are tokens. So the terms are of the size of one position's gradient, which
-    16-bit types can hold; `update` divides.
+    many labels as there are tokens, and by `loss_decay` for each head before it. So the terms are
+    of the size of one position's gradient, which 16-bit types can hold; `update` divides. `cfg`
+    says the heads' kind.
     """
     length = tokens.shape[1]
-    scale = np.asarray([length / (length - 2 - i) for i in range(len(heads))])
+    scale = np.asarray([loss_decay**i * length / (length - 2 - i) for i in range(len(heads))])
 
     def objective(heads, chunk: _Chunk):
+        heads = cast_heads(heads, cfg)
         with jax.named_scope("heads"):
-            states = run_heads(cast_heads(heads, cfg), chunk.hidden, cfg=cfg)  # [B, n, c, D]
-        metrics = _measure_states(jnp.moveaxis(states, 1, 0), weights, chunk, cfg=cfg)
+            states = run_heads(heads, weights, chunk.hidden, cfg=cfg)  # [B, n, c, D]
+        metrics = _measure_states(jnp.moveaxis(states, 1, 0), weights, heads, chunk, cfg=cfg)
         return jnp.sum(metrics.loss * scale.astype(metrics.loss.dtype)), metrics
 
     def body(total: GradientSum, chunk: _Chunk):
@@ -109,7 +121,7 @@ def add_gradients(
 
 
 def measure(
-    heads: Sequence[HeadWeights],
+    heads: Sequence[Head],
     weights: ModelWeights,
     hidden,
     tokens,
@@ -121,9 +133,11 @@ def measure(
 
     def body(total: HeadMetrics, chunk: _Chunk):
         own = final_norm(weights, chunk.hidden, cfg=cfg)[:, None]
-        states = run_heads(cast_heads(heads, cfg), chunk.hidden, cfg=cfg)
+        cast = cast_heads(heads, cfg)
+        states = run_heads(cast, weights, chunk.hidden, cfg=cfg)
         states = jnp.moveaxis(jnp.concatenate([own, states], axis=1), 1, 0)
-        return jax.tree.map(jnp.add, total, _measure_states(states, weights, chunk, cfg=cfg))
+        found = _measure_states(states, weights, cast, chunk, cfg=cfg)
+        return jax.tree.map(jnp.add, total, found)
 
     total = _zero_metrics(len(heads) + 1, accumulation_dtype(cfg.dtype))
     return _over_chunks(body, total, hidden, tokens, range(1, len(heads) + 2), chunk_tokens)
@@ -160,26 +174,39 @@ def _over_chunks(body, total, hidden, tokens, shifts: Sequence[int], chunk_token
     return lax.scan(at, total, jnp.arange(count, dtype=jnp.int32))[0]
 
 
-def _measure_states(states, weights: ModelWeights, chunk: _Chunk, *, cfg: ModelConfig):
-    """HeadMetrics of normed states [n, B, c, D], one head after the other."""
+def _measure_states(
+    states, weights: ModelWeights, heads: Sequence[Any], chunk: _Chunk, *, cfg: ModelConfig
+):
+    """HeadMetrics of normed states [n, B, c, D], of which the last are those of `heads`, one head
+    after the other."""
     valid = jnp.broadcast_to(chunk.valid[:, None], chunk.labels.shape)
-    inputs = states, chunk.labels, valid
-    return lax.map(lambda head: _cross_entropy(*head, weights, cfg), inputs)
+    inputs, frozen = (states, chunk.labels, valid), unembedding(weights)
+    if cfg.head_kind != OWN_VOCABULARY:
+        return lax.map(lambda head: _cross_entropy(*head, frozen, cfg, False), inputs)
+    before = len(states) - len(heads)
+    found = []
+    for index, head in enumerate([None] * before + [*heads]):
+        matrix = frozen if head is None else head.unembed
+        of_one = jax.tree.map(lambda x, index=index: x[index], inputs)
+        found.append(_cross_entropy(*of_one, matrix, cfg, head is not None))
+    return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(normed, labels, valid, weights: ModelWeights, cfg: ModelConfig):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _cross_entropy(normed, labels, valid, matrix, cfg: ModelConfig, trains_matrix: bool):
     """HeadMetrics of the normed states [B, c, D] of one head, with labels [B, c].
 
-    The unembedding is frozen: only `normed` has a gradient. It is computed together with the loss,
-    so logits are computed once.
+    The vocabulary `matrix` has a gradient where it is the head's own; the model's is frozen. The
+    gradients are computed together with the loss, so logits are computed once.
     """
-    return _loss_and_slope(normed, labels, valid, weights, cfg, slope=False)[0]
+    return _loss_and_slope(normed, labels, valid, matrix, cfg, trains_matrix, slope=False)[0]
 
 
-def _loss_and_slope(normed, labels, valid, weights: ModelWeights, cfg, *, slope=True):
+def _loss_and_slope(normed, labels, valid, matrix, cfg, trains_matrix, *, slope=True):
+    wide = accumulation_dtype(cfg.dtype)
     with jax.named_scope("cross_entropy"):
-        logits = unembed(weights, normed, cfg=cfg)  # [B, c, V]
+        with jax.named_scope("unembed"):
+            logits = linear(normed, matrix, out_dtype=wide)  # [B, c, V]
         token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
         is_label = token == labels[..., None]
         label_logit = jnp.sum(jnp.where(is_label, logits, 0), axis=-1, keepdims=True)
@@ -194,19 +221,22 @@ def _loss_and_slope(normed, labels, valid, weights: ModelWeights, cfg, *, slope=
             return metrics, None
         excess = jnp.exp(logits - norm) - is_label.astype(logits.dtype)
         excess = jnp.where(valid[..., None], excess, 0).astype(normed.dtype)
-        slope_of_states = jnp.einsum(
-            "bcv,vd->bcd",
-            excess,
-            unembedding(weights),
-            precision=lax.Precision.HIGHEST,
-            preferred_element_type=accumulation_dtype(cfg.dtype),
+        product = functools.partial(
+            jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=wide
         )
-        return metrics, slope_of_states.astype(normed.dtype)
+        slope_of_states = product("bcv,vd->bcd", excess, matrix).astype(normed.dtype)
+        if not trains_matrix:
+            return metrics, (slope_of_states, None)
+        slope_of_matrix = product("bcv,bcd->vd", excess, normed)
+        return metrics, (slope_of_states, slope_of_matrix.astype(matrix.dtype))
 
 
-def _cross_entropy_backward(cfg, slope, cotangent: HeadMetrics):
+def _cross_entropy_backward(cfg, trains_matrix, slopes, cotangent: HeadMetrics):
     factor = cotangent.loss
-    return (slope.astype(factor.dtype) * factor).astype(slope.dtype), None, None, None
+    of_states, of_matrix = jax.tree.map(
+        lambda slope: (slope.astype(factor.dtype) * factor).astype(slope.dtype), slopes
+    )
+    return of_states, None, None, of_matrix
 
 
 _cross_entropy.defvjp(_loss_and_slope, _cross_entropy_backward)
@@ -225,11 +255,11 @@ def learning_rates(settings: HeadTraining):
 
 
 def optimiser(settings: HeadTraining):
-    """AdamW after the clipping of gradients. Norms do not decay."""
+    """AdamW after the clipping of gradients. Norms and biases do not decay."""
     import optax
 
     def decays(heads):
-        return tuple(HeadWeights(linear=True, norm_in=False, norm_out=False) for _ in heads)
+        return jax.tree.map(lambda leaf: leaf.ndim > 1, heads)
 
     clip = optax.clip_by_global_norm(settings.max_grad_norm)
     adam = optax.adamw(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 import os
 import time
 import warnings
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import HeadTraining, check, check_int, refuse_unknown
+from tsjax.config import CHAINED, HeadTraining, check, check_int, refuse_unknown
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
@@ -36,6 +37,8 @@ from tsjax.training.corpus import Corpus, Order, predictions_from_counts, read_c
 from tsjax.training.loss import TOP, cast_heads
 from tsjax.training.saved import Record
 
+# Settings that runs saved by an older tsjax do not name.
+DEFAULTS_OF_OLD_RUNS = {"head_kind": CHAINED, "loss_decay": 1.0}
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
 
 
@@ -45,7 +48,8 @@ class TrainedHeads:
 
     Attributes:
       model: the model with its new heads, in the model's type.
-      history: one record per step: step (from 1), learning_rate, loss (the sum of head_losses),
+      history: one record per step: step (from 1), learning_rate, loss (the sum of head_losses, each
+        by its weight),
         head_losses, top1, top2, top3 (share of labels among the 1, 2, 3 most probable tokens),
         gradient_norm, seconds.
       evaluation: one record per head on the held-out sequences; the first, head 0, is the model
@@ -82,7 +86,8 @@ def train_heads(
     on_interrupt: str = "raise",
     **changes: Any,
 ) -> TrainedHeads:
-    """Trains new draft heads for a model, which itself stays as it is.
+    """Trains new draft heads for a model, which itself stays as it is: TokenSwift's, or Medusa's
+    with head_kind="parallel".
 
     Args:
       model: from `tsjax.load`; on a mesh it is used as it lies there. Heads it has are not used.
@@ -90,7 +95,8 @@ def train_heads(
         `corpus.read_corpus`. By default the first `sequence_length` tokens of every text; shorter
         texts are left out.
       settings: a HeadTraining; `changes` (its fields: steps, learning_rate, batch_size,
-        sequence_length, seed, ...) override it one by one. The default is the paper's recipe.
+        sequence_length, seed, ...) override it one by one. The default is the recipe for heads of
+        the kind: `HeadTraining.of_kind(head_kind)`.
       held_out: what to evaluate on at the end: a fraction of the data's documents, or files.
       whole_books: take all sequences of a text, not only the first.
       data_dtype: type of the ids in .bin files.
@@ -115,7 +121,9 @@ def train_heads(
     if not isinstance(model, Model):
         raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
     refuse_unknown(list(changes), SETTING_NAMES, "argument")
-    settings = dataclasses.replace(settings or HeadTraining(), **changes)
+    if settings is None:
+        settings = HeadTraining.of_kind(changes.get("head_kind", HeadTraining.head_kind))
+    settings = dataclasses.replace(settings, **changes)
     check_int(save_every, "save_every", 1)
     micro = _sequences_per_pass(model, settings)
     folder = saved.check_folder(save_to, resume)
@@ -194,7 +202,9 @@ def training_programs() -> SimpleNamespace:
     """`add_gradients`, `update` and `measure`, compiled."""
     static, given = ("cfg", "chunk_tokens"), ("heads", "moments")
     return SimpleNamespace(
-        add_gradients=jax.jit(loss.add_gradients, static_argnames=static, donate_argnames="total"),
+        add_gradients=jax.jit(
+            loss.add_gradients, static_argnames=(*static, "loss_decay"), donate_argnames="total"
+        ),
         update=jax.jit(loss.update, static_argnames="settings", donate_argnames=given),
         measure=jax.jit(loss.measure, static_argnames=static),
     )
@@ -215,11 +225,12 @@ class _Run:
         self, model: Model, settings: HeadTraining, train: Corpus, micro: int, cached: bool
     ):
         self.model, self.settings, self.train, self.micro = model, settings, train, micro
-        self.cfg, self.mesh = model.cfg.with_heads(0), mesh_of(model.params)
+        self.cfg = model.cfg.with_heads(settings.num_heads, settings.head_kind)
+        self.mesh = mesh_of(model.params)
         self.order, self.rates = Order(len(train), settings.seed), loss.learning_rates(settings)
         self._hidden_states = programs_of(model).hidden_states
         self._params = model.params.replace(heads=())
-        heads = self._everywhere(loss.init_heads(self.cfg, settings))
+        heads = self._everywhere(loss.init_heads(self.cfg, settings, self._params.model))
         moments = self._everywhere(loss.optimiser(settings).init(heads))
         self.state = _State(heads, moments, 0)
         self._static = {"cfg": self.cfg, "chunk_tokens": settings.chunk_tokens}
@@ -237,7 +248,7 @@ class _Run:
         return jax.device_put(array, named_sharding(np.shape(array), names, self.mesh))
 
     def _hidden(self, tokens: jax.Array) -> jax.Array:
-        return self._hidden_states(self._params, tokens, cfg=self.cfg)
+        return self._hidden_states(self._params, tokens, cfg=self.cfg.with_heads(0))
 
     def _compute_hidden(self) -> np.ndarray:
         """The hidden states of all sequences, always in the same batches."""
@@ -271,7 +282,13 @@ class _Run:
             cached = None if self._cache is None else self._place(self._cache[numbers])
             hidden = self._hidden(tokens) if cached is None else cached
             total = training_programs().add_gradients(
-                heads, self._params.model, hidden, tokens, total, **self._static
+                heads,
+                self._params.model,
+                hidden,
+                tokens,
+                total,
+                **self._static,
+                loss_decay=settings.loss_decay,
             )
             jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
         metrics: Any = jax.device_get(total.metrics)
@@ -282,7 +299,7 @@ class _Run:
         return {
             "step": steps + 1,
             "learning_rate": float(np.asarray(self.rates(steps))),
-            "loss": math.fsum(losses),
+            "loss": math.fsum(map(operator.mul, settings.loss_weights, losses)),
             "head_losses": losses,
             **_shares(metrics.hits, labels),
             "gradient_norm": float(norm),
@@ -335,9 +352,8 @@ class _Run:
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
 
     def trained_model(self) -> Model:
-        cfg = self.cfg.with_heads(self.settings.num_heads)
-        params = self._params.replace(heads=cast_heads(self.state.heads, cfg))
-        return self.model.replace(params=params, cfg=cfg)
+        params = self._params.replace(heads=cast_heads(self.state.heads, self.cfg))
+        return self.model.replace(params=params, cfg=self.cfg)
 
 
 def _shares(hits: np.ndarray, labels) -> dict[str, Any]:
@@ -380,7 +396,7 @@ def _checked_record(step: int, record: Record) -> Record:
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    before = then["settings"]
+    before = {**DEFAULTS_OF_OLD_RUNS, **then["settings"]}
     wrong = [
         f"{name}={before.get(name)!r}, now {value!r}"
         for name, value in now["settings"].items()
