@@ -52,12 +52,12 @@ SAMPLED = dict(do_sample=True, temperature=0.9, min_p=0.02, repetition_penalty=1
 
 
 @functools.cache
-def models(num_draft_heads: int, dtype: str) -> tuple[tsjax.Model, ...]:
+def models(num_draft_heads: int, dtype: str, head_kind: str = "chained") -> tuple[tsjax.Model, ...]:
     """Models of one config, so of one program: two random ones, and one that likes to loop.
 
     The third mostly continues a token in one way, so that long drafts are accepted when sampling.
     """
-    shape = dict(SHAPE, num_draft_heads=num_draft_heads, dtype=dtype)
+    shape = dict(SHAPE, num_draft_heads=num_draft_heads, head_kind=head_kind, dtype=dtype)
     cfg = tiny_config(**shape)
     params = tsjax.init_params(cfg, seed=2, scale=0.1)
     table = 0.3 * np.random.default_rng(2).standard_normal((VOCAB, VOCAB))
@@ -87,8 +87,7 @@ def perfect_model(successor: dict[int, int], num_draft_heads: int) -> tsjax.Mode
 
 def headless(model: tsjax.Model) -> tsjax.Model:
     """The same model without its heads: what plain decoding needs, and one program for all."""
-    fields = {**model.cfg.to_dict(), "num_draft_heads": 0}
-    cfg, params = tsjax.ModelConfig.from_dict(fields), model.params.replace(heads=())
+    cfg, params = model.cfg.with_heads(0), model.params.replace(heads=())
     return tsjax.Model(params, cfg=cfg, stop_ids=model.stop_ids, path=model.path)
 
 
@@ -123,6 +122,7 @@ class Setup(NamedTuple):
     method: Any
     num_draft_heads: int = 0
     batch: int = 1
+    head_kind: str = "chained"
 
 
 NO_TEXT = dict(num_ngrams=0, suffix_length=0)  # nothing but the model's drafts
@@ -227,6 +227,21 @@ SETUPS = {
         num_draft_heads=1,
         batch=2,
     ),
+    "medusa": Setup(
+        tsjax.Medusa(tree=12), num_draft_heads=3, batch=4, head_kind="parallel"
+    ),
+    "medusa_own": Setup(
+        tsjax.Medusa(tree=(3, 2, 1), noise_coupled=False), num_draft_heads=3,
+        head_kind="parallel_own_vocabulary",
+    ),
+    "medusa_star": Setup(
+        tsjax.TokenSwift(
+            tree=(1, 3, 2), draft_budget=24, num_sinks=2, num_ngrams=2, suffix_length=3
+        ),
+        num_draft_heads=2,
+        batch=2,
+        head_kind="parallel_own_vocabulary",
+    ),
 }  # fmt: skip
 
 # Compiling is what costs; these are run with -m slow.
@@ -240,6 +255,8 @@ SLOW_SETUPS = (
     "no_tree",
     "verified_alone",
     "likely_heads",
+    "medusa_own",
+    "medusa_star",
 )
 
 tokens = st.integers(0, VOCAB - 1)
@@ -317,7 +334,7 @@ def check_equality(name: str, dtype: str, max_examples: int, combinations=FEW_CO
     def equal(case):
         nonlocal steps, emitted
         index, rows, settings = case
-        model = models(setup.num_draft_heads, dtype)[index]
+        model = models(setup.num_draft_heads, dtype, setup.head_kind)[index]
         stats = compare(model, rows, setup.method, **settings).stats
         steps, emitted = steps + sum(stats.steps), emitted + stats.computed_tokens
 
@@ -586,11 +603,11 @@ def test_capacity_has_room_for_the_drafts_of_the_last_step():
 # --- however it is asked for -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
+@pytest.mark.parametrize("name", ["passes_and_heads", "verified", "medusa"])
 def test_neither_chunks_nor_stream_nor_resuming_matter(name, float64, tmp_path, monkeypatch):
     """A run that one method has begun is continued by others."""
     setup, path = SETUPS[name], tmp_path / "run.json"
-    model = models(setup.num_draft_heads, float64)[2]
+    model = models(setup.num_draft_heads, float64, setup.head_kind)[2]
     settings = dict(SAMPLED, max_new_tokens=40, eos_token_id=11, **SIZES)
     whole = compare(model, RAGGED, setup.method, **settings)
     assert set(whole.finish_reason) == {"eos", "length"}
@@ -620,7 +637,7 @@ def test_neither_chunks_nor_stream_nor_resuming_matter(name, float64, tmp_path, 
 @pytest.mark.parametrize("name", ["passes_and_heads", "verified"])
 def test_alone_and_interrupted_a_row_has_the_same_tokens(name, float64, tmp_path, monkeypatch):
     setup, path = SETUPS[name], tmp_path / "run.json"
-    model = models(setup.num_draft_heads, float64)[2]
+    model = models(setup.num_draft_heads, float64, setup.head_kind)[2]
     settings = dict(SAMPLED, max_new_tokens=40, eos_token_id=11, **SIZES)
     whole = rows_of(tsjax.generate(headless(model), RAGGED, **settings))
     for index in (0, 1, 3):  # row 2 repeats row 0's prompt

@@ -71,8 +71,8 @@ TRAINING_HELP = {
     "init_scale": "standard deviation of the first weights",
     "chunk_tokens": "positions whose logits exist at a time",
     "seed": "of the first weights and of the order of the sequences",
-    "head_kind": "TokenSwift's heads, or Medusa's, with the model's vocabulary matrix or with their "
-    "own; those have defaults of their own (tsjax.HeadTraining.of_kind)",
+    "head_kind": "TokenSwift's heads, or Medusa's with the model's vocabulary matrix or with their "
+    "own; Medusa's have other defaults (tsjax.HeadTraining.of_kind)",
     "loss_decay": "what a head's loss counts, for 1 of the head before it",
 }
 LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -163,16 +164,15 @@ def tree_from_accuracy(
     one = "the number of nodes, or row_cost, by which it is chosen"
     check((nodes is None) != (row_cost is None), "nodes", nodes, one)
     found = _best_first(table)
-    if nodes is not None:
+    if row_cost is None:
         check_int(nodes, "nodes", 1, MOST_NODES)
-        chosen = [path for _, path in zip(range(nodes), found, strict=False)]
+        chosen = [*itertools.islice(found, nodes)]
     else:
         check_float(row_cost, "row_cost", 0.0, math.inf)
         chosen, tokens = [], 1.0
-        for path in found:
-            value = _value(table, path)
-            seconds = 1 + row_cost * len(chosen)
-            if value * seconds <= row_cost * tokens or len(chosen) == MOST_NODES:
+        for path in itertools.islice(found, MOST_NODES):
+            value, seconds = _value(table, path), 1 + row_cost * len(chosen)
+            if value * seconds <= row_cost * tokens:
                 break
             chosen.append(path)
             tokens += value

@@ -62,7 +62,8 @@ def init_heads(
             return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
         if "vocab" in spec.axes:
             assert weights is not None
-            return unembedding(weights).astype(dtype)
+            matrix: Any = unembedding(weights)
+            return jnp.array(matrix, dtype, copy=True)  # a step gives its heads away
         drawn = [rng.normal(scale=settings.init_scale, size=s.shape) for s in inputs_first(spec)]
         return jnp.asarray(join(spec, drawn, numpy=np), dtype)
 
