@@ -231,7 +231,7 @@ SETUPS = {
         tsjax.Medusa(tree=12), num_draft_heads=3, batch=4, head_kind="parallel"
     ),
     "medusa_own": Setup(
-        tsjax.Medusa(tree=(3, 2, 1), noise_coupled=False), num_draft_heads=3,
+        tsjax.Medusa(tree=(8, 2, 1), noise_coupled=False), num_draft_heads=3,
         head_kind="parallel_own_vocabulary",
     ),
     "medusa_star": Setup(

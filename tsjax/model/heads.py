@@ -84,7 +84,9 @@ def run_heads(
         return jnp.stack(of_kind(heads, weights, hidden, cfg), axis=1)
 
 
-def _chained(heads: Sequence[Any], weights: ModelWeights, hidden, cfg: ModelConfig) -> list:
+def _chained(
+    heads: Sequence[Any], weights: ModelWeights, hidden: Float[Array, "B *rows D"], cfg: ModelConfig
+) -> list[Float[Array, "B *rows D"]]:
     states = []
     for head in heads:
         normed = rms_norm(hidden, head.norm_in, cfg.norm_eps)
@@ -94,7 +96,9 @@ def _chained(heads: Sequence[Any], weights: ModelWeights, hidden, cfg: ModelConf
     return states
 
 
-def _parallel(heads: Sequence[Any], weights: ModelWeights, hidden, cfg: ModelConfig) -> list:
+def _parallel(
+    heads: Sequence[Any], weights: ModelWeights, hidden: Float[Array, "B *rows D"], cfg: ModelConfig
+) -> list[Float[Array, "B *rows D"]]:
     states, wide = [], accumulation_dtype(cfg.dtype)
     normed = final_norm(weights, hidden, cfg=cfg)
     for head in heads:
