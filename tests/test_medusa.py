@@ -160,6 +160,15 @@ def test_tokenswift_drafts_from_them_too(kind):
     assert np.asarray(state.stats.accepted[0, 4]) >= 11
 
 
+def test_a_saved_run_goes_on_with_its_own_tree(tmp_path):
+    model, path = perfect_model(SHARED, 2), tmp_path / "run.json"
+    method = tsjax.Medusa(tree=((0,), (1,), (0, 0)))
+    tsjax.generate(model, [1], method=method, max_new_tokens=9, save_to=path)
+    result = tsjax.generate(model, resume_from=path, max_new_tokens=30)
+    assert result.tokens[0].tolist() == [successor(1, 1 + i) for i in range(30)]
+    assert result.stats.tokens_per_step > 2 and result.stats.method == method
+
+
 def test_it_says_what_it_needs_before_it_computes():
     assert resolve_method("medusa") == tsjax.Medusa()
     for model, has in (
@@ -592,6 +601,26 @@ def test_a_run_of_medusa_heads_goes_on_and_is_no_other(tmp_path):
         *(jax.tree.leaves(x.model.params.heads) for x in (resumed, whole)), strict=True
     ):
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_saved_before_there_were_kinds_of_heads_goes_on(tmp_path):
+    model, data = tiny_model(), np.random.default_rng(0).integers(0, 61, (6, LENGTH))
+    settings = HeadTraining(
+        num_heads=1, sequence_length=LENGTH, steps=3, warmup_steps=1, batch_size=2, micro_batch=2
+    )
+
+    def stop(record):
+        if record["step"] == 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        tsjax.train_heads(model, data, settings=settings, save_to=tmp_path, on_step=stop)
+    (document,) = tmp_path.glob("checkpoint/*/run.json")
+    content = json.loads(document.read_text())
+    del content["settings"]["head_kind"], content["settings"]["loss_decay"]
+    document.write_text(json.dumps(content))
+    resumed = tsjax.train_heads(model, data, settings=settings, save_to=tmp_path, resume=True)
+    assert len(resumed.history) == 3
 
 
 def test_the_recipes():
