@@ -480,6 +480,13 @@ def test_wrong_heads_are_refused(change, message, base, tmp_path):
         tsjax.load(base, heads=file)
 
 
+def test_an_unknown_tensor_among_prefixed_heads_is_refused(base, tmp_path):
+    tensors, _ = published("own", prefix="medusa_head.")
+    tensors["medusa_head.0.scale"] = np.zeros(3, np.float32)
+    with pytest.raises(ValueError, match="not part of this model: medusa_head.0.scale"):
+        tsjax.load(base, heads=write(tmp_path / "heads.safetensors", tensors))
+
+
 def test_several_vllm_blocks_are_refused(base, tmp_path):
     tensors, _ = published("vllm")
     tensors["blocks.0.layers.1.weight"] = np.zeros((D, D), np.float32)

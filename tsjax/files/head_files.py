@@ -110,9 +110,12 @@ def _parallel(weights: Weights, beside_model: bool) -> FoundHeads | None:
         bias = f"medusa_head.{match['head']}.0.linear.bias"
         if ".layers." in name and bias not in tensors:  # of heads that were trained without
             tensors[bias] = _zeros(bias, weights[name])
-    if not prefixed:  # a file of heads alone; vLLM's may have a copy of the model's matrix
-        known = {*blocks, *matrices, "lm_head.weight"}
-        tensors |= {name: weights[name] for name in weights if name not in known}
+    # Others are refused where tensors are read; vLLM's files may have a copy of the model's matrix.
+    known = {*blocks, *matrices, "lm_head.weight"}
+    others = [name for name in weights if name not in known]
+    if prefixed:
+        others = [name for name in others if name.startswith(("medusa_head.", "medusa_heads."))]
+    tensors |= {name: weights[name] for name in others}
     kind = OWN_VOCABULARY if matrices else PARALLEL
     count = len({match["head"] for match in blocks.values()})
     return FoundHeads(kind, count, frozenset({*blocks, *matrices}), tensors)
