@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `tsjax generate`, `check`, `train-heads`, `demo` and `info`.
+"""The command line: `tsjax generate`, `check`, `train-heads`, `demo`, `roofline` and `info`.
 
 Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
 one line on stderr and exit code 2, as is a run that could not be saved; an interrupted run prints
@@ -26,11 +26,19 @@ import tsjax
 from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, check, refuse_unknown
 from tsjax.demo import PROMPT, SETTINGS, TOKENS
 from tsjax.demo import run as run_demo
-from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
+from tsjax.files.presets import (
+    model_preset_names,
+    preset,
+    preset_names,
+    training_preset,
+    training_preset_names,
+)
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
 from tsjax.host.request import tokenizer_of
+from tsjax.host.roofline_table import DEVICES, roofline
+from tsjax.host.roofline_table import show as show_roofline
 from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
 from tsjax.methods import METHODS, resolve_method
@@ -86,6 +94,13 @@ EXAMPLES = """examples:
   tsjax generate ./story-model --resume-from run.json
   tsjax generate ./llama-3.1-8b --prompt-file start.txt --preset llama3.1-8b --max-new-tokens 20000
   tsjax generate ./story-model "Once" --method ngram --method-options suffix_length=32
+"""
+
+MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
+ROOFLINE_EXAMPLES = """examples:
+  tsjax roofline llama3.1-8b --device a100 --prompt 4096 --new 100000
+  tsjax roofline qwen2.5-7b --device h100 --acceptance 0.84 --json
+  tsjax roofline ./story-model --device cpu --new 2000 --acceptance bench.json
 """
 
 TRAINING_EXAMPLES = """examples:
@@ -155,6 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_train_heads(commands)
     _add_demo(commands)
+    _add_roofline(commands)
     _add_info(commands)
     return parser
 
@@ -189,7 +205,7 @@ def _add_generate(commands: Any) -> None:
     text = "continue a text with a HuggingFace or tsjax checkpoint"
     about = "Continues a text and prints it as it comes. Figures go to stderr."
     parser = _command(commands, "generate", _generate, text, about, EXAMPLES)
-    _add(parser, "model", "checkpoint folder, or organisation/name on the hub")
+    _add(parser, "model", MODEL_HELP)
     _add(parser, "prompt", "the text to continue; - reads stdin", nargs="?")
     _add(parser, "--prompt-file FILE", "read the prompt from a file")
     _add(parser, "--ids ID,ID,...", "the prompt as token ids")
@@ -266,6 +282,32 @@ def _add_demo(commands: Any) -> None:
     _add_cache(parser)
 
 
+def _add_roofline(commands: Any) -> None:
+    text = "the least time of a run by memory, and what each method is expected to take"
+    about = (
+        "Says what a step of plain decoding reads, how long that takes at least on a device, and "
+        "what the cost model expects of each method. No weights are read. Each figure says whether "
+        "it is a bound, an estimate or an assumption."
+    )
+    parser = _command(commands, "roofline", _roofline, text, about, ROOFLINE_EXAMPLES)
+    _add(parser, "model", MODEL_HELP + "; or a preset, " + ", ".join(model_preset_names()))
+    text = "by its data sheet; cpu measures the memory of this machine (default: the machine's own)"
+    _add(parser, "--device", text, choices=DEVICES)
+    _add(parser, "--prompt N", "tokens of the prompt", default=4096)
+    _add(parser, "--new N", "new tokens of each row", default=100_000)
+    _add(parser, "--batch N", "rows", default=1)
+    _add(parser, "--dtype", "of weights and cache; the model's own by default", choices=DTYPES)
+    text = "draft heads; by default those of the checkpoint, and the paper's 3 for a preset"
+    _add(parser, "--heads N", text, type=int)
+    text = (
+        "how often drafts are right, in place of what is assumed: a share of the drafted positions "
+        "as the paper's alpha, for methods that draft from the model; NAME=SHARE for one method; "
+        "or a file that tsjax bench wrote"
+    )
+    _add(parser, "--acceptance SHARE", text, nargs="+", default=[])
+    _add_switch(parser, "--json", "print one JSON document")
+
+
 def _add_info(commands: Any) -> None:
     text = "the machine, and what of tsjax is used on it"
     about = (
@@ -304,7 +346,7 @@ def _add_train_heads(commands: Any) -> None:
         "paper's recipe. Figures go to stderr, the last line is JSON."
     )
     parser = _command(commands, "train-heads", _train_heads, text, about, TRAINING_EXAMPLES)
-    _add(parser, "model", "checkpoint folder, or organisation/name on the hub")
+    _add(parser, "model", MODEL_HELP)
     text = "text files, folders of them, .npy or .bin files of token ids"
     _add(parser, "--data PATH", text, nargs="+", required=True)
     text = "receives checkpoints, metrics and the heads; tsjax.load(model, heads=DIR) takes it"
@@ -609,6 +651,12 @@ def _demo(args: argparse.Namespace) -> int:
     method = _with_options(named_method("tokenswift", args.method_options), args.method_options)
     given = _given(args, ("prompt", "tokens", "seed", "settings", "plain"))
     return run_demo(args.model, method=method, out=sys.stdout, **given)
+
+
+def _roofline(args: argparse.Namespace) -> int:
+    names = ("prompt", "new", "device", "batch", "dtype", "heads", "acceptance")
+    show_roofline(roofline(args.model, **_given(args, names)), args.json)
+    return 0
 
 
 def _info(args: argparse.Namespace) -> int:
