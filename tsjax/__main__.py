@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `tsjax generate`, `check`, `train-heads`, `demo`, `roofline` and `info`.
+"""The command line: `tsjax generate`, `check`, `train-heads`, `demo`, `bench` and so on.
 
 Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
 one line on stderr and exit code 2, as is a run that could not be saved; an interrupted run prints
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -34,8 +35,11 @@ from tsjax.files.presets import (
     training_preset_names,
 )
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, Question, bench
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
+from tsjax.host.paired_runs import PLAIN
+from tsjax.host.paired_runs import SETTINGS as SAMPLING
 from tsjax.host.request import tokenizer_of
 from tsjax.host.roofline_table import DEVICES, roofline
 from tsjax.host.roofline_table import show as show_roofline
@@ -97,6 +101,12 @@ EXAMPLES = """examples:
 """
 
 MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
+BENCH_EXAMPLES = """examples:
+  tsjax bench ./story-model --lengths 1024 8192 --new-tokens 2000 --plot times.png
+  tsjax bench ./story-model --text book.txt --methods plain auto --settings sampled
+  tsjax bench llama3.1-8b --methods plain tokenswift --lengths 65536 \\
+      --simulate-acceptance bench.json
+"""
 ROOFLINE_EXAMPLES = """examples:
   tsjax roofline llama3.1-8b --device a100 --prompt 4096 --new 100000
   tsjax roofline qwen2.5-7b --device h100 --acceptance 0.84 --json
@@ -114,7 +124,9 @@ TRAINING_EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
     args, unknown = _parser().parse_known_args(argv)
+    args.argv = argv
     if unknown:
         args.parser.error(_unknown_arguments(args, unknown))
     try:
@@ -170,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_train_heads(commands)
     _add_demo(commands)
+    _add_bench(commands)
     _add_roofline(commands)
     _add_info(commands)
     return parser
@@ -279,6 +292,41 @@ def _add_demo(commands: Any) -> None:
     _add_switch(parser, "--plain", "no colours and no redrawing, as without a terminal")
     text = "fields of TokenSwift, as in tsjax generate"
     _add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+    _add_cache(parser)
+
+
+def _add_bench(commands: Any) -> None:
+    text = "measure methods, lengths and sampling of a checkpoint side by side"
+    about = (
+        "Measures each method after prompts of each length, greedily and sampled, in rounds that "
+        "take turns; compiling is apart. A line for each cell goes to stdout and one JSON document "
+        "after them, the time left to stderr. All tokens are compared with plain decoding's: exit "
+        "code 1 if they differ in float32 or float64. After Ctrl-C the document has what there is."
+    )
+    parser = _command(commands, "bench", _bench, text, about, BENCH_EXAMPLES)
+    _add(parser, "model", MODEL_HELP + "; with --simulate-acceptance a preset")
+    text = (
+        f"{PLAIN}, which the others are held against, {', '.join(METHODS)}; tokenswift is the "
+        f"paper's settings (default: {' '.join(DEFAULT)})"
+    )
+    _add(parser, "--methods NAME", text, nargs="+")
+    text = f"tokens of the prompts (default: {' '.join(map(str, LENGTHS))})"
+    flags = dict(type=int, nargs="+", metavar="N", help=text)
+    parser.add_argument("--lengths", "--contexts", **flags)
+    _add(parser, "--new-tokens N", "tokens of each run", default=NEW_TOKENS)
+    _add(parser, "--rounds N", "that count, beside one that warms up", default=ROUNDS)
+    _add(parser, "--settings NAME", f"{' and '.join(SAMPLING)} by default", nargs="+")
+    _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    text = "prompts are its beginning; by default the model writes a text"
+    _add(parser, "--text FILE", text)
+    _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
+    _add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
+    _add(parser, "--plot FILE", "draw times by length and, in long runs, by output position")
+    text = (
+        "take accepted lengths from here, as if drafts were so often right: a JSON list of one for "
+        "each step, or a file that tsjax bench wrote; weights are random ones of a preset's shape"
+    )
+    _add(parser, "--simulate-acceptance TRACE", text)
     _add_cache(parser)
 
 
@@ -651,6 +699,17 @@ def _demo(args: argparse.Namespace) -> int:
     method = _with_options(named_method("tokenswift", args.method_options), args.method_options)
     given = _given(args, ("prompt", "tokens", "seed", "settings", "plain"))
     return run_demo(args.model, method=method, out=sys.stdout, **given)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
+    lists: Any = {
+        name: tuple(x) for name, x in _given(args, ("methods", "lengths", "settings")).items()
+    }
+    question = Question(
+        peers=not args.no_peers, simulate=args.simulate_acceptance, **_given(args, names), **lists
+    )
+    return bench(question, shlex.join(["tsjax", *args.argv]))
 
 
 def _roofline(args: argparse.Namespace) -> int:

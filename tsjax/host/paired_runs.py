@@ -24,7 +24,7 @@ from tsjax.files.checkpoint import Model
 from tsjax.host.compilation import Stopwatch
 from tsjax.host.generation import run_stats
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.peak_memory import forget_peak, peak_memory
+from tsjax.host.memory import forget_peak, peak_memory
 from tsjax.host.request import Request, make_request
 from tsjax.host.run import News, run, start_run
 from tsjax.host.timing import ratios, summary
@@ -58,11 +58,12 @@ class Runs:
         methods: Mapping[str, Method],
         new_tokens: Mapping[str, int],
         programs: Mapping[str, Callable] | None = None,
+        exceed_max_positions: bool = False,
     ):
         """`new_tokens` of each method; `programs` that run its steps in place of the usual one."""
         self.model, self._programs = model, dict(programs or {})
         requests = {
-            name: requested(model, prompt, settings, method, new_tokens[name])
+            name: requested(model, prompt, settings, method, new_tokens[name], exceed_max_positions)
             for name, method in methods.items()
         }
         capacity = max(request.capacity for request in requests.values())
@@ -83,6 +84,8 @@ class Runs:
         forget_peak()
         copied = jax.tree.map(jnp.copy, self._read)
         state = with_method(copied, request.decode, mesh_of(self.model.params))
+        # What was read has the longest run's.
+        state = state.replace(max_length=jnp.asarray(request.max_length, jnp.int32))
         made = [(0, 0, 0.0)]  # after each chunk: tokens, steps, seconds
         program, news = self._programs.get(name), None
         for news in run(self.model, request, interrupt, jax.block_until_ready(state), program):
@@ -102,11 +105,17 @@ class Runs:
 
 
 def requested(
-    model: Model, prompt: np.ndarray, settings: Mapping[str, Any], method: Method, new: int
+    model: Model,
+    prompt: np.ndarray,
+    settings: Mapping[str, Any],
+    method: Method,
+    new: int,
+    exceed_max_positions: bool = False,
 ) -> Request:
     """Stop tokens end nothing: every run has as many tokens."""
     asked = GenerationConfig().replace(**settings, eos_token_id=(), max_new_tokens=new)
-    return make_request(model, prompt, asked, {}, method=method)
+    wide = exceed_max_positions
+    return make_request(model, prompt, asked, {}, method=method, exceed_max_positions=wide)
 
 
 def _figures(request: Request, news: News, made: list[tuple[int, int, float]]) -> dict[str, Any]:

@@ -7,12 +7,14 @@ asked for.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib.util
 import os
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -36,6 +38,14 @@ def why_not(folder: str | None) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """What transformers will call otherwise one day is none of a user's business."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
 class Peer:
     """A checkpoint in torch."""
 
@@ -50,9 +60,10 @@ class Peer:
         self.torch = torch
         on_gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
         self.device = "cuda" if on_gpu else "cpu"
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True
-        )
+        with _quietly():
+            model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True
+            )
         self.model = model.to(self.device).eval()
 
 
@@ -62,7 +73,7 @@ class PeerRuns:
     def __init__(self, peer: Peer, prompt: np.ndarray, new: int):
         self._peer, self._torch, self.new = peer, peer.torch, min(new, MOST_TOKENS)
         self.prompt = self._torch.tensor(prompt)[None].long().to(peer.device)
-        with self._torch.no_grad():
+        with self._torch.no_grad(), _quietly():
             cache = None
             for part in self.prompt[:, :-1].split(PREFILL_WIDTH, dim=1):
                 if part.numel():
@@ -87,7 +98,7 @@ class PeerRuns:
                 pass
 
         known = {name: x for name, x in settings.items() if "window" not in name}
-        with self._torch.no_grad():
+        with self._torch.no_grad(), _quietly():
             self._peer.model.generate(
                 self.prompt,
                 attention_mask=self._torch.ones_like(self.prompt),
