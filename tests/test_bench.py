@@ -253,6 +253,7 @@ def test_what_does_not_fit_is_left_out(own, capsys, monkeypatch):
         }
     ]
     assert "left out: all, context=16" in lines[-1]
+    assert "[4 of 8 runs, about 0 s left: 8 tokens, greedy done]" in err
 
 
 # --- peers ------------------------------------------------------------------------------------
@@ -281,12 +282,14 @@ def test_peers_that_cannot_run_are_left_out_with_the_reason(own, folder, capsys,
     assert "there is no torch" in str(peers.why_not(folder))
 
 
-def test_a_peer_that_fails_is_left_out(folder, capsys, monkeypatch):
+@pytest.mark.parametrize("part", ["Peer", "PeerRuns"])
+def test_a_peer_that_fails_is_left_out(part, folder, capsys, monkeypatch):
     def fail(*_):
         raise RuntimeError("their own\ntrouble")
 
     monkeypatch.setattr(peers, "why_not", lambda folder: None)
-    monkeypatch.setattr(peers, "Peer", fail)
+    monkeypatch.setattr(peers, "Peer", lambda *_: object())
+    monkeypatch.setattr(peers, part, fail)
     found, _, err = run(capsys, folder, "--methods", "plain", *QUICK)
     assert found["complete"] and [row["method"] for row in found["rows"]] == ["plain"]
     assert [gone["error"] for gone in found["left_out"]] == 2 * ["their own trouble"]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps of given accepted lengths: what they accept, and that they are otherwise usual steps."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,6 +61,26 @@ def test_steps_follow_the_lengths_and_begin_again():
     assert state.stats.steps.tolist() == [15]
     assert state.stats.accepted.tolist() == [[5, 0, 5, 5]]
     assert state.stats.by_source.sum() == 5 * 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting(tsjax.Method):
+    """Drafts 11 12 13, whatever was said."""
+
+    def sizes(self, model):
+        return tsjax.Sizes(width=4, depth=3)
+
+    def draft(self, model, params, state, noise):
+        tokens, lengths = jnp.asarray([[[11, 12, 13]]], jnp.int32), jnp.asarray([[3]], jnp.int32)
+        return (), merge_paths(state.root, tokens, lengths, width=4, num_sources=1)
+
+
+def test_the_text_is_what_was_drafted():
+    """And after it the model's own token."""
+    state = steps([2], Counting(), new=12)
+    text = state.tokens[0, 8:20].reshape(4, 3).tolist()
+    assert [drafted for *drafted, _ in text] == 4 * [[11, 12]]
+    assert state.sources[0, 8:20].reshape(4, 3).tolist() == 4 * [[1, 1, 0]]
 
 
 def test_without_drafts_it_is_plain_decoding():

@@ -271,11 +271,6 @@ Cell = tuple[int, str]  # tokens of the prompt, setting
 def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict]:
     """Yields the rows of each cell, also of one that is interrupted."""
     question, peer = asked.question, None
-    cells = [(length, name) for length in question.lengths for name in question.settings]
-    kinds = [*asked.methods, *(PEERS if asked.with_peers else ()), BOUND]
-    left = TimeLeft(
-        (kind, cell) for cell in cells for kind in kinds for _ in range(question.rounds + 1)
-    )
 
     def leave_out(method: str, error: Exception | str, **cell: Any) -> None:
         why = " ".join(str(error).split())[:300] or type(error).__name__
@@ -289,8 +284,11 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict]:
         except Exception as error:  # of whatever kind: it is theirs
             for name in PEERS:
                 leave_out(name, error)
-                for cell in cells:
-                    left.drop((name, cell))
+    kinds = [*asked.methods, *(PEERS if peer else ()), BOUND]
+    cells = [(length, name) for length in question.lengths for name in question.settings]
+    left = TimeLeft(
+        (kind, cell) for cell in cells for kind in kinds for _ in range(question.rounds + 1)
+    )
     last = time.monotonic()
     for cell in cells:
         length, setting = cell
