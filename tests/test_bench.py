@@ -327,6 +327,10 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
     assert all("simulated acceptance" in line for line in lines[2:]) and len(lines) == 4
     assert all(line.startswith("left out: torch") and "random" in line for line in lines[:2])
 
+    # Plain decoding alone is not what a user measures then either.
+    alone, lines, _ = run(capsys, "shape", *QUICK, *argv[1:3], "--simulate-acceptance", str(trace))
+    assert alone["simulated"] and alone["rows"][0]["simulated"] and "simulated" in lines[-1]
+
     # What was measured is a trace too; there lengths come in an order that is drawn.
     measured = tmp_path / "bench.json"
     measured.write_text("\n".join([*lines, json.dumps(found)]))
@@ -392,6 +396,21 @@ def test_wrong_traces(content, words, capsys, presets, monkeypatch, tmp_path):
     assert main(["bench", *argv]) == 2
     err = capsys.readouterr().err
     assert "--simulate-acceptance=" in err and words in err
+
+
+def test_a_shape_has_to_fit(capsys, presets, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_module, "random_params", lambda cfg: pytest.fail("it computes"))
+    trace = tmp_path / "trace.json"
+    trace.write_text("[1]")
+    argv = ["bench", "shape", "--methods", "plain", "--simulate-acceptance", str(trace)]
+    assert main([*argv, "--lengths", "100000", "--new-tokens", "10"]) == 2
+    words = "--lengths=100000 is not valid: at most 99990, as the model has 100000 positions"
+    assert words in capsys.readouterr().err
+    monkeypatch.setattr(bench_module, "available_bytes", lambda device: 1000)
+    assert main(argv) == 2
+    assert "not enough memory: the weights of shape in float32 are" in capsys.readouterr().err
+    assert main([*argv, "--dtype", "float64"]) == 2
+    assert "JAX_ENABLE_X64" in capsys.readouterr().err
 
 
 def test_a_plot_needs_matplotlib(folder, capsys, monkeypatch, tmp_path):

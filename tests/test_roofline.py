@@ -2,6 +2,7 @@
 """tsjax roofline: bytes and times against numbers counted by hand, and the command."""
 
 import json
+import types
 
 import hf_fixtures
 import numpy as np
@@ -225,6 +226,18 @@ def test_a_cpu_s_speed_is_measured(capsys, monkeypatch, tmp_path):
     assert read_config(tmp_path / "own") == cfg
     out = said(capsys, tsjax.EMBEDDED, "--device", "a100", "--new", "100")
     assert f"{tsjax.EMBEDDED} in " in out
+
+
+@pytest.mark.parametrize(
+    ("kind", "rate", "speed"),
+    [("NVIDIA H200", 4.8e12, "of the data sheet"), ("Some GPU", A100, "assumed, an A100's")],
+)
+def test_the_machine_s_own_device(kind, rate, speed, monkeypatch):
+    device = types.SimpleNamespace(platform="gpu", device_kind=kind)
+    monkeypatch.setattr(roofline_table.jax, "devices", lambda *_: [device])
+    found = roofline_table.roofline("llama3.1-8b", prompt=10, new=20)
+    assert (found.device_name, found.speed) == (kind, speed)
+    assert found.device.bytes_per_second == rate
 
 
 @pytest.mark.parametrize(

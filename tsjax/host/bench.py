@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import DTYPES, check, check_int, one_of
+from tsjax.config import DTYPES, ModelConfig, check, check_int, one_of
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.files.checkpoint import Model, load
+from tsjax.files.checkpoint import Model, check_dtype, load
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.tokenizer import encode
 from tsjax.host import peers
@@ -59,6 +59,7 @@ STOPPED = (KeyboardInterrupt, Interrupted)
 EXACT = ("float32", "float64")
 SIMULATED = "simulated acceptance, random weights"
 SIMULATED_HEADS = 3  # of a preset, as the paper trains
+CHARACTERS = 20  # of a text for each token, at first
 BEGINNING = "Once upon a time"
 PACKAGES = ("tsjax", "jax", "jaxlib", "numpy", "transformers", "torch")
 SECONDS_BETWEEN_LINES = 10
@@ -142,7 +143,7 @@ def bench(question: Question, command: str) -> int:
         "command": command, **facts(PACKAGES), "model": question.model,
         "dtype": asked.model.cfg.dtype,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(asked.model.params)),
-        "simulated": bool(asked.traces), "new_tokens": question.new_tokens,
+        "simulated": asked.simulated, "new_tokens": question.new_tokens,
         "rounds": question.rounds, "settings": {name: SETTINGS[name] for name in question.settings},
         "text": asked.text, "complete": False, "rows": [], "left_out": list(asked.left_out),
     }  # fmt: skip
@@ -164,10 +165,10 @@ def bench(question: Question, command: str) -> int:
     except Exception:  # whatever it is: what was measured is not lost
         write(json.dumps(document))
         raise
+    write(json.dumps(document))
     if question.plot is not None and document["rows"]:
         plot_of(document, question.plot)
     differs = [row for row in document["rows"] if row.get("same_tokens") is False]
-    write(json.dumps(document))
     if not code and differs and asked.model.cfg.dtype in EXACT:
         note("tsjax: error: runs differ from plain decoding, see same_tokens")
         return 1
@@ -180,7 +181,7 @@ def bench(question: Question, command: str) -> int:
 class Prepared(NamedTuple):
     """Attributes:
     beginning: the prompt of all lengths, as far as it is known; the model writes the rest.
-    traces: accepted lengths of each method; {} for real acceptance.
+    traces: accepted lengths of each method that drafts; {} for real acceptance.
     left_out: peers that cannot run, and why.
     """
 
@@ -193,36 +194,47 @@ class Prepared(NamedTuple):
     left_out: tuple[dict[str, Any], ...]
 
     @property
+    def simulated(self) -> bool:
+        return self.question.simulate is not None
+
+    @property
     def with_peers(self) -> bool:
         return self.question.peers and not self.left_out
 
 
 def _prepared(question: Question) -> Prepared:
     longest, traces = max(question.lengths), {}
+    methods = {name: _method(name, question) for name in question.methods}
     if question.simulate is not None:
         traces = read_trace(question.simulate, list(question.methods), "--simulate-acceptance")
-        model = _random_model(question)
+        cfg = _shape(question)
+        _check_methods(methods, cfg)
+        model = Model(random_params(cfg), cfg=cfg)
         words = np.random.default_rng(0).zipf(1.2, longest)  # follow Zipf's law, as in text
-        ids = np.minimum(words, model.cfg.vocab_size - 1).astype(np.int32)
+        ids = np.minimum(words, cfg.vocab_size - 1).astype(np.int32)
         text = {"name": "random words by Zipf's law"}
+        why = "the weights are random ones in memory"
     else:
         model = load(question.model, dtype=question.dtype)
+        _check_methods(methods, model.cfg)
         ids, text = _beginning(question, model, longest)
-    methods = {name: _method(name, question) for name in question.methods}
-    for method in methods.values():
-        if not isinstance(method, Auto):  # which has none of its own
-            method.sizes(model.cfg)  # says so if the model lacks what it needs
+        why = peers.why_not(model.path)
     for length in question.lengths:
         prompt = np.resize(ids, length)  # its length is what counts
         for setting in question.settings:
             plain, new = Autoregressive(), question.new_tokens
             beyond = question.exceed_max_positions
             requested(model, prompt, SETTINGS[setting], plain, new, beyond)
-    why = peers.why_not(model.path) if question.peers else None
-    if traces:
-        why = "the weights are random ones in memory" if question.peers else None
-    gone = tuple({"method": name, "error": why} for name in PEERS if why)
+    names = PEERS if why and question.peers else ()
+    gone = tuple({"method": name, "error": why} for name in names)
     return Prepared(question, model, methods, ids, text, traces, gone)
+
+
+def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
+    """ValueError for a model that lacks what a method needs. Auto takes what there is."""
+    for method in methods.values():
+        if not isinstance(method, Auto):
+            method.sizes(cfg)
 
 
 def _method(name: str, question: Question) -> Method:
@@ -233,9 +245,15 @@ def _method(name: str, question: Question) -> Method:
     return METHODS[name]()
 
 
-def _random_model(question: Question) -> Model:
+def _shape(question: Question) -> ModelConfig:
+    """Of a preset that fits the question and the memory."""
     cfg = model_preset(question.model).with_heads(SIMULATED_HEADS)
     cfg = dataclasses.replace(cfg, dtype=question.dtype or cfg.dtype)
+    check_dtype(cfg.dtype)
+    longest, most = max(question.lengths), cfg.max_positions - question.new_tokens
+    fits = longest <= most or question.exceed_max_positions
+    wanted = f"at most {most}, as the model has {cfg.max_positions} positions"
+    check(fits, "--lengths", longest, f"{wanted}; or --exceed-max-positions")
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_params(cfg)))
     free = available_bytes(jax.devices()[0])
     if free is not None and needed > free:
@@ -243,18 +261,19 @@ def _random_model(question: Question) -> Model:
             f"not enough memory: the weights of {question.model} in {cfg.dtype} are {needed:,} "
             f"bytes, {free:,} are free; a smaller preset, or --dtype bfloat16"
         )
-    return Model(random_params(cfg), cfg=cfg)
+    return cfg
 
 
 def _beginning(question: Question, model: Model, longest: int) -> tuple[np.ndarray, dict[str, Any]]:
     if question.text is not None:
         text = read_text(question.text)
         check(bool(text), "--text", question.text, "a file with text")
-        ids = np.asarray(encode(model.tokenizer, text), np.int32)
+        ids = encode(model.tokenizer, text[: CHARACTERS * longest])  # a long file takes long
+        ids = ids if len(ids) >= longest else encode(model.tokenizer, text)
         enough = f"a text of at least the {longest} tokens of --lengths; it has {len(ids)}"
         check(len(ids) >= longest, "--text", question.text, enough)
         digest = hashlib.sha256(text.encode()).hexdigest()
-        return ids[:longest], {"name": question.text, "sha256": digest}
+        return np.asarray(ids[:longest], np.int32), {"name": question.text, "sha256": digest}
     if tokenizer_of(model) is None:
         ids = np.random.default_rng(0).integers(model.cfg.vocab_size, size=16, dtype=np.int32)
         return ids[:longest], {"name": "written by the model after 16 random tokens"}
@@ -404,7 +423,7 @@ def _rows(
         if name in asked.methods:
             row |= _of_ours(runs, name, made)
             document["peak_memory_is"] = SCOPES[made[0]["peak_memory"][1]]
-        if asked.traces:
+        if asked.simulated:
             del row["same_tokens"], row["parted_at"]
             row["simulated"] = True
             if name in asked.traces:
