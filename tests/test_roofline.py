@@ -235,7 +235,7 @@ def test_a_cpu_s_speed_is_measured(capsys, monkeypatch, tmp_path):
 def test_the_machine_s_own_device(kind, rate, speed, monkeypatch):
     device = types.SimpleNamespace(platform="gpu", device_kind=kind)
     monkeypatch.setattr(roofline_table.jax, "devices", lambda *_: [device])
-    found = roofline_table.roofline("llama3.1-8b", prompt=10, new=20)
+    found = roofline_table.roofline_of("llama3.1-8b", prompt=10, new=20)
     assert (found.device_name, found.speed) == (kind, speed)
     assert found.device.bytes_per_second == rate
 

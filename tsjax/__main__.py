@@ -35,13 +35,13 @@ from tsjax.files.presets import (
     training_preset_names,
 )
 from tsjax.files.tokenizer import Detokenizer
-from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, Question, bench
+from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, Question, answer
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
 from tsjax.host.paired_runs import PLAIN
 from tsjax.host.paired_runs import SETTINGS as SAMPLING
 from tsjax.host.request import tokenizer_of
-from tsjax.host.roofline_table import DEVICES, roofline
+from tsjax.host.roofline_table import DEVICES, roofline_of
 from tsjax.host.roofline_table import show as show_roofline
 from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
@@ -709,12 +709,12 @@ def _bench(args: argparse.Namespace) -> int:
     question = Question(
         peers=not args.no_peers, simulate=args.simulate_acceptance, **_given(args, names), **lists
     )
-    return bench(question, shlex.join(["tsjax", *args.argv]))
+    return answer(question, shlex.join(["tsjax", *args.argv]))
 
 
 def _roofline(args: argparse.Namespace) -> int:
     names = ("prompt", "new", "device", "batch", "dtype", "heads", "acceptance")
-    show_roofline(roofline(args.model, **_given(args, names)), args.json)
+    show_roofline(roofline_of(args.model, **_given(args, names)), args.json)
     return 0
 
 

@@ -132,7 +132,7 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def bench(question: Question, command: str) -> int:
+def answer(question: Question, command: str) -> int:
     """Measures, prints a line for each cell and one JSON document at the end.
 
     Returns the exit code: 1 where a run in float32 or float64 has other tokens than plain decoding,
@@ -145,7 +145,8 @@ def bench(question: Question, command: str) -> int:
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(asked.model.params)),
         "simulated": asked.simulated, "new_tokens": question.new_tokens,
         "rounds": question.rounds, "settings": {name: SETTINGS[name] for name in question.settings},
-        "text": asked.text, "complete": False, "rows": [], "left_out": list(asked.left_out),
+        "text": asked.text, "peak_bytes_are": SCOPES, "complete": False, "rows": [],
+        "left_out": list(asked.left_out),
     }  # fmt: skip
     code = 0
     for gone in document["left_out"]:
@@ -287,67 +288,80 @@ def _beginning(question: Question, model: Model, longest: int) -> tuple[np.ndarr
 Cell = tuple[int, str]  # tokens of the prompt, setting
 
 
-def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict]:
-    """Yields the rows of each cell, also of one that is interrupted."""
-    question, peer = asked.question, None
+class LeftOut:
+    """What could not be measured: into the document, and a line on stdout."""
 
-    def leave_out(method: str, error: Exception | str, **cell: Any) -> None:
+    def __init__(self, document: dict[str, Any]):
+        self._entries = document["left_out"]
+
+    def add(self, method: str, error: Exception | str, **where: Any) -> None:
         why = " ".join(str(error).split())[:300] or type(error).__name__
-        document["left_out"].append({"method": method, **cell, "error": why})
-        write(f"left out: {method}{_where(cell)}: {why}")
+        self._entries.append({"method": method, **where, "error": why})
+        cell = "".join(f", {name}={value}" for name, value in where.items())
+        write(f"left out: {method}{cell}: {why}")
 
-    ids = _written(asked)
-    if asked.with_peers:
-        try:
-            peer = peers.Peer(str(asked.model.path), asked.model.cfg.dtype)
-        except Exception as error:  # of whatever kind: it is theirs
-            for name in PEERS:
-                leave_out(name, error)
+
+def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the rows of each cell, also of one that is interrupted."""
+    question, left_out = asked.question, LeftOut(document)
+    ids, peer = _written(asked), _peer(asked, left_out)
     kinds = [*asked.methods, *(PEERS if peer else ()), BOUND]
     cells = [(length, name) for length in question.lengths for name in question.settings]
     left = TimeLeft(
         (kind, cell) for cell in cells for kind in kinds for _ in range(question.rounds + 1)
     )
-    last = time.monotonic()
     for cell in cells:
-        length, setting = cell
-        where = {"context": length, "setting": setting}
+        prompt, setting = ids[: cell[0]], cell[1]
+        where = {"context": cell[0], "setting": setting}
+        calls: dict[str, Callable[[], Any]] = {}
         try:
-            runs = _runs(asked, ids[:length], setting)
+            runs = _runs(asked, prompt, setting)
+            calls = _calls(asked, runs, prompt, setting, peer, left_out)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            leave_out("all", error, **where)
-            for kind in kinds:
-                left.drop((kind, cell))
-            continue
-        calls = _calls(asked, runs, ids[:length], setting, peer, leave_out)
+            left_out.add("all", error, **where)
         for kind in set(kinds) - set(calls):
             left.drop((kind, cell))
+        if not calls:
+            continue
         found = Rounds({name: [] for name in calls}, {name: [] for name in calls}, {})
         try:
-            for kind, seconds in fill(found, calls, question.rounds, 1, keep_errors=True):
-                left.add((kind, cell), seconds)
-                if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-                    last = time.monotonic()
-                    note(progress_line(left, kind, cell))
-        except STOPPED:
-            yield from _rows(asked, runs, found, cell, document)
-            raise
+            _take_turns(found, calls, question.rounds, cell, left)
+        finally:  # also after a signal
+            yield from _rows(asked, runs, found, cell)
         for kind, error in found.failed.items():
-            leave_out(kind, error, **where)
-            left.drop((kind, cell))
-        yield from _rows(asked, runs, found, cell, document)
-        note(progress_line(left, "", cell))
-        last = time.monotonic()
+            left_out.add(kind, error, **where)
+
+
+def _take_turns(
+    found: Rounds, calls: Mapping[str, Callable], rounds: int, cell: Cell, left: TimeLeft
+) -> None:
+    """Fills `found`, and tells the time left now and then."""
+    last = time.monotonic()
+    for kind, seconds in fill(found, calls, rounds, 1, keep_errors=True):
+        left.add((kind, cell), seconds)
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            note(progress_line(left, kind, cell))
+    for kind in found.failed:
+        left.drop((kind, cell))
+    note(progress_line(left, "", cell))
+
+
+def _peer(asked: Prepared, left_out: LeftOut) -> peers.Peer | None:
+    if not asked.with_peers:
+        return None
+    try:
+        return peers.Peer(str(asked.model.path), asked.model.cfg.dtype)
+    except Exception as error:  # of whatever kind: it is theirs
+        for name in PEERS:
+            left_out.add(name, error)
+        return None
 
 
 def progress_line(left: TimeLeft, kind: str, cell: Cell) -> str:
     where = f"{cell[0]:,} tokens, {cell[1]}" + (f", {kind}" if kind else " done")
     time_left = f"about {in_words(left.seconds)} left" if left.made < left.total else "the end"
     return f"[{left.made} of {left.total} runs, {time_left}: {where}]"
-
-
-def _where(cell: Mapping[str, Any]) -> str:
-    return "".join(f", {name}={value}" for name, value in cell.items())
 
 
 def _written(asked: Prepared) -> np.ndarray:
@@ -381,7 +395,7 @@ def _calls(
     prompt: np.ndarray,
     setting: str,
     peer: peers.Peer | None,
-    leave_out: Callable[..., None],
+    left_out: LeftOut,
 ) -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {
         name: functools.partial(runs.run, name) for name in asked.methods
@@ -390,10 +404,10 @@ def _calls(
         where = {"context": len(prompt), "setting": setting}
         try:
             theirs = peers.PeerRuns(peer, prompt, asked.question.new_tokens)
-            calls |= theirs.calls(SETTINGS[setting], functools.partial(leave_out, **where))
+            calls |= theirs.calls(SETTINGS[setting], functools.partial(left_out.add, **where))
         except Exception as error:  # of whatever kind: it is theirs
             for name in PEERS:
-                leave_out(name, error, **where)
+                left_out.add(name, error, **where)
     nbytes = _plain_bytes(asked, len(prompt))
     rate = reader(nbytes)
     calls[BOUND] = lambda: nbytes / rate()
@@ -405,9 +419,7 @@ def _plain_bytes(asked: Prepared, length: int) -> float:
     return plain_bytes(asked.model.cfg, length + asked.question.new_tokens / 2)
 
 
-def _rows(
-    asked: Prepared, runs: Runs, found: Rounds, cell: Cell, document: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
+def _rows(asked: Prepared, runs: Runs, found: Rounds, cell: Cell) -> Iterator[dict[str, Any]]:
     length, setting = cell
     results = {name: made for name, made in found.results.items() if made}
     bound = [1e3 * seconds for seconds in results.pop(BOUND, [])]
@@ -422,7 +434,6 @@ def _rows(
             row["bound_bytes"] = _plain_bytes(asked, length)
         if name in asked.methods:
             row |= _of_ours(runs, name, made)
-            document["peak_memory_is"] = SCOPES[made[0]["peak_memory"][1]]
         if asked.simulated:
             del row["same_tokens"], row["parted_at"]
             row["simulated"] = True
@@ -445,6 +456,7 @@ def _of_ours(runs: Runs, name: str, made: Sequence[Mapping[str, Any]]) -> dict[s
         },
         "accepted_lengths": stats[0].accepted_lengths,
         "peak_bytes": max(one["peak_memory"][0] for one in made),
+        "peak_bytes_are": made[0]["peak_memory"][1],
         "prefill_seconds": runs.prefill_seconds,
         "compile_seconds": runs.compile_seconds[name],
     }

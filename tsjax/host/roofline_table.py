@@ -88,7 +88,7 @@ class Roofline:
         return self.step.whole / self.device.bytes_per_second
 
 
-def roofline(
+def roofline_of(
     name: str,
     *,
     prompt: int,
