@@ -16,15 +16,8 @@ import tsjax
 from benchmarks.report import ROOT, use_configs
 from tsjax.methods import cost_model, likely_tree
 from tsjax.methods.auto import choose, seconds_per_token
-from tsjax.methods.cost_model import (
-    GPU_OF_THE_RUN,
-    GPUS,
-    Costs,
-    Device,
-    estimated,
-    pass_work,
-    plain_bytes,
-)
+from tsjax.methods.cost_model import GPU_OF_THE_RUN, GPUS, Costs, Device, estimated, plain_bytes
+from tsjax.methods.roofline import USABLE, has_room
 
 MODELS = ("llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b")
 CHIPS = {
@@ -37,7 +30,6 @@ CHIPS = {
 }
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
 HEADS = 3
-USABLE = 0.9  # of a chip's memory
 LONG_RUN = 100_000  # tokens
 BIAS = 0.9  # drafts that are right so many times as often as assumed
 MEASURED = ROOT / "benchmarks" / "results" / "h100" / "step-llama3.1-8b.json"
@@ -55,16 +47,8 @@ def row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def fits(model: tsjax.ModelConfig, device: Device, context: int, *, in_int8: bool = False) -> bool:
-    """Weights and cache, `in_int8` with a copy of the matrices to draft with."""
-    embedding = 0 if model.tie_embeddings else pass_work(model, 1, 0)["logits"].bytes
-    work = pass_work(model, 1, 0, weight_bytes=1)
-    copy = work["products"].bytes + work["logits"].bytes if in_int8 else 0
-    return plain_bytes(model, context) + embedding + copy <= USABLE * device.memory
-
-
 def gain(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -> float:
-    if not fits(model, device, context, in_int8=True):
+    if not has_room(model, device, context, in_int8=True):
         costs = costs._replace(int8=None)
     method = choose(model, costs, context)
     return costs.plain(context) / seconds_per_token(method, model, costs, context)
@@ -81,7 +65,7 @@ def times() -> str:
             device, cells = GPUS[key], []
             tables = [(model, estimated(model, device, 1)) for model in (plain, heads)]
             for length in LENGTHS:
-                if not fits(plain, device, length):
+                if not has_room(plain, device, length):
                     cells.append("no room")
                     continue
                 bound = 1e3 * plain_bytes(plain, length) / device.bytes_per_second
@@ -163,7 +147,7 @@ def at_100k() -> str:
     for chip in ("A100 80GB", "H100"):
         device = GPUS[CHIPS[chip]]
         costs = estimated(model, device, 1)
-        assert fits(model, device, LONG_RUN, in_int8=True)
+        assert has_room(model, device, LONG_RUN, in_int8=True)
         method, plain = choose(model, costs, LONG_RUN), costs.plain(LONG_RUN)
         assert method.draft_rest  # as `less_often_right` has it
         for name, bias in (("as assumed", 1.0), (f"{1 - BIAS:.0%} less often", BIAS)):

@@ -36,7 +36,7 @@ from tsjax.decoding.programs import programs as decode_programs
 from tsjax.decoding.sampling import sampling_values
 from tsjax.host.timing import interleaved, summary
 from tsjax.model.cache import KVCache, cache_bytes
-from tsjax.model.params import abstract_params, declare_params, is_spec
+from tsjax.model.params import abstract_params, normal, random_params
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
 
@@ -76,34 +76,6 @@ def read_bytes(kind: str, *, weights: int, heads: int, per_token: int, context: 
         "verify": whole,
         "tokenswift": drafted + heads + whole,
     }[kind]
-
-
-def random_params(model):
-    """As `tsjax.init_params`, but made on the device, array by array, and biases are random too."""
-    specs, treedef = jax.tree.flatten(declare_params(model), is_leaf=is_spec)
-    leaves = [
-        jnp.ones(spec.shape, spec.dtype)
-        if spec.init == "ones"
-        else normal(index, spec.shape, spec.dtype, 0.02)
-        for index, spec in enumerate(specs)
-    ]
-    return jax.tree.unflatten(treedef, leaves)
-
-
-def normal(index: int, shape, dtype: str, scale: float = 1.0):
-    return _normal_program()(jax.random.key(0), index, scale, shape=tuple(shape), dtype=dtype)
-
-
-@functools.cache
-def _normal_program():
-    @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-    def make(key, index, scale, *, shape, dtype):
-        values = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
-        return values * scale.astype(dtype)
-
-    return lambda key, index, scale, **options: make(
-        key, np.uint32(index), np.float32(scale), **options
-    )
 
 
 class Machine:

@@ -172,10 +172,10 @@ def test_temporary_arrays_alone_can_be_too_much(monkeypatch):
     cfg = tsjax.DecodeConfig(model.cfg)
     needed = cache_bytes(model.cfg, 1, 2048) + memory_bytes(cfg, 1, 2048, 0)
     temporary = temporary_bytes(cfg, 1, 2048, 16)
-    monkeypatch.setattr(request, "_available_bytes", lambda device: needed + temporary - 1)
+    monkeypatch.setattr(request, "available_bytes", lambda device: needed + temporary - 1)
     with pytest.raises(MemoryError, match=f"{temporary:,} for temporary arrays"):
         tsjax.generate(model, [1, 2, 3], max_new_tokens=16)
-    monkeypatch.setattr(request, "_available_bytes", lambda device: needed + temporary)
+    monkeypatch.setattr(request, "available_bytes", lambda device: needed + temporary)
     assert len(tsjax.generate(model, [1, 2, 3], max_new_tokens=16).tokens[0]) == 16
 
 

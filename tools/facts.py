@@ -7,9 +7,7 @@ the commit.
 
 from __future__ import annotations
 
-import datetime
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -24,20 +22,11 @@ PACKAGES = (
 
 
 def facts() -> dict[str, Any]:
-    """Command, device, versions and date of this run."""
-    import jax
+    """Command, device, versions, commit and date of this run."""
+    from tsjax.host import info
 
-    from tsjax.host.info import cores, cpu_name, versions
-
-    device = jax.devices()[0]
-    return {
-        "command": shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
-        "device": f"{cpu_name()} (CPU)" if device.platform == "cpu" else device.device_kind,
-        "cpus": cores(),
-        "versions": {"python": platform.python_version()} | versions(PACKAGES),
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
-    }
+    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    return {"command": command, **info.facts(PACKAGES), "commit": _commit()}
 
 
 # What commands were called when results were recorded, and what they are called now.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `tsjax generate`, `check`, `train-heads`, `demo` and `info`.
+"""The command line: `tsjax generate`, `check`, `train-heads`, `demo`, `bench` and so on.
 
 Knows arguments and how to print. Does nothing that the library does not offer. A wrong argument is
 one line on stderr and exit code 2, as is a run that could not be saved; an interrupted run prints
@@ -16,6 +16,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -26,11 +27,22 @@ import tsjax
 from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, HEAD_KINDS, check, refuse_unknown
 from tsjax.demo import PROMPT, SETTINGS, TOKENS
 from tsjax.demo import run as run_demo
-from tsjax.files.presets import preset, preset_names, training_preset, training_preset_names
+from tsjax.files.presets import (
+    model_preset_names,
+    preset,
+    preset_names,
+    training_preset,
+    training_preset_names,
+)
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, Question, answer
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
+from tsjax.host.paired_runs import PLAIN
+from tsjax.host.paired_runs import SETTINGS as SAMPLING
 from tsjax.host.request import tokenizer_of
+from tsjax.host.roofline_table import DEVICES, roofline_of
+from tsjax.host.roofline_table import show as show_roofline
 from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
 from tsjax.methods import METHODS, resolve_method
@@ -91,6 +103,19 @@ EXAMPLES = """examples:
   tsjax generate ./story-model "Once" --method ngram --method-options suffix_length=32
 """
 
+MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
+BENCH_EXAMPLES = """examples:
+  tsjax bench ./story-model --lengths 1024 8192 --new-tokens 2000 --plot times.png
+  tsjax bench ./story-model --text book.txt --methods plain auto --settings sampled
+  tsjax bench llama3.1-8b --methods plain tokenswift --lengths 65536 \\
+      --simulate-acceptance bench.json
+"""
+ROOFLINE_EXAMPLES = """examples:
+  tsjax roofline llama3.1-8b --device a100 --prompt 4096 --new 100000
+  tsjax roofline qwen2.5-7b --device h100 --acceptance 0.84 --json
+  tsjax roofline ./story-model --device cpu --new 2000 --acceptance bench.json
+"""
+
 TRAINING_EXAMPLES = """examples:
   tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b
   tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b --resume
@@ -102,7 +127,9 @@ TRAINING_EXAMPLES = """examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
     args, unknown = _parser().parse_known_args(argv)
+    args.argv = argv
     if unknown:
         args.parser.error(_unknown_arguments(args, unknown))
     try:
@@ -158,6 +185,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_train_heads(commands)
     _add_demo(commands)
+    _add_bench(commands)
+    _add_roofline(commands)
     _add_info(commands)
     return parser
 
@@ -192,7 +221,7 @@ def _add_generate(commands: Any) -> None:
     text = "continue a text with a HuggingFace or tsjax checkpoint"
     about = "Continues a text and prints it as it comes. Figures go to stderr."
     parser = _command(commands, "generate", _generate, text, about, EXAMPLES)
-    _add(parser, "model", "checkpoint folder, or organisation/name on the hub")
+    _add(parser, "model", MODEL_HELP)
     _add(parser, "prompt", "the text to continue; - reads stdin", nargs="?")
     _add(parser, "--prompt-file FILE", "read the prompt from a file")
     _add(parser, "--ids ID,ID,...", "the prompt as token ids")
@@ -269,6 +298,67 @@ def _add_demo(commands: Any) -> None:
     _add_cache(parser)
 
 
+def _add_bench(commands: Any) -> None:
+    text = "measure methods, lengths and sampling of a checkpoint side by side"
+    about = (
+        "Measures each method after prompts of each length, greedily and sampled, in rounds that "
+        "take turns; compiling is apart. A line for each cell goes to stdout and one JSON document "
+        "after them, the time left to stderr. All tokens are compared with plain decoding's: exit "
+        "code 1 if they differ in float32 or float64. After Ctrl-C the document has what there is."
+    )
+    parser = _command(commands, "bench", _bench, text, about, BENCH_EXAMPLES)
+    _add(parser, "model", MODEL_HELP + "; with --simulate-acceptance a preset")
+    text = (
+        f"{PLAIN}, which the others are held against, {', '.join(METHODS)}; tokenswift is the "
+        f"paper's settings (default: {' '.join(DEFAULT)})"
+    )
+    _add(parser, "--methods NAME", text, nargs="+")
+    text = f"tokens of the prompts (default: {' '.join(map(str, LENGTHS))})"
+    flags = dict(type=int, nargs="+", metavar="N", help=text)
+    parser.add_argument("--lengths", "--contexts", **flags)
+    _add(parser, "--new-tokens N", "tokens of each run", default=NEW_TOKENS)
+    _add(parser, "--rounds N", "that count, beside one that warms up", default=ROUNDS)
+    _add(parser, "--settings NAME", f"{' and '.join(SAMPLING)} by default", nargs="+")
+    _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    text = "prompts are its beginning; by default the model writes a text"
+    _add(parser, "--text FILE", text)
+    _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
+    _add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
+    _add(parser, "--plot FILE", "draw times by length and, in long runs, by output position")
+    text = (
+        "take accepted lengths from here, as if drafts were so often right: a JSON list of one for "
+        "each step, or a file that tsjax bench wrote; weights are random ones of a preset's shape"
+    )
+    _add(parser, "--simulate-acceptance TRACE", text)
+    _add_cache(parser)
+
+
+def _add_roofline(commands: Any) -> None:
+    text = "the least time of a run by memory, and what each method is expected to take"
+    about = (
+        "Says what a step of plain decoding reads, how long that takes at least on a device, and "
+        "what the cost model expects of each method. No weights are read. Each figure says whether "
+        "it is a bound, an estimate or an assumption."
+    )
+    parser = _command(commands, "roofline", _roofline, text, about, ROOFLINE_EXAMPLES)
+    _add(parser, "model", MODEL_HELP + "; or a preset, " + ", ".join(model_preset_names()))
+    text = "by its data sheet; cpu measures the memory of this machine (default: the machine's own)"
+    _add(parser, "--device", text, choices=DEVICES)
+    _add(parser, "--prompt N", "tokens of the prompt", default=4096)
+    _add(parser, "--new N", "new tokens of each row", default=100_000)
+    _add(parser, "--batch N", "rows", default=1)
+    _add(parser, "--dtype", "of weights and cache; the model's own by default", choices=DTYPES)
+    text = "draft heads; by default those of the checkpoint, and the paper's 3 for a preset"
+    _add(parser, "--heads N", text, type=int)
+    text = (
+        "how often drafts are right, in place of what is assumed: a share of the drafted positions "
+        "as the paper's alpha, for methods that draft from the model; NAME=SHARE for one method; "
+        "or a file that tsjax bench wrote"
+    )
+    _add(parser, "--acceptance SHARE", text, nargs="+", default=[])
+    _add_switch(parser, "--json", "print one JSON document")
+
+
 def _add_info(commands: Any) -> None:
     text = "the machine, and what of tsjax is used on it"
     about = (
@@ -307,7 +397,7 @@ def _add_train_heads(commands: Any) -> None:
         "defaults are the papers' recipes. Figures go to stderr, the last line is JSON."
     )
     parser = _command(commands, "train-heads", _train_heads, text, about, TRAINING_EXAMPLES)
-    _add(parser, "model", "checkpoint folder, or organisation/name on the hub")
+    _add(parser, "model", MODEL_HELP)
     text = "text files, folders of them, .npy or .bin files of token ids"
     _add(parser, "--data PATH", text, nargs="+", required=True)
     text = "receives checkpoints, metrics and the heads; tsjax.load(model, heads=DIR) takes it"
@@ -619,6 +709,23 @@ def _demo(args: argparse.Namespace) -> int:
     method = _with_options(named_method("tokenswift", args.method_options), args.method_options)
     given = _given(args, ("prompt", "tokens", "seed", "settings", "plain"))
     return run_demo(args.model, method=method, out=sys.stdout, **given)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
+    lists: Any = {
+        name: tuple(x) for name, x in _given(args, ("methods", "lengths", "settings")).items()
+    }
+    question = Question(
+        peers=not args.no_peers, simulate=args.simulate_acceptance, **_given(args, names), **lists
+    )
+    return answer(question, shlex.join(["tsjax", *args.argv]))
+
+
+def _roofline(args: argparse.Namespace) -> int:
+    names = ("prompt", "new", "device", "batch", "dtype", "heads", "acceptance")
+    show_roofline(roofline_of(args.model, **_given(args, names)), args.json)
+    return 0
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ import jax
 
 from tsjax.decoding.reading import finish_part, read_part
 from tsjax.decoding.replaying import replay
+from tsjax.decoding.simulating import simulate
 from tsjax.decoding.start import begin
 from tsjax.decoding.step import decode
 from tsjax.model.logits import hidden_states, logits
@@ -26,6 +27,7 @@ class Programs(NamedTuple):
     finish_part: Any
     decode: Any
     replay: Any
+    simulate: Any
     hidden_states: Any
     logits: Any
 
@@ -42,6 +44,7 @@ def programs(platform: str, dtype: str) -> Programs:
         finish_part=jit(finish_part, static_argnames=("part", "cfg"), donate_argnames=("state",)),
         decode=jit(decode, static_argnames=("cfg",), donate_argnames=("state",)),
         replay=jit(replay, static_argnames=("cfg",), donate_argnames=("state", "found")),
+        simulate=jit(simulate, static_argnames=("cfg",), donate_argnames=("state",)),
         hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),
         logits=jit(logits, static_argnames=("cfg", "width")),
     )

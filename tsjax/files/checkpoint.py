@@ -219,6 +219,14 @@ def read_description(folder: str) -> tuple[ModelConfig, tuple[int, ...]]:
     return cfg, stop_ids
 
 
+def read_config(path: str | os.PathLike) -> ModelConfig:
+    """The settings of a checkpoint, draft heads counted; no array is read."""
+    folder = weight_files.find_folder(path)
+    if is_tsjax(folder):
+        return read_description(folder)[0]
+    return huggingface.open_checkpoint(folder)[0]
+
+
 def read_version(folder: str) -> int:
     """The format of a tsjax checkpoint, one that is read here."""
     path = os.path.join(folder, DESCRIPTION)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import platform
@@ -134,6 +135,17 @@ def versions(packages: tuple[str, ...]) -> dict[str, str]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
+
+
+def facts(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
+    """What stands beside a figure: device, versions and date."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{cpu_name()} (CPU)" if device.platform == "cpu" else device.device_kind,
+        "cpus": cores(),
+        "versions": {"python": platform.python_version()} | versions(packages),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def cpu_name() -> str:

@@ -190,11 +190,16 @@ def read_rate(nbytes: float, clock: Clock = time.perf_counter) -> float:
 
     An array that fits into a cache is read from there, as are so few weights in every step.
     """
+    return reader(nbytes, clock)()
+
+
+def reader(nbytes: float, clock: Clock = time.perf_counter) -> Callable[[], float]:
+    """What measures `read_rate` each time it is called, compiled once."""
     rows = max(int(min(nbytes, MOST_READ)) // (4 * ROW), 1)
     data, sums = jnp.ones((rows, ROW), jnp.float32), jnp.zeros((rows,), jnp.float32)
     part = Part(jax.jit, lambda sums, data: sums + data.sum(1), sums, lambda context: (data,))
     part.compile()
-    return data.nbytes / fastest([(part, 0)], clock)[part, 0]
+    return lambda: data.nbytes / fastest([(part, 0)], clock)[part, 0]
 
 
 class Parts:

@@ -28,6 +28,7 @@ from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.files.tokenizer import encode
 from tsjax.host.costs import measured_on
 from tsjax.host.info import memory_share
+from tsjax.host.memory import available_bytes
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
@@ -465,7 +466,7 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
     device = _device_of(model.params)
     if device.platform == "cpu" and mesh is not None:  # simulated devices share one memory
         sizes = {name: size * mesh.size for name, size in sizes.items()}
-    needed, available = sum(sizes.values()), _available_bytes(device)
+    needed, available = sum(sizes.values()), available_bytes(device)
     if available is None or needed <= available:
         return None
     parts_of_it = ", ".join(f"{size:,} for {name}" for name, size in sizes.items() if size)
@@ -496,22 +497,3 @@ def _remedies(request: Request, device: Any) -> list[str]:
 def _device_of(params: Params) -> Any:
     """One of those that hold them."""
     return next(iter(jax.tree.leaves(params)[0].devices()))
-
-
-def _available_bytes(device) -> int | None:
-    """Free memory of a device, None where nothing reports it."""
-    stats = device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    if device.platform != "cpu" or not os.path.exists("/proc/meminfo"):
-        return None
-    with open("/proc/meminfo", encoding="ascii") as file:
-        fields = dict(line.split(":", 1) for line in file)
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    try:  # a container may be allowed less
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = int(file.read())
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            return min(free, limit - int(file.read()))
-    except (OSError, ValueError):  # no such limit
-        return free

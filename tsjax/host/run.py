@@ -8,7 +8,7 @@ works, nor when drafts pay: methods say how to go on, a row ends by its own rule
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -60,12 +60,18 @@ class News:
 
 
 def run(
-    model: Model, request: Request, interrupt: Interrupt, begun: DecodeState | None = None
+    model: Model,
+    request: Request,
+    interrupt: Interrupt,
+    begun: DecodeState | None = None,
+    program: Callable[..., DecodeState] | None = None,
 ) -> Iterator[News]:
     """Yields the News of each chunk of steps; the last one has every finish reason filled in.
 
-    A state that has `begun` already, as `start_run` fills it, is used up.
+    A state that has `begun` already, as `start_run` fills it, is used up. `program` runs the chunks
+    in place of `Programs.decode`, for measurements.
     """
+    chunk_of_steps = program or programs_of(model).decode
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
     with prefilling, interrupt:
         # First: rounding takes memory as well.
@@ -80,7 +86,7 @@ def run(
     while True:
         if not interrupt.requested and rows.running:
             with decoding, interrupt:
-                state = programs_of(model).decode(params, state, steps, cfg=decode)
+                state = chunk_of_steps(params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
             steps = _next_chunk(steps, decoding.last)
         read = rows.read(state, interrupt.requested)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +50,25 @@ def interleaved(
       keep_errors: a call that raises moves to `failed`. Otherwise its error is raised.
     """
     found = Rounds({name: [] for name in calls}, {name: [] for name in calls}, {})
+    for _ in fill(found, calls, rounds, warmup, most=most, keep_errors=keep_errors, clock=clock):
+        pass
+    return found
+
+
+def fill(
+    found: Rounds,
+    calls: Mapping[Any, Callable[[], Any]],
+    rounds: int,
+    warmup: int,
+    *,
+    most: float = float("inf"),
+    keep_errors: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[tuple[Any, float]]:
+    """As `interleaved`, into `found`, where it stays if a call is interrupted.
+
+    Yields each call's name and seconds when it has been made, also in rounds that do not count.
+    """
     for number in range(-warmup, rounds):
         order = list(found.seconds) if number % 2 == 0 else list(reversed(found.seconds))
         for name in order:
@@ -65,10 +84,11 @@ def interleaved(
                 found.failed[name] = error
                 del found.seconds[name], found.results[name]
                 continue
+            seconds = clock() - begun
             if number >= 0:
-                times.append(clock() - begun)
+                times.append(seconds)
                 found.results[name].append(result)
-    return found
+            yield name, seconds
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

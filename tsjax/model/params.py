@@ -7,6 +7,7 @@ Knows what the model and its heads declare. Does not know files.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,3 +112,32 @@ def init_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.02, mesh=None)
         return jax.device_put(values, placement(spec, mesh))
 
     return jax.tree.unflatten(treedef, [make(spec) for spec in specs])
+
+
+def random_params(cfg: ModelConfig) -> Params:
+    """As `init_params`, but made on the device, array by array; biases are random too."""
+    specs, treedef = jax.tree.flatten(declare_params(cfg), is_leaf=is_spec)
+    leaves = [
+        jnp.ones(spec.shape, spec.dtype)
+        if spec.init == "ones"
+        else normal(index, spec.shape, spec.dtype, 0.02)
+        for index, spec in enumerate(specs)
+    ]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def normal(index: int, shape: Sequence[int], dtype: str, scale: float = 1.0) -> jax.Array:
+    """Random numbers, other ones for each index."""
+    return _normal_program()(jax.random.key(0), index, scale, shape=tuple(shape), dtype=dtype)
+
+
+@functools.cache
+def _normal_program():
+    @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+    def make(key, index, scale, *, shape, dtype):
+        values = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
+        return values * scale.astype(dtype)
+
+    return lambda key, index, scale, **options: make(
+        key, np.uint32(index), np.float32(scale), **options
+    )

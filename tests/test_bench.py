@@ -1,0 +1,463 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax bench on tiny models: what it measures, writes and refuses, and what a Ctrl-C leaves."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import sys
+
+import helpers
+import hf_fixtures
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import tsjax
+from tsjax.__main__ import main
+from tsjax.host import bench as bench_module
+from tsjax.host import memory, paired_runs, peers, plots
+from tsjax.host.paired_runs import Runs
+from tsjax.host.progress import TimeLeft, in_words
+from tsjax.host.run import programs_of
+from tsjax.methods.cost_model import plain_bytes
+
+QUICK = ["--lengths", "16", "--new-tokens", "24", "--rounds", "1", "--settings", "greedy"]
+TWO = ["--methods", "plain", "ngram"]
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A tiny HuggingFace folder with a tokenizer."""
+    path = tmp_path_factory.mktemp("bench") / "hf"
+    hf_fixtures.make(path, vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
+    return str(helpers.save_tokenizer(path))
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory) -> str:
+    """A tsjax checkpoint without a tokenizer."""
+    path = tmp_path_factory.mktemp("bench") / "own"
+    tsjax.save(helpers.tiny_model(num_layers=1), path)
+    return str(path)
+
+
+def run(capsys, *argv: str, code: int = 0) -> tuple[dict, list[str], str]:
+    """The document, the lines before it, and stderr."""
+    assert main(["bench", *argv]) == code
+    out, err = capsys.readouterr()
+    *lines, last = out.splitlines()
+    return json.loads(last), lines, err
+
+
+# --- what it measures -------------------------------------------------------------------------
+
+
+def test_cells_of_a_tiny_model(folder, capsys):
+    argv = [folder, *TWO, "--lengths", "16", "32", "--new-tokens", "24", "--rounds", "2"]
+    found, lines, err = run(capsys, *argv, "--no-peers", "--dtype", "float32")
+    assert found["complete"] and not found["left_out"] and not found["simulated"]
+    assert found["command"] == "tsjax bench " + " ".join(argv) + " --no-peers --dtype float32"
+    assert {"device", "cpus", "versions", "date"} <= set(found)
+    cells = [(row["context"], row["setting"], row["method"]) for row in found["rows"]]
+    assert cells == [
+        (length, setting, method)
+        for length in (16, 32)
+        for setting in ("sampled", "greedy")
+        for method in ("plain", "ngram")
+    ]
+    assert len(lines) == len(cells)
+    for (length, setting, method), row, line in zip(cells, found["rows"], lines, strict=True):
+        assert line.split()[:3] == [str(length), setting, method]
+        for name in ("ms_per_token", "bound_ms", "share_of_bound"):
+            one = row[name]
+            assert 0 < one["min"] <= one["median"] <= one["max"]
+        assert row["rounds"] == 2 and row["same_tokens"] and row["parted_at"] is None
+        assert row["tokens_per_step"] >= 1 and row["peak_bytes"] > 0
+        assert row["prefill_seconds"] > 0 and row["compile_seconds"] >= 0
+        assert sum(row["accepted_lengths"]) > 0  # steps
+        assert ("speedup_over_plain" in row) == (method == "ngram")
+        assert "by_position" not in row  # a short run
+        model = tsjax.load(folder, dtype="float32")
+        assert row["bound_bytes"] == plain_bytes(model.cfg, length + 12)
+    assert "[36 of 36 runs, the end: 32 tokens, greedy done]" in err  # 4 cells, 3 calls, 3 rounds
+    assert re.search(r"\[9 of 36 runs, about \d+ s left: 16 tokens, sampled done\]", err)
+
+
+def test_acceptance_is_what_the_run_of_the_library_says(own, capsys):
+    """The same prompt by `generate`; counts of one round are those of one run."""
+    found, *_ = run(capsys, own, *TWO, *QUICK)
+    ids = np.random.default_rng(0).integers(helpers.VOCAB, size=16, dtype=np.int32)
+    model = tsjax.load(own)
+    result = tsjax.generate(model, ids, method=tsjax.NGram(), max_new_tokens=24, eos_token_id=())
+    row, stats = found["rows"][1], result.stats
+    assert row["tokens_per_step"] == pytest.approx(stats.tokens_per_step)
+    assert row["accepted_lengths"] == list(stats.accepted_lengths)
+    assert row["alpha"] == pytest.approx(stats.alpha)
+    assert row["accepted_of_drafted"] == (stats.accepted / stats.drafted if stats.drafted else None)
+    steps = sum(stats.steps)
+    assert row["accepted_per_step"] == {
+        source: count / steps for source, count in stats.accepted_by_source.items()
+    }
+
+
+def test_the_share_of_the_bound_is_of_the_same_round(own, capsys, monkeypatch):
+    rates = iter([1e9, 2e9])  # of the round that warms up, and of the one that counts
+    monkeypatch.setattr(bench_module, "reader", lambda nbytes: lambda: next(rates))
+    found, *_ = run(capsys, own, "--methods", "plain", *QUICK)
+    (row,) = found["rows"]
+    assert row["bound_ms"]["median"] == pytest.approx(1e3 * row["bound_bytes"] / 2e9)
+    share = row["bound_ms"]["median"] / row["ms_per_token"]["median"]
+    assert row["share_of_bound"]["median"] == pytest.approx(share)
+
+
+def test_long_runs_are_told_by_output_position(own, capsys, monkeypatch, tmp_path):
+    for module in (bench_module, paired_runs):
+        monkeypatch.setattr(module, "EVERY", 10)
+    file = tmp_path / "times.png"
+    found, *_ = run(capsys, own, *TWO, *QUICK, "--plot", str(file))
+    for row in found["rows"]:
+        assert row["by_position"]["position"] == [10, 20, 24]
+        assert len(row["by_position"]["ms_per_token"]) == 3
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_prompts_are_the_beginning_of_a_text(folder, capsys, monkeypatch, tmp_path):
+    prompts = []
+
+    class Seen(Runs):
+        def __init__(self, model, prompt, *rest):
+            prompts.append((model, prompt))
+            super().__init__(model, prompt, *rest)
+
+    monkeypatch.setattr(bench_module, "Runs", Seen)
+    text = tmp_path / "one.txt"
+    text.write_text("a thin man " * 40)
+    argv = [folder, "--methods", "plain", *QUICK, "--no-peers", "--text", str(text)]
+    found, *_ = run(capsys, *argv)
+    ((model, prompt),) = prompts
+    assert prompt.tolist() == list(model.tokenizer.encode("a thin man " * 40))[:16]
+    assert found["text"]["name"] == str(text) and len(found["text"]["sha256"]) == 64
+
+
+# --- tokens -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrong_ngram(monkeypatch):
+    """Its sixth token is another one."""
+    honest = Runs.run
+
+    def run(self, name):
+        found = honest(self, name)
+        if name == "ngram":
+            found["tokens"][5] += 1
+        return found
+
+    monkeypatch.setattr(Runs, "run", run)
+
+
+@pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
+def test_other_tokens_are_told(own, capsys, wrong_ngram, dtype, code):
+    """An error where rounding is no excuse."""
+    found, lines, err = run(capsys, own, *TWO, *QUICK, "--dtype", dtype, code=code)
+    plain, ngram = found["rows"]
+    assert plain["same_tokens"] and not ngram["same_tokens"]
+    assert ngram["parted_at"] == 5 and "OTHER TOKENS from 5 on" in lines[-1]
+    assert ("runs differ" in err) == bool(code)
+
+
+# --- a signal ---------------------------------------------------------------------------------
+
+
+def stopping_in(name: str, call: int, number=signal.SIGINT):
+    """Runs in which a method's steps get a signal while their chunk of this number runs."""
+
+    class Stopping(Runs):
+        chunks = 0
+
+        def __init__(self, model, prompt, settings, methods, new_tokens, programs, beyond):
+            def program(params, state, steps, *, cfg):
+                Stopping.chunks += 1
+                if Stopping.chunks == call:
+                    os.kill(os.getpid(), number)
+                return programs_of(model).decode(params, state, 2, cfg=cfg)
+
+            super().__init__(model, prompt, settings, methods, new_tokens, {name: program})
+
+    return Stopping
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_what_was_measured(own, capsys, monkeypatch, number, code):
+    """The warm-up goes backwards and takes 12 chunks; the signal comes in the second round."""
+    chunks = 12 + 3
+    monkeypatch.setattr(bench_module, "Runs", stopping_in("ngram", chunks, number))
+    argv = [own, *TWO, *QUICK, "--no-peers", "--settings", "greedy", "sampled"]
+    found, lines, _ = run(capsys, *argv, code=code)
+    assert not found["complete"]
+    assert [(row["method"], row["rounds"]) for row in found["rows"]] == [("plain", 1)]
+    assert len(lines) == 1
+    stopped = found["interrupted"]
+    assert stopped["method"] == "ngram" and 0 < stopped["tokens"] < 24
+    assert stopped["ms_per_token"] > 0
+
+
+def test_ctrl_c_between_runs(own, capsys, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_module, "reader", stop)
+    found, lines, _ = run(capsys, own, *TWO, *QUICK, "--no-peers", code=130)
+    assert not found["complete"] and found["rows"] == lines == [] and "interrupted" not in found
+
+
+def test_an_error_leaves_what_was_measured(own, capsys, monkeypatch):
+    """One that nobody expected; it is raised after the document."""
+    made = []
+
+    class Failing(Runs):
+        def __init__(self, *given):
+            made.append(given)
+            if len(made) == 2:
+                raise RuntimeError("a bug")
+            super().__init__(*given)
+
+    monkeypatch.setattr(bench_module, "Runs", Failing)
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["bench", own, "--methods", "plain", *QUICK, "--lengths", "8", "16"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert not found["complete"] and [row["context"] for row in found["rows"]] == [8]
+
+
+def test_what_does_not_fit_is_left_out(own, capsys, monkeypatch):
+    class Large(Runs):
+        def __init__(self, model, prompt, *rest):
+            if len(prompt) > 8:
+                raise MemoryError("not enough memory: much of it")
+            super().__init__(model, prompt, *rest)
+
+    monkeypatch.setattr(bench_module, "Runs", Large)
+    argv = [own, "--methods", "plain", *QUICK, "--lengths", "8", "16"]
+    found, lines, err = run(capsys, *argv)
+    assert found["complete"] and [row["context"] for row in found["rows"]] == [8]
+    gone = [gone for gone in found["left_out"] if gone["method"] == "all"]
+    assert gone == [
+        {
+            "method": "all",
+            "context": 16,
+            "setting": "greedy",
+            "error": "not enough memory: much of it",
+        }
+    ]
+    assert "left out: all, context=16" in lines[-1]
+    assert "[4 of 8 runs, about 0 s left: 8 tokens, greedy done]" in err
+
+
+# --- peers ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(not HAS_TORCH, reason="there is no torch")
+def test_transformers_runs_beside(folder, capsys):
+    found, lines, _ = run(capsys, folder, "--methods", "plain", *QUICK, "--dtype", "float32")
+    assert not found["left_out"]
+    assert [row["method"] for row in found["rows"]] == ["plain", "torch", "torch lookup"]
+    plain, torch, _ = found["rows"]
+    ratio = plain["ms_per_token"]["median"] / torch["ms_per_token"]["median"]
+    assert torch["speedup_over_plain"]["median"] == pytest.approx(ratio)
+    assert torch["tokens_per_step"] == 1 and "same_tokens" not in torch
+
+
+def test_peers_that_cannot_run_are_left_out_with_the_reason(own, folder, capsys, monkeypatch):
+    found, lines, _ = run(capsys, own, "--methods", "plain", *QUICK)
+    wanted = "no HuggingFace folder" if HAS_TORCH else "there is no torch"
+    assert [gone["method"] for gone in found["left_out"]] == ["torch", "torch lookup"]
+    assert all(wanted in gone["error"] for gone in found["left_out"])
+    assert "left out: torch: " in lines[0] and wanted in lines[1]
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert "there is no torch" in str(peers.why_not(folder))
+
+
+@pytest.mark.parametrize("part", ["Peer", "PeerRuns"])
+def test_a_peer_that_fails_is_left_out(part, folder, capsys, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("their own\ntrouble")
+
+    monkeypatch.setattr(peers, "why_not", lambda folder: None)
+    monkeypatch.setattr(peers, "Peer", lambda *_: object())
+    monkeypatch.setattr(peers, part, fail)
+    found, _, err = run(capsys, folder, "--methods", "plain", *QUICK)
+    assert found["complete"] and [row["method"] for row in found["rows"]] == ["plain"]
+    assert [gone["error"] for gone in found["left_out"]] == 2 * ["their own trouble"]
+    assert "[4 of 4 runs, the end" in err  # plain and the bound, twice
+
+
+# --- simulated acceptance ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def presets(monkeypatch):
+    cfg = helpers.tiny_config(num_layers=1, dtype="float32")
+    monkeypatch.setattr(bench_module, "model_preset", {"shape": cfg}.__getitem__)
+    monkeypatch.setattr(bench_module, "model_preset_names", lambda: ("shape",))
+    swift = tsjax.TokenSwift(draft_budget=32, num_sinks=2, num_ngrams=0, suffix_length=0)
+    monkeypatch.setattr(bench_module, "preset_names", lambda: ("shape",))
+    monkeypatch.setattr(
+        bench_module, "preset", lambda name: tsjax.preset("llama3.1-8b")._replace(method=swift)
+    )
+
+
+def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
+    """Steps of 3, 1, 3, 1, ... accepted drafts: 24 tokens in 8 steps, whatever the model thinks."""
+    trace = tmp_path / "trace.json"
+    trace.write_text("[3, 1]")
+    argv = ["shape", "--methods", "plain", "tokenswift", *QUICK]
+    found, lines, _ = run(capsys, *argv, "--simulate-acceptance", str(trace))
+    assert found["simulated"] and found["complete"]
+    plain, swift = found["rows"]
+    assert swift["tokens_per_step"] == swift["trace_tokens_per_step"] == 3
+    assert swift["accepted_lengths"][:4] == [0, 4, 0, 4]
+    assert plain["tokens_per_step"] == 1 and "trace_tokens_per_step" not in plain
+    for row in found["rows"]:
+        assert row["simulated"] and "same_tokens" not in row
+    assert all("simulated acceptance" in line for line in lines[2:]) and len(lines) == 4
+    assert all(line.startswith("left out: torch") and "random" in line for line in lines[:2])
+
+    # Plain decoding alone is not what a user measures then either.
+    alone, lines, _ = run(capsys, "shape", *QUICK, *argv[1:3], "--simulate-acceptance", str(trace))
+    assert alone["simulated"] and alone["rows"][0]["simulated"] and "simulated" in lines[-1]
+
+    # What was measured is a trace too; there lengths come in an order that is drawn.
+    measured = tmp_path / "bench.json"
+    measured.write_text("\n".join([*lines, json.dumps(found)]))
+    again, *_ = run(capsys, *argv, "--simulate-acceptance", str(measured))
+    assert again["rows"][1]["trace_tokens_per_step"] == 3
+    assert sum(again["rows"][1]["accepted_lengths"]) in (7, 8, 9)
+
+
+# --- what is wrong ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--methods", "plain", "medusa"], ["--methods='medusa'", "'plain', 'autoregressive'"]),
+        (["--methods", "ngram"], ["--methods='ngram'", "with plain among them"]),
+        (["--methods", "plain", "plain"], ["--methods='plain plain'", "each once"]),
+        (["--lengths", "0"], ["--lengths=0", "an integer, at least 1"]),
+        (["--lengths", "8", "8"], ["--lengths='8 8'", "each once"]),
+        (["--lengths", "600"], ["prompt of 600 tokens", "512 positions", "--exceed-max-positions"]),
+        (["--new-tokens", "0"], ["--new-tokens=0", "at least 1"]),
+        (["--rounds", "0"], ["--rounds=0", "at least 1"]),
+        (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
+        (["--plot", "times.txt"], ["--plot='times.txt'", ".png or .svg or .pdf"]),
+        (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "a folder that exists"]),
+        (["--text", "no.txt"], ["no.txt", "No such file"]),
+        (["--text", "SHORT"], ["--text=", "at least the 600 tokens of --lengths; it has "]),
+        (["--simulate-acceptance", "no.json"], ["model=", "name of a preset", "llama3.1-8b"]),
+    ],
+)
+def test_wrong_questions(argv, words, folder, capsys, monkeypatch, tmp_path):
+    def computes(*_):
+        pytest.fail("it computes")
+
+    for name in ("generate", "Runs", "random_params"):
+        monkeypatch.setattr(bench_module, name, computes)
+    if "SHORT" in argv:
+        (tmp_path / "short.txt").write_text("a thin man")
+        argv = ["--text", str(tmp_path / "short.txt"), "--lengths", "600"]
+    if argv == ["--lengths", "600"]:
+        (tmp_path / "long.txt").write_text("a thin man " * 600)
+        argv = [*argv, "--text", str(tmp_path / "long.txt")]
+    assert main(["bench", folder, *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and all(word in err for word in words), err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("[1, -1]", "a JSON list of accepted lengths"),
+        ("[1.5]", "a JSON list of accepted lengths"),
+        ("[]", "a JSON list of accepted lengths"),
+        ("nothing", "a JSON list of accepted lengths"),
+        ('{"rows": [{"method": "auto", "tokens_per_step": 2}]}', "one that measured tokenswift"),
+    ],
+)
+def test_wrong_traces(content, words, capsys, presets, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_module, "random_params", lambda cfg: pytest.fail("it computes"))
+    trace = tmp_path / "trace.json"
+    trace.write_text(content)
+    argv = ["shape", "--methods", "plain", "tokenswift", "--simulate-acceptance", str(trace)]
+    assert main(["bench", *argv]) == 2
+    err = capsys.readouterr().err
+    assert "--simulate-acceptance=" in err and words in err
+
+
+def test_a_shape_has_to_fit(capsys, presets, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_module, "random_params", lambda cfg: pytest.fail("it computes"))
+    trace = tmp_path / "trace.json"
+    trace.write_text("[1]")
+    argv = ["bench", "shape", "--methods", "plain", "--simulate-acceptance", str(trace)]
+    assert main([*argv, "--lengths", "100000", "--new-tokens", "10"]) == 2
+    words = "--lengths=100000 is not valid: at most 99990, as the model has 100000 positions"
+    assert words in capsys.readouterr().err
+    monkeypatch.setattr(bench_module, "available_bytes", lambda device: 1000)
+    assert main(argv) == 2
+    assert "not enough memory: the weights of shape in float32 are" in capsys.readouterr().err
+    assert main([*argv, "--dtype", "float64"]) == 2
+    assert "JAX_ENABLE_X64" in capsys.readouterr().err
+
+
+def test_a_plot_needs_matplotlib(folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    assert main(["bench", folder, "--plot", str(tmp_path / "x.png")]) == 2
+    assert "needs matplotlib (pip install 'tsjax[plot]')" in capsys.readouterr().err
+
+
+# --- time and memory --------------------------------------------------------------------------
+
+
+def test_time_left():
+    left = TimeLeft([("a", 1), ("a", 1), ("a", 2), ("b", 1), ("b", 2)])
+    assert (left.total, left.made, left.seconds) == (5, 0, 0)  # nothing is known
+    left.add(("a", 1), 8.0)
+    assert left.seconds == 4 * 8.0  # all that is known
+    left.add(("a", 1), 2.0)
+    assert left.seconds == 3 * 2.0  # the first time it compiled
+    left.add(("b", 1), 10.0)
+    assert left.seconds == 2.0 + 10.0  # each kind as in the other place
+    left.drop(("b", 2))
+    assert (left.total, left.made, left.seconds) == (4, 3, 2.0)
+    assert [in_words(x) for x in (0.4, 89, 300, 7200)] == ["0 s", "89 s", "5 min", "2.0 h"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counters of Linux")
+def test_the_peak_is_of_what_came_last():
+    if not memory.forget_peak():
+        pytest.skip("the counter cannot be reset here")
+    before, kind = memory.peak_memory()
+    assert kind == "run" and before > 0
+    memory.forget_peak()
+    block = np.ones(2**24)  # 134 MB
+    high = memory.peak_memory()[0]
+    assert high >= before + block.nbytes / 2
+    del block
+    memory.forget_peak()
+    assert memory.peak_memory()[0] < high
+
+
+def test_runs_have_all_their_tokens_and_plain_s_prompt():
+    """A stop token ends nothing here."""
+    model = helpers.chain_model(helpers.chain(1, 2, 3, 1), stop_ids=(2,))
+    methods = {"plain": tsjax.Autoregressive(), "ngram": tsjax.NGram()}
+    runs = Runs(model, jnp.asarray([1]), {}, methods, {"plain": 12, "ngram": 6})
+    assert runs.run("plain")["tokens"].tolist() == 4 * [2, 3, 1]
+    found = runs.run("ngram")
+    assert found["tokens"].tolist() == 2 * [2, 3, 1]
+    assert found["made"][-1][0] == 6 and found["stats"].new_tokens == (6,)
+    assert runs.run("plain")["tokens"].tolist() == 4 * [2, 3, 1]  # the state is read once

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times per token by context and by output position, drawn by matplotlib.
+
+Knows rows as `tsjax bench` and `python -m benchmarks speedup` make them. matplotlib is imported
+where something is drawn.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tsjax.config import check
+
+KINDS = (".png", ".svg", ".pdf")
+
+
+def check_plot(path: str, argument: str) -> None:
+    """Refuses what could not be drawn or written, before anything is measured."""
+    check(os.path.splitext(path)[1] in KINDS, argument, path, f"a file ending in {one(KINDS)}")
+    folder = os.path.dirname(os.path.abspath(path))
+    good = os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(path)
+    check(good, argument, path, "a file in a folder that exists and can be written")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(
+            f"{argument}={path!r} needs matplotlib (pip install 'tsjax[plot]'); leave it out"
+        )
+
+
+def one(names: Sequence[str]) -> str:
+    return " or ".join(names)
+
+
+def plot(
+    path: str | os.PathLike,
+    rows: Sequence[Mapping[str, Any]],
+    long: Sequence[Mapping[str, Any]] = (),
+    long_title: str = "",
+    title: str = "",
+) -> None:
+    """A panel for each setting; `long` rows are drawn by output position in one more."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    panels = len(settings) + bool(long)
+    figure, grid = pyplot.subplots(1, max(panels, 1), figsize=(5 * panels, 4), squeeze=False)
+    for axes, setting in zip(grid[0], settings, strict=False):
+        for method in dict.fromkeys(row["method"] for row in rows):
+            found = [r for r in rows if (r["setting"], r["method"]) == (setting, method)]
+            times = [row["ms_per_token"]["median"] for row in found]
+            axes.plot([row["context"] for row in found], times, "o-", label=method)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_title(setting)
+        axes.set_xlabel("context, tokens")
+        axes.set_ylabel("ms per token")
+        axes.legend()
+    if long:
+        _plot_positions(grid[0][-1], long, long_title)
+    if title:
+        figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def _plot_positions(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Milliseconds per token on the left, tokens per step on the right."""
+    right = axes.twinx()
+    for number, row in enumerate(rows):
+        found, colour = row["by_position"], f"C{number}"
+        axes.plot(found["position"], found["ms_per_token"], color=colour, label=row["method"])
+        right.plot(found["position"], found["tokens_per_step"], ":", color=colour)
+    axes.set_title(title)
+    axes.set_xlabel("output position, tokens")
+    axes.set_ylabel("ms per token (lines)")
+    axes.set_ylim(bottom=0)
+    right.set_ylabel("tokens per step (dots)")
+    right.set_ylim(bottom=0)
+    axes.legend()

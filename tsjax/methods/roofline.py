@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The least time of plain decoding by what a step reads, and what methods are expected to take.
+
+Knows a model's shape, a device's record and the cost model. Runs nothing: that a device reaches its
+data sheet, and how often drafts are right, is what the caller says.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import NamedTuple
+
+from tsjax.config import ModelConfig
+from tsjax.decoding.method import Method
+from tsjax.methods.auto import tokens_and_seconds
+from tsjax.methods.cost_model import Costs, Device, pass_work
+from tsjax.methods.likely_tree import LikelyTree
+from tsjax.methods.tokenswift import TokenSwift
+
+PARTS = 16  # of a run, at whose middles an expected time is taken
+USABLE = 0.9  # of a device's memory
+
+
+class Span(NamedTuple):
+    """A run: tokens of the prompt, new tokens of each row, rows."""
+
+    prompt: int
+    new: int
+    batch: int = 1
+
+    @property
+    def mean_context(self) -> float:
+        return self.prompt + self.new / 2
+
+    @property
+    def contexts(self) -> list[float]:
+        return [self.prompt + self.new * (part + 0.5) / PARTS for part in range(PARTS)]
+
+
+class Reads(NamedTuple):
+    """Bytes of a step of plain decoding. Norms and biases, under a thousandth, are left out.
+
+    Attributes:
+      weights: of all layers and of the unembedding.
+      cache: keys and values of the known tokens of all rows.
+      embedding: the table of which a step looks up one row for each token; 0 where the unembedding
+        is the same.
+    """
+
+    weights: float
+    cache: float
+    embedding: float
+
+    @property
+    def least(self) -> float:
+        """What a step has to read."""
+        return self.weights + self.cache
+
+    @property
+    def whole(self) -> float:
+        """As if it read the table of embeddings too: all parameters and the cache."""
+        return self.least + self.embedding
+
+
+def reads(model: ModelConfig, context: float, batch: int = 1, in_int8: bool = False) -> Reads:
+    """Of a step at `context` tokens; `in_int8` with the matrices in a byte for each weight."""
+    work = pass_work(model, 1, context, batch, weight_bytes=1 if in_int8 else None)
+    table = 0.0 if model.tie_embeddings else pass_work(model, 1, 0)["logits"].bytes
+    weights = work["products"].bytes + work["logits"].bytes
+    return Reads(weights, work["attention"].bytes, table)
+
+
+def has_room(
+    model: ModelConfig, device: Device, context: float, batch: int = 1, *, in_int8: bool = False
+) -> bool:
+    """Whether weights and cache fit, `in_int8` with a copy of the matrices to draft with."""
+    copy = reads(model, 0, in_int8=True).weights if in_int8 else 0
+    return reads(model, context, batch).whole + copy <= USABLE * device.memory
+
+
+def step_reads(method: Method, model: ModelConfig, context: float, batch: int = 1) -> Reads:
+    """Bytes of the passes of a step: its verification, and TokenSwift's on the partial cache.
+
+    Heads, n-grams and searches count for nothing, nor do passes that a step may leave out.
+    """
+    found = reads(model, context, batch)
+    if not isinstance(method, TokenSwift):
+        return found
+    slots = min(method.draft_budget, context)
+    draft, passes = reads(model, slots, batch, method.wants_int8), method.plan(model).passes
+    return Reads(*(one + passes * more for one, more in zip(found, draft, strict=True)))
+
+
+def model_positions(method: Method, model: ModelConfig) -> int:
+    """How many tokens deep the model drafts in a step, by passes and heads; 0 for text alone."""
+    if isinstance(method, TokenSwift):
+        return method.sizes(model).positions
+    if isinstance(method, LikelyTree):
+        return method.draft_passes + (model.num_draft_heads if method.heads else 0)
+    return 0
+
+
+def ideal_speedup(
+    method: Method, model: ModelConfig, context: float, tokens: float, batch: int = 1
+) -> float:
+    """Of `tokens` per step over plain decoding, if reading all parameters and the cache in each
+    pass were all that takes time."""
+    plain = reads(model, context, batch).whole
+    return tokens * plain / step_reads(method, model, context, batch).whole
+
+
+class Expected(NamedTuple):
+    """Attributes:
+    tokens_per_step: given, or the cost model's; a mean over the run.
+    seconds: per token and row, by the cost model.
+    least: per token and row, if reading were all that takes time.
+    """
+
+    tokens_per_step: float
+    seconds: float
+    least: float
+
+
+def expected(
+    method: Method,
+    model: ModelConfig,
+    costs: Costs,
+    device: Device,
+    span: Span,
+    tokens: float | None = None,
+) -> Expected:
+    """Means over a run. `tokens` per step stand for those that the cost model assumes."""
+    found = []
+    for context in span.contexts:
+        promised, seconds = tokens_and_seconds(method, model, costs, context)
+        emitted = promised if tokens is None else tokens
+        least = step_reads(method, model, context, span.batch).least / device.bytes_per_second
+        found.append((emitted, seconds / emitted, least / emitted))
+    return Expected(*map(statistics.fmean, zip(*found, strict=True)))
