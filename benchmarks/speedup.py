@@ -103,6 +103,7 @@ class Ours:
     def run(self, name: str) -> dict[str, Any]:
         request, interrupt = self.requests[name], Interrupt()
         state = with_method(jax.tree.map(jnp.copy, self.read), request.decode)
+        state = state.replace(max_length=jnp.asarray(request.max_length, jnp.int32))
         made = [(0, 0, 0.0)]  # after each chunk: tokens, steps, seconds
         for news in run(self.model, request, interrupt, jax.block_until_ready(state)):
             steps = int(news.steps.steps.sum())
