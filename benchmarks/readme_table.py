@@ -402,8 +402,7 @@ def speedup() -> str:
     note = [
         "Time per token of plain decoding after the first N tokens of a text (N is the context), "
         f"{document['text']['name']}, for {document['new_tokens']} new tokens "
-        f"({document['torch_tokens']} of torch, {document['slow']['paper']} of the paper's "
-        "settings and of n-grams), and how many times faster others are: medians of "
+        f"({document['torch_tokens']} of torch), and how many times faster others are: medians of "
         f"{document['rounds']} interleaved rounds, for Auto also the smallest and the largest "
         "ratio. The embedded model in float32; sampled is temperature 1, min-p 0.1, penalty 1.2 "
         "over 1,024 tokens. Fixed settings are the paper's, n-grams, plain decoding, and two of "

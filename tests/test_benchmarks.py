@@ -13,6 +13,7 @@ from pathlib import Path
 
 import helpers
 import hf_fixtures
+import numpy as np
 import pytest
 
 import tsjax
@@ -196,6 +197,15 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
         assert found["position"] == [300] and row["same_tokens"]
         assert found["ms_per_token"] == pytest.approx([row["ms_per_token"]["median"]])
         assert found["tokens_per_step"] == pytest.approx([row["tokens_per_step"]])
+
+
+def test_slow_methods_say_fewer_tokens(monkeypatch):
+    """All runs go on from copies of one state; each has a length of its own."""
+    monkeypatch.setattr(speedup, "SLOW_TOKENS", 4)
+    methods = {"plain": tsjax.Autoregressive(), "ngrams": tsjax.NGram()}
+    ours = speedup.runs_of(helpers.tiny_model(), np.arange(1, 20), "greedy", methods, 9)
+    said = {name: ours.run(name)["tokens"].tolist() for name in ("plain", "ngrams", "plain")}
+    assert len(said["plain"]) == 9 and said["ngrams"] == said["plain"][:4]
 
 
 def test_a_run_s_speed_is_told_by_output_position():
