@@ -185,10 +185,18 @@ SETUPS = {
     "int8_drafts": Setup(
         tsjax.TokenSwift(
             tree=(2, 1, 2), draft_passes=2, draft_budget=16, num_sinks=2, draft_weights="int8",
-            num_ngrams=2, ngram_size=3, suffix_length=3,
+            num_ngrams=2, ngram_size=3, suffix_length=3, draft_choice="retrieval",
+            draft_refresh="never",
         ),
         num_draft_heads=1,
         batch=2,
+    ),
+    "magicdec": Setup(
+        tsjax.MagicDec(draft_choice="snapkv", draft_passes=2, draft_budget=36, num_sinks=1),
+        batch=2,
+    ),
+    "magicdec_streaming": Setup(
+        tsjax.MagicDec(draft_budget=12, num_sinks=2, draft_weights="int8"), batch=2
     ),
     "no_tree": Setup(
         tsjax.TokenSwift(tree=(), num_ngrams=3, ngram_size=3, suffix_length=3, draft_budget=40)
@@ -205,7 +213,7 @@ SETUPS = {
     "likely_passes": Setup(
         tsjax.LikelyTree(
             width=9, pass_widths=(4,), draft_passes=3, draft_budget=16, num_sinks=2,
-            draft_refresh=5, draft_weights="int8", costs=CHEAP_ROWS,
+            draft_refresh=5, draft_weights="int8", costs=CHEAP_ROWS, draft_choice="streaming",
         ),
         batch=2,
     ),
@@ -240,6 +248,7 @@ SLOW_SETUPS = (
     "no_tree",
     "verified_alone",
     "likely_heads",
+    "magicdec_streaming",
 )
 
 tokens = st.integers(0, VOCAB - 1)

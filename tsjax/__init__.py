@@ -27,6 +27,7 @@ from tsjax.host.interrupt import Interrupted as Interrupted
 # Methods of decoding
 from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
 from tsjax.methods import TokenSwift as TokenSwift, LikelyTree as LikelyTree, Auto as Auto
+from tsjax.methods import DraftModel as DraftModel, MagicDec as MagicDec, TriForce as TriForce
 from tsjax.host.costs import choose_method as choose_method
 from tsjax.methods.corpus import Corpus as Corpus
 from tsjax.host.corpus_files import read_corpus as read_corpus
@@ -76,7 +77,9 @@ __all__ = [  # noqa: RUF022
     "load", "save", "Model", "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
     "generate", "stream", "forward", "GenerationConfig", "preset",
     "GenerationResult", "RunStats", "StreamChunk", "Interrupted",
-    "Autoregressive", "NGram", "TokenSwift", "LikelyTree", "Auto", "Corpus", "read_corpus",
+    "Autoregressive", "NGram", "TokenSwift", "LikelyTree", "Auto",
+    "MagicDec", "DraftModel", "TriForce",
+    "Corpus", "read_corpus",
     "choose_method", "Choice",
     "Costs", "Int8Costs", "Line", "SOURCES",
     "Method", "Sizes", "Measured", "Tried", "DraftTree", "merge_paths", "Verdict", "Acceptance",

@@ -46,6 +46,7 @@ def generate(
     resume_from: str | os.PathLike | None = None,
     on_interrupt: str = "raise",
     corpus: Corpus | None = None,
+    draft_model: Model | None = None,
     **settings: Any,
 ) -> GenerationResult:
     """Generates new tokens for one prompt or a batch of prompts.
@@ -82,6 +83,8 @@ def generate(
       corpus: earlier texts to draft from, for method="auto" and tsjax.LikelyTree: an output for the
         same prompt, templates. It changes no token. It is not saved with a run; a run that is
         resumed takes it anew.
+      draft_model: a second model of the same vocabulary, for method="draft_model" and
+        tsjax.TriForce. It changes no token; a run that is resumed takes it anew.
 
     Returns:
       A GenerationResult.
@@ -103,6 +106,7 @@ def generate(
         exceed_max_positions=exceed_max_positions,
         resume_from=resume_from,
         corpus=corpus,
+        draft_model=draft_model,
     )
     check_int(save_every, "save_every", 1)
     if save_to is not None and request.decode.prefill is not None:
@@ -147,6 +151,7 @@ def stream(
     exceed_max_positions: bool = False,
     on_interrupt: str = "raise",
     corpus: Corpus | None = None,
+    draft_model: Model | None = None,
     **settings: Any,
 ) -> Iterator[StreamChunk]:
     """As `generate`, but an iterator of StreamChunk: the new tokens and text as they come.
@@ -168,6 +173,7 @@ def stream(
         prefill_width=prefill_width,
         exceed_max_positions=exceed_max_positions,
         corpus=corpus,
+        draft_model=draft_model,
     )
     return _stream(model, request, on_interrupt)
 
