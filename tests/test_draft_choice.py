@@ -55,7 +55,7 @@ def expected(rule: str, row: int, layer: int, kv_head: int) -> np.ndarray:
     products, attention = watched(row)
     length, heads = LENGTHS[row], range(kv_head * 2, kv_head * 2 + 2)
     assert model.cfg.group_size == 2
-    importance = sum(products[layer, head][-1] for head in heads)
+    importance = np.sum([products[layer, head][-1] for head in heads], axis=0)
     if rule in ("importance", "all"):
         return importance
     if rule == "streaming":
@@ -174,6 +174,7 @@ def test_tokens_are_scored_only_when_they_are_chosen(rule):
         return draft_choice.refreshed(method, model.cfg, params, cache, state, 4)
 
     text = jax.jit(refreshed).lower(model.params, cache, state).compile().as_text()
+    assert text is not None
     entry = entry_computation(text)
     assert "tsjax_best_slots" in text or "top_k" in text or "sort" in text
     for name in ("tsjax_best_slots", "top_k", "sort(", "dot(", "tsjax_"):

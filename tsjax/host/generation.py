@@ -59,8 +59,8 @@ def generate(
       method: "autoregressive", "ngram", "tokenswift" (with settings chosen for the machine, as
         tsjax.Auto()), the name of a method of your own, or a method's dataclass. All methods return
         the same tokens in float32 and float64; in bfloat16 and float16 drafts may part from plain
-        decoding at a near-tie, see `check_run`. By default "autoregressive", or the method of the
-        run that is resumed.
+        decoding at a near-tie, see `check_run`. By default the method of the run that is resumed,
+        "draft_model" where there is a second model, and else "autoregressive".
       prefill: "full"; "lazy" or a tsjax.LazyPrefill computes only a part of the prompt's tokens in
         its later layers, for the first token to come sooner. That changes what is said; with the
         same prefill, all methods return the same tokens, as above.
@@ -144,7 +144,7 @@ def stream(
     prompt: Any = None,
     *,
     config: GenerationConfig | None = None,
-    method: Any = "autoregressive",
+    method: Any = None,
     prefill: Any = "full",
     capacity: int | None = None,
     prefill_width: int = 512,

@@ -133,7 +133,9 @@ def make_request(
         config, reasons = run.config, run.finish_reason
         method = run.method if method is None else method
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
-    method = resolve_method("autoregressive" if method is None else method)
+    if method is None:
+        method = "autoregressive" if draft_model is None else "draft_model"
+    method = resolve_method(method)
     _check_against_model(config, model, len(prompts))
     context = max(map(len, prompts)) + config.max_new_tokens // 2
     _check_corpus(corpus, method, model)

@@ -221,9 +221,9 @@ def guess(
         causal, newest = jnp.ones((1, 1), bool), jnp.zeros_like(newest)
     length = jnp.where(rows_that_guess, kv.length, begun)
     reader = reader.replace(kv=kv.replace(length=length))
-    if partial is not None:  # what guesses wrote is unspecified
-        partial = partial.replace(length=reader.partial.length)
-    return reader.replace(partial=partial), jnp.concatenate(guesses, axis=1)
+    if partial is not None and reader.partial is not None:  # what guesses wrote is unspecified
+        reader = reader.replace(partial=partial.replace(length=reader.partial.length))
+    return reader, jnp.concatenate(guesses, axis=1)
 
 
 def of_rows(arrays, index: Int[Array, "B"]):

@@ -193,7 +193,8 @@ class TriForce(Method):
         guesses = text.followed_by(offered, number).guesses
         target = choose(weights, state, rows.hidden, depths, guesses, noise, cfg=model)
         right = (offered == target[:, :-1]) & (steps[:-1] < number[:, None])
-        accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1)
+        right = jnp.cumprod(right, axis=1, dtype=jnp.int32)
+        accepted = jnp.sum(right, axis=1, dtype=jnp.int32)
         count = jnp.where(short, accepted + 1, 0)
         text = text.followed_by(target, count)
         if reader is not None:
