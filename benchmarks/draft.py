@@ -24,13 +24,16 @@ from benchmarks import report
 from benchmarks.capacity import story_model
 from tsjax.decoding.sampling import step_noise
 from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.methods.draft_choice import refreshed
 
 
 def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.DecodeState:
     """The state with a memory that knows all tokens, as after a step in the midst of a run."""
     method, memory = cfg.method, cfg.method.read(cfg.model, None, state.memory, state)
     if getattr(memory, "cache", None) is not None:
-        memory = memory.replace(cache=method.refreshed(cfg.model, memory.cache, state.kv))
+        most = cfg.sizes.depth + 1
+        cache = refreshed(method, cfg.model, None, memory.cache, state, most)
+        memory = memory.replace(cache=cache)
     return state.replace(memory=memory)
 
 

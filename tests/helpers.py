@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -89,8 +89,13 @@ def chain(*tokens: int) -> dict[int, int]:
 # --- the slow decoder ------------------------------------------------------------------------
 
 
-def oracle_hidden(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
-    """The last layer's output [T, D] of one row in float64: dense attention, default RoPE."""
+def oracle_hidden(
+    model: tsjax.Model, tokens: Sequence[int], watch: Callable[..., None] | None = None
+) -> np.ndarray:
+    """The last layer's output [T, D] of one row in float64: dense attention, default RoPE.
+
+    watch(layer, head, q, k, attention) sees what each query head does.
+    """
     cfg = model.cfg
     assert cfg.rope.kind == "default"
     weights = jax.tree.map(lambda x: np.asarray(x, np.float64), model.params.model)
@@ -109,7 +114,7 @@ def oracle_hidden(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
             turned[..., pair], turned[..., pair + H // 2] = a * cos - b * sin, b * cos + a * sin
         return turned
 
-    for layer in weights.layers:
+    for index, layer in enumerate(weights.layers):
         h, parts = norm(x, layer.attn_norm), unpacked(layer)
         q, k, v = (np.einsum("td,nhd->tnh", h, parts[name]) for name in "qkv")
         q, k = rotate(q), rotate(k)
@@ -118,7 +123,10 @@ def oracle_hidden(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
             scores = q[:, head] @ k[:, shared].T / math.sqrt(H)
             scores[np.triu_indices(T, 1)] = -np.inf
             scores = np.exp(scores - scores.max(-1, keepdims=True))
-            mixed = scores / scores.sum(-1, keepdims=True) @ v[:, shared]
+            scores /= scores.sum(-1, keepdims=True)
+            if watch is not None:
+                watch(index, head, q[:, head], k[:, shared], scores)
+            mixed = scores @ v[:, shared]
             x = x + mixed @ layer.o[:, head].T
         h = norm(x, layer.mlp_norm)
         gate, up = h @ parts["gate"].T, h @ parts["up"].T

@@ -98,10 +98,22 @@ def rows_of(result) -> list[tuple[list[int], str]]:
     ]
 
 
-def compare(model, prompts, method, **settings):
+@functools.cache
+def second_model(dtype: str) -> tsjax.Model:
+    """One that often says what the third of `models` says."""
+    looping = models(0, dtype)[2]
+    cfg = dataclasses.replace(looping.cfg, num_layers=1)
+    params = tsjax.init_params(cfg, seed=3, scale=0.05)
+    weights = params.model.replace(
+        embed=looping.params.model.embed, unembed=looping.params.model.unembed
+    )
+    return tsjax.Model(params.replace(model=weights), cfg=cfg)
+
+
+def compare(model, prompts, method, draft_model=None, **settings):
     """Generates with `method` and plainly; fails where they differ, else returns the result."""
     settings = {**SIZES, **settings}
-    result = tsjax.generate(model, prompts, method=method, **settings)
+    result = tsjax.generate(model, prompts, method=method, draft_model=draft_model, **settings)
     plain = rows_of(tsjax.generate(headless(model), prompts, **settings))
     for index, (actual, expected) in enumerate(zip(rows_of(result), plain, strict=True)):
         pairs = enumerate(zip(actual[0], expected[0], strict=False))
@@ -123,6 +135,7 @@ class Setup(NamedTuple):
     num_draft_heads: int = 0
     batch: int = 1
     head_kind: str = "chained"
+    second: bool = False  # whether there is a second model
 
 
 NO_TEXT = dict(num_ngrams=0, suffix_length=0)  # nothing but the model's drafts
@@ -185,9 +198,34 @@ SETUPS = {
     "int8_drafts": Setup(
         tsjax.TokenSwift(
             tree=(2, 1, 2), draft_passes=2, draft_budget=16, num_sinks=2, draft_weights="int8",
-            num_ngrams=2, ngram_size=3, suffix_length=3,
+            num_ngrams=2, ngram_size=3, suffix_length=3, draft_choice="retrieval",
+            draft_refresh="never",
         ),
         num_draft_heads=1,
+        batch=2,
+    ),
+    "magicdec": Setup(
+        tsjax.MagicDec(draft_choice="snapkv", draft_passes=2, draft_budget=36, num_sinks=1),
+        batch=2,
+    ),
+    "magicdec_streaming": Setup(
+        tsjax.MagicDec(draft_budget=12, num_sinks=2, draft_weights="int8"), batch=2
+    ),
+    "draft_model": Setup(
+        tsjax.DraftModel(draft_choice="importance", draft_budget=12, num_sinks=2),
+        batch=4,
+        second=True,
+    ),
+    "triforce": Setup(
+        tsjax.TriForce(length=4, draft_budget=20, inner_budget=24, inner_sinks=1),
+        batch=2,
+        second=True,
+    ),
+    "triforce_alone": Setup(
+        tsjax.TriForce(
+            length=3, inner_length=2, draft_budget=16, num_sinks=0, draft_refresh=None,
+            draft_weights="int8",
+        ),
         batch=2,
     ),
     "no_tree": Setup(
@@ -205,7 +243,7 @@ SETUPS = {
     "likely_passes": Setup(
         tsjax.LikelyTree(
             width=9, pass_widths=(4,), draft_passes=3, draft_budget=16, num_sinks=2,
-            draft_refresh=5, draft_weights="int8", costs=CHEAP_ROWS,
+            draft_refresh=5, draft_weights="int8", costs=CHEAP_ROWS, draft_choice="streaming",
         ),
         batch=2,
     ),
@@ -257,6 +295,9 @@ SLOW_SETUPS = (
     "likely_heads",
     "medusa_own",
     "medusa_star",
+    "magicdec_streaming",
+    "draft_model",
+    "triforce_alone",
 )
 
 tokens = st.integers(0, VOCAB - 1)
@@ -335,7 +376,8 @@ def check_equality(name: str, dtype: str, max_examples: int, combinations=FEW_CO
         nonlocal steps, emitted
         index, rows, settings = case
         model = models(setup.num_draft_heads, dtype, setup.head_kind)[index]
-        stats = compare(model, rows, setup.method, **settings).stats
+        draft_model = second_model(dtype) if setup.second else None
+        stats = compare(model, rows, setup.method, draft_model, **settings).stats
         steps, emitted = steps + sum(stats.steps), emitted + stats.computed_tokens
 
     with jax.enable_x64(dtype == "float64"):

@@ -28,6 +28,7 @@ from tsjax.host.interrupt import Interrupted as Interrupted
 from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
 from tsjax.methods import TokenSwift as TokenSwift, LikelyTree as LikelyTree, Auto as Auto
 from tsjax.methods.medusa import Medusa as Medusa, tree_from_accuracy as tree_from_accuracy
+from tsjax.methods import DraftModel as DraftModel, MagicDec as MagicDec, TriForce as TriForce
 from tsjax.host.costs import choose_method as choose_method
 from tsjax.methods.corpus import Corpus as Corpus
 from tsjax.host.corpus_files import read_corpus as read_corpus
@@ -78,6 +79,7 @@ __all__ = [  # noqa: RUF022
     "generate", "stream", "forward", "GenerationConfig", "preset",
     "GenerationResult", "RunStats", "StreamChunk", "Interrupted",
     "Autoregressive", "NGram", "TokenSwift", "Medusa", "tree_from_accuracy", "LikelyTree", "Auto",
+    "MagicDec", "DraftModel", "TriForce",
     "Corpus", "read_corpus", "choose_method", "Choice",
     "Costs", "Int8Costs", "Line", "SOURCES",
     "Method", "Sizes", "Measured", "Tried", "DraftTree", "merge_paths", "Verdict", "Acceptance",

@@ -238,6 +238,8 @@ def _add_generate(commands: Any) -> None:
     _add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
     text = "earlier texts to draft from, with auto: files that --save-to wrote, or texts"
     _add(parser, "--corpus FILE", text, nargs="+")
+    text = "a smaller model of the same vocabulary that drafts, by draft_model or triforce"
+    _add(parser, "--draft-model PATH", text)
     text = (
         "lazy: compute a part of the prompt only, for the first token to come sooner; this changes "
         "the text"
@@ -473,10 +475,10 @@ def _fields(method: type) -> list[str]:
 
 def _method(args: argparse.Namespace) -> Any:
     """The preset's method, or the one that is named, with the options applied; for neither Auto,
-    or None for the method of a run that is resumed, which has no corpus to draft from."""
+    or None: for that of a run that is resumed without a corpus, and where a second model drafts."""
     if args.method is None and args.preset is None and not args.method_options:
         resumes = args.resume_from is not None and args.corpus is None
-        return None if resumes else resolve_method("auto")
+        return None if resumes or args.draft_model is not None else resolve_method("auto")
     method = named_method(args.method or "autoregressive", args.method_options)
     if args.preset is not None and args.method in (None, "tokenswift"):
         method = preset(args.preset).method
@@ -547,6 +549,9 @@ def _generate(args: argparse.Namespace) -> int:
     tokenizer = model.tokenizer if isinstance(prompt, str) else tokenizer_of(model)
     names = ("progress", "exceed_max_positions", "save_to", "save_every", "resume_from")
     corpus = None if args.corpus is None else tsjax.read_corpus(model, *args.corpus)
+    second = None
+    if args.draft_model is not None:
+        second = tsjax.load(args.draft_model, dtype=args.dtype)
     result = tsjax.generate(
         model,
         prompt,
@@ -556,6 +561,7 @@ def _generate(args: argparse.Namespace) -> int:
         streamer=None if args.json or args.progress else _Printer(tokenizer),
         on_interrupt="return",
         corpus=corpus,
+        draft_model=second,
         **_given(args, names),
         **settings,
     )

@@ -77,6 +77,7 @@ class Measured(NamedTuple):
         them.
       int8_fits: whether there is memory for a copy of the model in int8.
       corpus: whether there are earlier texts to draft from.
+      draft_model: the config of the second model of the call, None without one.
     """
 
     model: ModelConfig
@@ -95,6 +96,7 @@ class Measured(NamedTuple):
     costs: Any = None
     int8_fits: bool = True
     corpus: bool = False
+    draft_model: ModelConfig | None = None
 
 
 class Method:
@@ -120,6 +122,11 @@ class Method:
     @property
     def reads_corpus(self) -> bool:
         """Whether it can draft from `params.corpus`, earlier texts."""
+        return False
+
+    @property
+    def takes_draft_model(self) -> bool:
+        """Whether it can draft with `params.draft_model`, a second model."""
         return False
 
     def sizes(self, model: ModelConfig) -> Sizes:

@@ -27,6 +27,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
@@ -47,7 +48,7 @@ from tsjax.model.params import (
     with_int8_drafts,
 )
 from tsjax.model.sharding import usable_mesh
-from tsjax.model.transformer import ParamSpec
+from tsjax.model.transformer import ModelWeights, ParamSpec
 
 FORMAT_VERSION = 2
 SEPARATE_INPUTS_FIRST = 1  # the version of separate q, k, v, gate and up, each [inputs, outputs]
@@ -94,6 +95,20 @@ class Model(flax.struct.PyTreeNode):
         wanted = method.wants_int8 and self.params.drafts is None
         return self._with_int8 if wanted else self.params
 
+    def weights_beside(self, other: Model) -> ModelWeights:
+        """Its weights, without heads, where another model's lie, whole on each device of a mesh."""
+        place = _place_beside(other)
+        weights = self.params.model
+        return weights if place is None else jax.device_put(weights, place)
+
+    def bytes_beside(self, other: Model) -> int:
+        """What `weights_beside` copies to each device."""
+        place = _place_beside(other)
+        leaves = jax.tree.leaves(self.params.model)
+        if place is None or all(leaf.sharding == place for leaf in leaves):
+            return 0
+        return sum(leaf.nbytes for leaf in leaves)
+
     def drop_copies(self) -> None:
         """Frees the copy in int8; `params_for` makes another one."""
         vars(self).pop("_with_int8", None)
@@ -114,6 +129,14 @@ class Model(flax.struct.PyTreeNode):
     @property
     def num_params(self) -> int:
         return sum(leaf.size for _, leaf in named_arrays(self))
+
+
+def _place_beside(other: Model) -> NamedSharding | None:
+    """None for what lies on one device."""
+    place = jax.tree.leaves(other.params)[0].sharding
+    if not isinstance(place, NamedSharding):
+        return None
+    return NamedSharding(place.mesh, PartitionSpec())
 
 
 def load(

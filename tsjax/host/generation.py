@@ -46,6 +46,7 @@ def generate(
     resume_from: str | os.PathLike | None = None,
     on_interrupt: str = "raise",
     corpus: Corpus | None = None,
+    draft_model: Model | None = None,
     **settings: Any,
 ) -> GenerationResult:
     """Generates new tokens for one prompt or a batch of prompts.
@@ -58,8 +59,8 @@ def generate(
       method: "autoregressive", "ngram", "tokenswift" (with settings chosen for the machine, as
         tsjax.Auto()), the name of a method of your own, or a method's dataclass. All methods return
         the same tokens in float32 and float64; in bfloat16 and float16 drafts may part from plain
-        decoding at a near-tie, see `check_run`. By default "autoregressive", or the method of the
-        run that is resumed.
+        decoding at a near-tie, see `check_run`. By default the method of the run that is resumed,
+        "draft_model" where there is a second model, and else "autoregressive".
       prefill: "full"; "lazy" or a tsjax.LazyPrefill computes only a part of the prompt's tokens in
         its later layers, for the first token to come sooner. That changes what is said; with the
         same prefill, all methods return the same tokens, as above.
@@ -82,6 +83,8 @@ def generate(
       corpus: earlier texts to draft from, for method="auto" and tsjax.LikelyTree: an output for the
         same prompt, templates. It changes no token. It is not saved with a run; a run that is
         resumed takes it anew.
+      draft_model: a second model of the same vocabulary, for method="draft_model" and
+        tsjax.TriForce. It changes no token; a run that is resumed takes it anew.
 
     Returns:
       A GenerationResult.
@@ -103,6 +106,7 @@ def generate(
         exceed_max_positions=exceed_max_positions,
         resume_from=resume_from,
         corpus=corpus,
+        draft_model=draft_model,
     )
     check_int(save_every, "save_every", 1)
     if save_to is not None and request.decode.prefill is not None:
@@ -140,13 +144,14 @@ def stream(
     prompt: Any = None,
     *,
     config: GenerationConfig | None = None,
-    method: Any = "autoregressive",
+    method: Any = None,
     prefill: Any = "full",
     capacity: int | None = None,
     prefill_width: int = 512,
     exceed_max_positions: bool = False,
     on_interrupt: str = "raise",
     corpus: Corpus | None = None,
+    draft_model: Model | None = None,
     **settings: Any,
 ) -> Iterator[StreamChunk]:
     """As `generate`, but an iterator of StreamChunk: the new tokens and text as they come.
@@ -168,6 +173,7 @@ def stream(
         prefill_width=prefill_width,
         exceed_max_positions=exceed_max_positions,
         corpus=corpus,
+        draft_model=draft_model,
     )
     return _stream(model, request, on_interrupt)
 

@@ -74,6 +74,7 @@ class Request:
     prompt_capacity: int
     exceed_max_positions: bool
     corpus: Corpus | None
+    draft_model: Model | None
 
     @property
     def prompts(self) -> list[np.ndarray]:
@@ -102,6 +103,7 @@ def make_request(
     exceed_max_positions: bool = False,
     resume_from: str | os.PathLike | None = None,
     corpus: Corpus | None = None,
+    draft_model: Model | None = None,
 ) -> Request:
     """The arguments of `generate`, see there."""
     if not isinstance(model, Model):
@@ -132,13 +134,17 @@ def make_request(
         config, reasons = run.config, run.finish_reason
         method = run.method if method is None else method
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
-    method = resolve_method("autoregressive" if method is None else method)
+    if method is None:
+        method = "autoregressive" if draft_model is None else "draft_model"
+    method = resolve_method(method)
     _check_against_model(config, model, len(prompts))
     context = max(map(len, prompts)) + config.max_new_tokens // 2
     _check_corpus(corpus, method, model)
+    _check_draft_model(draft_model, method, model)
     new_tokens = None if corpus is not None else config.max_new_tokens
     measured = measured_on(method, model, context, len(prompts), new_tokens)
-    measured = measured._replace(corpus=corpus is not None)
+    second = None if draft_model is None else draft_model.cfg
+    measured = measured._replace(corpus=corpus is not None, draft_model=second)
 
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     longest = max(map(len, rows))
@@ -165,6 +171,7 @@ def make_request(
             prompt_capacity=prompt_capacity,
             exceed_max_positions=exceed_max_positions,
             corpus=corpus,
+            draft_model=draft_model,
         )
         _check_positions(request)
         slots = _capacity(request, capacity, prefill_width)
@@ -304,6 +311,33 @@ def _check_corpus(corpus: Any, method: Method, model: Model) -> None:
     fits = corpus.largest < model.cfg.vocab_size
     below = f"token ids below the vocabulary size {model.cfg.vocab_size}"
     check(fits, "corpus", f"a largest id of {corpus.largest}", below)
+
+
+def _check_draft_model(second: Any, method: Method, model: Model) -> None:
+    """A second model has the same vocabulary; the matrices may have unused rows at their ends."""
+    if second is None:
+        return
+    if not isinstance(second, Model):
+        raise TypeError(f"draft_model={second!r:.80} is not valid: what tsjax.load returns")
+    takes = f"a method that takes one, such as 'draft_model'; {type(method).__name__} does not"
+    check(method.takes_draft_model, "draft_model", second, takes)
+    own, other = (one.cfg.vocab_size for one in (model, second))
+    words, others = (_vocabulary(one) for one in (model, second))
+    if words is None or others is None:
+        same = f"{own} tokens as the model has, or both with a tokenizer"
+        check(own == other, "draft_model", f"a vocabulary of {other} tokens", same)
+        return
+    for word in sorted(words.keys() | others.keys(), key=lambda word: (words.get(word, own), word)):
+        if words.get(word) != others.get(word):
+            raise ValueError(
+                f"draft_model={second.path!r} is not valid: a model of the same vocabulary; "
+                f"{word!r} is token {others.get(word)} there, and {words.get(word)} of the model"
+            )
+
+
+def _vocabulary(model: Model) -> dict[str, int] | None:
+    tokenizer = tokenizer_of(model)
+    return None if tokenizer is None else tokenizer.get_vocab()
 
 
 def check_row(row: Any, name: str, model: Model) -> np.ndarray:
@@ -451,7 +485,7 @@ def _capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
 
 def _memory_shortage(request: Request, model: Model) -> str | None:
     """Why a run cannot fit, before a byte of it is allocated; None where it can."""
-    mesh, decode = mesh_of(model.params), request.decode
+    mesh, decode, second = mesh_of(model.params), request.decode, request.draft_model
     rows, slots = len(request.rows), request.capacity
     widest = max((width for part in request.prefill_widths for width in part), default=1)
     sizes = {
@@ -461,6 +495,7 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
         ),
         "weights in int8": model.bytes_for(decode.method),
         "the corpus": 0 if request.corpus is None else request.corpus.nbytes,
+        "a copy of the second model": 0 if second is None else second.bytes_beside(model),
         "temporary arrays, an estimate": temporary_bytes(decode, rows, slots, widest, mesh),
     }
     device = _device_of(model.params)

@@ -29,6 +29,7 @@ from tsjax.host.stop_strings import StopStrings
 from tsjax.methods.corpus import CorpusIndex
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
+from tsjax.model.transformer import ModelWeights
 
 SECONDS_PER_CHUNK = 0.2
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
@@ -78,7 +79,10 @@ def run(
         place, index = jax.tree.leaves(model.params)[0], None
         if request.corpus is not None:
             index = request.corpus.on(place)
-        params = params_for(model, request.decode.method, index)
+        draft_model, second = request.draft_model, None
+        if draft_model is not None:
+            second = draft_model.weights_beside(model)
+        params = params_for(model, request.decode.method, index, second)
         state = start_run(model, request, interrupt) if begun is None else begun
     rows, judge = Rows(model, request), Judge(request, state)
     decode, lesson = request.decode, None
@@ -109,7 +113,7 @@ def run(
             lesson = lesson if learned is None else learned
             decode, params = (
                 dataclasses.replace(decode, method=method),
-                params_for(model, method, index),
+                params_for(model, method, index, second),
             )
             # A copy, as the memory that takes it up is donated to its first steps.
             taught = jax.tree.map(jnp.copy, lesson)
@@ -117,10 +121,18 @@ def run(
         state = rows.stop(state)
 
 
-def params_for(model: Model, method: Method, corpus: CorpusIndex | None) -> Params:
-    """The arrays that a method's steps take, with the corpus for one that reads it."""
+def params_for(
+    model: Model,
+    method: Method,
+    corpus: CorpusIndex | None = None,
+    second: ModelWeights | None = None,
+) -> Params:
+    """The arrays that a method's steps take, with corpus and second model where it takes them."""
     params = model.params_for(method)
-    return params.replace(corpus=corpus) if method.reads_corpus else params
+    return params.replace(
+        corpus=corpus if method.reads_corpus else None,
+        draft_model=second if method.takes_draft_model else None,
+    )
 
 
 class Judge:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int, without_unread
+from tsjax.config import GenerationConfig, ModelConfig, check, check_int, without_unread
 from tsjax.files.checkpoint import tsjax_version
 from tsjax.files.whole_files import write_text
 from tsjax.input_files import parsing, read_json
@@ -138,7 +138,9 @@ def _method_to_dict(method: Any) -> dict[str, Any]:
     kind: Any = type(method)
     (name,) = [name for name, one in METHODS.items() if one is kind]
     fields = {field.name: getattr(method, field.name) for field in dataclasses.fields(kind)}
-    return {"name": name, **{k: v for k, v in fields.items() if v != getattr(kind, k)}}
+    changed = {k: v for k, v in fields.items() if v != getattr(kind, k)}
+    configs = {k: v.to_dict() for k, v in changed.items() if isinstance(v, ModelConfig)}
+    return {"name": name, **changed, **configs}
 
 
 def _method_from_dict(saved: Mapping[str, Any]) -> Any:

@@ -12,10 +12,13 @@ from typing import Any
 from tsjax.config import check, one_of
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.methods.auto import Auto
+from tsjax.methods.draft_model import DraftModel
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.medusa import Medusa
+from tsjax.methods.magicdec import MagicDec
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
+from tsjax.methods.triforce import TriForce
 
 # "tokenswift" by name is Auto; TokenSwift() has the paper's settings.
 METHODS: dict[str, type[Method]] = {
@@ -24,6 +27,9 @@ METHODS: dict[str, type[Method]] = {
     "tokenswift": TokenSwift,
     "medusa": Medusa,
     "likely_tree": LikelyTree,
+    "magicdec": MagicDec,
+    "draft_model": DraftModel,
+    "triforce": TriForce,
     "auto": Auto,
 }
 BY_NAME = {"tokenswift": Auto}  # where a name alone means another one

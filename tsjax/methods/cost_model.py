@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from tsjax.config import OWN_VOCABULARY, ModelConfig, check
 from tsjax.decoding.method import Method
+from tsjax.methods.draft_choice import slots_at, tokens_between_choices
+from tsjax.methods.magicdec import MagicDec
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
 
@@ -144,9 +146,14 @@ class Promise(NamedTuple):
     passes: int
 
 
+def drafter_of(method: Method) -> Method:
+    """The method whose settings say what a step costs."""
+    return method.drafter if isinstance(method, MagicDec) else method
+
+
 def expected_tokens(method: Method, model: ModelConfig) -> float:
     """Tokens that a step emits."""
-    found = 0.0
+    found, method = 0.0, drafter_of(method)
     if isinstance(method, TokenSwift):
         found = sum(itertools.accumulate(_rates(method, model), lambda a, b: a * b))
     if isinstance(method, NGram):
@@ -178,6 +185,7 @@ def heads_are_right(model: ModelConfig, count: int, after_a_pass: bool) -> list[
 
 def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: float) -> float:
     """Seconds of an average step."""
+    method = drafter_of(method)
     usual, widest = (costs.of_pass(rows, context) for rows in usual_widths(method, model))
     repeats = REPEATS if isinstance(method, NGram) and method.suffix_length else 0.0
     seconds = (1 - repeats) * usual + repeats * widest + costs.overhead
@@ -186,14 +194,14 @@ def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: floa
         seconds += costs.ngrams if method.num_ngrams else 0.0
     if not isinstance(method, TokenSwift):
         return seconds
-    plan, slots = method.plan(model), min(method.draft_budget, context)
+    plan, slots = method.plan(model), slots_at(method, context)
     drafting = plan.passes * costs.of_draft_pass(slots, method.wants_int8)
     if plan.rest:  # the partial cache is read once more
         drafting += costs.of_pass(1, slots) - costs.of_pass(1, 0)
     seconds += drafting * (1 - repeats if plan.suffix_alone else 1)
     if plan.passes and slots < context:
-        wait = min(method.draft_refresh or math.inf, slots - method.num_sinks)
-        often = min(expected_tokens(method, model) / max(wait, 1), 1.0)
+        wait = tokens_between_choices(method, slots)
+        often = min(expected_tokens(method, model) / wait, 1.0)
         seconds += costs.choice.at(context) * often
     heads = costs.of_heads(method.wants_int8) if plan.levels > plan.passes else 0.0
     return seconds + heads
@@ -201,7 +209,7 @@ def step_seconds(method: Method, model: ModelConfig, costs: Costs, context: floa
 
 def usual_widths(method: Method, model: ModelConfig) -> tuple[int, int]:
     """Rows of the pass that a usual step takes, and of one that has found a long repetition."""
-    sizes = method.sizes(model)
+    sizes, method = method.sizes(model), drafter_of(method)
     rows = 1
     if isinstance(method, TokenSwift):
         rows += len(method.plan(model).paths)

@@ -33,6 +33,13 @@ from tsjax.methods.cost_model import (
     estimated,
     heads_are_right,
 )
+from tsjax.methods.draft_choice import (
+    check_choice,
+    new_cache,
+    refreshed,
+    slots_at,
+    tokens_between_choices,
+)
 from tsjax.methods.history import (
     NgramTable,
     enter,
@@ -52,12 +59,7 @@ from tsjax.methods.model_drafts import (
     with_draft,
 )
 from tsjax.methods.ngram import as_tuples, fading_window
-from tsjax.methods.partial_cache import (
-    DraftCache,
-    init_draft_cache,
-    refresh_draft_cache,
-    summarize_rest,
-)
+from tsjax.methods.partial_cache import DraftCache, summarize_rest
 from tsjax.methods.rates import (
     GAPS,
     HEAD_AXES,
@@ -114,7 +116,8 @@ class LikelyTree(Method):
       draft_passes: the most passes on the partial cache in a step; 0 runs none.
       heads: whether the model's draft heads draft too, after the last pass; without passes, from
         the verified hidden state.
-      draft_budget, num_sinks, draft_refresh, draft_rest, draft_weights: see TokenSwift.
+      draft_budget, draft_choice, num_sinks, draft_refresh, draft_rest, draft_weights: see
+        TokenSwift.
       corpus: whether `params.corpus`, earlier texts, is drafted from; `generate(corpus=...)` says
         it.
       costs: what rows and passes take; `generate` fills in what it has measured on the device.
@@ -129,8 +132,9 @@ class LikelyTree(Method):
     draft_passes: int = 0
     heads: bool = False
     draft_budget: int = 512
+    draft_choice: str = "importance"
     num_sinks: int = 16
-    draft_refresh: int | None = 32
+    draft_refresh: int | str | None = 32
     draft_rest: bool = True
     draft_weights: str = "model"
     corpus: bool = False
@@ -148,10 +152,7 @@ class LikelyTree(Method):
         something = "1 or more, without draft_passes, heads and a corpus"
         drafts = self.places or self.draft_passes or self.heads or self.corpus
         check(bool(drafts), "places", self.places, something)
-        larger = f"larger than num_sinks={self.num_sinks}"
-        check(self.draft_budget > self.num_sinks, "draft_budget", self.draft_budget, larger)
-        if self.draft_refresh is not None:
-            check_int(self.draft_refresh, "draft_refresh", 1)
+        check_choice(self)
         known = self.draft_weights in DRAFT_WEIGHTS
         check(known, "draft_weights", self.draft_weights, one_of(DRAFT_WEIGHTS))
         if self.costs is not None:
@@ -200,8 +201,8 @@ class LikelyTree(Method):
     def init(self, model, batch, capacity, mesh) -> Learned:
         cache = hidden = table = None
         if self.draft_passes:
-            budget, room = min(self.draft_budget, capacity), self.draft_passes - 1
-            cache = init_draft_cache(model, batch, budget, room, mesh, self.draft_rest)
+            room, rest = self.draft_passes - 1, self.draft_rest
+            cache = new_cache(self, model, batch, capacity, mesh, room=room, with_rest=rest)
         elif self._num_heads(model):
             hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
         if self.places:
@@ -245,13 +246,13 @@ class LikelyTree(Method):
                 found.append(begun * math.prod(RANK_IS_RIGHT[rank] * head for rank, head in ranks))
         found.sort(reverse=True)
 
-        slots = min(self.draft_budget, context)
+        slots = slots_at(self, context)
         drafting = passes * costs.of_draft_pass(slots, self.wants_int8)
         if passes and self.draft_rest:
             drafting += costs.of_pass(1, slots) - costs.of_pass(1, 0)
         drafting += costs.of_heads(self.wants_int8) if number else 0.0
         drafting += costs.suffix.at(context) + costs.ngrams if self.places else 0.0
-        wait = max(min(self.draft_refresh or math.inf, slots - self.num_sinks), 1)
+        wait = tokens_between_choices(self, slots)
         choice = costs.choice.at(context) if passes and slots < context else 0.0
 
         def of_width(width: int) -> Promise:
@@ -315,7 +316,9 @@ class LikelyTree(Method):
         def of_rows(rows: int) -> jax.Array:
             return at(lambda context: costs.of_pass(rows, context) + costs.overhead, context)
 
-        slots = jnp.minimum(context, self.draft_budget)
+        slots = context
+        if self.draft_choice != "all":
+            slots = jnp.minimum(context, self.draft_budget)
         one_pass = at(lambda slots: costs.of_draft_pass(slots, self.wants_int8), slots)
         if self.draft_rest:  # which reads the partial cache once more
             one_pass += at(lambda slots: costs.of_pass(1, slots) - costs.of_pass(1, 0), slots)
@@ -459,13 +462,8 @@ class LikelyTree(Method):
                 query, attended = newest(
                     (rows.query, rows.attended), (cache.query, cache.attended), state, acceptance
                 )
-                cache = refresh_draft_cache(
-                    cache.replace(query=query, attended=attended),
-                    state.kv,
-                    num_sinks=self.num_sinks,
-                    max_rows=depth + 1,
-                    most_new=self.draft_refresh,
-                )
+                cache = cache.replace(query=query, attended=attended)
+                cache = refreshed(self, model, params, cache, state, depth + 1)
                 memory = memory.replace(cache=cache)
             return memory
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The partial cache: keys and values of the few tokens that drafting passes see.
 
-Knows arrays and lengths, no model. Which tokens are here is one rule, that of DraftCache.
+Knows arrays and lengths, no model. How it is kept is one rule, that of DraftCache; which tokens are
+worth most, the scores say that a caller hands over (draft_choice.py).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -23,6 +25,8 @@ from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers, for_each_
 from tsjax.model.control_flow import run_if
 from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
+Scores = tuple[Float[Array, "B K S"], ...]  # of each layer; -inf where there is no key
+Slots = tuple[Int[Array, "B K count"], ...]
 NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
 
 
@@ -31,10 +35,10 @@ class DraftCache(Cache):
 
     The rule. While all committed tokens fit, they are all here. When new ones no longer fit, or
     where the whole cache lacks tokens of some layer, the first `num_sinks` tokens and those with
-    the highest importance are chosen, best first.
-    Importance is the product of a key with `query`. From then on new tokens overwrite the least
-    important ones, from the end towards the beginning; when they would reach the sinks, or be more
-    than `most_new`, all are chosen again.
+    the highest scores are chosen, best first; by default a score is the importance, the product of
+    a key with `query`. From then on new tokens overwrite the ones with the least scores, from the
+    end towards the beginning; when they would reach the sinks, or be more than `most_new`, all are
+    chosen again, or, where tokens are chosen `once`, the overwriting begins at the end again.
 
     Attributes:
       k, v: the passes of a step keep the rows of its drafts in slots at `length` and beyond.
@@ -89,37 +93,62 @@ def init_draft_cache(
 
 
 def refresh_draft_cache(
-    draft: DraftCache, kv: KVCache, *, num_sinks: int, max_rows: int, most_new: int | None = None
+    draft: DraftCache,
+    kv: KVCache,
+    *,
+    num_sinks: int,
+    max_rows: int,
+    most_new: int | None = None,
+    once: bool = False,
+    score: Callable[[Any, KVCache], Scores] | None = None,
+    asks: Any = None,
 ) -> DraftCache:
     """Brings `draft` up to date with the committed tokens of `kv`, by the rule of DraftCache.
 
     `max_rows` is the most that one step commits; more new tokens than that at once, or more than
     `most_new` since the last choice, are a reason to choose again. `kv` has to have room for
-    `max_rows` rows after `draft.seen`.
+    `max_rows` rows after `draft.seen`. Where all are chosen, score(asks, kv) says what each is
+    worth; by default importance to `draft.query`. It has to compute from these two: what it takes
+    from elsewhere alone would be computed in each step.
     """
+    if score is None:
+        score, asks = importance, draft.query
     max_rows = min(max_rows, draft.capacity)
     new = kv.length - draft.seen  # [B]
     has_all = (draft.length == draft.seen) & (kv.fewest_rows == kv.length)
     to = jnp.where(has_all, draft.length, draft.newest - new)  # the slots of the new tokens
     lowest = num_sinks if most_new is None else max(num_sinks, draft.capacity - most_new)
+    if once:
+        to = jnp.where(~has_all & (to < lowest), draft.capacity - new, to)
     fits = jnp.where(has_all, to + new <= draft.capacity, to >= lowest)
     slides = (new > 0) & (new <= max_rows) & fits
     chooses = (new > 0) & ~slides
     first = [draft.seen + (kv.rows_in(layer) - kv.length) for layer in range(len(kv.k))]
+    newest_first = ~has_all if once else None  # so that the oldest are overwritten first
     with jax.named_scope("refresh_draft_cache"):
+        count = jnp.where(slides, new, 0)
         draft = draft.replace(
-            k=_slide(draft.k, kv.k, to, first, jnp.where(slides, new, 0), max_rows),
-            v=_slide(draft.v, kv.v, to, first, jnp.where(slides, new, 0), max_rows),
+            k=_slide(draft.k, kv.k, to, first, count, max_rows, newest_first),
+            v=_slide(draft.v, kv.v, to, first, count, max_rows, newest_first),
             length=jnp.where(slides & has_all, to + new, draft.length),
             newest=jnp.where(slides, jnp.where(has_all, to + new, to), draft.newest),
             seen=kv.length,
         )
         return run_if(
             jnp.any(chooses),
-            lambda draft, query: _choose(draft, query, kv, chooses, num_sinks),
+            lambda draft, asks, length: _choose(
+                draft, score(asks, kv.replace(length=length)), kv, chooses, num_sinks
+            ),
             draft,
-            draft.query,
+            asks,
+            kv.length,
         )
+
+
+def importance(query: tuple[Float[Array, "B K H"], ...], kv: KVCache) -> Scores:
+    """Of each layer, the product of its query with each committed key."""
+    rows_in = [kv.rows_in(layer) for layer in range(len(query))]
+    return tuple(map(cache_scores, query, kv.k, rows_in))
 
 
 def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
@@ -162,9 +191,10 @@ def _slide(
     first_slots: Sequence[Int[Array, "B"]],
     count: Int[Array, "B"],
     max_rows: int,
+    newest_first: Bool[Array, "B"] | None,
 ) -> tuple[Float[Array, "B K slots H"], ...]:
     """Copies `count` tokens, at most `max_rows`, from each layer's slot in `first_slots` of
-    `committed` on to slot `to` of `buffers` on."""
+    `committed` on to slot `to` of `buffers` on; of the rows `newest_first` the last one first."""
     zero = jnp.int32(0)
     index = jnp.arange(max_rows, dtype=jnp.int32)
 
@@ -175,6 +205,8 @@ def _slide(
         first = jnp.clip(to, 0, M - max_rows)
         wanted = index[None] - (to - first)[:, None]  # [B, max_rows]
         fresh = (wanted >= 0) & (wanted < count[:, None])
+        if newest_first is not None:
+            wanted = jnp.where(newest_first[:, None], count[:, None] - 1 - wanted, wanted)
 
         def one(b, buffer):
             old = lax.dynamic_slice(buffer, (b, zero, first[b], zero), (1, K, max_rows, H))
@@ -189,16 +221,10 @@ def _slide(
 
 
 def _choose(
-    draft: DraftCache,
-    queries: tuple[Float[Array, "B K H"], ...],
-    kv: KVCache,
-    rows: Bool[Array, "B"],
-    num_sinks: int,
+    draft: DraftCache, scores: Scores, kv: KVCache, rows: Bool[Array, "B"], num_sinks: int
 ) -> DraftCache:
-    """Fills the draft caches of the batch rows `rows` by importance to `queries`."""
+    """Fills the draft caches of the batch rows `rows` with the tokens of the highest scores."""
     k, v = [], []
-    rows_in = [kv.rows_in(layer) for layer in range(len(queries))]
-    scores = tuple(map(cache_scores, queries, kv.k, rows_in))
     chosen_slots = important_slots(scores, kv.length, count=draft.capacity, num_sinks=num_sinks)
     for layer, slots in enumerate(chosen_slots):
 
@@ -212,10 +238,6 @@ def _choose(
     length = jnp.where(rows, jnp.minimum(kv.fewest_rows, draft.capacity), draft.length)
     newest = jnp.where(rows, length, draft.newest)
     return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
-
-
-Scores = tuple[Float[Array, "B K S"], ...]  # of each layer; -inf where there is no key
-Slots = tuple[Int[Array, "B K count"], ...]
 
 
 def important_slots(

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.decoding.method import Sizes
 from tsjax.decoding.state import DecodeState
+from tsjax.methods.draft_choice import check_choice, new_cache, refreshed
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
 from tsjax.methods.model_drafts import (
     Candidates,
@@ -29,13 +30,7 @@ from tsjax.methods.model_drafts import (
     with_draft,
 )
 from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
-from tsjax.methods.partial_cache import (
-    DraftCache,
-    init_draft_cache,
-    refresh_draft_cache,
-    summarize_rest,
-)
-from tsjax.model.cache import KVCache
+from tsjax.methods.partial_cache import DraftCache, summarize_rest
 from tsjax.model.control_flow import run_if
 from tsjax.model.heads import run_heads
 from tsjax.model.params import Params
@@ -66,10 +61,12 @@ class TokenSwift(NGram):
         pass of the model; n-grams begin with the last token.
       draft_passes: passes on the partial cache per step, each of which drafts one token deeper.
       draft_budget: slots of the partial cache per layer and kv head.
+      draft_choice: which tokens it holds, see `draft_choice.CacheSettings`; "importance" is the
+        paper's.
       num_sinks: first tokens of the text that always stay in it.
-      draft_refresh: new tokens after which its tokens are chosen again, by their importance to the
-        newest one; None is when new ones have displaced all but the sinks, as in the paper. The
-        fewer, the more drafts are right; each choice reads all keys.
+      draft_refresh: new tokens after which its tokens are chosen again; None is when new ones have
+        displaced all but the sinks, as in the paper, and "never" once in a run. The fewer, the more
+        drafts are right; each choice reads all keys.
       draft_rest: passes on the partial cache also see the tokens that are not in it, summed up as
         one slot for each query head: what the last verified token saw of them. More drafts are
         right, for one more reading of the partial cache per step. Not in the paper.
@@ -87,8 +84,9 @@ class TokenSwift(NGram):
     draft_from: str = "partial_cache"
     draft_passes: int = 1
     draft_budget: int = 4096
+    draft_choice: str = "importance"
     num_sinks: int = 16
-    draft_refresh: int | None = None
+    draft_refresh: int | str | None = None
     draft_rest: bool = False
     suffix_alone: int = 0
     draft_weights: str = "model"
@@ -106,11 +104,8 @@ class TokenSwift(NGram):
         known = self.draft_weights in DRAFT_WEIGHTS
         check(known, "draft_weights", self.draft_weights, one_of(DRAFT_WEIGHTS))
         check_int(self.draft_passes, "draft_passes", 1, 64)
-        larger = f"larger than num_sinks={self.num_sinks}"
-        check(self.draft_budget > self.num_sinks, "draft_budget", self.draft_budget, larger)
+        check_choice(self)
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
-        if self.draft_refresh is not None:
-            check_int(self.draft_refresh, "draft_refresh", 1)
 
     @property
     def wants_int8(self) -> bool:
@@ -161,8 +156,9 @@ class TokenSwift(NGram):
     def init(self, model, batch, capacity, mesh) -> Recalled:
         plan, cache, hidden = self.plan(model), None, None
         if plan.passes:
-            budget = min(self.draft_budget, capacity)
-            cache = init_draft_cache(model, batch, budget, plan.passes - 1, mesh, plan.rest)
+            cache = new_cache(
+                self, model, batch, capacity, mesh, room=plan.passes - 1, with_rest=plan.rest
+            )
         elif plan.levels:
             hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
         ngrams = super().init(model, batch, capacity, mesh)
@@ -200,16 +196,10 @@ class TokenSwift(NGram):
             query, attended = newest(
                 (rows.query, rows.attended), (cache.query, cache.attended), state, acceptance
             )
-            cache = self.refreshed(model, cache.replace(query=query, attended=attended), state.kv)
+            cache = cache.replace(query=query, attended=attended)
+            cache = refreshed(self, model, params, cache, state, self.sizes(model).depth + 1)
         ngrams = self.remember(memory.ngrams, state, most=self.sizes(model).depth + 1)
         return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
-
-    def refreshed(self, model: ModelConfig, cache: DraftCache, kv: KVCache) -> DraftCache:
-        """The partial cache brought up to date with the whole one."""
-        most = self.sizes(model).depth + 1
-        return refresh_draft_cache(
-            cache, kv, num_sinks=self.num_sinks, max_rows=most, most_new=self.draft_refresh
-        )
 
     def _candidates(self, model, params: Params, state: DecodeState, noise, wanted):
         """The partial cache, and for each depth that the model drafts its candidates.

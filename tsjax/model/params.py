@@ -29,12 +29,14 @@ class Params(flax.struct.PyTreeNode):
     Attributes:
       drafts: the model in int8, for methods that draft with it: see `with_int8_drafts`.
       corpus: earlier texts, for methods that draft from them: a `CorpusIndex`.
+      draft_model: a second model, for methods that draft with one.
     """
 
     model: ModelWeights
     heads: tuple[Head, ...] = ()
     drafts: ModelWeights | None = None
     corpus: Any = None
+    draft_model: ModelWeights | None = None
 
 
 def declare_params(cfg: ModelConfig) -> Params:

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens a draft cache holds: rules that score the committed ones, and when they are asked.
+
+Knows the settings that methods share, and what each rule reads. Does not know how a cache is kept:
+that is partial_cache.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import cache_scores
+from tsjax.config import ModelConfig, check, check_int, one_of
+from tsjax.decoding.state import DecodeState
+from tsjax.methods.partial_cache import (
+    DraftCache,
+    Scores,
+    importance,
+    init_draft_cache,
+    refresh_draft_cache,
+)
+from tsjax.model.cache import KVCache
+from tsjax.model.params import Params
+from tsjax.model.passes import run_rows
+from tsjax.typing import Array, Float, Int
+
+CHUNK = 8  # tokens that "retrieval" takes together
+WINDOW, POOL = 32, 5  # of "snapkv": the last tokens, which ask, and neighbours that count together
+RULES = ("importance", "retrieval", "streaming", "snapkv", "all")
+NEVER = "never"
+
+
+class CacheSettings(Protocol):
+    """What a method says of its partial cache.
+
+    Attributes:
+      draft_choice: which tokens are in it beside the sinks. "importance": those whose keys the
+        newest token's query asks for most (TokenSwift). "retrieval": chunks of 8 tokens by their
+        mean key (TriForce). "streaming": the newest ones (StreamingLLM). "snapkv": those that the
+        last 32 tokens attend to most, and these 32 (SnapKV). "all": every token, whatever the
+        budget.
+      draft_budget: slots per layer and kv head.
+      num_sinks: first tokens of the text that always stay.
+      draft_refresh: new tokens after which they are chosen again; None is when new ones have
+        displaced all but the sinks; "never" is not: the oldest new ones then make room.
+    """
+
+    @property
+    def draft_choice(self) -> str: ...
+    @property
+    def draft_budget(self) -> int: ...
+    @property
+    def num_sinks(self) -> int: ...
+    @property
+    def draft_refresh(self) -> int | str | None: ...
+
+
+def check_choice(settings: CacheSettings) -> None:
+    """ValueError for a setting of the partial cache that is not valid."""
+    rule, budget = settings.draft_choice, settings.draft_budget
+    check(rule in RULES, "draft_choice", rule, one_of(RULES))
+    least, why = settings.num_sinks, f"num_sinks={settings.num_sinks}"
+    if rule == "snapkv":
+        least, why = least + WINDOW, f"{why} and the last {WINDOW} tokens together"
+    check(budget > least, "draft_budget", budget, f"larger than {why}")
+    wait = settings.draft_refresh
+    if isinstance(wait, str):
+        check(wait == NEVER, "draft_refresh", wait, f"a number of tokens, None or {NEVER!r}")
+    elif wait is not None:
+        check_int(wait, "draft_refresh", 1)
+
+
+def new_cache(
+    settings: CacheSettings,
+    model: ModelConfig,
+    batch: int,
+    capacity: int,
+    mesh,
+    *,
+    room: int = 0,
+    with_rest: bool = False,
+) -> DraftCache:
+    """An empty draft cache for texts of up to `capacity` tokens."""
+    budget = min(settings.draft_budget, capacity)
+    if settings.draft_choice == "all":
+        budget = capacity
+    return init_draft_cache(model, batch, budget, room, mesh, with_rest)
+
+
+def slots_at(settings: CacheSettings, context: float) -> float:
+    """Slots that hold something once a text is so long."""
+    return context if settings.draft_choice == "all" else min(settings.draft_budget, context)
+
+
+def tokens_between_choices(settings: CacheSettings, slots: float) -> float:
+    """New tokens from one choice to the next."""
+    wait = settings.draft_refresh
+    if isinstance(wait, str):
+        return math.inf
+    return max(min(wait or math.inf, slots - settings.num_sinks), 1)
+
+
+def refreshed(
+    settings: CacheSettings,
+    model: ModelConfig,
+    params: Params,
+    cache: DraftCache,
+    state: DecodeState,
+    max_rows: int,
+) -> DraftCache:
+    """The draft cache brought up to date with the whole one; a step commits at most `max_rows`."""
+
+    def score(asks, kv: KVCache) -> Scores:
+        query, tokens = asks
+        return scores_by(settings.draft_choice, model, params, kv, query, tokens)
+
+    wait = settings.draft_refresh
+    return refresh_draft_cache(
+        cache,
+        state.kv,
+        num_sinks=settings.num_sinks,
+        max_rows=max_rows,
+        most_new=None if isinstance(wait, str) else wait,
+        once=wait == NEVER,
+        score=score,
+        asks=(cache.query, state.tokens),
+    )
+
+
+def scores_by(
+    rule: str,
+    model: ModelConfig,
+    params: Params,
+    kv: KVCache,
+    query: tuple[Float[Array, "B K H"], ...],
+    tokens: Int[Array, "B C"],
+) -> Scores:
+    """Of each layer, how much a rule wants each committed token; `query` is the newest one's."""
+    layers = range(len(kv.k))
+    if rule == "streaming":
+        return tuple(by_position(kv.k[layer], kv.rows_in(layer)) for layer in layers)
+    if rule == "snapkv":
+        return asked_by_window(model, params, kv, tokens)
+    scores = importance(query, kv)
+    if rule == "retrieval":
+        return tuple(by_chunk(scores[layer], kv.rows_in(layer)) for layer in layers)
+    return scores
+
+
+def by_position(keys: Float[Array, "B K S H"], rows: Int[Array, "B"]) -> Float[Array, "B K S"]:
+    """The later the better."""
+    B, K, S, _ = keys.shape
+    here = jnp.arange(S, dtype=jnp.int32)[None]
+    scores = jnp.where(here < rows[:, None], here.astype(jnp.float32), -jnp.inf)
+    return jnp.broadcast_to(scores[:, None], (B, K, S))
+
+
+def by_chunk(scores: Float[Array, "B K S"], rows: Int[Array, "B"]) -> Float[Array, "B K S"]:
+    """The mean of a chunk for each of its tokens: what its mean key would have. The last chunk is
+    of the tokens that it has."""
+    B, K, S = scores.shape
+    whole = -(-S // CHUNK) * CHUNK
+    exists = (jnp.arange(S, dtype=jnp.int32)[None] < rows[:, None])[:, None]  # [B, 1, S]
+
+    def sums(x):
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, whole - S)))
+        return jnp.sum(x.reshape(*x.shape[:2], -1, CHUNK), axis=-1)
+
+    count = sums(exists.astype(scores.dtype))
+    means = sums(jnp.where(exists, scores, 0)) / jnp.maximum(count, 1)
+    means = jnp.repeat(means, CHUNK, axis=2)[..., :S]
+    return jnp.where(exists, means, -jnp.inf)
+
+
+def asked_by_window(
+    model: ModelConfig, params: Params, kv: KVCache, tokens: Int[Array, "B C"]
+) -> Scores:
+    """The attention of the last WINDOW tokens to those before them, a mean over them, the query
+    heads of a kv head and POOL neighbours. These tokens themselves come first.
+
+    They run through the model once more for that, so nothing has to be kept from step to step.
+    """
+    begin = jnp.maximum(kv.length - WINDOW, 0)
+    positions = begin[:, None] + jnp.arange(WINDOW, dtype=jnp.int32)[None]
+    tokens = jnp.take_along_axis(tokens, positions, axis=1, mode="clip")
+    exists = positions < kv.length[:, None]  # [B, WINDOW]
+    causal = jnp.tril(jnp.ones((WINDOW, WINDOW), bool))
+    before = kv.replace(length=begin)
+    if kv.absent is not None:  # of a lazily read prompt: then less than a layer has is seen
+        before = before.replace(absent=jnp.minimum(kv.absent, begin[None]))
+    rows = run_rows(params.model, before, tokens, positions, causal, cfg=model, with_attended=True)
+
+    @jax.jit  # traced once for all layers
+    def of_layer(query, log_totals, keys, length):
+        B, K, S, H = keys.shape
+
+        def by_kv_head(x):  # [B, WINDOW, N, ...] -> [B * K, WINDOW * N / K, ...]
+            x = x.reshape(B, WINDOW, K, -1, *x.shape[3:])
+            return jnp.moveaxis(x, 2, 1).reshape(B * K, -1, *x.shape[4:])
+
+        # What a row beyond the text asks for is nothing.
+        log_totals = jnp.where(exists[..., None], log_totals, jnp.inf)
+        scores = cache_scores(
+            by_kv_head(query),
+            keys.reshape(B * K, 1, S, H),
+            jnp.repeat(length, K),
+            "softmax",
+            log_totals=by_kv_head(log_totals),
+        ).reshape(B, K, S)
+        here, length = jnp.arange(S, dtype=jnp.int32)[None, None], length[:, None, None]
+        asks = here >= length - WINDOW
+        near = jnp.pad(jnp.where(asks, 0, scores), ((0, 0), (0, 0), (POOL // 2, POOL // 2)))
+        pooled = sum(near[..., shift : shift + S] for shift in range(POOL)) / POOL
+        first = 1 + here.astype(scores.dtype)  # more than any attention
+        return jnp.where(here < length, jnp.where(asks, first, pooled), -jnp.inf)
+
+    return tuple(
+        of_layer(asked.query, asked.summary.log_total, kv.k[layer], kv.rows_in(layer))
+        for layer, asked in enumerate(rows.attended)
+    )

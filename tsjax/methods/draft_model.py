@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DraftModel: a second, smaller model drafts a few tokens, what transformers calls assisted.
+
+Knows how far it guesses. How it reads along is second_model.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
+from tsjax.decoding.method import Measured, Method, Sizes
+from tsjax.decoding.tree import merge_paths
+from tsjax.methods.draft_choice import check_choice
+from tsjax.methods.second_model import (
+    Reader,
+    forgotten,
+    guess,
+    init_reader,
+    kept_up,
+    known_text,
+    weights_of,
+)
+
+OWN_RULES = ("all", "streaming", "importance", "retrieval")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftModel(Method):
+    """A second model of the same vocabulary drafts, `generate(draft_model=...)`.
+
+    Its guesses share the noise of their positions with the model, so samples agree as often as
+    they can.
+
+    Attributes:
+      length: tokens that are drafted in a step.
+      draft_choice: what the second model sees of the text. "all": everything. "streaming": the
+        first tokens and the last ones, at positions up to draft_budget, so that it may have been
+        made for short texts. "importance", "retrieval": a part of its own cache, chosen as
+        TokenSwift's is.
+      draft_budget, num_sinks, draft_refresh: of that part, see TokenSwift.
+      model: the second model's config; `generate` fills it in.
+    """
+
+    sources: ClassVar[tuple[str, ...]] = ("draft_model",)
+
+    length: int = 4
+    draft_choice: str = "all"
+    draft_budget: int = 512
+    num_sinks: int = 16
+    draft_refresh: int | str | None = None
+    model: ModelConfig | None = None
+
+    def __post_init__(self):
+        check_fields(self, may_be_0=("num_sinks",))
+        check_int(self.length, "length", 1, 64)
+        known = self.draft_choice in OWN_RULES
+        check(known, "draft_choice", self.draft_choice, one_of(OWN_RULES))
+        check_choice(self)
+        if isinstance(self.model, dict):  # of a file
+            object.__setattr__(self, "model", ModelConfig.from_dict(self.model))
+
+    @property
+    def takes_draft_model(self) -> bool:
+        return True
+
+    def next(self, measured: Measured) -> Method:
+        if measured.current is not None:
+            return measured.current
+        config = measured.draft_model or self.model
+        check(config is not None, "draft_model", None, "a smaller model, as tsjax.load returns")
+        return dataclasses.replace(self, model=config)
+
+    def sizes(self, model) -> Sizes:
+        return Sizes(width=1 + self.length, depth=self.length, levels=self.length)
+
+    def init(self, model, batch, capacity, mesh) -> Reader | tuple:
+        if self.model is None:
+            return ()
+        return init_reader(self, self.model, batch, capacity, room=self.length)
+
+    def read(self, model, params, memory, state) -> Reader:
+        weights = weights_of(params, self.model)
+        assert self.model is not None
+        return kept_up(
+            memory, self, weights, state.tokens, state.kv.length, self.length, cfg=self.model
+        )
+
+    def draft(self, model, params, state, noise):
+        weights = weights_of(params, self.model)
+        assert self.model is not None
+        text = known_text(state, self.length)
+        reader, guesses = guess(
+            state.memory, weights, state, text, noise, self.length, state.running, cfg=self.model
+        )
+        count = state.running[:, None] * self.length
+        tree = merge_paths(
+            state.root, guesses[:, None], count, width=1 + self.length, num_sources=1
+        )
+        return reader, tree
+
+    def learn(self, model, params, memory, state, verdict, acceptance) -> Reader:
+        return self.read(model, params, forgotten(memory, state.kv.length), state)
