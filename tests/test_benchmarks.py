@@ -18,7 +18,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import draft_weights, equality, first_token, report, step, ttft
+from benchmarks import draft_weights, equality, first_token, report, speedup, step, ttft
 from benchmarks.kernels import cases, measuring, programs, tuning
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton

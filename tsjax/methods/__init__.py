@@ -14,8 +14,8 @@ from tsjax.decoding.method import Autoregressive, Method
 from tsjax.methods.auto import Auto
 from tsjax.methods.draft_model import DraftModel
 from tsjax.methods.likely_tree import LikelyTree
-from tsjax.methods.medusa import Medusa
 from tsjax.methods.magicdec import MagicDec
+from tsjax.methods.medusa import Medusa
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift
 from tsjax.methods.triforce import TriForce
