@@ -55,6 +55,17 @@ def run(capsys, *argv: str, code: int = 0) -> tuple[dict, list[str], str]:
 # --- what it measures -------------------------------------------------------------------------
 
 
+def test_rivals_side_by_side(own, tmp_path, capsys):
+    """All say what plain decoding says; methods without use for a second model run without."""
+    tsjax.save(helpers.tiny_model(num_layers=1, embed_dim=16, seed=4), tmp_path / "small")
+    rivals = ["magicdec", "draft_model", "triforce"]
+    argv = [own, "--methods", "plain", *rivals, "--draft-model", str(tmp_path / "small")]
+    found, _, _ = run(capsys, *argv, *QUICK, "--no-peers")
+    assert [row["method"] for row in found["rows"]] == ["plain", *rivals]
+    assert all(row["same_tokens"] for row in found["rows"])
+    assert found["draft_model"] == str(tmp_path / "small")
+
+
 def test_cells_of_a_tiny_model(folder, capsys):
     argv = [folder, *TWO, "--lengths", "16", "32", "--new-tokens", "24", "--rounds", "2"]
     found, lines, err = run(capsys, *argv, "--no-peers", "--dtype", "float32")
@@ -345,9 +356,11 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--methods", "plain", "medusa"], ["--methods='medusa'", "'plain', 'autoregressive'"]),
+        (["--methods", "plain", "eagle"], ["--methods='eagle'", "'plain', 'autoregressive'"]),
         (["--methods", "ngram"], ["--methods='ngram'", "with plain among them"]),
         (["--methods", "plain", "plain"], ["--methods='plain plain'", "each once"]),
+        (["--methods", "plain", "draft_model"], ["--methods='draft_model'", "--draft-model PATH"]),
+        (["--draft-model", "x"], ["--draft-model='x'", "draft_model or triforce"]),
         (["--lengths", "0"], ["--lengths=0", "an integer, at least 1"]),
         (["--lengths", "8", "8"], ["--lengths='8 8'", "each once"]),
         (["--lengths", "600"], ["prompt of 600 tokens", "512 positions", "--exceed-max-positions"]),

@@ -324,6 +324,7 @@ def _add_bench(commands: Any) -> None:
     _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     text = "prompts are its beginning; by default the model writes a text"
     _add(parser, "--text FILE", text)
+    _add(parser, "--draft-model PATH", "a smaller checkpoint, for draft_model and triforce")
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
     _add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
     _add(parser, "--plot FILE", "draw times by length and, in long runs, by output position")
@@ -719,6 +720,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
+    names += ("draft_model",)
     lists: Any = {
         name: tuple(x) for name, x in _given(args, ("methods", "lengths", "settings")).items()
     }

@@ -76,6 +76,7 @@ class Question:
       lengths: tokens of the prompts.
       settings: of SETTINGS.
       text: a file that prompts are the beginning of; None for a text that the model writes.
+      draft_model: a second, smaller checkpoint, for methods that take one.
       peers: whether transformers runs too, where it can.
       plot: a file.
       simulate: a file with accepted lengths, see `read_trace`.
@@ -89,6 +90,7 @@ class Question:
     settings: tuple[str, ...] = tuple(SETTINGS)
     dtype: str | None = None
     text: str | None = None
+    draft_model: str | None = None
     exceed_max_positions: bool = False
     peers: bool = True
     plot: str | None = None
@@ -107,6 +109,13 @@ class Question:
             check(good, flag, " ".join(map(str, values)), "one or more, each once")
         held = f"with {PLAIN} among them, which the others are held against"
         check(PLAIN in self.methods, "--methods", " ".join(self.methods), held)
+        takers = [name for name, one in METHODS.items() if one().takes_draft_model]
+        if self.draft_model is None:
+            with_one = "left out, or with --draft-model PATH"
+            check("draft_model" not in self.methods, "--methods", "draft_model", with_one)
+        else:
+            taken = not set(takers).isdisjoint(self.methods)
+            check(taken, "--draft-model", self.draft_model, f"with --methods {' or '.join(takers)}")
         for length in self.lengths:
             check_int(length, "--lengths", 1)
         check_int(self.new_tokens, "--new-tokens", 1)
@@ -122,6 +131,8 @@ class Question:
             only = f"with --simulate-acceptance the name of a preset, {one_of(names)}"
             check(self.model in names, "model", self.model, only)
             check(self.text is None, "--text", self.text, "left out, as a preset has no tokenizer")
+            alone = "left out, as drafts are simulated"
+            check(self.draft_model is None, "--draft-model", self.draft_model, alone)
 
 
 def write(line: str) -> None:
@@ -141,7 +152,7 @@ def answer(question: Question, command: str) -> int:
     asked = _prepared(question)
     document: dict[str, Any] = {
         "command": command, **facts(PACKAGES), "model": question.model,
-        "dtype": asked.model.cfg.dtype,
+        "draft_model": question.draft_model, "dtype": asked.model.cfg.dtype,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(asked.model.params)),
         "simulated": asked.simulated, "new_tokens": question.new_tokens,
         "rounds": question.rounds, "settings": {name: SETTINGS[name] for name in question.settings},
@@ -182,12 +193,14 @@ def answer(question: Question, command: str) -> int:
 class Prepared(NamedTuple):
     """Attributes:
     beginning: the prompt of all lengths, as far as it is known; the model writes the rest.
+    draft_model: the second one; None without.
     traces: accepted lengths of each method that drafts; {} for real acceptance.
     left_out: peers that cannot run, and why.
     """
 
     question: Question
     model: Model
+    draft_model: Model | None
     methods: dict[str, Method]
     beginning: np.ndarray
     text: dict[str, Any]
@@ -204,7 +217,7 @@ class Prepared(NamedTuple):
 
 
 def _prepared(question: Question) -> Prepared:
-    longest, traces = max(question.lengths), {}
+    longest, traces, second = max(question.lengths), {}, None
     methods = {name: _method(name, question) for name in question.methods}
     if question.simulate is not None:
         traces = read_trace(question.simulate, list(question.methods), "--simulate-acceptance")
@@ -217,18 +230,21 @@ def _prepared(question: Question) -> Prepared:
         why = "the weights are random ones in memory"
     else:
         model = load(question.model, dtype=question.dtype)
+        if question.draft_model is not None:
+            second = load(question.draft_model, dtype=question.dtype)
         _check_methods(methods, model.cfg)
         ids, text = _beginning(question, model, longest)
         why = peers.why_not(model.path)
     for length in question.lengths:
         prompt = np.resize(ids, length)  # its length is what counts
         for setting in question.settings:
-            plain, new = Autoregressive(), question.new_tokens
-            beyond = question.exceed_max_positions
-            requested(model, prompt, SETTINGS[setting], plain, new, beyond)
+            new, beyond = question.new_tokens, question.exceed_max_positions
+            one = next((one for one in methods.values() if one.takes_draft_model), Autoregressive())
+            one = Autoregressive() if second is None else one
+            requested(model, prompt, SETTINGS[setting], one, new, beyond, second)
     names = PEERS if why and question.peers else ()
     gone = tuple({"method": name, "error": why} for name in names)
-    return Prepared(question, model, methods, ids, text, traces, gone)
+    return Prepared(question, model, second, methods, ids, text, traces, gone)
 
 
 def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
@@ -386,7 +402,8 @@ def _runs(asked: Prepared, prompt: np.ndarray, setting: str) -> Runs:
 
         programs[name] = simulated
     settings, beyond = SETTINGS[setting], asked.question.exceed_max_positions
-    return Runs(model, prompt, settings, asked.methods, new, programs, beyond)
+    second = asked.draft_model
+    return Runs(model, prompt, settings, asked.methods, new, programs, beyond, second)
 
 
 def _calls(

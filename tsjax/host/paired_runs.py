@@ -59,11 +59,15 @@ class Runs:
         new_tokens: Mapping[str, int],
         programs: Mapping[str, Callable] | None = None,
         exceed_max_positions: bool = False,
+        draft_model: Model | None = None,
     ):
-        """`new_tokens` of each method; `programs` that run its steps in place of the usual one."""
+        """`new_tokens` of each method; `programs` that run its steps in place of the usual one; a
+        second model for methods that take one."""
         self.model, self._programs = model, dict(programs or {})
         requests = {
-            name: requested(model, prompt, settings, method, new_tokens[name], exceed_max_positions)
+            name: requested(
+                model, prompt, settings, method, new_tokens[name], exceed_max_positions, draft_model
+            )
             for name, method in methods.items()
         }
         capacity = max(request.capacity for request in requests.values())
@@ -98,10 +102,11 @@ class Runs:
         return found
 
     def begins_with(self, name: str) -> dict[str, Any]:
-        """The settings of the method that drafts first, but for its table of costs."""
+        """The settings of the method that drafts first, but for its table of costs and the shape of
+        a second model."""
         method: Any = self.requests[name].decode.method
         found = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-        return {"method": type(method).__name__, **found, "costs": None}
+        return {"method": type(method).__name__, **found, "costs": None, "model": None}
 
 
 def requested(
@@ -111,11 +116,19 @@ def requested(
     method: Method,
     new: int,
     exceed_max_positions: bool = False,
+    draft_model: Model | None = None,
 ) -> Request:
     """Stop tokens end nothing: every run has as many tokens."""
     asked = GenerationConfig().replace(**settings, eos_token_id=(), max_new_tokens=new)
-    wide = exceed_max_positions
-    return make_request(model, prompt, asked, {}, method=method, exceed_max_positions=wide)
+    return make_request(
+        model,
+        prompt,
+        asked,
+        {},
+        method=method,
+        exceed_max_positions=exceed_max_positions,
+        draft_model=draft_model if method.takes_draft_model else None,
+    )
 
 
 def _figures(request: Request, news: News, made: list[tuple[int, int, float]]) -> dict[str, Any]:
