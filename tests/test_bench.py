@@ -189,7 +189,7 @@ def stopping_in(name: str, call: int, number=signal.SIGINT):
     class Stopping(Runs):
         chunks = 0
 
-        def __init__(self, model, prompt, settings, methods, new_tokens, programs, beyond):
+        def __init__(self, model, prompt, settings, methods, new_tokens, *others):
             def program(params, state, steps, *, cfg):
                 Stopping.chunks += 1
                 if Stopping.chunks == call:

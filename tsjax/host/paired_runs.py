@@ -106,7 +106,8 @@ class Runs:
         a second model."""
         method: Any = self.requests[name].decode.method
         found = {field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-        return {"method": type(method).__name__, **found, "costs": None, "model": None}
+        shape = {"model": None} if "model" in found else {}
+        return {"method": type(method).__name__, **found, "costs": None, **shape}
 
 
 def requested(
