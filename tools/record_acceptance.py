@@ -19,6 +19,7 @@ a key. What draws other noise changes the file, and many other tests with it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -83,6 +84,13 @@ def small_model() -> tsjax.Model:
     return tsjax.Model(tsjax.Params(model, heads), cfg=cfg)
 
 
+def first_layer(model: tsjax.Model) -> tsjax.Model:
+    """A model of the first layer alone, without heads."""
+    weights = model.params.model
+    cfg = dataclasses.replace(model.cfg, num_layers=1, num_draft_heads=0)
+    return tsjax.Model(tsjax.Params(weights.replace(layers=weights.layers[:1])), cfg=cfg)
+
+
 @functools.cache
 def embedded_model() -> tsjax.Model:
     return tsjax.load(tsjax.EMBEDDED, dtype="float64")
@@ -95,8 +103,10 @@ class Case(NamedTuple):
     method: Any
     settings: dict[str, Any]
     models: tuple[str, ...] = ("small", "embedded")
+    second: bool = False  # whether the model's first layer drafts as a second model
 
 
+SMALL = ("small",)
 # Ten more rows take as long as a plain step, and a pass on few slots a small part of it.
 COSTS = tsjax.Costs(
     passes=((1, tsjax.Line(0.25, 0.01)), (11, tsjax.Line(0.5, 0.02))), heads=0.01,
@@ -156,6 +166,30 @@ CASES = {
         dict(do_sample=True, temperature=0.6, min_p=0.05),
         ("embedded",),  # many weights of the small one lie between two steps of int8
     ),
+    "streaming": Case(
+        tsjax.MagicDec(draft_budget=24, num_sinks=2), dict(do_sample=True, temperature=0.6), SMALL
+    ),
+    "snapkv": Case(
+        tsjax.MagicDec(draft_choice="snapkv", draft_budget=40, num_sinks=2, draft_refresh=9),
+        dict(do_sample=True, temperature=0.6),
+        SMALL,
+    ),
+    "retrieval once": Case(
+        tsjax.TriForce(draft_budget=32), dict(do_sample=True, temperature=0.6, top_k=20), SMALL
+    ),
+    "retrieval again": Case(
+        tsjax.TriForce(draft_budget=32, draft_refresh=None, inner_budget=40, inner_sinks=2),
+        dict(do_sample=True, temperature=0.6, top_k=20),
+        SMALL,
+        second=True,
+    ),
+    "second model": Case(tsjax.DraftModel(), dict(do_sample=True, temperature=0.6), SMALL, True),
+    "second model, a part": Case(
+        tsjax.DraftModel(length=3, draft_choice="importance", draft_budget=24, num_sinks=2),
+        dict(do_sample=True, temperature=0.6, repetition_penalty=1.1, repetition_window=12),
+        SMALL,
+        True,
+    ),
 }  # fmt: skip
 TEXT = """\
 It was a dark night, and the wind was high. The old man sat by the fire and looked at the door. "I \
@@ -170,7 +204,7 @@ MODELS = {
 def run(model_name: str, case_name: str, nudge: float = 0.0) -> dict[str, Any]:
     """What the file holds for one case; `nudge` changes each weight by up to this share of it."""
     make, prompt, new_tokens = MODELS[model_name]
-    method, settings, _ = CASES[case_name]
+    method, settings, _, second = CASES[case_name]
     with jax.enable_x64(True):
         model = make()
         if nudge:
@@ -181,7 +215,8 @@ def run(model_name: str, case_name: str, nudge: float = 0.0) -> dict[str, Any]:
             model = model.replace(params=params)
         result = tsjax.generate(
             model, prompt, method=method, max_new_tokens=new_tokens, eos_token_id=(),
-            capacity=512, prefill_width=64, **settings,
+            capacity=512, prefill_width=64, draft_model=first_layer(model) if second else None,
+            **settings,
         )  # fmt: skip
     return {
         "accepted_lengths": list(result.stats.accepted_lengths),
