@@ -115,7 +115,7 @@ def check_step(case: str, found: dict) -> None:
     wanted |= {"tsjax_rms_norm", "tsjax_rotary_heads"}
     if step.program != "fill_stage":  # which has many rows
         wanted.add("tsjax_product")
-    if step.method in ("tokenswift", "auto"):
+    if step.method in ("tokenswift", "auto", "triforce"):
         wanted.add("tsjax_cache_scores")
     if step.revive and step.program != "fill_stage":
         wanted.add("tsjax_cache_scores_softmax")

@@ -54,6 +54,8 @@ STEPS = {
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
+    "step llama3.1-8b magicdec": Step("llama3.1-8b", method="magicdec"),
+    "step llama3.1-8b triforce": Step("llama3.1-8b", method="triforce"),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
     "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", 2, "autoregressive"),
