@@ -320,7 +320,8 @@ def _check_draft_model(second: Any, method: Method, model: Model) -> None:
     if not isinstance(second, Model):
         raise TypeError(f"draft_model={second!r:.80} is not valid: what tsjax.load returns")
     takes = f"a method that takes one, such as 'draft_model'; {type(method).__name__} does not"
-    check(method.takes_draft_model, "draft_model", second, takes)
+    name = second.path or "a model"
+    check(method.takes_draft_model, "draft_model", name, takes)
     own, other = (one.cfg.vocab_size for one in (model, second))
     words, others = (_vocabulary(one) for one in (model, second))
     if words is None or others is None:
