@@ -16,6 +16,7 @@ from pathlib import Path
 MODULES = {
     "cpu": "cpu",
     "speedup": "speedup",
+    "longrun": "longrun",
     "tokens_per_step": "tokens_per_step",
     "ttft": "ttft",
     "first_token": "first_token",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,11 @@ class Runs:
 
     def run(self, name: str) -> dict[str, Any]:
         """A signal ends it with tsjax.Interrupted, whose result is what there was until then."""
+        *_, last = self.chunks(name)
+        return last
+
+    def chunks(self, name: str) -> Iterator[dict[str, Any]]:
+        """As `run`, what there is after each chunk of steps; others may run in between."""
         request, interrupt = self.requests[name], Interrupt()
         forget_peak()
         copied = jax.tree.map(jnp.copy, self._read)
@@ -91,15 +96,16 @@ class Runs:
         # What was read has the longest run's.
         state = state.replace(max_length=jnp.asarray(request.max_length, jnp.int32))
         made = [(0, 0, 0.0)]  # after each chunk: tokens, steps, seconds
-        program, news = self._programs.get(name), None
+        program, found, compiling = self._programs.get(name), {}, 0.0
         for news in run(self.model, request, interrupt, jax.block_until_ready(state), program):
             steps = int(news.steps.steps.sum())
             made.append((len(news.all_tokens[0]), steps, news.decode_seconds))
-        assert news is not None  # `run` yields at least once
-        self.compile_seconds[name] += news.compile_seconds
-        found = _figures(request, news, made)
+            found, compiling = _figures(request, news, made), news.compile_seconds
+            if not news.last:
+                yield found
+        self.compile_seconds[name] += compiling
         interrupt.finish({"method": name, **found} if found else None, "raise")
-        return found
+        yield found
 
     def begins_with(self, name: str) -> dict[str, Any]:
         """The settings of the method that drafts first, but for its table of costs and the shape of
