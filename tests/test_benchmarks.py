@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import helpers
 import hf_fixtures
@@ -18,7 +19,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import draft_weights, equality, first_token, report, speedup, step, ttft
+from benchmarks import draft_weights, equality, first_token, longrun, report, speedup, step, ttft
 from benchmarks.kernels import cases, measuring, programs, tuning
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton
@@ -458,3 +459,62 @@ def test_bars_of_the_first_token():
 def test_a_command_that_fails_is_told(tmp_path):
     with pytest.raises(RuntimeError, match="there is no such folder"):
         first_token.run(["generate", str(tmp_path / "none"), "Once"], "")
+
+
+def test_long_runs_are_told_by_position(tmp_path, capsys, monkeypatch):
+    tsjax.save(helpers.tiny_model(num_layers=1, vocab_size=len(helpers.TOKENS)), tmp_path / "model")
+    helpers.save_tokenizer(tmp_path / "model")
+    monkeypatch.setattr(longrun, "PROMPT", "the tea")
+    argv = ["--model", str(tmp_path / "model"), "--tokens", "100", "--out", str(tmp_path)]
+    argv += ["--settings", "greedy", "--methods", "plain", "ngram"]
+    assert longrun.main(argv) is None
+    document = json.loads((tmp_path / "longrun.json").read_text())
+    (group,) = document["groups"]
+    assert group["complete"] and group["group"] == ["greedy", "plain", "ngram"]
+    assert group["marks"] == [20, 40, 60, 80, 100] and len(group["text"]) == 5
+    plain, ngram = (group["methods"][name] for name in ("plain", "ngram"))
+    assert plain["speedup"] == [1.0] * 5 and plain["tokens_per_step"] == [1.0] * 5
+    assert ngram["same_tokens"] and sum(ngram["accepted_lengths"]) <= 100
+    for mine, theirs, gain in zip(
+        plain["ms_per_token"], ngram["ms_per_token"], ngram["speedup"], strict=True
+    ):
+        assert gain == pytest.approx(mine / theirs)
+
+    # What is there is not run again; another series is refused.
+    monkeypatch.setattr(longrun, "side_by_side", None)
+    assert longrun.main(argv) is None
+    assert "there already: greedy, plain, ngram" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="its tokens is 100, not 50"):
+        longrun.main([*argv, "--tokens", "50"])
+
+
+def test_the_method_that_has_said_least_goes_on():
+    """So each part of a text is timed on all of them at about the same time."""
+
+    class Runs:
+        requests = dict.fromkeys(("plain", "other"))
+
+        def chunks(self, name):
+            text = np.arange(10)
+            for count in range(1 if name == "plain" else 3, 11, 1 if name == "plain" else 3):
+                went.append(name)
+                yield {
+                    "tokens": text[:count], "made": [(0, 0, 0.0), (count, count, 1.0 * count)],
+                    "stats": SimpleNamespace(
+                        accepted_lengths=(0,), accepted_by_source={}, alpha=0.0
+                    ),
+                    "gave_up": False,
+                }  # fmt: skip
+            yield {**last, "tokens": text}
+
+        def begins_with(self, name):
+            return {}
+
+    went: list[str] = []
+    last = {
+        "made": [(0, 0, 0.0), (10, 10, 10.0)], "gave_up": False,
+        "stats": SimpleNamespace(accepted_lengths=(0,), accepted_by_source={}, alpha=0.0),
+    }  # fmt: skip
+    found = list(longrun.side_by_side(Runs(), 10))
+    assert [one["complete"] for one in found] == [False] * 4 + [True]
+    assert went[:8] == ["plain", "other", "plain", "plain", "plain", "other", "plain", "plain"]
