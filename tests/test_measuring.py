@@ -300,3 +300,24 @@ def test_nothing_is_measured_for_methods_that_do_not_ask(folder):
     assert not calls and found.stats.method == tsjax.Autoregressive(), "so short a run is plain"
     tsjax.generate(MODEL, [1, 2], method="auto", max_new_tokens=300)
     assert len(calls) == 1
+
+
+# --- a table that a run contradicts ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor, measured", [(1e6, 2), (1e-9, 1)])
+def test_a_table_that_plain_steps_contradict_is_measured_anew(
+    folder, monkeypatch, factor, measured
+):
+    """As after a measurement on a busy machine. This run goes on by it, the next has another."""
+    place, calls = folder
+    slow = tuple((rows, Line(factor * line.seconds, 0.0)) for rows, line in TABLE.passes)
+    table = TABLE._replace(passes=slow, overhead=0.0)
+    monkeypatch.setattr(costs, "measure", lambda *given: calls.append(given) or table)
+    settings = dict(max_new_tokens=900, capacity=1024, prefill_width=16, do_sample=True)
+    for _ in range(2):
+        tsjax.generate(MODEL, [1, 2], method="auto", **settings)
+        kept = place.exists() and len(list(place.iterdir()))
+        assert bool(kept) == (measured == 1)
+        in_a_new_process(monkeypatch)
+    assert len(calls) == measured

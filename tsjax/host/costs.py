@@ -30,6 +30,7 @@ from tsjax.methods.cost_model import Costs, as_costs, device_of, estimated
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
+TOO_FAST = 0.7  # of a plain step by the table
 _KNOWN: dict[str, Costs] = {}  # by what `_key` says
 
 
@@ -79,6 +80,26 @@ def costs_of(params: Params, cfg: ModelConfig, batch: int) -> Costs:
         if kept is None:
             _write(key, _KNOWN[key])
     return _KNOWN[key]
+
+
+def contradicts(costs: Costs | None, seconds: float, context: float) -> bool:
+    """Whether plain steps of a run took so little that the machine was busy when it was measured.
+
+    The least of several calls is kept, so a run takes about as long, or longer.
+    """
+    if costs is None or costs.origin != "measured":
+        return False
+    return seconds < TOO_FAST * costs.plain(context)
+
+
+def forget(params: Params, cfg: ModelConfig, batch: int) -> None:
+    """The next run measures anew."""
+    key = json.dumps(_key(params, cfg, batch), sort_keys=True)
+    _KNOWN.pop(key, None)
+    file = _file(key)
+    if file is not None:
+        with contextlib.suppress(OSError):
+            file.unlink()
 
 
 def _device(params: Params) -> tuple[str, str]:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.decoding.method import Autoregressive, Method, Tried
+from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
 from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
@@ -23,6 +23,7 @@ from tsjax.decoding.start import Begun, begin, with_method
 from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.files.checkpoint import Model
 from tsjax.host.compilation import Stopwatch, try_to_keep_programs
+from tsjax.host.costs import contradicts, forget
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
@@ -34,6 +35,7 @@ from tsjax.model.transformer import ModelWeights
 SECONDS_PER_CHUNK = 0.2
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
 LONGEST_REPEAT = 16
+STEPS_TO_DOUBT = 256  # plain ones, of all rows, before they say something of the table of costs
 LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
@@ -84,7 +86,7 @@ def run(
             second = draft_model.weights_beside(model)
         params = params_for(model, request.decode.method, index, second)
         state = start_run(model, request, interrupt) if begun is None else begun
-    rows, judge = Rows(model, request), Judge(request, state)
+    rows, judge = Rows(model, request), Judge(model, request, state)
     decode, lesson = request.decode, None
     earlier: StepStats | None = None  # the counters until the method changed last
     while True:
@@ -138,8 +140,8 @@ def params_for(
 class Judge:
     """Asks the method how to go on, by what its steps have found and how long they took."""
 
-    def __init__(self, request: Request, state: DecodeState):
-        self._request = request
+    def __init__(self, model: Model, request: Request, state: DecodeState):
+        self._model, self._request, self._doubts = model, request, False
         self._reviving = self._is_reviving(state)
         self._tried: dict[Method, Tried] = {}
         self._begin(Known.of(state))
@@ -177,6 +179,7 @@ class Judge:
             tried=tuple(self._tried.values()),
             repeats=_repeats(np.asarray(state.tokens), now.length),
         )
+        self._doubt(measured)
         chosen = self._request.method.next(measured)
         if chosen != current:
             if self._tokens:
@@ -184,6 +187,15 @@ class Judge:
                 self._tried[current] = Tried(current, per_token, context, per_step)
             self._begin(now._replace(steps=np.zeros_like(now.steps)))
         return chosen
+
+    def _doubt(self, measured: Measured) -> None:
+        """A table that the run contradicts is not kept."""
+        if not isinstance(measured.current, Autoregressive) or measured.steps < STEPS_TO_DOUBT:
+            return
+        per_step = measured.seconds / measured.steps
+        if not self._doubts and contradicts(measured.costs, per_step, measured.context):
+            self._doubts = True
+            forget(self._model.params, self._model.cfg, measured.batch)
 
     def _is_reviving(self, state: DecodeState) -> bool:
         lazy, model = self._request.decode.prefill, self._request.decode.model
