@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
+from tsjax.model.heads import ParallelHead
 from tsjax.model.params import inputs_first, join
 from tsjax.model.transformer import declare_model
 
@@ -82,6 +83,27 @@ def small_model() -> tsjax.Model:
         for index, head in enumerate(weights.heads, start=1)
     )
     return tsjax.Model(tsjax.Params(model, heads), cfg=cfg)
+
+
+@functools.cache
+def small_parallel_model() -> tsjax.Model:
+    """The small model with Medusa's heads, each of which looks up a further successor, not quite."""
+    model = small_model()
+    cfg = model.cfg.with_heads(2, "parallel")
+    rng, tokens = np.random.RandomState(6), np.arange(SMALL_VOCAB)
+    follows = np.eye(SMALL_VOCAB)[(5 * tokens + 3) % SMALL_VOCAB]
+    heads = tuple(
+        ParallelHead(
+            block=jnp.asarray(np.linalg.matrix_power(follows, depth).T + _small(rng)),
+            block_bias=jnp.asarray(_small(rng)[0]),
+        )
+        for depth in (1, 2)
+    )
+    return tsjax.Model(tsjax.Params(model.params.model, heads), cfg=cfg)
+
+
+def _small(rng: np.random.RandomState) -> np.ndarray:
+    return rng.randint(-1024, 1025, (SMALL_VOCAB, SMALL_VOCAB)) / 10240
 
 
 def first_layer(model: tsjax.Model) -> tsjax.Model:
@@ -183,6 +205,11 @@ CASES = {
         SMALL,
         second=True,
     ),
+    "medusa": Case(
+        tsjax.Medusa(tree=((0,), (0, 0), (0, 1), (1,), (1, 0), (2,))),
+        dict(do_sample=True, temperature=0.6, min_p=0.05),
+        ("small, parallel heads",),
+    ),
     "second model": Case(tsjax.DraftModel(), dict(do_sample=True, temperature=0.6), SMALL, True),
     "second model, a part": Case(
         tsjax.DraftModel(length=3, draft_choice="importance", draft_budget=24, num_sinks=2),
@@ -195,8 +222,10 @@ TEXT = """\
 It was a dark night, and the wind was high. The old man sat by the fire and looked at the door. "I \
 shall not go," said he; "the night is dark, and the wind is high, and the door is shut." The old \
 woman looked at the fire and said nothing. The old man sat by the fire and looked at her."""
+SMALL_PROMPT = np.random.RandomState(0).randint(0, SMALL_VOCAB, 60).tolist()
 MODELS = {
-    "small": (small_model, np.random.RandomState(0).randint(0, SMALL_VOCAB, 60).tolist(), 300),
+    "small": (small_model, SMALL_PROMPT, 300),
+    "small, parallel heads": (small_parallel_model, SMALL_PROMPT, 300),
     "embedded": (embedded_model, TEXT, 80),
 }
 
