@@ -35,6 +35,8 @@ MODULES = {
     "step": "step",
     "step_torch": "step_torch",
     "aot": "aot",
+    "papers": "papers",
+    "results_page": "results_page",
     "readme_table": "readme_table",
 }
 

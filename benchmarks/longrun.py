@@ -146,11 +146,15 @@ def told(
             "accepted_lengths": list(one["stats"].accepted_lengths),
             "accepted_by_source": one["stats"].accepted_by_source,
             "alpha": one["stats"].alpha,
+            "draft_positions": one["stats"].draft_positions,
             "gave_up": one["gave_up"],
             "same_tokens": place is None,
             "parted_at": place,
             "options": runs.begins_with(name),
         }
+        if place is not None:
+            others = one["tokens"].tolist()
+            rows[name]["text"] = [text_figures.figures(others[:mark]) for mark in marks]
     return {
         "complete": complete,
         "marks": list(marks),

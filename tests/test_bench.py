@@ -147,7 +147,8 @@ def test_prompts_are_the_beginning_of_a_text(folder, capsys, monkeypatch, tmp_pa
     text = tmp_path / "one.txt"
     text.write_text("a thin man " * 40)
     argv = [folder, "--methods", "plain", *QUICK, "--no-peers", "--text", str(text)]
-    found, *_ = run(capsys, *argv)
+    found, _, err = run(capsys, *argv, "--warm-up", "0")
+    assert found["warm_up"] == 0 and "[2 of 2 runs, the end" in err  # one, and a read of memory
     ((model, prompt),) = prompts
     assert prompt.tolist() == list(model.tokenizer.encode("a thin man " * 40))[:16]
     assert found["text"]["name"] == str(text) and len(found["text"]["sha256"]) == 64
@@ -187,12 +188,12 @@ def stopping_in(name: str, call: int, number=signal.SIGINT):
     """Runs in which a method's steps get a signal while their chunk of this number runs."""
 
     class Stopping(Runs):
-        chunks = 0
+        begun = 0
 
         def __init__(self, model, prompt, settings, methods, new_tokens, *others):
             def program(params, state, steps, *, cfg):
-                Stopping.chunks += 1
-                if Stopping.chunks == call:
+                Stopping.begun += 1
+                if Stopping.begun == call:
                     os.kill(os.getpid(), number)
                 return programs_of(model).decode(params, state, 2, cfg=cfg)
 
@@ -366,6 +367,7 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--lengths", "600"], ["prompt of 600 tokens", "512 positions", "--exceed-max-positions"]),
         (["--new-tokens", "0"], ["--new-tokens=0", "at least 1"]),
         (["--rounds", "0"], ["--rounds=0", "at least 1"]),
+        (["--warm-up", "-1"], ["--warm-up=-1", "at least 0"]),
         (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
         (["--plot", "times.txt"], ["--plot='times.txt'", ".png or .svg or .pdf"]),
         (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "a folder that exists"]),

@@ -87,7 +87,7 @@ def small_model() -> tsjax.Model:
 
 @functools.cache
 def small_parallel_model() -> tsjax.Model:
-    """The small model with Medusa's heads, each of which looks up a further successor, not quite."""
+    """The small model with Medusa's heads: each looks up a further successor, not quite."""
     model = small_model()
     cfg = model.cfg.with_heads(2, "parallel")
     rng, tokens = np.random.RandomState(6), np.arange(SMALL_VOCAB)

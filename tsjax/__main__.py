@@ -35,7 +35,7 @@ from tsjax.files.presets import (
     training_preset_names,
 )
 from tsjax.files.tokenizer import Detokenizer
-from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, Question, answer
+from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question, answer
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
 from tsjax.host.paired_runs import PLAIN
@@ -319,7 +319,9 @@ def _add_bench(commands: Any) -> None:
     flags = dict(type=int, nargs="+", metavar="N", help=text)
     parser.add_argument("--lengths", "--contexts", **flags)
     _add(parser, "--new-tokens N", "tokens of each run", default=NEW_TOKENS)
-    _add(parser, "--rounds N", "that count, beside one that warms up", default=ROUNDS)
+    _add(parser, "--rounds N", "that count", default=ROUNDS)
+    text = "rounds before these, which do not count; long runs need none"
+    _add(parser, "--warm-up N", text, default=WARM_UP)
     _add(parser, "--settings NAME", f"{' and '.join(SAMPLING)} by default", nargs="+")
     _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     text = "prompts are its beginning; by default the model writes a text"
@@ -720,7 +722,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
-    names += ("draft_model",)
+    names += ("draft_model", "warm_up")
     lists: Any = {
         name: tuple(x) for name, x in _given(args, ("methods", "lengths", "settings")).items()
     }

@@ -57,6 +57,7 @@ LENGTHS, NEW_TOKENS, ROUNDS = (512, 2048), 512, 3
 DEFAULT = (PLAIN, "auto", "ngram", "tokenswift")
 STOPPED = (KeyboardInterrupt, Interrupted)
 EXACT = ("float32", "float64")
+WARM_UP = 1  # rounds
 SIMULATED = "simulated acceptance, random weights"
 SIMULATED_HEADS = 3  # of a preset, as the paper trains
 CHARACTERS = 20  # of a text for each token, at first
@@ -74,6 +75,7 @@ class Question:
       methods: PLAIN, which the others are held against, and names of METHODS; "tokenswift" is the
         paper's settings.
       lengths: tokens of the prompts.
+      warm_up: rounds that do not count, before the others.
       settings: of SETTINGS.
       text: a file that prompts are the beginning of; None for a text that the model writes.
       draft_model: a second, smaller checkpoint, for methods that take one.
@@ -87,6 +89,7 @@ class Question:
     lengths: tuple[int, ...] = LENGTHS
     new_tokens: int = NEW_TOKENS
     rounds: int = ROUNDS
+    warm_up: int = WARM_UP
     settings: tuple[str, ...] = tuple(SETTINGS)
     dtype: str | None = None
     text: str | None = None
@@ -120,6 +123,7 @@ class Question:
             check_int(length, "--lengths", 1)
         check_int(self.new_tokens, "--new-tokens", 1)
         check_int(self.rounds, "--rounds", 1)
+        check_int(self.warm_up, "--warm-up", 0)
         for name in self.settings:
             check(name in SETTINGS, "--settings", name, one_of(SETTINGS))
         if self.dtype is not None:
@@ -155,7 +159,8 @@ def answer(question: Question, command: str) -> int:
         "draft_model": question.draft_model, "dtype": asked.model.cfg.dtype,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(asked.model.params)),
         "simulated": asked.simulated, "new_tokens": question.new_tokens,
-        "rounds": question.rounds, "settings": {name: SETTINGS[name] for name in question.settings},
+        "rounds": question.rounds, "warm_up": question.warm_up,
+        "settings": {name: SETTINGS[name] for name in question.settings},
         "text": asked.text, "peak_bytes_are": SCOPES, "complete": False, "rows": [],
         "left_out": list(asked.left_out),
     }  # fmt: skip
@@ -323,9 +328,8 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
     ids, peer = _written(asked), _peer(asked, left_out)
     kinds = [*asked.methods, *(PEERS if peer else ()), BOUND]
     cells = [(length, name) for length in question.lengths for name in question.settings]
-    left = TimeLeft(
-        (kind, cell) for cell in cells for kind in kinds for _ in range(question.rounds + 1)
-    )
+    total = question.warm_up + question.rounds
+    left = TimeLeft((kind, cell) for cell in cells for kind in kinds for _ in range(total))
     for cell in cells:
         prompt, setting = ids[: cell[0]], cell[1]
         where = {"context": cell[0], "setting": setting}
@@ -341,7 +345,7 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
             continue
         found = Rounds({name: [] for name in calls}, {name: [] for name in calls}, {})
         try:
-            _take_turns(found, calls, question.rounds, cell, left)
+            _take_turns(found, calls, question, cell, left)
         finally:  # also after a signal
             yield from _rows(asked, runs, found, cell)
         for kind, error in found.failed.items():
@@ -349,11 +353,11 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
 
 
 def _take_turns(
-    found: Rounds, calls: Mapping[str, Callable], rounds: int, cell: Cell, left: TimeLeft
+    found: Rounds, calls: Mapping[str, Callable], question: Question, cell: Cell, left: TimeLeft
 ) -> None:
     """Fills `found`, and tells the time left now and then."""
-    last = time.monotonic()
-    for kind, seconds in fill(found, calls, rounds, 1, keep_errors=True):
+    last, rounds, warm_up = time.monotonic(), question.rounds, question.warm_up
+    for kind, seconds in fill(found, calls, rounds, warm_up, keep_errors=True):
         left.add((kind, cell), seconds)
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()

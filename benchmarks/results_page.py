@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/results.md: TokenSwift's tables beside ours, from committed JSON alone.
+
+python -m benchmarks results_page            writes the page
+python -m benchmarks results_page --check    exits with 1 if that would change it
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from benchmarks import papers
+from benchmarks.readme_table import head, source
+from benchmarks.report import ROOT
+from tsjax.host.roofline_table import roofline_of
+
+PAGE = ROOT / "docs" / "results.md"
+RESULTS = ROOT / "benchmarks" / "results" / "cpu"
+PUBLISHED = ROOT / "benchmarks" / "published.json"
+MODELS = {"Qwen2.5-1.5B": "qwen2.5-1.5b", "Qwen2.5-7B": "qwen2.5-7b", "Qwen2.5-14B": "qwen2.5-14b"}
+DISTINCT = tuple(f"distinct_{n}" for n in range(1, 5))
+Pairs = Sequence[Sequence[float]]  # alpha and speed-up at each mark
+
+
+class Cases:
+    """Our runs by their names.
+
+    Attributes:
+      marks: lengths of the new text, in the papers' order.
+    """
+
+    def __init__(self, document: dict[str, Any]):
+        self._cases = {one["case"]: one for one in document["cases"]}
+        self.marks = self._cases[USUAL]["marks"]
+
+    def pairs(self, case: str, method: str) -> Pairs:
+        """Alpha and speed-up until each mark."""
+        row = self.row(case, method)
+        positions = row["draft_positions"]
+        rates = [(tokens - 1) / positions for tokens in row["tokens_per_step"]]
+        return list(zip(rates, row["speedup"], strict=True))
+
+    def row(self, case: str, method: str) -> dict[str, Any]:
+        return self._cases[case]["methods"][method]
+
+    def text(self, case: str, method: str | None = None) -> dict[str, float]:
+        """Of the whole text: plain decoding's, or that of a method that says another one."""
+        if method is None:
+            return self._cases[case]["text"][-1]
+        return self.row(case, method)["text"][-1]
+
+
+USUAL = f"prefill {papers.PREFILLS[1]}"
+
+
+def page() -> str:
+    document, published = _read("papers"), json.loads(PUBLISHED.read_text())
+    ours = Cases(document)
+    parts: Iterable[Callable[[Cases, dict], list[str]]] = (
+        table_3, published_rule, table_4, table_5, table_6, table_7, table_8, table_12, table_13,
+        table_14, tables_15_and_16, figures_3_and_4,
+    )  # fmt: skip
+    lines = [*opening(document), *(line for part in parts for line in part(ours, published))]
+    return "\n".join([*lines, *long_runs(), *rivals()]) + "\n"
+
+
+def opening(document: dict) -> list[str]:
+    scale = document["scale"]
+    equal = sum(
+        row["same_tokens"]
+        for case in document["cases"]
+        for name, row in case["methods"].items()
+        if name not in ("plain", papers.PUBLISHED_RULE)
+    )
+    return f"""# TokenSwift's tables, published and here
+
+<!-- Written by `python -m benchmarks results_page`. -->
+
+Published figures are those of [arXiv 2502.18890](https://arxiv.org/abs/2502.18890): one A100,
+models of 1.5B to 14B parameters, 20K to 100K new tokens. Ours are the same experiments at a
+sixteenth of the lengths (prompts, draft caches and new texts; penalty windows are the paper's) on
+the embedded model, a Llama of 5.5M parameters, and on a CPU. **They tell how the settings compare
+with each other, not what a GPU gains**: no figure of a GPU on this page was measured by us. The
+prompt is the begin of {document["text"]}.
+
+From {source(document)}.
+
+* **alpha**: accepted drafts over drafted positions, as the paper defines it. **x**: seconds per
+  token of plain decoding over the method's, both until that length, measured side by side in one
+  run. How near plain decoding here is to the memory's bound: [benchmarks.md](benchmarks.md).
+* All {equal} runs of the methods here said the tokens of plain decoding, but for those of the
+  published rule.
+* One prompt, one seed: the paper gives 0.02 to 0.11 of alpha as the spread over its five.
+* Written as *published / here*. 20K there is {document["new_tokens"] // 5:,} here, and so on in
+  steps: 1 to {scale}.
+""".splitlines()
+
+
+def table_3(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 3: methods and lengths of the prompt", ""]
+    names = {"Medusa*": "medusa", "TriForce*": "triforce, chosen again", "TokenSwift": "tokenswift"}
+    models = list(published["table_3"])
+    columns = ["method", "prompt", "new tokens", *(f"{one}: alpha, x" for one in models), "here"]
+    lines += head(" | ".join(columns))
+    for name, method in names.items():
+        for there, prompt in zip((2048, 4096, 8192), papers.PREFILLS, strict=True):
+            case = f"medusa, prefill {prompt}" if method == "medusa" else f"prefill {prompt}"
+            here = ours.pairs(case, method)
+            for index in (0, 2, 4):
+                cells = [
+                    _pair(published["table_3"][model][name][str(there)][index]) for model in models
+                ]
+                length = f"{published['generated'][index]} / {ours.marks[index]:,}"
+                cells = [name, f"{there:,} / {prompt}", length, *cells, _pair(here[index])]
+                lines.append(_row(cells))
+    last = {name: ours.pairs(USUAL, name)[-1][1] for name in ("tokenswift", "triforce", "auto")}
+    return [
+        *lines, "",
+        "Medusa's first position is the model's own token in the paper, so that its alpha "
+        "cannot fall below a quarter; here only guesses count. TriForce without a second model: "
+        "what followed the longest earlier match is offered at the lowest level. `Auto` on the "
+        f"text after {papers.PREFILLS[1]} tokens: {last['auto']:.2f}x, where the paper's "
+        f"settings are at {last['tokenswift']:.2f}x and TriForce as published, its cache chosen "
+        f"once, at {last['triforce']:.2f}x: on a CPU the 121 rows of the paper's tree cost many "
+        "plain steps, which on a GPU cost little more than one.",
+    ]  # fmt: skip
+
+
+def published_rule(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## What the published acceptance owes to its rule", ""]
+    lines += head(
+        "truncation | published | same drafts, exact | same drafts, published rule | noise "
+        "shared with the drafts (default here) | Distinct-2, exact | Distinct-2, published rule"
+    )
+    for name in papers.TRUNCATIONS:
+        case = f"rule, {name}"
+        exact = ours.pairs(case, "same drafts")[-1][0]
+        other = ours.pairs(case, papers.PUBLISHED_RULE)[-1][0]
+        coupled = ours.pairs(USUAL if name == "min-p" else name, "tokenswift")[0][0]
+        text, biased = ours.text(case), ours.text(case, papers.PUBLISHED_RULE)
+        there = f"{published['table_12'][name][0][0]:.2f}"
+        lines.append(
+            _row([
+                name, there, f"{exact:.2f}", f"{other:.2f}", f"{coupled:.2f}",
+                f"{text['distinct_2']:.2f}", f"{biased['distinct_2']:.2f}",
+            ])
+        )  # fmt: skip
+    return [
+        *lines, "",
+        f"Alpha over {papers.SHORT:,} new tokens. The published program draws a token for each "
+        "row of the tree at each depth and keeps the row that agrees the longest; a token that "
+        "47 rows share has 47 tries. What it says is therefore not a sample of the model, and "
+        "its alpha is not one of a lossless method "
+        "([benchmarks/published_rule.py](../benchmarks/published_rule.py), which only this "
+        "table runs). Ours draws one token per position. Drafts that are ranked with the noise "
+        "of their positions win some of it back, exactly.",
+    ]  # fmt: skip
+
+
+def table_4(ours: Cases, published: dict) -> list[str]:
+    del ours
+    lines = ["", "## Table 4: Qwen2.5 of three sizes, 100K tokens after 4,096", ""]
+    lines += head(
+        "model | alpha | x | plain decoding | at least, by what it reads | times the bound | "
+        "the scheme at that alpha, at most"
+    )
+    for name, preset in MODELS.items():
+        alpha, gain, plain, _ = published["table_4"][name][-1]
+        found = roofline_of(preset, prompt=4096, new=102_400, device="a100", acceptance=[])
+        bound = found.bound * 102_400 / 60
+        ideal = _ideal(preset, alpha)
+        lines.append(
+            _row([
+                name, f"{alpha:.2f}", f"{gain:.2f}", f"{plain:.0f} min", f"{bound:.1f} min",
+                f"{plain / bound:.0f}x", f"{ideal:.2f}x",
+            ])
+        )  # fmt: skip
+    return [
+        *lines, "",
+        "The last three columns are arithmetic (`tsjax roofline`), not runs: no checkpoint of "
+        "these sizes was run here. The paper's plain decoding takes many times what reading "
+        "weights and cache takes, and its x are held against that. Against decoding at the "
+        "bound the scheme, which reads all weights twice per step, can give what the last "
+        "column says.",
+    ]  # fmt: skip
+
+
+def _ideal(preset: str, alpha: float) -> float:
+    found = roofline_of(
+        preset, prompt=4096, new=102_400, device="a100", acceptance=[f"tokenswift={1 + 4 * alpha}"]
+    )
+    return next(one.ideal for one in found.methods if one.name == "tokenswift") or 0.0
+
+
+def table_5(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 5: the draft cache, without n-grams", ""]
+    names = {
+        "full": "the whole cache", "partial": "chosen once, after the prompt",
+        "dynamic": "chosen again as the text grows",
+    }  # fmt: skip
+    return [
+        *lines,
+        *_by_length(
+            ours,
+            {
+                title: (published["table_5"][name], ours.pairs("caches and trees", name))
+                for name, title in names.items()
+            },
+        ),
+    ]
+
+
+def table_6(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 6: the penalty, by kind of truncation (theta 1.2, window 1,024)", ""]
+    lines += _distinct_head("sampling", "x")
+    for name, (*distinct, gain) in published["table_6"].items():
+        case = USUAL if name == "min-p" else name
+        here = [ours.text(case)[one] for one in DISTINCT]
+        speed = ours.pairs(case, "tokenswift")[-1][1]
+        lines.append(_row([name, *map(_both, distinct, here), _both(gain, speed)]))
+    return [
+        *lines,
+        "",
+        "Distinct-n falls with the length of a text, and ours are a sixteenth as long: compare "
+        "within a column.",
+    ]
+
+
+def table_7(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 7: the shape of the tree, without n-grams", ""]
+    cases = {
+        "3,3,3,3": ("caches and trees", "tree 3,3,3,3"),
+        "1,9,9,9": ("the widest tree", "tree 1,9,9,9"),
+        "1,3,3,3": ("caches and trees", "dynamic"),
+    }
+    found = {}
+    for name, (case, method) in cases.items():
+        here = ours.pairs(case, method)
+        if case == "the widest tree":  # shorter: all of it is our first mark
+            here = [here[-1]]
+        found[f"[{name}]"] = (published["table_7"][name], here)
+    note = f"The widest tree, 819 nodes, was run for {papers.SHORT:,} tokens only."
+    return [*lines, *_by_length(ours, found), "", note]
+
+
+def table_8(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 8: the strength of the penalty (window 1,024)", ""]
+    lines += _distinct_head("theta")
+    for theta, distinct in published["table_8"].items():
+        case = {"1.0": "min-p, no penalty", "1.2": USUAL}.get(theta, f"theta {theta}")
+        here = [ours.text(case)[one] for one in DISTINCT]
+        lines.append(_row([theta, *map(_both, distinct, here)]))
+    return lines
+
+
+def table_12(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 12: kinds of truncation", ""]
+    found = {
+        name: (there, ours.pairs(USUAL if name == "min-p" else name, "tokenswift"))
+        for name, there in published["table_12"].items()
+    }
+    return [*lines, *_by_length(ours, found)]
+
+
+def table_13(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 13: temperature (top-p 0.9)", ""]
+    found = {
+        name: (there, ours.pairs("top-p" if name == "1.0" else f"temperature {name}", "tokenswift"))
+        for name, there in published["table_13"].items()
+    }
+    return [*lines, *_by_length(ours, found)]
+
+
+def table_14(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Table 14: the length of the prompt, without n-grams", ""]
+    found = {}
+    for name, there in published["table_14"].items():
+        prompt = int(name) // papers.SCALE
+        case = f"prefill {prompt}, no n-grams"
+        case = "caches and trees" if prompt == papers.PREFILLS[1] else case
+        found[f"{int(name):,} / {prompt}"] = (there, ours.pairs(case, "dynamic"))
+    return [*lines, *_by_length(ours, found)]
+
+
+def tables_15_and_16(ours: Cases, published: dict) -> list[str]:
+    lines = ["", "## Tables 15 and 16: the penalty's window", ""]
+    cases = {name: f"window {name}" for name in published["table_15"]}
+    cases["1024"] = USUAL
+    found = {
+        name: (there, ours.pairs(cases[name], "tokenswift"))
+        for name, there in published["table_15"].items()
+    }
+    lines += [*_by_length(ours, found), "", *_distinct_head("window")]
+    for name, distinct in published["table_16"].items():
+        here = [ours.text(cases[name])[one] for one in DISTINCT]
+        lines.append(_row([name, *map(_both, distinct, here)]))
+    return [
+        *lines, "",
+        "Published Distinct-n rises with n in some rows and its row for 1,024 differs from "
+        "Table 8's for the same settings; of one text it cannot fall with n, as ours does not.",
+    ]  # fmt: skip
+
+
+def figures_3_and_4(ours: Cases, published: dict) -> list[str]:
+    there = published["figure_3"]
+    lines = ["", "## Figures 3 and 4: tokens said before, as n-grams", ""]
+    found = {
+        "k = 20": (there["k=20"], ours.pairs(USUAL, "tokenswift")),
+        "k = 0": (there["k=0"], ours.pairs("caches and trees", "dynamic")),
+    }
+    for k in (1, 5, 10, 30):
+        found[f"k = {k}"] = (None, ours.pairs("n-grams", f"k = {k}"))
+    row = ours.row(USUAL, "tokenswift")
+    steps = sum(row["accepted_lengths"])
+    beta = row["accepted_by_source"].get("ngrams", 0) / (row["draft_positions"] * steps)
+    return [
+        *lines, *_by_length(ours, found), "",
+        f"Of alpha with k = 20, n-grams have a part (beta) of {beta:.2f} here; the paper gives "
+        f"{there['k=20, beta'][0]:.2f} to {there['k=20, beta'][-1]:.2f}. Figure 4 was published "
+        "without numbers.",
+    ]  # fmt: skip
+
+
+def long_runs() -> list[str]:
+    """Of longrun.json; one part for each way of sampling."""
+    path = RESULTS / "longrun.json"
+    if not path.exists():
+        return []
+    document = _read("longrun")
+    groups = [one for one in document["groups"] if one["complete"]]
+    lines = [
+        "", f"## {document['tokens']:,} new tokens from one short prompt", "",
+        f"The embedded model after {document['prompt']!r}, from {source(document)}. Methods go "
+        "on side by side; x is plain decoding's time over the method's, from the first token to "
+        "that length.",
+    ]  # fmt: skip
+    for setting in dict.fromkeys(one["group"][0] for one in groups):
+        of_setting = [one for one in groups if one["group"][0] == setting]
+        marks, text = of_setting[0]["marks"], of_setting[0]["text"]
+        lines += ["", f"**{setting}**", ""]
+        lines += head(" | ".join(["", *(f"{mark:,}" for mark in marks)]))
+        plain = of_setting[0]["methods"]["plain"]["ms_per_token"]
+        lines.append(_row(["plain, ms per token", *(f"{ms:.2f}" for ms in plain)]))
+        for group in of_setting:
+            for name, row in group["methods"].items():
+                if name != "plain":
+                    pairs = zip(row["speedup"], row["tokens_per_step"], strict=True)
+                    cells = [f"{gain:.2f}x, {tokens:.2f}" for gain, tokens in pairs]
+                    lines.append(_row([f"{name}: x, tokens per step", *cells]))
+        for name in (*DISTINCT, "repeated", "self_bleu"):
+            lines.append(_row([name.replace("_", "-"), *(f"{one[name]:.3f}" for one in text)]))
+    return lines
+
+
+def rivals() -> list[str]:
+    """Of rivals-32k.json, a document of `tsjax bench`."""
+    path = RESULTS / "rivals-32k.json"
+    if not path.exists():
+        return []
+    return []
+
+
+def _by_length(ours: Cases, found: dict[str, tuple[Pairs | None, Pairs]]) -> list[str]:
+    """A column for each length, a row for each name: alpha and x, published / here."""
+    labels = [f"{there} / {mark:,}" for there, mark in zip(LENGTHS, ours.marks, strict=True)]
+    lines = head(" | ".join(["alpha, x", *labels]))
+    for name, (there, here) in found.items():
+        cells = []
+        for index in range(len(labels)):
+            left = "" if there is None else _pair(there[index])
+            right = _pair(here[index]) if index < len(here) else ""
+            cells.append(f"{left} / {right}" if left and right else left or right)
+        lines.append(_row([name, *cells]))
+    return lines
+
+
+LENGTHS = ("20K", "40K", "60K", "80K", "100K")
+
+
+def _distinct_head(first: str, *more: str) -> list[str]:
+    return head(" | ".join([first, *(f"Distinct-{n}" for n in range(1, 5)), *more]))
+
+
+def _pair(pair: Sequence[float]) -> str:
+    alpha, gain = pair
+    return f"{alpha:.2f}, {gain:.2f}x"
+
+
+def _both(there: float, here: float) -> str:
+    return f"{there:.2f} / {here:.2f}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _read(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def main(argv: Sequence[str]) -> int | None:
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks results_page", description=about)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args(argv)
+    text = page()
+    if args.check:
+        return 0 if PAGE.read_text("utf-8") == text else 1
+    PAGE.write_text(text, "utf-8")
+    return None
