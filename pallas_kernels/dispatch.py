@@ -85,9 +85,26 @@ def on_each_device(rule: str, *, group: int, leader: str = "b k s h") -> Callabl
     default the cache. Everything else is whole on every device. (k g) are query heads, `group` of
     them for each kv head.
     """
+    names = leader.split()
+    leading, heads = (
+        [one.split() for one in rule.split("->")[0].split(",")].index(names),
+        names.index("k"),
+    )
+
+    def decorate(kernel: Callable) -> Callable:
+        def call(*arrays):
+            return _split(kernel, rule, leading, arrays[leading].shape[heads], group)(*arrays)
+
+        return call
+
+    return decorate
+
+
+def _split(kernel: Callable, rule: str, leading: int, heads: int, group: int) -> Callable:
+    """`kernel` for `heads` kv heads, split like the operand number `leading`."""
     sizes: dict[str, Any] = {"g": group}
-    if group == 1:  # a factor of 1 may not be part of a product
-        rule, sizes = rule.replace("(k g)", "k"), {}
+    if 1 in (heads, group):  # a factor of 1 may not be part of a product
+        rule, sizes = rule.replace("(k g)", "k" if group == 1 else "g"), {}
     operands, results = (
         [[part.split()[0].strip("()") for part in _dimensions(array)] for array in side.split(",")]
         for side in rule.split("->")
@@ -95,26 +112,21 @@ def on_each_device(rule: str, *, group: int, leader: str = "b k s h") -> Callabl
     # Shardy wants them in the order in which they appear.
     factors = dict.fromkeys(re.findall(r"\w+", rule))
     whole = tuple(name for name in factors if name not in ("b", "k"))
-    leading = operands.index(leader.split())
+    split = custom_partitioning(lambda *arrays: kernel(*arrays))  # takes no partial itself
 
-    def decorate(kernel: Callable) -> Callable:
-        split = custom_partitioning(lambda *arrays: kernel(*arrays))  # takes no partial itself
+    def partition(mesh, arg_shapes, result_shape):
+        found = arg_shapes[leading].sharding.spec
+        spec = dict(zip(operands[leading], (*found, *(None,) * 5), strict=False))
+        axes = {name: spec[name] for name in ("b", "k")}
 
-        def partition(mesh, arg_shapes, result_shape):
-            found = arg_shapes[leading].sharding.spec
-            spec = dict(zip(operands[leading], (*found, *(None,) * 5), strict=False))
-            axes = {name: spec[name] for name in ("b", "k")}
+        def sharding(dims):
+            return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in dims)))
 
-            def sharding(dims):
-                return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in dims)))
+        made = tuple(map(sharding, results))
+        return mesh, kernel, made if made[1:] else made[0], tuple(map(sharding, operands))
 
-            made = tuple(map(sharding, results))
-            return mesh, kernel, made if made[1:] else made[0], tuple(map(sharding, operands))
-
-        split.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
-        return _fold_batches(split)
-
-    return decorate
+    split.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
+    return _fold_batches(split)
 
 
 def _fold_batches(kernel: Callable) -> Callable:

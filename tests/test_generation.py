@@ -884,6 +884,7 @@ def on_mesh(shape: dict[str, int], **changes) -> tsjax.Model:
     [
         ({"model": 4}, {"vocab_size": 64, "num_kv_heads": 4}),
         ({"model": 4}, {"num_heads": 6, "num_kv_heads": 3}),  # only the mlp can be cut in 4
+        ({"model": 2}, {"num_kv_heads": 1}),  # and query heads, as kernels are on each device
         ({"data": 2, "model": 2}, {}),
     ],
 )

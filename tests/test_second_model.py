@@ -210,6 +210,21 @@ def test_streamed_saved_and_resumed(name, tmp_path):
             tsjax.generate(big(), resume_from=path, max_new_tokens=30)
 
 
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("second_is_split", [True, False])
+def test_on_a_mesh(name, second_is_split):
+    """The tokens and the drafts that are right are those of one device."""
+    mesh = jax.make_mesh((2,), ("model",))
+    settings = dict(method=METHODS[name], **SAMPLED, **SIZES)
+    alone = tsjax.generate(big(), PROMPTS, draft_model=small(), **settings)
+    split = functools.partial(tiny_model, mesh=mesh)
+    second = split(seed=5, num_layers=1, **SHAPE) if second_is_split else small()
+    found = tsjax.generate(split(seed=0, vocab_size=VOCAB), PROMPTS, draft_model=second, **settings)
+    for row, expected in zip(found.tokens, alone.tokens, strict=True):
+        np.testing.assert_array_equal(row, expected)
+    assert found.stats.accepted_lengths == alone.stats.accepted_lengths
+
+
 def test_what_is_not_valid():
     asked = dict(max_new_tokens=4, capacity=64)
     with pytest.raises(ValueError, match="draft_model='a model'.*NGram does not"):
