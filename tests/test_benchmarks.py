@@ -513,7 +513,9 @@ def test_the_method_that_has_said_least_goes_on():
     went: list[str] = []
     last = {
         "made": [(0, 0, 0.0), (10, 10, 10.0)], "gave_up": False,
-        "stats": SimpleNamespace(accepted_lengths=(0,), accepted_by_source={}, alpha=0.0, draft_positions=0),
+        "stats": SimpleNamespace(
+            accepted_lengths=(0,), accepted_by_source={}, alpha=0.0, draft_positions=0
+        ),
     }  # fmt: skip
     found = list(longrun.side_by_side(Runs(), 10))
     assert [one["complete"] for one in found] == [False] * 4 + [True]
