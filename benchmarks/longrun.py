@@ -9,6 +9,7 @@ the last 1,024 positions.
 
 The document is written again after every mark, and a setting with its group of methods that is
 there in whole is not run again: so a long series can be run in parts, one group after another.
+Each says on which machine it ran.
 
     python -m benchmarks longrun --methods plain auto ngram --out benchmarks/results/cpu
     python -m benchmarks longrun --methods plain magicdec triforce --out benchmarks/results/cpu
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int | None:
         runs = Runs(model, prompt, settings, methods, new, exceed_max_positions=True)
         earlier = [one for one in document["groups"] if one["group"] != group]
         for found in side_by_side(runs, args.tokens):
-            entry = {"group": group, "date": report.facts()["date"], **found}
+            entry = {"group": group, "facts": report.facts(), **found}
             report.save({**document, "groups": [*earlier, entry]}, args.out, "longrun")
         document["groups"] = [*earlier, entry]
         show(entry)

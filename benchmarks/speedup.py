@@ -166,7 +166,8 @@ def rows_of(model, text: str, prompt: np.ndarray, args: Any, left_out: list):
     with_torch = args.threads > 0
     theirs = None
     if with_torch and text != RANDOM:
-        theirs = PeerRuns(Peer(model.path, "float32", args.threads), prompt, new)
+        peer = Peer(model.path, "float32", args.threads)
+        theirs = PeerRuns(peer, prompt, min(new, MOST_TOKENS))
     for setting in args.settings:
         ours = runs_of(model, prompt, setting, methods, new)
         calls: dict[str, Any] = {name: functools.partial(ours.run, name) for name in methods}

@@ -273,14 +273,22 @@ def test_what_does_not_fit_is_left_out(own, capsys, monkeypatch):
 
 @pytest.mark.parity
 @pytest.mark.skipif(not HAS_TORCH, reason="there is no torch")
-def test_transformers_runs_beside(folder, capsys):
-    found, lines, _ = run(capsys, folder, "--methods", "plain", *QUICK, "--dtype", "float32")
+def test_transformers_runs_beside(folder, capsys, monkeypatch):
+    new = ["--new-tokens", "80", "--peer-tokens", "32"]
+    monkeypatch.setattr(bench_module, "EVERY", 30)
+    argv = [folder, "--methods", "plain", *QUICK, *new, "--dtype", "float32"]
+    found, lines, _ = run(capsys, *argv)
     assert not found["left_out"]
     assert [row["method"] for row in found["rows"]] == ["plain", "torch", "torch lookup"]
     plain, torch, _ = found["rows"]
     ratio = plain["ms_per_token"]["median"] / torch["ms_per_token"]["median"]
     assert torch["speedup_over_plain"]["median"] == pytest.approx(ratio)
     assert torch["tokens_per_step"] == 1 and "same_tokens" not in torch
+    # The first token comes with the prompt.
+    assert (plain["timed_tokens"], torch["timed_tokens"]) == (80, 31)
+    assert torch["by_position"]["position"] == [31]
+    (ms,) = torch["by_position"]["ms_per_token"]
+    assert ms == pytest.approx(torch["ms_per_token"]["median"])
 
 
 def test_peers_that_cannot_run_are_left_out_with_the_reason(own, folder, capsys, monkeypatch):

@@ -471,6 +471,7 @@ def test_long_runs_are_told_by_position(tmp_path, capsys, monkeypatch):
     document = json.loads((tmp_path / "longrun.json").read_text())
     (group,) = document["groups"]
     assert group["complete"] and group["group"] == ["greedy", "plain", "ngram"]
+    assert group["facts"]["command"] == document["command"] and group["facts"]["device"]
     assert group["marks"] == [20, 40, 60, 80, 100] and len(group["text"]) == 5
     plain, ngram = (group["methods"][name] for name in ("plain", "ngram"))
     assert plain["speedup"] == [1.0] * 5 and plain["tokens_per_step"] == [1.0] * 5

@@ -40,6 +40,7 @@ from tsjax.host.compilation import enable_compilation_cache, keep_programs, prog
 from tsjax.host.info import info, lines
 from tsjax.host.paired_runs import PLAIN
 from tsjax.host.paired_runs import SETTINGS as SAMPLING
+from tsjax.host.peers import MOST_TOKENS
 from tsjax.host.request import tokenizer_of
 from tsjax.host.roofline_table import DEVICES, roofline_of
 from tsjax.host.roofline_table import show as show_roofline
@@ -329,6 +330,8 @@ def _add_bench(commands: Any) -> None:
     _add(parser, "--draft-model PATH", "a smaller checkpoint, for draft_model and triforce")
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
     _add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
+    text = "new tokens of transformers' runs at most, as they take long"
+    _add(parser, "--peer-tokens N", text, default=MOST_TOKENS)
     _add(parser, "--plot FILE", "draw times by length and, in long runs, by output position")
     text = (
         "take accepted lengths from here, as if drafts were so often right: a JSON list of one for "
@@ -722,7 +725,7 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
-    names += ("draft_model", "warm_up")
+    names += ("draft_model", "warm_up", "peer_tokens")
     lists: Any = {
         name: tuple(x) for name, x in _given(args, ("methods", "lengths", "settings")).items()
     }

@@ -41,6 +41,7 @@ from tsjax.host.paired_runs import (
     compared,
     requested,
 )
+from tsjax.host.peers import MOST_TOKENS
 from tsjax.host.plots import check_plot, plot
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.request import encode_text, tokenizer_of
@@ -80,6 +81,7 @@ class Question:
       text: a file that prompts are the beginning of; None for a text that the model writes.
       draft_model: a second, smaller checkpoint, for methods that take one.
       peers: whether transformers runs too, where it can.
+      peer_tokens: new tokens of its runs at most, as they take long.
       plot: a file.
       simulate: a file with accepted lengths, see `read_trace`.
     """
@@ -96,6 +98,7 @@ class Question:
     draft_model: str | None = None
     exceed_max_positions: bool = False
     peers: bool = True
+    peer_tokens: int = MOST_TOKENS
     plot: str | None = None
     simulate: str | None = None
 
@@ -124,6 +127,7 @@ class Question:
         check_int(self.new_tokens, "--new-tokens", 1)
         check_int(self.rounds, "--rounds", 1)
         check_int(self.warm_up, "--warm-up", 0)
+        check_int(self.peer_tokens, "--peer-tokens", 32)
         for name in self.settings:
             check(name in SETTINGS, "--settings", name, one_of(SETTINGS))
         if self.dtype is not None:
@@ -424,7 +428,8 @@ def _calls(
     if peer is not None:
         where = {"context": len(prompt), "setting": setting}
         try:
-            theirs = peers.PeerRuns(peer, prompt, asked.question.new_tokens)
+            new = min(asked.question.new_tokens, asked.question.peer_tokens)
+            theirs = peers.PeerRuns(peer, prompt, new)
             calls |= theirs.calls(SETTINGS[setting], functools.partial(left_out.add, **where))
         except Exception as error:  # of whatever kind: it is theirs
             for name in PEERS:
@@ -455,6 +460,9 @@ def _rows(asked: Prepared, runs: Runs, found: Rounds, cell: Cell) -> Iterator[di
             row["bound_bytes"] = _plain_bytes(asked, length)
         if name in asked.methods:
             row |= _of_ours(runs, name, made)
+        row["timed_tokens"] = made[0]["made"][-1][0]
+        if row["timed_tokens"] > EVERY:
+            row["by_position"] = by_position([one["made"] for one in made])
         if asked.simulated:
             del row["same_tokens"], row["parted_at"]
             row["simulated"] = True
@@ -468,7 +476,7 @@ def _of_ours(runs: Runs, name: str, made: Sequence[Mapping[str, Any]]) -> dict[s
     """What only our runs tell; counts are of all rounds together."""
     stats = [one["stats"] for one in made]
     steps, drafted = sum(sum(s.steps) for s in stats), sum(s.drafted for s in stats)
-    found: dict[str, Any] = {
+    return {
         "accepted_of_drafted": sum(s.accepted for s in stats) / drafted if drafted else None,
         "alpha": stats[0].alpha,
         "accepted_per_step": {
@@ -481,9 +489,6 @@ def _of_ours(runs: Runs, name: str, made: Sequence[Mapping[str, Any]]) -> dict[s
         "prefill_seconds": runs.prefill_seconds,
         "compile_seconds": runs.compile_seconds[name],
     }
-    if len(made[0]["tokens"]) > EVERY:
-        found["by_position"] = by_position([one["made"] for one in made])
-    return found
 
 
 # --- what is printed ----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ import numpy as np
 
 from tsjax.files.checkpoint import is_tsjax
 
-MOST_TOKENS = 64  # of a run, which takes long
+MOST_TOKENS = 64  # of a run, which takes long; where nothing else is asked for
 LOOKUP = 10  # tokens that are looked up in the text
 PREFILL_WIDTH = 512
 
@@ -71,7 +71,7 @@ class PeerRuns:
     """Runs after one prompt, each from a copy of its cache."""
 
     def __init__(self, peer: Peer, prompt: np.ndarray, new: int):
-        self._peer, self._torch, self.new = peer, peer.torch, min(new, MOST_TOKENS)
+        self._peer, self._torch, self.new = peer, peer.torch, new
         self.prompt = self._torch.tensor(prompt)[None].long().to(peer.device)
         with self._torch.no_grad(), _quietly():
             cache = None
@@ -83,7 +83,7 @@ class PeerRuns:
 
     def run(
         self, settings: Mapping[str, Any], new: int | None = None, **how: Any
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Its sampling is as `settings` say, but for a penalty's window, which it does not know."""
         new = self.new if new is None else new
         times: list[float] = []
@@ -110,15 +110,17 @@ class PeerRuns:
                 **{"do_sample": False, **known, **how},
             )
         # The first put is the prompt, the second what the first step found.
-        made = sum(counts[2:])
+        made, steps = np.cumsum(counts[2:]).tolist(), len(counts[2:])
+        seconds = [then - times[1] for then in times[2:]]
         return {
-            "ms_per_token": 1e3 * (times[-1] - times[1]) / made,
-            "tokens_per_step": made / len(counts[2:]),
+            "ms_per_token": 1e3 * seconds[-1] / made[-1],
+            "tokens_per_step": made[-1] / steps,
+            "made": [(0, 0, 0.0), *zip(made, range(1, steps + 1), seconds, strict=True)],
         }
 
     def calls(
         self, settings: Mapping[str, Any], leave_out: Callable[[str, Exception], Any]
-    ) -> dict[str, Callable[..., dict[str, float]]]:
+    ) -> dict[str, Callable[..., dict[str, Any]]]:
         """What it does with the settings; `leave_out` is told what it cannot do."""
         lookup = functools.partial(self.run, settings, prompt_lookup_num_tokens=LOOKUP)
         calls: dict[str, Callable] = {"torch": functools.partial(self.run, settings)}
