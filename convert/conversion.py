@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import CHAINED, ModelConfig, check
+from tsjax.errors import BadValue
 from tsjax.files import checkpoint, huggingface, weight_files
 from tsjax.files.head_files import MEDUSA, MEDUSA_FILE, VLLM_FILE, head_config, named_in
 from tsjax.files.huggingface import Entry, Tensor
@@ -192,7 +193,7 @@ def export_heads(
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
     if not cfg.num_draft_heads:
-        raise ValueError(f"src={os.fspath(src)!r} has no draft heads to export")
+        raise BadValue(f"src={os.fspath(src)!r} has no draft heads to export")
     arrays = (pair for pair in source.arrays if pair[0].path.startswith("heads."))
     found = tensors_of(arrays, on_tensor)
     tensors = {tensor.key: np.ascontiguousarray(array) for tensor, array in found}
@@ -238,7 +239,7 @@ def verify(
             different.append(tensor.key)
         count += 1
     if different:
-        raise ValueError(f"{os.fspath(dst)!r} differs from its source in {', '.join(different)}")
+        raise BadValue(f"{os.fspath(dst)!r} differs from its source in {', '.join(different)}")
     return count
 
 

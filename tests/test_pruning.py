@@ -119,7 +119,7 @@ def _step(params, state, *, cfg):
     logits = unembed(params.model, normed, cfg=cfg.model)
     _, tree = cfg.method.draft(cfg.model, params, state, None)
     verdict = Verdict(target=jnp.argmax(logits, axis=-1).astype(jnp.int32), rows=rows)
-    after = commit(state, tree, verdict, accept(tree, verdict))
+    after = commit(state, tree, verdict, accept(tree, verdict.target))
     prompt = note_committed(plan, state, 0, after=after.kv.length)
     return after.replace(prompt=prompt), logits[:, 0]
 

@@ -32,7 +32,7 @@ from pallas_kernels.best_slots.xla import BLOCK
 from tsjax.config import without_unread
 from tsjax.decoding.programs import programs
 from tsjax.decoding.sampling import first_last_seen, score, step_noise
-from tsjax.decoding.state import Acceptance, Verdict
+from tsjax.decoding.state import Acceptance
 from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
 from tsjax.decoding.verification import accept, drafted_ancestors, verify
 
@@ -243,7 +243,7 @@ def test_a_nodes_target_is_what_plain_decoding_says_after_its_text(settings, rng
 
 # --- the walk ------------------------------------------------------------------------------------
 
-accepted = jax.jit(lambda tree, target: accept(tree, Verdict(target=target, rows=None)))
+accepted = jax.jit(accept)
 
 
 @hypothesis.given(seed=st.integers(0, 10**6), alphabet=st.integers(1, 4))

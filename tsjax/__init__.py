@@ -23,6 +23,16 @@ from tsjax.files.presets import preset as preset
 from tsjax.host.result import GenerationResult as GenerationResult
 from tsjax.host.result import RunStats as RunStats, StreamChunk as StreamChunk
 from tsjax.host.interrupt import Interrupted as Interrupted
+from tsjax.errors import TsjaxError as TsjaxError
+from tsjax.decoding.logprobs import LogProbs as LogProbs
+from tsjax.host.scoring import score as score, Scored as Scored
+from tsjax.host.reading import read as read
+from tsjax.host.prefix import Prefix as Prefix
+from tsjax.host.conversation import Conversation as Conversation
+from tsjax.host.many import generate_many as generate_many, Answer as Answer
+from tsjax.decoding.processors import LogitsProcessor as LogitsProcessor
+from tsjax.decoding.processors import token_bias as token_bias, bad_words as bad_words
+from tsjax.decoding.processors import allowed_tokens as allowed_tokens
 
 # Methods of decoding
 from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
@@ -66,6 +76,10 @@ from tsjax.decoding.sampling import sampling_values as sampling_values
 from tsjax.model.params import Params as Params, init_params as init_params
 from tsjax.model.params import with_int8_drafts as with_int8_drafts
 
+# For other engines: the exact sampler and judge
+from tsjax.decoding.blocks import sample as sample, verify as verify, Verified as Verified
+from tsjax.decoding.blocks import token_noise as token_noise, warped_logits as warped_logits
+
 # Compiled programs on disk
 from tsjax.host.compilation import enable_compilation_cache as enable_compilation_cache
 
@@ -77,7 +91,9 @@ except _PackageNotFoundError:  # run from a checkout that is not installed
 __all__ = [  # noqa: RUF022
     "load", "save", "Model", "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
     "generate", "stream", "forward", "GenerationConfig", "preset",
-    "GenerationResult", "RunStats", "StreamChunk", "Interrupted",
+    "GenerationResult", "RunStats", "StreamChunk", "Interrupted", "TsjaxError",
+    "LogProbs", "score", "Scored", "read", "Prefix", "Conversation", "generate_many", "Answer",
+    "LogitsProcessor", "token_bias", "bad_words", "allowed_tokens",
     "Autoregressive", "NGram", "TokenSwift", "Medusa", "tree_from_accuracy", "LikelyTree", "Auto",
     "MagicDec", "DraftModel", "TriForce",
     "Corpus", "read_corpus", "choose_method", "Choice",
@@ -89,5 +105,6 @@ __all__ = [  # noqa: RUF022
     "train_heads", "TrainedHeads", "HeadTraining", "training_preset",
     "DecodeConfig", "init_state", "prefill", "decode", "decode_step", "DecodeState", "StepStats",
     "row_keys", "sampling_values", "Params", "init_params", "with_int8_drafts",
+    "sample", "verify", "Verified", "token_noise", "warped_logits",
     "enable_compilation_cache",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ import tsjax
 from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, HEAD_KINDS, check, refuse_unknown
 from tsjax.demo import PROMPT, SETTINGS, TOKENS
 from tsjax.demo import run as run_demo
+from tsjax.errors import BadValue
 from tsjax.files.presets import (
     model_preset_names,
     preset,
@@ -41,6 +42,8 @@ from tsjax.host.info import info, lines
 from tsjax.host.paired_runs import PLAIN
 from tsjax.host.paired_runs import SETTINGS as SAMPLING
 from tsjax.host.peers import MOST_TOKENS
+from tsjax.host.progress import progress_bar
+from tsjax.host.prompt_files import Answering
 from tsjax.host.request import tokenizer_of
 from tsjax.host.roofline_table import DEVICES, roofline_of
 from tsjax.host.roofline_table import show as show_roofline
@@ -66,6 +69,12 @@ SETTING_HELP = {
     "suppress_tokens": "ids that are never chosen",
     "eos_token_id": "ids that end the text; the model's own by default, none with -1",
     "stop_strings": "strings that end the text",
+    "presence_penalty": "taken off the logits of tokens that were generated before; 0 is off",
+    "frequency_penalty": "the same for each time a token was generated; 0 is off",
+    "no_repeat_ngram_size": "so many tokens never stand together twice; 0 is off",
+    "num_return_sequences": "answers to each prompt; they differ when sampling",
+    "logprobs": "with --json, log-probabilities of the tokens and of so many best ones",
+    "repetition_detection": "end a text that says the same MIN to MAX tokens TIMES times in a row",
     "seed": "the same seed gives the same tokens, whatever the method (in bfloat16 and float16 but "
     "for near-ties)",
 }
@@ -89,6 +98,7 @@ TRAINING_HELP = {
     "loss_decay": "what a head's loss counts, for 1 of the head before it",
 }
 LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check
+CHAT_TOKENS = 1024  # of an answer at most, where nothing else is asked for
 MOST_SHOWN = 5
 
 # What a wrong argument, a damaged file, a missing package or too little memory raise.
@@ -183,6 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tsjax {tsjax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_chat(commands)
     _add_check(commands)
     _add_train_heads(commands)
     _add_demo(commands)
@@ -252,12 +263,42 @@ def _add_generate(commands: Any) -> None:
     text = "sampling and TokenSwift settings of the paper for a model, which other flags override: "
     text += ", ".join(preset_names())
     _add(parser, "--preset NAME", text, choices=preset_names())
+    text = "a message to answer, by the checkpoint's chat template; - reads stdin"
+    _add(parser, "--chat MESSAGE", text)
+    _add(parser, "--system TEXT", "with --chat, the system's message before it")
+    text = (
+        "answer each line of a file, JSON with prompt, messages or ids, and where it has its own "
+        "seed, max_new_tokens and id; the batch stays full"
+    )
+    _add(parser, "--prompts FILE.jsonl", text)
+    text = "with --prompts, where the answers go; what is there already is not answered again"
+    _add(parser, "--out FILE.jsonl", text)
+    _add(parser, "--rows N", "with --prompts, answers that are made side by side", type=int)
     _add_switch(parser, "--progress", "progress bar instead of text")
     _add_switch(parser, "--json", "print one JSON document at the end")
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
     _add(parser, "--save-to FILE", "save the run here, to resume it")
     _add(parser, "--save-every TOKENS", "tokens between two writes of that file", default=1000)
     _add(parser, "--resume-from FILE", "go on with a run saved there")
+    _add_cache(parser)
+    _add_settings(parser)
+
+
+def _add_chat(commands: Any) -> None:
+    text = "talk with a checkpoint in a terminal"
+    about = (
+        "A conversation by the checkpoint's own chat template: answers are streamed, and what was "
+        f"read once is not read again. {CHAT_HELP}."
+    )
+    parser = _command(commands, "chat", _chat, text, about)
+    _add(parser, "model", MODEL_HELP)
+    _add(parser, "--system TEXT", "the system's message")
+    _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    text = "how to decode; the text is the same"
+    _add(parser, "--method", text, choices=sorted(METHODS), default="autoregressive")
+    text = "fields of the method"
+    _add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+    _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
     _add_cache(parser)
     _add_settings(parser)
 
@@ -444,6 +485,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
             _add(group, f"{flag} ID", text, type=int, nargs="+")
         elif field.name == "stop_strings":
             _add(group, f"{flag} TEXT", text, nargs="+")
+        elif field.name == "repetition_detection":
+            group.add_argument(flag, type=int, nargs=3, metavar=("MIN", "MAX", "TIMES"), help=text)
         else:
             kind = float if isinstance(field.default, float) else int
             default = "" if field.default is None else f" (default: {field.default})"
@@ -462,14 +505,21 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _prompt(args: argparse.Namespace) -> Any:
-    if len(_given(args, ("prompt", "prompt_file", "ids", "resume_from"))) != 1:
-        ways = "as an argument (- reads stdin), with --prompt-file, --ids or --resume-from"
-        raise ValueError(f"give the prompt once: {ways}")
+    """None for a chat."""
+    given = _given(args, ("prompt", "prompt_file", "ids", "chat", "prompts", "resume_from"))
+    if len(given) != 1:
+        ways = "as an argument (- reads stdin), with --prompt-file, --ids, --chat, --prompts or "
+        raise BadValue(f"give the prompt once: {ways}--resume-from")
+    for flag, needs in (("system", "chat"), ("out", "prompts"), ("rows", "prompts")):
+        if getattr(args, flag) is not None and getattr(args, needs) is None:
+            raise BadValue(f"--{flag} is not valid without --{needs}")
+    if args.chat is not None or args.prompts is not None:
+        return None
     if args.ids is not None:
         try:
             return [int(part) for part in args.ids.split(",")]
         except ValueError:
-            raise ValueError(f"--ids {args.ids!r} is not valid: integers with commas") from None
+            raise BadValue(f"--ids {args.ids!r} is not valid: integers with commas") from None
     if args.prompt_file is not None:
         return read_text(args.prompt_file)
     return sys.stdin.read() if args.prompt == "-" else args.prompt
@@ -501,7 +551,7 @@ def _prefill(args: argparse.Namespace) -> Any:
         return _with_options(tsjax.LazyPrefill(), args.prefill_options, "--prefill-options")
     if args.prefill_options:
         options = " ".join(args.prefill_options)
-        raise ValueError(f"--prefill-options {options} is not valid without --prefill lazy")
+        raise BadValue(f"--prefill-options {options} is not valid without --prefill lazy")
     return args.prefill
 
 
@@ -511,7 +561,7 @@ def _with_options(method: Any, options: Sequence[str], flag: str = "--method-opt
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
-            raise ValueError(f"{flag} {option!r} is not valid: NAME=VALUE")
+            raise BadValue(f"{flag} {option!r} is not valid: NAME=VALUE")
         try:
             changes[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
@@ -519,7 +569,7 @@ def _with_options(method: Any, options: Sequence[str], flag: str = "--method-opt
     name, known = type(method).__name__, _fields(type(method))
     if changes and not known:
         wanted = f"{name} has none; choose another --method"
-        raise ValueError(f"--method-options {options} is not valid: {wanted}")
+        raise BadValue(f"--method-options {options} is not valid: {wanted}")
     refuse_unknown(list(changes), known, f"option of {name}")
     return dataclasses.replace(method, **changes)
 
@@ -544,27 +594,43 @@ class _Printer:
         print(self.writer.flush() if self.writer is not None else "", flush=True)
 
 
+def _messages(args: argparse.Namespace) -> list[dict[str, str]] | None:
+    if args.chat is None:
+        return None
+    said = sys.stdin.read() if args.chat == "-" else args.chat
+    before = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*before, {"role": "user", "content": said}]
+
+
 def _generate(args: argparse.Namespace) -> int:
+    if args.prompts is not None:
+        return _generate_many(args)
     prompt, settings = _prompt(args), _settings(args)
+    messages = _messages(args)
     method, prefill = _method(args), _prefill(args)
     config = None if args.preset is None else preset(args.preset).config
     # Refuses a wrong value before the model is read.
     (config or tsjax.GenerationConfig()).replace(**settings)
     model = tsjax.load(args.model, dtype=args.dtype)
     # A text needs it; ids are printed as they are without one.
-    tokenizer = model.tokenizer if isinstance(prompt, str) else tokenizer_of(model)
+    has_text = isinstance(prompt, str) or messages is not None
+    tokenizer = model.tokenizer if has_text else tokenizer_of(model)
     names = ("progress", "exceed_max_positions", "save_to", "save_every", "resume_from")
     corpus = None if args.corpus is None else tsjax.read_corpus(model, *args.corpus)
     second = None
     if args.draft_model is not None:
         second = tsjax.load(args.draft_model, dtype=args.dtype)
+    several = settings.get("num_return_sequences", 1) > 1
+    quiet = args.json or args.progress or several
+    if messages is not None:
+        settings["messages"] = messages
     result = tsjax.generate(
         model,
         prompt,
         config=config,
         method=method,
         prefill=prefill,
-        streamer=None if args.json or args.progress else _Printer(tokenizer),
+        streamer=None if quiet else _Printer(tokenizer),
         on_interrupt="return",
         corpus=corpus,
         draft_model=second,
@@ -573,19 +639,10 @@ def _generate(args: argparse.Namespace) -> int:
     )
     stats = result.stats
     if args.json:
-        document = {
-            "text": result.text if tokenizer is not None else None,
-            "tokens": [row.tolist() for row in result.tokens],
-            "finish_reason": result.finish_reason,
-            "unsaved": result.unsaved,
-            "stats": {
-                **dataclasses.asdict(stats),
-                "tokens_per_step": stats.tokens_per_step,
-                "alpha": stats.alpha,
-                "tokens_per_second": stats.tokens_per_second,
-            },
-        }
-        print(json.dumps(document))
+        print(json.dumps(result.to_dict()))
+    elif several:
+        for number, said in enumerate(result.text if tokenizer is not None else result.tokens, 1):
+            print(f"--- {number}\n{said}")
     elif args.progress:
         print(result.text if tokenizer is not None else result.tokens)
     _note(
@@ -595,6 +652,88 @@ def _generate(args: argparse.Namespace) -> int:
     )
     go_on = f"[go on with --resume-from {args.save_to}]" if args.save_to is not None else ""
     return _exit_code(args, result, "interrupted" in result.finish_reason, go_on)
+
+
+def _generate_many(args: argparse.Namespace) -> int:
+    _prompt(args)
+    if args.out is None:
+        raise BadValue("--prompts needs --out FILE.jsonl, where the answers go")
+    refused = ("save_to", "resume_from", "corpus", "draft_model")
+    for name in refused:
+        if getattr(args, name) is not None:
+            raise BadValue(f"{_flag_of(name)} is not valid with --prompts: --out is resumed")
+    check(args.prefill == "full", "--prefill", args.prefill, "full, with --prompts")
+    config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
+    config = config.replace(**_settings(args))
+    method = named_method(args.method or "autoregressive", args.method_options)
+    method = _with_options(method, args.method_options)
+    model = tsjax.load(args.model, dtype=args.dtype)
+    rows = _given(args, ("rows",))
+    more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
+    answering = Answering(model, args.prompts, args.out, config, **more)
+    with progress_bar(args.progress, answering.waiting, "answers") as bar:
+        try:
+            for _ in answering:
+                bar.update(1)
+        except tsjax.Interrupted:
+            _note("[go on with the same command]")
+            return 130
+    done = answering.done
+    if args.json:
+        print(json.dumps(dataclasses.asdict(done)))
+    _note(
+        f"[{done.lines} prompts, {done.before} answered before, {done.tokens} tokens now, "
+        f"{len(done.failed)} failed]"
+    )
+    if done.failed:
+        shown = ", ".join(map(str, done.failed[:MOST_SHOWN]))
+        _note(f"tsjax: error: these lines could not be answered: {shown}; why is in {args.out}")
+    return 1 if done.failed else 0
+
+
+CHAT_HELP = "/new begins anew, /quit ends; Ctrl-C ends an answer"
+
+
+def _chat(args: argparse.Namespace) -> int:
+    settings, method = _settings(args), named_method(args.method, args.method_options)
+    settings.setdefault("max_new_tokens", CHAT_TOKENS)
+    tsjax.GenerationConfig().replace(**settings)
+    model = tsjax.load(args.model, dtype=args.dtype)
+    how = {"method": _with_options(method, args.method_options), **settings}
+    how["exceed_max_positions"] = args.exceed_max_positions
+    conversation = tsjax.Conversation(model, system=args.system, **how)
+    conversation.check()
+    shows = sys.stdin.isatty()
+    if shows:
+        _note(f"[{CHAT_HELP}]")
+    while True:
+        try:
+            said = input("> " if shows else "")
+        except EOFError:
+            return 0
+        except KeyboardInterrupt:
+            _note("")
+            return 0
+        if said.strip() in ("/quit", "/exit"):
+            return 0
+        if said.strip() == "/new":
+            conversation.forget()
+        elif said.strip():
+            _answer(conversation, said)
+
+
+def _answer(conversation: Any, said: str) -> None:
+    try:
+        for piece in conversation.say(said):
+            print(piece, end="", flush=True)
+    except tsjax.Interrupted as ended:
+        if not isinstance(ended, KeyboardInterrupt):  # it was SIGTERM
+            raise
+        print(" [ended]", end="")
+    except ValueError as error:  # the conversation is too long for the model, say
+        _note(f"tsjax: {' '.join(str(error).split())}")
+        return
+    print(flush=True)
 
 
 def _exit_code(args: argparse.Namespace, made: Any, interrupted: bool, go_on: str) -> int:
@@ -613,7 +752,7 @@ def _check(args: argparse.Namespace) -> int:
     saved = read_run(args.saved, "run")
     path, dtype = args.model or saved.model_path, saved.dtype or args.dtype
     if path is None:
-        raise ValueError(f"run={args.saved!r} does not say where its model is: give --model PATH")
+        raise BadValue(f"run={args.saved!r} does not say where its model is: give --model PATH")
     check(args.dtype in (None, dtype), "--dtype", args.dtype, f"the run's, {dtype}")
     model = tsjax.load(path, dtype=dtype)
     found = tsjax.check_run(model, args.saved, progress=args.progress)

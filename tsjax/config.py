@@ -16,6 +16,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tsjax.errors import BadType, BadValue, NoSuchFile, NotSupported
 from tsjax.input_files import parsing, read_json
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -28,7 +29,7 @@ HEAD_KINDS = CHAINED, PARALLEL, OWN_VOCABULARY = "chained", "parallel", "paralle
 def check(condition: bool, argument: str, value: Any, wanted: str) -> None:
     """Raises the one kind of message this library has for a wrong argument."""
     if not condition:
-        raise ValueError(f"{argument}={value!r} is not valid: {wanted}")
+        raise BadValue(f"{argument}={value!r} is not valid: {wanted}")
 
 
 def one_of(names: Iterable[str]) -> str:
@@ -47,26 +48,26 @@ HABITS = {
     "stop": "write stop_strings for texts, or eos_token_id for token ids",
     "stop_token_ids": "write eos_token_id",
     "temp": "write temperature, beside do_sample",
-    "n": "leave it out; for several texts pass the prompt several times, as repeated prompts give "
-    "different texts, or run it again with another seed",
+    "n": "write num_return_sequences",
     "num_beams": "there is no beam search; leave it out",
     "length_penalty": "it belongs to beam search, which tsjax does not have; leave it out",
     "early_stopping": "it belongs to beam search, which tsjax does not have; leave it out",
-    "logit_bias": "leave it out; suppress_tokens bars tokens altogether",
-    "presence_penalty": "leave it out; repetition_penalty divides the logits of tokens that the "
-    "last repetition_window tokens hold, 1.2 say",
-    "no_repeat_ngram_size": "leave it out; repetition_penalty and repetition_window are what tsjax "
-    "has against repetition",
+    "logit_bias": "write logits_processor=tsjax.token_bias({token: bias}, vocab_size)",
+    "sequence_bias": "write logits_processor=tsjax.token_bias({token: bias}, vocab_size)",
+    "bad_words_ids": "write logits_processor=tsjax.bad_words(words, vocab_size)",
+    "bad_words": "write logits_processor=tsjax.bad_words(words, vocab_size), words as token ids",
+    "allowed_token_ids": "write logits_processor=tsjax.allowed_tokens(tokens, vocab_size)",
+    "output_scores": "write logprobs=N, for those of the chosen token and of the N best",
+    "output_logits": "write logprobs=N, for those of the chosen token and of the N best",
+    "return_dict_in_generate": "leave it out: the result has tokens, text, figures and, with "
+    "logprobs=N, log-probabilities",
     "pad_token_id": "leave it out: nothing is padded; prompts of different lengths make one list",
-    "attention_mask": "leave it out: nothing is padded; the tokenizer's whole output is a prompt",
-    "input_ids": "pass the token ids as prompt",
     "use_cache": "leave it out: the cache is always used",
     "stream": "leave it out and call tsjax.stream(...), which yields text as it comes; the command "
     "line prints it so by itself",
     "generation_config": "pass config=tsjax.GenerationConfig.from_hf(...)",
 }
-HABITS["num_return_sequences"] = HABITS["best_of"] = HABITS["n"]
-HABITS["frequency_penalty"] = HABITS["presence_penalty"]
+HABITS["best_of"] = HABITS["n"]
 
 
 def check_int(value: Any, name: str, low: int, high: int = 2**31 - 1) -> None:
@@ -79,15 +80,22 @@ def check_float(value: Any, name: str, low: float, high: float) -> None:
     ok = isinstance(value, numbers.Real) and not isinstance(value, bool)
     ok = ok and math.isfinite(value) and low <= float(value) <= high
     bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
+    bounds = "of any sign" if math.isinf(low) else bounds
     check(bool(ok), name, value, f"a finite number, {bounds}")
 
 
 def check_fields(
-    settings: Any, *, may_be_0: Sequence[str] = (), up_to_1: Sequence[str] = (), prefix: str = ""
+    settings: Any,
+    *,
+    may_be_0: Sequence[str] = (),
+    up_to_1: Sequence[str] = (),
+    of_any_sign: Sequence[str] = (),
+    prefix: str = "",
 ) -> None:
     """Checks the fields of a dataclass that are declared as `bool`, `int` or `float`.
 
-    An int is at least 1 unless it `may_be_0`; a float is at least 0, and at most 1 if `up_to_1`.
+    An int is at least 1 unless it `may_be_0`; a float is at least 0 unless it is `of_any_sign`, and
+    at most 1 if `up_to_1`.
     """
     for field in dataclasses.fields(settings):
         value, name = getattr(settings, field.name), prefix + field.name
@@ -96,7 +104,8 @@ def check_fields(
         elif field.type == "int":
             check_int(value, name, 0 if field.name in may_be_0 else 1)
         elif field.type == "float":
-            check_float(value, name, 0.0, 1.0 if field.name in up_to_1 else math.inf)
+            least = -math.inf if field.name in of_any_sign else 0.0
+            check_float(value, name, least, 1.0 if field.name in up_to_1 else math.inf)
 
 
 def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str) -> None:
@@ -105,7 +114,7 @@ def refuse_unknown(names: Sequence[str], known: Sequence[str], what: str) -> Non
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            raise TypeError(f"unknown {what} {name!r}; {hint}")
+            raise BadType(f"unknown {what} {name!r}; {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,8 +215,10 @@ class ModelConfig:
 class GenerationConfig:
     """What a user may ask of `generate`, in HuggingFace's names. Greedy by default.
 
-    Processors run in HuggingFace's order: repetition penalty, min_new_tokens, suppress_tokens and,
-    when sampling, temperature, top_k, top_p, min_p, epsilon_cutoff, eta_cutoff. A neutral value
+    Processors run in HuggingFace's order: repetition penalty, presence and frequency penalty (of
+    generated tokens alone, as in vLLM), no_repeat_ngram_size, min_new_tokens, suppress_tokens,
+    those of `logits_processor` and, when sampling, temperature, top_k, top_p, min_p,
+    epsilon_cutoff, eta_cutoff. A neutral value
     switches a processor off, and without do_sample a value of these that is not neutral is refused.
     Unlike HuggingFace, `top_k` is off by default (theirs is 50).
     """
@@ -224,10 +235,18 @@ class GenerationConfig:
     min_tokens_to_keep: int = 1  # no truncation leaves fewer tokens than this
     repetition_penalty: float = 1.0  # 1: off
     repetition_window: int | None = None  # penalise the last N tokens; None: all of them
+    presence_penalty: float = 0.0  # 0: off; taken off the logit of what was generated before
+    frequency_penalty: float = 0.0  # 0: off; the same for each time it was generated
+    no_repeat_ngram_size: int = 0  # 0: off; so many tokens stand together once at most
     suppress_tokens: tuple[int, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None  # None: the model's own; (): never stop
     stop_strings: tuple[str, ...] = ()
     seed: int | tuple[int, ...] = 0  # one for all rows, or one per row
+    num_return_sequences: int = 1  # answers to each prompt
+    logprobs: int | None = None  # tell log-probabilities, and those of so many best tokens
+    # (min_period, max_period, times): a row ends where its last tokens say the same thing of
+    # min_period to max_period tokens so many times in a row.
+    repetition_detection: tuple[int, int, int] | None = None
 
     def __post_init__(self):
         # Plain Python values from here on: they are compared, hashed and written to files.
@@ -241,7 +260,9 @@ class GenerationConfig:
                 value = (value,)
             object.__setattr__(self, name, value)
         shares = ("top_p", "min_p", "epsilon_cutoff", "eta_cutoff")
-        check_fields(self, may_be_0=("min_new_tokens", "top_k"), up_to_1=shares)
+        may_be_0 = ("min_new_tokens", "top_k", "no_repeat_ngram_size")
+        signs = ("presence_penalty", "frequency_penalty")
+        check_fields(self, may_be_0=may_be_0, up_to_1=shares, of_any_sign=signs)
 
         def require(condition: bool, name: str, wanted: str) -> None:
             check(condition, name, getattr(self, name), wanted)
@@ -259,6 +280,11 @@ class GenerationConfig:
         require(self.repetition_penalty > 0, "repetition_penalty", penalty)
         require(self.epsilon_cutoff < 1, "epsilon_cutoff", "in [0, 1); 0 is off")
         require(self.eta_cutoff < 1, "eta_cutoff", "in [0, 1); 0 is off")
+        if self.logprobs is not None:
+            check_int(self.logprobs, "logprobs", 0)
+        greedy = "1, as greedy answers are all the same; or add do_sample=True (--do-sample)"
+        require(self.do_sample or self.num_return_sequences == 1, "num_return_sequences", greedy)
+        self._check_repetition_detection()
         for name in ("suppress_tokens", "eos_token_id", "seed"):
             value = getattr(self, name)
             if value is not None or name != "eos_token_id":
@@ -270,6 +296,18 @@ class GenerationConfig:
         unread = "only sampling reads it; add do_sample=True (--do-sample), or leave it out"
         for name, neutral in SAMPLING_DEFAULTS.items():
             require(self.do_sample or getattr(self, name) == neutral, name, unread)
+
+    def _check_repetition_detection(self) -> None:
+        given = self.repetition_detection
+        if given is None:
+            return
+        wanted = "three integers (min_period, max_period, times): 1 <= min_period <= max_period, "
+        wanted += "times >= 2, and max_period * times at most 65536 tokens"
+        good = isinstance(given, tuple) and len(given) == 3
+        good = good and all(isinstance(x, int) and not isinstance(x, bool) for x in given)
+        good = good and 1 <= given[0] <= given[1] and given[2] >= 2
+        good = good and given[1] * given[2] <= 65536
+        check(good, "repetition_detection", given, wanted)
 
     def replace(self, **changes: Any) -> GenerationConfig:
         """The same with other values; do_sample=False takes those of sampling back."""
@@ -296,7 +334,7 @@ class GenerationConfig:
         if os.path.isdir(path):
             path = os.path.join(path, "generation_config.json")
         if not os.path.exists(path):
-            raise FileNotFoundError(f"no generation config at {path!r}")
+            raise NoSuchFile(f"no generation config at {path!r}")
         fields = read_json(path)
         with parsing(path):
             return cls._from_hf_fields(fields, changes)
@@ -312,7 +350,7 @@ class GenerationConfig:
             if value is not None and value not in _HF_NEUTRAL.get(name, (value,))
         ]
         if refused:
-            raise NotImplementedError(
+            raise NotSupported(
                 f"generation config asks for {', '.join(refused)}, which tsjax does not have; "
                 "remove the setting or decode with transformers"
             )
@@ -332,7 +370,7 @@ def refuse_unknown_settings(names: Iterable[str]) -> None:
     """A setting that GenerationConfig does not have is an error that says what to write instead."""
     for name in names:
         if name in HABITS:
-            raise TypeError(f"unknown argument {name!r}: {HABITS[name]}")
+            raise BadType(f"unknown argument {name!r}: {HABITS[name]}")
     refuse_unknown(list(names), GENERATION_NAMES, "argument")
 
 
@@ -348,10 +386,10 @@ def without_unread(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 # HuggingFace settings that change the output, with the values that do nothing, beside None.
 _HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("num_beams", "num_return_sequences", "typical_p", "guidance_scale"), (1,)),
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
     "encoder_repetition_penalty": (1,),
     **dict.fromkeys(("min_length", "token_healing", "penalty_alpha"), (0,)),
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), (0,)),
+    "encoder_no_repeat_ngram_size": (0,),
     **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "sequence_bias"), ([], {})),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), ()),
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),

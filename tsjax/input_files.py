@@ -15,6 +15,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from tsjax.errors import BadValue, NotSupported
+
 LISTED = 20  # of a list of problems or names
 _LONGEST_REASON = 1000  # characters of what a parser says
 _LONGEST_INTEGER = 300  # digits; a longer one cannot become a float
@@ -27,7 +29,7 @@ def require_file(path: str | os.PathLike) -> None:
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
     if not stat.S_ISREG(mode):
         kind = kinds.get(stat.S_IFMT(mode), "a device")
-        raise ValueError(f"{os.fspath(path)!r} is {kind}; it must be a file")
+        raise BadValue(f"{os.fspath(path)!r} is {kind}; it must be a file")
 
 
 @contextlib.contextmanager
@@ -56,9 +58,9 @@ def parsing(
     except (ImportError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except NotImplementedError as error:
-        raise NotImplementedError(f"{name}{trouble}: {reason(error)}") from error
+        raise NotSupported(f"{name}{trouble}: {reason(error)}") from error
     except BaseException as error:  # Rust's panics do not derive from Exception
-        raise ValueError(f"{name}{trouble}: {reason(error)}") from error
+        raise BadValue(f"{name}{trouble}: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
@@ -91,13 +93,13 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
         _check_depth(content)
     if not isinstance(content, dict):
         found = type(content).__name__
-        raise ValueError(f"{os.fspath(path)!r} must hold a JSON object, not a {found}")
+        raise BadValue(f"{os.fspath(path)!r} must hold a JSON object, not a {found}")
     return content
 
 
 def _integer(digits: str) -> int:
     if len(digits) > _LONGEST_INTEGER:
-        raise ValueError(f"an integer of {len(digits)} digits")
+        raise BadValue(f"an integer of {len(digits)} digits")
     return int(digits)
 
 
@@ -109,4 +111,4 @@ def _check_depth(content: Any) -> None:
         level = [value for values in inner for value in values]
         if not level:
             return
-    raise ValueError(f"values are nested more than {_DEEPEST} levels deep")
+    raise BadValue(f"values are nested more than {_DEEPEST} levels deep")

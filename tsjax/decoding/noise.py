@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tsjax.errors import BadValue
 from tsjax.typing import Array, DTypeLike, Float, Integer, Key, UInt
 
 IMPLEMENTATION = "threefry2x32"  # of the keys: two words each
@@ -41,7 +42,7 @@ def check_keys(keys: Array) -> None:
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or (
         str(jax.random.key_impl(keys)) != IMPLEMENTATION
     ):
-        raise ValueError(f"row_key of type {keys.dtype} is not valid: what tsjax.row_keys returns")
+        raise BadValue(f"row_key of type {keys.dtype} is not valid: what tsjax.row_keys returns")
 
 
 def position_noise(

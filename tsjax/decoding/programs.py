@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from tsjax.decoding.logprobs import text_log_probs
 from tsjax.decoding.reading import finish_part, read_part
 from tsjax.decoding.replaying import replay
 from tsjax.decoding.simulating import simulate
-from tsjax.decoding.start import begin
+from tsjax.decoding.start import adopt, begin, fill_row, grown, spread
 from tsjax.decoding.step import decode
 from tsjax.model.logits import hidden_states, logits
 
@@ -23,6 +24,10 @@ class Programs(NamedTuple):
     """Functions of decoding and of the model, compiled; those with a state donate it."""
 
     begin: Any
+    adopt: Any
+    spread: Any
+    fill_row: Any
+    grown: Any
     read_part: Any
     finish_part: Any
     decode: Any
@@ -30,6 +35,7 @@ class Programs(NamedTuple):
     simulate: Any
     hidden_states: Any
     logits: Any
+    log_probs: Any
 
 
 @functools.cache
@@ -38,6 +44,10 @@ def programs(platform: str, dtype: str) -> Programs:
     jit = functools.partial(jax.jit, compiler_options=compiler_options(platform, dtype))
     return Programs(
         begin=jit(begin, static_argnames=("cfg", "prompt_capacity")),
+        adopt=jit(adopt, donate_argnames=("state",)),
+        fill_row=jit(fill_row, donate_argnames=("state",)),
+        grown=jit(grown, static_argnames=("capacity",)),
+        spread=jit(spread, donate_argnames=("state",)),
         read_part=jit(
             read_part, static_argnames=("part", "width", "cfg"), donate_argnames=("state",)
         ),
@@ -47,6 +57,7 @@ def programs(platform: str, dtype: str) -> Programs:
         simulate=jit(simulate, static_argnames=("cfg",), donate_argnames=("state",)),
         hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),
         logits=jit(logits, static_argnames=("cfg", "width")),
+        log_probs=jit(text_log_probs, static_argnames=("cfg", "count", "width")),
     )
 
 

@@ -14,6 +14,7 @@ from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.state import DecodeState
+from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
@@ -73,7 +74,7 @@ def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg:
     A chunk that would leave the buffers begins earlier and computes a few tokens again.
     """
     if width > state.kv.capacity:
-        raise ValueError(f"width={width} is not valid: at most the capacity {state.kv.capacity}")
+        raise BadValue(f"width={width} is not valid: at most the capacity {state.kv.capacity}")
     with jax.named_scope("prefill"):
         start = jnp.minimum(start, state.kv.capacity - width)
         tokens = lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)

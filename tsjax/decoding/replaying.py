@@ -15,7 +15,7 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import best_few, step_noise
 from tsjax.decoding.state import LENGTH, RUNNING, DecodeState, Verdict
 from tsjax.decoding.step import commit
-from tsjax.decoding.verification import accept, score_rows
+from tsjax.decoding.verification import accept, pass_over, score_nodes
 from tsjax.model.params import Params
 
 
@@ -66,7 +66,8 @@ def replay(
 def _replay_step(params: Params, state: DecodeState, given, found: Replay, *, cfg: DecodeConfig):
     noise = step_noise(state.row_key, state.length, 0, cfg.model.vocab_size, state.sampling)
     _, root = cfg.method.draft(cfg.model, params, state, noise)
-    rows, scores = score_rows(params, state, root, noise, cfg=cfg)
+    rows = pass_over(params, state, root, cfg=cfg)
+    scores = score_nodes(params.model, state, root, rows, noise, cfg=cfg).scores
     at = state.length[:, None]
     target = jnp.take_along_axis(given, at, axis=1)
     (first, second), (choice, _) = (jnp.moveaxis(x[:, 0], 1, 0) for x in best_few(scores, 2))
@@ -78,7 +79,7 @@ def _replay_step(params: Params, state: DecodeState, given, found: Replay, *, cf
         behind=found.behind.at[b, slots].set(first - its_own, mode="drop"),
     )
     verdict = Verdict(target=target, rows=rows)
-    return _until_full(commit(state, root, verdict, accept(root, verdict))), found
+    return _until_full(commit(state, root, verdict, accept(root, verdict.target))), found
 
 
 def _until_full(state: DecodeState) -> DecodeState:

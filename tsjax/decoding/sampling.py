@@ -27,13 +27,18 @@ from jax import lax
 
 from tsjax.config import GenerationConfig
 from tsjax.decoding.noise import position_noise
+from tsjax.decoding.processors import (
+    Ancestors,
+    LogitsProcessor,
+    Text,
+    apply,
+    bar_repeated_ngrams,
+    penalise_counts,
+    penalise_repetition,
+)
 from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, Num, UInt, accumulation_dtype
 
-NEVER_SEEN = -(2**31)
 WHOLE_CONTEXT = 2**30  # as a repetition window
-
-# Drafted tokens before each row, and their positions, NEVER_SEEN for none.
-Ancestors = tuple[Int[Array, "B T ancestors"], Int[Array, "B T ancestors"]]
 
 
 class Repetition(NamedTuple):
@@ -50,6 +55,10 @@ class SamplingValues(flax.struct.PyTreeNode):
 
     Attributes:
       do_sample: static; the processors of sampling are off without it.
+      no_repeat_ngram_size: static; 0 where it is off.
+      logprobs: static; how many of the most probable tokens are told beside each one; None where
+        no log-probabilities are.
+      processors: those of a user's own.
       stop_mask: tokens that end a row; barred while fewer than min_new_tokens are out.
       suppress_mask: tokens that are never chosen.
     """
@@ -63,13 +72,33 @@ class SamplingValues(flax.struct.PyTreeNode):
     eta_cutoff: Float[Array, ""] | None = None
     min_tokens_to_keep: Int[Array, ""] | None = None
     repetition: Repetition | None = None
+    presence_penalty: Float[Array, ""] | None = None
+    frequency_penalty: Float[Array, ""] | None = None
     min_new_tokens: Int[Array, ""] | None = None
     suppress_mask: Bool[Array, "V"] | None = None
+    processors: tuple[LogitsProcessor, ...] = ()
+    logprobs: int | None = flax.struct.field(pytree_node=False, default=None)
+    no_repeat_ngram_size: int = flax.struct.field(pytree_node=False, default=0)
     do_sample: bool = flax.struct.field(pytree_node=False, default=False)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether it matters how often a token was generated."""
+        return self.presence_penalty is not None or self.frequency_penalty is not None
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether what comes before a token changes its logits."""
+        of_text = self.repetition is not None or self.no_repeat_ngram_size > 0
+        return of_text or self.counts_tokens or bool(self.processors)
 
 
 def sampling_values(
-    config: GenerationConfig, stop_ids: Sequence[int], vocab_size: int, dtype: DTypeLike
+    config: GenerationConfig,
+    stop_ids: Sequence[int],
+    vocab_size: int,
+    dtype: DTypeLike,
+    processors: Sequence[LogitsProcessor] = (),
 ) -> SamplingValues:
     """The arrays of `config`; `stop_ids` are the resolved end tokens, `dtype` that of the model.
 
@@ -106,21 +135,15 @@ def sampling_values(
         temperature=number(config.temperature, real),
         **truncations,
         repetition=None if penalty is None else Repetition(penalty, window),
+        presence_penalty=unless(0, "presence_penalty", real),
+        frequency_penalty=unless(0, "frequency_penalty", real),
+        no_repeat_ngram_size=config.no_repeat_ngram_size,
+        logprobs=config.logprobs,
+        processors=tuple(processors),
         min_new_tokens=unless(0, "min_new_tokens", np.int32),
         stop_mask=mask(stop_ids),
         suppress_mask=mask(config.suppress_tokens) if config.suppress_tokens else None,
     )
-
-
-def first_last_seen(
-    tokens: Int[Array, "B C"], length: Int[Array, "B"], vocab_size: int
-) -> Int[Array, "B {vocab_size}"]:
-    """The last position of each token among the first `length` ones, NEVER_SEEN for none."""
-    positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    positions = jnp.where(positions < length[:, None], positions, NEVER_SEEN)
-    seen = jnp.full((tokens.shape[0], vocab_size), NEVER_SEEN, jnp.int32)
-    rows = jnp.arange(tokens.shape[0])[:, None]
-    return seen.at[rows, tokens].max(positions, mode="drop")
 
 
 def step_noise(
@@ -140,9 +163,8 @@ def step_noise(
 
 def process(
     logits: Float[Array, "B T V"],
-    last_seen: Int[Array, "B V"] | None,
+    text: Text,
     positions: Int[Array, "B T"],
-    prompt_length: Int[Array, "B"],
     values: SamplingValues,
     ancestors: Ancestors | None = None,
 ) -> Float[Array, "B T V"]:
@@ -150,29 +172,25 @@ def process(
 
     Args:
       logits: of the tokens to be chosen at `positions`.
-      last_seen: a token is recent if its last position is within the window before p; None will do
-        where nothing is penalised.
-      ancestors: for each of the T rows, drafted tokens that come before it and are not in
-        `last_seen`.
+      text: the known one of each batch row; what is off needs none of it.
+      ancestors: for each of the T rows, drafted tokens that come before it and are not in `text`.
     """
     if values.repetition is not None:
-        assert last_seen is not None
         penalty, window = values.repetition
-        oldest = positions - window  # [B, T]
-        recent = last_seen[:, None, :] >= oldest[:, :, None]
-        if ancestors is not None:
-            tokens, at = ancestors
-            b, t = jnp.arange(logits.shape[0]), jnp.arange(logits.shape[1])
-            in_window = at >= oldest[:, :, None]
-            recent = recent.at[b[:, None, None], t[:, None], tokens].max(in_window)
-        penalised = jnp.where(logits < 0, logits * penalty, logits / penalty)
-        logits = jnp.where(recent, penalised, logits)
+        logits = penalise_repetition(logits, text, positions, penalty, window, ancestors)
+    if values.counts_tokens:
+        penalties = values.presence_penalty, values.frequency_penalty
+        logits = penalise_counts(logits, text, *penalties, ancestors)
+    if values.no_repeat_ngram_size:
+        logits = bar_repeated_ngrams(logits, text, values.no_repeat_ngram_size, ancestors)
     if values.min_new_tokens is not None:
-        too_early = positions - prompt_length[:, None] < values.min_new_tokens  # [B, T]
+        too_early = positions - text.prompt_length[:, None] < values.min_new_tokens  # [B, T]
         barred = too_early[:, :, None] & values.stop_mask[None, None]
         logits = jnp.where(barred, -jnp.inf, logits)
     if values.suppress_mask is not None:
         logits = jnp.where(values.suppress_mask[None, None], -jnp.inf, logits)
+    for processor in values.processors:
+        logits = apply(processor, logits, text, ancestors)
     return logits
 
 
@@ -212,10 +230,8 @@ def warp(logits: Float[Array, "*rows V"], values: SamplingValues) -> Float[Array
 
 def score(
     logits: Float[Array, "B T V"],
-    last_seen: Int[Array, "B V"] | None,
+    text: Text,
     depths: Int[Array, "B T"],
-    length: Int[Array, "B"],
-    prompt_length: Int[Array, "B"],
     noise: Float[Array, "B positions V"],
     values: SamplingValues,
     ancestors: Ancestors | None = None,
@@ -223,16 +239,38 @@ def score(
     """What the choice of a token is the argmax of: processed logits plus noise.
 
     Args:
-      logits: of the model; row t is about the token at position length + depths[b, t].
-      last_seen, prompt_length, ancestors: see `process`.
-      noise: of the positions from `length` on, at least one more than the largest depth.
+      logits: of the model; row t is about the token at position text.length + depths[b, t].
+      text, ancestors: see `process`.
+      noise: of the positions from `text.length` on, at least one more than the largest depth.
     """
     with jax.named_scope("sampling"):
-        positions = length[:, None] + depths
-        logits = process(logits, last_seen, positions, prompt_length, values, ancestors)
-        if not values.do_sample:
-            return logits
-        return warp(logits, values) + jnp.take_along_axis(noise, depths[..., None], axis=1)
+        logits = distribution(logits, text, depths, values, ancestors)
+        return with_noise(logits, depths, noise, values)
+
+
+def with_noise(
+    logits: Float[Array, "B T V"],
+    depths: Int[Array, "B T"],
+    noise: Float[Array, "B positions V"],
+    values: SamplingValues,
+) -> Float[Array, "B T V"]:
+    """Scores of logits that are processed already; see `score`."""
+    if not values.do_sample:
+        return logits
+    return logits + jnp.take_along_axis(noise, depths[..., None], axis=1)
+
+
+def distribution(
+    logits: Float[Array, "B T V"],
+    text: Text,
+    depths: Int[Array, "B T"],
+    values: SamplingValues,
+    ancestors: Ancestors | None = None,
+) -> Float[Array, "B T V"]:
+    """The logits whose softmax a token is drawn from, or whose largest it is; see `score`."""
+    positions = text.length[:, None] + depths
+    logits = process(logits, text, positions, values, ancestors)
+    return warp(logits, values) if values.do_sample else logits
 
 
 def best(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:

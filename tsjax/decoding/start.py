@@ -11,14 +11,18 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import GenerationConfig, ModelConfig
 from tsjax.decoding.config import DecodeConfig
-from tsjax.decoding.noise import check_keys, row_keys
-from tsjax.decoding.sampling import SamplingValues, first_last_seen, sampling_values
+from tsjax.decoding.logprobs import empty_log_probs
+from tsjax.decoding.noise import IMPLEMENTATION, check_keys, row_keys
+from tsjax.decoding.processors import first_counts, first_last_seen
+from tsjax.decoding.sampling import SamplingValues, sampling_values
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
-from tsjax.model.cache import Cache, cache_bytes, init_cache
+from tsjax.errors import BadValue
+from tsjax.model.cache import Cache, KVCache, cache_bytes, init_cache
 from tsjax.model.sharding import named_sharding
 from tsjax.typing import accumulation_dtype
 
@@ -58,32 +62,35 @@ def init_state(
     """
     tokens, prompt_length = jnp.asarray(tokens), jnp.asarray(prompt_length)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(
+        raise BadValue(
             f"tokens of shape {tokens.shape} and type {tokens.dtype} is not valid: [B, P] integers"
         )
     batch, width = tokens.shape
     if prompt_length.shape != (batch,):
-        raise ValueError(
+        raise BadValue(
             f"prompt_length of shape {prompt_length.shape} is not valid: one for each of {batch} "
             "rows"
         )
     if width > capacity:
-        raise ValueError(f"capacity={capacity} is not valid: at least the {width} prompt columns")
+        raise BadValue(f"capacity={capacity} is not valid: at least the {width} prompt columns")
     if capacity <= cfg.rows_ahead:
-        raise ValueError(
+        raise BadValue(
             f"capacity={capacity} is not valid: at least {cfg.rows_ahead + 1} slots, for the "
             "longest path of one step and what it revives"
         )
     model = cfg.model
     if sampling is None:
         sampling = sampling_values(GenerationConfig(), (), model.vocab_size, model.dtype)
-    penalises = sampling.repetition is not None
+    penalises, counts_tokens = sampling.repetition is not None, sampling.counts_tokens
     if row_key is None:
         row_key = row_keys([0] * batch, [0] * batch)
     check_keys(row_key)
     length = jnp.asarray(prompt_length if length is None else length, jnp.int32)
-    known = jnp.arange(width) < length[:, None]
+    known, vocab = jnp.arange(width) < length[:, None], model.vocab_size
     tokens = jnp.where(known, jnp.asarray(tokens, jnp.int32), 0)
+    told, logprobs = sampling.logprobs, None
+    if told is not None:
+        logprobs = empty_log_probs(batch, capacity, told, accumulation_dtype(model.dtype))
     # A state is made to be donated, so it shares no array with its caller.
     state = DecodeState(
         kv=init_cache(model, batch, capacity, mesh).replace(length=length - 1),
@@ -91,7 +98,9 @@ def init_state(
         sources=jnp.zeros((batch, capacity), jnp.uint8),
         prompt_length=jnp.array(prompt_length, jnp.int32),
         max_length=jnp.minimum(jnp.asarray(max_length, jnp.int32), capacity - cfg.rows_ahead),
-        last_seen=first_last_seen(tokens, length, model.vocab_size) if penalises else None,
+        last_seen=first_last_seen(tokens, length, vocab) if penalises else None,
+        counts=first_counts(tokens, prompt_length, length, vocab) if counts_tokens else None,
+        logprobs=logprobs,
         row_key=jnp.copy(row_key),
         finish=jnp.full((batch,), RUNNING, jnp.int8),
         sampling=jax.tree.map(jnp.copy, sampling),
@@ -143,6 +152,76 @@ def begin(begun: Begun, *, cfg: DecodeConfig, prompt_capacity: int, mesh=None) -
         prompt_capacity=prompt_capacity,
     )
     return state.replace(finish=jnp.where(begun.ended, jnp.int8(STOPPED), state.finish))
+
+
+def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
+    """The state with a text that was read before at the beginning of each row.
+
+    `cache` is of one row. How much of it counts is the caller's to know; the rest is overwritten,
+    or unspecified.
+    """
+    slots = min(cache.capacity, state.kv.capacity)
+
+    def copied(buffer, known):
+        return buffer.at[:, :, :slots].set(known[:, :, :slots])
+
+    k, v = (tuple(map(copied, *pair)) for pair in ((state.kv.k, cache.k), (state.kv.v, cache.v)))
+    return state.replace(kv=state.kv.replace(k=k, v=v))
+
+
+def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:
+    """The state whose row b has the texts that row of_rows[b] of `cache` has read."""
+
+    def taken(known):
+        return jnp.take(known, of_rows, axis=0)
+
+    k, v = (tuple(map(taken, buffers)) for buffers in (cache.k, cache.v))
+    return state.replace(kv=state.kv.replace(k=k, v=v))
+
+
+def fill_row(state: DecodeState, other: DecodeState, row) -> DecodeState:
+    """The state whose `row` (traced) is the only row of another state of the same capacity.
+
+    Memory and counters stay as they are: begin them anew (`with_method`).
+    """
+
+    def written(whole, one):
+        return lax.dynamic_update_slice_in_dim(whole, one.astype(whole.dtype), row, axis=0)
+
+    names = "tokens sources prompt_length max_length last_seen counts logprobs finish"
+    names += " emitted room"
+    changes = {
+        name: jax.tree.map(written, getattr(state, name), getattr(other, name))
+        for name in names.split()
+    }
+    # Keys are no numbers: their data are.
+    data = written(*map(jax.random.key_data, (state.row_key, other.row_key)))
+    kv = state.kv.replace(
+        k=tuple(map(written, state.kv.k, other.kv.k)),
+        v=tuple(map(written, state.kv.v, other.kv.v)),
+        length=written(state.kv.length, other.kv.length),
+    )
+    key = jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
+    return state.replace(kv=kv, row_key=key, **changes)
+
+
+def grown(state: DecodeState, *, capacity: int) -> DecodeState:
+    """The state with `capacity` slots in each buffer of tokens; what the method remembers is not
+    part of it."""
+
+    def longer(x, axis: int):
+        missing = [(0, 0)] * x.ndim
+        missing[axis] = (0, capacity - x.shape[axis])
+        return jnp.pad(x, missing)
+
+    kv = state.kv.replace(
+        k=tuple(longer(x, 2) for x in state.kv.k), v=tuple(longer(x, 2) for x in state.kv.v)
+    )
+    told = jax.tree.map(lambda x: longer(x, 1), state.logprobs)
+    return state.replace(
+        kv=kv, tokens=longer(state.tokens, 1), sources=longer(state.sources, 1), logprobs=told,
+        room=jnp.full_like(state.room, capacity), memory=(),
+    )  # fmt: skip
 
 
 def init_stats(cfg: DecodeConfig, batch: int) -> StepStats:

@@ -12,6 +12,8 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from tsjax.decoding.logprobs import LogProbs
+from tsjax.decoding.processors import Text
 from tsjax.decoding.sampling import SamplingValues
 from tsjax.model.cache import KVCache
 from tsjax.model.passes import Rows
@@ -41,6 +43,9 @@ class DecodeState(flax.struct.PyTreeNode):
       max_length: [B] int32, the length at which the row is full; at most C.
       last_seen: [B, V] int32, the last position below `length` that holds the token, or
         NEVER_SEEN; None where nothing is penalised.
+      counts: [B, V] int32, how often each token was generated; None where nothing asks.
+      logprobs: [B, C], of each generated token; None where nobody asks. Entries at `length` and
+        beyond, and those of the prompt, are unspecified.
       row_key: [B] PRNG keys; the noise of a position follows from row key and position alone.
       finish: [B] int8, RUNNING, EOS, LENGTH or STOPPED (by the host). A finished row no longer
         changes.
@@ -59,6 +64,8 @@ class DecodeState(flax.struct.PyTreeNode):
     prompt_length: jax.Array
     max_length: jax.Array
     last_seen: jax.Array | None
+    counts: jax.Array | None
+    logprobs: LogProbs | None
     row_key: jax.Array
     finish: jax.Array
     sampling: SamplingValues
@@ -79,6 +86,11 @@ class DecodeState(flax.struct.PyTreeNode):
         return jnp.take_along_axis(self.tokens, self.kv.length[:, None], axis=1)[:, 0]
 
     @property
+    def text(self) -> Text:
+        """What the penalties read."""
+        return Text(self.tokens, self.length, self.prompt_length, self.last_seen, self.counts)
+
+    @property
     def running(self) -> jax.Array:
         return self.finish == RUNNING
 
@@ -87,10 +99,12 @@ class Verdict(flax.struct.PyTreeNode):
     """Attributes:
     target: [B, T] int32, the token that follows each node, from its logits and its noise.
     rows: what the pass yields for all nodes.
+    logprobs: [B, T], of each node's target; None where nobody asks.
     """
 
     target: jax.Array
     rows: Rows
+    logprobs: LogProbs | None = None
 
 
 class Acceptance(flax.struct.PyTreeNode):

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
-from tsjax.decoding.sampling import NEVER_SEEN, step_noise
+from tsjax.decoding.processors import NEVER_SEEN
+from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import EOS, LENGTH, RUNNING, Acceptance, DecodeState, StepStats, Verdict
 from tsjax.decoding.tree import DraftTree
 from tsjax.decoding.verification import accept, verify
+from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 
@@ -32,7 +34,7 @@ def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> Dec
     memory, tree = method.draft(model, params, state, noise)
     check_tree(tree, cfg)
     verdict = verify(params, state, tree, noise, cfg=cfg)
-    acceptance = accept(tree, verdict)
+    acceptance = accept(tree, verdict.target)
     after = commit(state, tree, verdict, acceptance)
     return after.replace(memory=method.learn(model, params, memory, after, verdict, acceptance))
 
@@ -43,7 +45,7 @@ def check_tree(tree: DraftTree, cfg: DecodeConfig) -> None:
     found = tree.path.shape[1:], tree.sources.shape[2]
     wanted = (width, depth + 1), len(cfg.method.sources)
     if found != wanted:
-        raise ValueError(
+        raise BadValue(
             f"{type(cfg.method).__name__}.draft gave a tree with paths {found[0]} and "
             f"{found[1]} sources; by its sizes and sources they are {wanted[0]} and {wanted[1]}: "
             f"width={width} nodes, depth={depth} tokens after the root"
@@ -94,11 +96,23 @@ def commit(
         if last_seen is not None:
             seen_at = jnp.where(kept, positions, NEVER_SEEN)
             last_seen = last_seen.at[b[:, None], emitted].max(seen_at)
+        logprobs = state.logprobs
+        if logprobs is not None:
+
+            def told(buffer, of_nodes):
+                return buffer.at[b[:, None], slots].set(on_path(of_nodes), mode="drop")
+
+            logprobs = jax.tree.map(told, logprobs, verdict.logprobs)
+        counts = state.counts
+        if counts is not None:
+            counts = counts.at[b[:, None], emitted].add(kept.astype(jnp.int32))
         return state.replace(
             kv=kv.replace(length=new_length - 1),
             tokens=tokens,
             sources=sources,
             last_seen=last_seen,
+            counts=counts,
+            logprobs=logprobs,
             finish=jnp.where(running, verdicts.astype(jnp.int8), state.finish),
             stats=_counted(state.stats, tree, path, count),
             emitted=count,
@@ -133,13 +147,16 @@ def _counted(stats: StepStats, tree: DraftTree, path, count) -> StepStats:
     )
 
 
-def decode(params: Params, state: DecodeState, num_steps, *, cfg: DecodeConfig) -> DecodeState:
-    """At most `num_steps` steps (traced); ends early when every row is finished."""
+def decode(
+    params: Params, state: DecodeState, num_steps, at_least=1, *, cfg: DecodeConfig
+) -> DecodeState:
+    """At most `num_steps` steps (traced); ends early when fewer than `at_least` rows (traced) run:
+    by default when every row is finished."""
     memory = cfg.method.read(cfg.model, params, state.memory, state)
 
     def unfinished(carry):
         step, state = carry
-        return (step < num_steps) & jnp.any(state.running)
+        return (step < num_steps) & (jnp.sum(state.running) >= at_least)
 
     def body(carry):
         step, state = carry

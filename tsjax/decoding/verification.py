@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tsjax.decoding.config import DecodeConfig
-from tsjax.decoding.sampling import NEVER_SEEN, best, score, step_noise
+from tsjax.decoding.logprobs import log_probs_of
+from tsjax.decoding.processors import NEVER_SEEN
+from tsjax.decoding.sampling import best, distribution, step_noise, with_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.tree import NO_NODE, DraftTree
 from tsjax.model.control_flow import run_if
@@ -39,8 +42,8 @@ def verify(
 
     def run(width: int, tree, noise, length, row_key):
         begun = state.replace(kv=state.kv.replace(length=length), row_key=row_key)
-        rows, scores = score_rows(params, begun, tree.narrowed(width), noise, cfg=cfg)
-        return Verdict(target=best(scores), rows=rows)
+        tree = tree.narrowed(width)
+        return judge(params.model, begun, tree, pass_over(params, begun, tree, cfg=cfg), noise, cfg)
 
     def run_padded(width: int, *inputs):
         verdict = run(width, *inputs)
@@ -94,12 +97,10 @@ def _padded(x, width: int):
     return jnp.pad(x, missing)
 
 
-def score_rows(
-    params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
-) -> tuple[Rows, jax.Array]:
-    """One pass over all nodes, and the scores [B, T, V] whose best is each node's successor."""
+def pass_over(params: Params, state: DecodeState, tree: DraftTree, *, cfg: DecodeConfig) -> Rows:
+    """One pass over all nodes."""
     positions = state.kv.length[:, None] + tree.depths
-    rows = run_rows(
+    return run_rows(
         params.model,
         state.kv,
         tree.tokens,
@@ -108,13 +109,33 @@ def score_rows(
         cfg=cfg.model,
         with_attended=cfg.sizes.with_attended,
     )
-    return rows, scores_of(params.model, state, tree, rows, noise, cfg=cfg)
 
 
-def scores_of(
+def judge(
+    weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, cfg: DecodeConfig
+) -> Verdict:
+    """What the pass that gave `rows` decides of each node."""
+    found, told = score_nodes(weights, state, tree, rows, noise, cfg=cfg), state.sampling.logprobs
+    target = best(found.scores)
+    if told is None:
+        return Verdict(target=target, rows=rows)
+    logprobs = log_probs_of(found.logits, found.processed, target, told)
+    return Verdict(target=target, rows=rows, logprobs=logprobs)
+
+
+class NodeScores(NamedTuple):
+    """[B, T, V] of each node's successor: the model's logits, those of the distribution it is drawn
+    from, and that with the noise, whose best is the successor."""
+
+    logits: jax.Array
+    processed: jax.Array
+    scores: jax.Array
+
+
+def score_nodes(
     weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig
-):
-    """The scores [B, T, V] of the pass that gave `rows`: its logits, processed, and the noise."""
+) -> NodeScores:
+    """Of the pass that gave `rows`."""
     logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
     known = noise.shape[1]
     missing = tree.path.shape[2] - known
@@ -122,10 +143,11 @@ def scores_of(
         first, size = state.length + known, cfg.model.vocab_size
         deeper = step_noise(state.row_key, first, missing, size, state.sampling)
         noise = jnp.concatenate([noise, deeper], axis=1)
-    penalises = state.sampling.repetition is not None
-    ancestors = drafted_ancestors(tree, state.length) if penalises else None
-    of_row = state.length, state.prompt_length, noise, state.sampling, ancestors
-    return score(logits, state.last_seen, tree.depths, *of_row)
+    ancestors = drafted_ancestors(tree, state.length) if state.sampling.reads_text else None
+    with jax.named_scope("sampling"):
+        processed = distribution(logits, state.text, tree.depths, state.sampling, ancestors)
+        scores = with_noise(processed, tree.depths, noise, state.sampling)
+        return NodeScores(logits, processed, scores)
 
 
 def drafted_ancestors(tree: DraftTree, length):
@@ -142,8 +164,10 @@ def drafted_ancestors(tree: DraftTree, length):
     return tokens.reshape(B, T, J), jnp.where(path == NO_NODE, NEVER_SEEN, positions)
 
 
-def accept(tree: DraftTree, verdict: Verdict) -> Acceptance:
+def accept(tree: DraftTree, target) -> Acceptance:
     """The walk from the root: on to the child that is the node's target, until there is none.
+
+    `target` [B, T] is what follows each node.
 
     Siblings differ and every node has one target, so the nodes whose whole path was chosen lie on
     one path.
@@ -151,7 +175,7 @@ def accept(tree: DraftTree, verdict: Verdict) -> Acceptance:
     with jax.named_scope("accept"):
         T = tree.tokens.shape[1]
         parents, depths = tree.parents, tree.depths
-        wanted = jnp.take_along_axis(verdict.target, jnp.maximum(parents, 0), axis=1)
+        wanted = jnp.take_along_axis(target, jnp.maximum(parents, 0), axis=1)
         chosen = (parents != NO_NODE) & (tree.tokens == wanted)
         chosen = chosen | (jnp.arange(T) == 0)
         walked = jnp.all(chosen[:, None, :] | ~tree.mask, axis=2)  # [B, T]

@@ -31,6 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
+from tsjax.errors import AlreadyThere, BadValue
 from tsjax.files import huggingface, weight_files
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.huggingface import Entry
@@ -82,7 +83,7 @@ class Model(flax.struct.PyTreeNode):
         A FileNotFoundError if there is none, a ValueError if it is damaged.
         """
         if self.path is None:
-            raise ValueError("this model has no path, so it has no tokenizer; pass token ids")
+            raise BadValue("this model has no path, so it has no tokenizer; pass token ids")
         return load_tokenizer(self.path)
 
     @functools.cached_property
@@ -108,6 +109,19 @@ class Model(flax.struct.PyTreeNode):
         if place is None or all(leaf.sharding == place for leaf in leaves):
             return 0
         return sum(leaf.nbytes for leaf in leaves)
+
+    def with_params(self, params: Params) -> Model:
+        """The same model with other weights of the same shapes: no program is compiled anew."""
+        old, new = (jax.tree.structure(one) for one in (self.params, params))
+        if old != new:
+            raise BadValue("params is not valid: the same tree of arrays as model.params")
+        for (path, old), new in zip(
+            jax.tree_util.tree_leaves_with_path(self.params), jax.tree.leaves(params), strict=True
+        ):
+            given = getattr(new, "shape", None), getattr(new, "dtype", None)
+            name = f"params{jax.tree_util.keystr(path)}"
+            check(given == (old.shape, old.dtype), name, given, f"{old.shape} of {old.dtype}")
+        return self.replace(params=params)
 
     def drop_copies(self) -> None:
         """Frees the copy in int8; `params_for` makes another one."""
@@ -256,7 +270,7 @@ def read_version(folder: str) -> int:
     version = read_json(path).get("format_version")
     if version not in (SEPARATE_INPUTS_FIRST, FORMAT_VERSION):
         wanted = f"this tsjax reads {SEPARATE_INPUTS_FIRST} and {FORMAT_VERSION}"
-        raise ValueError(f"{path!r} has format_version={version!r}; {wanted}")
+        raise BadValue(f"{path!r} has format_version={version!r}; {wanted}")
     return version
 
 
@@ -272,14 +286,14 @@ def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight
         found = ", ".join(sorted(weights)[:5])
         wanted = "it holds no model.medusa_layers.* (TokenSwift's heads) and no K.0.linear.* or "
         wanted += f"blocks.K.layers.0.* (Medusa's); it has {found}"
-        raise ValueError(f"heads={os.fspath(path)!r} is not valid: {wanted}")
+        raise BadValue(f"heads={os.fspath(path)!r} is not valid: {wanted}")
     return weights
 
 
 def check_dtype(dtype: str) -> None:
     check(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
     if dtype == "float64" and not jax.config.read("jax_enable_x64"):
-        raise ValueError(
+        raise BadValue(
             "dtype='float64' is not valid here: set JAX_ENABLE_X64=1, or "
             'jax.config.update("jax_enable_x64", True) before the first array is made'
         )
@@ -291,12 +305,12 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
     target = os.path.realpath(path)  # a link stays one
     if os.path.lexists(target):
         if not overwrite:
-            raise FileExistsError(
+            raise AlreadyThere(
                 f"{target!r} exists; choose another place, or pass overwrite=True (--overwrite)"
             )
         names = os.listdir(target) if os.path.isdir(target) else ["a file"]
         if names and not {DESCRIPTION, "config.json", "heads.safetensors"} & set(names):
-            raise FileExistsError(f"{target!r} is not a checkpoint folder; it is not overwritten")
+            raise AlreadyThere(f"{target!r} is not a checkpoint folder; it is not overwritten")
     parent, name = os.path.split(target)
     os.makedirs(parent, exist_ok=True)
     fresh = own_place(os.path.join(parent, f".{name}.writing-"))
@@ -364,7 +378,7 @@ def _load_arrays(path: str, cfg: ModelConfig, mesh, version: int) -> dict[str, j
     }
     arrays = read_arrays(path, abstract)
     if any(arrays[name].dtype != leaf.dtype for name, leaf in abstract.items()):
-        raise ValueError(
+        raise BadValue(
             f"{path!r} was not read as {cfg.dtype}: enable x64 with JAX_ENABLE_X64=1 or "
             "jax.config.update; the context manager does not reach the threads that read"
         )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import CHAINED, OWN_VOCABULARY, PARALLEL, ModelConfig, check, one_of
+from tsjax.errors import BadValue, NotSupported
 from tsjax.files.weight_files import StoredTensor, Weights
 
 # The layouts of Medusa's heads: its own code's, and vLLM's.
@@ -66,7 +67,7 @@ def find_heads(weights: Weights, *, beside_model: bool = False) -> FoundHeads | 
     chained, parallel = _chained(weights), _parallel(weights, beside_model)
     if chained and parallel:
         some = " and ".join(min(found.names) for found in (chained, parallel))
-        raise ValueError(f"there are two kinds of draft heads in one place: {some}")
+        raise BadValue(f"there are two kinds of draft heads in one place: {some}")
     return chained or parallel
 
 
@@ -89,13 +90,13 @@ def _parallel(weights: Weights, beside_model: bool) -> FoundHeads | None:
     if not blocks:
         return None
     if any(_TOKEN_MAP.fullmatch(name) for name in weights):
-        raise NotImplementedError(
+        raise NotSupported(
             f"{next(iter(weights.values())).file!r} has a token_map: heads that guess among a part "
             "of the vocabulary are not supported"
         )
     deeper = [name for name, match in blocks.items() if int(match["block"]) > 0]
     if deeper:
-        raise NotImplementedError(
+        raise NotSupported(
             f"{weights[deeper[0]]}: heads of several residual blocks are not supported, as "
             "published code does not agree on whether these share their weights; heads of one are"
         )
@@ -104,7 +105,7 @@ def _parallel(weights: Weights, beside_model: bool) -> FoundHeads | None:
         rest = f"0.linear.{match['rest']}" if name in blocks else "1.weight"
         key = f"medusa_head.{match['head']}.{rest}"
         if key in tensors:
-            raise ValueError(f"{weights[name]} is there again, as {tensors[key]}")
+            raise BadValue(f"{weights[name]} is there again, as {tensors[key]}")
         tensors[key] = weights[name]
     for name, match in blocks.items():
         bias = f"medusa_head.{match['head']}.0.linear.bias"

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import CHAINED, DTYPES, ModelConfig, RopeConfig, check, check_float, check_int
+from tsjax.errors import BadValue, NoSuchFile, NotSupported
 from tsjax.files.head_files import find_heads
 from tsjax.files.weight_files import StoredTensor, Weights, open_weights, raise_all
 from tsjax.input_files import listed, parsing, read_json
@@ -76,14 +77,14 @@ def model_config(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelCo
     if dtype is None:
         missing.append("dtype (or torch_dtype; or pass dtype=)")
     if missing or dtype is None:
-        raise ValueError(f"config.json lacks {', '.join(missing)}")
+        raise BadValue(f"config.json lacks {', '.join(missing)}")
 
     for name in _SIZES:
         check_int(raw[name], name, 1)
     check_float(raw["rms_norm_eps"], "rms_norm_eps", 0.0, math.inf)
     unsupported = "; ".join(_unsupported_settings(raw, family))
     if unsupported:
-        raise NotImplementedError(f"config.json asks for what tsjax does not have: {unsupported}")
+        raise NotSupported(f"config.json asks for what tsjax does not have: {unsupported}")
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
     head_dim, kv_heads = raw.get("head_dim"), raw.get("num_key_value_heads")
     if head_dim is None:
@@ -146,7 +147,7 @@ def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
     if cfg.head_accuracy:
         raw["medusa_head_accuracy"] = list(cfg.head_accuracy)
     if model_config(raw) != cfg:
-        raise ValueError(f"no {FAMILIES[cfg.family]} has the shape of this model: {cfg}")
+        raise BadValue(f"no {FAMILIES[cfg.family]} has the shape of this model: {cfg}")
     return raw
 
 
@@ -166,11 +167,11 @@ def read_stop_ids(folder: str) -> tuple[int, ...]:
 def _family(raw: Mapping[str, Any]) -> str:
     model_type, architectures = raw.get("model_type"), raw.get("architectures")
     if model_type is None:
-        raise ValueError("config.json lacks model_type; it names the family of the model")
+        raise BadValue("config.json lacks model_type; it names the family of the model")
     check(isinstance(model_type, str), "model_type", model_type, "a string")
     known = FAMILIES.get(model_type)
     if known is None or (architectures is not None and known not in architectures):
-        raise NotImplementedError(
+        raise NotSupported(
             f"model_type={model_type!r} with architectures={architectures} is not supported; "
             f"supported are {', '.join(f'{k} ({v})' for k, v in FAMILIES.items())}"
         )
@@ -231,22 +232,22 @@ def _rope_config(raw: Mapping[str, Any]) -> RopeConfig:
     check(isinstance(kind, str), "rope_type", kind, "a string")
     nested = [name for name, value in rope.items() if isinstance(value, Mapping)]
     if nested:
-        raise NotImplementedError(f"rope parameters per layer type ({', '.join(nested)})")
+        raise NotSupported(f"rope parameters per layer type ({', '.join(nested)})")
     if kind not in _ROPE_KEYS:
-        raise NotImplementedError(
+        raise NotSupported(
             f"rope type {kind!r} is not supported; supported are {', '.join(_ROPE_KEYS)}"
         )
     known = (*_ROPE_KEYS[kind], *_ROPE_KEYS_ONLY_READ.get(kind, ()))
     unknown = sorted(set(rope) - {*_ROPE_KEYS_OF_ALL, *known})
     if unknown:
-        raise NotImplementedError(
+        raise NotSupported(
             f"rope type {kind!r} with {', '.join(f'{k}={rope[k]!r}' for k in unknown)} is not "
             f"supported; it knows {', '.join(known) or 'no further keys'}"
         )
     needed = {"linear": ("factor",), "yarn": ("factor",), "llama3": _ROPE_KEYS["llama3"][:3]}
     missing = [name for name in needed.get(kind, ()) if name not in rope]
     if missing:
-        raise ValueError(f"rope type {kind!r} in config.json lacks {', '.join(missing)}")
+        raise BadValue(f"rope type {kind!r} in config.json lacks {', '.join(missing)}")
 
     theta = rope.get("rope_theta", raw.get("rope_theta", 10000.0))
     check_float(theta, "rope_theta", 0.0, math.inf)
@@ -408,7 +409,7 @@ def open_checkpoint(
     """The settings and the weight files of a HuggingFace folder; draft heads in it are counted."""
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
-        raise FileNotFoundError(
+        raise NoSuchFile(
             f"{folder!r} has neither a config.json (HuggingFace) nor a tsjax.json (tsjax); it has "
             f"{', '.join(listed(sorted(os.listdir(folder)))) or 'nothing'}"
         )

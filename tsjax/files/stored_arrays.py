@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from tsjax.errors import BadValue
 from tsjax.input_files import filtered_log, parsing, read_json, require_file
 
 _DATABASE = "state"  # orbax's folder of all arrays, an OCDBT database of tensorstore
@@ -41,7 +42,7 @@ def list_arrays(path: str) -> Mapping[str, Any]:
         with _quiet():
             found = ocp.metadata(path).metadata
         if found is None:  # orbax found its files but could not read them
-            raise ValueError("it does not list its arrays")
+            raise BadValue("it does not list its arrays")
         return {name: array for name, array in found.items() if hasattr(array, "shape")}
 
 
@@ -56,7 +57,7 @@ def read_arrays(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
             # A plain Exception, whose cause says what happened in the first of many lines.
             text = [*str(error.__cause__ or error).splitlines(), repr(error)]
         gc.collect()  # ends the other readers, which the error kept, while nothing is printed
-        raise ValueError(text[0])
+        raise BadValue(text[0])
 
 
 def _check_types(file: str, found: Any) -> None:
@@ -66,7 +67,7 @@ def _check_types(file: str, found: Any) -> None:
             array = entry["array_metadata"]
             _ = array["param_name"], tuple(array["write_shape"]), tuple(array["chunk_shape"])
     except (AttributeError, KeyError, TypeError):
-        raise ValueError(f"{file!r} does not list arrays with their shapes") from None
+        raise BadValue(f"{file!r} does not list arrays with their shapes") from None
 
 
 def _check_database(folder: str) -> None:
@@ -86,7 +87,7 @@ def _check_database(folder: str) -> None:
                 file = os.path.join(folder, place, name)
                 size, end = os.path.getsize(file), int(start) + int(length)
                 if size < end:
-                    raise ValueError(f"{file!r} has {size} bytes; its arrays end at {end}")
+                    raise BadValue(f"{file!r} has {size} bytes; its arrays end at {end}")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from tsjax.errors import NoSuchFile
 from tsjax.files.weight_files import embedded_folder
 from tsjax.input_files import filtered_log, parsing, require_file
 
@@ -40,7 +41,7 @@ def load_tokenizer(path: str) -> Any:
     """
     state = _folder_state(path)
     if not any(_VOCABULARY.fullmatch(name) for name, *_ in state):
-        raise FileNotFoundError(
+        raise NoSuchFile(
             f"no tokenizer could be loaded from {path!r}: pass token ids instead of text, or copy "
             "tokenizer.json and its companions there"
         )

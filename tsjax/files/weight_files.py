@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.errors import BadValue, NoSuchFile, NotInstalled
 from tsjax.files.whole_files import replacing
 from tsjax.input_files import listed, parsing, read_json, require_file
 
@@ -101,13 +102,13 @@ def _safetensors_rows(
     block = np.empty((stop - start) * row_bytes, np.uint8)
     with parsing(file, f": {name} cannot be read"), open(file, "rb", buffering=0) as stored:
         if _version(stored) != version:
-            raise ValueError("the file was changed while it was read")
+            raise BadValue("the file was changed while it was read")
         stored.seek(begin + start * row_bytes)
         missing = block.data
         while missing:
             count = stored.readinto(missing)
             if not count:
-                raise ValueError(f"the file ends {len(missing)} bytes too early")
+                raise BadValue(f"the file ends {len(missing)} bytes too early")
             missing = missing[count:]
     return block.view(jnp.dtype(dtype)).reshape(-1, *row)
 
@@ -117,7 +118,7 @@ def _list_torch(file: str) -> Weights:
     try:
         import torch
     except ImportError as error:
-        raise ImportError(
+        raise NotInstalled(
             f"{file!r} is a pickled torch file and torch is not installed; pip install torch, or "
             "convert the checkpoint to safetensors"
         ) from error
@@ -126,7 +127,7 @@ def _list_torch(file: str) -> Weights:
         loaded = torch.load(file, map_location="cpu", mmap=mapped, weights_only=True)
         other = [f"{name!s:.80}" for name, value in loaded.items() if not _is_tensor(name, value)]
     if other:
-        raise ValueError(f"{file!r} holds more than tensors: {', '.join(listed(other))}")
+        raise BadValue(f"{file!r} holds more than tensors: {', '.join(listed(other))}")
     found = {}
     for name, value in loaded.items():
         dtype = str(value.dtype).removeprefix("torch.")
@@ -168,7 +169,7 @@ def open_weights(path: str, *, allow_pickle: bool = False) -> Weights:
     names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
     if len(names) == 1:
         return _open_files([os.path.join(path, names[0])], allow_pickle)
-    raise FileNotFoundError(
+    raise NoSuchFile(
         f"{path!r} has no model.safetensors, no model.safetensors.index.json and no "
         f"pytorch_model.bin; it has {', '.join(listed(sorted(os.listdir(path)))) or 'nothing'}"
     )
@@ -179,7 +180,7 @@ def _open_files(files: Collection[str], allow_pickle: bool) -> Weights:
         require_file(file)
     pickled = [file for file in files if not file.endswith(".safetensors")]
     if pickled and not allow_pickle:
-        raise ValueError(
+        raise BadValue(
             f"{', '.join(listed(map(repr, pickled)))}: only pickled torch weights were found; pass "
             "allow_pickle=True (--allow-pickle) to read them with torch, or save the checkpoint as "
             "safetensors"
@@ -200,15 +201,15 @@ def _open_files(files: Collection[str], allow_pickle: bool) -> Weights:
 def _open_index(index: str, allow_pickle: bool) -> Weights:
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{index!r} has no weight_map")
+        raise BadValue(f"{index!r} has no weight_map")
     wrong = [f"{name}: {shard!r:.80}" for name, shard in places.items() if not _is_name(shard)]
     if wrong:
         trouble = "names what is no file, or files outside its folder"
-        raise ValueError(f"{index!r} {trouble}: {', '.join(listed(wrong))}")
+        raise BadValue(f"{index!r} {trouble}: {', '.join(listed(wrong))}")
     files = [os.path.join(os.path.dirname(index), shard) for shard in sorted({*places.values()})]
     absent = [repr(file) for file in files if not os.path.exists(file)]
     if absent:
-        raise FileNotFoundError(f"{index!r} names missing files: {', '.join(listed(absent))}")
+        raise NoSuchFile(f"{index!r} names missing files: {', '.join(listed(absent))}")
     weights = _open_files(files, allow_pickle)
     raise_all(
         f"{index!r} puts {name} in {shard}, which does not hold it"
@@ -227,7 +228,7 @@ def raise_all(problems: Iterable[str], title: str = "the checkpoint cannot be re
     """One error that lists the problems, so that a checkpoint is repaired in one go."""
     problems = listed(problems)
     if problems:
-        raise ValueError("\n  ".join([f"{title}:", *problems]))
+        raise BadValue("\n  ".join([f"{title}:", *problems]))
 
 
 def write_safetensors(path: str, tensors: Mapping[str, np.ndarray]) -> None:
@@ -260,10 +261,10 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
     if os.path.isdir(name):
         return os.path.abspath(name)
     if os.path.exists(name):
-        raise ValueError(f"path={name!r} is not valid: a checkpoint is a folder, this is a file")
+        raise BadValue(f"path={name!r} is not valid: a checkpoint is a folder, this is a file")
     missing = f"path={name!r}: there is no such folder, and"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
-        raise FileNotFoundError(f"{missing} it is not a hub id (organisation/name)")
+        raise NoSuchFile(f"{missing} it is not a hub id (organisation/name)")
     import huggingface_hub
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "vocab*", "merges.txt"]
@@ -276,4 +277,4 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         first = [*str(error).strip().splitlines(), type(error).__name__][0]
         message = f"{missing} as a hub id it could not be downloaded: {first}"
-        raise FileNotFoundError(message) from error
+        raise NoSuchFile(message) from error

@@ -22,6 +22,7 @@ import numpy as np
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int, one_of
 from tsjax.decoding.method import Autoregressive, Method
+from tsjax.errors import NotEnoughMemory
 from tsjax.files.checkpoint import Model, check_dtype, load
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.tokenizer import encode
@@ -283,7 +284,7 @@ def _shape(question: Question) -> ModelConfig:
     needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_params(cfg)))
     free = available_bytes(jax.devices()[0])
     if free is not None and needed > free:
-        raise MemoryError(
+        raise NotEnoughMemory(
             f"not enough memory: the weights of {question.model} in {cfg.dtype} are {needed:,} "
             f"bytes, {free:,} are free; a smaller preset, or --dtype bfloat16"
         )

@@ -23,6 +23,7 @@ import jax.monitoring
 
 import pallas_kernels
 from pallas_kernels.cache_folder import cache_folder
+from tsjax.errors import NotWritable
 
 COMPILING = "/jax/core/compile/"  # how the events of tracing, lowering and compiling begin
 MOST_BYTES = 4 * 2**30  # of the default folder; the least recently used go first
@@ -92,7 +93,7 @@ def enable_compilation_cache(folder: str | os.PathLike) -> None:
     place = os.path.join(os.fspath(folder), kind_of_machine())
     os.makedirs(place, exist_ok=True)
     if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
+        raise NotWritable(errno.EACCES, os.strerror(errno.EACCES), place)
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

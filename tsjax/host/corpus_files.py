@@ -11,6 +11,7 @@ import os
 import numpy as np
 
 from tsjax.config import check
+from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import Model
 from tsjax.host.request import encode_text
 from tsjax.host.saved_run import read_run
@@ -33,6 +34,6 @@ def read_corpus(model: Model, *files: str | os.PathLike) -> Corpus:
             rows += map(np.concatenate, zip(run.prompts, run.tokens, strict=True))
         else:
             if not os.path.exists(name):
-                raise FileNotFoundError(f"files={name!r} is not valid: no such file")
+                raise NoSuchFile(f"files={name!r} is not valid: no such file")
             rows.append(encode_text(model, read_text(name), f"the text of {name!r}"))
     return Corpus(rows)

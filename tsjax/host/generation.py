@@ -7,6 +7,7 @@ checked everything a user passed, and `run` yields what is new after each chunk 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,11 +17,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsjax.config import GenerationConfig, check_int
+from tsjax.config import GenerationConfig, check, check_int
+from tsjax.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
+from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.info import facts
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
+from tsjax.host.prefix import Prefix
 from tsjax.host.progress import progress_bar
+from tsjax.host.reading import kept_prefix
 from tsjax.host.request import Request, check_row, make_request, tokenizer_of
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, programs_of, run
@@ -47,6 +53,9 @@ def generate(
     on_interrupt: str = "raise",
     corpus: Corpus | None = None,
     draft_model: Model | None = None,
+    logits_processor: Any = None,
+    prefix: Prefix | None = None,
+    keep_prefix: bool = False,
     **settings: Any,
 ) -> GenerationResult:
     """Generates new tokens for one prompt or a batch of prompts.
@@ -54,8 +63,10 @@ def generate(
     Args:
       model: from `tsjax.load`.
       prompt: a string, a list of strings, one row of token ids, a batch of rows, or a ragged list.
+        In its place messages=[{"role": ..., "content": ...}, ...], a chat or several, by the
+        checkpoint's template, or a tokenizer's output: generate(model, **tokenizer(text)).
       config: a GenerationConfig; `settings` (its fields: max_new_tokens, do_sample, temperature,
-        top_p, seed, stop_strings, ...) override it one by one.
+        top_p, seed, stop_strings, num_return_sequences, logprobs, ...) override it one by one.
       method: "autoregressive", "ngram", "tokenswift" (with settings chosen for the machine, as
         tsjax.Auto()), the name of a method of your own, or a method's dataclass. All methods return
         the same tokens in float32 and float64; in bfloat16 and float16 drafts may part from plain
@@ -85,6 +96,14 @@ def generate(
         resumed takes it anew.
       draft_model: a second model of the same vocabulary, for method="draft_model" and
         tsjax.TriForce. It changes no token; a run that is resumed takes it anew.
+      logits_processor: a function (logits [V], tokens [C], length) -> logits of what comes after
+        the first `length` tokens, a tsjax.LogitsProcessor, or several of them in their order. They
+        run in the compiled step, for every node of a draft tree, after the penalties and before the
+        temperature. A run that is resumed takes the same ones anew.
+      prefix: a text that was read before (`tsjax.read`, or `keep_prefix`): what all prompts begin
+        with of it is not read again. It changes no token.
+      keep_prefix: keep what this run reads and writes as `result.prefix`, for a prompt that goes on
+        with it; single prompts only.
 
     Returns:
       A GenerationResult.
@@ -107,13 +126,16 @@ def generate(
         resume_from=resume_from,
         corpus=corpus,
         draft_model=draft_model,
+        logits_processor=logits_processor,
+        prefix=prefix,
     )
     check_int(save_every, "save_every", 1)
+    _check_keep_prefix(keep_prefix, request)
     if save_to is not None and request.decode.prefill is not None:
         why = (
             "what a run saw of its prompt is not saved, so it could not go on with the same tokens"
         )
-        raise ValueError(f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: {why}")
+        raise BadValue(f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: {why}")
     _check_streamer(streamer, request)
     interrupt, saving = Interrupt(), Saving(model, request, save_to, save_every)
     news = None
@@ -135,6 +157,8 @@ def generate(
         streamer.end()
     assert news is not None  # `run` yields at least once
     result = result_of(model, request, news, saving)
+    if keep_prefix:
+        result = dataclasses.replace(result, prefix=kept_prefix(model, request, news))
     interrupt.finish(result, on_interrupt)
     return result
 
@@ -152,6 +176,8 @@ def stream(
     on_interrupt: str = "raise",
     corpus: Corpus | None = None,
     draft_model: Model | None = None,
+    logits_processor: Any = None,
+    prefix: Prefix | None = None,
     **settings: Any,
 ) -> Iterator[StreamChunk]:
     """As `generate`, but an iterator of StreamChunk: the new tokens and text as they come.
@@ -174,6 +200,8 @@ def stream(
         exceed_max_positions=exceed_max_positions,
         corpus=corpus,
         draft_model=draft_model,
+        logits_processor=logits_processor,
+        prefix=prefix,
     )
     return _stream(model, request, on_interrupt)
 
@@ -193,6 +221,7 @@ def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[Strea
             finish_reason=[reason if ended else None for _, reason, ended in rows],
             sources=news.sources,
             stats=run_stats(request, news),
+            logprobs=news.logprobs,
         )
     assert news is not None  # `run` yields at least once
     interrupt.finish(result_of(model, request, news), on_interrupt)
@@ -206,21 +235,30 @@ def forward(model: Model, tokens: Any) -> jax.Array:
     tokens = jnp.asarray(tokens)
     if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         given = f"tokens of shape {tokens.shape} and type {tokens.dtype}"
-        raise ValueError(f"{given} is not valid: [B, T] integers")
+        raise BadValue(f"{given} is not valid: [B, T] integers")
     if any(isinstance(array, Tracer) for array in (tokens, *jax.tree.leaves(model.params))):
         return logits(model.params, tokens, cfg=model.cfg)
     check_row(np.asarray(tokens).ravel(), "tokens", model)
     return programs_of(model).logits(model.params, tokens, cfg=model.cfg)
 
 
+def _check_keep_prefix(keep_prefix: Any, request: Request) -> None:
+    check(isinstance(keep_prefix, bool), "keep_prefix", keep_prefix, "True or False")
+    if keep_prefix:
+        rows = len(request.rows)
+        check(rows == 1, "keep_prefix", keep_prefix, f"for one row alone; the call has {rows}")
+        whole = request.decode.prefill is None
+        check(whole, "keep_prefix", keep_prefix, "for prompts that are read whole, not lazily")
+
+
 def _check_streamer(streamer: Any, request: Request) -> None:
     if streamer is None:
         return
     if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise TypeError(f"streamer={streamer!r:.80} is not valid: an object with put() and end()")
+        raise BadType(f"streamer={streamer!r:.80} is not valid: an object with put() and end()")
     rows = len(request.rows)
     if rows > 1:
-        raise ValueError(f"streamer takes one row, the prompt has {rows}: use tsjax.stream")
+        raise BadValue(f"streamer takes one row, the prompt has {rows}: use tsjax.stream")
 
 
 def _bar(request: Request, wanted: bool) -> Any:
@@ -257,6 +295,7 @@ def run_stats(request: Request, news: News) -> RunStats:
         gave_up=news.gave_up,
         prompt_computed=news.prompt_computed,
         compile_seconds=news.compile_seconds,
+        prefix_tokens=request.prefix_length,
     )
 
 
@@ -272,4 +311,22 @@ def result_of(
         _prompts=request.prompts,
         _single=request.single,
         _tokenizer=lambda: model.tokenizer,
+        logprobs=news.all_logprobs,
+        _facts=lambda: facts_of(model, request),
     )
+
+
+def facts_of(model: Model, request: Request) -> dict[str, Any]:
+    """What made a result, so that it can be made again."""
+    processors = [[one.name, one.version] for one in request.processors]
+    return {
+        "config": dataclasses.asdict(request.config),
+        "method": f"{request.method}",
+        **({"logits_processors": processors} if processors else {}),
+        "model": {
+            "path": model.path,
+            "dtype": model.cfg.dtype,
+            "fingerprint": model_fingerprint(model),
+        },
+        **facts(("tsjax", "jax", "jaxlib", "numpy")),
+    }

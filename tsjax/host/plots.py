@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tsjax.config import check
+from tsjax.errors import NotInstalled
 
 KINDS = (".png", ".svg", ".pdf")
 
@@ -24,7 +25,7 @@ def check_plot(path: str, argument: str) -> None:
     good = os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(path)
     check(good, argument, path, "a file in a folder that exists and can be written")
     if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(
+        raise NotInstalled(
             f"{argument}={path!r} needs matplotlib (pip install 'tsjax[plot]'); leave it out"
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +17,11 @@ import numpy as np
 
 from tsjax.config import check
 from tsjax.decoding.replaying import init_replay
+from tsjax.errors import BadType
 from tsjax.files.checkpoint import Model
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.progress import progress_bar
-from tsjax.host.request import check_row, check_same_model, make_request
+from tsjax.host.request import check_row, check_same_model, check_same_processors, make_request
 from tsjax.host.run import programs_of, start_run
 from tsjax.host.saved_run import read_run
 
@@ -85,7 +87,9 @@ class RunCheck:
         return sorted(every, key=lambda entry: entry[2])[:count]
 
 
-def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -> RunCheck:
+def check_run(
+    model: Model, run: str | os.PathLike, *, logits_processor: Any = None, progress: bool = False
+) -> RunCheck:
     """Whether the tokens of a saved run are those that plain decoding chooses, and by what margin.
 
     In float32 and float64 they are, whatever the method. In bfloat16 and float16 a pass over
@@ -95,17 +99,23 @@ def check_run(model: Model, run: str | os.PathLike, *, progress: bool = False) -
     Args:
       model: the run's, from `tsjax.load` with the run's dtype.
       run: a file that `generate(save_to=...)` wrote.
+      logits_processor: those of the run.
       progress: show a progress bar on stderr.
     """
     if not isinstance(model, Model):
-        raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
+        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
     name, saved = f"run={os.fspath(run)!r}", read_run(run, "run")
     check_same_model(name, saved, model, stacklevel=3)
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in saved.tokens]
     longest, most = max(map(len, made)), saved.config.max_new_tokens
     check(longest <= most, "run", os.fspath(run), f"at most max_new_tokens={most} tokens in a row")
     wide = saved.exceed_max_positions
-    request = make_request(model, saved.prompts, saved.config, {}, exceed_max_positions=wide)
+    how = {"exceed_max_positions": wide, "logits_processor": logits_processor}
+    # The rows of a saved run are those of all answers; what is told beside them matters not.
+    config = saved.config.replace(num_return_sequences=1, logprobs=None)
+    config = config.replace(seed=saved.seeds)
+    request = make_request(model, saved.prompts, config, {}, **how)
+    check_same_processors(name, saved, request.processors)
     begin = request.prompt_length
     end = [first + len(row) for first, row in zip(begin, made, strict=True)]
     state = start_run(model, request, Interrupt())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,15 +20,21 @@ from jax.core import Tracer
 
 from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_settings
 from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
+from tsjax.decoding.processors import LogitsProcessor, check_processors
 from tsjax.decoding.reading import parts
 from tsjax.decoding.start import memory_bytes, temporary_bytes
+from tsjax.errors import BadType, BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.files.tokenizer import encode
+from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import measured_on
 from tsjax.host.info import memory_share
 from tsjax.host.memory import available_bytes
+from tsjax.host.prefix import Prefix, check_prefix
+from tsjax.host.result import no_log_probs
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
@@ -37,6 +43,7 @@ from tsjax.methods.corpus import Corpus
 from tsjax.model.cache import cache_bytes
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
+from tsjax.typing import accumulation_dtype
 
 SMALLEST_CAPACITY = 2048
 LARGEST_DOUBLING = 32768
@@ -58,6 +65,8 @@ class Request:
       capacity: cache slots per row.
       prefill_widths: tokens of each pass of the prefill, for each of its parts.
       prompt_capacity: the most tokens of a prompt that a lazy prefill can take.
+      prefix_length: how many tokens at the beginning of each row are copied from the prefix.
+      logprobs: of the tokens that a resumed run had made already; None where nobody asks.
     """
 
     rows: list[np.ndarray]
@@ -75,6 +84,10 @@ class Request:
     exceed_max_positions: bool
     corpus: Corpus | None
     draft_model: Model | None
+    processors: tuple[LogitsProcessor, ...]
+    prefix: Prefix | None
+    prefix_length: int
+    logprobs: list[LogProbs] | None
 
     @property
     def prompts(self) -> list[np.ndarray]:
@@ -87,7 +100,9 @@ class Request:
     @property
     def seeds(self) -> list[int]:
         seed = self.config.seed
-        return list(seed) if isinstance(seed, tuple) else [seed] * len(self.rows)
+        if not isinstance(seed, tuple):
+            return [seed] * len(self.rows)
+        return [one for one in seed for _ in range(self.config.num_return_sequences)]
 
 
 def make_request(
@@ -104,52 +119,71 @@ def make_request(
     resume_from: str | os.PathLike | None = None,
     corpus: Corpus | None = None,
     draft_model: Model | None = None,
+    logits_processor: Any = None,
+    prefix: Prefix | None = None,
 ) -> Request:
     """The arguments of `generate`, see there."""
     if not isinstance(model, Model):
-        raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
+        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
     _refuse_tracing(model, prompt)
+    prompt, settings = _prompt_of(model, prompt, settings)
     refuse_unknown_settings(settings)
     lazy = _resolve_prefill(prefill)
     check_int(prefill_width, "prefill_width", 1)
     if config is not None and not isinstance(config, GenerationConfig):
         wanted = "a tsjax.GenerationConfig; for a HuggingFace one use GenerationConfig.from_hf"
-        raise TypeError(f"config={config!r:.80} is not valid: {wanted}")
+        raise BadType(f"config={config!r:.80} is not valid: {wanted}")
     if resume_from is None:
         if prompt is None:
-            raise ValueError("prompt=None is not valid: text or token ids (or resume_from=FILE)")
+            ways = "text or token ids (or messages=[...], or resume_from=FILE)"
+            raise BadValue(f"prompt=None is not valid: {ways}")
         config = (config or GenerationConfig()).replace(**settings)
-        prompts, single = _prompt_rows(model, prompt)
+        prompts, single = prompt_rows(model, prompt)
+        answers = config.num_return_sequences
+        _check_seeds(config, len(prompts))
+        prompts = [row for row in prompts for _ in range(answers)]
+        single = single and answers == 1
         made = [np.zeros(0, np.int32)] * len(prompts)
         reasons: list[str | None] = [None] * len(prompts)
+        logprobs = None if config.logprobs is None else [no_log_probs(config.logprobs)] * len(made)
     else:
         what = "resume_from continues a run"
         if lazy is not None:
-            raise ValueError(f"{what} whose whole prompt was computed: leave out prefill")
+            raise BadValue(f"{what} whose whole prompt was computed: leave out prefill")
         if config is not None or set(settings) - {"max_new_tokens"}:
             beside = "pass nothing but max_new_tokens beside it"
-            raise ValueError(f"{what} with its own settings: {beside}")
+            raise BadValue(f"{what} with its own settings: {beside}")
         run = _resumed_run(model, resume_from, prompt, settings)
         prompts, made, single = run.prompts, run.tokens, run.single
-        config, reasons = run.config, run.finish_reason
+        config, reasons, logprobs = run.config, run.finish_reason, run.logprobs
         method = run.method if method is None else method
         exceed_max_positions = exceed_max_positions or run.exceed_max_positions
     if method is None:
         method = "autoregressive" if draft_model is None else "draft_model"
     method = resolve_method(method)
-    _check_against_model(config, model, len(prompts))
+    _check_against_model(config, model)
     context = max(map(len, prompts)) + config.max_new_tokens // 2
     _check_corpus(corpus, method, model)
     _check_draft_model(draft_model, method, model)
+    of_scores = accumulation_dtype(model.cfg.dtype)
+    most = max(map(len, prompts)) + config.max_new_tokens
+    processors = check_processors(logits_processor, model.cfg.vocab_size, most, of_scores)
+    if resume_from is not None:
+        check_same_processors(f"resume_from={os.fspath(resume_from)!r}", run, processors)
     new_tokens = None if corpus is not None else config.max_new_tokens
     measured = measured_on(method, model, context, len(prompts), new_tokens)
     second = None if draft_model is None else draft_model.cfg
     measured = measured._replace(corpus=corpus is not None, draft_model=second)
 
+    if prefix is not None:
+        check_prefix(prefix, model)
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     longest = max(map(len, rows))
+    known = 0 if prefix is None else prefix.shared_with(rows)
     prompt_capacity = _capacity_bucket(longest, SMALLEST_PREFILL) if lazy else 0
     if lazy is not None:
+        if prefix is not None:
+            raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
         _check_prompts(lazy, prompts)
         # For all prompts of a bucket alike, as every other setting is another program.
         lazy = lazy.resolved(model.cfg, prompt_capacity)
@@ -167,11 +201,17 @@ def make_request(
             measured=measured,
             stop_ids=_stop_ids(config, model),
             capacity=0,
-            prefill_widths=[_widths(int(count), prefill_width) for count in parts(decode, longest)],
+            prefill_widths=[
+                _widths(int(count) - known, prefill_width) for count in parts(decode, longest)
+            ],
             prompt_capacity=prompt_capacity,
             exceed_max_positions=exceed_max_positions,
             corpus=corpus,
             draft_model=draft_model,
+            processors=processors,
+            prefix=prefix,
+            prefix_length=known,
+            logprobs=logprobs,
         )
         _check_positions(request)
         slots = _capacity(request, capacity, prefill_width)
@@ -185,8 +225,31 @@ def make_request(
         request = request_by(measured._replace(int8_fits=False))
         shortage = _memory_shortage(request, model)
     if shortage:
-        raise MemoryError(shortage)
+        raise NotEnoughMemory(shortage)
     return request
+
+
+def _prompt_of(
+    model: Model, prompt: Any, settings: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """The prompt, also where it came as a chat or as a tokenizer's output, and the rest."""
+    names = ("messages", "input_ids", "attention_mask", "token_type_ids")
+    given = {name: settings[name] for name in names if settings.get(name) is not None}
+    settings = {name: value for name, value in settings.items() if name not in names}
+    for name, value in given.items():
+        _refuse_tracing(model, value)
+        if name in ("messages", "input_ids") and prompt is not None:
+            raise BadValue(f"{name} is not valid beside a prompt: give the text once")
+    if "messages" in given:
+        if "input_ids" in given:
+            raise BadValue("messages is not valid beside input_ids: give the text once")
+        return chat_prompt(model, given["messages"]), settings
+    if "input_ids" in given:
+        mask = given.get("attention_mask")
+        return {"input_ids": given["input_ids"], "attention_mask": mask}, settings
+    if "attention_mask" in given:
+        raise BadValue("attention_mask is not valid without input_ids")
+    return prompt, settings
 
 
 def _refuse_tracing(model: Model, prompt: Any) -> None:
@@ -194,7 +257,7 @@ def _refuse_tracing(model: Model, prompt: Any) -> None:
     given = {"model": model.params, "prompt": prompt, "call": jax.device_put(0)}
     for name, arrays in given.items():
         if any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
-            raise TypeError(
+            raise BadType(
                 f"a traced {name} is not valid: generate and stream are loops on the host; inside "
                 "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
                 "examples/inside_jit.py"
@@ -219,7 +282,7 @@ def _check_prompts(lazy: LazyPrefill, prompts: list[np.ndarray]) -> None:
             check(getattr(lazy, name) <= size, name, getattr(lazy, name), wanted)
 
 
-def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
+def prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
     """Any accepted form of prompt -> rows of ids, and whether it was a single one."""
     if isinstance(prompt, str):
         return [encode_text(model, prompt, "prompt")], True
@@ -228,15 +291,13 @@ def _prompt_rows(model: Model, prompt: Any) -> tuple[list[np.ndarray], bool]:
     if isinstance(prompt, list | tuple) and prompt and all(isinstance(p, str) for p in prompt):
         return [encode_text(model, text, f"prompt[{i}]") for i, text in enumerate(prompt)], False
     if _is_chat(prompt):
-        raise ValueError(
-            f"prompt={prompt!r:.80} is not valid: chat messages have to become token ids by the "
-            "model's own template first: "
-            "prompt=model.tokenizer.apply_chat_template(messages, add_generation_prompt=True)"
+        raise BadValue(
+            f"prompt={prompt!r:.80} is not valid: pass a chat as messages=[...], or its token ids"
         )
     rank = _rank(prompt)
     if rank not in (1, 2):
         wanted = "a string, a list of strings, a row of token ids or a list of rows"
-        raise ValueError(f"prompt={prompt!r:.80} is not valid: {wanted}")
+        raise BadValue(f"prompt={prompt!r:.80} is not valid: {wanted}")
     if rank == 1:
         return [check_row(prompt, "prompt", model)], True
     rows = list(prompt if isinstance(prompt, list | tuple) else np.asarray(prompt))
@@ -253,7 +314,7 @@ def _is_chat(prompt: Any) -> bool:
 
 def prompt_row(model: Model, prompt: Any) -> np.ndarray:
     """The ids of a single prompt, in any of its forms."""
-    rows, single = _prompt_rows(model, prompt)
+    rows, single = prompt_rows(model, prompt)
     check(single, "prompt", f"{len(rows)} rows", "one prompt, a string or a row of token ids")
     return rows[0]
 
@@ -297,7 +358,7 @@ def encode_text(model: Model, text: str, name: str) -> np.ndarray:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid text: {error}") from error
+        raise BadValue(f"{name} is not valid text: {error}") from error
     return check_row(encode(model.tokenizer, text), name, model)
 
 
@@ -305,7 +366,7 @@ def _check_corpus(corpus: Any, method: Method, model: Model) -> None:
     if corpus is None:
         return
     if not isinstance(corpus, Corpus):
-        raise TypeError(f"corpus={corpus!r:.80} is not valid: a tsjax.Corpus")
+        raise BadType(f"corpus={corpus!r:.80} is not valid: a tsjax.Corpus")
     reads = f"a method that reads it, such as 'auto'; {type(method).__name__} does not"
     check(method.reads_corpus, "corpus", corpus, reads)
     fits = corpus.largest < model.cfg.vocab_size
@@ -318,7 +379,7 @@ def _check_draft_model(second: Any, method: Method, model: Model) -> None:
     if second is None:
         return
     if not isinstance(second, Model):
-        raise TypeError(f"draft_model={second!r:.80} is not valid: what tsjax.load returns")
+        raise BadType(f"draft_model={second!r:.80} is not valid: what tsjax.load returns")
     takes = f"a method that takes one, such as 'draft_model'; {type(method).__name__} does not"
     name = second.path or "a model"
     check(method.takes_draft_model, "draft_model", name, takes)
@@ -330,7 +391,7 @@ def _check_draft_model(second: Any, method: Method, model: Model) -> None:
         return
     for word in sorted(words.keys() | others.keys(), key=lambda word: (words.get(word, own), word)):
         if words.get(word) != others.get(word):
-            raise ValueError(
+            raise BadValue(
                 f"draft_model={second.path!r} is not valid: a model of the same vocabulary; "
                 f"{word!r} is token {others.get(word)} there, and {words.get(word)} of the model"
             )
@@ -343,20 +404,28 @@ def _vocabulary(model: Model) -> dict[str, int] | None:
 
 def check_row(row: Any, name: str, model: Model) -> np.ndarray:
     if np.size(row) == 0:
-        raise ValueError(f"{name}={row!r} is not valid: at least one token (a BOS token, say)")
+        raise BadValue(f"{name}={row!r} is not valid: at least one token (a BOS token, say)")
     row = np.asarray(row)
     if row.ndim != 1 or not np.issubdtype(row.dtype, np.integer):
         given = f"{name} of shape {row.shape} and type {row.dtype}"
-        raise ValueError(f"{given} is not valid: a row of integer token ids")
+        raise BadValue(f"{given} is not valid: a row of integer token ids")
     vocab = model.cfg.vocab_size
     outside = row[(row < 0) | (row >= vocab)]
     if outside.size:
-        raise ValueError(f"{name} holds token id {outside[0]}: ids are from 0 to {vocab - 1}")
+        raise BadValue(f"{name} holds token id {outside[0]}: ids are from 0 to {vocab - 1}")
     return row.astype(np.int32)
 
 
-def _check_against_model(config: GenerationConfig, model: Model, num_rows: int) -> None:
+def _check_seeds(config: GenerationConfig, prompts: int) -> None:
+    if isinstance(config.seed, tuple):
+        wanted = f"one for each of {prompts} prompts"
+        check(len(config.seed) == prompts, "seed", config.seed, wanted)
+
+
+def _check_against_model(config: GenerationConfig, model: Model) -> None:
     vocab = model.cfg.vocab_size
+    most = f"at most the {vocab} tokens of the vocabulary"
+    check((config.logprobs or 0) <= vocab, "logprobs", config.logprobs, most)
     for name in ("suppress_tokens", "eos_token_id"):
         value = getattr(config, name)
         for token in value if isinstance(value, tuple) else () if value is None else (value,):
@@ -365,14 +434,12 @@ def _check_against_model(config: GenerationConfig, model: Model, num_rows: int) 
     given = f"{len(config.suppress_tokens)} tokens"
     wanted = "some token must be left, beside the stop tokens that min_new_tokens bars"
     check(len(barred) < vocab, "suppress_tokens", given, wanted)
-    if isinstance(config.seed, tuple):
-        check(len(config.seed) == num_rows, "seed", config.seed, f"one for each of {num_rows} rows")
     if config.stop_strings:
         try:
             _ = model.tokenizer
         except (FileNotFoundError, ValueError) as error:
             name = f"stop_strings={config.stop_strings!r}"
-            raise ValueError(f"{name} needs a tokenizer: {error}") from error
+            raise BadValue(f"{name} needs a tokenizer: {error}") from error
 
 
 def _stop_ids(config: GenerationConfig, model: Model) -> tuple[int, ...]:
@@ -394,9 +461,9 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     prompts = [check_row(row, f"a prompt in {name}", model) for row in run.prompts]
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in run.tokens]
     if prompt is not None:
-        given = _prompt_rows(model, prompt)[0]
+        given = prompt_rows(model, prompt)[0]
         if len(given) != len(prompts) or not all(map(np.array_equal, given, prompts)):
-            raise ValueError(f"prompt is not the one saved in {name}: leave it out")
+            raise BadValue(f"prompt is not the one saved in {name}: leave it out")
     config = run.config.replace(**settings)
     longest, most = max(map(len, made)), config.max_new_tokens
     wanted = f"at least the {longest} tokens that {name} holds"
@@ -417,13 +484,29 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
         same = run.fingerprint == fingerprint_of_norms(model)
     elif run.dtype != model.cfg.dtype:
         then, now = f"dtype={run.dtype!r}", repr(model.cfg.dtype)
-        raise ValueError(f"{name} was saved with {then}, the model has {now}: load it with {then}")
+        raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
     else:
         same = run.fingerprint == model_fingerprint(model)
     if not same:
         other = "another model or dtype" if run.is_old else "another model"
         known = f", which was loaded from {run.model_path!r}" if run.model_path else ""
-        raise ValueError(f"{name} was saved with {other}: load that of the run{known}")
+        raise BadValue(f"{name} was saved with {other}: load that of the run{known}")
+
+
+def check_same_processors(name: str, run: SavedRun, given: Sequence[LogitsProcessor]) -> None:
+    """A function is in no file: the caller gives it again."""
+    wanted, found = run.processors, [[one.name, one.version] for one in given]
+    if wanted != found:
+
+        def listed(processors) -> str:
+            return (
+                ", ".join(f"{name} (version {version})" for name, version in processors) or "none"
+            )
+
+        raise BadValue(
+            f"{name} was saved with these logits processors: "
+            f"{listed(wanted)}; given: {listed(found)}; pass the same as logits_processor"
+        )
 
 
 def repeat_numbers(request: Request) -> list[int]:
@@ -441,11 +524,11 @@ def _check_positions(request: Request) -> None:
         return
     remedy = "or pass exceed_max_positions=True (--exceed-max-positions); quality will suffer"
     if prompt >= limit:
-        raise ValueError(
+        raise BadValue(
             f"prompt of {prompt} tokens is not valid: the model has {limit} positions, the new "
             f"tokens included; shorten it, {remedy}"
         )
-    raise ValueError(
+    raise BadValue(
         f"max_new_tokens={request.config.max_new_tokens} is not valid: with a prompt of {prompt} "
         f"tokens it goes beyond the model's {limit} positions; at most {limit - prompt}, {remedy}"
     )
@@ -455,7 +538,8 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
     """The slots a user asked for, if they suffice, or the bucket that holds the run."""
     # A step writes the rows of its longest path, of which the last ones may be in vain.
     decode = request.decode
-    needed = max(max(request.max_length) + decode.rows_ahead, *map(sum, request.prefill_widths))
+    read = [request.prefix_length + sum(widths) for widths in request.prefill_widths]
+    needed = max(max(request.max_length) + decode.rows_ahead, *read)
     if wanted is None:
         return _capacity_bucket(needed)
     check_int(wanted, "capacity", 1)
@@ -489,7 +573,11 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
     mesh, decode, second = mesh_of(model.params), request.decode, request.draft_model
     rows, slots = len(request.rows), request.capacity
     widest = max((width for part in request.prefill_widths for width in part), default=1)
+    vocab, told = decode.model.vocab_size, request.config.logprobs
+    counted = request.config.presence_penalty != 0 or request.config.frequency_penalty != 0
     sizes = {
+        "log-probabilities": 0 if told is None else rows * slots * (8 + 16 * told),
+        "counts of tokens": 4 * rows * vocab if counted else 0,
         "the cache": cache_bytes(decode.model, rows, slots, mesh),
         "what method and prefill remember": memory_bytes(
             decode, rows, slots, request.prompt_capacity

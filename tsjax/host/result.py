@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
+from tsjax.decoding.logprobs import LogProbs
+from tsjax.errors import BadValue
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.files.whole_files import write_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +45,7 @@ class RunStats:
     # layers between two cuts being a stage. () where the whole prompt is computed.
     prompt_computed: tuple[float, ...] = ()
     compile_seconds: float = 0.0  # of prefill and decoding; includes reading kept programs
+    prefix_tokens: int = 0  # of each prompt, that a prefix had read before
 
     @property
     def accepted(self) -> int:
@@ -73,8 +79,10 @@ class GenerationResult:
     Attributes:
       tokens: the new tokens of each row, one int32 array per row, also for a single prompt. A stop
         token is included.
-      finish_reason: per row, "eos", "stop_string", "length" or "interrupted".
+      finish_reason: per row, "eos", "stop_string", "repetition", "length" or "interrupted".
       stats: what it cost.
+      logprobs: one `LogProbs` per row, for its tokens; None where nobody asked.
+      prefix: with keep_prefix, what the run has read and written.
       problems: why `save_to` could not be written, each reason once.
       unsaved: whether `save_to` lacks the last tokens.
     """
@@ -87,6 +95,9 @@ class GenerationResult:
     _prompts: list[np.ndarray]
     _single: bool
     _tokenizer: Callable[[], Any]
+    logprobs: list[LogProbs] | None = None
+    prefix: Any = None
+    _facts: Callable[[], dict[str, Any]] = dict
 
     @functools.cached_property
     def text(self) -> str | list[str]:
@@ -100,6 +111,73 @@ class GenerationResult:
             texts.append(writer.push(row) + writer.flush())
         return texts[0] if self._single else texts
 
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, as JSON has it: tokens, text, figures, and what was asked of which model."""
+        stats = self.stats
+        try:
+            text = self.text
+        except (FileNotFoundError, ValueError):  # without a tokenizer
+            text = None
+        told = self.logprobs
+        return {
+            "text": text,
+            "tokens": [row.tolist() for row in self.tokens],
+            "finish_reason": self.finish_reason,
+            "unsaved": self.unsaved,
+            **({} if told is None else {"logprobs": [*map(log_probs_to_dict, told)]}),
+            "prompt_tokens": [row.tolist() for row in self._prompts],
+            **self._facts(),
+            "stats": {
+                **dataclasses.asdict(stats),
+                "tokens_per_step": stats.tokens_per_step,
+                "alpha": stats.alpha,
+                "tokens_per_second": stats.tokens_per_second,
+            },
+        }
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes `to_dict` as a JSON file, whole or not at all."""
+        write_text(os.path.realpath(path), json.dumps(self.to_dict()) + "\n")
+
+
+def no_log_probs(count: int) -> LogProbs:
+    """Of no tokens."""
+    one, some, tokens = (
+        np.zeros(shape, kind)
+        for shape, kind in (((0,), np.float32), ((0, count), np.float32), ((0, count), np.int32))
+    )
+    return LogProbs(one, tokens, some, one, tokens, some)
+
+
+def log_probs_to_dict(found: LogProbs) -> dict[str, Any]:
+    """As JSON has it; null for what cannot be, whose logarithm is -inf."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [*map(plain, value)]
+        return None if value == -np.inf else value
+
+    fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    return {name: plain(value.tolist()) for name, value in fields.items() if value is not None}
+
+
+def log_probs_from_dict(saved: Mapping[str, Any]) -> LogProbs:
+    """What `log_probs_to_dict` was given; ValueError for anything else."""
+
+    def array(name: str) -> np.ndarray:
+        kind = np.int32 if name.endswith("tokens") else np.float32
+        rank = 1 if name in ("raw", "processed") else 2
+        count = len(saved["raw"])
+        values = np.asarray(saved[name], object)
+        values = np.where(values == None, -np.inf, values).astype(kind)  # noqa: E711
+        if not count:
+            return values.reshape((0,) if rank == 1 else (0, 0))
+        if values.ndim != rank or len(values) != count:
+            raise BadValue(f"logprobs of the wrong shape: {name}")
+        return values
+
+    return LogProbs(**{field.name: array(field.name) for field in dataclasses.fields(LogProbs)})
+
 
 @dataclasses.dataclass(frozen=True)
 class StreamChunk:
@@ -109,6 +187,7 @@ class StreamChunk:
       tokens: one int32 array per row.
       text: None for a model without a tokenizer.
       finish_reason: None while a row runs.
+      logprobs: of `tokens`, one `LogProbs` per row; None where nobody asked.
       sources: who drafted each of `tokens`, uint8: bit i stands for stats.method.sources[i], 0 for
         nobody.
       stats: of the run so far.
@@ -119,3 +198,4 @@ class StreamChunk:
     finish_reason: list[str | None]
     sources: list[np.ndarray]
     stats: RunStats
+    logprobs: list[LogProbs] | None = None

@@ -17,6 +17,7 @@ import jax
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
+from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import read_config
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.weight_files import EMBEDDED
@@ -221,7 +222,7 @@ def config_of(name: str) -> ModelConfig:
         return read_config(name)
     except FileNotFoundError as error:
         known = f"{EMBEDDED}, {', '.join(model_preset_names())}"
-        raise FileNotFoundError(f"{error}; names that need no folder: {known}") from error
+        raise NoSuchFile(f"{error}; names that need no folder: {known}") from error
 
 
 def device_named(name: str | None, model: ModelConfig) -> tuple[str, Device, str]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
 from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.reading import reading_config
@@ -25,6 +26,7 @@ from tsjax.files.checkpoint import Model
 from tsjax.host.compilation import Stopwatch, try_to_keep_programs
 from tsjax.host.costs import contradicts, forget
 from tsjax.host.interrupt import Interrupt
+from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
 from tsjax.methods.corpus import CorpusIndex
@@ -49,6 +51,9 @@ class News:
     all_tokens: list[np.ndarray]
     reasons: list[str | None]
     newly_ended: list[bool]
+    logprobs: list[LogProbs] | None  # of `tokens`
+    all_logprobs: list[LogProbs] | None  # of `all_tokens`
+    state: DecodeState  # which the next chunk uses up
     steps: StepStats  # of the run so far, as NumPy arrays
     computed: int  # tokens that the steps emitted, kept or not
     prefill_seconds: float
@@ -95,10 +100,11 @@ def run(
                 state = chunk_of_steps(params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
             steps = _next_chunk(steps, decoding.last)
-        read = rows.read(state, interrupt.requested)
+        read = rows.read(Seen.of(state), interrupt.requested)
         counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
             **read,
+            state=state,
             steps=counts,
             prefill_seconds=prefilling.seconds,
             decode_seconds=decoding.seconds,
@@ -213,11 +219,37 @@ class Known(NamedTuple):
         return cls(np.array(state.stats.steps), _length(state))
 
 
+class Seen(NamedTuple):
+    """What the host reads of a state, as NumPy arrays."""
+
+    tokens: np.ndarray
+    sources: np.ndarray
+    length: np.ndarray
+    finish: np.ndarray
+    logprobs: LogProbs | None
+
+    @classmethod
+    def of(cls, state: DecodeState) -> Seen:
+        told = jax.tree.map(np.asarray, state.logprobs)
+        return cls(
+            tokens=np.asarray(state.tokens),
+            sources=np.asarray(state.sources),
+            length=_length(state),
+            finish=np.asarray(state.finish),
+            logprobs=told,
+        )
+
+    def row(self, row: int) -> Seen:
+        """One of them, as a batch of one."""
+        return jax.tree.map(lambda x: x[row : row + 1], self)
+
+
 class Rows:
     """The rows of a run as the host knows them: what was emitted, and why a row has ended."""
 
     def __init__(self, model: Model, request: Request):
         self._request, self._watch = request, StopStrings(model, request)
+        self._loops = Loops(request)
         self._emitted = [len(row) for row in request.rows]
         self._reasons = list(request.finish_reason)
 
@@ -225,19 +257,21 @@ class Rows:
     def running(self) -> bool:
         return None in self._reasons
 
-    def read(self, state: DecodeState, interrupted: bool) -> dict:
+    def read(self, seen: Seen, interrupted: bool) -> dict:
         """What is new, as the fields of News."""
-        tokens, finish = np.asarray(state.tokens), np.asarray(state.finish)
-        length = _length(state)
-        drafted_by, begun = np.asarray(state.sources), list(self._reasons)
-        new, sources = [], []
+        tokens, drafted_by, length, finish = seen[:4]
+        begun = list(self._reasons)
+        new, sources, before = [], [], list(self._emitted)
         for row, reason in enumerate(begun):
             known = self._emitted[row]
             fresh = np.array(tokens[row, known : length[row] if reason is None else known])
             if reason is None:
-                cut = self._watch.find(row, fresh)
+                cut, why = self._watch.find(row, fresh), "stop_string"
+                loop = self._loops.find(row, fresh if cut is None else fresh[: cut - 1])
+                if loop is not None:
+                    cut, why = loop, "repetition"
                 if cut is not None:
-                    fresh, self._reasons[row] = fresh[:cut], "stop_string"
+                    fresh, self._reasons[row] = fresh[:cut], why
                 elif finish[row] in _REASONS:
                     self._reasons[row] = _REASONS[finish[row]]
                 elif interrupted:
@@ -245,8 +279,11 @@ class Rows:
             self._emitted[row] += len(fresh)
             sources.append(drafted_by[row, known : self._emitted[row]].copy())
             new.append(fresh)
+        told, every = self._told(seen.logprobs, before)
         return {
             "tokens": new,
+            "logprobs": told,
+            "all_logprobs": every,
             "sources": sources,
             "all_tokens": [
                 tokens[row, n : self._emitted[row]].copy()
@@ -257,6 +294,22 @@ class Rows:
             "computed": int(length.sum()) - sum(map(len, self._request.rows)),
         }
 
+    def _told(self, found: LogProbs | None, before: list[int]):
+        """Log-probabilities of what is new since `before`, and of all tokens of each row."""
+        earlier = self._request.logprobs
+        if found is None or earlier is None:
+            return None, None
+
+        def part(row: int, begin: int) -> LogProbs:
+            return jax.tree.map(lambda x: x[row, begin : self._emitted[row]].copy(), found)
+
+        new = [part(row, begin) for row, begin in enumerate(before)]
+        every = []
+        for row, known in enumerate(self._request.rows):
+            parts = earlier[row], part(row, len(known))
+            every.append(jax.tree.map(lambda a, b: np.concatenate([a, b]), *parts))
+        return new, every
+
     def stop(self, state: DecodeState) -> DecodeState:
         """The state in which rows that the host has ended run no more."""
         ended = np.asarray([reason is not None for reason in self._reasons])
@@ -265,17 +318,51 @@ class Rows:
 
 
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
-    """Allocates the state and prefills it."""
-    state = _begin(model, request)
-    for begun in _read(model, request, state):
+    """Allocates the state and prefills it. A prompt that several rows have is read once."""
+    alone, of_rows = _distinct(model, request)
+    state = begin_run(model, alone)
+    if request.prefix is not None and request.prefix_length:
+        state = programs_of(model).adopt(state, request.prefix.cache)
+    for begun in _read(model, alone, state):
         state = begun
         if interrupt.requested:
             break  # the rows are reported as interrupted, no step runs on this state
         state.kv.length.block_until_ready()
-    return state
+    if alone is request:
+        return state
+    return programs_of(model).spread(begin_run(model, request), state.kv, of_rows)
 
 
-def _begin(model: Model, request: Request) -> DecodeState:
+def _distinct(model: Model, request: Request) -> tuple[Request, np.ndarray]:
+    """The run with each text once, and for each row which of these it begins with."""
+    places: dict[bytes, int] = {}
+    of_rows = [places.setdefault(row.tobytes(), len(places)) for row in request.rows]
+    if len(places) == len(of_rows) or request.decode.prefill is not None or _is_split(model):
+        return request, np.arange(len(of_rows))
+    first = [of_rows.index(place) for place in range(len(places))]
+
+    def some(values):
+        return [values[index] for index in first]
+
+    # Only what the passes of a prefill see matters here.
+    config = request.config.replace(seed=0, num_return_sequences=1, logprobs=None)
+    alone = dataclasses.replace(
+        request,
+        rows=some(request.rows),
+        prompt_length=some(request.prompt_length),
+        finish_reason=some(request.finish_reason),
+        config=config,
+        decode=reading_config(request.decode),
+    )
+    return alone, np.asarray(of_rows, np.int32)
+
+
+def _is_split(model: Model) -> bool:
+    """Whether rows lie on several devices, and stay where they are."""
+    return mesh_of(model.params) is not None
+
+
+def begin_run(model: Model, request: Request) -> DecodeState:
     cfg, rows, mesh = model.cfg, request.rows, mesh_of(model.params)
     # As wide as the buffer: the program is compiled for a width, not for each prompt.
     tokens = np.zeros((len(rows), request.capacity), np.int32)
@@ -289,7 +376,9 @@ def _begin(model: Model, request: Request) -> DecodeState:
         seeds=np.asarray(request.seeds, np.uint32),
         repeats=np.asarray(repeat_numbers(request), np.uint32),
         ended=np.asarray([reason is not None for reason in request.finish_reason]),
-        sampling=sampling_values(request.config, request.stop_ids, cfg.vocab_size, cfg.dtype),
+        sampling=sampling_values(
+            request.config, request.stop_ids, cfg.vocab_size, cfg.dtype, request.processors
+        ),
     )
     sizes = {"cfg": request.decode, "prompt_capacity": request.prompt_capacity}
     if mesh is not None:  # each buffer is made where it lies
@@ -306,11 +395,11 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
     compiled, cfg = programs_of(model), reading_config(request.decode)
     yield state
     # What differs from run to run and no pass reads: all runs share the programs.
-    unread = ("memory", "stats", "sampling", "last_seen")
+    unread = ("memory", "stats", "sampling", "last_seen", "counts", "logprobs")
     aside = {name: getattr(state, name) for name in unread}
     state = state.replace(**dict.fromkeys(unread))
     for part, widths in enumerate(request.prefill_widths):
-        start = 0
+        start = request.prefix_length
         for width in widths:
             state = compiled.read_part(model.params, state, start, part=part, width=width, cfg=cfg)
             start += width

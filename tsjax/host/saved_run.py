@@ -16,13 +16,17 @@ from typing import Any
 import numpy as np
 
 from tsjax.config import GenerationConfig, ModelConfig, check, check_int, without_unread
+from tsjax.decoding.logprobs import LogProbs
+from tsjax.errors import BadValue, NoSuchFile
 from tsjax.files.checkpoint import tsjax_version
 from tsjax.files.whole_files import write_text
+from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 from tsjax.input_files import parsing, read_json
 from tsjax.methods import METHODS, Auto
 from tsjax.methods.ngram import as_tuples
 
 FORMAT = 2
+WITH_PROCESSORS = 3  # of runs with processors of a user's own, which format 2 did not know
 OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of only the norms
 
 
@@ -36,6 +40,8 @@ class SavedRun:
       method: as it was asked for.
       tokens: those made so far, one array per row.
       finish_reason: None for a row that has not ended.
+      processors: name and version of each logits processor.
+      logprobs: of the tokens of each row, where they were asked for.
       version: of the tsjax that wrote the file.
       is_old: whether the file has the older format. Then model_path, dtype, method and version are
         None, and the fingerprint is that of the norms.
@@ -51,14 +57,24 @@ class SavedRun:
     prompts: list[np.ndarray]
     tokens: list[np.ndarray]
     finish_reason: list[str | None]
+    processors: list[list[Any]] = dataclasses.field(default_factory=list)
+    logprobs: list[LogProbs] | None = None
     version: str | None = None
     is_old: bool = False
+
+    @property
+    def seeds(self) -> int | tuple[int, ...]:
+        """One for all rows, or one per row."""
+        seed = self.config.seed
+        if not isinstance(seed, tuple):
+            return seed
+        return tuple(one for one in seed for _ in range(self.config.num_return_sequences))
 
 
 def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     """Replaces the file in one step: a kill leaves the old one or the new one."""
     document = {
-        "format": FORMAT,
+        "format": WITH_PROCESSORS if run.processors else FORMAT,
         "tsjax": tsjax_version(),
         "model": {"path": run.model_path, "dtype": run.dtype, "fingerprint": run.fingerprint},
         "method": _method_to_dict(run.method),
@@ -68,6 +84,8 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
         "prompt": [row.tolist() for row in run.prompts],
         "tokens": [row.tolist() for row in run.tokens],
         "finish_reason": run.finish_reason,
+        **({"processors": run.processors} if run.processors else {}),
+        **({"logprobs": [*map(log_probs_to_dict, run.logprobs)]} if run.logprobs else {}),
     }
     write_text(os.path.realpath(path), json.dumps(document))  # a link stays one
 
@@ -75,11 +93,11 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
 def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun:
     name = os.fspath(path)
     if not os.path.isfile(name):
-        raise FileNotFoundError(f"{argument}={name!r} is not valid: no such file")
+        raise NoSuchFile(f"{argument}={name!r} is not valid: no such file")
     with parsing(name, " is not valid: a file written by save_to", argument=argument):
         saved = read_json(name)
-        if saved["format"] not in (OLD_FORMAT, FORMAT):
-            raise ValueError(f"format {saved['format']!r}")
+        if saved["format"] not in (OLD_FORMAT, FORMAT, WITH_PROCESSORS):
+            raise BadValue(f"format {saved['format']!r}")
         is_old = saved["format"] == OLD_FORMAT
         model = {"fingerprint": saved["model"]} if is_old else saved["model"]
         run = SavedRun(
@@ -96,9 +114,13 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
             prompts=_rows(saved["prompt"]),
             tokens=_rows(saved["tokens"]),
             finish_reason=list(saved["finish_reason"]),
+            processors=[list(one) for one in saved.get("processors", ())],
+            logprobs=_log_probs(saved),
         )
+        if run.logprobs and [len(one.raw) for one in run.logprobs] != [*map(len, run.tokens)]:
+            raise BadValue("logprobs and tokens have different lengths")
         if not len(run.prompts) == len(run.tokens) == len(run.finish_reason) > 0:
-            raise ValueError("prompt, tokens and finish_reason have different numbers of rows")
+            raise BadValue("prompt, tokens and finish_reason have different numbers of rows")
         _check_types(run)
     return run
 
@@ -114,8 +136,17 @@ def _check_types(run: SavedRun) -> None:
         ("single", run.single, bool, "true or false"),
     ):
         check(isinstance(value, kind), name, value, wanted)
+    for value in run.processors:
+        is_pair = len(value) == 2 and isinstance(value[0], str)
+        check(is_pair, "processors", value, "pairs of a name and a version")
     for value in run.finish_reason:
         check(isinstance(value, str | None), "finish_reason", value, "strings and nulls")
+
+
+def _log_probs(saved: Mapping[str, Any]) -> list[LogProbs] | None:
+    if saved["config"].get("logprobs") is None:
+        return None
+    return [log_probs_from_dict(one) for one in saved["logprobs"]]
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
@@ -130,7 +161,7 @@ def check_savable(method: Any) -> None:
     if type(method) not in METHODS.values():
         kind = type(method).__name__
         remedy = f"give it a name first, tsjax.register_method('{kind.lower()}', {kind})"
-        raise ValueError(f"save_to is not valid with method={kind}: {remedy}")
+        raise BadValue(f"save_to is not valid with method={kind}: {remedy}")
 
 
 def _method_to_dict(method: Any) -> dict[str, Any]:
@@ -147,7 +178,7 @@ def _method_from_dict(saved: Mapping[str, Any]) -> Any:
     fields = dict(saved)
     name = fields.pop("name")
     if name not in METHODS:
-        raise ValueError(f"method {name!r} is unknown: tsjax.register_method gives it its name")
+        raise BadValue(f"method {name!r} is unknown: tsjax.register_method gives it its name")
     if "auto" in (fields.get("tree"), fields.get("draft_from")):
         return Auto()  # as older versions wrote it
     return METHODS[name](**{key: as_tuples(value) for key, value in fields.items()})

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tsjax.config import check
+from tsjax.decoding.processors import named
+from tsjax.errors import NoSuchFile, NotAFile, NotWritable
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.host.request import Request
@@ -56,6 +58,7 @@ class Saving(Writing):
         if path is not None:
             _check_target(path)
             check_savable(request.method)
+            self._processors = named(request.processors)
             self._fingerprint = model_fingerprint(model)
 
     def save(self, news: News, *, last: bool) -> None:
@@ -74,6 +77,8 @@ class Saving(Writing):
             config=self._request.config,
             prompts=self._request.prompts,
             tokens=news.all_tokens,
+            processors=self._processors,
+            logprobs=news.all_logprobs,
             finish_reason=[None if r == "interrupted" else r for r in news.reasons],
         )
         what = f"save_to={os.fspath(self._path)!r}"
@@ -94,15 +99,15 @@ def check_writable(folder: str, save_to: str, wanted: str, *, make: bool = False
         with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
             pass
     except OSError as error:
-        raise PermissionError(f"save_to={save_to!r} is not valid: {wanted}; {error}") from error
+        raise NotWritable(f"save_to={save_to!r} is not valid: {wanted}; {error}") from error
 
 
 def _check_target(save_to: Any) -> None:
     name = path_of(save_to, "a file")
     folder = os.path.dirname(os.path.abspath(name))
     if not os.path.isdir(folder):
-        raise FileNotFoundError(f"save_to={name!r} is not valid: folder {folder!r} does not exist")
+        raise NoSuchFile(f"save_to={name!r} is not valid: folder {folder!r} does not exist")
     if os.path.isdir(name):
-        raise IsADirectoryError(f"save_to={name!r} is not valid: a file, not a folder")
+        raise NotAFile(f"save_to={name!r} is not valid: a file, not a folder")
     place = os.path.dirname(os.path.realpath(name))
     check_writable(place, name, "a file in a folder that can be written")

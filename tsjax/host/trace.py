@@ -12,6 +12,7 @@ import random
 from typing import Any
 
 from tsjax.config import check
+from tsjax.errors import BadValue
 from tsjax.input_files import read_text
 
 LONGEST = 4096  # drafted tokens of a step
@@ -67,8 +68,8 @@ def _read(path: str, argument: str, wanted: str) -> Any:
     try:
         text = read_text(path)
     except OSError as error:
-        raise ValueError(f"{argument}={path!r} is not valid: {error.strerror}; {wanted}") from error
+        raise BadValue(f"{argument}={path!r} is not valid: {error.strerror}; {wanted}") from error
     for part in (text, text.rstrip().rpartition("\n")[2]):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(part)
-    raise ValueError(f"{argument}={path!r} is not valid: {wanted}")
+    raise BadValue(f"{argument}={path!r} is not valid: {wanted}")

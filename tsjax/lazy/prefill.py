@@ -15,10 +15,11 @@ from jax.core import Tracer
 from tsjax.config import ModelConfig, check
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Method, Sizes
-from tsjax.decoding.sampling import best, step_noise
-from tsjax.decoding.state import DecodeState, Verdict
+from tsjax.decoding.sampling import step_noise
+from tsjax.decoding.state import DecodeState
 from tsjax.decoding.step import commit, decode_step
-from tsjax.decoding.verification import accept, scores_of
+from tsjax.decoding.verification import accept, judge
+from tsjax.errors import BadValue
 from tsjax.lazy.revival import is_reviving, revive_in_background, run_choosing, tokens_until_choice
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
@@ -40,7 +41,7 @@ class LazyPrefill(LazySettings):
     def check(self, model: ModelConfig, method: Method, sizes: Sizes) -> None:
         """Refuses what a model's layers or a method's drafts do not allow."""
         if isinstance(self.keep, str):
-            raise ValueError(
+            raise BadValue(
                 f"keep={self.keep!r} is not valid here: tsjax.generate names the cuts by the "
                 "length of the prompt; LazyPrefill.resolved(model.cfg, tokens) does the same"
             )
@@ -51,7 +52,7 @@ class LazyPrefill(LazySettings):
         random = "a cut before the first layer needs scores='random', as nothing attends there"
         check(0 not in shown or self.scores == "random", "keep", shown, random)
         if self.revive == "on_demand" and sizes.width > 1:
-            raise ValueError(
+            raise BadValue(
                 f"revive='on_demand' is not valid with method={type(method).__name__}: each "
                 "new token then chooses what it sees, so none can be judged ahead; use "
                 "revive='background' or 'never', or method='autoregressive'"
@@ -120,9 +121,8 @@ def _choosing_step(plan: Plan, params: Params, state: DecodeState, cfg: DecodeCo
     _, root = cfg.method.draft(cfg.model, params, state, noise)
     positions = state.kv.length[:, None]
     state, rows = run_choosing(plan, params.model, state, root.tokens, positions)
-    scores = scores_of(params.model, state, root, rows, noise, cfg=cfg)
-    verdict = Verdict(target=best(scores), rows=rows)
-    return state, commit(state, root, verdict, accept(root, verdict))
+    verdict = judge(params.model, state, root, rows, noise, cfg)
+    return state, commit(state, root, verdict, accept(root, verdict.target))
 
 
 def _check_prompts(state: DecodeState, prompt_capacity: int, capacity: int) -> None:
@@ -134,6 +134,6 @@ def _check_prompts(state: DecodeState, prompt_capacity: int, capacity: int) -> N
     enough = f"at least the {longest} tokens of the longest prompt"
     check(longest <= prompt_capacity, "prompt_capacity", prompt_capacity, enough)
     if bool(jnp.any(state.length != state.prompt_length)):
-        raise ValueError(
+        raise BadValue(
             f"length={state.length} is not valid with a lazy prefill: a run begins after its prompt"
         )

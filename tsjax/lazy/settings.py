@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Self, cast
 
 from tsjax.config import ModelConfig, check, check_fields, one_of
+from tsjax.errors import BadValue
 
 REVIVE = ("on_demand", "never", "background")
 SCORES = ("attention", "random")
@@ -100,7 +101,7 @@ class LazySettings:
         """The same with its cuts named, for a model and the longest prompt it is to read."""
         keep: Any = self.keep
         if isinstance(keep, str) and cfg.num_layers < 2:
-            raise ValueError(
+            raise BadValue(
                 f"keep={keep!r} is not valid: the model has no two layers to cut between"
             )
         if keep == "paper":
@@ -190,7 +191,7 @@ def cuts_for(speedup: float, cfg: ModelConfig, tokens: int) -> Cuts:
     for hundredths in range(100, least - 1, -1):
         if gain(hundredths) >= speedup:
             return ((layer, hundredths / 100),)
-    raise ValueError(
+    raise BadValue(
         f"speedup={speedup!r} is not valid: keep='auto' reaches at most "
         f"{math.floor(gain(least) * 100) / 100} with {cfg.num_layers} layers and a prompt of "
         f"{tokens} tokens, as it cuts no earlier than after layer {layer}; for more, name the "

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tsjax.config import ModelConfig
 from tsjax.decoding.method import Autoregressive, Measured, Method, Sizes
+from tsjax.errors import BadValue
 from tsjax.methods.cost_model import (
     Costs,
     as_costs,
@@ -80,7 +81,7 @@ class Auto(Method):
         return True
 
     def sizes(self, model: ModelConfig) -> Sizes:
-        raise ValueError(
+        raise BadValue(
             "Auto() is not valid here: tsjax.generate chooses by the length of its run; "
             "tsjax.choose_method('auto', model, context) does the same"
         )

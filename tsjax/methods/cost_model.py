@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from tsjax.config import OWN_VOCABULARY, ModelConfig, check
 from tsjax.decoding.method import Method
+from tsjax.errors import BadValue
 from tsjax.methods.draft_choice import slots_at, tokens_between_choices
 from tsjax.methods.magicdec import MagicDec
 from tsjax.methods.ngram import NGram
@@ -120,7 +121,7 @@ def as_costs(value: Any) -> Costs:
             int8=int8,
         )
     except (TypeError, ValueError) as error:
-        raise ValueError(f"costs={value!r:.80} is not valid: {wanted}") from error
+        raise BadValue(f"costs={value!r:.80} is not valid: {wanted}") from error
     lines = (costs.choice, costs.suffix, *(line for _, line in costs.passes))
     seconds = [costs.heads, costs.ngrams, costs.overhead, *itertools.chain(*lines)]
     seconds += [] if costs.int8 is None else [*costs.int8.one_row, costs.int8.heads]

@@ -22,6 +22,7 @@ from tsjax.decoding.method import Measured, Method, Sizes
 from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, cut, first_with, grow_tree, shared
+from tsjax.errors import BadValue
 from tsjax.methods.corpus import PLACES, match_sizes_in, places_in, what_followed_in
 from tsjax.methods.cost_model import (
     PASS_IS_RIGHT,
@@ -192,7 +193,7 @@ class LikelyTree(Method):
 
     def _num_heads(self, model: ModelConfig) -> int:
         if self.heads and not model.num_draft_heads:
-            raise ValueError(
+            raise BadValue(
                 "heads=True needs draft heads, and the model has none: load some with "
                 "tsjax.load(..., heads=...), or leave them out"
             )
@@ -354,7 +355,7 @@ class LikelyTree(Method):
     def _of_corpus(self, model: ModelConfig, params: Params, state: DecodeState) -> Offered:
         """What followed where earlier texts stood as the text stands now."""
         if params.corpus is None:
-            raise ValueError(
+            raise BadValue(
                 "corpus=True needs params with a corpus: tsjax.generate(..., corpus=...) adds one"
             )
         recent = last_tokens(state.tokens, state.length)

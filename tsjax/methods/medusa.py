@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from tsjax.config import CHAINED, ModelConfig, check, check_fields, check_float, check_int
 from tsjax.decoding.method import Measured, Method, Sizes
 from tsjax.decoding.tree import SOURCES
+from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs, Promise, device_of, estimated
 from tsjax.methods.model_drafts import newest, rank
 from tsjax.methods.ngram import as_tree, as_tuples
@@ -104,7 +105,7 @@ class Medusa(Method):
                 "load some with tsjax.load(..., heads=...), train some with tsjax.train_heads(..., "
                 "head_kind='parallel'), or use another method"
             )
-            raise ValueError(f"{wanted}, and {has}: {remedy}")
+            raise BadValue(f"{wanted}, and {has}: {remedy}")
         if self.tree is None or isinstance(self.tree, int):
             nodes = NODES if self.tree is None else self.tree
             table = [row[: model.vocab_size] for row in VICUNA_7B[:heads]]

@@ -18,6 +18,7 @@ from tsjax.config import ModelConfig
 from tsjax.decoding.method import Method
 from tsjax.decoding.sampling import best_few, score
 from tsjax.decoding.state import Acceptance, DecodeState
+from tsjax.errors import BadValue
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.cache import write_rows
 from tsjax.model.control_flow import run_if
@@ -48,7 +49,7 @@ def weights_for(method: Method, params: Params) -> ModelWeights:
     if not method.wants_int8:
         return params.model
     if params.drafts is None:
-        raise ValueError(
+        raise BadValue(
             "draft_weights='int8' needs params with the model in int8: "
             "tsjax.with_int8_drafts(params, cfg), or tsjax.generate, which makes it"
         )
@@ -79,8 +80,8 @@ def rank(
             positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
             ancestors = best[:, None, 1:], positions[:, None]
         depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
-        of_row = state.length, state.prompt_length, noise, state.sampling, ancestors
-        scores = score(logits[:, index : index + 1], state.last_seen, depths, *of_row)
+        one = logits[:, index : index + 1]
+        scores = score(one, state.text, depths, noise, state.sampling, ancestors)
         values, tokens = best_few(scores[:, 0], best_of)
         ranked.append(Candidates(tokens, values))
         best = jnp.concatenate([best, tokens[:, :1]], axis=1)

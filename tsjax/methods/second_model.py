@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsjax.config import ModelConfig
-from tsjax.decoding.sampling import NEVER_SEEN, best, score
+from tsjax.decoding.processors import NEVER_SEEN
+from tsjax.decoding.sampling import best, score
 from tsjax.decoding.state import DecodeState
+from tsjax.errors import BadValue
 from tsjax.methods.draft_choice import NEVER, CacheSettings, by_chunk, new_cache
 from tsjax.methods.partial_cache import DraftCache, importance, refresh_draft_cache
 from tsjax.model.cache import KVCache, init_cache, write_rows
@@ -258,8 +260,8 @@ def choose(
     at = jnp.where(index < depths[..., None], positions, NEVER_SEEN)
     ancestors = jnp.broadcast_to(guesses[:, None], at.shape), at
     depths = jnp.minimum(depths, noise.shape[1] - 1)
-    of_row = state.length, state.prompt_length, noise, state.sampling, ancestors
-    return best(score(logits, state.last_seen, depths, *of_row)).astype(jnp.int32)
+    scores = score(logits, state.text, depths, noise, state.sampling, ancestors)
+    return best(scores).astype(jnp.int32)
 
 
 def fitted(logits: Float[Array, "B T W"], vocab: int) -> Float[Array, "B T {vocab}"]:
@@ -273,7 +275,7 @@ def fitted(logits: Float[Array, "B T W"], vocab: int) -> Float[Array, "B T {voca
 def weights_of(params, model: ModelConfig | None) -> ModelWeights:
     """The second model's. ValueError where there is none."""
     if model is None or params.draft_model is None:
-        raise ValueError(
+        raise BadValue(
             "a second model is missing: tsjax.generate(..., draft_model=tsjax.load(...)); in steps "
             "of your own params.replace(draft_model=...), and the method's `model` is its config"
         )

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.decoding.method import Sizes
 from tsjax.decoding.state import DecodeState
+from tsjax.errors import BadValue
 from tsjax.methods.draft_choice import check_choice, new_cache, refreshed
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
 from tsjax.methods.model_drafts import (
@@ -115,7 +116,7 @@ class TokenSwift(NGram):
         """What these settings come to with a model's heads."""
         heads, partial = model.num_draft_heads, self.draft_from == "partial_cache"
         if not partial and not heads and self.tree:
-            raise ValueError(
+            raise BadValue(
                 "draft_from='verified_state' needs draft heads, and the model has none: load some "
                 "with tsjax.load(..., heads=...), or use draft_from='partial_cache' or "
                 "method='ngram', which need no heads"

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from tsjax.errors import BadType, BadValue
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
@@ -40,11 +42,11 @@ def usable_mesh(mesh: Mesh | None, rules: ShardingRules = RULES) -> Mesh | None:
     if mesh is None:
         return None
     if not isinstance(mesh, Mesh):
-        raise TypeError(f"mesh={mesh!r} is not valid: a jax.sharding.Mesh or None")
+        raise BadType(f"mesh={mesh!r} is not valid: a jax.sharding.Mesh or None")
     known = {axis for axis in dataclasses.asdict(rules).values() if axis}
     unknown = [axis for axis in mesh.axis_names if axis not in known]
     if unknown:
-        raise ValueError(
+        raise BadValue(
             f"mesh axes {tuple(mesh.axis_names)} are not valid: {unknown} means nothing here; "
             f"use {' and '.join(sorted(repr(axis) for axis in known))}"
         )

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from tsjax.config import check, check_float
+from tsjax.errors import BadType, BadValue, NoSuchFile
 from tsjax.files.tokenizer import encode
 from tsjax.input_files import listed, parsing, require_file
 
@@ -176,7 +177,7 @@ def read_corpus(
     if not documents:
         found = f"the longest of {len(skipped)} documents, {longest[1]!r}, has {longest[0]} tokens"
         remedy = "choose a smaller sequence_length or longer texts"
-        raise ValueError(f"{argument} is not valid: {found} and {sequence_length=}; {remedy}")
+        raise BadValue(f"{argument} is not valid: {found} and {sequence_length=}; {remedy}")
     return Corpus(tuple(documents), tuple(names), tuple(skipped))
 
 
@@ -186,7 +187,7 @@ def _files(data: Any, argument: str) -> list[str]:
     is_list = isinstance(paths, Sequence) and len(paths) > 0
     if not (is_list and all(isinstance(path, str | os.PathLike) for path in paths)):
         wanted = "a path, a list of paths, or an array of ids"
-        raise TypeError(f"{argument}={data!r:.80} is not valid: {wanted}")
+        raise BadType(f"{argument}={data!r:.80} is not valid: {wanted}")
     found: dict[str, str] = {}
     for path in (os.fspath(path) for path in paths):
         if os.path.isdir(path):
@@ -195,11 +196,11 @@ def _files(data: Any, argument: str) -> list[str]:
                 texts, ids = ", ".join(TEXT_SUFFIXES), ", ".join(TOKEN_SUFFIXES)
                 wanted = f"the folder has no text ({texts}) and no files of token ids ({ids})"
                 has = ", ".join(listed(sorted(os.listdir(path)))) or "nothing"
-                raise ValueError(f"{argument}={path!r} is not valid: {wanted}; it has {has}")
+                raise BadValue(f"{argument}={path!r} is not valid: {wanted}; it has {has}")
         elif os.path.exists(path):
             inside = [path]
         else:
-            raise FileNotFoundError(f"{argument}={path!r}: there is no such file or folder")
+            raise NoSuchFile(f"{argument}={path!r}: there is no such file or folder")
         for file in inside:
             found.setdefault(os.path.realpath(file), file)
     return list(found.values())
@@ -224,7 +225,7 @@ def _read_text(file: str, argument: str) -> str:
             where = error.start
     found = f"not a text in UTF-8 (byte {content[where]:#04x} at {where})"
     remedy = f"files of token ids end in {' or '.join(TOKEN_SUFFIXES)}"
-    raise ValueError(f"{argument}={file!r} is not valid: {found}; {remedy}")
+    raise BadValue(f"{argument}={file!r} is not valid: {found}; {remedy}")
 
 
 def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
@@ -245,7 +246,7 @@ def _check_text_ids(file: str, ids: np.ndarray, vocab_size: int, argument: str) 
     if highest >= vocab_size:
         found = f"for {argument}={file!r} it gives the id {highest}"
         remedy = f"the model has vocab_size={vocab_size}; use the model's own tokenizer"
-        raise ValueError(f"the tokenizer does not fit the model: {found}, and {remedy}")
+        raise BadValue(f"the tokenizer does not fit the model: {found}, and {remedy}")
 
 
 def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
@@ -253,14 +254,14 @@ def _map_ids(file: str, data_dtype: str | None, argument: str) -> np.ndarray:
         if file.endswith(".npy"):
             ids = np.load(file, mmap_mode="r", allow_pickle=False)
             if not isinstance(ids, np.ndarray):
-                raise ValueError("an archive of several arrays; save only the array of ids")
+                raise BadValue("an archive of several arrays; save only the array of ids")
             return ids
         if data_dtype is None:
             remedy = f"give data_dtype (--data-dtype), one of {', '.join(TOKEN_DTYPES)}"
-            raise ValueError(f"the file does not say of which type its ids are; {remedy}")
+            raise BadValue(f"the file does not say of which type its ids are; {remedy}")
         size, item = os.path.getsize(file), np.dtype(data_dtype).itemsize
         if size == 0 or size % item:
-            raise ValueError(f"{size} bytes are no whole number of {data_dtype} ids")
+            raise BadValue(f"{size} bytes are no whole number of {data_dtype} ids")
         return np.memmap(file, data_dtype, mode="r")
 
 
@@ -268,7 +269,7 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> No
     what = f"{argument}: {name!r} is not valid"
     if ids.ndim not in (1, 2) or not np.issubdtype(ids.dtype, np.integer):
         wanted = "[tokens] or [documents, tokens] integers"
-        raise ValueError(f"{what}: it has shape {ids.shape} and type {ids.dtype}; {wanted}")
+        raise BadValue(f"{what}: it has shape {ids.shape} and type {ids.dtype}; {wanted}")
     rows = np.atleast_2d(ids)
     step = max(1, 2**24 // max(1, rows.shape[0]))
     for start in range(0, rows.shape[1], step):
@@ -277,7 +278,7 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> No
         if low < 0 or high >= vocab_size:
             found = f"it has the id {low if low < 0 else high}, and the model has {vocab_size=}"
             remedy = "the ids must come from the model's own tokenizer"
-            raise ValueError(f"{what}: {found}; {remedy}")
+            raise BadValue(f"{what}: {found}; {remedy}")
 
 
 def predictions_from_counts(

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from tsjax.config import CHAINED, HeadTraining, check, check_int, refuse_unknown
+from tsjax.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
@@ -119,7 +120,7 @@ def train_heads(
     """
     check_on_interrupt(on_interrupt)
     if not isinstance(model, Model):
-        raise TypeError(f"model={model!r:.80} is not valid: what tsjax.load returns")
+        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
     refuse_unknown(list(changes), SETTING_NAMES, "argument")
     if settings is None:
         settings = HeadTraining.of_kind(changes.get("head_kind", HeadTraining.head_kind))
@@ -382,7 +383,7 @@ def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Re
         whole = len(history) == document["step"]
     if wrong or not whole:
         what = "was made with " + "; ".join(wrong) if wrong else "has an incomplete history"
-        raise ValueError(f"resume=True is not valid: the run in {checkpoint!r} {what}")
+        raise BadValue(f"resume=True is not valid: the run in {checkpoint!r} {what}")
     arrays = saved.read_arrays(checkpoint, run.arrays(), document["format"])
     run.restore(arrays, len(history))
     return history

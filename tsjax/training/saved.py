@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from tsjax.config import check
+from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import stored_arrays
 from tsjax.files.checkpoint import Model, write_heads
 from tsjax.files.whole_files import final_name, replacing, write_text
@@ -89,14 +90,14 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
         raise NotADirectoryError(f"{wrong}: a folder, not a file")
     newest = latest(folder)
     if resume and newest is None:
-        raise FileNotFoundError(f"{wrong} with resume: it has no {CHECKPOINTS}/step-*")
+        raise NoSuchFile(f"{wrong} with resume: it has no {CHECKPOINTS}/step-*")
     if not resume and newest is not None:
         remedy = "pass resume=True (--resume) to go on with it, or choose another folder"
-        raise FileExistsError(f"{wrong}: it holds a run; {remedy}")
+        raise AlreadyThere(f"{wrong}: it holds a run; {remedy}")
     found = os.listdir(folder) if os.path.isdir(folder) else []
     others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
     if others:
-        raise FileExistsError(f"{wrong}: it has {min(others)!r}; choose a folder of its own")
+        raise AlreadyThere(f"{wrong}: it has {min(others)!r}; choose a folder of its own")
     check_writable(folder, folder, "a folder that can be written", make=True)
     return folder
 
@@ -153,7 +154,7 @@ def read_document(checkpoint: str) -> dict[str, Any]:
     with parsing(checkpoint, " is damaged"):
         document = read_json(os.path.join(checkpoint, DOCUMENT))
         if document["format"] not in (*OLD_FORMATS, FORMAT):
-            raise ValueError(f"format {document['format']!r}")
+            raise BadValue(f"format {document['format']!r}")
         return document
 
 
@@ -167,7 +168,7 @@ def read_arrays(
         shapes = {name: tuple(array.shape) for name, array in stored.items()}
         wrong = [name for name, array in like.items() if shapes.get(name) != array.shape]
         if wrong:
-            raise ValueError(f"it does not hold, as they were, {', '.join(listed(wrong))}")
+            raise BadValue(f"it does not hold, as they were, {', '.join(listed(wrong))}")
         abstract = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             for name, x in like.items()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exact sampler and the exact judge, for other engines.
+
+Pure functions of arrays, which can be jitted and sharded by whoever calls them. Know logits and
+positions. Know no model, no cache and no method: see docs/building_blocks.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from tsjax.config import SAMPLING_NAMES, GenerationConfig, check, refuse_unknown
+from tsjax.decoding.noise import position_noise, row_keys
+from tsjax.decoding.sampling import best, sampling_values, warp
+from tsjax.decoding.tree import DraftTree
+from tsjax.decoding.verification import accept
+from tsjax.typing import accumulation_dtype
+
+
+class Verified(NamedTuple):
+    """What `verify` returns.
+
+    Attributes:
+      tokens: [B, J + 1] int32, the tokens that follow the root: accepted drafts, and one more that
+        is the model's own. Beyond `count` unspecified.
+      count: [B] int32, how many of them count: at least 1.
+      path: [B, J + 1] int32, the nodes whose rows of the cache are to be kept, the root first;
+        beyond `count` unspecified.
+    """
+
+    tokens: jax.Array
+    count: jax.Array
+    path: jax.Array
+
+
+def token_noise(seeds, repeats, positions, vocab_size: int, dtype: Any = jnp.float32) -> jax.Array:
+    """Gumbel noise [B, T, V] of the tokens at absolute positions [B, T].
+
+    It follows from seed, repeat, position and token alone: the same whatever runs beside it.
+
+    Args:
+      seeds, repeats: [B] uint32; the repeat tells apart rows of one prompt and one seed.
+    """
+    positions = jnp.asarray(positions)
+    check(positions.ndim == 2, "positions", positions.shape, "[B, T] integers")
+    return position_noise(row_keys(seeds, repeats), positions, vocab_size, dtype)
+
+
+def sample(logits, seeds, repeats, positions, **settings: Any) -> jax.Array:
+    """The tokens [B, T] int32 that tsjax draws from logits [B, T, V] for absolute positions [B, T].
+
+    A token is the argmax of the logits, divided by the temperature and truncated, plus
+    `token_noise`. So it does not depend on batch, chunk, device or method, but for the logits' last
+    bits.
+
+    Args:
+      logits: [B, T, V], penalties already in them.
+      seeds, repeats, positions: see `token_noise`.
+      settings: temperature, top_k, top_p, min_p, epsilon_cutoff, eta_cutoff, min_tokens_to_keep:
+        Python numbers, as of GenerationConfig.
+    """
+    logits = _logits(logits)
+    warped = warped_logits(logits, **settings)
+    noise = token_noise(seeds, repeats, positions, logits.shape[2], warped.dtype)
+    check(noise.shape == logits.shape, "positions", jnp.shape(positions), f"{logits.shape[:2]}")
+    return best(warped + noise).astype(jnp.int32)
+
+
+def warped_logits(logits, **settings: Any) -> jax.Array:
+    """Logits as `sample` has them before the noise: for `verify`."""
+    refuse_unknown(list(settings), SAMPLING_NAMES, "argument")
+    logits, config = _logits(logits), GenerationConfig(do_sample=True, **settings)
+    values = sampling_values(config, (), logits.shape[2], logits.dtype)
+    return warp(logits.astype(accumulation_dtype(logits.dtype)), values)
+
+
+def verify(tree: DraftTree, logits, noise=None) -> Verified:
+    """One decision for each node of a draft tree, and the walk along those that were drafted.
+
+    What it emits is what `sample` would have drawn one by one, or argmax without noise, whatever
+    the tree.
+
+    Args:
+      tree: see `merge_paths`.
+      logits: [B, T, V], of what comes after each node: as `warped_logits` gives them.
+      noise: [B, J + 1, V] `token_noise` of the positions after the root, one for each depth; None
+        for greedy tokens.
+    """
+    logits = _logits(logits)
+    nodes, levels = tree.tokens.shape, tree.path.shape[2]
+    check(logits.shape[:2] == nodes, "logits", logits.shape, f"[B, T, V] for {nodes} nodes")
+    if noise is not None:
+        wanted = (nodes[0], levels, logits.shape[2])
+        check(noise.shape == wanted, "noise", noise.shape, f"{wanted}, one for each depth")
+        logits = logits + jnp.take_along_axis(noise, tree.depths[..., None], axis=1)
+    target = best(logits).astype(jnp.int32)
+    accepted = accept(tree, target)
+    tokens = jnp.take_along_axis(target, accepted.path, axis=1)
+    return Verified(tokens, accepted.count + 1, accepted.path)
+
+
+def _logits(logits) -> jax.Array:
+    logits = jnp.asarray(logits)
+    floats = logits.ndim == 3 and jnp.issubdtype(logits.dtype, jnp.floating)
+    check(floats, "logits", f"{logits.shape} of type {logits.dtype}", "[B, T, V] floats")
+    return logits

@@ -1,0 +1,282 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many prompts in one batch that stays full: where a row ends, the next prompt begins.
+
+Knows rows of a state and what waits for them. Does not know where prompts come from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax.config import GenerationConfig, check, check_int
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.logprobs import LogProbs
+from tsjax.decoding.method import Autoregressive
+from tsjax.decoding.start import with_method
+from tsjax.decoding.state import RUNNING, STOPPED, DecodeState
+from tsjax.errors import BadType, BadValue, TsjaxError
+from tsjax.files.checkpoint import Model
+from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.interrupt import Interrupt
+from tsjax.host.request import Request, make_request, tokenizer_of
+from tsjax.host.run import (
+    SECONDS_PER_CHUNK,
+    Rows,
+    Seen,
+    begin_run,
+    params_for,
+    programs_of,
+    start_run,
+)
+from tsjax.methods import resolve_method
+from tsjax.model.sharding import mesh_of
+
+OF_EACH = ("seed", "max_new_tokens")  # settings that a prompt may have of its own
+TEXTS = ("prompt", "messages", "ids")  # the ways to give one
+FEWEST_STEPS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What `generate_many` yields for each prompt, as it ends.
+
+    Attributes:
+      index: of the prompt, from 0.
+      tokens: the new ones.
+      text: None for a model without a tokenizer.
+      finish_reason: as in GenerationResult; "error" for a prompt that is not valid.
+      prompt_tokens: how many the prompt has.
+      logprobs: of `tokens`, where they were asked for.
+      error: why the prompt could not be answered, or None.
+    """
+
+    index: int
+    tokens: np.ndarray
+    text: str | None
+    finish_reason: str
+    prompt_tokens: int = 0
+    logprobs: LogProbs | None = None
+    error: TsjaxError | None = None
+
+
+@dataclasses.dataclass
+class _Row:
+    """A prompt that is being answered."""
+
+    index: int
+    request: Request
+    rows: Rows
+
+
+def generate_many(
+    model: Model,
+    prompts: Iterable[Any],
+    *,
+    rows: int = 8,
+    config: GenerationConfig | None = None,
+    method: Any = "autoregressive",
+    logits_processor: Any = None,
+    capacity: int | None = None,
+    prefill_width: int = 512,
+    exceed_max_positions: bool = False,
+    **settings: Any,
+) -> Iterator[Answer]:
+    """Answers each of many prompts; yields an Answer as soon as it is there.
+
+    Each is what `generate` says to that prompt alone, with the same seed. `rows` of them run side
+    by side; where one has ended, the next prompt is read and takes its place.
+
+    Args:
+      model: from `tsjax.load`, on one device.
+      prompts: each a prompt as of `generate`, or a mapping: "prompt", "messages" or "ids", and
+        where it has its own, "seed" and "max_new_tokens". They are taken as they are needed.
+      rows: of the batch.
+      method: the same for all; "auto" decodes plainly here.
+      capacity: cache slots per row; by default those that the longest prompt so far needs.
+      config, settings, logits_processor, prefill_width, exceed_max_positions: as of `generate`.
+
+    A prompt that is not valid has an answer with an `error`; the others go on. Ctrl-C or SIGTERM
+    raises tsjax.Interrupted; what was yielded before is whole.
+    """
+    if not isinstance(model, Model):
+        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_int(rows, "rows", 1)
+    if mesh_of(model.params) is not None:
+        raise BadValue("generate_many runs on one device: load the model without a mesh")
+    if settings.get("num_return_sequences", 1) != 1:
+        wanted = "1; give a prompt several times, with seeds of its own"
+        raise BadValue(f"num_return_sequences={settings['num_return_sequences']}: {wanted}")
+    config = (config or GenerationConfig()).replace(**settings)
+    one_seed = isinstance(config.seed, int)
+    check(one_seed, "seed", config.seed, "one for all prompts; each may name its own")
+    how = dict(
+        method=resolve_method(method), logits_processor=logits_processor, capacity=capacity,
+        prefill_width=prefill_width, exceed_max_positions=exceed_max_positions,
+    )  # fmt: skip
+    return _Many(model, iter(prompts), rows, config, how).answers()
+
+
+class _Many:
+    """A batch whose rows are filled again."""
+
+    def __init__(self, model: Model, prompts: Iterator, rows: int, config, how: dict[str, Any]):
+        self._model, self._prompts, self._config, self._how = model, prompts, config, how
+        self._rows: list[_Row | None] = [None] * rows
+        self._count, self._spent, self._steps = 0, False, FEWEST_STEPS
+        self._state: DecodeState | None = None
+        self._decode: DecodeConfig | None = None
+        self._failed: list[Answer] = []
+        self._tokenizer = tokenizer_of(model)
+
+    def answers(self) -> Iterator[Answer]:
+        interrupt = Interrupt()
+        while True:
+            with interrupt:
+                self._fill(interrupt)
+            failed, self._failed = self._failed, []
+            yield from failed
+            if not any(self._rows):
+                interrupt.finish(None, "raise")
+                return
+            with interrupt:
+                ended = self._go_on(interrupt)
+            yield from ended
+            interrupt.finish(None, "raise")
+
+    def _fill(self, interrupt: Interrupt) -> None:
+        """Takes up prompts until no row is free."""
+        filled = False
+        for row, running in enumerate(self._rows):
+            while running is None and not self._spent and not interrupt.requested:
+                running = self._next()
+                if running is not None:
+                    self._begin(row, running, interrupt)
+                    filled = True
+            self._rows[row] = running
+        if filled:
+            self._learn_anew()
+
+    def _next(self) -> _Row | None:
+        """The next prompt that is valid; None where it is not, or there is none."""
+        try:
+            given = next(self._prompts)
+        except StopIteration:
+            self._spent = True
+            return None
+        index, self._count = self._count, self._count + 1
+        try:
+            request = self._request(given)
+        except (ValueError, TypeError, MemoryError) as error:
+            known = error if isinstance(error, TsjaxError) else BadValue(str(error))
+            nothing = np.zeros(0, np.int32)
+            self._failed.append(Answer(index, nothing, None, "error", error=known))
+            return None
+        return _Row(index, request, Rows(self._model, request))
+
+    def _request(self, given: Any) -> Request:
+        if isinstance(given, BaseException):  # who made the prompts says why there is none
+            raise given
+        of_its_own: dict[str, Any] = {}
+        if isinstance(given, Mapping) and "input_ids" not in given:
+            unknown = [name for name in given if name not in (*OF_EACH, *TEXTS)]
+            check(not unknown, "prompt", unknown, f"these fields: {', '.join((*TEXTS, *OF_EACH))}")
+            ways = [name for name in TEXTS if given.get(name) is not None]
+            check(len(ways) == 1, "prompt", dict(given), f"one of {', '.join(TEXTS)}")
+            of_its_own = {k: given[k] for k in OF_EACH if given.get(k) is not None}
+            text = given[ways[0]]
+            if ways[0] == "messages":
+                of_its_own["messages"], given = text, None
+            else:
+                given = text
+        request = make_request(self._model, given, self._config, of_its_own, **self._how)
+        check(request.single, "prompt", f"{len(request.rows)} rows", "one text")
+        check(isinstance(request.config.seed, int), "seed", request.config.seed, "one integer")
+        return request
+
+    def _begin(self, row: int, begun: _Row, interrupt: Interrupt) -> None:
+        """Reads a prompt by itself, and puts what comes of it into a row of the batch."""
+        programs, request = programs_of(self._model), begun.request
+        if self._decode is None:
+            self._decode = request.decode
+        capacity = request.capacity
+        if self._state is not None:
+            capacity = max(capacity, self._state.kv.capacity)
+        # Read with a plain method's state, which has no memory to be thrown away.
+        plain = dataclasses.replace(self._decode, method=Autoregressive())
+        request = dataclasses.replace(request, decode=plain, capacity=capacity)
+        alone = start_run(self._model, request, interrupt)
+        if self._state is None:
+            self._state = self._empty(request)
+        state = self._state
+        if state.kv.capacity < capacity:
+            state = programs.grown(state, capacity=capacity)
+        self._state = programs.fill_row(state.replace(memory=()), alone, np.int32(row))
+
+    def _empty(self, request: Request) -> DecodeState:
+        """A batch of which no row runs."""
+        count = len(self._rows)
+        wide = dataclasses.replace(
+            request,
+            rows=[request.rows[0][:1]] * count,
+            prompt_length=[1] * count,
+            finish_reason=["stopped"] * count,
+            config=request.config.replace(seed=0),
+        )
+        return begin_run(self._model, wide)
+
+    def _learn_anew(self) -> None:
+        """The method's memory, of the rows as they are now; counters begin again."""
+        assert self._state is not None and self._decode is not None
+        self._state = with_method(self._state, self._decode)
+
+    def _go_on(self, interrupt: Interrupt) -> list[Answer]:
+        """A chunk of steps, at most until a row ends; the answers that are whole then."""
+        state, decode = self._state, self._decode
+        assert state is not None and decode is not None
+        running = sum(row is not None for row in self._rows)
+        at_least = 1 if self._spent else running
+        begun, before = time.perf_counter(), _most_steps(state)
+        params = params_for(self._model, decode.method)
+        chunk = programs_of(self._model).decode
+        state = chunk(params, state, self._steps, at_least, cfg=decode)
+        state.kv.length.block_until_ready()
+        seconds = time.perf_counter() - begun
+        self._steps = _next_chunk(_most_steps(state) - before, seconds)
+        seen, ended, stopped = Seen.of(state), [], np.zeros(len(self._rows), bool)
+        for place, row in enumerate(self._rows):
+            if row is None:
+                continue
+            news = row.rows.read(seen.row(place), interrupt.requested)
+            if not row.rows.running:
+                self._rows[place] = None
+                stopped[place] = seen.finish[place] == RUNNING
+                if news["reasons"][0] != "interrupted":
+                    ended.append(self._answer(row, news))
+        if stopped.any():
+            state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
+        self._state = state
+        return ended
+
+    def _answer(self, row: _Row, news: dict[str, Any]) -> Answer:
+        tokens, prompt = news["all_tokens"][0], row.request.prompts[0]
+        text = None
+        if self._tokenizer is not None:
+            writer = Detokenizer(self._tokenizer, context=prompt)
+            text = writer.push(tokens) + writer.flush()
+        told = None if news["all_logprobs"] is None else news["all_logprobs"][0]
+        return Answer(row.index, tokens, text, str(news["reasons"][0]), len(prompt), told)
+
+
+def _most_steps(state: DecodeState) -> int:
+    return int(np.asarray(state.stats.steps).max())
+
+
+def _next_chunk(steps: int, seconds: float) -> int:
+    """As long as a look at the rows does not matter; a chunk ends by itself where a row does."""
+    return max(FEWEST_STEPS, int(steps * SECONDS_PER_CHUNK / max(seconds, 1e-6)))

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A text that the model has read: later runs that begin with it go on from there.
+
+Knows tokens and their cache. Does not know how a run goes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+import numpy as np
+
+from tsjax.config import check
+from tsjax.errors import BadType
+from tsjax.files.checkpoint import Model
+from tsjax.model.cache import KVCache
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix:
+    """What `tsjax.read` returns, and `generate(keep_prefix=True)` in its result.
+
+    It stays valid however often it is used: runs copy it. It belongs to the weights that read it.
+
+    Attributes:
+      tokens: the text. The cache has the first `length` of them, all but the last or all.
+      length: how many of them a run need not read again.
+    """
+
+    tokens: np.ndarray
+    length: int
+    cache: KVCache = dataclasses.field(repr=False)
+    _model: Model = dataclasses.field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.cache.k, *self.cache.v))
+
+    def shared_with(self, prompts: list[np.ndarray]) -> int:
+        """How many of its tokens all prompts begin with. The last token of a prompt is left out, as
+        no prefill reads it."""
+        shared = self.length
+        for prompt in prompts:
+            most = min(shared, len(prompt) - 1)
+            different = np.flatnonzero(self.tokens[:most] != prompt[:most])
+            shared = int(different[0]) if len(different) else most
+        return shared
+
+
+def check_prefix(prefix: Any, model: Model) -> None:
+    if not isinstance(prefix, Prefix):
+        raise BadType(f"prefix={prefix!r:.80} is not valid: what tsjax.read returns")
+    read_by = prefix._model.path
+    where = f"a prefix of {os.fspath(read_by)!r}" if read_by else "another model's"
+    same = prefix._model is model or prefix._model.params is model.params
+    check(same, "prefix", where, "one that tsjax.read made with this model: weights differ")

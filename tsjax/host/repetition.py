@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts that say the same thing over and over: the token at which a row has done so.
+
+Knows tokens as they come. Does not know a run.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tsjax.host.request import Request
+
+
+class Loops:
+    """Finds the token at which the last ones are `times` equal parts of min to max tokens.
+
+    Only generated tokens count. What is found depends on the tokens alone, so it is the same for
+    every method and however they come.
+    """
+
+    def __init__(self, request: Request):
+        self._asked, self._stop_ids = request.config.repetition_detection, request.stop_ids
+        if self._asked is None:
+            return
+        least, most, _ = self._asked
+        self._periods = np.arange(least, most + 1)
+        # Of each row: its tokens, and for each period how many of the last ones are what stands a
+        # period before them.
+        room = request.config.max_new_tokens
+        self._texts = [np.full(most + room, -1, np.int32) for _ in request.rows]
+        self._counts = [0] * len(request.rows)
+        self._repeated = [np.zeros(len(self._periods), np.int64) for _ in request.rows]
+        for row, (tokens, n) in enumerate(zip(request.rows, request.prompt_length, strict=True)):
+            self.find(row, tokens[n:])
+
+    def find(self, row: int, tokens: np.ndarray) -> int | None:
+        """How many of `tokens` it takes to complete a repetition, None if there is none."""
+        if self._asked is None:
+            return None
+        _, most, times = self._asked
+        text, enough = self._texts[row], self._periods * (times - 1)
+        for index, token in enumerate(tokens):
+            at = most + self._counts[row]  # before the text stand -1s
+            same = text[at - self._periods] == token
+            self._repeated[row] = np.where(same, self._repeated[row] + 1, 0)
+            text[at] = token
+            self._counts[row] += 1
+            if (self._repeated[row] >= enough).any() and token not in self._stop_ids:
+                return index + 1
+        return None

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How probable a model finds a text that is given.
+
+Knows every form of prompt. Does not know decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from tsjax.config import check, check_int
+from tsjax.decoding.logprobs import LogProbs
+from tsjax.errors import BadType
+from tsjax.files.checkpoint import Model
+from tsjax.files.tokenizer import encode
+from tsjax.host.request import check_row, prompt_rows
+from tsjax.host.run import programs_of
+
+WIDTH = 512  # tokens of a pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """What `score` returns, one entry for each row.
+
+    Attributes:
+      tokens: those of the continuation.
+      logprobs: `raw` of each of them after all that come before; `top_tokens` and `top` of the most
+        probable ones. By the model alone: nothing is processed.
+    """
+
+    tokens: list[np.ndarray]
+    logprobs: list[LogProbs]
+
+    @property
+    def totals(self) -> np.ndarray:
+        """The log-probability of each whole continuation."""
+        return np.asarray([np.sum(one.raw, dtype=np.float64) for one in self.logprobs])
+
+
+def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) -> Scored:
+    """The log-probability of each token of a text after a prompt.
+
+    Args:
+      model: from `tsjax.load`.
+      prompt: as of `generate`: a text, token ids, or several.
+      continuation: as many, texts or token ids. A text becomes token ids by itself, without special
+        tokens; a space at its beginning belongs to it.
+      logprobs: tell so many of the most probable tokens beside each.
+    """
+    if not isinstance(model, Model):
+        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_int(logprobs, "logprobs", 0, model.cfg.vocab_size)
+    prompts, single = prompt_rows(model, prompt)
+    given = [continuation] if single else continuation
+    several = isinstance(given, list | tuple | np.ndarray) and len(given) == len(prompts)
+    check(several, "continuation", continuation, f"one for each of {len(prompts)} prompts")
+    ends = [_ids(model, one, f"continuation[{i}]") for i, one in enumerate(given)]
+    rows = [np.concatenate(pair) for pair in zip(prompts, ends, strict=True)]
+    for index, row in enumerate(rows):
+        most = f"at most the model's {model.cfg.max_positions} positions with its prompt"
+        check(len(row) <= model.cfg.max_positions, f"continuation[{index}]", len(row), most)
+    return Scored(ends, [_of_row(model, *pair, logprobs) for pair in zip(rows, ends, strict=True)])
+
+
+def _of_row(model: Model, row: np.ndarray, end: np.ndarray, count: int) -> LogProbs:
+    """One row at a time, as wide as a power of two: few programs for texts of all lengths."""
+    size = max(16, 1 << (len(row) - 1).bit_length())
+    padded = np.zeros((1, size), np.int32)
+    padded[0, : len(row)] = row
+    width = min(WIDTH, size)
+    found = programs_of(model).log_probs(
+        model.params, padded, cfg=model.cfg, count=count, width=width
+    )
+    return jax.tree.map(lambda x: np.asarray(x)[0, len(row) - len(end) : len(row)], found)
+
+
+def _ids(model: Model, text: Any, name: str) -> np.ndarray:
+    if isinstance(text, str):
+        check(bool(text), name, text, "not empty")
+        text = encode(model.tokenizer, text, add_special_tokens=False)
+    return check_row(text, name, model)
