@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
-from tsjax.decoding.step import check_tree, commit
+from tsjax.decoding.step import check_tree, commit, repeated
 from tsjax.decoding.tree import NO_NODE, DraftTree
-from tsjax.decoding.verification import score_rows
+from tsjax.decoding.verification import pass_over, score_nodes
 from tsjax.model.params import Params
 
 
@@ -26,18 +25,11 @@ def decode_as_published(
     params: Params, state: DecodeState, num_steps, *, cfg: DecodeConfig
 ) -> DecodeState:
     """As `decode`, with steps that accept by the published rule."""
-    memory = cfg.method.read(cfg.model, params, state.memory, state)
 
-    def unfinished(carry):
-        step, state = carry
-        return (step < num_steps) & jnp.any(state.running)
+    def step(state: DecodeState) -> DecodeState:
+        return published_step(params, state, cfg=cfg)
 
-    def body(carry):
-        step, state = carry
-        return step + 1, published_step(params, state, cfg=cfg)
-
-    begun = jnp.zeros((), jnp.int32), state.replace(memory=memory)
-    return lax.while_loop(unfinished, body, begun)[1]
+    return repeated(step, params, state, num_steps, cfg=cfg)
 
 
 def published_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
@@ -47,7 +39,8 @@ def published_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> 
     )
     memory, tree = method.draft(model, params, state, noise)
     check_tree(tree, cfg)
-    rows, laws = score_rows(params, state, tree, jnp.zeros_like(noise), cfg=cfg)
+    rows = pass_over(params, state, tree, cfg=cfg)
+    laws = score_nodes(params.model, state, tree, rows, jnp.zeros_like(noise), cfg=cfg).scores
     keys = jax.vmap(jax.random.fold_in)(state.row_key, state.length)
     drawn, acceptance = longest_agreement(tree, draws(keys, tree, laws))
     verdict = Verdict(target=drawn, rows=rows)

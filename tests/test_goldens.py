@@ -10,7 +10,8 @@ from safetensors.numpy import save_file
 
 import tsjax
 from tools import record_goldens
-from tsjax.decoding.sampling import first_last_seen, process, sampling_values, warp
+from tsjax.decoding.processors import Text, first_last_seen
+from tsjax.decoding.sampling import process, sampling_values, warp
 
 
 def read_golden(name):
@@ -55,9 +56,10 @@ def apply_processors(settings, tokens, logits, prompt_length):
     batch, length = tokens.shape
     config = tsjax.GenerationConfig(max_new_tokens=1000, **settings)
     values = sampling_values(config, config.eos_token_id or (), logits.shape[-1], logits.dtype)
-    last_seen = first_last_seen(tokens, np.full((batch,), length), logits.shape[-1])
-    positions = np.full((batch, 1), length, np.int32)
-    out = _process(logits[:, None], last_seen, positions, np.full((batch,), prompt_length), values)
+    lengths = np.full((batch,), length, np.int32)
+    last_seen = first_last_seen(tokens, lengths, logits.shape[-1])
+    text = Text(tokens, lengths, np.full((batch,), prompt_length, np.int32), last_seen)
+    out = _process(logits[:, None], text, lengths[:, None], values)
     return np.asarray(_warp(out, values) if config.do_sample else out)[:, 0]
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from tsjax import GenerationConfig, row_keys, sampling_values
 from tsjax.decoding.noise import position_noise
+from tsjax.decoding.processors import Text, first_counts, first_last_seen
 from tsjax.decoding.sampling import (
     best,
     best_by_two_reductions,
     best_few,
     few_by_one_reduction,
     few_one_by_one,
-    first_last_seen,
     largest,
     last_that_holds,
     nucleus,
@@ -102,8 +102,11 @@ def run(logits, tokens, length, positions, prompt_length, values):
     Not compiled as a whole, as there would be a program for each combination of processors.
     """
     logits, positions, length = map(jnp.asarray, (logits, positions, length))
-    last_seen = first_last_seen(tokens, length, logits.shape[-1])
-    processed = process(logits, last_seen, positions, prompt_length, values)
+    tokens, prompt_length = jnp.asarray(tokens), jnp.asarray(prompt_length)
+    vocab = logits.shape[-1]
+    counts = first_counts(tokens, prompt_length, length, vocab)
+    text = Text(tokens, length, prompt_length, first_last_seen(tokens, length, vocab), counts)
+    processed = process(logits, text, positions, values)
     return processed, warp(processed, values)
 
 
@@ -282,7 +285,8 @@ def choose(logits, last_seen, positions, prompt_length, row_key, values):
     depths = jnp.asarray(positions) - length[:, None]
     _, T, V = logits.shape
     noise = step_noise(row_key, length, T, V, values)
-    return best(score(logits, last_seen, depths, length, prompt_length, noise, values))
+    text = Text(jnp.zeros((len(length), 8), jnp.int32), length, prompt_length, last_seen)
+    return best(score(logits, text, depths, noise, values))
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, 40])

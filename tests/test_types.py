@@ -16,6 +16,7 @@ from helpers import tiny_config
 import pallas_kernels
 import tsjax
 from pallas_kernels import Summary
+from tsjax.decoding.processors import Text
 from tsjax.decoding.sampling import sampling_values, score
 from tsjax.decoding.tree import merge_paths
 from tsjax.methods.partial_cache import init_draft_cache, summarize_rest
@@ -76,7 +77,8 @@ def test_a_wrong_shape_is_refused_while_a_program_is_traced():
             return jax.ShapeDtypeStruct(changes.get(name, sizes[name]), dtype)
 
         def run(logits, last_seen, depths, length, noise):
-            return score(logits, last_seen, depths, length, length, noise, values)
+            text = Text(jnp.zeros((2, 5), jnp.int32), length, length, last_seen)
+            return score(logits, text, depths, noise, values)
 
         return jax.eval_shape(run, *map(array, sizes)).shape
 

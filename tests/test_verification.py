@@ -30,8 +30,9 @@ from test_sampling import define_process, define_warp, softmax
 import tsjax
 from pallas_kernels.best_slots.xla import BLOCK
 from tsjax.config import without_unread
+from tsjax.decoding.processors import LogitsProcessor, Text, first_counts, first_last_seen
 from tsjax.decoding.programs import programs
-from tsjax.decoding.sampling import first_last_seen, score, step_noise
+from tsjax.decoding.sampling import score, step_noise
 from tsjax.decoding.state import Acceptance
 from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
 from tsjax.decoding.verification import accept, drafted_ancestors, verify
@@ -91,6 +92,9 @@ SETTINGS = st.fixed_dictionaries(
         "eos_token_id": st.lists(tokens, max_size=3),
         "min_new_tokens": st.integers(0, 12),
         "suppress_tokens": st.lists(tokens, max_size=4),
+        "presence_penalty": st.floats(-2.0, 2.0),
+        "frequency_penalty": st.floats(-2.0, 2.0),
+        "no_repeat_ngram_size": st.integers(0, 5),
     },
 ).map(without_unread)
 
@@ -100,15 +104,29 @@ SETTINGS = st.fixed_dictionaries(
 
 @jax.jit
 def scores_in_the_tree(logits, tree, tokens, length, prompt_length, noise, values):
-    seen, ancestors = first_last_seen(tokens, length, VOCAB), drafted_ancestors(tree, length)
-    return score(logits, seen, tree.depths, length, prompt_length, noise, values, ancestors)
+    ancestors = drafted_ancestors(tree, length)
+    text = text_of(tokens, length, prompt_length)
+    return score(logits, text, tree.depths, noise, values, ancestors)
 
 
 @jax.jit
 def scores_alone(logits, tokens, length, prompt_length, noise, values):
     """One text per batch row, all of it known; one row of logits each."""
-    seen, depths = first_last_seen(tokens, length, VOCAB), jnp.zeros((len(length), 1), jnp.int32)
-    return score(logits, seen, depths, length, prompt_length, noise, values)
+    depths = jnp.zeros((len(length), 1), jnp.int32)
+    return score(logits, text_of(tokens, length, prompt_length), depths, noise, values)
+
+
+def text_of(tokens, length, prompt_length) -> Text:
+    seen = first_last_seen(tokens, length, VOCAB)
+    counts = first_counts(tokens, prompt_length, length, VOCAB)
+    return Text(tokens, length, prompt_length, seen, counts)
+
+
+def by_last_tokens(logits, tokens, length, weight):
+    """Reads the last two tokens, how long the text is and how often it has its last one."""
+    last, other = tokens[length - 1], tokens[jnp.maximum(length - 2, 0)]
+    often = jnp.sum((tokens == last) & (jnp.arange(len(tokens)) < length))
+    return logits + weight * jnp.cos(jnp.arange(VOCAB) * (1 + last + 3 * other) + length) - often
 
 
 @hypothesis.given(settings=SETTINGS, seed=st.integers(0, 10**6), alphabet=st.integers(1, VOCAB))
@@ -134,8 +152,12 @@ def test_a_nodes_scores_are_those_of_its_text_alone(settings, seed, alphabet):
                 texts[b, node, : len(text)], lengths[b, node] = text, len(text)
                 noises[b, node, 0], real[b, node] = noise[b, len(drafted)], True
         values = sampling_values("float64", max_new_tokens=99, **settings)
+        if seed % 2:
+            hook = LogitsProcessor(by_last_tokens, arrays=(np.float64(2.0),))
+            values = values.replace(processors=(hook,))
         given = (jnp.asarray(length, jnp.int32), jnp.asarray(prompt_length, jnp.int32))
-        actual = scores_in_the_tree(logits, tree, jnp.asarray(history), *given, noise, values)
+        known = np.pad(history, ((0, 0), (0, DEPTH)))  # as a run has room for its drafts
+        actual = scores_in_the_tree(logits, tree, jnp.asarray(known), *given, noise, values)
         expected = scores_alone(
             logits.reshape(-1, 1, VOCAB),
             texts.reshape(BATCH * WIDTH, -1),

@@ -8,12 +8,11 @@ whatever the model thinks of it. The tokens mean nothing, so nothing but measure
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
-from tsjax.decoding.step import check_tree, commit
+from tsjax.decoding.step import check_tree, commit, repeated
 from tsjax.decoding.tree import DraftTree
 from tsjax.decoding.verification import verify
 from tsjax.model.params import Params
@@ -26,18 +25,11 @@ def simulate(
 
     `lengths` [N] int32 begin again after the last one.
     """
-    memory = cfg.method.read(cfg.model, params, state.memory, state)
 
-    def unfinished(carry):
-        step, state = carry
-        return (step < num_steps) & jnp.any(state.running)
+    def step(state: DecodeState) -> DecodeState:
+        return _simulated_step(params, state, lengths, cfg=cfg)
 
-    def body(carry):
-        step, state = carry
-        return step + 1, _simulated_step(params, state, lengths, cfg=cfg)
-
-    begun = jnp.zeros((), jnp.int32), state.replace(memory=memory)
-    return lax.while_loop(unfinished, body, begun)[1]
+    return repeated(step, params, state, num_steps, cfg=cfg)
 
 
 def _simulated_step(params: Params, state: DecodeState, lengths, *, cfg: DecodeConfig):

@@ -8,6 +8,8 @@ ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -152,15 +154,32 @@ def decode(
 ) -> DecodeState:
     """At most `num_steps` steps (traced); ends early when fewer than `at_least` rows (traced) run:
     by default when every row is finished."""
+
+    def step(state: DecodeState) -> DecodeState:
+        return decode_step(params, state, cfg=cfg)
+
+    return repeated(step, params, state, num_steps, at_least, cfg=cfg)
+
+
+def repeated(
+    step: Callable[[DecodeState], DecodeState],
+    params: Params,
+    state: DecodeState,
+    num_steps,
+    at_least=1,
+    *,
+    cfg: DecodeConfig,
+) -> DecodeState:
+    """A step of any kind, over and over, as `decode` says."""
     memory = cfg.method.read(cfg.model, params, state.memory, state)
 
     def unfinished(carry):
-        step, state = carry
-        return (step < num_steps) & (jnp.sum(state.running) >= at_least)
+        index, state = carry
+        return (index < num_steps) & (jnp.sum(state.running) >= at_least)
 
     def body(carry):
-        step, state = carry
-        return step + 1, decode_step(params, state, cfg=cfg)
+        index, state = carry
+        return index + 1, step(state)
 
     begun = jnp.zeros((), jnp.int32), state.replace(memory=memory)
     return lax.while_loop(unfinished, body, begun)[1]

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several answers to one prompt, texts that are read ahead, other weights, and results that keep."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from helpers import compilations, save_tokenizer, tiny_model
+
+import tsjax
+from tsjax.__main__ import main
+from tsjax.host import run
+
+SIZES = dict(capacity=256, prefill_width=16)
+SAMPLED = dict(do_sample=True, seed=5, max_new_tokens=20)
+MODEL = tiny_model(num_draft_heads=2)
+PROMPT = (np.arange(100) * 7 % 61).tolist()
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Counts the rows of each pass of a prefill."""
+    rows, read = [], run._read
+
+    def counted(model, request, state):
+        for index, state in enumerate(read(model, request, state)):
+            if index:
+                rows.append(len(request.rows))
+            yield state
+
+    monkeypatch.setattr(run, "_read", counted)
+    return rows
+
+
+# --- several answers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [None, tsjax.NGram(suffix_length=4), tsjax.MagicDec()])
+def test_each_answer_is_that_of_a_repeated_prompt(method, passes):
+    found = tsjax.generate(MODEL, PROMPT, num_return_sequences=4, method=method, **SAMPLED, **SIZES)
+    assert passes == [1] * 7  # the prompt once, in passes of 16
+    repeated = tsjax.generate(MODEL, [PROMPT] * 4, **SAMPLED, **SIZES)
+    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in repeated.tokens]
+    assert len({tuple(row.tolist()) for row in found.tokens}) == 4
+    alone = tsjax.generate(MODEL, PROMPT, **SAMPLED, **SIZES)
+    assert found.tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+def test_answers_to_several_prompts_with_seeds_of_their_own(passes):
+    prompts = [PROMPT, [3, 4, 5]]
+    how = dict(SAMPLED, seed=(8, 9))
+    found = tsjax.generate(MODEL, prompts, num_return_sequences=2, **how, **SIZES)
+    assert set(passes) == {2}
+    for index, prompt in enumerate(prompts):
+        alone = tsjax.generate(
+            MODEL, prompt, num_return_sequences=2, **dict(SAMPLED, seed=how["seed"][index]), **SIZES
+        )
+        for mine, theirs in zip(found.tokens[2 * index :], alone.tokens, strict=False):
+            assert mine.tolist() == theirs.tolist()
+
+
+def test_a_batch_of_answers_is_saved_and_resumed(tmp_path):
+    path, how = tmp_path / "run.json", dict(SAMPLED, num_return_sequences=3, **SIZES)
+    whole = tsjax.generate(MODEL, PROMPT, **how)
+    tsjax.generate(MODEL, PROMPT, save_to=path, **{**how, "max_new_tokens": 7})
+    found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
+    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in whole.tokens]
+    assert not tsjax.check_run(MODEL, path).departures
+
+
+def test_greedy_answers_would_be_all_the_same():
+    with pytest.raises(ValueError, match="num_return_sequences=2 .*add do_sample"):
+        tsjax.generate(MODEL, PROMPT, num_return_sequences=2)
+    with pytest.raises(ValueError, match="num_return_sequences=0"):
+        tsjax.generate(MODEL, PROMPT, num_return_sequences=0)
+    with pytest.raises(TypeError, match="write num_return_sequences"):
+        tsjax.generate(MODEL, PROMPT, n=2)
+
+
+def test_the_command_prints_all_answers(tmp_path, capsys):
+    tsjax.save(tiny_model(vocab_size=29), tmp_path / "m")
+    save_tokenizer(tmp_path / "m")
+    argv = ["generate", str(tmp_path / "m"), "the tea", "--do-sample", "--max-new-tokens", "5"]
+    assert main([*argv, "--num-return-sequences", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("--- 1\n") and "--- 2\n" in out
+
+
+# --- texts that are read ahead -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [None, tsjax.NGram(suffix_length=4), tsjax.MagicDec()])
+@pytest.mark.parametrize("known", [1, 16, 57, 100])
+def test_a_prefix_changes_no_token(known, method, passes):
+    prefix = tsjax.read(MODEL, PROMPT[:known], prefill_width=16)
+    passes.clear()
+    how = dict(method=method, **SAMPLED, **SIZES)
+    found = tsjax.generate(MODEL, PROMPT, prefix=prefix, **how)
+    assert len(passes) == -(-(99 - (known - 1)) // 16)
+    assert found.stats.prefix_tokens == known - 1
+    alone = tsjax.generate(MODEL, PROMPT, **how)
+    assert found.tokens[0].tolist() == alone.tokens[0].tolist()
+    again = tsjax.generate(MODEL, PROMPT, prefix=prefix, **how)  # it is not used up
+    assert again.tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+def test_prompts_that_part_from_a_prefix_are_read_from_there(passes):
+    prefix = tsjax.read(MODEL, PROMPT, prefill_width=16)
+    prompts = [PROMPT[:40] + [1, 2, 3], PROMPT[:30] + [9] * 20]
+    passes.clear()
+    found = tsjax.generate(MODEL, prompts, prefix=prefix, **SAMPLED, **SIZES)
+    assert found.stats.prefix_tokens == 30 and passes == [2, 2]
+    alone = tsjax.generate(MODEL, prompts, **SAMPLED, **SIZES)
+    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
+    other = tsjax.generate(MODEL, [5, 6, 7], prefix=prefix, **SAMPLED, **SIZES)
+    assert other.stats.prefix_tokens == 0
+
+
+def test_a_run_leaves_its_own_prefix(passes):
+    how = dict(SAMPLED, **SIZES)
+    first = tsjax.generate(MODEL, PROMPT, keep_prefix=True, **how)
+    longer = [*PROMPT, *first.tokens[0].tolist(), 4, 5, 6]
+    assert first.prefix.tokens.tolist() == longer[:-3] and first.prefix.nbytes > 0
+    passes.clear()
+    found = tsjax.generate(MODEL, longer, prefix=first.prefix, **how)
+    assert passes == [1] and found.stats.prefix_tokens >= 119
+    alone = tsjax.generate(MODEL, longer, **how)
+    assert found.tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_a_prefix_of_a_run_that_a_string_stopped(stop, tmp_path):
+    """The cache may know more tokens than the text: those count no more."""
+    tsjax.save(tiny_model(vocab_size=29), tmp_path / "m")
+    save_tokenizer(tmp_path / "m")
+    model = tsjax.load(tmp_path / "m")
+    how = dict(max_new_tokens=30, eos_token_id=(), **SIZES)
+    text = tsjax.generate(model, "the tea", **how).text
+    first = tsjax.generate(
+        model, "the tea", stop_strings=(text[stop : stop + 2],), keep_prefix=True, **how
+    )
+    longer = [*first.prefix.tokens.tolist(), 9, 10]
+    found = tsjax.generate(model, longer, prefix=first.prefix, **how)
+    alone = tsjax.generate(model, longer, **how)
+    assert found.tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+def test_a_prefix_and_several_answers(passes):
+    prefix = tsjax.read(MODEL, PROMPT[:90], prefill_width=16)
+    passes.clear()
+    how = dict(SAMPLED, num_return_sequences=3, **SIZES)
+    found = tsjax.generate(MODEL, PROMPT, prefix=prefix, **how)
+    assert passes == [1]
+    alone = tsjax.generate(MODEL, PROMPT, **how)
+    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
+
+
+def test_a_prefix_may_be_longer_than_what_it_is_used_for():
+    prefix = tsjax.read(MODEL, PROMPT, capacity=1024)
+    how = dict(max_new_tokens=9, capacity=64, prefill_width=16)
+    found = tsjax.generate(MODEL, PROMPT[:20], prefix=prefix, **how)
+    alone = tsjax.generate(MODEL, PROMPT[:20], **how)
+    assert found.tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+def test_a_prefix_goes_on_where_another_ended(passes):
+    first = tsjax.read(MODEL, PROMPT[:60], prefill_width=16)
+    passes.clear()
+    second = tsjax.read(MODEL, PROMPT, prefix=first, prefill_width=16)
+    assert len(passes) == 3 and second.length == 99
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda p: tsjax.generate(MODEL, PROMPT, prefix="text"), "what tsjax.read returns"),
+        (lambda p: tsjax.generate(tiny_model(seed=1), PROMPT, prefix=p), "weights differ"),
+        (lambda p: tsjax.generate(MODEL, PROMPT, prefix=p, prefill="lazy"), "lazy prefill"),
+        (lambda p: tsjax.generate(MODEL, [PROMPT] * 2, keep_prefix=True), "one row alone"),
+        (lambda p: tsjax.generate(MODEL, PROMPT, keep_prefix=1), "keep_prefix=1"),
+        (lambda p: tsjax.read(MODEL, [PROMPT] * 2), "one prompt"),
+    ],
+)
+def test_what_is_no_prefix_is_refused(call, message):
+    with pytest.raises(tsjax.TsjaxError, match=message):
+        call(tsjax.read(MODEL, [1, 2, 3]))
+
+
+# --- other weights -------------------------------------------------------------------------------
+
+
+def test_other_weights_compile_nothing_anew():
+    other = tiny_model(seed=3, num_draft_heads=2)
+    how = dict(method=tsjax.NGram(suffix_length=4), **SAMPLED, **SIZES)
+    tsjax.generate(MODEL, PROMPT, **how)
+    with compilations() as names:
+        found = tsjax.generate(MODEL.with_params(other.params), PROMPT, **how)
+    assert not names
+    alone = tsjax.generate(other, PROMPT, **how)
+    assert found.tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"params.*is not valid"):
+        MODEL.with_params(tiny_model(num_draft_heads=2, mlp_dim=64).params)
+    with pytest.raises(ValueError, match="the same tree"):
+        MODEL.with_params(tiny_model().params)
+    halves = jax.tree.map(lambda x: x.astype("float16"), MODEL.params)
+    with pytest.raises(ValueError, match="float32"):
+        MODEL.with_params(halves)
+
+
+# --- results that keep ---------------------------------------------------------------------------
+
+
+def test_a_result_says_how_it_was_made(tmp_path):
+    how = dict(SAMPLED, logprobs=1, seed=(4, 5), **SIZES)
+    result = tsjax.generate(MODEL, [[1, 2], [3]], method=tsjax.NGram(suffix_length=4), **how)
+    result.save(tmp_path / "result.json")
+    kept = json.loads((tmp_path / "result.json").read_text())
+    assert kept == json.loads(json.dumps(result.to_dict()))
+    assert kept["tokens"] == [row.tolist() for row in result.tokens]
+    assert kept["prompt_tokens"] == [[1, 2], [3]] and kept["text"] is None
+    assert kept["config"]["seed"] == [4, 5] and kept["config"]["do_sample"] is True
+    assert "NGram(" in kept["method"] and "suffix_length=4" in kept["method"]
+    assert kept["model"]["dtype"] == "float32" and len(kept["model"]["fingerprint"]) > 20
+    assert kept["versions"]["tsjax"] == tsjax.__version__
+    assert len(kept["logprobs"]) == 2 and len(kept["logprobs"][0]["raw"]) == 20
+    # What it says is enough to make it again.
+    config = tsjax.GenerationConfig(**kept["config"])
+    again = tsjax.generate(MODEL, kept["prompt_tokens"], config=config, **SIZES)
+    assert [row.tolist() for row in again.tokens] == kept["tokens"]
+
+
+def test_errors_are_ones_own_and_pythons():
+    for error, call in (
+        (ValueError, lambda: tsjax.generate(MODEL, [])),
+        (TypeError, lambda: tsjax.generate(MODEL, [1], no_such_thing=1)),
+        (FileNotFoundError, lambda: tsjax.load("no/such/folder")),
+        (NotImplementedError, lambda: tsjax.GenerationConfig.from_hf({"typical_p": 0.5})),
+    ):
+        with pytest.raises(error) as caught:
+            call()
+        assert isinstance(caught.value, tsjax.TsjaxError)

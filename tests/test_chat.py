@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chats by the checkpoint's template, conversations, and the commands for both."""
+
+import io
+import json
+import sys
+
+import pytest
+from helpers import TOKENS, save_tokenizer, tiny_model
+
+import tsjax
+from tsjax.__main__ import main
+from tsjax.files.tokenizer import load_tokenizer
+from tsjax.host.chat import chat_prompt
+
+# Templates as six families have them, in short; the last two belong to models that reason.
+LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
+{% set system = '<<' + messages[0]['content'] + '>>' %}\
+{% else %}{% set rest = messages %}{% set system = '' %}{% endif %}\
+{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}\
+{{ raise_exception('roles must alternate') }}{% endif %}\
+{% if m['role'] == 'user' %}{{ bos_token + ' ' + (system if loop.index0 == 0 else '') \
++ m['content'] + ' ' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"""
+LLAMA_3 = """{{ bos_token }}{% for m in messages %}{{ ' ' + m['role'] + ' ' + m['content'] | trim \
++ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ ' assistant ' }}{% endif %}"""
+CHATML = """{% for m in messages %}{{ ' ' + m.role + ' ' + m.content + eos_token + '\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{ ' assistant\n' }}{% endif %}"""
+MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'in ' + m.content }}\
+{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% else %}\
+{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"""
+QWEN_3 = """{% for m in messages %}{% set content = m.content %}\
+{% if m.role == 'assistant' and 'thin' in content %}\
+{% set content = content.split('thin')[-1] %}{% endif %}\
+{{ ' ' + m.role + ' ' + content + eos_token }}{% endfor %}\
+{% if add_generation_prompt %}{{ ' assistant ' }}\
+{% if enable_thinking is defined and enable_thinking is false %}{{ 'thin thin' }}{% endif %}\
+{% endif %}"""
+DEEPSEEK_R1 = """{% set ns = namespace(system='') %}{% for m in messages %}\
+{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}{% endif %}{% endfor %}\
+{{ bos_token + ns.system }}{% for m in messages %}{% if m['role'] == 'user' %}\
+{{ ' user ' + m['content'] }}{% elif m['role'] == 'assistant' %}\
+{{ ' assistant ' + m['content'].split('/th')[-1] + eos_token }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ ' assistant thin\n' }}{% endif %}"""
+TEMPLATES = dict(
+    llama_2=LLAMA_2, llama_3=LLAMA_3, chatml=CHATML, mistral=MISTRAL, qwen_3=QWEN_3,
+    deepseek_r1=DEEPSEEK_R1,
+)  # fmt: skip
+USER, ASSISTANT = {"role": "user", "content": "the tea"}, {"role": "assistant", "content": "has"}
+CHATS = [
+    [USER],
+    [USER, ASSISTANT, USER],
+    [USER, {"role": "assistant", "content": "thin/th a"}, USER],
+]
+SIZES = dict(capacity=256, prefill_width=16)
+
+
+def with_template(folder, template: str | None):
+    """A model whose folder has a tokenizer with this template."""
+    save_tokenizer(folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    model = tiny_model(vocab_size=len(TOKENS))
+    tsjax.save(model, folder / "model")
+    for file in folder.glob("*.*"):
+        (folder / "model" / file.name).write_bytes(file.read_bytes())
+    return tsjax.load(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    return with_template(tmp_path_factory.mktemp("chatty"), CHATML)
+
+
+# --- prompts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_prompts_are_those_of_transformers(name, tmp_path):
+    model = with_template(tmp_path, TEMPLATES[name])
+    tokenizer = load_tokenizer(model.path)
+    system = {"role": "system", "content": "the in"}
+    chats = CHATS if name == "mistral" else [*CHATS, [system, USER]]
+    for chat in chats:
+        theirs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        assert chat_prompt(model, chat).tolist() == theirs
+        ours = tsjax.generate(model, messages=chat, max_new_tokens=3, **SIZES)
+        alone = tsjax.generate(model, theirs, max_new_tokens=3, **SIZES)
+        assert ours.tokens[0].tolist() == alone.tokens[0].tolist()
+
+
+def test_options_reach_the_template(tmp_path):
+    model = with_template(tmp_path, QWEN_3)
+    usual, without = (chat_prompt(model, [USER], **how) for how in ({}, {"enable_thinking": False}))
+    assert len(without) > len(usual) and without[: len(usual)].tolist() == usual.tolist()
+
+
+def test_an_answer_that_is_begun_is_continued(chatty):
+    tokenizer = load_tokenizer(chatty.path)
+    chat = [USER, {"role": "assistant", "content": "the"}]
+    theirs = tokenizer.apply_chat_template(
+        chat, continue_final_message=True, tokenize=True, return_dict=False
+    )
+    assert chat_prompt(chatty, chat).tolist() == theirs
+
+
+def test_several_chats_make_a_batch(chatty):
+    found = tsjax.generate(chatty, messages=CHATS, max_new_tokens=5, **SIZES)
+    for chat, row in zip(CHATS, found.tokens, strict=True):
+        alone = tsjax.generate(chatty, messages=chat, max_new_tokens=5, **SIZES)
+        assert row.tolist() == alone.tokens[0].tolist()
+
+
+def test_a_tokenizers_output_is_a_prompt(chatty):
+    tokenizer = load_tokenizer(chatty.path)
+    one = tsjax.generate(chatty, **tokenizer("the tea"), max_new_tokens=5, **SIZES)
+    alone = tsjax.generate(chatty, "the tea", max_new_tokens=5, **SIZES)
+    assert one.tokens[0].tolist() == alone.tokens[0].tolist()
+    padded = {"input_ids": [[0, 0, 5, 6], [5, 6, 7, 8]], "attention_mask": [[0, 0, 1, 1], [1] * 4]}
+    found = tsjax.generate(chatty, **padded, max_new_tokens=5, **SIZES)
+    alone = tsjax.generate(chatty, [[5, 6], [5, 6, 7, 8]], max_new_tokens=5, **SIZES)
+    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hello", "messages='hello'"),
+        ([], r"messages=\[\]"),
+        ([{"content": "the"}], r"messages\[0\]"),
+        ([{"role": "", "content": "the"}], r"messages\[0\]\['role'\]=''"),
+        ([{"role": "user"}], r"messages\[0\]"),
+        ([{"role": "user", "content": 3}], r"messages\[0\]\['content'\]=3"),
+        ([[USER], [{"role": "user", "content": 3}]], r"messages\[1\]\[0\]\['content'\]=3"),
+    ],
+)
+def test_messages_of_another_form_are_refused(messages, message, chatty):
+    with pytest.raises(ValueError, match=message):
+        tsjax.generate(chatty, messages=messages)
+
+
+def test_what_a_template_raises_is_told(tmp_path):
+    model = with_template(tmp_path, LLAMA_2)
+    with pytest.raises(ValueError, match="messages is not valid .*: roles must alternate"):
+        tsjax.generate(model, messages=[USER, USER])
+
+
+def test_a_template_cannot_leave_its_sandbox(tmp_path):
+    model = with_template(tmp_path, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(ValueError, match="messages is not valid"):
+        tsjax.generate(model, messages=[USER])
+
+
+def test_a_model_without_a_template_says_so(tmp_path):
+    model = with_template(tmp_path, None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        tsjax.generate(model, messages=[USER])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(prompt="the", messages=[USER]), "messages is not valid beside a prompt"),
+        (dict(prompt="the", input_ids=[1]), "input_ids is not valid beside a prompt"),
+        (dict(messages=[USER], input_ids=[1]), "beside input_ids"),
+        (dict(attention_mask=[1]), "without input_ids"),
+        (dict(prompt=[USER]), r"pass a chat as messages"),
+    ],
+)
+def test_a_text_is_given_once(arguments, message, chatty):
+    with pytest.raises(ValueError, match=message):
+        tsjax.generate(chatty, **arguments)
+
+
+# --- conversations -------------------------------------------------------------------------------
+
+
+def test_a_conversation_says_what_its_messages_say(chatty):
+    how = dict(max_new_tokens=12, do_sample=True, seed=3, eos_token_id=(), **SIZES)
+    conversation = tsjax.Conversation(chatty, system="in", **how)
+    for question in ("the tea", "has a", "the"):
+        before = [*conversation.messages, {"role": "user", "content": question}]
+        pieces = list(conversation.say(question))
+        alone = tsjax.generate(chatty, messages=before, **how)
+        assert conversation.result.tokens[0].tolist() == alone.tokens[0].tolist()
+        assert "".join(pieces) == alone.text
+        last = conversation.messages[-1]
+        assert last == {"role": "assistant", "content": alone.text.strip()}
+    assert conversation.messages[0] == {"role": "system", "content": "in"}
+
+
+def test_what_was_read_is_not_read_again(tmp_path):
+    # Whose answers come back from text to the tokens that they were, as a template's do.
+    model = with_template(tmp_path, CHATML)
+    conversation = tsjax.Conversation(model, max_new_tokens=6, eos_token_id=(), **SIZES)
+    list(conversation.say("the tea has a lot of it " * 4))
+    assert conversation.tokens_read_anew == conversation.result.stats.prompt_tokens[0]
+    list(conversation.say("and"))
+    stats = conversation.result.stats
+    assert stats.prefix_tokens > 60 and conversation.tokens_read_anew < 60
+    conversation.forget()
+    assert conversation.messages == [] and conversation.prefix is None
+
+
+def test_what_was_said_is_kept_where_a_caller_leaves(chatty):
+    conversation = tsjax.Conversation(chatty, max_new_tokens=100, eos_token_id=(), **SIZES)
+    for _ in conversation.say("the tea"):
+        break
+    assert conversation.messages[-1]["role"] == "assistant" and conversation.prefix is not None
+    list(conversation.say("and"))
+    assert len(conversation.messages) == 4
+
+
+def test_a_question_is_a_text(chatty):
+    with pytest.raises(ValueError, match="text=''"):
+        tsjax.Conversation(chatty).say("")
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        tsjax.Conversation(chatty, num_return_sequences=2)
+
+
+# --- commands ------------------------------------------------------------------------------------
+
+
+def test_generate_chat_answers_a_message(chatty, capsys):
+    argv = ["generate", chatty.path, "--chat", "the tea", "--max-new-tokens", "5", "--json"]
+    assert main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    messages = [{"role": "user", "content": "the tea"}]
+    alone = tsjax.generate(chatty, messages=messages, max_new_tokens=5)
+    assert found["tokens"] == [alone.tokens[0].tolist()]
+    assert found["prompt_tokens"] == [chat_prompt(chatty, messages).tolist()]
+    assert main([*argv, "--system", "in"]) == 0
+    assert main(["generate", chatty.path, "the", "--chat", "in"]) == 2
+    assert "give the prompt once" in capsys.readouterr().err
+    assert main(["generate", chatty.path, "the", "--system", "in"]) == 2
+    assert "--system is not valid without --chat" in capsys.readouterr().err
+
+
+def test_chat_is_a_conversation(chatty, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the tea\n\nhas\n/new\nthe tea\n/quit\n"))
+    argv = ["chat", chatty.path, "--max-new-tokens", "8", "--eos-token-id", "-1"]
+    assert main(argv) == 0
+    conversation = tsjax.Conversation(chatty, max_new_tokens=8, eos_token_id=())
+    said = ["".join(conversation.say(text)) for text in ("the tea", "has")]
+    assert capsys.readouterr().out == "".join(text + "\n" for text in [*said, said[0]])
+
+
+def test_chat_needs_a_template(tmp_path, capsys, monkeypatch):
+    model = with_template(tmp_path, None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
+    assert main(["chat", model.path]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+def test_chat_tells_a_wrong_setting_before_the_model_is_read(capsys):
+    assert main(["chat", "no/such/folder", "--temperature", "2"]) == 2
+    assert "temperature" in capsys.readouterr().err

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Penalties and processors that read the text: against plain loops, transformers and each other.
+
+That a node of a tree is judged by its own text, bit for bit, is in test_verification.py. Here: what
+the rules say, that drafts change no token under them, and that a run is saved with their names.
+"""
+
+import importlib.util
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import chain, chain_model, compilations, tiny_model
+
+import tsjax
+from tsjax.decoding.processors import (
+    NEVER_SEEN,
+    Text,
+    apply,
+    bar_repeated_ngrams,
+    first_counts,
+    last_tokens,
+    penalise_counts,
+)
+
+VOCAB = 13
+SIZES = dict(capacity=128, prefill_width=16)
+MODEL = tiny_model(vocab_size=VOCAB, num_draft_heads=2)
+METHODS = [
+    tsjax.NGram(num_ngrams=3, ngram_size=3, suffix_length=5),
+    tsjax.TokenSwift(tree=(2, 2, 1), draft_budget=24, num_sinks=2, suffix_length=4),
+    tsjax.MagicDec(draft_budget=12, num_sinks=2),
+]
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+# --- the rules, by plain loops -------------------------------------------------------------------
+
+
+def by_counts(logits, text, prompt_length, presence, frequency):
+    made = list(text[prompt_length:])
+    return [
+        x - frequency * made.count(token) - (presence if token in made else 0.0)
+        for token, x in enumerate(logits)
+    ]
+
+
+def by_ngrams(logits, text, size):
+    scores, text = list(logits), list(text)
+    last = text[len(text) - (size - 1) :] if size > 1 else []
+    for start in range(len(text) - size + 1):
+        if text[start : start + size - 1] == last:
+            scores[text[start + size - 1]] = -np.inf
+    return scores
+
+
+texts = st.lists(st.integers(0, 3), min_size=1, max_size=20)
+
+
+@hypothesis.given(text=texts, size=st.integers(1, 6), room=st.integers(0, 3), data=st.data())
+@hypothesis.settings(max_examples=80)
+def test_the_rules_are_the_plain_loops(text, size, room, data):
+    prompt_length = data.draw(st.integers(0, len(text)))
+    presence, frequency = (data.draw(st.floats(-2, 2, width=32)) for _ in range(2))
+    tokens = jnp.asarray([text + [0] * room + [1] * (20 - len(text))])
+    length, start = (jnp.asarray([n], jnp.int32) for n in (len(text), prompt_length))
+    counts = first_counts(tokens, start, length, VOCAB)
+    known = Text(tokens, length, start, None, counts)
+    logits = np.random.default_rng(size).normal(size=VOCAB).astype(np.float32)
+    given = jnp.asarray(logits)[None, None]
+    out = penalise_counts(given, known, jnp.float32(presence), jnp.float32(frequency), None)
+    wanted = by_counts(logits, text, prompt_length, presence, frequency)
+    np.testing.assert_allclose(out[0, 0], wanted, rtol=1e-5, atol=1e-5)
+    out = bar_repeated_ngrams(given, known, size, None)
+    np.testing.assert_array_equal(out[0, 0], np.float32(by_ngrams(logits, text, size)))
+
+
+def test_the_last_tokens_are_known_and_drafted_ones():
+    text = Text(jnp.asarray([[7, 8, 9, 0, 0]]), jnp.asarray([3]), jnp.asarray([1]))
+    drafted = jnp.asarray([[[4, 5], [4, 5], [6, 6]]])
+    at = jnp.asarray([[[3, 4], [3, NEVER_SEEN], [NEVER_SEEN, NEVER_SEEN]]])
+    found = last_tokens(text, 4, (drafted, at), 3)
+    assert found.tolist() == [[[8, 9, 4, 5], [7, 8, 9, 4], [-1, 7, 8, 9]]]
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(not HAS_TORCH, reason="there is no torch")
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ngrams_and_bad_words_are_those_of_transformers(size, rng):
+    import torch
+    from transformers.generation import NoBadWordsLogitsProcessor, NoRepeatNGramLogitsProcessor
+
+    words = [[3], [1, 2], [0, 1, 2], [2, 2]]
+    for _ in range(20):
+        text = rng.integers(0, 4, 12)
+        logits = rng.normal(size=VOCAB).astype(np.float32)
+        ids, scores = torch.tensor(text)[None], torch.tensor(logits)[None]
+        known = Text(jnp.asarray(text[None]), jnp.asarray([12]), jnp.asarray([4]))
+        given = jnp.asarray(logits)[None, None]
+        theirs = NoRepeatNGramLogitsProcessor(size)(ids, scores.clone())[0].numpy()
+        np.testing.assert_array_equal(bar_repeated_ngrams(given, known, size, None)[0, 0], theirs)
+        theirs = NoBadWordsLogitsProcessor(words, eos_token_id=99)(ids, scores.clone())[0].numpy()
+        ours = apply(tsjax.bad_words(words, VOCAB), given, known, None)[0, 0]
+        np.testing.assert_array_equal(ours, theirs)
+
+
+# --- drafts change nothing -----------------------------------------------------------------------
+
+
+def alternating(logits, tokens, length, strength):
+    """Likes a token the more the farther it is from the two last ones; depends on the length."""
+    last, before = tokens[length - 1], tokens[jnp.maximum(length - 2, 0)]
+    ids = jnp.arange(logits.shape[0])
+    return logits + strength * jnp.abs(ids - last) - jnp.where(ids == before, 2.0, 0) + length % 2
+
+
+HOOKS = {
+    "presence": dict(presence_penalty=0.8, frequency_penalty=0.3),
+    "negative": dict(presence_penalty=-1.5, frequency_penalty=-0.1),
+    "ngrams": dict(no_repeat_ngram_size=3),
+    "own": dict(logits_processor=tsjax.LogitsProcessor(alternating, arrays=(0.2,))),
+    "several": dict(
+        logits_processor=[
+            tsjax.token_bias({3: 1.5, 4: -np.inf}, VOCAB),
+            tsjax.bad_words([[1, 2], [5]], VOCAB),
+            lambda logits, tokens, length: jnp.where(length % 3 == 0, logits * 1.5, logits),
+        ],
+        repetition_penalty=1.2,
+        repetition_window=6,
+    ),
+    "allowed": dict(logits_processor=tsjax.allowed_tokens(range(2, 9), VOCAB)),
+}
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", HOOKS)
+def test_drafts_change_no_token(name, sampled):
+    how = dict(max_new_tokens=40, do_sample=sampled, seed=5, **SIZES, **HOOKS[name])
+    prompts = [[1, 2, 3, 1, 2, 3, 1], [4, 4, 5]]
+    plain = tsjax.generate(MODEL, prompts, **how)
+    without = {k: v for k, v in how.items() if k not in HOOKS[name]}
+    other = tsjax.generate(MODEL, prompts, **without)
+    assert any(a.tolist() != b.tolist() for a, b in zip(plain.tokens, other.tokens, strict=True))
+    for method in METHODS:
+        found = tsjax.generate(MODEL, prompts, method=method, **how)
+        for mine, theirs in zip(found.tokens, plain.tokens, strict=True):
+            assert mine.tolist() == theirs.tolist(), method
+
+
+def test_drafts_are_accepted_where_a_hook_says_what_comes():
+    """So drafts are chosen and judged by the same processed logits."""
+
+    def counting(logits, tokens, length):
+        return jnp.where(jnp.arange(VOCAB) == (tokens[length - 1] + 1) % VOCAB, 9.0, -9.0)
+
+    model = chain_model({}, vocab_size=VOCAB)
+    how = dict(max_new_tokens=60, logits_processor=counting, **SIZES)
+    found = tsjax.generate(model, [3], method=tsjax.MagicDec(draft_budget=12, num_sinks=2), **how)
+    assert found.tokens[0].tolist() == [(4 + i) % VOCAB for i in range(60)]
+    assert found.stats.tokens_per_step > 2
+
+
+def test_rules_hold_for_the_text_of_each_step():
+    model = chain_model(chain(1, 2, 3, 1), vocab_size=VOCAB)
+    out = tsjax.generate(model, [1], max_new_tokens=6, no_repeat_ngram_size=3, **SIZES).tokens[0]
+    text = [1, *out.tolist()]
+    triples = list(zip(text, text[1:], text[2:], strict=False))
+    assert len(set(triples)) == len(triples) and text[:4] == [1, 2, 3, 1]
+
+
+def test_other_arrays_do_not_compile_anew():
+    how = dict(max_new_tokens=4, **SIZES)
+    tsjax.generate(MODEL, [1], logits_processor=tsjax.token_bias({3: 1.0}, VOCAB), **how)
+    with compilations() as names:
+        tsjax.generate(MODEL, [1], logits_processor=tsjax.token_bias({2: 7.0}, VOCAB), **how)
+    assert not names
+
+
+def test_what_is_off_is_not_in_the_state():
+    state = tsjax.init_state(
+        jnp.zeros((1, 4), jnp.int32), jnp.asarray([4]), capacity=32, max_length=jnp.asarray([9]),
+        cfg=tsjax.DecodeConfig(MODEL.cfg),
+    )  # fmt: skip
+    assert state.counts is None and state.logprobs is None and state.sampling.processors == ()
+
+
+# --- a run that is saved -------------------------------------------------------------------------
+
+
+def test_a_resumed_run_needs_the_same_processors(tmp_path):
+    path = tmp_path / "run.json"
+    hook = tsjax.LogitsProcessor(alternating, name="alternating", version=2, arrays=(0.2,))
+    how = dict(do_sample=True, logits_processor=hook, **SIZES)
+    whole = tsjax.generate(MODEL, [1, 2], max_new_tokens=30, **how)
+    tsjax.generate(MODEL, [1, 2], max_new_tokens=12, save_to=path, **how)
+    assert json.loads(path.read_text())["processors"] == [["alternating", 2]]
+    assert json.loads(path.read_text())["format"] == 3
+    with pytest.raises(
+        ValueError, match=r"saved with these .*alternating \(version 2\); given: no"
+    ):
+        tsjax.generate(MODEL, resume_from=path)
+    other = hook.replace(version=3)
+    with pytest.raises(ValueError, match=r"given: alternating \(version 3\)"):
+        tsjax.generate(MODEL, resume_from=path, logits_processor=other)
+    found = tsjax.generate(
+        MODEL, resume_from=path, logits_processor=hook, max_new_tokens=30,
+        method=tsjax.NGram(suffix_length=3), **SIZES,
+    )  # fmt: skip
+    assert found.tokens[0].tolist() == whole.tokens[0].tolist()
+    assert not tsjax.check_run(MODEL, path, logits_processor=hook).departures
+
+
+def test_counts_go_on_where_a_run_is_resumed(tmp_path):
+    path, how = tmp_path / "run.json", dict(frequency_penalty=0.7, presence_penalty=0.2)
+    whole = tsjax.generate(MODEL, [1, 2], max_new_tokens=30, **how, **SIZES)
+    tsjax.generate(MODEL, [1, 2], max_new_tokens=12, save_to=path, **how, **SIZES)
+    found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=30, **SIZES)
+    assert found.tokens[0].tolist() == whole.tokens[0].tolist()
+
+
+def test_a_run_without_a_name_for_its_function_is_not_saved(tmp_path):
+    with pytest.raises(ValueError, match="without a name"):
+        tsjax.generate(MODEL, [1], logits_processor=alternating_alone, save_to=tmp_path / "a")
+
+
+def alternating_alone(logits, tokens, length):
+    return alternating(logits, tokens, length, 0.2)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (lambda logits, tokens, length: logits[:5], r"gave shape \(5,\)"),
+        (lambda logits, tokens, length: logits > 0, "type bool"),
+        (lambda logits, tokens, length: None, "gave None"),
+        (lambda logits, tokens: logits, "it raised TypeError"),
+        (lambda logits, tokens, length: logits if length > 3 else logits, "TracerBool"),
+    ],
+)
+def test_a_function_that_cannot_run_in_a_step_is_refused(hook, message):
+    with pytest.raises(ValueError, match=message):
+        tsjax.generate(MODEL, [1], logits_processor=hook)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(presence_penalty=float("nan")), "presence_penalty=nan"),
+        (dict(frequency_penalty="1"), "frequency_penalty='1'"),
+        (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1"),
+    ],
+)
+def test_wrong_penalties_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        tsjax.generate(MODEL, [1], **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: tsjax.token_bias({VOCAB: 1.0}, VOCAB), f"token_bias={VOCAB}"),
+        (lambda: tsjax.token_bias({1: float("nan")}, VOCAB), "numbers"),
+        (lambda: tsjax.bad_words([], VOCAB), "at least one word"),
+        (lambda: tsjax.bad_words([[1, -1]], VOCAB), "bad_words=-1"),
+        (lambda: tsjax.allowed_tokens([], VOCAB), "at least one token"),
+    ],
+)
+def test_ready_ones_check_what_they_are_given(make, message):
+    with pytest.raises(tsjax.TsjaxError, match=message):
+        make()
+
+
+def test_a_processor_is_no_number():
+    with pytest.raises(TypeError, match="logits_processor=3"):
+        tsjax.generate(MODEL, [1], logits_processor=3)
+
+
+def test_processors_are_pure_for_jax():
+    hook = tsjax.token_bias({1: 2.0}, VOCAB)
+    assert len(jax.tree.leaves(hook)) == 1

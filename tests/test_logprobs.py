@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities: against float64, torch, and plain decoding; of texts that are given, too."""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+from helpers import oracle_logits, save_tokenizer, tiny_model
+
+import tsjax
+from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
+
+VOCAB = 29
+SIZES = dict(capacity=128, prefill_width=16)
+MODEL = tiny_model(vocab_size=VOCAB, num_draft_heads=2)
+PROMPTS = [[1, 2, 3, 1, 2, 3], [9, 8]]
+SAMPLED = dict(do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.3, seed=4)
+METHODS = [
+    tsjax.NGram(num_ngrams=3, ngram_size=3, suffix_length=5, pass_widths=(4,)),
+    tsjax.TokenSwift(tree=(2, 2, 1), draft_budget=24, num_sinks=2, suffix_length=4),
+    tsjax.MagicDec(draft_budget=12, num_sinks=2),
+]
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+
+def log_softmax(x):
+    x = np.asarray(x, np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def processed(logits, text, settings):
+    """By plain loops: the penalty, the temperature, the k best."""
+    x = np.asarray(logits, np.float64).copy()
+    for token in set(text):
+        penalty = settings.get("repetition_penalty", 1.0)
+        x[token] = x[token] * penalty if x[token] < 0 else x[token] / penalty
+    if settings.get("do_sample"):
+        x = x / settings["temperature"]
+        x[x < np.sort(x)[-settings["top_k"]]] = -np.inf
+    return x
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_they_are_those_of_float64(settings):
+    result = tsjax.generate(MODEL, PROMPTS, max_new_tokens=12, logprobs=3, **SIZES, **settings)
+    for prompt, tokens, told in zip(PROMPTS, result.tokens, result.logprobs, strict=True):
+        text = [*prompt, *tokens.tolist()]
+        logits = oracle_logits(MODEL, text)
+        assert told.raw.shape == (12,) and told.top.shape == (12, 3)
+        for index, token in enumerate(tokens):
+            row = logits[len(prompt) + index - 1]
+            for found, top_tokens, top, law in (
+                (told.raw, told.top_tokens, told.top, log_softmax(row)),
+                (
+                    told.processed, told.processed_top_tokens, told.processed_top,
+                    log_softmax(processed(row, text[: len(prompt) + index], settings)),
+                ),
+            ):  # fmt: skip
+                assert found[index] == pytest.approx(law[token], abs=1e-4)
+                best = np.argsort(-law, kind="stable")[:3]
+                assert top_tokens[index].tolist() == best.tolist()
+                np.testing.assert_allclose(top[index], law[best], atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
+def test_every_method_tells_plain_decodings(method, settings):
+    how = dict(max_new_tokens=30, logprobs=2, **SIZES, **settings)
+    plain = tsjax.generate(MODEL, PROMPTS, **how)
+    found = tsjax.generate(MODEL, PROMPTS, method=method, **how)
+    for mine, theirs in zip(found.logprobs, plain.logprobs, strict=True):
+        for name in ("raw", "top", "processed", "processed_top"):
+            np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), atol=1e-5)
+        assert mine.top_tokens.tolist() == theirs.top_tokens.tolist()
+
+
+def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
+    how = dict(max_new_tokens=20, **SIZES, **SAMPLED)
+    told = tsjax.generate(MODEL, PROMPTS, logprobs=0, **how)
+    silent = tsjax.generate(MODEL, PROMPTS, **how)
+    assert silent.logprobs is None and told.logprobs[0].top.shape == (20, 0)
+    assert [row.tolist() for row in told.tokens] == [row.tolist() for row in silent.tokens]
+
+
+def test_a_stream_tells_them_piece_by_piece():
+    how = dict(max_new_tokens=25, logprobs=2, **SIZES, **SAMPLED)
+    whole = tsjax.generate(MODEL, PROMPTS, **how).logprobs
+    chunks = list(tsjax.stream(MODEL, PROMPTS, method=METHODS[0], **how))
+    for row in range(2):
+        joined = np.concatenate([chunk.logprobs[row].raw for chunk in chunks])
+        np.testing.assert_allclose(joined, whole[row].raw, atol=1e-5)
+        assert all(len(c.logprobs[row].raw) == len(c.tokens[row]) for c in chunks)
+
+
+def test_a_resumed_run_has_those_of_its_first_part(tmp_path):
+    path, how = tmp_path / "run.json", dict(logprobs=2, **SAMPLED)
+    whole = tsjax.generate(MODEL, PROMPTS, max_new_tokens=20, **how, **SIZES)
+    tsjax.generate(MODEL, PROMPTS, max_new_tokens=8, save_to=path, **how, **SIZES)
+    found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
+    for mine, theirs in zip(found.logprobs, whole.logprobs, strict=True):
+        np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
+        np.testing.assert_allclose(mine.processed_top, theirs.processed_top, atol=1e-5)
+    saved = json.loads(path.read_text())
+    saved["logprobs"][0]["raw"].pop()
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ValueError, match="written by save_to"):
+        tsjax.generate(MODEL, resume_from=path, max_new_tokens=20)
+
+
+def test_a_row_that_a_stop_string_ends_has_one_for_each_token(tmp_path):
+    save_tokenizer(tmp_path)
+    model = tiny_model(vocab_size=29, path=str(tmp_path))
+    text = tsjax.generate(model, [3, 4], max_new_tokens=20, **SIZES).text
+    stop = text[len(text) // 2 :][:2]
+    found = tsjax.generate(
+        model, [3, 4], max_new_tokens=20, stop_strings=(stop,), logprobs=1, **SIZES
+    )
+    assert found.finish_reason == ["stop_string"]
+    assert len(found.logprobs[0].raw) == len(found.tokens[0])
+
+
+def test_json_keeps_what_cannot_be():
+    found = tsjax.generate(MODEL, [1], max_new_tokens=4, logprobs=7, **SIZES, **SAMPLED).logprobs[0]
+    assert np.isneginf(found.processed_top).any()  # seven of the five that are left
+    text = json.dumps(log_probs_to_dict(found), allow_nan=False)
+    again = log_probs_from_dict(json.loads(text))
+    for name in ("raw", "top_tokens", "top", "processed", "processed_top"):
+        np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
+
+
+# --- texts that are given ------------------------------------------------------------------------
+
+
+def test_a_given_text_is_scored_as_float64_does():
+    ends = [[5, 6, 7], [1] * 140]  # one of more than a block
+    found = tsjax.score(MODEL, PROMPTS, ends, logprobs=2)
+    for prompt, end, told in zip(PROMPTS, ends, found.logprobs, strict=True):
+        law = log_softmax(oracle_logits(MODEL, [*prompt, *end])[len(prompt) - 1 : -1])
+        np.testing.assert_allclose(told.raw, law[np.arange(len(end)), end], atol=2e-4)
+        np.testing.assert_allclose(told.top, -np.sort(-law, axis=1)[:, :2], atol=2e-4)
+        assert told.processed is None
+    np.testing.assert_allclose(found.totals, [told.raw.sum() for told in found.logprobs], rtol=1e-5)
+
+
+def test_a_generated_text_has_the_score_it_was_told():
+    result = tsjax.generate(MODEL, PROMPTS, max_new_tokens=12, logprobs=0, **SIZES, **SAMPLED)
+    found = tsjax.score(MODEL, PROMPTS, result.tokens)
+    for mine, theirs in zip(found.logprobs, result.logprobs, strict=True):
+        np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
+
+
+@pytest.mark.parity
+@pytest.mark.skipif(not HAS_TORCH, reason="there is no torch")
+def test_they_are_those_of_torch(tmp_path):
+    import hf_fixtures
+    import torch
+    import transformers
+
+    folder = hf_fixtures.make(tmp_path / "model")
+    model = tsjax.load(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompt, rest = [3, 4, 5, 6], [7, 8, 9, 3, 4]
+    with torch.no_grad():
+        law = torch.log_softmax(theirs(torch.tensor([prompt + rest])).logits[0], -1).numpy()
+    wanted = law[len(prompt) - 1 : -1][np.arange(len(rest)), rest]
+    np.testing.assert_allclose(tsjax.score(model, prompt, rest).logprobs[0].raw, wanted, atol=1e-5)
+    made = tsjax.generate(model, prompt, max_new_tokens=8, eos_token_id=(), logprobs=0, **SIZES)
+    ids = [*prompt, *made.tokens[0].tolist()]
+    with torch.no_grad():
+        law = torch.log_softmax(theirs(torch.tensor([ids])).logits[0], -1).numpy()
+    wanted = law[len(prompt) - 1 : -1][np.arange(8), ids[len(prompt) :]]
+    np.testing.assert_allclose(made.logprobs[0].raw, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tsjax.score(MODEL, [1], []), r"continuation\[0\]"),
+        (lambda: tsjax.score(MODEL, [[1], [2]], [[1]]), "one for each of 2 prompts"),
+        (lambda: tsjax.score(MODEL, [1], [VOCAB]), f"token id {VOCAB}"),
+        (lambda: tsjax.score(MODEL, [1], [2], logprobs=VOCAB + 1), "logprobs"),
+        (lambda: tsjax.generate(MODEL, [1], logprobs=-1), "logprobs=-1"),
+        (lambda: tsjax.generate(MODEL, [1], logprobs=VOCAB + 1), "logprobs"),
+        (lambda: tsjax.generate(MODEL, [1], output_scores=True), "write logprobs"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(call, message):
+    with pytest.raises(tsjax.TsjaxError, match=message):
+        call()

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many prompts through one batch that stays full: each as alone; files that are resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from helpers import save_tokenizer, tiny_model
+
+import tsjax
+from tsjax.__main__ import main
+from tsjax.host import many
+
+VOCAB = 29
+SAMPLED = dict(do_sample=True, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1)
+SIZES = dict(prefill_width=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("many") / "m"
+    tsjax.save(tiny_model(vocab_size=VOCAB, num_draft_heads=2, stop_ids=(2,)), folder)
+    save_tokenizer(folder)
+    return tsjax.load(folder)
+
+
+def prompts_of(count, seed=0):
+    """Of mixed lengths, and answers of mixed lengths."""
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "ids": rng.integers(3, VOCAB, rng.integers(1, 60)).tolist(),
+            "seed": int(rng.integers(1000)), "max_new_tokens": int(rng.integers(1, 50)),
+        }
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def alone(model, prompt, **how):
+    own = {name: prompt[name] for name in ("seed", "max_new_tokens") if name in prompt}
+    return tsjax.generate(model, prompt["ids"], capacity=2048, **{**how, **own}, **SIZES)
+
+
+# --- in memory -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "method", ["autoregressive", tsjax.NGram(suffix_length=5), tsjax.MagicDec(draft_budget=12)],
+    ids=str,
+)  # fmt: skip
+def test_each_answer_is_that_of_its_prompt_alone(method, model):
+    prompts = prompts_of(40)
+    how = dict(SAMPLED, method=method, logprobs=1)
+    answers = list(tsjax.generate_many(model, iter(prompts), rows=5, **how, **SIZES))
+    assert sorted(a.index for a in answers) == list(range(40))
+    assert len({a.finish_reason for a in answers}) == 2  # "eos" and "length"
+    for answer in answers:
+        wanted = alone(model, prompts[answer.index], **dict(SAMPLED, logprobs=1))
+        assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+        assert answer.text == wanted.text and answer.finish_reason == wanted.finish_reason[0]
+        assert answer.prompt_tokens == len(prompts[answer.index]["ids"])
+        np.testing.assert_allclose(answer.logprobs.raw, wanted.logprobs[0].raw, atol=1e-5)
+
+
+def test_texts_and_stop_strings_and_loops(model):
+    texts = ["the tea", "has", "the tea", "in an"] * 3
+    how = dict(max_new_tokens=40, stop_strings=("e",), repetition_detection=(1, 4, 4), rows=3)
+    for answer in tsjax.generate_many(model, texts, **how):
+        how_alone = {name: value for name, value in how.items() if name != "rows"}
+        wanted = tsjax.generate(model, texts[answer.index], **how_alone)
+        assert answer.text == wanted.text and answer.finish_reason == wanted.finish_reason[0]
+
+
+def test_the_batch_stays_full(model, monkeypatch):
+    """Of all steps, few are made with an empty row while prompts wait."""
+    idle = []
+    go_on = many._Many._go_on
+
+    def watched(self, interrupt):
+        idle.append(sum(row is None for row in self._rows) if not self._spent else 0)
+        return go_on(self, interrupt)
+
+    monkeypatch.setattr(many._Many, "_go_on", watched)
+    answers = list(tsjax.generate_many(model, prompts_of(30), rows=4, **SAMPLED, **SIZES))
+    assert len(answers) == 30 and not any(idle)
+
+
+def test_prompts_are_taken_as_they_are_needed(model):
+    taken = []
+
+    def endless():
+        for index in range(10**9):
+            taken.append(index)
+            yield {"ids": [3, 4, 5], "max_new_tokens": 4}
+
+    answers = tsjax.generate_many(model, endless(), rows=2)
+    next(answers)
+    assert len(taken) <= 4
+
+
+def test_a_longer_prompt_makes_the_buffers_grow(model):
+    prompts = [{"ids": [3] * 5}, {"ids": [4] * 300, "max_new_tokens": 10}, {"ids": [5] * 9}]
+    how = dict(max_new_tokens=1990, eos_token_id=())
+    capacities = []
+    for answer in tsjax.generate_many(model, prompts[:1], rows=2, **how):
+        capacities.append(answer.index)
+    found = {a.index: a for a in tsjax.generate_many(model, prompts, rows=2, **how, **SIZES)}
+    wide = [{"ids": [6] * 2000, "max_new_tokens": 100}]
+    mixed = list(tsjax.generate_many(model, [*prompts, *wide], rows=2, **how, **SIZES))
+    assert len(mixed) == 4
+    for answer in mixed[:3]:
+        if answer.index in found:
+            assert answer.tokens.tolist() == found[answer.index].tokens.tolist()
+
+
+def test_a_prompt_that_is_not_valid_is_an_answer_with_an_error(model):
+    prompts = ["the", [], {"ids": [VOCAB]}, {"ids": [1], "prompt": "a"}, {"ids": [1], "top_k": 3}]
+    prompts += ["in", {"ids": [[1], [2]]}, {"ids": [1], "seed": -1}, {"messages": []}]
+    answers = {a.index: a for a in tsjax.generate_many(model, prompts, rows=2, max_new_tokens=3)}
+    assert [i for i, a in answers.items() if a.error is None] == [0, 5]
+    for index, wanted in ((1, "at least one"), (2, f"token id {VOCAB}"), (4, "top_k"), (7, "seed")):
+        assert isinstance(answers[index].error, tsjax.TsjaxError)
+        assert wanted in str(answers[index].error) and answers[index].finish_reason == "error"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(rows=0), "rows=0"),
+        (dict(num_return_sequences=2, do_sample=True), "num_return_sequences"),
+        (dict(seed=(1, 2)), "seed"),
+        (dict(no_such=1), "no_such"),
+        (dict(method="none"), "method"),
+    ],
+)
+def test_what_all_prompts_share_is_checked_at_the_call(settings, message, model):
+    with pytest.raises(tsjax.TsjaxError, match=message):
+        tsjax.generate_many(model, [], **settings)
+
+
+def test_ctrl_c_ends_it_and_what_was_yielded_is_whole(model):
+    answers = tsjax.generate_many(model, prompts_of(30), rows=2, **SAMPLED, **SIZES)
+    found = [next(answers)]
+    with pytest.raises(KeyboardInterrupt):
+        for answer in answers:
+            found.append(answer)
+            if len(found) == 5:
+                many_go_on = many._Many._go_on
+
+                def struck(self, interrupt):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    return many_go_on(self, interrupt)
+
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(many._Many, "_go_on", struck)
+                    found.append(next(answers))
+    for answer in found:
+        wanted = alone(model, prompts_of(30)[answer.index], **SAMPLED)
+        assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+
+
+def test_programs_are_few(model):
+    """Prompts of all lengths share them: a pass of each width, and one of each other kind."""
+    from helpers import compilations
+
+    jax.clear_caches()
+    with compilations() as names:
+        list(tsjax.generate_many(model, prompts_of(40, seed=3), rows=3, **SAMPLED, **SIZES))
+    ours = [name for name in names if "convert" not in name and "broadcast" not in name]
+    counts = {name: ours.count(name) for name in set(ours)}
+    assert counts.get("jit(decode)", 0) == 1 and counts.get("jit(fill_row)", 0) == 1, counts
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_prompts(path, count):
+    lines = [json.dumps({**prompt, "id": f"p{i}"}) for i, prompt in enumerate(prompts_of(count))]
+    path.write_text("\n".join(lines) + "\n")
+    return lines
+
+
+ARGV = ["--do-sample", "--temperature", "0.9", "--dtype", "float32", "--rows", "3"]
+
+
+def test_a_file_of_prompts_becomes_a_file_of_answers(model, tmp_path, capsys):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    lines = write_prompts(prompts, 12)
+    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV, "--json"]
+    assert main(argv) == 0
+    assert json.loads(capsys.readouterr().out)["lines"] == 12
+    found = {entry["line"]: entry for entry in lines_of(out)}
+    assert sorted(found) == list(range(1, 13))
+    for number, line in enumerate(lines, 1):
+        wanted = alone(model, json.loads(line), do_sample=True, temperature=0.9)
+        assert found[number]["tokens"] == wanted.tokens[0].tolist()
+        assert found[number]["text"] == wanted.text and found[number]["id"] == f"p{number - 1}"
+    # Once more: all is there.
+    before = out.read_bytes()
+    assert main(argv) == 0 and out.read_bytes() == before
+    assert "12 answered before, 0 tokens now" in capsys.readouterr().err
+
+
+def test_a_file_goes_on_where_it_was_cut(model, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    write_prompts(prompts, 10)
+    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV]
+    assert main(argv) == 0
+    whole = {entry["line"]: entry for entry in lines_of(out)}
+    content = out.read_bytes()
+    out.write_bytes(content[: len(content) * 2 // 3])  # within a line
+    assert main(argv) == 0
+    assert {entry["line"]: entry for entry in lines_of(out)} == whole
+    assert len(lines_of(out)) == 10
+
+
+def test_broken_lines_are_named_and_the_others_run(model, tmp_path, capsys):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    prompts.write_text('{"prompt": "the"}\n{"prompt": \n"in"\n\n{"top_k": 3}\n[1]\n')
+    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV]
+    assert main([*argv, "--max-new-tokens", "4"]) == 1
+    found = {entry["line"]: entry for entry in lines_of(out)}
+    assert sorted(found) == [1, 2, 3, 4, 5, 6]
+    assert sorted(n for n, entry in found.items() if "error" in entry) == [2, 4, 5, 6]
+    assert "no JSON" in found[2]["error"] and "top_k" in found[5]["error"]
+    assert "these lines could not be answered: 2, 4, 5, 6" in capsys.readouterr().err
+
+
+def test_answers_to_something_else_are_not_mixed_up(model, tmp_path, capsys):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    write_prompts(prompts, 3)
+    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV]
+    assert main(argv) == 0
+    assert main([*argv, "--top-k", "3"]) == 2
+    assert "by another model or other settings" in capsys.readouterr().err
+    prompts.write_text('{"ids": [3]}\n{"ids": [4]}\n{"ids": [5]}\n')
+    assert main(argv) == 2
+    assert "answers to other prompts" in capsys.readouterr().err
+    out.write_text("a file of somebody's\n")
+    assert main(argv) == 2
+    assert "none that tsjax wrote" in capsys.readouterr().err
+    assert out.read_text() == "a file of somebody's\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--prompts", "P"], "--prompts needs --out"),
+        (["--out", "o.jsonl", "the"], "--out is not valid without --prompts"),
+        (["--prompts", "none.jsonl", "--out", "O"], "no such file"),
+        (["--prompts", "P", "--out", "no/such/o.jsonl"], "does not exist"),
+        (["--prompts", "P", "--out", "P"], "another file than the prompts"),
+        (["--prompts", "P", "--out", "O", "--save-to", "s"], "--save-to is not valid"),
+        (["--prompts", "P", "--out", "O", "--prefill", "lazy"], "--prefill"),
+        (["--prompts", "P", "--out", "O", "--rows", "0"], "rows=0"),
+    ],
+)
+def test_wrong_flags_are_told(more, message, model, tmp_path, capsys):
+    (tmp_path / "p.jsonl").write_text('"the"\n')
+    named = {"P": str(tmp_path / "p.jsonl"), "O": str(tmp_path / "o.jsonl")}
+    assert main(["generate", model.path, *(named.get(word, word) for word in more)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_killed_twenty_times_nothing_is_lost_and_nothing_twice(model, tmp_path):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    lines = write_prompts(prompts, 200)
+    argv = [sys.executable, "-m", "tsjax", "generate", model.path, "--prompts", str(prompts)]
+    argv += ["--out", str(out), *ARGV]
+    rng, kills = np.random.default_rng(0), 0
+    while kills < 20:
+        before = out.stat().st_size if out.exists() else 0
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and (out.stat().st_size if out.exists() else 0) <= before:
+            time.sleep(0.01)
+        time.sleep(float(rng.uniform(0, 0.05)))
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills == 20, f"it was through after {kills} kills: more prompts"
+    subprocess.run(argv, check=True, stderr=subprocess.DEVNULL)
+    found = lines_of(out)
+    assert sorted(entry["line"] for entry in found) == list(range(1, 201))
+    for entry in found[::10]:
+        wanted = alone(model, json.loads(lines[entry["line"] - 1]), do_sample=True, temperature=0.9)
+        assert entry["tokens"] == wanted.tokens[0].tolist()
