@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several answers to one prompt, texts that are read ahead, other weights, and results that keep."""
+"""Several answers to one prompt, texts read ahead, other weights, and results that keep."""
 
 import json
 
@@ -24,10 +24,10 @@ def passes(monkeypatch):
     rows, read = [], run._read
 
     def counted(model, request, state):
-        for index, state in enumerate(read(model, request, state)):
+        for index, begun in enumerate(read(model, request, state)):
             if index:
                 rows.append(len(request.rows))
-            yield state
+            yield begun
 
     monkeypatch.setattr(run, "_read", counted)
     return rows
