@@ -21,9 +21,11 @@ LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] 
 {{ raise_exception('roles must alternate') }}{% endif %}\
 {% if m['role'] == 'user' %}{{ bos_token + ' ' + (system if loop.index0 == 0 else '') \
 + m['content'] + ' ' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"""
-LLAMA_3 = """{{ bos_token }}{% for m in messages %}{{ ' ' + m['role'] + ' ' + m['content'] | trim \
-+ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ ' assistant ' }}{% endif %}"""
-CHATML = """{% for m in messages %}{{ ' ' + m.role + ' ' + m.content + eos_token + '\n' }}{% endfor %}\
+LLAMA_3 = """{{ bos_token }}{% for m in messages %}{{ ' ' + m['role'] + ' ' \
++ m['content'] | trim + eos_token }}{% endfor %}\
+{% if add_generation_prompt %}{{ ' assistant ' }}{% endif %}"""
+CHATML = """{% for m in messages %}\
+{{ ' ' + m.role + ' ' + m.content + eos_token + '\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ ' assistant\n' }}{% endif %}"""
 MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'in ' + m.content }}\
 {% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% else %}\
