@@ -37,6 +37,7 @@ MODULES = {
     "aot": "aot",
     "papers": "papers",
     "results_page": "results_page",
+    "choosing": "choosing",
     "readme_table": "readme_table",
 }
 

@@ -22,6 +22,7 @@ ROWS = {
     "pallas_kernels": 0,
     "tsjax.configs": 0,
     "tsjax.config": 1,
+    "tsjax.errors": -1,
     "tsjax.input_files": 0,
     "tsjax.typing": 1,
     "tsjax.model": 2,

@@ -45,6 +45,8 @@ def checkpoint(tmp_path_factory) -> str:
         folder, vocab_size=len(helpers.TOKENS), max_position_embeddings=2048, eos_token_id=...
     )
     helpers.save_tokenizer(folder)
+    template = "{% for m in messages %}{{ m.role + ' ' + m.content + eos_token }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
     return str(folder)
 
 
@@ -64,7 +66,13 @@ def test_the_page_about_generation_runs(checkpoint, capsys):
     assert "['length']" in out and "{'heads': 0, 'ngrams': " in out
 
 
+@pytest.mark.parametrize("page", ["docs/building_blocks.md"])
+def test_pages_that_need_no_model_run(page):
+    exec(compile("\n".join(blocks(page, "python")), page, "exec"), {})
+
+
 GENERATE = [line for line in commands("docs/command_line.md") if line.startswith("tsjax generate")]
+GENERATE = [line for line in GENERATE if "--prompts" not in line]  # test_many.py has files
 
 
 @pytest.mark.parametrize("line", GENERATE)

@@ -24,15 +24,21 @@ from tsjax.host.result import GenerationResult as GenerationResult
 from tsjax.host.result import RunStats as RunStats, StreamChunk as StreamChunk
 from tsjax.host.interrupt import Interrupted as Interrupted
 from tsjax.errors import TsjaxError as TsjaxError
-from tsjax.decoding.logprobs import LogProbs as LogProbs
-from tsjax.host.scoring import score as score, Scored as Scored
-from tsjax.host.reading import read as read
-from tsjax.host.prefix import Prefix as Prefix
-from tsjax.host.conversation import Conversation as Conversation
-from tsjax.host.many import generate_many as generate_many, Answer as Answer
+
+# Penalties and processors of your own
 from tsjax.decoding.processors import LogitsProcessor as LogitsProcessor
 from tsjax.decoding.processors import token_bias as token_bias, bad_words as bad_words
 from tsjax.decoding.processors import allowed_tokens as allowed_tokens
+
+# Log-probabilities
+from tsjax.decoding.logprobs import LogProbs as LogProbs
+from tsjax.host.scoring import score as score, Scored as Scored
+
+# Chats, texts that are read once, many prompts
+from tsjax.host.conversation import Conversation as Conversation
+from tsjax.host.reading import read as read
+from tsjax.host.prefix import Prefix as Prefix
+from tsjax.host.many import generate_many as generate_many, Answer as Answer
 
 # Methods of decoding
 from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
@@ -92,8 +98,9 @@ __all__ = [  # noqa: RUF022
     "load", "save", "Model", "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
     "generate", "stream", "forward", "GenerationConfig", "preset",
     "GenerationResult", "RunStats", "StreamChunk", "Interrupted", "TsjaxError",
-    "LogProbs", "score", "Scored", "read", "Prefix", "Conversation", "generate_many", "Answer",
     "LogitsProcessor", "token_bias", "bad_words", "allowed_tokens",
+    "LogProbs", "score", "Scored",
+    "Conversation", "read", "Prefix", "generate_many", "Answer",
     "Autoregressive", "NGram", "TokenSwift", "Medusa", "tree_from_accuracy", "LikelyTree", "Auto",
     "MagicDec", "DraftModel", "TriForce",
     "Corpus", "read_corpus", "choose_method", "Choice",
