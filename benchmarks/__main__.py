@@ -35,6 +35,7 @@ MODULES = {
     "step": "step",
     "step_torch": "step_torch",
     "aot": "aot",
+    "many": "many",
     "papers": "papers",
     "results_page": "results_page",
     "choosing": "choosing",

@@ -28,10 +28,8 @@ import numpy as np
 import tsjax
 from benchmarks import report, text_figures
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.files.checkpoint import Model
 from tsjax.host.paired_runs import PLAIN, Runs, by_position, parted_at
 from tsjax.host.request import encode_text
-from tsjax.input_files import read_json
 from tsjax.methods import METHODS
 
 PENALTY = dict(repetition_penalty=1.2, repetition_window=1024)
@@ -73,7 +71,11 @@ def main(argv: Sequence[str]) -> int | None:
         parser.error(f"--tokens {args.tokens}: at least {MARKS}")
     model = tsjax.load(args.model)
     prompt = encode_text(model, PROMPT, "prompt")
-    document = begun(args, model)
+    asked = {
+        "model": Path(args.model).name, "dtype": model.cfg.dtype, "tokens": args.tokens,
+        "seed": args.seed, "prompt": PROMPT, "settings": SETTINGS,
+    }  # fmt: skip
+    document = report.series(args.out, "longrun", asked, "groups")
     for setting in args.settings:
         group = [setting, *args.methods]
         if any(one["group"] == group and one["complete"] for one in document["groups"]):
@@ -91,26 +93,6 @@ def main(argv: Sequence[str]) -> int | None:
         show(entry)
     report.write(document, args.out, "longrun")
     return None if all(same(one) for one in document["groups"]) else 1
-
-
-def begun(args: Any, model: Model) -> dict[str, Any]:
-    """The document of an earlier part of the series, or a new one."""
-    asked = {
-        "model": Path(args.model).name, "dtype": model.cfg.dtype, "tokens": args.tokens,
-        "seed": args.seed, "prompt": PROMPT, "settings": SETTINGS,
-    }  # fmt: skip
-    document = {**report.facts(), **asked, "groups": []}
-    path = None if args.out is None else args.out / "longrun.json"
-    if path is None or not path.exists():
-        return document
-    known = read_json(path)
-    for name, value in asked.items():
-        if known.get(name) != value:
-            raise SystemExit(
-                f"{path} is of another series: its {name} is {known.get(name)!r}, not {value!r}; "
-                "another --out, or the same flags"
-            )
-    return {**document, "groups": known["groups"]}
 
 
 def side_by_side(runs: Runs, tokens: int):

@@ -21,18 +21,16 @@ import jax
 
 import tsjax
 from benchmarks import report
-from benchmarks.longrun import side_by_side
+from benchmarks.longrun import PENALTY, side_by_side
 from benchmarks.published_rule import decode_as_published
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.host.paired_runs import PLAIN, Runs
 from tsjax.host.request import encode_text
-from tsjax.input_files import read_json
 
 SCALE = 16  # the papers' lengths over these
 PREFILLS = (128, 256, 512)  # 2,048, 4,096 and 8,192 there
 NEW_TOKENS = 6_400  # 100K there, so that the five marks are 20K to 100K
 SHORT = NEW_TOKENS // 5  # where a step takes long
-PENALTY = dict(repetition_penalty=1.2, repetition_window=1024)
 DRAWN = dict(do_sample=True, temperature=1.0)
 MIN_P, TOP_P, ETA = dict(min_p=0.1), dict(top_p=0.9), dict(eta_cutoff=2e-4)
 TRUNCATIONS = {"top-p": TOP_P, "eta": ETA, "min-p": MIN_P}
@@ -128,7 +126,11 @@ def main(argv: Sequence[str]) -> int | None:
     longest = max(case.prompt for case in cases())
     if len(prompt) < longest:
         parser.error(f"--text {args.text}: {len(prompt)} tokens; at least {longest}")
-    document = begun(args)
+    asked = {
+        "model": Path(args.model).name, "text": args.text.name, "new_tokens": args.new,
+        "seed": args.seed, "scale": SCALE,
+    }  # fmt: skip
+    document = report.series(args.out, "papers", asked, "cases")
     for case in cases():
         known = any(one["case"] == case.name for one in document["cases"])
         left_out = args.cases and case.name not in args.cases
@@ -141,25 +143,6 @@ def main(argv: Sequence[str]) -> int | None:
         show(entry)
     report.write(document, args.out, "papers")
     return None if all(map(same, document["cases"])) else 1
-
-
-def begun(args: Any) -> dict[str, Any]:
-    """The document of an earlier part of the series, or a new one."""
-    asked = {
-        "model": Path(args.model).name, "text": args.text.name, "new_tokens": args.new,
-        "seed": args.seed, "scale": SCALE,
-    }  # fmt: skip
-    path = None if args.out is None else args.out / "papers.json"
-    if path is None or not path.exists():
-        return {**report.facts(), **asked, "cases": []}
-    known = read_json(path)
-    for name, value in asked.items():
-        if known.get(name) != value:
-            raise SystemExit(
-                f"{path} is of another series: its {name} is {known.get(name)!r}, not {value!r}; "
-                "another --out, or the same flags"
-            )
-    return {**report.facts(), **asked, "cases": known["cases"]}
 
 
 def measured(case: Case, model: Any, prompt: Any, new: int, seed: int) -> dict[str, Any]:

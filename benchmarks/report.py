@@ -20,6 +20,7 @@ from typing import Any
 
 from tools.facts import facts as facts
 from tools.facts import todays_command as todays_command
+from tsjax.input_files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGAN = time.monotonic()
@@ -44,6 +45,23 @@ def save(document: dict[str, Any], out: Path | None, name: str) -> Path | None:
     fresh.write_text(json.dumps(document, indent=1) + "\n")
     fresh.replace(path)
     return path
+
+
+def series(out: Path | None, name: str, asked: dict[str, Any], entries: str) -> dict[str, Any]:
+    """A document whose list of `entries` is measured part by part: that of an earlier part, if it
+    was asked the same, or a new one."""
+    document = {**facts(), **asked, entries: []}
+    path = None if out is None else out / f"{name}.json"
+    if path is None or not path.exists():
+        return document
+    known = read_json(path)
+    for field, value in asked.items():
+        if known.get(field) != value:
+            raise SystemExit(
+                f"{path} is of another series: its {field} is {known.get(field)!r}, not {value!r}; "
+                "another --out, or the same flags"
+            )
+    return {**document, entries: known[entries]}
 
 
 def write(document: dict[str, Any], out: Path | None, name: str) -> None:
