@@ -271,6 +271,16 @@ def test_wrong_flags_are_told(more, message, model, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_thousand_prompts_are_as_alone(model):
+    prompts, left = prompts_of(1000, seed=9), set(range(1000))
+    for answer in tsjax.generate_many(model, prompts, rows=16, **SAMPLED, **SIZES):
+        left.remove(answer.index)
+        wanted = alone(model, prompts[answer.index], **SAMPLED)
+        assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+    assert not left
+
+
+@pytest.mark.slow
 def test_killed_twenty_times_nothing_is_lost_and_nothing_twice(model, tmp_path):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     lines = write_prompts(prompts, 200)

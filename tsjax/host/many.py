@@ -97,7 +97,7 @@ def generate_many(
       prompts: each a prompt as of `generate`, or a mapping: "prompt", "messages" or "ids", and
         where it has its own, "seed" and "max_new_tokens". They are taken as they are needed.
       rows: of the batch.
-      method: the same for all; "auto" decodes plainly here.
+      method: the same for all. What it chooses by measuring, it chooses at the beginning.
       capacity: cache slots per row; by default those that the longest prompt so far needs.
       config, settings, logits_processor, prefill_width, exceed_max_positions: as of `generate`.
 
@@ -119,6 +119,8 @@ def generate_many(
         method=resolve_method(method), logits_processor=logits_processor, capacity=capacity,
         prefill_width=prefill_width, exceed_max_positions=exceed_max_positions,
     )  # fmt: skip
+    # What is wrong for the shortest of prompts is wrong for all.
+    make_request(model, np.zeros(1, np.int32), config, {}, **how)
     return _Many(model, iter(prompts), rows, config, how).answers()
 
 
