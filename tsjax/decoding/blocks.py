@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsjax.config import SAMPLING_NAMES, GenerationConfig, check, refuse_unknown
 from tsjax.decoding.noise import position_noise, row_keys
@@ -65,7 +66,7 @@ def sample(logits, seeds, repeats, positions, **settings: Any) -> jax.Array:
     logits = _logits(logits)
     warped = warped_logits(logits, **settings)
     noise = token_noise(seeds, repeats, positions, logits.shape[2], warped.dtype)
-    check(noise.shape == logits.shape, "positions", jnp.shape(positions), f"{logits.shape[:2]}")
+    check(noise.shape == logits.shape, "positions", np.shape(positions), f"{logits.shape[:2]}")
     return best(warped + noise).astype(jnp.int32)
 
 

@@ -99,7 +99,9 @@ def penalise_counts(
         tokens, at = ancestors
         counts = counts.at[(*_rows(logits), tokens)].add((at != NEVER_SEEN).astype(jnp.int32))
     if frequency is not None:
-        logits = logits - frequency * counts
+        # The choice between two lets no compiler fuse product and difference into one rounding,
+        # which it would do in one program and not in another.
+        logits = logits - jnp.where(counts > 0, frequency * counts, 0)
     if presence is not None:
         logits = logits - jnp.where(counts > 0, presence, 0)
     return logits

@@ -139,7 +139,8 @@ def sampling_values(
         frequency_penalty=unless(0, "frequency_penalty", real),
         no_repeat_ngram_size=config.no_repeat_ngram_size,
         logprobs=config.logprobs,
-        processors=tuple(processors),
+        # A name is no part of a program: another one would compile it anew.
+        processors=tuple(one.replace(name="", version=0) for one in processors),
         min_new_tokens=unless(0, "min_new_tokens", np.int32),
         stop_mask=mask(stop_ids),
         suppress_mask=mask(config.suppress_tokens) if config.suppress_tokens else None,
