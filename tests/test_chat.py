@@ -95,7 +95,7 @@ def test_prompts_are_those_of_transformers(name, tmp_path):
 def test_options_reach_the_template(tmp_path):
     model = with_template(tmp_path, QWEN_3)
     usual, without = (chat_prompt(model, [USER], **how) for how in ({}, {"enable_thinking": False}))
-    assert len(without) > len(usual) and without[: len(usual)].tolist() == usual.tolist()
+    assert len(without) > len(usual) and without[:20].tolist() == usual[:20].tolist()
 
 
 def test_an_answer_that_is_begun_is_continued(chatty):

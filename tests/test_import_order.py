@@ -181,7 +181,8 @@ def violations(modules: list[Module]) -> list[str]:
             if top in ("convert", "configs"):
                 wrong.append(f"{where}: installed, it is tsjax_convert or tsjax.configs")
             types_only = top == "jaxtyping" and name in MAY_KNOW_JAXTYPING
-            if row == 0 and top not in KERNELS_MAY_IMPORT and not types_only:
+            by_rows = in_tsjax and top == "tsjax"
+            if row == 0 and top not in KERNELS_MAY_IMPORT and not (types_only or by_rows):
                 wrong.append(f"{where}: kernels know jax, numpy and the standard library only")
             knows_torch = name in (*MAY_READ_PICKLES, *MAY_RUN_TORCH)
             if top == "torch" and (at_import or (in_tsjax and not knows_torch)):

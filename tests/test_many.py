@@ -11,13 +11,13 @@ import time
 import jax
 import numpy as np
 import pytest
-from helpers import save_tokenizer, tiny_model
+from helpers import TOKENS, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
 from tsjax.host import many
 
-VOCAB = 29
+VOCAB = len(TOKENS)
 SAMPLED = dict(do_sample=True, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1)
 SIZES = dict(prefill_width=16)
 
@@ -51,7 +51,7 @@ def alone(model, prompt, **how):
 
 
 @pytest.mark.parametrize(
-    "method", ["autoregressive", tsjax.NGram(suffix_length=5), tsjax.MagicDec(draft_budget=12)],
+    "method", ["autoregressive", tsjax.NGram(suffix_length=5), tsjax.MagicDec(draft_budget=24)],
     ids=str,
 )  # fmt: skip
 def test_each_answer_is_that_of_its_prompt_alone(method, model):
@@ -254,7 +254,7 @@ def test_answers_to_something_else_are_not_mixed_up(model, tmp_path, capsys):
     ("more", "message"),
     [
         (["--prompts", "P"], "--prompts needs --out"),
-        (["--out", "o.jsonl", "the"], "--out is not valid without --prompts"),
+        (["the", "--out", "o.jsonl"], "--out is not valid without --prompts"),
         (["--prompts", "none.jsonl", "--out", "O"], "no such file"),
         (["--prompts", "P", "--out", "no/such/o.jsonl"], "does not exist"),
         (["--prompts", "P", "--out", "P"], "another file than the prompts"),

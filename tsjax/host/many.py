@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -212,9 +213,9 @@ class _Many:
         # Read with a plain method's state, which has no memory to be thrown away.
         plain = dataclasses.replace(self._decode, method=Autoregressive())
         request = dataclasses.replace(request, decode=plain, capacity=capacity)
-        alone = start_run(self._model, request, interrupt)
+        alone = self._placed(start_run(self._model, request, interrupt))
         if self._state is None:
-            self._state = self._empty(request)
+            self._state = self._placed(self._empty(request))
         state = self._state
         if state.kv.capacity < capacity:
             state = programs.grown(state, capacity=capacity)
@@ -232,10 +233,14 @@ class _Many:
         )
         return begin_run(self._model, wide)
 
+    def _placed(self, state: DecodeState) -> DecodeState:
+        """On the model's device for good: programs are compiled anew for arrays that are not."""
+        return jax.device_put(state, jax.tree.leaves(self._model.params)[0].sharding)
+
     def _learn_anew(self) -> None:
         """The method's memory, of the rows as they are now; counters begin again."""
         assert self._state is not None and self._decode is not None
-        self._state = with_method(self._state, self._decode)
+        self._state = self._placed(with_method(self._state, self._decode))
 
     def _go_on(self, interrupt: Interrupt) -> list[Answer]:
         """A chunk of steps, at most until a row ends; the answers that are whole then."""
