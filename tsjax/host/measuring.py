@@ -349,4 +349,4 @@ def _end_step(state: DecodeState, *, cfg: ModelConfig) -> DecodeState:
     _, tree = Autoregressive().draft(cfg, params, state, None)
     rows = jnp.zeros((*tree.tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
     verdict = Verdict(target=tree.tokens, rows=Rows(rows, (rows,), (rows,), ()))
-    return commit(state, tree, verdict, accept(tree, verdict))
+    return commit(state, tree, verdict, accept(tree, verdict.target))
