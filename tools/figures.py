@@ -24,7 +24,7 @@ import numpy as np
 
 import tsjax
 from tsjax.decoding.tree import NO_NODE, DraftTree, merge_paths
-from tsjax.decoding.verification import Verdict, accept
+from tsjax.decoding.verification import accept
 from tsjax.methods.partial_cache import init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache, init_cache
 from tsjax.model.passes import run_rows
@@ -147,8 +147,7 @@ class Example:
             for mine in behind[1:]
         ]
         target = [WORDS.index(word) for word in self.says] + [0] * PADDING
-        verdict = Verdict(target=jnp.asarray([target], jnp.int32), rows=None)  # type: ignore
-        accepted = accept(tree, verdict)
+        accepted = accept(tree, jnp.asarray([target], jnp.int32))
         self.path = accepted.path[0, : int(accepted.count[0]) + 1].tolist()
 
     def places(self, left: float, top: float, across: float, down: float) -> list[Place]:

@@ -60,7 +60,7 @@ def _told(params, state, tokens, *, cfg):
     said = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     _, tree = cfg.method.draft(cfg.model, params, state, None)
     verdict = Verdict(target=tokens[:, None], rows=rows)
-    after = commit(state, tree, verdict, accept(tree, verdict))
+    after = commit(state, tree, verdict, accept(tree, verdict.target))
     if plan:
         after = after.replace(prompt=note_committed(plan, state, 0, after=after.kv.length))
     return after, jax.nn.logsumexp(logits, axis=-1) - said
