@@ -16,6 +16,7 @@ from tsjax.config import check
 from tsjax.errors import NotInstalled
 
 KINDS = (".png", ".svg", ".pdf")
+WIDE = 16  # times the least: then logarithms tell more
 
 
 def check_plot(path: str, argument: str) -> None:
@@ -72,7 +73,7 @@ def plot(
 
 def _plot_positions(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) -> None:
     """Milliseconds per token on the left, tokens per step on the right."""
-    right = axes.twinx()
+    right, times = axes.twinx(), [ms for row in rows for ms in row["by_position"]["ms_per_token"]]
     for number, row in enumerate(rows):
         found, colour = row["by_position"], f"C{number}"
         axes.plot(found["position"], found["ms_per_token"], color=colour, label=row["method"])
@@ -80,7 +81,10 @@ def _plot_positions(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) ->
     axes.set_title(title)
     axes.set_xlabel("output position, tokens")
     axes.set_ylabel("ms per token (lines)")
-    axes.set_ylim(bottom=0)
+    if max(times) > WIDE * min(times):
+        axes.set_yscale("log", base=2)
+    else:
+        axes.set_ylim(bottom=0)
     right.set_ylabel("tokens per step (dots)")
     right.set_ylim(bottom=0)
     axes.legend()
