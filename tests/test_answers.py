@@ -10,7 +10,7 @@ from helpers import compilations, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import run
+from tsjax.host import request, run
 
 SIZES = dict(capacity=256, prefill_width=16)
 SAMPLED = dict(do_sample=True, seed=5, max_new_tokens=20)
@@ -67,6 +67,26 @@ def test_a_batch_of_answers_is_saved_and_resumed(tmp_path):
     found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
     assert [r.tolist() for r in found.tokens] == [r.tolist() for r in whole.tokens]
     assert not tsjax.check_run(MODEL, path).departures
+
+
+def test_where_memory_is_short_each_row_is_read_by_itself(monkeypatch, passes):
+    how = dict(SAMPLED, num_return_sequences=4, **SIZES)
+    wanted = tsjax.generate(MODEL, PROMPT, **how)
+    shared = request._memory_shortage
+
+    def short(asked, model):
+        return "too little" if asked.of_rows is not None else shared(asked, model)
+
+    monkeypatch.setattr(request, "_memory_shortage", short)
+    passes.clear()
+    found = tsjax.generate(MODEL, PROMPT, **how)
+    assert set(passes) == {4}
+    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in wanted.tokens]
+
+
+def test_few_repeated_prompts_are_no_reason_for_another_cache(passes):
+    tsjax.generate(MODEL, [PROMPT, PROMPT, [3, 4]], **SAMPLED, **SIZES)
+    assert set(passes) == {3}
 
 
 def test_greedy_answers_would_be_all_the_same():
@@ -221,7 +241,7 @@ def test_a_result_says_how_it_was_made(tmp_path):
     kept = json.loads((tmp_path / "result.json").read_text())
     assert kept == json.loads(json.dumps(result.to_dict()))
     assert kept["tokens"] == [row.tolist() for row in result.tokens]
-    assert kept["prompt_tokens"] == [[1, 2], [3]] and kept["text"] is None
+    assert kept["prompt"] == [[1, 2], [3]] and kept["text"] is None
     assert kept["config"]["seed"] == [4, 5] and kept["config"]["do_sample"] is True
     assert "NGram(" in kept["method"] and "suffix_length=4" in kept["method"]
     assert kept["model"]["dtype"] == "float32" and len(kept["model"]["fingerprint"]) == 16
@@ -229,7 +249,7 @@ def test_a_result_says_how_it_was_made(tmp_path):
     assert len(kept["logprobs"]) == 2 and len(kept["logprobs"][0]["raw"]) == 20
     # What it says is enough to make it again.
     config = tsjax.GenerationConfig(**kept["config"])
-    again = tsjax.generate(MODEL, kept["prompt_tokens"], config=config, **SIZES)
+    again = tsjax.generate(MODEL, kept["prompt"], config=config, **SIZES)
     assert [row.tolist() for row in again.tokens] == kept["tokens"]
 
 

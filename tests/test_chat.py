@@ -231,7 +231,7 @@ def test_generate_chat_answers_a_message(chatty, capsys):
     messages = [{"role": "user", "content": "the tea"}]
     alone = tsjax.generate(chatty, messages=messages, max_new_tokens=5)
     assert found["tokens"] == [alone.tokens[0].tolist()]
-    assert found["prompt_tokens"] == [chat_prompt(chatty, messages).tolist()]
+    assert found["prompt"] == [chat_prompt(chatty, messages).tolist()]
     assert main([*argv, "--system", "in"]) == 0
     assert main(["generate", chatty.path, "the", "--chat", "in"]) == 2
     assert "give the prompt once" in capsys.readouterr().err

@@ -65,6 +65,8 @@ class Request:
       capacity: cache slots per row.
       prefill_widths: tokens of each pass of the prefill, for each of its parts.
       prompt_capacity: the most tokens of a prompt that a lazy prefill can take.
+      of_rows: for each row, which of the distinct texts it begins with, where a text that several
+        rows have is read once; None where each row is read by itself.
       prefix_length: how many tokens at the beginning of each row are copied from the prefix.
       logprobs: of the tokens that a resumed run had made already; None where nobody asks.
     """
@@ -87,6 +89,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...]
     prefix: Prefix | None
     prefix_length: int
+    of_rows: tuple[int, ...] | None
     logprobs: list[LogProbs] | None
 
     @property
@@ -211,6 +214,7 @@ def make_request(
             processors=processors,
             prefix=prefix,
             prefix_length=known,
+            of_rows=None if lazy or mesh_of(model.params) else _shared_texts(rows),
             logprobs=logprobs,
         )
         _check_positions(request)
@@ -220,6 +224,9 @@ def make_request(
 
     request = request_by(measured)
     shortage = _memory_shortage(request, model)
+    if shortage and request.of_rows is not None:  # a text that is read once needs a cache for that
+        request = dataclasses.replace(request, of_rows=None)
+        shortage = _memory_shortage(request, model)
     if shortage and not method.wants_int8:  # by itself: without a copy that nobody asked for
         model.drop_copies()
         request = request_by(measured._replace(int8_fits=False))
@@ -262,6 +269,13 @@ def _refuse_tracing(model: Model, prompt: Any) -> None:
                 "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
                 "examples/inside_jit.py"
             )
+
+
+def _shared_texts(rows: list[np.ndarray]) -> tuple[int, ...] | None:
+    """For each row which of the distinct ones it is; None where too few are the same to matter."""
+    places: dict[bytes, int] = {}
+    of_rows = tuple(places.setdefault(row.tobytes(), len(places)) for row in rows)
+    return of_rows if 2 * len(places) <= len(rows) else None
 
 
 def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
@@ -577,6 +591,9 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
     counted = request.config.presence_penalty != 0 or request.config.frequency_penalty != 0
     sizes = {
         "log-probabilities": 0 if told is None else rows * slots * (8 + 16 * told),
+        "the cache of texts that are read once": cache_bytes(
+            decode.model, max(request.of_rows or (-1,)) + 1, slots, mesh
+        ),
         "counts of tokens": 4 * rows * vocab if counted else 0,
         "the cache": cache_bytes(decode.model, rows, slots, mesh),
         "what method and prefill remember": memory_bytes(

@@ -125,7 +125,7 @@ class GenerationResult:
             "finish_reason": self.finish_reason,
             "unsaved": self.unsaved,
             **({} if told is None else {"logprobs": [*map(log_probs_to_dict, told)]}),
-            "prompt_tokens": [row.tolist() for row in self._prompts],
+            "prompt": [row.tolist() for row in self._prompts],
             **self._facts(),
             "stats": {
                 **dataclasses.asdict(stats),

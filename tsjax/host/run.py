@@ -319,7 +319,7 @@ class Rows:
 
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
     """Allocates the state and prefills it. A prompt that several rows have is read once."""
-    alone, of_rows = _distinct(model, request)
+    alone = request if request.of_rows is None else _each_text_once(request)
     state = begin_run(model, alone)
     if request.prefix is not None and request.prefix_length:
         state = programs_of(model).adopt(state, request.prefix.cache)
@@ -328,38 +328,29 @@ def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeSta
         if interrupt.requested:
             break  # the rows are reported as interrupted, no step runs on this state
         state.kv.length.block_until_ready()
-    if alone is request:
+    if request.of_rows is None:
         return state
+    of_rows = np.asarray(request.of_rows, np.int32)
     return programs_of(model).spread(begin_run(model, request), state.kv, of_rows)
 
 
-def _distinct(model: Model, request: Request) -> tuple[Request, np.ndarray]:
-    """The run with each text once, and for each row which of these it begins with."""
-    places: dict[bytes, int] = {}
-    of_rows = [places.setdefault(row.tobytes(), len(places)) for row in request.rows]
-    if len(places) == len(of_rows) or request.decode.prefill is not None or _is_split(model):
-        return request, np.arange(len(of_rows))
-    first = [of_rows.index(place) for place in range(len(places))]
+def _each_text_once(request: Request) -> Request:
+    """What is read: of rows with the same text the first. Only what a prefill sees matters here."""
+    assert request.of_rows is not None
+    first = [request.of_rows.index(place) for place in range(max(request.of_rows) + 1)]
 
     def some(values):
         return [values[index] for index in first]
 
-    # Only what the passes of a prefill see matters here.
-    config = request.config.replace(seed=0, num_return_sequences=1, logprobs=None)
-    alone = dataclasses.replace(
+    return dataclasses.replace(
         request,
         rows=some(request.rows),
         prompt_length=some(request.prompt_length),
         finish_reason=some(request.finish_reason),
-        config=config,
+        config=request.config.replace(seed=0, num_return_sequences=1, logprobs=None),
         decode=reading_config(request.decode),
+        of_rows=None,
     )
-    return alone, np.asarray(of_rows, np.int32)
-
-
-def _is_split(model: Model) -> bool:
-    """Whether rows lie on several devices, and stay where they are."""
-    return mesh_of(model.params) is not None
 
 
 def begin_run(model: Model, request: Request) -> DecodeState:
