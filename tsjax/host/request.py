@@ -591,9 +591,9 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
     counted = request.config.presence_penalty != 0 or request.config.frequency_penalty != 0
     sizes = {
         "log-probabilities": 0 if told is None else rows * slots * (8 + 16 * told),
-        "the cache of texts that are read once": cache_bytes(
-            decode.model, max(request.of_rows or (-1,)) + 1, slots, mesh
-        ),
+        "the cache of texts that are read once": 0
+        if request.of_rows is None
+        else cache_bytes(decode.model, max(request.of_rows) + 1, slots, mesh),
         "counts of tokens": 4 * rows * vocab if counted else 0,
         "the cache": cache_bytes(decode.model, rows, slots, mesh),
         "what method and prefill remember": memory_bytes(
