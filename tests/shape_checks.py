@@ -12,6 +12,7 @@ MODULES = [
     "pallas_kernels.rotary.reference",
     "pallas_kernels.tree_attention.reference",
     "tsjax.decoding.noise",
+    "tsjax.decoding.processors",
     "tsjax.decoding.sampling",
     "tsjax.decoding.tree",
     "tsjax.methods.history",

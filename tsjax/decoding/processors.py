@@ -149,7 +149,9 @@ def last_tokens(
     return jnp.take_along_axis(tail, index, axis=2)
 
 
-def _tail(text: Text, count: int, ancestors: Ancestors | None, rows: int):
+def _tail(
+    text: Text, count: int, ancestors: Ancestors | None, rows: int
+) -> Int[Array, "B {rows} tail"]:
     """The last `count` known tokens, then the drafted ones before each row. [B, rows, ...]"""
     at = text.length[:, None] + jnp.arange(-count, 0, dtype=jnp.int32)
     known = jnp.take_along_axis(text.tokens, jnp.maximum(at, 0), axis=1)
@@ -165,7 +167,7 @@ def _bar(
     return logits.at[(*_rows(logits), tokens)].min(lowest, mode="drop")
 
 
-def _rows(logits: Float[Array, "B T V"]):
+def _rows(logits: Float[Array, "B T V"]) -> tuple[Int[Array, "B 1 1"], Int[Array, "T 1"]]:
     """Indices of batch row and row, to go before one of [B, T, N] tokens."""
     return jnp.arange(logits.shape[0])[:, None, None], jnp.arange(logits.shape[1])[:, None]
 
@@ -210,10 +212,12 @@ def apply(
         drafted = ancestors[0]
         depth = jnp.sum(ancestors[1] != NEVER_SEEN, axis=2, dtype=jnp.int32)
 
+    arrays = jax.tree.map(jnp.asarray, processor.arrays)
+
     def one(logits, drafted, depth, tokens, length):
         at = length + jnp.arange(drafted.shape[0], dtype=jnp.int32)
         tokens = tokens.at[at].set(drafted, mode="drop")
-        found = processor.function(logits, tokens, length + depth, *processor.arrays)
+        found = processor.function(logits, tokens, length + depth, *arrays)
         return jnp.asarray(found, logits.dtype)
 
     of_rows = jax.vmap(one, in_axes=(0, 0, 0, None, None))
@@ -320,15 +324,30 @@ def bad_words(words: Sequence[Sequence[int]], vocab_size: int) -> LogitsProcesso
     return LogitsProcessor(_bar_words, "bad_words", _digest(table), (table,))
 
 
-def _add_bias(logits, tokens, length, values):
+def _add_bias(
+    logits: Float[Array, "V"],
+    tokens: Int[Array, "C"],
+    length: Int[Array, ""],
+    values: Float[Array, "V"],
+) -> Float[Array, "V"]:
     return logits + values.astype(logits.dtype)
 
 
-def _allow(logits, tokens, length, mask):
+def _allow(
+    logits: Float[Array, "V"],
+    tokens: Int[Array, "C"],
+    length: Int[Array, ""],
+    mask: Bool[Array, "V"],
+) -> Float[Array, "V"]:
     return jnp.where(mask, logits, -jnp.inf)
 
 
-def _bar_words(logits, tokens, length, words):
+def _bar_words(
+    logits: Float[Array, "V"],
+    tokens: Int[Array, "C"],
+    length: Int[Array, ""],
+    words: Int[Array, "words longest"],
+) -> Float[Array, "V"]:
     before = words.shape[1] - 1
     at = length + jnp.arange(-before, 0, dtype=jnp.int32)
     last = jnp.where(at >= 0, tokens[jnp.maximum(at, 0)], NO_TOKEN)
