@@ -66,7 +66,8 @@ class Request:
       prefill_widths: tokens of each pass of the prefill, for each of its parts.
       prompt_capacity: the most tokens of a prompt that a lazy prefill can take.
       of_rows: for each row, which of the distinct texts it begins with, where a text that several
-        rows have is read once; None where each row is read by itself.
+        rows have is read once; None where each row is read by itself: on a mesh, lazily, where few
+        are the same, and where one pass reads all.
       prefix_length: how many tokens at the beginning of each row are copied from the prefix.
       logprobs: of the tokens that a resumed run had made already; None where nobody asks.
     """
@@ -183,6 +184,7 @@ def make_request(
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
     longest = max(map(len, rows))
     known = 0 if prefix is None else prefix.shared_with(rows)
+    whole = lazy is None and mesh_of(model.params) is None
     prompt_capacity = _capacity_bucket(longest, SMALLEST_PREFILL) if lazy else 0
     if lazy is not None:
         if prefix is not None:
@@ -214,7 +216,7 @@ def make_request(
             processors=processors,
             prefix=prefix,
             prefix_length=known,
-            of_rows=None if lazy or mesh_of(model.params) else _shared_texts(rows),
+            of_rows=_shared_texts(rows) if longest - known > prefill_width and whole else None,
             logprobs=logprobs,
         )
         _check_positions(request)
