@@ -853,7 +853,7 @@ def test_damaged_arrays_are_refused(saved):
         [sys.executable, "-c", code, str(saved)], capture_output=True, text=True, check=False
     )
     assert ran.returncode == 1
-    assert re.search("ValueError: .*params' is damaged", ran.stderr), ran.stderr
+    assert re.search("BadValue: .*params' is damaged", ran.stderr), ran.stderr
 
 
 # --- the same numbers as transformers --------------------------------------------------------
