@@ -376,6 +376,7 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--new-tokens", "0"], ["--new-tokens=0", "at least 1"]),
         (["--rounds", "0"], ["--rounds=0", "at least 1"]),
         (["--warm-up", "-1"], ["--warm-up=-1", "at least 0"]),
+        (["--peer-tokens", "31"], ["--peer-tokens=31", "at least 32"]),
         (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
         (["--plot", "times.txt"], ["--plot='times.txt'", ".png or .svg or .pdf"]),
         (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "a folder that exists"]),
@@ -484,3 +485,14 @@ def test_runs_have_all_their_tokens_and_plain_s_prompt():
     assert found["tokens"].tolist() == 2 * [2, 3, 1]
     assert found["made"][-1][0] == 6 and found["stats"].new_tokens == (6,)
     assert runs.run("plain")["tokens"].tolist() == 4 * [2, 3, 1]  # the state is read once
+
+
+@pytest.mark.parametrize(("slowest", "scale"), [(15.0, "linear"), (17.0, "log")])
+def test_times_that_are_far_apart_are_drawn_by_their_logarithms(slowest, scale):
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    found = {"position": [1, 2], "ms_per_token": [1.0, slowest], "tokens_per_step": [1.0, 1.0]}
+    plots._plot_positions(axes, [{"method": "plain", "by_position": found}], "")
+    assert axes.get_yscale() == scale
+    pyplot.close(figure)
