@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several answers to one prompt, texts read ahead, other weights, and results that keep."""
 
+import gc
 import json
+import os
+import signal
+import weakref
 
 import jax
 import numpy as np
@@ -64,7 +68,7 @@ def test_a_batch_of_answers_is_saved_and_resumed(tmp_path):
     path, how = tmp_path / "run.json", dict(SAMPLED, num_return_sequences=3, **SIZES)
     whole = tsjax.generate(MODEL, PROMPT, **how)
     tsjax.generate(MODEL, PROMPT, save_to=path, **{**how, "max_new_tokens": 7})
-    found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
+    found = tsjax.generate(MODEL, PROMPT, resume_from=path, max_new_tokens=20, **SIZES)
     assert [r.tolist() for r in found.tokens] == [r.tolist() for r in whole.tokens]
     assert not tsjax.check_run(MODEL, path).departures
 
@@ -104,10 +108,22 @@ def test_greedy_answers_would_be_all_the_same():
 def test_the_command_prints_all_answers(tmp_path, capsys):
     tsjax.save(tiny_model(vocab_size=29), tmp_path / "m")
     save_tokenizer(tmp_path / "m")
-    argv = ["generate", str(tmp_path / "m"), "the tea", "--do-sample", "--max-new-tokens", "5"]
+    begin, saved = ["generate", str(tmp_path / "m")], str(tmp_path / "run.json")
+    argv = [*begin, "the tea", "--do-sample", "--max-new-tokens", "5", "--save-to", saved]
     assert main([*argv, "--num-return-sequences", "2"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("--- 1\n") and "--- 2\n" in out
+    assert main([*begin, "--resume-from", saved]) == 0
+    assert capsys.readouterr().out == out
+
+
+def test_what_a_result_says_makes_all_its_answers_again():
+    how = dict(SAMPLED, num_return_sequences=2, seed=(4, 5))
+    kept = tsjax.generate(MODEL, [[1, 2], [3]], **how, **SIZES).to_dict()
+    assert kept["prompt"] == [[1, 2], [3]] and len(kept["tokens"]) == 4
+    config = tsjax.GenerationConfig(**kept["config"])
+    again = tsjax.generate(MODEL, kept["prompt"], config=config, **SIZES)
+    assert [row.tolist() for row in again.tokens] == kept["tokens"]
 
 
 # --- texts that are read ahead -------------------------------------------------------------------
@@ -169,6 +185,26 @@ def test_a_prefix_of_a_run_that_a_string_stopped(stop, tmp_path):
     assert found.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
+def test_a_run_that_has_read_nothing_leaves_an_empty_prefix(tmp_path, monkeypatch):
+    """Interrupted while it reads what an earlier one has said already."""
+    path, how = tmp_path / "run.json", dict(SAMPLED, **SIZES)
+    tsjax.generate(MODEL, PROMPT, save_to=path, **{**how, "max_new_tokens": 7})
+    read = run._read
+
+    def struck(*args):
+        states = read(*args)
+        yield next(states)
+        os.kill(os.getpid(), signal.SIGINT)
+        yield from states
+
+    monkeypatch.setattr(run, "_read", struck)
+    left = tsjax.generate(
+        MODEL, resume_from=path, keep_prefix=True, max_new_tokens=20, on_interrupt="return", **SIZES
+    )
+    assert left.finish_reason == ["interrupted"] and len(left.tokens[0]) == 7
+    assert left.prefix.length == 0
+
+
 def test_a_prefix_and_several_answers(passes):
     prefix = tsjax.read(MODEL, PROMPT[:60], prefill_width=16)
     passes.clear()
@@ -222,6 +258,9 @@ def test_other_weights_compile_nothing_anew():
     assert not names
     alone = tsjax.generate(other, PROMPT, **how)
     assert found.tokens[0].tolist() == alone.tokens[0].tolist()
+    given = MODEL.with_params(jax.tree.map(np.asarray, other.params))  # as a trainer hands it over
+    found = tsjax.generate(given, PROMPT, **how)
+    assert found.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
 def test_weights_of_another_shape_are_refused():
@@ -235,6 +274,15 @@ def test_weights_of_another_shape_are_refused():
 
 
 # --- results that keep ---------------------------------------------------------------------------
+
+
+def test_a_result_keeps_no_cache():
+    prefix = tsjax.read(MODEL, PROMPT)
+    cache = weakref.ref(prefix.cache)
+    result = tsjax.generate(MODEL, PROMPT, prefix=prefix, **SAMPLED, **SIZES)
+    del prefix
+    gc.collect()
+    assert cache() is None and result.to_dict()["config"]["seed"] == 5
 
 
 def test_a_result_says_how_it_was_made(tmp_path):

@@ -5,12 +5,14 @@ import io
 import json
 import sys
 
+import jax
 import pytest
 from helpers import TOKENS, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
 from tsjax.files.tokenizer import load_tokenizer
+from tsjax.host import conversation as conversation_module
 from tsjax.host.chat import chat_prompt
 
 # Templates as six families have them, in short; the last two belong to models that reason.
@@ -210,15 +212,60 @@ def test_what_was_said_is_kept_where_a_caller_leaves(chatty):
     for _ in conversation.say("the tea"):
         break
     assert conversation.messages[-1]["role"] == "assistant" and conversation.prefix is not None
-    list(conversation.say("and"))
-    assert len(conversation.messages) == 4
+    assert conversation.result.finish_reason == ["interrupted"]
+    left = conversation.say("and")  # and leaves this one without closing it
+    next(left)
+    list(conversation.say("in"))
+    assert [m["content"] for m in conversation.messages[::2]] == ["the tea", "and", "in"]
+
+
+def test_what_ends_a_chunk_is_told_and_what_was_said_kept(chatty, monkeypatch):
+    """A second Ctrl-C, say: what the model has read is lost with the chunk, no more."""
+    how = dict(max_new_tokens=100, eos_token_id=(), **SIZES)
+    conversation = tsjax.Conversation(chatty, **how)
+    ran = conversation_module.run
+
+    def failing(model, request, interrupt):
+        news = ran(model, request, interrupt)
+        yield next(news)
+        yield next(news)
+        for one in jax.tree.leaves(next(news).state):
+            one.delete()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(conversation_module, "run", failing)
+        with pytest.raises(KeyboardInterrupt):
+            list(conversation.say("the tea"))
+    assert conversation.messages[-1]["content"] and conversation.prefix is None
+    asked = [*conversation.messages, {"role": "user", "content": "in"}]
+    said = "".join(conversation.say("in"))
+    assert said == tsjax.generate(chatty, messages=asked, **how).text
+
+
+def test_an_answer_is_as_long_as_there_are_positions(tmp_path):
+    save_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(CHATML)
+    model = tiny_model(vocab_size=len(TOKENS), max_positions=64, path=str(tmp_path))
+    conversation = tsjax.Conversation(model, eos_token_id=())
+    list(conversation.say("the tea"))
+    stats = conversation.result.stats
+    assert stats.prompt_tokens[0] + stats.new_tokens[0] == 64
+    with pytest.raises(ValueError, match="fewer than the model's 64 positions; begin anew"):
+        conversation.say("in")
+    conversation.forget()
+    list(conversation.say("in"))
 
 
 def test_a_question_is_a_text(chatty):
     with pytest.raises(ValueError, match="text=''"):
         tsjax.Conversation(chatty).say("")
     with pytest.raises(ValueError, match="num_return_sequences"):
-        tsjax.Conversation(chatty, num_return_sequences=2)
+        tsjax.Conversation(chatty, num_return_sequences=2, do_sample=True)
+    with pytest.raises(TypeError, match="save_to"):
+        tsjax.Conversation(chatty, save_to="a")
+    with pytest.raises(ValueError, match="temperature=-1"):
+        tsjax.Conversation(chatty, do_sample=True, temperature=-1)
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -246,6 +293,23 @@ def test_chat_is_a_conversation(chatty, capsys, monkeypatch):
     conversation = tsjax.Conversation(chatty, max_new_tokens=8, eos_token_id=())
     said = ["".join(conversation.say(text)) for text in ("the tea", "has")]
     assert capsys.readouterr().out == "".join(text + "\n" for text in [*said, said[0]])
+
+
+def test_ctrl_c_between_pieces_ends_the_answer_alone(chatty, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the tea\nhas\n/quit\n"))
+    said = tsjax.Conversation.say
+
+    def struck(self, text):
+        for index, piece in enumerate(said(self, text)):
+            if text == "the tea" and index:
+                raise KeyboardInterrupt
+            yield piece
+
+    monkeypatch.setattr(tsjax.Conversation, "say", struck)
+    argv = ["chat", chatty.path, "--max-new-tokens", "90", "--eos-token-id", "-1"]
+    assert main(argv) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(" [ended]") and second
 
 
 def test_chat_needs_a_template(tmp_path, capsys, monkeypatch):

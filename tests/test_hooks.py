@@ -5,6 +5,7 @@ That a node of a tree is judged by its own text, bit for bit, is in test_verific
 the rules say, that drafts change no token under them, and that a run is saved with their names.
 """
 
+import dataclasses
 import importlib.util
 import json
 
@@ -17,6 +18,7 @@ import pytest
 from helpers import chain, chain_model, compilations, tiny_model
 
 import tsjax
+from tsjax.decoding import processors
 from tsjax.decoding.processors import (
     NEVER_SEEN,
     Text,
@@ -79,6 +81,18 @@ def test_the_rules_are_the_plain_loops(text, size, room, data):
     np.testing.assert_array_equal(out[0, 0], np.float32(by_ngrams(logits, text, size)))
 
 
+@hypothesis.given(text=texts, size=st.integers(1, 6), at_once=st.integers(1, 7))
+@hypothesis.settings(max_examples=40)
+def test_a_text_is_compared_block_by_block(text, size, at_once):
+    tokens = jnp.asarray([text + [1] * (25 - len(text))])
+    known = Text(tokens, jnp.asarray([len(text)]), jnp.asarray([0]))
+    logits = np.random.default_rng(size).normal(size=VOCAB).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processors, "COMPARED_AT_ONCE", at_once)
+        out = bar_repeated_ngrams(jnp.asarray(logits)[None, None], known, size, None)
+    np.testing.assert_array_equal(out[0, 0], np.float32(by_ngrams(logits, text, size)))
+
+
 def test_the_last_tokens_are_known_and_drafted_ones():
     text = Text(jnp.asarray([[7, 8, 9, 0, 0]]), jnp.asarray([3]), jnp.asarray([1]))
     drafted = jnp.asarray([[[4, 5], [4, 5], [6, 6]]])
@@ -136,19 +150,48 @@ HOOKS = {
 }
 
 
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4, 4, 5]]
+ALL_AT_ONCE = dict(HOOKS["several"], frequency_penalty=0.3, no_repeat_ngram_size=4)
+
+
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("name", HOOKS)
 def test_drafts_change_no_token(name, sampled):
     how = dict(max_new_tokens=40, do_sample=sampled, seed=5, **SIZES, **HOOKS[name])
-    prompts = [[1, 2, 3, 1, 2, 3, 1], [4, 4, 5]]
-    plain = tsjax.generate(MODEL, prompts, **how)
+    plain = tsjax.generate(MODEL, PROMPTS, **how)
     without = {k: v for k, v in how.items() if k not in HOOKS[name]}
-    other = tsjax.generate(MODEL, prompts, **without)
+    other = tsjax.generate(MODEL, PROMPTS, **without)
     assert any(a.tolist() != b.tolist() for a, b in zip(plain.tokens, other.tokens, strict=True))
     for method in METHODS:
-        found = tsjax.generate(MODEL, prompts, method=method, **how)
+        found = tsjax.generate(MODEL, PROMPTS, method=method, **how)
         for mine, theirs in zip(found.tokens, plain.tokens, strict=True):
             assert mine.tolist() == theirs.tolist(), method
+
+
+def test_drafts_change_no_token_after_a_lazy_prefill():
+    prompts = [(np.arange(40) * 5 % VOCAB).tolist(), (np.arange(30) * 3 % VOCAB).tolist()]
+    how = dict(ALL_AT_ONCE, prefill="lazy", do_sample=True, min_new_tokens=9, logprobs=1)
+    plain = tsjax.generate(MODEL, prompts, max_new_tokens=30, **how)
+    found = tsjax.generate(MODEL, prompts, max_new_tokens=30, method=METHODS[1], **how)
+    for row, theirs in enumerate(plain.tokens):
+        assert found.tokens[row].tolist() == theirs.tolist()
+        pair = (one.logprobs[row].processed for one in (found, plain))
+        np.testing.assert_allclose(*pair, atol=1e-4)
+
+
+def test_a_mesh_gives_the_same_tokens_and_log_probabilities():
+    shape = dict(vocab_size=VOCAB, num_draft_heads=2)
+    placed = tiny_model(mesh=jax.make_mesh((2, 2), ("data", "model")), **shape)
+    how = dict(ALL_AT_ONCE, do_sample=True, seed=3, num_return_sequences=2, logprobs=2)
+    how.update(max_new_tokens=25, **SIZES)
+    wanted = tsjax.generate(MODEL, PROMPTS, **how)
+    for method in (None, METHODS[1]):
+        found = tsjax.generate(placed, PROMPTS, method=method, **how)
+        for row, theirs in enumerate(wanted.tokens):
+            assert found.tokens[row].tolist() == theirs.tolist()
+            for name in ("raw", "processed", "top", "processed_top"):
+                pair = (getattr(one.logprobs[row], name) for one in (found, wanted))
+                np.testing.assert_allclose(*pair, atol=1e-4)
 
 
 def test_drafts_are_accepted_where_a_hook_says_what_comes():
@@ -242,6 +285,13 @@ def alternating_alone(logits, tokens, length):
         (lambda logits, tokens, length: None, "gave None"),
         (lambda logits, tokens: logits, "it raised TypeError"),
         (lambda logits, tokens, length: logits if length > 3 else logits, "TracerBool"),
+        (
+            lambda logits, tokens, length: jax.pure_callback(np.asarray, logits, logits),
+            "under vmap",
+        ),
+        (tsjax.LogitsProcessor(alternating, name=5), "name=5"),
+        (tsjax.LogitsProcessor(alternating, name="a", version=(1, 2)), r"version=\(1, 2\)"),
+        (tsjax.LogitsProcessor(alternating, name="a", version=True), "version=True"),
     ],
 )
 def test_a_function_that_cannot_run_in_a_step_is_refused(hook, message):
@@ -255,6 +305,7 @@ def test_a_function_that_cannot_run_in_a_step_is_refused(hook, message):
         (dict(presence_penalty=float("nan")), "presence_penalty=nan"),
         (dict(frequency_penalty="1"), "frequency_penalty='1'"),
         (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1"),
+        (dict(no_repeat_ngram_size=65), "at most 64"),
     ],
 )
 def test_wrong_penalties_are_refused(settings, message):
@@ -267,7 +318,10 @@ def test_wrong_penalties_are_refused(settings, message):
     [
         (lambda: tsjax.token_bias({VOCAB: 1.0}, VOCAB), f"token_bias={VOCAB}"),
         (lambda: tsjax.token_bias({1: float("nan")}, VOCAB), "numbers"),
+        (lambda: tsjax.token_bias({1: float("inf")}, VOCAB), "-inf to bar one"),
+        (lambda: tsjax.token_bias([1], VOCAB), "token ids with numbers"),
         (lambda: tsjax.bad_words([], VOCAB), "at least one word"),
+        (lambda: tsjax.bad_words([3, 4], VOCAB), "each a row of token ids"),
         (lambda: tsjax.bad_words([[1, -1]], VOCAB), "bad_words=-1"),
         (lambda: tsjax.allowed_tokens([], VOCAB), "at least one token"),
     ],
@@ -275,6 +329,23 @@ def test_wrong_penalties_are_refused(settings, message):
 def test_ready_ones_check_what_they_are_given(make, message):
     with pytest.raises(tsjax.TsjaxError, match=message):
         make()
+
+
+def test_versions_tell_words_of_other_shapes_apart():
+    one, two = tsjax.bad_words([[1, 2]], VOCAB), tsjax.bad_words([[1], [2]], VOCAB)
+    assert one.version != two.version
+
+
+def test_a_function_that_cannot_be_hashed_is_refused():
+    @dataclasses.dataclass
+    class Hook:
+        by: float
+
+        def __call__(self, logits, tokens, length):
+            return logits + self.by
+
+    with pytest.raises(TypeError, match="a function that can be hashed"):
+        tsjax.generate(MODEL, [1], logits_processor=Hook(1.0))
 
 
 def test_a_processor_is_no_number():

@@ -3,12 +3,16 @@
 
 import importlib.util
 import json
+import os
+import signal
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import oracle_logits, save_tokenizer, tiny_model
 
 import tsjax
+from tsjax.host import run
 from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 
 VOCAB = 29
@@ -125,9 +129,36 @@ def test_json_keeps_what_cannot_be():
     found = tsjax.generate(MODEL, [1], max_new_tokens=4, logprobs=7, **SIZES, **SAMPLED).logprobs[0]
     assert np.isneginf(found.processed_top).any()  # seven of the five that are left
     text = json.dumps(log_probs_to_dict(found), allow_nan=False)
-    again = log_probs_from_dict(json.loads(text))
+    again = log_probs_from_dict(json.loads(text), 7)
+    assert (found.processed_top_tokens[np.isneginf(found.processed_top)] == -1).all()
+    for other in (6, 8):
+        with pytest.raises(ValueError, match="wrong shape"):
+            log_probs_from_dict(json.loads(text), other)
     for name in ("raw", "top_tokens", "top", "processed", "processed_top"):
         np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
+
+
+def test_where_nothing_is_left_json_stays_json():
+    nothing = tsjax.LogitsProcessor(lambda logits, tokens, length: jnp.full_like(logits, -jnp.inf))
+    found = tsjax.generate(MODEL, [1], max_new_tokens=2, logprobs=1, logits_processor=nothing)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_run_that_was_cut_before_its_first_token_goes_on(tmp_path, monkeypatch):
+    path, how = tmp_path / "run.json", dict(logprobs=2, max_new_tokens=9, **SIZES)
+    whole = tsjax.generate(MODEL, PROMPTS, **how)
+
+    def struck(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return start(*args)
+
+    start = run.start_run
+    with monkeypatch.context() as context:
+        context.setattr(run, "start_run", struck)
+        tsjax.generate(MODEL, PROMPTS, save_to=path, on_interrupt="return", **how)
+    found = tsjax.generate(MODEL, resume_from=path, **SIZES)
+    for mine, theirs in zip(found.logprobs, whole.logprobs, strict=True):
+        np.testing.assert_allclose(mine.top, theirs.top, atol=1e-5)
 
 
 # --- texts that are given ------------------------------------------------------------------------

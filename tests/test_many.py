@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many prompts through one batch that stays full: each as alone; files that are resumed."""
 
+import fcntl
+import functools
+import io
 import json
 import os
 import signal
@@ -15,7 +18,7 @@ from helpers import TOKENS, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import many
+from tsjax.host import many, prompt_files, request
 
 VOCAB = len(TOKENS)
 SAMPLED = dict(do_sample=True, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1)
@@ -65,7 +68,7 @@ def test_each_answer_is_that_of_its_prompt_alone(method, model):
         assert answer.tokens.tolist() == wanted.tokens[0].tolist()
         assert answer.text == wanted.text and answer.finish_reason == wanted.finish_reason[0]
         assert answer.prompt_tokens == len(prompts[answer.index]["ids"])
-        np.testing.assert_allclose(answer.logprobs.raw, wanted.logprobs[0].raw, atol=1e-5)
+        np.testing.assert_allclose(answer.logprobs.raw, wanted.logprobs[0].raw, atol=1e-4)
 
 
 def test_texts_and_stop_strings_and_loops(model):
@@ -122,6 +125,8 @@ def test_a_longer_prompt_makes_the_buffers_grow(model):
 def test_a_prompt_that_is_not_valid_is_an_answer_with_an_error(model):
     prompts = ["the", [], {"ids": [VOCAB]}, {"ids": [1], "prompt": "a"}, {"ids": [1], "top_k": 3}]
     prompts += ["in", {"ids": [[1], [2]]}, {"ids": [1], "seed": -1}, {"messages": []}]
+    deep = functools.reduce(lambda inner, _: [inner], range(5000), [])
+    prompts += [{"ids": deep}, {"input_ids": [[1, 2]], "attention_mask": [[1]]}, None]
     answers = {a.index: a for a in tsjax.generate_many(model, prompts, rows=2, max_new_tokens=3)}
     assert [i for i, a in answers.items() if a.error is None] == [0, 5]
     for index, wanted in ((1, "at least one"), (2, f"token id {VOCAB}"), (4, "top_k"), (7, "seed")):
@@ -133,6 +138,10 @@ def test_a_prompt_that_is_not_valid_is_an_answer_with_an_error(model):
     ("settings", "message"),
     [
         (dict(rows=0), "rows=0"),
+        (dict(prompts="the tea"), "prompts='the tea'"),
+        (dict(prompts={"ids": [1]}), "an iterable of prompts"),
+        (dict(prompts=3), "prompts=3"),
+        (dict(config=tsjax.GenerationConfig(do_sample=True, num_return_sequences=2)), "num_return"),
         (dict(num_return_sequences=2, do_sample=True), "num_return_sequences"),
         (dict(seed=(1, 2)), "seed"),
         (dict(no_such=1), "no_such"),
@@ -141,7 +150,7 @@ def test_a_prompt_that_is_not_valid_is_an_answer_with_an_error(model):
 )
 def test_what_all_prompts_share_is_checked_at_the_call(settings, message, model):
     with pytest.raises(tsjax.TsjaxError, match=message):
-        tsjax.generate_many(model, [], **settings)
+        tsjax.generate_many(model, **{"prompts": [], **settings})
 
 
 def test_ctrl_c_ends_it_and_what_was_yielded_is_whole(model, monkeypatch):
@@ -161,6 +170,50 @@ def test_ctrl_c_ends_it_and_what_was_yielded_is_whole(model, monkeypatch):
     for answer in found:
         wanted = alone(model, prompts_of(30)[answer.index], **SAMPLED)
         assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+
+
+def test_a_prompt_that_ctrl_c_left_half_read_has_no_answer(model, monkeypatch):
+    """No step runs on a cache that nobody has filled."""
+    start, begun, found = many.start_run, [], []
+
+    def struck(model, request, interrupt):
+        begun.append(1)
+        if len(begun) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return start(model, request, interrupt)
+
+    monkeypatch.setattr(many, "start_run", struck)
+    prompts = [{"ids": [3 + i] * 40, "max_new_tokens": 2} for i in range(9)]
+    with pytest.raises(KeyboardInterrupt):
+        for answer in tsjax.generate_many(model, prompts, rows=2, **SIZES):
+            found.append(answer)
+    assert len(begun) == 5 and 0 < len(found) < 5
+    for answer in found:
+        wanted = alone(model, prompts[answer.index])
+        assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+
+
+def test_who_makes_the_prompts_may_fail(model):
+    """What runs then is answered first."""
+
+    def failing():
+        yield from ({"ids": [3, 4]}, {"ids": []}, {"ids": [5]})
+        raise RuntimeError("no more")
+
+    found = []
+    with pytest.raises(RuntimeError, match="no more"):
+        for answer in tsjax.generate_many(model, failing(), rows=4, max_new_tokens=30):
+            found.append(answer)
+    assert sorted(answer.index for answer in found) == [0, 1, 2]
+
+
+def test_a_row_that_memory_has_no_room_for_is_an_error(model, monkeypatch):
+    monkeypatch.setattr(request, "available_bytes", lambda device: 50_000_000)
+    prompts = [{"ids": [3]}, {"ids": [4] * 60_000}, {"ids": [5]}]
+    how = dict(rows=40, max_new_tokens=4, exceed_max_positions=True)
+    found = {a.index: a for a in tsjax.generate_many(model, prompts, **how)}
+    assert [found[i].error is None for i in range(3)] == [True, False, True]
+    assert isinstance(found[1].error, MemoryError) and "40 rows" in str(found[1].error)
 
 
 def test_programs_are_few(model):
@@ -228,10 +281,18 @@ def test_broken_lines_are_named_and_the_others_run(model, tmp_path, capsys):
     argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV]
     assert main([*argv, "--max-new-tokens", "4"]) == 1
     found = {entry["line"]: entry for entry in lines_of(out)}
-    assert sorted(found) == [1, 2, 3, 4, 5, 6]
-    assert sorted(n for n, entry in found.items() if "error" in entry) == [2, 4, 5, 6]
+    assert sorted(found) == [1, 2, 3, 5, 6]  # blank lines are none
+    assert sorted(n for n, entry in found.items() if "error" in entry) == [2, 5, 6]
     assert "no JSON" in found[2]["error"] and "top_k" in found[5]["error"]
-    assert "these lines could not be answered: 2, 4, 5, 6" in capsys.readouterr().err
+    assert "these lines could not be answered: 2, 5, 6" in capsys.readouterr().err
+    # Mended, they are answered; what was answered stays.
+    prompts.write_text('{"prompt": "the"}\n{"prompt": "in"}\n"in"\n\n{"ids": [3]}\n"a"\n')
+    assert main([*argv, "--max-new-tokens", "4"]) == 0
+    mended = lines_of(out)
+    assert sorted(entry["line"] for entry in mended) == [1, 2, 3, 5, 6]
+    assert not any("error" in entry for entry in mended)
+    assert all(entry in mended for entry in (found[1], found[3]))
+    assert "2 answered before" in capsys.readouterr().err
 
 
 def test_answers_to_something_else_are_not_mixed_up(model, tmp_path, capsys):
@@ -248,6 +309,33 @@ def test_answers_to_something_else_are_not_mixed_up(model, tmp_path, capsys):
     assert main(argv) == 2
     assert "none that tsjax wrote" in capsys.readouterr().err
     assert out.read_text() == "a file of somebody's\n"
+    out.write_text('{"prompt": "all of it in a line"}')
+    assert main(argv) == 2
+    assert "none that tsjax wrote" in capsys.readouterr().err
+    assert out.read_text() == '{"prompt": "all of it in a line"}'
+
+
+def test_one_run_at_a_time_writes_a_file(model, tmp_path, capsys):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
+    write_prompts(prompts, 2)
+    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV]
+    with open(out, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(argv) == 2
+        assert "another run" in capsys.readouterr().err
+    assert main(argv) == 0
+
+
+def test_what_a_full_disk_takes_in_part_is_taken_back(tmp_path):
+    class Full(io.FileIO):
+        def write(self, content):
+            return super().write(content[: len(content) // 2])
+
+    path = tmp_path / "o.jsonl"
+    path.write_bytes(b"before\n")
+    with Full(path, "a") as file, pytest.raises(OSError, match="No space"):
+        prompt_files._append(file, b"a whole line\n")
+    assert path.read_bytes() == b"before\n"
 
 
 @pytest.mark.parametrize(

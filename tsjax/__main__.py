@@ -98,7 +98,6 @@ TRAINING_HELP = {
     "loss_decay": "what a head's loss counts, for 1 of the head before it",
 }
 LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check
-CHAT_TOKENS = 1024  # of an answer at most, where nothing else is asked for
 MOST_SHOWN = 5
 
 # What a wrong argument, a damaged file, a missing package or too little memory raise.
@@ -606,6 +605,8 @@ def _generate(args: argparse.Namespace) -> int:
     if args.prompts is not None:
         return _generate_many(args)
     prompt, settings = _prompt(args), _settings(args)
+    if settings.get("logprobs") is not None and not args.json:
+        raise BadValue("--logprobs is not valid without --json: the text has no place for them")
     messages = _messages(args)
     method, prefill = _method(args), _prefill(args)
     config = None if args.preset is None else preset(args.preset).config
@@ -621,6 +622,8 @@ def _generate(args: argparse.Namespace) -> int:
     if args.draft_model is not None:
         second = tsjax.load(args.draft_model, dtype=args.dtype)
     several = settings.get("num_return_sequences", 1) > 1
+    if args.resume_from is not None:
+        several = len(read_run(args.resume_from).prompts) > 1
     quiet = args.json or args.progress or several
     if messages is not None:
         settings["messages"] = messages
@@ -675,7 +678,7 @@ def _generate_many(args: argparse.Namespace) -> int:
         try:
             for _ in answering:
                 bar.update(1)
-        except tsjax.Interrupted:
+        except (tsjax.Interrupted, KeyboardInterrupt):
             _note("[go on with the same command]")
             return 130
     done = answering.done
@@ -696,7 +699,6 @@ CHAT_HELP = "/new begins anew, /quit ends; Ctrl-C ends an answer"
 
 def _chat(args: argparse.Namespace) -> int:
     settings, method = _settings(args), named_method(args.method, args.method_options)
-    settings.setdefault("max_new_tokens", CHAT_TOKENS)
     tsjax.GenerationConfig().replace(**settings)
     model = tsjax.load(args.model, dtype=args.dtype)
     how = {"method": _with_options(method, args.method_options), **settings}
@@ -724,13 +726,12 @@ def _chat(args: argparse.Namespace) -> int:
 
 def _answer(conversation: Any, said: str) -> None:
     try:
-        for piece in conversation.say(said):
-            print(piece, end="", flush=True)
-    except tsjax.Interrupted as ended:
-        if not isinstance(ended, KeyboardInterrupt):  # it was SIGTERM
-            raise
+        with contextlib.closing(conversation.say(said)) as pieces:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except KeyboardInterrupt:  # SIGTERM ends the process
         print(" [ended]", end="")
-    except ValueError as error:  # the conversation is too long for the model, say
+    except tsjax.TsjaxError as error:  # the conversation is too long for the model, say
         _note(f"tsjax: {' '.join(str(error).split())}")
         return
     print(flush=True)

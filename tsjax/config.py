@@ -19,6 +19,7 @@ from typing import Any
 from tsjax.errors import BadType, BadValue, NoSuchFile, NotSupported
 from tsjax.input_files import parsing, read_json
 
+LONGEST_NGRAM = 64  # of no_repeat_ngram_size
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # Draft heads: TokenSwift's, each after the one before; Medusa's, side by side, with the model's
@@ -268,6 +269,8 @@ class GenerationConfig:
             check(condition, name, getattr(self, name), wanted)
 
         most = self.max_new_tokens
+        longest = f"at most {LONGEST_NGRAM}"
+        require(self.no_repeat_ngram_size <= LONGEST_NGRAM, "no_repeat_ngram_size", longest)
         require(self.min_new_tokens <= most, "min_new_tokens", f"at most max_new_tokens={most}")
         window = "a positive number of tokens, or None for the whole context"
         off = "repetition_penalty=1.0 switches the penalty off"

@@ -44,6 +44,7 @@ def token_noise(seeds, repeats, positions, vocab_size: int, dtype: Any = jnp.flo
 
     Args:
       seeds, repeats: [B] uint32; the repeat tells apart rows of one prompt and one seed.
+      dtype: of the logits that it is added to; those of another type are other draws.
     """
     positions = jnp.asarray(positions)
     check(positions.ndim == 2, "positions", positions.shape, "[B, T] integers")
@@ -96,6 +97,8 @@ def verify(tree: DraftTree, logits, noise=None) -> Verified:
     if noise is not None:
         wanted = (nodes[0], levels, logits.shape[2])
         check(noise.shape == wanted, "noise", noise.shape, f"{wanted}, one for each depth")
+        # Of another type it is other noise.
+        check(noise.dtype == logits.dtype, "noise", noise.dtype, f"{logits.dtype} as the logits")
         logits = logits + jnp.take_along_axis(noise, tree.depths[..., None], axis=1)
     target = best(logits).astype(jnp.int32)
     accepted = accept(tree, target)

@@ -27,7 +27,8 @@ class LogProbs(flax.struct.PyTreeNode):
 
     Attributes:
       raw: of each token by the softmax of the model's logits.
-      top_tokens, top: the most probable tokens by the same, best first, and theirs.
+      top_tokens, top: the most probable tokens by the same, best first, and theirs; -1 where no
+        more tokens are possible.
       processed: of each token by the distribution it was drawn from: after penalties and
         processors and, when sampling, temperature and truncations. None where a text was given.
       processed_top_tokens, processed_top: the most probable ones by that.
@@ -60,7 +61,7 @@ def _of(logits, tokens, count: int):
         nothing = (*tokens.shape, 0)
         return chosen, jnp.zeros(nothing, jnp.int32), jnp.zeros(nothing, found.dtype)
     top, top_tokens = best_few(found, count)
-    return chosen, top_tokens, top
+    return chosen, jnp.where(top > -jnp.inf, top_tokens, -1), top
 
 
 def text_log_probs(params: Params, tokens, *, cfg: ModelConfig, count: int, width: int = 512):

@@ -16,6 +16,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from tsjax.config import check, check_int
 from tsjax.errors import BadType, BadValue
@@ -23,6 +24,7 @@ from tsjax.typing import Array, Bool, Float, Int
 
 NEVER_SEEN = -(2**31)
 NO_TOKEN = -1
+COMPARED_AT_ONCE = 2048  # places of a text
 
 # Drafted tokens before each row, and their positions, NEVER_SEEN for none; these come last.
 Ancestors = tuple[Int[Array, "B T ancestors"], Int[Array, "B T ancestors"]]
@@ -113,28 +115,33 @@ def bar_repeated_ngrams(
     """HuggingFace's no_repeat_ngram_size: no `size` tokens stand together twice in a text."""
     before = size - 1
     B, T = logits.shape[:2]
-    last, most = last_tokens(text, before, ancestors, T), text.tokens.shape[1] - before
-    if most > 0:
-        starts = jnp.arange(most, dtype=jnp.int32)
-        known = starts[None] + before < text.length[:, None]
-        repeats = jnp.broadcast_to(known[:, None], (B, T, most))
+    last = last_tokens(text, before, ancestors, T)
+    at_once = min(COMPARED_AT_ONCE, text.tokens.shape[1])
+    padded = jnp.pad(text.tokens, ((0, 0), (0, at_once + before)))
+
+    def compare(block, logits):
+        """The n-grams that begin in one block of the known text."""
+        start = block * at_once
+        known = start + jnp.arange(at_once, dtype=jnp.int32) + before < text.length[:, None]
+        repeats = jnp.broadcast_to(known[:, None], (B, T, at_once))
         for index in range(before):
-            there = text.tokens[:, None, index : index + most]
-            repeats &= there == last[:, :, index, None]
-        after = jnp.broadcast_to(text.tokens[:, None, before:], (B, T, most))
-        logits = _bar(logits, after, repeats)
+            there = lax.dynamic_slice_in_dim(padded, start + index, at_once, axis=1)
+            repeats &= there[:, None] == last[:, :, index, None]
+        after = lax.dynamic_slice_in_dim(padded, start + before, at_once, axis=1)
+        return _bar(logits, jnp.broadcast_to(after[:, None], repeats.shape), repeats)
+
+    blocks = (jnp.max(text.length) + at_once - 1) // at_once
+    logits = lax.fori_loop(jnp.int32(0), blocks, compare, logits)
     if ancestors is None:
         return logits
     # Those that end with a drafted token: the tail has what may stand before the first of them.
-    tail = _tail(text, before, ancestors, T)
-    for first in range(ancestors[0].shape[2]):
-        depth = jnp.sum(ancestors[1] != NEVER_SEEN, axis=2)
-        same = first < depth
-        for index in range(before):
-            there = tail[:, :, first + index]
-            same &= (there == last[:, :, index]) & (there != NO_TOKEN)
-        logits = _bar(logits, tail[:, :, first + before, None], same[..., None])
-    return logits
+    tail, firsts = _tail(text, before, ancestors, T), ancestors[0].shape[2]
+    depth = jnp.sum(ancestors[1] != NEVER_SEEN, axis=2)
+    same = jnp.arange(firsts) < depth[..., None]
+    for index in range(before):
+        there = tail[:, :, index : index + firsts]
+        same &= (there == last[:, :, index, None]) & (there != NO_TOKEN)
+    return _bar(logits, tail[:, :, before:], same)
 
 
 def last_tokens(
@@ -187,8 +194,10 @@ class LogitsProcessor(flax.struct.PyTreeNode):
     Attributes:
       function: pure, and traceable by JAX: (logits [V], tokens [C], length, *arrays) -> logits [V].
         The text is the first `length` of `tokens`, drafted ones included; what lies beyond is
-        unspecified. The next token's position is `length`.
+        unspecified. The next token's position is `length`. Define it once: a new function object,
+        a lambda in a loop say, is another program and compiled anew.
       name, version: of the function, for runs that are saved: one that is resumed needs the same.
+        The version is a number or a text; arrays of other values want another one.
       arrays: what the function reads beside the text; other values never recompile.
     """
 
@@ -242,16 +251,30 @@ def check_processors(
 
 
 def _check_processor(one: LogitsProcessor, vocab_size: int, capacity: int, dtype: Any) -> None:
+    check(isinstance(one.name, str), "name", one.name, "a text, the processor's name")
+    known = isinstance(one.version, int | str) and not isinstance(one.version, bool)
+    check(known, "version", one.version, "a number or a text, the processor's version")
     name = f"logits_processor {one.name or _name_of(one.function)!r}"
+    try:
+        hash(one.function)
+    except TypeError as error:
+        wanted = (
+            "a function that can be hashed, as programs are kept by it (a frozen dataclass can)"
+        )
+        raise BadType(f"{name} is not valid: {wanted}") from error
     like = jax.ShapeDtypeStruct((vocab_size,), dtype)
     text = jax.ShapeDtypeStruct((capacity,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    rows = [jax.ShapeDtypeStruct((2, *x.shape), x.dtype) for x in (like, *text)]
     try:
         out = jax.eval_shape(one.function, like, *text, *one.arrays)
+        # As a step runs it: of many rows at once.
+        many = jax.vmap(one.function, in_axes=(0, 0, 0, *[None] * len(one.arrays)))
+        jax.eval_shape(many, *rows, *one.arrays)
     except Exception as error:  # of whatever kind: the function is the user's
         why = " ".join(str(error).split())[:300]
         raise BadValue(
             f"{name} is not valid: it has to take (logits [{vocab_size}], tokens, length"
-            f"{', *arrays' if one.arrays else ''}) and to be traceable by JAX; it raised "
+            f"{', *arrays' if one.arrays else ''}) and to be traceable by JAX, under vmap; it raised "
             f"{type(error).__name__}: {why}"
         ) from error
     shape, kind = getattr(out, "shape", None), getattr(out, "dtype", None)
@@ -283,15 +306,21 @@ def named(processors: Sequence[LogitsProcessor]) -> list[list[Any]]:
 def token_bias(biases: Mapping[int, float], vocab_size: int) -> LogitsProcessor:
     """Adds to the logits of tokens: what others call logit_bias. -inf bars a token.
 
+    It comes after the penalties; HuggingFace's sequence_bias comes before them.
+
     Args:
       biases: token id -> what is added.
       vocab_size: the model's, `model.cfg.vocab_size`.
     """
+    wanted = "token ids with numbers, -inf to bar one"
+    check(isinstance(biases, Mapping), "token_bias", biases, wanted)
     values = np.zeros((vocab_size,), np.float32)
     for token, bias in biases.items():
         check_int(token, "a token of token_bias", 0, vocab_size - 1)
+        check(
+            isinstance(bias, int | float | np.number) and bias < np.inf, "token_bias", bias, wanted
+        )
         values[token] = bias
-    check(not np.isnan(values).any(), "token_bias", dict(biases), "numbers")
     return LogitsProcessor(_add_bias, "token_bias", _digest(values), (values,))
 
 
@@ -306,14 +335,17 @@ def allowed_tokens(tokens: Sequence[int], vocab_size: int) -> LogitsProcessor:
 
 
 def bad_words(words: Sequence[Sequence[int]], vocab_size: int) -> LogitsProcessor:
-    """Bars the last token of each word after its others: HuggingFace's bad_words_ids.
+    """Bars the last token of each word after its others: HuggingFace's bad_words_ids, but that
+    a stop token which is named is barred as well.
 
     Args:
       words: each a row of token ids. A word within a sentence is often another token than at its
         beginning: name both.
       vocab_size: the model's.
     """
-    check(len(words) > 0, "bad_words", words, "at least one word, a row of token ids")
+    wanted = "at least one word, and each a row of token ids"
+    rows = len(words) > 0 and all(np.ndim(word) == 1 for word in words)
+    check(rows, "bad_words", words, wanted)
     longest = max(map(len, words))
     table = np.full((len(words), longest), NO_TOKEN, np.int32)
     for row, word in zip(table, words, strict=True):
@@ -359,4 +391,4 @@ def _bar_words(
 
 def _digest(values: np.ndarray) -> str:
     """A version that tells other values from these."""
-    return hashlib.sha256(values.tobytes()).hexdigest()[:16]
+    return hashlib.sha256(f"{values.shape}".encode() + values.tobytes()).hexdigest()[:16]

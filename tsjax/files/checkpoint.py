@@ -27,6 +27,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
@@ -121,7 +122,7 @@ class Model(flax.struct.PyTreeNode):
             given = getattr(new, "shape", None), getattr(new, "dtype", None)
             name = f"params{jax.tree_util.keystr(path)}"
             check(given == (old.shape, old.dtype), name, given, f"{old.shape} of {old.dtype}")
-        return self.replace(params=params)
+        return self.replace(params=jax.tree.map(_where, self.params, params))
 
     def drop_copies(self) -> None:
         """Frees the copy in int8; `params_for` makes another one."""
@@ -143,6 +144,12 @@ class Model(flax.struct.PyTreeNode):
     @property
     def num_params(self) -> int:
         return sum(leaf.size for _, leaf in named_arrays(self))
+
+
+def _where(old: Any, new: Any) -> Any:
+    """An array where another one lies; a traced one as it is."""
+    traced = isinstance(old, Tracer) or isinstance(new, Tracer)
+    return new if traced else jax.device_put(new, old.sharding)
 
 
 def _place_beside(other: Model) -> NamedSharding | None:

@@ -6,12 +6,13 @@ Knows messages and what of them the model has read. Prints nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
 
-from tsjax.config import check, check_int
+from tsjax.config import GENERATION_NAMES, GenerationConfig, check, refuse_unknown
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.chat import chat_prompt
@@ -19,9 +20,15 @@ from tsjax.host.generation import result_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prefix import Prefix
 from tsjax.host.reading import kept_prefix
-from tsjax.host.request import make_request
+from tsjax.host.request import Request, make_request
 from tsjax.host.result import GenerationResult
-from tsjax.host.run import run
+from tsjax.host.run import News, run
+
+ANSWER_TOKENS = 1024
+OF_A_RUN = (
+    "method", "prefill", "capacity", "prefill_width", "exceed_max_positions", "corpus",
+    "draft_model", "logits_processor",
+)  # fmt: skip
 
 
 class Conversation:
@@ -40,16 +47,23 @@ class Conversation:
     def __init__(
         self, model: Model, *, system: str | None = None, template: dict | None = None, **arguments
     ):
-        """`arguments` are those of `generate`, but for the prompt; `template` is for the chat
-        template, {"enable_thinking": False} say."""
-        check_int(arguments.get("num_return_sequences", 1), "num_return_sequences", 1, 1)
-        self.model, self._template, self._arguments = model, template or {}, arguments
+        """`arguments` are those of `generate` that choose tokens: method, config, settings and so
+        on. Where nobody says max_new_tokens, an answer has as many as there are positions left, at
+        most 1,024. `template` is for the chat template, {"enable_thinking": False} say."""
+        self.model, self._template = model, template or {}
+        self._how = {name: arguments.pop(name) for name in OF_A_RUN if name in arguments}
+        self._config = arguments.pop("config", None)
+        refuse_unknown(list(arguments), (*OF_A_RUN, "config", *GENERATION_NAMES), "argument")
+        self._settings = arguments
+        config = (self._config or GenerationConfig()).replace(**arguments)
+        answers = config.num_return_sequences
+        check(answers == 1, "num_return_sequences", answers, "1: a conversation goes one way")
         self.messages: list[dict[str, Any]] = []
         if system is not None:
             self.messages.append({"role": "system", "content": system})
         self.result: GenerationResult | None = None
         self.prefix: Prefix | None = None
-        self.forget()
+        self._answering: Iterator[str] | None = None
 
     def check(self) -> None:
         """ValueError where the model cannot chat."""
@@ -68,17 +82,29 @@ class Conversation:
         Ctrl-C ends the answer: what was said of it is kept, and tsjax.Interrupted is raised.
         """
         check(isinstance(text, str) and bool(text), "text", text, "a text that is not empty")
+        if self._answering is not None:
+            self._answering.close()  # type: ignore[attr-defined]  # an answer that was left
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(self.model, asked, **self._template)
-        how = dict(self._arguments)
-        config = how.pop("config", None)
-        names = ("method", "prefill", "capacity", "prefill_width", "exceed_max_positions")
-        names += ("corpus", "draft_model", "logits_processor")
-        given = {name: how.pop(name) for name in names if name in how}
-        request = make_request(self.model, prompt, config, how, prefix=self.prefix, **given)
-        return self._answer(asked, request)
+        settings = {**self._longest_answer(len(prompt)), **self._settings}
+        request = make_request(
+            self.model, prompt, self._config, settings, prefix=self.prefix, **self._how
+        )
+        self._answering = self._answer(asked, request)
+        return self._answering
 
-    def _answer(self, asked: list[dict[str, Any]], request: Any) -> Iterator[str]:
+    def _longest_answer(self, prompt: int) -> dict[str, int]:
+        """By the positions that are left, where nobody said how long it may be."""
+        if self._config is not None or "max_new_tokens" in self._settings:
+            return {}
+        left = self.model.cfg.max_positions - prompt
+        if self._how.get("exceed_max_positions"):
+            left = ANSWER_TOKENS
+        remedy = f"fewer than the model's {prompt + left} positions; begin anew: forget(), or /new"
+        check(left > 0, "messages", f"a conversation of {prompt} tokens", remedy)
+        return {"max_new_tokens": min(ANSWER_TOKENS, left)}
+
+    def _answer(self, asked: list[dict[str, Any]], request: Request) -> Generator[str]:
         interrupt, said, news = Interrupt(), [], None
         writer = Detokenizer(self.model.tokenizer, context=request.rows[0])
         try:
@@ -87,12 +113,26 @@ class Conversation:
                 said.append(piece + (writer.flush() if news.last else ""))
                 if said[-1]:
                     yield said[-1]
-        finally:  # also where the caller leaves: what was said is part of the conversation
-            if news is not None:
-                self.messages = [*asked, {"role": "assistant", "content": "".join(said).strip()}]
-                self.prefix = kept_prefix(self.model, request, news)
-                self.result = result_of(self.model, request, news)
+        except GeneratorExit:  # the caller leaves
+            self._keep(asked, said, request, news)
+            raise
+        except BaseException:  # within a chunk, which has used up what the model has read
+            self._keep(asked, said, request, news, lost=True)
+            raise
+        self._keep(asked, said, request, news)
         interrupt.finish(self.result, "raise")
+
+    def _keep(
+        self, asked: list[dict[str, Any]], said: list[str], request: Request, news: News | None,
+        lost: bool = False,
+    ) -> None:  # fmt: skip
+        """What was said is part of the conversation, whatever ended it."""
+        if news is None:
+            return
+        self.messages = [*asked, {"role": "assistant", "content": "".join(said).strip()}]
+        news = dataclasses.replace(news, reasons=[why or "interrupted" for why in news.reasons])
+        self.result = result_of(self.model, request, news)
+        self.prefix = None if lost else kept_prefix(self.model, request, news)
 
     @property
     def tokens_read_anew(self) -> int:

@@ -8,6 +8,7 @@ checked everything a user passed, and `run` yields what is new after each chunk 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from tsjax.config import GenerationConfig, check, check_int
+from tsjax.decoding.method import Method
 from tsjax.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
@@ -86,7 +88,8 @@ def generate(
       save_to: a file that receives prompt, settings and tokens every `save_every` tokens, when
         interrupted and at the end. A write that fails is a warning, and the result says so.
       resume_from: such a file; prompt, settings and method come from it, and the run goes on as if
-        it had never stopped. Only `max_new_tokens` and `method` may be given anew.
+        it had never stopped. `max_new_tokens` and `method` may be given anew; what is in no file
+        has to be: logits processors, a corpus, a second model.
       on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run early and it is saved:
         "raise" raises tsjax.Interrupted, whose `result` is the GenerationResult, so that a loop
         over prompts ends, too; "return" returns it. Its finish_reason is "interrupted" where a
@@ -302,6 +305,7 @@ def run_stats(request: Request, news: News) -> RunStats:
 def result_of(
     model: Model, request: Request, news: News, saving: Saving | None = None
 ) -> GenerationResult:
+    config, processors = request.config, [[one.name, one.version] for one in request.processors]
     return GenerationResult(
         tokens=news.all_tokens,
         finish_reason=[str(reason) for reason in news.reasons],
@@ -311,17 +315,20 @@ def result_of(
         _prompts=request.prompts,
         _single=request.single,
         _tokenizer=lambda: model.tokenizer,
-        logprobs=news.all_logprobs,
-        _facts=lambda: facts_of(model, request),
+        _answers=config.num_return_sequences,
+        logprobs=news.all_logprobs(),
+        # Without the request, which may hold caches.
+        _facts=functools.partial(facts_of, model, config, request.method, processors),
     )
 
 
-def facts_of(model: Model, request: Request) -> dict[str, Any]:
+def facts_of(
+    model: Model, config: GenerationConfig, method: Method, processors: list[list[Any]]
+) -> dict[str, Any]:
     """What made a result, so that it can be made again."""
-    processors = [[one.name, one.version] for one in request.processors]
     return {
-        "config": dataclasses.asdict(request.config),
-        "method": f"{request.method}",
+        "config": dataclasses.asdict(config),
+        "method": f"{method}",
         **({"logits_processors": processors} if processors else {}),
         "model": {
             "path": model.path,

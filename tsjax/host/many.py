@@ -25,7 +25,7 @@ from tsjax.errors import BadType, BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.request import Request, make_request, tokenizer_of
+from tsjax.host.request import Request, check_memory, make_request, tokenizer_of
 from tsjax.host.run import (
     SECONDS_PER_CHUNK,
     Rows,
@@ -41,6 +41,8 @@ from tsjax.model.sharding import mesh_of
 OF_EACH = ("seed", "max_new_tokens")  # settings that a prompt may have of its own
 TEXTS = ("prompt", "messages", "ids")  # the ways to give one
 FEWEST_STEPS = 16
+# What a prompt of any form can raise, one that is nested too deep included.
+_OF_A_PROMPT = (TsjaxError, ValueError, TypeError, MemoryError, LookupError, RecursionError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,26 +104,28 @@ def generate_many(
       capacity: cache slots per row; by default those that the longest prompt so far needs.
       config, settings, logits_processor, prefill_width, exceed_max_positions: as of `generate`.
 
-    A prompt that is not valid has an answer with an `error`; the others go on. Ctrl-C or SIGTERM
-    raises tsjax.Interrupted; what was yielded before is whole.
+    A prompt that is not valid, or whose row does not fit into memory, has an answer with an
+    `error`; the others go on. Where `prompts` itself raises, the rows that run are answered first.
+    Ctrl-C or SIGTERM raises tsjax.Interrupted; what was yielded before is whole.
     """
     if not isinstance(model, Model):
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
     check_int(rows, "rows", 1)
     if mesh_of(model.params) is not None:
         raise BadValue("generate_many runs on one device: load the model without a mesh")
-    if settings.get("num_return_sequences", 1) != 1:
-        wanted = "1; give a prompt several times, with seeds of its own"
-        raise BadValue(f"num_return_sequences={settings['num_return_sequences']}: {wanted}")
+    several = not isinstance(prompts, str | bytes | Mapping) and isinstance(prompts, Iterable)
+    check(several, "prompts", prompts, "an iterable of prompts; one of them goes to generate")
     config = (config or GenerationConfig()).replace(**settings)
+    answers, wanted = config.num_return_sequences, "1; give a prompt several times, with seeds"
+    check(answers == 1, "num_return_sequences", answers, wanted)
     one_seed = isinstance(config.seed, int)
     check(one_seed, "seed", config.seed, "one for all prompts; each may name its own")
     how = dict(
         method=resolve_method(method), logits_processor=logits_processor, capacity=capacity,
         prefill_width=prefill_width, exceed_max_positions=exceed_max_positions,
     )  # fmt: skip
-    # What is wrong for the shortest of prompts is wrong for all.
-    make_request(model, np.zeros(1, np.int32), config, {}, **how)
+    # What is wrong for the shortest of texts is wrong for all.
+    make_request(model, np.zeros(1, np.int32), config.replace(max_new_tokens=1), {}, **how)
     return _Many(model, iter(prompts), rows, config, how).answers()
 
 
@@ -135,6 +139,7 @@ class _Many:
         self._state: DecodeState | None = None
         self._decode: DecodeConfig | None = None
         self._failed: list[Answer] = []
+        self._broken: Exception | None = None  # what the iterable raised
         self._tokenizer = tokenizer_of(model)
 
     def answers(self) -> Iterator[Answer]:
@@ -144,19 +149,25 @@ class _Many:
                 self._fill(interrupt)
             failed, self._failed = self._failed, []
             yield from failed
+            # A prompt that was being read then is not whole: no step may run on it.
+            interrupt.finish(None, "raise")
+            if failed:
+                continue
             if not any(self._rows):
-                interrupt.finish(None, "raise")
-                return
+                break
             with interrupt:
                 ended = self._go_on(interrupt)
             yield from ended
             interrupt.finish(None, "raise")
+        if self._broken is not None:
+            raise self._broken
 
     def _fill(self, interrupt: Interrupt) -> None:
-        """Takes up prompts until no row is free."""
+        """Takes up prompts until no row is free, or one is not valid."""
         filled = False
         for row, running in enumerate(self._rows):
-            while running is None and not self._spent and not interrupt.requested:
+            stop = self._spent or self._failed or interrupt.requested
+            if running is None and not stop:
                 running = self._next()
                 if running is not None:
                     self._begin(row, running, interrupt)
@@ -172,10 +183,13 @@ class _Many:
         except StopIteration:
             self._spent = True
             return None
+        except Exception as error:  # of the user's own
+            self._spent, self._broken = True, error
+            return None
         index, self._count = self._count, self._count + 1
         try:
             request = self._request(given)
-        except (ValueError, TypeError, MemoryError) as error:
+        except _OF_A_PROMPT as error:
             known = error if isinstance(error, TsjaxError) else BadValue(str(error))
             nothing = np.zeros(0, np.int32)
             self._failed.append(Answer(index, nothing, None, "error", error=known))
@@ -200,6 +214,9 @@ class _Many:
         request = make_request(self._model, given, self._config, of_its_own, **self._how)
         check(request.single, "prompt", f"{len(request.rows)} rows", "one text")
         check(isinstance(request.config.seed, int), "seed", request.config.seed, "one integer")
+        known = 0 if self._state is None else self._state.kv.capacity
+        if request.capacity > known:  # buffers are made, beside those that are there
+            check_memory(self._wide(request), self._model)
         return request
 
     def _begin(self, row: int, begun: _Row, interrupt: Interrupt) -> None:
@@ -215,23 +232,22 @@ class _Many:
         request = dataclasses.replace(request, decode=plain, capacity=capacity)
         alone = self._placed(start_run(self._model, request, interrupt))
         if self._state is None:
-            self._state = self._placed(self._empty(request))
+            self._state = self._placed(begin_run(self._model, self._wide(request)))
         state = self._state
         if state.kv.capacity < capacity:
             state = programs.grown(state, capacity=capacity)
         self._state = programs.fill_row(state.replace(memory=()), alone, np.int32(row))
 
-    def _empty(self, request: Request) -> DecodeState:
-        """A batch of which no row runs."""
+    def _wide(self, request: Request) -> Request:
+        """A batch of its capacity of which no row runs."""
         count = len(self._rows)
-        wide = dataclasses.replace(
+        return dataclasses.replace(
             request,
             rows=[request.rows[0][:1]] * count,
             prompt_length=[1] * count,
             finish_reason=["stopped"] * count,
             config=request.config.replace(seed=0),
         )
-        return begin_run(self._model, wide)
 
     def _placed(self, state: DecodeState) -> DecodeState:
         """On the model's device for good: programs are compiled anew for arrays that are not."""
@@ -276,7 +292,8 @@ class _Many:
         if self._tokenizer is not None:
             writer = Detokenizer(self._tokenizer, context=prompt)
             text = writer.push(tokens) + writer.flush()
-        told = None if news["all_logprobs"] is None else news["all_logprobs"][0]
+        told = news["all_logprobs"]()
+        told = None if told is None else told[0]
         return Answer(row.index, tokens, text, str(news["reasons"][0]), len(prompt), told)
 
 

@@ -3,25 +3,32 @@
 
 Knows JSON lines, and which of them are answered. A line is written at once and whole, so after a
 kill the file has what was answered, but for a last line that may be cut; the next run goes on with
-the others.
+the others, and tries those again that could not be answered. One run at a time writes to a file.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import hashlib
+import io
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tsjax.config import GenerationConfig, check
 from tsjax.errors import BadValue, NoSuchFile
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
-from tsjax.host.many import OF_EACH, TEXTS, Answer, generate_many
+from tsjax.files.whole_files import replacing
+from tsjax.host.many import TEXTS, Answer, generate_many
+from tsjax.host.request import tokenizer_of
 from tsjax.host.result import log_probs_to_dict
 from tsjax.host.saving import check_writable
+
+FIRST_FIELD = b'{"line": '  # how each line of ours begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +36,7 @@ class Done:
     """How a run over a file went.
 
     Attributes:
-      lines: of the file of prompts.
+      lines: of the file of prompts that are not blank.
       before: that an earlier run had answered.
       failed: the numbers of lines that could not be answered, from 1.
       tokens: that this run made.
@@ -64,12 +71,16 @@ class Answering:
         check(not same, "out", self._out, "another file than the prompts")
         folder = os.path.dirname(os.path.abspath(self._out))
         check(os.path.isdir(folder), "out", self._out, f"folder {folder!r} does not exist")
-        check_writable(folder, self._out, "a file in a folder that can be written")
-        self._run = _digest(model_fingerprint(model), model.cfg.dtype, dataclasses.asdict(config))
-        answered = self._answered()
+        check(not os.path.isdir(self._out), "out", self._out, "a file, not a folder")
+        wanted = "a file in a folder that can be written"
+        check_writable(folder, self._out, wanted, argument="out")
+        template = getattr(tokenizer_of(model), "chat_template", None)
+        read_by = model_fingerprint(model), model.cfg.dtype, model.stop_ids, template
+        self._run = _digest(*read_by, dataclasses.asdict(config))
+        self._file, answered = self._opened()
         self._before = len(answered)
-        self._todo = [n for n in range(1, len(self._lines) + 1) if n not in answered]
-        self._failed = [number for number, failed in answered.items() if failed]
+        self._todo = [number for number in self._lines if number not in answered]
+        self._failed: list[int] = []
         self._tokens = 0
 
     @property
@@ -82,21 +93,19 @@ class Answering:
         return Done(len(self._lines), self._before, failed, self._tokens)
 
     def __iter__(self) -> Iterator[Answer]:
-        texts = (_prompt_of(self._lines[number - 1]) for number in self._todo)
-        with open(self._out, "ab", buffering=0) as file:
+        texts = (_prompt_of(self._lines[number]) for number in self._todo)
+        with self._file as file:
             answers = generate_many(self._model, texts, config=self._config, **self._arguments)
             for answer in answers:
                 number = self._todo[answer.index]
-                line = json.dumps(self._entry(number, answer)).encode() + b"\n"
-                file.write(line)  # in one call
-                os.fsync(file.fileno())
+                _append(file, json.dumps(self._entry(number, answer)).encode() + b"\n")
                 self._tokens += len(answer.tokens)
                 if answer.error is not None:
                     self._failed.append(number)
                 yield answer
 
     def _entry(self, number: int, answer: Answer) -> dict[str, Any]:
-        text = self._lines[number - 1]
+        text = self._lines[number]
         begun = {"line": number, "of": _digest(text), "run": self._run, **_name_of(text)}
         if answer.error is not None:
             return {**begun, "error": str(answer.error)}
@@ -110,58 +119,100 @@ class Answering:
             **({} if told is None else {"logprobs": log_probs_to_dict(told)}),
         }
 
-    def _answered(self) -> dict[int, bool]:
-        """The lines that have an answer, and whether it is an error. A cut last line is removed."""
-        if not os.path.exists(self._out):
-            return {}
-        with open(self._out, "rb") as file:
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        found: dict[int, bool] = {}
-        for index, line in enumerate(whole.splitlines(), 1):
-            try:
-                entry = json.loads(line)
-                number, of, run = entry["line"], entry["of"], entry["run"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise BadValue(
-                    f"out={self._out!r} is not valid: line {index} is none that tsjax wrote; "
-                    "another file, which may not exist yet"
-                ) from error
-            known = isinstance(number, int) and 1 <= number <= len(self._lines)
-            if not known or of != _digest(self._lines[number - 1]):
-                raise BadValue(
-                    f"out={self._out!r} has answers to other prompts: its line {index} is of line "
-                    f"{number}; another file, or the same prompts"
-                )
-            if run != self._run:
-                raise BadValue(
-                    f"out={self._out!r} has answers by another model or other settings (line "
-                    f"{index}): go on with the same ones, or choose another file"
-                )
-            found[number] = "error" in entry
-        if len(whole) < len(content):
-            with open(self._out, "r+b") as file:
-                file.truncate(len(whole))
-        return found
+    def _opened(self) -> tuple[io.FileIO, set[int]]:
+        """The file to append to, locked, and the lines that have an answer in it.
+
+        A cut last line and errors are taken out: those lines are answered anew.
+        """
+        file = open(self._out, "a+b", buffering=0)  # noqa: SIM115
+        _lock(file, self._out)
+        file.seek(0)
+        content = file.read()
+        whole, kept, found = content[: content.rfind(b"\n") + 1], [], set()
+        for index, line in enumerate(whole.splitlines(keepends=True), 1):
+            number = self._line_of(line, index)
+            if number is not None:
+                kept.append(line)
+                found.add(number)
+        rest = content[len(whole) :]
+        if rest[: len(FIRST_FIELD)] != FIRST_FIELD[: len(rest)]:
+            raise self._not_ours(whole.count(b"\n") + 1)
+        answers = b"".join(kept)
+        if answers == content:
+            return file, found
+        with replacing(self._out) as place:
+            other = open(place, "a+b", buffering=0)  # noqa: SIM115
+            _lock(other, self._out)  # before it is there for others
+            _append(other, answers)
+        return other, found
+
+    def _line_of(self, line: bytes, index: int) -> int | None:
+        """The line that one of the file answers; None for an error."""
+        try:
+            entry = json.loads(line)
+            number, of, run = entry["line"], entry["of"], entry["run"]
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise self._not_ours(index) from error
+        if "error" in entry:
+            return None
+        if not isinstance(number, int) or of != _digest(self._lines.get(number)):
+            raise BadValue(
+                f"out={self._out!r} has answers to other prompts: its line {index} is of line "
+                f"{number}; another file, or the same prompts"
+            )
+        if run != self._run:
+            raise BadValue(
+                f"out={self._out!r} has answers by another model or other settings (line "
+                f"{index}): go on with the same ones, or choose another file"
+            )
+        return number
+
+    def _not_ours(self, index: int) -> BadValue:
+        return BadValue(
+            f"out={self._out!r} is not valid: line {index} is none that tsjax wrote; "
+            "another file, which may not exist yet"
+        )
 
 
-def read_lines(path: str | os.PathLike) -> list[str]:
-    """The lines of a file; a last empty one is none."""
+def _lock(file: io.FileIO, name: str) -> None:
+    """Until it is closed, at the latest when the process ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        wanted = "wait for it, or choose another file"
+        raise BadValue(f"out={name!r} is being written by another run: {wanted}") from error
+
+
+def _append(file: io.FileIO, content: bytes) -> None:
+    """All of it and on disk, or nothing: what a full disk takes in part is taken back."""
+    before = os.fstat(file.fileno()).st_size
+    try:
+        written = file.write(content)
+        if written != len(content):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file.name)
+        os.fsync(file.fileno())
+    except OSError:
+        os.ftruncate(file.fileno(), before)
+        raise
+
+
+def read_lines(path: str | os.PathLike) -> dict[int, str]:
+    """The lines of a file that are not blank, by their numbers from 1."""
     name = os.fspath(path)
     if not os.path.isfile(name):
         raise NoSuchFile(f"prompts={name!r} is not valid: no such file")
-    with open(name, encoding="utf-8", errors="surrogateescape", newline="") as file:
-        lines = file.read().split("\n")
-    lines = lines[:-1] if lines and not lines[-1] else lines
-    check(bool(lines), "prompts", name, "a file with at least one line")
-    return lines
+    with open(name, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
+        lines = enumerate(file.read().split("\n"), 1)
+    found = {number: line for number, line in lines if line.strip()}
+    check(bool(found), "prompts", name, "a file with at least one line")
+    return found
 
 
 def _prompt_of(line: str) -> Any:
     """What `generate_many` takes, or the error that the line is."""
     try:
         entry = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return BadValue(f"no JSON: {error}")
     if isinstance(entry, str):
         return {"prompt": entry}
@@ -174,7 +225,7 @@ def _name_of(line: str) -> dict[str, Any]:
     """The line's own name for itself."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return {"id": entry["id"]} if isinstance(entry, Mapping) and "id" in entry else {}
 
@@ -182,6 +233,3 @@ def _name_of(line: str) -> dict[str, Any]:
 def _digest(*values: Any) -> str:
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-FIELDS: Sequence[str] = (*TEXTS, *OF_EACH, "id")

@@ -64,7 +64,7 @@ def kept_prefix(model: Model, request: Request, news: News) -> Prefix | None:
     known = np.concatenate([request.prompts[0], news.all_tokens[0]])
     in_cache = int(np.asarray(news.state.kv.length)[0])
     # A prefill that was interrupted names its goal as the length.
-    begun = len(news.all_tokens[0]) > 0
+    begun = len(known) > len(request.rows[0])
     return _prefix_of(model, known, news.state, min(in_cache, len(known)) if begun else 0)
 
 

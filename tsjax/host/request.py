@@ -238,6 +238,12 @@ def make_request(
     return request
 
 
+def check_memory(request: Request, model: Model) -> None:
+    shortage = _memory_shortage(request, model)
+    if shortage:
+        raise NotEnoughMemory(shortage)
+
+
 def _prompt_of(
     model: Model, prompt: Any, settings: Mapping[str, Any]
 ) -> tuple[Any, Mapping[str, Any]]:
@@ -347,10 +353,14 @@ def _without_padding(encoding: Mapping) -> Any:
     ids, mask = encoding["input_ids"], encoding.get("attention_mask")
     if mask is None:
         return ids
-    if _rank(ids) == 1:
-        ids, mask = np.asarray(ids), np.asarray(mask)
-        return ids[mask != 0] if mask.shape == ids.shape else ids
-    return [np.asarray(row)[np.asarray(m) != 0] for row, m in zip(ids, mask, strict=True)]
+    alone = _rank(ids) == 1
+    pairs = [(ids, mask)] if alone else list(zip(ids, mask, strict=False))
+    pairs = [(np.asarray(row), np.asarray(seen)) for row, seen in pairs]
+    same = _rank(mask) == _rank(ids) and len(ids) == len(mask)
+    same = same and all(row.shape == seen.shape for row, seen in pairs)
+    check(same, "attention_mask", mask, "of the shape of input_ids, 0 where a token is padding")
+    rows = [row[seen != 0] for row, seen in pairs]
+    return rows[0] if alone else rows
 
 
 def tokenizer_of(model: Model) -> Any:
@@ -477,7 +487,8 @@ def _resumed_run(model: Model, path, prompt: Any, settings: Mapping[str, Any]) -
     prompts = [check_row(row, f"a prompt in {name}", model) for row in run.prompts]
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in run.tokens]
     if prompt is not None:
-        given = prompt_rows(model, prompt)[0]
+        answers = run.config.num_return_sequences
+        given = [row for row in prompt_rows(model, prompt)[0] for _ in range(answers)]
         if len(given) != len(prompts) or not all(map(np.array_equal, given, prompts)):
             raise BadValue(f"prompt is not the one saved in {name}: leave it out")
     config = run.config.replace(**settings)
@@ -597,6 +608,7 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
         if request.of_rows is None
         else cache_bytes(decode.model, max(request.of_rows) + 1, slots, mesh),
         "counts of tokens": 4 * rows * vocab if counted else 0,
+        "the text of each node": 4 * rows * slots * decode.sizes.width if request.processors else 0,
         "the cache": cache_bytes(decode.model, rows, slots, mesh),
         "what method and prefill remember": memory_bytes(
             decode, rows, slots, request.prompt_capacity

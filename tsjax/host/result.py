@@ -95,6 +95,7 @@ class GenerationResult:
     _prompts: list[np.ndarray]
     _single: bool
     _tokenizer: Callable[[], Any]
+    _answers: int = 1  # rows that each prompt has
     logprobs: list[LogProbs] | None = None
     prefix: Any = None
     _facts: Callable[[], dict[str, Any]] = dict
@@ -125,7 +126,7 @@ class GenerationResult:
             "finish_reason": self.finish_reason,
             "unsaved": self.unsaved,
             **({} if told is None else {"logprobs": [*map(log_probs_to_dict, told)]}),
-            "prompt": [row.tolist() for row in self._prompts],
+            "prompt": [row.tolist() for row in self._prompts[:: self._answers]],
             **self._facts(),
             "stats": {
                 **dataclasses.asdict(stats),
@@ -150,29 +151,29 @@ def no_log_probs(count: int) -> LogProbs:
 
 
 def log_probs_to_dict(found: LogProbs) -> dict[str, Any]:
-    """As JSON has it; null for what cannot be, whose logarithm is -inf."""
+    """As JSON has it; null for what cannot be, whose logarithm is -inf (or none at all)."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, list):
             return [*map(plain, value)]
-        return None if value == -np.inf else value
+        return value if np.isfinite(value) else None
 
     fields = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
     return {name: plain(value.tolist()) for name, value in fields.items() if value is not None}
 
 
-def log_probs_from_dict(saved: Mapping[str, Any]) -> LogProbs:
-    """What `log_probs_to_dict` was given; ValueError for anything else."""
+def log_probs_from_dict(saved: Mapping[str, Any], top: int, dtype: Any = np.float32) -> LogProbs:
+    """What `log_probs_to_dict` was given, with the `top` best; ValueError for anything else."""
 
     def array(name: str) -> np.ndarray:
-        kind = np.int32 if name.endswith("tokens") else np.float32
+        kind = np.int32 if name.endswith("tokens") else dtype
         rank = 1 if name in ("raw", "processed") else 2
         count = len(saved["raw"])
         values = np.asarray(saved[name], object)
         values = np.where(values == None, -np.inf, values).astype(kind)  # noqa: E711
         if not count:
-            return values.reshape((0,) if rank == 1 else (0, 0))
-        if values.ndim != rank or len(values) != count:
+            return values.reshape((0,) if rank == 1 else (0, top))
+        if values.shape != (count, top)[:rank]:
             raise BadValue(f"logprobs of the wrong shape: {name}")
         return values
 

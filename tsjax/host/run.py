@@ -52,7 +52,7 @@ class News:
     reasons: list[str | None]
     newly_ended: list[bool]
     logprobs: list[LogProbs] | None  # of `tokens`
-    all_logprobs: list[LogProbs] | None  # of `all_tokens`
+    all_logprobs: Callable[[], list[LogProbs] | None]  # of `all_tokens`, put together when asked
     state: DecodeState  # which the next chunk uses up
     steps: StepStats  # of the run so far, as NumPy arrays
     computed: int  # tokens that the steps emitted, kept or not
@@ -252,6 +252,8 @@ class Rows:
         self._loops = Loops(request)
         self._emitted = [len(row) for row in request.rows]
         self._reasons = list(request.finish_reason)
+        told = request.logprobs or [None] * len(request.rows)
+        self._told: list[list[LogProbs]] = [[] if one is None else [one] for one in told]
 
     @property
     def running(self) -> bool:
@@ -279,11 +281,11 @@ class Rows:
             self._emitted[row] += len(fresh)
             sources.append(drafted_by[row, known : self._emitted[row]].copy())
             new.append(fresh)
-        told, every = self._told(seen.logprobs, before)
+        told = self._news_of(seen.logprobs, before)
         return {
             "tokens": new,
             "logprobs": told,
-            "all_logprobs": every,
+            "all_logprobs": self._all_told(),
             "sources": sources,
             "all_tokens": [
                 tokens[row, n : self._emitted[row]].copy()
@@ -294,21 +296,32 @@ class Rows:
             "computed": int(length.sum()) - sum(map(len, self._request.rows)),
         }
 
-    def _told(self, found: LogProbs | None, before: list[int]):
-        """Log-probabilities of what is new since `before`, and of all tokens of each row."""
-        earlier = self._request.logprobs
-        if found is None or earlier is None:
-            return None, None
+    def _news_of(self, found: LogProbs | None, before: list[int]) -> list[LogProbs] | None:
+        """Log-probabilities of what is new since `before`."""
+        if found is None or self._request.logprobs is None:
+            return None
+        new = [
+            jax.tree.map(
+                lambda x, row=row, begin=begin: x[row, begin : self._emitted[row]].copy(), found
+            )
+            for row, begin in enumerate(before)
+        ]
+        for parts, one in zip(self._told, new, strict=True):
+            if len(one.raw):
+                parts.append(one)
+        return new
 
-        def part(row: int, begin: int) -> LogProbs:
-            return jax.tree.map(lambda x: x[row, begin : self._emitted[row]].copy(), found)
+    def _all_told(self) -> Callable[[], list[LogProbs] | None]:
+        """Those of all tokens so far, which grow: put together for who asks."""
+        counts = [*map(len, self._told)]
 
-        new = [part(row, begin) for row, begin in enumerate(before)]
-        every = []
-        for row, known in enumerate(self._request.rows):
-            parts = earlier[row], part(row, len(known))
-            every.append(jax.tree.map(lambda a, b: np.concatenate([a, b]), *parts))
-        return new, every
+        def together() -> list[LogProbs] | None:
+            if self._request.logprobs is None:
+                return None
+            parts = [told[:count] for told, count in zip(self._told, counts, strict=True)]
+            return [jax.tree.map(lambda *xs: np.concatenate(xs), *some) for some in parts]
+
+        return together
 
     def stop(self, state: DecodeState) -> DecodeState:
         """The state in which rows that the host has ended run no more."""

@@ -144,9 +144,11 @@ def _check_types(run: SavedRun) -> None:
 
 
 def _log_probs(saved: Mapping[str, Any]) -> list[LogProbs] | None:
-    if saved["config"].get("logprobs") is None:
+    top = saved["config"].get("logprobs")
+    if top is None:
         return None
-    return [log_probs_from_dict(one) for one in saved["logprobs"]]
+    dtype = np.float64 if saved["model"]["dtype"] == "float64" else np.float32
+    return [log_probs_from_dict(one, top, dtype) for one in saved["logprobs"]]
 
 
 def _rows(rows: Sequence[Sequence[int]]) -> list[np.ndarray]:

@@ -78,7 +78,7 @@ class Saving(Writing):
             prompts=self._request.prompts,
             tokens=news.all_tokens,
             processors=self._processors,
-            logprobs=news.all_logprobs,
+            logprobs=news.all_logprobs(),
             finish_reason=[None if r == "interrupted" else r for r in news.reasons],
         )
         what = f"save_to={os.fspath(self._path)!r}"
@@ -91,7 +91,9 @@ def path_of(save_to: Any, what: str) -> str:
     return os.fspath(save_to)
 
 
-def check_writable(folder: str, save_to: str, wanted: str, *, make: bool = False) -> None:
+def check_writable(
+    folder: str, path: str, wanted: str, *, make: bool = False, argument: str = "save_to"
+) -> None:
     """Refuses a folder in which no file can be written; makes it first where that is asked."""
     try:
         if make:
@@ -99,7 +101,7 @@ def check_writable(folder: str, save_to: str, wanted: str, *, make: bool = False
         with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
             pass
     except OSError as error:
-        raise NotWritable(f"save_to={save_to!r} is not valid: {wanted}; {error}") from error
+        raise NotWritable(f"{argument}={path!r} is not valid: {wanted}; {error}") from error
 
 
 def _check_target(save_to: Any) -> None:
