@@ -274,8 +274,8 @@ def _check_processor(one: LogitsProcessor, vocab_size: int, capacity: int, dtype
         why = " ".join(str(error).split())[:300]
         raise BadValue(
             f"{name} is not valid: it has to take (logits [{vocab_size}], tokens, length"
-            f"{', *arrays' if one.arrays else ''}) and to be traceable by JAX, under vmap; it raised "
-            f"{type(error).__name__}: {why}"
+            f"{', *arrays' if one.arrays else ''}) and to be traceable by JAX, under vmap; it "
+            f"raised {type(error).__name__}: {why}"
         ) from error
     shape, kind = getattr(out, "shape", None), getattr(out, "dtype", None)
     floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
