@@ -170,7 +170,8 @@ def test_drafts_change_no_token(name, sampled):
 
 def test_drafts_change_no_token_after_a_lazy_prefill():
     prompts = [(np.arange(40) * 5 % VOCAB).tolist(), (np.arange(30) * 3 % VOCAB).tolist()]
-    how = dict(ALL_AT_ONCE, prefill="lazy", do_sample=True, min_new_tokens=9, logprobs=1)
+    lazy = tsjax.LazyPrefill(revive="never")
+    how = dict(ALL_AT_ONCE, prefill=lazy, do_sample=True, min_new_tokens=9, logprobs=1)
     plain = tsjax.generate(MODEL, prompts, max_new_tokens=30, **how)
     found = tsjax.generate(MODEL, prompts, max_new_tokens=30, method=METHODS[1], **how)
     for row, theirs in enumerate(plain.tokens):
@@ -319,9 +320,7 @@ def test_wrong_penalties_are_refused(settings, message):
         (lambda: tsjax.token_bias({VOCAB: 1.0}, VOCAB), f"token_bias={VOCAB}"),
         (lambda: tsjax.token_bias({1: float("nan")}, VOCAB), "numbers"),
         (lambda: tsjax.token_bias({1: float("inf")}, VOCAB), "-inf to bar one"),
-        (lambda: tsjax.token_bias([1], VOCAB), "token ids with numbers"),
         (lambda: tsjax.bad_words([], VOCAB), "at least one word"),
-        (lambda: tsjax.bad_words([3, 4], VOCAB), "each a row of token ids"),
         (lambda: tsjax.bad_words([[1, -1]], VOCAB), "bad_words=-1"),
         (lambda: tsjax.allowed_tokens([], VOCAB), "at least one token"),
     ],

@@ -148,8 +148,10 @@ class Model(flax.struct.PyTreeNode):
 
 def _where(old: Any, new: Any) -> Any:
     """An array where another one lies; a traced one as it is."""
-    traced = isinstance(old, Tracer) or isinstance(new, Tracer)
-    return new if traced else jax.device_put(new, old.sharding)
+    if isinstance(old, Tracer) or isinstance(new, Tracer):
+        return new
+    new = jax.device_put(new)  # if it is no array of jax
+    return new if new.sharding == old.sharding else jax.device_put(new, old.sharding)
 
 
 def _place_beside(other: Model) -> NamedSharding | None:

@@ -7,7 +7,8 @@ Knows messages and what of them the model has read. Prints nothing.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Iterator
+import weakref
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ class Conversation:
             self.messages.append({"role": "system", "content": system})
         self.result: GenerationResult | None = None
         self.prefix: Prefix | None = None
-        self._answering: Iterator[str] | None = None
+        self._answering: Callable[[], Generator[str] | None] = lambda: None
 
     def check(self) -> None:
         """ValueError where the model cannot chat."""
@@ -76,22 +77,25 @@ class Conversation:
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
         self.prefix = None
 
-    def say(self, text: str) -> Iterator[str]:
+    def say(self, text: str) -> Generator[str]:
         """Yields the answer piece by piece, and then keeps it.
 
         Ctrl-C ends the answer: what was said of it is kept, and tsjax.Interrupted is raised.
         """
         check(isinstance(text, str) and bool(text), "text", text, "a text that is not empty")
-        if self._answering is not None:
-            self._answering.close()  # type: ignore[attr-defined]  # an answer that was left
+        before = self._answering()
+        if before is not None:  # an answer that nobody has heard to its end
+            before.close()
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(self.model, asked, **self._template)
         settings = {**self._longest_answer(len(prompt)), **self._settings}
         request = make_request(
             self.model, prompt, self._config, settings, prefix=self.prefix, **self._how
         )
-        self._answering = self._answer(asked, request)
-        return self._answering
+        answer = self._answer(asked, request)
+        # Weakly: one that the caller leaves ends there.
+        self._answering = weakref.ref(answer)
+        return answer
 
     def _longest_answer(self, prompt: int) -> dict[str, int]:
         """By the positions that are left, where nobody said how long it may be."""

@@ -125,9 +125,25 @@ class Answering:
         A cut last line and errors are taken out: those lines are answered anew.
         """
         file = open(self._out, "a+b", buffering=0)  # noqa: SIM115
-        _lock(file, self._out)
-        file.seek(0)
-        content = file.read()
+        try:
+            _lock(file, self._out)
+            file.seek(0)
+            content = file.read()
+            answers, found = self._parted(content)
+            if answers == content:
+                return file, found
+            with replacing(self._out) as place:
+                other = open(place, "a+b", buffering=0)  # noqa: SIM115
+                _lock(other, place)  # before others can find it
+                _append(other, answers)
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return other, found
+
+    def _parted(self, content: bytes) -> tuple[bytes, set[int]]:
+        """The lines that are answers, and which lines they answer."""
         whole, kept, found = content[: content.rfind(b"\n") + 1], [], set()
         for index, line in enumerate(whole.splitlines(keepends=True), 1):
             number = self._line_of(line, index)
@@ -137,14 +153,7 @@ class Answering:
         rest = content[len(whole) :]
         if rest[: len(FIRST_FIELD)] != FIRST_FIELD[: len(rest)]:
             raise self._not_ours(whole.count(b"\n") + 1)
-        answers = b"".join(kept)
-        if answers == content:
-            return file, found
-        with replacing(self._out) as place:
-            other = open(place, "a+b", buffering=0)  # noqa: SIM115
-            _lock(other, self._out)  # before it is there for others
-            _append(other, answers)
-        return other, found
+        return b"".join(kept), found
 
     def _line_of(self, line: bytes, index: int) -> int | None:
         """The line that one of the file answers; None for an error."""
@@ -178,9 +187,12 @@ def _lock(file: io.FileIO, name: str) -> None:
     """Until it is closed, at the latest when the process ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+        replaced = not os.path.samestat(os.fstat(file.fileno()), os.stat(name))
+    except BlockingIOError:
+        replaced = True
+    if replaced:
         wanted = "wait for it, or choose another file"
-        raise BadValue(f"out={name!r} is being written by another run: {wanted}") from error
+        raise BadValue(f"out={name!r} is being written by another run: {wanted}")
 
 
 def _append(file: io.FileIO, content: bytes) -> None:

@@ -129,6 +129,7 @@ def make_request(
     """The arguments of `generate`, see there."""
     if not isinstance(model, Model):
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    _refuse_deep(prompt)
     _refuse_tracing(model, prompt)
     prompt, settings = _prompt_of(model, prompt, settings)
     refuse_unknown_settings(settings)
@@ -265,6 +266,18 @@ def _prompt_of(
     if "attention_mask" in given:
         raise BadValue("attention_mask is not valid without input_ids")
     return prompt, settings
+
+
+def _refuse_deep(prompt: Any) -> None:
+    """Lists in lists that nothing could walk through, nor print."""
+
+    def is_deep(value: Any, left: int) -> bool:
+        if not isinstance(value, list | tuple):
+            return False
+        return not left or any(is_deep(part, left - 1) for part in value)
+
+    if is_deep(prompt, 3):
+        raise BadValue("a prompt of lists within lists is not valid: token ids, or a list of rows")
 
 
 def _refuse_tracing(model: Model, prompt: Any) -> None:
