@@ -216,6 +216,13 @@ def test_a_row_that_memory_has_no_room_for_is_an_error(model, monkeypatch):
     assert isinstance(found[1].error, MemoryError) and "40 rows" in str(found[1].error)
 
 
+def test_a_prompts_own_number_of_tokens_is_what_counts(model):
+    """That of all may be more than the model has positions."""
+    how = dict(max_new_tokens=10**6, min_new_tokens=3)
+    (found,) = tsjax.generate_many(model, [{"ids": [3], "max_new_tokens": 4}], **how)
+    assert found.error is None and 3 <= len(found.tokens) <= 4
+
+
 def test_programs_are_few(model):
     """Prompts of all lengths share them: a pass of each width, and one of each other kind."""
     from helpers import compilations

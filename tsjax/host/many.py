@@ -120,12 +120,13 @@ def generate_many(
     check(answers == 1, "num_return_sequences", answers, wanted)
     one_seed = isinstance(config.seed, int)
     check(one_seed, "seed", config.seed, "one for all prompts; each may name its own")
-    how = dict(
+    how: dict[str, Any] = dict(
         method=resolve_method(method), logits_processor=logits_processor, capacity=capacity,
         prefill_width=prefill_width, exceed_max_positions=exceed_max_positions,
     )  # fmt: skip
     # What is wrong for the shortest of texts is wrong for all.
-    make_request(model, np.zeros(1, np.int32), config.replace(max_new_tokens=1), {}, **how)
+    fewest = config.replace(max_new_tokens=max(1, config.min_new_tokens))
+    make_request(model, np.zeros(1, np.int32), fewest, {}, **how)
     return _Many(model, iter(prompts), rows, config, how).answers()
 
 
