@@ -43,7 +43,7 @@ def programs(platform: str, dtype: str) -> Programs:
     """What `generate` and `forward` run on a platform ("cpu", "gpu", ...), for a model's type."""
     jit = functools.partial(jax.jit, compiler_options=compiler_options(platform, dtype))
     return Programs(
-        begin=jit(begin, static_argnames=("cfg", "prompt_capacity")),
+        begin=jit(begin, static_argnames=("cfg", "prompt_capacity", "mesh")),
         adopt=jit(adopt, donate_argnames=("state",)),
         fill_row=jit(fill_row, donate_argnames=("state",)),
         grown=jit(grown, static_argnames=("capacity",)),

@@ -317,10 +317,11 @@ def _on_each_device(state: DecodeState, mesh) -> DecodeState:
     """Copies everything to all devices of the mesh but what is placed: cache and memory may be."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
-    def place(x):
-        placed = isinstance(x.sharding, NamedSharding) and x.sharding.mesh == mesh
-        return x if placed else jax.device_put(x, everywhere)
+    def place(part):
+        """Keys and values of a cache are placed where they are made."""
+        if not isinstance(part, Cache):
+            return jax.device_put(part, everywhere)
+        rest = jax.device_put(part.replace(k=(), v=()), everywhere)
+        return rest.replace(k=part.k, v=part.v)
 
-    kv, memory = jax.tree.map(place, (state.kv, state.memory))
-    state = jax.device_put(state.replace(kv=None, memory=None), everywhere)
-    return state.replace(kv=kv, memory=memory)
+    return jax.tree.map(place, state, is_leaf=lambda part: isinstance(part, Cache))

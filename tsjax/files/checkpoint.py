@@ -49,7 +49,7 @@ from tsjax.model.params import (
     placement,
     with_int8_drafts,
 )
-from tsjax.model.sharding import usable_mesh
+from tsjax.model.sharding import placed, usable_mesh
 from tsjax.model.transformer import ModelWeights, ParamSpec
 
 FORMAT_VERSION = 2
@@ -192,7 +192,7 @@ def load(
 
     def place(tensors) -> None:
         for entry, array in tensors:
-            arrays[entry.path] = jax.device_put(array, placement(entry.spec, mesh))
+            arrays[entry.path] = placed(array, placement(entry.spec, mesh))
             if on_tensor is not None:
                 on_tensor(entry.path, array.nbytes)
 

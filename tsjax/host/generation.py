@@ -153,9 +153,11 @@ def generate(
                 bar.set_postfix_str(_figures(news), refresh=False)
                 bar.update(sum(map(len, news.tokens)))
                 saving.save(news, last=False)
-        finally:  # also when a streamer fails or a second Ctrl-C comes: what was made is saved
-            if news is not None:
-                saving.save(news, last=True)
+        except BaseException:  # a streamer fails, a second Ctrl-C comes, another process has ended
+            if news is not None:  # what was made is saved
+                saving.save(news, last=True, alone=True)
+            raise
+        saving.save(news, last=True)
     if streamer is not None:
         streamer.end()
     assert news is not None  # `run` yields at least once

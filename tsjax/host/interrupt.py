@@ -13,6 +13,7 @@ import threading
 from typing import Any
 
 from tsjax.config import check
+from tsjax.host import processes
 
 
 class Interrupted(BaseException):
@@ -45,11 +46,13 @@ class Interrupt:
     """Turns SIGINT and SIGTERM into a flag while entered; re-entrant; only the main thread can.
 
     A second SIGINT raises KeyboardInterrupt. A signal that is ignored, or handled outside Python,
-    stays so: Python could not give the latter back.
+    stays so: Python could not give the latter back. Where several processes run together, a signal
+    to one of them counts for all, from the next `meet` on.
     """
 
     def __init__(self):
         self._number: int | None = None  # of the first signal
+        self._unheard = 0  # of one that the other processes do not know of yet
         self._earlier: Any = None  # the handler that would have got it
         self._depth = 0
         self._previous: dict[int, Any] = {}
@@ -57,6 +60,11 @@ class Interrupt:
     @property
     def requested(self) -> bool:
         return self._number is not None
+
+    def meet(self) -> None:
+        """Where several processes run together, each tells the others of a signal."""
+        if processes.are_several():
+            self._number = self._number or int(processes.most(self._unheard)) or None
 
     def __enter__(self):
         if self._depth == 0 and threading.current_thread() is threading.main_thread():
@@ -76,10 +84,12 @@ class Interrupt:
             self._previous.clear()
 
     def _note(self, number, frame):
-        if self.requested and number == signal.SIGINT:
+        if (self.requested or self._unheard) and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.requested:
-            self._number, self._earlier = number, self._previous[number]
+            self._unheard, self._earlier = number, self._previous[number]
+            if not processes.are_several():
+                self._number = number
 
     def finish(self, result: Any, on_interrupt: str) -> None:
         """After a signal: calls the handler that was there before, then raises Interrupted.

@@ -29,6 +29,7 @@ from tsjax.errors import BadType, BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.files.tokenizer import encode
+from tsjax.host import processes
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import measured_on
 from tsjax.host.info import memory_share
@@ -631,10 +632,12 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
         "a copy of the second model": 0 if second is None else second.bytes_beside(model),
         "temporary arrays, an estimate": temporary_bytes(decode, rows, slots, widest, mesh),
     }
-    device = _device_of(model.params)
+    device = processes.own_device(model.params)
     if device.platform == "cpu" and mesh is not None:  # simulated devices share one memory
         sizes = {name: size * mesh.size for name, size in sizes.items()}
     needed, available = sum(sizes.values()), available_bytes(device)
+    if available is not None:
+        available = int(processes.least(available))
     if available is None or needed <= available:
         return None
     parts_of_it = ", ".join(f"{size:,} for {name}" for name, size in sizes.items() if size)
@@ -660,8 +663,3 @@ def _remedies(request: Request, device: Any) -> list[str]:
             "before it starts to give it more"
         )
     return found
-
-
-def _device_of(params: Params) -> Any:
-    """One of those that hold them."""
-    return next(iter(jax.tree.leaves(params)[0].devices()))

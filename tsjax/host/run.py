@@ -20,9 +20,10 @@ from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
 from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
-from tsjax.decoding.start import Begun, begin, with_method
+from tsjax.decoding.start import Begun, with_method
 from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.files.checkpoint import Model
+from tsjax.host import processes
 from tsjax.host.compilation import Stopwatch, try_to_keep_programs
 from tsjax.host.costs import contradicts, forget
 from tsjax.host.interrupt import Interrupt
@@ -99,7 +100,9 @@ def run(
             with decoding, interrupt:
                 state = chunk_of_steps(params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
-            steps = _next_chunk(steps, decoding.last)
+                interrupt.meet()
+            seconds = processes.first_says(decoding.last)
+            steps = _next_chunk(steps, seconds)
         read = rows.read(Seen.of(state), interrupt.requested)
         counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
@@ -114,7 +117,7 @@ def run(
         )
         if not rows.running:
             return
-        method = judge.next(decode.method, state, decoding.last)
+        method = judge.next(decode.method, state, seconds)
         if method != decode.method:
             earlier, steps = counts, FIRST_CHUNK
             learned = decode.method.lesson(state.memory)
@@ -183,7 +186,7 @@ class Judge:
             seconds=float(self._seconds),
             since=float(self._since),
             tried=tuple(self._tried.values()),
-            repeats=_repeats(np.asarray(state.tokens), now.length),
+            repeats=_repeats(processes.on_host(state.tokens), now.length),
         )
         self._doubt(measured)
         chosen = self._request.method.next(measured)
@@ -216,7 +219,7 @@ class Known(NamedTuple):
 
     @classmethod
     def of(cls, state: DecodeState) -> Known:
-        return cls(np.array(state.stats.steps), _length(state))
+        return cls(np.array(processes.on_host(state.stats.steps)), _length(state))
 
 
 class Seen(NamedTuple):
@@ -230,14 +233,9 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, state: DecodeState) -> Seen:
-        told = jax.tree.map(np.asarray, state.logprobs)
-        return cls(
-            tokens=np.asarray(state.tokens),
-            sources=np.asarray(state.sources),
-            length=_length(state),
-            finish=np.asarray(state.finish),
-            logprobs=told,
-        )
+        of_tokens = state.tokens, state.sources, state.finish, state.logprobs
+        tokens, sources, finish, told = processes.on_host(of_tokens)
+        return cls(tokens, sources, _length(state), finish, told)
 
     def row(self, row: int) -> Seen:
         """One of them, as a batch of one."""
@@ -326,7 +324,7 @@ class Rows:
     def stop(self, state: DecodeState) -> DecodeState:
         """The state in which rows that the host has ended run no more."""
         ended = np.asarray([reason is not None for reason in self._reasons])
-        stopped = ended & (np.asarray(state.finish) == RUNNING)
+        stopped = ended & (processes.on_host(state.finish) == RUNNING)
         return _stop(state, stopped) if stopped.any() else state
 
 
@@ -338,6 +336,7 @@ def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeSta
         state = programs_of(model).adopt(state, request.prefix.cache)
     for begun in _read(model, alone, state):
         state = begun
+        interrupt.meet()
         if interrupt.requested:
             break  # the rows are reported as interrupted, no step runs on this state
         state.kv.length.block_until_ready()
@@ -385,9 +384,7 @@ def begin_run(model: Model, request: Request) -> DecodeState:
         ),
     )
     sizes = {"cfg": request.decode, "prompt_capacity": request.prompt_capacity}
-    if mesh is not None:  # each buffer is made where it lies
-        return begin(begun, mesh=mesh, **sizes)
-    return programs_of(model).begin(begun, **sizes)
+    return programs_of(model).begin(begun, mesh=mesh, **sizes)
 
 
 def _stop(state: DecodeState, rows: np.ndarray) -> DecodeState:
@@ -415,7 +412,7 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
 
 def programs_of(model: Model) -> Programs:
     """The compiled functions for the device where a model lies."""
-    device = next(iter(jax.tree.leaves(model.params)[0].devices()))
+    device = processes.own_device(model.params)
     if device.platform == "gpu":
         try_to_keep_programs()
     return programs(device.platform, model.cfg.dtype)
@@ -423,11 +420,11 @@ def programs_of(model: Model) -> Programs:
 
 def _length(state: DecodeState) -> np.ndarray:
     """`state.length` on the host, where it takes no program."""
-    return np.asarray(state.kv.length) + 1
+    return processes.on_host(state.kv.length) + 1
 
 
 def _on_host(stats: StepStats) -> StepStats:
-    return jax.tree.map(np.array, stats)
+    return jax.tree.map(np.array, processes.on_host(stats))
 
 
 def _sum(earlier: StepStats, later: StepStats) -> StepStats:
@@ -446,8 +443,8 @@ def _sum(earlier: StepStats, later: StepStats) -> StepStats:
 def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
     if state.prompt is None:
         return ()
-    counts = np.asarray(state.prompt.computed).sum(axis=(1, 2))
-    rows, tokens = state.prompt_length.shape[0], int(np.asarray(state.prompt_length).sum())
+    counts = processes.on_host(state.prompt.computed).sum(axis=(1, 2))
+    rows, tokens = state.prompt_length.shape[0], int(processes.on_host(state.prompt_length).sum())
     return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
 
 

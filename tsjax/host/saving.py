@@ -17,6 +17,7 @@ from tsjax.decoding.processors import named
 from tsjax.errors import NoSuchFile, NotAFile, NotWritable
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
+from tsjax.host import processes
 from tsjax.host.request import Request
 from tsjax.host.run import News
 from tsjax.host.saved_run import SavedRun, check_savable, write_run
@@ -61,10 +62,15 @@ class Saving(Writing):
             self._processors = named(request.processors)
             self._fingerprint = model_fingerprint(model)
 
-    def save(self, news: News, *, last: bool) -> None:
-        """Writes the last news, and others when enough tokens have come since the last time."""
+    def save(self, news: News, *, last: bool, alone: bool = False) -> None:
+        """Writes the last news, and others when enough tokens have come since the last time.
+
+        Of several processes the first one writes, but for one that is left `alone`.
+        """
         count = max(map(len, news.all_tokens))
         if self._path is None or not (last or count - self._written >= self._every):
+            return
+        if not (alone or processes.is_first()):
             return
         self._written = count
         run = SavedRun(

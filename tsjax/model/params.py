@@ -19,7 +19,7 @@ import numpy as np
 from tsjax.config import ModelConfig
 from tsjax.model.heads import Head, declare_heads
 from tsjax.model.int8 import as_int8
-from tsjax.model.sharding import named_sharding, usable_mesh
+from tsjax.model.sharding import named_sharding, placed, usable_mesh
 from tsjax.model.transformer import ModelWeights, ParamSpec, declare_model, int8_weights
 
 
@@ -50,7 +50,11 @@ def is_spec(leaf) -> bool:
 
 def placement(spec: ParamSpec, mesh=None):
     """Where the parameter lies on a mesh; None without one."""
-    return named_sharding(spec.shape, spec.axes, mesh) if mesh else None
+    if not mesh:
+        return None
+    pairs = zip(spec.shape, spec.axes, strict=True)
+    units = [size // spec.group if axis == "heads" else size for size, axis in pairs]
+    return named_sharding(units, spec.axes, mesh)
 
 
 def abstract_params(cfg: ModelConfig, mesh=None) -> Params:
@@ -111,7 +115,7 @@ def init_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.02, mesh=None)
         else:
             values = np.full(spec.shape, 1.0 if spec.init == "ones" else 0.0, np.float32)
         values = values.astype(jnp.dtype(spec.dtype))
-        return jax.device_put(values, placement(spec, mesh))
+        return placed(values, placement(spec, mesh))
 
     return jax.tree.unflatten(treedef, [make(spec) for spec in specs])
 

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tsjax.errors import BadType, BadValue
@@ -63,6 +64,13 @@ def named_sharding(
         divides = mesh_axis in mesh.shape and size % mesh.shape[mesh_axis] == 0
         parts.append(mesh_axis if divides and mesh_axis not in parts else None)
     return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def placed(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
+    """An array that every process has, as one that they hold together."""
+    if sharding is None or sharding.is_fully_addressable:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def mesh_of(tree) -> Mesh | None:

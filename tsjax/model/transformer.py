@@ -39,6 +39,7 @@ class ParamSpec:
     init: str = "normal"  # "normal", "ones" or "zeros"
     inputs: int = 0  # axes that a product sums over; the embedding, which is looked up, has none
     parts: tuple[int, ...] = ()  # along the second axis, where several parameters lie together
+    group: int = 1  # neighbours along the axis "heads" that stay on one device
 
     @property
     def part_shapes(self) -> list[tuple[int, ...]]:
@@ -78,8 +79,8 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
     H, F, V = cfg.head_dim, cfg.mlp_dim, cfg.vocab_size
     qkv, gate_up = (G, 1, 1), (1, 1)
 
-    def matrix(shape, axes, inputs=1, parts=()):
-        return ParamSpec(shape, axes, cfg.dtype, inputs=inputs, parts=parts)
+    def matrix(shape, axes, inputs=1, parts=(), group=1):
+        return ParamSpec(shape, axes, cfg.dtype, inputs=inputs, parts=parts, group=group)
 
     def norm(size, axis):
         return ParamSpec((size,), (axis,), cfg.dtype, "ones")
@@ -91,7 +92,8 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
         return LayerWeights(
             attn_norm=norm(D, "embed"),
             qkv=matrix((K, G + 2, H, D), ("kv_heads", None, "head_dim", "embed"), parts=qkv),
-            o=matrix((D, N, H), ("embed", "heads", "head_dim"), inputs=2),
+            # A device that has a kv head has all its query heads; else attention could not be split.
+            o=matrix((D, N, H), ("embed", "heads", "head_dim"), inputs=2, group=G),
             mlp_norm=norm(D, "embed"),
             gate_up=matrix((F, 2, D), ("mlp", None, "embed"), parts=gate_up),
             down=matrix((D, F), ("embed", "mlp")),

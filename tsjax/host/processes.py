@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several processes that run one program, each with some of a mesh's devices.
+
+All of them make the same calls with the same arguments, and hold the arrays together. What each
+knows by itself alone, its clock, its memory and its signals, they tell each other here, so that all
+decide alike. Where there is one process nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+def are_several() -> bool:
+    return jax.process_count() > 1
+
+
+def is_first() -> bool:
+    """Whether this is the one that prints and writes."""
+    return jax.process_index() == 0
+
+
+def first_says(value: float) -> float:
+    """The first process's value."""
+    return float(_of_all(value)[0]) if are_several() else value
+
+
+def most(value: float) -> float:
+    """The greatest of all processes' values."""
+    return float(_of_all(value).max()) if are_several() else value
+
+
+def least(value: float) -> float:
+    return float(_of_all(value).min()) if are_several() else value
+
+
+def _of_all(value: float) -> np.ndarray:
+    from jax.experimental import multihost_utils
+
+    # As two numbers that float32 has: jax has no float64 by default.
+    high = np.float32(value)
+    both = np.asarray([high, np.float32(value - float(high))], np.float32)
+    found = np.asarray(multihost_utils.process_allgather(both), np.float64)
+    return found.reshape(-1, 2).sum(axis=1)
+
+
+def on_host(tree: Any) -> Any:
+    """NumPy arrays of what all processes hold together; all have to ask."""
+
+    def one(x: jax.Array) -> np.ndarray:
+        if not x.is_fully_addressable and not x.is_fully_replicated:
+            x = _everywhere(x.sharding.mesh)(x)
+        return np.asarray(x)
+
+    return jax.tree.map(one, tree)
+
+
+def _everywhere(mesh: Any) -> Any:
+    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def own_device(arrays: Any) -> Any:
+    """One of this process's devices that hold them."""
+    devices = jax.tree.leaves(arrays)[0].sharding.addressable_devices
+    return min(devices, key=lambda device: device.id)
