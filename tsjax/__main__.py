@@ -18,7 +18,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ from tsjax.files.presets import (
     training_preset_names,
 )
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host import processes
 from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question, answer
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
@@ -160,6 +161,12 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def _note_once(line: str) -> None:
+    """Where several processes run together, the first one says it."""
+    if processes.is_first():
+        _note(line)
+
+
 def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     """What to write instead of a flag that other programs have."""
     for word in unknown if args.run is _generate else ():
@@ -273,6 +280,12 @@ def _add_generate(commands: Any) -> None:
     text = "with --prompts, where the answers go; what is there already is not answered again"
     _add(parser, "--out FILE.jsonl", text)
     _add(parser, "--rows N", "with --prompts, answers that are made side by side", type=int)
+    _add(parser, "--mesh DATA,MODEL", "devices: parts of a batch, parts of the model")
+    text = (
+        "one of several processes, each with devices of its own: srun, mpirun or "
+        "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
+    )
+    _add_switch(parser, "--distributed", text)
     _add_switch(parser, "--progress", "progress bar instead of text")
     _add_switch(parser, "--json", "print one JSON document at the end")
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
@@ -612,7 +625,38 @@ def _generate(args: argparse.Namespace) -> int:
     config = None if args.preset is None else preset(args.preset).config
     # Refuses a wrong value before the model is read.
     (config or tsjax.GenerationConfig()).replace(**settings)
-    model = tsjax.load(args.model, dtype=args.dtype)
+    with _joined(args):
+        return _generated(args, prompt, messages, settings, config, method, prefill)
+
+
+@contextlib.contextmanager
+def _joined(args: argparse.Namespace) -> Iterator[None]:
+    """With the other processes, if there are any: the first one prints."""
+    if not args.distributed:
+        yield
+        return
+    check(args.mesh is not None, "--distributed", True, "--mesh DATA,MODEL beside it")
+    processes.join()
+    with contextlib.ExitStack() as silent:
+        if not processes.is_first():
+            nowhere = silent.enter_context(open(os.devnull, "w"))
+            silent.enter_context(contextlib.redirect_stdout(nowhere))
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            # The others are gone, and so is what jax would wait for at the end of this one.
+            why = " ".join(str(error).split())[:200]
+            saved = "" if args.save_to is None else f"; what there is lies in {args.save_to}"
+            _note(f"tsjax: error: another process has ended, or failed: {why}{saved}")
+            sys.stdout.flush()
+            os._exit(1)
+
+
+def _generated(
+    args: argparse.Namespace, prompt: Any, messages: Any, settings: dict[str, Any],
+    config: Any, method: Any, prefill: Any,
+) -> int:  # fmt: skip
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=_mesh(args.mesh))
     # A text needs it; ids are printed as they are without one.
     has_text = isinstance(prompt, str) or messages is not None
     tokenizer = model.tokenizer if has_text else tokenizer_of(model)
@@ -648,7 +692,7 @@ def _generate(args: argparse.Namespace) -> int:
             print(f"--- {number}\n{said}")
     elif args.progress:
         print(result.text if tokenizer is not None else result.tokens)
-    _note(
+    _note_once(
         f"[{sum(stats.new_tokens)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_step:.2f} tokens/step, prefill {stats.prefill_seconds:.2f} s, "
         f"compiling {stats.compile_seconds:.1f} s, {', '.join(result.finish_reason)}]"

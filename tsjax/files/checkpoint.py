@@ -49,7 +49,7 @@ from tsjax.model.params import (
     placement,
     with_int8_drafts,
 )
-from tsjax.model.sharding import placed, usable_mesh
+from tsjax.model.sharding import held_here, placed, usable_mesh
 from tsjax.model.transformer import ModelWeights, ParamSpec
 
 FORMAT_VERSION = 2
@@ -189,6 +189,10 @@ def load(
     attached = open_heads(heads, allow_pickle=allow_pickle) if heads is not None else None
 
     arrays: dict[str, jax.Array] = {}
+    # Of several processes each reads its own.
+    part = None
+    if mesh is not None and jax.process_count() > 1:
+        part = lambda spec: held_here(spec.shape, placement(spec, mesh))  # noqa: E731
 
     def place(tensors) -> None:
         for entry, array in tensors:
@@ -207,10 +211,10 @@ def load(
         check_dtype(cfg.dtype)
         stop_ids = huggingface.read_stop_ids(folder)
         own = cfg.with_heads(0) if attached else cfg
-        place(huggingface.read_model(own, weights))
+        place(huggingface.read_model(own, weights, part=part))
     if attached:
         cfg = huggingface.with_heads_of(cfg, attached)
-        place(huggingface.read_heads(cfg, attached))
+        place(huggingface.read_heads(cfg, attached, part=part))
     treedef = jax.tree.structure(declare_params(cfg), is_leaf=is_spec)
     params = treedef.unflatten(arrays[entry.path] for entry in huggingface.entries(cfg))
     return Model(params, cfg=cfg, stop_ids=stop_ids, path=folder)

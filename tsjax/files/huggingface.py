@@ -335,6 +335,10 @@ _AHEAD = 3  # arrays that they fill before they are asked for
 _HARMLESS = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
+Box = tuple[slice, ...]  # a part of an array, along each of its axes from start to stop
+Wanted = Callable[[ParamSpec], Box]
+
+
 @dataclasses.dataclass(frozen=True)
 class Tensor:
     """A tensor of a HuggingFace checkpoint, and which part of an array of Params it is."""
@@ -353,6 +357,19 @@ class Tensor:
         if self.part is None:
             return number
         return number.reshape(*shape[:2], -1)[:, self.part].reshape(-1)
+
+    def within(self, shape: tuple[int, ...], box: Box) -> tuple[np.ndarray, slice | None]:
+        """Which of its rows, and of their columns, lie in a box of the array of that shape."""
+        if len(self.shape) == 1:  # a vector is small
+            return np.ones(self.shape, bool), None
+        inner = 1
+        while math.prod(shape[-inner:]) < self.shape[1]:
+            inner += 1
+        rows = np.zeros(shape[:-inner], bool)
+        rows[box[:-inner]] = True
+        unit, (first, *_) = math.prod(shape[len(shape) - inner + 1 :]), box[-inner:]
+        columns = slice(first.start * unit, first.stop * unit)
+        return rows.reshape(-1)[self.rows(shape)], columns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,11 +462,12 @@ def check_counts(cfg: ModelConfig, stored: int, names: tuple[str, str]) -> None:
 
 
 def read_model(
-    cfg: ModelConfig, weights: Weights, *, apart: bool = False
+    cfg: ModelConfig, weights: Weights, *, apart: bool = False, part: Wanted | None = None
 ) -> Iterator[tuple[Entry, np.ndarray]]:
     """Every parameter of `cfg`, one at a time; names and shapes are checked before the first.
 
     With `apart` every tensor by itself: what only writes them again needs no memory to join them.
+    `part` says which part of each array is read; the rest is then unspecified.
     """
     found = {name: tensor for name, tensor in weights.items() if not _HARMLESS.fullmatch(name)}
     if cfg.tie_embeddings:
@@ -461,18 +479,20 @@ def read_model(
     wanted = entries(cfg)
     if apart:
         wanted = [tensor for entry in wanted for tensor in entry.apart()]
-    return _read(wanted, weights, found)
+    return _read(wanted, weights, found, part)
 
 
-def read_heads(cfg: ModelConfig, weights: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
+def read_heads(
+    cfg: ModelConfig, weights: Weights, *, part: Wanted | None = None
+) -> Iterator[tuple[Entry, np.ndarray]]:
     """The `cfg.num_draft_heads` heads in an adapter or a whole checkpoint with such heads."""
     heads = find_heads(weights)
     found = heads.tensors if heads else {}
-    return _read([e for e in entries(cfg) if e.path.startswith("heads.")], weights, found)
+    return _read([e for e in entries(cfg) if e.path.startswith("heads.")], weights, found, part)
 
 
 def _read(
-    wanted: list[Entry], weights: Weights, found: Weights
+    wanted: list[Entry], weights: Weights, found: Weights, part: Wanted | None
 ) -> Iterator[tuple[Entry, np.ndarray]]:
     """Reads `wanted`; `found` has the tensors under the table's keys."""
     files = ", ".join(listed(sorted({tensor.file for tensor in weights.values()})))
@@ -488,7 +508,7 @@ def _read(
             types = f"type {stored.dtype}, which is not one of {', '.join(DTYPES)}"
             problems.append(f"{stored} has {types}")
     raise_all(problems)
-    return _read_arrays(wanted, found)
+    return _read_arrays(wanted, found, part)
 
 
 class _Begun(NamedTuple):
@@ -499,7 +519,9 @@ class _Begun(NamedTuple):
     blocks: list[tuple[StoredTensor, list[Future[bool]]]]
 
 
-def _read_arrays(wanted: list[Entry], found: Weights) -> Iterator[tuple[Entry, np.ndarray]]:
+def _read_arrays(
+    wanted: list[Entry], found: Weights, part: Wanted | None
+) -> Iterator[tuple[Entry, np.ndarray]]:
     """Reads by threads, which are never more than _AHEAD arrays further than the caller.
 
     Arrays come in the order of `wanted`, and so do errors: what comes after one is not asked for.
@@ -507,13 +529,13 @@ def _read_arrays(wanted: list[Entry], found: Weights) -> Iterator[tuple[Entry, n
     pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="tsjax-read")
     wrong, begun = [], collections.deque[_Begun]()
     try:
-        begun += [_begin(pool, one, found) for one in wanted[:_AHEAD]]
+        begun += [_begin(pool, one, found, part) for one in wanted[:_AHEAD]]
         for number in range(1, len(wanted) + 1):
             entry, array, tensors = begun.popleft()
             for stored, blocks in tensors:
                 if not all([block.result() for block in blocks]):
                     wrong.append(str(stored))
-            begun += [_begin(pool, one, found) for one in wanted[number - 1 + _AHEAD :][:1]]
+            begun += [_begin(pool, one, found, part) for one in wanted[number - 1 + _AHEAD :][:1]]
             if wrong and number == len(wanted):  # here: the caller may not ask for another one
                 have = f"{'has' if len(wrong) == 1 else 'have'} NaN or infinite values"
                 names = ", ".join(listed(wrong))
@@ -523,22 +545,39 @@ def _read_arrays(wanted: list[Entry], found: Weights) -> Iterator[tuple[Entry, n
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(pool: ThreadPoolExecutor, entry: Entry, found: Weights) -> _Begun:
+def _begin(pool: ThreadPoolExecutor, entry: Entry, found: Weights, part: Wanted | None) -> _Begun:
     array, blocks = _aligned_empty(entry.spec.shape, jnp.dtype(entry.spec.dtype)), []
     for tensor in entry.tensors:
         stored, rows = found[tensor.key], tensor.rows(array.shape)
         matrix = array.reshape(-1, *tensor.shape[1:])  # a view
-        jobs = [pool.submit(_read_block, stored, at, matrix, rows[at]) for at in stored.blocks()]
+        places, columns = [*stored.blocks()], None
+        if part is not None:
+            wanted, columns = tensor.within(array.shape, part(entry.spec))
+            places = [*_narrowed(places, wanted)]
+        jobs = [pool.submit(_read_block, stored, at, columns, matrix, rows[at]) for at in places]
         blocks.append((stored, jobs))
     return _Begun(entry, array, blocks)
 
 
-def _read_block(stored: StoredTensor, at: slice, matrix: np.ndarray, rows: np.ndarray) -> bool:
-    """Fills these rows of the matrix; returns whether all of them are finite."""
-    block = stored.rows(at.start, at.stop)
+def _narrowed(blocks: list[slice], wanted: np.ndarray) -> Iterator[slice]:
+    """Each block from its first wanted row to its last one."""
+    for block in blocks:
+        rows = np.flatnonzero(wanted[block])
+        if len(rows):
+            yield slice(block.start + int(rows[0]), block.start + int(rows[-1]) + 1)
+
+
+def _read_block(
+    stored: StoredTensor, at: slice, columns: slice | None, matrix: np.ndarray, rows: np.ndarray
+) -> bool:
+    """Fills these rows and columns of the matrix; returns whether all of them are finite."""
+    block = stored.rows(at.start, at.stop, columns)
     with np.errstate(over="ignore", invalid="ignore"):
         block = block.astype(matrix.dtype, copy=False)
-    matrix[rows] = block
+    if columns is None:
+        matrix[rows] = block
+    else:
+        matrix[rows, columns] = block
     return _all_finite(block)
 
 

@@ -37,7 +37,7 @@ class StoredTensor:
     file: str
     shape: tuple[int, ...]
     dtype: str  # one of DTYPES, or whatever the file calls it
-    rows: Callable[[int, int], np.ndarray]  # reads rows start..stop, in any thread
+    rows: Callable[..., np.ndarray]  # reads rows start..stop, in any thread; of a slice of columns
 
     def __str__(self) -> str:
         return f"{self.name} in {self.file}"
@@ -94,22 +94,31 @@ def _first_bytes(file: str) -> tuple[dict[str, int], Version]:
 
 def _safetensors_rows(
     file: str, name: str, version: Version, begin: int, row: tuple[int, ...], dtype: str,
-    start: int, stop: int,
+    start: int, stop: int, columns: slice | None = None,
 ) -> np.ndarray:  # fmt: skip
     """Read into memory of our own: the safetensors package maps the file, whose pages then count as
     this process's memory, and keeps all other threads of Python waiting while it copies."""
-    row_bytes = math.prod(row) * jnp.dtype(dtype).itemsize
-    block = np.empty((stop - start) * row_bytes, np.uint8)
+    size = jnp.dtype(dtype).itemsize
+    row_bytes, begin = math.prod(row) * size, begin + start * math.prod(row) * size
+    whole = columns is None or columns == slice(0, *row)
+    if whole:
+        pieces, width = [begin], (stop - start) * row_bytes
+    else:
+        pieces = range(begin + size * columns.start, begin + (stop - start) * row_bytes, row_bytes)
+        row = (columns.stop - columns.start,)
+        width = size * row[0]
+    block = np.empty(len(pieces) * width, np.uint8)
     with parsing(file, f": {name} cannot be read"), open(file, "rb", buffering=0) as stored:
         if _version(stored) != version:
             raise BadValue("the file was changed while it was read")
-        stored.seek(begin + start * row_bytes)
-        missing = block.data
-        while missing:
-            count = stored.readinto(missing)
-            if not count:
-                raise BadValue(f"the file ends {len(missing)} bytes too early")
-            missing = missing[count:]
+        for number, place in enumerate(pieces):
+            stored.seek(place)
+            missing = block.data[number * width : (number + 1) * width]
+            while missing:
+                count = stored.readinto(missing)
+                if not count:
+                    raise BadValue(f"the file ends {len(missing)} bytes too early")
+                missing = missing[count:]
     return block.view(jnp.dtype(dtype)).reshape(-1, *row)
 
 
@@ -136,11 +145,14 @@ def _list_torch(file: str) -> Weights:
     return found
 
 
-def _torch_rows(file: str, name: str, tensor: Any, start: int, stop: int) -> np.ndarray:
+def _torch_rows(
+    file: str, name: str, tensor: Any, start: int, stop: int, columns: slice | None = None
+) -> np.ndarray:
     import torch
 
     with parsing(file, f": {name} cannot be read"):
-        block = tensor[start:stop].contiguous()
+        block = tensor[start:stop] if columns is None else tensor[start:stop, columns]
+        block = block.contiguous()
         if block.dtype is torch.bfloat16:  # torch cannot hand this type to NumPy
             return block.view(torch.int16).numpy().view(jnp.bfloat16)
         return block.numpy()

@@ -21,6 +21,7 @@ from tsjax.config import ModelConfig
 from tsjax.decoding.method import Autoregressive, Measured, Method
 from tsjax.files.checkpoint import Model, tsjax_version
 from tsjax.files.whole_files import write_text
+from tsjax.host import processes
 from tsjax.host.compilation import kind_of_machine
 from tsjax.host.measuring import measure
 from tsjax.input_files import read_json
@@ -75,9 +76,11 @@ def costs_of(params: Params, cfg: ModelConfig, batch: int) -> Costs:
         return estimated(cfg, device_of(*_device(params)), batch)
     key = json.dumps(_key(params, cfg, batch), sort_keys=True)
     if key not in _KNOWN:
-        kept = _read(key)
+        # Several processes measure together: each may have another file, and they have to agree.
+        together = processes.are_several()
+        kept = None if together else _read(key)
         _KNOWN[key] = measure(params, cfg, batch) if kept is None else kept
-        if kept is None:
+        if kept is None and not together:
             _write(key, _KNOWN[key])
     return _KNOWN[key]
 

@@ -32,6 +32,7 @@ from tsjax.decoding.start import init_state
 from tsjax.decoding.state import DecodeState, Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
+from tsjax.host import processes
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.history import NgramTable, enter_few, init_table, longest_suffix, most_frequent
 from tsjax.methods.ngram import NGram
@@ -163,7 +164,8 @@ class Part:
             begun = clock()
             self._carry = self._program(np.int32(count), self._carry, inputs)
             jax.block_until_ready(self._carry)
-            return (clock() - begun) / count
+            # By the first one's clock, so that several processes make the same calls.
+            return processes.first_says((clock() - begun) / count)
 
         call(1)
         count = min(max(int(CALL_SECONDS / max(call(1), 1e-9)), 1), MOST_REPEATS)

@@ -8,11 +8,45 @@ decide alike. Where there is one process nothing is sent.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+
+from tsjax.config import check
+from tsjax.errors import BadValue
+
+GONE = 10  # seconds without a word after which a process counts as gone
+
+
+def join() -> None:
+    """Meets the other processes of this program, before anything else is done with jax.
+
+    Slurm, MPI and Kubernetes say which they are; else the environment does: JAX_COORDINATOR_ADDRESS
+    (HOST:PORT of the first one), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
+    """
+    if jax.config.read("jax_cpu_collectives_implementation") is None:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    count, number = (_from_environment(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
+    try:
+        jax.distributed.initialize(
+            num_processes=count, process_id=number, heartbeat_timeout_seconds=GONE,
+            shutdown_timeout_seconds=GONE,
+        )  # fmt: skip
+    except (ValueError, TypeError, RuntimeError) as error:
+        remedy = "start it by srun or mpirun, or set JAX_COORDINATOR_ADDRESS=HOST:PORT, "
+        remedy += "JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process"
+        raise BadValue(f"the processes did not meet: {error}; {remedy}") from error
+
+
+def _from_environment(name: str) -> int | None:
+    value = os.environ.get(name)
+    if value is None:
+        return None
+    check(value.isdecimal(), name, value, "a number")
+    return int(value)
 
 
 def are_several() -> bool:

@@ -42,7 +42,6 @@ from tsjax.lazy.settings import LONGEST_PROMPT
 from tsjax.methods import resolve_method
 from tsjax.methods.corpus import Corpus
 from tsjax.model.cache import cache_bytes
-from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 from tsjax.typing import accumulation_dtype
 

@@ -73,6 +73,16 @@ def placed(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
+def held_here(shape: Sequence[int], sharding: NamedSharding) -> tuple[slice, ...]:
+    """The smallest box of an array of that shape in which lies what this process holds of it."""
+    parts = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    ends = [[part.indices(size) for part, size in zip(one, shape, strict=True)] for one in parts]
+    return tuple(
+        slice(min(one[0] for one in of_axis), max(one[1] for one in of_axis))
+        for of_axis in zip(*ends, strict=True)
+    )
+
+
 def mesh_of(tree) -> Mesh | None:
     """The mesh the arrays of `tree` are placed on, None for a single device."""
     for leaf in jax.tree.leaves(tree):

@@ -92,7 +92,7 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
         return LayerWeights(
             attn_norm=norm(D, "embed"),
             qkv=matrix((K, G + 2, H, D), ("kv_heads", None, "head_dim", "embed"), parts=qkv),
-            # A device that has a kv head has all its query heads; else attention could not be split.
+            # A device that has a kv head has all its query heads, as attention is split so.
             o=matrix((D, N, H), ("embed", "heads", "head_dim"), inputs=2, group=G),
             mlp_norm=norm(D, "embed"),
             gate_up=matrix((F, 2, D), ("mlp", None, "embed"), parts=gate_up),
