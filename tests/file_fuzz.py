@@ -28,6 +28,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import tsjax
+from tsjax.errors import BadValue, NoSuchFile, NotSupported
 from tsjax.files import checkpoint
 from tsjax.files.tokenizer import Detokenizer, encode, load_tokenizer
 from tsjax.host import request
@@ -36,8 +37,8 @@ from tsjax.training import corpus
 from tsjax.training import run as training
 from tsjax.training import saved as saved_training
 
-# What a damaged file may end in: these types, not those derived from them.
-OURS = (ValueError, NotImplementedError, FileNotFoundError)
+# What a damaged file may end in.
+OURS = (BadValue, NotSupported, NoSuchFile)
 DEEP, LONG = "@deep@", "@long@"
 VALUES = [
     None, True, False, 0, -1, 1, 3, 10**9, 2**31, 2**63, 10**299, 0.5, -0.0, 1e308, 1e999, -1e999,
