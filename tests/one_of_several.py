@@ -2,20 +2,14 @@
 """What one of several processes does in test_processes.py: `one_of_several.py JOB DEVICES ...`."""
 
 import json
-import os
 import sys
 
 import jax
+from helpers import tiny_model
 
-jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
-jax.config.update("jax_enable_compilation_cache", False)
-sys.path.insert(0, os.path.dirname(__file__))
-
-from helpers import tiny_model  # noqa: E402
-
-import tsjax  # noqa: E402
-from tsjax.files import weight_files  # noqa: E402
-from tsjax.host import processes  # noqa: E402
+import tsjax
+from tsjax.files import weight_files
+from tsjax.host import processes
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4, 4, 5]]
 METHODS = {
@@ -84,5 +78,7 @@ def write(out, found):
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
+    jax.config.update("jax_enable_compilation_cache", False)
     processes.join()
     {"generate": generate, "load": load, "long_run": long_run}[sys.argv[1]](*sys.argv[3:])

@@ -27,7 +27,7 @@ def join() -> None:
     Slurm, MPI and Kubernetes say which they are; else the environment does: JAX_COORDINATOR_ADDRESS
     (HOST:PORT of the first one), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     """
-    if jax.config.read("jax_cpu_collectives_implementation") is None:
+    if jax.config.jax_cpu_collectives_implementation is None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     count, number = (_from_environment(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
     try:
