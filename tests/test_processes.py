@@ -60,8 +60,7 @@ def wait_for(path, seconds=120):
 
 @pytest.fixture(scope="module")
 def wanted():
-    model = tiny_model(num_draft_heads=2)
-    return {**texts(model, METHODS), "one": texts(model, ["plain"], PROMPTS[:1])["plain"]}
+    return texts(tiny_model(num_draft_heads=2), METHODS)
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,7 @@ def _safetensors_rows(
     this process's memory, and keeps all other threads of Python waiting while it copies."""
     size = jnp.dtype(dtype).itemsize
     row_bytes, begin = math.prod(row) * size, begin + start * math.prod(row) * size
-    whole = columns is None or columns == slice(0, *row)
-    if whole:
+    if columns is None or columns == slice(0, *row):
         pieces, width = [begin], (stop - start) * row_bytes
     else:
         pieces = range(begin + size * columns.start, begin + (stop - start) * row_bytes, row_bytes)

@@ -157,10 +157,10 @@ def generate(
             if news is not None:  # what was made is saved
                 saving.save(news, last=True, alone=True)
             raise
+        assert news is not None  # `run` yields at least once
         saving.save(news, last=True)
     if streamer is not None:
         streamer.end()
-    assert news is not None  # `run` yields at least once
     result = result_of(model, request, news, saving)
     if keep_prefix:
         result = dataclasses.replace(result, prefix=kept_prefix(model, request, news))

@@ -8,6 +8,7 @@ decide alike. Where there is one process nothing is sent.
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -27,8 +28,9 @@ def join() -> None:
     Slurm, MPI and Kubernetes say which they are; else the environment does: JAX_COORDINATOR_ADDRESS
     (HOST:PORT of the first one), JAX_NUM_PROCESSES and JAX_PROCESS_ID.
     """
-    if jax.config.jax_cpu_collectives_implementation is None:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    config: Any = jax.config
+    if config.jax_cpu_collectives_implementation is None:
+        config.update("jax_cpu_collectives_implementation", "gloo")
     count, number = (_from_environment(f"JAX_{name}") for name in ("NUM_PROCESSES", "PROCESS_ID"))
     try:
         jax.distributed.initialize(
@@ -87,14 +89,16 @@ def on_host(tree: Any) -> Any:
 
     def one(x: jax.Array) -> np.ndarray:
         if not x.is_fully_addressable and not x.is_fully_replicated:
-            x = _everywhere(x.sharding.mesh)(x)
+            place: Any = x.sharding
+            x = _copied(NamedSharding(place.mesh, PartitionSpec()))(x)
         return np.asarray(x)
 
     return jax.tree.map(one, tree)
 
 
-def _everywhere(mesh: Any) -> Any:
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+@functools.cache
+def _copied(everywhere: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=everywhere)
 
 
 def own_device(arrays: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -73,9 +74,11 @@ def placed(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def held_here(shape: Sequence[int], sharding: NamedSharding) -> tuple[slice, ...]:
+def held_here(shape: Sequence[int], sharding: NamedSharding | None) -> tuple[slice, ...]:
     """The smallest box of an array of that shape in which lies what this process holds of it."""
-    parts = sharding.addressable_devices_indices_map(tuple(shape)).values()
+    if sharding is None:
+        return tuple(slice(0, size) for size in shape)
+    parts: Any = sharding.addressable_devices_indices_map(tuple(shape)).values()
     ends = [[part.indices(size) for part, size in zip(one, shape, strict=True)] for one in parts]
     return tuple(
         slice(min(one[0] for one in of_axis), max(one[1] for one in of_axis))
