@@ -29,10 +29,12 @@ def texts(model, methods, prompts=PROMPTS):
     how = dict(max_new_tokens=30, logprobs=1)
     made = {name: (prompts, {**SAMPLED, "method": METHODS[name]}) for name in methods}
     made["greedy, one prompt"] = PROMPTS[:1], {}
-    return {
+    found = {
         name: [row.tolist() for row in tsjax.generate(model, some, **own, **how).tokens]
         for name, (some, own) in made.items()
     }
+    probable = tsjax.score(model, PROMPTS[0], PROMPTS[1], logprobs=2).logprobs[0].top_tokens
+    return {**found, "score": probable.tolist()}
 
 
 def mesh_of(sizes):

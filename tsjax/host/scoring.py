@@ -17,6 +17,7 @@ from tsjax.decoding.logprobs import LogProbs
 from tsjax.errors import BadType
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
+from tsjax.host import processes
 from tsjax.host.request import check_row, prompt_rows
 from tsjax.host.run import programs_of
 
@@ -76,7 +77,8 @@ def _of_row(model: Model, row: np.ndarray, end: np.ndarray, count: int) -> LogPr
     found = programs_of(model).log_probs(
         model.params, padded, cfg=model.cfg, count=count, width=width
     )
-    return jax.tree.map(lambda x: np.asarray(x)[0, len(row) - len(end) : len(row)], found)
+    found = processes.on_host(found)
+    return jax.tree.map(lambda x: x[0, len(row) - len(end) : len(row)], found)
 
 
 def _ids(model: Model, text: Any, name: str) -> np.ndarray:
