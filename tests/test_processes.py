@@ -65,8 +65,10 @@ def wanted():
 
 @pytest.mark.parametrize(
     ("count", "devices", "meshes"),
-    [(2, 2, ("2,2", "1,4")), (4, 1, ("1,4", "4,1"))],
-    ids=["2x2", "4x1"],
+    [
+        pytest.param(2, 2, ("2,2", "1,4"), id="2x2"),
+        pytest.param(4, 1, ("1,4", "4,1"), id="4x1", marks=pytest.mark.slow),
+    ],
 )
 def test_processes_give_the_tokens_of_one(count, devices, meshes, wanted, tmp_path):
     out = tmp_path / "found.json"
@@ -122,7 +124,9 @@ def test_a_signal_to_one_ends_all_and_what_there_is_is_kept(tmp_path):
     assert found == wanted
 
 
-@pytest.mark.parametrize("killed", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(0, id="first", marks=pytest.mark.slow), pytest.param(1, id="second")]
+)
 def test_where_one_is_killed_the_other_ends_with_an_error_and_a_saved_run(killed, tmp_path):
     out = tmp_path / "run.json"
     with started(2, "long_run", 1, out, "1,2") as running:
