@@ -706,8 +706,9 @@ def test_names_are_methods_with_their_defaults():
     assert result.stats.tokens_per_step > 1
 
 
-def test_a_mesh_gives_the_same_tokens():
-    mesh = jax.make_mesh((2, 2), ("data", "model"))
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])  # 4 query heads and 2 kv heads
+def test_a_mesh_gives_the_same_tokens(sizes):
+    mesh = jax.make_mesh(sizes, ("data", "model"))
     shape = dict(num_layers=1, num_draft_heads=1)
     placed, single = tiny_model(mesh=mesh, **shape), tiny_model(**shape)
     method = tsjax.TokenSwift(
