@@ -108,7 +108,7 @@ class Device(NamedTuple):
 
 
 def refusal(monkeypatch, platform="gpu", method: Any = "autoregressive", **changes) -> str:
-    monkeypatch.setattr(request, "_device_of", lambda params: Device(platform))
+    monkeypatch.setattr(request, "own_device", lambda params: Device(platform))
     with pytest.raises(MemoryError) as error:
         tsjax.generate(
             tiny_model(**changes), [1, 2, 3], method=method, max_new_tokens=16, capacity=262_144

@@ -8,7 +8,6 @@ counted there, as published config files name wrong numbers. Does not know shape
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -132,11 +131,12 @@ def _matching(weights: Weights, patterns: Sequence[re.Pattern]) -> dict[str, re.
 
 
 def _zeros(name: str, like: StoredTensor) -> StoredTensor:
-    def rows(start: int, stop: int, dtype: str) -> np.ndarray:
-        return np.zeros(stop - start, jnp.dtype(dtype))
+    dtype = jnp.dtype(like.dtype)
 
-    rows_of = functools.partial(rows, dtype=like.dtype)
-    return dataclasses.replace(like, name=name, shape=like.shape[:1], rows=rows_of)
+    def rows(start: int, stop: int, columns: slice | None = None) -> np.ndarray:
+        return np.zeros(stop - start, dtype)
+
+    return dataclasses.replace(like, name=name, shape=like.shape[:1], rows=rows)
 
 
 def named_in(layout: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -103,5 +103,5 @@ def _copied(everywhere: NamedSharding) -> Any:
 
 def own_device(arrays: Any) -> Any:
     """One of this process's devices that hold them."""
-    devices = jax.tree.leaves(arrays)[0].sharding.addressable_devices
-    return min(devices, key=lambda device: device.id)
+    devices, own = jax.tree.leaves(arrays)[0].devices(), jax.process_index()
+    return next(one for one in devices if not are_several() or one.process_index == own)

@@ -29,12 +29,12 @@ from tsjax.errors import BadType, BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
 from tsjax.files.tokenizer import encode
-from tsjax.host import processes
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import measured_on
 from tsjax.host.info import memory_share
 from tsjax.host.memory import available_bytes
 from tsjax.host.prefix import Prefix, check_prefix
+from tsjax.host.processes import least, own_device
 from tsjax.host.result import no_log_probs
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
@@ -631,12 +631,12 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
         "a copy of the second model": 0 if second is None else second.bytes_beside(model),
         "temporary arrays, an estimate": temporary_bytes(decode, rows, slots, widest, mesh),
     }
-    device = processes.own_device(model.params)
+    device = own_device(model.params)
     if device.platform == "cpu" and mesh is not None:  # simulated devices share one memory
         sizes = {name: size * mesh.size for name, size in sizes.items()}
     needed, available = sum(sizes.values()), available_bytes(device)
     if available is not None:
-        available = int(processes.least(available))
+        available = int(least(available))
     if available is None or needed <= available:
         return None
     parts_of_it = ", ".join(f"{size:,} for {name}" for name, size in sizes.items() if size)
