@@ -39,6 +39,7 @@ MODULES = {
     "papers": "papers",
     "results_page": "results_page",
     "choosing": "choosing",
+    "scaling": "scaling",
     "readme_table": "readme_table",
 }
 

@@ -82,14 +82,23 @@ class Text:
         chosen = weights[self.rng.integers(0, len(weights), (LAYERS, B, K))]
         return np.concatenate([chosen, np.zeros_like(chosen)], -1).astype(np.float32)
 
-    def committed(self, length):
-        """The whole cache at these lengths, with NaN beyond them."""
+    def committed(self, length, parts=1):
+        """The whole cache at these lengths, with NaN beyond them; dealt out to parts."""
         beyond = (np.arange(S) >= np.asarray(length)[:, None])[:, None, :, None]
         k, v = (
             tuple(jnp.asarray(np.where(beyond, np.nan, layer)) for layer in array)
             for array in (self.keys, self.values)
         )
-        return KVCache(k=k, v=v, length=jnp.asarray(length, jnp.int32))
+        if parts > 1:
+            k, v = (tuple(_dealt_out(layer, parts) for layer in layers) for layers in (k, v))
+        return KVCache(k=k, v=v, length=jnp.asarray(length, jnp.int32), parts=parts)
+
+
+def _dealt_out(layer, parts):
+    """As parts.py says: row p * B + b has the tokens p, p + parts, ... of text b."""
+    missing = -S % parts
+    layer = jnp.pad(layer, ((0, 0), (0, 0), (0, missing), (0, 0)), constant_values=jnp.nan)
+    return jnp.concatenate([layer[:, :, part::parts] for part in range(parts)])
 
 
 def poison(draft):
@@ -125,7 +134,7 @@ def read_positions(draft, text, layer, b, head):
     return positions.tolist()
 
 
-def run_refreshes(commits, seed=0, block=None, **sizes):
+def run_refreshes(commits, seed=0, block=None, parts=1, **sizes):
     """Refreshes after commits[step][b] more tokens, with the rule alongside; how often it chose."""
     sizes = {"num_sinks": SINKS, "max_rows": MAX_ROWS, **sizes}
     sinks, text, length, choices = sizes["num_sinks"], Text(seed), np.zeros(B, int), 0
@@ -135,7 +144,7 @@ def run_refreshes(commits, seed=0, block=None, **sizes):
         # As a finished row, one without room commits nothing.
         length += np.where(length + commit + sizes["max_rows"] <= S, commit, 0)
         query = text.queries()
-        before, committed = draft, text.committed(length)
+        before, committed = draft, text.committed(length, parts)
         draft = jax.device_get(refresh(before, committed, query, **sizes, block=block))
         np.testing.assert_array_equal(draft.seen, length)
         np.testing.assert_array_equal(draft.query, query)
@@ -174,6 +183,14 @@ commits_strategy = st.tuples(
 @hypothesis.settings(max_examples=60)
 def test_refreshes(commits, seed):
     run_refreshes(np.asarray(commits), seed)
+
+
+@pytest.mark.parametrize("parts", [2, 5, 32])
+def test_refreshes_from_a_cache_that_is_dealt_out(parts):
+    """By the same rule; with 32 parts each has fewer slots than are chosen."""
+    rng = np.random.default_rng(parts)
+    commits = [[40, 17, 3], *rng.integers(0, MAX_ROWS + 2, (20, B))]
+    assert run_refreshes(np.asarray(commits), parts=parts) >= B
 
 
 def test_choices_after_n_new_tokens():

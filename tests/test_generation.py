@@ -909,7 +909,7 @@ def test_a_batch_that_the_mesh_does_not_divide_compiles_once():
 
 def test_an_unknown_mesh_axis_is_refused(tmp_path):
     mesh = jax.make_mesh((4,), ("tensor",))
-    with pytest.raises(ValueError, match=r"'tensor'.*use 'data' and 'model'"):
+    with pytest.raises(ValueError, match=r"'tensor'.*use 'data' and 'model' and 'slots'"):
         tsjax.load(tmp_path, mesh=mesh)
 
 

@@ -69,6 +69,19 @@ def test_the_rest_stands_for_the_slots_it_sums_up(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+def test_the_log_total_of_a_row_that_sees_nothing_weighs_nothing(dtype, rng):
+    with jax.enable_x64(dtype == "float64"):
+        inputs = make_inputs(rng, B=2, T=3, G=2, length=[0, 9], dtype=dtype)
+        blind = np.zeros((2, 3, 3), bool)
+        for implementation in (None, "xla"):
+            _, log_total = tree_attention(
+                *inputs[:-1], blind, with_log_totals=True, implementation=implementation
+            )
+            assert np.all(np.asarray(log_total)[0] <= -1e29)
+            assert np.all(np.abs(np.asarray(log_total)[1]) < 1e3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("T, G", [(1, 3), (5, 2)])
 def test_a_row_sees_the_committed_slots_of_lower_rank(T, G, dtype, rng):
     with jax.enable_x64(dtype == "float64"):

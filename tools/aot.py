@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -32,10 +33,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Step(NamedTuple):
-    """A program of `tsjax.generate` for a model with `capacity` slots over `devices`."""
+    """A program of `tsjax.generate` for a model with `capacity` slots on a mesh."""
 
     model: str
-    devices: int = 1
+    mesh: tuple[int, int, int] = (1, 1, 1)  # data, model, slots
     method: str = "tokenswift"
     capacity: int = 106_496
     passes: int = 1
@@ -58,8 +59,8 @@ STEPS = {
     "step llama3.1-8b triforce": Step("llama3.1-8b", method="triforce"),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
-    "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", 2, "autoregressive"),
-    "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", 2),
+    "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", (1, 2, 1), "autoregressive"),
+    "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", (1, 2, 1)),
     "step llama3.1-8b lazily": Step("llama3.1-8b", method="autoregressive", revive="on_demand"),
     "fill_stage llama3.1-8b": Step(
         "llama3.1-8b", method="autoregressive", revive="on_demand", program="fill_stage"
@@ -67,6 +68,28 @@ STEPS = {
     "choose_stage llama3.1-8b": Step(
         "llama3.1-8b", method="autoregressive", revive="on_demand", program="choose_stage"
     ),
+}
+
+
+# (model, tokens, mesh): each with plain decoding and with TokenSwift.
+SCALED = (
+    ("qwen2.5-14b", 131_072, (1, 2, 1)),
+    ("qwen2.5-32b", 131_072, (1, 2, 1)),
+    ("qwen2.5-32b", 131_072, (1, 4, 1)),
+    ("llama3.1-70b", 131_072, (1, 4, 1)),
+    ("llama3.1-70b", 131_072, (1, 8, 1)),
+    ("llama3.1-70b", 131_072, (1, 4, 2)),
+    ("qwen2.5-14b", 1_048_576, (1, 1, 4)),
+    ("qwen2.5-14b", 1_048_576, (1, 2, 2)),
+    ("qwen2.5-32b", 1_048_576, (1, 2, 4)),
+    ("llama3.1-70b", 1_048_576, (1, 2, 4)),
+)
+SCALING = {
+    f"scaling {model} {name}, {tokens} tokens on {mesh[0]},{mesh[1]},{mesh[2]}": Step(
+        model, mesh, method, tokens
+    )
+    for model, tokens, mesh in SCALED
+    for name, method in (("plain", "autoregressive"), ("tokenswift", "tokenswift"))
 }
 
 
@@ -236,8 +259,7 @@ def lower_step(step: Step, target: str):
     from tsjax.methods import METHODS
     from tsjax.methods.auto import choose
     from tsjax.methods.cost_model import device_of, estimated
-    from tsjax.methods.partial_cache import DraftCache
-    from tsjax.model.cache import CACHE_AXES, KVCache
+    from tsjax.model.cache import CACHE_AXES, WHOLE_AXES, Cache, KVCache
     from tsjax.model.int8 import Int8Matrix
     from tsjax.model.params import Params, declare_params, is_spec
     from tsjax.model.sharding import named_sharding, usable_mesh
@@ -265,8 +287,9 @@ def lower_step(step: Step, target: str):
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
     prefill = prefill and prefill.resolved(config, 32_768)
     cfg = DecodeConfig(config, method, prefill=prefill)
-    devices = np.asarray(gpu_targets.devices(target, step.devices)[: step.devices])
-    mesh = usable_mesh(Mesh(devices, ("model",)))
+    count = math.prod(step.mesh)
+    devices = np.asarray(gpu_targets.devices(target, count)[:count]).reshape(step.mesh)
+    mesh = usable_mesh(Mesh(devices, ("data", "model", "slots")))
 
     def aval(x, axes):
         sharding = named_sharding(x.shape, axes, mesh)
@@ -291,18 +314,20 @@ def lower_step(step: Step, target: str):
             max_length=jnp.array([step.capacity]),
             prompt_capacity=32_768 if prefill else None,
             sampling=sampling_values(sampling, (0,), config.vocab_size, config.dtype),
+            mesh=mesh,
         )
     )
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(x):
-        if isinstance(x, KVCache | DraftCache):
+        if isinstance(x, Cache):
             rest = jax.tree.map(place, x.replace(k=(), v=()))
-            buffers = {name: tuple(aval(b, CACHE_AXES) for b in getattr(x, name)) for name in "kv"}
+            axes = CACHE_AXES if isinstance(x, KVCache) else WHOLE_AXES
+            buffers = {name: tuple(aval(b, axes) for b in getattr(x, name)) for name in "kv"}
             return rest.replace(**buffers)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
-    state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, KVCache | DraftCache))
+    state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, Cache))
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
     compiled = programs("gpu", config.dtype)
     with gpu_targets.abstract_gpu(target):
@@ -329,8 +354,9 @@ def figures(case: str, target: str, dump: Path) -> dict:
 
     start = time.perf_counter()
     found: dict = {"case": case, "target": target}
-    if case in STEPS:
-        lowered, caches = lower_step(STEPS[case], target)
+    steps = {**STEPS, **SCALING}
+    if case in steps:
+        lowered, caches = lower_step(steps[case], target)
     elif case in PASSES:
         lowered, caches = lower_pass(PASSES[case], target), []
     elif case in TRAINING:
@@ -349,13 +375,12 @@ def figures(case: str, target: str, dump: Path) -> dict:
     if caches:
         text, cache = compiled.as_text(), caches[0]
         shapes = "|".join(re.escape(f"bf16[{','.join(map(str, shape))}]") for shape in caches)
-        found["cache_bytes"] = 2 * 2 * cache[1] * cache[2] * cache[3]  # of one layer
+        found["cache_bytes"] = 2 * 2 * math.prod(cache)  # of one layer
         found["cache_copies"] = len(re.findall(rf"= ({shapes})\S* copy\(", text))
-        gathers = [line for line in text.splitlines() if "all-gather" in line]
-        found["cache_gathers"] = sum(f",{cache[2]},{cache[3]}]" in line for line in gathers)
+        found["sent"] = gpu_program.sent(text)
         found["kernels_called"] = sorted(set(re.findall(r"tsjax_\w+", text)))
         program, hlo = gpu_program.read_dump(dump)
-        weights, cores = matrices(STEPS[case].model), CORES[target]
+        weights, cores = matrices(steps[case].model), CORES[target]
         found["program"] = gpu_program.figures(program, hlo, weights, cores)
         found["work"] = gpu_program.work(hlo)
     if case in PASSES:
@@ -366,8 +391,6 @@ def figures(case: str, target: str, dump: Path) -> dict:
 
 def matrices(model: str) -> set[tuple[int, int]]:
     """(outputs, inputs) of the products of a model with its weights."""
-    import math
-
     import jax
 
     import tsjax
@@ -439,7 +462,7 @@ def find_ptxas() -> str:
 
 def main(argv: list[str]) -> int:
     if argv == ["--list"]:
-        print("\n".join([*kernel_cases(), *STEPS, *PASSES]))
+        print("\n".join([*kernel_cases(), *STEPS, *SCALING, *PASSES]))
         return 0
     case, target = argv
     # From jax 0.11 on, PTX is dumped only for emitters that are named.

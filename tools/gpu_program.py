@@ -146,7 +146,48 @@ def work(hlo: str) -> dict:
     return found
 
 
-WIDTHS = {"s8": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8}  # bytes of a number
+WIDTHS = {"s8": 1, "u8": 1, "pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4}
+WIDTHS |= {"f64": 8, "s64": 8, "u64": 8}  # bytes of a number
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def sent(hlo: str) -> dict:
+    """What the devices of a mesh send each other, by the HLO: each collective with the bytes that
+    it makes on a device and the loops that it lies in, the outermost one among them.
+
+    "step" is the sum of those in the loop of steps alone; what lies in a further loop or behind a
+    condition (a draft cache that is chosen anew) is no part of a usual step.
+    """
+    inside: dict[str, list[str]] = {}  # computation -> the loops and conditions around it
+    bodies: dict[str, list[str]] = {}
+    for block in _blocks(hlo):
+        bodies[block.removeprefix("ENTRY ").split(" ")[0].lstrip("%")] = block.splitlines()
+    entry = next(block for block in _blocks(hlo) if block.startswith("ENTRY "))
+    waiting = [(entry.removeprefix("ENTRY ").split(" ")[0].lstrip("%"), [])]
+    each = []
+    while waiting:
+        name, around = waiting.pop()
+        if name in inside or name not in bodies:
+            continue
+        inside[name] = around
+        for line in bodies[name]:
+            kind = "loop" if " while(" in line else "condition" if " conditional(" in line else ""
+            called = re.findall(r"(?:body|condition|to_apply|calls)=%?([\w.-]+)", line)
+            for some in re.findall(r"(?:branch|called)_computations={([^}]*)}", line):
+                called += [one.strip().lstrip("%") for one in some.split(",")]
+            called += re.findall(r"(?:true|false)_computation=%?([\w.-]+)", line)
+            waiting += [(one, [*around, kind] if kind else around) for one in called]
+            found = re.search(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(", line)
+            if found:
+                arrays = _arrays(found[1])
+                if found[3] and found[2] != "all-reduce":
+                    arrays = arrays[len(arrays) // 2 :]  # operands and results
+                size = sum(WIDTHS[one] * math.prod(shape) for one, shape in arrays)
+                each.append({"name": found[2], "bytes": size, "inside": around})
+    step = [one for one in each if one["inside"] == ["loop"]]
+    return {"each": each, "step": sum(one["bytes"] for one in step), "step_count": len(step)}
 
 
 def _product(dot: str, operands: list[str]) -> tuple[int, int]:

@@ -24,7 +24,15 @@ from typing import Any
 import jax
 
 import tsjax
-from tsjax.config import DTYPES, GENERATION_NAMES, HABITS, HEAD_KINDS, check, refuse_unknown
+from tsjax.config import (
+    DTYPES,
+    GENERATION_NAMES,
+    HABITS,
+    HEAD_KINDS,
+    check,
+    check_int,
+    refuse_unknown,
+)
 from tsjax.demo import PROMPT, SETTINGS, TOKENS
 from tsjax.demo import run as run_demo
 from tsjax.errors import BadValue
@@ -36,7 +44,7 @@ from tsjax.files.presets import (
     training_preset_names,
 )
 from tsjax.files.tokenizer import Detokenizer
-from tsjax.host import processes
+from tsjax.host import layout, processes
 from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question, answer
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
@@ -46,7 +54,7 @@ from tsjax.host.peers import MOST_TOKENS
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering
 from tsjax.host.request import tokenizer_of
-from tsjax.host.roofline_table import DEVICES, roofline_of
+from tsjax.host.roofline_table import DEVICES, config_of, roofline_of
 from tsjax.host.roofline_table import show as show_roofline
 from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
@@ -280,7 +288,7 @@ def _add_generate(commands: Any) -> None:
     text = "with --prompts, where the answers go; what is there already is not answered again"
     _add(parser, "--out FILE.jsonl", text)
     _add(parser, "--rows N", "with --prompts, answers that are made side by side", type=int)
-    _add(parser, "--mesh DATA,MODEL", "devices: parts of a batch, parts of the model")
+    _add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
     text = (
         "one of several processes, each with devices of its own: srun, mpirun or "
         "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
@@ -428,6 +436,12 @@ def _add_info(commands: Any) -> None:
     )
     parser = _command(commands, "info", _info, text, about)
     _add_switch(parser, "--json", "print one JSON document")
+    text = "instead, what each device of such a mesh would hold; needs no devices"
+    _add(parser, "--mesh DATA,MODEL[,SLOTS]", text)
+    text = "with --mesh, a checkpoint or the name of a preset"
+    _add(parser, "--model NAME", text, default=tsjax.EMBEDDED)
+    _add(parser, "--context N", "with --mesh, tokens of each text", default=131_072)
+    _add(parser, "--rows N", "with --mesh, texts side by side", default=1)
 
 
 def _add_cache(parser: argparse.ArgumentParser) -> None:
@@ -471,7 +485,7 @@ def _add_train_heads(commands: Any) -> None:
     _add(parser, "--data-dtype", "type of the ids in .bin files", choices=TOKEN_DTYPES)
     _add_switch(parser, "--cache-hidden", "keep the model's hidden states in host memory")
     _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
-    _add(parser, "--mesh DATA,MODEL", "devices: parts of a batch, parts of the model")
+    _add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
     text = "the paper's settings for a model, which other flags override: "
     text += ", ".join(training_preset_names())
     _add(parser, "--preset NAME", text, choices=training_preset_names())
@@ -635,7 +649,7 @@ def _joined(args: argparse.Namespace) -> Iterator[None]:
     if not args.distributed:
         yield
         return
-    check(args.mesh is not None, "--distributed", True, "--mesh DATA,MODEL beside it")
+    check(args.mesh is not None, "--distributed", True, "--mesh DATA,MODEL[,SLOTS] beside it")
     processes.join()
     with contextlib.ExitStack() as silent:
         if not processes.is_first():
@@ -893,12 +907,11 @@ def _train_heads(args: argparse.Namespace) -> int:
 def _mesh(sizes: str | None) -> jax.sharding.Mesh | None:
     if sizes is None:
         return None
-    parts = [int(part) for part in sizes.split(",") if part.isdigit()]
-    wanted = f"DATA,MODEL, two sizes whose product is at most {jax.device_count()} devices"
-    fits = len(parts) == 2 == len(sizes.split(",")) and 0 < parts[0] * parts[1]
-    check(fits and parts[0] * parts[1] <= jax.device_count(), "--mesh", sizes, wanted)
-    devices = jax.devices()[: parts[0] * parts[1]]
-    return jax.make_mesh(tuple(parts), ("data", "model"), devices=devices)
+    found = layout.sizes_of(sizes)
+    count = math.prod(found.values())
+    most = jax.device_count()
+    check(count <= most, "--mesh", sizes, f"sizes whose product is at most {most} devices")
+    return jax.make_mesh(tuple(found.values()), tuple(found), devices=jax.devices()[:count])
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -926,6 +939,14 @@ def _roofline(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
+    if args.mesh is not None:
+        check_int(args.context, "--context", 1)
+        check_int(args.rows, "--rows", 1)
+        sizes = layout.sizes_of(args.mesh)
+        found = layout.layout(args.model, config_of(args.model), sizes, args.context, args.rows)
+        as_json = {**dataclasses.asdict(found), "parts": [one._asdict() for one in found.parts]}
+        print(json.dumps(as_json) if args.json else "\n".join(layout.lines(found)))
+        return 0
     known = info()
     print(json.dumps(dataclasses.asdict(known)) if args.json else "\n".join(lines(known)))
     return 0

@@ -23,8 +23,11 @@ def on_each_device(kernel: Callable, *, lead: int, with_scales: bool) -> Callabl
 
     def partition(mesh, arg_shapes, result_shape):
         rows, weights, *_ = (array.sharding.spec for array in arg_shapes)
-        rows = (*rows, *(None,) * (lead + 1 - len(rows)))
         outputs, inputs = (*weights, None, None)[:2]
+        taken = {*_axes(outputs), *_axes(inputs)}
+        # Where rows lie by an axis that splits the weights, they come together.
+        rows = [None if taken & {*_axes(axes)} else axes for axes in rows]
+        rows = (*rows, *(None,) * (lead + 1 - len(rows)))
 
         def on_device(*arrays):
             sums = kernel(*arrays)
@@ -43,6 +46,11 @@ def on_each_device(kernel: Callable, *, lead: int, with_scales: bool) -> Callabl
         partition, sharding_rule=f"{axes} i, o i{scales} -> {axes} o", reduction_factors=("i",)
     )
     return jax.jit(_fold_batches(split))
+
+
+def _axes(names) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _fold_batches(kernel):

@@ -65,7 +65,7 @@ def tree_attention(
       length: committed slots of each batch row, at most S.
       k_new, v_new: keys and values of the fresh rows.
       tree_mask: tree_mask[t, u] or [b, t, u]: row t sees fresh row u. What a row gets that sees
-        nothing at all is unspecified.
+        nothing at all is unspecified, but its log total, which is -1e29 or less.
       ranks: which committed slots a row sees; None is all of them. The Triton kernel has none.
       rest: slots that are not here; all rows of a query head see them as one slot with the value
         rest.mean and the score rest.log_total.

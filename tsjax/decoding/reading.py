@@ -73,10 +73,11 @@ def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg:
     `start` may be traced. Rows that end earlier compute garbage, which lands in unspecified slots.
     A chunk that would leave the buffers begins earlier and computes a few tokens again.
     """
-    if width > state.kv.capacity:
-        raise BadValue(f"width={width} is not valid: at most the capacity {state.kv.capacity}")
+    capacity = state.tokens.shape[1]
+    if width > capacity:
+        raise BadValue(f"width={width} is not valid: at most the capacity {capacity}")
     with jax.named_scope("prefill"):
-        start = jnp.minimum(start, state.kv.capacity - width)
+        start = jnp.minimum(start, capacity - width)
         tokens = lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
         begin = jnp.full(state.kv.length.shape, start, jnp.int32)
         causal = jnp.tril(jnp.ones((width, width), bool))

@@ -23,7 +23,8 @@ from tsjax.decoding.sampling import SamplingValues, sampling_values
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import BadValue
 from tsjax.model.cache import Cache, KVCache, cache_bytes, init_cache
-from tsjax.model.sharding import named_sharding
+from tsjax.model.parts import by_text
+from tsjax.model.sharding import named_sharding, parts_of
 from tsjax.typing import accumulation_dtype
 
 # Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
@@ -110,10 +111,20 @@ def init_state(
         memory=cfg.method.init(model, batch, capacity, mesh),
     )
     if cfg.prefill is not None:
+        check_lazy_mesh(mesh)
         state = cfg.prefill.begin(
             state, width if prompt_capacity is None else prompt_capacity, model
         )
     return state if mesh is None else _on_each_device(state, mesh)
+
+
+def check_lazy_mesh(mesh) -> None:
+    """ValueError where a lazy prefill would meet a cache that is dealt out."""
+    if parts_of(mesh) > 1:
+        raise BadValue(
+            f"a lazy prefill is not valid on a mesh with {parts_of(mesh)} parts of slots, as its "
+            "layers hold other tokens: leave out prefill, or use a mesh of 'data' and 'model'"
+        )
 
 
 class Begun(NamedTuple):
@@ -160,10 +171,12 @@ def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
     `cache` is of one row. How much of it counts is the caller's to know; the rest is overwritten,
     or unspecified.
     """
-    slots = min(cache.capacity, state.kv.capacity)
+    slots = min(cache.capacity, state.kv.capacity) // state.kv.parts
 
     def copied(buffer, known):
-        return buffer.at[:, :, :slots].set(known[:, :, :slots])
+        buffer, known = by_text(buffer, state.kv.parts), by_text(known, state.kv.parts)
+        buffer = buffer.at[:, :, :, :slots].set(known[:, :, :, :slots])
+        return buffer.reshape(-1, *buffer.shape[2:])
 
     k, v = (tuple(map(copied, *pair)) for pair in ((state.kv.k, cache.k), (state.kv.v, cache.v)))
     return state.replace(kv=state.kv.replace(k=k, v=v))
@@ -173,7 +186,8 @@ def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:
     """The state whose row b has the texts that row of_rows[b] of `cache` has read."""
 
     def taken(known):
-        return jnp.take(known, of_rows, axis=0)
+        known = jnp.take(by_text(known, cache.parts), of_rows, axis=1)
+        return known.reshape(-1, *known.shape[2:])
 
     k, v = (tuple(map(taken, buffers)) for buffers in (cache.k, cache.v))
     return state.replace(kv=state.kv.replace(k=k, v=v))
@@ -196,9 +210,15 @@ def fill_row(state: DecodeState, other: DecodeState, row) -> DecodeState:
     }
     # Keys are no numbers: their data are.
     data = written(*map(jax.random.key_data, (state.row_key, other.row_key)))
+
+    def filled(whole, one):
+        whole, one = (by_text(x, state.kv.parts) for x in (whole, one))
+        whole = lax.dynamic_update_slice_in_dim(whole, one, row, axis=1)
+        return whole.reshape(-1, *whole.shape[2:])
+
     kv = state.kv.replace(
-        k=tuple(map(written, state.kv.k, other.kv.k)),
-        v=tuple(map(written, state.kv.v, other.kv.v)),
+        k=tuple(map(filled, state.kv.k, other.kv.k)),
+        v=tuple(map(filled, state.kv.v, other.kv.v)),
         length=written(state.kv.length, other.kv.length),
     )
     key = jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
@@ -209,14 +229,14 @@ def grown(state: DecodeState, *, capacity: int) -> DecodeState:
     """The state with `capacity` slots in each buffer of tokens; what the method remembers is not
     part of it."""
 
-    def longer(x, axis: int):
+    def longer(x, axis: int, size: int = capacity):
         missing = [(0, 0)] * x.ndim
-        missing[axis] = (0, capacity - x.shape[axis])
+        missing[axis] = (0, size - x.shape[axis])
         return jnp.pad(x, missing)
 
-    kv = state.kv.replace(
-        k=tuple(longer(x, 2) for x in state.kv.k), v=tuple(longer(x, 2) for x in state.kv.v)
-    )
+    slots = -(-capacity // state.kv.parts)
+    k, v = (tuple(longer(x, 2, slots) for x in buffers) for buffers in (state.kv.k, state.kv.v))
+    kv = state.kv.replace(k=k, v=v)
     told = jax.tree.map(lambda x: longer(x, 1), state.logprobs)
     return state.replace(
         kv=kv, tokens=longer(state.tokens, 1), sources=longer(state.sources, 1), logprobs=told,

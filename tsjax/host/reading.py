@@ -70,6 +70,6 @@ def kept_prefix(model: Model, request: Request, news: News) -> Prefix | None:
 
 def _prefix_of(model: Model, tokens: np.ndarray, state: DecodeState, length: int) -> Prefix:
     kv = state.kv
-    cache = KVCache(k=kv.k, v=kv.v, length=kv.length)
+    cache = KVCache(k=kv.k, v=kv.v, length=kv.length, parts=kv.parts)
     jax.block_until_ready(cache.length)
     return Prefix(tokens=tokens, length=length, cache=cache, _model=model)

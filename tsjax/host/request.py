@@ -24,7 +24,7 @@ from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.processors import LogitsProcessor, check_processors
 from tsjax.decoding.reading import parts
-from tsjax.decoding.start import memory_bytes, temporary_bytes
+from tsjax.decoding.start import check_lazy_mesh, memory_bytes, temporary_bytes
 from tsjax.errors import BadType, BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
@@ -190,6 +190,7 @@ def make_request(
     if lazy is not None:
         if prefix is not None:
             raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
+        check_lazy_mesh(mesh_of(model.params))
         _check_prompts(lazy, prompts)
         # For all prompts of a bucket alike, as every other setting is another program.
         lazy = lazy.resolved(model.cfg, prompt_capacity)

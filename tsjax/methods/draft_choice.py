@@ -25,6 +25,7 @@ from tsjax.methods.partial_cache import (
 )
 from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
+from tsjax.model.parts import counts_by_part, dealt_out, for_each_part, in_order, positions_by_part
 from tsjax.model.passes import run_rows
 from tsjax.typing import Array, Float, Int
 
@@ -142,21 +143,29 @@ def scores_by(
     """Of each layer, how much a rule wants each committed token; `query` is the newest one's."""
     layers = range(len(kv.k))
     if rule == "streaming":
-        return tuple(by_position(kv.k[layer], kv.rows_in(layer)) for layer in layers)
+        return tuple(by_position(kv.k[layer], kv.rows_in(layer), kv.parts) for layer in layers)
     if rule == "snapkv":
         return asked_by_window(model, params, kv, tokens)
     scores = importance(query, kv)
     if rule == "retrieval":
-        return tuple(by_chunk(scores[layer], kv.rows_in(layer)) for layer in layers)
+
+        def of_chunks(layer: int):
+            by_token = in_order(scores[layer], kv.parts)
+            return dealt_out(by_chunk(by_token, kv.rows_in(layer)), kv.parts)
+
+        return tuple(map(of_chunks, layers))
     return scores
 
 
-def by_position(keys: Float[Array, "B K S H"], rows: Int[Array, "B"]) -> Float[Array, "B K S"]:
+def by_position(
+    keys: Float[Array, "R K S H"], count: Int[Array, "B"], parts: int = 1
+) -> Float[Array, "R K S"]:
     """The later the better."""
-    B, K, S, _ = keys.shape
-    here = jnp.arange(S, dtype=jnp.int32)[None]
-    scores = jnp.where(here < rows[:, None], here.astype(jnp.float32), -jnp.inf)
-    return jnp.broadcast_to(scores[:, None], (B, K, S))
+    R, K, S, _ = keys.shape
+    here = positions_by_part(R, S, parts)
+    exists = here < for_each_part(count, parts)[:, None]
+    scores = jnp.where(exists, here.astype(jnp.float32), -jnp.inf)
+    return jnp.broadcast_to(scores[:, None], (R, K, S))
 
 
 def by_chunk(scores: Float[Array, "B K S"], rows: Int[Array, "B"]) -> Float[Array, "B K S"]:
@@ -196,27 +205,31 @@ def asked_by_window(
 
     @jax.jit  # traced once for all layers
     def of_layer(query, log_totals, keys, length):
-        B, K, S, H = keys.shape
+        R, K, S, H = keys.shape
 
-        def by_kv_head(x):  # [B, WINDOW, N, ...] -> [B * K, WINDOW * N / K, ...]
-            x = x.reshape(B, WINDOW, K, -1, *x.shape[3:])
-            return jnp.moveaxis(x, 2, 1).reshape(B * K, -1, *x.shape[4:])
+        def by_kv_head(x):  # [B, WINDOW, N, ...] -> [R * K, WINDOW * N / K, ...]
+            x = x.reshape(*x.shape[:2], K, -1, *x.shape[3:])
+            x = for_each_part(jnp.moveaxis(x, 2, 1), kv.parts)
+            return x.reshape(R * K, -1, *x.shape[4:])
 
         # What a row beyond the text asks for is nothing.
         log_totals = jnp.where(exists[..., None], log_totals, jnp.inf)
         scores = cache_scores(
             by_kv_head(query),
-            keys.reshape(B * K, 1, S, H),
-            jnp.repeat(length, K),
+            keys.reshape(R * K, 1, S, H),
+            jnp.repeat(counts_by_part(length, kv.parts), K),
             "softmax",
             log_totals=by_kv_head(log_totals),
-        ).reshape(B, K, S)
-        here, length = jnp.arange(S, dtype=jnp.int32)[None, None], length[:, None, None]
+        ).reshape(R, K, S)
+        scores = in_order(scores, kv.parts)
+        S, length = scores.shape[2], length[:, None, None]
+        here = jnp.arange(S, dtype=jnp.int32)[None, None]
         asks = here >= length - WINDOW
         near = jnp.pad(jnp.where(asks, 0, scores), ((0, 0), (0, 0), (POOL // 2, POOL // 2)))
         pooled = sum(near[..., shift : shift + S] for shift in range(POOL)) / POOL
         first = 1 + here.astype(scores.dtype)  # more than any attention
-        return jnp.where(here < length, jnp.where(asks, first, pooled), -jnp.inf)
+        found = jnp.where(here < length, jnp.where(asks, first, pooled), -jnp.inf)
+        return dealt_out(found, kv.parts)
 
     return tuple(
         of_layer(asked.query, asked.summary.log_total, kv.k[layer], kv.rows_in(layer))

@@ -23,9 +23,17 @@ from tsjax.config import ModelConfig
 from tsjax.decoding.sampling import last_that_holds, sortable
 from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers, for_each_row
 from tsjax.model.control_flow import run_if
+from tsjax.model.parts import (
+    counts_by_part,
+    for_each_part,
+    in_order,
+    positions_by_part,
+    taken_by_part,
+)
 from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
-Scores = tuple[Float[Array, "B K S"], ...]  # of each layer; -inf where there is no key
+# Of each layer; -inf where there is no key. Of a cache that is dealt out, as its rows are.
+Scores = tuple[Float[Array, "R K S"], ...]
 Slots = tuple[Int[Array, "B K count"], ...]
 NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
 
@@ -128,8 +136,8 @@ def refresh_draft_cache(
     with jax.named_scope("refresh_draft_cache"):
         count = jnp.where(slides, new, 0)
         draft = draft.replace(
-            k=_slide(draft.k, kv.k, to, first, count, max_rows, newest_first),
-            v=_slide(draft.v, kv.v, to, first, count, max_rows, newest_first),
+            k=_slide(draft.k, kv.k, to, first, count, max_rows, newest_first, kv.parts),
+            v=_slide(draft.v, kv.v, to, first, count, max_rows, newest_first, kv.parts),
             length=jnp.where(slides & has_all, to + new, draft.length),
             newest=jnp.where(slides, jnp.where(has_all, to + new, to), draft.newest),
             seen=kv.length,
@@ -147,7 +155,8 @@ def refresh_draft_cache(
 
 def importance(query: tuple[Float[Array, "B K H"], ...], kv: KVCache) -> Scores:
     """Of each layer, the product of its query with each committed key."""
-    rows_in = [kv.rows_in(layer) for layer in range(len(query))]
+    query = tuple(for_each_part(one, kv.parts) for one in query)
+    rows_in = [counts_by_part(kv.rows_in(layer), kv.parts) for layer in range(len(query))]
     return tuple(map(cache_scores, query, kv.k, rows_in))
 
 
@@ -186,12 +195,13 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
 
 def _slide(
     buffers: tuple[Float[Array, "B K slots H"], ...],
-    committed: tuple[Float[Array, "B K S H"], ...],
+    committed: tuple[Float[Array, "R K S H"], ...],
     to: Int[Array, "B"],
     first_slots: Sequence[Int[Array, "B"]],
     count: Int[Array, "B"],
     max_rows: int,
     newest_first: Bool[Array, "B"] | None,
+    parts: int,
 ) -> tuple[Float[Array, "B K slots H"], ...]:
     """Copies `count` tokens, at most `max_rows`, from each layer's slot in `first_slots` of
     `committed` on to slot `to` of `buffers` on; of the rows `newest_first` the last one first."""
@@ -200,13 +210,16 @@ def _slide(
 
     @jax.jit  # traced once for all layers
     def write(buffer, source, start):
-        _, K, M, H = buffer.shape
+        B, K, M, H = buffer.shape
         # A window of fixed size that holds the slots; the others in it are written as they were.
         first = jnp.clip(to, 0, M - max_rows)
         wanted = index[None] - (to - first)[:, None]  # [B, max_rows]
         fresh = (wanted >= 0) & (wanted < count[:, None])
         if newest_first is not None:
             wanted = jnp.where(newest_first[:, None], count[:, None] - 1 - wanted, wanted)
+        if parts > 1:
+            tokens = jnp.broadcast_to((start[:, None] + index[None])[:, None], (B, K, max_rows))
+            source, start = taken_by_part(source, tokens, parts=parts), jnp.zeros_like(start)
 
         def one(b, buffer):
             old = lax.dynamic_slice(buffer, (b, zero, first[b], zero), (1, K, max_rows, H))
@@ -225,11 +238,18 @@ def _choose(
 ) -> DraftCache:
     """Fills the draft caches of the batch rows `rows` with the tokens of the highest scores."""
     k, v = [], []
-    chosen_slots = important_slots(scores, kv.length, count=draft.capacity, num_sinks=num_sinks)
+    sizes = {"count": draft.capacity, "num_sinks": num_sinks}
+    if kv.parts > 1:
+        chosen_slots = important_tokens(scores, kv.length, parts=kv.parts, **sizes)
+    else:
+        chosen_slots = important_slots(scores, kv.length, **sizes)
     for layer, slots in enumerate(chosen_slots):
 
         def gather(old, whole, slots=slots):
-            chosen = jnp.take_along_axis(whole, slots[..., None], axis=2, mode="clip")
+            if kv.parts > 1:
+                chosen = taken_by_part(whole, slots, parts=kv.parts)
+            else:
+                chosen = jnp.take_along_axis(whole, slots[..., None], axis=2, mode="clip")
             chosen = jnp.where(rows[:, None, None, None], chosen, old[:, :, : draft.capacity])
             return lax.dynamic_update_slice_in_dim(old, chosen, 0, axis=2)
 
@@ -255,6 +275,32 @@ def important_slots(
         cpu=functools.partial(slots_by_layer, **sizes),
         default=functools.partial(slots_at_once, **sizes),
     )
+
+
+def important_tokens(
+    scores: Scores, length: Int[Array, "B"], *, count: int, num_sinks: int, parts: int
+) -> Slots:
+    """As `important_slots`, of a cache that is dealt out: each part names its best tokens, and of
+    these the best are chosen."""
+    rows, _, S = scores[0].shape
+    here, most = positions_by_part(rows, S, parts)[:, None], min(count, S)
+    scores = tuple(firsts_above(one, here, num_sinks) for one in scores)
+    there = counts_by_part(length, parts)
+    slots = important_slots(scores, there, count=most, num_sinks=0)
+    # Where a part has fewer tokens, the rest of what it names is nothing.
+    named = (jnp.arange(most, dtype=jnp.int32)[None] < there[:, None])[:, None]
+
+    @jax.jit  # traced once for all layers
+    def of_all(scores, slots):
+        best = jnp.take_along_axis(scores, slots, axis=2, mode="clip")
+        best = jnp.where(named, best, -jnp.inf)
+        places = jnp.broadcast_to(here, scores.shape)
+        places = jnp.take_along_axis(places, slots, axis=2, mode="clip")
+        # The parts' candidates side by side, the highest first and equal ones by position.
+        order, places = (in_order(x, parts) for x in (~sortable(best), places))
+        return lax.sort((order, places), num_keys=2)[1][..., :count]
+
+    return tuple(map(of_all, scores, slots))
 
 
 def slots_by_layer(scores: Scores, length: Int[Array, "B"], *, count: int, num_sinks: int) -> Slots:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import flax.struct
 import jax
@@ -19,10 +19,12 @@ from jax.sharding import Mesh
 
 from pallas_kernels import Summary
 from tsjax.config import ModelConfig
-from tsjax.model.sharding import named_sharding
+from tsjax.model.parts import write_by_part
+from tsjax.model.sharding import named_sharding, parts_of
 from tsjax.typing import Array, Float, Int, Shaped
 
-CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")
+CACHE_AXES = ("cache_rows", "cache_heads", None, "head_dim")  # of rows by parts.py
+WHOLE_AXES = ("batch", "cache_heads", None, "head_dim")  # of caches that are not dealt out
 
 
 class Cache(flax.struct.PyTreeNode):
@@ -36,6 +38,7 @@ class Cache(flax.struct.PyTreeNode):
     k: tuple[Float[Array, "B K S H"], ...]
     v: tuple[Float[Array, "B K S H"], ...]
     length: Int[Array, "B"]
+    parts: ClassVar[int] = 1  # over which tokens are dealt out
 
     def rows_in(self, layer: int) -> Int[Array, "B"]:
         """The rows of a layer that count: where the next one goes."""
@@ -49,13 +52,16 @@ class KVCache(Cache):
       absent: how many of them are not in a layer; None where all are in all. The rows of a layer
         are then its first ones, in the order in which they were computed, and what `Cache` says of
         `length` holds for theirs.
+      parts: over how many the tokens of each text are dealt out, by the rule of parts.py: rows of
+        k and v are then parts of texts. `length` is of texts.
     """
 
     absent: Int[Array, "L B"] | None = None
+    parts: int = flax.struct.field(pytree_node=False, default=1)
 
     @property
     def capacity(self) -> int:
-        return self.k[0].shape[2]
+        return self.k[0].shape[2] * self.parts
 
     def rows_in(self, layer: int) -> Int[Array, "B"]:
         return self.length if self.absent is None else self.length - self.absent[layer]
@@ -77,25 +83,33 @@ AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> KVCache:
-    """An empty cache of `capacity` slots per row in the model's type."""
+    """An empty cache of `capacity` slots per row, or a few more, in the model's type."""
+    parts = parts_of(mesh)
+    rows, slots = batch * parts, -(-capacity // parts)
     return KVCache(
-        k=empty_buffers(cfg, batch, capacity, mesh),
-        v=empty_buffers(cfg, batch, capacity, mesh),
+        k=empty_buffers(cfg, rows, slots, mesh, CACHE_AXES),
+        v=empty_buffers(cfg, rows, slots, mesh, CACHE_AXES),
         length=jnp.zeros((batch,), jnp.int32),
+        parts=parts,
     )
 
 
 def empty_buffers(
-    cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None
-) -> tuple[Float[Array, "{batch} K {capacity} H"], ...]:
-    shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
-    sharding = named_sharding(shape, CACHE_AXES, mesh) if mesh is not None else None
+    cfg: ModelConfig,
+    rows: int,
+    slots: int,
+    mesh: Mesh | None,
+    axes: Sequence[str | None] = WHOLE_AXES,
+) -> tuple[Float[Array, "{rows} K {slots} H"], ...]:
+    shape = (rows, cfg.num_kv_heads, slots, cfg.head_dim)
+    sharding = named_sharding(shape, axes, mesh) if mesh is not None else None
     return tuple(jnp.zeros(shape, cfg.dtype, device=sharding) for _ in range(cfg.num_layers))
 
 
 def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> int:
     """Bytes of the buffers of `init_cache`, on each device."""
-    shape = (batch, cfg.num_kv_heads, capacity, cfg.head_dim)
+    parts = parts_of(mesh)
+    shape = (batch * parts, cfg.num_kv_heads, -(-capacity // parts), cfg.head_dim)
     if mesh is not None:
         shape = named_sharding(shape, CACHE_AXES, mesh).shard_shape(shape)
     return 2 * cfg.num_layers * math.prod(shape) * jnp.dtype(cfg.dtype).itemsize
@@ -124,6 +138,8 @@ def write_rows(
 
     @jax.jit  # traced once for all layers
     def write(buffer, rows, slot):
+        if cache.parts > 1:
+            return write_by_part(buffer, rows, slot, parts=cache.parts)
         rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)  # [B, K, T, H]
 
         def one(b, buffer):

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from pallas_kernels import Ranks, Summary, tree_attention
 from tsjax.config import ModelConfig
 from tsjax.model.cache import Attended, Cache
+from tsjax.model.parts import attention_by_part
 from tsjax.model.transformer import ModelWeights, embed, forward
 from tsjax.typing import Array, Bool, Float, Int
 
 # Traced once for all layers, see `forward`.
 _tree_attention = jax.jit(tree_attention, static_argnames=("with_log_totals",))
+_attention_by_part = jax.jit(attention_by_part, static_argnames=("parts",))
 
 
 class Rows(NamedTuple):
@@ -77,7 +79,8 @@ def run_layers(
 ) -> Rows:
     """As `run_rows`, but `layers` only, on `hidden`, what the layer before them gave.
 
-    `ranks` says which cached rows a row sees; None is all.
+    `ranks` says which cached rows a row sees; None is all. Neither these nor a `rest` go with a
+    cache that is dealt out to parts.
     """
     queries, attended = [], []
 
@@ -85,18 +88,13 @@ def run_layers(
         B, T, _, H = q.shape
         grouped = q.reshape(B, T, cfg.num_kv_heads, cfg.group_size, H)
         queries.append(jnp.sum(grouped, axis=3))
-        mixed, log_totals = _tree_attention(
-            q,
-            cache.k[layer],
-            cache.v[layer],
-            cache.rows_in(layer),
-            k,
-            v,
-            mask,
-            ranks=ranks,
-            rest=rest[layer] if rest else None,
-            with_log_totals=True,
-        )
+        seen = q, cache.k[layer], cache.v[layer], cache.rows_in(layer), k, v, mask
+        if cache.parts > 1:
+            mixed, log_totals = _attention_by_part(*seen, parts=cache.parts)
+        else:
+            mixed, log_totals = _tree_attention(
+                *seen, ranks=ranks, rest=rest[layer] if rest else None, with_log_totals=True
+            )
         if with_attended:
             attended.append(Attended(q, Summary(mixed, log_totals)))
         return mixed

@@ -8,6 +8,7 @@ logical axes only, and this is the single place that turns them into mesh axes.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,19 +18,24 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tsjax.errors import BadType, BadValue
 
+AXES = ("data", "model", "slots")
+MODEL = ("model", "slots")  # of weights: devices that hold slots of a cache share them as well
+
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """Logical axis -> mesh axis. An axis the mesh lacks, or does not divide, stays replicated."""
+    """Logical axis -> mesh axes: as many of them, from the first on, as the mesh has and the size
+    can be divided by; an axis that none divides stays replicated."""
 
-    batch: str | None = "data"
-    vocab: str | None = "model"
-    heads: str | None = "model"
-    kv_heads: str | None = "model"
-    mlp: str | None = "model"
-    embed: str | None = None
-    head_dim: str | None = None
-    slots: str | None = None
+    batch: tuple[str, ...] = ("data",)
+    cache_rows: tuple[str, ...] = ("slots", "data")  # see parts.py
+    cache_heads: tuple[str, ...] = ("model",)
+    vocab: tuple[str, ...] = MODEL
+    heads: tuple[str, ...] = MODEL
+    kv_heads: tuple[str, ...] = MODEL
+    mlp: tuple[str, ...] = MODEL
+    embed: tuple[str, ...] = ()
+    head_dim: tuple[str, ...] = ()
 
 
 RULES = ShardingRules()
@@ -45,7 +51,7 @@ def usable_mesh(mesh: Mesh | None, rules: ShardingRules = RULES) -> Mesh | None:
         return None
     if not isinstance(mesh, Mesh):
         raise BadType(f"mesh={mesh!r} is not valid: a jax.sharding.Mesh or None")
-    known = {axis for axis in dataclasses.asdict(rules).values() if axis}
+    known = {axis for axes in dataclasses.asdict(rules).values() for axis in axes}
     unknown = [axis for axis in mesh.axis_names if axis not in known]
     if unknown:
         raise BadValue(
@@ -59,12 +65,26 @@ def named_sharding(
     shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh, rules: ShardingRules = RULES
 ) -> NamedSharding:
     """The sharding of one array whose dimensions carry the logical names `axes`."""
-    parts: list[str | None] = []
+    parts: list[str | tuple[str, ...] | None] = []
+    used: set[str] = set()
     for size, axis in zip(shape, axes, strict=True):
-        mesh_axis = getattr(rules, axis) if axis else None
-        divides = mesh_axis in mesh.shape and size % mesh.shape[mesh_axis] == 0
-        parts.append(mesh_axis if divides and mesh_axis not in parts else None)
+        wanted = wanted_axes(axis, rules)
+        split = [one for one in wanted if one in mesh.shape and one not in used]
+        while split and size % math.prod(mesh.shape[one] for one in split):
+            split.pop()
+        used.update(split)
+        parts.append(tuple(split) if split[1:] else split[0] if split else None)
     return NamedSharding(mesh, PartitionSpec(*parts))
+
+
+def wanted_axes(axis: str | None, rules: ShardingRules = RULES) -> tuple[str, ...]:
+    """The mesh axes over which a dimension of that logical name is split where it divides."""
+    return getattr(rules, axis) if axis else ()
+
+
+def parts_of(mesh: Mesh | None) -> int:
+    """Parts over which the slots of a cache are dealt out."""
+    return 1 if mesh is None else mesh.shape.get("slots", 1)
 
 
 def placed(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:

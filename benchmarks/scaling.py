@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What fits on several devices, and what they send: compiles for GPUs, writes docs/scaling.md.
+
+    JAX_PLATFORMS=cpu python -m benchmarks scaling --compile --out benchmarks/results/aot
+    python -m benchmarks scaling             writes the tables of the page
+    python -m benchmarks scaling --check     exits with 1 if that would change it
+
+The first needs the CUDA plugin (see tools/aot.py) and keeps what it has found before. Nothing is
+run on a GPU. The tables are counted by `tsjax.host.layout`, and read from the compiled programs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from benchmarks import report
+from benchmarks.readme_table import head
+from benchmarks.report import ROOT
+from tools import aot
+from tsjax.files.presets import model_preset
+from tsjax.host.layout import layout
+from tsjax.methods.cost_model import GPUS
+from tsjax.methods.roofline import USABLE
+
+PAGE = ROOT / "docs" / "scaling.md"
+RESULT = ROOT / "benchmarks" / "results" / "aot" / "scaling.json"
+MODELS = ("llama3.1-8b", "qwen2.5-14b", "qwen2.5-32b", "llama3.1-70b")
+CONTEXTS = (131_072, 1_048_576)
+MESHES = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 4), (2, 4), (4, 4), (8, 2), (8, 4))  # model, slots
+CHIPS = {"a100": "A100, 80 GB", "h100": "H100, 80 GB", "h200": "H200, 141 GB"}
+
+
+def fits() -> list[str]:
+    """Bytes of each device, and the least time of a step where they have room."""
+    chips = " | ".join(CHIPS.values())
+    lines = head(f"model | tokens | model x slots | weights on each | cache on each | {chips}")
+    for name in MODELS:
+        cfg = model_preset(name)
+        for context in CONTEXTS:
+            for model, slots in MESHES:
+                found = layout(name, cfg, {"data": 1, "model": model, "slots": slots}, context)
+                *weights, cache = found.parts
+                room = [found.each <= USABLE * GPUS[chip].memory for chip in CHIPS]
+                if not any(room):
+                    continue
+                (table,) = (one.each for one in weights if one.name == "vocabulary")
+                read = found.each - (0 if cfg.tie_embeddings else table / 2)
+                cells = [
+                    f"{1e3 * read / GPUS[chip].bytes_per_second:.1f} ms" if has else "no room"
+                    for chip, has in zip(CHIPS, room, strict=True)
+                ]
+                held = sum(one.each for one in weights)
+                lines.append(
+                    f"| {name} | {context:,} | {model} x {slots} | {held / 1e9:.1f} GB | "
+                    f"{cache.each / 1e9:.1f} GB | {' | '.join(cells)} |"
+                )
+    return lines
+
+
+def compiled() -> list[str]:
+    """What the compiler says of steps on A100s."""
+    lines = head(
+        "step | tokens | data, model, slots | memory of each device | cache on each | "
+        "collectives | sent per step | the largest"
+    )
+    for case, found in json.loads(RESULT.read_text("utf-8"))["cases"].items():
+        step, used = aot.SCALING[case], memory(found)
+        cfg = model_preset(step.model)
+        largest = max(one["bytes"] for one in found["sent"]["each"])
+        kind = "plain" if step.method == "autoregressive" else "TokenSwift"
+        cache = cfg.num_layers * found["cache_bytes"]
+        lines.append(
+            f"| {step.model}, {kind} | {step.capacity:,} | {', '.join(map(str, step.mesh))} | "
+            f"{used / 1e9:.1f} GB | {cache / 1e9:.1f} GB | {found['sent']['step_count']} | "
+            f"{found['sent']['step'] / 1e6:.1f} MB | {largest / 1e6:.2f} MB |"
+        )
+    return lines
+
+
+def memory(found: dict) -> int:
+    """Bytes of a device while the program runs."""
+    used = sum(found[f"{part}_bytes"] for part in ("argument", "temp", "output"))
+    return used - found["alias_bytes"]
+
+
+def page(text: str) -> str:
+    """The page with the tables of today."""
+    for name, table in (("fits", fits), ("compiled", compiled)):
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        made = "\n".join([begin, *table(), end])
+        text, count = re.subn(f"{begin}.*?{end}", lambda _, made=made: made, text, flags=re.DOTALL)
+        assert count == 1, name
+    return text
+
+
+def compile_all(out, only: str) -> None:
+    asked = {"target": "a100"}
+    document = report.series(out, "scaling", asked, "cases")
+    document["cases"] = dict(document["cases"])
+    for case in aot.SCALING:
+        if only in case and case not in document["cases"]:
+            found = aot.compile_case(case, "a100")
+            kept = [key for key in found if key not in ("case", "target", "kernels", "program")]
+            document["cases"][case] = {key: found[key] for key in kept}
+            print(f"{case}: {memory(found) / 1e9:.1f} GB, {found['seconds']} s", flush=True)
+            report.save(document, out, "scaling")
+    order = [case for case in aot.SCALING if case in document["cases"]]
+    document["cases"] = {case: document["cases"][case] for case in order}
+    report.write(document, out, "scaling")
+
+
+def main(argv: Sequence[str]) -> int | None:
+    parser = report.parser_of("scaling", __doc__)
+    parser.add_argument("--compile", action="store_true", help="the programs of the second table")
+    parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args(argv)
+    if options.compile:
+        compile_all(options.out, options.only)
+        return None
+    old = PAGE.read_text("utf-8")
+    new = page(old)
+    if options.check:
+        return 0 if new == old else 1
+    PAGE.write_text(new, "utf-8")
+    return None

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a mesh would hold is what it holds; docs/scaling.md says what is counted today."""
+
+import json
+
+import jax
+import pytest
+from helpers import tiny_config, tiny_model
+
+from benchmarks import scaling
+from tsjax.__main__ import main
+from tsjax.host import layout
+from tsjax.model.cache import init_cache
+from tsjax.model.sharding import usable_mesh
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (1, 4, 1)], ids=str)
+def test_the_bytes_are_those_of_arrays(sizes):
+    """Also where 2 kv heads and 3 draft heads' matrices do not divide."""
+    names = dict(zip(("data", "model", "slots"), sizes, strict=True))
+    mesh = usable_mesh(jax.make_mesh(sizes, tuple(names)))
+    model = tiny_model(num_draft_heads=3, mesh=mesh)
+    found = layout.layout("tiny", model.cfg, names, 1000, rows=2)
+    cache = init_cache(model.cfg, 2, 1000, mesh)
+    held = [array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(model.params)]
+    assert sum(part.each for part in found.parts if part.name != "cache") == sum(held)
+    assert sum(part.whole for part in found.parts if part.name != "cache") == sum(
+        array.nbytes for array in jax.tree.leaves(model.params)
+    )
+    buffers = (*cache.k, *cache.v)
+    assert found.parts[-1].each == sum(one.addressable_shards[0].data.nbytes for one in buffers)
+    assert found.each == sum(part.each for part in found.parts)
+
+
+def test_what_does_not_divide_is_said():
+    """2 kv heads on 4 devices: attention and cache are whole on each, the rest is not."""
+    found = layout.layout("tiny", tiny_config(), {"data": 1, "model": 4, "slots": 1}, 64)
+    parts = {part.name: part for part in found.parts}
+    assert (parts["attention"].split, parts["attention"].could) == (1, 4)
+    assert (parts["mlp"].split, parts["mlp"].could) == (4, 4)
+    assert parts["cache"].each == parts["cache"].whole
+    said = "\n".join(layout.lines(found))
+    assert "4 copies (it could be cut in 4)" in said
+
+
+def test_info_of_a_mesh(capsys):
+    argv = ["info", "--mesh", "1,8,2", "--model", "llama3.1-70b", "--context", "1048576"]
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    # 2 bytes of 70.6e9 parameters; 80 layers of 8 heads of 128 numbers, keys and values.
+    assert "of 343.60 GB: cut in 16" in said and "16 devices (data 1, model 8, slots 2)" in said
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    weights = sum(part["whole"] for part in found["parts"] if part["name"] != "cache")
+    assert weights == pytest.approx(2 * 70.55e9, rel=1e-3)
+    assert found["parts"][-1]["each"] == 2 * 2 * 80 * 8 * 128 * 1048576 // 16
+
+
+@pytest.mark.parametrize("sizes", ["", "2", "0,1", "1,2,3,4", "a,b", "1,-2", "1.5,2"])
+def test_a_mesh_that_is_none_is_refused(sizes, capsys):
+    assert main(["info", "--mesh", sizes]) == 2
+    assert "--mesh" in capsys.readouterr().err
+
+
+def test_the_page_is_of_today():
+    assert scaling.main(["--check"]) == 0, "run python -m benchmarks scaling"
+
+
+def test_what_was_compiled_fits_and_sends_no_cache():
+    """The figures that are committed, also of the cases that CI does not compile."""
+    cases = json.loads(scaling.RESULT.read_text())["cases"]
+    assert cases.keys() == scaling.aot.SCALING.keys()
+    for case, found in cases.items():
+        assert scaling.memory(found) < 80e9, case
+        assert max(one["bytes"] for one in found["sent"]["each"]) < found["cache_bytes"] / 8, case
+        assert found["cache_copies"] == 0, case
