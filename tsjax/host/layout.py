@@ -77,7 +77,9 @@ def layout(
     specs = jax.tree_util.tree_leaves_with_path(declare_params(cfg), is_leaf=is_spec)
     for path, spec in specs:
         name = _name_of(jax.tree_util.keystr(path))
-        shape = placement(spec, mesh).shard_shape(spec.shape)
+        place = placement(spec, mesh)
+        assert place is not None
+        shape = place.shard_shape(spec.shape)
         size = jnp.dtype(spec.dtype).itemsize
         wanted = {axis for one in spec.axes for axis in wanted_axes(one)}
         could = math.prod(sizes[axis] for axis in wanted)

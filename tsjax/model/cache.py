@@ -15,7 +15,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels import Summary
 from tsjax.config import ModelConfig
@@ -106,7 +106,9 @@ def empty_buffers(
     return tuple(jnp.zeros(shape, cfg.dtype, device=sharding) for _ in range(cfg.num_layers))
 
 
-def cache_bytes(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> int:
+def cache_bytes(
+    cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | AbstractMesh | None = None
+) -> int:
     """Bytes of the buffers of `init_cache`, on each device."""
     parts = parts_of(mesh)
     shape = (batch * parts, cfg.num_kv_heads, -(-capacity // parts), cfg.head_dim)

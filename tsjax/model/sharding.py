@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from tsjax.errors import BadType, BadValue
 
@@ -62,7 +62,10 @@ def usable_mesh(mesh: Mesh | None, rules: ShardingRules = RULES) -> Mesh | None:
 
 
 def named_sharding(
-    shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh, rules: ShardingRules = RULES
+    shape: Sequence[int],
+    axes: Sequence[str | None],
+    mesh: Mesh | AbstractMesh,
+    rules: ShardingRules = RULES,
 ) -> NamedSharding:
     """The sharding of one array whose dimensions carry the logical names `axes`."""
     parts: list[str | tuple[str, ...] | None] = []
@@ -82,7 +85,7 @@ def wanted_axes(axis: str | None, rules: ShardingRules = RULES) -> tuple[str, ..
     return getattr(rules, axis) if axis else ()
 
 
-def parts_of(mesh: Mesh | None) -> int:
+def parts_of(mesh: Mesh | AbstractMesh | None) -> int:
     """Parts over which the slots of a cache are dealt out."""
     return 1 if mesh is None else mesh.shape.get("slots", 1)
 
