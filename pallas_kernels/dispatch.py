@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import marshal
 import re
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -110,12 +114,13 @@ def _split(kernel: Callable, rule: str, leading: int, heads: int, group: int) ->
         for side in rule.split("->")
     )
     # Shardy wants them in the order in which they appear.
-    factors = dict.fromkeys(re.findall(r"\w+", rule))
+    factors = dict.fromkeys(re.findall(r"\w+", f"{MARKED}{rule}"))
     whole = tuple(name for name in factors if name not in ("b", "k"))
-    split = custom_partitioning(lambda *arrays: kernel(*arrays))  # takes no partial itself
+    marked = mark_of(kernel)
+    split = custom_partitioning(marked.kernel)
 
     def partition(mesh, arg_shapes, result_shape):
-        found = arg_shapes[leading].sharding.spec
+        found = arg_shapes[1 + leading].sharding.spec
         spec = dict(zip(operands[leading], (*found, *(None,) * 5), strict=False))
         axes = {name: spec[name] for name in ("b", "k")}
 
@@ -123,10 +128,47 @@ def _split(kernel: Callable, rule: str, leading: int, heads: int, group: int) ->
             return NamedSharding(mesh, PartitionSpec(*(axes.get(name) for name in dims)))
 
         made = tuple(map(sharding, results))
-        return mesh, kernel, made if made[1:] else made[0], tuple(map(sharding, operands))
+        given = tuple(map(sharding, [(), *operands]))
+        return mesh, marked.kernel, made if made[1:] else made[0], given
 
-    split.def_partition(partition, sharding_rule=rule, need_replication_factors=whole, **sizes)
-    return _fold_batches(split)
+    split.def_partition(
+        partition, sharding_rule=f"{MARKED}{rule}", need_replication_factors=whole, **sizes
+    )
+    return _fold_batches(lambda *arrays: split(marked.mark(), *arrays))
+
+
+class Marked(NamedTuple):
+    """A kernel with one operand more, which it does not read, and what makes that operand.
+
+    Where a kernel runs on several devices, the program that jax keeps names no more of it than its
+    shapes: two kernels, or one with two settings, would be the same program. The operand is a
+    constant, another one for each of them, and is gone once XLA has compiled.
+    """
+
+    kernel: Callable
+    mark: Callable
+
+
+MARKED = "mark, "  # before a rule: the operand's dimension, which has one element
+
+
+def mark_of(kernel: Callable) -> Marked:
+    number = int.from_bytes(hashlib.sha256(_told(kernel).encode()).digest()[:4])
+    return Marked(lambda _, *arrays: kernel(*arrays), lambda: jnp.full((1,), number, jnp.uint32))
+
+
+def _told(value: Any) -> str:
+    """What a kernel is made of, in words that are the same in each process."""
+    if isinstance(value, functools.partial):
+        settings = sorted(value.keywords.items())
+        return f"{_told(value.func)}({[*map(_told, value.args)]}, {[*map(_told, settings)]})"
+    if isinstance(value, FunctionType):
+        code = hashlib.sha256(marshal.dumps(value.__code__)).hexdigest()
+        cells = [_told(cell.cell_contents) for cell in value.__closure__ or ()]
+        return f"{value.__module__}.{value.__qualname__} {code} {cells}"
+    if isinstance(value, tuple):
+        return f"{[*map(_told, value)]}"
+    return repr(value)
 
 
 def _fold_batches(kernel: Callable) -> Callable:

@@ -65,6 +65,9 @@ class Library:
         self._registered: set[str] = set()
         self._lock = threading.Lock()
 
+    def __repr__(self) -> str:
+        return f"Library({self._digest!r})"
+
     def target(self, function: str) -> str:
         """The name of a function in programs; XLA knows it from here on."""
         name = f"{function}_{self._digest}"

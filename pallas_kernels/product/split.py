@@ -11,6 +11,7 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.dispatch import MARKED, mark_of
 from pallas_kernels.product import xla
 
 
@@ -19,17 +20,18 @@ def on_each_device(kernel: Callable, *, lead: int, with_scales: bool) -> Callabl
 
     Weights split by outputs give sums split alike; those split by inputs give parts of sums.
     """
-    split = custom_partitioning(lambda *arrays: kernel(*arrays))
+    marked = mark_of(kernel)
+    split = custom_partitioning(marked.kernel)
 
     def partition(mesh, arg_shapes, result_shape):
-        rows, weights, *_ = (array.sharding.spec for array in arg_shapes)
+        _, rows, weights, *_ = (array.sharding.spec for array in arg_shapes)
         outputs, inputs = (*weights, None, None)[:2]
         taken = {*_axes(outputs), *_axes(inputs)}
         # Where rows lie by an axis that splits the weights, they come together.
         rows = [None if taken & {*_axes(axes)} else axes for axes in rows]
         rows = (*rows, *(None,) * (lead + 1 - len(rows)))
 
-        def on_device(*arrays):
+        def on_device(mark, *arrays):
             sums = kernel(*arrays)
             return sums if inputs is None else lax.psum(sums, inputs)
 
@@ -37,15 +39,17 @@ def on_each_device(kernel: Callable, *, lead: int, with_scales: bool) -> Callabl
             return NamedSharding(mesh, PartitionSpec(*spec))
 
         scales = [sharding(outputs)] * with_scales
-        wanted = (sharding(*rows[:lead], inputs), sharding(outputs, inputs), *scales)
+        wanted = (sharding(), sharding(*rows[:lead], inputs), sharding(outputs, inputs), *scales)
         return mesh, on_device, sharding(*rows[:lead], outputs), wanted
 
     axes = " ".join(f"r{axis}" for axis in range(lead))
     scales = ", o" if with_scales else ""
     split.def_partition(
-        partition, sharding_rule=f"{axes} i, o i{scales} -> {axes} o", reduction_factors=("i",)
+        partition,
+        sharding_rule=f"{MARKED}{axes} i, o i{scales} -> {axes} o",
+        reduction_factors=("i",),
     )
-    return jax.jit(_fold_batches(split))
+    return jax.jit(_fold_batches(lambda *arrays: split(marked.mark(), *arrays)))
 
 
 def _axes(names) -> tuple[str, ...]:

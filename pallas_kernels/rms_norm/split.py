@@ -11,6 +11,8 @@ from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_kernels.dispatch import MARKED, mark_of
+
 
 def on_each_device(kernel: Callable, definition: Callable, *, lead: int, adds: bool) -> Callable:
     """`kernel(rows, weight)`; with `adds`, `kernel(rows, update, weight)`, which gives two arrays.
@@ -18,21 +20,22 @@ def on_each_device(kernel: Callable, definition: Callable, *, lead: int, adds: b
     Rows with `lead` axes before the last are split by these; the last is whole on every device.
     `definition` serves several weights under jax.vmap.
     """
-    split = custom_partitioning(lambda *arrays: kernel(*arrays))
+    marked = mark_of(kernel)
+    split = custom_partitioning(marked.kernel)
     count = 2 if adds else 1
 
     def partition(mesh, arg_shapes, result_shape):
-        spec = (*arg_shapes[0].sharding.spec, *(None,) * lead)[:lead]
+        spec = (*arg_shapes[1].sharding.spec, *(None,) * lead)[:lead]
         rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (spec, ()))
         given = (rows,) * count
-        return mesh, kernel, given if adds else rows, (*given, whole)
+        return mesh, marked.kernel, given if adds else rows, (whole, *given, whole)
 
     axes = " ".join(f"r{axis}" for axis in range(lead))
     given = ", ".join([f"{axes} d"] * count)
     split.def_partition(
-        partition, sharding_rule=f"{given}, d -> {given}", need_replication_factors=("d",)
+        partition, sharding_rule=f"{MARKED}{given}, d -> {given}", need_replication_factors=("d",)
     )
-    function = custom_vmap(lambda *arrays: split(*arrays))
+    function = custom_vmap(lambda *arrays: split(marked.mark(), *arrays))
 
     @function.def_vmap
     def rule(size, batched, *arrays):
