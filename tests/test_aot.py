@@ -96,6 +96,27 @@ def test_step(case):
     check_step(case, aot.compile_case(case, "a100"))
 
 
+SPLIT = "scaling qwen2.5-14b plain, 1048576 tokens on 1,1,4"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [case if case == SPLIT else pytest.param(case, marks=pytest.mark.slow) for case in aot.SCALING],
+)
+def test_step_over_several_devices(case):
+    """It fits, and sends neither cache nor weights; figures are those of docs/scaling.md."""
+    step, found = aot.SCALING[case], aot.compile_case(case, "a100")
+    used = sum(found[f"{part}_bytes"] for part in ("argument", "temp", "output"))
+    assert used - found["alias_bytes"] < MEMORY["a100"]
+    assert found["alias_bytes"] > 0.99 * found["output_bytes"]
+    assert found["cache_copies"] == 0
+    largest = max(one["bytes"] for one in found["sent"]["each"])
+    assert largest < found["cache_bytes"] / 8
+    # The tokens of a layer's cache that are sent would be more than all that a step sends.
+    layers = tsjax.model_preset(step.model).num_layers
+    assert found["sent"]["step"] < layers * found["cache_bytes"] / 64
+
+
 @pytest.mark.parametrize("case", ["step llama3.1-8b tokenswift", "fill_stage llama3.1-8b"])
 def test_step_with_64_bit_types_switched_on(case):
     check_step(case, aot.compile_case(case, "a100", JAX_ENABLE_X64="1"))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading what a compilation for a GPU leaves: on a small program in XLA's words."""
 
-from tools.gpu_program import figures, read_dump, read_thunks, work
+from tools.gpu_program import figures, read_dump, read_thunks, sent, work
 
 THUNKS = """\
 001: kCopy   [source       | next=002 (1)] kCopy
@@ -101,3 +101,46 @@ def test_work_is_counted_where_kernels_start():
         "attention": 2 * 2 * 3 * 8 * 100 * 32,  # q·k and the sum of values, of 8 query heads
         "kernels": 4,
     }
+
+
+SENDING = """
+HloModule jit_decode
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%chosen (x: f32[8]) -> f32[8] {
+  ROOT %gathered = f32[4,8]{1,0} all-gather(%x), channel_id=4, dimensions={0}
+}
+
+%inner (x: f32[8]) -> f32[8] {
+  ROOT %moved = f32[8]{0} collective-permute(%x), channel_id=3, source_target_pairs={{0,1}}
+}
+
+%body (x: f32[8]) -> f32[8] {
+  %two = (f32[2,3]{1,0}, bf16[5]{0}) all-reduce(%a, %b), channel_id=1, to_apply=%add
+  %begun = (f32[2]{0}, f32[8]{0}) all-gather-start(%c), channel_id=2, dimensions={0}
+  %done = f32[8]{0} all-gather-done(%begun)
+  %looped = f32[8]{0} while(%x), condition=%always, body=%inner
+  ROOT %either = f32[8]{0} conditional(%p, %x, %x), branch_computations={%chosen, %none}
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  ROOT %steps = f32[8]{0} while(%x), condition=%always, body=%body
+}
+"""
+
+
+def test_what_is_sent():
+    """A usual step is what the outermost loop does itself, neither inner loops nor conditions."""
+    found = sent(SENDING)
+    each = {(one["name"], one["bytes"], tuple(one["inside"])) for one in found["each"]}
+    assert each == {
+        ("all-reduce", 2 * 3 * 4 + 5 * 2, ("loop",)),
+        ("all-gather", 32, ("loop",)),
+        ("collective-permute", 32, ("loop", "loop")),
+        ("all-gather", 128, ("loop", "condition")),
+    }
+    assert (found["step"], found["step_count"]) == (34 + 32, 2)
+    assert sent("ENTRY %main (x: f32[8]) -> f32[8] {\n}")["step"] == 0
