@@ -120,7 +120,8 @@ def test_a_run_that_is_killed_after_any_chunk_goes_on_as_if_it_never_was(model, 
         )
         if number % 4 == 0:
             assert rows_of(tsjax.generate(model, resume_from=path, **SIZES)) == whole
-    assert tsjax.check_run(model, saved[-1][0]).departures == []
+    if lazy.revive != "never":  # which costs programs of its own
+        assert tsjax.check_run(model, saved[-1][0]).departures == []
 
 
 def signal_in(patch, program: str, number: int):
@@ -282,16 +283,21 @@ def test_the_command_goes_on_with_the_saved_prefill(tmp_path, capsys):
     assert "prefill='full' is not valid" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("lazily", [False, True], ids=["whole", "lazily"])
-def test_a_run_goes_on_with_other_devices(lazily, tmp_path):
-    """Begun on one device, it goes on on four, and ends on two."""
+LAZY_ON_A_MESH = tsjax.LazyPrefill(keep={1: 0.5}, revive_rows=8)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "num_layers"),
+    [("full", 1), pytest.param(LAZY_ON_A_MESH, 2, marks=pytest.mark.slow)],
+)
+def test_a_run_goes_on_with_other_devices(prefill, num_layers, tmp_path):
+    """Begun on one device, it goes on on four, and ends on one."""
     path, run = tmp_path / "run.json", dict(PENALISED, seed=3, **SIZES)
-    lazy = tsjax.LazyPrefill(keep={1: 0.5}, revive_rows=8) if lazily else "full"
-    meshes = None, jax.make_mesh((2, 2), ("data", "model")), jax.make_mesh((2,), ("model",))
-    models = [tiny_model(mesh=mesh, num_layers=2) for mesh in meshes]
-    whole = tsjax.generate(models[0], PROMPTS, prefill=lazy, max_new_tokens=24, **run)
-    begun = dict(prompt=PROMPTS, prefill=lazy, **run)
-    for model, length in zip(models, (7, 15, 24), strict=True):
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    one, four = (tiny_model(mesh=mesh, num_layers=num_layers) for mesh in (None, mesh))
+    whole = tsjax.generate(one, PROMPTS, prefill=prefill, max_new_tokens=24, **run)
+    begun = dict(prompt=PROMPTS, prefill=prefill, **run)
+    for model, length in zip((one, four, one), (7, 15, 24), strict=True):
         found = tsjax.generate(model, max_new_tokens=length, save_to=path, **begun)
         assert rows_of(found) == [row[:length] for row in rows_of(whole)]
         begun = dict(resume_from=path, **SIZES)
