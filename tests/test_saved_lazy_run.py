@@ -48,7 +48,8 @@ def rows_of(result) -> list[list[int]]:
 
 
 def saved_chunks(model, folder, settings, lazy):
-    """After each chunk of a run (1, 3 or 2 steps) its file and a copy of its state; its tokens."""
+    """A run's request, after each chunk (1, 3 or 2 steps) its file and a copy of its state, and in
+    the end its tokens."""
     request = make_request(model, PROMPTS, None, settings, prefill=lazy, **SIZES)
     sizes, saved, news = itertools.cycle([1, 3, 2]), [], None
     with pytest.MonkeyPatch.context() as patch:
@@ -58,7 +59,7 @@ def saved_chunks(model, folder, settings, lazy):
             Saving(model, request, path, 1).save(news, last=True)
             saved.append((path, jax.tree.map(np.array, news.state.replace(row_key=()))))
     assert news is not None
-    return saved, [row.tolist() for row in news.all_tokens]
+    return request, saved, [row.tolist() for row in news.all_tokens]
 
 
 def assert_same(begun, found):
@@ -108,16 +109,15 @@ def test_a_run_that_is_killed_after_any_chunk_goes_on_as_if_it_never_was(model, 
     rows = rows_of(tsjax.generate(model, PROMPTS, prefill=lazy, **SIZES, **settings))
     # One that ends the second row, before the others.
     settings["eos_token_id"] = next(t for t in rows[1][5:] if t not in rows[0] + rows[2])
-    saved, whole = saved_chunks(model, tmp_path, settings, lazy)
+    first, saved, whole = saved_chunks(model, tmp_path, settings, lazy)
     assert len(whole[1]) < NEW == len(whole[0]) == len(whole[2])
     for number, (path, state) in enumerate(saved):
         request = make_request(model, None, None, {}, resume_from=path, **SIZES)
-        assert_same(
-            state,
-            jax.tree.map(
-                np.array, host_run.start_run(model, request, Interrupt()).replace(row_key=())
-            ),
-        )
+        # By the programs that had read the prompt.
+        assert request.prefill_widths == first.prefill_widths
+        assert request.prompt_capacity == first.prompt_capacity
+        found = host_run.start_run(model, request, Interrupt()).replace(row_key=())
+        assert_same(state, jax.tree.map(np.array, found))
         if number % 4 == 0:
             assert rows_of(tsjax.generate(model, resume_from=path, **SIZES)) == whole
     if lazy.revive != "never":  # which costs programs of its own
@@ -202,6 +202,11 @@ def test_the_file_says_with_which_prefill(model, tmp_path):
     for same in (None, lazy, named):
         again = tsjax.generate(model, resume_from=path, prefill=same, **settings)
         assert rows_of(again) == rows_of(first) and read_run(path).prefill == named
+    # A prompt that is shorter than what the file says of it.
+    path.write_text(json.dumps({**saved, "prompt": [[1, 2]]}))
+    with pytest.raises(ValueError, match=r"window=3 is not valid: at most the 2 tokens"):
+        tsjax.generate(model, resume_from=path, max_new_tokens=4)
+    path.write_text(json.dumps(saved))
     for other, message in (
         ("full", r"prefill='full' is not valid: resume_from=.*run.json' was saved with "
          r"prefill=LazyPrefill\(keep=.*; leave it out"),

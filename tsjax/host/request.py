@@ -168,16 +168,16 @@ def make_request(
     method = resolve_method(method)
     _check_against_model(config, model)
     prompt_capacity = _capacity_bucket(max(map(len, prompts)), SMALLEST_PREFILL)
-    if lazy is not None:
-        _check_prompts(lazy, prompts)
-        # For all prompts of a bucket alike, as every other setting is another program.
-        lazy = lazy.resolved(model.cfg, prompt_capacity)
+    # For all prompts of a bucket alike, as every other setting is another program.
+    lazy = lazy and lazy.resolved(model.cfg, prompt_capacity)
     if resume_from is not None:
         if prefill is not None:
             _check_same_prefill(f"resume_from={os.fspath(resume_from)!r}", run, lazy)
         lazy = run.prefill
-    if prefix is not None and lazy is not None:
-        raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
+    if lazy is not None:
+        _check_prompts(lazy, prompts)
+        if prefix is not None:
+            raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
     context = max(map(len, prompts)) + config.max_new_tokens // 2
     _check_corpus(corpus, method, model)
     _check_draft_model(draft_model, method, model)
