@@ -27,7 +27,9 @@ from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_t
 from tsjax.lazy.state import Plan, init_prompt
 from tsjax.model.params import Params
 
-ONE_BY_ONE = 32  # tokens between two looks at whether Ctrl-C was pressed
+# Tokens that are read one by one between two looks at whether Ctrl-C was pressed. No pass is
+# narrower, so one program reads all.
+ONE_BY_ONE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +102,7 @@ class LazyPrefill(LazySettings):
         return state if part == plan.last_stage else choose_stage(plan, params, state, part)
 
     def most_made_at_once(self, width: int) -> int:
-        """Tokens of a pass of `read_made` that begins soon enough to be interrupted after."""
+        """How many tokens a pass of `read_made` may take, at most `width`."""
         return min(width, ONE_BY_ONE) if self.revive == "on_demand" else width
 
     def read_made(
