@@ -268,9 +268,9 @@ def _add_generate(commands: Any) -> None:
     _add(parser, "--draft-model PATH", text)
     text = (
         "lazy: compute a part of the prompt only, for the first token to come sooner; this changes "
-        "the text"
+        "the text; by default full, or that of the run that is resumed"
     )
-    _add(parser, "--prefill", text, choices=("full", "lazy"), default="full")
+    _add(parser, "--prefill", text, choices=("full", "lazy"))
     text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2.3, say: "
     text += ", ".join(_fields(tsjax.LazyPrefill))
     _add(parser, "--prefill-options NAME=VALUE", text, nargs="+", default=[])
@@ -723,7 +723,7 @@ def _generate_many(args: argparse.Namespace) -> int:
     for name in refused:
         if getattr(args, name) is not None:
             raise BadValue(f"{_flag_of(name)} is not valid with --prompts: --out is resumed")
-    check(args.prefill == "full", "--prefill", args.prefill, "full, with --prompts")
+    check(args.prefill != "lazy", "--prefill", args.prefill, "full, with --prompts")
     config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
     config = config.replace(**_settings(args))
     method = named_method(args.method or "autoregressive", args.method_options)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from tsjax.decoding.logprobs import text_log_probs
-from tsjax.decoding.reading import finish_part, read_part
+from tsjax.decoding.reading import finish_part, read_made, read_part
 from tsjax.decoding.replaying import replay
 from tsjax.decoding.simulating import simulate
 from tsjax.decoding.start import adopt, begin, fill_row, grown, spread
@@ -30,6 +30,7 @@ class Programs(NamedTuple):
     grown: Any
     read_part: Any
     finish_part: Any
+    read_made: Any
     decode: Any
     replay: Any
     simulate: Any
@@ -52,6 +53,7 @@ def programs(platform: str, dtype: str) -> Programs:
             read_part, static_argnames=("part", "width", "cfg"), donate_argnames=("state",)
         ),
         finish_part=jit(finish_part, static_argnames=("part", "cfg"), donate_argnames=("state",)),
+        read_made=jit(read_made, static_argnames=("width", "cfg"), donate_argnames=("state",)),
         decode=jit(decode, static_argnames=("cfg",), donate_argnames=("state",)),
         replay=jit(replay, static_argnames=("cfg",), donate_argnames=("state", "found")),
         simulate=jit(simulate, static_argnames=("cfg",), donate_argnames=("state",)),

@@ -3,7 +3,8 @@
 
 Knows how passes fill the cache. A part is a row of passes of one width and, where the parts that
 follow depend on it, an end of its own. A whole prompt is one part; a lazy prefill has one for each
-of its stages.
+of its stages. What a resumed run had made is read with the prompt, or after a lazy prefill by
+itself.
 """
 
 from __future__ import annotations
@@ -63,6 +64,11 @@ def finish_part(params: Params, state: DecodeState, *, part: int, cfg: DecodeCon
     if cfg.prefill is None:
         return state
     return cfg.prefill.finish_part(params, state, part=part, cfg=cfg)
+
+
+def read_made(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):
+    """After a lazy prefill, one pass over what a resumed run had made: its next `width` tokens."""
+    return cfg.prefill.read_made(params, state, start, width=width, cfg=cfg)
 
 
 def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):

@@ -66,7 +66,10 @@ def replay(
 def _replay_step(params: Params, state: DecodeState, given, found: Replay, *, cfg: DecodeConfig):
     noise = step_noise(state.row_key, state.length, 0, cfg.model.vocab_size, state.sampling)
     _, root = cfg.method.draft(cfg.model, params, state, noise)
-    rows = pass_over(params, state, root, cfg=cfg)
+    if cfg.prefill is None:
+        rows = pass_over(params, state, root, cfg=cfg)
+    else:
+        state, rows = cfg.prefill.run_root(params, state, cfg=cfg)
     scores = score_nodes(params.model, state, root, rows, noise, cfg=cfg).scores
     at = state.length[:, None]
     target = jnp.take_along_axis(given, at, axis=1)
@@ -79,7 +82,10 @@ def _replay_step(params: Params, state: DecodeState, given, found: Replay, *, cf
         behind=found.behind.at[b, slots].set(first - its_own, mode="drop"),
     )
     verdict = Verdict(target=target, rows=rows)
-    return _until_full(commit(state, root, verdict, accept(root, verdict.target))), found
+    after = commit(state, root, verdict, accept(root, verdict.target))
+    if cfg.prefill is not None:
+        after = cfg.prefill.noted(state, after, cfg=cfg)
+    return _until_full(after), found
 
 
 def _until_full(state: DecodeState) -> DecodeState:

@@ -43,7 +43,7 @@ def generate(
     *,
     config: GenerationConfig | None = None,
     method: Any = None,
-    prefill: Any = "full",
+    prefill: Any = None,
     streamer: Any = None,
     progress: bool = False,
     capacity: int | None = None,
@@ -76,7 +76,8 @@ def generate(
         "draft_model" where there is a second model, and else "autoregressive".
       prefill: "full"; "lazy" or a tsjax.LazyPrefill computes only a part of the prompt's tokens in
         its later layers, for the first token to come sooner. That changes what is said; with the
-        same prefill, all methods return the same tokens, as above.
+        same prefill, all methods return the same tokens, as above. By default that of the run that
+        is resumed, and else "full".
       streamer: an object with put(ids) and end(), as HuggingFace's streamers; single prompts only.
         It gets the prompt and then the tokens that this call makes.
       progress: show a progress bar with tokens/s and tokens/step on stderr.
@@ -87,9 +88,9 @@ def generate(
       exceed_max_positions: allow prompt and new tokens beyond what the model was made for.
       save_to: a file that receives prompt, settings and tokens every `save_every` tokens, when
         interrupted and at the end. A write that fails is a warning, and the result says so.
-      resume_from: such a file; prompt, settings and method come from it, and the run goes on as if
-        it had never stopped. `max_new_tokens` and `method` may be given anew; what is in no file
-        has to be: logits processors, a corpus, a second model.
+      resume_from: such a file; prompt, settings, method and prefill come from it, and the run goes
+        on as if it had never stopped. `max_new_tokens` and `method` may be given anew; what is in
+        no file has to be: logits processors, a corpus, a second model.
       on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run early and it is saved:
         "raise" raises tsjax.Interrupted, whose `result` is the GenerationResult, so that a loop
         over prompts ends, too; "return" returns it. Its finish_reason is "interrupted" where a
@@ -134,11 +135,6 @@ def generate(
     )
     check_int(save_every, "save_every", 1)
     _check_keep_prefix(keep_prefix, request)
-    if save_to is not None and request.decode.prefill is not None:
-        why = (
-            "what a run saw of its prompt is not saved, so it could not go on with the same tokens"
-        )
-        raise BadValue(f"save_to={os.fspath(save_to)!r} is not valid with a lazy prefill: {why}")
     _check_streamer(streamer, request)
     interrupt, saving = Interrupt(), Saving(model, request, save_to, save_every)
     news = None

@@ -2,7 +2,8 @@
 """A saved run's tokens against plain decoding: which ones it would not have chosen, and how near.
 
 Knows files of runs. Each token is judged after the run's own tokens before it (teacher-forced), by
-the same passes of one row, penalties and noise as `generate` has with method="autoregressive".
+the same passes of one row, prefill, penalties and noise as `generate` has with
+method="autoregressive".
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ def check_run(
     check(longest <= most, "run", os.fspath(run), f"at most max_new_tokens={most} tokens in a row")
     wide = saved.exceed_max_positions
     how = {"exceed_max_positions": wide, "logits_processor": logits_processor}
+    how["prefill"] = saved.prefill
     # The rows of a saved run are those of all answers; what is told beside them matters not.
     config = saved.config.replace(num_return_sequences=1, logprobs=None)
     config = config.replace(seed=saved.seeds)

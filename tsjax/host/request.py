@@ -64,6 +64,8 @@ class Request:
       stop_ids: the resolved end tokens.
       capacity: cache slots per row.
       prefill_widths: tokens of each pass of the prefill, for each of its parts.
+      made_widths: after a lazy prefill, tokens of each pass over what a resumed run had made, which
+        else is read with the prompt.
       prompt_capacity: the most tokens of a prompt that a lazy prefill can take.
       of_rows: for each row, which of the distinct texts it begins with, where a text that several
         rows have is read once; None where each row is read by itself: on a mesh, lazily, where few
@@ -83,6 +85,7 @@ class Request:
     stop_ids: tuple[int, ...]
     capacity: int
     prefill_widths: list[list[int]]
+    made_widths: list[int]
     prompt_capacity: int
     exceed_max_positions: bool
     corpus: Corpus | None
@@ -116,7 +119,7 @@ def make_request(
     settings: Mapping[str, Any],
     *,
     method: Any = None,
-    prefill: Any = "full",
+    prefill: Any = None,
     capacity: int | None = None,
     prefill_width: int = 512,
     exceed_max_positions: bool = False,
@@ -152,12 +155,9 @@ def make_request(
         reasons: list[str | None] = [None] * len(prompts)
         logprobs = None if config.logprobs is None else [no_log_probs(config.logprobs)] * len(made)
     else:
-        what = "resume_from continues a run"
-        if lazy is not None:
-            raise BadValue(f"{what} whose whole prompt was computed: leave out prefill")
         if config is not None or set(settings) - {"max_new_tokens"}:
             beside = "pass nothing but max_new_tokens beside it"
-            raise BadValue(f"{what} with its own settings: {beside}")
+            raise BadValue(f"resume_from continues a run with its own settings: {beside}")
         run = _resumed_run(model, resume_from, prompt, settings)
         prompts, made, single = run.prompts, run.tokens, run.single
         config, reasons, logprobs = run.config, run.finish_reason, run.logprobs
@@ -167,6 +167,18 @@ def make_request(
         method = "autoregressive" if draft_model is None else "draft_model"
     method = resolve_method(method)
     _check_against_model(config, model)
+    prompt_capacity = _capacity_bucket(max(map(len, prompts)), SMALLEST_PREFILL)
+    # For all prompts of a bucket alike, as every other setting is another program.
+    lazy = lazy and lazy.resolved(model.cfg, prompt_capacity)
+    if resume_from is not None:
+        if prefill is not None:
+            _check_same_prefill(f"resume_from={os.fspath(resume_from)!r}", run, lazy)
+        lazy = run.prefill
+    if lazy is not None:
+        check_lazy_mesh(mesh_of(model.params))
+        _check_prompts(lazy, prompts)
+        if prefix is not None:
+            raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
     context = max(map(len, prompts)) + config.max_new_tokens // 2
     _check_corpus(corpus, method, model)
     _check_draft_model(draft_model, method, model)
@@ -183,17 +195,10 @@ def make_request(
     if prefix is not None:
         check_prefix(prefix, model)
     rows = [np.concatenate(pair) for pair in zip(prompts, made, strict=True)]
-    longest = max(map(len, rows))
+    longest = max(map(len, rows if lazy is None else prompts))
+    made_longest = max(map(len, made))
     known = 0 if prefix is None else prefix.shared_with(rows)
     whole = lazy is None and mesh_of(model.params) is None
-    prompt_capacity = _capacity_bucket(longest, SMALLEST_PREFILL) if lazy else 0
-    if lazy is not None:
-        if prefix is not None:
-            raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
-        check_lazy_mesh(mesh_of(model.params))
-        _check_prompts(lazy, prompts)
-        # For all prompts of a bucket alike, as every other setting is another program.
-        lazy = lazy.resolved(model.cfg, prompt_capacity)
 
     def request_by(measured: Measured) -> Request:
         decode = DecodeConfig(model=model.cfg, method=method.next(measured), prefill=lazy)
@@ -211,7 +216,10 @@ def make_request(
             prefill_widths=[
                 _widths(int(count) - known, prefill_width) for count in parts(decode, longest)
             ],
-            prompt_capacity=prompt_capacity,
+            made_widths=[]
+            if lazy is None
+            else _widths(made_longest, lazy.most_made_at_once(prefill_width)),
+            prompt_capacity=0 if lazy is None else prompt_capacity,
             exceed_max_positions=exceed_max_positions,
             corpus=corpus,
             draft_model=draft_model,
@@ -223,7 +231,7 @@ def make_request(
         )
         _check_positions(request)
         slots = _capacity(request, capacity, prefill_width)
-        tokens = min(prompt_capacity, slots)
+        tokens = min(request.prompt_capacity, slots)
         return dataclasses.replace(request, capacity=slots, prompt_capacity=tokens)
 
     request = request_by(measured)
@@ -304,6 +312,8 @@ def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
     """None for the whole prompt."""
     if isinstance(prefill, LazyPrefill):
         return prefill
+    if prefill is None:
+        return None
     known = isinstance(prefill, str) and prefill in ("full", "lazy")
     check(known, "prefill", prefill, "'full', 'lazy' or tsjax.LazyPrefill(...)")
     return LazyPrefill() if prefill == "lazy" else None
@@ -534,6 +544,25 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
         raise BadValue(f"{name} was saved with {other}: load that of the run{known}")
 
 
+def _check_same_prefill(name: str, run: SavedRun, given: LazyPrefill | None) -> None:
+    """Another one would go on with other tokens. Of two lazy ones, fields that differ are shown."""
+    if given == run.prefill:
+        return
+    fields = [field.name for field in dataclasses.fields(LazyPrefill)]
+    if given is not None and run.prefill is not None:
+        fields = [name for name in fields if getattr(given, name) != getattr(run.prefill, name)]
+
+    def shown(lazy: LazyPrefill | None) -> str:
+        if lazy is None:
+            return "'full'"
+        return f"LazyPrefill({', '.join(f'{name}={getattr(lazy, name)!r}' for name in fields)})"
+
+    raise BadValue(
+        f"prefill={shown(given)} is not valid: {name} was saved with prefill={shown(run.prefill)}; "
+        "leave it out"
+    )
+
+
 def check_same_processors(name: str, run: SavedRun, given: Sequence[LogitsProcessor]) -> None:
     """A function is in no file: the caller gives it again."""
     wanted, found = run.processors, [[one.name, one.version] for one in given]
@@ -580,6 +609,7 @@ def _capacity(request: Request, wanted: int | None, prefill_width: int) -> int:
     # A step writes the rows of its longest path, of which the last ones may be in vain.
     decode = request.decode
     read = [request.prefix_length + sum(widths) for widths in request.prefill_widths]
+    read.append(max(request.prompt_length) - 1 + sum(request.made_widths))
     needed = max(max(request.max_length) + decode.rows_ahead, *read)
     if wanted is None:
         return _capacity_bucket(needed)
@@ -613,7 +643,8 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
     """Why a run cannot fit, before a byte of it is allocated; None where it can."""
     mesh, decode, second = mesh_of(model.params), request.decode, request.draft_model
     rows, slots = len(request.rows), request.capacity
-    widest = max((width for part in request.prefill_widths for width in part), default=1)
+    passes = [*request.prefill_widths, request.made_widths]
+    widest = max((width for part in passes for width in part), default=1)
     vocab, told = decode.model.vocab_size, request.config.logprobs
     counted = request.config.presence_penalty != 0 or request.config.frequency_penalty != 0
     sizes = {

@@ -408,6 +408,11 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
         if part < len(request.prefill_widths) - 1:
             state = compiled.finish_part(model.params, state, part=part, cfg=cfg)
             yield state.replace(**aside)
+    start, cfg = 0, dataclasses.replace(request.decode, method=Autoregressive())
+    for width in request.made_widths:
+        state = compiled.read_made(model.params, state, start, width=width, cfg=cfg)
+        start += width
+        yield state.replace(**aside)
 
 
 def programs_of(model: Model) -> Programs:

@@ -2,7 +2,8 @@
 """A run saved in a file, so that it can go on after a kill.
 
 Knows the file's format. The file holds tokens and settings, not the cache: noise is keyed by
-position, so prefilling prompt and output again continues with the same tokens.
+position, so prefilling prompt and output again continues with the same tokens. After a lazy prefill
+the output is read as it was made, so that it sees the same of the prompt.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from tsjax.files.checkpoint import tsjax_version
 from tsjax.files.whole_files import write_text
 from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 from tsjax.input_files import parsing, read_json
+from tsjax.lazy.prefill import LazyPrefill
 from tsjax.methods import METHODS, Auto
 from tsjax.methods.ngram import as_tuples
 
 FORMAT = 2
 WITH_PROCESSORS = 3  # of runs with processors of a user's own, which format 2 did not know
+WITH_LAZY_PREFILL = 4  # of runs with a lazy prefill, which format 3 did not know
+# Of what tokens see of a prompt, by the settings of a lazy prefill. A change of that is another
+# one: under it the tokens of older files would not go on as they began.
+LAZY_VERSION = 1
 OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of only the norms
 
 
@@ -38,6 +44,7 @@ class SavedRun:
       fingerprint: of the model, see fingerprint.py.
       model_path: where the model was, None if it came from nowhere; it may have moved since.
       method: as it was asked for.
+      prefill: a lazy one, with its cuts named; None where the whole prompt was computed.
       tokens: those made so far, one array per row.
       finish_reason: None for a row that has not ended.
       processors: name and version of each logits processor.
@@ -57,6 +64,7 @@ class SavedRun:
     prompts: list[np.ndarray]
     tokens: list[np.ndarray]
     finish_reason: list[str | None]
+    prefill: LazyPrefill | None = None
     processors: list[list[Any]] = dataclasses.field(default_factory=list)
     logprobs: list[LogProbs] | None = None
     version: str | None = None
@@ -74,7 +82,7 @@ class SavedRun:
 def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     """Replaces the file in one step: a kill leaves the old one or the new one."""
     document = {
-        "format": WITH_PROCESSORS if run.processors else FORMAT,
+        "format": _format_of(run),
         "tsjax": tsjax_version(),
         "model": {"path": run.model_path, "dtype": run.dtype, "fingerprint": run.fingerprint},
         "method": _method_to_dict(run.method),
@@ -84,6 +92,7 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
         "prompt": [row.tolist() for row in run.prompts],
         "tokens": [row.tolist() for row in run.tokens],
         "finish_reason": run.finish_reason,
+        **({"prefill": _prefill_to_dict(run.prefill)} if run.prefill else {}),
         **({"processors": run.processors} if run.processors else {}),
         **({"logprobs": [*map(log_probs_to_dict, run.logprobs)]} if run.logprobs else {}),
     }
@@ -96,9 +105,9 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
         raise NoSuchFile(f"{argument}={name!r} is not valid: no such file")
     with parsing(name, " is not valid: a file written by save_to", argument=argument):
         saved = read_json(name)
-        if saved["format"] not in (OLD_FORMAT, FORMAT, WITH_PROCESSORS):
+        if saved["format"] not in (OLD_FORMAT, FORMAT, WITH_PROCESSORS, WITH_LAZY_PREFILL):
             raise BadValue(f"format {saved['format']!r}")
-        is_old = saved["format"] == OLD_FORMAT
+        is_old, is_lazy = saved["format"] == OLD_FORMAT, saved["format"] == WITH_LAZY_PREFILL
         model = {"fingerprint": saved["model"]} if is_old else saved["model"]
         run = SavedRun(
             fingerprint=model["fingerprint"],
@@ -114,6 +123,7 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
             prompts=_rows(saved["prompt"]),
             tokens=_rows(saved["tokens"]),
             finish_reason=list(saved["finish_reason"]),
+            prefill=_prefill_from_dict(saved["prefill"]) if is_lazy else None,
             processors=[list(one) for one in saved.get("processors", ())],
             logprobs=_log_probs(saved),
         )
@@ -123,6 +133,13 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
             raise BadValue("prompt, tokens and finish_reason have different numbers of rows")
         _check_types(run)
     return run
+
+
+def _format_of(run: SavedRun) -> int:
+    """The oldest that knows all there is, for older versions to read what they can."""
+    if run.prefill is not None:
+        return WITH_LAZY_PREFILL
+    return WITH_PROCESSORS if run.processors else FORMAT
 
 
 def _check_types(run: SavedRun) -> None:
@@ -184,3 +201,17 @@ def _method_from_dict(saved: Mapping[str, Any]) -> Any:
     if "auto" in (fields.get("tree"), fields.get("draft_from")):
         return Auto()  # as older versions wrote it
     return METHODS[name](**{key: as_tuples(value) for key, value in fields.items()})
+
+
+def _prefill_to_dict(lazy: LazyPrefill) -> dict[str, Any]:
+    """All of its fields: the defaults of a later version may be others."""
+    return {"version": LAZY_VERSION, **dataclasses.asdict(lazy)}
+
+
+def _prefill_from_dict(saved: Mapping[str, Any]) -> LazyPrefill:
+    fields = dict(saved)
+    version = fields.pop("version")
+    check(version == LAZY_VERSION, "prefill", f"version {version!r}", f"version {LAZY_VERSION}")
+    lazy = LazyPrefill(**{key: as_tuples(value) for key, value in fields.items()})
+    check(not isinstance(lazy.keep, str), "keep", lazy.keep, "shares by layer")
+    return lazy

@@ -78,6 +78,7 @@ class Saving(Writing):
             model_path=self._model.path,
             dtype=self._model.cfg.dtype,
             method=self._request.method,
+            prefill=self._request.decode.prefill,
             exceed_max_positions=self._request.exceed_max_positions,
             single=self._request.single,
             config=self._request.config,

@@ -20,11 +20,16 @@ from tsjax.decoding.state import DecodeState
 from tsjax.decoding.step import commit, decode_step
 from tsjax.decoding.verification import accept, judge
 from tsjax.errors import BadValue
-from tsjax.lazy.revival import is_reviving, revive_in_background, run_choosing, tokens_until_choice
+from tsjax.lazy.rereading import read_made
+from tsjax.lazy.revival import is_reviving, revive_in_background, run_root, tokens_until_choice
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
 from tsjax.lazy.state import Plan, init_prompt
 from tsjax.model.params import Params
+
+# Tokens that are read one by one between two looks at whether Ctrl-C was pressed. No pass is
+# narrower, so one program reads all.
+ONE_BY_ONE = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +101,15 @@ class LazyPrefill(LazySettings):
         plan = self.plan(cfg.model)
         return state if part == plan.last_stage else choose_stage(plan, params, state, part)
 
+    def most_made_at_once(self, width: int) -> int:
+        """How many tokens a pass of `read_made` may take, at most `width`."""
+        return min(width, ONE_BY_ONE) if self.revive == "on_demand" else width
+
+    def read_made(
+        self, params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig
+    ) -> DecodeState:
+        return read_made(self.plan(cfg.model), params, state, start, width)
+
     def step(self, params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
         """One step of decoding, and what it takes to keep the prompt's tokens where they belong."""
         plan, inner = self.plan(cfg.model), dataclasses.replace(cfg, prefill=None)
@@ -106,7 +120,16 @@ class LazyPrefill(LazySettings):
                 state = revive_in_background(plan, params, state)
                 state = state.replace(room=tokens_until_choice(plan, state))
             after = decode_step(params, state, cfg=inner)
-        prompt = note_committed(plan, state, cfg.sizes.depth, after=after.kv.length)
+        return self.noted(state, after, cfg=cfg)
+
+    def run_root(self, params: Params, state: DecodeState, *, cfg: DecodeConfig):
+        """What a step of plain decoding does before it judges; see `noted` for what comes after."""
+        return run_root(self.plan(cfg.model), params, state)
+
+    def noted(self, before: DecodeState, after: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
+        """The state `after` a step, which knows where the rows are that it wrote."""
+        depth = cfg.sizes.depth
+        prompt = note_committed(self.plan(cfg.model), before, depth, after=after.kv.length)
         return after.replace(prompt=prompt)
 
     def is_reviving(self, model: ModelConfig, state: DecodeState) -> bool:
@@ -119,13 +142,14 @@ def _choosing_step(plan: Plan, params: Params, state: DecodeState, cfg: DecodeCo
     token is committed, and after."""
     noise = step_noise(state.row_key, state.length, 0, cfg.model.vocab_size, state.sampling)
     _, root = cfg.method.draft(cfg.model, params, state, noise)
-    positions = state.kv.length[:, None]
-    state, rows = run_choosing(plan, params.model, state, root.tokens, positions)
+    state, rows = run_root(plan, params, state)
     verdict = judge(params.model, state, root, rows, noise, cfg)
     return state, commit(state, root, verdict, accept(root, verdict.target))
 
 
 def _check_prompts(state: DecodeState, prompt_capacity: int, capacity: int) -> None:
+    """Refuses what `tsjax.prefill` would not read. Lengths that are traced pass: a run that is
+    resumed has longer ones, and calls `read_made` after the prefill."""
     most = f"at most the capacity {capacity}"
     check(0 < prompt_capacity <= capacity, "prompt_capacity", prompt_capacity, most)
     if isinstance(state.prompt_length, Tracer) or isinstance(state.length, Tracer):

@@ -16,7 +16,7 @@ from tsjax.lazy.stages import committed, compute, ranks_below, take_part, waitin
 from tsjax.lazy.state import UNSEEN, Plan
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
-from tsjax.model.passes import Rows, run_layers
+from tsjax.model.passes import Rows, run_layers, run_rows
 from tsjax.model.transformer import ModelWeights, embed
 
 FEW_ROWS = 8  # revived at once when they are fewer than revive_rows
@@ -31,10 +31,10 @@ def choice_is_due(plan: Plan, state: DecodeState):
 def tokens_until_choice(plan: Plan, state: DecodeState):
     """[B] int32: how many tokens a step may find; where tokens come back, up to the next choice."""
     until = plan.lazy.choose_every - _made(state) % plan.lazy.choose_every
-    return jnp.where(jnp.any(_lacking(plan, state), axis=1), until, state.tokens.shape[1])
+    return jnp.where(jnp.any(lacking_tokens(plan, state), axis=1), until, state.tokens.shape[1])
 
 
-def _lacking(plan: Plan, state: DecodeState):
+def lacking_tokens(plan: Plan, state: DecodeState):
     """[B, P] bool: committed prompt tokens that some stage lacks."""
     return (state.prompt.done < len(plan.stages)) & committed(state)
 
@@ -43,7 +43,7 @@ def is_reviving(plan: Plan, state: DecodeState) -> bool:
     """Whether a row that still runs lacks tokens that come back in the background."""
     if plan.lazy.revive != "background":
         return False
-    return bool(jnp.any(_lacking(plan, state) & state.running[:, None]))
+    return bool(jnp.any(lacking_tokens(plan, state) & state.running[:, None]))
 
 
 def _made(state: DecodeState):
@@ -57,7 +57,7 @@ def revive_in_background(plan: Plan, params: Params, state: DecodeState) -> Deco
 
     def revive(changing, due):
         begun = _with(state, changing, layers)
-        lacking = _lacking(plan, begun) & due[:, None]
+        lacking = lacking_tokens(plan, begun) & due[:, None]
         first = lacking & (jnp.cumsum(lacking, axis=1, dtype=jnp.int32) <= lazy.revive_rows)
         for stage in range(1, len(plan.stages)):
             wanted = first & (begun.prompt.done == stage)
@@ -67,9 +67,20 @@ def revive_in_background(plan: Plan, params: Params, state: DecodeState) -> Deco
         return _changing(begun, layers)
 
     with jax.named_scope("revive_in_background"):
-        lacking = jnp.any(_lacking(plan, state) & due[:, None])
+        lacking = jnp.any(lacking_tokens(plan, state) & due[:, None])
         changed = run_if(lacking, revive, _changing(state, layers), due)
         return _with(state, changed, layers)
+
+
+def run_root(plan: Plan, params: Params, state: DecodeState) -> tuple[DecodeState, Rows]:
+    """The pass of a step of plain decoding, and the state with what is revived before it."""
+    root, positions = state.root[:, None], state.kv.length[:, None]
+    if plan.lazy.revive == "on_demand":
+        return run_choosing(plan, params.model, state, root, positions)
+    if plan.lazy.revive == "background":
+        state = revive_in_background(plan, params, state)
+    itself = jnp.ones((1, 1), bool)
+    return state, run_rows(params.model, state.kv, root, positions, itself, cfg=plan.model)
 
 
 def run_choosing(

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading what a run had made before it was saved, so that each token sees what it saw then.
+
+That follows from the prompt and from the tokens before it, as revivals do. Knows revivals. Chooses
+no token.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tsjax.decoding.state import RUNNING, STOPPED, DecodeState
+from tsjax.lazy.revival import lacking_tokens, run_root
+from tsjax.lazy.stages import note_committed
+from tsjax.lazy.state import Plan
+from tsjax.model.cache import write_rows
+from tsjax.model.control_flow import run_if
+from tsjax.model.params import Params
+from tsjax.model.passes import Rows, run_rows
+
+
+def read_made(plan: Plan, params: Params, state: DecodeState, start, width: int) -> DecodeState:
+    """Commits `width` tokens of each row that has them, from the start-th (traced) that was made.
+
+    The prompt's last token counts as the first, as no stage has read it; a row's last known token
+    is left to its next step. Until all are read `kv.length` names the goal, and what is still to
+    come is absent in all layers. While tokens are revived, they are read one by one, as by the
+    steps that had made them; else in one pass.
+    """
+    goal = state.kv.length
+
+    def one_by_one(state: DecodeState, count) -> DecodeState:
+        def step(_, state: DecodeState) -> DecodeState:
+            return _committed(plan, *run_root(plan, params, state), goal)
+
+        return lax.fori_loop(jnp.int32(0), count, step, state)
+
+    def at_once(state: DecodeState) -> DecodeState:
+        positions = state.kv.length[:, None] + jnp.arange(width, dtype=jnp.int32)
+        tokens = jnp.take_along_axis(state.tokens, positions, axis=1)
+        causal = jnp.tril(jnp.ones((width, width), bool))
+        rows = run_rows(params.model, state.kv, tokens, positions, causal, cfg=plan.model)
+        return _committed(plan, state, rows, goal)
+
+    with jax.named_scope("read_made"):
+        begun = _at(state, jnp.minimum(state.prompt_length - 1 + start, goal), goal)
+        count = jnp.minimum(jnp.max(goal - begun.kv.length), width)
+        if plan.lazy.revive == "never":
+            read = at_once(begun)
+        elif plan.lazy.revive == "on_demand":
+            read = one_by_one(begun, count)
+        else:
+            reviving = jnp.any(lacking_tokens(plan, begun) & begun.running[:, None])
+            read = one_by_one(begun, jnp.where(reviving, count, 0))
+            read = run_if(~reviving, at_once, read)
+        return _at(read, goal, goal).replace(finish=state.finish)
+
+
+def _committed(plan: Plan, state: DecodeState, rows: Rows, goal) -> DecodeState:
+    """With the tokens of a pass, up to the goal; what lies beyond it is unspecified."""
+    width, length = rows.hidden.shape[1], state.kv.length
+    prompt = note_committed(plan, state, width - 1, after=rows.hidden)
+    kv = write_rows(state.kv, rows.k, rows.v, length, after=rows.hidden)
+    length = jnp.minimum(length + width, goal)
+    return state.replace(kv=kv.replace(length=length), prompt=prompt, finish=_finish(length, goal))
+
+
+def _at(state: DecodeState, length, goal) -> DecodeState:
+    """With the same rows in each layer, but other lengths; what has reached the goal stops."""
+    assert state.kv.absent is not None
+    absent = state.kv.absent + (length - state.kv.length)
+    kv = state.kv.replace(length=length, absent=absent)
+    return state.replace(kv=kv, finish=_finish(length, goal))
+
+
+def _finish(length, goal):
+    return jnp.where(length < goal, jnp.int8(RUNNING), jnp.int8(STOPPED))
