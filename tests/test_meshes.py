@@ -80,6 +80,30 @@ def test_every_choice_of_a_draft_cache(choice, single):
     assert found.stats.accepted_lengths == expected.stats.accepted_lengths
 
 
+def test_what_was_read_before_and_runs_that_are_saved(wanted, tmp_path):
+    """A prefix and a conversation's cache are dealt out as well; a run goes on where it may."""
+    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 2, 2))
+    prefix = tsjax.read(model, RAGGED[0][:5])
+    method, path = METHODS["tokenswift"], tmp_path / "run.json"
+    assert texts(model, RAGGED[:1], method, prefix=prefix) == wanted[1]
+    kept = tsjax.generate(model, RAGGED[0], max_new_tokens=9, eos_token_id=(), keep_prefix=True)
+    assert kept.tokens[0].tolist() == wanted[1][0][:9]
+    longer = [*RAGGED[0], *wanted[1][0][:9]]
+    found = texts(model, [longer], method, prefix=kept.prefix)
+    assert found[0][:31] == wanted[1][0][9:]
+    how = dict(max_new_tokens=17, eos_token_id=(), method=method, **SAMPLED)
+    tsjax.generate(model, RAGGED, save_to=path, **how)
+    for one in (tiny_model(num_layers=2, num_draft_heads=2), model):
+        rest = tsjax.generate(one, resume_from=path, max_new_tokens=40)
+        assert [row.tolist() for row in rest.tokens] == wanted[0]
+
+
+def test_a_lazy_prefill_is_refused_where_slots_are_split():
+    model = tiny_model(num_layers=2, mesh=mesh_of(1, 2, 2))
+    with pytest.raises(ValueError, match=r"lazy prefill .*2 parts of slots.*'data' and 'model'"):
+        tsjax.generate(model, RAGGED[0], max_new_tokens=2, prefill=tsjax.LazyPrefill(keep={1: 0.5}))
+
+
 def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeypatch, single):
     model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 1, 4))
     cache = init_cache(model.cfg, 3, 2048, mesh=usable_mesh(mesh_of(1, 1, 4)))
@@ -118,11 +142,11 @@ def sent(text):
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 2), (2, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["plain", "tokenswift"])
+@pytest.mark.parametrize("name", ["plain", "tokenswift", "prefill"])
 def test_no_cache_and_no_weight_is_sent(name, sizes):
     """Each collective of a step is smaller than a part of a layer's cache and than a matrix."""
     mesh = usable_mesh(mesh_of(*sizes))
-    capacity, method = 16_384, METHODS[name] or tsjax.Autoregressive()
+    capacity, method = 16_384, METHODS.get(name) or tsjax.Autoregressive()
     model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh, mlp_dim=8192)
     cfg = DecodeConfig(model.cfg, method)
     rows = 2 * sizes[0]
@@ -130,7 +154,11 @@ def test_no_cache_and_no_weight_is_sent(name, sizes):
         np.ones((rows, 8), np.int32), np.full(rows, 8), cfg=cfg, capacity=capacity,
         max_length=np.full(rows, 4000), mesh=mesh,
     )  # fmt: skip
-    lowered = programs("cpu", "float32").decode.lower(model.params, state, 1, cfg=cfg)
+    made = programs("cpu", "float32")
+    if name == "prefill":
+        lowered = made.read_part.lower(model.params, state, 0, part=0, width=16, cfg=cfg)
+    else:
+        lowered = made.decode.lower(model.params, state, 1, cfg=cfg)
     text = lowered.compile().as_text()
     found = sent(text)
     part = state.kv.k[0].addressable_shards[0].data.nbytes

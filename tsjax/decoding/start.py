@@ -183,11 +183,11 @@ def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
 
 
 def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:
-    """The state whose row b has the texts that row of_rows[b] of `cache` has read."""
+    """The state whose row b has the texts that row of_rows[b] of `cache` has read. On one device,
+    as `fill_row` and `grown`."""
 
     def taken(known):
-        known = jnp.take(by_text(known, cache.parts), of_rows, axis=1)
-        return known.reshape(-1, *known.shape[2:])
+        return jnp.take(known, of_rows, axis=0)
 
     k, v = (tuple(map(taken, buffers)) for buffers in (cache.k, cache.v))
     return state.replace(kv=state.kv.replace(k=k, v=v))
@@ -210,15 +210,9 @@ def fill_row(state: DecodeState, other: DecodeState, row) -> DecodeState:
     }
     # Keys are no numbers: their data are.
     data = written(*map(jax.random.key_data, (state.row_key, other.row_key)))
-
-    def filled(whole, one):
-        whole, one = (by_text(x, state.kv.parts) for x in (whole, one))
-        whole = lax.dynamic_update_slice_in_dim(whole, one, row, axis=1)
-        return whole.reshape(-1, *whole.shape[2:])
-
     kv = state.kv.replace(
-        k=tuple(map(filled, state.kv.k, other.kv.k)),
-        v=tuple(map(filled, state.kv.v, other.kv.v)),
+        k=tuple(map(written, state.kv.k, other.kv.k)),
+        v=tuple(map(written, state.kv.v, other.kv.v)),
         length=written(state.kv.length, other.kv.length),
     )
     key = jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
@@ -229,14 +223,14 @@ def grown(state: DecodeState, *, capacity: int) -> DecodeState:
     """The state with `capacity` slots in each buffer of tokens; what the method remembers is not
     part of it."""
 
-    def longer(x, axis: int, size: int = capacity):
+    def longer(x, axis: int):
         missing = [(0, 0)] * x.ndim
-        missing[axis] = (0, size - x.shape[axis])
+        missing[axis] = (0, capacity - x.shape[axis])
         return jnp.pad(x, missing)
 
-    slots = -(-capacity // state.kv.parts)
-    k, v = (tuple(longer(x, 2, slots) for x in buffers) for buffers in (state.kv.k, state.kv.v))
-    kv = state.kv.replace(k=k, v=v)
+    kv = state.kv.replace(
+        k=tuple(longer(x, 2) for x in state.kv.k), v=tuple(longer(x, 2) for x in state.kv.v)
+    )
     told = jax.tree.map(lambda x: longer(x, 1), state.logprobs)
     return state.replace(
         kv=kv, tokens=longer(state.tokens, 1), sources=longer(state.sources, 1), logprobs=told,
