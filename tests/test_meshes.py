@@ -118,6 +118,9 @@ def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeyp
     run = dict(max_new_tokens=5, capacity=large, exceed_max_positions=True)
     with pytest.raises(NotEnoughMemory):
         tsjax.generate(single, RAGGED[0], **run)
+    by_heads = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 4, 1))
+    with pytest.raises(NotEnoughMemory, match="4 devices hold 4 copies of the cache: an axis 'slo"):
+        tsjax.generate(by_heads, RAGGED[0], **run)
     monkeypatch.setattr(request, "available_bytes", lambda device: 4 * limit)
     found = tsjax.generate(model, RAGGED[0], **run).tokens[0]
     monkeypatch.undo()

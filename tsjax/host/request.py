@@ -672,13 +672,14 @@ def _memory_shortage(request: Request, model: Model) -> str | None:
     if available is None or needed <= available:
         return None
     parts_of_it = ", ".join(f"{size:,} for {name}" for name, size in sizes.items() if size)
+    remedies = "; ".join(_remedies(request, device, mesh))
     return (
         f"not enough memory: capacity={slots} slots for {rows} rows take {needed:,} bytes per "
-        f"device, {available:,} are free: {parts_of_it}; {'; '.join(_remedies(request, device))}"
+        f"device, {available:,} are free: {parts_of_it}; {remedies}"
     )
 
 
-def _remedies(request: Request, device: Any) -> list[str]:
+def _remedies(request: Request, device: Any, mesh: Any) -> list[str]:
     """What would make a run smaller, or leave it more memory."""
     decode = request.decode
     shorter = "lower max_new_tokens, shorten or split the batch"
@@ -687,6 +688,14 @@ def _remedies(request: Request, device: Any) -> list[str]:
     found = [shorter]
     if decode.sizes.width > 1:
         found.append("method='autoregressive' remembers and scores less")
+    if mesh is not None:
+        one, each = (cache_bytes(decode.model, len(request.rows), 1024, on) for on in (None, mesh))
+        copies = mesh.size * each // one
+        if copies > 1:
+            found.append(
+                f"the {mesh.size} devices hold {copies} copies of the cache: an axis 'slots' in "
+                "their mesh splits it, see tsjax info --mesh"
+            )
     share = memory_share() if device.platform == "gpu" else None
     if share is not None and share < 0.9:
         found.append(
