@@ -101,7 +101,7 @@ def other_calls(model):
     kept = tsjax.generate(model, LONGER + [9], prefix=prefix, keep_prefix=True, **plain)
     longer = [*LONGER, 9, *kept.tokens[0], 4]
     corpus = tsjax.Corpus([LONGER, LONGER[1:]])
-    second = tiny_model(num_layers=1)
+    second = tiny_model(num_layers=1, vocab_size=model.cfg.vocab_size)
     made = {
         "prefix": tsjax.generate(model, longer, prefix=kept.prefix, **plain),
         "answers": tsjax.generate(model, LONGER, num_return_sequences=2, prefill_width=16, **plain),
@@ -179,9 +179,11 @@ def calls(out, folder):
 
 def more_calls(out, folder, sizes):
     model = tsjax.load(folder, mesh=mesh_of(sizes))
-    cached = trained(model, cache_hidden=True)
-    auto = measured_run(model, tsjax.Auto(), f"{out}.run")
-    write(out, {"other": other_calls(model), "trained": cached, "auto": auto})
+    found = {
+        "other": other_calls(model), "trained": trained(model, cache_hidden=True),
+        "auto": measured_run(model, tsjax.Auto(), f"{out}.run"),
+    }  # fmt: skip
+    write(out, found)
 
 
 def load(out, folder, sizes):
