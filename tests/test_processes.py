@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import one_of_several as job
 import pytest
+from conftest import QUICK_XLA
 from helpers import TOKENS, save_tokenizer, tiny_model
 from one_of_several import LONG, METHODS, PROMPTS, texts
 from test_chat import CHATML
@@ -23,6 +24,7 @@ import tsjax
 import tsjax_convert
 from tsjax.__main__ import main
 
+GONE = "failed: [external/gloo"  # says jax where another process does not answer
 PROGRAM = os.path.join(os.path.dirname(__file__), "one_of_several.py")
 
 
@@ -39,6 +41,7 @@ def started(count, *argv, program=(sys.executable, PROGRAM)):
             os.environ, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES=str(count),
             JAX_PROCESS_ID=str(number), PYTHONPATH=root,
         )  # fmt: skip
+        env.setdefault("XLA_FLAGS", " ".join(QUICK_XLA))
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         running.append(subprocess.Popen([*program, *map(str, argv)], env=env, **pipes))
     try:
@@ -181,18 +184,25 @@ def test_a_signal_to_one_ends_all_and_what_there_is_is_kept(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("work", ["long_stream", "long_training"])
-@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL], ids=["signal", "kill"])
-def test_streams_and_training_end_together(work, ending, tmp_path):
+@pytest.mark.parametrize(
+    ("work", "ending", "number"),
+    [
+        pytest.param("long_stream", signal.SIGINT, 1, id="signal to a stream"),
+        pytest.param("long_stream", signal.SIGKILL, 1, id="end of a stream"),
+        pytest.param("long_training", signal.SIGINT, 1, id="signal to training"),
+        pytest.param("long_training", signal.SIGKILL, 0, id="end of training"),
+    ],
+)
+def test_streams_and_training_end_together(work, ending, number, tmp_path):
     out, heads = tmp_path / "count.json", tmp_path / "count.json-heads"
     with started(2, work, 1, out, "2,1") as running:
         wait_for(f"{out}.1")
-        running[1].send_signal(ending)
+        running[number].send_signal(ending)
         codes, said = ended(running, 30)
     if ending == signal.SIGINT:
         assert codes == [130, 130]
     else:
-        assert codes[0] not in (0, 130) and "JaxRuntimeError" in said[0][1]
+        assert codes[1 - number] not in (0, 130) and GONE in said[1 - number][1]
     if work == "long_training":  # what was learned is kept, and taken up by one process
         (saved,) = (heads / "checkpoint").iterdir()
         steps = int(saved.name.removeprefix("step-"))
@@ -224,7 +234,7 @@ def test_where_one_is_killed_the_other_ends_with_an_error_and_a_saved_run(killed
         running[killed].kill()
         other = running[1 - killed]
         _, said = other.communicate(timeout=30)
-    assert other.returncode not in (0, 130) and "JaxRuntimeError" in said
+    assert other.returncode not in (0, 130) and GONE in said
     assert tokens_in(out) > before
     run = dict(max_new_tokens=tokens_in(out) + 20)
     found, wanted = rest_of(out, run)
@@ -264,7 +274,7 @@ def test_the_command_trains_and_measures_in_several_processes(tmp_path):
             codes, said = ended(running, 300)
         assert codes == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
         found = json.loads(said[0][0].splitlines()[-1])
-        assert not said[1][0]
+        assert "{" not in said[1][0]
         if argv[0] == "bench":
             assert found["complete"] and found["processes"] == 2
             assert [row["method"] for row in found["rows"]] == ["plain", "ngram"]

@@ -648,7 +648,9 @@ def _joined(args: argparse.Namespace) -> Iterator[None]:
             silent.enter_context(contextlib.redirect_stdout(nowhere))
         try:
             yield
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax has both for that
+            if isinstance(error, tsjax.TsjaxError):
+                raise
             # The others are gone, and so is what jax would wait for at the end of this one.
             why = " ".join(str(error).split())[:200]
             where = getattr(args, "save_to", None)
