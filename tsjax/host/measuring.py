@@ -305,7 +305,7 @@ class Parts:
         def begin():
             tokens = jnp.zeros((self._batch, 8), jnp.int32)
             lengths = jnp.full((2, self._batch), 8, jnp.int32)
-            sizes = dict(capacity=128, max_length=10 * lengths[1])
+            sizes: Any = dict(capacity=128, max_length=10 * lengths[1])
             return init_state(tokens, lengths[0], cfg=cfg, mesh=self._mesh, **sizes)
 
         state = self._jit(begin)()
