@@ -230,7 +230,7 @@ def test_where_one_is_killed_the_other_ends_with_an_error_and_a_saved_run(killed
     with started(2, "long_run", 1, out, "1,2") as running:
         wait_for(out)
         before = tokens_in(out)
-        time.sleep(0.5)
+        time.sleep(1.5)
         running[killed].kill()
         other = running[1 - killed]
         _, said = other.communicate(timeout=30)

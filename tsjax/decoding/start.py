@@ -236,23 +236,24 @@ def init_stats(cfg: DecodeConfig, batch: int) -> StepStats:
 def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None, lesson=None) -> DecodeState:
     """The state as another method begins with it: its memory knows no more than the `lesson` of
     one before, if there is any; counters are 0."""
+    batch, capacity = state.tokens.shape
     begin = _first_memory if mesh is None else _first_memory_on_mesh
-    memory, stats = begin(lesson, cfg=cfg, shape=state.tokens.shape, mesh=mesh)
+    memory, stats = begin(lesson, cfg=cfg, batch=batch, capacity=capacity, mesh=mesh)
     state = state.replace(memory=memory, stats=stats)
     return state if mesh is None else _on_each_device(state, mesh)
 
 
-def _first_memory(lesson, *, cfg: DecodeConfig, shape: tuple[int, ...], mesh):
+def _first_memory(lesson, *, cfg: DecodeConfig, batch: int, capacity: int, mesh):
     """What a method begins with, and its counters; on each device of a mesh."""
-    memory = cfg.method.init(cfg.model, *shape, mesh)
+    memory = cfg.method.init(cfg.model, batch, capacity, mesh)
     if lesson is not None:
         memory = cfg.method.taught(memory, lesson)
-    begun = memory, init_stats(cfg, shape[0])
+    begun = memory, init_stats(cfg, batch)
     return begun if mesh is None else _on_each_device(begun, mesh)
 
 
 # Compiled, as devices of other processes are out of reach of single operations.
-_first_memory_on_mesh = jax.jit(_first_memory, static_argnames=("cfg", "shape", "mesh"))
+_first_memory_on_mesh = jax.jit(_first_memory, static_argnames=("cfg", "batch", "capacity", "mesh"))
 
 
 def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int, prompt_capacity: int) -> int:
@@ -330,10 +331,10 @@ def _on_each_device(state: Any, mesh) -> Any:
 
     def place(part):
         """Keys and values of a cache are placed where they are made."""
-        if jnp.issubdtype(getattr(part, "dtype", None), jax.dtypes.prng_key):
-            data = jax.device_put(jax.random.key_data(part), everywhere)
-            return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
         if not isinstance(part, Cache):
+            if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+                data = jax.device_put(jax.random.key_data(part), everywhere)
+                return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
             return jax.device_put(part, everywhere)
         rest = jax.device_put(part.replace(k=(), v=()), everywhere)
         return rest.replace(k=part.k, v=part.v)
