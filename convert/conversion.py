@@ -63,6 +63,7 @@ def open_source(
     allow_pickle: bool = False,
 ) -> Source:
     """As tsjax.load, but HuggingFace tensors are read when they are asked for and not kept."""
+    checkpoint.refuse_several("converting")
     if dtype is not None:
         checkpoint.check_dtype(dtype)
     folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
@@ -114,6 +115,7 @@ def to_tsjax(
       overwrite: replaces a checkpoint at dst.
       on_tensor: called with the path and the bytes of every array read.
     """
+    checkpoint.refuse_several("converting")
     model = checkpoint.load(
         src, dtype=dtype, heads=heads, allow_pickle=allow_pickle, on_tensor=on_tensor
     )

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one of several processes does in test_processes.py: `one_of_several.py JOB DEVICES ...`."""
 
+import contextlib
 import json
 import sys
 
 import jax
-from helpers import tiny_model
+import numpy as np
+from helpers import VOCAB, tiny_model
 
 import tsjax
 from tsjax.files import weight_files
@@ -37,6 +39,122 @@ def texts(model, methods, prompts=PROMPTS):
     return {**found, "score": probable.tolist()}
 
 
+BOOK = np.random.default_rng(0).integers(0, 30, (9, 16))
+TRAINING = dict(
+    num_heads=1, sequence_length=16, warmup_steps=1, batch_size=4, micro_batch=1, init_scale=0.1
+)
+LAZY = {
+    "on demand": tsjax.LazyPrefill(keep={1: 0.5}),
+    "in background": tsjax.LazyPrefill(keep={1: 0.5}, revive="background", revive_rows=2),
+}
+LONGER = [1, 2, 3, 4, 5, 6, 7, 8] * 3
+
+
+def no_fives(logits, tokens, length):
+    return logits.at[tokens[length - 1] % 5 * 5].set(-np.inf)
+
+
+def streamed(model):
+    how = dict(method=METHODS["ngram"], max_new_tokens=20)
+    by = dict(logits_processor=[tsjax.token_bias({7: 1.5}, VOCAB), no_fives], presence_penalty=0.5)
+    chunks = list(tsjax.stream(model, PROMPTS, **how, **by, **SAMPLED))
+    return [sum((chunk.tokens[row].tolist() for chunk in chunks), []) for row in range(2)]
+
+
+def many(model):
+    """Prompts of different lengths, of which one does not fit, in a batch of two rows."""
+    prompts = [{"ids": LONGER[: 3 + 2 * n], "seed": n, "max_new_tokens": 5 + n} for n in range(5)]
+    prompts.insert(2, {"ids": [99]})
+    answers = tsjax.generate_many(model, prompts, rows=2, do_sample=True, prefill_width=16)
+    return {f"{one.index}": [one.finish_reason, one.tokens.tolist()] for one in answers}
+
+
+class Enough(Exception):
+    pass
+
+
+def stop_at_two(record):
+    if record["step"] == 2:
+        raise Enough
+
+
+def trained(model, folder=None, **more):
+    """Losses of heads; of a run with a folder that was stopped and taken up again."""
+    how = dict(held_out=BOOK[:3], steps=4, save_to=folder, **TRAINING, **more)
+    if folder is not None and "resume" not in more:
+        with contextlib.suppress(Enough):
+            tsjax.train_heads(model, BOOK, on_step=stop_at_two, **how)
+        how["resume"] = True
+    found = tsjax.train_heads(model, BOOK, **how)
+    (head,) = found.model.params.heads
+    return [
+        *(record["head_losses"][0] for record in found.history),
+        *(record["loss"] for record in found.evaluation),
+        float(np.abs(processes.on_host(head.linear)).sum()),
+    ]
+
+
+def other_calls(model):
+    """What comes of everything else that a model is asked for."""
+    how, plain = dict(max_new_tokens=12), dict(SAMPLED, max_new_tokens=12)
+    prefix = tsjax.read(model, LONGER)
+    kept = tsjax.generate(model, LONGER + [9], prefix=prefix, keep_prefix=True, **plain)
+    longer = [*LONGER, 9, *kept.tokens[0], 4]
+    corpus = tsjax.Corpus([LONGER, LONGER[1:]])
+    second = tiny_model(num_layers=1, vocab_size=model.cfg.vocab_size)
+    made = {
+        "prefix": tsjax.generate(model, longer, prefix=kept.prefix, **plain),
+        "answers": tsjax.generate(model, LONGER, num_return_sequences=2, prefill_width=16, **plain),
+        "corpus": tsjax.generate(model, PROMPTS, method="auto", corpus=corpus, **how),
+        "second model": tsjax.generate(model, PROMPTS, draft_model=second, **how),
+        **{
+            f"lazy, {name}": tsjax.generate(model, [LONGER, LONGER[5:]], prefill=lazy, **plain)
+            for name, lazy in LAZY.items()
+        },
+    }
+    found = {name: [row.tolist() for row in one.tokens] for name, one in made.items()}
+    found["compressed"] = tsjax.compress_prompt(model, LONGER, 0.5).tolist()
+    by = dict(by="self_information")
+    found["compressed otherwise"] = tsjax.compress_prompt(model, LONGER, 0.5, **by).tolist()
+    conversation = tsjax.Conversation(model, max_new_tokens=6, eos_token_id=())
+    found["said"] = ["".join(conversation.say(text)) for text in ("the tea", "in an hour")]
+    return found
+
+
+def measured_run(model, method, file):
+    """A run that is long enough for Auto to measure what a step costs, and how it went."""
+    how = dict(max_new_tokens=400, eos_token_id=(), save_to=file)
+    made = tsjax.generate(model, PROMPTS, method=method, **how)
+    assert not tsjax.check_run(model, file).departures
+    how_it_went = repr(made.stats.method), made.stats.steps
+    return [row.tolist() for row in made.tokens], how_it_went
+
+
+def why_not(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def refused(model, folder):
+    """What is said of calls that cannot be."""
+    part = jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])
+    alone, number = tiny_model(), jax.process_index()
+    calls = (
+        lambda: tsjax.save(model, folder),
+        lambda: tiny_model(mesh=part),
+        lambda: tsjax.generate(alone, [1]),
+        lambda: tsjax.score(alone, [1], [2]),
+        lambda: tsjax.train_heads(alone, BOOK, steps=2, **TRAINING),
+        lambda: tsjax.generate(model, [1 + number]),
+        lambda: tsjax.score(model, [1], [1 + number]),
+        lambda: tsjax.train_heads(model, BOOK[number:], steps=2, **TRAINING),
+    )
+    return [why_not(call) for call in calls]
+
+
 def mesh_of(sizes):
     return jax.make_mesh(tuple(map(int, sizes.split(","))), ("data", "model"))
 
@@ -47,6 +165,24 @@ def generate(out, *meshes):
         model = tiny_model(mesh=mesh_of(sizes), num_draft_heads=2)
         methods = METHODS if sizes == "2,2" else ("plain", "tokenswift")
         found[sizes] = texts(model, methods)
+    write(out, found)
+
+
+def calls(out, folder):
+    model = tiny_model(mesh=mesh_of("2,2"))
+    found = {
+        "streamed": streamed(model), "many": many(model), "trained": trained(model, folder),
+        "refused": refused(model, f"{folder}-model"),
+    }  # fmt: skip
+    write(out, found)
+
+
+def more_calls(out, folder, sizes):
+    model = tsjax.load(folder, mesh=mesh_of(sizes))
+    found = {
+        "other": other_calls(model), "trained": trained(model, cache_hidden=True),
+        "auto": measured_run(model, tsjax.Auto(), f"{out}.run"),
+    }  # fmt: skip
     write(out, found)
 
 
@@ -68,6 +204,23 @@ def long_run(out, sizes):
     tsjax.generate(model, PROMPTS, save_to=out, save_every=50, eos_token_id=(), **LONG)
 
 
+def long_stream(out, sizes):
+    model = tiny_model(mesh=mesh_of(sizes), max_positions=64)
+    for number, chunk in enumerate(tsjax.stream(model, PROMPTS, eos_token_id=(), **LONG)):
+        if number == 1:
+            write(out, len(chunk.tokens[0]))
+
+
+def long_training(out, sizes):
+    def after(record):
+        if record["step"] == 3:
+            write(out, 3)
+
+    model = tiny_model(mesh=mesh_of(sizes))
+    how = dict(steps=100_000, save_every=100_000, save_to=f"{out}-heads", on_step=after)
+    tsjax.train_heads(model, BOOK, **how, **TRAINING)
+
+
 def write(out, found):
     if processes.is_first():
         with open(out, "w") as file:
@@ -81,4 +234,5 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
     jax.config.update("jax_enable_compilation_cache", False)
     processes.join()
-    {"generate": generate, "load": load, "long_run": long_run}[sys.argv[1]](*sys.argv[3:])
+    jobs = generate, calls, more_calls, load, long_run, long_stream, long_training
+    {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[3:])

@@ -11,13 +11,20 @@ import sys
 import time
 
 import hf_fixtures
+import jax
+import numpy as np
+import one_of_several as job
 import pytest
-from helpers import tiny_model
+from conftest import QUICK_XLA
+from helpers import TOKENS, save_tokenizer, tiny_model
 from one_of_several import LONG, METHODS, PROMPTS, texts
+from test_chat import CHATML
 
 import tsjax
+import tsjax_convert
 from tsjax.__main__ import main
 
+GONE = "failed: [external/gloo"  # says jax where another process does not answer
 PROGRAM = os.path.join(os.path.dirname(__file__), "one_of_several.py")
 
 
@@ -34,6 +41,7 @@ def started(count, *argv, program=(sys.executable, PROGRAM)):
             os.environ, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES=str(count),
             JAX_PROCESS_ID=str(number), PYTHONPATH=root,
         )  # fmt: skip
+        env.setdefault("XLA_FLAGS", " ".join(QUICK_XLA))
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         running.append(subprocess.Popen([*program, *map(str, argv)], env=env, **pipes))
     try:
@@ -49,6 +57,11 @@ def ended(running, seconds):
     """Exit codes and what was said, of processes that end by themselves."""
     found = [one.communicate(timeout=seconds) for one in running]
     return [one.returncode for one in running], found
+
+
+def read(path):
+    with open(path) as file:
+        return json.load(file)
 
 
 def wait_for(path, seconds=120):
@@ -76,9 +89,7 @@ def test_processes_give_the_tokens_of_one(count, devices, meshes, wanted, tmp_pa
         codes, said = ended(running, 500)
     assert codes == [0] * count, said[0][1][-3000:]
     parts = [out, *(f"{out}.{number}" for number in range(1, count))]
-    for part in parts:
-        with open(part) as file:
-            found = json.load(file)
+    for found in map(read, parts):
         for sizes in meshes:
             for name, rows in found[sizes].items():
                 assert rows == wanted[name], (sizes, name)
@@ -92,11 +103,60 @@ def test_each_process_reads_its_own_part_of_a_checkpoint(tmp_path):
     assert codes == [0, 0], said[0][1][-3000:]
     wanted = texts(tsjax.load(folder), ["plain"])
     size = (folder / "model.safetensors").stat().st_size
-    for part in (out, f"{out}.1"):
-        with open(part) as file:
-            found = json.load(file)
+    for found in map(read, (out, f"{out}.1")):
         assert found["texts"] == wanted
         assert 0.45 * size < found["read"] < 0.55 * size
+
+
+def test_other_calls_say_the_same_and_some_are_refused(tmp_path):
+    out, folder = tmp_path / "found.json", tmp_path / "heads"
+    with started(2, "calls", 2, out, folder) as running:
+        codes, said = ended(running, 300)
+    assert codes == [0, 0], said[0][1][-3000:]
+    model = tiny_model()
+    training = job.trained(model)
+    for found in map(read, (out, f"{out}.1")):
+        assert found["streamed"] == job.streamed(model)
+        assert found["many"] == job.many(model)
+        np.testing.assert_allclose(found["trained"], training, rtol=1e-4)
+        wanted = ["save is not valid among 2", "process 1 of 2 has none"]
+        wanted += 3 * ["a model on one device is not valid among 2"]
+        wanted += [f"{name} is not asked for the same" for name in ("generate", "score")]
+        wanted += ["train_heads is not asked for the same"]
+        for why, beginning in zip(found["refused"], wanted, strict=True):
+            assert beginning in why
+    # One process takes up what they have saved.
+    again = job.trained(model, folder, resume=True)
+    np.testing.assert_allclose(again, found["trained"], rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_still_other_calls_say_the_same(tmp_path):
+    out, folder = tmp_path / "found.json", tmp_path / "model"
+    shape = dict(vocab_size=len(TOKENS), qkv_bias=True, num_draft_heads=2, stop_ids=(2,))
+    tsjax.save(tiny_model(**shape), folder)
+    save_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    with started(2, "more_calls", 2, out, folder, "2,2") as running:
+        codes, said = ended(running, 500)
+    assert codes == [0, 0], said[0][1][-3000:]
+    model = tsjax.load(folder)
+    other, training = job.other_calls(model), job.trained(model)
+    plain, _ = job.measured_run(model, None, tmp_path / "run.json")
+    first, second = read(out), read(f"{out}.1")
+    for found in (first, second):
+        for name, wanted in other.items():
+            assert found["other"][name] == wanted, name
+        np.testing.assert_allclose(found["trained"], training, rtol=1e-4)
+        assert found["auto"][0] == plain
+    assert first["auto"] == second["auto"]  # also which method, in how many steps
+
+
+def test_what_writes_a_checkpoint_runs_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for convert in (tsjax_convert.to_tsjax, tsjax_convert.to_hf, tsjax_convert.export_heads):
+        with pytest.raises(ValueError, match="converting is not valid among 2 processes"):
+            convert(tmp_path / "there", tmp_path / "out")
 
 
 def rest_of(path, run):
@@ -108,8 +168,7 @@ def rest_of(path, run):
 
 
 def tokens_in(path):
-    with open(path) as file:
-        return len(json.load(file)["tokens"][0])
+    return len(read(path)["tokens"][0])
 
 
 def test_a_signal_to_one_ends_all_and_what_there_is_is_kept(tmp_path):
@@ -124,6 +183,45 @@ def test_a_signal_to_one_ends_all_and_what_there_is_is_kept(tmp_path):
     assert found == wanted
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("work", "ending", "number"),
+    [
+        pytest.param("long_stream", signal.SIGINT, 1, id="signal to a stream"),
+        pytest.param("long_stream", signal.SIGKILL, 1, id="end of a stream"),
+        pytest.param("long_training", signal.SIGINT, 1, id="signal to training"),
+        pytest.param("long_training", signal.SIGKILL, 0, id="end of training"),
+    ],
+)
+def test_streams_and_training_end_together(work, ending, number, tmp_path):
+    out, heads = tmp_path / "count.json", tmp_path / "count.json-heads"
+    with started(2, work, 1, out, "2,1") as running:
+        wait_for(f"{out}.1")
+        running[number].send_signal(ending)
+        codes, said = ended(running, 30)
+    if ending == signal.SIGINT:
+        assert codes == [130, 130]
+    else:
+        assert codes[1 - number] not in (0, 130) and GONE in said[1 - number][1]
+    if work == "long_training":  # what was learned is kept, and taken up by one process
+        (saved,) = (heads / "checkpoint").iterdir()
+        steps = int(saved.name.removeprefix("step-"))
+        assert steps >= 3 and (heads / "heads.safetensors").exists()
+        with pytest.raises(job.Enough):
+            go_on(heads, steps + 2)
+
+
+def go_on(folder, end):
+    """The saved run goes on until a step."""
+
+    def stop(record):
+        if record["step"] == end:
+            raise job.Enough
+
+    how = dict(steps=100_000, save_to=folder, resume=True, on_step=stop)
+    tsjax.train_heads(tiny_model(), job.BOOK, **how, **job.TRAINING)
+
+
 @pytest.mark.parametrize(
     "killed", [pytest.param(0, id="first", marks=pytest.mark.slow), pytest.param(1, id="second")]
 )
@@ -132,11 +230,11 @@ def test_where_one_is_killed_the_other_ends_with_an_error_and_a_saved_run(killed
     with started(2, "long_run", 1, out, "1,2") as running:
         wait_for(out)
         before = tokens_in(out)
-        time.sleep(0.5)
+        time.sleep(1.5)
         running[killed].kill()
         other = running[1 - killed]
         _, said = other.communicate(timeout=30)
-    assert other.returncode not in (0, 130) and "JaxRuntimeError" in said
+    assert other.returncode not in (0, 130) and GONE in said
     assert tokens_in(out) > before
     run = dict(max_new_tokens=tokens_in(out) + 20)
     found, wanted = rest_of(out, run)
@@ -158,6 +256,33 @@ def test_the_command_runs_in_several_processes(tmp_path, capfd):
     assert sum("tokens/s" in err for _, err in said) == 1
 
 
+@pytest.mark.slow
+def test_the_command_trains_and_measures_in_several_processes(tmp_path):
+    folder, heads, data = tmp_path / "hf", tmp_path / "heads", tmp_path / "ids.npy"
+    hf_fixtures.make(folder)
+    np.save(data, job.BOOK.astype(np.int32))
+    together = ["--distributed", "--mesh", "2,1"]
+    training = ["--data", data, "--save-to", heads, "--sequence-length", 16, "--steps", 2]
+    training += ["--batch-size", 4, "--micro-batch", 1, "--warmup-steps", 1, "--num-heads", 1]
+    bench = ["--lengths", 16, "--new-tokens", 8, "--rounds", 1, "--settings", "sampled"]
+    program = (sys.executable, "-m", "tsjax")
+    for argv in (
+        ["train-heads", folder, *training, *together],
+        ["bench", folder, "--methods", "plain", "ngram", *bench, *together],
+    ):
+        with started(2, *argv, program=program) as running:
+            codes, said = ended(running, 300)
+        assert codes == [0, 0], said[0][1][-3000:] + said[1][1][-3000:]
+        found = json.loads(said[0][0].splitlines()[-1])
+        assert "{" not in said[1][0]
+        if argv[0] == "bench":
+            assert found["complete"] and found["processes"] == 2
+            assert [row["method"] for row in found["rows"]] == ["plain", "ngram"]
+            assert found["rows"][1]["same_tokens"]
+        else:
+            assert found["steps"] == 2 and (heads / "heads.safetensors").exists()
+
+
 def test_several_processes_need_to_know_each_other(tmp_path, capsys, monkeypatch):
     hf_fixtures.make(tmp_path / "hf")
     argv = ["generate", str(tmp_path / "hf"), "--ids", "3", "--distributed"]
@@ -166,3 +291,6 @@ def test_several_processes_need_to_know_each_other(tmp_path, capsys, monkeypatch
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
     assert main([*argv, "--mesh", "1,2"]) == 2
     assert "JAX_NUM_PROCESSES='two'" in capsys.readouterr().err
+    files = ["--prompts", "a.jsonl", "--out", "b.jsonl"]
+    assert main([*argv[:2], *files, "--distributed"]) == 2
+    assert "left out with --prompts" in capsys.readouterr().err

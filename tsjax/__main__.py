@@ -288,12 +288,7 @@ def _add_generate(commands: Any) -> None:
     text = "with --prompts, where the answers go; what is there already is not answered again"
     _add(parser, "--out FILE.jsonl", text)
     _add(parser, "--rows N", "with --prompts, answers that are made side by side", type=int)
-    _add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
-    text = (
-        "one of several processes, each with devices of its own: srun, mpirun or "
-        "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
-    )
-    _add_switch(parser, "--distributed", text)
+    _add_mesh(parser)
     _add_switch(parser, "--progress", "progress bar instead of text")
     _add_switch(parser, "--json", "print one JSON document at the end")
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
@@ -389,6 +384,7 @@ def _add_bench(commands: Any) -> None:
     text = "prompts are its beginning; by default the model writes a text"
     _add(parser, "--text FILE", text)
     _add(parser, "--draft-model PATH", "a smaller checkpoint, for draft_model and triforce")
+    _add_mesh(parser)
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
     _add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
     text = "new tokens of transformers' runs at most, as they take long"
@@ -444,6 +440,15 @@ def _add_info(commands: Any) -> None:
     _add(parser, "--rows N", "with --mesh, texts side by side", default=1)
 
 
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    _add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
+    text = (
+        "one of several processes, each with devices of its own: srun, mpirun or "
+        "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
+    )
+    _add_switch(parser, "--distributed", text)
+
+
 def _add_cache(parser: argparse.ArgumentParser) -> None:
     where, name = parser.add_mutually_exclusive_group(), "compilation_cache"
     default = programs_folder() or "nowhere, as TSJAX_CACHE is empty"
@@ -485,7 +490,7 @@ def _add_train_heads(commands: Any) -> None:
     _add(parser, "--data-dtype", "type of the ids in .bin files", choices=TOKEN_DTYPES)
     _add_switch(parser, "--cache-hidden", "keep the model's hidden states in host memory")
     _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
-    _add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
+    _add_mesh(parser)
     text = "the paper's settings for a model, which other flags override: "
     text += ", ".join(training_preset_names())
     _add(parser, "--preset NAME", text, choices=training_preset_names())
@@ -657,10 +662,13 @@ def _joined(args: argparse.Namespace) -> Iterator[None]:
             silent.enter_context(contextlib.redirect_stdout(nowhere))
         try:
             yield
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax has both for that
+            if isinstance(error, tsjax.TsjaxError):
+                raise
             # The others are gone, and so is what jax would wait for at the end of this one.
             why = " ".join(str(error).split())[:200]
-            saved = "" if args.save_to is None else f"; what there is lies in {args.save_to}"
+            where = getattr(args, "save_to", None)
+            saved = "" if where is None else f"; what there is lies in {where}"
             _note(f"tsjax: error: another process has ended, or failed: {why}{saved}")
             sys.stdout.flush()
             os._exit(1)
@@ -674,7 +682,7 @@ def _generated(
     # A text needs it; ids are printed as they are without one.
     has_text = isinstance(prompt, str) or messages is not None
     tokenizer = model.tokenizer if has_text else tokenizer_of(model)
-    names = ("progress", "exceed_max_positions", "save_to", "save_every", "resume_from")
+    names = ("exceed_max_positions", "save_to", "save_every", "resume_from")
     corpus = None if args.corpus is None else tsjax.read_corpus(model, *args.corpus)
     second = None
     if args.draft_model is not None:
@@ -695,6 +703,7 @@ def _generated(
         on_interrupt="return",
         corpus=corpus,
         draft_model=second,
+        progress=args.progress and processes.is_first(),
         **_given(args, names),
         **settings,
     )
@@ -724,11 +733,13 @@ def _generate_many(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             raise BadValue(f"{_flag_of(name)} is not valid with --prompts: --out is resumed")
     check(args.prefill != "lazy", "--prefill", args.prefill, "full, with --prompts")
+    left_out = "left out with --prompts: one process writes the answers"
+    check(not args.distributed, "--distributed", True, left_out)
     config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
     config = config.replace(**_settings(args))
     method = named_method(args.method or "autoregressive", args.method_options)
     method = _with_options(method, args.method_options)
-    model = tsjax.load(args.model, dtype=args.dtype)
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=_mesh(args.mesh))
     rows = _given(args, ("rows",))
     more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
     answering = Answering(model, args.prompts, args.out, config, **more)
@@ -803,7 +814,7 @@ def _exit_code(args: argparse.Namespace, made: Any, interrupted: bool, go_on: st
         _note(f"tsjax: error: {args.save_to!r} lacks the end of this run")
         return 2
     if interrupted and go_on:
-        _note(go_on)
+        _note_once(go_on)
     return 130 if interrupted else 0
 
 
@@ -873,23 +884,28 @@ def _train_heads(args: argparse.Namespace) -> int:
     if held_out is not None and len(held_out) == 1 and not os.path.exists(held_out[0]):
         with contextlib.suppress(ValueError):  # the library says that there is no such file
             held_out = float(held_out[0])
+    with _joined(args):
+        return _trained(args, settings, held_out)
+
+
+def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: Any) -> int:
     model = tsjax.load(args.model, dtype=args.dtype, mesh=_mesh(args.mesh))
     names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
     trained = tsjax.train_heads(
         model,
         settings=settings,
         held_out=held_out,
-        progress=True,
+        progress=processes.is_first(),
         on_interrupt="return",
         **_given(args, names),
     )
     if trained.skipped:
         count, first = len(trained.skipped), trained.skipped[0]
-        _note(f"[{count} texts are shorter than a sequence, such as {first}]")
+        _note_once(f"[{count} texts are shorter than a sequence, such as {first}]")
     for record in trained.evaluation:
         who = f"head {record['head']}" if record["head"] else "model "
         guess = f"{record['skip_bigram'][0]:.1%} by the best guess from counts"
-        _note(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
+        _note_once(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
     last = trained.history[-1] if trained.history else {}
     document = {
         "save_to": args.save_to,
@@ -929,7 +945,8 @@ def _bench(args: argparse.Namespace) -> int:
     question = Question(
         peers=not args.no_peers, simulate=args.simulate_acceptance, **_given(args, names), **lists
     )
-    return answer(question, shlex.join(["tsjax", *args.argv]))
+    with _joined(args):
+        return answer(question, shlex.join(["tsjax", *args.argv]), _mesh(args.mesh))
 
 
 def _roofline(args: argparse.Namespace) -> int:

@@ -6,7 +6,7 @@ Knows what a config needs. Does not know steps.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -183,11 +183,11 @@ def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
 
 
 def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:
-    """The state whose row b has the texts that row of_rows[b] of `cache` has read. On one device,
-    as `fill_row` and `grown`."""
+    """The state whose row b has the texts that row of_rows[b] of `cache` has read."""
 
     def taken(known):
-        return jnp.take(known, of_rows, axis=0)
+        known = jnp.take(by_text(known, cache.parts), of_rows, axis=1)
+        return known.reshape(-1, *known.shape[2:])
 
     k, v = (tuple(map(taken, buffers)) for buffers in (cache.k, cache.v))
     return state.replace(kv=state.kv.replace(k=k, v=v))
@@ -210,9 +210,15 @@ def fill_row(state: DecodeState, other: DecodeState, row) -> DecodeState:
     }
     # Keys are no numbers: their data are.
     data = written(*map(jax.random.key_data, (state.row_key, other.row_key)))
+
+    def filled(whole, one):
+        whole, one = (by_text(x, state.kv.parts) for x in (whole, one))
+        whole = lax.dynamic_update_slice_in_dim(whole, one, row, axis=1)
+        return whole.reshape(-1, *whole.shape[2:])
+
     kv = state.kv.replace(
-        k=tuple(map(written, state.kv.k, other.kv.k)),
-        v=tuple(map(written, state.kv.v, other.kv.v)),
+        k=tuple(map(filled, state.kv.k, other.kv.k)),
+        v=tuple(map(filled, state.kv.v, other.kv.v)),
         length=written(state.kv.length, other.kv.length),
     )
     key = jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
@@ -223,14 +229,14 @@ def grown(state: DecodeState, *, capacity: int) -> DecodeState:
     """The state with `capacity` slots in each buffer of tokens; what the method remembers is not
     part of it."""
 
-    def longer(x, axis: int):
+    def longer(x, axis: int, size: int = capacity):
         missing = [(0, 0)] * x.ndim
-        missing[axis] = (0, capacity - x.shape[axis])
+        missing[axis] = (0, size - x.shape[axis])
         return jnp.pad(x, missing)
 
-    kv = state.kv.replace(
-        k=tuple(longer(x, 2) for x in state.kv.k), v=tuple(longer(x, 2) for x in state.kv.v)
-    )
+    slots = -(-capacity // state.kv.parts)
+    k, v = (tuple(longer(x, 2, slots) for x in buffers) for buffers in (state.kv.k, state.kv.v))
+    kv = state.kv.replace(k=k, v=v)
     told = jax.tree.map(lambda x: longer(x, 1), state.logprobs)
     return state.replace(
         kv=kv, tokens=longer(state.tokens, 1), sources=longer(state.sources, 1), logprobs=told,
@@ -251,11 +257,23 @@ def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None, lesson=None) -
     """The state as another method begins with it: its memory knows no more than the `lesson` of
     one before, if there is any; counters are 0."""
     batch, capacity = state.tokens.shape
+    begin = _first_memory if mesh is None else _first_memory_on_mesh
+    memory, stats = begin(lesson, cfg=cfg, batch=batch, capacity=capacity, mesh=mesh)
+    state = state.replace(memory=memory, stats=stats)
+    return state if mesh is None else _on_each_device(state, mesh)
+
+
+def _first_memory(lesson, *, cfg: DecodeConfig, batch: int, capacity: int, mesh):
+    """What a method begins with, and its counters; on each device of a mesh."""
     memory = cfg.method.init(cfg.model, batch, capacity, mesh)
     if lesson is not None:
         memory = cfg.method.taught(memory, lesson)
-    state = state.replace(memory=memory, stats=init_stats(cfg, batch))
-    return state if mesh is None else _on_each_device(state, mesh)
+    begun = memory, init_stats(cfg, batch)
+    return begun if mesh is None else _on_each_device(begun, mesh)
+
+
+# Compiled, as devices of other processes are out of reach of single operations.
+_first_memory_on_mesh = jax.jit(_first_memory, static_argnames=("cfg", "batch", "capacity", "mesh"))
 
 
 def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int, prompt_capacity: int) -> int:
@@ -327,13 +345,16 @@ def _sizes_of(model: ModelConfig) -> tuple[int, int]:
     return jnp.dtype(model.dtype).itemsize, jnp.dtype(accumulation_dtype(model.dtype)).itemsize
 
 
-def _on_each_device(state: DecodeState, mesh) -> DecodeState:
+def _on_each_device(state: Any, mesh) -> Any:
     """Copies everything to all devices of the mesh but what is placed: cache and memory may be."""
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def place(part):
         """Keys and values of a cache are placed where they are made."""
         if not isinstance(part, Cache):
+            if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
+                data = jax.device_put(jax.random.key_data(part), everywhere)
+                return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
             return jax.device_put(part, everywhere)
         rest = jax.device_put(part.replace(k=(), v=()), everywhere)
         return rest.replace(k=part.k, v=part.v)

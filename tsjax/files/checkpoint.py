@@ -101,7 +101,7 @@ class Model(flax.struct.PyTreeNode):
         """Its weights, without heads, where another model's lie, whole on each device of a mesh."""
         place = _place_beside(other)
         weights = self.params.model
-        return weights if place is None else jax.device_put(weights, place)
+        return weights if place is None else jax.tree.map(lambda x: placed(x, place), weights)
 
     def bytes_beside(self, other: Model) -> int:
         """What `weights_beside` copies to each device."""
@@ -222,6 +222,7 @@ def load(
 
 def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Writes a tsjax checkpoint. Interrupted at any moment, it leaves no half-written folder."""
+    refuse_several("save")
     with new_folder(path, overwrite=overwrite) as folder:
         _save_arrays(model, os.path.join(folder, ARRAYS))
         description = {
@@ -233,6 +234,14 @@ def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> N
         with open(os.path.join(folder, DESCRIPTION), "w", encoding="utf-8") as file:
             json.dump(description, file, indent=2)
         copy_companions(model.path, folder)
+
+
+def refuse_several(call: str) -> None:
+    """What writes a checkpoint runs in one process."""
+    count = jax.process_count()
+    alone = "call it in a process by itself, without jax.distributed.initialize()"
+    if count > 1:
+        raise BadValue(f"{call} is not valid among {count} processes: {alone}")
 
 
 def write_heads(model: Model, file: str) -> None:

@@ -39,7 +39,7 @@ def list_arrays(path: str) -> Mapping[str, Any]:
                 if pattern == "array_metadatas/*":
                     _check_types(file, found)
         _check_database(database)
-        with _quiet():
+        with _quiet(), in_this_process():
             found = ocp.metadata(path).metadata
         if found is None:  # orbax found its files but could not read them
             raise BadValue("it does not list its arrays")
@@ -50,7 +50,7 @@ def read_arrays(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict
     """The arrays with the types and places that are asked for; list_arrays says what is there."""
     from orbax.checkpoint import v1 as ocp
 
-    with _quiet(), parsing(path, " is damaged"):
+    with _quiet(), in_this_process(), parsing(path, " is damaged"):
         try:
             return ocp.load(path, dict(abstract))
         except Exception as error:
@@ -88,6 +88,17 @@ def _check_database(folder: str) -> None:
                 size, end = os.path.getsize(file), int(start) + int(length)
                 if size < end:
                     raise BadValue(f"{file!r} has {size} bytes; its arrays end at {end}")
+
+
+def in_this_process() -> Any:
+    """A context of orbax in which no process waits for another, whichever does what, and when."""
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    if jax.process_count() > 1:
+        context.multiprocessing.primary_host = jax.process_index()
+        context.multiprocessing.active_processes = {jax.process_index()}
+    return context
 
 
 @contextlib.contextmanager

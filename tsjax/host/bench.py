@@ -26,7 +26,7 @@ from tsjax.errors import NotEnoughMemory
 from tsjax.files.checkpoint import Model, check_dtype, load
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.tokenizer import encode
-from tsjax.host import peers
+from tsjax.host import peers, processes
 from tsjax.host.generation import generate
 from tsjax.host.info import facts
 from tsjax.host.interrupt import Interrupted
@@ -53,6 +53,7 @@ from tsjax.input_files import read_text
 from tsjax.methods import METHODS, Auto
 from tsjax.methods.cost_model import plain_bytes
 from tsjax.model.params import abstract_params, random_params
+from tsjax.model.sharding import mesh_of
 
 BOUND = "bound"  # the call that reads as many bytes as a plain step
 LENGTHS, NEW_TOKENS, ROUNDS = (512, 2048), 512, 3
@@ -149,20 +150,23 @@ def write(line: str) -> None:
 
 
 def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if processes.is_first():
+        print(line, file=sys.stderr, flush=True)
 
 
-def answer(question: Question, command: str) -> int:
-    """Measures, prints a line for each cell and one JSON document at the end.
+def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = None) -> int:
+    """Measures, prints a line for each cell and one JSON document at the end. Of several processes
+    the first one's clock counts.
 
     Returns the exit code: 1 where a run in float32 or float64 has other tokens than plain decoding,
     130 after Ctrl-C, 143 after SIGTERM.
     """
-    asked = _prepared(question)
+    asked = _prepared(question, mesh)
     document: dict[str, Any] = {
         "command": command, **facts(PACKAGES), "model": question.model,
         "draft_model": question.draft_model, "dtype": asked.model.cfg.dtype,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(asked.model.params)),
+        "mesh": mesh and dict(mesh.shape), "processes": jax.process_count(),
         "simulated": asked.simulated, "new_tokens": question.new_tokens,
         "rounds": question.rounds, "warm_up": question.warm_up,
         "settings": {name: SETTINGS[name] for name in question.settings},
@@ -188,7 +192,7 @@ def answer(question: Question, command: str) -> int:
         write(json.dumps(document))
         raise
     write(json.dumps(document))
-    if question.plot is not None and document["rows"]:
+    if question.plot is not None and document["rows"] and processes.is_first():
         plot_of(document, question.plot)
     differs = [row for row in document["rows"] if row.get("same_tokens") is False]
     if not code and differs and asked.model.cfg.dtype in EXACT:
@@ -205,7 +209,7 @@ class Prepared(NamedTuple):
     beginning: the prompt of all lengths, as far as it is known; the model writes the rest.
     draft_model: the second one; None without.
     traces: accepted lengths of each method that drafts; {} for real acceptance.
-    left_out: peers that cannot run, and why.
+    left_out: what cannot run, and why.
     """
 
     question: Question
@@ -225,11 +229,17 @@ class Prepared(NamedTuple):
     def with_peers(self) -> bool:
         return self.question.peers and not self.left_out
 
+    @property
+    def with_bound(self) -> bool:
+        return mesh_of(self.model.params) is None
 
-def _prepared(question: Question) -> Prepared:
+
+def _prepared(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
     longest, traces, second = max(question.lengths), {}, None
     methods = {name: _method(name, question) for name in question.methods}
     if question.simulate is not None:
+        one_device = "left out with --simulate-acceptance, on one device"
+        check(mesh is None, "--mesh", mesh and dict(mesh.shape), one_device)
         traces = read_trace(question.simulate, list(question.methods), "--simulate-acceptance")
         cfg = _shape(question)
         _check_methods(methods, cfg)
@@ -239,12 +249,12 @@ def _prepared(question: Question) -> Prepared:
         text = {"name": "random words by Zipf's law"}
         why = "the weights are random ones in memory"
     else:
-        model = load(question.model, dtype=question.dtype)
+        model = load(question.model, dtype=question.dtype, mesh=mesh)
         if question.draft_model is not None:
             second = load(question.draft_model, dtype=question.dtype)
         _check_methods(methods, model.cfg)
         ids, text = _beginning(question, model, longest)
-        why = peers.why_not(model.path)
+        why = peers.why_not(model.path) if mesh is None else "it runs on no mesh"
     for length in question.lengths:
         prompt = np.resize(ids, length)  # its length is what counts
         for setting in question.settings:
@@ -252,9 +262,10 @@ def _prepared(question: Question) -> Prepared:
             one = next((one for one in methods.values() if one.takes_draft_model), Autoregressive())
             one = Autoregressive() if second is None else one
             requested(model, prompt, SETTINGS[setting], one, new, beyond, second)
-    names = PEERS if why and question.peers else ()
-    gone = tuple({"method": name, "error": why} for name in names)
-    return Prepared(question, model, second, methods, ids, text, traces, gone)
+    gone = [{"method": name, "error": why} for name in PEERS if why and question.peers]
+    if mesh is not None:
+        gone.append({"method": BOUND, "error": "the devices of a mesh read parts of it each"})
+    return Prepared(question, model, second, methods, ids, text, traces, tuple(gone))
 
 
 def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
@@ -331,7 +342,7 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
     """Yields the rows of each cell, also of one that is interrupted."""
     question, left_out = asked.question, LeftOut(document)
     ids, peer = _written(asked), _peer(asked, left_out)
-    kinds = [*asked.methods, *(PEERS if peer else ()), BOUND]
+    kinds = [*asked.methods, *(PEERS if peer else ()), *([BOUND] if asked.with_bound else [])]
     cells = [(length, name) for length in question.lengths for name in question.settings]
     total = question.warm_up + question.rounds
     left = TimeLeft((kind, cell) for cell in cells for kind in kinds for _ in range(total))
@@ -343,6 +354,8 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
             runs = _runs(asked, prompt, setting)
             calls = _calls(asked, runs, prompt, setting, peer, left_out)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            if processes.are_several() and not isinstance(error, NotEnoughMemory):
+                raise  # the others know nothing of it
             left_out.add("all", error, **where)
         for kind in set(kinds) - set(calls):
             left.drop((kind, cell))
@@ -362,7 +375,8 @@ def _take_turns(
 ) -> None:
     """Fills `found`, and tells the time left now and then."""
     last, rounds, warm_up = time.monotonic(), question.rounds, question.warm_up
-    for kind, seconds in fill(found, calls, rounds, warm_up, keep_errors=True):
+    together = processes.are_several()  # an error of one ends all
+    for kind, seconds in fill(found, calls, rounds, warm_up, keep_errors=not together):
         left.add((kind, cell), seconds)
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
@@ -435,9 +449,10 @@ def _calls(
         except Exception as error:  # of whatever kind: it is theirs
             for name in PEERS:
                 left_out.add(name, error, **where)
-    nbytes = _plain_bytes(asked, len(prompt))
-    rate = reader(nbytes)
-    calls[BOUND] = lambda: nbytes / rate()
+    if asked.with_bound:
+        nbytes = _plain_bytes(asked, len(prompt))
+        rate = reader(nbytes)
+        calls[BOUND] = lambda: nbytes / rate()
     return calls
 
 

@@ -17,6 +17,7 @@ from tsjax.config import check, check_int, one_of
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.start import init_state
 from tsjax.files.checkpoint import Model
+from tsjax.host import processes
 from tsjax.host.request import prompt_row
 from tsjax.host.run import programs_of
 from tsjax.lazy.prefill import LazyPrefill
@@ -47,6 +48,7 @@ def compress_prompt(
         default 5. "self_information" as Selective Context: those that the model finds least
         likely, each after what comes before it, and the first. The last one stays in any case.
     """
+    processes.check_shared(model.params)
     row = prompt_row(model, prompt)
     check(by in BY, "by", by, one_of(BY))
     is_number = isinstance(share, int | float) and not isinstance(share, bool)
@@ -80,12 +82,13 @@ def _most_attended(model: Model, row: np.ndarray, cfg: DecodeConfig) -> np.ndarr
     for start in range(0, n - 1, width):
         state = compiled.read_part(model.params, state, start, part=0, width=width, cfg=cfg)
     state = compiled.finish_part(model.params, state, part=0, cfg=cfg)
-    return np.asarray(state.prompt.chosen[1])[0, :n]
+    return processes.on_host(state.prompt.chosen[1])[0, :n]
 
 
 def _least_likely(model: Model, row: np.ndarray, count: int) -> np.ndarray:
     """Which tokens [n] the model did not expect, the first and the last one among them."""
-    information = np.asarray(_information(model.params, _padded(row)[0], cfg=model.cfg))
+    found = _information(model.params, _padded(row)[0], cfg=model.cfg)
+    information = processes.on_host(found)
     information = np.pad(information[0, : len(row) - 1], (1, 0))
     always = np.isin(np.arange(len(row)), (0, len(row) - 1))
     order = np.lexsort((np.arange(len(row)), -information, ~always))

@@ -24,6 +24,7 @@ from tsjax.decoding.state import RUNNING, STOPPED, DecodeState
 from tsjax.errors import BadType, BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.request import Request, check_memory, make_request, tokenizer_of
 from tsjax.host.run import (
@@ -96,7 +97,7 @@ def generate_many(
     by side; where one has ended, the next prompt is read and takes its place.
 
     Args:
-      model: from `tsjax.load`, on one device.
+      model: from `tsjax.load`.
       prompts: each a prompt as of `generate`, or a mapping: "prompt", "messages" or "ids", and
         where it has its own, "seed" and "max_new_tokens". They are taken as they are needed.
       rows: of the batch.
@@ -111,8 +112,6 @@ def generate_many(
     if not isinstance(model, Model):
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
     check_int(rows, "rows", 1)
-    if mesh_of(model.params) is not None:
-        raise BadValue("generate_many runs on one device: load the model without a mesh")
     several = not isinstance(prompts, str | bytes | Mapping) and isinstance(prompts, Iterable)
     check(several, "prompts", prompts, "an iterable of prompts; one of them goes to generate")
     config = (config or GenerationConfig()).replace(**settings)
@@ -135,6 +134,7 @@ class _Many:
 
     def __init__(self, model: Model, prompts: Iterator, rows: int, config, how: dict[str, Any]):
         self._model, self._prompts, self._config, self._how = model, prompts, config, how
+        self._mesh = mesh_of(model.params)
         self._rows: list[_Row | None] = [None] * rows
         self._count, self._spent, self._steps = 0, False, FEWEST_STEPS
         self._state: DecodeState | None = None
@@ -252,12 +252,14 @@ class _Many:
 
     def _placed(self, state: DecodeState) -> DecodeState:
         """On the model's device for good: programs are compiled anew for arrays that are not."""
+        if self._mesh is not None:  # where it is made on
+            return state
         return jax.device_put(state, jax.tree.leaves(self._model.params)[0].sharding)
 
     def _learn_anew(self) -> None:
         """The method's memory, of the rows as they are now; counters begin again."""
         assert self._state is not None and self._decode is not None
-        self._state = self._placed(with_method(self._state, self._decode))
+        self._state = self._placed(with_method(self._state, self._decode, self._mesh))
 
     def _go_on(self, interrupt: Interrupt) -> list[Answer]:
         """A chunk of steps, at most until a row ends; the answers that are whole then."""
@@ -270,7 +272,8 @@ class _Many:
         chunk = programs_of(self._model).decode
         state = chunk(params, state, self._steps, at_least, cfg=decode)
         state.kv.length.block_until_ready()
-        seconds = time.perf_counter() - begun
+        interrupt.meet()
+        seconds = processes.first_says(time.perf_counter() - begun)
         self._steps = _next_chunk(_most_steps(state) - before, seconds)
         seen, ended, stopped = Seen.of(state), [], np.zeros(len(self._rows), bool)
         for place, row in enumerate(self._rows):
@@ -299,7 +302,7 @@ class _Many:
 
 
 def _most_steps(state: DecodeState) -> int:
-    return int(np.asarray(state.stats.steps).max())
+    return int(processes.on_host(state.stats.steps).max())
 
 
 def _next_chunk(steps: int, seconds: float) -> int:

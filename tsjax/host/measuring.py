@@ -257,7 +257,8 @@ class Parts:
         """From the last layer's output to the tokens of a pass, with their noise."""
         weights = self._int8 if in_int8 else self._weights
         hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
-        keys = self._placed(row_keys([0] * self._batch, [0] * self._batch))
+        seeds = self._zeros((), jnp.uint32)
+        keys = self._jit(row_keys)(seeds, seeds)
 
         def inputs(context: int):
             return weights, hidden, keys
@@ -304,9 +305,10 @@ class Parts:
         def begin():
             tokens = jnp.zeros((self._batch, 8), jnp.int32)
             lengths = jnp.full((2, self._batch), 8, jnp.int32)
-            return init_state(tokens, lengths[0], cfg=cfg, capacity=128, max_length=10 * lengths[1])
+            sizes: Any = dict(capacity=128, max_length=10 * lengths[1])
+            return init_state(tokens, lengths[0], cfg=cfg, mesh=self._mesh, **sizes)
 
-        state = self._placed(self._jit(begin)())
+        state = self._jit(begin)()
         step = functools.partial(_end_step, cfg=self._one)
         return Part(self._jit, step, state, lambda context: ())
 

@@ -30,7 +30,7 @@ def forget_peak() -> bool:
 
 def peak_memory() -> tuple[int, str]:
     """Bytes, and which of SCOPES they are."""
-    stats = jax.devices()[0].memory_stats() or {}
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"]), "device"
     with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ decide alike. Where there is one process nothing is sent.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import check
 from tsjax.errors import BadValue
+from tsjax.model.sharding import mesh_of
 
 GONE = 10  # seconds without a word after which a process counts as gone
 
@@ -58,6 +60,29 @@ def are_several() -> bool:
 def is_first() -> bool:
     """Whether this is the one that prints and writes."""
     return jax.process_index() == 0
+
+
+def check_shared(arrays: Any) -> None:
+    """Refuses, where several processes run together, a model that each has by itself."""
+    if are_several() and mesh_of(arrays) is None:
+        raise BadValue(
+            f"a model on one device is not valid among {jax.process_count()} processes, which "
+            "would wait for each other: load it with mesh=, of devices of all, or start each "
+            "process by itself, without jax.distributed.initialize()"
+        )
+
+
+def check_same(call: str, *asked: Any) -> None:
+    """Refuses in all processes a call that they do not make alike, by what `asked` looks like."""
+    if not are_several():
+        return
+    digest = hashlib.sha256(repr(asked).encode()).digest()
+    number = int.from_bytes(digest[:5])  # as much as `_of_all` takes without rounding
+    if len({*_of_all(number)}) > 1:
+        raise BadValue(
+            f"{call} is not asked for the same by all {jax.process_count()} processes: they make "
+            "each call together, with the same arguments"
+        )
 
 
 def first_says(value: float) -> float:

@@ -14,6 +14,7 @@ import numpy as np
 from tsjax.config import check
 from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
+from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prefix import Prefix
 from tsjax.host.request import Request, make_request
@@ -62,7 +63,7 @@ def kept_prefix(model: Model, request: Request, news: News) -> Prefix | None:
     if request.decode.prefill is not None or len(request.rows) != 1:
         return None
     known = np.concatenate([request.prompts[0], news.all_tokens[0]])
-    in_cache = int(np.asarray(news.state.kv.length)[0])
+    in_cache = int(processes.on_host(news.state.kv.length)[0])
     # A prefill that was interrupted names its goal as the length.
     begun = len(known) > len(request.rows[0])
     return _prefix_of(model, known, news.state, min(in_cache, len(known)) if begun else 0)

@@ -20,6 +20,7 @@ from tsjax.config import check
 from tsjax.decoding.replaying import init_replay
 from tsjax.errors import BadType
 from tsjax.files.checkpoint import Model
+from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.progress import progress_bar
 from tsjax.host.request import check_row, check_same_model, check_same_processors, make_request
@@ -135,7 +136,8 @@ def check_run(
             bar.update(steps)
 
     def new(array: jax.Array) -> list[np.ndarray]:
-        return [row[a:b] for row, a, b in zip(np.asarray(array), begin, end, strict=True)]
+        rows = processes.on_host(array)
+        return [row[a:b] for row, a, b in zip(rows, begin, end, strict=True)]
 
     departures = [
         Departure(row, int(index), int(tokens[index]), int(choice[index]), float(behind[index]))

@@ -34,7 +34,7 @@ from tsjax.host.costs import measured_on
 from tsjax.host.info import memory_share
 from tsjax.host.memory import available_bytes
 from tsjax.host.prefix import Prefix, check_prefix
-from tsjax.host.processes import least, own_device
+from tsjax.host.processes import check_same, check_shared, least, own_device
 from tsjax.host.result import no_log_probs
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
@@ -134,6 +134,7 @@ def make_request(
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
     _refuse_deep(prompt)
     _refuse_tracing(model, prompt)
+    check_shared(model.params)
     prompt, settings = _prompt_of(model, prompt, settings)
     refuse_unknown_settings(settings)
     lazy = _resolve_prefill(prefill)
@@ -187,6 +188,9 @@ def make_request(
     processors = check_processors(logits_processor, model.cfg.vocab_size, most, of_scores)
     if resume_from is not None:
         check_same_processors(f"resume_from={os.fspath(resume_from)!r}", run, processors)
+    given = [[row.tobytes() for row in rows] for rows in (prompts, made)]
+    sizes = type(method).__name__, lazy, capacity, prefill_width
+    check_same("generate", *given, config, *sizes)
     new_tokens = None if corpus is not None else config.max_new_tokens
     measured = measured_on(method, model, context, len(prompts), new_tokens)
     second = None if draft_model is None else draft_model.cfg

@@ -78,11 +78,27 @@ def run(
     """Yields the News of each chunk of steps; the last one has every finish reason filled in.
 
     A state that has `begun` already, as `start_run` fills it, is used up. `program` runs the chunks
-    in place of `Programs.decode`, for measurements.
+    in place of `Programs.decode`, for measurements. The interrupt is entered until there are news.
     """
+    going = _run(model, request, interrupt, begun, program)
+    while True:
+        with interrupt:
+            news = next(going, None)
+        if news is None:
+            return
+        yield news
+
+
+def _run(
+    model: Model,
+    request: Request,
+    interrupt: Interrupt,
+    begun: DecodeState | None,
+    program: Callable[..., DecodeState] | None,
+) -> Iterator[News]:
     chunk_of_steps = program or programs_of(model).decode
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
-    with prefilling, interrupt:
+    with prefilling:
         # First: rounding takes memory as well.
         place, index = jax.tree.leaves(model.params)[0], None
         if request.corpus is not None:
@@ -97,7 +113,7 @@ def run(
     earlier: StepStats | None = None  # the counters until the method changed last
     while True:
         if not interrupt.requested and rows.running:
-            with decoding, interrupt:
+            with decoding:
                 state = chunk_of_steps(params, state, steps, cfg=decode)
                 state.kv.length.block_until_ready()
                 interrupt.meet()

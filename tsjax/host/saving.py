@@ -53,7 +53,7 @@ class Saving(Writing):
     """Writes the file of `generate(save_to=...)`."""
 
     def __init__(self, model: Model, request: Request, path: Any, every: int):
-        super().__init__(stacklevel=4)
+        super().__init__(stacklevel=5)
         self._model, self._request, self._path, self._every = model, request, path, every
         self._written = 0
         if path is not None:
@@ -65,14 +65,19 @@ class Saving(Writing):
     def save(self, news: News, *, last: bool, alone: bool = False) -> None:
         """Writes the last news, and others when enough tokens have come since the last time.
 
-        Of several processes the first one writes, but for one that is left `alone`.
+        Of several processes the first one writes, but for one that is left `alone`. The others
+        wait for the last writing.
         """
         count = max(map(len, news.all_tokens))
         if self._path is None or not (last or count - self._written >= self._every):
             return
-        if not (alone or processes.is_first()):
-            return
         self._written = count
+        if alone or processes.is_first():
+            self._write(news)
+        if last and not alone:
+            self.unsaved = bool(processes.first_says(self.unsaved))
+
+    def _write(self, news: News) -> None:
         run = SavedRun(
             fingerprint=self._fingerprint,
             model_path=self._model.path,

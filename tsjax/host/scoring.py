@@ -55,6 +55,7 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
     """
     if not isinstance(model, Model):
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    processes.check_shared(model.params)
     check_int(logprobs, "logprobs", 0, model.cfg.vocab_size)
     prompts, single = prompt_rows(model, prompt)
     given = [continuation] if single else continuation
@@ -65,6 +66,7 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
     for index, row in enumerate(rows):
         most = f"at most the model's {model.cfg.max_positions} positions with its prompt"
         check(len(row) <= model.cfg.max_positions, f"continuation[{index}]", len(row), most)
+    processes.check_same("score", [row.tobytes() for row in rows], logprobs)
     return Scored(ends, [_of_row(model, *pair, logprobs) for pair in zip(rows, ends, strict=True)])
 
 

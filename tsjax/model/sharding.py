@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tsjax.errors import BadType, BadValue
 
@@ -58,6 +58,12 @@ def usable_mesh(mesh: Mesh | None, rules: ShardingRules = RULES) -> Mesh | None:
             f"mesh axes {tuple(mesh.axis_names)} are not valid: {unknown} means nothing here; "
             f"use {' and '.join(sorted(repr(axis) for axis in known))}"
         )
+    idle = set(range(jax.process_count())) - {one.process_index for one in mesh.devices.flat}
+    if idle:
+        raise BadValue(
+            f"a mesh of {mesh.size} devices is not valid: process {min(idle)} of "
+            f"{jax.process_count()} has none of them; take devices of all processes"
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -90,11 +96,13 @@ def parts_of(mesh: Mesh | AbstractMesh | None) -> int:
     return 1 if mesh is None else mesh.shape.get("slots", 1)
 
 
-def placed(array: np.ndarray, sharding: NamedSharding | None) -> jax.Array:
-    """An array that every process has, as one that they hold together."""
-    if sharding is None or sharding.is_fully_addressable:
+def placed(array: np.ndarray | jax.Array, sharding: Sharding | None) -> jax.Array:
+    """An array that every process has, or that they hold together, where it is wanted."""
+    is_shared = isinstance(array, jax.Array) and not array.is_fully_addressable
+    if sharding is None or sharding.is_fully_addressable or is_shared:
         return jax.device_put(array, sharding)
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+    own = np.asarray(array)
+    return jax.make_array_from_callback(own.shape, sharding, lambda index: own[index])
 
 
 def held_here(shape: Sequence[int], sharding: NamedSharding | None) -> tuple[slice, ...]:

@@ -28,11 +28,12 @@ from tsjax.config import CHAINED, HeadTraining, check, check_int, refuse_unknown
 from tsjax.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
+from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.host.progress import progress_bar
 from tsjax.host.run import programs_of
 from tsjax.input_files import parsing
-from tsjax.model.sharding import mesh_of, named_sharding
+from tsjax.model.sharding import mesh_of, named_sharding, placed
 from tsjax.training import loss, saved
 from tsjax.training.corpus import Corpus, Order, predictions_from_counts, read_corpus
 from tsjax.training.loss import TOP, cast_heads
@@ -121,12 +122,15 @@ def train_heads(
     check_on_interrupt(on_interrupt)
     if not isinstance(model, Model):
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    processes.check_shared(model.params)
     refuse_unknown(list(changes), SETTING_NAMES, "argument")
     if settings is None:
         settings = HeadTraining.of_kind(changes.get("head_kind", HeadTraining.head_kind))
     settings = dataclasses.replace(settings, **changes)
     check_int(save_every, "save_every", 1)
     micro = _sequences_per_pass(model, settings)
+    # Before the folder is looked at, in which the first one may still be writing.
+    processes.check_same("train_heads", settings, save_to is None, resume, cache_hidden)
     folder = saved.check_folder(save_to, resume)
     checkpoint = saved.latest(folder) if folder is not None and resume else None
     if checkpoint is not None:  # before the data is read, which may take long
@@ -146,6 +150,7 @@ def train_heads(
         held = read(held_out, argument="held_out")
     identity = {"model": model_fingerprint(model), "data": train.fingerprint}
     identity |= {"settings": dataclasses.asdict(settings)}
+    processes.check_same("train_heads", identity, checkpoint and os.path.basename(checkpoint))
     interrupt, saving = Interrupt(), saved.Saving(folder, identity)
     with interrupt:
         run = _Run(model, settings, train, micro, cache_hidden)
@@ -165,11 +170,15 @@ def train_heads(
                         on_step(record)
                     if len(history) % save_every == 0 and len(history) < settings.steps:
                         saving.save(run, history)
-        finally:  # also when on_step fails or a second Ctrl-C comes: what was made is saved
-            if run.is_whole and run.state.steps == len(history) > 0:
-                saving.save(run, history)
+        except BaseException:  # on_step fails, a second Ctrl-C comes, another process has ended
+            if run.is_whole and run.state.steps == len(history) > 0:  # what was made is saved
+                saving.save(run, history, alone=processes.are_several())
+            raise
+        if history:
+            saving.save(run, history)
         finished = len(history) == settings.steps
         evaluation = run.evaluate(held) if held is not None and finished else []
+        interrupt.meet()
     saving.finish(history, evaluation)
     trained = TrainedHeads(
         model=run.trained_model(),
@@ -246,7 +255,7 @@ class _Run:
         if self.mesh is None:
             return jax.device_put(array, jax.tree.leaves(self._params)[0].sharding)
         names = axes + (None,) * (np.ndim(array) - len(axes))
-        return jax.device_put(array, named_sharding(np.shape(array), names, self.mesh))
+        return placed(array, named_sharding(np.shape(array), names, self.mesh))
 
     def _hidden(self, tokens: jax.Array) -> jax.Array:
         return self._hidden_states(self._params, tokens, cfg=self.cfg.with_heads(0))
@@ -256,7 +265,7 @@ class _Run:
         total, length = len(self.train), self.settings.sequence_length
         dtype = jax.numpy.dtype(self.cfg.dtype)
         needed = total * length * self.cfg.embed_dim * dtype.itemsize
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        memory = processes.least(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         wanted = (
             f"the hidden states of {total} sequences take {needed / 1e9:.1f} GB, this machine has "
             f"{memory / 1e9:.1f} GB; leave it out"
@@ -266,7 +275,7 @@ class _Run:
         for first in range(0, total, self.micro):
             numbers = [number % total for number in range(first, first + self.micro)]
             fresh = self._hidden(self._place(self.train.sequences(numbers)))
-            hidden[numbers] = np.asarray(fresh)
+            hidden[numbers] = processes.on_host(fresh)
         return hidden
 
     def step(self, interrupt: Interrupt) -> Record | None:
@@ -292,7 +301,8 @@ class _Run:
                 loss_decay=settings.loss_decay,
             )
             jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
-        metrics: Any = jax.device_get(total.metrics)
+            interrupt.meet()
+        metrics = processes.on_host(total.metrics)
         heads, moments, norm = training_programs().update(heads, moments, total, settings=settings)
         self.state = _State(heads, moments, steps + 1)
         labels = np.asarray(settings.labels, np.float64) * settings.batch_size
@@ -303,7 +313,7 @@ class _Run:
             "loss": math.fsum(map(operator.mul, settings.loss_weights, losses)),
             "head_losses": losses,
             **_shares(metrics.hits, labels),
-            "gradient_norm": float(norm),
+            "gradient_norm": float(processes.on_host(norm)),
             "seconds": time.perf_counter() - began,
         }
 
@@ -313,9 +323,10 @@ class _Run:
         for first in range(0, len(held_out), self.micro):
             numbers = range(first, min(first + self.micro, len(held_out)))
             tokens = self._place(held_out.sequences(numbers))
-            metrics = training_programs().measure(
+            measured = training_programs().measure(
                 self.state.heads, self._params.model, self._hidden(tokens), tokens, **self._static
             )
+            metrics = processes.on_host(measured)
             losses += np.asarray(metrics.loss, np.float64)
             hits += np.asarray(metrics.hits)
         records = []

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training run saved in a folder, so that it can go on after a kill.
 
-    checkpoint/step-00000050/   the newest complete one: arrays (orbax) and run.json
+    checkpoint/step-00000050/   the newest complete one: arrays.safetensors and run.json
     heads.safetensors           the heads, as an adapter
     metrics.jsonl               one line per step
     summary.json, loss.png      at the end
@@ -19,19 +19,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from tsjax.config import check
 from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import stored_arrays
 from tsjax.files.checkpoint import Model, write_heads
+from tsjax.files.weight_files import write_safetensors
 from tsjax.files.whole_files import final_name, replacing, write_text
+from tsjax.host import processes
 from tsjax.host.saving import Writing, check_writable, path_of
 from tsjax.input_files import listed, parsing, read_json
+from tsjax.model.sharding import placed
 
-FORMAT = 3
-# 2 had the heads' matrices as [inputs, outputs]; 1 also had another fingerprint of the model.
-OLD_FORMATS = OLD_FINGERPRINT, INPUTS_FIRST = 1, 2
-CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays", "run.json"
+FORMAT = 4
+# 3 had a folder of orbax; 2 also the heads' matrices as [inputs, outputs]; 1 also had another
+# fingerprint of the model.
+OLD_FORMATS = OLD_FINGERPRINT, INPUTS_FIRST, ORBAX = 1, 2, 3
+CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays.safetensors", "run.json"
+ORBAX_ARRAYS = "arrays"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
 FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT, HEADS}
@@ -41,14 +47,19 @@ Record = dict[str, Any]
 
 
 class Saving(Writing):
-    """Writes a run's folder, if it has one."""
+    """Writes a run's folder, if it has one.
+
+    Of several processes the first one does, but for one that is left `alone`.
+    """
 
     def __init__(self, folder: str | None, identity: Mapping[str, Any]):
         super().__init__(stacklevel=5)
         self._folder, self._identity = folder, identity
 
-    def _write(self, what: str, write: Callable[..., object], *args: Any) -> bool:
-        if self._folder is None:
+    def _write(
+        self, what: str, write: Callable[..., object], *args: Any, alone: bool = False
+    ) -> bool:
+        if self._folder is None or not (alone or processes.is_first()):
             return True
         return self.attempt(f"{what} in {self._folder!r}", write, self._folder, *args)
 
@@ -58,13 +69,14 @@ class Saving(Writing):
     def note(self, record: Record) -> None:
         self._write("metrics", append_metrics, record)
 
-    def save(self, run: Any, history: list[Record]) -> None:
+    def save(self, run: Any, history: list[Record], *, alone: bool = False) -> None:
         if self._folder is None:
             return
-        arrays, trained = run.arrays(), run.trained_model()
+        arrays, trained = processes.on_host(run.arrays()), run.trained_model()
         document = {**self._identity, "history": history}
-        written = self._write("checkpoint", write_checkpoint, len(history), arrays, document)
-        written &= self._write("heads", _write_heads, trained)
+        checkpoint = len(history), arrays, document, alone
+        written = self._write("checkpoint", write_checkpoint, *checkpoint, alone=alone)
+        written &= self._write("heads", _write_heads, trained, alone=alone)
         self.unsaved = not written
 
     def finish(self, history: list[Record], evaluation: list[Record]) -> None:
@@ -77,6 +89,7 @@ class Saving(Writing):
                 self._write("plot", _plot_losses, history)
         except ImportError:
             self.problems.append("no plot of the losses: pip install 'tsjax[plot]'")
+        self.unsaved = bool(processes.first_says(self.unsaved))  # the others wait for that
 
 
 def check_folder(save_to: Any, resume: bool) -> str | None:
@@ -111,9 +124,14 @@ def latest(folder: str) -> str | None:
 
 
 def write_checkpoint(
-    folder: str, step: int, arrays: Mapping[str, jax.Array], document: Mapping[str, Any]
+    folder: str,
+    step: int,
+    arrays: Mapping[str, np.ndarray],
+    document: Mapping[str, Any],
+    alone: bool = False,
 ) -> None:
-    """Writes the checkpoint of a step, then removes older ones.
+    """Writes the checkpoint of a step, then removes older ones; where it may not be the only one
+    who writes, it removes nothing.
 
     An OSError leaves the checkpoint that was there before. A step that has one keeps it: the run
     would write the same again, and meanwhile there would be none.
@@ -122,30 +140,26 @@ def write_checkpoint(
     target = os.path.join(place, f"step-{step:08d}")
     os.makedirs(place, exist_ok=True)
     for name in os.listdir(place):  # of a process that was killed while it wrote
-        if name.startswith(".writing-"):
+        if name.startswith(".writing-") and not alone:
             shutil.rmtree(os.path.join(place, name))
     if not os.path.isdir(target):
         _write_whole(target, arrays, {"format": FORMAT, "step": step, **document})
     for name in os.listdir(place):
-        if _STEP.fullmatch(name) and name != os.path.basename(target):
+        if _STEP.fullmatch(name) and name != os.path.basename(target) and not alone:
             shutil.rmtree(os.path.join(place, name))
 
 
-def _write_whole(target: str, arrays: Mapping[str, jax.Array], content: Mapping[str, Any]) -> None:
-    from orbax.checkpoint import v1 as ocp
-
+def _write_whole(target: str, arrays: Mapping[str, np.ndarray], content: Mapping[str, Any]) -> None:
     fresh = os.path.join(os.path.dirname(target), f".writing-{os.getpid()}")
     try:
         os.mkdir(fresh)
-        try:
-            ocp.save(os.path.join(fresh, ARRAYS), dict(arrays))
-        except Exception as error:
-            # A full disk is a ValueError here, or a plain Exception whose cause says what happened.
-            if not isinstance(error, OSError | ValueError) and type(error) is not Exception:
-                raise
-            raise OSError(_reason(error)) from error
+        write_safetensors(os.path.join(fresh, ARRAYS), arrays)
         write_text(os.path.join(fresh, DOCUMENT), json.dumps(content))
-        os.replace(fresh, target)
+        try:
+            os.replace(fresh, target)
+        except OSError:
+            if not os.path.isdir(target):  # another process was faster
+                raise
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
 
@@ -162,28 +176,39 @@ def read_arrays(
     checkpoint: str, like: Mapping[str, jax.Array], format: int
 ) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
-    path = os.path.join(checkpoint, ARRAYS)
+    if format == FORMAT:
+        return _read_safetensors(checkpoint, like)
+    path = os.path.join(checkpoint, ORBAX_ARRAYS)
     with parsing(checkpoint, " is damaged"):
         stored = stored_arrays.list_arrays(path)
-        shapes = {name: tuple(array.shape) for name, array in stored.items()}
-        wrong = [name for name, array in like.items() if shapes.get(name) != array.shape]
-        if wrong:
-            raise BadValue(f"it does not hold, as they were, {', '.join(listed(wrong))}")
+        _check_arrays(stored, like)
         abstract = {
             name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
             for name, x in like.items()
         }
         arrays = stored_arrays.read_arrays(path, abstract)
-    if format in OLD_FORMATS:  # heads and what the optimiser keeps of them
+    if format != ORBAX:  # heads and what the optimiser keeps of them
         turned = {name: x.T for name, x in arrays.items() if name.endswith(".linear")}
         arrays |= {name: jax.device_put(x, like[name].sharding) for name, x in turned.items()}
     return arrays
 
 
-def _reason(error: Exception) -> str:
-    """What orbax says, without the many lines that follow."""
-    lines = str(error.__cause__ or error).splitlines()
-    return lines[0] if lines else type(error).__name__
+def _read_safetensors(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    import safetensors.numpy
+
+    with parsing(checkpoint, " is damaged"):
+        stored = safetensors.numpy.load_file(os.path.join(checkpoint, ARRAYS))
+        _check_arrays(stored, like)
+        wrong = [name for name, array in like.items() if stored[name].dtype != array.dtype]
+        check(not wrong, "types of", wrong, "those of the run")
+    return {name: placed(stored[name], array.sharding) for name, array in like.items()}
+
+
+def _check_arrays(stored: Mapping[str, Any], like: Mapping[str, jax.Array]) -> None:
+    shapes = {name: tuple(array.shape) for name, array in stored.items()}
+    wrong = [name for name, array in like.items() if shapes.get(name) != array.shape]
+    if wrong:
+        raise BadValue(f"it does not hold, as they were, {', '.join(listed(wrong))}")
 
 
 def write_metrics(folder: str, history: Sequence[Mapping[str, Any]]) -> None:
