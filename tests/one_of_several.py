@@ -156,14 +156,15 @@ def refused(model, folder):
 
 
 def mesh_of(sizes):
-    return jax.make_mesh(tuple(map(int, sizes.split(","))), ("data", "model"))
+    sizes = tuple(map(int, sizes.split(",")))
+    return jax.make_mesh(sizes, ("data", "model", "slots")[: len(sizes)])
 
 
 def generate(out, *meshes):
     found = {}
     for sizes in meshes:
         model = tiny_model(mesh=mesh_of(sizes), num_draft_heads=2)
-        methods = METHODS if sizes == "2,2" else ("plain", "tokenswift")
+        methods = METHODS if len(meshes) == 1 else ("plain", "tokenswift")
         found[sizes] = texts(model, methods)
     write(out, found)
 

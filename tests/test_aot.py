@@ -10,6 +10,7 @@ import re
 import pytest
 
 import tsjax
+from benchmarks import scaling
 from tools import aot
 from tsjax.methods.cost_model import GPU, pass_work
 
@@ -110,11 +111,11 @@ def test_step_over_several_devices(case):
     assert used - found["alias_bytes"] < MEMORY["a100"]
     assert found["alias_bytes"] > 0.99 * found["output_bytes"]
     assert found["cache_copies"] == 0
-    largest = max(one["bytes"] for one in found["sent"]["each"])
-    assert largest < found["cache_bytes"] / 8
-    # The tokens of a layer's cache that are sent would be more than all that a step sends.
+    assert scaling.largest(found) < found["cache_bytes"] / 16
+    # A choice sends what it has chosen of all layers, which XLA puts together up to 30 MB.
+    assert max(one["bytes"] for one in found["sent"]["each"]) < min(found["cache_bytes"] / 2, 32e6)
     layers = tsjax.model_preset(step.model).num_layers
-    assert found["sent"]["step"] < layers * found["cache_bytes"] / 64
+    assert found["sent"]["step"] < layers * found["cache_bytes"] / 4
 
 
 @pytest.mark.parametrize("case", ["step llama3.1-8b tokenswift", "fill_stage llama3.1-8b"])

@@ -98,6 +98,16 @@ def test_what_was_read_before_and_runs_that_are_saved(wanted, tmp_path):
         assert [row.tolist() for row in rest.tokens] == wanted[0]
 
 
+def test_many_prompts(single):
+    """Rows that others leave are filled, and the buffers grow, in each part."""
+    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 2, 2))
+    lines = [*RAGGED, [7] * 70, [5, 4, 5], list(range(1, 30))]
+    how = dict(max_new_tokens=12, eos_token_id=(), method=METHODS["tokenswift"], rows=2, **SAMPLED)
+    found = {one.index: one.tokens.tolist() for one in tsjax.generate_many(model, lines, **how)}
+    wanted = {one.index: one.tokens.tolist() for one in tsjax.generate_many(single, lines, **how)}
+    assert found == wanted and len(found) == len(lines)
+
+
 def test_a_lazy_prefill_is_refused_where_slots_are_split():
     model = tiny_model(num_layers=2, mesh=mesh_of(1, 2, 2))
     with pytest.raises(ValueError, match=r"lazy prefill .*2 parts of slots.*'data' and 'model'"):

@@ -79,8 +79,9 @@ def wanted():
 @pytest.mark.parametrize(
     ("count", "devices", "meshes"),
     [
-        pytest.param(2, 2, ("2,2", "1,4"), id="2x2"),
-        pytest.param(4, 1, ("1,4", "4,1"), id="4x1", marks=pytest.mark.slow),
+        pytest.param(2, 2, ("1,2,2",), id="2x2"),  # by all methods
+        pytest.param(2, 2, ("2,2", "1,4", "1,1,4", "2,1,2"), id="2x2s", marks=pytest.mark.slow),
+        pytest.param(4, 1, ("1,4", "4,1", "1,1,4", "1,2,2"), id="4x1", marks=pytest.mark.slow),
     ],
 )
 def test_processes_give_the_tokens_of_one(count, devices, meshes, wanted, tmp_path):

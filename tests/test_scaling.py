@@ -72,5 +72,8 @@ def test_what_was_compiled_fits_and_sends_no_cache():
     assert cases.keys() == scaling.aot.SCALING.keys()
     for case, found in cases.items():
         assert scaling.memory(found) < 80e9, case
-        assert max(one["bytes"] for one in found["sent"]["each"]) < found["cache_bytes"] / 8, case
+        assert scaling.largest(found) < found["cache_bytes"] / 16, case
+        # A choice sends what it has chosen of all layers, which XLA puts together up to 30 MB.
+        most = max(one["bytes"] for one in found["sent"]["each"])
+        assert most < min(found["cache_bytes"] / 2, 32e6), case
         assert found["cache_copies"] == 0, case

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -154,8 +155,9 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 
 
 def sent(hlo: str) -> dict:
-    """What the devices of a mesh send each other, by the HLO: each collective with the bytes that
-    it makes on a device and the loops that it lies in, the outermost one among them.
+    """What the devices of a mesh send each other, by the HLO: the kinds of collectives, each with
+    the bytes that one makes on a device, the loops and conditions that it lies in, and how many
+    there are.
 
     "step" is the sum of those in the loop of steps alone; what lies in a further loop or behind a
     condition (a draft cache that is chosen anew) is no part of a usual step.
@@ -166,7 +168,7 @@ def sent(hlo: str) -> dict:
         bodies[block.removeprefix("ENTRY ").split(" ")[0].lstrip("%")] = block.splitlines()
     entry = next(block for block in _blocks(hlo) if block.startswith("ENTRY "))
     waiting = [(entry.removeprefix("ENTRY ").split(" ")[0].lstrip("%"), [])]
-    each = []
+    each: Counter[tuple[str, int, tuple[str, ...]]] = Counter()
     while waiting:
         name, around = waiting.pop()
         if name in inside or name not in bodies:
