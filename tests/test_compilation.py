@@ -16,6 +16,7 @@ from helpers import save_tokenizer, tiny_config, tiny_model
 
 import tsjax
 from pallas_kernels.cache_folder import cache_folder
+from tsjax.files.locked_files import lock
 from tsjax.host import compilation, run
 from tsjax.host.compilation import Stopwatch
 
@@ -164,6 +165,48 @@ def test_the_command_line_keeps_programs(checkpoint, tmp_path):
     assert "compiling" in second.stderr and len(second.stderr.splitlines()) == 1
     seconds = [json.loads(run.stdout)["stats"]["compile_seconds"] for run in (first, second)]
     assert 0 < seconds[1] < seconds[0]
+
+
+KEPT = """
+import jax, jax.numpy as jnp
+from tsjax.host.compilation import keep_programs
+keep_programs()
+print(float(jax.jit(lambda x: x * 3 + 1)(jnp.ones(5)).sum()))
+"""
+
+
+def test_a_program_that_a_killed_process_left_half_written_is_made_anew(tmp_path):
+    """jax would warn of it in every process, and keep no program where it has to make room."""
+
+    def said():
+        env = {**FRESH, "TSJAX_CACHE": str(tmp_path)}
+        command = [sys.executable, "-W", "error", "-c", KEPT]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert said() == "20.0\n"
+    kept = {path: Path(path).read_bytes() for path in programs_in(tmp_path)}
+    assert kept
+    for path, content in kept.items():
+        Path(path).write_bytes(content[: len(content) // 2])
+        os.unlink(path.removesuffix("-cache") + "-atime")
+    assert said() == "20.0\n"
+    whole = {path: len(Path(path).read_bytes()) for path in programs_in(tmp_path)}
+    assert whole.keys() == kept.keys()
+    assert all(whole[path] > len(content) / 2 + 1 for path, content in kept.items())
+    assert said() == "20.0\n"
+
+
+def test_while_a_process_keeps_a_program_none_is_removed(tmp_path):
+    cut = tmp_path / "jit_decode-0123-cache"
+    cut.write_bytes(b"half of")
+    with open(tmp_path / ".lockfile", "ab") as file:
+        assert lock(file)
+        compilation._remove_cut_programs(str(tmp_path))
+        assert cut.exists()
+    compilation._remove_cut_programs(str(tmp_path))
+    assert not cut.exists()
 
 
 WHERE = """
