@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks import papers
+from benchmarks import soak as soaking
 from benchmarks.readme_table import head, source
 from benchmarks.report import ROOT
 from tsjax.host.roofline_table import roofline_of
@@ -64,7 +65,7 @@ def page() -> str:
         table_14, tables_15_and_16, figures_3_and_4,
     )  # fmt: skip
     lines = [*opening(document), *(line for part in parts for line in part(ours, published))]
-    return "\n".join([*lines, *long_runs(), *rivals()]) + "\n"
+    return "\n".join([*lines, *long_runs(), *killed_runs(), *rivals()]) + "\n"
 
 
 def opening(document: dict) -> list[str]:
@@ -359,6 +360,64 @@ def long_runs() -> list[str]:
         for name in (*DISTINCT, "repeated", "self_bleu"):
             lines.append(_row([name.replace("_", "-"), *(f"{one[name]:.3f}" for one in text)]))
     return lines
+
+
+def killed_runs() -> list[str]:
+    """Of soak.json."""
+    if not (RESULTS / "soak.json").exists():
+        return []
+    document = _read("soak")
+    if document["troubles"]:
+        raise ValueError(f"soak.json has troubles, and no place here: {document['troubles']}")
+    parts = {part["part"]: part for part in document["parts"]}
+    whole, killed, full = parts["whole"], parts["killed"], parts["full disk"]
+    lives, (one,) = killed["lives"], whole["lives"]
+    shot = [life for life in lives if life.get("signal") == "SIGKILL"]
+    within = sum(life["ended"] == soaking.WITHIN for life in shot)
+    early = sum(life["tokens_at_end"] == life["tokens_at_begin"] for life in shot)
+    lost = max(life["tokens_at_end"] - life["tokens_saved"] for life in shot)
+    asked = " and ".join(life["signal"] for life in lives if life["ended"] == soaking.ASKED)
+    (alone,), later = soaking.growths(whole), soaking.growths(killed)
+    most = max(growth.share for growth in later)
+    late = [name for name, _ in one["after_warm_up"]]
+    made_later = sum(len(life["made"]) for life in lives[1:])
+    plain = document["tokens_of_plain_decoding"]
+    had = full["lives"][0]["tokens_saved"]
+    tokens, warm_up = f"{document['new_tokens']:,}", f"{document['warm_up']:,}"
+    return f"""
+## A run that is killed again and again
+
+{tokens} new tokens of the embedded model after {document["prompt"]!r},
+{document["setting"]}, by Auto, saved every {document["save_every"]} tokens. One process makes all
+of them, and {len(lives)} processes do it together, each going on with the saved file. From
+{source(document)}.
+
+* **Kills.** {len(shot)} processes ended by SIGKILL: {within} at a random moment within a chunk of
+  steps, {len(shot) - within} at any moment, {early} of them before their first token. At most
+  {lost:,} tokens were made again. {asked} ended two more, and all that they had made was saved.
+* **Tokens.** Both runs have the tokens of plain decoding, all {tokens}, compared by their SHA-256
+  with that of `{plain["from"]}`.
+* **Memory.** The one process has {_mib(alone.first)} after {alone.since:,} tokens and
+  {_mib(alone.last)} at the end, at most {_mib(alone.most)} in between (resident, all of it). Of the
+  others none grew by more than {most:.1%} from its first {warm_up} tokens to its end ({len(later)}
+  lived that long).
+* **Programs.** The one process compiled {len(one["made"])}, {len(late) or "none"} of them after its
+  first {warm_up} tokens{_named(late)}. The {len(lives)} compiled {killed["programs"]["made"]}
+  together, {made_later} after the first of them, and none twice: they found kept ones
+  {sum(life["found"] for life in lives):,} times.
+* **Two runs at once.** A second run of the same file was refused while the first went on.
+* **A full disk.** On a file system of {full["bytes"] // 1024} KiB a run of {full["new_tokens"]:,}
+  tokens went on to its end, and said that the file lacks it. The file had the first {had:,}; with
+  these, where there was room, the run went on to the same {full["new_tokens"]:,}.
+""".rstrip().splitlines()
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def _named(names: Sequence[str]) -> str:
+    return f" ({', '.join(dict.fromkeys(names))})" if names else ""
 
 
 def rivals() -> list[str]:
