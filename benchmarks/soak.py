@@ -5,12 +5,13 @@ Parts, each of which says on which machine it ran:
 
 * plain: plain decoding in one process, whose tokens the others have to give. Left out where
   `longrun` has recorded the hash of the same run.
-* whole: Auto in one process: memory and compilations from the first token to the last.
-* killed: the same run, saved now and then, in many processes. Half of the kills (SIGKILL) fall at a
-  random moment within a chunk of steps, after a random number of tokens; the others at any moment
-  of a process, while it starts and reads the text, too. SIGINT and SIGTERM come once each. In the
-  first life a second run wants the same file.
+* killed: Auto, saved now and then, in many processes. Half of the kills (SIGKILL) fall at a random
+  moment within a chunk of steps, after a random number of tokens; the others at any moment of a
+  process, while it starts and reads the text, too. SIGINT and SIGTERM come once each. All of them
+  come in the first half of the run, so that the last process makes the other half by itself. In
+  the first life a second run wants the same file.
 * full disk: a short run on a file system of a few pages, which goes on elsewhere.
+* whole: Auto in one process from the first token to the last. Left out unless it is asked for.
 
 Each part begins with an empty folder for compiled programs. Memory is read from /proc by the
 process that watches. The document is written again after each part, and a part that is there is not
@@ -48,7 +49,7 @@ from pallas_kernels.cache_folder import cache_folder
 from tsjax.host.saved_run import read_run
 
 SETTING = "sampled, penalty"
-PARTS = ("plain", "whole", "killed", "full disk")
+PARTS = ("plain", "killed", "full disk", "whole")
 SAVE_EVERY = 250
 WARM_UP = 2000  # tokens of a process
 SAMPLES = 100  # of memory, from the first token of a run to the last
@@ -68,7 +69,7 @@ def main(argv: Sequence[str]) -> int | None:
     parser.add_argument("--new-tokens", type=int, default=longrun.NEW_TOKENS)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all that are needed")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all but whole, and plain where needed")
     args = parser.parse_args(argv)
     if args.new_tokens < FULL_TOKENS:
         parser.error(f"--new-tokens {args.new_tokens}: at least {FULL_TOKENS}")
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int | None:
     }  # fmt: skip
     document = report.series(args.out, "soak", asked, "parts")
     recorded = recorded_tokens(asked)
-    wanted = args.parts or [part for part in PARTS if part != "plain" or recorded is None]
+    wanted = args.parts or [*(["plain"] if recorded is None else []), "killed", "full disk"]
     for name in wanted:
         if any(one["part"] == name for one in document["parts"]):
             print(f"there already: {name}", file=sys.stderr)
@@ -330,7 +331,7 @@ class End(NamedTuple):
 def planned(tokens: int, kills: int, seed: int) -> list[End]:
     rng = np.random.default_rng(seed)
     within = kills // 2
-    places = np.sort(rng.integers(tokens // 100, tokens * 9 // 10, within + 2)).tolist()
+    places = np.sort(rng.integers(tokens // 100, tokens // 2, within + 2)).tolist()
     asked = rng.choice(len(places), 2, replace=False)
     numbers = dict(zip(asked.tolist(), (signal.SIGINT, signal.SIGTERM), strict=True))
     ends = [

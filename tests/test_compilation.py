@@ -121,6 +121,31 @@ def test_a_run_is_three_programs(compiled, method, prompt):
     assert compiled == ["begin", "read_part", "decode", "begin", "decode"]
 
 
+def test_weights_that_are_bound_to_a_device_make_no_more_programs(compiled):
+    """As jax.device_put leaves them, and as a copy in int8 lies: a state that the first steps bound
+    to their device would be another program's for those after them."""
+    model = tiny_model(vocab_size=67)
+    bound = model.with_params(jax.device_put(model.params, jax.devices()[0]))
+    compiled.clear()
+    tsjax.generate(bound, [1] * 40, max_new_tokens=9, prefill_width=16)
+    assert compiled == ["begin", "read_part", "decode"]
+
+
+def test_a_run_that_changes_its_method_compiles_each_once(compiled):
+    """With a copy in int8 first, plainly after that."""
+    model = tiny_model(vocab_size=67)
+
+    class Changing(tsjax.Auto):
+        def next(self, measured):
+            if measured.current is None:
+                sizes = dict(width=4, pass_widths=(1, 2), places=4, draft_budget=8, num_sinks=2)
+                return tsjax.LikelyTree(draft_passes=1, draft_weights="int8", **sizes)
+            return tsjax.Autoregressive()
+
+    tsjax.generate(model, [1, 2, 3], max_new_tokens=60, method=Changing(), eos_token_id=())
+    assert compiled.count("decode") == 2
+
+
 # --- programs on disk ----------------------------------------------------------------------------
 
 

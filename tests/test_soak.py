@@ -31,7 +31,7 @@ def test_the_ends_are_as_many_as_asked_and_the_same_for_a_seed():
         ("asked to end", "SIGINT"): 1, ("asked to end", "SIGTERM"): 1,
     }  # fmt: skip
     after = [end.after for end in ends]
-    assert after == sorted(after) and 1000 <= after[0] and after[-1] <= 90_000
+    assert after == sorted(after) and 1000 <= after[0] and after[-1] <= 50_000
     # One that may end at any time knows how long the one before it took to begin.
     assert ends[0].how != "at any time" and ends[-1].how != "at any time"
     assert all(0 <= end.share < 2 for end in ends)
@@ -209,9 +209,9 @@ def test_a_small_soak(tmp_path):
     document = json.loads((tmp_path / "soak.json").read_text())
     assert document == json.loads(done.stdout.splitlines()[-1]) and document["troubles"] == []
     parts = {part["part"]: part for part in document["parts"]}
-    assert list(parts) == [*soak.PARTS]
+    assert list(parts) == ["plain", "killed", "full disk"]
     assert document["tokens_of_plain_decoding"]["from"] == "plain"
-    assert len({parts[name]["sha256"] for name in ("plain", "whole", "killed")}) == 1
+    assert len({parts[name]["sha256"] for name in ("plain", "killed")}) == 1
     assert {part["sha256_of_first"] for part in parts.values() if "left_out" not in part} == {
         parts["plain"]["sha256_of_first"]
     }
