@@ -69,7 +69,8 @@ def main(argv: Sequence[str]) -> int | None:
     parser.add_argument("--new-tokens", type=int, default=longrun.NEW_TOKENS)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all but whole, and plain where needed")
+    text = "default: all but whole, and plain where nothing is recorded"
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help=text)
     args = parser.parse_args(argv)
     if args.new_tokens < FULL_TOKENS:
         parser.error(f"--new-tokens {args.new_tokens}: at least {FULL_TOKENS}")
@@ -430,6 +431,7 @@ class Growth(NamedTuple):
     """Resident bytes of a process between two counts of its tokens."""
 
     since: int
+    until: int
     first: int
     most: int
     last: int
@@ -442,8 +444,10 @@ class Growth(NamedTuple):
 def growth(life: dict[str, Any], since: int) -> Growth | None:
     """From that many tokens on; None where it has no two samples."""
     found = [(tokens, size) for tokens, size in life["memory"] if tokens >= since]
+    if len(found) < 2:
+        return None
     sizes = [size for _, size in found]
-    return Growth(found[0][0], sizes[0], max(sizes), sizes[-1]) if len(found) > 1 else None
+    return Growth(found[0][0], found[-1][0], sizes[0], max(sizes), sizes[-1])
 
 
 def growths(part: dict[str, Any]) -> list[Growth]:

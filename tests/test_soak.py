@@ -40,7 +40,7 @@ def test_the_ends_are_as_many_as_asked_and_the_same_for_a_seed():
 def test_growth_is_told_from_the_warm_up_on():
     life = {"tokens_at_begin": 0, "memory": [[1, 50], [200, 100], [600, 104], [1000, 102]]}
     found = soak.growth(life, 150)
-    assert found == soak.Growth(since=200, first=100, most=104, last=102)
+    assert found == soak.Growth(since=200, until=1000, first=100, most=104, last=102)
     assert found.share == pytest.approx(0.04)
     assert soak.growth(life, 1000) is None
     part = {"new_tokens": 1000, "lives": [life]}
