@@ -201,6 +201,7 @@ class Life:
         self.known = series.tokens_saved()
         self._counter = self._folder / f"{name}.count"
         self._counter.write_bytes(COUNT.pack(self.known))
+        (self._folder / f"{name}.jsonl").touch()  # it may end before it has noted anything
         self.began, self.first_token = time.monotonic(), None
         self._memory: list[tuple[int, int]] = []
         self._every = max(1, series.args.new_tokens // SAMPLES)
