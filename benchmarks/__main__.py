@@ -17,6 +17,7 @@ MODULES = {
     "cpu": "cpu",
     "speedup": "speedup",
     "longrun": "longrun",
+    "soak": "soak",
     "tokens_per_step": "tokens_per_step",
     "ttft": "ttft",
     "first_token": "first_token",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks import papers
+from benchmarks import soak as soaking
 from benchmarks.readme_table import head, source
 from benchmarks.report import ROOT
 from tsjax.host.roofline_table import roofline_of
@@ -64,7 +65,7 @@ def page() -> str:
         table_14, tables_15_and_16, figures_3_and_4,
     )  # fmt: skip
     lines = [*opening(document), *(line for part in parts for line in part(ours, published))]
-    return "\n".join([*lines, *long_runs(), *rivals()]) + "\n"
+    return "\n".join([*lines, *long_runs(), *killed_runs(), *rivals()]) + "\n"
 
 
 def opening(document: dict) -> list[str]:
@@ -359,6 +360,62 @@ def long_runs() -> list[str]:
         for name in (*DISTINCT, "repeated", "self_bleu"):
             lines.append(_row([name.replace("_", "-"), *(f"{one[name]:.3f}" for one in text)]))
     return lines
+
+
+def killed_runs() -> list[str]:
+    """Of soak.json."""
+    if not (RESULTS / "soak.json").exists():
+        return []
+    document = _read("soak")
+    if document["troubles"]:
+        raise ValueError(f"soak.json has troubles, and no place here: {document['troubles']}")
+    parts = {part["part"]: part for part in document["parts"]}
+    killed, full = parts["killed"], parts["full disk"]
+    lives, plain = killed["lives"], document["tokens_of_plain_decoding"]
+    shot = [life for life in lives if life.get("signal") == "SIGKILL"]
+    within = sum(life["ended"] == soaking.WITHIN for life in shot)
+    early = sum(life["tokens_at_end"] == life["tokens_at_begin"] for life in shot)
+    lost = max(life["tokens_at_end"] - life["tokens_saved"] for life in shot)
+    asked = " and ".join(life["signal"] for life in lives if life["ended"] == soaking.ASKED)
+    *others, last = soaking.growths(killed)
+    late = [name for life in lives for name, _ in life["after_warm_up"]]
+    later = [name for life in lives[1:] for name, _ in life["made"]]
+    tokens, warm_up = f"{document['new_tokens']:,}", f"{document['warm_up']:,}"
+    return f"""
+## A run that is killed again and again
+
+{tokens} new tokens of the embedded model after {document["prompt"]!r},
+{document["setting"]}, by Auto, saved every {document["save_every"]} tokens, in {len(lives)}
+processes, each of which goes on with the saved file; the last makes
+{last.until - lives[-1]["tokens_at_begin"]:,} tokens. From {source(document)}.
+
+* **Kills.** {len(shot)} processes ended by SIGKILL: {within} at a random moment within a chunk of
+  steps, {len(shot) - within} at any moment, {early} of them before their first token. At most
+  {lost:,} tokens were made again. {asked} ended two more, and all that they had made was saved.
+* **Tokens.** They are those of plain decoding, all {tokens}, compared by their SHA-256 with that of
+  `{plain["from"]}`.
+* **Memory** (resident, all of it) is told from {warm_up} tokens after a process has begun to its
+  end. The last had {_mib(last.first)} after {last.since:,} tokens and {_mib(last.last)} after
+  {last.until:,}, at most {_mib(last.most)} in between. Of the {len(others)} others that made so
+  many tokens none grew by more than {max(one.share for one in others):.1%}.
+* **Programs.** The first process compiled {len(lives[0]["made"])}, all others together {len(later)}
+  {_named(later)}, and none was compiled twice: they found kept ones
+  {sum(life["found"] for life in lives):,} times. After its first {warm_up} tokens no process needed
+  a program but {len(late) or "none"} {_named(late)}.
+* **Two runs at once.** A second run of the same file was refused while the first went on.
+* **A full disk.** On a file system of {full["bytes"] // 1024} KiB a run of {full["new_tokens"]:,}
+  tokens went on to its end, and said that the file lacks it. The file had the first
+  {full["lives"][0]["tokens_saved"]:,}; with these, where there was room, the run went on to the
+  same {full["new_tokens"]:,}.
+""".rstrip().splitlines()
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"
+
+
+def _named(names: Sequence[str]) -> str:
+    return f" ({', '.join(dict.fromkeys(names))})" if names else ""
 
 
 def rivals() -> list[str]:

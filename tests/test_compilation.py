@@ -16,6 +16,7 @@ from helpers import save_tokenizer, tiny_config, tiny_model
 
 import tsjax
 from pallas_kernels.cache_folder import cache_folder
+from tsjax.files.locked_files import lock
 from tsjax.host import compilation, run
 from tsjax.host.compilation import Stopwatch
 
@@ -120,6 +121,31 @@ def test_a_run_is_three_programs(compiled, method, prompt):
     assert compiled == ["begin", "read_part", "decode", "begin", "decode"]
 
 
+def test_weights_that_are_bound_to_a_device_make_no_more_programs(compiled):
+    """As jax.device_put leaves them, and as a copy in int8 lies: a state that the first steps bound
+    to their device would be another program's for those after them."""
+    model = tiny_model(vocab_size=67)
+    bound = model.with_params(jax.device_put(model.params, jax.devices()[0]))
+    compiled.clear()
+    tsjax.generate(bound, [1] * 40, max_new_tokens=9, prefill_width=16)
+    assert compiled == ["begin", "read_part", "decode"]
+
+
+def test_a_run_that_changes_its_method_compiles_each_once(compiled):
+    """With a copy in int8 first, plainly after that."""
+    model = tiny_model(vocab_size=67)
+
+    class Changing(tsjax.Auto):
+        def next(self, measured):
+            if measured.current is None:
+                sizes = dict(width=4, pass_widths=(1, 2), places=4, draft_budget=8, num_sinks=2)
+                return tsjax.LikelyTree(draft_passes=1, draft_weights="int8", **sizes)
+            return tsjax.Autoregressive()
+
+    tsjax.generate(model, [1, 2, 3], max_new_tokens=60, method=Changing(), eos_token_id=())
+    assert compiled.count("decode") == 2
+
+
 # --- programs on disk ----------------------------------------------------------------------------
 
 
@@ -164,6 +190,48 @@ def test_the_command_line_keeps_programs(checkpoint, tmp_path):
     assert "compiling" in second.stderr and len(second.stderr.splitlines()) == 1
     seconds = [json.loads(run.stdout)["stats"]["compile_seconds"] for run in (first, second)]
     assert 0 < seconds[1] < seconds[0]
+
+
+KEPT = """
+import jax, jax.numpy as jnp
+from tsjax.host.compilation import keep_programs
+keep_programs()
+print(float(jax.jit(lambda x: x * 3 + 1)(jnp.ones(5)).sum()))
+"""
+
+
+def test_a_program_that_a_killed_process_left_half_written_is_made_anew(tmp_path):
+    """jax would warn of it in every process, and keep no program where it has to make room."""
+
+    def said():
+        env = {**FRESH, "TSJAX_CACHE": str(tmp_path)}
+        command = [sys.executable, "-W", "error", "-c", KEPT]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert said() == "20.0\n"
+    kept = {path: Path(path).read_bytes() for path in programs_in(tmp_path)}
+    assert kept
+    for path, content in kept.items():
+        Path(path).write_bytes(content[: len(content) // 2])
+        os.unlink(path.removesuffix("-cache") + "-atime")
+    assert said() == "20.0\n"
+    whole = {path: len(Path(path).read_bytes()) for path in programs_in(tmp_path)}
+    assert whole.keys() == kept.keys()
+    assert all(whole[path] > len(content) / 2 + 1 for path, content in kept.items())
+    assert said() == "20.0\n"
+
+
+def test_while_a_process_keeps_a_program_none_is_removed(tmp_path):
+    cut = tmp_path / "jit_decode-0123-cache"
+    cut.write_bytes(b"half of")
+    with open(tmp_path / ".lockfile", "ab") as file:
+        assert lock(file)
+        compilation._remove_cut_programs(str(tmp_path))
+        assert cut.exists()
+    compilation._remove_cut_programs(str(tmp_path))
+    assert not cut.exists()
 
 
 WHERE = """

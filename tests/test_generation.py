@@ -785,7 +785,8 @@ def test_a_killed_process_goes_on_from_its_last_save(model, tmp_path):
     expected = generate(model, max_new_tokens=40, **SAMPLED)[0]
     saved = json.loads(path.read_text())["tokens"][0]
     assert 0 < len(saved) <= 21 and saved == expected[: len(saved)]
-    assert generate(model, None, resume_from=path) == [expected]
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "run.json.lock"]
+    assert generate(model, None, resume_from=path, save_to=path) == [expected]
     assert os.listdir(tmp_path) == ["run.json"]
 
 

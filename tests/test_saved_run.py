@@ -2,6 +2,7 @@
 """The file of a run: what it says, older files, and the method that a resumed run goes on with."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -9,10 +10,12 @@ import sys
 import textwrap
 
 import pytest
-from helpers import tiny_model
+from helpers import RecordingStreamer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
+from tsjax.files import locked_files
+from tsjax.files.locked_files import WriterLock
 from tsjax.host.saved_run import read_run
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -139,6 +142,80 @@ def test_an_older_file_of_another_model_is_refused(tmp_path):
         tsjax.generate(tiny_model(vocab_size=50), resume_from=path)
 
 
+# --- two runs and one file ----------------------------------------------------------------------
+
+
+def test_a_second_run_of_a_file_is_refused_and_the_first_is_unhurt(model, tmp_path):
+    path, refusals = tmp_path / "run.json", []
+
+    def second(count):
+        for how in (dict(prompt=[7, 8]), dict(resume_from=path) if path.exists() else {}):
+            if how:
+                with pytest.raises(tsjax.TsjaxError, match="is being written by another run") as no:
+                    tsjax.generate(model, save_to=path, max_new_tokens=30, **how)
+                refusals.append(no.value)
+
+    how = dict(max_new_tokens=30, save_to=path, save_every=1)
+    first = tsjax.generate(model, PROMPT, streamer=RecordingStreamer(second), **how)
+    assert len(refusals) > 30 and read_run(path).tokens[0].tolist() == first.tokens[0].tolist()
+    assert first.tokens[0].tolist() == tsjax.generate(model, PROMPT, **how).tokens[0].tolist()
+    assert os.listdir(tmp_path) == ["run.json"]
+
+
+def test_the_command_refuses_a_file_that_is_being_written(tmp_path, capsys):
+    path = str(tmp_path / "run.json")
+    lock = WriterLock(path)
+    assert lock.take()
+    argv = ["generate", tsjax.EMBEDDED, "Once", "--max-new-tokens", "2", "--save-to", path]
+    assert main(argv) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"tsjax: error: save_to={path!r} is being written by another run")
+    lock.give_back()
+    assert main(argv) == 0 and os.listdir(tmp_path) == ["run.json"]
+
+
+def test_a_run_that_fails_leaves_the_file_to_others(model, tmp_path):
+    def fail(count):
+        raise RuntimeError("the streamer's")
+
+    path = tmp_path / "run.json"
+    with pytest.raises(RuntimeError, match="the streamer's"):
+        tsjax.generate(model, PROMPT, save_to=path, streamer=RecordingStreamer(fail))
+    assert os.listdir(tmp_path) == ["run.json"]
+    again = tsjax.generate(model, resume_from=path, save_to=path, max_new_tokens=4)
+    assert len(again.tokens[0]) == 4 and os.listdir(tmp_path) == ["run.json"]
+
+
+def test_a_lock_that_is_removed_while_another_waits_is_taken_anew(tmp_path, monkeypatch):
+    """Between opening and locking; two would else have a lock, each on a file of its own."""
+    path = str(tmp_path / "run.json")
+    first, second, real = WriterLock(path), WriterLock(path), locked_files.lock
+    assert first.take() and not second.take()
+
+    def slow(file):
+        first.give_back()
+        return real(file)
+
+    monkeypatch.setattr(locked_files, "lock", slow)
+    assert second.take()
+    monkeypatch.undo()
+    assert not first.take() and os.listdir(tmp_path) == ["run.json.lock"]
+    second.give_back()
+    assert os.listdir(tmp_path) == []
+
+
+def test_where_files_cannot_be_locked_a_run_says_so(model, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    path = tmp_path / "run.json"
+    with pytest.warns(UserWarning, match="run.json' cannot be locked: .*No locks") as warned:
+        result = tsjax.generate(model, PROMPT, max_new_tokens=4, save_to=path)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert not result.unsaved and read_run(path).tokens[0].tolist() == result.tokens[0].tolist()
+
+
 # --- a disk that is full ------------------------------------------------------------------------
 
 ADVICE = "go on with --resume-from"
@@ -221,3 +298,51 @@ def test_an_interrupted_command_without_room_does_not_say_how_to_go_on(tmp_path)
     assert ADVICE not in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("tsjax: error: ")
     assert path.read_text() == "an earlier run" and os.listdir(tmp_path) == ["run.json"]
+
+
+ON_A_SMALL_DISK = """
+    import json, sys, warnings
+
+    from helpers import tiny_model
+    import tsjax
+
+    disk, out = sys.argv[1:]
+    how = dict(max_new_tokens=1500, save_every=100, do_sample=True, exceed_max_positions=True)
+    with warnings.catch_warnings(record=True):
+        result = tsjax.generate(
+            tiny_model(), [3, 1, 4], save_to=f"{disk}/run.json", eos_token_id=(), **how
+        )
+    with open(f"{disk}/run.json") as file, open(out, "w") as other:
+        left = dict(saved=file.read(), unsaved=result.unsaved, problems=result.problems)
+        json.dump({**left, "tokens": result.tokens[0].tolist()}, other)
+"""
+
+
+def test_a_disk_that_is_really_full(model, tmp_path):
+    """Two pages in a namespace of its own: a file of more than one has no room beside another."""
+    disk, out = tmp_path / "disk", tmp_path / "out.json"
+    disk.mkdir()
+    mount = 'mount -t tmpfs -o size=8k none "$0"'
+    own_mounts = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    try:
+        may_mount = subprocess.run([*own_mounts, mount, disk], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        may_mount = False
+    if not may_mount:
+        pytest.skip("this user may not mount a file system in a namespace of its own")
+    job = [sys.executable, "-c", textwrap.dedent(ON_A_SMALL_DISK), disk, out]
+    done = subprocess.run(
+        [*own_mounts, f'{mount} && "$@"', disk, *job],
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    (problem,) = found["problems"]
+    assert found["unsaved"] and "[Errno 28] No space left on device" in problem
+    # What had room goes on elsewhere.
+    path = tmp_path / "run.json"
+    path.write_text(found["saved"])
+    assert 0 < len(read_run(path).tokens[0]) < 1500
+    again = tsjax.generate(model, resume_from=path, save_to=path)
+    assert not again.unsaved and again.tokens[0].tolist() == found["tokens"]

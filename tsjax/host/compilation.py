@@ -24,6 +24,7 @@ import jax.monitoring
 import pallas_kernels
 from pallas_kernels.cache_folder import cache_folder
 from tsjax.errors import NotWritable
+from tsjax.files.locked_files import lock
 
 COMPILING = "/jax/core/compile/"  # how the events of tracing, lowering and compiling begin
 MOST_BYTES = 4 * 2**30  # of the default folder; the least recently used go first
@@ -116,7 +117,25 @@ def keep_programs() -> Path | None:
     enable_compilation_cache(folder)
     if config.jax_compilation_cache_max_size == -1:  # jax's default: no limit
         config.update("jax_compilation_cache_max_size", MOST_BYTES)
+    _remove_cut_programs(config.jax_compilation_cache_dir)
     return folder
+
+
+def _remove_cut_programs(place: str) -> None:
+    """Of a process that was killed while it kept one: jax cannot read it, nor does it replace it.
+
+    jax notes the time of use beside each program, after it is written; of a cut one there is no
+    note. While a process writes, it has jax's lock: then this is left to the next one.
+    """
+    with open(os.path.join(place, ".lockfile"), "ab") as file:
+        if not lock(file):
+            return
+        names = set(os.listdir(place))
+        for name in names:
+            program = name.removesuffix("-cache")
+            if program != name and f"{program}-atime" not in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(place, name))
 
 
 @functools.cache

@@ -87,7 +87,8 @@ def generate(
       prefill_width: prompt tokens per pass of the prefill.
       exceed_max_positions: allow prompt and new tokens beyond what the model was made for.
       save_to: a file that receives prompt, settings and tokens every `save_every` tokens, when
-        interrupted and at the end. A write that fails is a warning, and the result says so.
+        interrupted and at the end. A write that fails is a warning, and the result says so. One run
+        at a time writes a file: another one is refused.
       resume_from: such a file; prompt, settings, method and prefill come from it, and the run goes
         on as if it had never stopped. `max_new_tokens` and `method` may be given anew; what is in
         no file has to be: logits processors, a corpus, a second model.
@@ -138,7 +139,7 @@ def generate(
     _check_streamer(streamer, request)
     interrupt, saving = Interrupt(), Saving(model, request, save_to, save_every)
     news = None
-    with interrupt, _bar(request, progress) as bar:
+    with interrupt, saving, _bar(request, progress) as bar:
         try:
             if streamer is not None:
                 streamer.put(request.prompts[0])

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -33,6 +32,7 @@ from tsjax.host.run import (
     Seen,
     begin_run,
     params_for,
+    placed,
     programs_of,
     start_run,
 )
@@ -231,9 +231,9 @@ class _Many:
         # Read with a plain method's state, which has no memory to be thrown away.
         plain = dataclasses.replace(self._decode, method=Autoregressive())
         request = dataclasses.replace(request, decode=plain, capacity=capacity)
-        alone = self._placed(start_run(self._model, request, interrupt))
+        alone = start_run(self._model, request, interrupt)
         if self._state is None:
-            self._state = self._placed(begin_run(self._model, self._wide(request)))
+            self._state = begin_run(self._model, self._wide(request))
         state = self._state
         if state.kv.capacity < capacity:
             state = programs.grown(state, capacity=capacity)
@@ -250,16 +250,11 @@ class _Many:
             config=request.config.replace(seed=0),
         )
 
-    def _placed(self, state: DecodeState) -> DecodeState:
-        """On the model's device for good: programs are compiled anew for arrays that are not."""
-        if self._mesh is not None:  # where it is made on
-            return state
-        return jax.device_put(state, jax.tree.leaves(self._model.params)[0].sharding)
-
     def _learn_anew(self) -> None:
         """The method's memory, of the rows as they are now; counters begin again."""
         assert self._state is not None and self._decode is not None
-        self._state = self._placed(with_method(self._state, self._decode, self._mesh))
+        begun = with_method(self._state, self._decode, self._mesh)
+        self._state = placed(self._model, begun)
 
     def _go_on(self, interrupt: Interrupt) -> list[Answer]:
         """A chunk of steps, at most until a row ends; the answers that are whole then."""

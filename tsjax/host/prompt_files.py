@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import io
 import json
@@ -22,6 +21,7 @@ from tsjax.config import GenerationConfig, check
 from tsjax.errors import BadValue, NoSuchFile
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
+from tsjax.files.locked_files import is_still, lock
 from tsjax.files.whole_files import replacing
 from tsjax.host.many import TEXTS, Answer, generate_many
 from tsjax.host.request import tokenizer_of
@@ -185,12 +185,7 @@ class Answering:
 
 def _lock(file: io.FileIO, name: str) -> None:
     """Until it is closed, at the latest when the process ends."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        replaced = not os.path.samestat(os.fstat(file.fileno()), os.stat(name))
-    except BlockingIOError:
-        replaced = True
-    if replaced:
+    if not (lock(file) and is_still(file, name)):
         wanted = "wait for it, or choose another file"
         raise BadValue(f"out={name!r} is being written by another run: {wanted}")
 

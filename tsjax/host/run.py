@@ -107,7 +107,7 @@ def _run(
         if draft_model is not None:
             second = draft_model.weights_beside(model)
         params = params_for(model, request.decode.method, index, second)
-        state = start_run(model, request, interrupt) if begun is None else begun
+        state = start_run(model, request, interrupt) if begun is None else placed(model, begun)
     rows, judge = Rows(model, request), Judge(model, request, state)
     decode, lesson = request.decode, None
     earlier: StepStats | None = None  # the counters until the method changed last
@@ -144,7 +144,7 @@ def _run(
             )
             # A copy, as the memory that takes it up is donated to its first steps.
             taught = jax.tree.map(jnp.copy, lesson)
-            state = with_method(state, decode, mesh_of(model.params), taught)
+            state = placed(model, with_method(state, decode, mesh_of(model.params), taught))
         state = rows.stop(state)
 
 
@@ -400,7 +400,15 @@ def begin_run(model: Model, request: Request) -> DecodeState:
         ),
     )
     sizes = {"cfg": request.decode, "prompt_capacity": request.prompt_capacity}
-    return programs_of(model).begin(begun, mesh=mesh, **sizes)
+    return placed(model, programs_of(model).begin(begun, mesh=mesh, **sizes))
+
+
+def placed(model: Model, state: DecodeState) -> DecodeState:
+    """On the model's device for good: programs are compiled anew for arrays that are not. What lies
+    on a mesh is placed already."""
+    if mesh_of(model.params) is not None:
+        return state
+    return jax.device_put(state, jax.tree.leaves(model.params)[0].sharding)
 
 
 def _stop(state: DecodeState, rows: np.ndarray) -> DecodeState:

@@ -14,9 +14,10 @@ from typing import Any
 
 from tsjax.config import check
 from tsjax.decoding.processors import named
-from tsjax.errors import NoSuchFile, NotAFile, NotWritable
+from tsjax.errors import BadValue, NoSuchFile, NotAFile, NotWritable
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
+from tsjax.files.locked_files import WriterLock
 from tsjax.host import processes
 from tsjax.host.request import Request
 from tsjax.host.run import News
@@ -50,7 +51,7 @@ class Writing:
 
 
 class Saving(Writing):
-    """Writes the file of `generate(save_to=...)`."""
+    """Writes the file of `generate(save_to=...)`; while entered, no other run writes it."""
 
     def __init__(self, model: Model, request: Request, path: Any, every: int):
         super().__init__(stacklevel=5)
@@ -61,6 +62,25 @@ class Saving(Writing):
             check_savable(request.method)
             self._processors = named(request.processors)
             self._fingerprint = model_fingerprint(model)
+            self._lock = WriterLock(os.path.realpath(path))
+
+    def __enter__(self) -> Saving:
+        if self._path is None:
+            return self
+        name, is_taken = os.fspath(self._path), False
+        if processes.is_first():
+            try:
+                is_taken = not self._lock.take()
+            except OSError as error:
+                warnings.warn(f"save_to={name!r} cannot be locked: {error}", stacklevel=3)
+        if processes.most(is_taken):
+            wanted = "wait for it, or choose another file"
+            raise BadValue(f"save_to={name!r} is being written by another run: {wanted}")
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._path is not None:
+            self._lock.give_back()
 
     def save(self, news: News, *, last: bool, alone: bool = False) -> None:
         """Writes the last news, and others when enough tokens have come since the last time.

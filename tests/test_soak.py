@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The soak: when its processes end, what one of them notes, what counts as trouble, and a small
+one as a whole."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import helpers
+import jax
+import pytest
+
+import tsjax
+from benchmarks import longrun, soak, soak_life
+from tsjax.host.saved_run import read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_ends_are_as_many_as_asked_and_the_same_for_a_seed():
+    ends = soak.planned(100_000, 20, seed=0)
+    assert ends == soak.planned(100_000, 20, seed=0) != soak.planned(100_000, 20, seed=1)
+    hows = Counter((end.how, signal.Signals(end.number).name) for end in ends)
+    assert hows == {
+        ("within a chunk", "SIGKILL"): 10, ("at any time", "SIGKILL"): 10,
+        ("asked to end", "SIGINT"): 1, ("asked to end", "SIGTERM"): 1,
+    }  # fmt: skip
+    after = [end.after for end in ends]
+    assert after == sorted(after) and 1000 <= after[0] and after[-1] <= 50_000
+    # One that may end at any time knows how long the one before it took to begin.
+    assert ends[0].how != "at any time" and ends[-1].how != "at any time"
+    assert all(0 <= end.share < 2 for end in ends)
+
+
+def test_growth_is_told_from_the_warm_up_on():
+    life = {"tokens_at_begin": 0, "memory": [[1, 50], [200, 100], [600, 104], [1000, 102]]}
+    found = soak.growth(life, 150)
+    assert found == soak.Growth(since=200, until=1000, first=100, most=104, last=102)
+    assert found.share == pytest.approx(0.04)
+    assert soak.growth(life, 1000) is None
+    part = {"new_tokens": 1000, "lives": [life]}
+    assert soak.growths(part) == []  # shorter than a warm-up
+
+
+def test_the_recorded_hash_is_that_of_the_same_run():
+    settings = {**longrun.SETTINGS[soak.SETTING], "seed": 0}
+    asked = {
+        "model": Path(tsjax.EMBEDDED).name, "dtype": "bfloat16", "new_tokens": longrun.NEW_TOKENS,
+        "prompt": longrun.PROMPT, "setting": soak.SETTING, "settings": settings,
+    }  # fmt: skip
+    document = json.loads((ROOT / "benchmarks/results/cpu/longrun.json").read_text())
+    (group,) = [one for one in document["groups"] if one["group"][0] == soak.SETTING]
+    assert soak.recorded_tokens(asked)["sha256"] == group["sha256"]
+    assert soak.recorded_tokens({**asked, "new_tokens": 100}) is None
+    assert soak.recorded_tokens({**asked, "settings": {**settings, "seed": 1}}) is None
+
+
+# --- one life -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tmp_path):
+    model = helpers.tiny_model(num_layers=1, vocab_size=len(helpers.TOKENS))
+    tsjax.save(model, tmp_path / "model")
+    return {
+        "model": str(tmp_path / "model"), "prompt": [3, 1, 4], "settings": {"do_sample": True},
+        "method": "ngram", "tokens": 12, "save_every": 5, "saved": str(tmp_path / "run.json"),
+        "notes": str(tmp_path / "notes.jsonl"), "counter": str(tmp_path / "count"),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def heard(monkeypatch):
+    """What would listen to jax: only in a process of its own."""
+    listeners = []
+    for kind in ("event", "event_duration_secs"):
+        monkeypatch.setattr(jax.monitoring, f"register_{kind}_listener", listeners.append)
+    return listeners
+
+
+def test_a_life_counts_its_tokens_and_goes_on(asked, heard):
+    soak_life.live(asked)
+    assert soak_life.COUNT.unpack(Path(asked["counter"]).read_bytes()) == (12,)
+    run = read_run(asked["saved"])
+    assert len(run.tokens[0]) == 12 and run.method == tsjax.NGram()
+    *_, ended = map(json.loads, Path(asked["notes"]).read_text().splitlines())
+    assert ended["ended"]["tokens"] == 12 and not ended["ended"]["unsaved"]
+    # A second life finds that all is done.
+    soak_life.live({**asked, "counter": asked["counter"] + "-2"})
+    assert read_run(asked["saved"]).tokens[0].tolist() == run.tokens[0].tolist()
+
+
+def test_programs_are_noted_when_they_are_there(asked, heard):
+    notes = soak_life.Notes(asked["notes"], asked["counter"], tokens=7)
+    notes.listen()
+    event, duration = heard
+    duration(soak_life.IS_THERE, 1.0, fun_name="jit(decode)")
+    duration("/another", 1.0)
+    event(soak_life.WAS_FOUND)
+    event("/another")
+    for name in ("decode", "begin"):
+        duration(soak_life.IS_THERE, 1.0, fun_name=f"jit({name})")
+    notes.end()
+    found = [*map(json.loads, Path(asked["notes"]).read_text().splitlines())]
+    assert found == [
+        {"tokens": 7, "program": "decode", "found": False},
+        {"tokens": 7, "program": "decode", "found": True},
+        {"tokens": 7, "program": "begin", "found": False},
+    ]
+
+
+def test_a_note_that_was_cut_is_left_out():
+    assert soak.whole_note('{"tokens": 3}') == {"tokens": 3}
+    assert soak.whole_note('{"tokens": 3, "prog') is None
+
+
+def test_memory_of_a_process_that_has_ended():
+    assert soak.memory_of(os.getpid()) > 2**20
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    while process.returncode is None:
+        process.wait()
+    assert soak.memory_of(process.pid) is None
+
+
+# --- trouble ------------------------------------------------------------------------------------
+
+
+def life(**changes):
+    told = {
+        "tokens_at_begin": 0, "tokens_at_end": 9000, "tokens_saved": 9000, "exit_code": 0,
+        "ended": soak.BY_ITSELF, "memory": [[t, 1000] for t in range(1, 9000, 100)],
+        "result": {"unsaved": False, "problems": []},
+    }  # fmt: skip
+    return {**told, **changes}
+
+
+def document():
+    tokens = {"finish_reason": "length", "sha256_of_first": "b"}
+    whole = {"new_tokens": 9000, "sha256": "a", **tokens, "programs": {"made_again": {}}}
+    ends = [
+        life(signal="SIGKILL", exit_code=-9, ended=soak.WITHIN, tokens_saved=8000),
+        life(signal="SIGINT", exit_code=130, ended=soak.ASKED),
+        life(),
+    ]
+    refused = {
+        "exit_code": 1, "said": "is being written by another run", "first_was_there": True
+    }  # fmt: skip
+    full = life(result={"unsaved": True, "problems": ["No space left on device"]}, tokens_saved=500)
+    return {
+        "new_tokens": 9000,
+        "tokens_of_plain_decoding": {"sha256": "a"},
+        "parts": [
+            {"part": "whole", **whole, "lives": [life()]},
+            {"part": "killed", **whole, "lives": ends, "second_run": refused},
+            {"part": "full disk", "new_tokens": 2000, "sha256": "c", **tokens,
+             "lives": [full, life()]},
+            {"part": "full disk", "left_out": "no file system could be mounted"},
+        ],
+    }  # fmt: skip
+
+
+def test_what_is_as_it_should_be_is_no_trouble():
+    assert soak.troubles(document()) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "said"),
+    [
+        (["parts", 0, "sha256"], "x", "whole: other tokens than plain decoding's"),
+        (["parts", 2, "sha256_of_first"], "x", "the first 2000 tokens are not the same"),
+        (["parts", 1, "finish_reason"], None, "killed: ended after 9000 tokens"),
+        (["parts", 1, "programs", "made_again"], {"decode": 1}, "killed: compiled again"),
+        (["parts", 0, "lives", 0, "memory", 80], [8001, 1100], "memory grew by 10.0% from 2,0"),
+        (["parts", 1, "lives", 0, "exit_code"], 1, "killed, life 1: exit code 1, not -9"),
+        (["parts", 1, "lives", 1, "exit_code"], -2, "killed, life 2: exit code -2, not 130"),
+        (["parts", 1, "lives", 1, "tokens_saved"], 8999, "life 2: 8999 of 9000 tokens were saved"),
+        (["parts", 1, "second_run", "exit_code"], 0, "a second run was not refused"),
+        (["parts", 1, "second_run", "first_was_there"], False, "a second run was not refused"),
+        (["parts", 2, "lives", 0, "result", "problems"], [], "full disk: it was not full"),
+        (["parts", 2, "lives", 0, "tokens_saved"], 2000, "did not go on with what had room"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_what_is_not_is_named(place, value, said):
+    found = copy.deepcopy(document())
+    *way, last = place
+    inner = found
+    for name in way:
+        inner = inner[name]
+    inner[last] = value
+    assert any(said in one for one in soak.troubles(found)), soak.troubles(found)
+
+
+# --- a small one --------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_small_soak(tmp_path):
+    command = [sys.executable, "-m", "benchmarks", "soak", "--new-tokens", "4000", "--kills", "2"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-5000:]
+    document = json.loads((tmp_path / "soak.json").read_text())
+    assert document == json.loads(done.stdout.splitlines()[-1]) and document["troubles"] == []
+    parts = {part["part"]: part for part in document["parts"]}
+    assert list(parts) == ["plain", "killed", "full disk"]
+    assert document["tokens_of_plain_decoding"]["from"] == "plain"
+    assert len({parts[name]["sha256"] for name in ("plain", "killed")}) == 1
+    assert {part["sha256_of_first"] for part in parts.values() if "left_out" not in part} == {
+        parts["plain"]["sha256_of_first"]
+    }
+    ends = Counter(one.get("signal") for one in parts["killed"]["lives"])
+    assert ends == {"SIGKILL": 2, "SIGINT": 1, "SIGTERM": 1, None: 1}
+    for part in parts.values():
+        assert {"commit", "date", "device", "cpus"} <= set(part["facts"])
