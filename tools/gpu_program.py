@@ -187,9 +187,16 @@ def sent(hlo: str) -> dict:
                 if found[3] and found[2] != "all-reduce":
                     arrays = arrays[len(arrays) // 2 :]  # operands and results
                 size = sum(WIDTHS[one] * math.prod(shape) for one, shape in arrays)
-                each.append({"name": found[2], "bytes": size, "inside": around})
-    step = [one for one in each if one["inside"] == ["loop"]]
-    return {"each": each, "step": sum(one["bytes"] for one in step), "step_count": len(step)}
+                each[found[2], size, tuple(around)] += 1
+    step = {kind: count for kind, count in each.items() if kind[2] == ("loop",)}
+    return {
+        "each": [
+            {"name": name, "bytes": size, "inside": list(around), "count": count}
+            for (name, size, around), count in sorted(each.items())
+        ],
+        "step": sum(size * count for (_, size, _), count in step.items()),
+        "step_count": sum(step.values()),
+    }
 
 
 def _product(dot: str, operands: list[str]) -> tuple[int, int]:
