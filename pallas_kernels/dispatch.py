@@ -163,9 +163,11 @@ def _told(value: Any) -> str:
         settings = sorted(value.keywords.items())
         return f"{_told(value.func)}({[*map(_told, value.args)]}, {[*map(_told, settings)]})"
     if isinstance(value, FunctionType):
-        code = hashlib.sha256(marshal.dumps(value.__code__)).hexdigest()
+        # Of version 2: what later ones write depends on who else holds a constant.
+        code = hashlib.sha256(marshal.dumps(value.__code__, 2)).hexdigest()
         cells = [_told(cell.cell_contents) for cell in value.__closure__ or ()]
-        return f"{value.__module__}.{value.__qualname__} {code} {cells}"
+        given = _told((value.__defaults__ or (), *sorted((value.__kwdefaults__ or {}).items())))
+        return f"{value.__module__}.{value.__qualname__} {code} {cells} {given}"
     if isinstance(value, tuple):
         return f"{[*map(_told, value)]}"
     return repr(value)

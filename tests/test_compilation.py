@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds of compiling, and programs that are kept between processes."""
 
+import functools
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 from helpers import save_tokenizer, tiny_config, tiny_model
 
 import tsjax
+from pallas_kernels import dispatch
 from pallas_kernels.cache_folder import cache_folder
 from tsjax.files.locked_files import lock
 from tsjax.host import compilation, run
@@ -354,6 +356,31 @@ def test_programs_of_a_mesh_are_found_again(tmp_path):
     assert sums[0] == sums[1] == [float(4 * 40 * 16), 64.0]
     assert kept[0] < kept[2]
     assert sums[2] == [sums[0][0], 32.0]
+
+
+def test_kernels_are_told_apart_in_words_that_stay():
+    """By code, settings, closures and defaults, whatever else holds on to their constants."""
+
+    def made(cell, default=1):
+        def kernel(x, *, given=default):
+            def inner(y):
+                return y * 3 + cell
+
+            return inner(x) + given
+
+        return kernel
+
+    told = dispatch._told(made(2))
+    held = [*made(2).__code__.co_consts, *made.__code__.co_consts]
+    assert dispatch._told(made(2)) == told and held
+    others = [
+        made(3),
+        made(2, 4),
+        functools.partial(made(2), given=5),
+        functools.partial(made(2), 6),
+    ]
+    assert len({told, *map(dispatch._told, others)}) == 5
+    assert not any(" at 0x" in dispatch._told(one) for one in others)
 
 
 class _OnGpu:

@@ -98,9 +98,15 @@ def test_what_was_read_before_and_runs_that_are_saved(wanted, tmp_path):
         assert [row.tolist() for row in rest.tokens] == wanted[0]
 
 
-def test_many_prompts(single):
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (1, 1, 3)], ids=str)
+def test_many_prompts(sizes, single, monkeypatch):
     """Rows that others leave are filled, and the buffers grow, in each part."""
-    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 2, 2))
+    monkeypatch.setattr(
+        request, "_capacity_bucket", lambda needed, smallest=1: -(-needed // 32) * 32
+    )
+    devices = jax.devices()[: math.prod(sizes)]
+    mesh = jax.make_mesh(sizes, AXES, devices=devices)
+    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh)
     lines = [*RAGGED, [7] * 70, [5, 4, 5], list(range(1, 30))]
     how = dict(max_new_tokens=12, eos_token_id=(), method=METHODS["tokenswift"], rows=2, **SAMPLED)
     found = {one.index: one.tokens.tolist() for one in tsjax.generate_many(model, lines, **how)}
@@ -129,7 +135,10 @@ def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeyp
     with pytest.raises(NotEnoughMemory):
         tsjax.generate(single, RAGGED[0], **run)
     by_heads = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 4, 1))
-    with pytest.raises(NotEnoughMemory, match="4 devices hold 4 copies of the cache: an axis 'slo"):
+    with pytest.raises(
+        NotEnoughMemory,
+        match="4 devices hold 4 copies of the cache: more of them along an axis 'slo",
+    ):
         tsjax.generate(by_heads, RAGGED[0], **run)
     monkeypatch.setattr(request, "available_bytes", lambda device: 4 * limit)
     found = tsjax.generate(model, RAGGED[0], **run).tokens[0]

@@ -7,6 +7,7 @@ import jax
 import pytest
 from helpers import tiny_config, tiny_model
 
+import tsjax
 from benchmarks import scaling
 from tsjax.__main__ import main
 from tsjax.host import layout
@@ -62,6 +63,19 @@ def test_a_mesh_that_is_none_is_refused(sizes, capsys):
     assert "--mesh" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flags", [("--model", "qwen2.5-14b"), ("--context", "7"), ("--rows", "2")])
+def test_what_goes_with_a_mesh_is_refused_without_one(flags, capsys):
+    assert main(["info", *flags]) == 2
+    assert f"{flags[0]} is not valid without --mesh" in capsys.readouterr().err
+
+
+def test_an_axis_that_does_not_divide_leaves_the_next_one_its_turn():
+    """Of 48 columns in 5 parts of the model and 2 of slots."""
+    found = layout.layout("tiny", tiny_config(), {"data": 1, "model": 5, "slots": 2}, 64)
+    (mlp,) = (part for part in found.parts if part.name == "mlp")
+    assert mlp.split == 2
+
+
 def test_the_page_is_of_today():
     assert scaling.main(["--check"]) == 0, "run python -m benchmarks scaling"
 
@@ -71,9 +85,14 @@ def test_what_was_compiled_fits_and_sends_no_cache():
     cases = json.loads(scaling.RESULT.read_text())["cases"]
     assert cases.keys() == scaling.aot.SCALING.keys()
     for case, found in cases.items():
+        step = scaling.aot.SCALING[case]
         assert scaling.memory(found) < 80e9, case
         assert scaling.largest(found) < found["cache_bytes"] / 16, case
         # A choice sends what it has chosen of all layers, which XLA puts together up to 30 MB.
         most = max(one["bytes"] for one in found["sent"]["each"])
         assert most < min(found["cache_bytes"] / 2, 32e6), case
         assert found["cache_copies"] == 0, case
+        # All of a step together is of the size of its rows' states, and their logits.
+        model, rows = tsjax.model_preset(step.model), 1 if step.method == "autoregressive" else 128
+        states = 4 * rows * model.embed_dim * model.num_layers
+        assert found["sent"]["step"] < 6 * states + 8 * model.vocab_size, case

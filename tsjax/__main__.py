@@ -964,6 +964,10 @@ def _info(args: argparse.Namespace) -> int:
         as_json = {**dataclasses.asdict(found), "parts": [one._asdict() for one in found.parts]}
         print(json.dumps(as_json) if args.json else "\n".join(layout.lines(found)))
         return 0
+    alone = ("model", "context", "rows")
+    given = [name for name in alone if getattr(args, name) != args.parser.get_default(name)]
+    if given:
+        raise BadValue(f"{_flag_of(given[0])} is not valid without --mesh DATA,MODEL[,SLOTS]")
     known = info()
     print(json.dumps(dataclasses.asdict(known)) if args.json else "\n".join(lines(known)))
     return 0

@@ -123,7 +123,7 @@ def check_lazy_mesh(mesh) -> None:
     if parts_of(mesh) > 1:
         raise BadValue(
             f"a lazy prefill is not valid on a mesh with {parts_of(mesh)} parts of slots, as its "
-            "layers hold other tokens: leave out prefill, or use a mesh of 'data' and 'model'"
+            "layers hold other tokens: use a mesh of 'data' and 'model', or read the whole prompt"
         )
 
 

@@ -215,7 +215,7 @@ class _Many:
         request = make_request(self._model, given, self._config, of_its_own, **self._how)
         check(request.single, "prompt", f"{len(request.rows)} rows", "one text")
         check(isinstance(request.config.seed, int), "seed", request.config.seed, "one integer")
-        known = 0 if self._state is None else self._state.kv.capacity
+        known = 0 if self._state is None else self._state.tokens.shape[1]
         if request.capacity > known:  # buffers are made, beside those that are there
             check_memory(self._wide(request), self._model)
         return request
@@ -227,7 +227,7 @@ class _Many:
             self._decode = request.decode
         capacity = request.capacity
         if self._state is not None:
-            capacity = max(capacity, self._state.kv.capacity)
+            capacity = max(capacity, self._state.tokens.shape[1])
         # Read with a plain method's state, which has no memory to be thrown away.
         plain = dataclasses.replace(self._decode, method=Autoregressive())
         request = dataclasses.replace(request, decode=plain, capacity=capacity)
@@ -235,7 +235,7 @@ class _Many:
         if self._state is None:
             self._state = begin_run(self._model, self._wide(request))
         state = self._state
-        if state.kv.capacity < capacity:
+        if state.tokens.shape[1] < capacity:
             state = programs.grown(state, capacity=capacity)
         self._state = programs.fill_row(state.replace(memory=()), alone, np.int32(row))
 

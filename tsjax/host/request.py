@@ -697,8 +697,8 @@ def _remedies(request: Request, device: Any, mesh: Any) -> list[str]:
         copies = mesh.size * each // one
         if copies > 1:
             found.append(
-                f"the {mesh.size} devices hold {copies} copies of the cache: an axis 'slots' in "
-                "their mesh splits it, see tsjax info --mesh"
+                f"the {mesh.size} devices hold {copies} copies of the cache: more of them along "
+                "an axis 'slots' of their mesh split it, see tsjax info --mesh"
             )
     share = memory_share() if device.platform == "gpu" else None
     if share is not None and share < 0.9:

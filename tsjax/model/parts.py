@@ -11,6 +11,7 @@ one part, all of this is what it would be without.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -112,9 +113,12 @@ def write_by_part(
     part = jnp.arange(parts, dtype=jnp.int32)[:, None]
     first = jnp.mod(part - start[None], parts)  # [P, B]
     taken = first[..., None] + parts * jnp.arange(most, dtype=jnp.int32)[None, None]
-    b = jnp.arange(rows.shape[0])[None, :, None]
-    dealt = rows[b, jnp.minimum(taken, T - 1)].astype(buffer.dtype)  # [P, B, most, K, H]
-    dealt = jnp.swapaxes(dealt.reshape(-1, *dealt.shape[2:]), 1, 2)
+
+    def of_part(taken):
+        return jnp.take_along_axis(rows, taken[..., None, None], axis=1)
+
+    dealt = jax.vmap(of_part)(jnp.minimum(taken, T - 1)).astype(buffer.dtype)
+    dealt = jnp.swapaxes(dealt.reshape(-1, *dealt.shape[2:]), 1, 2)  # [PB, K, most, H]
     slots = lax.div(start[None] + first, jnp.int32(parts)).reshape(-1)
     return _write(buffer, dealt, slots)
 

@@ -24,8 +24,8 @@ MODEL = ("model", "slots")  # of weights: devices that hold slots of a cache sha
 
 @dataclasses.dataclass(frozen=True)
 class ShardingRules:
-    """Logical axis -> mesh axes: as many of them, from the first on, as the mesh has and the size
-    can be divided by; an axis that none divides stays replicated."""
+    """Logical axis -> mesh axes: one after the other, each that the mesh has and that divides what
+    those before it have left; an axis that none divides stays replicated."""
 
     batch: tuple[str, ...] = ("data",)
     cache_rows: tuple[str, ...] = ("slots", "data")  # see parts.py
@@ -78,9 +78,11 @@ def named_sharding(
     used: set[str] = set()
     for size, axis in zip(shape, axes, strict=True):
         wanted = wanted_axes(axis, rules)
-        split = [one for one in wanted if one in mesh.shape and one not in used]
-        while split and size % math.prod(mesh.shape[one] for one in split):
-            split.pop()
+        split: list[str] = []
+        for one in wanted:
+            count = math.prod(mesh.shape[name] for name in split)
+            if one in mesh.shape and one not in used and size % (count * mesh.shape[one]) == 0:
+                split.append(one)
         used.update(split)
         parts.append(tuple(split) if split[1:] else split[0] if split else None)
     return NamedSharding(mesh, PartitionSpec(*parts))
