@@ -377,31 +377,40 @@ def killed_runs() -> list[str]:
     early = sum(life["tokens_at_end"] == life["tokens_at_begin"] for life in shot)
     lost = max(life["tokens_at_end"] - life["tokens_saved"] for life in shot)
     asked = " and ".join(life["signal"] for life in lives if life["ended"] == soaking.ASKED)
+    made_by_last = lives[-1]["tokens_at_end"] - lives[-1]["tokens_at_begin"]
     *others, last = soaking.growths(killed)
-    late = [name for life in lives for name, _ in life["after_warm_up"]]
     later = [name for life in lives[1:] for name, _ in life["made"]]
+    late, compiled_late = (
+        [
+            name
+            for life in lives
+            for name, at in life[key]
+            if at >= life["tokens_at_begin"] + document["warm_up"]
+        ]
+        for key in ("after_warm_up", "made")
+    )
     tokens, warm_up = f"{document['new_tokens']:,}", f"{document['warm_up']:,}"
     return f"""
 ## A run that is killed again and again
 
-{tokens} new tokens of the embedded model after {document["prompt"]!r},
-{document["setting"]}, by Auto, saved every {document["save_every"]} tokens, in {len(lives)}
-processes, each of which goes on with the saved file; the last makes
-{last.until - lives[-1]["tokens_at_begin"]:,} tokens. From {source(document)}.
+{tokens} new tokens of the embedded model after {document["prompt"]!r}, {document["setting"]},
+by Auto, saved every {document["save_every"]} tokens, in {len(lives)} processes, each of which goes
+on with the saved file; the last one makes {made_by_last:,} tokens. From {source(document)}.
 
 * **Kills.** {len(shot)} processes ended by SIGKILL: {within} at a random moment within a chunk of
-  steps, {len(shot) - within} at any moment, {early} of them before their first token. At most
-  {lost:,} tokens were made again. {asked} ended two more, and all that they had made was saved.
+  steps, {len(shot) - within} at any moment; {early} had made no token yet. At most {lost:,} tokens
+  were made again. {asked} ended two more, and all that they had made was saved.
 * **Tokens.** They are those of plain decoding, all {tokens}, compared by their SHA-256 with that of
   `{plain["from"]}`.
 * **Memory** (resident, all of it) is told from {warm_up} tokens after a process has begun to its
   end. The last had {_mib(last.first)} after {last.since:,} tokens and {_mib(last.last)} after
   {last.until:,}, at most {_mib(last.most)} in between. Of the {len(others)} others that made so
   many tokens none grew by more than {max(one.share for one in others):.1%}.
-* **Programs.** The first process compiled {len(lives[0]["made"])}, all others together {len(later)}
-  {_named(later)}, and none was compiled twice: they found kept ones
-  {sum(life["found"] for life in lives):,} times. After its first {warm_up} tokens no process needed
-  a program but {len(late) or "none"} {_named(late)}.
+* **Programs.** The first process compiled {len(lives[0]["made"])}, all others together
+  {len(later)}{_named(later)}. None was compiled twice: kept ones were found
+  {sum(life["found"] for life in lives):,} times. After the first {warm_up} tokens of a process
+  {len(compiled_late) or "none"} were compiled{_named(compiled_late)}, and
+  {len(late) - len(compiled_late)} small kept ones were read{_named(late)}.
 * **Two runs at once.** A second run of the same file was refused while the first went on.
 * **A full disk.** On a file system of {full["bytes"] // 1024} KiB a run of {full["new_tokens"]:,}
   tokens went on to its end, and said that the file lacks it. The file had the first
