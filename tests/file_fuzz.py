@@ -114,7 +114,8 @@ def kinds(place: Path) -> dict[str, Kind]:
     like = {"heads.0": jnp.zeros((40, 40)), "adam": jnp.ones(7)}
     identity = {"model": "m", "data": "d", "settings": {"num_heads": 1}}
     history = [{"step": 1, "head_losses": [1.0]}, {"step": 2, "head_losses": [0.5]}]
-    saved_training.write_checkpoint(str(kept), 2, like, {**identity, "history": history})
+    arrays = {name: np.asarray(array) for name, array in like.items()}
+    saved_training.write_checkpoint(str(kept), 2, arrays, {**identity, "history": history})
     saved = saved_training.latest(str(kept)) or ""
     run = SimpleNamespace(arrays=lambda: like, restore=lambda arrays, steps: None)
 

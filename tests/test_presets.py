@@ -25,6 +25,7 @@ TABLE_10 = {
 BILLIONS = {
     "llama2-7b-yarn-128k": 6.74,
     "llama3.1-8b": 8.03,
+    "llama3.1-70b": 70.6,
     "llama3.2-1b": 1.24,
     "qwen2.5-1.5b": 1.54,
     "qwen2.5-7b": 7.62,

@@ -24,7 +24,7 @@ import tsjax
 import tsjax_convert
 from tsjax.__main__ import main
 
-GONE = "failed: [external/gloo"  # says jax where another process does not answer
+GONE = "gloo/transport"  # says jax where another process does not answer
 PROGRAM = os.path.join(os.path.dirname(__file__), "one_of_several.py")
 
 
@@ -288,7 +288,7 @@ def test_several_processes_need_to_know_each_other(tmp_path, capsys, monkeypatch
     hf_fixtures.make(tmp_path / "hf")
     argv = ["generate", str(tmp_path / "hf"), "--ids", "3", "--distributed"]
     assert main(argv) == 2
-    assert "--mesh DATA,MODEL beside it" in capsys.readouterr().err
+    assert "--mesh DATA,MODEL[,SLOTS] beside it" in capsys.readouterr().err
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
     assert main([*argv, "--mesh", "1,2"]) == 2
     assert "JAX_NUM_PROCESSES='two'" in capsys.readouterr().err
