@@ -2,7 +2,6 @@
 """Meshes of three axes: the tokens of one device, what each device holds, and what is sent."""
 
 import math
-import re
 
 import jax
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
+from tools.gpu_program import sent
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.programs import programs
 from tsjax.decoding.start import UNMERGED
@@ -146,23 +146,6 @@ def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeyp
     assert found.tolist() == tsjax.generate(single, RAGGED[0], max_new_tokens=5).tokens[0].tolist()
 
 
-COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)(-start)?\(")
-
-
-def sent(text):
-    """The bytes of each collective of a program: of what it makes."""
-    sizes = {"f32": 4, "s32": 4, "u32": 4, "pred": 1, "bf16": 2, "s8": 1, "u8": 1}
-    found = []
-    for made, name, _ in COLLECTIVE.findall(text):
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", made)
-        count = sum(
-            sizes[dtype] * math.prod(int(size) for size in dims.split(",") if size)
-            for dtype, dims in shapes
-        )
-        found.append((name, count))
-    return found
-
-
 @pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 2), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["plain", "tokenswift", "prefill"])
 def test_no_cache_and_no_weight_is_sent(name, sizes):
@@ -181,8 +164,7 @@ def test_no_cache_and_no_weight_is_sent(name, sizes):
         lowered = made.read_part.lower(model.params, state, 0, part=0, width=16, cfg=cfg)
     else:
         lowered = made.decode.lower(model.params, state, 1, cfg=cfg)
-    text = lowered.compile().as_text()
-    found = sent(text)
+    found = [one["bytes"] for one in sent(lowered.compile().as_text())["each"]]
     part = state.kv.k[0].addressable_shards[0].data.nbytes
     matrix = model.params.model.layers[0].down.addressable_shards[0].data.nbytes
-    assert found and max(count for _, count in found) < min(part, matrix) / 2
+    assert found and max(found) < min(part, matrix) / 2
