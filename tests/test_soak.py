@@ -17,6 +17,7 @@ import pytest
 
 import tsjax
 from benchmarks import longrun, soak, soak_life
+from tsjax.host import compilation
 from tsjax.host.saved_run import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,6 +78,7 @@ def asked(tmp_path):
 @pytest.fixture
 def heard(monkeypatch):
     """What would listen to jax: only in a process of its own."""
+    compilation._listen()  # which does so once for all tests
     listeners = []
     for kind in ("event", "event_duration_secs"):
         monkeypatch.setattr(jax.monitoring, f"register_{kind}_listener", listeners.append)
