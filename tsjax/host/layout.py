@@ -89,14 +89,15 @@ def layout(
         )
     parts = [_sum(name, some) for name, some in found.items()]
     each, whole = cache_bytes(cfg, rows, context, mesh), cache_bytes(cfg, rows, context)
-    parts.append(Part("cache", each, whole, round(whole / each), math.prod(sizes.values())))
+    could = math.prod(sizes.values()) // (1 if rows > 1 else sizes["data"])  # a text is one row
+    parts.append(Part("cache", each, whole, round(whole / each), could))
     return Layout(model_name, sizes, context, rows, tuple(parts))
 
 
 def _name_of(path: str) -> str:
     kinds = {
-        "attention": ("qkv", ".o"), "mlp": ("gate_up", "down"), "vocabulary": ("embed",),
-        "draft heads": ("heads",),
+        "draft heads": (".heads",), "attention": ("qkv", ".o"), "mlp": ("gate_up", "down"),
+        "vocabulary": ("embed",),
     }  # fmt: skip
     for kind, words in kinds.items():
         if any(word in path for word in words) and "norm" not in path:

@@ -31,8 +31,8 @@ from tsjax.host.run import (
     Rows,
     Seen,
     begin_run,
+    kept_on_device,
     params_for,
-    placed,
     programs_of,
     start_run,
 )
@@ -254,7 +254,7 @@ class _Many:
         """The method's memory, of the rows as they are now; counters begin again."""
         assert self._state is not None and self._decode is not None
         begun = with_method(self._state, self._decode, self._mesh)
-        self._state = placed(self._model, begun)
+        self._state = kept_on_device(self._model, begun)
 
     def _go_on(self, interrupt: Interrupt) -> list[Answer]:
         """A chunk of steps, at most until a row ends; the answers that are whole then."""

@@ -107,7 +107,9 @@ def _run(
         if draft_model is not None:
             second = draft_model.weights_beside(model)
         params = params_for(model, request.decode.method, index, second)
-        state = start_run(model, request, interrupt) if begun is None else placed(model, begun)
+        state = (
+            start_run(model, request, interrupt) if begun is None else kept_on_device(model, begun)
+        )
     rows, judge = Rows(model, request), Judge(model, request, state)
     decode, lesson = request.decode, None
     earlier: StepStats | None = None  # the counters until the method changed last
@@ -144,7 +146,7 @@ def _run(
             )
             # A copy, as the memory that takes it up is donated to its first steps.
             taught = jax.tree.map(jnp.copy, lesson)
-            state = placed(model, with_method(state, decode, mesh_of(model.params), taught))
+            state = kept_on_device(model, with_method(state, decode, mesh_of(model.params), taught))
         state = rows.stop(state)
 
 
@@ -400,10 +402,10 @@ def begin_run(model: Model, request: Request) -> DecodeState:
         ),
     )
     sizes = {"cfg": request.decode, "prompt_capacity": request.prompt_capacity}
-    return placed(model, programs_of(model).begin(begun, mesh=mesh, **sizes))
+    return kept_on_device(model, programs_of(model).begin(begun, mesh=mesh, **sizes))
 
 
-def placed(model: Model, state: DecodeState) -> DecodeState:
+def kept_on_device(model: Model, state: DecodeState) -> DecodeState:
     """On the model's device for good: programs are compiled anew for arrays that are not. What lies
     on a mesh is placed already."""
     if mesh_of(model.params) is not None:

@@ -37,7 +37,7 @@ def counts_by_part(count: Int[Array, "B"], parts: int) -> Int[Array, "PB"]:
     if parts == 1:
         return count
     after = parts - 1 - jnp.arange(parts, dtype=jnp.int32)
-    return (lax.div(count[None] + after[:, None], jnp.int32(parts))).reshape(-1)
+    return lax.div(count[None] + after[:, None], jnp.int32(parts)).reshape(-1)
 
 
 def positions_by_part(rows: int, slots: int, parts: int) -> Int[Array, "PB S"]:
@@ -91,9 +91,8 @@ def attention_by_part(
 def merged(found: Summary) -> Summary:
     """Of summaries that lie along a first axis, and see different slots, the one of all."""
     highest = jnp.max(found.log_total, axis=0)
-    weight = jnp.exp(
-        found.log_total - highest[None]
-    )  # 0 of a part that sees nothing, whatever its mean
+    # 0 of a part that sees nothing, whatever its mean is.
+    weight = jnp.exp(found.log_total - highest[None])
     mean = jnp.where(weight[..., None] > 0, found.mean.astype(weight.dtype), 0)
     total = jnp.sum(weight, axis=0)
     mean = jnp.sum(mean * weight[..., None], axis=0) / total[..., None]
