@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small model on benchmarks/longcontext/tasks.py, from short prompts to long ones.
 
-    python -m benchmarks longcontext_model --out longcontext-model --minutes 60
+    python -m benchmarks longcontext_model --out longcontext-model
 
-Only the answers' tokens count. The model is evaluated while it trains, on prompts it has not seen,
-by its best guess at every token of the answer; the run ends when all retrieval tasks are above
---enough, or when its time is up. What comes out is a tsjax checkpoint and a metrics file.
+What comes out follows from the number of updates and the seed alone, never from the clock. --resume
+goes on from the last update that was saved, with the same result. Only the answers' tokens count.
+Most rows are short: their positions have gaps, so that the model meets distances between tokens
+that no short row is long enough for; the last updates read rows of thousands of tokens.
+
+The checkpoint is stored in bfloat16 and meant to be read in float32. Beside it lies a metrics file.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, cast
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,8 +29,8 @@ import tsjax
 from benchmarks import report
 from benchmarks.longcontext.tasks import (
     BEGIN,
+    FILLER,
     NAMES,
-    RETRIEVAL,
     TASKS,
     VALUES,
     VOCAB,
@@ -34,25 +39,47 @@ from benchmarks.longcontext.tasks import (
 )
 from tools.embedded_model.training import Settings as Schedule
 from tools.embedded_model.training import (
+    apart,
     first_weights,
     optimizer,
     scheduled,
-    token_logits,
-    token_losses,
+    together,
 )
+from tsjax.files.whole_files import replacing
+from tsjax.model.transformer import embed, final_norm, forward, unembed
 from tsjax.training.saved import write_metrics
 
 CONFIG = tsjax.ModelConfig(
-    vocab_size=VOCAB, embed_dim=128, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=16,
-    mlp_dim=128, max_positions=65536, norm_eps=1e-5, rope=tsjax.RopeConfig(theta=100_000.0),
+    vocab_size=VOCAB, embed_dim=128, num_layers=16, num_heads=4, num_kv_heads=2, head_dim=32,
+    mlp_dim=160, max_positions=65536, norm_eps=1e-5, rope=tsjax.RopeConfig(theta=100_000.0),
     tie_embeddings=True,
+)  # fmt: skip
+LONGEST = 8192  # tokens of a prompt, and the largest distance that rows with gaps have
+
+
+class Phase(NamedTuple):
+    """Some updates with rows of one length."""
+
+    length: int
+    updates: int
+
+
+PHASES = (
+    Phase(64, 700), Phase(128, 700), Phase(256, 700), Phase(512, 500), Phase(1024, 250),
+    Phase(2048, 120), Phase(4096, 60), Phase(8192, 25),
 )  # fmt: skip
 # More often the tasks that take longest to learn.
 SHARES = dict(
     passkey=1, key_values=3, multi_query=3, late_query=2, variable_tracking=3, common_word=1,
     long_copy=2, repetition=3,
 )  # fmt: skip
-MORE_OFTEN = 4
+ONE_QUESTION = ("passkey", "late_query", "common_word")  # so their context takes all of a row
+ROOM = 20  # for the answer then
+OPTIMIZER = Schedule(steps=1, weight_decay=0.02)
+LONGEST_ANSWER = 17
+QUERIES_AT_ONCE = 8  # blocks of queries that attention takes
+FITS = 512  # tokens of a row whose attention weights are kept for the gradient
+SAVE_EVERY = 50
 
 
 def repetition(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
@@ -70,21 +97,25 @@ def repetition(rng: np.random.Generator, length: int, questions: int = 1) -> Exa
 LESSONS = {**TASKS, "repetition": repetition}
 
 
-def batch_of(rng: np.random.Generator, rows: int, length: int, more: Sequence[str] = ()):
-    """tokens [rows, length] padded on the right, and which of them count.
+class Batch(NamedTuple):
+    """Rows to learn from, [rows, length]: padded on the right; positions have gaps in some."""
 
-    The context takes a third to two thirds of a row, and as many questions as fit follow it: with
-    more answers the model learns to look things up sooner. Tasks in `more` come MORE_OFTEN times as
-    often as otherwise.
-    """
-    often = {name: share * (MORE_OFTEN if name in more else 1) for name, share in SHARES.items()}
-    names, shares = zip(*often.items(), strict=True)
+    tokens: np.ndarray
+    positions: np.ndarray
+    counts: np.ndarray  # bool: whether a token is an answer's
+
+
+def batch_of(rng: np.random.Generator, rows: int, length: int) -> Batch:
+    """The context takes a third to two thirds of a row, and as many questions as fit follow it:
+    with more answers the model learns to look things up sooner."""
+    names, shares = zip(*SHARES.items(), strict=True)
     drawn = rng.choice(len(names), size=rows, p=np.asarray(shares) / sum(shares))
-    tokens = np.zeros((rows, length), np.int32)
-    counts = np.zeros(tokens.shape, bool)
+    tokens, counts = np.zeros((rows, length), np.int32), np.zeros((rows, length), bool)
     for row, index in enumerate(drawn):
         size = int(rng.integers(length // 3, 2 * length // 3 + 1))
-        example = LESSONS[names[index]](rng, size, questions=length)
+        if names[index] in ONE_QUESTION:
+            size = length - ROOM
+        example = LESSONS[names[index]](rng, size, questions=length // 3)
         n = len(example.context)
         tokens[row, :n] = example.context
         for question in example.questions:
@@ -96,97 +127,178 @@ def batch_of(rng: np.random.Generator, rows: int, length: int, more: Sequence[st
             tokens[row, n:end] = asked_and_answered[: length - n]
             counts[row, asked:end] = True
             n = end
-    return tokens, counts
+    return Batch(tokens, _positions(rng, tokens), counts)
+
+
+def _positions(rng: np.random.Generator, tokens: np.ndarray) -> np.ndarray:
+    """Those of the rows; in two thirds of them with up to eight gaps, before statements or filler."""
+    rows, length = tokens.shape
+    steps = np.ones((rows, length), np.int64)
+    may_follow_a_gap = (tokens < NAMES[0]) | (tokens >= FILLER[0])
+    for row in range(rows):
+        places = np.flatnonzero(may_follow_a_gap[row, 1:]) + 1
+        room = LONGEST * 5 // 4 - length
+        if room < 32 or not len(places) or rng.random() < 1 / 3:
+            continue
+        total = np.exp(rng.uniform(np.log(16), np.log(room)))
+        chosen = rng.choice(places, size=min(len(places), int(rng.integers(1, 9))), replace=False)
+        steps[row, chosen] += (total * rng.dirichlet(np.ones(len(chosen)))).astype(np.int64)
+    return (np.cumsum(steps, axis=1) - 1).astype(np.int32)
+
+
+# --- the model's passes -----------------------------------------------------------------------
+
+
+def attention(layer: int, q, k, v):
+    """q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H], causal. In long rows, what it makes is
+    made again for the gradient, as it would not fit."""
+    del layer
+    T = q.shape[1]
+    size = max(128, -(-T // QUERIES_AT_ONCE))
+    blocks = [slice(at, min(at + size, T)) for at in range(0, T, size)]
+    attend = _block if T <= FITS else jax.checkpoint(_block)
+    return jnp.concatenate([attend(q[:, b], k[:, : b.stop], v[:, : b.stop]) for b in blocks], 1)
+
+
+def _block(q, k, v):
+    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+    q = (q * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
+    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    scores = jnp.einsum("bkth,bksh->bkts", q, k, preferred_element_type=jnp.float32)
+    row = jnp.tile(jnp.arange(S - T, S), N // K)
+    weights = jax.nn.softmax(jnp.where(row[:, None] >= jnp.arange(S), scores, -jnp.inf))
+    mixed = jnp.einsum("bkts,bksh->bkth", weights.astype(v.dtype), v)
+    return mixed.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def logits_of(weights, tokens, positions, cfg):
+    """[B, T, V], with no cache."""
+    hidden = embed(weights, tokens)
+    hidden, _, _ = forward(weights, hidden, positions=positions, attend=attention, cfg=cfg)
+    return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnums=(0, 1))
-def update(weights, moments, tokens, counts, rate, *, cfg):
+def update(weights, moments, batch: Batch, rate, *, cfg):
     def loss_of(weights):
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        positions = jnp.broadcast_to(jnp.arange(inputs.shape[1]), inputs.shape)
-        losses = token_losses(weights, inputs, targets, positions, cfg)
-        wanted = counts[:, 1:]
+        targets, wanted = batch.tokens[:, 1:], batch.counts[:, 1:]
+        logits = logits_of(weights, batch.tokens[:, :-1], batch.positions[:, :-1], cfg)
+        found = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - found
         return jnp.sum(losses * wanted) / jnp.sum(wanted)
 
     loss, gradient = jax.value_and_grad(loss_of)(weights)
-    changes, moments = optimizer(OPTIMIZER).update(gradient, moments, weights)
+    changes, moments = optimizer(OPTIMIZER).update(
+        cast(Any, apart(gradient, cfg)), moments, cast(Any, apart(weights, cfg))
+    )
+    changes = together(cast(Any, changes), cfg)
     return jax.tree.map(lambda w, c: w + rate * c, weights, changes), moments, loss
-
-
-OPTIMIZER = Schedule(steps=1, weight_decay=0.02)
-LONGEST_ANSWER = 17
-
-
-def accuracy(weights, cfg, task: str, length: int, samples: int = 40, seed: int = 1) -> float:
-    """Share of examples whose whole answer is the model's best guess, given what comes before."""
-    rng = np.random.default_rng([seed, length])
-    examples = [TASKS[task](rng, length) for _ in range(samples)]
-    tokens = np.zeros((samples, length + LONGEST_ANSWER), np.int32)
-    for row, example in zip(tokens, examples, strict=True):
-        n = len(example.prompt)
-        row[: n + len(example.answer)] = [*example.prompt, *example.answer]
-    guesses = np.asarray(_guesses(weights, tokens, cfg=cfg))
-    right = 0
-    for row, example in zip(guesses, examples, strict=True):
-        n, count = len(example.prompt), len(example.answer)
-        right += bool((row[n - 1 : n - 1 + count] == example.answer).all())
-    return right / samples
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def _guesses(weights, tokens, *, cfg):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return jnp.argmax(token_logits(weights, tokens, positions, cfg), axis=-1)
+    return jnp.argmax(logits_of(weights, tokens, positions, cfg), axis=-1)
+
+
+def accuracy(weights, cfg, task: str, length: int, samples: int, seed: int = 1) -> float:
+    """The share of an answer's tokens that are the model's best guess, given what comes before."""
+    rng = np.random.default_rng([seed, length])
+    right = []
+    for _ in range(samples):
+        example = TASKS[task](rng, length)
+        n, count = len(example.prompt), len(example.answer)
+        tokens = np.zeros((1, length + LONGEST_ANSWER), np.int32)
+        tokens[0, : n + count] = [*example.prompt, *example.answer]
+        guesses = np.asarray(_guesses(weights, tokens, cfg=cfg))[0, n - 1 : n - 1 + count]
+        right += (guesses == example.answer).tolist()
+    return float(np.mean(right))
+
+
+# --- the run ----------------------------------------------------------------------------------
+
+
+def length_at(step: int, phases: Sequence[Phase]) -> int:
+    """The length of the rows of the update that follows `step` others."""
+    for length, updates in phases:
+        if step < updates:
+            return length
+        step -= updates
+    raise ValueError(f"step {step} lies after the last phase")
+
+
+def train(args: argparse.Namespace, phases: Sequence[Phase]) -> None:
+    settings = {
+        "phases": [list(phase) for phase in phases], "batch": args.batch, "seed": args.seed,
+        "learning_rate": args.learning_rate, "model": CONFIG.to_dict(),
+    }  # fmt: skip
+    weights = first_weights(CONFIG, args.seed)
+    moments = optimizer(OPTIMIZER).init(cast(Any, apart(weights, CONFIG)))
+    step, log = 0, []
+    args.out.mkdir(parents=True, exist_ok=True)
+    state_file = args.out / "state.msgpack"
+    if args.resume:
+        step, log, weights, moments = _restored(state_file, settings, weights, moments)
+    total = sum(phase.updates for phase in phases)
+    losses = []
+    while step < total:
+        length = length_at(step, phases)
+        rng = np.random.default_rng([args.seed, step])
+        batch = batch_of(rng, max(1, args.batch // length), length)
+        rate = args.learning_rate * float(scheduled(step / total, 0.02))
+        weights, moments, loss = update(weights, moments, batch, rate, cfg=CONFIG)
+        losses.append(float(loss))
+        step += 1
+        if step % SAVE_EVERY and step < total:
+            continue
+        line = {"step": step, "length": length, "loss": float(np.mean(losses))}
+        if step % args.every == 0 or step == total:
+            at = max(48, length * 2 // 3)
+            line["accuracy"] = {task: accuracy(weights, CONFIG, task, at, 20) for task in TASKS}
+        losses = []
+        log.append(line)
+        print(json.dumps(line), flush=True)
+        write_metrics(str(args.out), log)
+        _save(state_file, settings, step, log, weights, moments)
+    stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
+    model = tsjax.Model(tsjax.Params(model=stored), cfg=CONFIG)
+    tsjax.save(model, args.out / "checkpoint", overwrite=True)
+
+
+def _save(file: Path, settings, step: int, log, weights, moments) -> None:
+    arrays = flax.serialization.to_state_dict((weights, moments))
+    content = {
+        "settings": json.dumps(settings), "step": step, "log": json.dumps(log),
+        "arrays": jax.device_get(arrays),
+    }  # fmt: skip
+    with replacing(str(file)) as fresh:
+        Path(fresh).write_bytes(flax.serialization.msgpack_serialize(content))
+
+
+def _restored(file: Path, settings, weights, moments):
+    if not file.exists():
+        raise SystemExit(f"--resume: {file} is missing; there is nothing to go on with")
+    content = cast(dict[str, Any], flax.serialization.msgpack_restore(file.read_bytes()))
+    if content["settings"] != json.dumps(settings):
+        raise SystemExit(f"--resume: {file} was written with other settings")
+    arrays = flax.serialization.from_state_dict((weights, moments), content["arrays"])
+    weights, moments = jax.tree.map(jnp.asarray, arrays)
+    return content["step"], json.loads(content["log"]), weights, moments
 
 
 def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("longcontext_model", __doc__)
-    parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 128, 256, 512, 768])
-    parser.add_argument("--batch", type=int, default=4096, help="tokens of one update")
+    parser.add_argument(
+        "--phases", nargs="+", default=[f"{length}:{updates}" for length, updates in PHASES],
+        help="LENGTH:UPDATES, one after the other",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, default=4096, help="tokens of one update, at least a row")
     parser.add_argument("--learning-rate", type=float, default=4e-3)
-    parser.add_argument("--enough", type=float, default=0.95)
-    parser.add_argument("--every", type=int, default=100, help="updates between evaluations")
-    parser.add_argument("--more", nargs="*", choices=TASKS, default=[], help="practise these more")
-    parser.add_argument("--start", help="a checkpoint to go on from")
+    parser.add_argument("--every", type=int, default=200, help="updates between evaluations")
+    parser.add_argument("--resume", action="store_true", help="go on from what was saved in --out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.out is None:
         parser.error("--out FOLDER is needed: the checkpoint goes there")
-
-    rng = np.random.default_rng(args.seed)
-    weights = (
-        tsjax.load(args.start).params.model if args.start else first_weights(CONFIG, args.seed)
-    )
-    moments = optimizer(OPTIMIZER).init(weights)
-    args.out.mkdir(parents=True, exist_ok=True)
-    begin, step, level, log = time.monotonic(), 0, 0, []
-    while (minutes := (time.monotonic() - begin) / 60) < args.minutes:
-        # Mostly the longest prompts so far, some of the shorter ones.
-        length = args.lengths[level if rng.random() < 0.7 else int(rng.integers(level + 1))]
-        tokens, counts = batch_of(rng, max(1, args.batch // length), length, args.more)
-        rate = args.learning_rate * float(scheduled(minutes / args.minutes, 0.02))
-        weights, moments, loss = update(weights, moments, tokens, counts, rate, cfg=CONFIG)
-        step += 1
-        if step % args.every:
-            continue
-        found = {
-            task: accuracy(weights, CONFIG, task, 2 * args.lengths[level] // 3) for task in TASKS
-        }
-        record = {"step": step, "minutes": round(minutes, 2), "length": args.lengths[level]}
-        log.append({**record, "loss": float(loss), "accuracy": found})
-        print(json.dumps(log[-1]), flush=True)
-        write_metrics(str(args.out), log)
-        save(weights, args.out)
-        able = min(found[task] for task in RETRIEVAL) >= args.enough
-        if able and level == len(args.lengths) - 1:
-            break
-        level += able or minutes > args.minutes * (level + 1) / (len(args.lengths) + 1)
-        level = min(level, len(args.lengths) - 1)
-    save(weights, args.out)
-
-
-def save(weights, out: Path) -> None:
-    """Replaces the checkpoint; the one before is there until the new one is whole."""
-    model = tsjax.Model(tsjax.Params(model=weights), cfg=CONFIG)
-    tsjax.save(model, out / "checkpoint", overwrite=True)
+    phases = [Phase(*map(int, phase.split(":"))) for phase in args.phases]
+    train(args, phases)

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 
 BEGIN, PAIR, ASK, COUNT, PART, COPY, ORDER, GO = range(8)
-NAMES = range(16, 144)
-VALUES = range(144, 272)
-FILLER = range(272, 384)
-VOCAB = 384
+NAMES = range(16, 272)
+VALUES = range(272, 400)
+FILLER = range(400, 512)
+VOCAB = 512
 VALUE_TOKENS = 2  # of each value
-HOPS = 2
+HOPS = 1
 QUERIES = 4  # answered one after the other
 PART_TOKENS = 16
 
@@ -66,7 +66,7 @@ def key_values(rng: np.random.Generator, length: int, questions: int = 1) -> Exa
     names, values = _pairs(rng, length - 3)
     asked = rng.choice(len(names), size=min(questions, len(names)), replace=False)
     return Example(
-        _padded(rng, _listed(names, values), length - 2),
+        _spread(rng, _listed(names, values), length - 2),
         [Question([ASK, names[i]], values[i], i / len(names)) for i in asked],
     )
 
@@ -83,7 +83,7 @@ def multi_query(rng: np.random.Generator, length: int, questions: int = 1) -> Ex
         asked = rng.choice(len(names), size=min(QUERIES, len(names)), replace=False)
         answer = [token for i in asked for token in (names[i], *values[i])]
         found.append(Question([ORDER, *(names[i] for i in asked), GO], answer))
-    return Example(_padded(rng, _listed(names, values), length - size), found)
+    return Example(_spread(rng, _listed(names, values), length - size), found)
 
 
 def late_query(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
@@ -96,7 +96,7 @@ def late_query(rng: np.random.Generator, length: int, questions: int = 1) -> Exa
     names, values = _pairs(rng, length - table - 2)
     asked = rng.choice(len(names), size=min(QUERIES, len(names)), replace=False)
     answer = [token for i in asked for token in (names[i], *values[i])]
-    pairs = _padded(rng, _listed(names, values), length - table - 1, begin=())
+    pairs = _spread(rng, _listed(names, values), length - table - 1, begin=())
     order = [ORDER, *(names[i] for i in asked)]
     return Example([BEGIN, *order, *pairs], [Question([GO], answer)])
 
@@ -118,13 +118,13 @@ def variable_tracking(rng: np.random.Generator, length: int, questions: int = 1)
     statements = []
     while any(queues):  # interleaved, each chain in its order
         chain = int(rng.choice([i for i, steps in enumerate(queues) if steps]))
-        statements += queues[chain].pop(0)
+        statements.append(queues[chain].pop(0))
     found = []
     for index in range(questions):
         chain = int(rng.integers(chains))
         hop = int(rng.integers(HOPS + 1)) if index else HOPS
         found.append(Question([ASK, members[chain][hop]], values[chain]))
-    return Example(_padded(rng, statements, length - 2), found)
+    return Example(_spread(rng, statements, length - 2), found)
 
 
 def common_word(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
@@ -143,12 +143,10 @@ def long_copy(rng: np.random.Generator, length: int, questions: int = 1) -> Exam
     number = max(1, (length - 3) // (PART_TOKENS + 2))
     names = _names(rng, min(number, len(NAMES)))
     texts = rng.choice(np.asarray(VALUES), size=(len(names), PART_TOKENS)).tolist()
-    parts = [
-        token for name, text in zip(names, texts, strict=True) for token in (PART, name, *text)
-    ]
+    parts = [[PART, name, *text] for name, text in zip(names, texts, strict=True)]
     asked = rng.choice(len(names), size=min(questions, len(names)), replace=False)
     return Example(
-        _padded(rng, parts, length - 2),
+        _spread(rng, parts, length - 2),
         [Question([COPY, names[i]], texts[i], i / len(names)) for i in asked],
     )
 
@@ -190,13 +188,21 @@ def _pairs(rng: np.random.Generator, length: int) -> tuple[list[int], list[list[
     return _names(rng, count), _values(rng, count)
 
 
-def _listed(names, values) -> list[int]:
-    pairs = zip(names, values, strict=True)
-    return [token for name, value in pairs for token in (PAIR, name, *value)]
+def _listed(names, values) -> list[list[int]]:
+    return [[PAIR, name, *value] for name, value in zip(names, values, strict=True)]
 
 
-def _padded(
-    rng: np.random.Generator, tokens: list[int], length: int, begin: Sequence[int] = (BEGIN,)
+def _spread(
+    rng: np.random.Generator,
+    statements: list[list[int]],
+    length: int,
+    begin: Sequence[int] = (BEGIN,),
 ) -> list[int]:
-    """`length` tokens: the beginning, filler, then `tokens`."""
-    return [*begin, *_filler(rng, max(0, length - len(begin) - len(tokens))), *tokens]
+    """`length` tokens: the beginning, then the statements in their order, with filler anywhere
+    between them."""
+    room = max(0, length - len(begin) - sum(map(len, statements)))
+    before = np.bincount(rng.integers(len(statements) + 1, size=room), minlength=len(statements) + 1)
+    found = list(begin)
+    for count, statement in zip(before, [*statements, []], strict=True):
+        found += [*_filler(rng, count), *statement]
+    return found
