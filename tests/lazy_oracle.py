@@ -41,7 +41,7 @@ class LazyOracle:
         """The logits after one more token."""
         position = self.n + self.made
         self.made += 1
-        due = self.made % self.lazy.choose_every == 0
+        due = (self.made - 1) % self.lazy.tokens_between_choices == 0
         if due and self.lazy.revive == "background":
             self._revive_some()
         x, scores = self.weights.embed[[token]], {}
@@ -51,7 +51,9 @@ class LazyOracle:
                 missing = sorted(i for i in kept if i not in self.keys[layers.start])
                 self._run_stage(stage, missing, seen=kept)
                 self.sets[stage] = kept
-            if stage and self.lazy.revive == "background":
+            if stage and due and self.lazy.revive == "in_batches":
+                self._revive_asked_for(stage, scores)
+            if stage and self.lazy.revive in ("background", "in_batches"):
                 self.sets[stage] = {i for i in range(self.n) if i in self.keys[layers.start]}
             generated = set(range(self.n, position))
             x, scores = self._layers(layers, [position], x, self.sets[stage] | generated)
@@ -85,6 +87,13 @@ class LazyOracle:
             have = set(self.keys[self.stages[stage].start])
             rows = [i for i in first if self.aux[i][0] == stage]
             self._run_stage(stage, rows, seen=have | set(rows))
+
+    def _revive_asked_for(self, stage: int, scores):
+        have = {i for i in range(self.n) if i in self.keys[self.stages[stage].start]}
+        kept = self._choose(stage, scores, range(self.n), last_counts=False)
+        missing = sorted(kept - have, key=lambda i: (-scores.get(i, 0.0), i))
+        rows = sorted(missing[: self.lazy.revive_rows])
+        self._run_stage(stage, rows, seen=have | set(rows))
 
     def _choose(self, stage: int, scores, tokens, *, last_counts: bool) -> set[int]:
         lazy, n = self.lazy, self.n

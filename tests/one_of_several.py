@@ -44,7 +44,8 @@ TRAINING = dict(
     num_heads=1, sequence_length=16, warmup_steps=1, batch_size=4, micro_batch=1, init_scale=0.1
 )
 LAZY = {
-    "on demand": tsjax.LazyPrefill(keep={1: 0.5}),
+    "on demand": tsjax.LazyPrefill(keep={1: 0.5}, revive="on_demand"),
+    "in batches": tsjax.LazyPrefill(keep={1: 0.5}, choose_every=2, revive_rows=4),
     "in background": tsjax.LazyPrefill(keep={1: 0.5}, revive="background", revive_rows=2),
 }
 LONGER = [1, 2, 3, 4, 5, 6, 7, 8] * 3

@@ -38,9 +38,9 @@ LLAMA2_7B = dict(
         (dict(keep="auto"), r"speedup=None is not valid"),
         (dict(keep="auto", speedup=0.5), r"speedup=0.5 is not valid"),
         (dict(keep={1: 0.5}, speedup=2), r"speedup=2 is not valid: left out unless keep='auto'"),
-        (dict(revive="later"), r"revive='later' is not valid: one of 'on_demand'"),
+        (dict(revive="later"), r"revive='later' is not valid: one of 'in_batches'"),
         (dict(scores="length"), r"scores='length' is not valid"),
-        (dict(scores="random"), r"revive='on_demand' is not valid: 'never' or 'background'"),
+        (dict(scores="random"), r"revive='in_batches' is not valid: 'never' or 'background'"),
         (dict(window=0), r"window=0"),
         (dict(pool=2), r"pool=2 is not valid: an odd number"),
         (dict(sinks=-1), r"sinks=-1"),
@@ -67,7 +67,7 @@ def test_schedules_that_are_not_named_yet_and_drafts_on_demand_are_refused():
     cfg = tiny_config(num_layers=8)
     with pytest.raises(ValueError, match="keep='paper' is not valid here"):
         tsjax.DecodeConfig(model=cfg, prefill=tsjax.LazyPrefill())
-    lazy = tsjax.LazyPrefill(keep={4: 0.5})
+    lazy = tsjax.LazyPrefill(keep={4: 0.5}, revive="on_demand")
     with pytest.raises(ValueError, match="revive='on_demand' is not valid with method=NGram"):
         tsjax.DecodeConfig(model=cfg, method=tsjax.NGram(), prefill=lazy)
 

@@ -95,6 +95,47 @@ def test_attention(shape, dtype, rng):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", LARGEST_ERROR)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(B=2, T=5, K=2, G=2, S=700, length=(700, 333)),
+        dict(T=120, K=1, G=2, H=32, S=2500, length=(2300,)),
+    ],
+)
+def test_blocks_that_no_row_may_see_are_left_out(shape, dtype, rng):
+    """Slots in the order in which tokens were computed, in ascending pieces; rows by position."""
+    inputs = make_inputs(rng, **shape, dtype=dtype)
+    B, T, S = *inputs[0].shape[:2], inputs[1].shape[2]
+    slots = np.empty((B, S), np.int32)
+    for b in range(B):
+        positions, cut = rng.permutation(2 * S)[:S], S // 3
+        slots[b] = np.concatenate([np.sort(piece) for piece in np.split(positions, [cut, 2 * cut])])
+    rows = np.sort(rng.integers(1, 2 * S, (B, T)).astype(np.int32), axis=1)
+    rows[:, 0] = 1
+    expected = define_both(*inputs, visible=slots[:, None] < rows[..., None])
+    together = run_native(*inputs, ranks=Ranks(slots, rows))
+    assert relative_error(together[0], expected[0]) < LARGEST_ERROR[dtype]
+    assert relative_error(together[1], expected[1]) < 3e-6
+    # A row has the same bits where it alone decides which blocks are read.
+    q, k_cache, v_cache, length, k_new, v_new, mask = inputs
+    blind = run_native(
+        q, k_cache, v_cache, length, k_new, v_new, np.zeros((B, T, T), bool),
+        ranks=Ranks(slots, rows),
+    )  # fmt: skip
+    for t in (0, 1, T // 2, T - 1):
+        mine = slice(t, t + 1)
+        itself = np.zeros((B, 1, 1), bool)
+        alone = run_native(
+            q[:, mine], k_cache, v_cache, length, k_new[:, mine], v_new[:, mine], itself,
+            ranks=Ranks(slots, rows[:, mine]),
+        )  # fmt: skip
+        if (slots < rows[:, mine]).any(axis=1).all():  # else it sees nothing, which is unspecified
+            np.testing.assert_array_equal(alone[0], blind[0][:, mine])
+            np.testing.assert_array_equal(alone[1], blind[1][:, mine])
+
+
+@needs_kernels
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_slots_beyond_the_length_and_rows_that_are_not_seen_change_nothing(bad, rng):
     inputs = make_inputs(rng, B=3, T=6, S=200, length=(200, 67, 0))

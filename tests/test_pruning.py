@@ -4,6 +4,7 @@
 Sizes that must not matter (chunks, buckets, batches, methods) are varied against one result.
 """
 
+import dataclasses
 import functools
 
 import hypothesis
@@ -24,20 +25,40 @@ from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
 from tsjax.lazy.choice import best_tokens
-from tsjax.lazy.revival import revive_in_background, run_choosing
+from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed
-from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
 
 CUTS = {1: 0.7, 2: 0.49, 3: 0.343}
 LAYERS = 4
 CAPACITY, PROMPT_CAPACITY, STEPS = 160, 64, 8
 OPTIONS = {
-    "paper": dict(keep=CUTS, revive_rows=5),
-    "in large pieces, seldom": dict(keep={1: 0.6, 3: 0.3}, revive_rows=64, choose_every=3),
-    "almost nothing": dict(keep={1: 0.02, 3: 0.02}, revive_rows=8),
+    "paper": dict(keep=CUTS, revive="on_demand", revive_rows=5),
+    "in large pieces, seldom": dict(
+        keep={1: 0.6, 3: 0.3}, revive="on_demand", revive_rows=64, choose_every=3
+    ),
+    "almost nothing": dict(keep={1: 0.02, 3: 0.02}, revive="on_demand", revive_rows=8),
     "options": dict(
-        keep={2: 0.7, 3: 0.4}, window=4, pool=3, score_layers=2, sinks=2, recent=3, revive_rows=8
+        keep={2: 0.7, 3: 0.4},
+        revive="on_demand",
+        window=4,
+        pool=3,
+        score_layers=2,
+        sinks=2,
+        recent=3,
+        revive_rows=8,
+    ),
+    "in batches": dict(keep=CUTS, choose_every=2, revive_rows=3),
+    "in batches, always": dict(keep={1: 0.5, 2: 0.2}, choose_every=1, revive_rows=20),
+    "in batches, options": dict(
+        keep={2: 0.7, 3: 0.4},
+        window=4,
+        pool=3,
+        score_layers=2,
+        sinks=2,
+        recent=3,
+        revive_rows=2,
+        choose_every=3,
     ),
     "no revival": dict(keep=CUTS, revive="never"),
     "no revival, options": dict(keep=CUTS, revive="never", window=5, pool=5, sinks=1, recent=9),
@@ -107,14 +128,7 @@ class Run:
 def _step(params, state, *, cfg):
     """A greedy step of decoding, put together to see its logits."""
     plan = cfg.prefill.plan(cfg.model)
-    if cfg.prefill.revive == "background":
-        state = revive_in_background(plan, params, state)
-    root, position = state.root[:, None], state.kv.length[:, None]
-    if cfg.prefill.revive == "on_demand":
-        state, rows = run_choosing(plan, params.model, state, root, position)
-    else:
-        itself = jnp.ones((1, 1), bool)
-        rows = run_rows(params.model, state.kv, root, position, itself, cfg=cfg.model)
+    state, rows = run_root(plan, params, state)
     normed = final_norm(params.model, rows.hidden, cfg=cfg.model)
     logits = unembed(params.model, normed, cfg=cfg.model)
     _, tree = cfg.method.draft(cfg.model, params, state, None)
@@ -145,7 +159,7 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
             logits = run.step()
             for row, oracle in enumerate(oracles):
                 np.testing.assert_allclose(logits[row], oracle.logits, rtol=0, atol=1e-9)
-                if lazy.revive != "background":  # where new tokens see all that there is
+                if lazy.revive in ("on_demand", "never"):  # else new tokens see all that there is
                     assert run.sets(row) == oracle.sets
                 root = int(run.state.root[row])
                 assert root == np.argmax(oracle.logits)
@@ -194,9 +208,9 @@ def test_sizes_of_sets_and_who_is_always_in_them():
             assert {0, 1, n - 3, n - 2, n - 1} <= sets[stage]
 
 
-@pytest.mark.parametrize("revive", ["on_demand", "background"])
+@pytest.mark.parametrize("revive", ["on_demand", "background", "in_batches"])
 def test_chunks_and_buckets_change_nothing(revive):
-    # How many are brought in at once is no mere size in the background.
+    # How many are brought in at once is a mere size on demand only.
     rows = (30, 1, 30) if revive == "on_demand" else (8, 8, 8)
     sizes = (dict(), dict(width=1, capacity=256, prompt_capacity=80), dict(width=64))
     results = []
@@ -215,7 +229,7 @@ def test_chunks_and_buckets_change_nothing(revive):
             np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize("revive", ["on_demand", "never", "background"])
+@pytest.mark.parametrize("revive", ["in_batches", "on_demand", "never", "background"])
 def test_to_keep_all_is_the_full_prefill(revive):
     lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive)
     settings = dict(max_new_tokens=20, do_sample=True, seed=3, **SIZES)
@@ -255,6 +269,9 @@ METHODS = {
         ("partial cache", "background"),
         ("heads", "never"),
         pytest.param("heads", "background", marks=pytest.mark.slow),
+        ("ngram", "in_batches"),
+        ("partial cache", "in_batches"),
+        pytest.param("heads", "in_batches", marks=pytest.mark.slow),
     ],
 )
 def test_every_method_returns_the_tokens_of_plain_decoding_with_the_same_prefill(name, revive):
@@ -333,14 +350,14 @@ def test_passes_that_would_leave_the_cache_are_refused():
         prefill(small().params, state, width=50, cfg=cfg)
 
 
-@pytest.mark.parametrize("revive", ["on_demand", "background"])
+@pytest.mark.parametrize("revive", ["on_demand", "background", "in_batches"])
 def test_a_capacity_with_no_slot_to_spare(revive):
     """Below the prompts' bucket, and just enough for what is revived at a time."""
     lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, revive_rows=9)
     settings = dict(prefill=lazy, max_new_tokens=12, prefill_width=16)
     # How many are brought in at once changes no token on demand.
-    others = {} if revive == "on_demand" else dict(prefill=lazy)
-    ample = lazily(max_new_tokens=12, **others)
+    at_once = 64 if revive == "on_demand" else 9
+    ample = lazily(max_new_tokens=12, prefill=dataclasses.replace(lazy, revive_rows=at_once))
     tight = tsjax.generate(small(), PROMPTS[0], capacity=53 + 12 + 9, **settings)
     np.testing.assert_array_equal(tight.tokens[0], ample.tokens[0])
     with pytest.raises(ValueError, match="at least 74 slots .* or revive_rows=9"):
@@ -360,7 +377,7 @@ def test_prompts_of_a_bucket_share_their_programs():
     assert sum(program._cache_size() for program in compiled) == count
 
 
-@pytest.mark.parametrize("revive", ["on_demand", "background"])
+@pytest.mark.parametrize("revive", ["on_demand", "background", "in_batches"])
 def test_no_step_copies_a_cache(revive):
     tiny = tiny_model(num_layers=3)
     lazy = tsjax.LazyPrefill(keep={1: 0.5, 2: 0.2}, revive=revive, revive_rows=8, window=2)
@@ -414,7 +431,10 @@ def test_names():
         (dict(prefill=tsjax.LazyPrefill(sinks=54)), "sinks=54 .* at most the 53 tokens"),
         (dict(prefill=tsjax.LazyPrefill(window=54)), "window=54 .* at most the 53 tokens"),
         (dict(prefill=tsjax.LazyPrefill(keep={3: 0.5})), "after layer 3, but the model has 3"),
-        (dict(prefill="lazy", method="ngram"), "revive='on_demand' is not valid with method=NGram"),
+        (
+            dict(prefill=tsjax.LazyPrefill(revive="on_demand"), method="ngram"),
+            "revive='on_demand' is not valid with method=NGram",
+        ),
     ],
 )
 def test_bad_input_is_refused_before_any_compute(settings, message):

@@ -87,16 +87,19 @@ def assert_same(begun, found):
 
 
 RUNS = {
-    "on demand": (dict(revive_rows=5), {}),
+    "on demand": (dict(revive="on_demand", revive_rows=5), {}),
     "on demand, seldom": (
-        dict(revive_rows=64, choose_every=4, window=2, pool=3, sinks=1), PENALISED,
+        dict(revive="on_demand", revive_rows=64, choose_every=4, window=2, pool=3, sinks=1),
+        PENALISED,
     ),
+    "in batches": (dict(choose_every=3, revive_rows=4), {}),
+    "in batches, always": (dict(choose_every=1, revive_rows=7, sinks=1), PENALISED),
     "never": (dict(revive="never", recent=2), PENALISED),
     # Tokens come back during the first pass over what was made, and in part of the second.
     "background": (dict(revive="background", choose_every=3, revive_rows=5), {}),
     "background, at once": (dict(revive="background", revive_rows=64), PENALISED),
 }  # fmt: skip
-SLOW = ("on demand, seldom", "background, at once")
+SLOW = ("on demand, seldom", "background, at once", "in batches, always")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,8 @@ def signal_in(patch, program: str, number: int):
 
 def test_a_run_that_is_stopped_while_it_reads_goes_on(model, tmp_path):
     """Once in the prompt, and then twice in what was made."""
-    path, lazy = tmp_path / "run.json", tsjax.LazyPrefill(keep=CUTS, revive_rows=5)
+    path = tmp_path / "run.json"
+    lazy = tsjax.LazyPrefill(keep=CUTS, revive="on_demand", revive_rows=5)
     settings = dict(max_new_tokens=40, on_interrupt="return", save_to=path, **SIZES)
     whole = rows_of(tsjax.generate(model, PROMPTS, prefill=lazy, **settings))
     with pytest.MonkeyPatch.context() as patch:
@@ -195,7 +199,7 @@ def test_the_file_says_with_which_prefill(model, tmp_path):
     settings = dict(save_to=path, max_new_tokens=2, **SIZES)
     first = tsjax.generate(model, PROMPTS[0], prefill=lazy, **settings)
     saved = json.loads(path.read_text())
-    assert saved["format"] == 4 and saved["prefill"]["version"] == 1
+    assert saved["format"] == 4 and saved["prefill"]["version"] == 2
     named = lazy.resolved(model.cfg, 64)
     assert read_run(path).prefill == named and saved["prefill"]["keep"] == [list(named.cuts[0])]
     # The same settings may be given again, by either name.
@@ -234,7 +238,8 @@ def test_a_run_cannot_go_on_with_another_prefill(model, tmp_path):
     ("damage", "message"),
     [
         (None, "prefill"),
-        ({"version": 2}, "version 2"),
+        ({"version": 3}, "version 3"),
+        ({"version": 1}, "version 1 with choose_every=4"),
         ({"version": None}, "version None"),
         ({"keep": "paper"}, "keep='paper' is not valid: shares by layer"),
         ({"keep": [[1, 1.5]]}, "share 1.5"),
@@ -246,7 +251,7 @@ def test_a_run_cannot_go_on_with_another_prefill(model, tmp_path):
 )
 def test_a_damaged_file_is_refused(damage, message, tmp_path):
     path = tmp_path / "run.json"
-    lazy = tsjax.LazyPrefill(keep=CUTS)
+    lazy = tsjax.LazyPrefill(keep=CUTS, choose_every=4)
     document = {
         "format": 4,
         "tsjax": "0",
@@ -258,10 +263,14 @@ def test_a_damaged_file_is_refused(damage, message, tmp_path):
         "prompt": [[1, 2]],
         "tokens": [[3]],
         "finish_reason": [None],
-        "prefill": {"version": 1, **dataclasses.asdict(lazy)},
+        "prefill": {"version": 2, **dataclasses.asdict(lazy)},
     }
     path.write_text(json.dumps(document))
     assert read_run(path).prefill == lazy
+    for same in ({"revive": "never"}, {"revive": "on_demand", "choose_every": 1}):
+        old = {**document["prefill"], **same, "version": 1}
+        path.write_text(json.dumps({**document, "prefill": old}))
+        assert read_run(path).prefill == dataclasses.replace(lazy, **same)
     if damage is None:
         del document["prefill"]
     else:

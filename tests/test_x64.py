@@ -31,7 +31,8 @@ METHODS = {
     "everything": EVERYTHING,
 }
 LAZY = {
-    "on_demand": tsjax.LazyPrefill(keep={1: 0.5}),
+    "on_demand": tsjax.LazyPrefill(keep={1: 0.5}, revive="on_demand"),
+    "in_batches": tsjax.LazyPrefill(keep={1: 0.5}, choose_every=2, revive_rows=4),
     "never": tsjax.LazyPrefill(keep={1: 0.5}, revive="never", scores="random"),
     "background": tsjax.LazyPrefill(keep={1: 0.5}, revive="background"),
 }

@@ -38,13 +38,7 @@ from benchmarks.longcontext.tasks import (
     Question,
 )
 from tools.embedded_model.training import Settings as Schedule
-from tools.embedded_model.training import (
-    apart,
-    first_weights,
-    optimizer,
-    scheduled,
-    together,
-)
+from tools.embedded_model.training import apart, first_weights, optimizer, scheduled, together
 from tsjax.files.whole_files import replacing
 from tsjax.model.transformer import embed, final_norm, forward, unembed
 from tsjax.training.saved import write_metrics
@@ -292,7 +286,9 @@ def main(argv: Sequence[str]) -> None:
         "--phases", nargs="+", default=[f"{length}:{updates}" for length, updates in PHASES],
         help="LENGTH:UPDATES, one after the other",
     )  # fmt: skip
-    parser.add_argument("--batch", type=int, default=4096, help="tokens of one update, at least a row")
+    parser.add_argument(
+        "--batch", type=int, default=4096, help="tokens of one update, at least a row"
+    )
     parser.add_argument("--learning-rate", type=float, default=4e-3)
     parser.add_argument("--every", type=int, default=200, help="updates between evaluations")
     parser.add_argument("--resume", action="store_true", help="go on from what was saved in --out")

@@ -201,7 +201,9 @@ def _spread(
     """`length` tokens: the beginning, then the statements in their order, with filler anywhere
     between them."""
     room = max(0, length - len(begin) - sum(map(len, statements)))
-    before = np.bincount(rng.integers(len(statements) + 1, size=room), minlength=len(statements) + 1)
+    before = np.bincount(
+        rng.integers(len(statements) + 1, size=room), minlength=len(statements) + 1
+    )
     found = list(begin)
     for count, statement in zip(before, [*statements, []], strict=True):
         found += [*_filler(rng, count), *statement]

@@ -33,7 +33,7 @@ from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
 from tsjax.files.tokenizer import encode
 from tsjax.host.request import tokenizer_of
-from tsjax.lazy.revival import revive_in_background, run_choosing
+from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
@@ -45,12 +45,10 @@ WIDTH = 512  # prompt tokens of a pass
 def _told(params, state, tokens, *, cfg):
     """A step of plain decoding that is told its token [B]: the state, and the token's loss [B]."""
     plan = cfg.prefill and cfg.prefill.plan(cfg.model)
-    if plan and plan.lazy.revive == "background":
-        state = revive_in_background(plan, params, state)
-    root, position = state.root[:, None], state.kv.length[:, None]
-    if plan and plan.lazy.revive == "on_demand":
-        state, rows = run_choosing(plan, params.model, state, root, position)
+    if plan:
+        state, rows = run_root(plan, params, state)
     else:
+        root, position = state.root[:, None], state.kv.length[:, None]
         itself = jnp.ones((1, 1), bool)
         rows = run_rows(params.model, state.kv, root, position, itself, cfg=cfg.model)
     logits = unembed(

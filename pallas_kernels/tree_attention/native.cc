@@ -102,6 +102,7 @@ struct Group {
   const Arrays<T>& arrays;
   int64_t b, k, first, rows;  // rows first .. first + rows of T * G
   int64_t H, width, committed;
+  int32_t highest_rank;  // of the rows
   float *q, *keys, *values, *turned, *weights;
 
   static int64_t memory(int64_t width) {
@@ -112,6 +113,11 @@ struct Group {
       : arrays(arrays), b(b), k(k), first(first), H(arrays.H), width(arrays.width()) {
     rows = std::min(GROUP, arrays.rows_T * arrays.G() - first);
     committed = arrays.committed(b);
+    if (arrays.slot_ranks) {
+      const int32_t* ranks = arrays.row_ranks + b * arrays.rows_T;
+      int64_t last = (first + rows - 1) / arrays.G();
+      highest_rank = *std::max_element(ranks + first / arrays.G(), ranks + last + 1);
+    }
     q = memory, keys = q + GROUP * width, values = keys + BLOCK * width;
     turned = values + BLOCK * width, weights = turned + BLOCK * width;
     float scale = LOG2_E / std::sqrt(static_cast<float>(H));
@@ -129,16 +135,33 @@ struct Group {
   }
   int64_t fresh_stride() const { return arrays.K * H; }
 
-  bool sees(int64_t r, int64_t slot) const {
+  int32_t rank(int64_t r) const {
+    return arrays.row_ranks[b * arrays.rows_T + (first + r) / arrays.G()];
+  }
+  const int32_t* ranks_of(int64_t slot) const { return arrays.slot_ranks + b * arrays.S + slot; }
+  bool sees(int64_t r, int64_t slot) const { return !arrays.slot_ranks || *ranks_of(slot) < rank(r); }
+
+  // Whether any row may see a slot of a block.
+  bool sees_some(int64_t slot) const {
     if (!arrays.slot_ranks) return true;
-    int64_t t = (first + r) / arrays.G();
-    return arrays.slot_ranks[b * arrays.S + slot] < arrays.row_ranks[b * arrays.rows_T + t];
+    return lowest(ranks_of(slot)) < highest_rank;
+  }
+  static int32_t lowest(const int32_t* ranks) {
+    int32_t found = ranks[0];
+    for (int j = 1; j < BLOCK; j++) found = std::min(found, ranks[j]);
+    return found;
+  }
+  static int32_t highest(const int32_t* ranks) {
+    int32_t found = ranks[0];
+    for (int j = 1; j < BLOCK; j++) found = std::max(found, ranks[j]);
+    return found;
   }
 
   // The blocks of a part that are full of committed slots.
   void add_whole_blocks(int64_t part, Sums sums) {
     int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
     for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
+      if (!sees_some(slot)) continue;
       const T *some_keys = cached(arrays.k_cache, slot), *some_values = cached(arrays.v_cache, slot);
       // Read where they lie, if that is possible and, for narrow types, if few rows read them.
       if (width == H && (std::is_same_v<T, float> || rows <= MOST_ROWS)) {
@@ -154,6 +177,8 @@ struct Group {
   template <class Number>
   void add_block(const Number* some_keys, const Number* some_values, int64_t slot, Sums sums) {
     Next next_keys = after(arrays.k_cache, slot), next_values = after(arrays.v_cache, slot);
+    const int32_t* ranks = arrays.slot_ranks ? ranks_of(slot) : nullptr;
+    const int32_t all_see = ranks ? highest(ranks) : 0;  // rows of a higher rank see all slots
     [[maybe_unused]] const bool turns = width * width <= rows * WORTH_TURNING;
 #if defined(__AVX512F__)
     if (turns) turn_keys(some_keys, width, turned, next_keys);
@@ -170,10 +195,10 @@ struct Group {
                    r ? Next() : next_keys);
       }
       for (int64_t i = 0; i < R; i++) {
-        if (arrays.slot_ranks) {
-          for (int j = 0; j < BLOCK; j++) {
-            if (!sees(r + i, slot + j)) weights[i * BLOCK + j] = ABSENT;
-          }
+        if (ranks && rank(r + i) <= all_see) {
+          const int32_t mine = rank(r + i);
+          float* scores = weights + i * BLOCK;
+          for (int j = 0; j < BLOCK; j++) scores[j] = ranks[j] < mine ? scores[j] : ABSENT;
         }
         weigh(weights + i * BLOCK, sums, r + i, width);
       }

@@ -32,7 +32,7 @@ WITH_PROCESSORS = 3  # of runs with processors of a user's own, which format 2 d
 WITH_LAZY_PREFILL = 4  # of runs with a lazy prefill, which format 3 did not know
 # Of what tokens see of a prompt, by the settings of a lazy prefill. A change of that is another
 # one: under it the tokens of older files would not go on as they began.
-LAZY_VERSION = 1
+LAZY_VERSION = 2
 OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of only the norms
 
 
@@ -211,7 +211,12 @@ def _prefill_to_dict(lazy: LazyPrefill) -> dict[str, Any]:
 def _prefill_from_dict(saved: Mapping[str, Any]) -> LazyPrefill:
     fields = dict(saved)
     version = fields.pop("version")
-    check(version == LAZY_VERSION, "prefill", f"version {version!r}", f"version {LAZY_VERSION}")
+    known = version in (1, LAZY_VERSION)
+    check(known, "prefill", f"version {version!r}", f"version {LAZY_VERSION}")
     lazy = LazyPrefill(**{key: as_tuples(value) for key, value in fields.items()})
     check(not isinstance(lazy.keep, str), "keep", lazy.keep, "shares by layer")
+    # Version 1 chose first at the choose_every-th new token, where it now is the first one.
+    is_same = version != 1 or lazy.revive == "never" or lazy.choose_every == 1
+    wanted = f"version {LAZY_VERSION}, as this one chose at other tokens"
+    check(is_same, "prefill", f"version 1 with choose_every={lazy.choose_every!r}", wanted)
     return lazy

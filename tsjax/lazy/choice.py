@@ -61,19 +61,18 @@ def scores_of_each_other(plan: Plan, rows: Rows, causal):
     return total
 
 
-def chosen_for(
-    plan: Plan, prompt: PromptState, stage: int, scores, prompt_length, committed, recent: int
-):
+def chosen_for(plan: Plan, stage: int, scores, among, prompt_length, committed, recent: int):
     """[B, P] bool: the prompt tokens that take part in a stage, by the scores of the one before.
 
-    Of prompt_length [B] tokens, kept(share) are chosen among the first `committed` [B]; those
-    beyond, of which the prompt's last token may be one, take part anyway.
+    Of prompt_length [B] tokens, kept(share) are chosen `among` some [B, P] that are also among the
+    first `committed` [B]; those beyond, of which the prompt's last token may be one, take part
+    anyway.
     """
-    lazy, position = plan.lazy, jnp.arange(prompt.capacity)
+    lazy, position = plan.lazy, jnp.arange(among.shape[1])
     is_committed = position < committed[:, None]
-    candidates = prompt.chosen[stage - 1] & is_committed
+    candidates = among & is_committed
     if lazy.pool > 1:
-        takes_part = prompt.chosen[stage - 1] & (position < prompt_length[:, None])
+        takes_part = among & (position < prompt_length[:, None])
         scores = lax.reduce_window(
             jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
         )

@@ -21,13 +21,13 @@ from tsjax.decoding.step import commit, decode_step
 from tsjax.decoding.verification import accept, judge
 from tsjax.errors import BadValue
 from tsjax.lazy.rereading import read_made
-from tsjax.lazy.revival import is_reviving, revive_in_background, run_root, tokens_until_choice
+from tsjax.lazy.revival import is_reviving, revive_where_due, run_root, tokens_until_choice
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
 from tsjax.lazy.state import Plan, init_prompt
 from tsjax.model.params import Params
 
-# Tokens that are read one by one between two looks at whether Ctrl-C was pressed. No pass is
+# Passes of a few tokens, or of one, between two looks at whether Ctrl-C was pressed. No pass is
 # narrower, so one program reads all.
 ONE_BY_ONE = 16
 
@@ -41,7 +41,7 @@ class LazyPrefill(LazySettings):
 
     def for_reading(self) -> LazyPrefill:
         """The same without what matters to decoding alone."""
-        return dataclasses.replace(self, revive="never", choose_every=1, revive_rows=1)
+        return dataclasses.replace(self, revive="never", choose_every=None, revive_rows=1)
 
     def check(self, model: ModelConfig, method: Method, sizes: Sizes) -> None:
         """Refuses what a model's layers or a method's drafts do not allow."""
@@ -60,7 +60,7 @@ class LazyPrefill(LazySettings):
             raise BadValue(
                 f"revive='on_demand' is not valid with method={type(method).__name__}: each "
                 "new token then chooses what it sees, so none can be judged ahead; use "
-                "revive='background' or 'never', or method='autoregressive'"
+                "revive='in_batches', 'background' or 'never', or method='autoregressive'"
             )
 
     @property
@@ -103,7 +103,11 @@ class LazyPrefill(LazySettings):
 
     def most_made_at_once(self, width: int) -> int:
         """How many tokens a pass of `read_made` may take, at most `width`."""
-        return min(width, ONE_BY_ONE) if self.revive == "on_demand" else width
+        if self.revive == "on_demand":
+            return min(width, ONE_BY_ONE)
+        if self.revive == "in_batches":
+            return min(width, ONE_BY_ONE * self.tokens_between_choices)
+        return width
 
     def read_made(
         self, params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig
@@ -116,8 +120,8 @@ class LazyPrefill(LazySettings):
         if self.revive == "on_demand":
             state, after = _choosing_step(plan, params, state, inner)
         else:
-            if self.revive == "background":
-                state = revive_in_background(plan, params, state)
+            if self.revive != "never":
+                state = revive_where_due(plan, params, state)
                 state = state.replace(room=tokens_until_choice(plan, state))
             after = decode_step(params, state, cfg=inner)
         return self.noted(state, after, cfg=cfg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bringing prompt tokens back that a cut left out: on demand of a new token, or in the background.
+"""Bringing prompt tokens back that a cut left out: those that a new token asks for, or all in turn.
 
 Knows stages and what they lack. Does not know what a step does with a pass.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsjax.decoding.state import DecodeState
-from tsjax.lazy.choice import chosen_for, scores_of
+from tsjax.lazy.choice import best_tokens, chosen_for, scores_of
 from tsjax.lazy.stages import committed, compute, ranks_below, take_part, waiting
 from tsjax.lazy.state import UNSEEN, Plan
 from tsjax.model.control_flow import run_if
@@ -19,18 +19,21 @@ from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_layers, run_rows
 from tsjax.model.transformer import ModelWeights, embed
 
-FEW_ROWS = 8  # revived at once when they are fewer than revive_rows
+FEW_ROWS = 16  # revived at once on demand, when they are fewer than revive_rows
+PASS_ROWS = 128  # computed at once, at most, of those that come back with a choice
 
 
 def choice_is_due(plan: Plan, state: DecodeState):
-    """[B] bool: whether the root is a token at which the prompt's tokens are chosen again."""
+    """[B] bool: whether the root is a token at which the prompt's tokens are chosen again: the first
+    new one, and then every so many."""
     made = _made(state)
-    return (made > 0) & (made % plan.lazy.choose_every == 0) & state.running
+    return (made > 0) & ((made - 1) % plan.lazy.tokens_between_choices == 0) & state.running
 
 
 def tokens_until_choice(plan: Plan, state: DecodeState):
     """[B] int32: how many tokens a step may find; where tokens come back, up to the next choice."""
-    until = plan.lazy.choose_every - _made(state) % plan.lazy.choose_every
+    every = plan.lazy.tokens_between_choices
+    until = every - (_made(state) - 1) % every
     return jnp.where(jnp.any(lacking_tokens(plan, state), axis=1), until, state.tokens.shape[1])
 
 
@@ -50,6 +53,74 @@ def _made(state: DecodeState):
     return state.length - state.prompt_length
 
 
+def revive_where_due(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+    """What comes back before a step where new tokens see all that there is."""
+    if plan.lazy.revive == "in_batches":
+        return revive_in_batches(plan, params.model, state)
+    if plan.lazy.revive == "background":
+        return revive_in_background(plan, params, state)
+    return state
+
+
+def revive_in_batches(plan: Plan, weights: ModelWeights, state: DecodeState) -> DecodeState:
+    """Where it is due, the root makes all cuts again; a stage gets those of the tokens it lacks that
+    the root attends to most.
+
+    Stage by stage: the root sees what came back to a stage when it chooses for the next one.
+    """
+    due, itself = choice_is_due(plan, state), jnp.ones((1, 1), bool)
+    layers = range(plan.stages[1].start, plan.model.num_layers)
+
+    def revive(changing, root, due):
+        begun, hidden = _with(state, changing, layers), embed(weights, root[:, None])
+        for stage in range(1, len(plan.stages)):
+            rows = run_layers(
+                weights, begun.kv, hidden, state.kv.length[:, None], itself,
+                plan.stages[stage - 1], cfg=plan.model, with_attended=True,
+            )  # fmt: skip
+            hidden = rows.hidden
+            begun = _bring_most_attended(plan, weights, begun, stage, rows, due)
+        return _changing(begun, layers)
+
+    with jax.named_scope("revive_in_batches"):
+        wanted = jnp.any(lacking_tokens(plan, state) & due[:, None])
+        changed = run_if(wanted, revive, _changing(state, layers), state.root, due)
+        return _with(state, changed, layers)
+
+
+def _bring_most_attended(
+    plan: Plan, weights: ModelWeights, state: DecodeState, stage: int, rows: Rows, due
+) -> DecodeState:
+    """With up to `revive_rows` of the tokens that a stage would take by rows of the one before and
+    lacks, those with the highest scores."""
+    lazy, n = plan.lazy, state.prompt_length
+    scores = scores_of(plan, state.prompt, state.kv, stage - 1, rows)
+    among = state.prompt.done >= stage
+    chosen = chosen_for(plan, stage, scores, among, n, n, lazy.recent)
+    lacking = chosen & (state.prompt.done == stage) & committed(state) & due[:, None]
+    wanted = best_tokens(scores, lacking, jnp.full_like(n, lazy.revive_rows))
+    return _bring(plan, weights, state, stage, wanted)
+
+
+def _bring(
+    plan: Plan, weights: ModelWeights, state: DecodeState, stage: int, wanted
+) -> DecodeState:
+    """Computes in a stage what it lacks of `wanted` [B, P], some at a time."""
+    layers, width = plan.stages[stage], min(plan.lazy.revive_rows, PASS_ROWS)
+
+    def left(changing):
+        begun = _with(state, changing, layers)
+        return wanted & (begun.prompt.done == stage)
+
+    def body(changing):
+        begun = _with(state, changing, layers)
+        begun = compute(plan, weights, begun, left(changing), stage, width, in_order=False)
+        return _changing(begun, layers)
+
+    changed = lax.while_loop(lambda c: jnp.any(left(c)), body, _changing(state, layers))
+    return _with(state, changed, layers)
+
+
 def revive_in_background(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
     """Where it is due, brings the first `revive_rows` tokens that lack stages through all."""
     lazy, due = plan.lazy, choice_is_due(plan, state)
@@ -60,10 +131,7 @@ def revive_in_background(plan: Plan, params: Params, state: DecodeState) -> Deco
         lacking = lacking_tokens(plan, begun) & due[:, None]
         first = lacking & (jnp.cumsum(lacking, axis=1, dtype=jnp.int32) <= lazy.revive_rows)
         for stage in range(1, len(plan.stages)):
-            wanted = first & (begun.prompt.done == stage)
-            begun = compute(
-                plan, params.model, begun, wanted, stage, lazy.revive_rows, in_order=False
-            )
+            begun = _bring(plan, params.model, begun, stage, first)
         return _changing(begun, layers)
 
     with jax.named_scope("revive_in_background"):
@@ -77,9 +145,7 @@ def run_root(plan: Plan, params: Params, state: DecodeState) -> tuple[DecodeStat
     root, positions = state.root[:, None], state.kv.length[:, None]
     if plan.lazy.revive == "on_demand":
         return run_choosing(plan, params.model, state, root, positions)
-    if plan.lazy.revive == "background":
-        state = revive_in_background(plan, params, state)
-    itself = jnp.ones((1, 1), bool)
+    state, itself = revive_where_due(plan, params, state), jnp.ones((1, 1), bool)
     return state, run_rows(params.model, state.kv, root, positions, itself, cfg=plan.model)
 
 
@@ -136,7 +202,8 @@ def _choose_and_revive(
         prompt, n = begun.prompt, begun.prompt_length
         attending = rows._replace(attended=attended)
         scores = scores_of(plan, prompt, begun.kv, stage - 1, attending)
-        chosen = chosen_for(plan, prompt, stage, scores, n, n, lazy.recent)
+        among = prompt.chosen[stage - 1]
+        chosen = chosen_for(plan, stage, scores, among, n, n, lazy.recent)
         chosen = jnp.where(due[:, None], chosen, prompt.chosen[stage])
         begun = begun.replace(prompt=take_part(prompt, stage, chosen, n))
         # Results do not depend on how many are computed at once, as each sees lower ones only.

@@ -12,10 +12,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, cast
 
-from tsjax.config import ModelConfig, check, check_fields, one_of
+from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.errors import BadValue
 
-REVIVE = ("on_demand", "never", "background")
+# What becomes of tokens that a cut left out, and the new tokens from one choice to the next.
+CHOOSE_EVERY = {"in_batches": 8, "on_demand": 1, "never": 1, "background": 1}
+REVIVE = tuple(CHOOSE_EVERY)
 SCORES = ("attention", "random")
 PAPER_CUTS, PAPER_SHARE = (0.3, 0.6, 0.9), 0.7  # of the layers; of the tokens that are left
 # Where keep="auto" cuts, as a part of the layers, and the smallest share that it keeps. Nobody has
@@ -37,17 +39,20 @@ class LazySettings:
         of the layers, to 70% of the tokens that are left. "auto" cuts once, after three eighths of
         the layers, and keeps the largest share that meets `speedup` by counting operations.
       speedup: with keep="auto", how many times fewer operations the prompt is to take.
-      revive: what becomes of the others. "on_demand": with each new token, the paper's rule: all
-        cuts are made anew, by the attention of that token, and what is missing is computed from
-        where it was left, each token at most once in each layer. "never": the first choice stays.
-        "background": with each new token, up to `revive_rows` of them are computed in every layer
-        that lacks some, from the front on, until the cache is complete; new tokens see all that
-        there is.
-      choose_every: new tokens from one choice to the next, unless revive="never". What a token sees
-        depends on its place alone, so all methods return the same tokens; a step that finds several
-        of them ends where the next choice is due.
-      revive_rows: tokens that are computed at once in "on_demand", and with each choice in
-        "background".
+      revive: what becomes of the others. "in_batches": with each choice, all cuts are made anew by
+        the attention of the newest token, and of the tokens that are missing then, the
+        `revive_rows` that it attends to most are computed from where they were left. New tokens see
+        all that there is. "on_demand", the paper's rule: with each choice all cuts are made anew,
+        all that is missing is computed, and new tokens see the chosen ones alone. "never": the
+        first choice stays. "background": with each choice, `revive_rows` of the missing ones are
+        computed in every layer that lacks some, from the front on, until the cache is complete; new
+        tokens see all that there is. No token is computed twice in a layer.
+      choose_every: from the first new token on, new tokens from one choice to the next; None is 8
+        "in_batches" and else 1, the paper's. What a token sees depends on its place alone, so all
+        methods return the same tokens; a step that finds several of them ends where the next choice
+        is due.
+      revive_rows: tokens that are computed at once; "in_batches" and in the "background" not more
+        come back with a choice.
       scores: "attention", or "random" (by `seed`), to compare with.
       window: how many of the prompt's last tokens attend; their weights are added up. They always
         go on.
@@ -59,8 +64,8 @@ class LazySettings:
 
     keep: Mapping[int, float] | Literal["paper", "auto"] = "paper"
     speedup: float | None = None
-    revive: Literal["on_demand", "never", "background"] = "on_demand"
-    choose_every: int = 1
+    revive: Literal["in_batches", "on_demand", "never", "background"] = "in_batches"
+    choose_every: int | None = None
     revive_rows: int = 64
     scores: Literal["attention", "random"] = "attention"
     window: int = 1
@@ -86,16 +91,24 @@ class LazySettings:
         for name, known in (("revive", REVIVE), ("scores", SCORES)):
             check(getattr(self, name) in known, name, getattr(self, name), one_of(known))
         check_fields(self, may_be_0=("sinks", "recent", "seed"))
+        if self.choose_every is not None:
+            check_int(self.choose_every, "choose_every", 1)
         check(self.pool % 2 == 1, "pool", self.pool, "an odd number")
         if self.scores == "random":
             wanted = "'never' or 'background' beside scores='random', which no token asks for"
-            check(self.revive != "on_demand", "revive", self.revive, wanted)
+            asks = self.revive in ("in_batches", "on_demand")
+            check(not asks, "revive", self.revive, wanted)
 
     @property
     def cuts(self) -> Cuts:
         """(after which layer, which share goes on), first to last; where `keep` names them."""
         assert not isinstance(self.keep, str), "resolved() names the cuts"
         return cast(Cuts, self.keep)
+
+    @property
+    def tokens_between_choices(self) -> int:
+        """`choose_every`, or what it is where nothing is said."""
+        return self.choose_every or CHOOSE_EVERY[self.revive]
 
     def resolved(self, cfg: ModelConfig, prompt_tokens: int) -> Self:
         """The same with its cuts named, for a model and the longest prompt it is to read."""
@@ -110,7 +123,10 @@ class LazySettings:
             assert self.speedup is not None
             keep = cuts_for(self.speedup, cfg, prompt_tokens)
         rows, keep = min(self.revive_rows, prompt_tokens), dict(cast(Cuts, keep))
-        return dataclasses.replace(self, keep=keep, speedup=None, revive_rows=rows)
+        return dataclasses.replace(
+            self, keep=keep, speedup=None, revive_rows=rows,
+            choose_every=self.tokens_between_choices,
+        )  # fmt: skip
 
 
 PRESETS = ("paper", "auto")

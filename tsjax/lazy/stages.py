@@ -64,7 +64,8 @@ def choose_stage(plan: Plan, params: Params, state: DecodeState, stage: int) -> 
             state = _append(plan, state, stage, rows, positions, others, after=after)
         prompt, n = state.prompt, state.prompt_length
         recent = max(lazy.recent, lazy.window)
-        chosen = chosen_for(plan, prompt, stage + 1, scores, n, n - 1, recent)
+        among = prompt.chosen[stage]
+        chosen = chosen_for(plan, stage + 1, scores, among, n, n - 1, recent)
         prompt = prompt.replace(chosen=replaced(prompt.chosen, stage + 1, chosen))
         return state.replace(prompt=prompt.replace(last=rows.hidden))
 
@@ -116,8 +117,10 @@ def compute(
         hidden = embed(weights, jnp.take_along_axis(state.tokens, safe, axis=1))
     else:
         hidden = jnp.take_along_axis(prompt.hidden, safe[..., None], axis=1)
-    ranks = None if in_order else ranks_below(state.prompt, stage, ids)
     index = jnp.arange(width, dtype=jnp.int32)
+    # Rows to spare see nothing, which costs least.
+    below = jnp.where(index < count[:, None], ids, 0)
+    ranks = None if in_order else ranks_below(state.prompt, stage, below)
     causal = index[:, None] >= index
     rows = run_layers(
         weights, state.kv, hidden, safe, causal, plan.stages[stage], cfg=plan.model, ranks=ranks
