@@ -23,7 +23,7 @@ def main(path: str = tsjax.EMBEDDED, prompt: str = 8 * STORY + "One evening") ->
 
     full = tsjax.generate(model, prompt, config=config)
     print("whole prompt:", full.text)
-    for revive in ("on_demand", "never"):
+    for revive in ("in_batches", "on_demand", "never"):
         setting = tsjax.LazyPrefill(keep=keep, revive=revive)
         result = tsjax.generate(model, prompt, config=config, prefill=setting)
         shares = ", ".join(f"{share:.0%}" for share in result.stats.prompt_computed)
@@ -31,7 +31,7 @@ def main(path: str = tsjax.EMBEDDED, prompt: str = 8 * STORY + "One evening") ->
         print(f"computed by each group of layers: {shares}")
 
     # Drafts go with a lazy prefill: the tokens are those of plain decoding after the same prefill.
-    setting = tsjax.LazyPrefill(keep=keep, revive="background", choose_every=8)
+    setting = tsjax.LazyPrefill(keep=keep)
     plain = tsjax.generate(model, prompt, config=config, prefill=setting)
     swift = tsjax.generate(model, prompt, config=config, prefill=setting, method=tsjax.NGram())
     print("the same text with drafts:", swift.text == plain.text)

@@ -272,6 +272,7 @@ def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ttft, "AUTO", 1.9)
     monkeypatch.setattr(tsjax, "model_preset", {"scaled": scaled}.__getitem__)
     argv = ["--model", "scaled", "--prompts", "96", "--new", "4", "--rounds", "1"]
+    argv += ["--generate", "halves"]
     ttft.main([*argv, "--out", str(tmp_path)])
     document = json.loads((tmp_path / "ttft.json").read_text())
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
@@ -285,7 +286,8 @@ def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
         assert row["speedup"]["median"] == pytest.approx(seconds[0] / seconds[1])
         assert row["predicted"] > 1
     ((name, case),) = [(case["schedule"], case["runs"]) for case in document["generations"]]
-    assert name == "halves" and set(case) == {"full", "on demand", "never", "everything"}
+    ways = {"full", "in batches", "paper's rule", "paper's rule, every 8", "never", "everything"}
+    assert name == "halves" and set(case) == ways
     assert case["everything"]["computed"] == [1.0] * 4
     assert case["never"]["computed"] == pytest.approx([1.0, 0.5, 0.25, 0.125])
 

@@ -125,7 +125,7 @@ def batch_of(rng: np.random.Generator, rows: int, length: int) -> Batch:
 
 
 def _positions(rng: np.random.Generator, tokens: np.ndarray) -> np.ndarray:
-    """Those of the rows; in two thirds of them with up to eight gaps, before statements or filler."""
+    """Those of the rows; in two thirds with up to eight gaps, before statements or filler."""
     rows, length = tokens.shape
     steps = np.ones((rows, length), np.int64)
     may_follow_a_gap = (tokens < NAMES[0]) | (tokens >= FILLER[0])

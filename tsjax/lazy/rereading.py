@@ -74,7 +74,7 @@ def read_made(plan: Plan, params: Params, state: DecodeState, start, width: int)
 
 
 def _committed(plan: Plan, state: DecodeState, rows: Rows, length, goal) -> DecodeState:
-    """With the tokens of a pass up to `length`, at most the goal; what lies beyond is unspecified."""
+    """With the tokens of a pass up to `length`, at most the goal; what lies beyond counts not."""
     width, length = rows.hidden.shape[1], jnp.minimum(length, goal)
     prompt = note_committed(plan, state, width - 1, after=rows.hidden)
     kv = write_rows(state.kv, rows.k, rows.v, state.kv.length, after=rows.hidden)

@@ -24,8 +24,8 @@ PASS_ROWS = 128  # computed at once, at most, of those that come back with a cho
 
 
 def choice_is_due(plan: Plan, state: DecodeState):
-    """[B] bool: whether the root is a token at which the prompt's tokens are chosen again: the first
-    new one, and then every so many."""
+    """[B] bool: whether the prompt's tokens are chosen again at the root: at the first new token,
+    and then every so many."""
     made = _made(state)
     return (made > 0) & ((made - 1) % plan.lazy.tokens_between_choices == 0) & state.running
 
@@ -63,8 +63,8 @@ def revive_where_due(plan: Plan, params: Params, state: DecodeState) -> DecodeSt
 
 
 def revive_in_batches(plan: Plan, weights: ModelWeights, state: DecodeState) -> DecodeState:
-    """Where it is due, the root makes all cuts again; a stage gets those of the tokens it lacks that
-    the root attends to most.
+    """Where it is due, the root makes all cuts again, and a stage gets those of the tokens it lacks
+    that the root attends to most.
 
     Stage by stage: the root sees what came back to a stage when it chooses for the next one.
     """
