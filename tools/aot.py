@@ -62,6 +62,7 @@ STEPS = {
     "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", (1, 2, 1), "autoregressive"),
     "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", (1, 2, 1)),
     "step llama3.1-8b lazily": Step("llama3.1-8b", method="autoregressive", revive="on_demand"),
+    "step llama3.1-8b lazily, tokenswift": Step("llama3.1-8b", revive="in_batches"),
     "fill_stage llama3.1-8b": Step(
         "llama3.1-8b", method="autoregressive", revive="on_demand", program="fill_stage"
     ),
