@@ -523,7 +523,7 @@ def first_token() -> str:
     model = document["model"]
     note = (
         f"Medians of interleaved rounds (smallest and largest ratio in brackets); "
-        f"{model['num_layers']} layers of {model['embed_dim']} in float32, random weights. Made by "
+        f"{model['num_layers']} layers of {model['embed_dim']} in float32. Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
 
@@ -531,7 +531,7 @@ def first_token() -> str:
 def whole_generations() -> str:
     document = read("ttft")
     lines = head(
-        "prompt | schedule | revived | whole generation | against a full prefill | computed"
+        "prompt | schedule | weights | revived | whole generation | against a full prefill | computed"
     )
     for case in document["generations"]:
         for revived, run in case["runs"].items():
@@ -540,8 +540,9 @@ def whole_generations() -> str:
                 schedule = case["schedule"]
                 over, computed = f"{run['speedup']['median']:.2f}x", percent(run["computed"])
             lines.append(
-                f"| {case['prompt_tokens']:,} | {schedule} | {revived if over else ''} "
-                f"| {run['generation_seconds']['median']:.1f} s | {over} | {computed} |"
+                f"| {case['prompt_tokens']:,} | {schedule} | {case['weights']} "
+                f"| {revived if over else ''} "
+                f"| {run['generation_seconds']['median']:.2f} s | {over} | {computed} |"
             )
     tokens = document["generations"][0]["new_tokens"]
     note = f"The same run, {tokens} new tokens. Computed: of the prompt, in each stage, at the end."

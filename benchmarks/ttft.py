@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Time to the first token of lazy prefills against the full one, and what follows from them.
 
-A model with random weights reads random prompts: of Llama-3.1's proportions, scaled down, or with
---model a published one's shape, or that of a checkpoint, which is then loaded. All schedules run in
-this process, in turn, round by round. The table has the median of the ratios of the rounds, and the
-ratio that counting operations predicts. The time to the first token is that of the whole prefill
-and of one step.
+A model reads random prompts: that of a checkpoint, or with random weights one of a published shape
+or of Llama-3.1's proportions, scaled down. All schedules run in this process, in turn, round by
+round. The table has the median of the ratios of the rounds, and the ratio that counting operations
+predicts. The time to the first token is that of the whole prefill and of one step.
 
-    python -m benchmarks ttft --out benchmarks/results/cpu
+    python -m benchmarks ttft --model benchmarks/longcontext/checkpoint --out benchmarks/results/cpu
 
-Then whole generations of --new tokens, by what becomes of the tokens that were left out. Random
-weights attend evenly, so nearly all of them are asked for: no model costs a revival more.
+Then whole generations of --new tokens, by what becomes of the tokens that were left out: by the
+model, and by random weights of its shape. These attend evenly, so nearly all tokens are asked for:
+no model makes a revival take longer.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,10 @@ def scaled_model(layers: int, embed: int, dtype: str):
         num_kv_heads=max(1, embed // 256), head_dim=64, mlp_dim=embed * 7 // 2,
         max_positions=1 << 20, norm_eps=1e-5, dtype=dtype,
     )  # fmt: skip
+    return with_random_weights(cfg)
+
+
+def with_random_weights(cfg: tsjax.ModelConfig) -> tsjax.Model:
     return tsjax.Model(tsjax.init_params(cfg), cfg=cfg)
 
 
@@ -118,17 +123,19 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
 
-    if args.model and Path(args.model).is_dir():
+    is_trained = args.model and Path(args.model).is_dir()
+    if is_trained:
         model = tsjax.load(args.model, dtype=args.dtype)
     elif args.model:
-        cfg = dataclasses.replace(tsjax.model_preset(args.model), dtype=args.dtype)
-        model = tsjax.Model(tsjax.init_params(cfg), cfg=cfg)
+        model = with_random_weights(
+            dataclasses.replace(tsjax.model_preset(args.model), dtype=args.dtype)
+        )
     else:
         model = scaled_model(args.layers, args.embed, args.dtype)
-    document: dict[str, Any] = {
-        "model": model.cfg.to_dict(), "weights": args.model or "random", "rows": [],
-        "generations": [],
-    }  # fmt: skip
+    models = {"trained" if is_trained else "random": model}
+    if is_trained:
+        models["random"] = with_random_weights(model.cfg)
+    document: dict[str, Any] = {"model": model.cfg.to_dict(), "rows": [], "generations": []}
     for tokens in args.prompts:
         prompt = prompt_of(tokens, model.cfg)
         lazy = prefills(tokens, model.cfg)
@@ -149,18 +156,17 @@ def main(argv: Sequence[str]) -> None:
             document["rows"].append(row)
             show(row)
         report.save({**report.facts(), **document}, args.out, "ttft")
-    for tokens in args.prompts:
+    for tokens, name in itertools.product(args.prompts, args.generate):
         prompt = prompt_of(tokens, model.cfg)
-        lazy = prefills(tokens, model.cfg)
-        for name in args.generate:
-            runs = generations(model, prompt, lazy[name], args.new, args.rounds)
-            document["generations"].append(
-                {"prompt_tokens": tokens, "new_tokens": args.new, "schedule": name, "runs": runs}
-            )
+        lazy = prefills(tokens, model.cfg)[name]
+        for weights, model in models.items():
+            runs = generations(model, prompt, lazy, args.new, args.rounds)
+            case = {"prompt_tokens": tokens, "new_tokens": args.new, "schedule": name}
+            document["generations"].append({**case, "weights": weights, "runs": runs})
             for revived, run in runs.items():
                 shares = " ".join(f"{share:.0%}" for share in run["computed"])
                 print(
-                    f"{tokens:6} {name:10} {args.new} tokens, revived {revived:10}"
+                    f"{tokens:6} {name:8}{weights:8} {args.new} tokens, revived {revived:22}"
                     f"{run['generation_seconds']['median']:8.2f} s"
                     f"  {run['speedup']['median']:.2f}x  computed {shares}",
                     flush=True,
