@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tsjax
-from benchmarks.longcontext import longbench
-from benchmarks.longcontext.evaluate import Rival, rivals
+from benchmarks.longcontext import asking, longbench
+from benchmarks.longcontext.rivals import FULL, rivals
 
 METRICS = ("token_f1", "rouge_l", "count_accuracy", "edit_similarity")
 words = st.lists(st.sampled_from("abcd"), max_size=6)
@@ -252,10 +252,10 @@ def test_what_compiled_is_asked_again(monkeypatch):
         calls.append(jax.jit(lambda x: x + len(prompt))(jnp.zeros(())) if not calls else None)
         return len(calls)
 
-    monkeypatch.setattr(longbench, "ask", ask)
+    monkeypatch.setattr(asking, "ask", ask)
     model, prompt = helpers.tiny_model(), np.zeros(3, np.int32)
-    assert longbench.ask_compiled(model, Rival(), prompt) == 2
-    assert longbench.ask_compiled(model, Rival(), prompt) == 3
+    assert asking.ask_compiled(model, FULL, prompt) == 2
+    assert asking.ask_compiled(model, FULL, prompt) == 3
 
 
 def test_dialogues_end_with_a_line(tmp_path):

@@ -16,24 +16,23 @@ sooner than with the full prefill the first token comes, and the whole answer.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import json
 import re
 import string
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.longcontext.evaluate import Rival, interval, rivals
+from benchmarks.longcontext.asking import Reply, ask_compiled
+from benchmarks.longcontext.rivals import rivals
+from benchmarks.longcontext.verdict import interval
 
 # --- metrics: (answer, reference) -> score, from 0 to 1 ---------------------------------------
 
@@ -288,55 +287,6 @@ def without_middle(ids: Sequence[int], most: int) -> np.ndarray:
 
 
 # --- answers ----------------------------------------------------------------------------------
-
-
-class Reply(NamedTuple):
-    """An answer and what it took; what compresses the prompt is a part of the seconds."""
-
-    text: str
-    first_token_seconds: float
-    seconds: float
-    read: int  # tokens of the prompt, once it is compressed
-    computed: tuple[float, ...]  # see tsjax.host.generation.RunStats.prompt_computed
-
-
-def ask(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -> Reply:
-    began = time.perf_counter()
-    if rival.compress is not None:
-        prompt = rival.compress(model, prompt)
-    before = time.perf_counter() - began
-    pieces, seconds, computed = [], [], ()
-    for chunk in tsjax.stream(model, prompt.tolist(), prefill=rival.prefill, **settings):
-        assert chunk.text is not None
-        pieces.append(chunk.text[0])
-        # The first chunk is one step.
-        seconds.append(before + chunk.stats.prefill_seconds + chunk.stats.decode_seconds)
-        computed = chunk.stats.prompt_computed
-    return Reply("".join(pieces), seconds[0], seconds[-1], len(prompt), computed)
-
-
-def ask_compiled(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -> Reply:
-    """As `ask`, but once again if anything was compiled meanwhile."""
-    with compilations() as events:
-        reply = ask(model, rival, prompt, **settings)
-    return ask(model, rival, prompt, **settings) if events else reply
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Collects an event for each program that XLA compiles inside the block."""
-    events = []
-
-    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-        del duration_secs, kwargs
-        if event.endswith("/backend_compile_duration"):
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def settings_of(model: tsjax.Model, name: str, new_tokens: int) -> dict[str, Any]:
