@@ -17,6 +17,7 @@ from lazy_oracle import LazyOracle
 import tsjax
 from benchmarks import readme_table
 from benchmarks.longcontext import asking, evaluate, selection, tables, texts, turns
+from benchmarks.longcontext import rivals as rivals_module
 from benchmarks.longcontext.attention import holding_most, last_attention, sparsity
 from benchmarks.longcontext.rivals import (
     BUDGET,
@@ -392,6 +393,7 @@ def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
     few["random"] = few["random"]._replace(draws=2)
     for module in (selection, turns):
         monkeypatch.setattr(module, "FAMILIES", few)
+    monkeypatch.setattr(rivals_module, "BUDGET", 2)
     monkeypatch.setattr(selection, "DEVELOPMENT", ("key_values",))
     monkeypatch.setattr(evaluate, "sweep_cuts", lambda layers: [(1, 0.5)])
     asked = []
@@ -400,7 +402,11 @@ def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
         asked.append((rival, tuple(prompt)))
         return asking.ask_compiled(model, rival, prompt, **settings)
 
+    def points_for(answer, said):  # of which random weights get any
+        return sum(said) / len(answer) / VOCAB
+
     monkeypatch.setattr(turns, "ask_compiled", ask)
+    monkeypatch.setattr(turns, "score", points_for)
 
     def run(samples, *more, path="model"):
         asked.clear()
@@ -432,18 +438,18 @@ def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
                 said = tsjax.generate(
                     model, prompt, max_new_tokens=len(example.answer), prefill=rival.prefill
                 ).tokens[0]
-                assert row["scores"][sample] == round(score(example.answer, said), 4)
+                assert row["scores"][sample] == round(points_for(example.answer, said), 4)
                 assert 0 < row["first"][sample] <= row["whole"][sample]
                 assert row["full_first"][sample] == mine[0]["first"][sample]
         lazy, never = mine[1:3]
         assert lazy["operations"] >= 1.5 and lazy["computed"][0] == never["computed"][0] == 1
         assert lazy["computed_share"] >= never["computed_share"]
         assert never["computed_share"] == pytest.approx(never["let_through"], abs=1 / 32)
-    # Each of four prompts was read in all six ways, in turn.
-    assert (
-        len(asked) == 24
-        and [len({p for _, p in asked[i : i + 6]}) for i in (0, 6, 12, 18)] == [1] * 4
-    )
+    # All have been met before, both random draws included; then each of four prompts is read in all
+    # six ways, in turn.
+    assert len(asked) == 7 + 24 and len({prompt for _, prompt in asked[:7]}) == 1
+    for first in range(7, 31, 6):
+        assert len({prompt for _, prompt in asked[first : first + 6]}) == 1
     shares = [row["computed"] for row in document["growth"]]
     assert len(shares) == 12 and shares == sorted(shares)
     (cut,), (sparse,) = document["sweep"], document["attention"]
@@ -454,7 +460,7 @@ def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
 
     # One more sample is all that is measured; another model's results are not mixed in.
     more = run(3, "--least-dense", "0")
-    assert len(asked) == 12
+    assert len(asked) == 7 + 12
     for row, then in zip(more["rows"], rows, strict=True):
         assert len(row["scores"]) == 3
         for key in turns.MEASURED:
@@ -481,7 +487,7 @@ def test_a_family_that_is_new_is_measured_beside_the_full_prefill(monkeypatch):
     (example,) = selection.examples_of("passkey", 32, range(1), 1)
     full = made_row("passkey", "full", None, [])
     turns.take_turns(model, example, [full], 32)
-    new = made_row("passkey", "static", 1.6, [], computed=[])
+    new = made_row("passkey", "static", 1.6, [], computed=[], cuts=[[1, 0.5]])
     turns.take_turns(model, example, [new], 32)
     assert full["first"] == full["full_first"] == [1]
     assert (new["full_first"], new["first"]) == ([2], [3])

@@ -3,10 +3,10 @@
 
     python -m benchmarks longbench --model MODEL --data FOLDER --config FOLDER --out OUT
 
-The files are the user's: the first folder has LongBench's <set>.jsonl, the second one its
-dataset2prompt.json and dataset2maxlen.json. Prompts are read one at a time, without a chat
-template, and answered greedily; a prompt that is too long loses its middle. Whatever had to wait
-for a compilation is run again, so that no time includes one.
+The files are the user's: the first folder has LongBench's <set>.jsonl (with --e LongBench-E's
+<set>_e.jsonl), the second one its dataset2prompt.json and dataset2maxlen.json. Prompts are read one
+at a time, without a chat template, and answered greedily; a prompt that is too long loses its
+middle. Whatever had to wait for a compilation is run again, so that no time includes one.
 
 Scores are those of LongBench's own program, from 0 to 1. The table at the end is in the manner of
 the LazyLLM paper (arXiv 2407.14057, Table 1): means of the sets of each kind, and how many times
@@ -164,6 +164,7 @@ SETS = {
     "lcc": Rules(CODE, edit_similarity),
     "repobench-p": Rules(CODE, edit_similarity),
 }
+NOT_IN_E = ("narrativeqa", "musique", "qmsum")
 ANY_SHAPE = tsjax.ModelConfig(  # which the names of the methods do not depend on
     vocab_size=8, embed_dim=8, num_layers=32, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8,
     max_positions=8, norm_eps=1e-5,
@@ -197,27 +198,26 @@ class Questions(NamedTuple):
 
 
 def read_sets(
-    data: Path, config: Path, names: Sequence[str], samples: int | None = None
+    data: Path, config: Path, names: Sequence[str], samples: int | None = None, ending: str = ""
 ) -> dict[str, Questions]:
-    """The first `samples` of each set. Errors name the file and the line."""
+    """The first `samples` of each set. Errors name the file and the line.
+
+    Args:
+      ending: of the names of the files, "_e" for LongBench-E.
+    """
     for folder in (data, config):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not valid: no such folder")
     formats = _read_table(config / "dataset2prompt.json", names, str, "a text")
     lengths = _read_table(config / "dataset2maxlen.json", names, int, "a number of tokens")
-    missing = [name for name in names if not _file_of(data, name).is_file()]
+    files = {name: data / f"{name}{ending}.jsonl" for name in names}
+    missing = [path.name for path in files.values() if not path.is_file()]
     if missing:
-        raise FileNotFoundError(
-            f"{data} is not valid: it has no {', '.join(_file_of(data, n).name for n in missing)}"
-        )
+        raise FileNotFoundError(f"{data} is not valid: it has no {', '.join(missing)}")
     return {
-        name: Questions(_read_set(data, name, formats[name], samples), lengths[name])
-        for name in names
+        name: Questions(_read_set(path, name, formats[name], samples), lengths[name])
+        for name, path in files.items()
     }
-
-
-def _file_of(data: Path, name: str) -> Path:
-    return data / f"{name}.jsonl"
 
 
 def _read_table(path: Path, names: Sequence[str], kind: type, wanted: str) -> dict[str, Any]:
@@ -239,8 +239,8 @@ def _parsed(content: bytes, name: str) -> Any:
         raise ValueError(f"{name} is not valid JSON: {error}") from error
 
 
-def _read_set(data: Path, name: str, prompt_format: str, limit: int | None) -> list[Sample]:
-    path, found = _file_of(data, name), []
+def _read_set(path: Path, name: str, prompt_format: str, limit: int | None) -> list[Sample]:
+    found = []
     with path.open("rb") as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         for number, line in itertools.islice(lines, limit):
@@ -363,15 +363,17 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--config", type=Path, required=True, help="folder of dataset2prompt.json and -2maxlen.json"
     )
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), metavar="SET")
+    parser.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help="all by default")
+    parser.add_argument("--e", action="store_true", help="LongBench-E, whose lengths are even")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD"
     )
     parser.add_argument("--samples", type=_from(1), help="of each set; all of them by default")
     parser.add_argument("--prompt-tokens", type=_from(2), default=3500, help="at most this many")
     args = parser.parse_args(argv)
+    names = args.sets or [name for name in SETS if not (args.e and name in NOT_IN_E)]
     try:
-        sets = read_sets(args.data, args.config, args.sets, args.samples)
+        sets = read_sets(args.data, args.config, names, args.samples, "_e" if args.e else "")
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

@@ -42,7 +42,11 @@ def scores(document: dict[str, Any]):
         for family, marker in zip(families, MARKERS, strict=False):
             mine = [p.summary for p in found if (p.length, p.family) == (length, family)]
             line = sorted(
-                (one.first.median, 100 * one.of_dense, 100 * one.loss_interval / one.dense)
+                (
+                    one.first.median,
+                    100 * one.of_dense,
+                    100 * one.loss_interval / max(one.dense, 1e-9),
+                )
                 for one in mine
             )
             if line:

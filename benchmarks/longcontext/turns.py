@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.longcontext.asking import Reply, ask, ask_compiled, capacity_of
+from benchmarks.longcontext.asking import Reply, ask_compiled, capacity_of
 from benchmarks.longcontext.rivals import FAMILIES, FULL, Rival, computed_share, operations
 from benchmarks.longcontext.selection import (
     LONGEST_ANSWER,
@@ -84,15 +84,13 @@ def warm_up(model, settings: list[dict[str, Any]], length: int, seed: int) -> No
     for setting in settings:
         family = FAMILIES.get(setting["family"])
         for draw in range(family.draws if family else 1):
-            timed(model, rival_of(setting, draw), example, length, ask)
+            timed(model, rival_of(setting, draw), example, length)
 
 
-def timed(model, rival: Rival, example: Example, length: int, asking=ask_compiled) -> Reply:
-    read = kept(rival.compress_share, length)
-    return asking(
-        model, rival, example.prompt,
-        max_new_tokens=len(example.answer), capacity=capacity_of(read, LONGEST_ANSWER),
-    )  # fmt: skip
+def timed(model, rival: Rival, example: Example, length: int) -> Reply:
+    room = capacity_of(kept(rival.compress_share, length), LONGEST_ANSWER)
+    new = len(example.answer)
+    return ask_compiled(model, rival, example.prompt, max_new_tokens=new, capacity=room)
 
 
 def take_turns(model, example: Example, missing: list[dict[str, Any]], length: int) -> None:
