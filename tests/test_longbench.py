@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tsjax
-from benchmarks.longcontext import longbench
-from benchmarks.longcontext.evaluate import Rival, rivals
+from benchmarks.longcontext import asking, longbench
+from benchmarks.longcontext.rivals import FULL, rivals
 
 METRICS = ("token_f1", "rouge_l", "count_accuracy", "edit_similarity")
 words = st.lists(st.sampled_from("abcd"), max_size=6)
@@ -252,10 +252,10 @@ def test_what_compiled_is_asked_again(monkeypatch):
         calls.append(jax.jit(lambda x: x + len(prompt))(jnp.zeros(())) if not calls else None)
         return len(calls)
 
-    monkeypatch.setattr(longbench, "ask", ask)
+    monkeypatch.setattr(asking, "ask", ask)
     model, prompt = helpers.tiny_model(), np.zeros(3, np.int32)
-    assert longbench.ask_compiled(model, Rival(), prompt) == 2
-    assert longbench.ask_compiled(model, Rival(), prompt) == 3
+    assert asking.ask_compiled(model, FULL, prompt) == 2
+    assert asking.ask_compiled(model, FULL, prompt) == 3
 
 
 def test_dialogues_end_with_a_line(tmp_path):
@@ -323,3 +323,109 @@ def test_a_run_from_end_to_end(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         longbench.main([*arguments, "17"])
     assert "these are 21 tokens, and the model has 20 positions" in capsys.readouterr().err
+
+
+# Fields in LongBench's order, one set of each kind; the texts are made up.
+PUBLISHED = {
+    "multifieldqa_en": dict(
+        input="Where did the heron rest?",
+        context="The heron\u2014\u201cAdela\u201d\u2014flew.\u2028She rested. {!}\n" * 4,
+        answers=["In Bod\u00f8.", "Bod\u00f8"], all_classes=None,
+    ),
+    "hotpotqa": dict(
+        input="Who wrote the song of the mill?",
+        context="Passage 1:\nThe mill\nIts song is by Ann Orr.\n\nPassage 2:\nOrr\nA poet.\n",
+        answers=["Ann Orr"], all_classes=None,
+    ),
+    "gov_report": dict(
+        input="", context="The roads were counted. The bridges were not.\n" * 5,
+        answers=["Roads were counted; bridges were not."], all_classes=None,
+    ),
+    "trec": dict(
+        input="Question: What is a heron ?\nType:",
+        context="Question: Who was Orr ?\nType: Individual\n",
+        answers=["Animal"], all_classes=["Individual", "Animal", "Other location"],
+    ),
+    "passage_retrieval_en": dict(
+        input="A heron rests.", context="Paragraph 1: A mill.\n\nParagraph 2: A heron.\n\n",
+        answers=["Paragraph 2"], all_classes=None,
+    ),
+    "lcc": dict(
+        input="", context="def area(a, b):\n    # the \u65b9\u5f62\n",
+        answers=["    return a * b"], all_classes=None,
+    ),
+}  # fmt: skip
+FORMATS = {
+    "multifieldqa_en": "Read the text.\n\n{context}\n\nQuestion: {input}\nAnswer:",
+    "hotpotqa": "{context}\n\nQuestion: {input}\nAnswer:",
+    "gov_report": "Report:\n{context}\n\nSummary:",
+    "trec": "Please name the type.\n{context}\n{input}",
+    "passage_retrieval_en": "{context}\n\n{input}\n\nThe answer is: ",
+    "lcc": "Please complete the code.\n{context}Next line of code:\n",
+    "dureader": "\u8bf7\n{context}\n{input}",  # a set that is not asked for
+}
+
+
+def published(folder: Path, ending: str) -> list[str]:
+    for name in ("data", "config"):
+        (folder / name).mkdir(parents=True)
+    for name, fields in PUBLISHED.items():
+        text = fields["context"]
+        rows = [
+            {
+                "input": fields["input"], "context": text * times, "answers": fields["answers"],
+                "length": len(text.split()) * times, "dataset": name, "language": "en",
+                "all_classes": fields["all_classes"], "_id": f"{name}{times}",
+            }
+            for times in (1, 30)
+        ]  # fmt: skip
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        path = folder / "data" / f"{name}{ending}.jsonl"
+        path.write_bytes("".join(lines).encode())
+    lengths = dict.fromkeys(FORMATS, 3)
+    for name, table in (("prompt", FORMATS), ("maxlen", lengths)):
+        path = folder / "config" / f"dataset2{name}.json"
+        path.write_bytes(json.dumps(table, indent=4, ensure_ascii=False).encode())
+    return ["--data", str(folder / "data"), "--config", str(folder / "config")]
+
+
+@pytest.mark.parametrize("ending", ["", "_e"])
+def test_published_files_are_read(tmp_path, ending):
+    published(tmp_path, ending)
+    places = tmp_path / "data", tmp_path / "config", list(PUBLISHED)
+    found = longbench.read_sets(*places, ending=ending)
+    groups = {longbench.SETS[name].group for name in found}
+    assert len(groups) == 6 == len(found)
+    for name, (samples, new_tokens) in found.items():
+        fields = PUBLISHED[name]
+        assert new_tokens == 3 and len(samples) == 2
+        one, long = samples
+        assert one.references == fields["answers"]
+        assert one.classes == (fields["all_classes"] or [])
+        by_hand = FORMATS[name].replace("{input}", fields["input"])
+        assert one.prompt == by_hand.replace("{context}", fields["context"])
+        assert long.prompt == by_hand.replace("{context}", fields["context"] * 30)
+        for reference in fields["answers"]:
+            assert longbench.score(name, reference, one.references, one.classes) == pytest.approx(1)
+    with pytest.raises(FileNotFoundError, match="has no multifieldqa_en"):
+        longbench.read_sets(*places, ending="" if ending else "_e")
+
+
+def test_published_files_from_end_to_end(tmp_path, capsys):
+    arguments = published(tmp_path, "_e")
+    hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=64)
+    arguments += ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--out", str(tmp_path)]
+    methods = ["full", "LazyLLM, paper", "random drop, 0.5"]
+    arguments += ["--methods", *methods, "--prompt-tokens", "40", "--e"]
+    longbench.main([*arguments, "--sets", *PUBLISHED])
+    document = json.loads((tmp_path / "longbench.json").read_text())
+    assert [(row["set"], row["method"]) for row in document["rows"]] == [
+        (name, method) for name in PUBLISHED for method in methods
+    ]
+    assert {row["samples"] for row in document["rows"]} == {2}
+    assert len(document["groups"]) == 6 * len(methods)
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="2"):  # all sets of LongBench-E, most of which lack files
+        longbench.main(arguments)
+    said = capsys.readouterr().err
+    assert "a text for '2wikimqa'" in said or "a text for 'qasper'" in said

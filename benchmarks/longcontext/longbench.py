@@ -3,10 +3,10 @@
 
     python -m benchmarks longbench --model MODEL --data FOLDER --config FOLDER --out OUT
 
-The files are the user's: the first folder has LongBench's <set>.jsonl, the second one its
-dataset2prompt.json and dataset2maxlen.json. Prompts are read one at a time, without a chat
-template, and answered greedily; a prompt that is too long loses its middle. Whatever had to wait
-for a compilation is run again, so that no time includes one.
+The files are the user's: the first folder has LongBench's <set>.jsonl (with --e LongBench-E's
+<set>_e.jsonl), the second one its dataset2prompt.json and dataset2maxlen.json. Prompts are read one
+at a time, without a chat template, and answered greedily; a prompt that is too long loses its
+middle. Whatever had to wait for a compilation is run again, so that no time includes one.
 
 Scores are those of LongBench's own program, from 0 to 1. The table at the end is in the manner of
 the LazyLLM paper (arXiv 2407.14057, Table 1): means of the sets of each kind, and how many times
@@ -16,24 +16,23 @@ sooner than with the full prefill the first token comes, and the whole answer.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import difflib
 import itertools
 import json
 import re
 import string
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.longcontext.evaluate import Rival, interval, rivals
+from benchmarks.longcontext.asking import Reply, ask_compiled
+from benchmarks.longcontext.rivals import rivals
+from benchmarks.longcontext.verdict import interval
 
 # --- metrics: (answer, reference) -> score, from 0 to 1 ---------------------------------------
 
@@ -165,6 +164,7 @@ SETS = {
     "lcc": Rules(CODE, edit_similarity),
     "repobench-p": Rules(CODE, edit_similarity),
 }
+NOT_IN_E = ("narrativeqa", "musique", "qmsum")
 ANY_SHAPE = tsjax.ModelConfig(  # which the names of the methods do not depend on
     vocab_size=8, embed_dim=8, num_layers=32, num_heads=1, num_kv_heads=1, head_dim=8, mlp_dim=8,
     max_positions=8, norm_eps=1e-5,
@@ -198,27 +198,26 @@ class Questions(NamedTuple):
 
 
 def read_sets(
-    data: Path, config: Path, names: Sequence[str], samples: int | None = None
+    data: Path, config: Path, names: Sequence[str], samples: int | None = None, ending: str = ""
 ) -> dict[str, Questions]:
-    """The first `samples` of each set. Errors name the file and the line."""
+    """The first `samples` of each set. Errors name the file and the line.
+
+    Args:
+      ending: of the names of the files, "_e" for LongBench-E.
+    """
     for folder in (data, config):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not valid: no such folder")
     formats = _read_table(config / "dataset2prompt.json", names, str, "a text")
     lengths = _read_table(config / "dataset2maxlen.json", names, int, "a number of tokens")
-    missing = [name for name in names if not _file_of(data, name).is_file()]
+    files = {name: data / f"{name}{ending}.jsonl" for name in names}
+    missing = [path.name for path in files.values() if not path.is_file()]
     if missing:
-        raise FileNotFoundError(
-            f"{data} is not valid: it has no {', '.join(_file_of(data, n).name for n in missing)}"
-        )
+        raise FileNotFoundError(f"{data} is not valid: it has no {', '.join(missing)}")
     return {
-        name: Questions(_read_set(data, name, formats[name], samples), lengths[name])
-        for name in names
+        name: Questions(_read_set(path, name, formats[name], samples), lengths[name])
+        for name, path in files.items()
     }
-
-
-def _file_of(data: Path, name: str) -> Path:
-    return data / f"{name}.jsonl"
 
 
 def _read_table(path: Path, names: Sequence[str], kind: type, wanted: str) -> dict[str, Any]:
@@ -240,8 +239,8 @@ def _parsed(content: bytes, name: str) -> Any:
         raise ValueError(f"{name} is not valid JSON: {error}") from error
 
 
-def _read_set(data: Path, name: str, prompt_format: str, limit: int | None) -> list[Sample]:
-    path, found = _file_of(data, name), []
+def _read_set(path: Path, name: str, prompt_format: str, limit: int | None) -> list[Sample]:
+    found = []
     with path.open("rb") as file:
         lines = ((number, line) for number, line in enumerate(file, start=1) if line.strip())
         for number, line in itertools.islice(lines, limit):
@@ -288,55 +287,6 @@ def without_middle(ids: Sequence[int], most: int) -> np.ndarray:
 
 
 # --- answers ----------------------------------------------------------------------------------
-
-
-class Reply(NamedTuple):
-    """An answer and what it took; what compresses the prompt is a part of the seconds."""
-
-    text: str
-    first_token_seconds: float
-    seconds: float
-    read: int  # tokens of the prompt, once it is compressed
-    computed: tuple[float, ...]  # see tsjax.host.generation.RunStats.prompt_computed
-
-
-def ask(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -> Reply:
-    began = time.perf_counter()
-    if rival.compress is not None:
-        prompt = rival.compress(model, prompt)
-    before = time.perf_counter() - began
-    pieces, seconds, computed = [], [], ()
-    for chunk in tsjax.stream(model, prompt.tolist(), prefill=rival.prefill, **settings):
-        assert chunk.text is not None
-        pieces.append(chunk.text[0])
-        # The first chunk is one step.
-        seconds.append(before + chunk.stats.prefill_seconds + chunk.stats.decode_seconds)
-        computed = chunk.stats.prompt_computed
-    return Reply("".join(pieces), seconds[0], seconds[-1], len(prompt), computed)
-
-
-def ask_compiled(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -> Reply:
-    """As `ask`, but once again if anything was compiled meanwhile."""
-    with compilations() as events:
-        reply = ask(model, rival, prompt, **settings)
-    return ask(model, rival, prompt, **settings) if events else reply
-
-
-@contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """Collects an event for each program that XLA compiles inside the block."""
-    events = []
-
-    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
-        del duration_secs, kwargs
-        if event.endswith("/backend_compile_duration"):
-            events.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield events
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def settings_of(model: tsjax.Model, name: str, new_tokens: int) -> dict[str, Any]:
@@ -413,15 +363,17 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--config", type=Path, required=True, help="folder of dataset2prompt.json and -2maxlen.json"
     )
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS), metavar="SET")
+    parser.add_argument("--sets", nargs="+", choices=SETS, metavar="SET", help="all by default")
+    parser.add_argument("--e", action="store_true", help="LongBench-E, whose lengths are even")
     parser.add_argument(
         "--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD"
     )
     parser.add_argument("--samples", type=_from(1), help="of each set; all of them by default")
     parser.add_argument("--prompt-tokens", type=_from(2), default=3500, help="at most this many")
     args = parser.parse_args(argv)
+    names = args.sets or [name for name in SETS if not (args.e and name in NOT_IN_E)]
     try:
-        sets = read_sets(args.data, args.config, args.sets, args.samples)
+        sets = read_sets(args.data, args.config, names, args.samples, "_e" if args.e else "")
     except (OSError, ValueError) as error:
         parser.error(str(error))
 

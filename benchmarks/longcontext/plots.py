@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of a document of evaluate.py: the paper's Figures 5, 6 and 7, and a grid."""
+"""Figures of a document of evaluate.py: the paper's Figures 2, 5, 6 and 7."""
 
 from __future__ import annotations
 
@@ -9,50 +9,57 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from benchmarks.longcontext.verdict import GOAL, points
+
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-COLUMNS = 4
+MARKERS = "osv^Dp*X"
 
 
 def draw(document: dict[str, Any], out: Path) -> None:
     """One PNG for each part that the document has."""
-    if document["rows"]:
-        _save(scores(document["rows"]), out / "longcontext_score.png")
-    if document["sweep"]:
-        _save(cuts(document["sweep"]), out / "longcontext_cut.png")
-    if document["growth"]:
-        _save(computed(document["growth"]), out / "longcontext_computed.png")
-    if document["grid"]:
-        _save(passkeys(document["grid"]), out / "longcontext_passkey.png")
+    if any(row["scores"] for row in document["rows"]):
+        _save(scores(document), out / "longcontext_score.png")
+    for part, figure in (("sweep", cuts), ("growth", computed), ("attention", attention)):
+        if document[part]:
+            name = {"sweep": "cut", "growth": "computed"}.get(part, part)
+            _save(figure(document[part]), out / f"longcontext_{name}.png")
 
 
-def scores(rows: list[dict[str, Any]]):
-    """Task by task, the score of each family of methods over what it saves."""
-    tasks = list(dict.fromkeys(row["task"] for row in rows))
-    lines = -(-len(tasks) // COLUMNS)
+def scores(document: dict[str, Any]):
+    """Of each length, the score of each family over how much sooner the first token comes: means
+    of the reported tasks, a point for each target."""
+    found = [point for point in points(document) if point.family != "full"]
+    lengths = sorted({point.length for point in found})
     figure, grid = pyplot.subplots(
-        lines, COLUMNS, figsize=(4 * COLUMNS, 3.2 * lines), sharex=True, sharey=True, squeeze=False
+        1, len(lengths), figsize=(6.5 * len(lengths), 4.8), sharey=True, squeeze=False
     )
-    for axes in grid.flat[len(tasks) :]:
-        axes.set_axis_off()
-    for axes, task in zip(grid.flat, tasks, strict=False):
-        mine = [row for row in rows if row["task"] == task]
-        full = max(next(row["score"] for row in mine if row["method"] == "full"), 1e-9)
-        for family in dict.fromkeys(family_of(row["method"]) for row in mine):
-            points = sorted(
-                (row["operations"], 100 * row["score"] / full, 100 * row["interval"] / full)
-                for row in mine
-                if family_of(row["method"]) == family
+    families = list(dict.fromkeys(point.family for point in found))
+    for axes, length in zip(grid[0], lengths, strict=True):
+        axes.axhline(99, color="0.7", lw=1, ls=":")
+        axes.axvline(GOAL, color="0.7", lw=1, ls=":")
+        for family, marker in zip(families, MARKERS, strict=False):
+            mine = [p.summary for p in found if (p.length, p.family) == (length, family)]
+            line = sorted(
+                (
+                    one.first.median,
+                    100 * one.of_dense,
+                    100 * one.loss_interval / max(one.dense, 1e-9),
+                )
+                for one in mine
             )
-            x, y, half = np.asarray(points).T
-            axes.errorbar(x, y, yerr=half, marker="o", ms=3, lw=1, label=family)
-        axes.set_title(task.replace("_", " "), fontsize=10)
-    for axes in grid[-1]:
-        axes.set_xlabel("operations of the full prefill / of this")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("score, % of the full prefill's")
-    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="lower right", fontsize=9)
+            if line:
+                x, y, half = np.asarray(line).T
+                axes.errorbar(x, y, yerr=half, marker=marker, ms=5, lw=1.2, capsize=2, label=family)
+        axes.set_title(f"prompts of {length:,} tokens", fontsize=10)
+        axes.set_xlabel("first token: how many times sooner, measured")
+    grid[0, 0].set_ylabel("score, % of the full prefill's")
+    handles = {}
+    for axes in grid[0]:
+        lines, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, lines, strict=True))
+    grid[0, 0].legend(handles.values(), handles, loc="lower left", fontsize=9)
     return figure
 
 
@@ -65,9 +72,11 @@ def cuts(sweep: list[dict[str, Any]]):
     for axes, task in zip(grid[0], tasks, strict=True):
         for share in sorted({row["share"] for row in sweep}):
             rows = [row for row in sweep if (row["share"], row["task"]) == (share, task)]
-            points = sorted((r["layer"], 100 * r["score"], 100 * r["interval"]) for r in rows)
-            layers, scores, half = np.asarray(points).T
-            axes.errorbar(layers, scores, yerr=half, marker="o", label=f"keep {share:.0%}")
+            if not rows:
+                continue
+            line = sorted((r["layer"], 100 * r["score"], 100 * r["interval"]) for r in rows)
+            layers, values, half = np.asarray(line).T
+            axes.errorbar(layers, values, yerr=half, marker="o", label=f"keep {share:.0%}")
         axes.set_title(task.replace("_", " "), fontsize=10)
         axes.set_xlabel("layers before the one cut")
     grid[0, 0].set_ylabel("score, %")
@@ -91,30 +100,27 @@ def computed(growth: list[dict[str, Any]]):
     return figure
 
 
-def passkeys(rows: list[dict[str, Any]]):
-    """The score by the passkey's depth and the prompt's length, method by method."""
-    methods = list(dict.fromkeys(row["method"] for row in rows))
-    lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
-    figure, grid = pyplot.subplots(
-        1, len(methods), figsize=(4 * len(methods), 3.2), sharey=True, squeeze=False
-    )
-    for axes, method in zip(grid[0], methods, strict=True):
-        found = {(r["depth"], r["length"]): r["score"] for r in rows if r["method"] == method}
-        values = 100 * np.asarray([[found[depth, n] for n in lengths] for depth in depths])
-        axes.imshow(values, vmin=0, vmax=100, aspect="auto", cmap="RdYlGn")
-        for (row, column), value in np.ndenumerate(values):
-            axes.text(column, row, f"{value:.0f}", ha="center", va="center", fontsize=8)
-        axes.set_xticks(range(len(lengths)), lengths)
-        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
-        axes.set_title(method, fontsize=10)
-        axes.set_xlabel("prompt tokens")
-    grid[0, 0].set_ylabel("depth of the passkey")
+def attention(found: list[dict[str, Any]]):
+    """What the prompt's last token attends to: how many tokens hold most of it, layer by layer,
+    and what each of them gets, from the one that gets most."""
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 3.8))
+    for row in found:
+        layers = range(1, len(row["share"]) + 1)
+        name = row["task"].replace("_", " ")
+        left.plot(layers, 100 * np.asarray(row["share"]), marker="o", ms=4, label=name)
+    left.set_yscale("log")
+    left.set_xlabel("layer")
+    left.set_ylabel("tokens with 90% of the attention, %")
+    left.legend(fontsize=8)
+    layers = len(found[0]["sorted"])
+    colors = pyplot.get_cmap("viridis")(np.linspace(0, 1, layers))
+    for layer, (weights, color) in enumerate(zip(found[0]["sorted"], colors, strict=True), 1):
+        label = f"layer {layer}" if layer in (1, (layers + 1) // 2, layers) else None
+        right.loglog(found[0]["ranks"], np.maximum(weights, 1e-8), color=color, lw=1, label=label)
+    right.set_xlabel(f"tokens in their order ({found[0]['task'].replace('_', ' ')})")
+    right.set_ylabel("attention, mean over heads")
+    right.legend(fontsize=8)
     return figure
-
-
-def family_of(method: str) -> str:
-    """The method without its schedule or share: 'LazyLLM, early' is one of LazyLLM."""
-    return method.split(",")[0]
 
 
 def _save(figure, file: Path) -> None:

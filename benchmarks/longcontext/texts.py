@@ -23,8 +23,9 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.longcontext.evaluate import Rival, interval, rivals
 from benchmarks.longcontext.longbench import edit_similarity
+from benchmarks.longcontext.rivals import Rival, rivals
+from benchmarks.longcontext.verdict import interval
 from tools.embedded_model.texts import read_books
 from tsjax.decoding.reading import prefill
 from tsjax.decoding.start import init_state
@@ -143,7 +144,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--suffix", type=int, default=256, help="tokens")
     parser.add_argument("--samples", type=int, default=32, help="texts")
     parser.add_argument("--lines", type=int, default=0, help="lines of code")
-    parser.add_argument("--methods", nargs="+", help="some of those of longcontext")
+    parser.add_argument("--methods", nargs="+", help="some of those of longbench")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.books is None and not args.lines:
