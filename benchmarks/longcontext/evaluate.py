@@ -53,9 +53,9 @@ def sweep_cuts(layers: int) -> list[tuple[int, float]]:
 
 
 def sweep(model, document: Document, args, save: Callable[[], object]) -> None:
-    """The score of one cut, by its layer and the share it keeps; everything else the paper's."""
+    """The score of one cut, by its layer and the share it keeps, as the paper revives."""
     for layer, share in sweep_cuts(model.cfg.num_layers):
-        rival = Rival(tsjax.LazyPrefill(keep={layer: share}))
+        rival = Rival(tsjax.LazyPrefill(keep={layer: share}, revive="on_demand"))
         for task in args.sweep_tasks:
             place = {"task": task, "layer": layer, "share": share}
             place |= {"length": args.sweep_length, "samples": args.sweep_samples}
@@ -71,7 +71,8 @@ def sweep(model, document: Document, args, save: Callable[[], object]) -> None:
 
 def growth(model, document: Document, args, save: Callable[[], object]) -> None:
     """The share of the prompt that each stage has computed when N tokens are known."""
-    rival = Rival(tsjax.LazyPrefill().resolved(model.cfg, args.sweep_length))
+    paper = tsjax.LazyPrefill(revive="on_demand").resolved(model.cfg, args.sweep_length)
+    rival = Rival(paper)
     for task in args.growth_tasks:
         place = {"task": task, "length": args.sweep_length, "samples": args.growth_samples}
         if has(document["growth"], **place):
@@ -120,8 +121,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", choices=REPORTED, default=list(REPORTED))
     parser.add_argument("--targets", type=float, nargs="+", default=list(TARGETS))
-    parser.add_argument("--develop-length", type=int, default=2048)
-    parser.add_argument("--develop-samples", type=int, default=40)
+    parser.add_argument("--develop-length", type=int, default=1024)
+    parser.add_argument("--develop-samples", type=int, default=30)
     parser.add_argument(
         "--least-dense", type=float, default=0.95, help="tasks with a lower score are left out"
     )
