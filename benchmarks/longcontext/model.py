@@ -14,6 +14,7 @@ The checkpoint is stored in bfloat16 and meant to be read in float32. Beside it 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Sequence
@@ -214,10 +215,11 @@ def accuracy(weights, cfg, task: str, length: int, samples: int, seed: int = 1) 
 
 def length_at(step: int, phases: Sequence[Phase]) -> int:
     """The length of the rows of the update that follows `step` others."""
+    end = 0
     for length, updates in phases:
-        if step < updates:
+        end += updates
+        if step < end:
             return length
-        step -= updates
     raise ValueError(f"step {step} lies after the last phase")
 
 
@@ -255,7 +257,8 @@ def train(args: argparse.Namespace, phases: Sequence[Phase]) -> None:
         write_metrics(str(args.out), log)
         _save(state_file, settings, step, log, weights, moments)
     stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
-    model = tsjax.Model(tsjax.Params(model=stored), cfg=CONFIG)
+    cfg = dataclasses.replace(CONFIG, dtype="bfloat16")
+    model = tsjax.Model(tsjax.Params(model=stored), cfg=cfg)
     tsjax.save(model, args.out / "checkpoint", overwrite=True)
 
 

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the model of the long-context tasks is trained: its rows, and that nothing but steps counts."""
+
+import dataclasses
+import json
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_model
+
+import tsjax
+from benchmarks.longcontext import model as training
+from benchmarks.longcontext.model import LONGEST, PHASES, Phase, batch_of, length_at
+from benchmarks.longcontext.tasks import FILLER, NAMES
+from tsjax.model.params import init_params
+
+SMALL = dataclasses.replace(training.CONFIG, num_layers=2, embed_dim=32, mlp_dim=32)
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(length=st.sampled_from([48, 64, 200, 600]), seed=st.integers(0, 999))
+def test_rows_have_answers_to_learn_from_and_positions_with_gaps(length, seed):
+    batch = batch_of(np.random.default_rng(seed), 3, length)
+    tokens, positions, counts = batch
+    assert tokens.shape == positions.shape == counts.shape == (3, length)
+    assert counts.any(axis=1).all() and not counts[:, 0].any()
+    steps = np.diff(positions, axis=1)
+    assert (positions[:, 0] == 0).all() and (steps >= 1).all()
+    assert positions.max() < LONGEST * 5 // 4
+    # No gap parts a statement: one begins with a mark, and filler stands alone.
+    after = tokens[:, 1:][steps > 1]
+    assert ((after < NAMES[0]) | (after >= FILLER[0])).all()
+    for name in ("tokens", "positions", "counts"):  # the seed decides all
+        again = batch_of(np.random.default_rng(seed), 3, length)
+        np.testing.assert_array_equal(getattr(again, name), getattr(batch, name))
+
+
+def test_the_longest_rows_have_no_room_for_gaps_beyond_what_is_read():
+    assert PHASES[-1].length == LONGEST
+    batch = batch_of(np.random.default_rng(0), 1, LONGEST)
+    assert batch.positions.max() < LONGEST * 5 // 4
+
+
+def test_phases_follow_one_another():
+    phases = [Phase(8, 2), Phase(16, 1), Phase(4, 3)]
+    assert [length_at(step, phases) for step in range(6)] == [8, 8, 16, 4, 4, 4]
+    with pytest.raises(ValueError, match="step 6 lies after the last phase"):
+        length_at(6, phases)
+
+
+@pytest.mark.parametrize("length", [40, 300, 1100])
+def test_the_training_pass_is_that_of_the_model(length):
+    """In one block or in several, whatever is made again for the gradient."""
+    model = tiny_model(num_layers=2)
+    tokens = np.random.default_rng(0).integers(0, 61, (2, length)).astype(np.int32)
+    positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
+    found = training.logits_of(model.params.model, tokens, positions, model.cfg)
+    expected = tsjax.forward(model, tokens)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_gradient_is_the_same_where_it_makes_attention_again(monkeypatch):
+    weights = init_params(SMALL, 0).model
+    batch = batch_of(np.random.default_rng(0), 2, 300)
+
+    def after_an_update():
+        copy = jax.tree.map(jnp.array, weights)
+        moments = training.optimizer(training.OPTIMIZER).init(training.apart(copy, SMALL))
+        return training.update.__wrapped__(copy, moments, batch, 0.01, cfg=SMALL)
+
+    kept = after_an_update()
+    monkeypatch.setattr(training, "FITS", 0)
+    again = after_an_update()
+    assert float(kept[2]) == pytest.approx(float(again[2]), abs=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(kept[0]), jax.tree.leaves(again[0]), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-3)
+
+
+class Killed(Exception):
+    pass
+
+
+def test_training_goes_on_as_if_it_had_never_stopped(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "CONFIG", SMALL)
+    monkeypatch.setattr(training, "SAVE_EVERY", 2)
+    argv = ["--phases", "48:3", "64:3", "--batch", "96", "--every", "100"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    training.main([*argv, "--out", str(whole)])
+    real, count = training.update, iter(range(100))
+
+    def killed(*args, **kwargs):
+        if next(count) == 3:  # after the first save
+            raise Killed
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(training, "update", killed)
+    with pytest.raises(Killed):
+        training.main([*argv, "--out", str(parts)])
+    monkeypatch.setattr(training, "update", real)
+    training.main([*argv, "--out", str(parts), "--resume"])
+    ours, theirs = (tsjax.load(out / "checkpoint") for out in (whole, parts))
+    assert ours.cfg.dtype == "bfloat16"
+    jax.tree.map(np.testing.assert_array_equal, ours.params, theirs.params)
+    logs = [(out / "metrics.jsonl").read_text() for out in (whole, parts)]
+    steps = [json.loads(line)["step"] for line in logs[0].splitlines()]
+    assert logs[0] == logs[1] and steps == [2, 4, 6]
+
+    with pytest.raises(SystemExit, match="written with other settings"):
+        training.main([*argv, "--seed", "1", "--out", str(parts), "--resume"])
+    with pytest.raises(SystemExit, match="is missing"):
+        training.main([*argv, "--out", str(tmp_path / "none"), "--resume"])
