@@ -48,6 +48,47 @@ def test_as_many_drafts_are_accepted_as_were(model, case):
     assert actual == expected
 
 
+@pytest.mark.parametrize(
+    ("case", "revive"),
+    [
+        ("several passes", "never"),
+        ("streaming", "background"),
+        pytest.param("partial cache", "background", marks=pytest.mark.slow),
+        pytest.param("likely passes and heads", "never", marks=pytest.mark.slow),
+        pytest.param("snapkv", "never", marks=pytest.mark.slow),
+        pytest.param("retrieval once", "never", marks=pytest.mark.slow),
+    ],
+)
+def test_as_many_are_accepted_after_a_lazy_prefill_that_leaves_nothing_out(case, revive):
+    with record_acceptance.FILE.open(encoding="utf-8") as file:
+        expected = json.load(file)[f"small: {case}"]
+    lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive)
+    assert record_acceptance.run("small", case, prefill=lazy) == expected
+
+
+@pytest.mark.parametrize("revive", ["never", "background"])
+def test_every_draft_is_right_where_a_draft_cache_holds_all_that_layers_do(revive):
+    """A pass on it is then one of the model, whatever a lazy prefill left out. Only in the first
+    step nothing is in it yet, and while tokens come back, it does not know of those of the same
+    step."""
+    lazy = tsjax.LazyPrefill(keep={1: 0.5, 2: 0.2}, revive=revive, revive_rows=12)
+    method = tsjax.MagicDec(draft_passes=3, draft_budget=128, draft_choice="importance")
+    rng = np.random.default_rng(2)
+    with jax.enable_x64(True):
+        model = tiny_model(num_layers=3, dtype="float64")
+        prompts = [rng.integers(0, model.cfg.vocab_size, n).tolist() for n in (60, 23)]
+        stats = tsjax.generate(
+            model, prompts, method=method, prefill=lazy, max_new_tokens=1 + 12 * 4,
+            capacity=160, prefill_width=64,
+        ).stats  # fmt: skip
+    *fewer, all_three = stats.accepted_lengths
+    if revive == "never":
+        assert fewer == [2, 0, 0] and all_three == 2 * 12
+        assert stats.prompt_computed[-1] < 0.3
+    else:
+        assert stats.prompt_computed[-1] == 1.0 and all_three >= 2 * 10
+
+
 # --- a step at a time ----------------------------------------------------------------------------
 
 CAPACITY = 160  # one size for all prompts, as init_state compiles single operations for each

@@ -82,6 +82,20 @@ class Text:
         chosen = weights[self.rng.integers(0, len(weights), (LAYERS, B, K))]
         return np.concatenate([chosen, np.zeros_like(chosen)], -1).astype(np.float32)
 
+    def lacking(self, orders):
+        """A whole cache whose layer has the positions orders[layer][b] of row b, in this order."""
+        count = np.asarray([[len(order) for order in of_rows] for of_rows in orders])  # [L, B]
+        length = count.max(axis=0)
+        k, v = (tuple(map(self._in_order, array, orders)) for array in (self.keys, self.values))
+        absent = jnp.asarray(length - count, jnp.int32)
+        return KVCache(k=k, v=v, length=jnp.asarray(length, jnp.int32), absent=absent)
+
+    def _in_order(self, layer, orders):
+        rows = np.full_like(layer, np.nan)
+        for b, order in enumerate(orders):
+            rows[b, :, : len(order)] = layer[b][:, order]
+        return jnp.asarray(rows)
+
     def committed(self, length, parts=1):
         """The whole cache at these lengths, with NaN beyond them; dealt out to parts."""
         beyond = (np.arange(S) >= np.asarray(length)[:, None])[:, None, :, None]
@@ -102,30 +116,34 @@ def _dealt_out(layer, parts):
 
 
 def poison(draft):
-    """NaN in the slots beyond the lengths."""
+    """NaN in the slots beyond the rows of each layer."""
     slots = jnp.arange(draft.k[0].shape[2], dtype=jnp.int32)[None]
-    beyond = (slots >= draft.length[:, None])[:, None, :, None]
     k, v = (
-        tuple(jnp.where(beyond, jnp.nan, array) for array in layers)
-        for layers in (draft.k, draft.v)
+        tuple(
+            jnp.where((slots < draft.rows_in(layer)[:, None])[:, None, :, None], array, jnp.nan)
+            for layer, array in enumerate(arrays)
+        )
+        for arrays in (draft.k, draft.v)
     )
     return draft.replace(k=k, v=v)
 
 
-@functools.partial(jax.jit, static_argnames=("num_sinks", "max_rows", "most_new", "block"))
-def refresh(draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None, block=None):
+@functools.partial(jax.jit, static_argnames=("num_sinks", "max_rows", "most_new", "once", "block"))
+def refresh(
+    draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None, once=False, block=None
+):
     """`block` slots of the whole cache are looked at together when all are chosen."""
     draft = poison(draft).replace(query=tuple(query))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "BLOCK", block or xla.BLOCK)
         return refresh_draft_cache(
-            draft, kv, num_sinks=num_sinks, max_rows=max_rows, most_new=most_new
+            draft, kv, num_sinks=num_sinks, max_rows=max_rows, most_new=most_new, once=once
         )
 
 
 def read_positions(draft, text, layer, b, head):
     """The position in each slot; a slot holds the key and the value of the same token."""
-    length = int(draft.length[b])
+    length = int(draft.rows_in(layer)[b])
     values = np.asarray(draft.v[layer][b, head, :length])
     positions = values[:, 3].astype(int)
     np.testing.assert_array_equal(values, text.values[layer, b, head, positions])
@@ -342,6 +360,161 @@ def test_the_room_for_drafts_is_never_used_for_committed_tokens():
         for index in np.ndindex(LAYERS, B, K):
             positions = read_positions(draft, text, *index)
             assert len(set(positions)) == min(length, M) and max(positions) < length
+
+
+# --- layers that lack tokens --------------------------------------------------------------------
+
+
+class HeldOfLayers:
+    """The rule of DraftCache for the layers of one row: which positions are in which slots.
+
+    Attributes:
+      slots: of each layer and kv head, positions.
+      known: of each layer, how many it had when this was last brought up to date.
+      end: where the last new tokens that overwrote others begin.
+    """
+
+    def __init__(self, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None, once=False):
+        self.num_sinks, self.max_rows, self.once = num_sinks, max_rows, once
+        self.lowest = max(num_sinks, M - (M if most_new is None else most_new))
+        self.slots = {index: [] for index in np.ndindex(LAYERS, K)}
+        self.known, self.seen, self.end, self.choices = [0] * LAYERS, 0, 0, 0
+
+    def refresh(self, orders, importance):
+        """`orders`: of each layer the positions that it has; the new ones are the last."""
+        committed, known = len(orders[0]) - self.seen, self.known
+        if not committed:
+            return
+        self.seen, self.known = len(orders[0]), list(map(len, orders))
+        end = self.end - committed
+        if self.once and end < self.lowest:
+            end = M - committed
+        if all(self._slides(*layer, committed, end) for layer in zip(known, orders, strict=True)):
+            for (layer, _), slots in self.slots.items():
+                order = orders[layer]
+                if known[layer] <= M:
+                    assert sorted(slots) == sorted(order[: known[layer]])
+                    slots += order[known[layer] :]
+                else:
+                    new = order[-committed:]
+                    slots[end : end + committed] = new[::-1] if self.once else new
+            self.end = min(self.seen, M) if max(known) <= M else end
+            return
+        self.choices, self.end = self.choices + 1, min(self.seen, M)
+        for (layer, head), slots in self.slots.items():
+            order, sinks = orders[layer], self.num_sinks
+            best = sorted(order[sinks:], key=lambda p: -importance[layer, head][p])  # noqa: B023
+            slots[:] = [*order[:sinks], *best][:M]
+
+    def _slides(self, known, order, committed, end):
+        if known <= M:
+            return len(order) <= M and len(order) - known <= self.max_rows
+        return committed <= self.max_rows and end >= self.lowest
+
+
+def run_lacking(steps, seed, share, **sizes):
+    """Refreshes with the rule alongside; the choices of each row.
+
+    steps[step][b] says how many tokens a row commits, and how many come back before that in each
+    layer but the first. The first step is the prompt, of which these have a `share`.
+    """
+    text, rng = Text(seed), np.random.default_rng(seed)
+    sizes = dict(num_sinks=SINKS, max_rows=MAX_ROWS) | sizes
+    draft = init_draft_cache(CFG, B, M).with_absent()
+    rules = [HeldOfLayers(**sizes) for _ in range(B)]
+    orders, missing = ([[[] for _ in range(B)] for _ in range(LAYERS)] for _ in range(2))
+    for number, step in enumerate(steps):
+        for b, (commit, back) in enumerate(step):
+            length = len(orders[0][b])
+            # As a finished row, one without room commits nothing.
+            new = range(length, length + commit * (length + commit + sizes["max_rows"] <= S))
+            for layer, order, lost in zip(
+                range(LAYERS), (x[b] for x in orders), (x[b] for x in missing), strict=True
+            ):
+                if number == 0 and layer:
+                    lost += rng.permutation(new)[round(share * len(new)) :].tolist()
+                    order += sorted({*new} - {*lost})
+                    continue
+                order += sorted(lost[:back])
+                del lost[:back]
+                order += new
+        before, query = draft, text.queries()
+        draft = jax.device_get(refresh(before, text.lacking(orders), query, **sizes))
+        for b, rule in enumerate(rules):
+            of_row = [order[b] for order in orders]
+            is_new = len(of_row[0]) > rule.seen
+            rule.refresh(of_row, np.einsum("lksh,lkh->lks", text.keys[:, b], query[:, b]))
+            assert (draft.seen[b], draft.length[b]) == (rule.seen, min(rule.seen, M))
+            assert draft.newest[b] == rule.end
+            for (layer, head), slots in rule.slots.items():
+                found, order = read_positions(draft, text, layer, b, head), of_row[layer]
+                assert sorted(found) == sorted(slots)
+                if not is_new:
+                    assert found == read_positions(before, text, layer, b, head)
+                elif len(order) <= M:
+                    assert sorted(found) == sorted(order)
+                else:
+                    assert len(found) == M and set(found) >= set(order[: sizes["num_sinks"]])
+    return [rule.choices for rule in rules]
+
+
+def lacking_steps(commits, backs):
+    """A prompt, and then what steps commit and what comes back before."""
+    commit, back = st.sampled_from(commits), st.sampled_from(backs)
+    prompt = st.tuples(st.integers(0, 50), st.just(0))
+    return st.tuples(
+        st.tuples(*[prompt] * B), st.lists(st.tuples(*[st.tuples(commit, back)] * B), max_size=14)
+    ).map(lambda drawn: [drawn[0], *drawn[1]])
+
+
+LACKING = {
+    "default": {},
+    "once": dict(once=True),
+    "chosen often": dict(most_new=6),
+    "no sinks": dict(num_sinks=0),
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+@hypothesis.given(
+    lacking_steps([0, 1, 1, 2, 3, MAX_ROWS, MAX_ROWS + 2], [0, 0, 0, 1, 2, 9]),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+)
+@hypothesis.settings(max_examples=40)
+def test_refreshes_where_layers_lack_tokens(name, steps, seed, share):
+    run_lacking(steps, seed, share, **LACKING[name])
+
+
+@pytest.mark.parametrize(("back", "expected"), [(0, [3, 2, 2]), (2, [4, 1, 2])])
+def test_a_layer_grows_until_its_own_tokens_no_longer_fit(back, expected):
+    """Prompts of 16, 4 and 60 tokens, half of them in the second layer, and 15 steps of 2.
+
+    The first row is chosen at the prompt, when its first layer overflows (step 3) and when its
+    second does: in step 7, or with all tokens back in step 4, and once more in step 13. The second
+    grows up to step 9 in both layers, and the second layer a step longer where tokens stay away.
+    The third begins with more than fits.
+    """
+    steps = [[(16, 0), (4, 0), (60, 0)], *[[(2, back)] * B] * 15]
+    assert run_lacking(steps, seed=1, share=0.5) == expected
+
+
+def test_the_same_where_nothing_is_lacking():
+    """Slot for slot as from a whole cache that says nothing about layers."""
+    text, length = Text(3), np.asarray([17, 40, 2])
+    plain = init_draft_cache(CFG, B, M)
+    lacking = plain.with_absent()
+    for commit in ([0] * B, *[[1, 3, 5]] * 6, *[[4, 0, 2]] * 5):
+        length += commit
+        query = text.queries()
+        plain = refresh(plain, text.committed(length), query)
+        orders = [[list(range(n)) for n in length] for _ in range(LAYERS)]
+        lacking = refresh(lacking, text.lacking(orders), query)
+        for name in ("length", "newest", "seen"):
+            np.testing.assert_array_equal(getattr(lacking, name), getattr(plain, name))
+        for index in np.ndindex(LAYERS, B, K):
+            expected = read_positions(plain, text, *index)
+            assert read_positions(lacking, text, *index) == expected
 
 
 # --- the rest ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from lazy_oracle import LazyOracle
 import tsjax
 from tsjax.decoding.programs import programs
 from tsjax.decoding.reading import prefill
-from tsjax.decoding.start import init_state
+from tsjax.decoding.start import init_state, with_method
 from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
@@ -257,6 +257,10 @@ METHODS = {
         tree=(2, 2), draft_passes=2, draft_budget=24, num_sinks=2, draft_rest=True, draft_refresh=4
     ),
     "heads": tsjax.TokenSwift(tree=(2, 2), draft_from="verified_state", num_ngrams=2),
+    "streaming": tsjax.MagicDec(draft_budget=30, num_sinks=2),
+    "retrieval": tsjax.TriForce(draft_budget=30, num_sinks=2, draft_refresh=5),
+    "snapkv": tsjax.TokenSwift(tree=(2, 2), draft_budget=40, num_sinks=2, draft_choice="snapkv"),
+    "all": tsjax.TokenSwift(tree=(2, 2), draft_choice="all", num_ngrams=0),
 }
 
 
@@ -272,6 +276,11 @@ METHODS = {
         ("ngram", "in_batches"),
         ("partial cache", "in_batches"),
         pytest.param("heads", "in_batches", marks=pytest.mark.slow),
+        *(
+            pytest.param(rule, revive, marks=pytest.mark.slow)
+            for rule in ("streaming", "retrieval", "snapkv", "all")
+            for revive in ("never", "background", "in_batches")
+        ),
     ],
 )
 def test_every_method_returns_the_tokens_of_plain_decoding_with_the_same_prefill(name, revive):
@@ -291,6 +300,47 @@ def test_every_method_returns_the_tokens_of_plain_decoding_with_the_same_prefill
     if revive == "background":
         assert swift.stats.prompt_computed == plain.stats.prompt_computed
         assert min(plain.stats.prompt_computed) > 0.9
+
+
+def tokens_in(cache, layer, row, head) -> set[tuple[float, ...]]:
+    """Keys and values; a key says its place too, so no two are equal."""
+    count = int(cache.rows_in(layer)[row])
+    pairs = [buffers[layer][row, head, :count] for buffers in (cache.k, cache.v)]
+    return set(map(tuple, np.concatenate(pairs, axis=1).tolist()))
+
+
+@pytest.mark.parametrize(
+    ("name", "revive"),
+    [
+        ("streaming", "background"),
+        ("partial cache", "never"),
+        pytest.param("partial cache", "background", marks=pytest.mark.slow),
+        pytest.param("streaming", "never", marks=pytest.mark.slow),
+        pytest.param("retrieval", "background", marks=pytest.mark.slow),
+        pytest.param("snapkv", "never", marks=pytest.mark.slow),
+        pytest.param("all", "background", marks=pytest.mark.slow),
+    ],
+)
+def test_a_draft_cache_holds_all_that_a_layer_does_while_it_fits(name, revive):
+    """And of a layer that has more, as many as fit."""
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=2, revive_rows=6)
+    tiny = small(num_draft_heads=2)
+    run = Run(tiny, PROMPTS, lazy)
+    cfg = tsjax.DecodeConfig(model=tiny.cfg, method=METHODS[name], prefill=lazy)
+    state, decode = with_method(run.state, cfg), programs("cpu", "float32").decode
+    grew, filled = set(), set()
+    for _ in range(14):
+        state = decode(tiny.params, state, 1, cfg=cfg)
+        cache, kv = jax.device_get((state.memory.cache, state.kv))
+        for layer, row in np.ndindex(tiny.cfg.num_layers, len(PROMPTS)):
+            there, here = int(kv.rows_in(layer)[row]), int(cache.rows_in(layer)[row])
+            assert here == min(there, cache.capacity)
+            (filled if there > here else grew).add((layer, row))
+            for head in range(tiny.cfg.num_kv_heads):
+                found, of_layer = (tokens_in(x, layer, row, head) for x in (cache, kv))
+                assert (len(found), len(of_layer)) == (here, there) and found <= of_layer
+    assert {(layer, 2) for layer in range(3)} <= grew, "the prompt of 5 tokens"
+    assert (name == "all") == (not filled)
 
 
 @pytest.mark.parametrize("scores", ["attention", "random"])

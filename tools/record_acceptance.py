@@ -230,8 +230,9 @@ MODELS = {
 }
 
 
-def run(model_name: str, case_name: str, nudge: float = 0.0) -> dict[str, Any]:
-    """What the file holds for one case; `nudge` changes each weight by up to this share of it."""
+def run(model_name: str, case_name: str, nudge: float = 0.0, **changes) -> dict[str, Any]:
+    """What the file holds for one case; `nudge` changes each weight by up to this share of it, and
+    `changes` are other settings of `generate`."""
     make, prompt, new_tokens = MODELS[model_name]
     method, settings, _, second = CASES[case_name]
     with jax.enable_x64(True):
@@ -245,7 +246,7 @@ def run(model_name: str, case_name: str, nudge: float = 0.0) -> dict[str, Any]:
         result = tsjax.generate(
             model, prompt, method=method, max_new_tokens=new_tokens, eos_token_id=(),
             capacity=512, prefill_width=64, draft_model=first_layer(model) if second else None,
-            **settings,
+            **settings, **changes,
         )  # fmt: skip
     return {
         "accepted_lengths": list(result.stats.accepted_lengths),

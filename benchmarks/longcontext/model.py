@@ -46,10 +46,11 @@ from tsjax.training.saved import write_metrics
 
 CONFIG = tsjax.ModelConfig(
     vocab_size=VOCAB, embed_dim=128, num_layers=16, num_heads=4, num_kv_heads=2, head_dim=32,
-    mlp_dim=160, max_positions=65536, norm_eps=1e-5, rope=tsjax.RopeConfig(theta=100_000.0),
+    mlp_dim=160, max_positions=65536, norm_eps=1e-5, rope=tsjax.RopeConfig(theta=10_000_000.0),
     tie_embeddings=True,
 )  # fmt: skip
-LONGEST = 8192  # tokens of a prompt, and the largest distance that rows with gaps have
+LONGEST = 8192  # tokens of a prompt
+MOST_STRETCHED = 16  # times as many positions as tokens in a row with gaps, at most
 
 
 class Phase(NamedTuple):
@@ -60,8 +61,8 @@ class Phase(NamedTuple):
 
 
 PHASES = (
-    Phase(64, 700), Phase(128, 700), Phase(256, 700), Phase(512, 500), Phase(1024, 250),
-    Phase(2048, 120), Phase(4096, 60), Phase(8192, 25),
+    Phase(64, 700), Phase(128, 600), Phase(256, 500), Phase(512, 400), Phase(1024, 200),
+    Phase(2048, 100), Phase(4096, 50), Phase(8192, 20),
 )  # fmt: skip
 # More often the tasks that take longest to learn.
 SHARES = dict(
@@ -132,7 +133,7 @@ def _positions(rng: np.random.Generator, tokens: np.ndarray) -> np.ndarray:
     may_follow_a_gap = (tokens < NAMES[0]) | (tokens >= FILLER[0])
     for row in range(rows):
         places = np.flatnonzero(may_follow_a_gap[row, 1:]) + 1
-        room = LONGEST * 5 // 4 - length
+        room = min(LONGEST * 5 // 4, MOST_STRETCHED * length) - length
         if room < 32 or not len(places) or rng.random() < 1 / 3:
             continue
         total = np.exp(rng.uniform(np.log(16), np.log(room)))

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 BEGIN, PAIR, ASK, COUNT, PART, COPY, ORDER, GO = range(8)
-NAMES = range(16, 272)
-VALUES = range(272, 400)
-FILLER = range(400, 512)
-VOCAB = 512
+NAMES = range(16, 144)
+VALUES = range(144, 240)
+FILLER = range(240, 288)
+VOCAB = 288
 VALUE_TOKENS = 2  # of each value
 HOPS = 1
 QUERIES = 4  # answered one after the other

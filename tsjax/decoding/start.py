@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tsjax.config import GenerationConfig, ModelConfig
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import empty_log_probs
+from tsjax.decoding.method import Memory
 from tsjax.decoding.noise import IMPLEMENTATION, check_keys, row_keys
 from tsjax.decoding.processors import first_counts, first_last_seen
 from tsjax.decoding.sampling import SamplingValues, sampling_values
@@ -108,7 +109,7 @@ def init_state(
         stats=init_stats(cfg, batch),
         emitted=jnp.zeros((batch,), jnp.int32),
         room=jnp.full((batch,), capacity, jnp.int32),
-        memory=cfg.method.init(model, batch, capacity, mesh),
+        memory=_empty_memory(cfg, batch, capacity, mesh),
     )
     if cfg.prefill is not None:
         check_lazy_mesh(mesh)
@@ -265,11 +266,16 @@ def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None, lesson=None) -
 
 def _first_memory(lesson, *, cfg: DecodeConfig, batch: int, capacity: int, mesh):
     """What a method begins with, and its counters; on each device of a mesh."""
-    memory = cfg.method.init(cfg.model, batch, capacity, mesh)
+    memory = _empty_memory(cfg, batch, capacity, mesh)
     if lesson is not None:
         memory = cfg.method.taught(memory, lesson)
     begun = memory, init_stats(cfg, batch)
     return begun if mesh is None else _on_each_device(begun, mesh)
+
+
+def _empty_memory(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> Memory:
+    memory = cfg.method.init(cfg.model, batch, capacity, mesh)
+    return memory if cfg.prefill is None else cfg.prefill.begin_memory(memory)
 
 
 # Compiled, as devices of other processes are out of reach of single operations.
@@ -280,7 +286,7 @@ def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int, prompt_capacity: 
     """Bytes that the method and a lazy prefill remember in a state, on one device."""
 
     def allocated():
-        lazy, memory = cfg.prefill, cfg.method.init(cfg.model, batch, capacity, None)
+        lazy, memory = cfg.prefill, _empty_memory(cfg, batch, capacity, None)
         return memory, lazy and lazy.init(cfg.model, jnp.ones(batch), prompt_capacity, capacity)
 
     leaves = jax.tree.leaves(jax.eval_shape(allocated))

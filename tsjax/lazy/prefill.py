@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
 from tsjax.config import ModelConfig, check
 from tsjax.decoding.config import DecodeConfig
-from tsjax.decoding.method import Method, Sizes
+from tsjax.decoding.method import Memory, Method, Sizes
 from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.step import commit, decode_step
@@ -25,6 +26,7 @@ from tsjax.lazy.revival import is_reviving, revive_where_due, run_root, tokens_u
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
 from tsjax.lazy.state import Plan, init_prompt
+from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.params import Params
 
 # Passes of a few tokens, or of one, between two looks at whether Ctrl-C was pressed. No pass is
@@ -75,6 +77,14 @@ class LazyPrefill(LazySettings):
         absent = jnp.broadcast_to(state.kv.length, (model.num_layers, batch))
         prompt = self.init(model, state.prompt_length, prompt_capacity, capacity)
         return state.replace(kv=state.kv.replace(absent=absent), prompt=prompt)
+
+    def begin_memory(self, memory: Memory) -> Memory:
+        """What a method begins with, its draft caches for layers that lack tokens."""
+
+        def begun(part):
+            return part.with_absent() if isinstance(part, DraftCache) else part
+
+        return jax.tree.map(begun, memory, is_leaf=lambda part: isinstance(part, DraftCache))
 
     def init(self, model: ModelConfig, prompt_length, prompt_capacity: int, capacity: int):
         return init_prompt(self.plan(model), prompt_length, prompt_capacity, capacity)

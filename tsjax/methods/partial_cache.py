@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -41,12 +41,17 @@ NOTHING = -1e30  # the logarithm of the total weight of no slots, but finite
 class DraftCache(Cache):
     """Keys and values of the few tokens that a draft pass may see, chosen per layer and kv head.
 
-    The rule. While all committed tokens fit, they are all here. When new ones no longer fit, or
-    where the whole cache lacks tokens of some layer, the first `num_sinks` tokens and those with
-    the highest scores are chosen, best first; by default a score is the importance, the product of
-    a key with `query`. From then on new tokens overwrite the ones with the least scores, from the
-    end towards the beginning; when they would reach the sinks, or be more than `most_new`, all are
-    chosen again, or, where tokens are chosen `once`, the overwriting begins at the end again.
+    The rule. While all committed tokens fit, they are all here. When new ones no longer fit, the
+    first `num_sinks` tokens and those with the highest scores are chosen, best first; by default a
+    score is the importance, the product of a key with `query`. From then on new tokens overwrite
+    the ones with the least scores, from the end towards the beginning; when they would reach the
+    sinks, or be more than `most_new`, all are chosen again, or, where tokens are chosen `once`, the
+    overwriting begins at the end again.
+
+    Where layers of the whole cache lack tokens, the rule is each layer's, with the tokens that the
+    whole one has of it; while all of these are here, those that come back are new ones too. But
+    where one layer is chosen, all are, and in those that lack some here, new tokens go to the same
+    slots.
 
     Attributes:
       k, v: the passes of a step keep the rows of its drafts in slots at `length` and beyond.
@@ -55,6 +60,8 @@ class DraftCache(Cache):
       newest: once not all tokens are here, slots at newest .. length hold those since the last
         choice; before that, `length`.
       seen: the length of the whole cache when this one was last brought up to date.
+      absent: that of the whole cache at the same time; None where no layer lacks any. `length` is
+        then of a layer with all tokens.
       attended: one entry per layer, that of the last committed token, whose attention to all of
         them says what the tokens that are not here amount to; () where they are left out.
       room: slots that committed tokens never take.
@@ -63,6 +70,7 @@ class DraftCache(Cache):
     query: tuple[Float[Array, "B K H"], ...]
     newest: Int[Array, "B"]
     seen: Int[Array, "B"]
+    absent: Int[Array, "L B"] | None = None
     attended: tuple[Attended, ...] = ()
     room: int = flax.struct.field(pytree_node=False, default=0)
 
@@ -70,6 +78,19 @@ class DraftCache(Cache):
     def capacity(self) -> int:
         """M, the committed tokens that fit."""
         return self.k[0].shape[2] - self.room
+
+    def rows_in(self, layer: int) -> Int[Array, "B"]:
+        if self.absent is None:
+            return self.length
+        held, most = (
+            jnp.minimum(tokens, self.capacity)
+            for tokens in (self.seen - self.absent[layer], self.seen)
+        )
+        return self.length + (held - most)
+
+    def with_absent(self) -> DraftCache:
+        """The same, still empty, for a whole cache whose layers lack tokens."""
+        return self.replace(absent=jnp.zeros((len(self.k), *self.seen.shape), jnp.int32))
 
 
 def init_draft_cache(
@@ -123,24 +144,43 @@ def refresh_draft_cache(
         score, asks = importance, draft.query
     max_rows = min(max_rows, draft.capacity)
     new = kv.length - draft.seen  # [B]
-    has_all = (draft.length == draft.seen) & (kv.fewest_rows == kv.length)
-    to = jnp.where(has_all, draft.length, draft.newest - new)  # the slots of the new tokens
+    back = draft.newest - new  # the slots where new tokens overwrite others
     lowest = num_sinks if most_new is None else max(num_sinks, draft.capacity - most_new)
     if once:
-        to = jnp.where(~has_all & (to < lowest), draft.capacity - new, to)
-    fits = jnp.where(has_all, to + new <= draft.capacity, to >= lowest)
-    slides = (new > 0) & (new <= max_rows) & fits
-    chooses = (new > 0) & ~slides
-    first = [draft.seen + (kv.rows_in(layer) - kv.length) for layer in range(len(kv.k))]
-    newest_first = ~has_all if once else None  # so that the oldest are overwritten first
+        back = jnp.where(back < lowest, draft.capacity - new, back)
+
+    def slide_of(held, has_all, committed):
+        """How a layer's new tokens come in, and whether they can; all arguments are [B]."""
+        count = jnp.where(has_all, committed - held, new)
+        to = jnp.where(has_all, held, back)
+        fits = jnp.where(has_all, to + count <= draft.capacity, to >= lowest)
+        newest_first = ~has_all if once else None  # so that the oldest are overwritten first
+        return Slide(to, committed - count, count, newest_first), fits & (count <= max_rows)
+
+    layers, absent = range(len(kv.k)), draft.absent
+    if kv.absent is None:
+        has_all = draft.length == draft.seen
+        slide, fits = slide_of(draft.length, has_all, kv.length)
+        slides = [slide for _ in layers]
+    else:
+        assert absent is not None, "made for a whole cache that lacks nothing: see `with_absent`"
+        held, committed = draft.seen[None] - absent, kv.length[None] - kv.absent  # [L, B]
+        has_all = held <= draft.capacity
+        slide, fits = jax.vmap(slide_of)(jnp.minimum(held, draft.capacity), has_all, committed)
+        slides = [jax.tree.map(lambda x, layer=layer: x[layer], slide) for layer in layers]
+        has_all, fits = (jnp.all(x, axis=0) for x in (has_all, fits))
+        absent = jnp.where((new > 0)[None], kv.absent, absent)
+    can_slide = (new > 0) & fits
+    chooses = (new > 0) & ~fits
+    length = jnp.minimum(kv.length, draft.capacity)
     with jax.named_scope("refresh_draft_cache"):
-        count = jnp.where(slides, new, 0)
         draft = draft.replace(
-            k=_slide(draft.k, kv.k, to, first, count, max_rows, newest_first, kv.parts),
-            v=_slide(draft.v, kv.v, to, first, count, max_rows, newest_first, kv.parts),
-            length=jnp.where(slides & has_all, to + new, draft.length),
-            newest=jnp.where(slides, jnp.where(has_all, to + new, to), draft.newest),
+            k=_slid(draft.k, kv.k, slides, can_slide, max_rows, kv.parts),
+            v=_slid(draft.v, kv.v, slides, can_slide, max_rows, kv.parts),
+            length=length,
+            newest=jnp.where(can_slide, jnp.where(has_all, length, back), draft.newest),
             seen=kv.length,
+            absent=absent,
         )
         return run_if(
             jnp.any(chooses),
@@ -169,11 +209,11 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
     (B, K, _, H), itself_unseen = draft.k[0].shape, jnp.zeros((1, 1), bool)
 
     @jax.jit  # traced once for all layers
-    def rest_of(k, v, attended: Attended) -> Summary:
+    def rest_of(k, v, held, attended: Attended) -> Summary:
         query, (mean, log_total) = attended
         none = jnp.zeros((B, 1, K, H), query.dtype)
         here = tree_attention(
-            query[:, None], k, v, draft.length, none, none, itself_unseen, with_log_totals=True
+            query[:, None], k, v, held, none, none, itself_unseen, with_log_totals=True
         )
         mean_here, log_total_here = (x[:, 0].astype(log_total.dtype) for x in here)
         share_here = jnp.exp(jnp.minimum(log_total_here - log_total, 0))
@@ -190,31 +230,47 @@ def summarize_rest(draft: DraftCache) -> tuple[Summary, ...]:
         )
 
     with jax.named_scope("summarize_rest"):
-        return tuple(map(rest_of, draft.k, draft.v, draft.attended))
+        held = map(draft.rows_in, range(len(draft.attended)))
+        return tuple(map(rest_of, draft.k, draft.v, held, draft.attended))
 
 
-def _slide(
+class Slide(NamedTuple):
+    """How the new tokens of a layer come into a draft cache.
+
+    Attributes:
+      to: the slot of the first one.
+      first: its slot in the whole cache; the others follow it there.
+      count: how many they are.
+      newest_first: whether the last one comes first; None for never.
+    """
+
+    to: Int[Array, "B"]
+    first: Int[Array, "B"]
+    count: Int[Array, "B"]
+    newest_first: Bool[Array, "B"] | None
+
+
+def _slid(
     buffers: tuple[Float[Array, "B K slots H"], ...],
     committed: tuple[Float[Array, "R K S H"], ...],
-    to: Int[Array, "B"],
-    first_slots: Sequence[Int[Array, "B"]],
-    count: Int[Array, "B"],
+    slides: Sequence[Slide],
+    rows: Bool[Array, "B"],
     max_rows: int,
-    newest_first: Bool[Array, "B"] | None,
     parts: int,
 ) -> tuple[Float[Array, "B K slots H"], ...]:
-    """Copies `count` tokens, at most `max_rows`, from each layer's slot in `first_slots` of
-    `committed` on to slot `to` of `buffers` on; of the rows `newest_first` the last one first."""
+    """Each layer's `buffers` after its slide in the batch rows `rows`, where none is of more than
+    `max_rows` tokens."""
     zero = jnp.int32(0)
     index = jnp.arange(max_rows, dtype=jnp.int32)
 
     @jax.jit  # traced once for all layers
-    def write(buffer, source, start):
+    def write(buffer, source, slide: Slide):
         B, K, M, H = buffer.shape
+        to, start, count, newest_first = slide
         # A window of fixed size that holds the slots; the others in it are written as they were.
         first = jnp.clip(to, 0, M - max_rows)
         wanted = index[None] - (to - first)[:, None]  # [B, max_rows]
-        fresh = (wanted >= 0) & (wanted < count[:, None])
+        fresh = (wanted >= 0) & (wanted < count[:, None]) & rows[:, None]
         if newest_first is not None:
             wanted = jnp.where(newest_first[:, None], count[:, None] - 1 - wanted, wanted)
         if parts > 1:
@@ -230,7 +286,7 @@ def _slide(
 
         return for_each_row(one, buffer)
 
-    return tuple(map(write, buffers, committed, first_slots))
+    return tuple(map(write, buffers, committed, slides))
 
 
 def _choose(
@@ -255,9 +311,8 @@ def _choose(
 
         k.append(gather(draft.k[layer], kv.k[layer]))
         v.append(gather(draft.v[layer], kv.v[layer]))
-    length = jnp.where(rows, jnp.minimum(kv.fewest_rows, draft.capacity), draft.length)
-    newest = jnp.where(rows, length, draft.newest)
-    return draft.replace(k=tuple(k), v=tuple(v), length=length, newest=newest)
+    newest = jnp.where(rows, draft.length, draft.newest)
+    return draft.replace(k=tuple(k), v=tuple(v), newest=newest)
 
 
 def important_slots(

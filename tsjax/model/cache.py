@@ -66,11 +66,6 @@ class KVCache(Cache):
     def rows_in(self, layer: int) -> Int[Array, "B"]:
         return self.length if self.absent is None else self.length - self.absent[layer]
 
-    @property
-    def fewest_rows(self) -> Int[Array, "B"]:
-        """The rows that every layer has."""
-        return self.length if self.absent is None else self.length - jnp.max(self.absent, axis=0)
-
 
 class Attended(NamedTuple):
     """One layer's attention of a token: its queries, and the summary of all that they saw."""
