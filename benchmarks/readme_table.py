@@ -532,7 +532,7 @@ def first_token() -> str:
 def whole_generations() -> str:
     document = read("ttft")
     lines = head(
-        "prompt | schedule | weights | revived | whole generation | against a full prefill | computed"
+        "prompt | schedule | weights | revived | whole generation | against a full one | computed"
     )
     for case in document["generations"]:
         for revived, run in case["runs"].items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the model of the long-context tasks is trained: its rows, and that nothing but steps counts."""
+"""How the model of the long-context tasks is trained: its rows, and that steps alone count."""
 
 import dataclasses
 import json
