@@ -5,8 +5,11 @@
 
 What comes out follows from the number of updates and the seed alone, never from the clock. --resume
 goes on from the last update that was saved, with the same result. Only the answers' tokens count.
-Most rows are short: their positions have gaps, so that the model meets distances between tokens
-that no short row is long enough for; the last updates read rows of thousands of tokens.
+
+First a few layers learn to look things up in short rows, which takes hundreds of updates of little
+work. Then they are spread over all layers, between new ones that change nothing yet, and rows get
+longer. Positions of most rows have gaps, so that the model meets distances between tokens that no
+short row is long enough for; the last updates read rows of thousands of tokens.
 
 The checkpoint is stored in bfloat16 and meant to be read in float32. Beside it lies a metrics file.
 """
@@ -25,6 +28,7 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import tsjax
 from benchmarks import report
@@ -38,10 +42,9 @@ from benchmarks.longcontext.tasks import (
     Example,
     Question,
 )
-from tools.embedded_model.training import Settings as Schedule
-from tools.embedded_model.training import apart, first_weights, optimizer, scheduled, together
+from tools.embedded_model.training import first_weights, scheduled
 from tsjax.files.whole_files import replacing
-from tsjax.model.transformer import embed, final_norm, forward, unembed
+from tsjax.model.transformer import ModelWeights, embed, final_norm, forward, unembed
 from tsjax.training.saved import write_metrics
 
 CONFIG = tsjax.ModelConfig(
@@ -54,43 +57,45 @@ MOST_STRETCHED = 16  # times as many positions as tokens in a row with gaps, at 
 
 
 class Phase(NamedTuple):
-    """Some updates with rows of one length."""
+    """Some updates of a model of so many layers, with rows of one length."""
 
+    layers: int
     length: int
     updates: int
 
 
 PHASES = (
-    Phase(64, 700), Phase(128, 600), Phase(256, 500), Phase(512, 400), Phase(1024, 200),
-    Phase(2048, 100), Phase(4096, 50), Phase(8192, 20),
+    Phase(4, 32, 1200), Phase(4, 64, 1500), Phase(4, 128, 1500), Phase(4, 256, 1000),
+    Phase(16, 256, 400), Phase(16, 512, 400), Phase(16, 1024, 300), Phase(16, 2048, 200),
+    Phase(16, 4096, 100), Phase(16, 8192, 40),
 )  # fmt: skip
 # More often the tasks that take longest to learn.
 SHARES = dict(
     passkey=1, key_values=3, multi_query=3, late_query=2, variable_tracking=3, common_word=1,
-    long_copy=2, repetition=3,
+    long_copy=2, recall=4,
 )  # fmt: skip
 ONE_QUESTION = ("passkey", "late_query", "common_word")  # so their context takes all of a row
 ROOM = 20  # for the answer then
-OPTIMIZER = Schedule(steps=1, weight_decay=0.02)
 LONGEST_ANSWER = 17
 QUERIES_AT_ONCE = 8  # blocks of queries that attention takes
 FITS = 512  # tokens of a row whose attention weights are kept for the gradient
 SAVE_EVERY = 50
 
 
-def repetition(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """Names and values in any order, and all of them again: the plainest way to look things up.
+def recall(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
+    """Pairs of names and values, and then their first ones in another order, each with its second:
+    the plainest way to look things up.
 
-    Not a task to be measured: every token of the second half is an answer to learn from.
+    Not a task to be measured. No answer follows from where the one before was found.
     """
-    del questions
-    drawn = rng.choice(
-        np.asarray([*NAMES, *VALUES]), size=length - 2, replace=length > 200
-    ).tolist()
-    return Example([BEGIN, *drawn], [Question(drawn[:1], drawn[1:])])
+    known = np.asarray([*NAMES, *VALUES])
+    pairs = rng.permutation(known)[: min(length - 1, len(known)) // 2 * 2].reshape(-1, 2).tolist()
+    asked = rng.permutation(len(pairs))[:questions]
+    context = [BEGIN, *(token for pair in pairs for token in pair)]
+    return Example(context, [Question(pairs[i][:1], pairs[i][1:]) for i in asked])
 
 
-LESSONS = {**TASKS, "repetition": repetition}
+LESSONS = {**TASKS, "recall": recall}
 
 
 class Batch(NamedTuple):
@@ -184,11 +189,23 @@ def update(weights, moments, batch: Batch, rate, *, cfg):
         return jnp.sum(losses * wanted) / jnp.sum(wanted)
 
     loss, gradient = jax.value_and_grad(loss_of)(weights)
-    changes, moments = optimizer(OPTIMIZER).update(
-        cast(Any, apart(gradient, cfg)), moments, cast(Any, apart(weights, cfg))
-    )
-    changes = together(cast(Any, changes), cfg)
+    changes, moments = OPTIMIZER.update(gradient, moments, weights)
     return jax.tree.map(lambda w, c: w + rate * c, weights, changes), moments, loss
+
+
+# For a learning rate of 1.
+OPTIMIZER = optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1.0, b2=0.98, weight_decay=0.02)
+)
+
+
+def spread_out(weights: ModelWeights, cfg: tsjax.ModelConfig, seed: int) -> ModelWeights:
+    """The same model with as many layers as `cfg` says: new ones between the old ones."""
+    old, layers = len(weights.layers), list(first_weights(cfg, seed).layers)
+    layers = [one.replace(o=0 * one.o, down=0 * one.down) for one in layers]
+    for number, layer in enumerate(weights.layers, start=1):
+        layers[round(number * cfg.num_layers / (old + 1))] = layer
+    return weights.replace(layers=tuple(layers))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
@@ -214,14 +231,25 @@ def accuracy(weights, cfg, task: str, length: int, samples: int, seed: int = 1) 
 # --- the run ----------------------------------------------------------------------------------
 
 
-def length_at(step: int, phases: Sequence[Phase]) -> int:
-    """The length of the rows of the update that follows `step` others."""
+def phase_at(step: int, phases: Sequence[Phase]) -> Phase:
+    """That of the update that follows `step` others."""
     end = 0
-    for length, updates in phases:
-        end += updates
+    for phase in phases:
+        end += phase.updates
         if step < end:
-            return length
+            return phase
     raise ValueError(f"step {step} lies after the last phase")
+
+
+def part_done(step: int, phases: Sequence[Phase]) -> float:
+    """Of the phases with as many layers as the one of this step: each size has its own schedule."""
+    layers = phase_at(step, phases).layers
+    before = sum(phase.updates for phase in phases if phase.layers < layers)
+    return (step - before) / sum(phase.updates for phase in phases if phase.layers == layers)
+
+
+def config_of(layers: int) -> tsjax.ModelConfig:
+    return dataclasses.replace(CONFIG, num_layers=layers)
 
 
 def train(args: argparse.Namespace, phases: Sequence[Phase]) -> None:
@@ -229,36 +257,41 @@ def train(args: argparse.Namespace, phases: Sequence[Phase]) -> None:
         "phases": [list(phase) for phase in phases], "batch": args.batch, "seed": args.seed,
         "learning_rate": args.learning_rate, "model": CONFIG.to_dict(),
     }  # fmt: skip
-    weights = first_weights(CONFIG, args.seed)
-    moments = optimizer(OPTIMIZER).init(cast(Any, apart(weights, CONFIG)))
-    step, log = 0, []
+    cfg = config_of(phases[0].layers)
+    weights = first_weights(cfg, args.seed)
+    moments = OPTIMIZER.init(weights)
+    step, log, losses = 0, [], []
     args.out.mkdir(parents=True, exist_ok=True)
     state_file = args.out / "state.msgpack"
     if args.resume:
-        step, log, weights, moments = _restored(state_file, settings, weights, moments)
+        step, log, weights, moments = _restored(state_file, settings, phases)
+        cfg = config_of(len(weights.layers))
     total = sum(phase.updates for phase in phases)
-    losses = []
     while step < total:
-        length = length_at(step, phases)
+        layers, length, _ = phase_at(step, phases)
+        if layers > cfg.num_layers:
+            cfg = config_of(layers)
+            weights = spread_out(weights, cfg, args.seed)
+            moments = OPTIMIZER.init(weights)
         rng = np.random.default_rng([args.seed, step])
         batch = batch_of(rng, max(1, args.batch // length), length)
-        rate = args.learning_rate * float(scheduled(step / total, 0.02))
-        weights, moments, loss = update(weights, moments, batch, rate, cfg=CONFIG)
+        rate = args.learning_rate * float(scheduled(part_done(step, phases), 0.02))
+        weights, moments, loss = update(weights, moments, batch, rate, cfg=cfg)
         losses.append(float(loss))
         step += 1
         if step % SAVE_EVERY and step < total:
             continue
-        line = {"step": step, "length": length, "loss": float(np.mean(losses))}
+        line = {"step": step, "layers": layers, "length": length, "loss": float(np.mean(losses))}
         if step % args.every == 0 or step == total:
-            at = max(48, length * 2 // 3)
-            line["accuracy"] = {task: accuracy(weights, CONFIG, task, at, 20) for task in TASKS}
+            at = max(24, length * 2 // 3)
+            line["accuracy"] = {task: accuracy(weights, cfg, task, at, 20) for task in TASKS}
         losses = []
         log.append(line)
         print(json.dumps(line), flush=True)
         write_metrics(str(args.out), log)
         _save(state_file, settings, step, log, weights, moments)
     stored = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weights)
-    cfg = dataclasses.replace(CONFIG, dtype="bfloat16")
+    cfg = dataclasses.replace(cfg, dtype="bfloat16")
     model = tsjax.Model(tsjax.Params(model=stored), cfg=cfg)
     tsjax.save(model, args.out / "checkpoint", overwrite=True)
 
@@ -273,27 +306,28 @@ def _save(file: Path, settings, step: int, log, weights, moments) -> None:
         Path(fresh).write_bytes(flax.serialization.msgpack_serialize(content))
 
 
-def _restored(file: Path, settings, weights, moments):
+def _restored(file: Path, settings, phases: Sequence[Phase]):
     if not file.exists():
         raise SystemExit(f"--resume: {file} is missing; there is nothing to go on with")
     content = cast(dict[str, Any], flax.serialization.msgpack_restore(file.read_bytes()))
     if content["settings"] != json.dumps(settings):
         raise SystemExit(f"--resume: {file} was written with other settings")
-    arrays = flax.serialization.from_state_dict((weights, moments), content["arrays"])
-    weights, moments = jax.tree.map(jnp.asarray, arrays)
-    return content["step"], json.loads(content["log"]), weights, moments
+    step = content["step"]
+    weights = first_weights(config_of(phase_at(step - 1, phases).layers), 0)
+    like = weights, OPTIMIZER.init(weights)
+    weights, moments = flax.serialization.from_state_dict(like, content["arrays"])
+    weights, moments = jax.tree.map(jnp.asarray, (weights, moments))
+    return step, json.loads(content["log"]), weights, moments
 
 
 def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("longcontext_model", __doc__)
     parser.add_argument(
-        "--phases", nargs="+", default=[f"{length}:{updates}" for length, updates in PHASES],
-        help="LENGTH:UPDATES, one after the other",
+        "--phases", nargs="+", default=[":".join(map(str, phase)) for phase in PHASES],
+        help="LAYERS:LENGTH:UPDATES, one after the other; layers grow, up to 16",
     )  # fmt: skip
-    parser.add_argument(
-        "--batch", type=int, default=4096, help="tokens of one update, at least a row"
-    )
-    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--batch", type=int, default=2048, help="tokens of an update, if not a row")
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--every", type=int, default=200, help="updates between evaluations")
     parser.add_argument("--resume", action="store_true", help="go on from what was saved in --out")
     parser.add_argument("--seed", type=int, default=0)
@@ -301,4 +335,7 @@ def main(argv: Sequence[str]) -> None:
     if args.out is None:
         parser.error("--out FOLDER is needed: the checkpoint goes there")
     phases = [Phase(*map(int, phase.split(":"))) for phase in args.phases]
+    grows = [phase.layers for phase in phases]
+    if grows != sorted(grows) or grows[-1] > CONFIG.num_layers:
+        parser.error(f"--phases={args.phases} is not valid: layers grow, up to {CONFIG.num_layers}")
     train(args, phases)
