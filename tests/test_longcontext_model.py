@@ -14,7 +14,7 @@ from helpers import tiny_model
 
 import tsjax
 from benchmarks.longcontext import model as training
-from benchmarks.longcontext.model import LONGEST, PHASES, Phase, batch_of, length_at
+from benchmarks.longcontext.model import LONGEST, PHASES, Phase, batch_of, part_done, phase_at
 from benchmarks.longcontext.tasks import FILLER, NAMES
 from tsjax.model.params import init_params
 
@@ -46,10 +46,31 @@ def test_the_longest_rows_have_no_room_for_gaps_beyond_what_is_read():
 
 
 def test_phases_follow_one_another():
-    phases = [Phase(8, 2), Phase(16, 1), Phase(4, 3)]
-    assert [length_at(step, phases) for step in range(6)] == [8, 8, 16, 4, 4, 4]
-    with pytest.raises(ValueError, match="step 6 lies after the last phase"):
-        length_at(6, phases)
+    phases = [Phase(1, 8, 2), Phase(1, 16, 1), Phase(3, 4, 4)]
+    assert [phase_at(step, phases).length for step in range(7)] == [8, 8, 16, 4, 4, 4, 4]
+    parts = [part_done(step, phases) for step in range(7)]
+    assert parts == [0, 1 / 3, 2 / 3, 0, 1 / 4, 2 / 4, 3 / 4]  # each size from its beginning
+    with pytest.raises(ValueError, match="step 7 lies after the last phase"):
+        phase_at(7, phases)
+
+
+def test_a_model_that_grows_says_the_same():
+    old = init_params(SMALL, 3).model
+    cfg = dataclasses.replace(SMALL, num_layers=7)
+    new = training.spread_out(old, cfg, seed=1)
+    assert len(new.layers) == 7
+    same = [at for at, layer in enumerate(new.layers) if any(layer is one for one in old.layers)]
+    assert same == [2, 5]
+    tokens = np.arange(40, dtype=np.int32)[None] % 250
+    positions = np.arange(40, dtype=np.int32)[None]
+    ours, theirs = (
+        training.logits_of(weights, tokens, positions, cfg)
+        for weights, cfg in ((new, cfg), (old, SMALL))
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+    # New layers are not nothing for ever: their outputs get gradients.
+    gradient = jax.grad(lambda w: training.logits_of(w, tokens, positions, cfg).var())(new)
+    assert all(float(jnp.abs(layer.o).max()) > 0 for layer in gradient.layers)
 
 
 @pytest.mark.parametrize("length", [40, 300, 1100])
@@ -69,7 +90,7 @@ def test_a_gradient_is_the_same_where_it_makes_attention_again(monkeypatch):
 
     def after_an_update():
         copy = jax.tree.map(jnp.array, weights)
-        moments = training.optimizer(training.OPTIMIZER).init(training.apart(copy, SMALL))
+        moments = training.OPTIMIZER.init(copy)
         return training.update.__wrapped__(copy, moments, batch, 0.01, cfg=SMALL)
 
     kept = after_an_update()
@@ -77,23 +98,25 @@ def test_a_gradient_is_the_same_where_it_makes_attention_again(monkeypatch):
     again = after_an_update()
     assert float(kept[2]) == pytest.approx(float(again[2]), abs=1e-5)
     for ours, theirs in zip(jax.tree.leaves(kept[0]), jax.tree.leaves(again[0]), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-3)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-2)
 
 
 class Killed(Exception):
     pass
 
 
-def test_training_goes_on_as_if_it_had_never_stopped(tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", [3, 5])
+def test_training_goes_on_as_if_it_had_never_stopped(at, tmp_path, monkeypatch):
+    """Killed where layers have just been added, and after."""
     monkeypatch.setattr(training, "CONFIG", SMALL)
     monkeypatch.setattr(training, "SAVE_EVERY", 2)
-    argv = ["--phases", "48:3", "64:3", "--batch", "96", "--every", "100"]
+    argv = ["--phases", "1:48:3", "2:64:3", "--batch", "96", "--every", "100"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     training.main([*argv, "--out", str(whole)])
     real, count = training.update, iter(range(100))
 
     def killed(*args, **kwargs):
-        if next(count) == 3:  # after the first save
+        if next(count) == at:
             raise Killed
         return real(*args, **kwargs)
 
@@ -113,3 +136,5 @@ def test_training_goes_on_as_if_it_had_never_stopped(tmp_path, monkeypatch):
         training.main([*argv, "--seed", "1", "--out", str(parts), "--resume"])
     with pytest.raises(SystemExit, match="is missing"):
         training.main([*argv, "--out", str(tmp_path / "none"), "--resume"])
+    with pytest.raises(SystemExit):
+        training.main(["--phases", "2:48:3", "1:64:3", "--out", str(tmp_path / "none")])
