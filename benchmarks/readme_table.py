@@ -541,7 +541,7 @@ def whole_generations() -> str:
                 schedule = case["schedule"]
                 over, computed = f"{run['speedup']['median']:.2f}x", percent(run["computed"])
             lines.append(
-                f"| {case['prompt_tokens']:,} | {schedule} | {case['weights']} "
+                f"| {case['prompt_tokens']:,} | {schedule} | {case.get('weights', 'random')} "
                 f"| {revived if over else ''} "
                 f"| {run['generation_seconds']['median']:.2f} s | {over} | {computed} |"
             )
