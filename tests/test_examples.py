@@ -96,12 +96,13 @@ def test_inside_jit(run):
 
 def test_lazy_llm(run, tmp_path):
     out = run("lazy_llm.py", make_tiny(tmp_path / "hf", num_hidden_layers=3))
-    demanded, never = (
+    batches, demanded, never = (
         [int(share) for share in line.rstrip("%").split("%, ")]
         for line in re.findall(r"^computed by each group of layers: (.*)", out, re.M)
     )
     assert never == [100, 50, 25]
     assert demanded[0] == 100 and all(50 < share <= 100 for share in demanded[1:])
+    assert batches[0] == 100 and all(25 < share <= 100 for share in batches[1:])
     assert "the same text with drafts: True" in out
 
 
