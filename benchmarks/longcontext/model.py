@@ -66,8 +66,8 @@ class Phase(NamedTuple):
 
 PHASES = (
     Phase(4, 32, 1200), Phase(4, 64, 1500), Phase(4, 128, 1500), Phase(4, 256, 1000),
-    Phase(16, 256, 400), Phase(16, 512, 400), Phase(16, 1024, 300), Phase(16, 2048, 200),
-    Phase(16, 4096, 100), Phase(16, 8192, 40),
+    Phase(16, 256, 100), Phase(16, 512, 150), Phase(16, 1024, 200), Phase(16, 2048, 150),
+    Phase(16, 4096, 70), Phase(16, 8192, 26),
 )  # fmt: skip
 # More often the tasks that take longest to learn.
 SHARES = dict(
