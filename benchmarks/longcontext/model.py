@@ -29,6 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 
 import tsjax
 from benchmarks import report
@@ -66,8 +67,8 @@ class Phase(NamedTuple):
 
 PHASES = (
     Phase(4, 32, 1200), Phase(4, 64, 1500), Phase(4, 128, 1500), Phase(4, 256, 1000),
-    Phase(16, 256, 100), Phase(16, 512, 150), Phase(16, 1024, 200), Phase(16, 2048, 150),
-    Phase(16, 4096, 70), Phase(16, 8192, 26),
+    Phase(16, 256, 150), Phase(16, 512, 200), Phase(16, 1024, 300), Phase(16, 2048, 200),
+    Phase(16, 4096, 100), Phase(16, 8192, 40),
 )  # fmt: skip
 # More often the tasks that take longest to learn.
 SHARES = dict(
@@ -77,7 +78,8 @@ SHARES = dict(
 ONE_QUESTION = ("passkey", "late_query", "common_word")  # so their context takes all of a row
 ROOM = 20  # for the answer then
 LONGEST_ANSWER = 17
-QUERIES_AT_ONCE = 8  # blocks of queries that attention takes
+BLOCK = 128  # queries that attention takes at once in short rows
+LOOPS, TURNS = 4, 2  # in long ones a turn has an eighth of them; a loop sees no key after its own
 FITS = 512  # tokens of a row whose attention weights are kept for the gradient
 SAVE_EVERY = 50
 
@@ -151,23 +153,41 @@ def _positions(rng: np.random.Generator, tokens: np.ndarray) -> np.ndarray:
 
 
 def attention(layer: int, q, k, v):
-    """q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H], causal. In long rows, what it makes is
-    made again for the gradient, as it would not fit."""
+    """q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H], causal, in blocks of queries.
+
+    In long rows, what a block makes is made again for the gradient, as it would not fit. Blocks are
+    then turns of loops: of what follows one another XLA finds that it is the same, and keeps it.
+    """
     del layer
     T = q.shape[1]
-    size = max(128, -(-T // QUERIES_AT_ONCE))
-    blocks = [slice(at, min(at + size, T)) for at in range(0, T, size)]
-    attend = _block if T <= FITS else jax.checkpoint(_block)
-    return jnp.concatenate([attend(q[:, b], k[:, : b.stop], v[:, : b.stop]) for b in blocks], 1)
+    if T <= FITS:
+        starts = range(0, T, BLOCK)
+        blocks = [_block(q[:, at : at + BLOCK], k, v, at, min(at + BLOCK, T)) for at in starts]
+        return jnp.concatenate(blocks, 1)
+    size = -(-T // (LOOPS * TURNS))
+    q = jnp.pad(q, ((0, 0), (0, LOOPS * TURNS * size - T), (0, 0), (0, 0)))
+    starts = size * jnp.arange(LOOPS * TURNS).reshape(LOOPS, TURNS)
+    blocks = jnp.moveaxis(q.reshape(q.shape[0], LOOPS, TURNS, size, *q.shape[2:]), 0, 2)
+    mixed = []
+    for loop in range(LOOPS):
+        seen = min((loop + 1) * TURNS * size, T)
+
+        def turn(block, seen=seen):
+            return _block(block[0], k, v, block[1], seen)
+
+        mixed.append(lax.map(jax.checkpoint(turn), (blocks[loop], starts[loop])))
+    found = jnp.moveaxis(jnp.stack(mixed), 2, 0)  # [B, LOOPS, TURNS, size, N, H]
+    return found.reshape(found.shape[0], -1, *found.shape[4:])[:, :T]
 
 
-def _block(q, k, v):
-    (B, T, N, H), (S, K) = q.shape, k.shape[1:3]
+def _block(q, k, v, start, seen: int):
+    """Rows from `start` on, which see the first `seen` keys at most."""
+    (B, T, N, H), K = q.shape, k.shape[2]
     q = (q * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+    k, v = k[:, :seen].transpose(0, 2, 1, 3), v[:, :seen].transpose(0, 2, 1, 3)
     scores = jnp.einsum("bkth,bksh->bkts", q, k, preferred_element_type=jnp.float32)
-    row = jnp.tile(jnp.arange(S - T, S), N // K)
-    weights = jax.nn.softmax(jnp.where(row[:, None] >= jnp.arange(S), scores, -jnp.inf))
+    row = jnp.tile(start + jnp.arange(T), N // K)
+    weights = jax.nn.softmax(jnp.where(row[:, None] >= jnp.arange(seen), scores, -jnp.inf))
     mixed = jnp.einsum("bkts,bksh->bkth", weights.astype(v.dtype), v)
     return mixed.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
