@@ -28,6 +28,7 @@ import tsjax
 from benchmarks import report
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.lazy.settings import prompt_flops
+from tsjax.model.params import random_params
 
 # After which share of the layers a cut is made, and the share of the prompt that goes on.
 SCHEDULES: dict[str, dict[float, float]] = {
@@ -38,6 +39,8 @@ SCHEDULES: dict[str, dict[float, float]] = {
     "steep": {0.25: 0.8, 0.375: 0.03},
 }
 AUTO = 2.34  # times fewer operations
+AUTO_NAME = f"auto {AUTO}"
+NAMES = (*SCHEDULES, AUTO_NAME)
 ALL_ROWS = 512  # computed with each new token, until all are
 
 
@@ -52,7 +55,7 @@ def scaled_model(layers: int, embed: int, dtype: str):
 
 
 def with_random_weights(cfg: tsjax.ModelConfig) -> tsjax.Model:
-    return tsjax.Model(tsjax.init_params(cfg), cfg=cfg)
+    return tsjax.Model(random_params(cfg), cfg=cfg)
 
 
 def schedule(name: str, layers: int) -> dict[int, float]:
@@ -61,11 +64,11 @@ def schedule(name: str, layers: int) -> dict[int, float]:
     return {layer: share for layer, share in keep.items() if layer < layers}
 
 
-def prefills(tokens: int, cfg) -> dict[str, Any]:
-    named = {name: schedule(name, cfg.num_layers) for name in SCHEDULES}
-    auto = tsjax.LazyPrefill(keep="auto", speedup=AUTO).resolved(cfg, tokens)
-    named[f"auto {AUTO}"] = dict(auto.keep)
-    return {name: tsjax.LazyPrefill(keep=keep) for name, keep in named.items()}
+def prefill_of(name: str, tokens: int, cfg) -> tsjax.LazyPrefill:
+    """That of one of NAMES for a prompt of so many tokens."""
+    if name == AUTO_NAME:
+        return tsjax.LazyPrefill(keep="auto", speedup=AUTO).resolved(cfg, tokens)
+    return tsjax.LazyPrefill(keep=schedule(name, cfg.num_layers))
 
 
 def prompt_of(tokens: int, cfg) -> np.ndarray:
@@ -115,9 +118,13 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--embed", type=int, default=512)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompts", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument(
+        "--schedules", nargs="+", default=list(NAMES), choices=NAMES,
+        help="whose first tokens are timed",
+    )  # fmt: skip
     parser.add_argument("--new", type=int, default=128, help="tokens of a whole generation")
     parser.add_argument(
-        "--generate", nargs="*", default=["paper", "halves"], choices=[*SCHEDULES, f"auto {AUTO}"],
+        "--generate", nargs="*", default=["paper", "halves"], choices=NAMES,
         help="schedules of whole generations",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
@@ -138,7 +145,7 @@ def main(argv: Sequence[str]) -> None:
     document: dict[str, Any] = {"model": model.cfg.to_dict(), "rows": [], "generations": []}
     for tokens in args.prompts:
         prompt = prompt_of(tokens, model.cfg)
-        lazy = prefills(tokens, model.cfg)
+        lazy = {name: prefill_of(name, tokens, model.cfg) for name in args.schedules}
         calls = {
             name: functools.partial(first_token, model, prompt, prefill)
             for name, prefill in {"full": "full", **lazy}.items()
@@ -158,7 +165,7 @@ def main(argv: Sequence[str]) -> None:
         report.save({**report.facts(), **document}, args.out, "ttft")
     for tokens, name in itertools.product(args.prompts, args.generate):
         prompt = prompt_of(tokens, model.cfg)
-        lazy = prefills(tokens, model.cfg)[name]
+        lazy = prefill_of(name, tokens, model.cfg)
         for weights, model in models.items():
             runs = generations(model, prompt, lazy, args.new, args.rounds)
             case = {"prompt_tokens": tokens, "new_tokens": args.new, "schedule": name}
