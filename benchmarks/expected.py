@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the cost model expects of GPUs, as tables for docs/performance.md. Runs nothing.
 
-Knows presets, the formula of `tsjax.methods.cost_model`, and the one run that it was calibrated on;
+Knows presets, the formula of `tsjax.methods.cost_model`, and the runs that it is held against;
 `python -m benchmarks readme_table` writes the tables.
 """
 
@@ -32,11 +32,13 @@ LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
 HEADS = 3
 LONG_RUN = 100_000  # tokens
 BIAS = 0.9  # drafts that are right so many times as often as assumed
-MEASURED = ROOT / "benchmarks" / "results" / "h100" / "step-llama3.1-8b.json"
+# The GPUs that steps were measured on, as they were when they were.
+MEASURED = {"h100": GPUS["h100"]._replace(reach=GPU_OF_THE_RUN), "h200": GPUS["h200"]}
 
 
-def measured() -> dict:
-    return json.loads(MEASURED.read_text())
+def measured(chip: str) -> dict:
+    file = ROOT / "benchmarks" / "results" / chip / "step-llama3.1-8b.json"
+    return json.loads(file.read_text())
 
 
 def head(columns: list[str]) -> list[str]:
@@ -72,17 +74,18 @@ def times() -> str:
                 gains = ", ".join(f"{gain(*table, device, length):.1f}x" for table in tables)
                 cells.append(f"{1e3 * tables[0][1].plain(length):.1f} ({bound:.1f}) ms; {gains}")
             lines.append(row([name, chip, *cells]))
-        document = measured()
-        if document["model"] == name:
-            found = {
-                step["context"]: step["ms"]["median"]
-                for step in document["rows"]
-                if step["pass"] == "plain"
-            }
-            cells = [f"**{found[n]:.1f} ms**" if n in found else "" for n in LENGTHS]
-            lines.append(row([name, "**H100, measured**", *cells]))
+        for chip in MEASURED:
+            document = measured(chip)
+            if document["model"] == name:
+                found = {
+                    step["context"]: step["ms"]["median"]
+                    for step in document["rows"]
+                    if step["pass"] == "plain"
+                }
+                cells = [f"**{found[n]:.1f} ms**" if n in found else "" for n in LENGTHS]
+                lines.append(row([name, f"**{chip.upper()}, measured**", *cells]))
     note = (
-        "Estimates, not measured, but for the row that says so. Milliseconds of a plain step, in "
+        "Estimates, not measured, but for the rows that say so. Milliseconds of a plain step, in "
         "brackets the bandwidth bound (weights and cache read once at the data sheet's speed); "
         f"then how many times faster `tsjax.Auto()` expects to be without draft heads, and with "
         f"{HEADS}. bfloat16, one row, no sampling filters. No room: weights and cache exceed "
@@ -164,12 +167,12 @@ def at_100k() -> str:
     return "\n".join([*lines, "", note])
 
 
-def errors() -> str:
-    """The formula against the figures of the H100."""
+def errors(chip: str) -> str:
+    """The formula against the figures of a GPU."""
     use_configs()
-    document = measured()
+    document = measured(chip)
     model = tsjax.model_preset(document["model"]).with_heads(HEADS)
-    costs = estimated(model, GPUS["h100"]._replace(reach=GPU_OF_THE_RUN), 1)
+    costs = estimated(model, MEASURED[chip], 1)
     found: dict[tuple[str, int], dict[int, str]] = {}
     for step in document["rows"]:
         kind, rows, context, ms = (

@@ -8,6 +8,7 @@ python -m benchmarks readme_table --check    exits with 1 if that would change o
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Sequence
 
@@ -21,6 +22,11 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 
 def read(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def of_gpu(name: str) -> dict:
+    """What was measured on the GPU that ran last."""
+    return json.loads((RESULTS.parent / "h200" / f"{name}.json").read_text())
 
 
 def source(document: dict) -> str:
@@ -147,7 +153,7 @@ def front() -> str:
                 f"| {row['median_ms']['native']:.1f} ms | {against} "
                 f"| {ratios}; {row['share_of_bound']:.0%} of the bound | {machine(decode)} |"
             )
-    gpu = json.loads((RESULTS.parent / "h100" / "step-llama3.1-8b.json").read_text())
+    gpu = of_gpu("step-llama3.1-8b")
     for row in gpu["rows"]:
         if row["pass"] == "plain" and row["context"] in (4096, 106_496):
             lines.append(gpu_row(gpu, row))
@@ -340,6 +346,59 @@ def registers() -> str:
         lines.append(f"| {' | '.join(key)} | {', '.join(shapes)} |")
     note = f"Spilled bytes in all of them together: {spilled}. Made by "
     return "\n".join([*lines, "", note + source(document) + "."])
+
+
+def run_on_h200() -> str:
+    """Whole runs with simulated drafts, beside torch and the reading of prompts."""
+    run, torch, lazy = map(of_gpu, ("bench-llama3.1-8b", "step-torch-llama3.1-8b", "ttft"))
+    lines = head("what | context | result | against")
+    for row in run["rows"]:
+        ms, plain = row["ms_per_token"]["median"], row["method"] == "plain"
+        what = "plain decoding" if plain else f"TokenSwift, {row['tokens_per_step']:.2f} a step"
+        gain = "" if plain else f"{row['speedup_over_plain']['median']:.2f}x plain decoding"
+        lines.append(f"| {what}, per token | {row['context']:,} | {ms:.2f} ms | {gain} |")
+    (row,) = torch["rows"]
+    (ours,) = (
+        one["ms_per_token"]["median"]
+        for one in run["rows"]
+        if (one["method"], one["context"]) == ("plain", row["context"])
+    )
+    lines.append(
+        f"| torch `generate`, {row['cache']}, per token | {row['context']:,} "
+        f"| {row['median_ms']:.2f} ms | {row['median_ms'] / ours:.1f} times ours |"
+    )
+    for row in lazy["rows"]:
+        seconds, speedup = row["first_token_seconds"]["median"], row.get("speedup")
+        gain = f"{speedup['median']:.2f}x, {row['predicted']:.2f}x by operations" if speedup else ""
+        lines.append(
+            f"| first token, prefill: {row['schedule']} | {row['prompt_tokens']:,} "
+            f"| {seconds:.2f} s | {gain} |"
+        )
+    facts = ", ".join(f"`{document['command']}`" for document in (run, torch, lazy))
+    note = (
+        f"One {run['device']}, {run['date']}, jax {run['versions']['jax']}, torch "
+        f"{torch['versions']['torch']}; random weights of {run['model']} in {run['dtype']}. "
+        f"Accepted lengths are those of the embedded model. By {facts}."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def products() -> str:
+    document = of_gpu("products")
+    names = ("triton", "xla", "xla, few rows")
+    lines = head(f"product | rows | {' | '.join(names)}")
+    found: dict[tuple[str, int], dict[str, str]] = {}
+    for row in document["rows"]:
+        cell = f"{row['us']['median']:.1f} us, {row['share_of_copy']:.0%}"
+        found.setdefault((row["product"], row["rows"]), {})[row["implementation"]] = cell
+    for (product, rows), cells in found.items():
+        times = " | ".join(cells.get(name, "") for name in names)
+        lines.append(f"| {product} | {rows} | {times} |")
+    note = (
+        f"Time of a call, and the share of a copy's bytes per second. One {document['device']}, "
+        f"{document['date']}, jax {document['versions']['jax']}, by `{document['command']}`."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def steps() -> str:
@@ -618,7 +677,10 @@ SECTIONS = {
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/exactness.md", "near-ties"): near_ties,
     ("docs/exactness.md", "equality"): equality,
-    ("docs/performance.md", "errors"): expected.errors,
+    ("docs/performance.md", "errors"): functools.partial(expected.errors, "h100"),
+    ("docs/performance.md", "errors-h200"): functools.partial(expected.errors, "h200"),
+    ("docs/performance.md", "run-h200"): run_on_h200,
+    ("docs/kernels.md", "products"): products,
     ("docs/performance.md", "choices"): expected.choices,
     ("docs/performance.md", "expected-times"): expected.times,
     ("docs/kernels.md", "paper"): paper,

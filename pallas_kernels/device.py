@@ -10,6 +10,7 @@ from importlib import resources
 import jax
 
 DEFAULT_CORES = 108  # an A100, where no GPU is at hand: ahead-of-time compilation
+SAME_MULTIPROCESSORS = {"nvidia_h200.json": "nvidia_h100_80gb_hbm3.json"}
 
 
 def gpu() -> tuple[str | None, int]:
@@ -40,7 +41,7 @@ def even_parts(programs: int, places: int, most: int) -> int:
 def tuned(op: str, shape: str) -> dict | None:
     """What `python -m benchmarks kernels --tune` measured for this shape on this GPU, if it did."""
     name, _ = gpu()
-    return _table(name).get(op, {}).get(shape) if name else None
+    return table(name).get(op, {}).get(shape) if name else None
 
 
 def file_name(device_kind: str) -> str:
@@ -49,6 +50,15 @@ def file_name(device_kind: str) -> str:
 
 
 @functools.cache
-def _table(device_kind: str) -> dict:
-    path = resources.files("pallas_kernels") / "tuned" / file_name(device_kind)
-    return json.loads(path.read_text()) if path.is_file() else {}
+def table(device_kind: str) -> dict:
+    """All that was measured on a GPU, or else on one with the same multiprocessors: by operation
+    and shape."""
+    file = table_file(device_kind)
+    return json.loads(file.read_text()) if file else {}
+
+
+def table_file(device_kind: str):
+    """Where `table` finds it; None where there is none."""
+    folder, own = resources.files("pallas_kernels") / "tuned", file_name(device_kind)
+    names = (own, SAME_MULTIPROCESSORS.get(own, own))
+    return next((folder / name for name in names if (folder / name).is_file()), None)

@@ -145,7 +145,15 @@ def test_a_gpu(driver, monkeypatch):
     shapes = row(text, "measured block sizes")  # once for both
     assert shapes.startswith("NVIDIA H100 80GB HBM3: ")
     assert f"tree_attention {one.tuned['tree_attention']} shapes" in shapes
+    assert shapes.endswith(", in nvidia_h100_80gb_hbm3.json")
     json.dumps(dataclasses.asdict(found))
+
+
+def test_an_h200_takes_what_was_measured_on_an_h100(driver, monkeypatch):
+    ours, theirs = fake_gpu(kind="NVIDIA H200"), fake_gpu()
+    monkeypatch.setattr(jax, "devices", lambda: [ours, theirs])
+    one, other = info().devices
+    assert one.tuned == other.tuned and one.tuned
 
 
 def test_a_gpu_that_nothing_was_measured_on(driver, monkeypatch):

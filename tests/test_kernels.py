@@ -587,13 +587,16 @@ def test_tuned_block_sizes_take_the_place_of_the_rule(monkeypatch, tmp_path):
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "nvidia_test_gpu.json").write_text(json.dumps(table))
     monkeypatch.setattr(device.resources, "files", lambda _: tmp_path)
-    for name, expected in (("NVIDIA Test-GPU", tuple(line.values())), ("another", rule)):
-        device._table.cache_clear()
+    monkeypatch.setitem(device.SAME_MULTIPROCESSORS, "its_sister.json", "nvidia_test_gpu.json")
+    measured = tuple(line.values())
+    kinds = {"NVIDIA Test-GPU": measured, "Its Sister": measured, "another": rule}
+    for name, expected in kinds.items():
+        device.table.cache_clear()
         monkeypatch.setattr(device, "gpu", lambda name=name: (name, device.DEFAULT_CORES))
         assert attention_triton.default_blocks(**shape) == expected
     other = attention_triton.default_blocks(**{**shape, "T": 40})
     assert other.rows == 128  # a shape without a line follows the rule
-    device._table.cache_clear()
+    device.table.cache_clear()
 
 
 # --- transformations -------------------------------------------------------------------------

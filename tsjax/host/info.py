@@ -10,11 +10,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import json
 import os
 import platform
 import re
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ import jax
 
 from pallas_kernels import native
 from pallas_kernels.cache_folder import cache_folder
-from pallas_kernels.device import file_name
+from pallas_kernels.device import table, table_file
 from pallas_kernels.operations import implementations
 from tsjax.host.compilation import programs_folder
 from tsjax.input_files import reason
@@ -184,10 +183,7 @@ def _device(device: Any) -> Device:
 
 
 def _tuned(kind: str) -> dict[str, int]:
-    table = resources.files("pallas_kernels") / "tuned" / file_name(kind)
-    with contextlib.suppress(OSError):
-        return {name: len(shapes) for name, shapes in json.loads(table.read_text()).items()}
-    return {}
+    return {name: len(shapes) for name, shapes in table(kind).items()}
 
 
 def _driver() -> str | None:
@@ -276,6 +272,8 @@ def _rows_of_gpus(known: Info) -> list[tuple[str, str]]:
         rows.append(("share of its memory", f"{share}; {MEMORY_SHARES[1]} changes it"))
     for kind, tuned in {device.kind: device.tuned for device in gpus}.items():
         shapes = ", ".join(f"{name} {count} shapes" for name, count in tuned.items())
+        if file := table_file(kind):
+            shapes += f", in {file.name}"
         rows.append(
             ("measured block sizes", f"{kind}: {shapes or 'none, docs/kernels.md derives them'}")
         )
