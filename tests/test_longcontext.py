@@ -169,7 +169,9 @@ def test_candidates_are_few_and_cut_as_late_as_the_target_allows():
     for name, family in FAMILIES.items():
         for target in TARGETS:
             found = candidates(cfg, family, 2048, target)
-            assert len(found) <= BUDGET and bool(found) == (name != "self-information")
+            assert len(found) <= BUDGET and bool(found) == (
+                name not in ("self-information", "auto")
+            )
             firsts = [cuts[0][0] for _, cuts in found]
             assert firsts == sorted(firsts, reverse=True)
     layers = [cuts[0][0] for _, cuts in candidates(cfg, FAMILIES["static"], 2048, 2.0)]
@@ -200,6 +202,7 @@ def test_the_best_candidate_is_chosen_and_of_equal_ones_the_first():
     cfg = tiny_model(num_layers=6).cfg
     full, *settings, last = selection.settings_for(cfg, document, 300)
     assert full["family"] == "full"
+    settings = [one for one in settings if one["family"] != "auto"]
     assert [(one["target"], one["cuts"][0][0]) for one in settings] == [(2.0, 2), (3.0, 1)]
     for one in settings:
         assert gain_by_hand(cfg, "", one["cuts"], 300) >= one["target"]
@@ -388,7 +391,7 @@ def test_how_many_tokens_hold_most_of_the_attention():
 def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
     model, out = tiny_model(num_layers=2, vocab_size=VOCAB), tmp_path / "out"
     tsjax.save(model, tmp_path / "model")
-    names = ["LazyLLM", "no revival", "random", "GemFilter", "self-information"]
+    names = ["LazyLLM", "no revival", "auto", "random", "GemFilter", "self-information"]
     few = {name: FAMILIES[name] for name in names}
     few["random"] = few["random"]._replace(draws=2)
     for module in (selection, turns):
@@ -421,10 +424,15 @@ def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="no task is left to choose settings on: of key_values"):
         run(2)
     (out / "longcontext.json").unlink()
+    before = run(2, "--least-dense", "0", "--parts", "dense", "develop")
+    assert before["candidates"] and not before["rows"] and not asked
     document = run(2, "--least-dense", "0")
+    assert document["candidates"] == before["candidates"]
+    chosen = {row["family"] for row in before["candidates"]}
+    assert chosen == {*names} - {"auto", "self-information"}  # which have nothing to choose
     assert all(list(row["scores"]) == ["key_values"] for row in document["candidates"])
     rows = document["rows"]
-    settings = [("full", None), *((name, 1.5) for name in names[:4]), (names[4], None)]
+    settings = [("full", None), *((name, 1.5) for name in names[:5]), (names[5], None)]
     for task in ("passkey", "multi_query"):
         mine = [row for row in rows if row["task"] == task]
         assert [(row["family"], row["target"]) for row in mine] == settings
@@ -441,15 +449,17 @@ def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
                 assert row["scores"][sample] == round(points_for(example.answer, said), 4)
                 assert 0 < row["first"][sample] <= row["whole"][sample]
                 assert row["full_first"][sample] == mine[0]["first"][sample]
-        lazy, never = mine[1:3]
+        lazy, never, auto = mine[1:4]
+        rule = tsjax.LazyPrefill(keep="auto", speedup=1.5).resolved(model.cfg, 32)
+        assert auto["cuts"] == [list(cut) for cut in rule.cuts] and auto["revive"] == "in_batches"
         assert lazy["operations"] >= 1.5 and lazy["computed"][0] == never["computed"][0] == 1
         assert lazy["computed_share"] >= never["computed_share"]
         assert never["computed_share"] == pytest.approx(never["let_through"], abs=1 / 32)
     # All have been met before, both random draws included; then each of four prompts is read in all
-    # six ways, in turn.
-    assert len(asked) == 7 + 24 and len({prompt for _, prompt in asked[:7]}) == 1
-    for first in range(7, 31, 6):
-        assert len({prompt for _, prompt in asked[first : first + 6]}) == 1
+    # seven ways, in turn.
+    assert len(asked) == 8 + 28 and len({prompt for _, prompt in asked[:8]}) == 1
+    for first in range(8, 36, 7):
+        assert len({prompt for _, prompt in asked[first : first + 7]}) == 1
     shares = [row["computed"] for row in document["growth"]]
     assert len(shares) == 12 and shares == sorted(shares)
     (cut,), (sparse,) = document["sweep"], document["attention"]
@@ -460,7 +470,7 @@ def test_a_run_from_model_to_figures(tmp_path, monkeypatch, capsys):
 
     # One more sample is all that is measured; another model's results are not mixed in.
     more = run(3, "--least-dense", "0")
-    assert len(asked) == 7 + 12
+    assert len(asked) == 8 + 14
     for row, then in zip(more["rows"], rows, strict=True):
         assert len(row["scores"]) == 3
         for key in turns.MEASURED:

@@ -16,7 +16,15 @@ import numpy as np
 
 import tsjax
 from benchmarks.longcontext.asking import answers
-from benchmarks.longcontext.rivals import FAMILIES, FULL, Rival, candidates, operations, solved
+from benchmarks.longcontext.rivals import (
+    FAMILIES,
+    FULL,
+    Rival,
+    candidates,
+    operations,
+    ruled,
+    solved,
+)
 from benchmarks.longcontext.tasks import PART_TOKENS, QUERIES, TASKS, VALUE_TOKENS, Example, score
 from benchmarks.longcontext.verdict import interval
 
@@ -132,6 +140,8 @@ def settings_for(cfg: tsjax.ModelConfig, document: Document, length: int) -> lis
             best = chosen(document, name, target)
             named = [shape for shape in shapes if best and listed(shape.powers) == best["shape"]]
             cuts = [solved(cfg, family, shape, length, target) for shape in named]
+            if family.by_rule:
+                cuts = [ruled(cfg, length, target)]
             found += [
                 {"family": name, "target": target, "cuts": listed(one)} for one in cuts if one
             ]
