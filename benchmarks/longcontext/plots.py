@@ -14,7 +14,7 @@ from benchmarks.longcontext.verdict import GOAL, points
 matplotlib.use("Agg")
 from matplotlib import pyplot
 
-MARKERS = "osv^Dp*X"
+MARKERS = "osv^Dp*XPh<>d"
 
 
 def draw(document: dict[str, Any], out: Path) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -126,6 +126,9 @@ class Shape(NamedTuple):
         return tuple((layer, max(LEAST_SHARE, round(r**power, 4))) for layer, power in self.powers)
 
 
+Ruled = tuple[float | None, Cuts]  # a target, and what a rule says for it
+
+
 class Family(NamedTuple):
     """Settings of one kind.
 
@@ -134,14 +137,15 @@ class Family(NamedTuple):
       build: from a shape's cuts and the number of a random draw.
       draws: how many draws there are. Sample i has the i-th, over and over.
       falls_short: whether the smallest share stands in where no shape meets a target.
-      by_rule: whether keep="auto" names the cuts, so that there is nothing to choose.
+      rule: names the cuts for a prompt of some tokens, by target or for none, so that there is
+        nothing to choose.
     """
 
     shapes: Callable[[int], list[Shape]]
     build: Callable[[Cuts, int], Rival]
     draws: int = 1
     falls_short: bool = False
-    by_rule: bool = False
+    rule: Callable[[tsjax.ModelConfig, int, Sequence[float]], list[Ruled]] | None = None
 
 
 PARTS = ((0.5, 0.7, 0.9), (0.4, 0.6, 0.8), (0.3, 0.6, 0.9), (0.2, 0.4, 0.7), (0.125, 0.25, 0.5))
@@ -181,12 +185,29 @@ def random(cuts: Cuts, draw: int) -> Rival:
     return dropped(share, draw)
 
 
+def auto_cuts(cfg: tsjax.ModelConfig, tokens: int, targets: Sequence[float]) -> list[Ruled]:
+    """Of keep="auto", for the targets that it does not refuse."""
+    found: list[Ruled] = []
+    for target in targets:
+        with contextlib.suppress(BadValue):
+            lazy = tsjax.LazyPrefill(keep="auto", speedup=target)
+            found.append((target, lazy.resolved(cfg, tokens).cuts))
+    return found
+
+
+def paper_cuts(cfg: tsjax.ModelConfig, tokens: int, targets: Sequence[float]) -> list[Ruled]:
+    return [(None, tsjax.LazyPrefill().resolved(cfg, tokens).cuts)]
+
+
 FAMILIES = {
     "LazyLLM": Family(three_cuts, lazily(revive="on_demand")),
     "in batches": Family(three_cuts, lazily(revive="in_batches")),
     "no revival": Family(three_cuts, lazily(revive="never")),
     "one cut": Family(one_cut, lazily(revive="on_demand")),
-    "auto": Family(one_cut, lazily(), by_rule=True),
+    "auto": Family(one_cut, lazily(), rule=auto_cuts),
+    "paper's cuts": Family(three_cuts, lazily(revive="on_demand"), rule=paper_cuts),
+    "paper's cuts, in batches": Family(three_cuts, lazily(), rule=paper_cuts),
+    "paper's cuts, no revival": Family(three_cuts, lazily(revive="never"), rule=paper_cuts),
     "static": Family(one_cut, lazily(revive="never")),
     "FastKV": Family(one_cut, lazily(revive="never", **WINDOW)),
     "random": Family(lambda layers: [Shape(((0, 1),))], random, DRAWS),
@@ -211,19 +232,12 @@ def solved(
     return shape.cuts(meeting / FINENESS) if meeting else None
 
 
-def ruled(cfg: tsjax.ModelConfig, tokens: int, target: float) -> Cuts | None:
-    """The cuts of keep="auto" for so many times fewer operations; None where it refuses."""
-    with contextlib.suppress(BadValue):
-        return tsjax.LazyPrefill(keep="auto", speedup=target).resolved(cfg, tokens).cuts
-    return None
-
-
 def candidates(
     cfg: tsjax.ModelConfig, family: Family, tokens: int, target: float
 ) -> list[tuple[Shape, Cuts]]:
     """The first shapes that meet the target, with their cuts for a prompt of this length; none of
     a family with nothing to choose."""
-    if family.by_rule:
+    if family.rule is not None:
         return []
     shapes = family.shapes(cfg.num_layers)
     found = [(one, solved(cfg, family, one, tokens, target)) for one in shapes]

@@ -16,15 +16,7 @@ import numpy as np
 
 import tsjax
 from benchmarks.longcontext.asking import answers
-from benchmarks.longcontext.rivals import (
-    FAMILIES,
-    FULL,
-    Rival,
-    candidates,
-    operations,
-    ruled,
-    solved,
-)
+from benchmarks.longcontext.rivals import FAMILIES, FULL, Rival, candidates, operations, solved
 from benchmarks.longcontext.tasks import PART_TOKENS, QUERIES, TASKS, VALUE_TOKENS, Example, score
 from benchmarks.longcontext.verdict import interval
 
@@ -135,13 +127,17 @@ def settings_for(cfg: tsjax.ModelConfig, document: Document, length: int) -> lis
     """Family by family and target by target, the chosen shape with its shares for this length."""
     found: list[dict[str, Any]] = [{"family": "full", "target": None, "cuts": []}]
     for name, family in FAMILIES.items():
+        if family.rule is not None:
+            found += [
+                {"family": name, "target": target, "cuts": listed(cuts)}
+                for target, cuts in family.rule(cfg, length, document["targets"])
+            ]
+            continue
         shapes = family.shapes(cfg.num_layers)
         for target in document["targets"]:
             best = chosen(document, name, target)
             named = [shape for shape in shapes if best and listed(shape.powers) == best["shape"]]
             cuts = [solved(cfg, family, shape, length, target) for shape in named]
-            if family.by_rule:
-                cuts = [ruled(cfg, length, target)]
             found += [
                 {"family": name, "target": target, "cuts": listed(one)} for one in cuts if one
             ]

@@ -16,7 +16,13 @@ GOAL = 2.34  # times sooner, where the paper loses at most 1%
 MOST_LOSS = 0.01
 USEFUL = 0.8  # of the full prefill's score: below, nobody would use a setting
 # With revival, and without.
-PAIRS = (("LazyLLM", "no revival"), ("in batches", "no revival"), ("one cut", "static"))
+PAIRS = (
+    ("LazyLLM", "no revival"),
+    ("in batches", "no revival"),
+    ("paper's cuts", "paper's cuts, no revival"),
+    ("paper's cuts, in batches", "paper's cuts, no revival"),
+    ("one cut", "static"),
+)
 T95 = (12.706, 4.303, 3.182, 2.776)  # of Student's t, for 1 to 4 degrees of freedom
 
 Row = dict[str, Any]
