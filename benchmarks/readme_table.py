@@ -620,6 +620,10 @@ def longcontext_scores() -> str:
     return f"{tables.scores(document)} Made by {source(document)}."
 
 
+def longcontext_chosen() -> str:
+    return tables.chosen_settings(read("longcontext"))
+
+
 def longcontext_computed() -> str:
     return tables.computed(read("longcontext"))
 
@@ -675,6 +679,7 @@ SECTIONS = {
     ("docs/lazyllm.md", "first-token"): first_token,
     ("docs/lazyllm.md", "whole-generations"): whole_generations,
     ("docs/lazyllm.md", "longcontext-scores"): longcontext_scores,
+    ("docs/lazyllm.md", "longcontext-chosen"): longcontext_chosen,
     ("docs/lazyllm.md", "longcontext-computed"): longcontext_computed,
     ("docs/lazyllm.md", "longcontext-verdict"): longcontext_verdict,
     ("docs/lazyllm.md", "texts"): texts,

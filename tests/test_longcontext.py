@@ -345,6 +345,15 @@ def test_a_page_shows_what_a_document_says(monkeypatch):
     shown = readme_table.longcontext_computed()
     cell = "62% (100%, 50%), +12, 1.50x (1.50 to 1.50)"
     assert f"| 100 | LazyLLM, 2x | {cell} | {cell} |" in shown and "no revival" not in shown
+    document |= {"develop_samples": 30, "develop_length": 64}
+    document["candidates"] = [
+        {"family": "LazyLLM", "target": 2.0, "cuts": [[1, share]], "score": score,
+         "scores": {"key_values": score}}
+        for share, score in ((0.5, 0.5), (0.25, 0.75))
+    ]  # fmt: skip
+    shown = readme_table.longcontext_chosen()
+    assert "| LazyLLM, 2x | 1: 0.25 | 75.0 |" in shown and "1: 0.5 |" not in shown
+    assert "30 prompts of 64 tokens each" in shown
     *goals, revived, slow = readme_table.longcontext_verdict().splitlines()
     assert (
         len(goals) == 2 and "2.34x sooner by LazyLLM: reached with LazyLLM, 2x, 2.50x" in goals[1]

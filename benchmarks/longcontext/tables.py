@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.longcontext.rivals import FAMILIES
+from benchmarks.longcontext.selection import chosen
 from benchmarks.longcontext.verdict import GOAL, MOST_LOSS, USEFUL, Spread, points, summary, verdict
 
 Document = dict[str, Any]
@@ -56,6 +57,25 @@ def scores(document: Document) -> str:
         *left_out(document),
     ]
     return "\n\n".join([*blocks, " ".join(notes)])
+
+
+def chosen_settings(document: Document) -> str:
+    """What the development tasks chose, and their scores with it."""
+    tasks = list(document["candidates"][0]["scores"])
+    lines = head(["method", "cuts", *map(task_name, tasks)])
+    for family in dict.fromkeys(row["family"] for row in document["candidates"]):
+        for target in document["targets"]:
+            if best := chosen(document, family, target):
+                cuts = ", ".join(f"{layer}: {share:g}" for layer, share in best["cuts"])
+                points = " | ".join(f"{100 * best['scores'][task]:.1f}" for task in tasks)
+                lines.append(f"| {setting_name(family, target)} | {cuts} | {points} |")
+    note = (
+        f"The best mean of the tasks for development, {document['develop_samples']} prompts of "
+        f"{document['develop_length']:,} tokens each, in percent. In longer prompts the same "
+        "layers have the shares that meet the target there. Layer 0 means before the model; "
+        "GemFilter's layer is where it chooses."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def score_cell(row: dict[str, Any] | None, document: Document) -> str:

@@ -40,7 +40,7 @@ def measure(model, document: Document, args, save: Callable[[], object]) -> None
                 if not missing:
                     continue
                 if not is_warm:
-                    warm_up(model, settings, length, args.seed)
+                    warm_up(model, lacking(settings, document, length, samples), length, args.seed)
                     is_warm = True
                 this = range(index, index + 1)
                 (example,) = examples_of(task, length, this, args.seed, "reported")
@@ -48,6 +48,19 @@ def measure(model, document: Document, args, save: Callable[[], object]) -> None
                 save()
                 print(f"{task}, {length}: sample {index + 1} of {samples}", flush=True)
         forget_programs()
+
+
+def lacking(settings: list[dict[str, Any]], document: Document, length: int, samples: int):
+    """The settings that no task has enough samples of, and the full prefill, which all take turns
+    with. A call of another one that compiles is made again."""
+    complete = [
+        row for row in document["rows"] if row["length"] == length and len(row["scores"]) >= samples
+    ]
+    return [
+        one
+        for one in settings
+        if one["family"] == "full" or not any(one.items() <= row.items() for row in complete)
+    ]
 
 
 def row_of(cfg, document: Document, task: str, length: int, setting: dict[str, Any]) -> dict:
