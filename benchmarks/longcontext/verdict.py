@@ -168,6 +168,7 @@ def best_point(found: Sequence[Point]) -> dict[str, Any]:
         "loss": said.loss, "loss_interval": said.loss_interval, "of_dense": said.of_dense,
         "loss_is_small": said.loss <= most,
         "also_with_interval": said.loss + said.loss_interval <= most,
+        "samples": said.samples,
     }  # fmt: skip
 
 
