@@ -16,6 +16,8 @@ import tsjax
 from benchmarks.longcontext import model as training
 from benchmarks.longcontext.model import LONGEST, PHASES, Phase, batch_of, part_done, phase_at
 from benchmarks.longcontext.tasks import FILLER, NAMES
+from benchmarks.report import ROOT
+from tsjax.files.fingerprint import model_fingerprint
 from tsjax.model.params import init_params
 
 SMALL = dataclasses.replace(training.CONFIG, num_layers=2, embed_dim=32, mlp_dim=32)
@@ -138,3 +140,16 @@ def test_training_goes_on_as_if_it_had_never_stopped(at, tmp_path, monkeypatch):
         training.main([*argv, "--out", str(tmp_path / "none"), "--resume"])
     with pytest.raises(SystemExit):
         training.main(["--phases", "2:48:3", "1:64:3", "--out", str(tmp_path / "none")])
+
+
+def test_the_checkpoint_is_small_masters_its_tasks_and_is_the_one_of_the_results():
+    folder = ROOT / "benchmarks" / "longcontext" / "checkpoint"
+    assert sum(file.stat().st_size for file in folder.rglob("*")) < 4 << 20
+    assert tsjax.load(folder).cfg == dataclasses.replace(training.CONFIG, dtype="bfloat16")
+    model = tsjax.load(folder, dtype="float32")
+    results = json.loads((ROOT / "benchmarks/results/cpu/longcontext.json").read_text())
+    assert model_fingerprint(model) == results["fingerprint"]
+    updates = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+    assert updates == sum(phase.updates for phase in PHASES)
+    for task in ("passkey", "key_values", "multi_query"):
+        assert training.accuracy(model.params.model, model.cfg, task, 256, 8) > 0.95, task
