@@ -271,7 +271,7 @@ def _add_generate(commands: Any) -> None:
         "the text; by default full, or that of the run that is resumed"
     )
     _add(parser, "--prefill", text, choices=("full", "lazy"))
-    text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2.3, say: "
+    text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2, say: "
     text += ", ".join(_fields(tsjax.LazyPrefill))
     _add(parser, "--prefill-options NAME=VALUE", text, nargs="+", default=[])
     text = "sampling and TokenSwift settings of the paper for a model, which other flags override: "
