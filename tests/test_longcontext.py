@@ -361,6 +361,10 @@ def test_a_page_shows_what_a_document_says(monkeypatch):
     assert "losing 0.5 ± 0.7 points (at most 1% of the full prefill's score, but" in goals[0]
     assert "better in 2 (LazyLLM, 3x on passkey at 100, +30.0" in revived
     assert "worse in 0." in revived and "0.75x, with LazyLLM, 3x on" in slow
+    for row in document["rows"]:
+        row["scores"] = [1.0] * 20
+    best = readme_table.longcontext_verdict().splitlines()[0]
+    assert "losing nothing in 40 prompts; whole" in best and "±" not in best
 
 
 # --- attention --------------------------------------------------------------------------------

@@ -126,7 +126,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = report.parser_of(NAME, __doc__)
     parser.add_argument("--model", required=True, help="made by longcontext_model")
     parser.add_argument(
-        "--samples", nargs="+", default=["4096:40", "8192:16"], metavar="LENGTH:SAMPLES",
+        "--samples", nargs="+", default=["4096:40", "8192:12"], metavar="LENGTH:SAMPLES",
         help="prompts of each reported task, by their length",
     )  # fmt: skip
     parser.add_argument("--tasks", nargs="+", choices=REPORTED, default=list(REPORTED))
