@@ -32,7 +32,6 @@ MODULES = {
     "longcontext_model": "longcontext.model",
     "longbench": "longcontext.longbench",
     "kernels": "kernels",
-    "products": "products",
     "step": "step",
     "step_torch": "step_torch",
     "aot": "aot",

@@ -23,10 +23,6 @@ CHIPS = {"a100": (2.039e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12,
 
 def work(case: str, shapes: dict) -> dict:
     """What one call has to read and compute; of a cache when it is full."""
-    if case.startswith("product"):
-        (rows, inputs), ((outputs, _), kind) = shapes["rows"][0], shapes["weights"]
-        read, operations = outputs * inputs * (1 if kind == "int8" else 2), 2 * rows
-        return _work(read, operations * outputs * inputs, case)
     (B, K, S, H), size = shapes["k_cache"][0], 4 if "float32" in case else 2
     if case.startswith("tree_attention"):
         _, T, N, _ = shapes["q"][0]

@@ -13,18 +13,13 @@ cache once (tokenswift: twice, the partial cache the first time) at the bandwidt
 the same run, and beside it at the one of the data sheet.
 
     python -m benchmarks step --model llama3.1-8b --out benchmarks/results/h200
-
-`--products` names implementations of `pallas_kernels.product`: passes of few rows are timed with
-each of them too, in the same turns.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -37,8 +32,6 @@ from jax import lax
 import tsjax
 from benchmarks import report
 from benchmarks.draft import caught_up
-from pallas_kernels.product import api as product_api
-from pallas_kernels.product.xla import FEWEST_ROWS
 from tsjax.decoding.programs import programs as decode_programs
 from tsjax.decoding.sampling import sampling_values
 from tsjax.host.timing import interleaved, summary
@@ -52,8 +45,6 @@ CONTEXTS = (4096, 32_768, 65_536, 106_496)
 ROWS = (1, 8, 16, 41, 64, 101, 128)
 NUM_HEADS = 3
 RECENT = 256  # tokens whose n-grams are entered before the first step
-FEW_ROWS = 16  # what --products is about
-PADDED = "xla, few rows"  # the implementation that serves fewer than FEWEST_ROWS
 COMPILE_SHARE = 0.6  # of the time budget; what is not compiled by then is left out
 
 
@@ -63,42 +54,16 @@ class Pass:
 
     kind: str  # "plain", "draft", "verify" or "tokenswift"
     rows: int = 1
-    products: str | None = None  # the implementation that computes them; None is as chosen
+
+    @property
+    def name(self) -> str:
+        return f"verify {self.rows}" if self.kind == "verify" else self.kind
 
 
-def passes(rows=ROWS, products=()) -> list[Pass]:
+def passes(rows=ROWS) -> list[Pass]:
     """The most important first."""
     found = [Pass("plain"), Pass("draft"), Pass("tokenswift")]
-    found += [Pass("verify", T) for T in sorted(rows, key=lambda T: (T != 64, T != 1, T))]
-    few = [what for what in found if what.rows <= FEW_ROWS and what.kind != "tokenswift"]
-    both = [(what, name) for what in few for name in products]
-    both = [(what, name) for what, name in both if name != PADDED or what.rows < FEWEST_ROWS]
-    return found + [dataclasses.replace(what, products=name) for what, name in both]
-
-
-@contextlib.contextmanager
-def products_by(name: str | None):
-    """While this holds, what is traced computes products by one implementation where it serves.
-
-    Nothing else is traced meanwhile; what was traced before is forgotten, before and after.
-    """
-    with _tracing:
-        known = product_api.IMPLEMENTATIONS
-        if name is None:
-            yield
-            return
-        wanted = [one for one in known if one.name == name]
-        general = [one for one in known if one.platform is None and one.name != name]
-        product_api.IMPLEMENTATIONS = (*wanted, *general)
-        jax.clear_caches()
-        try:
-            yield
-        finally:
-            product_api.IMPLEMENTATIONS = known
-            jax.clear_caches()
-
-
-_tracing = threading.Lock()
+    return found + [Pass("verify", T) for T in sorted(rows, key=lambda T: (T != 64, T != 1, T))]
 
 
 def read_bytes(kind: str, *, weights: int, heads: int, per_token: int, context: int, budget: int):
@@ -183,20 +148,15 @@ class Machine:
 
     def program(self, what: Pass):
         """Compiled for the device that holds the arrays."""
-        with products_by(what.products):
-            lowered = self._lowered(what)
-        return lowered.compile()
-
-    def _lowered(self, what: Pass):
         if what.kind in self.cfgs:
             cfg = self.cfgs[what.kind]
             decode = decode_programs(jax.default_backend(), self.model.dtype).decode
             state = self._with_cache(what.kind)
-            return decode.lower(self._params(what.kind), state, int32(1), cfg=cfg)
+            return decode.lower(self._params(what.kind), state, int32(1), cfg=cfg).compile()
         run = jax.jit(functools.partial(run_passes, cfg=self.model), donate_argnames="tokens")
         cache = self._draft if what.kind == "draft" else self.kv
         arguments = (self.params.model, self.tokens(what.rows), cache, int32([0]), int32(1))
-        return run.lower(*arguments)
+        return run.lower(*arguments).compile()
 
     def preparation(self):
         """The program that brings what is remembered for drafts up to a context."""
@@ -206,9 +166,7 @@ class Machine:
 
         cfg = self.cfgs["tokenswift"]
         state = self._with_cache("tokenswift")
-        with products_by(None):
-            lowered = jax.jit(prepare, donate_argnames="state").lower(state)
-        return lowered.compile()
+        return jax.jit(prepare, donate_argnames="state").lower(state).compile()
 
     def tokens(self, rows: int):
         return jnp.arange(rows, dtype=jnp.int32)[None]
@@ -345,8 +303,6 @@ def rows_of(context: int, times: dict, machine: Machine, document: dict) -> list
     plain = times.get(Pass("plain"))
     for what, seconds in times.items():
         row = {"context": context, "pass": what.kind, "rows": what.rows}
-        if what.products is not None:
-            row["products"] = what.products
         if what.kind == "tokenswift":
             row["rows"] = machine.cfgs["tokenswift"].sizes.width
         if isinstance(seconds, BaseException):
@@ -378,7 +334,7 @@ def rows_of(context: int, times: dict, machine: Machine, document: dict) -> list
 def bars(rows: list[dict]) -> list[dict]:
     found = []
     for row in rows:
-        if "error" in row or "products" in row:
+        if "error" in row:
             continue
         if row["pass"] == "plain":
             what, value, bar = "plain step over its bound", row["over_bound"], 1.25
@@ -400,8 +356,7 @@ def print_row(row: dict) -> None:
     print(
         f"{start}{row['ms']['median']:10.3f}{row['bound_ms']:10.3f}{row['over_bound']:9.2f}x"
         + (f"{nominal:10.2f}x" if nominal else f"{'':11}")
-        + (f"{row['over_plain']:10.2f}x" if "over_plain" in row else "")
-        + (f"  products by {row['products']}" if "products" in row else ""),
+        + (f"{row['over_plain']:10.2f}x" if "over_plain" in row else ""),
         flush=True,
     )
 
@@ -433,11 +388,6 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--model", default=MODELS[0], help=f"such as {', '.join(MODELS)}")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the verify passes")
-    parser.add_argument(
-        "--products", nargs="+", default=[], metavar="NAME",
-        choices=[one.name for one in product_api.IMPLEMENTATIONS],
-        help="time passes of few rows with these implementations of products too",
-    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     report.add_budget(parser)
     args = parser.parse_args(argv)
@@ -457,7 +407,7 @@ def main(argv: Sequence[str]) -> None:
     document["rows"] += [
         {"context": n, "pass": what.kind, "rows": what.rows, "error": "does not fit the memory"}
         for n in too_long
-        for what in passes(args.rows, args.products)
+        for what in passes(args.rows)
     ]
     # A warm-up of three steps, then the rounds, at each context.
     machine = Machine(model, preset, contexts, slack=3 + effort.rounds * effort.most_steps)
@@ -470,7 +420,7 @@ def main(argv: Sequence[str]) -> None:
     }
     print(f"weights and caches are there after {budget.used:.0f} s", flush=True)
     tasks: dict[Any, Any] = {
-        what: functools.partial(machine.program, what) for what in passes(args.rows, args.products)
+        what: functools.partial(machine.program, what) for what in passes(args.rows)
     }
     tasks = {"prepare": machine.preparation, **tasks}
     programs = report.attempt_all(tasks, effort.workers, COMPILE_SHARE * budget.left)

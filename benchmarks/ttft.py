@@ -42,6 +42,14 @@ AUTO = 2.0  # times fewer operations
 AUTO_NAME = f"auto {AUTO}"
 NAMES = (*SCHEDULES, AUTO_NAME)
 ALL_ROWS = 512  # computed with each new token, until all are
+# What becomes of the tokens that were left out, as whole generations show it.
+REVIVALS: dict[str, dict[str, Any]] = {
+    "in batches": {},
+    "paper's rule": dict(revive="on_demand"),
+    "paper's rule, every 8": dict(revive="on_demand", choose_every=8),
+    "never": dict(revive="never"),
+    "everything": dict(revive="background", revive_rows=ALL_ROWS),
+}
 
 
 def scaled_model(layers: int, embed: int, dtype: str):
@@ -81,17 +89,11 @@ def first_token(model, prompt, prefill) -> float:
     return stats.prefill_seconds + stats.decode_seconds
 
 
-def generations(model, prompt, lazy, new: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """Seconds of whole generations, and the share of the prompt that each stage computed."""
-    everything = dataclasses.replace(lazy, revive="background", revive_rows=ALL_ROWS)
-    prefills: dict[str, Any] = {
-        "full": "full",
-        "in batches": lazy,
-        "paper's rule": dataclasses.replace(lazy, revive="on_demand"),
-        "paper's rule, every 8": dataclasses.replace(lazy, revive="on_demand", choose_every=8),
-        "never": dataclasses.replace(lazy, revive="never"),
-        "everything": everything,
-    }
+def generations(model, prompt, lazy, names, new: int, rounds: int) -> dict[str, dict[str, Any]]:
+    """Seconds of whole generations, and the share of the prompt that each stage computed, by those
+    of REVIVALS that are named."""
+    prefills: dict[str, Any] = {"full": "full"}
+    prefills |= {name: dataclasses.replace(lazy, **REVIVALS[name]) for name in names}
 
     def computed(prefill):
         result = tsjax.generate(model, prompt, max_new_tokens=new, prefill=prefill)
@@ -126,6 +128,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument(
         "--generate", nargs="*", default=["paper", "halves"], choices=NAMES,
         help="schedules of whole generations",
+    )  # fmt: skip
+    parser.add_argument(
+        "--revived", nargs="+", default=list(REVIVALS), choices=REVIVALS,
+        help="what becomes of the tokens that were left out, in whole generations",
     )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args(argv)
@@ -167,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
         prompt = prompt_of(tokens, model.cfg)
         lazy = prefill_of(name, tokens, model.cfg)
         for weights, model in models.items():
-            runs = generations(model, prompt, lazy, args.new, args.rounds)
+            runs = generations(model, prompt, lazy, args.revived, args.new, args.rounds)
             case = {"prompt_tokens": tokens, "new_tokens": args.new, "schedule": name}
             document["generations"].append({**case, "weights": weights, "runs": runs})
             for revived, run in runs.items():

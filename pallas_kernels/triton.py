@@ -27,7 +27,7 @@ LARGEST_HEAD = 128
 DTYPES = ("bfloat16", "float16", "float32")
 MASKED = -1e30  # a score: finite, so that exp2(MASKED - peak) is exactly 0 and no inf - inf arises
 
-OPERATIONS = ("tree_attention", "cache_scores", "product", "rms_norm", "rotary_heads")
+OPERATIONS = ("tree_attention", "cache_scores", "rms_norm", "rotary_heads")
 SWITCH = "TSJAX_NO_TRITON"
 
 
@@ -41,13 +41,13 @@ def switched_off(operation: str) -> bool:
     return "all" in named or operation in named
 
 
-def check_dtype(operation: str, dtype, among: Sequence[str] = DTYPES) -> None:
-    """Raises NotImplementedError for what no kernel of the operation serves, and for all if it is
-    switched off."""
+def check_dtype(operation: str, dtype) -> None:
+    """Raises NotImplementedError for types that no kernel serves, and for all if the operation's
+    are switched off."""
     if switched_off(operation):
         raise NotImplementedError(f"switched off by {SWITCH}")
-    if dtype not in among:
-        raise NotImplementedError(f"type {dtype}: only {', '.join(among)}")
+    if dtype not in DTYPES:
+        raise NotImplementedError(f"type {dtype}: only {', '.join(DTYPES)}")
 
 
 def check_supported(operation: str, dtype, head_dim: int) -> None:

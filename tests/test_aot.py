@@ -26,15 +26,9 @@ NARROW = {
     "tsjax_cache_scores_totals": 1,
     "tsjax_cache_scores_softmax": 5,
     "tsjax_rms_norm": 0,
-    "tsjax_product": 8,
 }
 SHORT = {"tsjax_tree_attention_merge", "tsjax_rotary_heads"}  # read a few short rows of float32
-MATRIX = {
-    "tsjax_tree_attention",
-    "tsjax_cache_scores_totals",
-    "tsjax_cache_scores_softmax",
-    "tsjax_product",
-}
+MATRIX = {"tsjax_tree_attention", "tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"}
 
 
 def base_name(kernel: dict) -> str:
@@ -65,7 +59,7 @@ def test_kernel(case, target):
     "case",
     [
         next(case for case in aot.kernel_cases() if case.startswith(kernel))
-        for kernel in ("tree_attention", "cache_scores dot", "cache_scores softmax", "product")
+        for kernel in ("tree_attention", "cache_scores dot", "cache_scores softmax")
     ],
 )
 def test_kernel_with_64_bit_types_switched_on(case):
@@ -74,7 +68,7 @@ def test_kernel_with_64_bit_types_switched_on(case):
 
 def check_kernel(case: str, target: str, found: dict) -> None:
     _, shapes = aot.kernel_cases()[case]
-    (dtype,) = {dtype for name, (_, dtype) in shapes.items() if name.startswith(("q", "rows"))}
+    (dtype,) = {dtype for name, (_, dtype) in shapes.items() if name.startswith("q")}
     check_kernels(found, target, dtype)
     names = {base_name(kernel) for kernel in found["kernels"]}
     if case.startswith("tree_attention"):
@@ -84,8 +78,6 @@ def check_kernel(case: str, target: str, found: dict) -> None:
             # The matrix units of Hopper take tiles of 64 rows; smaller ones use those of Ampere.
             assert all(k["wgmma"] for k in found["kernels"] if k["mma"] or k["wgmma"])
             assert any(k["wgmma"] for k in found["kernels"])
-    elif case.startswith("product"):
-        assert names == {"tsjax_product"}
     elif case.startswith("cache_scores dot"):
         assert names == {"tsjax_cache_scores"}
     else:
@@ -139,8 +131,6 @@ def check_step(case: str, found: dict) -> None:
         check_products(found["program"])
     wanted = {"tsjax_tree_attention", "tsjax_tree_attention_merge"}
     wanted |= {"tsjax_rms_norm", "tsjax_rotary_heads"}
-    if step.program != "fill_stage":  # which has many rows
-        wanted.add("tsjax_product")
     if step.method in ("tokenswift", "auto", "triforce"):
         wanted.add("tsjax_cache_scores")
     if step.revive and step.program != "fill_stage":

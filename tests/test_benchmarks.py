@@ -111,17 +111,6 @@ def test_kernels_run_on_a_cpu(tmp_path):
     assert document["bars"] == []  # they are asked of the kernels alone
 
 
-def test_products_run_on_a_cpu(tmp_path):
-    document = run("products", tmp_path)
-    assert json.loads((tmp_path / "products.json").read_text()) == document
-    names = {(row["product"], row["rows"]) for row in document["rows"]}
-    assert names == {(name, rows) for name in ("quick", "quick int8") for rows in (1, 8, 16)}
-    for row in document["rows"]:
-        assert row["implementation"] in ("native", "xla") and row["us"]["median"] > 0
-        assert row["read_bytes"] == 48 * 64 * (1 if row["weights"] == "int8" else 2)
-        assert row.get("difference_to_xla", 0) < 1e-5
-
-
 @pytest.mark.slow
 def test_tuning_runs_interpreted(tmp_path):
     document = run("kernels", tmp_path, "--tune")

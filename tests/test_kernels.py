@@ -433,7 +433,6 @@ def test_kernels_are_lowered_for_every_target(target, rng):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_decode_step_runs_the_kernels(method, names, dtype):
     """The program that `generate` runs, for tiny model and cache."""
-    names = names | ({"tsjax_product"} if dtype == "bfloat16" else set())
     model = tiny_model(num_draft_heads=3, dtype=dtype)
     cfg = tsjax.DecodeConfig(model.cfg, method)
     state = tsjax.init_state(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Triton kernels of a layer without a GPU: products, norms, queries and keys.
+"""The Triton kernels of a layer without a GPU: norms, queries and keys.
 
 As test_kernels.py: values by interpretation, accesses by NumPy and in the lowered programs.
 """
@@ -14,10 +14,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kernel_cases import relative_error
 from kernel_programs import in_numpy, kernel_names, lower_for_cuda, unmasked_accesses
 
-from pallas_kernels import add_rms_norm, product, rms_norm, rotary_heads
+from pallas_kernels import add_rms_norm, rms_norm, rotary_heads
 from pallas_kernels import triton as backend
 from pallas_kernels.operations import implementations
-from pallas_kernels.product import triton as product_triton
 from pallas_kernels.rms_norm import triton as norm_triton
 from pallas_kernels.rotary import triton as rotary_triton
 
@@ -34,127 +33,6 @@ def place():
 
 def compiled_text(function, *arrays):
     return jax.jit(function).lower(*arrays).compile().as_text()
-
-
-# --- products --------------------------------------------------------------------------------
-
-
-def make_product(rng, lead, outputs, inputs, dtype="bfloat16", weights="bfloat16"):
-    """Rows, weights, scales if any; and the sums in float64."""
-    rows = jnp.asarray(rng.standard_normal((*lead, inputs)), dtype)
-    if weights != "int8":
-        matrix = jnp.asarray(rng.standard_normal((outputs, inputs)), dtype)
-        return (rows, matrix), np.asarray(rows, float) @ np.asarray(matrix, float).T
-    matrix = jnp.asarray(rng.integers(-127, 128, (outputs, inputs)), "int8")
-    scales = jnp.asarray(rng.uniform(0.1, 1, outputs), "float32")
-    wide = np.asarray(matrix, float) * np.asarray(scales, float)[:, None]
-    return (rows, matrix, scales), np.asarray(rows, float) @ wide.T
-
-
-def blocks(outputs=16, inputs=32, parts=1):
-    return product_triton.Blocks(outputs, inputs, parts, warps=4, stages=2)
-
-
-def interpreted(some):
-    return functools.partial(product_triton.product, blocks=some, interpret=True)
-
-
-# Sizes that no block divides; more parts than there are blocks of inputs.
-PRODUCTS = [
-    ((), 40, 48, blocks()),
-    ((1, 1), 33, 80, blocks(parts=2)),
-    ((2, 3), 100, 144, blocks(32, 16, 7)),
-    ((16,), 16, 96, blocks(64, 64, 2)),
-]
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("weights", ["alike", "int8"])
-@pytest.mark.parametrize("lead, outputs, inputs, some", PRODUCTS)
-def test_products(lead, outputs, inputs, some, weights, dtype, rng):
-    arrays, expected = make_product(rng, lead, outputs, inputs, dtype, weights)
-    out = interpreted(some)(*arrays)
-    assert out.dtype == jnp.float32 and out.shape == (*lead, outputs)
-    assert relative_error(out, expected) < 2e-6
-    with in_numpy():
-        some_rows = arrays[0].reshape(1, -1) if not lead else arrays[0]
-        checked = product_triton._product(some_rows, *arrays[1:], blocks=some, interpret=False)
-    assert relative_error(checked.reshape(out.shape), expected) < 2e-6
-
-
-@pytest.mark.parametrize("weights", ["alike", "int8"])
-def test_a_row_has_the_same_bits_among_others(weights, rng):
-    (rows, *matrix), _ = make_product(rng, (16,), 48, 160, weights=weights)
-    kernel = interpreted(blocks(parts=3))
-    together = np.asarray(kernel(rows, *matrix))
-    for count in (1, 5):
-        np.testing.assert_array_equal(kernel(rows[:count], *matrix), together[:count])
-
-
-def test_every_access_of_a_product_is_masked(rng):
-    for weights in ("alike", "int8"):
-        arrays, _ = make_product(rng, (3,), 33, 80, weights=weights)
-        lowered = lower_for_cuda(product_triton.product, *arrays)
-        assert unmasked_accesses(lowered) == {"tsjax_product": []}
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (dict(lead=(17,)), "17 rows: up to 16"),
-        (dict(dtype="float32"), "type float32: only"),
-        (dict(inputs=72), "72 inputs: a multiple of 16"),
-    ],
-)
-def test_products_that_go_to_xla(change, message, rng):
-    shape = dict(lead=(2,), outputs=32, inputs=64, dtype="bfloat16") | change
-    (rows, matrix), _ = make_product(rng, **shape)
-    assert "tsjax_" not in lower_for_cuda(product, rows, matrix).as_text()
-    with pytest.raises(NotImplementedError, match=f"triton: {message}"):
-        lower_for_cuda(functools.partial(product, implementation="triton"), rows, matrix)
-    with pytest.raises(NotImplementedError):
-        product(rows, matrix, implementation="triton")  # not on this machine
-
-
-@pytest.mark.parametrize("weights", ["alike", "int8"])
-def test_few_rows_have_a_kernel_on_a_gpu(weights, rng):
-    arrays, _ = make_product(rng, (2, 8), 32, 64, weights=weights)
-
-    def run(rows, matrix, scales=None):
-        return product(rows, matrix, scales=scales)
-
-    lowered = lower_for_cuda(run, *arrays)
-    assert kernel_names(lowered.as_text()) == {"tsjax_product"}
-
-
-@pytest.mark.parametrize("matrix", [(6144, 4096), (4096, 14336), (28672, 4096), (1536, 1536)])
-def test_blocks_fill_the_chip(matrix):
-    some = product_triton.default_blocks(matrix)
-    programs = -(-matrix[0] // some.outputs) * some.parts
-    assert programs >= 108
-    # Weights of one program on the chip: each stage's.
-    assert some.outputs * some.inputs * 2 * some.stages <= 128 * 1024
-
-
-@pytest.mark.parametrize("split", ["outputs", "inputs"])
-def test_products_on_a_mesh(split, place, rng):
-    (rows, matrix), expected = make_product(rng, (2, 3), 32, 64)
-    if split == "outputs":
-        placed = place(rows, "data"), place(matrix, "model")
-    else:
-        placed = place(rows, "data", None, "model"), place(matrix, None, "model")
-    text = compiled_text(interpreted(blocks()), *placed)
-    assert "all-gather" not in text and ("all-reduce" in text) == (split == "inputs")
-    assert relative_error(jax.jit(interpreted(blocks()))(*placed), expected) < 2e-6
-
-
-def test_products_under_vmap(rng):
-    """Batches of rows are more rows, also more than the kernel takes at a time."""
-    (rows, matrix), expected = make_product(rng, (9, 3), 40, 64)
-    kernel = interpreted(blocks())
-    assert relative_error(jax.vmap(kernel, (0, None))(rows, matrix), expected) < 2e-6
-    both = jax.vmap(kernel, (None, 0))(rows[0], jnp.stack([matrix, 2 * matrix]))
-    assert relative_error(both, np.stack([expected[0], 2 * expected[0]])) < 2e-6
 
 
 # --- norms -----------------------------------------------------------------------------------
@@ -342,43 +220,38 @@ def test_heads_that_do_not_fit_are_refused(fresh, angles, dtype, message):
 # --- the switch ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", ["product", "rms_norm, rotary_heads", "all"])
+@pytest.mark.parametrize("named", ["rms_norm", "rms_norm, rotary_heads", "all"])
 def test_kernels_are_switched_off_by_name(named, monkeypatch, rng):
     monkeypatch.setenv("TSJAX_NO_TRITON", named)
-    rows, matrix = make_product(rng, (2,), 32, 64)[0]
-    weight = jnp.ones(64, "bfloat16")
+    rows, _, weight = make_norm(rng, (2, 64), "bfloat16")
 
-    def run(rows, matrix, weight, *heads):
-        return product(rows, matrix), rms_norm(rows, weight, EPS), rotary_heads(*heads, "bfloat16")
+    def run(rows, weight, *heads):
+        return rms_norm(rows, weight, EPS), rotary_heads(*heads, "bfloat16")
 
     heads = make_heads(rng, 1, 1, 1, 1, 64, "bfloat16")
-    text = lower_for_cuda(run, rows, matrix, weight, *heads).as_text()
-    off = ("product", "rms_norm", "rotary_heads") if named == "all" else named.split(", ")
-    wanted = {"tsjax_product", "tsjax_rms_norm", "tsjax_rotary_heads"}
+    text = lower_for_cuda(run, rows, weight, *heads).as_text()
+    off = ("rms_norm", "rotary_heads") if named == "all" else named.split(", ")
+    wanted = {"tsjax_rms_norm", "tsjax_rotary_heads"}
     assert kernel_names(text) == wanted - {f"tsjax_{name}" for name in off}
-    found = implementations("cuda")
-    for name in found:
-        is_off = named == "all" or name.removeprefix("add_") in off
-        assert ("triton" in found[name]) != is_off
+    for name, found in implementations("cuda").items():
+        is_off = named == "all" or name == "product" or name.removeprefix("add_") in off
+        assert ("triton" in found) != is_off
 
 
 def test_a_switch_that_names_no_operation_is_refused(monkeypatch, rng):
-    monkeypatch.setenv("TSJAX_NO_TRITON", "products")
-    rows, matrix = make_product(rng, (2,), 32, 64)[0]
-    with pytest.raises(ValueError, match="TSJAX_NO_TRITON='products' is not valid: all, or some"):
-        lower_for_cuda(product, rows, matrix)
+    monkeypatch.setenv("TSJAX_NO_TRITON", "norms")
+    rows, _, weight = make_norm(rng, (2, 64), "bfloat16")
+    with pytest.raises(ValueError, match="TSJAX_NO_TRITON='norms' is not valid: all, or some"):
+        lower_for_cuda(functools.partial(rms_norm, eps=EPS), rows, weight)
 
 
 # --- the tests above can fail -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [product_triton, norm_triton, rotary_triton])
+@pytest.mark.parametrize("module", [norm_triton, rotary_triton])
 @pytest.mark.parametrize("name", ["load", "store"])
 def test_an_access_outside_an_array_is_found(module, name, rng):
     runs = {
-        product_triton: lambda: module._product(
-            *make_product(rng, (3,), 33, 80)[0], blocks=blocks(), interpret=False
-        ),
         norm_triton: lambda: module._norms(
             *make_norm(rng, (2, 40), "float32"), eps=EPS, interpret=False
         ),
@@ -398,16 +271,13 @@ def test_an_access_outside_an_array_is_found(module, name, rng):
             runs[module]()
 
 
-@pytest.mark.parametrize("module", [product_triton, norm_triton, rotary_triton])
+@pytest.mark.parametrize("module", [norm_triton, rotary_triton])
 def test_a_missing_mask_is_found(module, monkeypatch, rng):
     def without_mask(ref, index, inside, other=0):
         return backend.backend.load(ref.at[tuple(index)])
 
     monkeypatch.setattr(module, "load", without_mask)
-    if module is product_triton:
-        arrays, _ = make_product(rng, (3,), 65, 112)
-        run = functools.partial(module._product, blocks=blocks(), interpret=False)
-    elif module is norm_triton:
+    if module is norm_triton:
         arrays = make_norm(rng, (2, 56), "float32")
         run = functools.partial(module._norms, eps=EPS, interpret=False)
     else:

@@ -15,9 +15,6 @@ from jax import lax
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores.api import cache_scores
-from pallas_kernels.product import reference as product_reference
-from pallas_kernels.product import specs as product_specs
-from pallas_kernels.product.api import product
 from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rotary import reference as rotary_reference
@@ -165,26 +162,6 @@ def test_decode_attention_is_tree_attention_for_one_row():
     tree = jax.jit(tree_attention)(q, k_cache, v_cache, length, k_new, v_new, mask)
     one = jax.jit(decode_attention)(q[:, 0], k_cache, v_cache, length, k_new[:, 0], v_new[:, 0])
     assert jnp.array_equal(one, tree[:, 0])
-
-
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("name", product_specs.SPECS)
-def test_product(name, rows):
-    spec = product_specs.SPECS[name]._replace(rows=rows)
-    arrays = product_specs.inputs(spec)
-
-    def run(rows, weights, scales=None):
-        return product(rows, weights, scales=scales)
-
-    kernel = compile_kernels(run, tuple(arrays.values()), "tsjax_product")
-    out = kernel(*arrays.values())
-    expected = jax.jit(product_reference.product)(*arrays.values())
-    assert out.dtype == jnp.float32 and out.shape == (rows, spec.outputs)
-    # Matrix units cut off what a sum cannot hold, so the error grows with the number of terms.
-    assert relative_error(out, expected) < 1e-5 * max(1, spec.inputs / 4096)
-    assert jnp.array_equal(kernel(*arrays.values()), out), "not the same bits twice"
-    first = arrays | {"rows": arrays["rows"][:1]}
-    assert jnp.array_equal(jax.jit(run)(*first.values()), out[:1]), "other bits alone"
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_ERROR)

@@ -29,7 +29,6 @@ from kernel_cases import (
 
 from pallas_kernels import triton as backend
 from pallas_kernels.cache_scores import triton as scores_triton
-from pallas_kernels.product import triton as product_triton
 from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rms_norm import triton as norm_triton
 from pallas_kernels.rotary import reference as rotary_reference
@@ -40,7 +39,7 @@ from tools.ptx.memory import Fault, OutOfBounds, Uninitialised
 
 pytestmark = pytest.mark.aot
 
-KERNELS = (attention_triton, scores_triton, product_triton, norm_triton, rotary_triton)
+KERNELS = (attention_triton, scores_triton, norm_triton, rotary_triton)
 ERROR = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}  # over the largest entry
 
 
@@ -190,41 +189,6 @@ def test_cache_scores_of_given_totals(rng):
     assert relative_error(found, expected) < 1e-4
 
 
-PRODUCT = {
-    "one row": ((1, 300, 1040), BF16, None),
-    "a few rows": ((3, 100, 528), BF16, (64, 128, 1, 4, 4)),
-    "16 rows": ((16, 600, 1536), BF16, None),
-    "17 rows": ((17, 40, 256), BF16, (16, 64, 2, 4, 3)),
-    "float16": ((16, 130, 512), F16, (32, 256, 1, 4, 4)),
-}
-
-
-def run_product(rng, shape, dtype, blocks, int8):
-    count, outputs, inputs = shape
-    rows = jnp.asarray(rng.standard_normal((count, inputs)), dtype)
-    weights, scales = jnp.asarray(rng.standard_normal((outputs, inputs)), dtype), ()
-    if int8:
-        weights = jnp.asarray(rng.integers(-128, 128, (outputs, inputs)), jnp.int8)
-        scales = (jnp.asarray(rng.uniform(0.001, 0.01, outputs), F32),)
-    with simulated() as simulation:
-        found = product_triton._product(
-            rows, weights, *scales,
-            blocks=blocks and product_triton.Blocks(*blocks), interpret=False,
-        )  # fmt: skip
-    matrix = np.asarray(weights, np.float64)
-    matrix = matrix * np.asarray(scales[0], np.float64)[:, None] if int8 else matrix
-    expected = np.asarray(rows, np.float64) @ matrix.T
-    assert relative_error(found, expected) < ERROR["float32"]
-    return simulation.calls
-
-
-@pytest.mark.parametrize("int8", [False, True], ids=["as rows", "int8"])
-@pytest.mark.parametrize("case", PRODUCT)
-def test_product(case, int8, rng):
-    (call,) = run_product(rng, *PRODUCT[case], int8)
-    assert call.results[0].written.all()
-
-
 def run_norm(rng, width, dtype, adds):
     rows, update = (jnp.asarray(rng.standard_normal((3, width)), t) for t in (dtype, F32))
     weight = jnp.asarray(rng.standard_normal(width), dtype)
@@ -285,8 +249,6 @@ def small() -> dict[str, Call]:
     calls["attention, float32"], _ = run_attention(rng(), exact, (16, 16, 2, 4, 2))
     (calls["scores"],) = run_scores(rng(), *cache, "dot")
     calls["totals"], calls["softmax"] = run_scores(rng(), *cache, "softmax")
-    (calls["product"],) = run_product(rng(), (3, 100, 1040), BF16, (64, 128, 1, 4, 4), False)
-    (calls["product, int8"],) = run_product(rng(), (3, 40, 1040), BF16, (16, 128, 2, 4, 4), True)
     (calls["norm"],) = run_norm(rng(), 200, BF16, adds=True)
     (calls["rotary"],) = run_rotary(rng(), 80, BF16, F32)
     return calls
@@ -310,24 +272,23 @@ DAMAGES = {
 FOUND = {
     "barrier": {
         "attention": 0.8, "attention, float32": 0.7, "merge": 0.8, "scores": 1, "totals": 0.8,
-        "softmax": 1, "product": 0.6, "product, int8": 0.6, "norm": 1,
+        "softmax": 1, "norm": 1,
     },
     "wait": {
-        "attention": 0.6, "attention, float32": 0.8, "totals": 0.5, "product": 0.5,
-        "product, int8": 0.5,
+        "attention": 0.6, "attention, float32": 0.8, "totals": 0.5,
     },
     "guard": {
-        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 1, "product": 1,
-        "product, int8": 1, "norm": 1, "rotary": 1,
+        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 1,
+        "norm": 1, "rotary": 1,
     },
-    "size": {"attention": 0.7, "totals": 1, "product": 1, "product, int8": 1},
+    "size": {"attention": 0.7, "totals": 1, "product, int8": 1},
     "bound": {
-        "attention": 0.4, "scores": 0.5, "totals": 0.6, "softmax": 0.7, "product": 0.5,
-        "product, int8": 0.5, "norm": 1, "rotary": 1,
+        "attention": 0.4, "scores": 0.5, "totals": 0.6, "softmax": 0.7,
+        "norm": 1, "rotary": 1,
     },
     "offset": {
-        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 0.7, "product": 0.9,
-        "product, int8": 1, "norm": 1, "rotary": 1,
+        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 0.7,
+        "norm": 1, "rotary": 1,
     },
 }  # fmt: skip
 
@@ -368,7 +329,6 @@ def test_damage_is_found(damage, kernel, small):
 UNMASKED = {
     "attention": (attention_triton, lambda rng: run_attention(rng, *ATTENTION["one part"])),
     "scores": (scores_triton, lambda rng: run_scores(rng, *SCORES["groups"], "dot")),
-    "product": (product_triton, lambda rng: run_product(rng, *PRODUCT["a few rows"], int8=False)),
     "norm": (norm_triton, lambda rng: run_norm(rng, 200, BF16, adds=False)),
     "rotary": (rotary_triton, lambda rng: run_rotary(rng, 80, BF16, F32)),
 }

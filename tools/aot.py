@@ -209,8 +209,6 @@ def kernel_cases() -> dict:
 
     from pallas_kernels.cache_scores import specs as scores
     from pallas_kernels.cache_scores.api import cache_scores
-    from pallas_kernels.product import specs as products
-    from pallas_kernels.product.api import product
     from pallas_kernels.tree_attention import specs as attention
     from pallas_kernels.tree_attention.api import tree_attention
 
@@ -222,9 +220,6 @@ def kernel_cases() -> dict:
         for mode in ("dot", "softmax"):
             run = functools.partial(cache_scores, mode=mode, implementation="triton")
             cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
-    for name, spec in products.SPECS.items():
-        run = functools.partial(product, implementation="triton")
-        cases[f"product {name}"] = run, spec.shapes()
     return cases
 
 

@@ -87,7 +87,7 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
     "small_products" are those of each step, with fewer blocks than the chip has cores; what lies in
     a further loop (old slots that a lazy prefill left out, read anew) is none of them.
     """
-    products = [one for one in program.kernels if re.search("gemm|tsjax_product", one.name)]
+    products = [one for one in program.kernels if "gemm" in one.name]
     shapes = {shape for a, b in weights for shape in (f"{a},{b}", f"{b},{a}")}
     outside = _without_fusions(hlo)
     written = re.findall(r"= f32\[(\d+,\d+)\]", outside)
@@ -133,10 +133,6 @@ def work(hlo: str) -> dict:
                 (_, T, N, H), (B, K, S, _) = queries, cache
                 found["cache"] += 2 * B * K * S * H * WIDTHS[kind]
                 found["attention"] += 4 * B * T * N * H * S
-            elif ours and "/tsjax_product/" in text:
-                (_, (rows, _)), (kind, weights), *_ = _arrays(text.split("constraints={")[1])
-                found["weights"] += math.prod(weights) * WIDTHS[kind]
-                found["products"] += 2 * rows * math.prod(weights)
             inside = bodies[called[1]] if called else {}
             for dot in [text, *inside.values()]:
                 if operands := re.search(r" dot\((%[\w.-]+), (%[\w.-]+)\)", dot):

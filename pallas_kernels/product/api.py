@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOATS
-from pallas_kernels.product import native, triton, xla
+from pallas_kernels.product import native, xla
 from pallas_kernels.typing import Array, Float, Num, accumulation_dtype
 
 
@@ -25,8 +25,8 @@ def product(
       rows: with any axes before I.
       weights: in the rows' type, or int8 with `scales`.
       scales: of each output, what one step of its int8 weights is worth; in the type of the sums.
-      implementation: "native", "triton" (up to 16 rows), "xla" or "xla, few rows" (on a GPU, as 8
-        rows) to have that one or an error; None for the first that serves.
+      implementation: "native" (on a CPU) or "xla" to have that one or an error; None for the first
+        that serves.
 
     Returns:
       float32 (float64 for float64 rows). On a CPU with the native kernel a row has the same bits
@@ -63,8 +63,6 @@ def _check(rows: Array, weights: Array, scales: Array | None) -> None:
 
 
 IMPLEMENTATIONS = (
-    dispatch.Implementation("triton", "cuda", triton.product),
-    dispatch.Implementation("xla, few rows", "cuda", xla.product_of_few_rows),
     dispatch.Implementation("native", "cpu", native.product),
     dispatch.Implementation("xla", None, xla.product),
 )
