@@ -103,6 +103,7 @@ def generations(model, prompt, lazy, names, new: int, rounds: int) -> dict[str, 
     found = interleaved(calls, rounds)
     return {
         name: {
+            "choose_every": getattr(prefills[name], "tokens_between_choices", None),
             "generation_seconds": summary(seconds),
             "computed": found.results[name][-1],
             "speedup": ratios(found.seconds["full"], seconds),

@@ -89,6 +89,13 @@ def test_shares_are_counted_exactly(parts, tokens):
     assert int(kept(share, jnp.int32(tokens))) == expected
 
 
+def test_the_default_chooses_rarely():
+    """On 2 cores and on an H200 a choice takes as long as several new tokens."""
+    assert tsjax.LazyPrefill().tokens_between_choices == 32
+    assert tsjax.LazyPrefill(revive="on_demand").tokens_between_choices == 1
+    assert tsjax.LazyPrefill(choose_every=5).tokens_between_choices == 5
+
+
 def test_the_papers_schedule():
     assert paper_cuts(32) == ((9, 0.7), (19, 0.49), (28, 0.343))
     lazy = tsjax.LazyPrefill().resolved(tiny_config(num_layers=32), 1000)

@@ -16,7 +16,7 @@ from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.errors import BadValue
 
 # What becomes of tokens that a cut left out, and the new tokens from one choice to the next.
-CHOOSE_EVERY = {"in_batches": 16, "on_demand": 1, "never": 1, "background": 1}
+CHOOSE_EVERY = {"in_batches": 32, "on_demand": 1, "never": 1, "background": 1}
 REVIVE = tuple(CHOOSE_EVERY)
 SCORES = ("attention", "random")
 PAPER_CUTS, PAPER_SHARE = (0.3, 0.6, 0.9), 0.7  # of the layers; of the tokens that are left
@@ -49,7 +49,7 @@ class LazySettings:
         computed in every layer that lacks some, from the front on, until the cache is complete; new
         tokens see all that there is. No token is computed twice in a layer.
       choose_every: from the first new token on, new tokens from one choice to the next; None is
-        16 "in_batches" and else 1, the paper's. What a token sees depends on its place alone, so
+        32 "in_batches" and else 1, the paper's. What a token sees depends on its place alone, so
         all methods return the same tokens; a step that finds several of them ends where the next
         choice is due.
       revive_rows: tokens that are computed at once; "in_batches" and in the "background" not more
