@@ -12,6 +12,8 @@ condition:
     000: kCommandBuffer [source       | next=706 (1)]
         004: kCustomKernel [source | next=021] gemm_fusion_dot_3_1 grid: [8, 4, 2] threads: [1]
         005: kCustomKernel [source | next=021] gemm_fusion_dot grid: [128, 1, 1] threads: [64, 1, 1]
+        008: kCustomKernel [source | next=021] input_reduce_fusion_2 grid: [64, 1, 1] threads: [32]
+        009: kCustomKernel [source | next=021] input_reduce_fusion grid: [1, 1, 1] threads: [32]
         006: kConditional [source | sink]
           true_branch:
             007: kCustomKernel [source | sink] loop_add_fusion grid: [1, 1, 1] threads: [1, 1, 1]
@@ -30,23 +32,34 @@ HLO = """\
 %fused_computation.1 (param: bf16[64,32]) -> f32[64] {
   %convert = f32[64,32]{1,0} convert(%param)
 }
+%fused_reduce.2 (row: bf16[32], weights: bf16[64,32]) -> f32[64] {
+  %multiply.1 = f32[64,32]{1,0} multiply(%a, %b)
+  %weights = bf16[64,32]{1,0} parameter(1)
+  ROOT %reduce.1 = f32[64]{0} reduce(%multiply.1, %zero), dimensions={1}, to_apply=%add, metadata={op_name="product/dot_general"}
+}
+%fused_reduce (x: f32[64]) -> f32[] {
+  %multiply.2 = f32[64]{0} multiply(%x, %x)
+  ROOT %reduce.2 = f32[] reduce(%multiply.2, %zero), dimensions={0}, to_apply=%add, metadata={op_name="norm/reduce_sum"}
+}
 %body (arg: f32[]) -> f32[] {
+  %input_reduce_fusion.2 = f32[64]{0} fusion(%x, %weights), kind=kInput, calls=%fused_reduce.2
+  %input_reduce_fusion = f32[] fusion(%x), kind=kInput, calls=%fused_reduce
   %written = f32[32,64]{1,0} fusion(%x), kind=kLoop
   %logits = f32[8,64]{1,0} fusion(%x), kind=kLoop
   %weights = bf16[64,32]{1,0} get-tuple-element(%arg), index=0
   %widened = bf16[64,32]{1,0} fusion(%x), kind=kLoop
 }
-"""
+"""  # noqa: E501
 
 
 def test_thunks_are_counted_where_they_lie():
     program = read_thunks(THUNKS)
     assert (program.graphs, program.host_conditions, program.host_loops) == (2, 1, 2)
     found = {kernel.name: kernel for kernel in program.kernels}
-    assert len(program.kernels) == 8
+    assert len(program.kernels) == 10
     assert found["gemm_fusion_dot"].blocks == 128 and found["gemm_fusion_dot"].in_graph
     assert not found["tsjax_cache_scores"].in_graph and found["tsjax_cache_scores"].loops == 1
-    assert found["loop_add_fusion"].loops == 2
+    assert found["loop_add_fusion_7"].loops == 2
 
 
 def test_figures(tmp_path):
@@ -58,11 +71,13 @@ def test_figures(tmp_path):
         "graphs": 2,
         "host_conditions": 1,
         "host_loops": 2,
-        "graph_kernels": 5,
+        "graph_kernels": 7,
         "loose_kernels": 3,
         "inner_kernels": 2,
-        "products": 3,
-        "small_products": 1,  # not the one of the inner loop
+        "products": 4,
+        # Of one row, with fewer blocks than cores, and by matrix units; not the sum of squares, nor
+        # what is in the inner loop.
+        "small_products": 2,
         "float32_weights": 1,
         "copied_weights": 1,
     }
@@ -76,7 +91,15 @@ WORK = """HloModule step
   ROOT %dot.1 = f32[8,256]{1,0} dot(%parameter_0, %parameter_1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }
 
+%fused_reduce (parameter_0: s8[256,64], parameter_1: bf16[64]) -> f32[256] {
+  %parameter_0 = s8[256,64]{1,0} parameter(0)
+  %parameter_1 = bf16[64]{0} parameter(1)
+  %multiply.1 = f32[256,64]{1,0} multiply(%broadcast.1, %convert.1)
+  ROOT %reduce.1 = f32[256]{0} reduce(%multiply.1, %zero), dimensions={1}, to_apply=%add, metadata={op_name="jit(step)/product/dot_general"}
+}
+
 %body (rows: bf16[8,64]) -> f32[8,256] {
+  %one_row = f32[256]{0} fusion(%bytes, %row), kind=kInput, calls=%fused_reduce
   %rows = bf16[8,64]{1,0} parameter(0)
   %weights = bf16[256,64]{1,0} parameter(1)
   %first = f32[8,256]{1,0} fusion(%rows, %weights), kind=kCustom, calls=%fused_dot
@@ -93,13 +116,14 @@ ENTRY %main (rows: bf16[8,64]) -> f32[8,256] {
 
 
 def test_work_is_counted_where_kernels_start():
-    """A product that two fusions share counts twice, its body by itself not at all."""
+    """A product that two fusions share counts twice, its body by itself not at all; one of one row
+    is a sum."""
     assert work(WORK) == {
-        "weights": 2 * 2 * 256 * 64,
-        "products": 2 * 2 * 8 * 256 * 64,
+        "weights": (2 * 2 + 1) * 256 * 64,
+        "products": (2 * 2 * 8 + 2) * 256 * 64,
         "cache": 2 * 2 * 2 * 100 * 32,  # keys and values of two heads, in two bytes
         "attention": 2 * 2 * 3 * 8 * 100 * 32,  # q·k and the sum of values, of 8 query heads
-        "kernels": 4,
+        "kernels": 5,
     }
 
 

@@ -75,7 +75,7 @@ def read_thunks(text: str) -> Program:
         elif kind in KERNELS:
             grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
             blocks = int(grid[1]) * int(grid[2]) * int(grid[3]) if grid else 0
-            name = re.sub(r"(_\d+)+$", "", rest.split(" grid")[0].strip()) or kind
+            name = rest.split(" grid")[0].strip() or kind
             depth = sum(outer == "kWhile" for _, outer in around)
             kernels.append(Kernel(name, in_graph, depth, blocks))
     return Program(tuple(kernels), graphs, conditions, loops)
@@ -87,7 +87,10 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
     "small_products" are those of each step, with fewer blocks than the chip has cores; what lies in
     a further loop (old slots that a lazy prefill left out, read anew) is none of them.
     """
-    products = [one for one in program.kernels if "gemm" in one.name]
+    bodies = _computations(hlo)
+    fusions = re.findall(r"%([\w.-]+) = .* fusion\(.*calls=%([\w.-]+)", hlo)
+    named = {name.replace(".", "_") for name, body in fusions if any(_products(bodies[body]))}
+    products = [one for one in program.kernels if "gemm" in one.name or one.name in named]
     shapes = {shape for a, b in weights for shape in (f"{a},{b}", f"{b},{a}")}
     outside = _without_fusions(hlo)
     written = re.findall(r"= f32\[(\d+,\d+)\]", outside)
@@ -115,10 +118,7 @@ def work(hlo: str) -> dict:
     The body of a loop counts once. Of a product the larger array is the weights; attention reads
     its caches whole, as it does when they are full.
     """
-    bodies = {}
-    for block in _blocks(hlo):
-        lines = dict(re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = (.*)", block, re.MULTILINE))
-        bodies[block.removeprefix("ENTRY ").split(" ")[0].lstrip("%")] = lines
+    bodies = _computations(hlo)
     found = dict.fromkeys(("weights", "products", "cache", "attention", "kernels"), 0)
     fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", hlo))
     for name, lines in bodies.items():
@@ -134,12 +134,9 @@ def work(hlo: str) -> dict:
                 found["cache"] += 2 * B * K * S * H * WIDTHS[kind]
                 found["attention"] += 4 * B * T * N * H * S
             inside = bodies[called[1]] if called else {}
-            for dot in [text, *inside.values()]:
-                if operands := re.search(r" dot\((%[\w.-]+), (%[\w.-]+)\)", dot):
-                    arrays = [(inside or lines)[operand] for operand in operands.groups()]
-                    read, operations = _product(dot, arrays)
-                    found["weights"] += read
-                    found["products"] += operations
+            for read, operations in [*_products(lines, [text]), *_products(inside)]:
+                found["weights"] += read
+                found["products"] += operations
     return found
 
 
@@ -195,14 +192,36 @@ def sent(hlo: str) -> dict:
     }
 
 
-def _product(dot: str, operands: list[str]) -> tuple[int, int]:
-    """Bytes of the larger operand of a product, and its operations."""
+def _computations(hlo: str) -> dict[str, dict[str, str]]:
+    """The instructions of each computation, by their names."""
+    return {
+        block.removeprefix("ENTRY ").split(" ")[0].lstrip("%"): dict(
+            re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = (.*)", block, re.MULTILINE)
+        )
+        for block in _blocks(hlo)
+    }
 
-    (_, result), *arrays = (_arrays(text)[0] for text in (dot, *operands))
-    (summed,) = re.findall(r"lhs_contracting_dims={([\d,]+)}", dot)
-    terms = math.prod(arrays[0][1][axis] for axis in _numbers(summed))
-    larger = max(WIDTHS[kind] * math.prod(shape) for kind, shape in arrays)
-    return larger, 2 * math.prod(result) * terms
+
+def _products(body: dict[str, str], among: Iterable[str] | None = None):
+    """Of each product in a computation, or `among` some of its instructions, the bytes of the
+    larger operand, and its operations. Those of one row are sums of products."""
+    for text in body.values() if among is None else among:
+        if operands := re.search(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text):
+            (_, result), *arrays = (
+                _arrays(part)[0] for part in (text, *(body[name] for name in operands.groups()))
+            )
+            (summed,) = re.findall(r"lhs_contracting_dims={([\d,]+)}", text)
+            terms = math.prod(arrays[0][1][axis] for axis in _numbers(summed))
+            larger = max(WIDTHS[kind] * math.prod(shape) for kind, shape in arrays)
+            yield larger, 2 * math.prod(result) * terms
+        summed = re.search(r" reduce\((%[\w.-]+), .*op_name=\"[^\"]*/dot_general\"", text)
+        if summed and " multiply(" in body[summed[1]]:
+            (_, terms), *_ = _arrays(body[summed[1]])
+            given = [line for line in body.values() if " parameter(" in line]
+            sizes = [
+                WIDTHS[kind] * math.prod(shape) for kind, shape in (_arrays(x)[0] for x in given)
+            ]
+            yield max(sizes), 2 * math.prod(terms)
 
 
 def _arrays(text: str) -> list[tuple[str, list[int]]]:

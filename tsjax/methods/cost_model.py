@@ -267,23 +267,25 @@ class Device(NamedTuple):
 # kernels from slower reading: the 14 that a layer then had, of 2.2 microseconds, are assumed. So is
 # the share of product operations, which no measured pass waits for, to be that of attention. The
 # run is older than sampling without waits, the choice of the partial cache by threshold and today's
-# n-grams: `step` is rather too long. It is older, too, than the kernels for norms, for queries and
-# keys, and for products of few rows: `kernels` are those of today's programs (tests/test_aot.py),
-# and the share of products of up to 16 rows is assumed to be what it was.
+# n-grams: `step` is rather too long. It is older, too, than the kernels for norms, and for queries
+# and keys: `kernels` are those of today's programs (tests/test_aot.py). Of an H200 (of 2026-11-26,
+# benchmarks/results/h200) are the share of products of one row, which were padded to eight before,
+# and `int8_bytes`, by the products of one row of a layer in its products.json.
 GPU = Reach(
-    products=((8, 0.84), (16, 0.81), (64, 0.71), (128, 0.64)),
+    products=((1, 0.95), (8, 0.84), (16, 0.81), (64, 0.71), (128, 0.64)),
     product_operations=0.44,
     tiles=(16, 128),
     attention_bytes=0.89,
     attention_operations=0.44,
     wide_operations=1 / 16,
     overlaps=True,
-    kernels=((16, 10), (math.inf, 13)),
+    kernels=((math.inf, 13),),
     kernel=2.2e-6,
     step=2.7e-4,
+    int8_bytes=1.5,
 )
 # As that run was: fewer rows than 8 were padded first, which took as long as six kernels more.
-GPU_OF_THE_RUN = GPU._replace(kernels=((7, 20.1), (math.inf, 14)))
+GPU_OF_THE_RUN = GPU._replace(products=GPU.products[1:], kernels=((7, 20.1), (math.inf, 14)))
 # By words that a device's kind contains, in lower case; the first of these that fits.
 GPUS = {
     "a100 40gb": Device(1.555e12, 312e12, 40e9, GPU),
