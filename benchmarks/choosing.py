@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from benchmarks.readme_table import head
 from benchmarks.report import ROOT
+from benchmarks.table_parts import head
 from tsjax.files.presets import model_preset_names
 from tsjax.host.roofline_table import roofline_of
 from tsjax.model.cache import cache_bytes

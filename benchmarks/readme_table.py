@@ -9,38 +9,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Sequence
 
-from benchmarks import expected, ttft
+from benchmarks import expected, gpu_tables
 from benchmarks.longcontext import tables
-from benchmarks.report import ROOT, todays_command
+from benchmarks.report import ROOT
+from benchmarks.table_parts import head, machine, of_gpu, read, source
 from tsjax.methods.cost_model import as_costs
-
-RESULTS = ROOT / "benchmarks" / "results" / "cpu"
-
-
-def read(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def of_gpu(name: str) -> dict:
-    """What was measured on the GPU that ran last."""
-    return json.loads((RESULTS.parent / "h200" / f"{name}.json").read_text())
-
-
-def source(document: dict) -> str:
-    versions = document["versions"]
-    return (
-        f"`{todays_command(document['command'])}` "
-        f"({document['cpus']} cores of {document['device']}, "
-        f"jax {versions['jax']}, Python {versions['python']}, {document['date']})"
-    )
-
-
-def head(columns: str) -> list[str]:
-    """The first two lines of a table."""
-    return [f"| {columns} |", "|---" * len(columns.split(" | ")) + "|"]
 
 
 def on_a_cpu() -> str:
@@ -135,10 +110,6 @@ def convert_rows(document: dict) -> list[str]:
     return rows
 
 
-def machine(document: dict) -> str:
-    return f"{document['cpus']} cores of {document['device']}, {document['date']}"
-
-
 def front() -> str:
     """The README's few rows, of those in docs/benchmarks.md and docs/lazyllm.md."""
     decode, speed, capacity, lazy = map(read, ("cpu", "speedup", "capacity", "ttft"))
@@ -156,7 +127,7 @@ def front() -> str:
     gpu = of_gpu("step-llama3.1-8b")
     for row in gpu["rows"]:
         if row["pass"] == "plain" and row["context"] in (4096, 106_496):
-            lines.append(gpu_row(gpu, row))
+            lines.append(gpu_tables.gpu_row(gpu, row))
     rows = speedup_rows(speed) | speedup_rows(read("speedup-32k"))
     contexts = [context for context, _, _ in rows]
     for context, setting in ((max(contexts), "greedy"), (min(contexts), "sampled")):
@@ -182,15 +153,6 @@ def front() -> str:
         f"| {capacity['temp_share']:.2%} | {machine(capacity)} |"
     )
     return "\n".join(lines)
-
-
-def gpu_row(document: dict, row: dict) -> str:
-    return (
-        f"| a step of plain decoding, {document['model']} in {document['dtype']}, random weights, "
-        f"at {row['context']:,} | {row['ms']['median']:.1f} ms | {row['bound_ms']:.1f} ms "
-        f"(reading at the speed of a copy) | {1 / row['over_bound']:.0%} of the bound "
-        f"| {document['device']}, {document['date']} |"
-    )
 
 
 def measured() -> str:
@@ -266,13 +228,21 @@ def exactness() -> str:
 
 
 def equality() -> str:
-    document = read("equality-float32")
-    methods, parted = ", ".join(document["methods"]), len(document["parted"])
+    here, there = read("equality-float32"), of_gpu("equality-float32")
+    machine, jax = there["device"], there["versions"]["jax"]
     return (
-        f"In float32 {document['tokens']:,} tokens of each of {len(document['methods'])} methods "
-        f"({methods}) were held against plain decoding, with the kernels in C++; greedy, sampled "
-        f"and penalised, batches of {document['asked']['batch']}: {parted} rows parted. Made by "
-        f"{source(document)}."
+        f"In float32 {held(here)}, with the kernels in C++. Made by {source(here)}.\n\n"
+        f"On one {machine} ({there['date']}, jax {jax}) {held(there)}; fewer rows than 8 were then "
+        f"padded in products, which they no longer are. Made by `{there['command']}`."
+    )
+
+
+def held(document: dict) -> str:
+    return (
+        f"{document['tokens']:,} tokens of each of {len(document['methods'])} methods "
+        f"({'; '.join(document['methods'])}) were held against plain decoding, greedy, sampled "
+        f"and penalised, in batches of {document['asked']['batch']}: {len(document['parted'])} "
+        "rows parted"
     )
 
 
@@ -293,131 +263,6 @@ def near_ties() -> str:
         f"without `TSJAX_NATIVE=0`: {kernels['parted']} of {kernels['runs']} runs parted, and "
         f"{kernels['departures']} of {kernels['tokens']:,} tokens were others."
     )
-
-
-def compiled() -> dict:
-    return json.loads((RESULTS.parent / "aot" / "aot.json").read_text())
-
-
-# What a call is expected to reach of a chip before anything is measured; docs/kernels.md says why.
-EXPECTED_BANDWIDTH, EXPECTED_MATRIX, LAUNCHES_US = 0.85, 0.5, 5.0
-
-
-def paper() -> str:
-    lines = head("call | read | operations | per byte | A100: bound, expected | H100 | H200")
-    document = compiled()
-    for name, case in document["cases"].items():
-        if not case.get("bound_us"):
-            continue
-        read, operations = case["read_bytes"], case["operations"]
-        cells = []
-        for chip, bound in case["bound_us"].items():
-            bandwidth, peak = document["chips"][chip]
-            memory = read / (EXPECTED_BANDWIDTH * bandwidth)
-            # Scores need next to no operations, and "dot" no matrix units.
-            compute = 0 if "dot" in name else operations / (EXPECTED_MATRIX * peak)
-            cells.append(f"{bound:.0f}, {1e6 * max(memory, compute) + LAUNCHES_US:.0f} us")
-        lines.append(
-            f"| {name} | {read / 1e6:.0f} MB | {operations / 1e9:.1f} G "
-            f"| {operations / read:.0f} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
-
-
-def registers() -> str:
-    document = compiled()
-    spilled, alike = 0, {}
-    for name, case in document["cases"].items():
-        if "bound_us" not in case:
-            continue
-        for kernel in case["a100"]["kernels"]:
-            (other,) = [k for k in case["h100"]["kernels"] if k["name"] == kernel["name"]]
-            spilled += kernel["spilled_bytes"] + other["spilled_bytes"]
-            cells = [
-                f"{k['registers']}, {k['shared_bytes'] / 1024:.0f} KiB" for k in (kernel, other)
-            ]
-            used = ["wgmma" if k["wgmma"] else "mma" if k["mma"] else "" for k in (kernel, other)]
-            cells.append(" / ".join(used) if any(used) else "")
-            key = kernel["name"].removeprefix("tsjax_"), *cells
-            shape = name.split(" ", 2 if name.startswith("cache_scores") else 1)[-1]
-            alike.setdefault(key, []).append(shape)
-    lines = head("kernel | A100: registers, shared memory | H100 | instructions | shapes")
-    for key, shapes in sorted(alike.items(), key=lambda item: item[0][0]):
-        lines.append(f"| {' | '.join(key)} | {', '.join(shapes)} |")
-    note = f"Spilled bytes in all of them together: {spilled}. Made by "
-    return "\n".join([*lines, "", note + source(document) + "."])
-
-
-def run_on_h200() -> str:
-    """Whole runs with simulated drafts, beside torch and the reading of prompts."""
-    run, torch, lazy = map(of_gpu, ("bench-llama3.1-8b", "step-torch-llama3.1-8b", "ttft"))
-    lines = head("what | context | result | against")
-    for row in run["rows"]:
-        ms, plain = row["ms_per_token"]["median"], row["method"] == "plain"
-        what = "plain decoding" if plain else f"TokenSwift, {row['tokens_per_step']:.2f} a step"
-        gain = "" if plain else f"{row['speedup_over_plain']['median']:.2f}x plain decoding"
-        lines.append(f"| {what}, per token | {row['context']:,} | {ms:.2f} ms | {gain} |")
-    (row,) = torch["rows"]
-    (ours,) = (
-        one["ms_per_token"]["median"]
-        for one in run["rows"]
-        if (one["method"], one["context"]) == ("plain", row["context"])
-    )
-    lines.append(
-        f"| torch `generate`, {row['cache']}, per token | {row['context']:,} "
-        f"| {row['median_ms']:.2f} ms | {row['median_ms'] / ours:.1f} times ours |"
-    )
-    for row in lazy["rows"]:
-        seconds, speedup = row["first_token_seconds"]["median"], row.get("speedup")
-        gain = f"{speedup['median']:.2f}x, {row['predicted']:.2f}x by operations" if speedup else ""
-        lines.append(
-            f"| first token, prefill: {row['schedule']} | {row['prompt_tokens']:,} "
-            f"| {seconds:.2f} s | {gain} |"
-        )
-    facts = ", ".join(f"`{document['command']}`" for document in (run, torch, lazy))
-    note = (
-        f"One {run['device']}, {run['date']}, jax {run['versions']['jax']}, torch "
-        f"{torch['versions']['torch']}; random weights of {run['model']} in {run['dtype']}. "
-        f"Accepted lengths are those of the embedded model. By {facts}."
-    )
-    return "\n".join([*lines, "", note])
-
-
-def products() -> str:
-    document = of_gpu("products")
-    names = ("triton", "xla", "xla, few rows")
-    lines = head(f"product | rows | {' | '.join(names)}")
-    found: dict[tuple[str, int], dict[str, str]] = {}
-    for row in document["rows"]:
-        cell = f"{row['us']['median']:.1f} us, {row['share_of_copy']:.0%}"
-        found.setdefault((row["product"], row["rows"]), {})[row["implementation"]] = cell
-    for (product, rows), cells in found.items():
-        times = " | ".join(cells.get(name, "") for name in names)
-        lines.append(f"| {product} | {rows} | {times} |")
-    note = (
-        f"Time of a call, and the share of a copy's bytes per second. One {document['device']}, "
-        f"{document['date']}, jax {document['versions']['jax']}, by `{document['command']}`."
-    )
-    return "\n".join([*lines, "", note])
-
-
-def steps() -> str:
-    lines = head(
-        "step | weights, cache and state | temporary | copies of a cache | kernels in graphs | "
-        "started by the host | loops that ask the host"
-    )
-    for name, case in compiled()["cases"].items():
-        found = case["a100"]
-        if "cache_copies" not in found:
-            continue
-        each = ", each device" if "devices" in name else ""
-        lines.append(
-            f"| {name.removeprefix('step ')} | {found['argument_bytes'] / 1e9:.1f} GB{each} "
-            f"| {found['temp_bytes'] / 1e6:,.0f} MB | {found['cache_copies']} "
-            f"| {found['program']['graph_kernels']:,} | {found['program']['loose_kernels']} "
-            f"| {found['program']['host_loops']} |"
-        )
-    return "\n".join([*lines, "", "Made by the same command."])
 
 
 def speedup_rows(document: dict) -> dict[tuple, dict]:
@@ -569,8 +414,6 @@ def first_token() -> str:
         "prompt | schedule | first token | against a full prefill | by operations | of these"
     )
     for row in document["rows"]:
-        if row["schedule"] not in ("full", *ttft.NAMES):
-            continue  # a rule of before
         cells = "| | | |"
         if "speedup" in row:
             over = row["speedup"]
@@ -585,7 +428,8 @@ def first_token() -> str:
     model = document["model"]
     note = (
         f"Medians of interleaved rounds (smallest and largest ratio in brackets); "
-        f"{model['num_layers']} layers of {model['embed_dim']} in float32. Made by "
+        f"the trained model of {model['num_layers']} layers of {model['embed_dim']}, in float32. "
+        "Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
 
@@ -602,7 +446,7 @@ def whole_generations() -> str:
                 schedule = case["schedule"]
                 over, computed = f"{run['speedup']['median']:.2f}x", percent(run["computed"])
             lines.append(
-                f"| {case['prompt_tokens']:,} | {schedule} | {case.get('weights', 'random')} "
+                f"| {case['prompt_tokens']:,} | {schedule} | {case['weights']} "
                 f"| {revived if over else ''} "
                 f"| {run['generation_seconds']['median']:.2f} s | {over} | {computed} |"
             )
@@ -689,13 +533,13 @@ SECTIONS = {
     ("docs/exactness.md", "equality"): equality,
     ("docs/performance.md", "errors"): functools.partial(expected.errors, "h100"),
     ("docs/performance.md", "errors-h200"): functools.partial(expected.errors, "h200"),
-    ("docs/performance.md", "run-h200"): run_on_h200,
-    ("docs/kernels.md", "products"): products,
+    ("docs/performance.md", "run-h200"): gpu_tables.run_on_h200,
+    ("docs/kernels.md", "products"): gpu_tables.products,
     ("docs/performance.md", "choices"): expected.choices,
     ("docs/performance.md", "expected-times"): expected.times,
-    ("docs/kernels.md", "paper"): paper,
-    ("docs/kernels.md", "compiled"): registers,
-    ("docs/kernels.md", "steps"): steps,
+    ("docs/kernels.md", "paper"): gpu_tables.paper,
+    ("docs/kernels.md", "compiled"): gpu_tables.registers,
+    ("docs/kernels.md", "steps"): gpu_tables.steps,
 }
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks import papers
 from benchmarks import soak as soaking
-from benchmarks.readme_table import head, source
 from benchmarks.report import ROOT
+from benchmarks.table_parts import head, source
 from tsjax.host.roofline_table import roofline_of
 
 PAGE = ROOT / "docs" / "results.md"

@@ -16,8 +16,8 @@ import re
 from collections.abc import Sequence
 
 from benchmarks import report
-from benchmarks.readme_table import head
 from benchmarks.report import ROOT
+from benchmarks.table_parts import head
 from tools import aot
 from tsjax.files.presets import model_preset
 from tsjax.host.layout import layout

@@ -23,7 +23,7 @@ from tsjax.decoding.sampling import (
     few_by_one_reduction,
     few_one_by_one,
     largest,
-    last_that_holds,
+    last_by_digits,
     nucleus,
     process,
     score,
@@ -432,7 +432,7 @@ def test_a_threshold_is_found_in_digits(digit, unroll, dtype, rng):
         def counted(threshold):
             return (keys >= threshold).astype(jnp.int32)
 
-        found = last_that_holds(counted, lambda n: n >= k, keys, digit=digit, unroll=unroll)
+        found = last_by_digits(counted, lambda n: n >= k, keys, digit=digit, unroll=unroll)
         expected = np.take_along_axis(np.sort(x, axis=1), 33 - k, axis=1)
         np.testing.assert_array_equal(keys >= found, x >= expected)
 

@@ -358,7 +358,7 @@ def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
 def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, "*rows V"]:
     """Mask of the k largest entries along the last axis; entries equal to the k-th all belong."""
     keys = sortable(x)
-    return keys >= _last_that_holds(lambda t: (keys >= t).astype(jnp.int32), lambda n: n >= k, keys)
+    return keys >= last_that_holds(lambda t: (keys >= t).astype(jnp.int32), lambda n: n >= k, keys)
 
 
 @jax.jit
@@ -375,7 +375,7 @@ def nucleus(
     def below(threshold):
         return jnp.where(keys < threshold, probs, 0)
 
-    return keys >= _last_that_holds(below, lambda mass: mass <= 1 - top_p, keys)
+    return keys >= last_that_holds(below, lambda mass: mass <= 1 - top_p, keys)
 
 
 def sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
@@ -391,7 +391,7 @@ Terms = Callable[[UInt[Array, "*rows 1"]], Num[Array, "*rows V"]]
 Holds = Callable[[Num[Array, "*rows 1"]], Bool[Array, "*rows 1"]]
 
 
-def _last_that_holds(
+def last_that_holds(
     terms: Terms, holds: Holds, keys: UInt[Array, "*rows V"]
 ) -> UInt[Array, "*rows 1"]:
     """The largest threshold for which the sum of its terms `holds`: true up to some point.
@@ -400,15 +400,15 @@ def _last_that_holds(
     four bits at a time, in one pass over the keys, and no loop.
     """
     return lax.platform_dependent(
-        cpu=lambda: last_that_holds(terms, holds, keys, digit=1),
-        default=lambda: last_that_holds(terms, holds, keys, digit=4, unroll=True),
+        cpu=lambda: last_by_digits(terms, holds, keys, digit=1),
+        default=lambda: last_by_digits(terms, holds, keys, digit=4, unroll=True),
     )
 
 
-def last_that_holds(
+def last_by_digits(
     terms: Terms, holds: Holds, keys: UInt[Array, "*rows V"], *, digit: int, unroll: bool = False
 ) -> UInt[Array, "*rows 1"]:
-    """As `_last_that_holds`, with passes that find `digit` bits each."""
+    """As `last_that_holds`, with passes that find `digit` bits each."""
     bits = 8 * keys.dtype.itemsize
 
     def body(i, threshold):

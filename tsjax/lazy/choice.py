@@ -11,6 +11,7 @@ from jax import lax
 
 from pallas_kernels import cache_scores
 from tsjax.decoding.noise import uniform
+from tsjax.decoding.sampling import last_that_holds, sortable
 from tsjax.lazy.settings import kept
 from tsjax.lazy.state import Plan, PromptState
 from tsjax.model.cache import KVCache
@@ -87,20 +88,12 @@ def chosen_for(plan: Plan, stage: int, scores, among, prompt_length, committed, 
 def best_tokens(scores, candidates, count):
     """[B, P] bool: of the candidates, the `count` [B] with the highest scores; ties by position.
 
-    Exact whatever P is. Scores are not negative, so they are ordered as their bits are: the lowest
-    score that is taken is found bit by bit.
+    Exact whatever P is: the lowest score that is taken is found digit by digit.
     """
-    signed = {4: jnp.int32, 8: jnp.int64}[scores.dtype.itemsize]
-    bits = lax.bitcast_convert_type(scores, signed)
-    bits = jnp.where(candidates, bits, -1)
-
-    def add_bit(index, lowest):
-        trial = lowest | (jnp.ones((), signed) << (8 * scores.dtype.itemsize - 2 - index))
-        enough = jnp.sum(bits >= trial[:, None], axis=1, dtype=jnp.int32) >= count
-        return jnp.where(enough, trial, lowest)
-
-    nothing = jnp.zeros(scores.shape[:1], signed)
-    lowest = lax.fori_loop(0, 8 * scores.dtype.itemsize - 1, add_bit, nothing)[:, None]
-    above, equal = bits > lowest, bits == lowest
-    room = count[:, None] - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
+    count, keys = count[:, None], jnp.where(candidates, sortable(scores), 0)
+    lowest = last_that_holds(
+        lambda threshold: (keys >= threshold).astype(jnp.int32), lambda n: n >= count, keys
+    )
+    above, equal = keys > lowest, candidates & (keys == lowest)
+    room = count - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal, axis=1, dtype=jnp.int32) <= room))

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from pallas_kernels import Summary, best_slots, cache_scores, tree_attention
 from pallas_kernels.best_slots.xla import firsts_above
 from tsjax.config import ModelConfig
-from tsjax.decoding.sampling import last_that_holds, sortable
+from tsjax.decoding.sampling import last_by_digits, sortable
 from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers, for_each_row
 from tsjax.model.control_flow import run_if
 from tsjax.model.parts import (
@@ -377,7 +377,7 @@ def slots_at_once(scores: Scores, length: Int[Array, "B"], *, count: int, num_si
         return jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
 
     # The largest threshold that `count` keys reach.
-    lowest = last_that_holds(
+    lowest = last_by_digits(
         lambda threshold: (keys >= threshold).astype(jnp.int32),
         lambda n: n >= count,
         keys,
