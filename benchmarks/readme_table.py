@@ -229,10 +229,10 @@ def exactness() -> str:
 
 def equality() -> str:
     here, there = read("equality-float32"), of_gpu("equality-float32")
-    machine, jax = there["device"], there["versions"]["jax"]
+    gpu, jax = there["device"], there["versions"]["jax"]
     return (
         f"In float32 {held(here)}, with the kernels in C++. Made by {source(here)}.\n\n"
-        f"On one {machine} ({there['date']}, jax {jax}) {held(there)}; fewer rows than 8 were then "
+        f"On one {gpu} ({there['date']}, jax {jax}) {held(there)}; fewer rows than 8 were then "
         f"padded in products, which they no longer are. Made by `{there['command']}`."
     )
 

@@ -9,8 +9,7 @@ predicts. The time to the first token is that of the whole prefill and of one st
     python -m benchmarks ttft --model benchmarks/longcontext/checkpoint --out benchmarks/results/cpu
 
 Then whole generations of --new tokens, by what becomes of the tokens that were left out: by the
-model, and by random weights of its shape. These attend evenly, so nearly all tokens are asked for:
-no model makes a revival take longer.
+model, and by random weights of its shape. Of a random prompt both ask for nearly all tokens.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ condition:
 HLO = """\
 %fused_computation.1 (param: bf16[64,32]) -> f32[64] {
   %convert = f32[64,32]{1,0} convert(%param)
+  %other = bf16[64,32]{1,0} convert(%param)
 }
 %fused_reduce.2 (row: bf16[32], weights: bf16[64,32]) -> f32[64] {
   %multiply.1 = f32[64,32]{1,0} multiply(%a, %b)
@@ -44,7 +45,7 @@ HLO = """\
 %body (arg: f32[]) -> f32[] {
   %input_reduce_fusion.2 = f32[64]{0} fusion(%x, %weights), kind=kInput, calls=%fused_reduce.2
   %input_reduce_fusion = f32[] fusion(%x), kind=kInput, calls=%fused_reduce
-  %written = f32[32,64]{1,0} fusion(%x), kind=kLoop
+  %written = f32[32,64]{1,0} fusion(%x), kind=kLoop, calls=%fused_computation.1
   %logits = f32[8,64]{1,0} fusion(%x), kind=kLoop
   %weights = bf16[64,32]{1,0} get-tuple-element(%arg), index=0
   %widened = bf16[64,32]{1,0} fusion(%x), kind=kLoop

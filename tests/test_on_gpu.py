@@ -15,6 +15,8 @@ from jax import lax
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores.api import cache_scores
+from pallas_kernels.product import reference as product_reference
+from pallas_kernels.product.api import product
 from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rotary import reference as rotary_reference
@@ -152,6 +154,21 @@ def test_cache_scores(name, mode):
         assert jnp.array_equal(score(*inputs), out), "not the same bits twice"
         arrays["k_cache"] = poison(arrays["k_cache"], arrays["length"])
         assert jnp.array_equal(score(*arrays.values()), out), "slots beyond length are read"
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_product(weights, rows):
+    """XLA's; there is no kernel."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    given = jax.random.normal(keys[0], (rows, 4096), "bfloat16")
+    matrix, scales = jax.random.normal(keys[1], (6144, 4096), "bfloat16"), None
+    if weights == "int8":
+        matrix = jax.random.randint(keys[1], (6144, 4096), -127, 128, jnp.int8)
+        scales = jax.random.uniform(keys[2], (6144,), minval=0.1)
+    out = jax.jit(product)(given, matrix, scales=scales)
+    assert out.dtype == jnp.float32 and out.shape == (rows, 6144)
+    assert relative_error(out, product_reference.product(given, matrix, scales)) < 1e-5
 
 
 def test_decode_attention_is_tree_attention_for_one_row():

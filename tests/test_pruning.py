@@ -231,7 +231,7 @@ def test_chunks_and_buckets_change_nothing(revive):
 
 @pytest.mark.parametrize("revive", ["in_batches", "on_demand", "never", "background"])
 def test_to_keep_all_is_the_full_prefill(revive):
-    lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive)
+    lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive, choose_every=4)
     settings = dict(max_new_tokens=20, do_sample=True, seed=3, **SIZES)
     full = tsjax.generate(small(), PROMPTS, **settings)
     result = tsjax.generate(small(), PROMPTS, prefill=lazy, **settings)
@@ -239,9 +239,12 @@ def test_to_keep_all_is_the_full_prefill(revive):
     assert result.stats.prompt_computed == (1.0, 1.0, 1.0) and full.stats.prompt_computed == ()
 
 
+OFTEN = tsjax.LazyPrefill(keep=SHORT_CUTS, choose_every=4)  # several times in a short text
+
+
 def lazily(prompt=PROMPTS[0], **settings):
     """By the programs for one row that several tests share."""
-    settings = dict(prefill=tsjax.LazyPrefill(keep=SHORT_CUTS), **SIZES) | settings
+    settings = dict(prefill=OFTEN, **SIZES) | settings
     return tsjax.generate(small(), prompt, **settings)
 
 
@@ -405,7 +408,7 @@ def test_passes_that_would_leave_the_cache_are_refused():
 @pytest.mark.parametrize("revive", ["on_demand", "background", "in_batches"])
 def test_a_capacity_with_no_slot_to_spare(revive):
     """Below the prompts' bucket, and just enough for what is revived at a time."""
-    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, revive_rows=9)
+    lazy = dataclasses.replace(OFTEN, revive=revive, revive_rows=9)
     settings = dict(prefill=lazy, max_new_tokens=12, prefill_width=16)
     # How many are brought in at once changes no token on demand.
     at_once = 64 if revive == "on_demand" else 9
@@ -457,8 +460,7 @@ def test_no_step_copies_a_cache(revive):
 
 
 def test_the_prefill_streams_batches_and_stops_as_any_other():
-    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS)
-    settings = dict(prefill=lazy, max_new_tokens=9, do_sample=True, seed=2, **SIZES)
+    settings = dict(prefill=OFTEN, max_new_tokens=9, do_sample=True, seed=2, **SIZES)
     result = tsjax.generate(small(), PROMPTS, **settings)
     chunks = list(tsjax.stream(small(), PROMPTS, **settings))
     for row in range(len(PROMPTS)):

@@ -274,21 +274,18 @@ FOUND = {
         "attention": 0.8, "attention, float32": 0.7, "merge": 0.8, "scores": 1, "totals": 0.8,
         "softmax": 1, "norm": 1,
     },
-    "wait": {
-        "attention": 0.6, "attention, float32": 0.8, "totals": 0.5,
-    },
+    "wait": {"attention": 0.6, "attention, float32": 0.8, "totals": 0.5},
     "guard": {
-        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 1,
-        "norm": 1, "rotary": 1,
+        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 1, "norm": 1,
+        "rotary": 1,
     },
-    "size": {"attention": 0.7, "totals": 1, "product, int8": 1},
+    "size": {"attention": 0.7, "totals": 1},
     "bound": {
-        "attention": 0.4, "scores": 0.5, "totals": 0.6, "softmax": 0.7,
-        "norm": 1, "rotary": 1,
+        "attention": 0.4, "scores": 0.5, "totals": 0.6, "softmax": 0.7, "norm": 1, "rotary": 1,
     },
     "offset": {
-        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 0.7,
-        "norm": 1, "rotary": 1,
+        "attention": 0.7, "merge": 0.7, "scores": 1, "totals": 1, "softmax": 0.7, "norm": 1,
+        "rotary": 1,
     },
 }  # fmt: skip
 

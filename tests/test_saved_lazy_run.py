@@ -297,7 +297,7 @@ def test_the_command_goes_on_with_the_saved_prefill(tmp_path, capsys):
     assert "prefill='full' is not valid" in capsys.readouterr().err
 
 
-LAZY_ON_A_MESH = tsjax.LazyPrefill(keep={1: 0.5}, revive_rows=8)
+LAZY_ON_A_MESH = tsjax.LazyPrefill(keep={1: 0.5}, choose_every=8, revive_rows=8)
 
 
 @pytest.mark.parametrize(

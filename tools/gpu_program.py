@@ -158,9 +158,9 @@ def sent(hlo: str) -> dict:
     inside: dict[str, list[str]] = {}  # computation -> the loops and conditions around it
     bodies: dict[str, list[str]] = {}
     for block in _blocks(hlo):
-        bodies[block.removeprefix("ENTRY ").split(" ")[0].lstrip("%")] = block.splitlines()
+        bodies[_name(block)] = block.splitlines()
     entry = next(block for block in _blocks(hlo) if block.startswith("ENTRY "))
-    waiting = [(entry.removeprefix("ENTRY ").split(" ")[0].lstrip("%"), [])]
+    waiting = [(_name(entry), [])]
     each: Counter[tuple[str, int, tuple[str, ...]]] = Counter()
     while waiting:
         name, around = waiting.pop()
@@ -195,9 +195,7 @@ def sent(hlo: str) -> dict:
 def _computations(hlo: str) -> dict[str, dict[str, str]]:
     """The instructions of each computation, by their names."""
     return {
-        block.removeprefix("ENTRY ").split(" ")[0].lstrip("%"): dict(
-            re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = (.*)", block, re.MULTILINE)
-        )
+        _name(block): dict(re.findall(r"^ *(?:ROOT )?(%[\w.-]+) = (.*)", block, re.MULTILINE))
         for block in _blocks(hlo)
     }
 
@@ -239,4 +237,11 @@ def _blocks(hlo: str) -> list[str]:
 
 def _without_fusions(hlo: str) -> str:
     """The HLO without the bodies of fusions, whose arrays never reach memory."""
-    return "\n".join(block for block in _blocks(hlo) if "fused_" not in block.split("(")[0])
+    fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", hlo))
+    blocks = (block for block in _blocks(hlo) if _name(block) not in fused)
+    return "\n".join(blocks)
+
+
+def _name(block: str) -> str:
+    """Of a computation."""
+    return block.removeprefix("ENTRY ").split(" ")[0].lstrip("%")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The product in plain XLA: on a GPU cuBLAS, or a kernel of XLA's own for few rows."""
+"""The product in plain XLA: on a GPU cuBLAS, or a kernel of XLA's own for one row."""
 
 from __future__ import annotations
 
