@@ -234,7 +234,7 @@ def test_the_work_of_a_pass():
 
 @pytest.mark.parametrize(
     ("rows", "tile", "share", "tiles"),
-    [(1, 1, 0.95, 16), (5, 8, 0.84, 32), (12, 16, 0.81, 64), (64, 64, 0.71, 256)],
+    [(1, 1, 0.9, 16), (5, 8, 0.84, 32), (12, 16, 0.81, 64), (64, 64, 0.71, 256)],
 )
 @pytest.mark.parametrize(("device", "bandwidth", "peak"), [(A100, 2.04e12, 312e12)])
 def test_the_parts_of_a_pass_add_up(device, bandwidth, peak, rows, tile, share, tiles):
@@ -243,7 +243,7 @@ def test_the_parts_of_a_pass_add_up(device, bandwidth, peak, rows, tile, share, 
         max(2 * part / (share * bandwidth), 2 * tile * part / (0.44 * peak))
         for part in (WEIGHTS, VOCABULARY)
     )
-    tokens, starts = 12 * rows * 128_256 / bandwidth, 32 * 13 * 2.2e-6
+    tokens, starts = 12 * rows * 128_256 / bandwidth, 32 * (10 if rows == 1 else 13) * 2.2e-6
     operations = 4 * tiles * 8 * 128 * 32
     cache = max(131_072 / (0.89 * bandwidth), operations / (0.44 * peak))
     found = pass_line(llama(), device, rows)
@@ -286,7 +286,7 @@ def test_rows_step_with_their_tiles():
 
 def test_weights_of_a_byte_take_half_the_reading():
     whole, half = (pass_line(llama(), H100, 1, weight_bytes=n) for n in (2, 1))
-    reading = (WEIGHTS + VOCABULARY) / (0.95 * 3.35e12)
+    reading = (WEIGHTS + VOCABULARY) / (0.9 * 3.35e12)
     assert whole == pass_line(llama(), H100, 1)
     assert whole.seconds - half.seconds == pytest.approx(reading)
     assert whole.per_token == half.per_token

@@ -88,8 +88,9 @@ WORK = """HloModule step
 
 %fused_dot (parameter_0: bf16[8,64], parameter_1: bf16[256,64]) -> f32[8,256] {
   %parameter_0 = bf16[8,64]{1,0} parameter(0)
-  %parameter_1 = bf16[256,64]{1,0} parameter(1)
-  ROOT %dot.1 = f32[8,256]{1,0} dot(%parameter_0, %parameter_1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+  %parameter_1 = s8[256,64]{1,0} parameter(1)
+  %convert.1 = bf16[256,64]{1,0} convert(%parameter_1)
+  ROOT %dot.1 = f32[8,256]{1,0} dot(%parameter_0, %convert.1), lhs_contracting_dims={1}, rhs_contracting_dims={1}
 }
 
 %fused_reduce (parameter_0: s8[256,64], parameter_1: bf16[64]) -> f32[256] {
@@ -120,7 +121,7 @@ def test_work_is_counted_where_kernels_start():
     """A product that two fusions share counts twice, its body by itself not at all; one of one row
     is a sum."""
     assert work(WORK) == {
-        "weights": (2 * 2 + 1) * 256 * 64,
+        "weights": (2 + 1) * 256 * 64,  # of two fusions and of one row, all in int8
         "products": (2 * 2 * 8 + 2) * 256 * 64,
         "cache": 2 * 2 * 2 * 100 * 32,  # keys and values of two heads, in two bytes
         "attention": 2 * 2 * 3 * 8 * 100 * 32,  # q·k and the sum of values, of 8 query heads

@@ -206,7 +206,8 @@ def _products(body: dict[str, str], among: Iterable[str] | None = None):
     for text in body.values() if among is None else among:
         if operands := re.search(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text):
             (_, result), *arrays = (
-                _arrays(part)[0] for part in (text, *(body[name] for name in operands.groups()))
+                _arrays(part)[0]
+                for part in (text, *(_read(body, name) for name in operands.groups()))
             )
             (summed,) = re.findall(r"lhs_contracting_dims={([\d,]+)}", text)
             terms = math.prod(arrays[0][1][axis] for axis in _numbers(summed))
@@ -220,6 +221,14 @@ def _products(body: dict[str, str], among: Iterable[str] | None = None):
                 WIDTHS[kind] * math.prod(shape) for kind, shape in (_arrays(x)[0] for x in given)
             ]
             yield max(sizes), 2 * math.prod(terms)
+
+
+def _read(body: dict[str, str], name: str) -> str:
+    """What an operand is read from, by another type perhaps."""
+    text = body[name]
+    while converted := re.search(r" convert\((%[\w.-]+)\)", text):
+        text = body[converted[1]]
+    return text
 
 
 def _arrays(text: str) -> list[tuple[str, list[int]]]:

@@ -272,14 +272,14 @@ class Device(NamedTuple):
 # benchmarks/results/h200) are the share of products of one row, which were padded to eight before,
 # and `int8_bytes`, by the products of one row of a layer in its products.json.
 GPU = Reach(
-    products=((1, 0.95), (8, 0.84), (16, 0.81), (64, 0.71), (128, 0.64)),
+    products=((1, 0.9), (8, 0.84), (16, 0.81), (64, 0.71), (128, 0.64)),
     product_operations=0.44,
     tiles=(16, 128),
     attention_bytes=0.89,
     attention_operations=0.44,
     wide_operations=1 / 16,
     overlaps=True,
-    kernels=((math.inf, 13),),
+    kernels=((1, 10), (math.inf, 13)),
     kernel=2.2e-6,
     step=2.7e-4,
     int8_bytes=1.5,
