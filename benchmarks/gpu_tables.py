@@ -8,7 +8,7 @@ import json
 from benchmarks.table_parts import RESULTS, head, of_gpu, source
 
 
-def gpu_row(document: dict, row: dict) -> str:
+def plain_step(document: dict, row: dict) -> str:
     return (
         f"| a step of plain decoding, {document['model']} in {document['dtype']}, random weights, "
         f"at {row['context']:,} | {row['ms']['median']:.1f} ms | {row['bound_ms']:.1f} ms "

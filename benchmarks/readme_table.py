@@ -127,7 +127,7 @@ def front() -> str:
     gpu = of_gpu("step-llama3.1-8b")
     for row in gpu["rows"]:
         if row["pass"] == "plain" and row["context"] in (4096, 106_496):
-            lines.append(gpu_tables.gpu_row(gpu, row))
+            lines.append(gpu_tables.plain_step(gpu, row))
     rows = speedup_rows(speed) | speedup_rows(read("speedup-32k"))
     contexts = [context for context, _, _ in rows]
     for context, setting in ((max(contexts), "greedy"), (min(contexts), "sampled")):
@@ -232,8 +232,8 @@ def equality() -> str:
     gpu, jax = there["device"], there["versions"]["jax"]
     return (
         f"In float32 {held(here)}, with the kernels in C++. Made by {source(here)}.\n\n"
-        f"On one {gpu} ({there['date']}, jax {jax}) {held(there)}; fewer rows than 8 were then "
-        f"padded in products, which they no longer are. Made by `{there['command']}`."
+        f"On one {gpu} ({there['date']}, jax {jax}) {held(there)}. Made by "
+        f"`{there['command']}` at the commit {there['commit']}."
     )
 
 

@@ -9,7 +9,7 @@ predicts. The time to the first token is that of the whole prefill and of one st
     python -m benchmarks ttft --model benchmarks/longcontext/checkpoint --out benchmarks/results/cpu
 
 Then whole generations of --new tokens, by what becomes of the tokens that were left out: by the
-model, and by random weights of its shape. Of a random prompt both ask for nearly all tokens.
+model, and by random weights of its shape. Of a random prompt the trained one asks for nearly all.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
     a further loop (old slots that a lazy prefill left out, read anew) is none of them.
     """
     bodies = _computations(hlo)
-    fusions = re.findall(r"%([\w.-]+) = .* fusion\(.*calls=%([\w.-]+)", hlo)
+    fusions = _fusions(hlo)
     named = {name.replace(".", "_") for name, body in fusions if any(_products(bodies[body]))}
     products = [one for one in program.kernels if "gemm" in one.name or one.name in named]
     shapes = {shape for a, b in weights for shape in (f"{a},{b}", f"{b},{a}")}
@@ -120,7 +120,7 @@ def work(hlo: str) -> dict:
     """
     bodies = _computations(hlo)
     found = dict.fromkeys(("weights", "products", "cache", "attention", "kernels"), 0)
-    fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", hlo))
+    fused = {body for _, body in _fusions(hlo)}
     for name, lines in bodies.items():
         if name in fused:
             continue
@@ -200,15 +200,18 @@ def _computations(hlo: str) -> dict[str, dict[str, str]]:
     }
 
 
+def _fusions(hlo: str) -> list[tuple[str, str]]:
+    """The name of each fusion, and of the computation that it is."""
+    return re.findall(r"%([\w.-]+) = .* fusion\(.*calls=%([\w.-]+)", hlo)
+
+
 def _products(body: dict[str, str], among: Iterable[str] | None = None):
     """Of each product in a computation, or `among` some of its instructions, the bytes of the
     larger operand, and its operations. Those of one row are sums of products."""
     for text in body.values() if among is None else among:
         if operands := re.search(r" dot\((%[\w.-]+), (%[\w.-]+)\)", text):
-            (_, result), *arrays = (
-                _arrays(part)[0]
-                for part in (text, *(_read(body, name) for name in operands.groups()))
-            )
+            given = [_read(body, name) for name in operands.groups()]
+            (_, result), *arrays = (_arrays(part)[0] for part in (text, *given))
             (summed,) = re.findall(r"lhs_contracting_dims={([\d,]+)}", text)
             terms = math.prod(arrays[0][1][axis] for axis in _numbers(summed))
             larger = max(WIDTHS[kind] * math.prod(shape) for kind, shape in arrays)
@@ -216,10 +219,8 @@ def _products(body: dict[str, str], among: Iterable[str] | None = None):
         summed = re.search(r" reduce\((%[\w.-]+), .*op_name=\"[^\"]*/dot_general\"", text)
         if summed and " multiply(" in body[summed[1]]:
             (_, terms), *_ = _arrays(body[summed[1]])
-            given = [line for line in body.values() if " parameter(" in line]
-            sizes = [
-                WIDTHS[kind] * math.prod(shape) for kind, shape in (_arrays(x)[0] for x in given)
-            ]
+            given = [_arrays(line)[0] for line in body.values() if " parameter(" in line]
+            sizes = [WIDTHS[kind] * math.prod(shape) for kind, shape in given]
             yield max(sizes), 2 * math.prod(terms)
 
 
@@ -246,7 +247,7 @@ def _blocks(hlo: str) -> list[str]:
 
 def _without_fusions(hlo: str) -> str:
     """The HLO without the bodies of fusions, whose arrays never reach memory."""
-    fused = set(re.findall(r" fusion\(.*calls=%([\w.-]+)", hlo))
+    fused = {body for _, body in _fusions(hlo)}
     blocks = (block for block in _blocks(hlo) if _name(block) not in fused)
     return "\n".join(blocks)
 
