@@ -209,8 +209,9 @@ def no_clock(monkeypatch):
 @pytest.fixture(scope="module")
 def any_tree_has_a_name():
     """As saved runs name the method that goes on."""
-    import tsjax
     from any_tree import AnyTree
+
+    import tsjax
     from tsjax.methods import METHODS
 
     tsjax.register_method("any_tree", AnyTree)

@@ -38,6 +38,7 @@ from tsjax.config import without_unread
 from tsjax.host import run
 from tsjax.methods import resolve_method
 
+ANY = AnyTree()
 VOCAB, BATCH = LOOPING["vocab_size"], len(PROMPTS)
 SAMPLED = dict(do_sample=True, temperature=0.9, min_p=0.02, repetition_penalty=1.1, seed=7)
 
@@ -47,7 +48,7 @@ def rows_of(result) -> list[tuple[list[int], str]]:
     return [(row.tolist(), reason) for row, reason in rows]
 
 
-def compare(model, prompts, method=AnyTree(), **settings):
+def compare(model, prompts, method=ANY, **settings):
     """Generates with `method` and plainly; fails where they differ, else returns the result."""
     settings = {**SIZES, **settings}
     result = tsjax.generate(model, prompts, method=method, **settings)
@@ -68,10 +69,10 @@ def models(dtype: str) -> tuple[tsjax.Model, ...]:
 
 
 @st.composite
-def prompts(draw) -> list[list[int]]:
+def prompts(draw, batch: int) -> list[list[int]]:
     """Rows of motifs that repeat themselves; the first one is as long as any."""
     longest, rows = draw(st.sampled_from([40, 17, 5, 1])), []
-    for index in range(BATCH):
+    for index in range(batch):
         motif = draw(st.lists(tokens, min_size=1, max_size=12))
         tail = draw(st.lists(tokens, max_size=6))
         length = longest if index == 0 else draw(st.integers(1, longest))
@@ -107,7 +108,7 @@ ALL = st.tuples(st.booleans(), st.sets(st.sampled_from(sorted(VALUES))))
 
 
 @st.composite
-def cases(draw, combinations):
+def cases(draw, combinations, batch: int = BATCH):
     """(index of the model, prompts, settings)."""
     do_sample, on = draw(combinations)
     seeds = st.integers(0, 2**32 - 1)
@@ -115,7 +116,7 @@ def cases(draw, combinations):
         st.fixed_dictionaries(
             {
                 "max_new_tokens": st.integers(20, 60) | st.integers(1, 60),
-                "seed": seeds | st.tuples(*[seeds] * BATCH),
+                "seed": seeds | st.tuples(*[seeds] * batch),
                 **{name: VALUES[name] for name in on},
             },
             optional={name: VALUES[name] for name in SOMETIMES - on},
@@ -124,10 +125,10 @@ def cases(draw, combinations):
     if "min_new_tokens" in settings:
         settings["min_new_tokens"] = min(settings["min_new_tokens"], settings["max_new_tokens"])
     settings["do_sample"] = do_sample
-    return draw(st.integers(0, 2)), draw(prompts()), without_unread(settings)
+    return draw(st.integers(0, 2)), draw(prompts(batch)), without_unread(settings)
 
 
-def check_equality(dtype: str, max_examples: int, combinations, method=AnyTree()) -> None:
+def check_equality(dtype: str, max_examples: int, combinations) -> None:
     steps = emitted = 0
 
     @hypothesis.settings(max_examples=max_examples)
@@ -135,7 +136,7 @@ def check_equality(dtype: str, max_examples: int, combinations, method=AnyTree()
     def equal(case):
         nonlocal steps, emitted
         index, rows, settings = case
-        stats = compare(models(dtype)[index], rows, method, **settings).stats
+        stats = compare(models(dtype)[index], rows, **settings).stats
         steps, emitted = steps + sum(stats.steps), emitted + stats.computed_tokens
 
     with jax.enable_x64(dtype == "float64"):
