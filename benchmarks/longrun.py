@@ -3,7 +3,7 @@
 
 All methods of one setting go on side by side, always the one that has said least, so that each part
 of the text is timed within minutes on all of them. Their tokens are compared with plain decoding's.
-What a text is like (Distinct-n, repeated spans, self-BLEU, see text_figures.py) is told once for
+What a text is like (Distinct-n, repeated spans, self-BLEU, see text_figures.py) is shown once for
 each setting, as all methods say the same. Settings are with and without a penalty on the tokens of
 the last 1,024 positions.
 

@@ -48,7 +48,7 @@ class Cases:
         return self._cases[case]["methods"][method]
 
     def text(self, case: str, method: str | None = None) -> dict[str, float]:
-        """Of the whole text: plain decoding's, or that of a method that says another one."""
+        """Figures of the whole text: plain decoding's, or of a method that says another one."""
         if method is None:
             return self._cases[case]["text"][-1]
         return self.row(case, method)["text"][-1]
@@ -332,7 +332,7 @@ def figures_3_and_4(ours: Cases, published: dict) -> list[str]:
 
 
 def long_runs() -> list[str]:
-    """Of longrun.json; one part for each way of sampling."""
+    """The part made from longrun.json, with a table for each way of sampling."""
     path = RESULTS / "longrun.json"
     if not path.exists():
         return []
@@ -402,7 +402,7 @@ on with the saved file; the last one makes {made_by_last:,} tokens. From {source
   were made again. {asked} ended two more, and all that they had made was saved.
 * **Tokens.** They are those of plain decoding, all {tokens}, compared by their SHA-256 with that of
   `{plain["from"]}`.
-* **Memory** (resident, all of it) is told from {warm_up} tokens after a process has begun to its
+* **Memory** (resident, all of it) is shown from {warm_up} tokens after a process has begun to its
   end. The last had {_mib(last.first)} after {last.since:,} tokens and {_mib(last.last)} after
   {last.until:,}, at most {_mib(last.most)} in between. Of the {len(others)} others that made so
   many tokens none grew by more than {max(one.share for one in others):.1%}.

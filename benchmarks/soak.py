@@ -15,7 +15,7 @@ Parts, each of which says on which machine it ran:
 
 Each part begins with an empty folder for compiled programs. Memory is read from /proc by the
 process that watches. The document is written again after each part, and a part that is there is not
-run again. No times are told: the machine may do other things as well.
+run again. No times are reported: the machine may do other things as well.
 
     python -m benchmarks soak --out benchmarks/results/cpu
 """

@@ -460,7 +460,7 @@ def acceptance(stats: RunStats | None) -> str:
 
 
 def share(stats: RunStats | None, source: str) -> str:
-    """Of the accepted drafts; one that several sources had counts for each."""
+    """A source's share of the accepted drafts; one that several sources had counts for each."""
     if stats is None or not stats.accepted:
         return "-"
     return f"{stats.accepted_by_source[source] / stats.accepted:.0%}"

@@ -56,7 +56,7 @@ class SamplingValues(flax.struct.PyTreeNode):
     Attributes:
       do_sample: static; the processors of sampling are off without it.
       no_repeat_ngram_size: static; 0 where it is off.
-      logprobs: static; how many of the most probable tokens are told beside each one; None where
+      logprobs: static; how many of the most probable tokens stand beside each one; None where
         no log-probabilities are.
       processors: those of a user's own.
       stop_mask: tokens that end a row; barred while fewer than min_new_tokens are out.
@@ -350,7 +350,7 @@ def _select(condition: Bool[Array, "..."], if_true: list[Any], if_false: list[An
 
 
 def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
-    """Of each entry its index along the last axis."""
+    """Each entry's index along the last axis."""
     return lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
 
 

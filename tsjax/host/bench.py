@@ -284,7 +284,7 @@ def _method(name: str, question: Question) -> Method:
 
 
 def _shape(question: Question) -> ModelConfig:
-    """Of a preset that fits the question and the memory."""
+    """The shape of a preset, if it fits the question and the memory."""
     cfg = model_preset(question.model).with_heads(SIMULATED_HEADS)
     cfg = dataclasses.replace(cfg, dtype=question.dtype or cfg.dtype)
     check_dtype(cfg.dtype)
@@ -457,7 +457,7 @@ def _calls(
 
 
 def _plain_bytes(asked: Prepared, length: int) -> float:
-    """Of a plain step at the mean context."""
+    """What a plain step reads at the mean context."""
     return plain_bytes(asked.model.cfg, length + asked.question.new_tokens / 2)
 
 

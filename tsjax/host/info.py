@@ -215,7 +215,7 @@ def _folder(path: Path | None) -> Folder:
 
 
 def _bytes_in(path: Path) -> int:
-    """Of a file, or of all files in a folder; what is removed meanwhile counts for nothing."""
+    """The size of a file, or of all files in a folder; what is removed meanwhile counts nothing."""
     total = 0
     for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
         with contextlib.suppress(OSError):

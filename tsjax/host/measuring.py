@@ -157,7 +157,7 @@ class Part:
         self._program = lowered.compile()
 
     def seconds(self, context: int, clock: Clock) -> float:
-        """Of the fastest of a few calls."""
+        """The time of the fastest of a few calls."""
         inputs = self._inputs(context)
 
         def call(count: int) -> float:

@@ -139,7 +139,7 @@ def requested(
 
 
 def _figures(request: Request, news: News, made: list[tuple[int, int, float]]) -> dict[str, Any]:
-    """Of a run, or of its part before a signal; nothing where no token was made."""
+    """What a run took, or its part before a signal; empty where no token was made."""
     tokens, steps, seconds = made[-1]
     if not tokens:
         return {}

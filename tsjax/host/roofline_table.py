@@ -215,7 +215,7 @@ def tokens_given(acceptance: Sequence[str]) -> dict[str, tuple[str, float]]:
 
 
 def config_of(name: str) -> ModelConfig:
-    """Of a preset's name, EMBEDDED, or a checkpoint."""
+    """The shape of a preset, EMBEDDED, or a checkpoint."""
     if name in model_preset_names():
         return model_preset(name)
     try:
