@@ -45,7 +45,8 @@ from tsjax.files.presets import (
 )
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host import layout, processes
-from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question, answer
+from tsjax.host.bench import answer
+from tsjax.host.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.info import info, lines
 from tsjax.host.paired_runs import PLAIN
