@@ -113,9 +113,6 @@ def train_heads(
         step and it is saved: "raise" raises tsjax.Interrupted, whose `result` is the TrainedHeads;
         "return" returns them. A second Ctrl-C raises KeyboardInterrupt at once.
 
-    Returns:
-      TrainedHeads.
-
     Raises:
       Interrupted: see on_interrupt, and `generate`.
     """
@@ -136,13 +133,9 @@ def train_heads(
     if checkpoint is not None:  # before the data is read, which may take long
         saved.read_document(checkpoint)
     read = functools.partial(
-        read_corpus,
-        sequence_length=settings.sequence_length,
-        vocab_size=model.cfg.vocab_size,
-        tokenizer=lambda: model.tokenizer,
-        whole_books=whole_books,
-        data_dtype=data_dtype,
-    )
+        read_corpus, sequence_length=settings.sequence_length, vocab_size=model.cfg.vocab_size,
+        tokenizer=lambda: model.tokenizer, whole_books=whole_books, data_dtype=data_dtype,
+    )  # fmt: skip
     train, held = read(data), None
     if isinstance(held_out, float | int):
         train, held = train.split(held_out, settings.seed)
@@ -156,42 +149,51 @@ def train_heads(
         run = _Run(model, settings, train, micro, cache_hidden)
         history = _restore(run, checkpoint, identity) if checkpoint is not None else []
         saving.begin(history)
-        try:
-            with progress_bar(progress, settings.steps, "step", initial=len(history)) as bar:
-                while len(history) < settings.steps:
-                    record = run.step(interrupt)
-                    if record is None:
-                        break
-                    history.append(record)
-                    bar.set_postfix_str(_figures(record), refresh=False)
-                    bar.update()
-                    saving.note(record)
-                    if on_step is not None:
-                        on_step(record)
-                    if len(history) % save_every == 0 and len(history) < settings.steps:
-                        saving.save(run, history)
-        except BaseException:  # on_step fails, a second Ctrl-C comes, another process has ended
-            if run.is_whole and run.state.steps == len(history) > 0:  # what was made is saved
-                saving.save(run, history, alone=processes.are_several())
-            raise
-        if history:
-            saving.save(run, history)
+        _take_steps(run, history, saving, save_every, interrupt, progress, on_step)
         finished = len(history) == settings.steps
         evaluation = run.evaluate(held) if held is not None and finished else []
         interrupt.meet()
     saving.finish(history, evaluation)
+    reason, problems = "steps" if finished else "interrupted", tuple(saving.problems)
     trained = TrainedHeads(
-        model=run.trained_model(),
-        history=history,
-        evaluation=evaluation,
-        finish_reason="steps" if finished else "interrupted",
-        settings=settings,
-        skipped=train.skipped,
-        problems=tuple(saving.problems),
-        unsaved=saving.unsaved,
-    )
+        run.trained_model(), history, evaluation, reason, settings, train.skipped, problems,
+        saving.unsaved,
+    )  # fmt: skip
     interrupt.finish(trained, on_interrupt)
     return trained
+
+
+def _take_steps(
+    run: _Run,
+    history: list[Record],
+    saving: saved.Saving,
+    save_every: int,
+    interrupt: Interrupt,
+    progress: bool,
+    on_step: Callable[[Record], object] | None,
+) -> None:
+    """The steps that are missing in `history`, until the last one or an interrupt."""
+    steps = run.settings.steps
+    try:
+        with progress_bar(progress, steps, "step", initial=len(history)) as bar:
+            while len(history) < steps:
+                record = run.step(interrupt)
+                if record is None:
+                    break
+                history.append(record)
+                bar.set_postfix_str(_figures(record), refresh=False)
+                bar.update()
+                saving.note(record)
+                if on_step is not None:
+                    on_step(record)
+                if len(history) % save_every == 0 and len(history) < steps:
+                    saving.save(run, history)
+    except BaseException:  # on_step fails, a second Ctrl-C comes, another process has ended
+        if run.is_whole and run.state.steps == len(history) > 0:  # what was made is saved
+            saving.save(run, history, alone=processes.are_several())
+        raise
+    if history:
+        saving.save(run, history)
 
 
 def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
