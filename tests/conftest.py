@@ -207,6 +207,18 @@ def no_clock(monkeypatch):
 
 
 @pytest.fixture(scope="module")
+def any_tree_has_a_name():
+    """As saved runs name the method that goes on."""
+    import tsjax
+    from any_tree import AnyTree
+    from tsjax.methods import METHODS
+
+    tsjax.register_method("any_tree", AnyTree)
+    yield
+    del METHODS["any_tree"]
+
+
+@pytest.fixture(scope="module")
 def strict_promotion():
     """Arrays of different types, or numbers of dimensions, do not meet unless the code says how."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):

@@ -115,13 +115,11 @@ ROWS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registered():
-    tsjax.register_method("any_tree", AnyTree)
+def drafting(any_tree_has_a_name):
     with jax.enable_x64(True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "SHORT_RUN", 0)  # so that it drafts
         patch.setattr(auto, "STEPS_TO_JUDGE", 10_000)  # and no clock ends that
         yield
-    del METHODS["any_tree"]
 
 
 @pytest.fixture(params=ROWS)
