@@ -28,7 +28,7 @@ import numpy as np
 import tsjax
 from benchmarks import report, text_figures
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.host.paired_runs import PLAIN, Runs, by_position, parted_at
+from tsjax.host.paired_runs import PLAIN, Runs, parted_at, times_by_position
 from tsjax.host.request import encode_text
 from tsjax.methods import METHODS
 
@@ -125,7 +125,7 @@ def told(
             "ms_per_token": [1e3 * s / m for s, m in zip(seconds[name], marks, strict=True)],
             "tokens_per_step": [m / s for s, m in zip(steps[name], marks, strict=True)],
             "speedup": [a / b for a, b in zip(seconds[PLAIN], seconds[name], strict=True)],
-            "by_position": by_position([one["made"]]),
+            "by_position": times_by_position([one["made"]]),
             "accepted_lengths": list(one["stats"].accepted_lengths),
             "accepted_by_source": one["stats"].accepted_by_source,
             "alpha": one["stats"].alpha,

@@ -25,8 +25,8 @@ from tsjax.decoding.processors import (
     apply,
     bar_repeated_ngrams,
     first_counts,
-    last_tokens,
     penalise_counts,
+    tokens_before,
 )
 
 VOCAB = 13
@@ -97,7 +97,7 @@ def test_the_last_tokens_are_known_and_drafted_ones():
     text = Text(jnp.asarray([[7, 8, 9, 0, 0]]), jnp.asarray([3]), jnp.asarray([1]))
     drafted = jnp.asarray([[[4, 5], [4, 5], [6, 6]]])
     at = jnp.asarray([[[3, 4], [3, NEVER_SEEN], [NEVER_SEEN, NEVER_SEEN]]])
-    found = last_tokens(text, 4, (drafted, at), 3)
+    found = tokens_before(text, 4, (drafted, at), 3)
     assert found.tolist() == [[[8, 9, 4, 5], [7, 8, 9, 4], [-1, 7, 8, 9]]]
 
 

@@ -26,7 +26,7 @@ from tsjax.decoding.sampling import (
     last_by_digits,
     nucleus,
     process,
-    score,
+    score_choices,
     sortable,
     step_noise,
     warp,
@@ -286,7 +286,7 @@ def choose(logits, last_seen, positions, prompt_length, row_key, values):
     _, T, V = logits.shape
     noise = step_noise(row_key, length, T, V, values)
     text = Text(jnp.zeros((len(length), 8), jnp.int32), length, prompt_length, last_seen)
-    return best(score(logits, text, depths, noise, values))
+    return best(score_choices(logits, text, depths, noise, values))
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, 40])

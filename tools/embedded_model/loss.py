@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from tsjax.model.transformer import ModelWeights, embed, final_norm, forward, unembed
+from tsjax.model.transformer import ModelWeights, apply_layers, embed, final_norm, unembed
 
 ATTENTION_BLOCK = 128  # queries at a time
 
@@ -51,7 +51,7 @@ def causal_attention(layer: int, q, k, v):
 
 def token_logits(weights, inputs, positions, cfg, attend=causal_attention):
     """[B, T, V], with no cache."""
-    hidden, _, _ = forward(
+    hidden, _, _ = apply_layers(
         weights, embed(weights, inputs), positions=positions, attend=attend, cfg=cfg
     )
     return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)

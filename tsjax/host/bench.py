@@ -26,7 +26,7 @@ from tsjax.host.info import PACKAGES, facts
 from tsjax.host.interrupt import Interrupted
 from tsjax.host.measuring import reader
 from tsjax.host.memory import SCOPES
-from tsjax.host.paired_runs import EVERY, PEERS, SETTINGS, Runs, by_position, compared
+from tsjax.host.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, times_by_position
 from tsjax.host.plots import plot
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.run import programs_of
@@ -254,7 +254,7 @@ def _rows(asked: Prepared, runs: Runs, found: Rounds, cell: Cell) -> Iterator[di
             row |= _of_ours(runs, name, made)
         row["timed_tokens"] = made[0]["made"][-1][0]
         if row["timed_tokens"] > EVERY:
-            row["by_position"] = by_position([one["made"] for one in made])
+            row["by_position"] = times_by_position([one["made"] for one in made])
         if asked.simulated:
             del row["same_tokens"], row["parted_at"]
             row["simulated"] = True

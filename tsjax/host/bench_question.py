@@ -24,7 +24,7 @@ from tsjax.files.tokenizer import encode
 from tsjax.host import peers
 from tsjax.host.memory import available_bytes
 from tsjax.host.paired_runs import PEERS, PLAIN, SETTINGS, requested
-from tsjax.host.peers import MOST_TOKENS
+from tsjax.host.peers import PEER_TOKENS
 from tsjax.host.plots import check_plot
 from tsjax.host.request import encode_text, tokenizer_of
 from tsjax.host.trace import read_trace
@@ -73,7 +73,7 @@ class Question:
     draft_model: str | None = None
     exceed_max_positions: bool = False
     peers: bool = True
-    peer_tokens: int = MOST_TOKENS
+    peer_tokens: int = PEER_TOKENS
     plot: str | None = None
     simulate: str | None = None
 

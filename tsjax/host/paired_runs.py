@@ -190,7 +190,7 @@ def _common(over: Sequence[float], under: Sequence[float]) -> tuple[Sequence, Se
     return over[:both], under[:both]
 
 
-def by_position(runs: Sequence[Sequence[tuple[int, int, float]]]) -> dict[str, list]:
+def times_by_position(runs: Sequence[Sequence[tuple[int, int, float]]]) -> dict[str, list]:
     """Between every EVERY tokens, the median of the runs; a chunk's steps count as even."""
     end = runs[0][-1][0]
     marks = np.asarray([*range(0, end, EVERY), end])
