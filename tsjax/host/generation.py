@@ -129,15 +129,9 @@ def generate(
 
 
 def _generated(
-    model: Model,
-    request: Request,
-    streamer: Any,
-    progress: bool,
-    save_to: str | os.PathLike | None,
-    save_every: int,
-    on_interrupt: str,
-    keep_prefix: bool,
-) -> GenerationResult:
+    model: Model, request: Request, streamer: Any, progress: bool, save_to: Any, save_every: int,
+    on_interrupt: str, keep_prefix: bool,
+) -> GenerationResult:  # fmt: skip
     """What a run makes, while others are told of it: a streamer, a bar, a file."""
     check_int(save_every, "save_every", 1)
     _check_keep_prefix(keep_prefix, request)

@@ -98,9 +98,8 @@ def train_heads(
 
     Args:
       model: from `tsjax.load`; on a mesh it is used as it lies there. Heads it has are not used.
-      data: text files, folders of them, .npy or .bin files of token ids, or an array of ids; see
-        `corpus.read_training_corpus`. By default the first `sequence_length` tokens of every text;
-        shorter texts are left out.
+      data: text files, folders of them, .npy or .bin files of token ids, or an array of ids. By
+        default the first `sequence_length` tokens of every text; shorter texts are left out.
       settings: a HeadTraining; `changes` (its fields: steps, learning_rate, batch_size,
         sequence_length, seed, ...) override it one by one. The default is the recipe for heads of
         the kind: `HeadTraining.of_kind(head_kind)`.
@@ -170,14 +169,9 @@ def train_heads(
 
 
 def _take_steps(
-    run: _Run,
-    history: list[Record],
-    saving: saved.RunFolder,
-    save_every: int,
-    interrupt: Interrupt,
-    progress: bool,
-    on_step: Callable[[Record], object] | None,
-) -> None:
+    run: _Run, history: list[Record], saving: saved.RunFolder, save_every: int,
+    interrupt: Interrupt, progress: bool, on_step: Callable[[Record], object] | None,
+) -> None:  # fmt: skip
     """The steps that are missing in `history`, until the last one or an interrupt."""
     steps = run.settings.steps
     try:
@@ -300,14 +294,9 @@ class _Run:
             cached = None if self._cache is None else self._place(self._cache[numbers])
             hidden = self._hidden(tokens) if cached is None else cached
             total = training_programs().add_gradients(
-                heads,
-                self._params.model,
-                hidden,
-                tokens,
-                total,
-                **self._static,
+                heads, self._params.model, hidden, tokens, total, **self._static,
                 loss_decay=settings.loss_decay,
-            )
+            )  # fmt: skip
             jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
             interrupt.meet()
         metrics = processes.on_host(total.metrics)
