@@ -19,11 +19,11 @@ from helpers import looping_model, tiny_model
 
 import tsjax
 from tsjax.config import without_unread
-from tsjax.decoding.processors import LogitsProcessor, Text, first_counts, first_last_seen
-from tsjax.decoding.sampling import score, step_noise
+from tsjax.decoding.processors import KnownText, LogitsProcessor, first_counts, first_last_seen
+from tsjax.decoding.sampling import score_choices, step_noise
 from tsjax.decoding.state import Acceptance
 from tsjax.decoding.tree import NO_NODE, merge_paths
-from tsjax.decoding.verification import accept, drafted_ancestors, verify
+from tsjax.decoding.verification import accept, drafted_ancestors, verify_tree
 
 VOCAB = 17
 BATCH, PATHS, DEPTH = 2, 7, 4
@@ -94,20 +94,20 @@ SETTINGS = st.fixed_dictionaries(
 def scores_in_the_tree(logits, tree, tokens, length, prompt_length, noise, values):
     ancestors = drafted_ancestors(tree, length)
     text = text_of(tokens, length, prompt_length)
-    return score(logits, text, tree.depths, noise, values, ancestors)
+    return score_choices(logits, text, tree.depths, noise, values, ancestors)
 
 
 @jax.jit
 def scores_alone(logits, tokens, length, prompt_length, noise, values):
     """One text per batch row, all of it known; one row of logits each."""
     depths = jnp.zeros((len(length), 1), jnp.int32)
-    return score(logits, text_of(tokens, length, prompt_length), depths, noise, values)
+    return score_choices(logits, text_of(tokens, length, prompt_length), depths, noise, values)
 
 
-def text_of(tokens, length, prompt_length) -> Text:
+def text_of(tokens, length, prompt_length) -> KnownText:
     seen = first_last_seen(tokens, length, VOCAB)
     counts = first_counts(tokens, prompt_length, length, VOCAB)
-    return Text(tokens, length, prompt_length, seen, counts)
+    return KnownText(tokens, length, prompt_length, seen, counts)
 
 
 def by_last_tokens(logits, tokens, length, weight):
@@ -209,7 +209,7 @@ def decoded(params, state, num_steps, *, cfg):
 @functools.partial(jax.jit, static_argnames="cfg")
 def verified(params, state, tree, *, cfg):
     noise = step_noise(state.row_key, state.length, DEPTH + 1, VOCAB, state.sampling)
-    return verify(params, state, tree, noise, cfg=cfg)
+    return verify_tree(params, state, tree, noise, cfg=cfg)
 
 
 @pytest.mark.parametrize(

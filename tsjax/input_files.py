@@ -34,7 +34,7 @@ def require_file(path: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def filtered_log(name: str, keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
-    """Of the records of one logger, lets through those that are to `keep`."""
+    """Lets through only those records of a logger that are to `keep`."""
     logger = logging.getLogger(name)
     logger.addFilter(keep)
     try:

@@ -34,6 +34,7 @@ from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
 from tsjax.errors import AlreadyThere, BadValue
 from tsjax.files import huggingface, weight_files
+from tsjax.files.config_files import read_stop_ids
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
@@ -209,7 +210,7 @@ def load(
     else:
         cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
-        stop_ids = huggingface.read_stop_ids(folder)
+        stop_ids = read_stop_ids(folder)
         own = cfg.with_heads(0) if attached else cfg
         place(huggingface.read_model(own, weights, part=part))
     if attached:

@@ -122,7 +122,7 @@ def keep_programs() -> Path | None:
 
 
 def _remove_cut_programs(place: str) -> None:
-    """Of a process that was killed while it kept one: jax cannot read it, nor does it replace it.
+    """Removes what a killed process had half written: jax cannot read it, nor does it replace it.
 
     jax notes the time of use beside each program, after it is written; of a cut one there is no
     note. While a process writes, it has jax's lock: then this is left to the next one.

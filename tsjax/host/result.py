@@ -142,7 +142,7 @@ class GenerationResult:
 
 
 def no_log_probs(count: int) -> LogProbs:
-    """Of no tokens."""
+    """The log-probabilities of no tokens."""
     one, some, tokens = (
         np.zeros(shape, kind)
         for shape, kind in (((0,), np.float32), ((0, count), np.float32), ((0, count), np.int32))

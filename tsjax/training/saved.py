@@ -32,11 +32,11 @@ from tsjax.host.saving import Writing, check_writable, path_of
 from tsjax.input_files import listed, parsing, read_json
 from tsjax.model.sharding import placed
 
-FORMAT = 4
+CHECKPOINT_FORMAT = 4
 # 3 had a folder of orbax; 2 also the heads' matrices as [inputs, outputs]; 1 also had another
 # fingerprint of the model.
 OLD_FORMATS = OLD_FINGERPRINT, INPUTS_FIRST, ORBAX = 1, 2, 3
-CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays.safetensors", "run.json"
+CHECKPOINTS, ARRAYS_FILE, DOCUMENT = "checkpoint", "arrays.safetensors", "run.json"
 ORBAX_ARRAYS = "arrays"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
@@ -46,7 +46,7 @@ _STEP = re.compile(r"step-(\d{8})")
 Record = dict[str, Any]
 
 
-class Saving(Writing):
+class RunFolder(Writing):
     """Writes a run's folder, if it has one.
 
     Of several processes the first one does, but for one that is left `alone`.
@@ -143,7 +143,7 @@ def write_checkpoint(
         if name.startswith(".writing-") and not alone:
             shutil.rmtree(os.path.join(place, name))
     if not os.path.isdir(target):
-        _write_whole(target, arrays, {"format": FORMAT, "step": step, **document})
+        _write_whole(target, arrays, {"format": CHECKPOINT_FORMAT, "step": step, **document})
     for name in os.listdir(place):
         if _STEP.fullmatch(name) and name != os.path.basename(target) and not alone:
             shutil.rmtree(os.path.join(place, name))
@@ -153,7 +153,7 @@ def _write_whole(target: str, arrays: Mapping[str, np.ndarray], content: Mapping
     fresh = os.path.join(os.path.dirname(target), f".writing-{os.getpid()}")
     try:
         os.mkdir(fresh)
-        write_safetensors(os.path.join(fresh, ARRAYS), arrays)
+        write_safetensors(os.path.join(fresh, ARRAYS_FILE), arrays)
         write_text(os.path.join(fresh, DOCUMENT), json.dumps(content))
         try:
             os.replace(fresh, target)
@@ -167,16 +167,14 @@ def _write_whole(target: str, arrays: Mapping[str, np.ndarray], content: Mapping
 def read_document(checkpoint: str) -> dict[str, Any]:
     with parsing(checkpoint, " is damaged"):
         document = read_json(os.path.join(checkpoint, DOCUMENT))
-        if document["format"] not in (*OLD_FORMATS, FORMAT):
+        if document["format"] not in (*OLD_FORMATS, CHECKPOINT_FORMAT):
             raise BadValue(f"format {document['format']!r}")
         return document
 
 
-def read_arrays(
-    checkpoint: str, like: Mapping[str, jax.Array], format: int
-) -> dict[str, jax.Array]:
+def read_state(checkpoint: str, like: Mapping[str, jax.Array], format: int) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
-    if format == FORMAT:
+    if format == CHECKPOINT_FORMAT:
         return _read_safetensors(checkpoint, like)
     path = os.path.join(checkpoint, ORBAX_ARRAYS)
     with parsing(checkpoint, " is damaged"):
@@ -197,7 +195,7 @@ def _read_safetensors(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[st
     import safetensors.numpy
 
     with parsing(checkpoint, " is damaged"):
-        stored = safetensors.numpy.load_file(os.path.join(checkpoint, ARRAYS))
+        stored = safetensors.numpy.load_file(os.path.join(checkpoint, ARRAYS_FILE))
         _check_arrays(stored, like)
         wrong = [name for name, array in like.items() if stored[name].dtype != array.dtype]
         check(not wrong, "types of", wrong, "those of the run")
