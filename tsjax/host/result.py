@@ -138,7 +138,7 @@ class GenerationResult:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes `to_dict` as a JSON file, whole or not at all."""
-        write_text(os.path.realpath(path), json.dumps(self.to_dict()) + "\n")
+        write_text(path, json.dumps(self.to_dict()) + "\n")
 
 
 def no_log_probs(count: int) -> LogProbs:
