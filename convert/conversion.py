@@ -117,6 +117,7 @@ def to_tsjax(
       on_tensor: called with the path and the bytes of every array read.
     """
     checkpoint.refuse_several("converting")
+    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
     model = checkpoint.load(
         src, dtype=dtype, heads=heads, allow_pickle=allow_pickle, on_tensor=on_tensor
     )
@@ -146,6 +147,7 @@ def to_hf(
       The others are as for to_tsjax.
     """
     shard_bytes = parse_size(max_shard_size)
+    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
     if cfg.num_draft_heads:
@@ -193,6 +195,7 @@ def export_heads(
         have one.
       The others are as for to_tsjax.
     """
+    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
     if not cfg.num_draft_heads:

@@ -379,7 +379,7 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--peer-tokens", "31"], ["--peer-tokens=31", "at least 32"]),
         (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
         (["--plot", "times.txt"], ["--plot='times.txt'", ".png or .svg or .pdf"]),
-        (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "a folder that exists"]),
+        (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "does not exist"]),
         (["--text", "no.txt"], ["no.txt", "No such file"]),
         (["--text", "SHORT"], ["--text=", "at least the 600 tokens of --lengths; it has "]),
         (["--simulate-acceptance", "no.json"], ["model=", "name of a preset", "llama3.1-8b"]),

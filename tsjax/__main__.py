@@ -43,6 +43,7 @@ from tsjax.files.presets import (
     training_preset_names,
 )
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.files.whole_files import check_place
 from tsjax.host import layout, processes
 from tsjax.host.bench import answer
 from tsjax.host.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
@@ -643,6 +644,8 @@ def _generate(args: argparse.Namespace) -> int:
     config = None if args.preset is None else preset(args.preset).config
     # Refuses a wrong value before the model is read.
     (config or tsjax.GenerationConfig()).replace(**settings)
+    if args.save_to is not None:
+        check_place(args.save_to, "--save-to")
     with _joined(args):
         return _generated(args, prompt, messages, settings, config, method, prefill)
 
@@ -738,6 +741,7 @@ def _generate_many(args: argparse.Namespace) -> int:
     config = config.replace(**_settings(args))
     method = named_method(args.method or "autoregressive", args.method_options)
     method = _with_options(method, args.method_options)
+    check_place(args.out, "--out")
     model = tsjax.load(args.model, dtype=args.dtype, mesh=_mesh(args.mesh))
     rows = _given(args, ("rows",))
     more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}

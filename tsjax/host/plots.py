@@ -14,6 +14,7 @@ from typing import Any
 
 from tsjax.config import check
 from tsjax.errors import NotInstalled
+from tsjax.files.whole_files import check_place, replacing
 
 ENDINGS = (".png", ".svg", ".pdf")
 WIDE_RANGE = 16  # times the least: then logarithms tell more
@@ -22,9 +23,7 @@ WIDE_RANGE = 16  # times the least: then logarithms tell more
 def check_plot(path: str, argument: str) -> None:
     """Refuses what could not be drawn or written, before anything is measured."""
     check(os.path.splitext(path)[1] in ENDINGS, argument, path, f"a file ending in {one(ENDINGS)}")
-    folder = os.path.dirname(os.path.abspath(path))
-    good = os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(path)
-    check(good, argument, path, "a file in a folder that exists and can be written")
+    check_place(path, argument)
     if importlib.util.find_spec("matplotlib") is None:
         raise NotInstalled(
             f"{argument}={path!r} needs matplotlib (pip install 'tsjax[plot]'); leave it out"
@@ -67,7 +66,8 @@ def plot(
     if title:
         figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=os.path.splitext(path)[1][1:], dpi=120)
     pyplot.close(figure)
 
 

@@ -26,9 +26,16 @@ from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import stored_arrays
 from tsjax.files.checkpoint import Model, write_heads
 from tsjax.files.weight_files import write_safetensors
-from tsjax.files.whole_files import final_name, replacing, write_text
+from tsjax.files.whole_files import (
+    check_writable,
+    final_name,
+    path_of,
+    place_of,
+    replacing,
+    write_text,
+)
 from tsjax.host import processes
-from tsjax.host.saving import Writing, check_writable, path_of
+from tsjax.host.saving import Writing
 from tsjax.input_files import listed, parsing, read_json
 from tsjax.model.sharding import placed
 
@@ -97,10 +104,10 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
     if save_to is None:
         check(not resume, "resume", resume, "save_to names the folder of the run")
         return None
-    folder = path_of(save_to, "a folder")
+    folder = path_of(save_to, "save_to", "a folder")
     wrong = f"save_to={folder!r} is not valid"
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise NotADirectoryError(f"{wrong}: a folder, not a file")
+        raise NotADirectoryError(f"{wrong}: a folder, which may be new")
     newest = latest(folder)
     if resume and newest is None:
         raise NoSuchFile(f"{wrong} with resume: it has no {CHECKPOINTS}/step-*")
@@ -111,7 +118,9 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
     others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
     if others:
         raise AlreadyThere(f"{wrong}: it has {min(others)!r}; choose a folder of its own")
-    check_writable(folder, folder, "a folder that can be written", make=True)
+    for name in FILES - {CHECKPOINTS}:
+        place_of(os.path.join(folder, name), "save_to")
+    check_writable(folder, f"{wrong}: a folder that can be written")
     return folder
 
 
