@@ -119,8 +119,8 @@ def _words(values: Any, name: str, shape: str) -> jax.Array:
     short = not hidden and found.size < 9
     check(good, name, found.tolist() if short else f"{found.dtype} {found.shape}", wanted)
     if not hidden:
-        for value in (found.min(initial=0), found.max(initial=0)):
-            check(0 <= value < 2**32, name, int(value), wanted)
+        for value in map(int, (found.min(initial=0), found.max(initial=0))):
+            check(0 <= value < 2**32, name, value, wanted)
     return jnp.asarray(found, jnp.uint32)
 
 
