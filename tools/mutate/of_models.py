@@ -12,7 +12,7 @@ OF_MODELS = (
         "tsjax/model/transformer.py",
         'unembed=None if cfg.tie_embeddings else matrix((V, D), ("vocab", "embed")),',
         'unembed=matrix((V, D), ("vocab", "embed")),',
-        ("tests/test_goldens.py", "tests/test_checkpoint.py"),
+        ("tests/test_goldens.py::test_model[qwen2_yarn_tied]", "tests/test_checkpoint.py"),
     ),
     Change(
         "yarn_factor_dropped",
@@ -28,7 +28,7 @@ OF_MODELS = (
         "tsjax/model/layers.py",
         "scale = rope.attention_factor\n",
         "scale = 1.0\n",
-        ("tests/test_layers.py",),
+        ("tests/test_layers.py::test_rotation",),
     ),
     Change(
         "importance_of_one_query_head",

@@ -47,7 +47,7 @@ OF_RUNS = (
         "tsjax/host",
         'if config is not None or set(settings) - {"max_new_tokens"}:',
         'if config is not None or set(settings) - {"max_new_tokens", "seed"}:',
-        ("tests/test_bad_input.py", "tests/test_saved_run.py"),
+        ("tests/test_bad_input.py::test_resuming_with_other_settings",),
     ),
     Change(
         "resume_with_other_weights",
@@ -55,7 +55,7 @@ OF_RUNS = (
         "tsjax/host",
         "same = run.fingerprint == model_fingerprint(model)",
         "same = True",
-        ("tests/test_bad_input.py", "tests/test_saved_run.py", "tests/test_fingerprint.py"),
+        ("tests/test_bad_input.py::test_resuming_with_another_model",),
     ),
     Change(
         "interrupted_row_saved_as_ended",
@@ -91,7 +91,7 @@ OF_RUNS = (
         "        if kept != ():\n"
         "            self._state = self._state.replace(memory=kept)\n"
         "            self._learn_anew = lambda: None\n",
-        ("tests/test_many.py",),
+        ("tests/test_many.py::test_each_answer_is_that_of_its_prompt_alone",),
     ),
     Change(
         "prefix_one_token_too_long",

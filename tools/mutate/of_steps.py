@@ -71,7 +71,7 @@ OF_STEPS = (
         "tsjax/decoding/step.py",
         "memory=method.learn(model, params, memory, after, verdict, acceptance)",
         "memory=memory",
-        ("tests/test_acceptance.py::test_the_step_at_which_an_ngram_first_counts",),
+        ("tests/test_acceptance.py::test_the_step_at_which_the_draft_cache_is_chosen_again",),
     ),
     Change(
         "rows_of_rejected_nodes_committed",
@@ -148,7 +148,7 @@ OF_STEPS = (
         "tsjax/decoding/step.py",
         "following = jnp.pad(of_node[:, 1:], ((0, 0), (0, 1)))",
         "following = jnp.pad(of_node[:, 2:], ((0, 0), (0, 2)))[:, : of_node.shape[1]]",
-        ("tests/test_own_method.py::test_a_stream_says_who_drafted_a_token",),
+        ("tests/test_simulating.py::test_the_text_is_what_was_drafted",),
     ),
     # --- penalties and processors ----------------------------------------------------------------
     Change(
