@@ -377,8 +377,6 @@ TOO_LONG_YET = {
     "tests/test_sampling.py",
     "tests/test_training.py",
     "tests/test_verification.py",
-    "tsjax/host/request.py",
-    "tsjax/host/request.py:make_request",
     "tsjax/methods/likely_tree.py",
 }
 TWO_THINGS_YET = {"LONG_MATCH", "choose"}

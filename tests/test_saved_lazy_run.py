@@ -19,8 +19,8 @@ from helpers import tiny_model
 import tsjax
 from tsjax.__main__ import main
 from tsjax.host import run as host_run
+from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.request import make_request
 from tsjax.host.saved_run import read_run
 from tsjax.host.saving import Saving
 

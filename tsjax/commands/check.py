@@ -13,7 +13,7 @@ import tsjax
 from tsjax.commands import arguments as cli
 from tsjax.config import DTYPES, check
 from tsjax.errors import BadValue
-from tsjax.host.request import tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
 
 LEADS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # counted by tsjax check

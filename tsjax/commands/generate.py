@@ -22,7 +22,7 @@ from tsjax.files.whole_files import check_place
 from tsjax.host import processes
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering
-from tsjax.host.request import tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
 from tsjax.methods import METHODS, resolve_method
