@@ -139,6 +139,7 @@ def test_the_lowest_level_changes_no_chain():
     assert found[0][0][0] < 45, "something is accepted"
 
 
+@pytest.mark.wide
 def test_the_lowest_level_saves_passes_of_the_middle_one():
     """With the model itself as the second one, a pass accepts all that it is offered."""
     model, passes = looping_model(), {}
@@ -173,13 +174,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "triforce" else pytest.param(name, marks=pytest.mark.wide)
-        for name in METHODS
-    ],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("name", METHODS)
 def test_a_second_model_that_is_split_over_devices(name):
     """The tokens and the drafts that are right are those of one device."""
     found = []
