@@ -37,7 +37,7 @@ def as_a_program(tree, drawn):
     return best, told
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_longest_agreeing_row_is_kept(seed):
     rng = np.random.default_rng(seed)
     paths = rng.integers(3, size=(5, 3))
@@ -52,10 +52,10 @@ def test_the_longest_agreeing_row_is_kept(seed):
 
 def test_a_token_that_rows_share_has_as_many_tries():
     """Three rows share the token 2 of probability 0.1: one of their tries hits in 1 - 0.9^3."""
-    batch, shared = 20_000, 2
+    batch, shared = 5_000, 2
     tree = tree_of([[shared, 0], [shared, 1], [shared, 3]], width=5, batch=batch)
     laws = jnp.broadcast_to(jnp.log(jnp.asarray(LAW)), (batch, 5, 4))
     keys = jax.random.split(jax.random.key(0), batch)
     target, _ = longest_agreement(tree, draws(keys, tree, laws))
     said = float(jnp.mean(target[:, 0] == shared))
-    assert said == pytest.approx(1 - 0.9**3, abs=0.01)
+    assert said == pytest.approx(1 - 0.9**3, abs=0.02)
