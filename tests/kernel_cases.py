@@ -14,10 +14,6 @@ from pallas_kernels.typing import accumulation_dtype
 # --- tree_attention --------------------------------------------------------------------------
 
 
-def define(*inputs, rest=None):
-    return define_both(*inputs, rest=rest)[0]
-
-
 def define_both(q, k_cache, v_cache, length, k_new, v_new, mask, rest=None, visible=None):
     """One query at a time, over the keys it sees and nothing else: values and log totals."""
     q, k_cache, v_cache, k_new, v_new = (

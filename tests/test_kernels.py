@@ -19,7 +19,6 @@ import pytest
 from helpers import tiny_model
 from jax.experimental.pallas import triton as backend
 from kernel_cases import (
-    define,
     define_both,
     define_scores,
     make_heads,
@@ -100,7 +99,7 @@ def run_scores(mode, *inputs, parts=2):
     parts=st.integers(1, 6),
     lengths=st.lists(st.integers(0, 70), min_size=2, max_size=2),
 )
-@hypothesis.settings(max_examples=5)
+@hypothesis.settings(max_examples=4)
 def test_tree_attention_touches_what_it_should(shape, parts, lengths):
     rng = np.random.default_rng(0)
     inputs = make_inputs(rng, **shape, length=np.minimum(lengths[: shape["B"]], shape["S"]))
@@ -359,7 +358,7 @@ def test_kv_heads_that_no_axis_divides_are_everywhere(rng):
     q, k_cache, v_cache, *rest = inputs
     caches = [place(cache, "data") for cache in (k_cache, v_cache)]
     out, _ = run_split(interpreted, place(q), *caches, *(place(x) for x in rest))
-    assert is_placed(out, "data") and relative_error(out, define(*inputs)) < LARGEST_ERROR
+    assert is_placed(out, "data") and relative_error(out, define_both(*inputs)[0]) < LARGEST_ERROR
 
 
 @kernels

@@ -119,7 +119,7 @@ def test_angles_are_computed_in_the_wide_type(dtype):
     out=st.lists(st.integers(1, 5), min_size=1, max_size=2),
     with_bias=st.booleans(),
 )
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 def test_linear(outer, inner, out, with_bias):
     rng = np.random.default_rng(len(outer) + 10 * len(inner) + 100 * len(out))
     x = rng.standard_normal((*outer, *inner)).astype(np.float32)

@@ -38,9 +38,9 @@ taken = jax.jit(rule.taken_by_part, static_argnames="parts")
 
 
 @hypothesis.given(
-    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([1, 2, 3, 8]),
     st.sampled_from([12, 17]),
-    st.lists(st.tuples(st.sampled_from([1, 3, 8]), *[st.integers(0, 8)] * B), max_size=8),
+    st.lists(st.tuples(st.sampled_from([1, 8]), *[st.integers(0, 8)] * B), max_size=8),
 )
 @hypothesis.settings(max_examples=15)
 def test_rows_are_written_where_they_belong(parts, capacity, writes):

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from any_tree import AnyTree
 from helpers import PROMPTS as SHORT_PROMPTS
+from helpers import SIZES as SHORT_SIZES
 from helpers import looping_model, tiny_model
 
 import tsjax
@@ -216,17 +217,14 @@ def test_the_file_says_with_which_prefill(model, tmp_path):
             tsjax.generate(model, resume_from=path, prefill=other, max_new_tokens=4)
 
 
-def test_a_run_cannot_go_on_with_another_prefill(model, tmp_path):
-    path = tmp_path / "run.json"
-    tsjax.generate(model, PROMPTS[0], max_new_tokens=2, save_to=path, **SIZES)
+def test_a_run_cannot_go_on_with_another_prefill(tmp_path):
+    path, model = tmp_path / "run.json", looping_model()
+    tsjax.generate(model, SHORT_PROMPTS[:1], max_new_tokens=2, save_to=path, **SHORT_SIZES)
     saved = json.loads(path.read_text())
     assert saved["format"] == 2 and "prefill" not in saved and read_run(path).prefill is None
     message = r"prefill=LazyPrefill\(.* is not valid: .*was saved with prefill='full'; leave it out"
     with pytest.raises(ValueError, match=message):
         tsjax.generate(model, resume_from=path, prefill="lazy", max_new_tokens=4)
-    whole = tsjax.generate(model, PROMPTS[0], max_new_tokens=4, **SIZES)
-    again = tsjax.generate(model, resume_from=path, prefill="full", max_new_tokens=4, **SIZES)
-    assert rows_of(again) == rows_of(whole)
 
 
 @pytest.mark.parametrize(
