@@ -173,6 +173,7 @@ def test_a_run_that_is_stopped_while_it_reads_goes_on(model, tmp_path):
     assert rows_of(tsjax.generate(model, resume_from=path, **settings)) == whole
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_another_method(tmp_path, monkeypatch):
     """Begun plainly, then by drafts, and plainly in the end."""
     monkeypatch.setitem(METHODS, "any_tree", AnyTree)
