@@ -102,7 +102,7 @@ class Pass(NamedTuple):
     capacity: int
 
 
-# What `tsjax.methods.cost_model` counts: of draft passes and of verifications.
+# What `tsjax.methods.devices` counts: of draft passes and of verifications.
 PASSES = {
     f"pass {model} {rows} of {capacity}": Pass(model, rows, capacity)
     for model in ("llama3.1-8b", "qwen2.5-1.5b", "llama2-7b-yarn-128k")
@@ -254,7 +254,7 @@ def lower_step(step: Step, target: str):
     from tsjax.decoding.start import init_state
     from tsjax.methods import METHODS
     from tsjax.methods.auto import choose
-    from tsjax.methods.cost_model import device_of, estimated
+    from tsjax.methods.devices import device_of, estimated
     from tsjax.model.cache import CACHE_AXES, WHOLE_AXES, Cache, KVCache
     from tsjax.model.int8 import Int8Matrix
     from tsjax.model.params import Params, declare_params, is_spec

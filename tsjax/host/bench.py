@@ -50,8 +50,8 @@ from tsjax.host.run import programs_of
 from tsjax.host.timing import Rounds, fill, ratios, summary
 from tsjax.host.trace import read_trace
 from tsjax.input_files import read_text
-from tsjax.methods import METHODS, Auto
-from tsjax.methods.cost_model import plain_bytes
+from tsjax.methods import METHODS
+from tsjax.methods.devices import plain_bytes
 from tsjax.model.params import abstract_params, random_params
 from tsjax.model.sharding import mesh_of
 
@@ -271,7 +271,7 @@ def _prepared(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
 def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
     """ValueError for a model that lacks what a method needs. Auto takes what there is."""
     for method in methods.values():
-        if not isinstance(method, Auto):
+        if not method.chooses:
             method.sizes(cfg)
 
 
