@@ -211,10 +211,10 @@ def no_clock(monkeypatch):
     """What `Auto` chooses does not depend on how busy the machine is: costs are the formula's."""
 
     def estimate(params, cfg, batch):
-        return cost_model.estimated(cfg, cost_model.CPU, batch)
+        return devices.estimated(cfg, devices.CPU, batch)
 
     from tsjax.host import costs
-    from tsjax.methods import cost_model
+    from tsjax.methods import devices
 
     monkeypatch.setattr(costs, "measure", estimate)
 

@@ -21,7 +21,7 @@ from tsjax.host import bench_question, memory, paired_runs, peers, plots
 from tsjax.host.paired_runs import Runs
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.run import programs_of
-from tsjax.methods.cost_model import plain_bytes
+from tsjax.methods.devices import plain_bytes
 
 QUICK = ["--lengths", "16", "--new-tokens", "24", "--rounds", "1", "--settings", "greedy"]
 TWO = ["--methods", "plain", "ngram"]
