@@ -100,7 +100,7 @@ def kinds(place: Path) -> dict[str, Kind]:
     (text / "book.txt").write_text("the hat in a tin " * 20)
 
     def read_data(folder, file):
-        corpus.read_corpus(
+        corpus.read_training_corpus(
             folder / file,
             sequence_length=8,
             vocab_size=400,

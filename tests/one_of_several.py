@@ -235,6 +235,6 @@ def write(out, found):
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
     jax.config.update("jax_enable_compilation_cache", False)
-    processes.join()
+    processes.meet_others()
     jobs = generate, calls, more_calls, load, long_run, long_stream, long_training
     {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[3:])

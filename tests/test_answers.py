@@ -4,13 +4,14 @@
 import gc
 import json
 import os
+import pickle
 import signal
 import weakref
 
 import jax
 import numpy as np
 import pytest
-from helpers import compilations, save_tokenizer, tiny_model
+from helpers import TOKENS, compilations, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
@@ -304,6 +305,24 @@ def test_a_result_says_how_it_was_made(tmp_path):
     config = tsjax.GenerationConfig(**kept["config"])
     again = tsjax.generate(MODEL, kept["prompt"], config=config, **SIZES)
     assert [row.tolist() for row in again.tokens] == kept["tokens"]
+
+
+def test_a_pickled_result_says_the_same_and_leaves_its_model_behind(tmp_path):
+    model = tiny_model(vocab_size=len(TOKENS), path=save_tokenizer(tmp_path))
+    how = dict(SAMPLED, logprobs=2, method=tsjax.NGram(suffix_length=4), **SIZES)
+    result = tsjax.generate(model, "the hat", keep_prefix=True, **how)
+    content = pickle.dumps(result)
+    again = pickle.loads(content)
+    assert again.to_dict() == result.to_dict() and again.text == result.text
+    assert again.stats == result.stats and again.stats.method == how["method"]
+    np.testing.assert_array_equal(again.tokens, result.tokens)
+    jax.tree.map(np.testing.assert_array_equal, again.logprobs, result.logprobs)
+    assert result.prefix is not None and again.prefix is None
+    assert len(content) < 10_000 and pickle.dumps(again)
+    bare = tsjax.generate(MODEL, PROMPT, **SAMPLED, **SIZES)
+    for one in (bare, pickle.loads(pickle.dumps(bare))):
+        with pytest.raises(ValueError, match="it has no tokenizer"):
+            _ = one.text
 
 
 def test_errors_are_ones_own_and_pythons():

@@ -17,7 +17,7 @@ import pytest
 import tsjax
 from tsjax.__main__ import main
 from tsjax.host import bench as bench_module
-from tsjax.host import memory, paired_runs, peers, plots
+from tsjax.host import bench_question, memory, paired_runs, peers, plots
 from tsjax.host.paired_runs import Runs
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.run import programs_of
@@ -322,12 +322,12 @@ def test_a_peer_that_fails_is_left_out(part, folder, capsys, monkeypatch):
 @pytest.fixture
 def presets(monkeypatch):
     cfg = helpers.tiny_config(num_layers=1, dtype="float32")
-    monkeypatch.setattr(bench_module, "model_preset", {"shape": cfg}.__getitem__)
-    monkeypatch.setattr(bench_module, "model_preset_names", lambda: ("shape",))
+    monkeypatch.setattr(bench_question, "model_preset", {"shape": cfg}.__getitem__)
+    monkeypatch.setattr(bench_question, "model_preset_names", lambda: ("shape",))
     swift = tsjax.TokenSwift(draft_budget=32, num_sinks=2, num_ngrams=0, suffix_length=0)
-    monkeypatch.setattr(bench_module, "preset_names", lambda: ("shape",))
+    monkeypatch.setattr(bench_question, "preset_names", lambda: ("shape",))
     monkeypatch.setattr(
-        bench_module, "preset", lambda name: tsjax.preset("llama3.1-8b")._replace(method=swift)
+        bench_question, "preset", lambda name: tsjax.preset("llama3.1-8b")._replace(method=swift)
     )
 
 
@@ -379,7 +379,7 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--peer-tokens", "31"], ["--peer-tokens=31", "at least 32"]),
         (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
         (["--plot", "times.txt"], ["--plot='times.txt'", ".png or .svg or .pdf"]),
-        (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "a folder that exists"]),
+        (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "does not exist"]),
         (["--text", "no.txt"], ["no.txt", "No such file"]),
         (["--text", "SHORT"], ["--text=", "at least the 600 tokens of --lengths; it has "]),
         (["--simulate-acceptance", "no.json"], ["model=", "name of a preset", "llama3.1-8b"]),
@@ -389,8 +389,9 @@ def test_wrong_questions(argv, words, folder, capsys, monkeypatch, tmp_path):
     def computes(*_):
         pytest.fail("it computes")
 
-    for name in ("generate", "Runs", "random_params"):
-        monkeypatch.setattr(bench_module, name, computes)
+    monkeypatch.setattr(bench_module, "generate", computes)
+    monkeypatch.setattr(bench_module, "Runs", computes)
+    monkeypatch.setattr(bench_question, "random_params", computes)
     if "SHORT" in argv:
         (tmp_path / "short.txt").write_text("a thin man")
         argv = ["--text", str(tmp_path / "short.txt"), "--lengths", "600"]
@@ -413,7 +414,7 @@ def test_wrong_questions(argv, words, folder, capsys, monkeypatch, tmp_path):
     ],
 )
 def test_wrong_traces(content, words, capsys, presets, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_module, "random_params", lambda cfg: pytest.fail("it computes"))
+    monkeypatch.setattr(bench_question, "random_params", lambda cfg: pytest.fail("it computes"))
     trace = tmp_path / "trace.json"
     trace.write_text(content)
     argv = ["shape", "--methods", "plain", "tokenswift", "--simulate-acceptance", str(trace)]
@@ -423,14 +424,14 @@ def test_wrong_traces(content, words, capsys, presets, monkeypatch, tmp_path):
 
 
 def test_a_shape_has_to_fit(capsys, presets, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_module, "random_params", lambda cfg: pytest.fail("it computes"))
+    monkeypatch.setattr(bench_question, "random_params", lambda cfg: pytest.fail("it computes"))
     trace = tmp_path / "trace.json"
     trace.write_text("[1]")
     argv = ["bench", "shape", "--methods", "plain", "--simulate-acceptance", str(trace)]
     assert main([*argv, "--lengths", "100000", "--new-tokens", "10"]) == 2
     words = "--lengths=100000 is not valid: at most 99990, as the model has 100000 positions"
     assert words in capsys.readouterr().err
-    monkeypatch.setattr(bench_module, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(bench_question, "available_bytes", lambda device: 1000)
     assert main(argv) == 2
     assert "not enough memory: the weights of shape in float32 are" in capsys.readouterr().err
     assert main([*argv, "--dtype", "float64"]) == 2

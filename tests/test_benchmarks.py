@@ -25,7 +25,7 @@ from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.tree_attention import specs as tree_specs
 from pallas_kernels.tree_attention import triton as tree_triton
-from tsjax.host.paired_runs import by_position
+from tsjax.host.paired_runs import times_by_position
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -200,7 +200,7 @@ def test_slow_methods_say_fewer_tokens(monkeypatch):
 
 def test_a_run_s_speed_is_told_by_output_position():
     chunks = [(0, 0, 0.0), (1024, 512, 1.0), (3072, 2560, 5.0), (3100, 2588, 5.028)]
-    found = by_position([chunks])
+    found = times_by_position([chunks])
     assert found["position"] == [1024, 2048, 3072, 3100]
     assert found["ms_per_token"] == pytest.approx([1e3 / 1024, 2e3 / 1024, 2e3 / 1024, 1])
     assert found["tokens_per_step"] == pytest.approx([2, 1, 1, 1])

@@ -112,13 +112,20 @@ def test_a_tree_emits_what_sampling_one_by_one_would(seed, greedy):
         (lambda x: tsjax.sample(x[0], [0], [0], [[1]]), "logits"),
         (lambda x: tsjax.sample(x, [0], [0], [1, 2]), "positions"),
         (lambda x: tsjax.sample(x, [0], [0], [[1]]), "positions"),
+        (lambda x: tsjax.sample(x, [0.9], [0], [[1, 2]]), r"seeds=\[0.9\] .*: \[B\] integers, at"),
+        (lambda x: tsjax.sample(x, [-1], [0], [[1, 2]]), "seeds=-1 is not valid: .* at least 0"),
+        (lambda x: tsjax.sample(x, [2**32], [0], [[1, 2]]), "seeds=4294967296 .* at most 42949672"),
+        (lambda x: tsjax.sample(x, [0], jnp.asarray([-2]), [[1, 2]]), "repeats=-2 is not valid"),
+        (lambda x: tsjax.sample(x, [0], [0], [[7.5, 8]]), r"positions=\[\[7.5, 8.0\]\] is no"),
+        (lambda x: tsjax.sample(x, [0], [0], [[1, -7]]), "positions=-7 is not valid"),
+        (lambda x: jax.jit(lambda p: tsjax.sample(x, [0], [0], p))(x[:, :, 0]), "positions='float"),
         (lambda x: tsjax.sample(x, [0], [0], [[1, 2]], temperature=0.0), "temperature"),
         (lambda x: tsjax.sample(x, [0], [0], [[1, 2]], repetition_penalty=1.2), "unknown argument"),
         (lambda x: tsjax.verify(_tree(), x), "logits"),
         (lambda x: tsjax.verify(_tree(), jnp.ones((1, 3, 5)), x), "noise"),
     ],
 )
-def test_wrong_shapes_are_refused(call, message):
+def test_wrong_arguments_are_refused(call, message):
     with pytest.raises(tsjax.TsjaxError, match=message):
         call(jnp.ones((1, 2, 5)))
 

@@ -100,6 +100,18 @@ def test_options_reach_the_template(tmp_path):
     assert len(without) > len(usual) and without[:20].tolist() == usual[:20].tolist()
 
 
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for i in range(340) %}{{ 'a' * 100000 }}{% endfor %}", "it writes 34000000 char"),
+        ("{% for i in range(100001) %}a{% endfor %}", "Range too big"),
+    ],
+)
+def test_what_a_template_writes_has_bounds(template, why, tmp_path):
+    with pytest.raises(ValueError, match=f"messages is not valid for the chat template .*{why}"):
+        chat_prompt(with_template(tmp_path, template), [USER])
+
+
 def test_an_answer_that_is_begun_is_continued(chatty):
     tokenizer = load_tokenizer(chatty.path)
     chat = [USER, {"role": "assistant", "content": "the"}]

@@ -25,7 +25,8 @@ from safetensors.numpy import load_file, save_file
 import tsjax.files.checkpoint
 from tsjax.files import huggingface, weight_files
 from tsjax.files.checkpoint import Model, load, save
-from tsjax.files.huggingface import TABLE, entries, model_config
+from tsjax.files.config_files import model_config
+from tsjax.files.huggingface import TABLE, entries
 from tsjax.model.logits import logits
 from tsjax.model.params import abstract_params
 from tsjax.model.sharding import named_sharding

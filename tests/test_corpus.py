@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tsjax.files.tokenizer import load_tokenizer
-from tsjax.training.corpus import Order, predictions_from_counts, read_corpus
+from tsjax.training.corpus import Order, predictions_from_counts, read_training_corpus
 
 VOCAB = len(helpers.TOKENS)
 WORDS = "the cat sat on the train and the rain ran in the lane".replace("c", "h")
@@ -21,7 +21,9 @@ def tokenizer(tmp_path_factory):
 
 def read(data, *, length=8, tokenizer=None, **options):
     options = {"vocab_size": VOCAB, **options}
-    return read_corpus(data, sequence_length=length, tokenizer=lambda: tokenizer, **options)
+    return read_training_corpus(
+        data, sequence_length=length, tokenizer=lambda: tokenizer, **options
+    )
 
 
 def text(seed: int, words: int) -> str:

@@ -309,7 +309,7 @@ def test_in_a_pipe_there_are_no_escape_codes(checkpoint, capsys):
     assert texts[0].rstrip()[-20:] in repeating  # where the greedy text ends, it goes on
 
 
-@pytest.mark.parametrize("name", demo.SETTINGS)
+@pytest.mark.parametrize("name", demo.STYLES)
 def test_one_of_them_alone(name, checkpoint, capsys):
     assert main(["demo", "--model", checkpoint, "--tokens", "8", f"--{name}", *FEW]) == 0
     out = capsys.readouterr().out

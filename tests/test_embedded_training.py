@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tsjax
-from tools.embedded_model import texts, training
+from tools.embedded_model import loss, rows, texts, training
 from tools.embedded_model.__main__ import main
 
 SMALL = (
@@ -104,7 +104,7 @@ def test_attention_is_causal_attention(rng):
         jnp.asarray(rng.standard_normal((2, 150, heads, 8), np.float32)) for heads in (4, 2, 2)
     )
     expected = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True))(q, k, v)
-    found = jax.jit(training.causal_attention, static_argnums=0)(0, q, k, v)
+    found = jax.jit(loss.causal_attention, static_argnums=0)(0, q, k, v)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
@@ -112,7 +112,7 @@ def test_dropout_keeps_the_mean():
     cfg = tsjax.ModelConfig(50, 16, 2, 4, 2, 8, 16, 512, 1e-5, tie_embeddings=True)
     weights = tsjax.init_params(cfg).model
     weights = jax.tree.map(jnp.ones_like, weights)
-    dropped = jax.jit(training.drop_units, static_argnums=1)(weights, 0.5, jax.random.key(0))
+    dropped = jax.jit(loss.drop_units, static_argnums=1)(weights, 0.5, jax.random.key(0))
     for layer in dropped.layers:
         for units in (layer.o.reshape(16, 32).T, layer.down.T):
             assert set(np.unique(units)) == {0.0, 2.0}  # whole units, scaled
@@ -126,9 +126,9 @@ def test_a_long_row_has_the_same_losses(rng):
     weights = tsjax.init_params(cfg, scale=0.2).model
     row = jnp.asarray(rng.integers(2, 50, 257), jnp.int32).at[0].set(0)[None]
     places = jnp.arange(256)[None]
-    losses = jax.jit(training.token_losses, static_argnums=4)
+    losses = jax.jit(loss.token_losses, static_argnums=4)
     expected = losses(weights, row[:, :-1], row[:, 1:], places, cfg)[0]
-    found = training.loss_by_position(weights, row[0, 1:], cfg=cfg, bos=0)
+    found = loss.loss_by_position(weights, row[0, 1:], cfg=cfg, bos=0)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
@@ -136,8 +136,8 @@ def test_rows_with_gaps(rng):
     """Both parts are the stream's own tokens at the stream's own distances."""
     starts = np.flatnonzero(rng.random(5000) < 0.05)
     stream = texts.Stream(np.arange(5000, dtype=np.int32), starts, bos=-1)
-    windows = training.Order(stream, 128, 4096, gaps=0.9, seed=0).take(200)
-    inputs, targets, positions = map(np.asarray, training.cut_rows(stream.tokens, windows, 128, -1))
+    windows = rows.Order(stream, 128, 4096, gaps=0.9, seed=0).take(200)
+    inputs, targets, positions = map(np.asarray, rows.cut_rows(stream.tokens, windows, 128, -1))
     assert inputs.shape == targets.shape == (200, 128)
     assert (inputs[:, 0] == -1).all() and (positions[:, 0] == 0).all()
     assert np.isin(inputs[:, 1], starts).all()
@@ -151,7 +151,7 @@ def test_rows_with_gaps(rng):
 
 def test_an_epoch_covers_the_stream():
     stream = texts.Stream(np.zeros(6401, np.int32), np.arange(6401), bos=0)
-    order = training.Order(stream, 64, 4096, gaps=0.0, seed=0)
+    order = rows.Order(stream, 64, 4096, gaps=0.0, seed=0)
     windows = order.take(order.per_epoch)
     assert sorted(np.diff(np.sort(windows.start))) == [64] * (order.per_epoch - 1)
 

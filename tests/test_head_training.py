@@ -23,7 +23,7 @@ from tsjax.training.loss import (
     add_gradients,
     init_heads,
     learning_rates,
-    measure,
+    measure_heads,
     optimiser,
     update,
     zero_gradients,
@@ -80,7 +80,7 @@ def model_of(tied: bool):
 
 
 run_add_gradients = jax.jit(add_gradients, static_argnames=("cfg", "chunk_tokens"))
-run_measure = jax.jit(measure, static_argnames=("cfg", "chunk_tokens"))
+run_measure = jax.jit(measure_heads, static_argnames=("cfg", "chunk_tokens"))
 run_model = jax.jit(hidden_states, static_argnames=("cfg", "width"))
 run_update = jax.jit(update, static_argnames="settings")
 
@@ -157,7 +157,7 @@ def test_nothing_but_the_heads_has_a_gradient():
     hidden = run_model(model.params, tokens, cfg=model.cfg, width=16)
 
     def heads_loss(weights):
-        metrics = measure(heads, weights, hidden, tokens, cfg=model.cfg, chunk_tokens=30)
+        metrics = measure_heads(heads, weights, hidden, tokens, cfg=model.cfg, chunk_tokens=30)
         return jnp.sum(metrics.loss[1:])
 
     # The unembedding is the only part of the model that a loss sees, and it counts as a constant.

@@ -21,12 +21,12 @@ import tsjax
 from tsjax.decoding import processors
 from tsjax.decoding.processors import (
     NEVER_SEEN,
-    Text,
+    KnownText,
     apply,
     bar_repeated_ngrams,
     first_counts,
-    last_tokens,
     penalise_counts,
+    tokens_before,
 )
 
 VOCAB = 13
@@ -71,7 +71,7 @@ def test_the_rules_are_the_plain_loops(text, size, room, data):
     tokens = jnp.asarray([text + [0] * room + [1] * (20 - len(text))])
     length, start = (jnp.asarray([n], jnp.int32) for n in (len(text), prompt_length))
     counts = first_counts(tokens, start, length, VOCAB)
-    known = Text(tokens, length, start, None, counts)
+    known = KnownText(tokens, length, start, None, counts)
     logits = np.random.default_rng(size).normal(size=VOCAB).astype(np.float32)
     given = jnp.asarray(logits)[None, None]
     out = penalise_counts(given, known, jnp.float32(presence), jnp.float32(frequency), None)
@@ -85,7 +85,7 @@ def test_the_rules_are_the_plain_loops(text, size, room, data):
 @hypothesis.settings(max_examples=40)
 def test_a_text_is_compared_block_by_block(text, size, at_once):
     tokens = jnp.asarray([text + [1] * (25 - len(text))])
-    known = Text(tokens, jnp.asarray([len(text)]), jnp.asarray([0]))
+    known = KnownText(tokens, jnp.asarray([len(text)]), jnp.asarray([0]))
     logits = np.random.default_rng(size).normal(size=VOCAB).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(processors, "COMPARED_AT_ONCE", at_once)
@@ -94,10 +94,10 @@ def test_a_text_is_compared_block_by_block(text, size, at_once):
 
 
 def test_the_last_tokens_are_known_and_drafted_ones():
-    text = Text(jnp.asarray([[7, 8, 9, 0, 0]]), jnp.asarray([3]), jnp.asarray([1]))
+    text = KnownText(jnp.asarray([[7, 8, 9, 0, 0]]), jnp.asarray([3]), jnp.asarray([1]))
     drafted = jnp.asarray([[[4, 5], [4, 5], [6, 6]]])
     at = jnp.asarray([[[3, 4], [3, NEVER_SEEN], [NEVER_SEEN, NEVER_SEEN]]])
-    found = last_tokens(text, 4, (drafted, at), 3)
+    found = tokens_before(text, 4, (drafted, at), 3)
     assert found.tolist() == [[[8, 9, 4, 5], [7, 8, 9, 4], [-1, 7, 8, 9]]]
 
 
@@ -113,7 +113,7 @@ def test_ngrams_and_bad_words_are_those_of_transformers(size, rng):
         text = rng.integers(0, 4, 12)
         logits = rng.normal(size=VOCAB).astype(np.float32)
         ids, scores = torch.tensor(text)[None], torch.tensor(logits)[None]
-        known = Text(jnp.asarray(text[None]), jnp.asarray([12]), jnp.asarray([4]))
+        known = KnownText(jnp.asarray(text[None]), jnp.asarray([12]), jnp.asarray([4]))
         given = jnp.asarray(logits)[None, None]
         theirs = NoRepeatNGramLogitsProcessor(size)(ids, scores.clone())[0].numpy()
         np.testing.assert_array_equal(bar_repeated_ngrams(given, known, size, None)[0, 0], theirs)

@@ -10,7 +10,7 @@ import pytest
 from hf_fixtures import FAMILIES, config
 
 from tsjax.config import ModelConfig, RopeConfig
-from tsjax.files.huggingface import config_to_hf, model_config, read_stop_ids
+from tsjax.files.config_files import config_to_hf, model_config, read_stop_ids
 from tsjax.files.weight_files import find_folder
 from tsjax.model.layers import rope_frequencies
 

@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Implementation, serving
 from pallas_kernels.operations import OPERATIONS, implementations
 from tsjax.__main__ import main
 from tsjax.host import info as info_module
-from tsjax.host.info import info, lines, memory_share
+from tsjax.host.info import info, info_lines, memory_share
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,7 @@ def test_without_compiler_cache_and_device(monkeypatch):
     assert found.devices == () and found.operations == {}
     assert "Unable to initialize backend 'cuda': no library" in found.trouble
     assert found.cache.path is None and not found.cache.writable
-    text = "\n".join(lines(found))
+    text = "\n".join(info_lines(found))
     assert "failed: no compiler" in text
     assert "TSJAX_CACHE is empty" in text and "no library" in text
 
@@ -134,7 +134,7 @@ def test_a_gpu(driver, monkeypatch):
     one = found.devices[0]
     assert (one.name, one.memory, one.capability) == ("gpu:0", 63_900_000_000, "9.0")
     assert one.tuned.keys() == {"tree_attention", "cache_scores"} and min(one.tuned.values()) > 1
-    text = lines(found)
+    text = info_lines(found)
     assert row(text, "device                gpu:0") == (
         ", NVIDIA H100 80GB HBM3, 63.9 GB, compute capability 9.0"
     )
@@ -164,7 +164,7 @@ def test_a_gpu_that_nothing_was_measured_on(driver, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     found = info()
     assert found.driver is None and found.devices[0].tuned == {} and found.memory_share is None
-    text = lines(found)
+    text = info_lines(found)
     assert row(text, "NVIDIA driver") == f"not found in {driver}"
     assert row(text, "measured block sizes").startswith("NVIDIA A10G: none")
     assert row(text, "share of its memory").startswith("no limit")
@@ -174,7 +174,7 @@ def test_a_gpu_that_nothing_was_measured_on(driver, monkeypatch):
 def test_a_driver_without_a_gpu_in_jax(driver):
     found = info()
     assert found.driver == "580.82.07" and found.memory_share is None
-    assert "jax uses no GPU of it" in row(lines(found), "NVIDIA driver")
+    assert "jax uses no GPU of it" in row(info_lines(found), "NVIDIA driver")
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing like a version\n", b"\xff\xfe\n"])
@@ -201,7 +201,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     monkeypatch.setenv("TSJAX_CACHE", "/dev/null/cache")
     found = info()
     assert not found.cache.writable and found.cache.sizes == {}
-    assert any("/dev/null/cache, which cannot be written" in line for line in lines(found))
+    assert any("/dev/null/cache, which cannot be written" in line for line in info_lines(found))
 
 
 def test_the_command_prints_the_facts(capsys):
@@ -210,4 +210,4 @@ def test_the_command_prints_the_facts(capsys):
     assert document["versions"] == info().versions
     assert "xla" in document["operations"]["tree_attention"]
     assert main(["info"]) == 0
-    assert capsys.readouterr().out.splitlines() == lines(info())
+    assert capsys.readouterr().out.splitlines() == info_lines(info())

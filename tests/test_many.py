@@ -285,7 +285,9 @@ def test_a_file_goes_on_where_it_was_cut(model, tmp_path):
 def test_broken_lines_are_named_and_the_others_run(model, tmp_path, capsys):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     prompts.write_text('{"prompt": "the"}\n{"prompt": \n"in"\n\n{"top_k": 3}\n[1]\n')
-    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV]
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(out)
+    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(link), *ARGV]
     assert main([*argv, "--max-new-tokens", "4"]) == 1
     found = {entry["line"]: entry for entry in lines_of(out)}
     assert sorted(found) == [1, 2, 3, 5, 6]  # blank lines are none
@@ -298,6 +300,7 @@ def test_broken_lines_are_named_and_the_others_run(model, tmp_path, capsys):
     mended = lines_of(out)
     assert sorted(entry["line"] for entry in mended) == [1, 2, 3, 5, 6]
     assert not any("error" in entry for entry in mended)
+    assert link.is_symlink()
     assert all(entry in mended for entry in (found[1], found[3]))
     assert "2 answered before" in capsys.readouterr().err
 

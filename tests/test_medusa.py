@@ -28,7 +28,7 @@ from tsjax.methods import resolve_method
 from tsjax.methods.medusa import VICUNA_7B
 from tsjax.model.heads import run_heads, unembed_with_heads
 from tsjax.model.logits import hidden_states
-from tsjax.training.loss import add_gradients, init_heads, measure, zero_gradients
+from tsjax.training.loss import add_gradients, init_heads, measure_heads, zero_gradients
 
 KINDS = SHARED, OWN = "parallel", "parallel_own_vocabulary"
 
@@ -541,7 +541,7 @@ def test_losses_and_gradients_are_those_of_an_independent_computation(kind):
         add_gradients, static_argnames=("cfg", "chunk_tokens", "loss_decay")
     )(heads, weights, hidden, tokens, zero_gradients(heads), loss_decay=0.8, **options)  # fmt: skip
     np.testing.assert_allclose(found.metrics.loss / labels, oracle_losses(model, tokens), rtol=1e-4)
-    measured = jax.jit(measure, static_argnames=("cfg", "chunk_tokens"))(
+    measured = jax.jit(measure_heads, static_argnames=("cfg", "chunk_tokens"))(
         heads, weights, hidden, tokens, **options
     )
     np.testing.assert_allclose(measured.loss[1:], found.metrics.loss, rtol=1e-5)

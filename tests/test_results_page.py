@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/results.md is what the committed figures say."""
 
-import json
-
 from benchmarks import papers, results_page
+from benchmarks.table_parts import read
 
 
 def test_the_page_is_current():
@@ -11,7 +10,7 @@ def test_the_page_is_current():
 
 
 def test_every_case_of_the_series_was_run():
-    document = json.loads((results_page.RESULTS / "papers.json").read_text())
+    document = read("papers")
     run = {one["case"]: one for one in document["cases"]}
     for case in papers.cases():
         found = run[case.name]

@@ -15,7 +15,7 @@ import pytest
 
 from tsjax import GenerationConfig, row_keys, sampling_values
 from tsjax.decoding.noise import position_noise
-from tsjax.decoding.processors import Text, first_counts, first_last_seen
+from tsjax.decoding.processors import KnownText, first_counts, first_last_seen
 from tsjax.decoding.sampling import (
     best,
     best_by_two_reductions,
@@ -26,7 +26,7 @@ from tsjax.decoding.sampling import (
     last_by_digits,
     nucleus,
     process,
-    score,
+    score_choices,
     sortable,
     step_noise,
     warp,
@@ -105,7 +105,7 @@ def run(logits, tokens, length, positions, prompt_length, values):
     tokens, prompt_length = jnp.asarray(tokens), jnp.asarray(prompt_length)
     vocab = logits.shape[-1]
     counts = first_counts(tokens, prompt_length, length, vocab)
-    text = Text(tokens, length, prompt_length, first_last_seen(tokens, length, vocab), counts)
+    text = KnownText(tokens, length, prompt_length, first_last_seen(tokens, length, vocab), counts)
     processed = process(logits, text, positions, values)
     return processed, warp(processed, values)
 
@@ -285,8 +285,8 @@ def choose(logits, last_seen, positions, prompt_length, row_key, values):
     depths = jnp.asarray(positions) - length[:, None]
     _, T, V = logits.shape
     noise = step_noise(row_key, length, T, V, values)
-    text = Text(jnp.zeros((len(length), 8), jnp.int32), length, prompt_length, last_seen)
-    return best(score(logits, text, depths, noise, values))
+    text = KnownText(jnp.zeros((len(length), 8), jnp.int32), length, prompt_length, last_seen)
+    return best(score_choices(logits, text, depths, noise, values))
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, 40])

@@ -40,7 +40,7 @@ def test_what_does_not_divide_is_said():
     assert (parts["attention"].split, parts["attention"].could) == (1, 4)
     assert (parts["mlp"].split, parts["mlp"].could) == (4, 4)
     assert parts["cache"].each == parts["cache"].whole
-    said = "\n".join(layout.lines(found))
+    said = "\n".join(layout.layout_lines(found))
     assert "4 copies (it could be cut in 4)" in said
 
 

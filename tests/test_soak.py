@@ -16,7 +16,7 @@ import jax
 import pytest
 
 import tsjax
-from benchmarks import longrun, soak, soak_life
+from benchmarks import longrun, soak, soak_life, soak_troubles
 from tsjax.host import compilation
 from tsjax.host.saved_run import read_run
 
@@ -40,12 +40,12 @@ def test_the_ends_are_as_many_as_asked_and_the_same_for_a_seed():
 
 def test_growth_is_told_from_the_warm_up_on():
     life = {"tokens_at_begin": 0, "memory": [[1, 50], [200, 100], [600, 104], [1000, 102]]}
-    found = soak.growth(life, 150)
-    assert found == soak.Growth(since=200, until=1000, first=100, most=104, last=102)
+    found = soak_troubles.growth(life, 150)
+    assert found == soak_troubles.Growth(since=200, until=1000, first=100, most=104, last=102)
     assert found.share == pytest.approx(0.04)
-    assert soak.growth(life, 1000) is None
+    assert soak_troubles.growth(life, 1000) is None
     part = {"new_tokens": 1000, "lives": [life]}
-    assert soak.growths(part) == []  # shorter than a warm-up
+    assert soak_troubles.growths(part) == []  # shorter than a warm-up
 
 
 def test_the_recorded_hash_is_that_of_the_same_run():
@@ -135,7 +135,7 @@ def test_memory_of_a_process_that_has_ended():
 def life(**changes):
     told = {
         "tokens_at_begin": 0, "tokens_at_end": 9000, "tokens_saved": 9000, "exit_code": 0,
-        "ended": soak.BY_ITSELF, "memory": [[t, 1000] for t in range(1, 9000, 100)],
+        "ended": soak_troubles.BY_ITSELF, "memory": [[t, 1000] for t in range(1, 9000, 100)],
         "result": {"unsaved": False, "problems": []},
     }  # fmt: skip
     return {**told, **changes}
@@ -145,8 +145,8 @@ def document():
     tokens = {"finish_reason": "length", "sha256_of_first": "b"}
     whole = {"new_tokens": 9000, "sha256": "a", **tokens, "programs": {"made_again": {}}}
     ends = [
-        life(signal="SIGKILL", exit_code=-9, ended=soak.WITHIN, tokens_saved=8000),
-        life(signal="SIGINT", exit_code=130, ended=soak.ASKED),
+        life(signal="SIGKILL", exit_code=-9, ended=soak_troubles.WITHIN, tokens_saved=8000),
+        life(signal="SIGINT", exit_code=130, ended=soak_troubles.ASKED),
         life(),
     ]
     refused = {
@@ -167,7 +167,7 @@ def document():
 
 
 def test_what_is_as_it_should_be_is_no_trouble():
-    assert soak.troubles(document()) == []
+    assert soak_troubles.troubles(document()) == []
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_what_is_not_is_named(place, value, said):
     for name in way:
         inner = inner[name]
     inner[last] = value
-    assert any(said in one for one in soak.troubles(found)), soak.troubles(found)
+    assert any(said in one for one in soak_troubles.troubles(found)), soak_troubles.troubles(found)
 
 
 # --- a small one --------------------------------------------------------------------------------

@@ -462,7 +462,7 @@ def test_wrong_places_are_refused(model, tmp_path):
             train(model, save_to=place)
 
     (tmp_path / "file").write_text("x")
-    refused(NotADirectoryError, "a folder, not a file", tmp_path / "file")
+    refused(NotADirectoryError, "a folder, which may be new", tmp_path / "file")
     refused(FileExistsError, "it has 'file'; choose a folder of its own", tmp_path)
     refused(PermissionError, "a folder that can be written", "/proc/nowhere")
     refused(ValueError, "save_to='' is not valid", "")

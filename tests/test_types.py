@@ -16,8 +16,8 @@ from helpers import tiny_config
 import pallas_kernels
 import tsjax
 from pallas_kernels import Summary
-from tsjax.decoding.processors import Text
-from tsjax.decoding.sampling import sampling_values, score
+from tsjax.decoding.processors import KnownText
+from tsjax.decoding.sampling import sampling_values, score_choices
 from tsjax.decoding.tree import merge_paths
 from tsjax.methods.partial_cache import init_draft_cache, summarize_rest
 from tsjax.model.cache import init_cache, write_rows
@@ -77,8 +77,8 @@ def test_a_wrong_shape_is_refused_while_a_program_is_traced():
             return jax.ShapeDtypeStruct(changes.get(name, sizes[name]), dtype)
 
         def run(logits, last_seen, depths, length, noise):
-            text = Text(jnp.zeros((2, 5), jnp.int32), length, length, last_seen)
-            return score(logits, text, depths, noise, values)
+            text = KnownText(jnp.zeros((2, 5), jnp.int32), length, length, last_seen)
+            return score_choices(logits, text, depths, noise, values)
 
         return jax.eval_shape(run, *map(array, sizes)).shape
 

@@ -33,8 +33,7 @@ from tsjax.config import (
     check_int,
     refuse_unknown,
 )
-from tsjax.demo import PROMPT, SETTINGS, TOKENS
-from tsjax.demo import run as run_demo
+from tsjax.demo import PROMPT, STYLES, TOKENS, run_demo
 from tsjax.errors import BadValue
 from tsjax.files.presets import (
     model_preset_names,
@@ -44,13 +43,14 @@ from tsjax.files.presets import (
     training_preset_names,
 )
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.files.whole_files import check_place
 from tsjax.host import layout, processes
-from tsjax.host.bench import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question, answer
+from tsjax.host.bench import answer
+from tsjax.host.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
-from tsjax.host.info import info, lines
-from tsjax.host.paired_runs import PLAIN
-from tsjax.host.paired_runs import SETTINGS as SAMPLING
-from tsjax.host.peers import MOST_TOKENS
+from tsjax.host.info import info, info_lines
+from tsjax.host.paired_runs import PLAIN, SETTINGS
+from tsjax.host.peers import PEER_TOKENS
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering
 from tsjax.host.request import tokenizer_of
@@ -348,8 +348,8 @@ def _add_demo(commands: Any) -> None:
     _add(parser, "--prompt", "the text to continue", default=PROMPT)
     _add(parser, "--model PATH", "another checkpoint", default=tsjax.EMBEDDED)
     which = parser.add_mutually_exclusive_group()
-    for name in SETTINGS:
-        only = dict(dest="settings", action="store_const", const=(name,), default=tuple(SETTINGS))
+    for name in STYLES:
+        only = dict(dest="settings", action="store_const", const=(name,), default=tuple(STYLES))
         _add(which, f"--{name}", f"only the {name} text", **only)
     _add_switch(parser, "--plain", "no colours and no redrawing, as without a terminal")
     text = "fields of TokenSwift, as in tsjax generate"
@@ -379,7 +379,7 @@ def _add_bench(commands: Any) -> None:
     _add(parser, "--rounds N", "that count", default=ROUNDS)
     text = "rounds before these, which do not count; long runs need none"
     _add(parser, "--warm-up N", text, default=WARM_UP)
-    _add(parser, "--settings NAME", f"{' and '.join(SAMPLING)} by default", nargs="+")
+    _add(parser, "--settings NAME", f"{' and '.join(SETTINGS)} by default", nargs="+")
     _add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     text = "prompts are its beginning; by default the model writes a text"
     _add(parser, "--text FILE", text)
@@ -388,7 +388,7 @@ def _add_bench(commands: Any) -> None:
     _add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
     _add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
     text = "new tokens of transformers' runs at most, as they take long"
-    _add(parser, "--peer-tokens N", text, default=MOST_TOKENS)
+    _add(parser, "--peer-tokens N", text, default=PEER_TOKENS)
     _add(parser, "--plot FILE", "draw times by length and, in long runs, by output position")
     text = (
         "take accepted lengths from here, as if drafts were so often right: a JSON list of one for "
@@ -644,6 +644,8 @@ def _generate(args: argparse.Namespace) -> int:
     config = None if args.preset is None else preset(args.preset).config
     # Refuses a wrong value before the model is read.
     (config or tsjax.GenerationConfig()).replace(**settings)
+    if args.save_to is not None:
+        check_place(args.save_to, "--save-to")
     with _joined(args):
         return _generated(args, prompt, messages, settings, config, method, prefill)
 
@@ -655,7 +657,7 @@ def _joined(args: argparse.Namespace) -> Iterator[None]:
         yield
         return
     check(args.mesh is not None, "--distributed", True, "--mesh DATA,MODEL[,SLOTS] beside it")
-    processes.join()
+    processes.meet_others()
     with contextlib.ExitStack() as silent:
         if not processes.is_first():
             nowhere = silent.enter_context(open(os.devnull, "w"))
@@ -739,6 +741,7 @@ def _generate_many(args: argparse.Namespace) -> int:
     config = config.replace(**_settings(args))
     method = named_method(args.method or "autoregressive", args.method_options)
     method = _with_options(method, args.method_options)
+    check_place(args.out, "--out")
     model = tsjax.load(args.model, dtype=args.dtype, mesh=_mesh(args.mesh))
     rows = _given(args, ("rows",))
     more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
@@ -962,14 +965,14 @@ def _info(args: argparse.Namespace) -> int:
         sizes = layout.sizes_of(args.mesh)
         found = layout.layout(args.model, config_of(args.model), sizes, args.context, args.rows)
         as_json = {**dataclasses.asdict(found), "parts": [one._asdict() for one in found.parts]}
-        print(json.dumps(as_json) if args.json else "\n".join(layout.lines(found)))
+        print(json.dumps(as_json) if args.json else "\n".join(layout.layout_lines(found)))
         return 0
     alone = ("model", "context", "rows")
     given = [name for name in alone if getattr(args, name) != args.parser.get_default(name)]
     if given:
         raise BadValue(f"{_flag_of(given[0])} is not valid without --mesh DATA,MODEL[,SLOTS]")
     known = info()
-    print(json.dumps(dataclasses.asdict(known)) if args.json else "\n".join(lines(known)))
+    print(json.dumps(dataclasses.asdict(known)) if args.json else "\n".join(info_lines(known)))
     return 0
 
 

@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
             losses = suffix_losses(model, texts[:, : args.prompt], texts[:, args.prompt :], lazy)
             losses = losses.mean(axis=1)
             full = losses if full is None else full
-            # The texts differ more than the methods do: what a method adds is told text by text.
+            # The texts differ more than the methods do: what a method adds is shown text by text.
             added, half = interval(losses - full)
             row = {"method": name, "loss": float(losses.mean()), "added": added, "interval": half}
             document["perplexity"].append(row | {"perplexity": float(np.exp(losses.mean()))})

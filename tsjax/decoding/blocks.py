@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from tsjax.config import SAMPLING_NAMES, GenerationConfig, check, refuse_unknown
 from tsjax.decoding.noise import position_noise, row_keys
@@ -43,12 +44,12 @@ def token_noise(seeds, repeats, positions, vocab_size: int, dtype: Any = jnp.flo
     It follows from seed, repeat, position and token alone: the same whatever runs beside it.
 
     Args:
-      seeds, repeats: [B] uint32; the repeat tells apart rows of one prompt and one seed.
+      seeds, repeats: [B] integers, as all from 0 to 2**32 - 1; the repeat tells apart rows of one
+        prompt and one seed.
       dtype: of the logits that it is added to; those of another type are other draws.
     """
-    positions = jnp.asarray(positions)
-    check(positions.ndim == 2, "positions", positions.shape, "[B, T] integers")
-    return position_noise(row_keys(seeds, repeats), positions, vocab_size, dtype)
+    keys = row_keys(_words(seeds, "seeds", "[B]"), _words(repeats, "repeats", "[B]"))
+    return position_noise(keys, _words(positions, "positions", "[B, T]"), vocab_size, dtype)
 
 
 def sample(logits, seeds, repeats, positions, **settings: Any) -> jax.Array:
@@ -104,6 +105,23 @@ def verify(tree: DraftTree, logits, noise=None) -> Verified:
     accepted = accept(tree, target)
     tokens = jnp.take_along_axis(target, accepted.path, axis=1)
     return Verified(tokens, accepted.count + 1, accepted.path)
+
+
+def _words(values: Any, name: str, shape: str) -> jax.Array:
+    """Integers that are words of 32 bits. Of what is traced or elsewhere only the type is known."""
+    hidden = any(
+        isinstance(x, jax.Array) and (isinstance(x, Tracer) or not x.is_fully_addressable)
+        for x in jax.tree.leaves(values)
+    )
+    found = jnp.asarray(values) if hidden else np.asarray(values)
+    wanted = f"{shape} integers, at least 0 and at most {2**32 - 1}"
+    good = found.ndim == shape.count(",") + 1 and np.issubdtype(found.dtype, np.integer)
+    short = not hidden and found.size < 9
+    check(good, name, found.tolist() if short else f"{found.dtype} {found.shape}", wanted)
+    if not hidden:
+        for value in map(int, (found.min(initial=0), found.max(initial=0))):
+            check(0 <= value < 2**32, name, value, wanted)
+    return jnp.asarray(found, jnp.uint32)
 
 
 def _logits(logits) -> jax.Array:

@@ -51,7 +51,7 @@ def empty_log_probs(batch: int, capacity: int, count: int, dtype) -> LogProbs:
 
 
 def log_probs_of(logits, processed, tokens, count: int) -> LogProbs:
-    """Of the tokens [B, T] chosen from logits [B, T, V], and of those once processed."""
+    """Log-probabilities of tokens [B, T] by the logits [B, T, V], and by the processed ones."""
     return LogProbs(*_of(logits, tokens, count), *_of(processed, tokens, count))
 
 
@@ -66,7 +66,7 @@ def _of(logits, tokens, count: int):
 
 
 def text_log_probs(params: Params, tokens, *, cfg: ModelConfig, count: int, width: int = 512):
-    """Of each of tokens [B, T] after those before it, by the model alone; the first's is 0.
+    """The log-probability of each of tokens [B, T] after those before it; the first's is 0.
 
     A few positions at a time: logits of a whole text are never there at once.
     """

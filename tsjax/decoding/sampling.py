@@ -31,8 +31,8 @@ from tsjax.decoding.law import counts, exp_minus, law, total
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.processors import (
     Ancestors,
+    KnownText,
     LogitsProcessor,
-    Text,
     apply,
     bar_repeated_ngrams,
     penalise_counts,
@@ -58,7 +58,7 @@ class SamplingValues(flax.struct.PyTreeNode):
     Attributes:
       do_sample: static; the processors of sampling are off without it.
       no_repeat_ngram_size: static; 0 where it is off.
-      logprobs: static; how many of the most probable tokens are told beside each one; None where
+      logprobs: static; how many of the most probable tokens stand beside each one; None where
         no log-probabilities are.
       processors: those of a user's own.
       stop_mask: tokens that end a row; barred while fewer than min_new_tokens are out.
@@ -166,7 +166,7 @@ def step_noise(
 
 def process(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     positions: Int[Array, "B T"],
     values: SamplingValues,
     ancestors: Ancestors | None = None,
@@ -231,9 +231,9 @@ def warp(logits: Float[Array, "*rows V"], values: SamplingValues) -> Float[Array
     return logits
 
 
-def score(
+def score_choices(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     depths: Int[Array, "B T"],
     noise: Float[Array, "B positions V"],
     values: SamplingValues,
@@ -257,7 +257,7 @@ def with_noise(
     noise: Float[Array, "B positions V"],
     values: SamplingValues,
 ) -> Float[Array, "B T V"]:
-    """Scores of logits that are processed already; see `score`."""
+    """Scores of logits that are processed already; see `score_choices`."""
     if not values.do_sample:
         return logits
     return logits + jnp.take_along_axis(noise, depths[..., None], axis=1)
@@ -265,12 +265,12 @@ def with_noise(
 
 def distribution(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     depths: Int[Array, "B T"],
     values: SamplingValues,
     ancestors: Ancestors | None = None,
 ) -> Float[Array, "B T V"]:
-    """The logits whose softmax a token is drawn from, or whose largest it is; see `score`."""
+    """The logits whose softmax a token is drawn from, or whose largest it is."""
     positions = text.length[:, None] + depths
     logits = process(logits, text, positions, values, ancestors)
     return warp(logits, values) if values.do_sample else logits
@@ -362,7 +362,7 @@ def _select(condition: Bool[Array, "..."], if_true: list[Any], if_false: list[An
 
 
 def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
-    """Of each entry its index along the last axis."""
+    """Each entry's index along the last axis."""
     return lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
 
 

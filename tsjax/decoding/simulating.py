@@ -14,7 +14,7 @@ from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.step import check_tree, commit, repeated
 from tsjax.decoding.tree import DraftTree
-from tsjax.decoding.verification import verify
+from tsjax.decoding.verification import verify_tree
 from tsjax.model.params import Params
 
 
@@ -39,7 +39,7 @@ def _simulated_step(params: Params, state: DecodeState, lengths, *, cfg: DecodeC
     )
     memory, tree = method.draft(model, params, state, noise)
     check_tree(tree, cfg)
-    verdict = verify(params, state, tree, noise, cfg=cfg)
+    verdict = verify_tree(params, state, tree, noise, cfg=cfg)
     acceptance = reach(tree, lengths[state.stats.steps % lengths.shape[0]])
     verdict = as_drafted(tree, verdict, acceptance)
     after = commit(state, tree, verdict, acceptance)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.decoding.processors import Text
+from tsjax.decoding.processors import KnownText
 from tsjax.decoding.sampling import SamplingValues
 from tsjax.model.cache import KVCache
 from tsjax.model.passes import Rows
@@ -86,9 +86,9 @@ class DecodeState(flax.struct.PyTreeNode):
         return jnp.take_along_axis(self.tokens, self.kv.length[:, None], axis=1)[:, 0]
 
     @property
-    def text(self) -> Text:
+    def text(self) -> KnownText:
         """What the penalties read."""
-        return Text(self.tokens, self.length, self.prompt_length, self.last_seen, self.counts)
+        return KnownText(self.tokens, self.length, self.prompt_length, self.last_seen, self.counts)
 
     @property
     def running(self) -> jax.Array:

@@ -28,7 +28,7 @@ from tsjax.decoding.state import (
     Verdict,
 )
 from tsjax.decoding.tree import DraftTree
-from tsjax.decoding.verification import accept, verify
+from tsjax.decoding.verification import accept, verify_tree
 from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
@@ -44,7 +44,7 @@ def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> Dec
     )
     memory, tree = method.draft(model, params, state, noise)
     check_tree(tree, cfg)
-    verdict = verify(params, state, tree, noise, cfg=cfg)
+    verdict = verify_tree(params, state, tree, noise, cfg=cfg)
     acceptance = accept(tree, verdict.target)
     after = commit(state, tree, verdict, acceptance)
     return after.replace(memory=method.learn(model, params, memory, after, verdict, acceptance))

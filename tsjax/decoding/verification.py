@@ -29,7 +29,7 @@ from tsjax.model.transformer import final_norm, unembed
 OF_LAYERS = ("k", "v", "query", "attended")  # the fields of Rows with an entry for each layer
 
 
-def verify(
+def verify_tree(
     params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
 ) -> Verdict:
     """Runs all nodes on the full cache and decides each node's successor.

@@ -140,7 +140,7 @@ class Conversation:
 
     @property
     def tokens_read_anew(self) -> int:
-        """Of the last prompt, those that were not there from before."""
+        """How many tokens of the last prompt were not there from before."""
         if self.result is None:
             return 0
         return int(np.sum(self.result.stats.prompt_tokens)) - self.result.stats.prefix_tokens

@@ -28,7 +28,7 @@ from tsjax.host.interrupt import Interrupt
 from tsjax.host.request import Request, check_memory, make_request, tokenizer_of
 from tsjax.host.run import (
     SECONDS_PER_CHUNK,
-    Rows,
+    HostRows,
     Seen,
     begin_run,
     kept_on_device,
@@ -75,7 +75,7 @@ class _Row:
 
     index: int
     request: Request
-    rows: Rows
+    rows: HostRows
 
 
 def generate_many(
@@ -195,7 +195,7 @@ class _Many:
             nothing = np.zeros(0, np.int32)
             self._failed.append(Answer(index, nothing, None, "error", error=known))
             return None
-        return _Row(index, request, Rows(self._model, request))
+        return _Row(index, request, HostRows(self._model, request))
 
     def _request(self, given: Any) -> Request:
         if isinstance(given, BaseException):  # who made the prompts says why there is none

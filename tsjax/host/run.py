@@ -110,7 +110,7 @@ def _run(
         state = (
             start_run(model, request, interrupt) if begun is None else kept_on_device(model, begun)
         )
-    rows, judge = Rows(model, request), Judge(model, request, state)
+    rows, judge = HostRows(model, request), Judge(model, request, state)
     decode, lesson = request.decode, None
     earlier: StepStats | None = None  # the counters until the method changed last
     while True:
@@ -260,7 +260,7 @@ class Seen(NamedTuple):
         return jax.tree.map(lambda x: x[row : row + 1], self)
 
 
-class Rows:
+class HostRows:
     """The rows of a run as the host knows them: what was emitted, and why a row has ended."""
 
     def __init__(self, model: Model, request: Request):
