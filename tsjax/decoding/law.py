@@ -56,16 +56,14 @@ class Law(NamedTuple):
     total: Float[Array, "*rows 1"]
 
 
-def law(logits: Float[Array, "*rows V"]) -> Law:
+def law_of(logits: Float[Array, "*rows V"]) -> Law:
     behind = jnp.max(logits, axis=-1, keepdims=True) - logits
     behind = jnp.minimum(behind, _of(logits.dtype).furthest)
     weights = exp_minus(behind)
     return Law(behind, weights, total(weights))
 
 
-def counts(
-    law: Law,
-) -> tuple[UInt[Array, "*rows V"], Float[Array, "*rows 1"]]:
+def counts(law: Law) -> tuple[UInt[Array, "*rows V"], Float[Array, "*rows 1"]]:
     """The probabilities as integers whose sums fit, and what 1 is among them: at least 2^30, or
     2^62 in float64. Each is rounded."""
     kind = _of(law.total.dtype)
@@ -79,7 +77,7 @@ def counts(
 
 def log_softmax(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
     best = jnp.max(logits, axis=-1, keepdims=True)
-    return (logits - best) - log(law(logits).total)
+    return (logits - best) - log(law_of(logits).total)
 
 
 def exp_minus(x: Float[Array, "*n"]) -> Float[Array, "*n"]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax import lax
 

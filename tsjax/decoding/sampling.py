@@ -27,7 +27,7 @@ import numpy as np
 from jax import lax
 
 from tsjax.config import GenerationConfig
-from tsjax.decoding.law import counts, exp_minus, law, total
+from tsjax.decoding.law import counts, exp_minus, law_of, total
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.processors import (
     Ancestors,
@@ -218,13 +218,13 @@ def warp(logits: Float[Array, "*rows V"], values: SamplingValues) -> Float[Array
     if values.top_p is not None:
         logits = remove(logits, ~nucleus(logits, values.top_p))
     if values.min_p is not None:
-        logits = remove(logits, law(logits).weights < values.min_p)
+        logits = remove(logits, law_of(logits).weights < values.min_p)
     if values.epsilon_cutoff is not None:
-        found = law(logits)
+        found = law_of(logits)
         logits = remove(logits, found.weights < values.epsilon_cutoff * found.total)
     if values.eta_cutoff is not None:
         # e to the minus entropy is that of the mean distance from the best, by the total.
-        found, epsilon = law(logits), values.eta_cutoff
+        found, epsilon = law_of(logits), values.eta_cutoff
         mean = total(found.weights * found.behind) / found.total
         eta = jnp.minimum(epsilon * found.total, jnp.sqrt(epsilon) * exp_minus(mean))
         logits = remove(logits, found.weights < eta)
@@ -308,9 +308,10 @@ def best_by_two_reductions(
     scores: Float[Array, "*rows V"],
 ) -> tuple[Float[Array, "*rows"], Int[Array, "*rows"]]:
     """As `best_with_score`: XLA vectorises plain reductions alone on a CPU."""
-    peak = jnp.max(scores, axis=-1)
-    at_peak = scores == peak[..., None]
-    return peak, jnp.min(jnp.where(at_peak, _indices(scores), scores.shape[-1] - 1), axis=-1)
+    peak, last = jnp.max(scores, axis=-1), scores.shape[-1] - 1  # a maximum may overlook NaN
+    place = jnp.where(scores == peak[..., None], _indices(scores), last)
+    place = jnp.min(jnp.where(jnp.isnan(scores), -1, place), axis=-1)
+    return jnp.where(place < 0, jnp.nan, peak), jnp.where(place < 0, last, place)
 
 
 def few_one_by_one(
@@ -383,7 +384,7 @@ def nucleus(
     the least probable, is at most 1 - top_p. Equal tokens stay or go together. Masses are whole
     numbers of at most 2^-30 of all (2^-62 in float64).
     """
-    keys, (masses, whole) = sortable(logits), counts(law(logits))
+    keys, (masses, whole) = sortable(logits), counts(law_of(logits))
     most = ((1 - top_p) * whole).astype(masses.dtype)
 
     def below(threshold):
@@ -398,7 +399,8 @@ def sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
     sign = jnp.asarray(1 << (8 * x.dtype.itemsize - 1), unsigned)
     positive_zero = jnp.where(x == 0, jnp.zeros_like(x), x)  # XLA would drop x + 0.0
     bits = lax.bitcast_convert_type(positive_zero, unsigned)
-    return jnp.where(jnp.isnan(x), ~jnp.zeros_like(bits), jnp.where(bits >= sign, ~bits, bits | sign))
+    bits = jnp.where(bits >= sign, ~bits, bits | sign)
+    return jnp.where(jnp.isnan(x), ~jnp.zeros_like(bits), bits)
 
 
 Terms = Callable[[UInt[Array, "*rows 1"]], Num[Array, "*rows V"]]

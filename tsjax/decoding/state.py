@@ -100,7 +100,7 @@ class Verdict(flax.struct.PyTreeNode):
     target: [B, T] int32, the token that follows each node, from its logits and its noise.
     rows: what the pass yields for all nodes.
     logprobs: [B, T], of each node's target; None where nobody asks.
-    broken: [B, T] bool, where the best score is NaN or infinite and the target means nothing; None
+    broken: [B, T] bool, where the best score is NaN or infinite and so no token follows; None
       where targets are given.
     """
 
