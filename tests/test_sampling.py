@@ -312,10 +312,13 @@ def test_best_few_in_one_reduction_are_those_one_by_one(k, rng):
     np.testing.assert_array_equal(values, wanted_values)
     real = np.asarray(values) > -np.inf
     np.testing.assert_array_equal(np.asarray(indices)[real], np.asarray(wanted)[real])
-    np.testing.assert_array_equal(indices[:, 0], best_by_two_reductions(jnp.asarray(scores)))
-    scores[:, 7] = np.nan
-    _, indices = few_by_one_reduction(jnp.asarray(scores), k)
-    np.testing.assert_array_equal(indices[:, 0], best_by_two_reductions(jnp.asarray(scores)))
+    for broken in (False, True):
+        scores[:, 7] = np.nan if broken else scores[:, 7]
+        values, indices = few_by_one_reduction(jnp.asarray(scores), k)
+        best, index = best_by_two_reductions(jnp.asarray(scores))
+        np.testing.assert_array_equal(indices[:, 0], index)
+        np.testing.assert_array_equal(values[:, 0], best)
+        assert np.isnan(best).all() == broken
 
 
 def test_values_do_not_retrace_and_what_is_on_does(rng):
@@ -367,7 +370,7 @@ def test_what_is_off_is_not_in_the_program(settings):
     assert " while[" not in text and " scan[" not in text
     assert text.count(" cond[") == text.count(" platform_index[")  # known when it is lowered
     assert (" log " in text) == ("do_sample" in settings)  # of the noise
-    assert (" exp " in text) == ("min_p" in settings)
+    assert (" round[" in text) == ("min_p" in settings)  # of a law
 
 
 # --- process: the history --------------------------------------------------------------------

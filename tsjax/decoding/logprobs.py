@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tsjax.config import ModelConfig
+from tsjax.decoding.law import log_softmax
 from tsjax.decoding.sampling import best_few
 from tsjax.model.logits import hidden_states
 from tsjax.model.params import Params
@@ -55,7 +55,7 @@ def log_probs_of(logits, processed, tokens, count: int) -> LogProbs:
 
 
 def _of(logits, tokens, count: int):
-    found = jax.nn.log_softmax(logits, axis=-1)
+    found = log_softmax(logits)
     chosen = jnp.take_along_axis(found, tokens[..., None], axis=-1)[..., 0]
     if not count:
         nothing = (*tokens.shape, 0)
