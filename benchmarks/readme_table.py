@@ -210,7 +210,7 @@ def near_ties() -> str:
         f'{document["tokens_per_run"]} tokens with n-gram drafts or method="tokenswift" parted '
         f"from plain decoding, after {first['min']:.0f} to {first['max']:.0f} tokens (median "
         f"{first['median']:.0f}). {per_1000:.1f} of 1,000 tokens were not the one that plain "
-        f"decoding chooses after the same text; in the greedy runs their scores were lower by at "
+        f"decoding chooses after the same text; in these greedy runs their scores were lower by at "
         f"most {largest:.2g}, in the sampled ones the edge of min-p decided some. Of plain "
         f"decoding's own tokens it was {document['plain_departures']}. Models: {models}. Made by "
         f"`TSJAX_NATIVE=0 {source(document)[1:]}. With the kernels in C++, the same command "

@@ -31,7 +31,7 @@ import tsjax
 from tsjax.errors import BadValue, NoSuchFile, NotSupported
 from tsjax.files import checkpoint
 from tsjax.files.tokenizer import Detokenizer, encode, load_tokenizer
-from tsjax.host import request
+from tsjax.host import resuming
 from tsjax.input_files import read_text
 from tsjax.training import corpus
 from tsjax.training import run as training
@@ -91,7 +91,7 @@ def kinds(place: Path) -> dict[str, Kind]:
 
     def resume(folder, file):
         # A setting that is well-formed and does not fit the model is refused as an argument is.
-        request._resumed_run(model, folder / file, None, {})
+        resuming.resumed_run(model, folder / file, None, {})
 
     text = place / "data"
     text.mkdir()

@@ -16,7 +16,7 @@ from helpers import SIZES, TOKENS, compilations, looping_model, save_tokenizer, 
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import request, run
+from tsjax.host import run, sizes
 
 SAMPLED = dict(do_sample=True, seed=5, max_new_tokens=20)
 MODEL = looping_model()
@@ -77,12 +77,12 @@ def test_a_batch_of_answers_is_saved_and_resumed(tmp_path):
 def test_where_memory_is_short_each_row_is_read_by_itself(monkeypatch, passes):
     how = dict(SAMPLED, num_return_sequences=4, **SIZES)
     wanted = tsjax.generate(MODEL, PROMPT, **how)
-    shared = request._memory_shortage
+    shared = sizes.memory_shortage
 
     def short(asked, model):
         return "too little" if asked.of_rows is not None else shared(asked, model)
 
-    monkeypatch.setattr(request, "_memory_shortage", short)
+    monkeypatch.setattr(sizes, "memory_shortage", short)
     passes.clear()
     found = tsjax.generate(MODEL, PROMPT, **how)
     assert set(passes) == {4}

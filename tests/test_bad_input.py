@@ -13,7 +13,7 @@ from helpers import VOCAB, RecordingStreamer, compilations, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import request, run
+from tsjax.host import run, sizes
 from tsjax.host.saved_run import read_run
 from tsjax.model.cache import cache_bytes
 
@@ -320,7 +320,7 @@ def test_arguments(model, arguments, error, words, no_compute):
 def test_a_cache_that_does_not_fit(model, prompt, monkeypatch, no_compute):
     rows = 1 if prompt is PROMPT else 3
     cache = cache_bytes(model.cfg, rows, 2048)
-    monkeypatch.setattr(request, "available_bytes", lambda device: cache - 1)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: cache - 1)
     refused(
         MemoryError,
         lambda: tsjax.generate(model, prompt, max_new_tokens=16),

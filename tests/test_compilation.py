@@ -280,12 +280,13 @@ def test_while_a_process_keeps_a_program_none_is_removed(tmp_path):
 
 WHERE = """
 import jax, sys
-from tsjax.__main__ import _keep_programs, _parser
+from tsjax.__main__ import _parser
+from tsjax.commands.arguments import keep_programs_as_asked
 from tsjax.host.compilation import keep_programs
 if sys.argv[1:] == ["library"]:
     keep_programs()
 else:
-    _keep_programs(_parser().parse_args(["demo", *sys.argv[1:]]))
+    keep_programs_as_asked(_parser().parse_args(["demo", *sys.argv[1:]]))
 print(jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache)
 """
 

@@ -32,7 +32,7 @@ from tsjax.errors import BadValue, NotSupported
 from tsjax.files import huggingface
 from tsjax.files.checkpoint import load, save
 from tsjax.files.tokenizer import encode, load_tokenizer
-from tsjax.host.request import tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.input_files import listed, parsing, read_json
 
 

@@ -20,7 +20,7 @@ from helpers import TOKENS, compilations, looping_model, save_tokenizer
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import many, prompt_files, request
+from tsjax.host import many, prompt_files, sizes
 
 VOCAB = len(TOKENS)
 SAMPLED = dict(do_sample=True, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1)
@@ -220,7 +220,7 @@ def test_who_makes_the_prompts_may_fail(model):
 
 
 def test_a_row_that_memory_has_no_room_for_is_an_error(model, monkeypatch):
-    monkeypatch.setattr(request, "available_bytes", lambda device: 100_000_000)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: 100_000_000)
     prompts = [{"ids": [3]}, {"ids": [4] * 60_000}, {"ids": [5]}]
     how = dict(rows=40, max_new_tokens=4, exceed_max_positions=True)
     found = {a.index: a for a in tsjax.generate_many(model, prompts, **how)}

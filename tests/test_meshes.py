@@ -15,7 +15,7 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.programs import programs
 from tsjax.decoding.start import UNMERGED
 from tsjax.errors import NotEnoughMemory
-from tsjax.host import request
+from tsjax.host import sizes
 from tsjax.model.cache import cache_bytes, init_cache
 from tsjax.model.sharding import usable_mesh
 
@@ -102,9 +102,7 @@ def test_what_was_read_before_and_runs_that_are_saved(wanted, tmp_path):
 @pytest.mark.parametrize("sizes", [(1, 2, 2), (1, 1, 3)], ids=str)
 def test_many_prompts(sizes, single, monkeypatch):
     """Rows that others leave are filled, and the buffers grow, in each part."""
-    monkeypatch.setattr(
-        request, "_capacity_bucket", lambda needed, smallest=1: -(-needed // 32) * 32
-    )
+    monkeypatch.setattr(sizes, "capacity_bucket", lambda needed, smallest=1: -(-needed // 32) * 32)
     devices = jax.devices()[: math.prod(sizes)]
     mesh = jax.make_mesh(sizes, AXES, devices=devices)
     model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh)
@@ -131,7 +129,7 @@ def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeyp
     # With room for three quarters of what the cache of one device takes; a CPU's devices share.
     large = 262_144
     limit = UNMERGED + 3 * cache_bytes(single.cfg, 1, large) // 4
-    monkeypatch.setattr(request, "available_bytes", lambda device: limit)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: limit)
     run = dict(max_new_tokens=5, capacity=large, exceed_max_positions=True)
     with pytest.raises(NotEnoughMemory):
         tsjax.generate(single, RAGGED[0], **run)
@@ -141,7 +139,7 @@ def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeyp
         match="4 devices hold 4 copies of the cache: more of them along an axis 'slo",
     ):
         tsjax.generate(by_heads, RAGGED[0], **run)
-    monkeypatch.setattr(request, "available_bytes", lambda device: 4 * limit)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: 4 * limit)
     found = tsjax.generate(model, RAGGED[0], **run).tokens[0]
     monkeypatch.undo()
     assert found.tolist() == tsjax.generate(single, RAGGED[0], max_new_tokens=5).tokens[0].tolist()

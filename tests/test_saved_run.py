@@ -283,16 +283,17 @@ def test_an_interrupted_command_without_room_does_not_say_how_to_go_on(tmp_path)
     script = f"""
         import os, resource, signal, sys
 
-        from tsjax import __main__ as command
+        from tsjax.__main__ import main
+        from tsjax.commands import generate
 
-        class Printer(command._Printer):
+        class Printer(generate._Printer):
             def put(self, ids):
                 super().put(ids)
                 os.kill(os.getpid(), signal.SIGINT)
 
-        command._Printer = Printer
+        generate._Printer = Printer
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        sys.exit(command.main(["generate", {tsjax.EMBEDDED!r}, "Once", "--save-to", sys.argv[1]]))
+        sys.exit(main(["generate", {tsjax.EMBEDDED!r}, "Once", "--save-to", sys.argv[1]]))
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script), path], capture_output=True, text=True

@@ -115,12 +115,12 @@ def _words(values: Any, name: str, shape: str) -> jax.Array:
     )
     found = jnp.asarray(values) if hidden else np.asarray(values)
     wanted = f"{shape} integers, at least 0 and at most {2**32 - 1}"
-    good = found.ndim == shape.count(",") + 1 and jnp.issubdtype(found.dtype, jnp.integer)
+    good = found.ndim == shape.count(",") + 1 and np.issubdtype(found.dtype, np.integer)
     short = not hidden and found.size < 9
     check(good, name, found.tolist() if short else f"{found.dtype} {found.shape}", wanted)
     if not hidden:
-        for value in (found.min(initial=0), found.max(initial=0)):
-            check(0 <= value < 2**32, name, int(value), wanted)
+        for value in map(int, (found.min(initial=0), found.max(initial=0))):
+            check(0 <= value < 2**32, name, value, wanted)
     return jnp.asarray(found, jnp.uint32)
 
 

@@ -26,7 +26,7 @@ from tsjax.host.memory import available_bytes
 from tsjax.host.paired_runs import PEERS, PLAIN, SETTINGS, requested
 from tsjax.host.peers import PEER_TOKENS
 from tsjax.host.plots import check_plot
-from tsjax.host.request import encode_text, tokenizer_of
+from tsjax.host.prompts import encode_text, tokenizer_of
 from tsjax.host.trace import read_trace
 from tsjax.input_files import read_text
 from tsjax.methods import METHODS, Auto
