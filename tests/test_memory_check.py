@@ -44,13 +44,9 @@ def decode_config(step: aot.Step) -> tsjax.DecodeConfig:
     return tsjax.DecodeConfig(model, method)
 
 
-def test_there_are_steps_to_compare_with():
-    assert {"step llama3.1-8b plain", "step llama2-7b-yarn-128k tokenswift"} < {*STEPS}
-    assert len(STEPS) >= 7
-
-
 @pytest.mark.parametrize("case", STEPS)
 def test_a_step_needs_about_what_the_compiler_for_an_a100_says(case):
+    assert {"step llama3.1-8b plain", "step llama2-7b-yarn-128k tokenswift"} < {*STEPS}
     step, needed = aot.STEPS[case], RECORDED[case]["a100"]["temp_bytes"]
     estimate = temporary_bytes(decode_config(step), 1, step.capacity, prefill_width=1)
     assert needed <= estimate <= 2 * needed + 100e6
@@ -63,7 +59,7 @@ def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, rows, n
     assert needed <= estimate <= 2 * needed + 100e6
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "ngram", "tokenswift"])
+@pytest.mark.parametrize("method", ["autoregressive", "tokenswift"])
 def test_no_program_for_this_machine_needs_more(method):
     model = tiny_model()
     cfg = tsjax.DecodeConfig(model.cfg, METHODS[method]())
