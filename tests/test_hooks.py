@@ -26,9 +26,11 @@ from tsjax.decoding.processors import (
     apply,
     bar_repeated_ngrams,
     first_counts,
+    first_last_seen,
     penalise_counts,
     tokens_before,
 )
+from tsjax.decoding.sampling import process
 
 VOCAB = LOOPING["vocab_size"]
 MODEL = looping_model()
@@ -109,6 +111,18 @@ def test_ngrams_and_bad_words_are_those_of_transformers(size, rng):
         theirs = NoBadWordsLogitsProcessor(words, eos_token_id=99)(ids, scores.clone())[0].numpy()
         ours = apply(tsjax.bad_words(words, VOCAB), given, known, None)[0, 0]
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_processors_come_after_the_penalties():
+    """By hand: 1 and 3 are halved, or doubled below 0, and were said once; then the processor."""
+    config = tsjax.GenerationConfig(repetition_penalty=2.0, presence_penalty=0.25)
+    hook = tsjax.LogitsProcessor(lambda logits, tokens, length: 2 * logits + 1)
+    values = tsjax.sampling_values(config, (), 4, "float32", [hook])
+    tokens, length, start = jnp.asarray([[3, 1, 3]]), jnp.asarray([3]), jnp.asarray([1])
+    seen = first_last_seen(tokens, length, 4)
+    text = Text(tokens, length, start, seen, first_counts(tokens, start, length, 4))
+    found = process(jnp.asarray([[[1.0, 2.0, 3.0, -1.0]]]), text, length[:, None], values)
+    assert found[0, 0].tolist() == [3.0, 2.5, 7.0, -3.5]
 
 
 # --- drafts change nothing -----------------------------------------------------------------------

@@ -161,6 +161,17 @@ def test_the_copy_is_made_once_and_where_it_is_wanted(monkeypatch):
     assert one.params.drafts is None, "checkpoints and fingerprints know the model alone"
 
 
+def test_other_weights_have_a_copy_of_their_own():
+    one, other = model(), tiny_model(seed=11, num_draft_heads=2)
+    ask = functools.partial(
+        tsjax.generate, prompt=[1, 2, 3], method=PASSES, max_new_tokens=60, **SIZES
+    )
+    ask(one)
+    found = [ask(of_it).stats for of_it in (one.with_params(other.params), other)]
+    assert found[0].accepted_lengths == found[1].accepted_lengths
+    assert sum(found[1].accepted_lengths[1:]) > 5
+
+
 def test_a_model_that_has_a_copy_is_saved_and_counted_without_it(tmp_path):
     one = model()
     two = tsjax.Model(tsjax.with_int8_drafts(one.params, one.cfg), cfg=one.cfg)

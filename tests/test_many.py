@@ -104,6 +104,25 @@ def test_the_batch_stays_full_and_its_method_knows_who_is_in_it(model, monkeypat
     assert len(answers) == 20 and not any(idle) and not any(wrong)
 
 
+def test_a_row_that_is_filled_again_drafts_from_its_own_text(model, monkeypatch):
+    """In as many steps as each prompt by itself, whatever was in the row before it."""
+    steps, go_on = [], many._Many._go_on
+
+    def counted(self, interrupt):
+        before = many._most_steps(self._state)
+        ended = go_on(self, interrupt)
+        steps.append(many._most_steps(self._state) - before)
+        return ended
+
+    monkeypatch.setattr(many._Many, "_go_on", counted)
+    how = dict(method=tsjax.NGram(num_ngrams=2, suffix_length=0), eos_token_id=())
+    prompts = [[3, 4, 5, 6] * 40, [7, 8, 9] * 8, [5, 4, 3] * 8]
+    answers = list(tsjax.generate_many(model, prompts, rows=1, max_new_tokens=60, **how))
+    alone = [tsjax.generate(model, row, max_new_tokens=60, **how).stats for row in prompts]
+    assert len(answers) == 3 and sum(steps) == sum(sum(one.steps) for one in alone)
+    assert all(sum(one.accepted_lengths[1:]) > 5 for one in alone)
+
+
 def test_prompts_are_taken_as_they_are_needed(model):
     taken = []
 

@@ -91,7 +91,7 @@ OF_RUNS = (
         "        if kept != ():\n"
         "            self._state = self._state.replace(memory=kept)\n"
         "            self._learn_anew = lambda: None\n",
-        ("tests/test_many.py::test_each_answer_is_that_of_its_prompt_alone",),
+        ("tests/test_many.py::test_a_row_that_is_filled_again_drafts_from_its_own_text",),
     ),
     Change(
         "prefix_one_token_too_long",
@@ -111,7 +111,7 @@ OF_RUNS = (
         "            copy = found.params.replace(drafts=self._with_int8.drafts)\n"
         '            vars(found)["_with_int8"] = copy\n'
         "        return found\n",
-        ("tests/test_int8.py", "tests/test_answers.py::test_other_weights_compile_nothing_anew"),
+        ("tests/test_int8.py::test_other_weights_have_a_copy_of_their_own",),
     ),
     Change(
         "type_of_a_checkpoint_ignored",
@@ -119,6 +119,6 @@ OF_RUNS = (
         "tsjax/files/huggingface.py",
         'dtype = dtype or raw.get("dtype") or raw.get("torch_dtype")',
         'dtype = dtype or "float32"',
-        ("tests/test_huggingface_config.py::test_llama",),
+        ("tests/test_checkpoint.py::test_types_are_converted_as_numpy_does[bfloat16-bfloat16]",),
     ),
 )

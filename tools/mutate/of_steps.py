@@ -59,10 +59,7 @@ OF_STEPS = (
         "tsjax/decoding/verification.py",
         "first, size = state.length + known, cfg.model.vocab_size",
         "first, size = state.length + known + (known > 0), cfg.model.vocab_size",
-        (
-            "tests/test_methods.py::test_tokens_are_those_of_plain_decoding[passes_and_heads]",
-            "tests/test_verification.py::test_penalised_and_truncated_tokens_have_their_law",
-        ),
+        ("tests/test_hooks.py::test_drafts_change_no_token[presence-sampled]",),
     ),
     # --- what a step commits ---------------------------------------------------------------------
     Change(
@@ -184,7 +181,7 @@ OF_STEPS = (
         "        logits = apply(processor, logits, text, ancestors)\n"
         "    values = values.replace(processors=())\n"
         "    if values.repetition is not None:\n        penalty, window = values.repetition\n",
-        ("tests/test_hooks.py", "tests/test_sampling.py", "tests/test_logprobs.py"),
+        ("tests/test_hooks.py::test_processors_come_after_the_penalties",),
     ),
     Change(
         "min_new_tokens_one_too_many",
@@ -217,10 +214,7 @@ OF_STEPS = (
         "tsjax/decoding/sampling.py",
         "positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]",
         "positions = first[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)[None]",
-        (
-            "tests/test_blocks.py::test_a_loop_around_sample_says_what_generate_says",
-            "tests/test_generation.py::test_tokens_are_those_of_the_slow_decoder",
-        ),
+        ("tests/test_blocks.py::test_a_loop_around_sample_says_what_generate_says",),
     ),
     Change(
         "rows_share_one_key",
