@@ -120,7 +120,7 @@ def test_processors_come_after_the_penalties():
     values = tsjax.sampling_values(config, (), 4, "float32", [hook])
     tokens, length, start = jnp.asarray([[3, 1, 3]]), jnp.asarray([3]), jnp.asarray([1])
     seen = first_last_seen(tokens, length, 4)
-    text = Text(tokens, length, start, seen, first_counts(tokens, start, length, 4))
+    text = KnownText(tokens, length, start, seen, first_counts(tokens, start, length, 4))
     found = process(jnp.asarray([[[1.0, 2.0, 3.0, -1.0]]]), text, length[:, None], values)
     assert found[0, 0].tolist() == [3.0, 2.5, 7.0, -3.5]
 
