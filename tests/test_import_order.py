@@ -360,22 +360,14 @@ MOST_LINES_OF_FOLDER = {
 }
 # What is longer, or has the name of something else, until it is split or named anew.
 TOO_LONG_YET = {
-    "tests/file_fuzz.py:kinds",
     "tests/test_auto.py",
     "tests/test_bad_input.py",
-    "tests/test_benchmarks.py",
-    "tests/test_checkpoint.py",
-    "tests/test_damaged_files.py",
     "tests/test_draft_cache.py",
     "tests/test_generation.py",
     "tests/test_kernels.py",
-    "tests/test_longcontext.py",
-    "tests/test_longcontext.py:test_a_run_from_model_to_figures",
-    "tests/test_medusa.py",
     "tests/test_methods.py",
     "tests/test_native.py",
     "tests/test_sampling.py",
-    "tests/test_training.py",
     "tsjax/methods/likely_tree.py",
 }
 TWO_THINGS_YET = {"LONG_MATCH", "choose"}
