@@ -258,7 +258,7 @@ def _generate_many(args: argparse.Namespace) -> int:
             for _ in answering:
                 bar.update(1)
         except (tsjax.Interrupted, KeyboardInterrupt):
-            cli.note("[go on with the same cli.command]")
+            cli.note("[go on with the same command]")
             return 130
     done = answering.done
     if args.json:

@@ -128,5 +128,5 @@ def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: A
     }
     print(json.dumps(document))
     # Before the first step there is nothing to go on with.
-    go_on = "[go on with the same cli.command and --resume]" if trained.history else ""
+    go_on = "[go on with the same command and --resume]" if trained.history else ""
     return cli.exit_code(args, trained, trained.finish_reason == "interrupted", go_on)
