@@ -63,7 +63,7 @@ OF_RUNS = (
         "tsjax/host/saving.py",
         'finish_reason=[None if r == "interrupted" else r for r in news.reasons]',
         "finish_reason=list(news.reasons)",
-        ("tests/test_generation.py::test_an_interrupted_run_goes_on_with_the_same_tokens",),
+        ("tests/test_interrupt.py::test_an_interrupted_run_goes_on_with_the_same_tokens",),
     ),
     Change(
         "counters_of_the_method_before_lost",
@@ -91,7 +91,7 @@ OF_RUNS = (
         "        if kept != ():\n"
         "            self._state = self._state.replace(memory=kept)\n"
         "            self._learn_anew = lambda: None\n",
-        ("tests/test_many.py::test_a_row_that_is_filled_again_drafts_from_its_own_text",),
+        ("tests/test_many.py::test_the_batch_stays_full_and_its_method_knows_who_is_in_it",),
     ),
     Change(
         "prefix_one_token_too_long",

@@ -137,7 +137,7 @@ OF_STEPS = (
         "tsjax/decoding/step.py",
         'return buffer.at[b[:, None], slots].set(on_path(of_nodes), mode="drop")',
         'return buffer.at[b[:, None], slots].set(of_nodes[:, :steps], mode="drop")',
-        ("tests/test_logprobs.py::test_every_method_tells_plain_decodings",),
+        ("tests/test_logprobs.py::test_drafts_change_none",),
     ),
     Change(
         "sources_one_token_off",
@@ -240,7 +240,7 @@ OF_STEPS = (
         "tsjax/decoding/start.py",
         'names = "tokens sources prompt_length max_length last_seen counts logprobs finish"',
         'names = "tokens sources prompt_length max_length counts logprobs finish"',
-        ("tests/test_many.py::test_each_answer_is_that_of_its_prompt_alone[autoregressive]",),
+        ("tests/test_many.py::test_each_answer_is_that_of_its_prompt_alone[plain]",),
     ),
     Change(
         "answers_share_the_first_cache",
