@@ -116,7 +116,7 @@ OF_RUNS = (
     Change(
         "type_of_a_checkpoint_ignored",
         "A HuggingFace checkpoint is loaded as float32, whatever it says.",
-        "tsjax/files/huggingface.py",
+        "tsjax/files",
         'dtype = dtype or raw.get("dtype") or raw.get("torch_dtype")',
         'dtype = dtype or "float32"',
         ("tests/test_checkpoint.py::test_types_are_converted_as_numpy_does[bfloat16-bfloat16]",),

@@ -93,8 +93,8 @@ OF_STEPS = (
         "finished_row_goes_on",
         "A row that has ended still gets tokens.",
         "tsjax/decoding/step.py",
-        "count = jnp.where(running, jnp.minimum(count, room), 0)",
-        "count = jnp.minimum(count, room)",
+        "jnp.where(running, jnp.minimum(count, room), 0)",
+        "jnp.minimum(count, room)",
         ("tests/test_decoding.py::test_rows_end_on_their_own_and_then_do_not_change",),
     ),
     Change(
