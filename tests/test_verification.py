@@ -35,7 +35,7 @@ from tsjax.decoding.programs import programs
 from tsjax.decoding.sampling import score, step_noise
 from tsjax.decoding.state import Acceptance
 from tsjax.decoding.tree import NO_NODE, SOURCES, merge_paths
-from tsjax.decoding.verification import accept, drafted_ancestors, verify
+from tsjax.decoding.verification import accept, drafted_ancestors, verify_tree
 
 VOCAB = 17
 BATCH, PATHS, DEPTH = 2, 7, 4
@@ -221,7 +221,7 @@ def decoded(params, state, num_steps, *, cfg):
 @functools.partial(jax.jit, static_argnames="cfg")
 def verified(params, state, tree, *, cfg):
     noise = step_noise(state.row_key, state.length, DEPTH + 1, VOCAB, state.sampling)
-    return verify(params, state, tree, noise, cfg=cfg)
+    return verify_tree(params, state, tree, noise, cfg=cfg)
 
 
 @pytest.mark.parametrize(

@@ -19,30 +19,45 @@ from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import EOS, LENGTH, RUNNING, Acceptance, DecodeState, StepStats, Verdict
 from tsjax.decoding.tree import DraftTree
-from tsjax.decoding.verification import accept, verify
+from tsjax.decoding.verification import accept, verify_tree
 from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 
 
-def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
-    """One step: draft, verify, accept, commit, learn. Plain decoding is a tree of one node."""
+Decide = Callable[[DecodeState, DraftTree, Verdict], tuple[Verdict, Acceptance]]
+
+
+def as_the_model(
+    state: DecodeState, tree: DraftTree, verdict: Verdict
+) -> tuple[Verdict, Acceptance]:
+    """What the model would have said without drafts."""
+    return verdict, accept(tree, verdict.target)
+
+
+def decode_step(
+    params: Params, state: DecodeState, *, cfg: DecodeConfig, decide: Decide = as_the_model
+) -> DecodeState:
+    """One step: draft, verify, accept, commit, learn. Plain decoding is a tree of one node.
+
+    `decide` takes the path and its tokens; another one than the model's is for measurements.
+    """
     if cfg.prefill is not None:
-        return cfg.prefill.step(params, state, cfg=cfg)  # which wraps this one
+        return cfg.prefill.step(params, state, cfg=cfg, decide=decide)  # which wraps this one
     method, model = cfg.method, cfg.model
     noise = step_noise(
         state.row_key, state.length, cfg.sizes.levels, model.vocab_size, state.sampling
     )
     memory, tree = method.draft(model, params, state, noise)
     check_tree(tree, cfg)
-    verdict = verify(params, state, tree, noise, cfg=cfg)
-    acceptance = accept(tree, verdict.target)
+    verdict = verify_tree(params, state, tree, noise, cfg=cfg)
+    verdict, acceptance = decide(state, tree, verdict)
     after = commit(state, tree, verdict, acceptance)
     return after.replace(memory=method.learn(model, params, memory, after, verdict, acceptance))
 
 
 def check_tree(tree: DraftTree, cfg: DecodeConfig) -> None:
-    """Shapes are static, so a method that says other sizes than it drafts is told when traced."""
+    """Shapes are static, so a tree of other sizes than its method says is refused when traced."""
     width, depth = cfg.sizes.width, cfg.sizes.depth
     found = tree.path.shape[1:], tree.sources.shape[2]
     wanted = (width, depth + 1), len(cfg.method.sources)

@@ -29,7 +29,7 @@ from tsjax.model.transformer import final_norm, unembed
 OF_LAYERS = ("k", "v", "query", "attended")  # the fields of Rows with an entry for each layer
 
 
-def verify(
+def verify_tree(
     params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
 ) -> Verdict:
     """Runs all nodes on the full cache and decides each node's successor.
@@ -135,7 +135,7 @@ class NodeScores(NamedTuple):
 def score_nodes(
     weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig
 ) -> NodeScores:
-    """Of the pass that gave `rows`."""
+    """What each node's successor is chosen by, from the pass that gave `rows`."""
     logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
     known = noise.shape[1]
     missing = tree.path.shape[2] - known
