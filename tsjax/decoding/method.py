@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a method of decoding is, and plain decoding, which is one.
 
-Knows what a step asks of a method. Does not know how drafts are found: each method says that in a
-file of its own. Every method returns the tokens of `Autoregressive`; they differ in how many a step
+Knows what a step wants from a method. Does not know how drafts are found: that is in each method's
+own file. Every method returns the tokens of `Autoregressive`; they differ in how many a step
 finds. In bfloat16 and float16 drafts may part from it at a near-tie, as wider passes round
 otherwise.
 """
@@ -59,7 +59,7 @@ class Tried(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the host knows when it asks a method how to go on.
+    """What the host knows when a method chooses what drafts from here on.
 
     Attributes:
       model: its config.
@@ -210,7 +210,7 @@ class Method:
         return memory
 
     def next(self, measured: Measured) -> Method:
-        """On the host, before a run and between chunks of steps: the method that goes on.
+        """On the host, before a run and between chunks of steps: the method that drafts from here on.
 
         One of the same sources, or plain decoding, whose trees are no deeper than those of the
         first. Its memory begins anew, reads what is known and is `taught`.
@@ -218,7 +218,7 @@ class Method:
         return self
 
     def lesson(self, memory: Memory) -> Any:
-        """What of the memory another method may go on with; None for nothing."""
+        """The part of the memory that another method can reuse; None for nothing."""
         return None
 
     def taught(self, memory: Memory, lesson: Any) -> Memory:
