@@ -6,15 +6,19 @@ import json
 import os
 import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import oracle_logits, save_tokenizer, tiny_model
 
 import tsjax
+from pallas_kernels import native
 from tsjax.host import run
 from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 
+# The same bits where sums of a pass have one order.
+EXACT = native.status(try_now=True).state == "ready"
 VOCAB = 29
 SIZES = dict(capacity=128, prefill_width=16)
 MODEL = tiny_model(vocab_size=VOCAB, num_draft_heads=2)
@@ -32,6 +36,10 @@ def log_softmax(x):
     x = np.asarray(x, np.float64)
     x = x - x.max(-1, keepdims=True)
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def same(mine, theirs):
+    np.testing.assert_allclose(mine, theirs, rtol=0 if EXACT else 1e-5, atol=0 if EXACT else 1e-5)
 
 
 def processed(logits, text, settings):
@@ -75,10 +83,7 @@ def test_every_method_tells_plain_decodings(method, settings):
     plain = tsjax.generate(MODEL, PROMPTS, **how)
     found = tsjax.generate(MODEL, PROMPTS, method=method, **how)
     for mine, theirs in zip(found.logprobs, plain.logprobs, strict=True):
-        for name in ("raw", "top", "processed", "processed_top"):
-            pair = (getattr(one, name) for one in (mine, theirs))
-            np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-5)
-        assert mine.top_tokens.tolist() == theirs.top_tokens.tolist()
+        jax.tree.map(same, mine, theirs)
 
 
 def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
@@ -105,8 +110,7 @@ def test_a_resumed_run_has_those_of_its_first_part(tmp_path):
     tsjax.generate(MODEL, PROMPTS, max_new_tokens=8, save_to=path, **how, **SIZES)
     found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
     for mine, theirs in zip(found.logprobs, whole.logprobs, strict=True):
-        np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
-        np.testing.assert_allclose(mine.processed_top, theirs.processed_top, atol=1e-5)
+        jax.tree.map(same, mine, theirs)
     saved = json.loads(path.read_text())
     saved["logprobs"][0]["raw"].pop()
     path.write_text(json.dumps(saved))
