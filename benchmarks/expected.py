@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the cost model expects of GPUs, as tables for docs/performance.md. Runs nothing.
 
-Knows presets, the formula of `tsjax.methods.cost_model`, and the runs that it is held against;
+Knows presets, the formula of `tsjax.methods.devices`, and the runs that it is held against;
 `python -m benchmarks readme_table` writes the tables.
 """
 
@@ -14,9 +14,10 @@ from unittest.mock import patch
 
 import tsjax
 from benchmarks.report import ROOT, use_configs
-from tsjax.methods import cost_model, likely_tree
-from tsjax.methods.auto import choose, seconds_per_token
-from tsjax.methods.cost_model import GPU_OF_THE_RUN, GPUS, Costs, Device, estimated, plain_bytes
+from tsjax.methods import likely_tree, model_drafts
+from tsjax.methods.auto import choose
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.devices import GPU_OF_THE_RUN, GPUS, Device, estimated, plain_bytes
 from tsjax.methods.roofline import USABLE, has_room
 
 MODELS = ("llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b")
@@ -53,7 +54,7 @@ def gain(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -
     if not has_room(model, device, context, in_int8=True):
         costs = costs._replace(int8=None)
     method = choose(model, costs, context)
-    return costs.plain(context) / seconds_per_token(method, model, costs, context)
+    return costs.plain(context) / method.promise(model, costs, context).seconds_per_token
 
 
 def times() -> str:
@@ -129,14 +130,14 @@ def less_often_right(bias: float) -> Iterator[None]:
     when all before it were."""
     right = likely_tree.PASS_WITH_REST_IS_RIGHT
     others = bias * (1 - right) / (1 - bias * right)  # what is left beside the best is more now
-    heads = {place: bias * share for place, share in cost_model.HEAD_IS_RIGHT.items()}
+    heads = {place: bias * share for place, share in model_drafts.HEAD_IS_RIGHT.items()}
     with (
         patch.object(likely_tree, "TEXT_IS_RIGHT", bias * likely_tree.TEXT_IS_RIGHT),
         patch.object(likely_tree, "PASS_WITH_REST_IS_RIGHT", bias * right),
         patch.object(
             likely_tree, "OTHERS_ARE_RIGHT", [others * x for x in likely_tree.OTHERS_ARE_RIGHT]
         ),
-        patch.object(cost_model, "HEAD_IS_RIGHT", heads),
+        patch.object(model_drafts, "HEAD_IS_RIGHT", heads),
     ):
         yield
 
@@ -155,13 +156,13 @@ def at_100k() -> str:
         assert method.draft_rest  # as `less_often_right` has it
         for name, bias in (("as assumed", 1.0), (f"{1 - BIAS:.0%} less often", BIAS)):
             with less_often_right(bias):
-                tokens, seconds, rows, _ = method.promise(model, costs, LONG_RUN)
+                tokens, seconds, rows, *_ = method.promise(model, costs, LONG_RUN)
             cells = [f"{tokens:.2f}", str(rows), f"{1e3 * seconds:.1f}", f"{1e3 * plain:.1f}"]
             lines.append(row([chip, name, *cells, f"{plain * tokens / seconds:.2f}x"]))
     note = (
         f"Estimates, not measured: {MODELS[0]} with {HEADS} heads, one row of {LONG_RUN:,} tokens, "
         f"{_drafts(method)}, drafted in {method.draft_weights}. As assumed: heads as in "
-        "TokenSwift's Table 3, passes and text as `tsjax/methods/cost_model.py` and "
+        "TokenSwift's Table 3, passes and text as `tsjax/methods/model_drafts.py` and "
         "`likely_tree.py` have them. Less often: every draft, when all before it were right."
     )
     return "\n".join([*lines, "", note])

@@ -29,7 +29,7 @@ import tsjax
 from benchmarks import report, text_figures
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.host.paired_runs import PLAIN, Runs, parted_at, times_by_position
-from tsjax.host.request import encode_text
+from tsjax.host.prompts import encode_text
 from tsjax.methods import METHODS
 
 PENALTY = dict(repetition_penalty=1.2, repetition_window=1024)

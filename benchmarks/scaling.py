@@ -21,7 +21,7 @@ from benchmarks.table_parts import head
 from tools import aot
 from tsjax.files.presets import model_preset
 from tsjax.host.layout import layout
-from tsjax.methods.cost_model import GPUS
+from tsjax.methods.devices import GPUS
 from tsjax.methods.roofline import USABLE
 
 PAGE = ROOT / "docs" / "scaling.md"

@@ -37,8 +37,8 @@ from tsjax.host.paired_runs import SETTINGS, Runs, compared, random_tokens, time
 from tsjax.host.peers import PEER_TOKENS, Peer, PeerRuns
 from tsjax.host.plots import plot
 from tsjax.host.timing import interleaved, ratios, summary
-from tsjax.methods.auto import options, seconds_per_token
-from tsjax.methods.cost_model import plain_bytes
+from tsjax.methods.auto import options
+from tsjax.methods.devices import plain_bytes
 
 RANDOM = "random"  # what the rows say after a prompt of random tokens
 LONG_PROMPT = 16  # tokens
@@ -71,7 +71,9 @@ def methods_of(model, context: float) -> dict[str, Any]:
         "paper": tsjax.TokenSwift(),
         "auto": tsjax.Auto(),
         "text": text,
-        "passes": min(passes, key=lambda one: seconds_per_token(one, model.cfg, costs, context)),
+        "passes": min(
+            passes, key=lambda one: one.promise(model.cfg, costs, context).seconds_per_token
+        ),
         "ngrams": tsjax.NGram(),
     }
 

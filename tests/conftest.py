@@ -52,7 +52,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the environment of t
     own, users = tempfile.mkdtemp(prefix="tsjax-tests-"), cache_folder()
     atexit.register(shutil.rmtree, own, ignore_errors=True)
     with contextlib.suppress(OSError):
-        for kept in ("native", "test-programs") if users else ():
+        for kept in ("native", "programs-of-tests") if users else ():
             (users / kept).mkdir(parents=True, exist_ok=True)
             os.symlink(users / kept, os.path.join(own, kept))
     os.environ["TSJAX_CACHE"] = own
@@ -109,14 +109,27 @@ def pytest_configure(config: pytest.Config) -> None:
     keep_programs()
 
 
+MOST_KEPT = 2**30  # bytes
+WORTH_KEEPING = 0.2  # seconds that XLA took
+
+
 def keep_programs() -> None:
-    """What tests compile is kept for other files, workers and runs, in the user's cache folder."""
+    """What tests compile is kept for other files, workers and runs, in the user's cache folder.
+
+    With jax's own limit of its size each new program would look at all that are there, one process
+    at a time: a third of a second for 8,000. So it begins anew when there is too much.
+    """
     from tsjax.host import compilation
 
-    folder = os.path.join(os.environ["TSJAX_CACHE"], "test-programs")
-    if os.path.isdir(folder):
+    folder = Path(os.environ["TSJAX_CACHE"], "programs-of-tests")
+    if folder.is_dir():
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            kept = [path for path in folder.rglob("*") if path.is_file()]
+            if sum(path.stat().st_size for path in kept) > MOST_KEPT:
+                for path in kept:
+                    path.unlink(missing_ok=True)
         compilation.enable_compilation_cache(folder)
-        jax.config.update("jax_compilation_cache_max_size", 2**30)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
 
 
 @pytest.fixture
@@ -198,10 +211,10 @@ def no_clock(monkeypatch):
     """What `Auto` chooses does not depend on how busy the machine is: costs are the formula's."""
 
     def estimate(params, cfg, batch):
-        return cost_model.estimated(cfg, cost_model.CPU, batch)
+        return devices.estimated(cfg, devices.CPU, batch)
 
     from tsjax.host import costs
-    from tsjax.methods import cost_model
+    from tsjax.methods import devices
 
     monkeypatch.setattr(costs, "measure", estimate)
 

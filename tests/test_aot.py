@@ -12,7 +12,7 @@ import pytest
 import tsjax
 from benchmarks import scaling
 from tools import aot
-from tsjax.methods.cost_model import GPU, pass_work
+from tsjax.methods.devices import GPU, pass_work
 
 pytestmark = pytest.mark.aot
 

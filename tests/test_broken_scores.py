@@ -19,7 +19,7 @@ SOUND = chain_model(chain(*range(1, 20)))
 PROMPTS = [[1, 2, 3], [30]]  # the second says 0 for ever
 HOW = dict(max_new_tokens=8, **SIZES)
 METHODS = ["autoregressive", tsjax.NGram(suffix_length=5)]
-MESSAGE = r"NaN or infinite, in row 0 at new token 3 \(position 5\): see to the weights"
+MESSAGE = r"new token 3 of row 0 \(position 5\) are NaN or infinite: see to the weights"
 
 
 def breaks_after(token, value=jnp.nan):
@@ -58,7 +58,7 @@ def test_a_stream_gives_what_came_before():
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf])
 def test_a_prompt_may_break_at_once(value):
-    with pytest.raises(tsjax.TsjaxError, match=r"row 0 at new token 1 \(position 2\)"):
+    with pytest.raises(tsjax.TsjaxError, match=r"new token 1 of row 0 \(position 2\)"):
         tsjax.generate(breaks_after(9, value), [8, 9], **HOW)
 
 
@@ -73,14 +73,14 @@ def test_many_prompts_go_on_without_one_that_breaks():
     answers = tsjax.generate_many(MODEL, [[30], [1, 2, 3], [31]], rows=2, **HOW)
     found = {answer.index: answer for answer in answers}
     assert [found[i].finish_reason for i in range(3)] == ["length", "error", "length"]
-    assert found[1].tokens.tolist() == [4, 5] and "row 1 at new token 3" in str(found[1].error)
+    assert found[1].tokens.tolist() == [4, 5] and "new token 3 of row 1 " in str(found[1].error)
 
 
 def test_a_processor_may_be_the_reason():
     def to_infinity(logits, tokens, length):
         return jnp.where(length > 4, jnp.inf, logits)
 
-    with pytest.raises(tsjax.TsjaxError, match="new token 3 .* a logits_processor that returns"):
+    with pytest.raises(tsjax.TsjaxError, match="new token 3 .* or to a logits_processor"):
         tsjax.generate(SOUND, [1, 2, 3], logits_processor=to_infinity, **HOW)
 
 

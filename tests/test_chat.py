@@ -89,9 +89,9 @@ def test_prompts_are_those_of_transformers(name, tmp_path):
             chat, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         assert chat_prompt(model, chat).tolist() == theirs
-        ours = tsjax.generate(model, messages=chat, max_new_tokens=3, **SIZES)
-        alone = tsjax.generate(model, theirs, max_new_tokens=3, **SIZES)
-        assert ours.tokens[0].tolist() == alone.tokens[0].tolist()
+    ours = tsjax.generate(model, messages=chat, max_new_tokens=3, **SIZES)
+    alone = tsjax.generate(model, theirs, max_new_tokens=3, **SIZES)
+    assert ours.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
 def test_options_reach_the_template(tmp_path):
@@ -168,8 +168,11 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
         tsjax.generate(model, messages=[USER])
 
 
-def test_a_model_without_a_template_says_so(tmp_path):
+def test_a_model_without_a_template_says_so(tmp_path, capsys, monkeypatch):
     model = with_template(tmp_path, None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
+    assert main(["chat", model.path]) == 2
+    assert "has no chat template" in capsys.readouterr().err
     with pytest.raises(ValueError, match="has no chat template"):
         tsjax.generate(model, messages=[USER])
 
@@ -322,13 +325,6 @@ def test_ctrl_c_between_pieces_ends_the_answer_alone(chatty, capsys, monkeypatch
     assert main(argv) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(" [ended]") and second
-
-
-def test_chat_needs_a_template(tmp_path, capsys, monkeypatch):
-    model = with_template(tmp_path, None)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
-    assert main(["chat", model.path]) == 2
-    assert "has no chat template" in capsys.readouterr().err
 
 
 def test_chat_tells_a_wrong_setting_before_the_model_is_read(capsys):

@@ -14,24 +14,34 @@ from helpers import tiny_config
 
 import tsjax
 from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift
-from tsjax.methods.cost_model import (
+from tsjax.methods.cost_model import Int8Costs, Line, as_costs
+from tsjax.methods.devices import (
     CPU,
     GPU_OF_THE_RUN,
     GPUS,
-    PASS_WITH_REST_IS_RIGHT,
-    REPEAT_IS_RIGHT,
-    REPEATS,
-    Int8Costs,
-    Line,
-    as_costs,
     device_of,
     estimated,
-    expected_tokens,
     pass_line,
     pass_work,
-    step_seconds,
-    usual_widths,
 )
+from tsjax.methods.model_drafts import PASS_WITH_REST_IS_RIGHT
+from tsjax.methods.ngram import REPEAT_IS_RIGHT, REPEATS, usual_widths
+
+
+def promised(method, model, costs, context) -> tuple[float, float]:
+    """Tokens and seconds."""
+    promise = method.promise(model, costs, context)
+    return promise.tokens, promise.seconds
+
+
+def tokens_of(method, model) -> float:
+    """They follow from the method and the model."""
+    return promised(method, model, MIXED, 9000)[0]
+
+
+def seconds_of(method, model, costs, context) -> float:
+    return promised(method, model, costs, context)[1]
+
 
 LLAMA_8B = {
     "vocab_size": 128_256,
@@ -66,11 +76,11 @@ def test_a_step_by_hand():
     one, verify = 10 + 0.5 * 64, 14 + 0.5 * context
 
     def seconds(method, model=model):
-        return step_seconds(method, model, MIXED, context)
+        return seconds_of(method, model, MIXED, context)
 
     # What is displaced is chosen again after 48 tokens, of which a step finds some.
     tokens = 1 + 0.8 + 0.8**2
-    assert expected_tokens(method, model) == pytest.approx(tokens)
+    assert tokens_of(method, model) == pytest.approx(tokens)
     choice = 2 + 0.25 * context
     assert seconds(method) == pytest.approx(2 * one + verify + 4 + choice * tokens / 48)
     # Or after 4; and to sum up the rest, the partial cache is read once more.
@@ -95,12 +105,12 @@ def test_a_step_with_int8_drafts_by_hand():
         suffix_length=0,
     )  # fmt: skip
     in_int8 = dataclasses.replace(method, draft_weights="int8")
-    usual, found = (step_seconds(m, llama(1), costs, 9000) for m in (method, in_int8))
+    usual, found = (seconds_of(m, llama(1), costs, 9000) for m in (method, in_int8))
     assert usual - found == pytest.approx(2 * (10 + 0.5 * 64 - 3 - 0.25 * 64) + 3 - 1)
-    assert usual == step_seconds(method, llama(1), MIXED, 9000)
-    assert expected_tokens(method, llama(1)) == expected_tokens(in_int8, llama(1))
+    assert usual == seconds_of(method, llama(1), MIXED, 9000)
+    assert tokens_of(method, llama(1)) == tokens_of(in_int8, llama(1))
     verified = TokenSwift(draft_from="verified_state", draft_weights="int8")
-    seconds = [step_seconds(verified, llama(3), one, 9000) for one in (MIXED, costs)]
+    seconds = [seconds_of(verified, llama(3), one, 9000) for one in (MIXED, costs)]
     assert seconds[0] - seconds[1] == pytest.approx(3 - 1)
 
 
@@ -117,29 +127,29 @@ def test_repetitions_take_the_wider_pass():
     method = NGram(num_ngrams=0, suffix_length=7, suffix_match=8, pass_widths=(1,))
     usual, wide = MIXED.of_pass(1, 100), MIXED.of_pass(8, 100)
     expected = (1 - REPEATS) * usual + REPEATS * wide + 4 + 0.125 + 0.1
-    assert step_seconds(method, llama(), MIXED, 100) == pytest.approx(expected)
+    assert seconds_of(method, llama(), MIXED, 100) == pytest.approx(expected)
     right = [REPEAT_IS_RIGHT**n for n in range(1, 8)]
-    assert expected_tokens(method, llama()) == pytest.approx(1 + REPEATS * sum(right))
+    assert tokens_of(method, llama()) == pytest.approx(1 + REPEATS * sum(right))
 
 
 def test_drafts_that_a_repetition_replaces_take_no_passes():
     method = TokenSwift(
         tree=(1,), num_ngrams=0, suffix_length=1, suffix_match=8, draft_budget=64, suffix_alone=8
     )
-    all_steps = step_seconds(dataclasses.replace(method, suffix_alone=0), llama(), MIXED, 0)
+    all_steps = seconds_of(dataclasses.replace(method, suffix_alone=0), llama(), MIXED, 0)
     width = {8: 2, 0: 3}  # the suffix beside the draft, or instead of it
     passes = [MIXED.of_pass(width[alone], 0) for alone in (8, 0)]
-    found = step_seconds(method, llama(), MIXED, 0)
+    found = seconds_of(method, llama(), MIXED, 0)
     assert all_steps - found == pytest.approx(passes[1] - passes[0] + REPEATS * 10)
 
 
 def test_accuracy_of_heads_stands_for_the_papers():
     bad, good = (llama(head_accuracy=(x, x, x)) for x in (0.01, 0.7))
     method = TokenSwift(tree=(3, 3, 3), draft_from="verified_state", num_ngrams=0, suffix_length=0)
-    assert expected_tokens(method, good) == pytest.approx(4)
-    assert expected_tokens(method, bad) == pytest.approx(1.0145, abs=1e-4)
+    assert tokens_of(method, good) == pytest.approx(4)
+    assert tokens_of(method, bad) == pytest.approx(1.0145, abs=1e-4)
     narrow = dataclasses.replace(method, tree=(1, 1, 1))
-    assert expected_tokens(narrow, good) == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
+    assert tokens_of(narrow, good) == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
 
 
 @pytest.mark.parametrize(
@@ -185,21 +195,21 @@ def test_a_table_from_lists():
 def test_tokens_of_uneven_trees_and_few_ngrams():
     """Each depth has its own number of candidates; fewer n-grams find less."""
     plain = dict(draft_from="verified_state", suffix_length=0, num_ngrams=0)
-    found = expected_tokens(TokenSwift(tree=(3, 2, 1), **plain), llama())
+    found = tokens_of(TokenSwift(tree=(3, 2, 1), **plain), llama())
     first, second, third = 0.65, 0.65 * 0.88, 0.65 * 0.7
     assert found == pytest.approx(1 + first + first * second + first * second * third)
-    tokens = [expected_tokens(NGram(num_ngrams=n, suffix_length=0), llama()) for n in (0, 5, 20)]
+    tokens = [tokens_of(NGram(num_ngrams=n, suffix_length=0), llama()) for n in (0, 5, 20)]
     assert tokens == pytest.approx([1, 1 + 0.5 * 0.25**0.25, 1.5])
 
 
 def test_usual_steps_take_a_narrower_pass():
     """Half of the rows for n-grams are filled; a suffix of any length half as well."""
     wide = TokenSwift(tree=(1,), num_ngrams=20, suffix_length=16, pass_widths=(16, 32, 64))
-    assert usual_widths(wide, llama()) == (64, 78)  # 2 + 30 + 8 rows
+    assert usual_widths(wide, 2, llama()) == (64, 78)  # 2 + 30 + 8 rows
     few = dataclasses.replace(wide, num_ngrams=5, suffix_length=7, suffix_match=8, suffix_alone=8)
-    assert usual_widths(few, llama()) == (16, 17)
-    assert usual_widths(dataclasses.replace(wide, pass_widths=()), llama()) == (78, 78)
-    assert usual_widths(Autoregressive(), llama()) == (1, 1)
+    assert usual_widths(few, 2, llama()) == (16, 17)
+    assert usual_widths(dataclasses.replace(wide, pass_widths=()), 2, llama()) == (78, 78)
+    assert wide.promise(llama(), MIXED, 100).width == 64
 
 
 # --- the estimate ----------------------------------------------------------------------------

@@ -34,8 +34,9 @@ ROWS = {
     "tsjax.training": 8,
     "tsjax": 9,
     "tsjax.demo": 9,
-    "tsjax.__main__": 9,
-    "tsjax_convert": 10,
+    "tsjax.commands": 10,
+    "tsjax.__main__": 11,
+    "tsjax_convert": 12,
 }
 FOLDERS = {
     "pallas_kernels": "pallas_kernels",
@@ -205,9 +206,7 @@ def violations(modules: list[Module]) -> list[str]:
                 wrong.append(f"{where}: this pair is forbidden")
             if other_room is None or other_room == room or (name, other_room) in ALLOWED:
                 continue
-            if ROWS[other_room] >= row and not (
-                room == "tsjax.__main__" and ROWS[other_room] == row
-            ):
+            if ROWS[other_room] >= row:
                 wrong.append(f"{where}: row {row} may not import from row {ROWS[other_room]}")
 
         if row in PURE_ROWS:
@@ -296,7 +295,7 @@ def test_checker_allows(sources: dict[str, str]) -> None:
         ({"tsjax.config": "def f():\n    from tsjax import model"}, "tsjax.config:2: .* row 2"),
         ({"tsjax.config": "from tsjax import load"}, "row 1 may not import from row 9"),
         ({"tsjax.decoding.step": "import tsjax.lazy"}, "row 3 may not import from row 5"),
-        ({"tsjax.decoding.step": "import tsjax_convert.tables"}, "row 3 .* row 10"),
+        ({"tsjax.decoding.step": "import tsjax_convert.tables"}, "row 3 .* row 12"),
         ({"tsjax.decoding.step": "import convert"}, "installed, it is tsjax_convert"),
         ({"tsjax.demo": "import tsjax"}, "row 9 may not import from row 9"),
         (
@@ -344,43 +343,31 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 2_261,
-    "tsjax/decoding": 2_744,
-    "tsjax/files": 2_125,
-    "tsjax/host": 6_495,
-    "tsjax/lazy": 1_143,
-    "tsjax/methods": 4_277,
-    "tsjax/model": 1_342,
-    "tsjax/training": 1_272,
-    "pallas_kernels": 3_094,
-    "convert": 492,
-    "benchmarks": 9_475,
-    "tools": 5_094,
-    "tests": 29_700,
-    "examples": 314,
+    "tsjax": 2_300,
+    "tsjax/decoding": 2_800,
+    "tsjax/files": 2_200,
+    "tsjax/host": 6_500,
+    "tsjax/lazy": 1_200,
+    "tsjax/methods": 4_300,
+    "tsjax/model": 1_400,
+    "tsjax/training": 1_300,
+    "pallas_kernels": 3_100,
+    "convert": 500,
+    "benchmarks": 9_500,
+    "tools": 5_100,
+    "tests": 30_200,
+    "examples": 400,
 }
 # What is longer, or has the name of something else, until it is split or named anew.
 TOO_LONG_YET = {
-    "tests/file_fuzz.py:kinds",
     "tests/test_auto.py",
     "tests/test_bad_input.py",
-    "tests/test_benchmarks.py",
-    "tests/test_checkpoint.py",
-    "tests/test_damaged_files.py",
     "tests/test_draft_cache.py",
     "tests/test_generation.py",
     "tests/test_kernels.py",
-    "tests/test_longcontext.py",
-    "tests/test_longcontext.py:test_a_run_from_model_to_figures",
-    "tests/test_medusa.py",
     "tests/test_methods.py",
     "tests/test_native.py",
     "tests/test_sampling.py",
-    "tests/test_training.py",
-    "tests/test_verification.py",
-    "tsjax/__main__.py",
-    "tsjax/host/request.py",
-    "tsjax/host/request.py:make_request",
     "tsjax/methods/likely_tree.py",
 }
 TWO_THINGS_YET = {"LONG_MATCH", "choose"}

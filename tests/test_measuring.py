@@ -17,7 +17,8 @@ import tsjax
 from pallas_kernels.cache_folder import cache_folder
 from tsjax.host import costs, measuring
 from tsjax.host.costs import costs_of
-from tsjax.methods.cost_model import CPU, Costs, Int8Costs, Line, estimated
+from tsjax.methods.cost_model import Costs, Int8Costs, Line
+from tsjax.methods.devices import CPU, estimated
 from tsjax.model.params import abstract_params
 
 MODEL = tiny_model(num_draft_heads=2)

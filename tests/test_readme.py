@@ -58,6 +58,7 @@ def test_the_three_lines_run(checkpoint, capsys):
     assert len(capsys.readouterr().out.strip()) >= 20
 
 
+@pytest.mark.wide
 def test_the_page_about_generation_runs(checkpoint, capsys):
     code = "\n".join(blocks("docs/generation.md", "python"))
     code = code.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
@@ -66,8 +67,9 @@ def test_the_page_about_generation_runs(checkpoint, capsys):
     assert "['length']" in out and "{'heads': 0, 'ngrams': " in out
 
 
-@pytest.mark.parametrize("page", ["docs/building_blocks.md"])
-def test_pages_that_need_no_model_run(page):
+@pytest.mark.wide
+def test_the_page_about_blocks_runs():
+    page = "docs/building_blocks.md"
     exec(compile("\n".join(blocks(page, "python")), page, "exec"), {})
 
 

@@ -12,18 +12,16 @@ import tsjax
 from tsjax.__main__ import main
 from tsjax.files.checkpoint import read_config
 from tsjax.host import roofline_table
-from tsjax.methods.auto import tokens_and_seconds
-from tsjax.methods.cost_model import CPU, GPUS, estimated
+from tsjax.methods.devices import CPU, GPUS, estimated
 from tsjax.methods.likely_tree import LikelyTree
-from tsjax.methods.roofline import (
-    Span,
-    expected,
-    has_room,
-    ideal_speedup,
-    model_positions,
-    reads,
-    step_reads,
-)
+from tsjax.methods.roofline import Span, expected, has_room, ideal_speedup, reads, step_reads
+
+
+def promise_of(method, model, context: float = 9000):
+    promise = method.promise(model, estimated(model, GPUS["a100"], 1), context)
+    assert promise is not None
+    return promise
+
 
 A100 = 2.04e12  # bytes per second
 # As the models are published: layers, width, query heads, kv heads, head size, MLP, vocabulary, and
@@ -100,9 +98,10 @@ def test_the_published_ideal_speedups(alpha, speedups):
     over one that drafts on 4,096 slots and one that verifies."""
     model = tsjax.model_preset("llama3.1-8b").with_heads(3)
     method = tsjax.preset("llama3.1-8b").method
-    assert model_positions(method, model) == 4
+    assert promise_of(method, model).positions == 4
     for context, speedup in zip((25_000, 55_000, 106_000), speedups, strict=True):
-        found = ideal_speedup(method, model, context, 1 + 4 * alpha)
+        promise = promise_of(method, model, context)
+        found = ideal_speedup(promise, model, context, 1 + 4 * alpha)
         assert found == pytest.approx(speedup, abs=0.01)
         plain, draft = (sum(counted("llama3.1-8b", n)) for n in (context, 4096))
         assert found == pytest.approx((1 + 4 * alpha) * plain / (draft + plain))
@@ -113,26 +112,28 @@ def test_a_step_reads_what_its_passes_read():
     weights, cache, table = counted("llama3.1-8b", 1)
     passes = tsjax.TokenSwift(tree=(1,) * 5, draft_passes=2, draft_budget=512)
     wide, narrow = 9000 * cache, 512 * cache
-    assert step_reads(passes, model, 9000) == pytest.approx(
+    assert step_reads(promise_of(passes, model), model, 9000) == pytest.approx(
         (3 * weights, wide + 2 * narrow, 3 * table)
     )
     in_int8 = tsjax.TokenSwift(draft_weights="int8", draft_budget=512)
-    assert step_reads(in_int8, model, 9000).weights == pytest.approx(1.5 * weights)
+    assert step_reads(promise_of(in_int8, model), model, 9000).weights == pytest.approx(
+        1.5 * weights
+    )
     for one_pass in (
         tsjax.Autoregressive(),
         tsjax.NGram(),
         tsjax.TokenSwift(draft_from="verified_state"),
         LikelyTree(draft_passes=4),  # a step may leave them out
     ):
-        assert step_reads(one_pass, model, 9000) == reads(model, 9000)
+        assert step_reads(promise_of(one_pass, model), model, 9000) == reads(model, 9000)
 
 
 def test_expected_times_are_means_over_the_run():
     model, device = tsjax.model_preset("llama3.1-8b").with_heads(3), GPUS["h100"]
     costs, span, method = estimated(model, device, 1), Span(1000, 32_000), tsjax.TokenSwift()
     found = expected(method, model, costs, device, span)
-    fine = [tokens_and_seconds(method, model, costs, 1000.5 + n) for n in range(0, 32_000, 50)]
-    per_token = np.mean([seconds / tokens for tokens, seconds in fine])
+    fine = [method.promise(model, costs, 1000.5 + n) for n in range(0, 32_000, 50)]
+    per_token = np.mean([promise.seconds_per_token for promise in fine])
     assert found.seconds == pytest.approx(per_token, rel=0.01)
     assert found.least < found.seconds
     # With other drafts: the same steps, more tokens.

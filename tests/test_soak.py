@@ -4,7 +4,6 @@ one as a whole."""
 
 import copy
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -68,10 +67,10 @@ def test_the_recorded_hash_is_that_of_the_same_run():
 def asked(tmp_path):
     model = helpers.tiny_model(num_layers=1, vocab_size=len(helpers.TOKENS))
     tsjax.save(model, tmp_path / "model")
+    places = {"model": "model", "saved": "run.json", "notes": "notes.jsonl", "counter": "count"}
     return {
-        "model": str(tmp_path / "model"), "prompt": [3, 1, 4], "settings": {"do_sample": True},
-        "method": "ngram", "tokens": 12, "save_every": 5, "saved": str(tmp_path / "run.json"),
-        "notes": str(tmp_path / "notes.jsonl"), "counter": str(tmp_path / "count"),
+        "prompt": [3, 1, 4], "settings": {"do_sample": True}, "method": "ngram", "tokens": 12,
+        "save_every": 5, **{name: str(tmp_path / file) for name, file in places.items()},
     }  # fmt: skip
 
 
@@ -97,38 +96,6 @@ def test_a_life_counts_its_tokens_and_goes_on(asked, heard):
     assert read_run(asked["saved"]).tokens[0].tolist() == run.tokens[0].tolist()
 
 
-def test_programs_are_noted_when_they_are_there(asked, heard):
-    notes = soak_life.Notes(asked["notes"], asked["counter"], tokens=7)
-    notes.listen()
-    event, duration = heard
-    duration(soak_life.IS_THERE, 1.0, fun_name="jit(decode)")
-    duration("/another", 1.0)
-    event(soak_life.WAS_FOUND)
-    event("/another")
-    for name in ("decode", "begin"):
-        duration(soak_life.IS_THERE, 1.0, fun_name=f"jit({name})")
-    notes.end()
-    found = [*map(json.loads, Path(asked["notes"]).read_text().splitlines())]
-    assert found == [
-        {"tokens": 7, "program": "decode", "found": False},
-        {"tokens": 7, "program": "decode", "found": True},
-        {"tokens": 7, "program": "begin", "found": False},
-    ]
-
-
-def test_a_note_that_was_cut_is_left_out():
-    assert soak.whole_note('{"tokens": 3}') == {"tokens": 3}
-    assert soak.whole_note('{"tokens": 3, "prog') is None
-
-
-def test_memory_of_a_process_that_has_ended():
-    assert soak.memory_of(os.getpid()) > 2**20
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    while process.returncode is None:
-        process.wait()
-    assert soak.memory_of(process.pid) is None
-
-
 # --- trouble ------------------------------------------------------------------------------------
 
 
@@ -149,9 +116,8 @@ def document():
         life(signal="SIGINT", exit_code=130, ended=soak_troubles.ASKED),
         life(),
     ]
-    refused = {
-        "exit_code": 1, "said": "is being written by another run", "first_was_there": True
-    }  # fmt: skip
+    said = "is being written by another run"
+    refused = {"exit_code": 1, "said": said, "first_was_there": True}
     full = life(result={"unsaved": True, "problems": ["No space left on device"]}, tokens_saved=500)
     return {
         "new_tokens": 9000,

@@ -102,7 +102,7 @@ class Pass(NamedTuple):
     capacity: int
 
 
-# What `tsjax.methods.cost_model` counts: of draft passes and of verifications.
+# What `tsjax.methods.devices` counts: of draft passes and of verifications.
 PASSES = {
     f"pass {model} {rows} of {capacity}": Pass(model, rows, capacity)
     for model in ("llama3.1-8b", "qwen2.5-1.5b", "llama2-7b-yarn-128k")
@@ -245,7 +245,7 @@ def settings_of(step: Step, target: str):
     from tsjax.decoding.config import DecodeConfig
     from tsjax.methods import METHODS
     from tsjax.methods.auto import choose
-    from tsjax.methods.cost_model import device_of, estimated
+    from tsjax.methods.devices import device_of, estimated
 
     config = tsjax.model_preset(step.model)
     method = METHODS[step.method]()

@@ -139,12 +139,16 @@ def docstring(node: ast.AST) -> str:
     return inspect.cleandoc(ast.get_docstring(node, clean=False) or "") if documented else ""
 
 
+# A base class for this package's own use: its fields are told by each class that has them.
+INTERNAL = {"OnPartialCache"}
+
+
 def unlisted_bases(found: Found) -> list[Found]:
     """Base classes of this repository that are not public: what they have belongs to the class."""
     public = {name for package in HEADINGS for name in public_names(package)}
     bases = []
     for base in found.node.bases if isinstance(found.node, ast.ClassDef) else []:
-        if isinstance(base, ast.Name) and base.id not in public:
+        if isinstance(base, ast.Name) and base.id not in public | INTERNAL:
             inner = find(found.module, base.id)
             if inner is not None:
                 bases += [*unlisted_bases(inner), inner]

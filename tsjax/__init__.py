@@ -54,6 +54,7 @@ from tsjax.decoding.tree import SOURCES as SOURCES
 
 # Methods of your own
 from tsjax.decoding.method import Method as Method, Sizes as Sizes
+from tsjax.decoding.method import DraftPasses as DraftPasses, Promise as Promise
 from tsjax.decoding.method import Measured as Measured, Tried as Tried
 from tsjax.decoding.tree import DraftTree as DraftTree, merge_paths as merge_paths
 from tsjax.decoding.state import Verdict as Verdict, Acceptance as Acceptance
@@ -105,7 +106,8 @@ __all__ = [  # noqa: RUF022
     "MagicDec", "DraftModel", "TriForce",
     "Corpus", "read_corpus", "choose_method", "Choice",
     "Costs", "Int8Costs", "Line", "SOURCES",
-    "Method", "Sizes", "Measured", "Tried", "DraftTree", "merge_paths", "Verdict", "Acceptance",
+    "Method", "Sizes", "Promise", "DraftPasses", "Measured", "Tried", "DraftTree", "merge_paths",
+    "Verdict", "Acceptance",
     "register_method",
     "LazyPrefill", "compress_prompt",
     "check_run", "RunCheck", "Departure",

@@ -34,7 +34,7 @@ from tsjax.host.measuring import read_rate
 from tsjax.host.paired_runs import SETTINGS
 from tsjax.host.result import RunStats, StreamChunk
 from tsjax.methods import Auto, Autoregressive
-from tsjax.methods.cost_model import plain_bytes
+from tsjax.methods.devices import plain_bytes
 
 METHOD = Auto()  # of the right column
 STYLES: dict[str, dict[str, Any]] = {
@@ -189,7 +189,7 @@ def warm_up(
     """Compiles all that the columns will run."""
     began = time.perf_counter()
     print("Compiling both methods ...", end=" ", file=out, flush=True)
-    moves = isinstance(method, Auto)
+    moves = method.chooses
     columns = start(model, begun, config, Rehearsal(method) if moves else method)
     for column, methods in zip(columns, (1, REHEARSED if moves else 1), strict=True):
         for chunk in itertools.islice(column.chunks, methods * WARM_UP_CHUNKS):

@@ -33,7 +33,7 @@ from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
 from tsjax.files.tokenizer import encode
-from tsjax.host.request import tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed
 from tsjax.model.passes import run_rows

@@ -68,19 +68,24 @@ def place_of(change: Change, root: Path) -> Path:
     return file
 
 
-def copy_tree(tree: Path, into: Path) -> None:
-    """Files that git knows or would add, as they are now."""
+def copy_tree(tree: Path, folder: Path) -> Path:
+    """The copy: files that git knows or would add, as they are now."""
+    into = folder / "tree"
     listing = ["git", "-C", str(tree), "ls-files", "-z", "-co", "--exclude-standard"]
     names = subprocess.run(listing, capture_output=True, check=True, text=True).stdout
     for name in filter(None, names.split("\0")):
         if (tree / name).is_file():  # not one that was removed
             (into / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(tree / name, into / name)
+    # Found by this name only where tsjax is installed: from the checkout, not from the copy.
+    (folder / "names").mkdir()
+    (folder / "names/tsjax_convert").symlink_to(into / "convert")
+    return into
 
 
 def python(root: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
     """Python in the copy, which imports the copy."""
-    env = {**os.environ, "PYTHONPATH": str(root)}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (root, root.parent / "names")))}
     command = [sys.executable, *arguments]
     return subprocess.run(
         command, cwd=root, env=env, capture_output=True, text=True, timeout=timeout
@@ -167,8 +172,7 @@ def main(argv: Sequence[str] | None = None, changes: Sequence[Change] = CHANGES)
 
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tsjax-mutate-") as folder:
-        root = Path(folder)
-        copy_tree(args.tree, root)
+        root = copy_tree(args.tree, Path(folder))
         if args.baseline:
             named = dict.fromkeys(test for change in chosen for test in change.tests)
             tests = [f"--ignore={ITS_OWN_TESTS}"] if args.whole else [*named]

@@ -63,7 +63,7 @@ OF_RUNS = (
         "tsjax/host/saving.py",
         'finish_reason=[None if r == "interrupted" else r for r in news.reasons]',
         "finish_reason=list(news.reasons)",
-        ("tests/test_generation.py::test_an_interrupted_run_goes_on_with_the_same_tokens",),
+        ("tests/test_interrupt.py::test_an_interrupted_run_goes_on_with_the_same_tokens",),
     ),
     Change(
         "counters_of_the_method_before_lost",
@@ -91,7 +91,7 @@ OF_RUNS = (
         "        if kept != ():\n"
         "            self._state = self._state.replace(memory=kept)\n"
         "            self._learn_anew = lambda: None\n",
-        ("tests/test_many.py::test_each_answer_is_that_of_its_prompt_alone",),
+        ("tests/test_many.py::test_the_batch_stays_full_and_its_method_knows_who_is_in_it",),
     ),
     Change(
         "prefix_one_token_too_long",
@@ -111,14 +111,14 @@ OF_RUNS = (
         "            copy = found.params.replace(drafts=self._with_int8.drafts)\n"
         '            vars(found)["_with_int8"] = copy\n'
         "        return found\n",
-        ("tests/test_int8.py", "tests/test_answers.py::test_other_weights_compile_nothing_anew"),
+        ("tests/test_int8.py::test_other_weights_have_a_copy_of_their_own",),
     ),
     Change(
         "type_of_a_checkpoint_ignored",
         "A HuggingFace checkpoint is loaded as float32, whatever it says.",
-        "tsjax/files/huggingface.py",
+        "tsjax/files",
         'dtype = dtype or raw.get("dtype") or raw.get("torch_dtype")',
         'dtype = dtype or "float32"',
-        ("tests/test_huggingface_config.py::test_llama",),
+        ("tests/test_checkpoint.py::test_types_are_converted_as_numpy_does[bfloat16-bfloat16]",),
     ),
 )

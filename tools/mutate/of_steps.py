@@ -59,10 +59,7 @@ OF_STEPS = (
         "tsjax/decoding/verification.py",
         "first, size = state.length + known, cfg.model.vocab_size",
         "first, size = state.length + known + (known > 0), cfg.model.vocab_size",
-        (
-            "tests/test_methods.py::test_tokens_are_those_of_plain_decoding[passes_and_heads]",
-            "tests/test_verification.py::test_penalised_and_truncated_tokens_have_their_law",
-        ),
+        ("tests/test_hooks.py::test_drafts_change_no_token[presence-sampled]",),
     ),
     # --- what a step commits ---------------------------------------------------------------------
     Change(
@@ -96,8 +93,8 @@ OF_STEPS = (
         "finished_row_goes_on",
         "A row that has ended still gets tokens.",
         "tsjax/decoding/step.py",
-        "count = jnp.where(running, jnp.minimum(count, room), 0)",
-        "count = jnp.minimum(count, room)",
+        "jnp.where(running, jnp.minimum(count, room), 0)",
+        "jnp.minimum(count, room)",
         ("tests/test_decoding.py::test_rows_end_on_their_own_and_then_do_not_change",),
     ),
     Change(
@@ -140,7 +137,7 @@ OF_STEPS = (
         "tsjax/decoding/step.py",
         'return buffer.at[b[:, None], slots].set(on_path(of_nodes), mode="drop")',
         'return buffer.at[b[:, None], slots].set(of_nodes[:, :steps], mode="drop")',
-        ("tests/test_logprobs.py::test_every_method_tells_plain_decodings",),
+        ("tests/test_logprobs.py::test_drafts_change_none",),
     ),
     Change(
         "sources_one_token_off",
@@ -184,7 +181,7 @@ OF_STEPS = (
         "        logits = apply(processor, logits, text, ancestors)\n"
         "    values = values.replace(processors=())\n"
         "    if values.repetition is not None:\n        penalty, window = values.repetition\n",
-        ("tests/test_hooks.py", "tests/test_sampling.py", "tests/test_logprobs.py"),
+        ("tests/test_hooks.py::test_processors_come_after_the_penalties",),
     ),
     Change(
         "min_new_tokens_one_too_many",
@@ -217,10 +214,7 @@ OF_STEPS = (
         "tsjax/decoding/sampling.py",
         "positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]",
         "positions = first[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)[None]",
-        (
-            "tests/test_blocks.py::test_a_loop_around_sample_says_what_generate_says",
-            "tests/test_generation.py::test_tokens_are_those_of_the_slow_decoder",
-        ),
+        ("tests/test_blocks.py::test_a_loop_around_sample_says_what_generate_says",),
     ),
     Change(
         "rows_share_one_key",
@@ -246,7 +240,7 @@ OF_STEPS = (
         "tsjax/decoding/start.py",
         'names = "tokens sources prompt_length max_length last_seen counts logprobs finish"',
         'names = "tokens sources prompt_length max_length counts logprobs finish"',
-        ("tests/test_many.py::test_each_answer_is_that_of_its_prompt_alone[autoregressive]",),
+        ("tests/test_many.py::test_each_answer_is_that_of_its_prompt_alone[plain]",),
     ),
     Change(
         "answers_share_the_first_cache",

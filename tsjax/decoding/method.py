@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a method of decoding is, and plain decoding, which is one.
 
-Knows what a step asks of a method. Does not know how drafts are found: each method says that in a
-file of its own. Every method returns the tokens of `Autoregressive`; they differ in how many a step
+Knows what a step wants from a method. Does not know how drafts are found: that is in each method's
+own file. Every method returns the tokens of `Autoregressive`; they differ in how many a step
 finds. In bfloat16 and float16 drafts may part from it at a near-tie, as wider passes round
 otherwise.
 """
@@ -59,7 +59,7 @@ class Tried(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the host knows when it asks a method how to go on.
+    """What the host knows when a method chooses what drafts from here on.
 
     Attributes:
       model: its config.
@@ -99,6 +99,39 @@ class Measured(NamedTuple):
     draft_model: ModelConfig | None = None
 
 
+class DraftPasses(NamedTuple):
+    """Passes of a model that every step runs to draft: how many, on how many slots of a cache."""
+
+    number: float
+    slots: float
+    model: ModelConfig
+    in_int8: bool = False
+
+
+class Promise(NamedTuple):
+    """What a step is expected to find and to take, on average.
+
+    Attributes:
+      tokens: that it emits.
+      seconds: that it takes by a table of costs.
+      width: rows of the pass that judges its drafts.
+      passes: of the model, to draft.
+      positions: how many tokens deep models draft; 0 where drafts come from the text alone.
+      drafting: the passes that every step runs; None where a step may leave them out.
+    """
+
+    tokens: float
+    seconds: float
+    width: int = 1
+    passes: float = 0
+    positions: int = 0
+    drafting: tuple[DraftPasses, ...] | None = ()
+
+    @property
+    def seconds_per_token(self) -> float:
+        return self.seconds / self.tokens
+
+
 class Method:
     """Drafts the tree of each step. A frozen dataclass whose fields are its settings.
 
@@ -128,6 +161,16 @@ class Method:
     def takes_draft_model(self) -> bool:
         """Whether it can draft with `params.draft_model`, a second model."""
         return False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether other methods draft in its place, which `next` chooses: it has no sizes then."""
+        return False
+
+    def promise(self, model: ModelConfig, costs: Any, context: float) -> Promise | None:
+        """What a step finds and takes at `context` tokens, by `costs`, a tsjax.Costs; None where
+        that is not known."""
+        return None
 
     def sizes(self, model: ModelConfig) -> Sizes:
         """Static sizes; ValueError for a model that lacks what the method needs."""
@@ -167,7 +210,7 @@ class Method:
         return memory
 
     def next(self, measured: Measured) -> Method:
-        """On the host, before a run and between chunks of steps: the method that goes on.
+        """On the host, before a run and between chunks of steps: the method that drafts from here on.
 
         One of the same sources, or plain decoding, whose trees are no deeper than those of the
         first. Its memory begins anew, reads what is known and is `taught`.
@@ -175,7 +218,7 @@ class Method:
         return self
 
     def lesson(self, memory: Memory) -> Any:
-        """What of the memory another method may go on with; None for nothing."""
+        """The part of the memory that another method can reuse; None for nothing."""
         return None
 
     def taught(self, memory: Memory, lesson: Any) -> Memory:
@@ -188,6 +231,9 @@ class Autoregressive(Method):
     """Plain decoding, one token per step: the definition every other method must reproduce."""
 
     sources: ClassVar[tuple[str, ...]] = SOURCES
+
+    def promise(self, model: ModelConfig, costs: Any, context: float) -> Promise:
+        return Promise(1.0, costs.plain(context))
 
     def draft(self, model, params, state, noise):
         batch = state.root.shape[0]

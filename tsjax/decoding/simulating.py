@@ -10,43 +10,37 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from tsjax.decoding.config import DecodeConfig
-from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
-from tsjax.decoding.step import check_tree, commit, repeated
+from tsjax.decoding.step import decode_step, repeated
 from tsjax.decoding.tree import DraftTree
-from tsjax.decoding.verification import verify_tree
 from tsjax.model.params import Params
+from tsjax.typing import Array, Int
 
 
 def simulate(
-    params: Params, state: DecodeState, lengths, num_steps, *, cfg: DecodeConfig
+    params: Params,
+    state: DecodeState,
+    lengths: Int[Array, "N"],
+    num_steps: Int[Array, ""] | int,
+    *,
+    cfg: DecodeConfig,
 ) -> DecodeState:
     """As `decode`; step i of a row accepts lengths[i] drafts, or as many as lie on one path.
 
-    `lengths` [N] int32 begin again after the last one.
+    `lengths` begin again after the last one.
     """
 
+    def decide(state: DecodeState, tree: DraftTree, verdict: Verdict):
+        acceptance = reach(tree, lengths[state.stats.steps % lengths.shape[0]])
+        return as_drafted(tree, verdict, acceptance), acceptance
+
     def step(state: DecodeState) -> DecodeState:
-        return _simulated_step(params, state, lengths, cfg=cfg)
+        return decode_step(params, state, cfg=cfg, decide=decide)
 
     return repeated(step, params, state, num_steps, cfg=cfg)
 
 
-def _simulated_step(params: Params, state: DecodeState, lengths, *, cfg: DecodeConfig):
-    method, model = cfg.method, cfg.model
-    noise = step_noise(
-        state.row_key, state.length, cfg.sizes.levels, model.vocab_size, state.sampling
-    )
-    memory, tree = method.draft(model, params, state, noise)
-    check_tree(tree, cfg)
-    verdict = verify_tree(params, state, tree, noise, cfg=cfg)
-    acceptance = reach(tree, lengths[state.stats.steps % lengths.shape[0]])
-    verdict = as_drafted(tree, verdict, acceptance)
-    after = commit(state, tree, verdict, acceptance)
-    return after.replace(memory=method.learn(model, params, memory, after, verdict, acceptance))
-
-
-def reach(tree: DraftTree, lengths) -> Acceptance:
+def reach(tree: DraftTree, lengths: Int[Array, "B"]) -> Acceptance:
     """The path to the first node that is `lengths` [B] deep, or as deep as the tree goes."""
     depths = tree.depths
     deepest = jnp.argmax(jnp.where(depths <= lengths[:, None], depths, -1), axis=1)

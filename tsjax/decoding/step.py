@@ -33,11 +33,25 @@ from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 
+Decide = Callable[[DecodeState, DraftTree, Verdict], tuple[Verdict, Acceptance]]
 
-def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
-    """One step: draft, verify, accept, commit, learn. Plain decoding is a tree of one node."""
+
+def as_the_model(
+    state: DecodeState, tree: DraftTree, verdict: Verdict
+) -> tuple[Verdict, Acceptance]:
+    """What the model would have said without drafts."""
+    return verdict, accept(tree, verdict.target)
+
+
+def decode_step(
+    params: Params, state: DecodeState, *, cfg: DecodeConfig, decide: Decide = as_the_model
+) -> DecodeState:
+    """One step: draft, verify, accept, commit, learn. Plain decoding is a tree of one node.
+
+    `decide` takes the path and its tokens; another one than the model's is for measurements.
+    """
     if cfg.prefill is not None:
-        return cfg.prefill.step(params, state, cfg=cfg)  # which wraps this one
+        return cfg.prefill.step(params, state, cfg=cfg, decide=decide)  # which wraps this one
     method, model = cfg.method, cfg.model
     noise = step_noise(
         state.row_key, state.length, cfg.sizes.levels, model.vocab_size, state.sampling
@@ -45,13 +59,13 @@ def decode_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> Dec
     memory, tree = method.draft(model, params, state, noise)
     check_tree(tree, cfg)
     verdict = verify_tree(params, state, tree, noise, cfg=cfg)
-    acceptance = accept(tree, verdict.target)
+    verdict, acceptance = decide(state, tree, verdict)
     after = commit(state, tree, verdict, acceptance)
     return after.replace(memory=method.learn(model, params, memory, after, verdict, acceptance))
 
 
 def check_tree(tree: DraftTree, cfg: DecodeConfig) -> None:
-    """Shapes are static, so a method that says other sizes than it drafts is told when traced."""
+    """Shapes are static, so a tree of other sizes than its method says is refused when traced."""
     width, depth = cfg.sizes.width, cfg.sizes.depth
     found = tree.path.shape[1:], tree.sources.shape[2]
     wanted = (width, depth + 1), len(cfg.method.sources)

@@ -136,7 +136,7 @@ class NodeScores(NamedTuple):
 def score_nodes(
     weights, state: DecodeState, tree: DraftTree, rows: Rows, noise, *, cfg: DecodeConfig
 ) -> NodeScores:
-    """Of the pass that gave `rows`."""
+    """What each node's successor is chosen by, from the pass that gave `rows`."""
     logits = unembed(weights, final_norm(weights, rows.hidden, cfg=cfg.model), cfg=cfg.model)
     known = noise.shape[1]
     missing = tree.path.shape[2] - known

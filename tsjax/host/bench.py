@@ -31,7 +31,7 @@ from tsjax.host.plots import plot
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.run import programs_of
 from tsjax.host.timing import Rounds, fill, ratios, summary
-from tsjax.methods.cost_model import plain_bytes
+from tsjax.methods.devices import plain_bytes
 
 ENDED = (KeyboardInterrupt, Interrupted)
 EXACT = ("float32", "float64")

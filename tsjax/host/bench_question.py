@@ -26,10 +26,10 @@ from tsjax.host.memory import available_bytes
 from tsjax.host.paired_runs import PEERS, PLAIN, SETTINGS, requested
 from tsjax.host.peers import PEER_TOKENS
 from tsjax.host.plots import check_plot
-from tsjax.host.request import encode_text, tokenizer_of
+from tsjax.host.prompts import encode_text, tokenizer_of
 from tsjax.host.trace import read_trace
 from tsjax.input_files import read_text
-from tsjax.methods import METHODS, Auto
+from tsjax.methods import METHODS
 from tsjax.model.params import abstract_params, random_params
 from tsjax.model.sharding import mesh_of
 
@@ -185,7 +185,7 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
 def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
     """ValueError for a model that lacks what a method needs. Auto takes what there is."""
     for method in methods.values():
-        if not isinstance(method, Auto):
+        if not method.chooses:
             method.sizes(cfg)
 
 

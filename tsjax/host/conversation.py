@@ -16,12 +16,13 @@ import numpy as np
 from tsjax.config import GENERATION_NAMES, GenerationConfig, check, refuse_unknown
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.asking import make_request
 from tsjax.host.chat import chat_prompt
 from tsjax.host.generation import result_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prefix import Prefix
 from tsjax.host.reading import kept_prefix
-from tsjax.host.request import Request, make_request
+from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult
 from tsjax.host.run import News, run
 

@@ -26,8 +26,9 @@ from tsjax.host.compilation import kind_of_machine
 from tsjax.host.measuring import measure
 from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
-from tsjax.methods.auto import Auto, Choice, is_short, tokens_and_seconds
-from tsjax.methods.cost_model import Costs, as_costs, device_of, estimated
+from tsjax.methods.auto import Choice, is_short
+from tsjax.methods.cost_model import Costs, as_costs
+from tsjax.methods.devices import device_of, estimated
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
@@ -46,16 +47,16 @@ def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) ->
       batch: rows.
 
     Returns:
-      The method that drafts, what one of its steps costs in steps of plain decoding, and the table
-      of seconds that says so: that of `Auto(costs=...)`, or of this machine.
+      The method that drafts, what one of its steps costs in steps of plain decoding (None where
+      that is not known), and the table of seconds that says so, the method's or this machine's.
     """
     method = resolve_method(method)
-    costs = method.costs if isinstance(method, Auto) else None
-    costs = costs or costs_of(model.params, model.cfg, batch)
+    costs = getattr(method, "costs", None) or costs_of(model.params, model.cfg, batch)
     measured = measured_on(Autoregressive(), model, context, batch)._replace(costs=costs)
     chosen = method.next(measured)
-    _, seconds = tokens_and_seconds(chosen, model.cfg, costs, context)
-    return Choice(chosen, seconds / costs.plain(context), costs)
+    promise = chosen.promise(model.cfg, costs, context)
+    step_cost = None if promise is None else promise.seconds / costs.plain(context)
+    return Choice(chosen, step_cost, costs)
 
 
 def measured_on(

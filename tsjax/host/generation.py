@@ -24,12 +24,14 @@ from tsjax.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.asking import make_request
 from tsjax.host.info import facts
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.host.prefix import Prefix
 from tsjax.host.progress import progress_bar
+from tsjax.host.prompts import check_row, tokenizer_of
 from tsjax.host.reading import kept_prefix
-from tsjax.host.request import Request, check_row, make_request, tokenizer_of
+from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, programs_of, run
 from tsjax.host.saving import Saving

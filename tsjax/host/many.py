@@ -24,8 +24,10 @@ from tsjax.errors import BadType, BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host import processes
+from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.request import Request, check_memory, make_request, tokenizer_of
+from tsjax.host.prompts import tokenizer_of
+from tsjax.host.request import Request
 from tsjax.host.run import (
     SECONDS_PER_CHUNK,
     HostRows,
@@ -36,6 +38,7 @@ from tsjax.host.run import (
     programs_of,
     start_run,
 )
+from tsjax.host.sizes import check_memory
 from tsjax.methods import resolve_method
 from tsjax.model.sharding import mesh_of
 

@@ -21,11 +21,12 @@ from tsjax.config import GenerationConfig
 from tsjax.decoding.method import Method
 from tsjax.decoding.start import with_method
 from tsjax.files.checkpoint import Model
+from tsjax.host.asking import make_request
 from tsjax.host.compilation import Stopwatch
 from tsjax.host.generation import run_stats
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.memory import forget_peak, peak_memory
-from tsjax.host.request import Request, make_request
+from tsjax.host.request import Request
 from tsjax.host.run import News, run, start_run
 from tsjax.host.timing import ratios, summary
 from tsjax.model.sharding import mesh_of

@@ -24,7 +24,7 @@ from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.locked_files import is_still, lock
 from tsjax.files.whole_files import check_place, replacing
 from tsjax.host.many import TEXTS, Answer, generate_many
-from tsjax.host.request import tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.host.result import log_probs_to_dict
 
 FIRST_FIELD = b'{"line": '  # how each line of ours begins

@@ -25,7 +25,8 @@ from tsjax.host.measuring import MOST_READ, read_rate
 from tsjax.host.trace import read_bench
 from tsjax.methods import Autoregressive, NGram, TokenSwift
 from tsjax.methods.auto import choose
-from tsjax.methods.cost_model import CPU, GPUS, Costs, Device, device_of, estimated
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.devices import CPU, GPUS, Device, device_of, estimated
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.roofline import (
     Expected,
@@ -34,7 +35,7 @@ from tsjax.methods.roofline import (
     expected,
     has_room,
     ideal_speedup,
-    model_positions,
+    promised,
     reads,
 )
 
@@ -57,7 +58,7 @@ class Found(NamedTuple):
     expected: Expected
     source: str
     ideal: float | None
-    drafts: str
+    drafts: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,9 @@ def roofline_of(
         step=reads(model, context, batch),
         fits=has_room(model, record, end, batch),
         methods=tuple(
-            _found(method_name, method, model, costs, record, span, given)
+            _found(method_name, method, model, costs, record, span, given)._replace(
+                drafts=_drafts(chosen) if method is chosen else ""
+            )
             for method_name, method in methods.items()
         ),
     )
@@ -162,7 +165,8 @@ def _found(
     span: Span,
     given: Mapping[str, Any],
 ) -> Found:
-    positions = model_positions(method, model)
+    promise = promised(method, model, costs, span.mean_context)
+    positions = promise.positions
     tokens, source = None, "by definition" if name == "plain" else "assumed"
     if name in given:
         kind, value = given[name]
@@ -172,11 +176,10 @@ def _found(
         tokens, source = 1 + given[""][1] * positions, "given"
     rows = expected(method, model, costs, device, span, tokens)
     ideal = None
-    if isinstance(method, TokenSwift):
+    if positions and promise.drafting is not None:
         found = rows.tokens_per_step
-        ideal = ideal_speedup(method, model, span.mean_context, found, span.batch)
-    drafts = _drafts(method) if isinstance(method, LikelyTree) else ""
-    return Found(name, rows, source, ideal, drafts)
+        ideal = ideal_speedup(promise, model, span.mean_context, found, span.batch)
+    return Found(name, rows, source, ideal)
 
 
 def _drafts(method: LikelyTree) -> str:

@@ -18,7 +18,7 @@ from tsjax.errors import BadType, Failed
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
-from tsjax.host.request import check_row, prompt_rows
+from tsjax.host.prompts import check_row, prompt_rows
 from tsjax.host.run import programs_of
 
 WIDTH = 512  # tokens of a pass

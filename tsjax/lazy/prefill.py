@@ -18,8 +18,8 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Memory, Method, Sizes
 from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import DecodeState
-from tsjax.decoding.step import commit, decode_step
-from tsjax.decoding.verification import accept, judge
+from tsjax.decoding.step import Decide, commit, decode_step
+from tsjax.decoding.verification import judge
 from tsjax.errors import BadValue
 from tsjax.lazy.rereading import reread_made
 from tsjax.lazy.revival import is_reviving, revive_where_due, run_root, tokens_until_choice
@@ -124,16 +124,18 @@ class LazyPrefill(LazySettings):
     ) -> DecodeState:
         return reread_made(self.plan(cfg.model), params, state, start, width)
 
-    def step(self, params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
+    def step(
+        self, params: Params, state: DecodeState, *, cfg: DecodeConfig, decide: Decide
+    ) -> DecodeState:
         """One step of decoding, and what it takes to keep the prompt's tokens where they belong."""
         plan, inner = self.plan(cfg.model), dataclasses.replace(cfg, prefill=None)
         if self.revive == "on_demand":
-            state, after = _choosing_step(plan, params, state, inner)
+            state, after = _choosing_step(plan, params, state, inner, decide)
         else:
             if self.revive != "never":
                 state = revive_where_due(plan, params, state)
                 state = state.replace(room=tokens_until_choice(plan, state))
-            after = decode_step(params, state, cfg=inner)
+            after = decode_step(params, state, cfg=inner, decide=decide)
         return self.noted(state, after, cfg=cfg)
 
     def run_root(self, params: Params, state: DecodeState, *, cfg: DecodeConfig):
@@ -151,14 +153,16 @@ class LazyPrefill(LazySettings):
         return is_reviving(self.plan(model), state)
 
 
-def _choosing_step(plan: LazyPlan, params: Params, state: DecodeState, cfg: DecodeConfig):
+def _choosing_step(
+    plan: LazyPlan, params: Params, state: DecodeState, cfg: DecodeConfig, decide: Decide
+) -> tuple[DecodeState, DecodeState]:
     """A step of plain decoding whose root chooses what it sees of the prompt; the state before the
     token is committed, and after."""
     noise = step_noise(state.row_key, state.length, 0, cfg.model.vocab_size, state.sampling)
     _, root = cfg.method.draft(cfg.model, params, state, noise)
     state, rows = run_root(plan, params, state)
     verdict = judge(params.model, state, root, rows, noise, cfg)
-    return state, commit(state, root, verdict, accept(root, verdict.target))
+    return state, commit(state, root, *decide(state, root, verdict))
 
 
 def _check_prompts(state: DecodeState, prompt_capacity: int, capacity: int) -> None:

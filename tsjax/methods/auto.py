@@ -14,29 +14,23 @@ from typing import Any, ClassVar, NamedTuple
 from tsjax.config import ModelConfig
 from tsjax.decoding.method import Autoregressive, Measured, Method, Sizes
 from tsjax.errors import BadValue
-from tsjax.methods.cost_model import (
-    Costs,
-    as_costs,
-    device_of,
-    estimated,
-    expected_tokens,
-    step_seconds,
-)
+from tsjax.methods.cost_model import Costs, as_costs
+from tsjax.methods.devices import device_of, estimated
 from tsjax.methods.likely_tree import LIKELY_SOURCES, LikelyTree
-from tsjax.methods.medusa import Medusa
+from tsjax.methods.ngram import LONG_MATCH
 
 SHORT_RUN = 256  # new tokens: no more are decoded plainly, as compiling would take longer
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
-BETTER = 1.02  # so many times as long per token, a run goes on with a method that took less
+BETTER = 1.02  # a run goes on with another method where the present one takes 2% more per token
 LEAST_FOUND = 1.02  # tokens that a step with drafts has to find
-PROMISES = 1.05  # so many times faster than with the text alone, passes have to promise to be
+PROMISES = 1.05  # passes have to promise to be 5% faster than drafts from the text alone
 # Plain decoding is tried early, unless drafts are clearly faster than it takes by the table.
 CLEARLY_FASTER = 0.85
 # Other methods are tried again, as text and context change: what that may cost of a run's time, how
 # many steps a trial takes, and the share of it that is lost at least. A text that begins to repeat
-# itself is worth more: so many equal tokens say that it does, and what a trial may cost then.
+# itself is worth more: what a trial may cost then.
 TRIALS_COST, TRIAL_STEPS, LEAST_LOST = 0.01, 96, 0.15
-LONG_MATCH, TRIALS_COST_OF_REPEATS = 8, 0.1
+TRIALS_COST_OF_REPEATS = 0.1
 PASSES = (1, 2, 4, 6)
 # Where rows cost time: of more than 8 even right drafts save hardly anything.
 NARROW: dict[str, Any] = {"width": 8, "pass_widths": (1, 2, 3, 4, 6), "places": 8}
@@ -78,6 +72,10 @@ class Auto(Method):
 
     @property
     def reads_corpus(self) -> bool:
+        return True
+
+    @property
+    def chooses(self) -> bool:
         return True
 
     def sizes(self, model: ModelConfig) -> Sizes:
@@ -141,26 +139,26 @@ def _rivals(measured: Measured, costs: Costs) -> Iterator[Method]:
     """What might be better by now. Trees stay as deep as they were, as the buffers are; and only
     before a run is it known whether there is memory for a copy in int8."""
     model = measured.model
-    drafts = [tried.method for tried in measured.tried if isinstance(tried.method, LikelyTree)]
-    if isinstance(measured.current, LikelyTree):
-        drafts.append(measured.current)
+    known = [tried.method for tried in measured.tried]
+    drafts = known if measured.current is None else [*known, measured.current]
     depth = max((method.sizes(model).depth for method in drafts), default=0)
     promising = choose(model, costs, measured.context, corpus=measured.corpus)
     has_copy = any(method.wants_int8 for method in drafts)
     if promising.sizes(model).depth <= depth and (has_copy or not promising.wants_int8):
         yield promising
-    yield from (tried.method for tried in measured.tried)
+    yield from known
 
 
 class Choice(NamedTuple):
     """Attributes:
     method: one that `DecodeConfig` takes.
-    step_cost: the time of one of its steps, in plain steps.
+    step_cost: the time of one of its steps, in plain steps; None where what a step of it finds and
+      takes is not known, see `Method.promise`.
     costs: the table that says so.
     """
 
     method: Method
-    step_cost: float
+    step_cost: float | None
     costs: Costs
 
 
@@ -171,9 +169,12 @@ def choose(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = F
     come from the text alone.
     """
     text, *others = options(model, costs, corpus=corpus)
-    best = min(others, key=lambda option: seconds_per_token(option, model, costs, context))
-    found, alone = (seconds_per_token(one, model, costs, context) for one in (best, text))
-    return best if found * PROMISES < alone else text
+
+    def seconds(option: LikelyTree) -> float:
+        return option.promise(model, costs, context).seconds_per_token
+
+    best = min(others, key=seconds)
+    return best if seconds(best) * PROMISES < seconds(text) else text
 
 
 def options(model: ModelConfig, costs: Costs, *, corpus: bool = False) -> Iterator[LikelyTree]:
@@ -190,17 +191,3 @@ def options(model: ModelConfig, costs: Costs, *, corpus: bool = False) -> Iterat
                 yield found
                 if costs.int8 is not None:
                     yield dataclasses.replace(found, draft_weights="int8")
-
-
-def tokens_and_seconds(
-    method: Method, model: ModelConfig, costs: Costs, context: float
-) -> tuple[float, float]:
-    """Of a step, on average."""
-    if isinstance(method, LikelyTree | Medusa):
-        return method.promise(model, costs, context)[:2]
-    return expected_tokens(method, model), step_seconds(method, model, costs, context)
-
-
-def seconds_per_token(method: Method, model: ModelConfig, costs: Costs, context: float) -> float:
-    tokens, seconds = tokens_and_seconds(method, model, costs, context)
-    return seconds / tokens

@@ -1,28 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens a draft cache holds: rules that score the committed ones, and when they are asked.
+"""Which tokens a draft cache holds: rules that score the committed ones.
 
-Knows the settings that methods share, and what each rule reads. Does not know how a cache is kept:
-that is partial_cache.py.
+Knows what each rule reads. Does not know how a cache is kept: that is partial_cache.py.
 """
 
 from __future__ import annotations
-
-import math
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cache_scores
-from tsjax.config import ModelConfig, check, check_int, one_of
-from tsjax.decoding.state import DecodeState
-from tsjax.methods.partial_cache import (
-    DraftCache,
-    Scores,
-    importance,
-    init_draft_cache,
-    refresh_draft_cache,
-)
+from tsjax.config import ModelConfig
+from tsjax.methods.partial_cache import Scores, importance
 from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
 from tsjax.model.parts import counts_by_part, dealt_out, for_each_part, in_order, positions_by_part
@@ -32,104 +21,6 @@ from tsjax.typing import Array, Float, Int
 CHUNK = 8  # tokens that "retrieval" takes together
 WINDOW, POOL = 32, 5  # of "snapkv": the last tokens, which ask, and neighbours that count together
 RULES = ("importance", "retrieval", "streaming", "snapkv", "all")
-NEVER = "never"
-
-
-class CacheSettings(Protocol):
-    """What a method says of its partial cache.
-
-    Attributes:
-      draft_choice: which tokens are in it beside the sinks. "importance": those whose keys the
-        newest token's query asks for most (TokenSwift). "retrieval": chunks of 8 tokens by their
-        mean key (TriForce). "streaming": the newest ones (StreamingLLM). "snapkv": those that the
-        last 32 tokens attend to most, and these 32 (SnapKV). "all": every token, whatever the
-        budget.
-      draft_budget: slots per layer and kv head.
-      num_sinks: first tokens of the text that always stay.
-      draft_refresh: new tokens after which they are chosen again; None is when new ones have
-        displaced all but the sinks; "never" is not: the oldest new ones then make room.
-    """
-
-    @property
-    def draft_choice(self) -> str: ...
-    @property
-    def draft_budget(self) -> int: ...
-    @property
-    def num_sinks(self) -> int: ...
-    @property
-    def draft_refresh(self) -> int | str | None: ...
-
-
-def check_choice(settings: CacheSettings) -> None:
-    """ValueError for a setting of the partial cache that is not valid."""
-    rule, budget = settings.draft_choice, settings.draft_budget
-    check(rule in RULES, "draft_choice", rule, one_of(RULES))
-    least, why = settings.num_sinks, f"num_sinks={settings.num_sinks}"
-    if rule == "snapkv":
-        least, why = least + WINDOW, f"{why} and the last {WINDOW} tokens together"
-    check(budget > least, "draft_budget", budget, f"larger than {why}")
-    wait = settings.draft_refresh
-    if isinstance(wait, str):
-        check(wait == NEVER, "draft_refresh", wait, f"a number of tokens, None or {NEVER!r}")
-    elif wait is not None:
-        check_int(wait, "draft_refresh", 1)
-
-
-def new_cache(
-    settings: CacheSettings,
-    model: ModelConfig,
-    batch: int,
-    capacity: int,
-    mesh,
-    *,
-    room: int = 0,
-    with_rest: bool = False,
-) -> DraftCache:
-    """An empty draft cache for texts of up to `capacity` tokens."""
-    budget = min(settings.draft_budget, capacity)
-    if settings.draft_choice == "all":
-        budget = capacity
-    return init_draft_cache(model, batch, budget, room, mesh, with_rest)
-
-
-def slots_at(settings: CacheSettings, context: float) -> float:
-    """Slots that hold something once a text is so long."""
-    return context if settings.draft_choice == "all" else min(settings.draft_budget, context)
-
-
-def tokens_between_choices(settings: CacheSettings, slots: float) -> float:
-    """New tokens from one choice to the next."""
-    wait = settings.draft_refresh
-    if isinstance(wait, str):
-        return math.inf
-    return max(min(wait or math.inf, slots - settings.num_sinks), 1)
-
-
-def refreshed(
-    settings: CacheSettings,
-    model: ModelConfig,
-    params: Params,
-    cache: DraftCache,
-    state: DecodeState,
-    max_rows: int,
-) -> DraftCache:
-    """The draft cache brought up to date with the whole one; a step commits at most `max_rows`."""
-
-    def score(asks, kv: KVCache) -> Scores:
-        query, tokens = asks
-        return scores_by(settings.draft_choice, model, params, kv, query, tokens)
-
-    wait = settings.draft_refresh
-    return refresh_draft_cache(
-        cache,
-        state.kv,
-        num_sinks=settings.num_sinks,
-        max_rows=max_rows,
-        most_new=None if isinstance(wait, str) else wait,
-        once=wait == NEVER,
-        score=score,
-        asks=(cache.query, state.tokens),
-    )
 
 
 def scores_by(

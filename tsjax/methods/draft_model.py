@@ -10,9 +10,12 @@ import dataclasses
 from typing import ClassVar
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.decoding.method import Measured, Method, Sizes
+from tsjax.decoding.method import DraftPasses, Measured, Method, Promise, Sizes
 from tsjax.decoding.tree import merge_paths
-from tsjax.methods.draft_choice import check_choice
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.devices import plain_bytes
+from tsjax.methods.model_drafts import tokens_of_chain
+from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.second_model import (
     Reader,
     forgotten,
@@ -23,11 +26,13 @@ from tsjax.methods.second_model import (
     weights_of,
 )
 
+# Assumed: how often a guess is right when all before it were. It hangs on both models.
+GUESS_IS_RIGHT = 0.65
 OWN_RULES = ("all", "streaming", "importance", "retrieval")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DraftModel(Method):
+class DraftModel(OnPartialCache):
     """A second model of the same vocabulary drafts, `generate(draft_model=...)`.
 
     Its guesses share the noise of their positions with the model, so samples agree as often as
@@ -57,7 +62,7 @@ class DraftModel(Method):
         check_int(self.length, "length", 1, 64)
         known = self.draft_choice in OWN_RULES
         check(known, "draft_choice", self.draft_choice, one_of(OWN_RULES))
-        check_choice(self)
+        self.check_cache()
         if isinstance(self.model, dict):  # of a file
             object.__setattr__(self, "model", ModelConfig.from_dict(self.model))
 
@@ -74,6 +79,17 @@ class DraftModel(Method):
 
     def sizes(self, model) -> Sizes:
         return Sizes(width=1 + self.length, depth=self.length, levels=self.length)
+
+    def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise | None:
+        """A pass of the second model takes the share of a plain step that it reads of what that
+        reads. None without one."""
+        if self.model is None:
+            return None
+        tokens = tokens_of_chain(GUESS_IS_RIGHT, self.length)
+        seconds = costs.of_pass(1 + self.length, context) + costs.overhead
+        seconds += guess_seconds(self, model, costs, context, self.length)
+        drafting = DraftPasses(self.length, self.slots_at(context), self.model)
+        return Promise(tokens, seconds, 1 + self.length, self.length, self.length, (drafting,))
 
     def init(self, model, batch, capacity, mesh) -> Reader | tuple:
         if self.model is None:
@@ -102,3 +118,12 @@ class DraftModel(Method):
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> Reader:
         return self.read(model, params, forgotten(memory, state.kv.length), state)
+
+
+def guess_seconds(
+    method: DraftModel, model: ModelConfig, costs: Costs, context: float, passes: float
+) -> float:
+    """Of so many passes of the second model."""
+    assert method.model is not None
+    share = plain_bytes(method.model, method.slots_at(context)) / plain_bytes(model, context)
+    return passes * share * costs.of_pass(1, context)

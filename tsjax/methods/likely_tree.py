@@ -17,30 +17,14 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.decoding.method import Measured, Method, Sizes
-from tsjax.decoding.sampling import step_noise
+from tsjax.config import ModelConfig, check, check_fields, check_int
+from tsjax.decoding.method import Measured, Method, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, cut, first_with, grow_tree, shared
 from tsjax.errors import BadValue
 from tsjax.methods.corpus import PLACES, match_sizes_in, places_in, what_followed_in
-from tsjax.methods.cost_model import (
-    PASS_IS_RIGHT,
-    PASS_WITH_REST_IS_RIGHT,
-    Costs,
-    Promise,
-    as_costs,
-    device_of,
-    estimated,
-    heads_are_right,
-)
-from tsjax.methods.draft_choice import (
-    check_choice,
-    new_cache,
-    refreshed,
-    slots_at,
-    tokens_between_choices,
-)
+from tsjax.methods.cost_model import Costs, as_costs
+from tsjax.methods.devices import device_of, estimated
 from tsjax.methods.history import (
     NgramTable,
     enter,
@@ -52,15 +36,19 @@ from tsjax.methods.history import (
     what_followed,
 )
 from tsjax.methods.model_drafts import (
+    PASS_IS_RIGHT,
+    PASS_WITH_REST_IS_RIGHT,
     Candidates,
+    Drafter,
+    heads_are_right,
     newest,
-    no_candidates,
-    rank,
+    noise_after,
+    rank_heads,
     weights_for,
-    with_draft,
 )
-from tsjax.methods.ngram import as_tuples, fading_window
-from tsjax.methods.partial_cache import DraftCache, summarize_rest
+from tsjax.methods.ngram import TEXT_IS_RIGHT, as_tuples, fading_window
+from tsjax.methods.on_partial_cache import OnPartialCache
+from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.rates import (
     GAPS,
     HEAD_AXES,
@@ -79,12 +67,8 @@ from tsjax.methods.rates import (
     kind_number,
     learned,
 )
-from tsjax.methods.tokenswift import DRAFT_WEIGHTS
 from tsjax.model.control_flow import run_if
-from tsjax.model.heads import run_heads
 from tsjax.model.params import Params
-from tsjax.model.passes import run_rows
-from tsjax.model.transformer import final_norm
 
 FORGETS = 0.98  # of a pace the share that is left after a step
 EXPLORES = 32  # steps after which a pass runs although it does not seem to pay
@@ -94,14 +78,13 @@ LIKELY_SOURCES = (*SOURCES, "corpus")
 PAIR = 2  # tokens of an n-gram: one that is known, and what follows it
 VOTE = 4.0  # how many times more a match counts that is a token longer
 MOST_DEPTH = 24
-# Assumed before a run: how often the likeliest draft from the text is right; of the share of a pass
-# that its best candidate leaves, what the others get; and of what the three best candidates of a
-# head get, the share of each.
-TEXT_IS_RIGHT, OTHERS_ARE_RIGHT, RANK_IS_RIGHT = 0.2, (0.4, 0.2), (0.7, 0.18, 0.12)
+# Assumed before a run: of the share of a pass that its best candidate leaves, what the others get;
+# and of what the three best candidates of a head get, the share of each.
+OTHERS_ARE_RIGHT, RANK_IS_RIGHT = (0.4, 0.2), (0.7, 0.18, 0.12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LikelyTree(Method):
+class LikelyTree(OnPartialCache):
     """One tree of the drafts that are most likely to be right, as many of them as pay.
 
     What followed earlier matches of the last tokens, passes of the model on a small part of the
@@ -153,19 +136,13 @@ class LikelyTree(Method):
         something = "1 or more, without draft_passes, heads and a corpus"
         drafts = self.places or self.draft_passes or self.heads or self.corpus
         check(bool(drafts), "places", self.places, something)
-        check_choice(self)
-        known = self.draft_weights in DRAFT_WEIGHTS
-        check(known, "draft_weights", self.draft_weights, one_of(DRAFT_WEIGHTS))
+        self.check_cache()
         if self.costs is not None:
             object.__setattr__(self, "costs", as_costs(self.costs))
 
     @property
     def wants_costs(self) -> bool:
         return self.costs is None
-
-    @property
-    def wants_int8(self) -> bool:
-        return self.draft_weights == "int8"
 
     @property
     def reads_corpus(self) -> bool:
@@ -202,8 +179,7 @@ class LikelyTree(Method):
     def init(self, model, batch, capacity, mesh) -> Learned:
         cache = hidden = table = None
         if self.draft_passes:
-            room, rest = self.draft_passes - 1, self.draft_rest
-            cache = new_cache(self, model, batch, capacity, mesh, room=room, with_rest=rest)
+            cache = self.new_cache(model, batch, capacity, mesh, room=self.draft_passes - 1)
         elif self._num_heads(model):
             hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
         if self.places:
@@ -231,7 +207,7 @@ class LikelyTree(Method):
         """What a step finds and takes, as far as that is known without the text and the run."""
         runs = range(self.draft_passes + 1)  # a step may leave out passes
         promises = (self._promise_of(n, model, costs, context) for n in runs)
-        return min(promises, key=lambda promise: promise.seconds / promise.tokens)
+        return min(promises, key=lambda promise: promise.seconds_per_token)
 
     def _promise_of(self, passes: int, model: ModelConfig, costs: Costs, context: float) -> Promise:
         begun, found = 1.0, [TEXT_IS_RIGHT] if self._text else []
@@ -247,22 +223,19 @@ class LikelyTree(Method):
                 found.append(begun * math.prod(RANK_IS_RIGHT[rank] * head for rank, head in ranks))
         found.sort(reverse=True)
 
-        slots = slots_at(self, context)
-        drafting = passes * costs.of_draft_pass(slots, self.wants_int8)
-        if passes and self.draft_rest:
-            drafting += costs.of_pass(1, slots) - costs.of_pass(1, 0)
+        drafting = self.pass_seconds(costs, context, passes)
         drafting += costs.of_heads(self.wants_int8) if number else 0.0
         drafting += costs.suffix.at(context) + costs.ngrams if self.places else 0.0
-        wait = tokens_between_choices(self, slots)
-        choice = costs.choice.at(context) if passes and slots < context else 0.0
+        positions = self.draft_passes + self._num_heads(model)
 
         def of_width(width: int) -> Promise:
             tokens = 1 + sum(found[: width - 1])
             seconds = costs.of_pass(width, context) + costs.overhead + drafting
-            return Promise(tokens, seconds + min(tokens / wait, 1) * choice, width, passes)
+            seconds += self.choice_seconds(costs, context, tokens) if passes else 0.0
+            return Promise(tokens, seconds, width, passes, positions, None)
 
         promises = map(of_width, self.sizes(model).pass_widths)
-        return min(promises, key=lambda promise: promise.seconds / promise.tokens)
+        return min(promises, key=lambda promise: promise.seconds_per_token)
 
     # --- drafting --------------------------------------------------------------------------------
 
@@ -368,71 +341,47 @@ class LikelyTree(Method):
     def _of_model(self, model, params: Params, state: DecodeState, noise, prices, pace, found):
         """The partial cache with the drafts' rows after its length, what passes and heads offer,
         and the seconds that they take. `found` is how likely the text alone is right, by depth."""
-        memory, spent, wanted = state.memory, jnp.float32(0), jnp.any(state.running)
+        memory, number, zero = state.memory, self._num_heads(model), jnp.float32(0)
         if not self.draft_passes:
-            return None, [self._of_heads_alone(model, params, state, wanted)], spent
-        cache, weights, alone = memory.cache, weights_for(self, params), jnp.ones((1, 1), bool)
-        best, survival = state.root[:, None], state.running.astype(jnp.float32)
+            return None, [self._of_heads_alone(model, params, state)], zero
+        weights, heads = weights_for(self, params), params.heads[:number]
+        drafter = Drafter(
+            model, weights, heads, state, self.draft_passes, CHILDREN, self.draft_rest
+        )
+        running = state.running.astype(jnp.float32)
         explores = jnp.max(state.stats.steps) % EXPLORES == 0
-        rest, offered, chain = _no_rest(cache) if self.draft_rest else (), [], []
-        number = self._num_heads(model)
-        for depth in range(self.draft_passes):
+
+        def wanted(depth: int, ranked: list[Candidates]):
+            """Whether a pass promises to save more than it takes."""
+            best = [_kinds_of_pass(one)[:, :1, None] for one in ranked]
+            survival = functools.reduce(
+                jnp.multiply, (chances(memory.rates, kinds)[:, 0, 0] for kinds in best), running
+            )
             known = found[:, depth] if depth < found.shape[1] else 0.0
-            promises = _gain_of_pass(memory.rates, survival, known, prices, pace)
-            wanted &= (promises > prices.one_pass) | (explores if depth == 0 else False)
-            last = depth == self.draft_passes - 1
-            levels = 1 + (number if last else 0)
+            gain = _gain_of_pass(memory.rates, survival, known, prices, pace)
+            return (gain > prices.one_pass) | (explores if depth == 0 else False)
 
-            def run(carry, best, noise, of_row, depth=depth, levels=levels, last=last):
-                cache, rest, _ = carry
-                if depth + levels > 1:
-                    noise = _noise_of(model, state, of_row, depth, levels)
-                if depth == 0 and self.draft_rest:
-                    rest = summarize_rest(cache)
-                known = cache.replace(length=cache.length + depth)
-                positions = state.kv.length[:, None] + depth
-                rows = run_rows(
-                    weights, known, best[:, -1:], positions, alone, cfg=model, rest=rest
-                )
-                normed, heads = final_norm(weights, rows.hidden, cfg=model), ()
-                if levels > 1:
-                    heads = params.heads[: levels - 1]
-                    deeper = run_heads(heads, weights, rows.hidden[:, 0], cfg=model)
-                    normed = jnp.concatenate([normed, deeper], axis=1)
-                if not last:
-                    cache = with_draft(cache, rows, known.length, jnp.bool_(True))
-                ranked = rank(model, weights, heads, state, normed, best, noise, CHILDREN)
-                return cache, rest, ranked
-
-            shape = (best.shape[0], CHILDREN)
-            none = [no_candidates(shape, noise.dtype) for _ in range(levels)]
-            of_row = state.row_key, state.length
-            cache, rest, ranked = run_if(wanted, run, (cache, rest, none), best, noise, of_row)
-            offered.append(ranked[0])
-            kinds = _kinds_of_pass(ranked[0])
-            survival *= chances(memory.rates, kinds[:, :1, None])[:, 0, 0]
-            best = jnp.concatenate([best, ranked[0].tokens[:, :1]], axis=1)
-            spent += jnp.where(wanted, prices.one_pass, 0)
-            chain.append(kinds)
-        groups = [_chain(best[:, 1:], offered, chain)]
+        cache, ranked, runs = drafter.run_while(wanted, memory.cache, noise)
+        groups = [_chain(ranked[: self.draft_passes])]
         if number:
-            groups.append(_after(groups[0], _of_heads(ranked[1:]), self.draft_passes))
-        return cache, groups, spent
+            of_heads = _of_heads(ranked[self.draft_passes :])
+            groups.append(_after(groups[0], of_heads, self.draft_passes))
+        spent = (jnp.where(ran, prices.one_pass, 0) for ran in runs)
+        return cache, groups, functools.reduce(jnp.add, spent, zero)
 
-    def _of_heads_alone(self, model, params: Params, state: DecodeState, wanted) -> Offered:
+    def _of_heads_alone(self, model, params: Params, state: DecodeState) -> Offered:
         """From the verified hidden state."""
-        number, root = self._num_heads(model), state.root[:, None]
+        number, weights = self._num_heads(model), weights_for(self, params)
 
-        def run(_, hidden, root, of_row):
-            noise = _noise_of(model, state, of_row, 0, number)
-            heads, weights = params.heads[:number], weights_for(self, params)
-            normed = run_heads(heads, weights, hidden, cfg=model)
-            ranked = rank(model, weights, heads, state, normed, root, noise, CHILDREN)
-            return _of_heads(ranked)
+        def run(_, hidden, root, row):
+            noise, heads = noise_after(model, state, row, 0, number), params.heads[:number]
+            return _of_heads(
+                rank_heads(model, weights, heads, state, hidden, root, noise, CHILDREN)
+            )
 
-        nothing = _nothing(root.shape[0], len(_grid(number)), number)
-        of_row = state.row_key, state.length
-        return run_if(wanted, run, nothing, state.memory.hidden, root, of_row)
+        nothing = _nothing(state.root.shape[0], len(_grid(number)), number)
+        inputs = state.memory.hidden, state.root[:, None], (state.row_key, state.length)
+        return run_if(jnp.any(state.running), run, nothing, *inputs)
 
     # --- learning --------------------------------------------------------------------------------
 
@@ -460,11 +409,7 @@ class LikelyTree(Method):
                 )
             cache = memory.cache
             if cache is not None:
-                query, attended = newest(
-                    (rows.query, rows.attended), (cache.query, cache.attended), state, acceptance
-                )
-                cache = cache.replace(query=query, attended=attended)
-                cache = refreshed(self, model, params, cache, state, depth + 1)
+                cache = self.kept(model, params, cache, state, verdict, acceptance, depth + 1)
                 memory = memory.replace(cache=cache)
             return memory
 
@@ -520,13 +465,6 @@ class Learned(flax.struct.PyTreeNode):
     rates: Rates
     pace: Pace
     spent: jax.Array
-
-
-def _noise_of(model: ModelConfig, state: DecodeState, of_row, depth: int, levels: int):
-    """Noise [B, depth + levels, V] of the positions from a row's length on; 0 before `depth`."""
-    row_key, length = of_row
-    noise = step_noise(row_key, length + depth, levels, model.vocab_size, state.sampling)
-    return jnp.pad(noise, ((0, 0), (depth, 0), (0, 0)))
 
 
 def _nothing(batch: int, paths: int, depth: int) -> Offered:
@@ -593,9 +531,10 @@ def _gaps(scores) -> jax.Array:
     return jnp.where(other > -jnp.inf, scores[:, :1] - other, jnp.inf)
 
 
-def _chain(best, found: list[Candidates], kinds: list[jax.Array]) -> Offered:
+def _chain(found: list[Candidates]) -> Offered:
     """The path of the best candidates, and the others each as the end of a path. [B, R, passes]"""
-    passes = len(found)
+    passes, kinds = len(found), [_kinds_of_pass(one) for one in found]
+    best = jnp.stack([one.tokens[:, 0] for one in found], axis=1)
     of_best = jnp.stack([kind[:, 0] for kind in kinds], axis=1)
     tokens, all_kinds = [best], [of_best]
     for depth, rank_number in itertools.product(range(passes), range(1, CHILDREN)):
@@ -634,12 +573,6 @@ def _after(chain: Offered, paths: Offered, length: int) -> Offered:
         return jnp.concatenate([first, others], axis=2)
 
     return Offered(joined(chain.tokens, paths.tokens), joined(chain.kinds, paths.kinds))
-
-
-def _no_rest(cache: DraftCache):
-    return jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: summarize_rest(cache))
-    )
 
 
 def _best_of(rates: Rates, groups: list[Offered]) -> jax.Array:

@@ -9,14 +9,22 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from tsjax.config import check_fields, check_int
-from tsjax.decoding.method import Method, Sizes
+import jax
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig, check_fields, check_int
+from tsjax.decoding.method import DraftPasses, Promise, Sizes
 from tsjax.decoding.tree import SOURCES
-from tsjax.methods.tokenswift import Recalled, TokenSwift
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.model_drafts import PASS_IS_RIGHT, Drafter, tokens_of_chain, weights_for
+from tsjax.methods.ngram import as_tree
+from tsjax.methods.on_partial_cache import OnPartialCache
+from tsjax.methods.partial_cache import DraftCache
+from tsjax.methods.tokenswift import tree_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MagicDec(Method):
+class MagicDec(OnPartialCache):
     """The model drafts a chain of tokens on a small part of its cache; the whole one judges it.
 
     The published program decodes greedily and for 80 tokens; this one samples too, for as long as
@@ -24,7 +32,7 @@ class MagicDec(Method):
     tokens in the partial cache are those that the whole one has computed.
 
     Attributes:
-      draft_choice: "streaming" or "snapkv", as published; any of `draft_choice.CacheSettings`.
+      draft_choice: "streaming" or "snapkv", as published; or another one, see TokenSwift.
       draft_passes: tokens that are drafted in a step.
       draft_budget, num_sinks, draft_refresh, draft_weights, noise_coupled: see TokenSwift. The
         published cache is chosen once, and new tokens go into it.
@@ -43,27 +51,31 @@ class MagicDec(Method):
     def __post_init__(self):
         check_fields(self, may_be_0=("num_sinks",))
         check_int(self.draft_passes, "draft_passes", 1, 64)
-        self.drafter  # says what is wrong with the others  # noqa: B018
+        self.check_cache()
 
-    @property
-    def drafter(self) -> TokenSwift:
-        """TokenSwift with a chain of passes, and nothing else."""
-        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        tree = (1,) * self.draft_passes
-        return TokenSwift(tree=tree, num_ngrams=0, suffix_length=0, **settings)
+    def sizes(self, model: ModelConfig) -> Sizes:
+        drafts = self.draft_passes
+        return Sizes(width=1 + drafts, depth=drafts, levels=drafts, positions=drafts)
 
-    @property
-    def wants_int8(self) -> bool:
-        return self.drafter.wants_int8
+    def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise:
+        passes, width = self.draft_passes, 1 + self.draft_passes
+        tokens = tokens_of_chain(PASS_IS_RIGHT, passes)
+        seconds = costs.of_pass(width, context) + costs.overhead
+        seconds += self.pass_seconds(costs, context, passes)
+        seconds += self.choice_seconds(costs, context, tokens)
+        drafting = DraftPasses(passes, self.slots_at(context), model, self.wants_int8)
+        return Promise(tokens, seconds, width, passes, passes, (drafting,))
 
-    def sizes(self, model) -> Sizes:
-        return self.drafter.sizes(model)
-
-    def init(self, model, batch, capacity, mesh) -> Recalled:
-        return self.drafter.init(model, batch, capacity, mesh)
+    def init(self, model, batch, capacity, mesh) -> DraftCache:
+        return self.new_cache(model, batch, capacity, mesh, room=self.draft_passes - 1)
 
     def draft(self, model, params, state, noise):
-        return self.drafter.draft(model, params, state, noise)
+        with jax.named_scope("draft"):
+            weights, chain = weights_for(self, params), (0,) * self.draft_passes
+            noise = noise if self.noise_coupled else jnp.zeros_like(noise)
+            drafter = Drafter(model, weights, (), state, self.draft_passes, 1, False)
+            cache, ranked = drafter.run(state.memory, state.root[:, None], noise)
+            return cache, as_tree(state.root, [tree_of(ranked, (chain,))], self.sizes(model))
 
-    def learn(self, model, params, memory, state, verdict, acceptance) -> Recalled:
-        return self.drafter.learn(model, params, memory, state, verdict, acceptance)
+    def learn(self, model, params, memory, state, verdict, acceptance) -> DraftCache:
+        return self.kept(model, params, memory, state, verdict, acceptance, self.draft_passes + 1)

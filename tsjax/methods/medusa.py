@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.config import CHAINED, ModelConfig, check, check_fields, check_float, check_int
-from tsjax.decoding.method import Measured, Method, Sizes
+from tsjax.decoding.method import Measured, Method, Promise, Sizes
 from tsjax.decoding.tree import SOURCES
 from tsjax.errors import BadValue
-from tsjax.methods.cost_model import Costs, Promise, device_of, estimated
-from tsjax.methods.model_drafts import newest, rank
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.devices import device_of, estimated
+from tsjax.methods.model_drafts import newest, rank_heads
 from tsjax.methods.ngram import as_tree, as_tuples
 from tsjax.methods.tokenswift import MOST_NODES, Path, tree_of, tree_paths
-from tsjax.model.heads import run_heads
 
 # How often each of the five likeliest tokens of each head is right: Vicuna-7B's heads v1.3 as
 # published, on chats. The 4th and the 5th are known together, and count half of that each.
@@ -84,7 +84,7 @@ class Medusa(Method):
             dataclasses.replace(self, tree=nodes).promise(measured.model, costs, measured.context)
             for nodes in range(1, NODES + 1)
         )
-        best = min(promises, key=lambda promise: promise.seconds / promise.tokens)
+        best = min(promises, key=lambda promise: promise.seconds_per_token)
         return dataclasses.replace(self, tree=best.width - 1)
 
     def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise:
@@ -94,7 +94,7 @@ class Medusa(Method):
         tokens = 1 + sum(_value(VICUNA_7B, path) for path in known)
         width = self.sizes(model).width
         seconds = costs.of_pass(width, context) + costs.overhead + costs.of_heads(False)
-        return Promise(tokens, seconds, width, 0)
+        return Promise(tokens, seconds, width, positions=self.sizes(model).positions)
 
     def paths(self, model: ModelConfig) -> tuple[Path, ...]:
         """The nodes of the tree with a model's heads; ValueError where it has no such heads."""
@@ -127,12 +127,11 @@ class Medusa(Method):
     def draft(self, model, params, state, noise):
         with jax.named_scope("draft"):
             paths, sizes = self.paths(model), self.sizes(model)
-            heads, weights = params.heads[: sizes.levels], params.model
-            # The root comes after the state's token: the first head guesses what follows the root.
-            normed = run_heads(heads, weights, state.memory, cfg=model)
+            heads, best_of = params.heads[: sizes.levels], 1 + max(map(max, paths))
             noise = noise if self.noise_coupled else jnp.zeros_like(noise)
-            root, best_of = state.root[:, None], 1 + max(map(max, paths))
-            ranked = rank(model, weights, heads, state, normed, root, noise, best_of)
+            # The root comes after the state's token: the first head guesses what follows the root.
+            hidden, root = state.memory, state.root[:, None]
+            ranked = rank_heads(model, params.model, heads, state, hidden, root, noise, best_of)
             return state.memory, as_tree(state.root, [tree_of(ranked, paths)], sizes)
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> jax.Array:

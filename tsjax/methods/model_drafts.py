@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts of the model itself: candidates for the next tokens, and the rows of a drafting pass.
+"""Drafts of the model itself: candidates for the next tokens, by its passes and its heads.
 
-Knows the model's weights, in int8 too, and how its logits become scores. Does not know how many
-passes a method runs, nor what becomes of the candidates.
+Knows the model's weights, in int8 too, how its logits become scores, and how often they are right.
+Does not know what becomes of the candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -16,17 +19,38 @@ import jax.numpy as jnp
 
 from tsjax.config import ModelConfig
 from tsjax.decoding.method import Method
-from tsjax.decoding.sampling import best_few, score_choices
+from tsjax.decoding.sampling import best_few, score_choices, step_noise
 from tsjax.decoding.state import Acceptance, DecodeState
 from tsjax.errors import BadValue
-from tsjax.methods.partial_cache import DraftCache
+from tsjax.methods.partial_cache import DraftCache, summarize_rest
 from tsjax.model.cache import write_rows
 from tsjax.model.control_flow import run_if
-from tsjax.model.heads import Head, unembed_with_heads
+from tsjax.model.heads import Head, run_heads, unembed_with_heads
 from tsjax.model.params import Params
-from tsjax.model.passes import Rows
-from tsjax.model.transformer import ModelWeights
-from tsjax.typing import Array, Float, Int
+from tsjax.model.passes import Rows, run_rows
+from tsjax.model.transformer import ModelWeights, final_norm
+from tsjax.typing import Array, Bool, Float, Int
+
+# How often a draft is right when all before it were. Heads among three candidates: what TokenSwift
+# reports (Table 3: 3.36 accepted tokens of 4 after a pass, 1.6 of 4 from verified states), spread
+# evenly over the depths; where the accuracy of a model's heads is known, it stands for that. The
+# rest are assumptions: passes on the partial cache without and with the rest summed up, and the
+# share that is left when fewer candidates are drafted.
+HEAD_IS_RIGHT = {"partial_cache": 0.83, "verified_state": 0.65}
+PASS_IS_RIGHT, PASS_WITH_REST_IS_RIGHT = 0.8, 0.87
+SHARE_AMONG = (0.7, 0.88, 1.0)  # the best one, the best two, the best three
+
+
+def tokens_of_chain(right: float, length: int) -> float:
+    """Tokens of a step that drafts a chain, each of it right so often when all before it were."""
+    return 1.0 + sum(itertools.accumulate([right] * length, operator.mul))
+
+
+def heads_are_right(model: ModelConfig, count: int, after_a_pass: bool) -> list[float]:
+    """How often one of the three best candidates of each of the first heads is right."""
+    if model.head_accuracy:
+        return [min(share / SHARE_AMONG[0], 1.0) for share in model.head_accuracy[:count]]
+    return [HEAD_IS_RIGHT["partial_cache" if after_a_pass else "verified_state"]] * count
 
 
 class Candidates(flax.struct.PyTreeNode):
@@ -86,6 +110,121 @@ def rank(
         ranked.append(Candidates(tokens, values))
         best = jnp.concatenate([best, tokens[:, :1]], axis=1)
     return ranked
+
+
+def rank_heads(
+    model: ModelConfig,
+    weights: ModelWeights,
+    heads: Sequence[Head],
+    state: DecodeState,
+    hidden: Float[Array, "B D"],
+    root: Int[Array, "B 1"],
+    noise: Float[Array, "B levels V"],
+    best_of: int,
+) -> list[Candidates]:
+    """Candidates of the heads alone, from the hidden state before the root."""
+    normed = run_heads(heads, weights, hidden, cfg=model)
+    return rank(model, weights, heads, state, normed, root, noise, best_of)
+
+
+def noise_after(
+    model: ModelConfig,
+    state: DecodeState,
+    row: tuple[Array, Int[Array, "B"]],
+    known: int,
+    more: int,
+) -> Float[Array, "B {known+more} V"]:
+    """Noise of the positions from a row's length on; 0 at the first `known` ones."""
+    row_key, length = row
+    noise = step_noise(row_key, length + known, more, model.vocab_size, state.sampling)
+    return jnp.pad(noise, ((0, 0), (known, 0), (0, 0)))
+
+
+class Drafter(NamedTuple):
+    """Passes on a partial cache, each a token deeper, and the draft heads after the last one.
+
+    Attributes:
+      passes: how many.
+      best_of: candidates of each depth.
+      with_rest: whether passes also see the tokens that the cache lacks, summed up.
+    """
+
+    model: ModelConfig
+    weights: ModelWeights
+    heads: Sequence[Head]
+    state: DecodeState
+    passes: int
+    best_of: int
+    with_rest: bool
+
+    def run(
+        self, cache: DraftCache, best: Int[Array, "B 1"], noise: Float[Array, "B levels V"]
+    ) -> tuple[DraftCache, list[Candidates]]:
+        """The cache with the drafts' rows after its length, and the candidates of each depth. Of
+        `best`, the root, the first pass drafts on."""
+        ranked: list[Candidates] = []
+        carry: Any = cache, (), []
+        for depth in range(self.passes):
+            writes = jnp.any(self.state.running)
+            carry = self._pass(depth, writes, carry, best, noise, None)
+            best, ranked = self._with(best, ranked, carry)
+        return carry[0], ranked
+
+    def run_while(
+        self,
+        wanted: Callable[[int, list[Candidates]], Bool[Array, ""]],
+        cache: DraftCache,
+        noise: Float[Array, "B levels V"],
+    ) -> tuple[DraftCache, list[Candidates], list[Bool[Array, ""]]]:
+        """As `run` until a pass is not wanted, by its depth and the candidates before it; and which
+        passes ran. Those that did not have no candidate that is possible."""
+        best, ranked, runs = self.state.root[:, None], [], [jnp.any(self.state.running)]
+        rest: Any = ()
+        if self.with_rest:
+            shapes = jax.eval_shape(lambda: summarize_rest(cache))
+            rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        row = self.state.row_key, self.state.length
+        for depth in range(self.passes):
+            runs.append(runs[-1] & wanted(depth, ranked))
+            levels = 1 + len(self._heads_after(depth))
+            none = [no_candidates((best.shape[0], self.best_of), noise.dtype)] * levels
+            one = functools.partial(self._pass, depth, jnp.bool_(True))
+            carry = run_if(runs[-1], one, (cache, rest, none), best, noise, row)
+            best, ranked = self._with(best, ranked, carry)
+            cache, rest, _ = carry
+        return cache, ranked, runs[1:]
+
+    def _pass(self, depth: int, writes: Bool[Array, ""], carry: Any, best, noise, row) -> Any:
+        """The cache, what it lacks and the candidates after a pass. `best` is what it drafts
+        after; noise that is missing is made."""
+        (cache, rest, _), heads = carry, self._heads_after(depth)
+        if depth + 1 + len(heads) > noise.shape[1]:
+            noise = noise_after(self.model, self.state, row, depth, 1 + len(heads))
+        if depth == 0 and self.with_rest:
+            rest = summarize_rest(cache)
+        known = cache.replace(length=cache.length + depth)
+        positions, alone = self.state.kv.length[:, None] + depth, jnp.ones((1, 1), bool)
+        rows = run_rows(
+            self.weights, known, best[:, -1:], positions, alone, cfg=self.model, rest=rest
+        )
+        normed = final_norm(self.weights, rows.hidden, cfg=self.model)
+        if heads:
+            deeper = run_heads(heads, self.weights, rows.hidden[:, 0], cfg=self.model)
+            normed = jnp.concatenate([normed, deeper], axis=1)
+        if depth < self.passes - 1:
+            cache = with_draft(cache, rows, known.length, writes)
+        ranked = rank(
+            self.model, self.weights, heads, self.state, normed, best, noise, self.best_of
+        )
+        return cache, rest, ranked
+
+    def _heads_after(self, depth: int) -> Sequence[Head]:
+        return self.heads if depth == self.passes - 1 else ()
+
+    def _with(self, best, ranked: list[Candidates], carry: Any):
+        """What is drafted so far, with a pass's candidates."""
+        *_, found = carry
+        return jnp.concatenate([best, found[0].tokens[:, :1]], axis=1), ranked + found
 
 
 def with_draft(cache: DraftCache, rows: Rows, start, wanted) -> DraftCache:

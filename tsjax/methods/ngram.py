@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_int
-from tsjax.decoding.method import Method, Sizes
+from tsjax.decoding.method import Method, Promise, Sizes
 from tsjax.decoding.sampling import WHOLE_CONTEXT, SamplingValues
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
+from tsjax.methods.cost_model import Costs
 from tsjax.methods.history import (
     MATCH_LIMIT,
     NgramTable,
@@ -28,6 +29,17 @@ from tsjax.methods.history import (
     longest_suffix,
     most_frequent,
 )
+
+# Repetitions of the text vary most, so these are assumptions: the share of the steps with a long
+# match, how often its tokens are right, and the tokens that n-grams find in a step (the paper's
+# Figure 3: 0.8 after 20,000 tokens, and more later). A run with fewer gives its drafts up.
+REPEATS, REPEAT_IS_RIGHT, NGRAMS_FIND = 0.02, 0.85, 0.5
+TEXT_IS_RIGHT = 0.2  # the likeliest draft from the text, whatever it matches
+# Of fewer n-grams than the paper's 20, which are the most frequent ones: 5 find 0.7 of it.
+ALL_NGRAMS, FEWER_FIND = 20, 0.25
+# The share of the rows for n-grams, and for a suffix that need not be long, that usual steps fill.
+FILLED = 0.5
+LONG_MATCH = 8  # equal tokens that are rare enough
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,6 +99,29 @@ class NGram(Method):
             positions=self.ngram_depth,
         )
 
+    def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise:
+        return self._promise_beside(0.0, 1, model, costs, context)
+
+    def _promise_beside(
+        self, found: float, rows: int, model: ModelConfig, costs: Costs, context: float
+    ) -> Promise:
+        """With the text's drafts beside others, which find so many tokens in so many rows, the
+        root's included."""
+        found += NGRAMS_FIND * min(self.num_ngrams / ALL_NGRAMS, 1.0) ** FEWER_FIND
+        repeated = sum(REPEAT_IS_RIGHT**n for n in range(1, self.suffix_length + 1))
+        found += REPEATS * max(repeated - found, 0.0)
+        width, widest = usual_widths(self, rows, model)
+        usual, wide = (costs.of_pass(n, context) for n in (width, widest))
+        seconds = (1 - self._repeats) * usual + self._repeats * wide + costs.overhead
+        seconds += costs.suffix.at(context) if self.suffix_length else 0.0
+        seconds += costs.ngrams if self.num_ngrams else 0.0
+        return Promise(1.0 + found, seconds, width)
+
+    @property
+    def _repeats(self) -> float:
+        """The share of steps that find a long repetition."""
+        return REPEATS if self.suffix_length else 0.0
+
     def init(self, model, batch, capacity, mesh) -> NgramTable | None:
         if not self.num_ngrams:
             return None
@@ -138,6 +173,15 @@ class NGram(Method):
         k, size = self.num_ngrams, self.ngram_size
         following, exists = most_frequent(table, state.tokens, first, k, size)
         return [Paths(following, following.shape[2] * exists.astype(jnp.int32), "ngrams")]
+
+
+def usual_widths(method: NGram, rows: int, model: ModelConfig) -> tuple[int, int]:
+    """Of the pass that a usual step takes, with so many rows beside those of the text's drafts, and
+    of one that has found a long repetition."""
+    often = method.suffix_length if method.suffix_match < LONG_MATCH else 0
+    rows += round(FILLED * (method.num_ngrams * method.ngram_depth + often))
+    sizes = method.sizes(model)
+    return next(n for n in sizes.pass_widths if n >= min(rows, sizes.width)), sizes.width
 
 
 def fading_window(values: SamplingValues) -> Any:

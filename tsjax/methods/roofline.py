@@ -11,11 +11,10 @@ import statistics
 from typing import NamedTuple
 
 from tsjax.config import ModelConfig
-from tsjax.decoding.method import Method
-from tsjax.methods.auto import tokens_and_seconds
-from tsjax.methods.cost_model import Costs, Device, pass_work
-from tsjax.methods.likely_tree import LikelyTree
-from tsjax.methods.tokenswift import TokenSwift
+from tsjax.decoding.method import Method, Promise
+from tsjax.errors import BadValue
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.devices import Device, pass_work
 
 PARTS = 16  # of a run, at whose middles an expected time is taken
 USABLE = 0.9  # of a device's memory
@@ -78,35 +77,35 @@ def has_room(
     return reads(model, context, batch).whole + copy <= USABLE * device.memory
 
 
-def step_reads(method: Method, model: ModelConfig, context: float, batch: int = 1) -> Reads:
-    """Bytes of the passes of a step: its verification, and TokenSwift's on the partial cache.
+def promised(method: Method, model: ModelConfig, costs: Costs, context: float) -> Promise:
+    """What a step of a method finds and takes. ValueError where that is not known."""
+    promise = method.promise(model, costs, context)
+    if promise is None:
+        raise BadValue(
+            f"what a step of {type(method).__name__} finds is not known: its `promise` is None"
+        )
+    return promise
+
+
+def step_reads(promise: Promise, model: ModelConfig, context: float, batch: int = 1) -> Reads:
+    """Bytes of the passes of a step: of its verification, and of those that draft.
 
     Heads, n-grams and searches count for nothing, nor do passes that a step may leave out.
     """
     found = reads(model, context, batch)
-    if not isinstance(method, TokenSwift):
-        return found
-    slots = min(method.draft_budget, context)
-    draft, passes = reads(model, slots, batch, method.wants_int8), method.plan(model).passes
-    return Reads(*(one + passes * more for one, more in zip(found, draft, strict=True)))
-
-
-def model_positions(method: Method, model: ModelConfig) -> int:
-    """How many tokens deep the model drafts in a step, by passes and heads; 0 for text alone."""
-    if isinstance(method, TokenSwift):
-        return method.sizes(model).positions
-    if isinstance(method, LikelyTree):
-        return method.draft_passes + (model.num_draft_heads if method.heads else 0)
-    return 0
+    for each in promise.drafting or ():
+        one = reads(each.model, each.slots, batch, each.in_int8)
+        found = Reads(*(x + each.number * more for x, more in zip(found, one, strict=True)))
+    return found
 
 
 def ideal_speedup(
-    method: Method, model: ModelConfig, context: float, tokens: float, batch: int = 1
+    promise: Promise, model: ModelConfig, context: float, tokens: float, batch: int = 1
 ) -> float:
     """Of `tokens` per step over plain decoding, if reading all parameters and the cache in each
     pass were all that takes time."""
     plain = reads(model, context, batch).whole
-    return tokens * plain / step_reads(method, model, context, batch).whole
+    return tokens * plain / step_reads(promise, model, context, batch).whole
 
 
 class Expected(NamedTuple):
@@ -132,8 +131,8 @@ def expected(
     """Means over a run. `tokens` per step stand for those that the cost model assumes."""
     found = []
     for context in span.contexts:
-        promised, seconds = tokens_and_seconds(method, model, costs, context)
-        emitted = promised if tokens is None else tokens
-        least = step_reads(method, model, context, span.batch).least / device.bytes_per_second
-        found.append((emitted, seconds / emitted, least / emitted))
+        promise = promised(method, model, costs, context)
+        emitted = promise.tokens if tokens is None else tokens
+        least = step_reads(promise, model, context, span.batch).least / device.bytes_per_second
+        found.append((emitted, promise.seconds / emitted, least / emitted))
     return Expected(*map(statistics.fmean, zip(*found, strict=True)))

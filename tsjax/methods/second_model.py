@@ -18,7 +18,8 @@ from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import best, score_choices
 from tsjax.decoding.state import DecodeState
 from tsjax.errors import BadValue
-from tsjax.methods.draft_choice import NEVER, CacheSettings, by_chunk, new_cache
+from tsjax.methods.draft_choice import by_chunk
+from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache, importance, refresh_draft_cache
 from tsjax.model.cache import KVCache, init_cache, write_rows
 from tsjax.model.passes import run_rows
@@ -63,14 +64,14 @@ class Reader(flax.struct.PyTreeNode):
 
 
 def init_reader(
-    settings: CacheSettings, model: ModelConfig, batch: int, capacity: int, room: int
+    settings: OnPartialCache, model: ModelConfig, batch: int, capacity: int, room: int
 ) -> Reader:
     """A reader of nothing, for texts of up to `capacity` tokens and `room` guesses."""
     limit, partial, rule = capacity, None, settings.draft_choice
     if rule == "streaming":
         limit = min(settings.draft_budget, capacity)
     elif rule != "all":
-        partial = new_cache(settings, model, batch, capacity, None, room=room + BEHIND)
+        partial = settings.new_cache(model, batch, capacity, None, room=room + BEHIND)
     return Reader(
         kv=init_cache(model, batch, limit + max(room + BEHIND, READ_WIDTH)),
         behind_sinks=jnp.full((batch,), settings.num_sinks, jnp.int32),
@@ -121,7 +122,7 @@ def known_text(state: DecodeState, room: int) -> Text:
 
 def kept_up(
     reader: Reader,
-    settings: CacheSettings,
+    settings: OnPartialCache,
     weights: ModelWeights,
     tokens: Int[Array, "B C"],
     upto: Int[Array, "B"],
@@ -170,16 +171,14 @@ def kept_up(
             return tuple(by_chunk(one, kv.length) for one in scores)
         return scores
 
-    wait = settings.draft_refresh
     partial = refresh_draft_cache(
         reader.partial,
         reader.kv,
         num_sinks=reader.sinks,
         max_rows=number + BEHIND,
-        most_new=None if isinstance(wait, str) else wait,
-        once=wait == NEVER,
         score=worth,
         asks=reader.partial.query,
+        **settings.waits,
     )
     return reader.replace(partial=partial)
 

@@ -17,35 +17,37 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.decoding.method import Sizes
+from tsjax.decoding.method import DraftPasses, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.errors import BadValue
-from tsjax.methods.draft_choice import check_choice, new_cache, refreshed
+from tsjax.methods.cost_model import Costs
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
 from tsjax.methods.model_drafts import (
+    PASS_IS_RIGHT,
+    PASS_WITH_REST_IS_RIGHT,
+    SHARE_AMONG,
     Candidates,
+    Drafter,
+    heads_are_right,
     newest,
     no_candidates,
-    rank,
+    rank_heads,
     weights_for,
-    with_draft,
 )
 from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
-from tsjax.methods.partial_cache import DraftCache, summarize_rest
+from tsjax.methods.on_partial_cache import OnPartialCache
+from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.control_flow import run_if
-from tsjax.model.heads import run_heads
 from tsjax.model.params import Params
-from tsjax.model.passes import run_rows
-from tsjax.model.transformer import ModelWeights, final_norm
+from tsjax.typing import Array, Bool, Float
 
 DRAFT_FROM = ("partial_cache", "verified_state")
-DRAFT_WEIGHTS = ("model", "int8")
 MOST_NODES = 4096  # of a tree
 Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenSwift(NGram):
+class TokenSwift(NGram, OnPartialCache):
     """TokenSwift (arXiv 2502.18890): a tree of drafts from the model and its heads, and n-grams.
 
     The defaults are the paper's. `Auto` chooses settings for a machine.
@@ -62,11 +64,14 @@ class TokenSwift(NGram):
         pass of the model; n-grams begin with the last token.
       draft_passes: passes on the partial cache per step, each of which drafts one token deeper.
       draft_budget: slots of the partial cache per layer and kv head.
-      draft_choice: which tokens it holds, see `draft_choice.CacheSettings`; "importance" is the
-        paper's.
+      draft_choice: which tokens are in it beside the sinks. "importance", the paper's: those whose
+        keys the newest token's query asks for most. "retrieval": chunks of 8 tokens by their mean
+        key (TriForce). "streaming": the newest ones (StreamingLLM). "snapkv": those that the last
+        32 tokens attend to most, and these 32 (SnapKV). "all": every token, whatever the budget.
       num_sinks: first tokens of the text that always stay in it.
       draft_refresh: new tokens after which its tokens are chosen again; None is when new ones have
-        displaced all but the sinks, as in the paper, and "never" once in a run. The fewer, the more
+        displaced all but the sinks, as in the paper; with "never" they are chosen once in a run,
+        and the oldest new ones then make room. The fewer, the more
         drafts are right; each choice reads all keys.
       draft_rest: passes on the partial cache also see the tokens that are not in it, summed up as
         one slot for each query head: what the last verified token saw of them. More drafts are
@@ -102,17 +107,11 @@ class TokenSwift(NGram):
             check(chosen, name, "auto", "left to tsjax.Auto(), which chooses")
         tree_paths(self.tree)
         check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, one_of(DRAFT_FROM))
-        known = self.draft_weights in DRAFT_WEIGHTS
-        check(known, "draft_weights", self.draft_weights, one_of(DRAFT_WEIGHTS))
         check_int(self.draft_passes, "draft_passes", 1, 64)
-        check_choice(self)
+        self.check_cache()
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
 
-    @property
-    def wants_int8(self) -> bool:
-        return self.draft_weights == "int8"
-
-    def plan(self, model: ModelConfig) -> Plan:
+    def plan(self, model: ModelConfig) -> TreePlan:
         """What these settings come to with a model's heads."""
         heads, partial = model.num_draft_heads, self.draft_from == "partial_cache"
         if not partial and not heads and self.tree:
@@ -129,7 +128,7 @@ class TokenSwift(NGram):
         follow = self.num_ngrams > 0 and partial
         levels = max(max(map(len, paths), default=0), int(follow))
         passes = min(self.draft_passes, levels) if partial else 0
-        return Plan(
+        return TreePlan(
             paths=paths,
             levels=levels,
             best_of=1 + max((rank for path in paths for rank in path), default=0),
@@ -154,12 +153,40 @@ class TokenSwift(NGram):
             with_attended=plan.rest,
         )
 
+    def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise:
+        plan, in_int8 = self.plan(model), self.wants_int8
+        found = sum(itertools.accumulate(self._rates(model), lambda a, b: a * b))
+        promise = self._promise_beside(found, 1 + len(plan.paths), model, costs, context)
+        drafting = self.pass_seconds(costs, context, plan.passes) if plan.passes else 0.0
+        seconds = promise.seconds + drafting * (1 - self._repeats if plan.suffix_alone else 1)
+        if plan.passes:
+            seconds += self.choice_seconds(costs, context, promise.tokens)
+        heads = costs.of_heads(in_int8) if plan.levels > plan.passes else 0.0
+        return promise._replace(
+            seconds=seconds + heads,
+            passes=plan.passes,
+            positions=self.sizes(model).positions,
+            drafting=(DraftPasses(plan.passes, self.slots_at(context), model, in_int8),),
+        )
+
+    def _rates(self, model: ModelConfig) -> list[float]:
+        """How often the draft of each depth is right when all before it were."""
+        plan = self.plan(model)
+        heads = heads_are_right(model, model.num_draft_heads, self.draft_from == "partial_cache")
+        best_of = [0] * (plan.passes + len(heads))  # candidates at each depth
+        for path in plan.paths:
+            best_of[len(path) - 1] = max(best_of[len(path) - 1], 1 + path[-1])
+        among = [
+            SHARE_AMONG[max(min(few, len(SHARE_AMONG)), 1) - 1] for few in best_of[plan.passes :]
+        ]
+        passes = [PASS_WITH_REST_IS_RIGHT if plan.rest else PASS_IS_RIGHT] * plan.passes
+        found = passes + [share * head for share, head in zip(among, heads, strict=True)]
+        return found[: plan.levels]
+
     def init(self, model, batch, capacity, mesh) -> Recalled:
         plan, cache, hidden = self.plan(model), None, None
         if plan.passes:
-            cache = new_cache(
-                self, model, batch, capacity, mesh, room=plan.passes - 1, with_rest=plan.rest
-            )
+            cache = self.new_cache(model, batch, capacity, mesh, room=plan.passes - 1)
         elif plan.levels:
             hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
         ngrams = super().init(model, batch, capacity, mesh)
@@ -190,71 +217,44 @@ class TokenSwift(NGram):
             return memory, as_tree(state.root, groups, self.sizes(model))
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> Recalled:
-        cache, hidden, rows = memory.cache, memory.hidden, verdict.rows
+        cache, hidden, most = memory.cache, memory.hidden, self.sizes(model).depth + 1
         if hidden is not None:
-            hidden = newest(rows.hidden, hidden, state, acceptance)
+            hidden = newest(verdict.rows.hidden, hidden, state, acceptance)
         if cache is not None:
-            query, attended = newest(
-                (rows.query, rows.attended), (cache.query, cache.attended), state, acceptance
-            )
-            cache = cache.replace(query=query, attended=attended)
-            cache = refreshed(self, model, params, cache, state, self.sizes(model).depth + 1)
-        ngrams = self.remember(memory.ngrams, state, most=self.sizes(model).depth + 1)
+            cache = self.kept(model, params, cache, state, verdict, acceptance, most)
+        ngrams = self.remember(memory.ngrams, state, most=most)
         return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
 
-    def _candidates(self, model, params: Params, state: DecodeState, noise, wanted):
+    def _candidates(
+        self,
+        model: ModelConfig,
+        params: Params,
+        state: DecodeState,
+        noise: Float[Array, "B levels V"],
+        wanted: Bool[Array, ""],
+    ) -> tuple[DraftCache | None, list[Candidates]]:
         """The partial cache, and for each depth that the model drafts its candidates.
 
-        Where the scalar `wanted` is false the passes are left out, and no candidate is possible.
+        Where `wanted` is false the passes are left out, and no candidate is possible.
         """
-        plan, memory, root = self.plan(model), state.memory, state.root[:, None]
-        if not plan.passes:
-            heads, weights = params.heads[: plan.levels], weights_for(self, params)
-            normed = run_heads(heads, weights, memory.hidden, cfg=model)
-            return None, self._rank(model, weights, heads, state, normed, root, noise)
-
-        def run(carry, root, noise):
-            return self._run_passes(model, params, state, carry[0], root, noise)
-
-        shape = (root.shape[0], plan.best_of)
-        none = no_candidates(shape, noise.dtype)
-        carry = memory.cache, [none] * plan.levels
-        if plan.suffix_alone:
-            return run_if(wanted, run, carry, root, noise)
-        return run(carry, root, noise)
-
-    def _run_passes(self, model, params: Params, state: DecodeState, cache, best, noise):
-        """The partial cache with the drafts' rows after its length, and Candidates per depth.
-
-        `best` [B, 1 + depth] are the root and the best drafts after it.
-        """
-        plan = self.plan(model)
-        passes, ranked, alone = plan.passes, [], jnp.ones((1, 1), bool)
-        heads, weights = params.heads[: plan.levels - passes], weights_for(self, params)
-        rest = summarize_rest(cache) if plan.rest else ()
-        for depth in range(passes):
-            known = cache.replace(length=cache.length + depth)
-            positions = state.kv.length[:, None] + depth
-            rows = run_rows(weights, known, best[:, -1:], positions, alone, cfg=model, rest=rest)
-            normed = final_norm(weights, rows.hidden, cfg=model)
-            if depth < passes - 1:
-                cache = with_draft(cache, rows, known.length, jnp.any(state.running))
-            elif heads:
-                deeper = run_heads(heads, weights, rows.hidden[:, 0], cfg=model)
-                normed = jnp.concatenate([normed, deeper], axis=1)
-            of_heads = heads if depth == passes - 1 else ()
-            ranked += self._rank(model, weights, of_heads, state, normed, best, noise)
-            best = jnp.concatenate([best, ranked[depth].tokens[:, :1]], axis=1)
-        return cache, ranked
-
-    def _rank(self, model, weights: ModelWeights, heads, state: DecodeState, normed, best, noise):
+        plan, root = self.plan(model), state.root[:, None]
+        cache, hidden = state.memory.cache, state.memory.hidden
+        heads, weights = params.heads[: plan.levels - plan.passes], weights_for(self, params)
         if not self.noise_coupled:
             noise = jnp.zeros_like(noise)
-        best_of = self.plan(model).best_of
-        return rank(model, weights, heads, state, normed, best, noise, best_of)
+        if not plan.passes:
+            return None, rank_heads(model, weights, heads, state, hidden, root, noise, plan.best_of)
+        drafter = Drafter(model, weights, heads, state, plan.passes, plan.best_of, plan.rest)
+        if not plan.suffix_alone:
+            return drafter.run(cache, root, noise)
+        none = no_candidates((root.shape[0], plan.best_of), noise.dtype)
+        carry = cache, [none] * plan.levels
+        return run_if(
+            wanted, lambda carry, *inputs: drafter.run(carry[0], *inputs), carry, root, noise
+        )
 
 
-class Plan(NamedTuple):
+class TreePlan(NamedTuple):
     """What TokenSwift's settings come to with a model.
 
     Attributes:
@@ -281,12 +281,12 @@ class Recalled(flax.struct.PyTreeNode):
 
     Attributes:
       cache: for passes of the model on few tokens.
-      hidden: [B, D], last layer's output for the last committed token; zero before there is one.
+      hidden: last layer's output for the last committed token; zero before there is one.
       ngrams: of prompt and output.
     """
 
     cache: DraftCache | None
-    hidden: jax.Array | None
+    hidden: Float[Array, "B D"] | None
     ngrams: NgramTable | None
 
 

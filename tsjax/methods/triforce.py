@@ -15,13 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.config import ModelConfig, check_fields, check_int, one_of
-from tsjax.config import check as require
-from tsjax.decoding.method import Measured, Method, Sizes
+from tsjax.config import ModelConfig, check, check_fields, check_int
+from tsjax.decoding.method import DraftPasses, Measured, Method, Promise, Sizes
 from tsjax.decoding.tree import merge_paths
-from tsjax.methods.draft_choice import check_choice, new_cache, refreshed
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.draft_model import GUESS_IS_RIGHT, DraftModel, guess_seconds
 from tsjax.methods.history import longest_suffix
-from tsjax.methods.model_drafts import newest, weights_for, with_draft
+from tsjax.methods.model_drafts import PASS_IS_RIGHT, tokens_of_chain, weights_for, with_draft
+from tsjax.methods.ngram import TEXT_IS_RIGHT
+from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.second_model import (
     Reader,
@@ -34,22 +36,11 @@ from tsjax.methods.second_model import (
     known_text,
     weights_of,
 )
-from tsjax.methods.tokenswift import DRAFT_WEIGHTS
 from tsjax.model.passes import run_rows
 
 
-@dataclasses.dataclass(frozen=True)
-class InnerCache:
-    """What the second model sees: the first tokens and the last ones, as in StreamingLLM."""
-
-    draft_budget: int
-    num_sinks: int
-    draft_choice: str = "streaming"
-    draft_refresh: int | str | None = None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TriForce(Method):
+class TriForce(OnPartialCache):
     """A second model drafts for the model on its retrieval cache, and this for the whole model.
 
     The middle level's chain is what the model would say if it saw the retrieval cache alone; the
@@ -86,24 +77,25 @@ class TriForce(Method):
         check_int(self.length, "length", 1, 64)
         check_int(self.inner_length, "inner_length", 1, 16)
         larger = f"larger than inner_sinks={self.inner_sinks}"
-        require(self.inner_budget > self.inner_sinks, "inner_budget", self.inner_budget, larger)
-        check_choice(self)
-        known = self.draft_weights in DRAFT_WEIGHTS
-        require(known, "draft_weights", self.draft_weights, one_of(DRAFT_WEIGHTS))
+        check(self.inner_budget > self.inner_sinks, "inner_budget", self.inner_budget, larger)
+        self.check_cache()
         if isinstance(self.model, dict):  # of a file
             object.__setattr__(self, "model", ModelConfig.from_dict(self.model))
-
-    @property
-    def wants_int8(self) -> bool:
-        return self.draft_weights == "int8"
 
     @property
     def takes_draft_model(self) -> bool:
         return True
 
     @property
-    def inner_cache(self) -> InnerCache:
-        return InnerCache(self.inner_budget, self.inner_sinks)
+    def inner(self) -> DraftModel:
+        """The second model, which sees the first tokens and the last ones, as in StreamingLLM."""
+        return DraftModel(
+            length=self.inner_length,
+            draft_choice="streaming",
+            draft_budget=self.inner_budget,
+            num_sinks=self.inner_sinks,
+            model=self.model,
+        )
 
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:
@@ -118,13 +110,31 @@ class TriForce(Method):
     def sizes(self, model) -> Sizes:
         return Sizes(width=1 + self.length, depth=self.length, levels=self._most)
 
+    def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise:
+        """A pass of the middle level finds one token more than it accepts of the lowest one's."""
+        guess, offers, slots = self.inner.model, self.inner_length, self.slots_at(context)
+        right = TEXT_IS_RIGHT if guess is None else GUESS_IS_RIGHT
+        passes = self.length / tokens_of_chain(right, offers)
+        one = costs.of_draft_pass(slots, self.wants_int8)
+        one += costs.of_pass(1 + offers, slots) - costs.of_pass(1, slots)
+        if guess is None:
+            one += costs.suffix.at(context)
+        else:
+            one += guess_seconds(self.inner, model, costs, context, offers)
+        tokens = tokens_of_chain(PASS_IS_RIGHT, self.length)
+        seconds = costs.of_pass(1 + self.length, context) + costs.overhead + passes * one
+        seconds += self.choice_seconds(costs, context, tokens)
+        drafting = (DraftPasses(passes, slots, model, self.wants_int8),)
+        if guess is not None:
+            of_inner = self.inner.slots_at(context)
+            drafting += (DraftPasses(passes * offers, of_inner, guess),)
+        return Promise(tokens, seconds, 1 + self.length, passes, self.length, drafting)
+
     def init(self, model, batch, capacity, mesh) -> Levels:
         reader = None
         if self.model is not None:
-            reader = init_reader(
-                self.inner_cache, self.model, batch, capacity, room=self.inner_length
-            )
-        cache = new_cache(self, model, batch, capacity, mesh, room=self._most + 1)
+            reader = init_reader(self.inner, self.model, batch, capacity, self.inner_length)
+        cache = self.new_cache(model, batch, capacity, mesh, room=self._most + 1)
         return Levels(cache=cache, reader=reader)
 
     def read(self, model, params, memory, state) -> Levels:
@@ -135,7 +145,7 @@ class TriForce(Method):
             return reader
         return kept_up(
             reader,
-            self.inner_cache,
+            self.inner,
             weights_of(params, self.model),
             state.tokens,
             state.kv.length,
@@ -220,9 +230,8 @@ class TriForce(Method):
         return None, offered, jnp.minimum(number, found)
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> Levels:
-        cache, reader = memory.cache, memory.reader
-        cache = cache.replace(query=newest(verdict.rows.query, cache.query, state, acceptance))
-        cache = refreshed(self, model, params, cache, state, self.length + 1)
+        most, reader = self.length + 1, memory.reader
+        cache = self.kept(model, params, memory.cache, state, verdict, acceptance, most)
         if reader is not None:
             reader = self._kept_up(params, forgotten(reader, state.kv.length), state)
         return Levels(cache=cache, reader=reader)
