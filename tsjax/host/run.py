@@ -121,8 +121,7 @@ def _run(
                 interrupt.meet()
             seconds = processes.first_says(decoding.last)
             steps = _next_chunk(steps, seconds)
-        seen = Seen.of(state)
-        read = rows.read(seen, interrupt.requested)
+        read = rows.read(seen := Seen.of(state), interrupt.requested)
         counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
             **read,
