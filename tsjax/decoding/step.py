@@ -24,7 +24,6 @@ from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 
-
 Decide = Callable[[DecodeState, DraftTree, Verdict], tuple[Verdict, Acceptance]]
 
 

@@ -17,9 +17,9 @@ from tsjax.decoding.method import DraftPasses, Promise, Sizes
 from tsjax.decoding.tree import SOURCES
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.model_drafts import PASS_IS_RIGHT, Drafter, tokens_of_chain, weights_for
-from tsjax.methods.ngram import as_tree
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
+from tsjax.methods.paths import as_tree
 from tsjax.methods.tokenswift import tree_of
 
 

@@ -34,9 +34,10 @@ from tsjax.methods.model_drafts import (
     rank_heads,
     weights_for,
 )
-from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
+from tsjax.methods.ngram import NGram
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
+from tsjax.methods.paths import Paths, as_tree, as_tuples
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.typing import Array, Bool, Float
