@@ -13,7 +13,7 @@ The caches hold random numbers, which cost what real ones cost.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -37,18 +37,12 @@ def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.Decode
     return state.replace(memory=memory)
 
 
-def main(argv: Sequence[str]) -> None:
-    parser = report.parser_of("draft", __doc__)
-    parser.add_argument("--short", type=int, default=1024)
-    parser.add_argument("--long", type=int, default=65536)
-    parser.add_argument("--budget", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=15)
-    args = parser.parse_args(argv)
-
-    model = story_model(2 * args.long, num_draft_heads=3)
+def calls(short: int, long: int, budget: int) -> dict[str, Callable[[], object]]:
+    """What is timed: the draft pass at two contexts, drafts from history, and whole steps."""
+    model = story_model(2 * long, num_draft_heads=3)
     params = tsjax.init_params(model)
     rng = np.random.default_rng(0)
-    capacity = args.long + 4096
+    capacity = long + 4096
 
     def state_at(length: int, cfg: tsjax.DecodeConfig):
         # Words follow Zipf's law, as in text.
@@ -73,16 +67,16 @@ def main(argv: Sequence[str]) -> None:
 
     # The draft pass at two contexts.
     partial = tsjax.DecodeConfig(
-        model, tsjax.TokenSwift(draft_budget=args.budget, num_ngrams=0, suffix_length=0)
+        model, tsjax.TokenSwift(draft_budget=budget, num_ngrams=0, suffix_length=0)
     )
     run_partial = drafting(partial)
-    partial_states = {n: state_at(n, partial) for n in (args.short, args.long)}
+    partial_states = {n: state_at(n, partial) for n in (short, long)}
     # Drafts from history, and whole steps.
     history = tsjax.DecodeConfig(model, tsjax.NGram())
     run_history = drafting(history)
-    history_state = state_at(args.long, history)
+    history_state = state_at(long, history)
     plain = tsjax.DecodeConfig(model)
-    plain_state = state_at(args.long, plain)
+    plain_state = state_at(long, plain)
 
     # Five n-grams enter the table, which is donated as in the real loop.
     table = history_state.memory
@@ -112,14 +106,25 @@ def main(argv: Sequence[str]) -> None:
     def plain_step(params, state):
         return step(params, state, None, cfg=plain)
 
-    short, long = f"draft pass at {args.short}", f"draft pass at {args.long}"
-    runs = {
-        short: functools.partial(run_partial, params, partial_states[args.short]),
-        long: functools.partial(run_partial, params, partial_states[args.long]),
+    return {
+        f"draft pass at {short}": functools.partial(run_partial, params, partial_states[short]),
+        f"draft pass at {long}": functools.partial(run_partial, params, partial_states[long]),
         "history": functools.partial(with_history, params, history_state),
         "step with history": functools.partial(step_with_history, params, history_state),
         "plain step": functools.partial(plain_step, params, plain_state),
     }
+
+
+def main(argv: Sequence[str]) -> None:
+    parser = report.parser_of("draft", __doc__)
+    parser.add_argument("--short", type=int, default=1024)
+    parser.add_argument("--long", type=int, default=65536)
+    parser.add_argument("--budget", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args(argv)
+
+    runs = calls(args.short, args.long, args.budget)
+    short, long, *_ = runs
     seconds = interleaved(runs, args.rounds).seconds
     ms = {name: summary([1e3 * value for value in values]) for name, values in seconds.items()}
     pairs = {

@@ -3,7 +3,7 @@
 
 All methods of one setting go on side by side, always the one that has said least, so that each part
 of the text is timed within minutes on all of them. Their tokens are compared with plain decoding's.
-What a text is like (Distinct-n, repeated spans, self-BLEU, see text_figures.py) is told once for
+What a text is like (Distinct-n, repeated spans, self-BLEU, see text_figures.py) is shown once for
 each setting, as all methods say the same. Settings are with and without a penalty on the tokens of
 the last 1,024 positions.
 
@@ -28,8 +28,8 @@ import numpy as np
 import tsjax
 from benchmarks import report, text_figures
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.host.paired_runs import PLAIN, Runs, by_position, parted_at
-from tsjax.host.request import encode_text
+from tsjax.host.paired_runs import PLAIN, Runs, parted_at, times_by_position
+from tsjax.host.prompts import encode_text
 from tsjax.methods import METHODS
 
 PENALTY = dict(repetition_penalty=1.2, repetition_window=1024)
@@ -125,7 +125,7 @@ def told(
             "ms_per_token": [1e3 * s / m for s, m in zip(seconds[name], marks, strict=True)],
             "tokens_per_step": [m / s for s, m in zip(steps[name], marks, strict=True)],
             "speedup": [a / b for a, b in zip(seconds[PLAIN], seconds[name], strict=True)],
-            "by_position": by_position([one["made"]]),
+            "by_position": times_by_position([one["made"]]),
             "accepted_lengths": list(one["stats"].accepted_lengths),
             "accepted_by_source": one["stats"].accepted_by_source,
             "alpha": one["stats"].alpha,

@@ -25,7 +25,7 @@ from benchmarks.longrun import PENALTY, side_by_side
 from benchmarks.published_rule import decode_as_published
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.host.paired_runs import PLAIN, Runs
-from tsjax.host.request import encode_text
+from tsjax.host.prompts import encode_text
 
 SCALE = 16  # the papers' lengths over these
 PREFILLS = (128, 256, 512)  # 2,048, 4,096 and 8,192 there

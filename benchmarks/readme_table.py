@@ -11,11 +11,10 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from benchmarks import expected, gpu_tables
+from benchmarks import expected, front, gpu_tables, speedup_tables
 from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
-from benchmarks.table_parts import head, machine, of_gpu, read, source
-from tsjax.methods.cost_model import as_costs
+from benchmarks.table_parts import head, of_gpu, read, source
 
 
 def on_a_cpu() -> str:
@@ -42,10 +41,10 @@ def on_a_cpu() -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     note = [
-        "Milliseconds per token of plain decoding, and how many times tsjax's they are; "
-        "prefill and the first 8 tokens of a call (prefill included) as ratios to torch. The bound "
-        "is one read, at the speed of torch's sum over a buffer of that size in the same round, of "
-        "the weights and of the cache's rows in use."
+        "Milliseconds per token of plain decoding, and how many times tsjax's they are, both "
+        "medians over the rounds; prefill and the first 8 tokens of a call (prefill included) as "
+        "ratios to torch. The bound is one read, at the speed of torch's sum over a buffer of that "
+        "size in the same round, of the weights and of the cache's rows in use."
     ]
     slower = [
         f"{row[of][peer]:.2f}x of {peer}'s {what} ({row['shape']}, {row['context']:,})"
@@ -108,51 +107,6 @@ def convert_rows(document: dict) -> list[str]:
             f"| {written:.2f} GB (its output) | {peak - written:+.2f} GB |"
         )
     return rows
-
-
-def front() -> str:
-    """The README's few rows, of those in docs/benchmarks.md and docs/lazyllm.md."""
-    decode, speed, capacity, lazy = map(read, ("cpu", "speedup", "capacity", "ttft"))
-    lines = ["| what | tsjax | against | ratio | machine |", "|---|---|---|---|---|"]
-    for row in decode["rows"]:
-        if row["context"] == 8192:
-            others = [name for name in row["over"] if name != "plain XLA"]
-            against = ", ".join(f"{row['median_ms'][name]:.1f} ms ({name})" for name in others)
-            ratios = ", ".join(f"{row['over'][name]:.2f}x" for name in others)
-            lines.append(
-                f"| plain decoding of {row['shape']} at a context of {row['context']:,}, per token "
-                f"| {row['median_ms']['native']:.1f} ms | {against} "
-                f"| {ratios}; {row['share_of_bound']:.0%} of the bound | {machine(decode)} |"
-            )
-    gpu = of_gpu("step-llama3.1-8b")
-    for row in gpu["rows"]:
-        if row["pass"] == "plain" and row["context"] in (4096, 106_496):
-            lines.append(gpu_tables.plain_step(gpu, row))
-    rows = speedup_rows(speed) | speedup_rows(read("speedup-32k"))
-    contexts = [context for context, _, _ in rows]
-    for context, setting in ((max(contexts), "greedy"), (min(contexts), "sampled")):
-        plain, auto = (rows[context, setting, method] for method in ("plain", "auto"))
-        lines.append(
-            f"| `tsjax.Auto()` at a context of {context:,}, {setting}, per token "
-            f"({auto['tokens_per_step']:.1f} tokens per step) "
-            f"| {auto['ms_per_token']['median']:.1f} ms "
-            f"| {plain['ms_per_token']['median']:.1f} ms (plain decoding) "
-            f"| {auto['speedup_over_plain']['median']:.2f}x | {machine(speed)} |"
-        )
-    longest = max(row["prompt_tokens"] for row in lazy["rows"])
-    first = {row["schedule"]: row for row in lazy["rows"] if row["prompt_tokens"] == longest}
-    lines.append(
-        f"| LazyLLM (approximate), first token after a prompt of {longest:,} "
-        f"| {first['one cut']['first_token_seconds']['median']:.1f} s "
-        f"| {first['full']['first_token_seconds']['median']:.1f} s (a full prefill) "
-        f"| {first['one cut']['speedup']['median']:.2f}x | {machine(lazy)} |"
-    )
-    lines.append(
-        f"| temporary memory of the decode loop | {capacity['temp_bytes'] / 1e6:.1f} MB "
-        f"| {capacity['cache_bytes'] / 1e6:,.0f} MB (its cache) "
-        f"| {capacity['temp_share']:.2%} | {machine(capacity)} |"
-    )
-    return "\n".join(lines)
 
 
 def measured() -> str:
@@ -256,136 +210,13 @@ def near_ties() -> str:
         f'{document["tokens_per_run"]} tokens with n-gram drafts or method="tokenswift" parted '
         f"from plain decoding, after {first['min']:.0f} to {first['max']:.0f} tokens (median "
         f"{first['median']:.0f}). {per_1000:.1f} of 1,000 tokens were not the one that plain "
-        f"decoding chooses after the same text; in the greedy runs their scores were lower by at "
+        f"decoding chooses after the same text; in these greedy runs their scores were lower by at "
         f"most {largest:.2g}, in the sampled ones the edge of min-p decided some. Of plain "
         f"decoding's own tokens it was {document['plain_departures']}. Models: {models}. Made by "
         f"`TSJAX_NATIVE=0 {source(document)[1:]}. With the kernels in C++, the same command "
         f"without `TSJAX_NATIVE=0`: {kernels['parted']} of {kernels['runs']} runs parted, and "
         f"{kernels['departures']} of {kernels['tokens']:,} tokens were others."
     )
-
-
-def speedup_rows(document: dict) -> dict[tuple, dict]:
-    """What was measured after texts, by context, setting and method."""
-    return {
-        (row["context"], row["setting"], row["method"]): row
-        for row in document["rows"]
-        if row["text"] != "random"
-    }
-
-
-SPEEDUPS = {
-    "paper": "the paper's settings", "ngrams": "n-grams", "torch": "torch",
-    "torch lookup": "torch, prompt lookup",
-}  # fmt: skip
-
-
-def speedup() -> str:
-    document, far, lasting = map(read, ("speedup", "speedup-32k", "speedup-2000"))
-    lines = head(
-        f"context | text | plain decoding | of the bound | Auto | its tokens per step "
-        f"| best fixed setting | {' | '.join(SPEEDUPS.values())}"
-    )
-    rows = speedup_rows(document) | speedup_rows(far)
-
-    def over_plain(row: dict | None) -> str:
-        return f"{row['speedup_over_plain']['median']:.2f}x" if row else ""
-
-    for context, setting in dict.fromkeys((context, setting) for context, setting, _ in rows):
-        plain, auto = (rows[context, setting, method] for method in ("plain", "auto"))
-        over, best = auto["speedup_over_plain"], auto["best_fixed"]
-        best_ratio = "1.00x" if best == "plain" else over_plain(rows[context, setting, best])
-        others = (over_plain(rows.get((context, setting, method))) for method in SPEEDUPS)
-        bound = f"{plain['bound']['median']:.0%}" if "bound" in plain else ""
-        lines.append(
-            f"| {context:,} | {setting} | {plain['ms_per_token']['median']:.2f} ms | {bound} "
-            f"| {over['median']:.2f}x ({over['min']:.2f} to {over['max']:.2f}) "
-            f"| {auto['tokens_per_step']:.2f} | {best_ratio}, {best} | {' | '.join(others)} |"
-        )
-    every = [*document["rows"], *far["rows"], *far["long"]["rows"], *lasting["rows"]]
-    same = all(row.get("same_tokens", True) for row in every)
-    note = [
-        "Time per token of plain decoding after the first N tokens of a text (N is the context), "
-        f"{document['text']['name']}, for {document['new_tokens']} new tokens "
-        f"({document['torch_tokens']} of torch), and how many times faster others are: medians of "
-        f"{document['rounds']} interleaved rounds, for Auto also the smallest and the largest "
-        "ratio. The embedded model in float32; sampled is temperature 1, min-p 0.1, penalty 1.2 "
-        "over 1,024 tokens. Fixed settings are the paper's, n-grams, plain decoding, and two of "
-        "`LikelyTree`: drafts from the text alone (text), and four passes as well (passes). The "
-        "bound is one read of weights and cache, at the speed of torch's sum over a buffer of that "
-        "size in the same round.",
-        *after_random([*document["rows"], *far["rows"]]),
-        *long_run(far),
-        *over_runs(lasting),
-        "The first of the commands was ended before 32,768 tokens, where the slow ones take "
-        "too long, and the second left these out.",
-    ]
-    if same:
-        note.append("Every run of tsjax returned the tokens of plain decoding.")
-    made = f" Made by {source(document)}, by {source(far)}, and by {source(lasting)}."
-    return "\n".join([*lines, "", " ".join(note) + made])
-
-
-def over_runs(document: dict) -> list[str]:
-    """What Auto gains or loses along a run of many tokens, its trials included."""
-    found = [
-        f"{row['speedup_over_plain']['median']:.2f}x ({row['context']:,}, {row['setting']}"
-        f"{', random' if row['text'] == 'random' else ''})"
-        for row in document["rows"]
-        if row["method"] == "auto"
-    ]
-    return [
-        f"Over {document['new_tokens']:,} tokens ({document['rounds']} rounds, ended before 32,768 "
-        f"tokens were done) Auto is {', '.join(found)} as fast as plain."
-    ]
-
-
-def price_of_rows() -> str:
-    """What a further row costs where Auto was measured, and what that leaves at most."""
-    document = read("speedup")
-    costs = as_costs(document["costs"])
-    lines = head(
-        "context | plain step | a further row | a draft pass on 512 slots "
-        "| most for 4 drafts, 5 / (1 + 4r) | most, 1 / r"
-    )
-    for context in (2048, 8192, 32_768):
-        plain = costs.plain(context)
-        row = (costs.of_pass(8, context) - costs.of_pass(1, context)) / 7
-        drafting = min(costs.of_draft_pass(512, in_int8) for in_int8 in (False, True))
-        lines.append(
-            f"| {context:,} | {1e3 * plain:.2f} ms | {1e3 * row:.2f} ms, r = {row / plain:.2f} "
-            f"| {1e3 * drafting:.2f} ms | {5 / (1 + 4 * row / plain):.1f}x | {plain / row:.1f}x |"
-        )
-    note = (
-        "The embedded model in float32, by the table that Auto had measured; a row is the seventh "
-        "part of what seven more take. Made by "
-    )
-    return "\n".join([*lines, "", note + source(document) + "."])
-
-
-def after_random(rows: list[dict]) -> list[str]:
-    """What Auto loses where there is nothing to find."""
-    found = [
-        f"{row['speedup_over_plain']['median']:.2f}x ({row['context']:,}, {row['setting']})"
-        for row in rows
-        if (row["text"], row["method"]) == ("random", "auto")
-    ]
-    return [f"After random tokens Auto is {', '.join(found)} as fast as plain."] if found else []
-
-
-def long_run(document: dict) -> list[str]:
-    long = document.get("long")
-    if not long:
-        return []
-    plain, auto = (
-        next(row for row in long["rows"] if row["method"] == method) for method in ("plain", "auto")
-    )
-    return [
-        f"{long['new_tokens']:,} new tokens after {long['prompt_tokens']}, {long['setting']}: "
-        f"{plain['seconds']['median']:.0f} s plainly, {auto['seconds']['median']:.0f} s with Auto "
-        f"({auto['speedup_over_plain']['median']:.2f}x, {auto['tokens_per_step']:.2f} tokens per "
-        "step)."
-    ]
 
 
 def partial_cache() -> str:
@@ -512,10 +343,10 @@ BEGUN = {
 
 SECTIONS = {
     ("docs/compilation.md", "beginnings"): beginnings,
-    ("README.md", "front"): front,
+    ("README.md", "front"): front.table,
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
-    ("docs/benchmarks.md", "speedup"): speedup,
-    ("docs/drafts.md", "rows"): price_of_rows,
+    ("docs/benchmarks.md", "speedup"): speedup_tables.speedup,
+    ("docs/drafts.md", "rows"): speedup_tables.price_of_rows,
     ("docs/drafts.md", "at-100k"): expected.at_100k,
     ("docs/benchmarks.md", "measured"): measured,
     ("docs/benchmarks.md", "tokens-per-step"): tokens_per_step,

@@ -20,6 +20,7 @@ from typing import Any
 
 from tools.facts import facts as facts
 from tools.facts import todays_command as todays_command
+from tsjax.files.whole_files import write_text
 from tsjax.input_files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,8 +32,14 @@ def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
     """A parser for the benchmark of this name with --out; `about` is its module's docstring."""
     text = (about or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=text)
-    parser.add_argument("--out", type=Path, help="folder that receives the JSON document")
+    parser.add_argument("--out", type=_folder, help="folder that receives the JSON document")
     return parser
+
+
+def _folder(name: str) -> Path:
+    if os.path.lexists(name) and not os.path.isdir(name):
+        raise argparse.ArgumentTypeError(f"{name!r} is not valid: a folder, which may be new")
+    return Path(name)
 
 
 def save(document: dict[str, Any], out: Path | None, name: str) -> Path | None:
@@ -41,9 +48,7 @@ def save(document: dict[str, Any], out: Path | None, name: str) -> Path | None:
         return None
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{name}.json"
-    fresh = path.with_suffix(".part")
-    fresh.write_text(json.dumps(document, indent=1) + "\n")
-    fresh.replace(path)
+    write_text(path, json.dumps(document, indent=1) + "\n")
     return path
 
 

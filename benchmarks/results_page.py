@@ -12,14 +12,12 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from benchmarks import papers
-from benchmarks import soak as soaking
+from benchmarks import papers, soak_troubles
 from benchmarks.report import ROOT
-from benchmarks.table_parts import head, source
+from benchmarks.table_parts import head, read, source
 from tsjax.host.roofline_table import roofline_of
 
 PAGE = ROOT / "docs" / "results.md"
-RESULTS = ROOT / "benchmarks" / "results" / "cpu"
 PUBLISHED = ROOT / "benchmarks" / "published.json"
 MODELS = {"Qwen2.5-1.5B": "qwen2.5-1.5b", "Qwen2.5-7B": "qwen2.5-7b", "Qwen2.5-14B": "qwen2.5-14b"}
 DISTINCT = tuple(f"distinct_{n}" for n in range(1, 5))
@@ -48,7 +46,7 @@ class Cases:
         return self._cases[case]["methods"][method]
 
     def text(self, case: str, method: str | None = None) -> dict[str, float]:
-        """Of the whole text: plain decoding's, or that of a method that says another one."""
+        """Figures of the whole text: plain decoding's, or of a method that says another one."""
         if method is None:
             return self._cases[case]["text"][-1]
         return self.row(case, method)["text"][-1]
@@ -58,7 +56,7 @@ USUAL = f"prefill {papers.PREFILLS[1]}"
 
 
 def page() -> str:
-    document, published = _read("papers"), json.loads(PUBLISHED.read_text())
+    document, published = read("papers"), json.loads(PUBLISHED.read_text())
     ours = Cases(document)
     parts: Iterable[Callable[[Cases, dict], list[str]]] = (
         table_3, published_rule, table_4, table_5, table_6, table_7, table_8, table_12, table_13,
@@ -117,7 +115,7 @@ def table_3(ours: Cases, published: dict) -> list[str]:
                 length = f"{published['generated'][index]} / {ours.marks[index]:,}"
                 cells = [name, f"{there:,} / {prompt}", length, *cells, _pair(here[index])]
                 lines.append(_row(cells))
-    heads = _read("medusa_heads")
+    heads = read("medusa_heads")
     right = ", ".join(f"{share:.0%}" for share in heads["top1"])
     last = {name: ours.pairs(USUAL, name)[-1][1] for name in ("tokenswift", "triforce", "auto")}
     return [
@@ -332,11 +330,8 @@ def figures_3_and_4(ours: Cases, published: dict) -> list[str]:
 
 
 def long_runs() -> list[str]:
-    """Of longrun.json; one part for each way of sampling."""
-    path = RESULTS / "longrun.json"
-    if not path.exists():
-        return []
-    document = _read("longrun")
+    """The part made from longrun.json, with a table for each way of sampling."""
+    document = read("longrun")
     groups = [one for one in document["groups"] if one["complete"]]
     lines = [
         "", f"## {document['tokens']:,} new tokens from one short prompt", "",
@@ -363,22 +358,20 @@ def long_runs() -> list[str]:
 
 
 def killed_runs() -> list[str]:
-    """Of soak.json."""
-    if not (RESULTS / "soak.json").exists():
-        return []
-    document = _read("soak")
+    """The part made from soak.json."""
+    document = read("soak")
     if document["troubles"]:
         raise ValueError(f"soak.json has troubles, and no place here: {document['troubles']}")
     parts = {part["part"]: part for part in document["parts"]}
     killed, full = parts["killed"], parts["full disk"]
     lives, plain = killed["lives"], document["tokens_of_plain_decoding"]
     shot = [life for life in lives if life.get("signal") == "SIGKILL"]
-    within = sum(life["ended"] == soaking.WITHIN for life in shot)
+    within = sum(life["ended"] == soak_troubles.WITHIN for life in shot)
     early = sum(life["tokens_at_end"] == life["tokens_at_begin"] for life in shot)
     lost = max(life["tokens_at_end"] - life["tokens_saved"] for life in shot)
-    asked = " and ".join(life["signal"] for life in lives if life["ended"] == soaking.ASKED)
+    asked = " and ".join(life["signal"] for life in lives if life["ended"] == soak_troubles.ASKED)
     made_by_last = lives[-1]["tokens_at_end"] - lives[-1]["tokens_at_begin"]
-    *others, last = soaking.growths(killed)
+    *others, last = soak_troubles.growths(killed)
     later = [name for life in lives[1:] for name, _ in life["made"]]
     late, compiled_late = (
         [
@@ -402,7 +395,7 @@ on with the saved file; the last one makes {made_by_last:,} tokens. From {source
   were made again. {asked} ended two more, and all that they had made was saved.
 * **Tokens.** They are those of plain decoding, all {tokens}, compared by their SHA-256 with that of
   `{plain["from"]}`.
-* **Memory** (resident, all of it) is told from {warm_up} tokens after a process has begun to its
+* **Memory** (resident, all of it) is shown from {warm_up} tokens after a process has begun to its
   end. The last had {_mib(last.first)} after {last.since:,} tokens and {_mib(last.last)} after
   {last.until:,}, at most {_mib(last.most)} in between. Of the {len(others)} others that made so
   many tokens none grew by more than {max(one.share for one in others):.1%}.
@@ -428,10 +421,8 @@ def _named(names: Sequence[str]) -> str:
 
 
 def rivals() -> list[str]:
-    """Of rivals-32k.json, a document of `tsjax bench`."""
-    if not (RESULTS / "rivals-32k.json").exists():
-        return []
-    document = _read("rivals-32k")
+    """The part made from rivals-32k.json, a document of `tsjax bench`."""
+    document = read("rivals-32k")
     new, rows = document["new_tokens"], document["rows"]
     where = f"{rows[0]['setting']}, after {rows[0]['context']:,}"
     lines = ["", f"## {new:,} new tokens, {where}: all of them beside transformers", ""]
@@ -493,10 +484,6 @@ def _both(there: float, here: float) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def _read(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def main(argv: Sequence[str]) -> int | None:

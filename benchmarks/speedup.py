@@ -33,8 +33,8 @@ from benchmarks.cpu import seconds_to_read
 from pallas_kernels import native
 from tsjax.files.tokenizer import encode
 from tsjax.host.costs import costs_of
-from tsjax.host.paired_runs import SETTINGS, Runs, by_position, compared, random_tokens
-from tsjax.host.peers import MOST_TOKENS, Peer, PeerRuns
+from tsjax.host.paired_runs import SETTINGS, Runs, compared, random_tokens, times_by_position
+from tsjax.host.peers import PEER_TOKENS, Peer, PeerRuns
 from tsjax.host.plots import plot
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.methods.auto import options
@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> None:
         "costs": costs_of(model.params, model.cfg, 1),  # what Auto and LikelyTree choose by
         "dtype": "float32", "native": {"state": status.state, "reason": status.reason},
         "settings": SETTINGS, "text": text, "new_tokens": args.tokens,
-        "torch_tokens": min(args.tokens, MOST_TOKENS), "rounds": args.rounds,
+        "torch_tokens": min(args.tokens, PEER_TOKENS), "rounds": args.rounds,
         "slow": {name: tokens_of(name, args.tokens) for name in SLOW},
         "complete": False, "rows": [], "left_out": [],
     }  # fmt: skip
@@ -169,7 +169,7 @@ def rows_of(model, text: str, prompt: np.ndarray, args: Any, left_out: list):
     theirs = None
     if with_torch and text != RANDOM:
         peer = Peer(model.path, "float32", args.threads)
-        theirs = PeerRuns(peer, prompt, min(new, MOST_TOKENS))
+        theirs = PeerRuns(peer, prompt, min(new, PEER_TOKENS))
     for setting in args.settings:
         ours = runs_of(model, prompt, setting, methods, new)
         calls: dict[str, Any] = {name: functools.partial(ours.run, name) for name in methods}
@@ -217,7 +217,7 @@ def long_run(model, args: Any) -> dict[str, Any]:
     for row in with_best(ours, found):
         runs = found[row["method"]]
         row["seconds"] = summary([one["made"][-1][2] for one in runs])
-        row["by_position"] = by_position([one["made"] for one in runs])
+        row["by_position"] = times_by_position([one["made"] for one in runs])
         rows.append(row)
         show({"context": f"+{args.long}", "setting": setting, **row})
     return {

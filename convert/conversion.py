@@ -22,6 +22,7 @@ import numpy as np
 from tsjax.config import CHAINED, ModelConfig, check
 from tsjax.errors import BadValue
 from tsjax.files import checkpoint, huggingface, weight_files
+from tsjax.files.config_files import config_to_hf, read_stop_ids
 from tsjax.files.head_files import MEDUSA, MEDUSA_FILE, VLLM_FILE, head_config, named_in
 from tsjax.files.huggingface import Entry, Tensor
 from tsjax.input_files import read_json
@@ -73,7 +74,7 @@ def open_source(
         return Source(model.cfg, model.stop_ids, folder, arrays)
 
     cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
-    stop_ids = huggingface.read_stop_ids(folder)
+    stop_ids = read_stop_ids(folder)
     if heads is None:
         arrays = huggingface.read_model(cfg, weights, apart=True)
         return Source(cfg, stop_ids, folder, arrays)
@@ -116,6 +117,7 @@ def to_tsjax(
       on_tensor: called with the path and the bytes of every array read.
     """
     checkpoint.refuse_several("converting")
+    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
     model = checkpoint.load(
         src, dtype=dtype, heads=heads, allow_pickle=allow_pickle, on_tensor=on_tensor
     )
@@ -145,6 +147,7 @@ def to_hf(
       The others are as for to_tsjax.
     """
     shard_bytes = parse_size(max_shard_size)
+    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
     if cfg.num_draft_heads:
@@ -157,7 +160,7 @@ def to_hf(
         )
         if draft_heads == DROP_HEADS:
             cfg = cfg.with_heads(0)
-    config = {**huggingface.config_to_hf(cfg), **_special_ids(source)}
+    config = {**config_to_hf(cfg), **_special_ids(source)}
     kept = {entry.path for entry in huggingface.entries(cfg)}
     arrays = ((entry, array) for entry, array in source.arrays if entry.path in kept)
     with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
@@ -192,6 +195,7 @@ def export_heads(
         have one.
       The others are as for to_tsjax.
     """
+    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
     if not cfg.num_draft_heads:

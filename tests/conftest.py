@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quick compilation, four CPU devices for the sharding tests, and the hypothesis profile."""
+"""How the suite runs: workers and tiers, quick and kept compilation, four CPU devices, hypothesis.
+
+What is chosen: without options the default tier; `-m wide` the full matrix; tests of kernels where
+the kernels differ from those that were tested when they last changed (`kernels_tested.py`).
+"""
 
 import atexit
 import contextlib
 import gc
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 import jax
+import kernels_tested
 import numpy as np
 import pytest
 import shape_checks
@@ -37,21 +43,18 @@ if importlib.util.find_spec("jaxtyping") and importlib.util.find_spec("beartype"
 # Read when the backend starts, so it is set before any test module is imported.
 jax.config.update("jax_num_cpu_devices", 4)
 
-# What tests compile is kept nowhere, also not by the commands that they start.
-jax.config.update("jax_enable_compilation_cache", False)
+# What tests measure is kept nowhere, nor what the commands compile that they start. Kernels for the
+# CPU are those of the user's cache folder, where the programs of the tests lie as well.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-
-# Nor what they measure. Kernels for the CPU are those of the user's cache folder.
 if "PYTEST_XDIST_WORKER" not in os.environ:  # workers have the environment of the first process
     from pallas_kernels.cache_folder import cache_folder
 
-    own = tempfile.mkdtemp(prefix="tsjax-tests-")
+    own, users = tempfile.mkdtemp(prefix="tsjax-tests-"), cache_folder()
     atexit.register(shutil.rmtree, own, ignore_errors=True)
-    kernels = cache_folder() / "native" if cache_folder() else None
     with contextlib.suppress(OSError):
-        if kernels is not None:
-            kernels.mkdir(parents=True, exist_ok=True)
-            os.symlink(kernels, os.path.join(own, "native"))
+        for kept in ("native", "programs-of-tests") if users else ():
+            (users / kept).mkdir(parents=True, exist_ok=True)
+            os.symlink(users / kept, os.path.join(own, kept))
     os.environ["TSJAX_CACHE"] = own
 
 # A trace makes many small objects. To look for rubbish among them often takes a tenth of the time.
@@ -67,6 +70,35 @@ if hypothesis is not None:
     hypothesis.settings.load_profile("tsjax")
 
 
+WORKERS_NEED = 6 * 2**30  # bytes of memory that each may take
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For `-n auto`: one for each core with memory; none, for one file or a GPU."""
+    if _asks_for(config, "gpu") or len(_files(config)) == 1:
+        return 0
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, memory // WORKERS_NEED))
+
+
+def _asks_for(config: pytest.Config, mark: str) -> bool:
+    return re.search(rf"(?<!not )\b{mark}\b", config.option.markexpr) is not None
+
+
+def _files(config: pytest.Config) -> set[str]:
+    """Those that the command line names."""
+    return {name for name in (arg.split("::")[0] for arg in config.args) if name.endswith(".py")}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels", choices=("changed", "yes", "no", "record"), default="changed",
+        help="tests of kernels: where kernels changed since they were tested, always, never, or "
+        "always and noted in tests/goldens/kernels_tested.json when all have passed",
+    )  # fmt: skip
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compiles the kernels before the workers start, if the user has none: once, not in each."""
     compile_quickly(config)
@@ -74,16 +106,55 @@ def pytest_configure(config: pytest.Config) -> None:
         from pallas_kernels import native  # not before its modules are hooked
 
         native.status(try_now=True)
+    keep_programs()
+
+
+MOST_KEPT = 2**30  # bytes
+WORTH_KEEPING = 0.2  # seconds that XLA took
+
+
+def keep_programs() -> None:
+    """What tests compile is kept for other files, workers and runs, in the user's cache folder.
+
+    With jax's own limit of its size each new program would look at all that are there, one process
+    at a time: a third of a second for 8,000. So it begins anew when there is too much.
+    """
+    from tsjax.host import compilation
+
+    folder = Path(os.environ["TSJAX_CACHE"], "programs-of-tests")
+    if folder.is_dir():
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            kept = [path for path in folder.rglob("*") if path.is_file()]
+            if sum(path.stat().st_size for path in kept) > MOST_KEPT:
+                for path in kept:
+                    path.unlink(missing_ok=True)
+        compilation.enable_compilation_cache(folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", WORTH_KEEPING)
+
+
+@pytest.fixture
+def no_kept_programs():
+    """For tests of the folder of programs itself, and of how long compiling takes."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_enable_compilation_cache", True)
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
 
 
 def compile_quickly(config: pytest.Config) -> None:
     """Has XLA compile with less effort: most of the suite's time is programs that run once.
 
-    The environment passes that on to what tests start, workers of pytest-xdist included. With
-    another -m, and with XLA_FLAGS of your own (`XLA_FLAGS= pytest`), programs are compiled as
+    The environment passes that on to what tests start, workers of pytest-xdist included. For GPUs,
+    and with XLA_FLAGS of your own (`XLA_FLAGS= pytest`), programs are compiled as
     users have them.
     """
-    if "XLA_FLAGS" in os.environ or "not gpu and not aot" not in config.option.markexpr:
+    if "XLA_FLAGS" in os.environ or _asks_for(config, "gpu") or _asks_for(config, "aot"):
         return
     os.environ["XLA_FLAGS"] = next(
         filter(_known, (" ".join([*QUICK_XLA, FUSION]), " ".join(QUICK_XLA), ""))
@@ -98,41 +169,41 @@ def _known(flags: str) -> bool:
 
 
 # The longest files, to begin with: workers that take whole files then end at about the same time.
-LONGEST = (
-    "pruning", "methods", "verification", "benchmarks", "generation", "x64", "kernels", "examples",
-    "acceptance", "training", "embedded_training", "checkpoint", "bad_input", "longcontext",
-)  # fmt: skip
+LONGEST = ("method_contract", "verification", "pruning", "meshes", "compilation")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> int:
         name = item.path.stem.removeprefix("test_")
         return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
     items.sort(key=turn)
+    chosen = config.option.kernels
+    if chosen == "changed" and (_files(config) or _asks_for(config, "kernels")):
+        chosen = "yes"
+    if chosen == "no" or (chosen == "changed" and kernels_tested.are_known()):
+        left = {item for item in items if item.get_closest_marker("kernels")}
+        config.hook.pytest_deselected(items=[*left])
+        items[:] = [item for item in items if item not in left]
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if session.config.option.kernels == "record" and exitstatus == 0:
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            kernels_tested.record()
 
 
 MAPS = Path("/proc/self/maps")  # a line for each map of this process, which may have 65,530
 MANY_MAPS = 15_000  # one test may add as many
 
 
-def give_programs_back() -> None:
-    """Each program keeps some memory maps; a process with too many ends in XLA, without a word."""
-    jax.clear_caches()
-    gc.collect()  # what is left in circles keeps them too
-
-
-@pytest.fixture(autouse=True, scope="module")
-def programs_of_a_module():
-    yield
-    give_programs_back()
-
-
 @pytest.fixture(autouse=True)
-def programs_of_a_long_module():
+def programs_are_given_back():
+    """Each program keeps some memory maps; a process with too many ends in XLA, without a word."""
     yield
     if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
-        give_programs_back()
+        jax.clear_caches()
+        gc.collect()  # what is left in circles keeps them too
 
 
 @pytest.fixture(autouse=True)
@@ -146,6 +217,19 @@ def no_clock(monkeypatch):
     from tsjax.methods import devices
 
     monkeypatch.setattr(costs, "measure", estimate)
+
+
+@pytest.fixture(scope="module")
+def any_tree_has_a_name():
+    """As saved runs name the method that goes on."""
+    from any_tree import AnyTree
+
+    import tsjax
+    from tsjax.methods import METHODS
+
+    tsjax.register_method("any_tree", AnyTree)
+    yield
+    del METHODS["any_tree"]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ import tsjax
 from tsjax.errors import BadValue, NoSuchFile, NotSupported
 from tsjax.files import checkpoint
 from tsjax.files.tokenizer import Detokenizer, encode, load_tokenizer
-from tsjax.host import request
+from tsjax.host import resuming
 from tsjax.input_files import read_text
 from tsjax.training import corpus
 from tsjax.training import run as training
@@ -55,6 +55,42 @@ class Kind:
         self.files = [file for file in files if (folder / file).is_file()]
 
 
+def files_in(folder: Path):
+    return [path.relative_to(folder) for path in folder.rglob("*")]
+
+
+def data_of_training(text: Path, hf: Path) -> Kind:
+    text.mkdir()
+    np.save(text / "ids.npy", np.arange(48, dtype=np.int32).reshape(2, 24) % 40)
+    np.arange(48, dtype=np.uint16).tofile(text / "ids.bin")
+    (text / "book.txt").write_text("the hat in a tin " * 20)
+
+    def read(folder, file):
+        corpus.read_training_corpus(
+            folder / file, sequence_length=8, vocab_size=400, data_dtype="uint16",
+            tokenizer=lambda: load_tokenizer(str(hf)),
+        )  # fmt: skip
+        if file.endswith(".txt"):
+            read_text(folder / file)
+
+    return Kind(text, ["ids.npy", "ids.bin", "book.txt"], read)
+
+
+def run_of_training(kept: Path) -> Kind:
+    like = {"heads.0": jnp.zeros((40, 40)), "adam": jnp.ones(7)}
+    identity = {"model": "m", "data": "d", "settings": {"num_heads": 1}}
+    history = [{"step": 1, "head_losses": [1.0]}, {"step": 2, "head_losses": [0.5]}]
+    arrays = {name: np.asarray(array) for name, array in like.items()}
+    saved_training.write_checkpoint(str(kept), 2, arrays, {**identity, "history": history})
+    saved = Path(saved_training.latest(str(kept)) or "")
+    run = SimpleNamespace(arrays=lambda: like, restore=lambda arrays, steps: None)
+
+    def restore(folder, file):
+        training._restore(run, str(folder), identity)  # pyright: ignore
+
+    return Kind(saved, files_in(saved), restore)
+
+
 def kinds(place: Path) -> dict[str, Kind]:
     hf, ts, sharded = place / "hf", place / "ts", place / "sharded"
     hf_fixtures.make(hf, rope_scaling={"rope_type": "yarn", "factor": 2.0, "beta_fast": 30})
@@ -64,7 +100,6 @@ def kinds(place: Path) -> dict[str, Kind]:
     )
     hf_fixtures.make(sharded, shards=3)
     checkpoint.save(checkpoint.load(hf_fixtures.make(place / "heads", heads=2)), ts)
-    params = [path.relative_to(ts) for path in (ts / "params").rglob("*")]
 
     def load(folder, file, **options):
         return tsjax.load(folder, **options)
@@ -91,58 +126,26 @@ def kinds(place: Path) -> dict[str, Kind]:
 
     def resume(folder, file):
         # A setting that is well-formed and does not fit the model is refused as an argument is.
-        request._resumed_run(model, folder / file, None, {})
+        resuming.resumed_run(model, folder / file, None, {})
 
-    text = place / "data"
-    text.mkdir()
-    np.save(text / "ids.npy", np.arange(48, dtype=np.int32).reshape(2, 24) % 40)
-    np.arange(48, dtype=np.uint16).tofile(text / "ids.bin")
-    (text / "book.txt").write_text("the hat in a tin " * 20)
+    def load_with_settings(folder, file):
+        tsjax.load(folder)
+        tsjax.GenerationConfig.from_hf(folder)
 
-    def read_data(folder, file):
-        corpus.read_corpus(
-            folder / file,
-            sequence_length=8,
-            vocab_size=400,
-            tokenizer=lambda: load_tokenizer(str(hf)),
-            data_dtype="uint16",
-        )
-        if file.endswith(".txt"):
-            read_text(folder / file)
-
-    kept = place / "kept"
-    like = {"heads.0": jnp.zeros((40, 40)), "adam": jnp.ones(7)}
-    identity = {"model": "m", "data": "d", "settings": {"num_heads": 1}}
-    history = [{"step": 1, "head_losses": [1.0]}, {"step": 2, "head_losses": [0.5]}]
-    arrays = {name: np.asarray(array) for name, array in like.items()}
-    saved_training.write_checkpoint(str(kept), 2, arrays, {**identity, "history": history})
-    saved = saved_training.latest(str(kept)) or ""
-    run = SimpleNamespace(arrays=lambda: like, restore=lambda arrays, steps: None)
-
-    def restore(folder, file):
-        training._restore(run, str(folder), identity)  # pyright: ignore
-
+    tokenizer_files = ["tokenizer.json"] * 4 + ["tokenizer_config.json"]
     found = {
         "config": Kind(hf, ["config.json"] * 3, load),
-        "generation config": Kind(
-            hf,
-            ["generation_config.json"],
-            lambda folder, file: (load(folder, file), tsjax.GenerationConfig.from_hf(folder)),
-        ),
+        "generation config": Kind(hf, ["generation_config.json"], load_with_settings),
         "weights": Kind(hf, ["model.safetensors"] * 2, load),
-        "tokenizer": Kind(
-            hf, ["tokenizer.json"] * 4 + ["tokenizer_config.json"], load_tokenizer_of
-        ),
+        "tokenizer": Kind(hf, tokenizer_files, load_tokenizer_of),
         "index": Kind(sharded, ["model.safetensors.index.json"] * 2, load),
         "shards": Kind(sharded, ["model-00002-of-00003.safetensors"], load),
         "adapter": Kind(adapter, ["heads.safetensors"], load_with_heads),
         "description": Kind(ts, ["tsjax.json"] * 2, load),
-        "arrays": Kind(ts, params, load),
+        "arrays": Kind(ts, ["params" / path for path in files_in(ts / "params")], load),
         "run": Kind(runs, ["run.json"] * 2, resume),
-        "data": Kind(text, ["ids.npy", "ids.bin", "book.txt"], read_data),
-        "training": Kind(
-            Path(saved), [path.relative_to(saved) for path in Path(saved).rglob("*")], restore
-        ),
+        "data": data_of_training(place / "data", hf),
+        "training": run_of_training(place / "kept"),
     }
     with contextlib.suppress(ImportError):
         import torch
@@ -267,6 +270,19 @@ def damaged(rng: random.Random, file: Path, others: list[Path]):
 # --- cases -----------------------------------------------------------------------------------
 
 
+def problem_of(read, copy: Path) -> tuple[bool, str | None]:
+    """Whether a damaged folder is refused, and what is wrong about how it is."""
+    try:
+        read()
+    except BaseException as error:
+        if type(error) not in OURS or str(copy) not in str(error):
+            return True, "".join(traceback.format_exception(error))[-2000:]
+        if len(str(error)) > 20_000:
+            return True, f"{len(str(error))} characters: {str(error)[:500]}"
+        return True, None
+    return False, None
+
+
 def fuzz(place: Path, seed: int, count: int) -> dict:
     found = kinds(place)
     others = [kind.folder / file for kind in found.values() for file in kind.files]
@@ -287,16 +303,8 @@ def fuzz(place: Path, seed: int, count: int) -> dict:
         copy = place / f"case{case}"
         shutil.copytree(kind.folder, copy)
         with damaged(rng, copy / file, others) as action:
-            try:
-                kind.read(copy, str(file))
-                problem = None
-            except BaseException as error:
-                refused += 1
-                problem = None
-                if type(error) not in OURS or str(copy) not in str(error):
-                    problem = "".join(traceback.format_exception(error))[-2000:]
-                elif len(str(error)) > 20_000:
-                    problem = f"{len(str(error))} characters: {str(error)[:500]}"
+            is_refused, problem = problem_of(lambda: kind.read(copy, str(file)), copy)  # noqa: B023
+        refused += is_refused
         if problem is not None:
             failures.append({"case": case, "what": f"{action} {name} {file}", "error": problem})
         shutil.rmtree(copy)

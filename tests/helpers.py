@@ -28,6 +28,11 @@ VOCAB = 61
 
 # --- models ----------------------------------------------------------------------------------
 
+# One table of shapes for what is compared run by run, so that its programs are shared.
+LOOPING = dict(vocab_size=24, embed_dim=24, mlp_dim=32)
+SIZES = dict(capacity=128, prefill_width=16)
+PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4, 4, 5], [6]]
+
 # Seconds of every part of a step, each another number.
 MIXED_COSTS = Costs(
     passes=((1, Line(10.0, 0.5)), (4, Line(16.0, 0.5)), (8, Line(24.0, 1.5))),
@@ -61,6 +66,25 @@ def tiny_model(*, seed: int = 0, mesh=None, stop_ids=(), path=None, **changes) -
     """Random weights, large enough for logits that differ clearly from token to token."""
     cfg = tiny_config(**changes)
     params = tsjax.init_params(cfg, seed=seed, scale=0.4, mesh=mesh)
+    return tsjax.Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
+
+
+def looping_model(*, seed: int = 2, mesh=None, stop_ids=(), path=None, **changes) -> tsjax.Model:
+    """Mostly continues token t with 5 t + 3, so that drafts are accepted also when sampling.
+
+    The layers are random, and change its mind now and then.
+    """
+    cfg = tiny_config(**{**LOOPING, **changes})
+    params, V = tsjax.init_params(cfg, seed=seed, scale=0.1), cfg.vocab_size
+    table = 0.3 * np.random.default_rng(seed).standard_normal((V, V))
+    table[np.arange(V), (5 * np.arange(V) + 3) % V] += 1.2
+    weights = params.model.replace(
+        embed=jnp.eye(V, dtype=cfg.dtype), unembed=jnp.asarray(table.T, cfg.dtype)
+    )
+    params = params.replace(model=weights)
+    if mesh is not None:
+        placed = tsjax.init_params(cfg, mesh=mesh)
+        params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, placed)
     return tsjax.Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
 
 

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 SIZES = {
     "vocab_size": 48,
@@ -42,28 +42,22 @@ def tensors(raw: dict, seed: int = 0, heads: int = 0) -> dict[str, np.ndarray]:
     shapes = {"model.embed_tokens.weight": (raw["vocab_size"], D), "model.norm.weight": (D,)}
     if not raw.get("tie_word_embeddings", False):
         shapes["lm_head.weight"] = (raw["vocab_size"], D)
-    linears = {
-        "self_attn.q_proj": (N * H, D),
-        "self_attn.k_proj": (K * H, D),
-        "self_attn.v_proj": (K * H, D),
-        "self_attn.o_proj": (D, N * H),
-        "mlp.gate_proj": (F, D),
-        "mlp.up_proj": (F, D),
-        "mlp.down_proj": (D, F),
+    attention, mlp = raw.get("attention_bias", False), raw.get("mlp_bias", False)
+    linears = {  # the shape, and whether it has a bias
+        "self_attn.q_proj": (N * H, D, family == "qwen2" or attention),
+        "self_attn.k_proj": (K * H, D, family == "qwen2" or attention),
+        "self_attn.v_proj": (K * H, D, family == "qwen2" or attention),
+        "self_attn.o_proj": (D, N * H, attention),
+        "mlp.gate_proj": (F, D, mlp),
+        "mlp.up_proj": (F, D, mlp),
+        "mlp.down_proj": (D, F, mlp),
     }
-    biased = {
-        "self_attn.q_proj": family == "qwen2" or raw.get("attention_bias", False),
-        "self_attn.o_proj": raw.get("attention_bias", False),
-        "mlp.gate_proj": raw.get("mlp_bias", False),
-    }
-    biased["self_attn.k_proj"] = biased["self_attn.v_proj"] = biased["self_attn.q_proj"]
-    biased["mlp.up_proj"] = biased["mlp.down_proj"] = biased["mlp.gate_proj"]
     for layer in range(raw["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        for name, shape in linears.items():
-            shapes[f"{prefix}.{name}.weight"] = shape
-            if biased[name]:
-                shapes[f"{prefix}.{name}.bias"] = shape[:1]
+        for name, (outputs, inputs, biased) in linears.items():
+            shapes[f"{prefix}.{name}.weight"] = (outputs, inputs)
+            if biased:
+                shapes[f"{prefix}.{name}.bias"] = (outputs,)
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{prefix}.{name}.weight"] = (D,)
         if family == "qwen3":
@@ -101,3 +95,22 @@ def make(folder: Path, family: str = "llama", heads: int = 0, shards: int = 1, *
     """A whole random checkpoint."""
     raw = config(family, **changes)
     return write(folder, raw, tensors(raw, heads=heads), shards)
+
+
+def weights(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors of a folder, by name."""
+    files = sorted(folder.glob("*.safetensors"))
+    return {name: array for file in files for name, array in load_file(file).items()}
+
+
+def change(file: Path, **values) -> None:
+    """Replaces values of a JSON object; of ... removes the key."""
+    content = json.loads(file.read_text()) | values
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not ...}))
+
+
+def change_tensors(folder: Path, changes: dict[str, np.ndarray]) -> None:
+    """Replaces tensors of a checkpoint, or adds them; of ... removes them."""
+    content = load_file(folder / "model.safetensors") | changes
+    kept = {name: array for name, array in content.items() if array is not ...}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of the kernels and what they mean: float64 NumPy that shares no code with them."""
+"""Inputs of the kernels and what they mean: float64 NumPy that shares no code with them.
 
+Part of the tests that have `pytest.mark.kernels`, so kernels_tested.py reads this file too.
+"""
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.typing import accumulation_dtype
 
 # --- tree_attention --------------------------------------------------------------------------
-
-
-def define(*inputs, rest=None):
-    return define_both(*inputs, rest=rest)[0]
 
 
 def define_both(q, k_cache, v_cache, length, k_new, v_new, mask, rest=None, visible=None):
@@ -72,14 +73,6 @@ def make_rest(rng, inputs):
     return mean, jnp.asarray(log_total)
 
 
-def tolerance(inputs, dtype=np.float32):
-    """A few roundings of the largest value times the square root of what is summed."""
-    q, k_cache, v_cache, length, _, v_new, _ = inputs
-    summed = q.shape[3] + int(max(length)) + q.shape[1]
-    largest = max(float(jnp.max(jnp.abs(v))) for v in (v_cache, v_new))
-    return 2 * float(jnp.finfo(dtype).eps) * np.sqrt(summed) * largest
-
-
 def relative_error(out, expected):
     """The largest error over the largest entry."""
     out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
@@ -139,3 +132,33 @@ def check_scores(scores, inputs, mode):
         np.testing.assert_array_equal(scores == 0, expected == 0)
         tolerance *= 4 * q.shape[2] ** -0.5
     np.testing.assert_allclose(scores, expected, rtol=0, atol=tolerance)
+
+
+# --- norms, queries and keys -----------------------------------------------------------------
+
+
+def make_norm(rng, shape, dtype):
+    """Rows, an update in the type of sums, weight."""
+    rows, update = (rng.standard_normal(shape) for _ in range(2))
+    weight = jnp.asarray(rng.uniform(0.5, 2, shape[-1]), dtype)
+    return jnp.asarray(rows, dtype), jnp.asarray(update, jnp.float32), weight
+
+
+def define_norm(rows, weight, eps):
+    rows = np.asarray(rows, float)
+    return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + eps) * np.asarray(weight, float)
+
+
+def make_heads(rng, B, T, K, G, H, dtype, *, wide=True):
+    fresh = jnp.asarray(rng.standard_normal((B, T, K, G + 2, H)), "float32" if wide else dtype)
+    angles = rng.uniform(0, 6, (B, T, H // 2))
+    return fresh, jnp.asarray(np.cos(angles), "float32"), jnp.asarray(np.sin(angles), "float32")
+
+
+# --- devices ---------------------------------------------------------------------------------
+
+
+def place(array, *axes):
+    """On a mesh of 2 x 2 devices."""
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))

@@ -2,7 +2,8 @@
 """What the Triton kernels touch, found without a GPU: in their lowered programs, and by running
 them in NumPy, one program after the other, with every index checked.
 
-Interpretation by Pallas shows no access outside an array: it clamps indices and pads arrays.
+Interpretation by Pallas shows no access outside an array: it clamps indices and pads arrays. Part
+of the tests that have `pytest.mark.kernels`, so kernels_tested.py reads this file too.
 """
 
 from __future__ import annotations

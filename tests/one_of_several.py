@@ -7,6 +7,7 @@ import sys
 
 import jax
 import numpy as np
+from any_tree import AnyTree
 from helpers import VOCAB, tiny_model
 
 import tsjax
@@ -16,11 +17,8 @@ from tsjax.host import processes
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [4, 4, 5]]
 METHODS = {
     "plain": None,
-    "ngram": tsjax.NGram(suffix_length=4),
+    "any tree": AnyTree(),
     "tokenswift": tsjax.TokenSwift(tree=(2, 2), draft_budget=24, num_sinks=4),
-    "magicdec": tsjax.MagicDec(draft_budget=24),
-    "triforce": tsjax.TriForce(draft_budget=32),
-    "auto": tsjax.Auto(),
 }
 SAMPLED = dict(do_sample=True, seed=3, repetition_penalty=1.2, repetition_window=8)
 LONG = dict(max_new_tokens=100_000, exceed_max_positions=True, do_sample=True, seed=3)
@@ -56,7 +54,7 @@ def no_fives(logits, tokens, length):
 
 
 def streamed(model):
-    how = dict(method=METHODS["ngram"], max_new_tokens=20)
+    how = dict(method=METHODS["any tree"], max_new_tokens=20)
     by = dict(logits_processor=[tsjax.token_bias({7: 1.5}, VOCAB), no_fives], presence_penalty=0.5)
     chunks = list(tsjax.stream(model, PROMPTS, **how, **by, **SAMPLED))
     return [sum((chunk.tokens[row].tolist() for chunk in chunks), []) for row in range(2)]
@@ -165,8 +163,7 @@ def generate(out, *meshes):
     found = {}
     for sizes in meshes:
         model = tiny_model(mesh=mesh_of(sizes), num_draft_heads=2)
-        methods = METHODS if len(meshes) == 1 else ("plain", "tokenswift")
-        found[sizes] = texts(model, methods)
+        found[sizes] = texts(model, METHODS)
     write(out, found)
 
 
@@ -235,6 +232,6 @@ def write(out, found):
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
     jax.config.update("jax_enable_compilation_cache", False)
-    processes.join()
+    processes.meet_others()
     jobs = generate, calls, more_calls, load, long_run, long_stream, long_training
     {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[3:])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many drafts are right: against recorded runs, and step by step where that can be foreseen.
 
-No draft can change a token, so drafts that became worse fail no other test. record_acceptance.py
-says what is recorded; the other tests say why a number in it may have changed.
+No draft can change a token, so drafts that became worse fail no other test but the recorded numbers
+of test_method_contract.py. record_acceptance.py says what is recorded here, of more settings and
+longer texts; the other tests say why a number in it may have changed.
 """
 
 import dataclasses
@@ -25,21 +26,16 @@ NO_TEXT = dict(num_ngrams=0, suffix_length=0)
 
 # --- recorded runs -------------------------------------------------------------------------------
 
-# Of the embedded model, whose programs take longest to compile.
-SLOW = {("embedded", case) for case in record_acceptance.CASES if case != "verified state"}
+CASES = [
+    (model, case)
+    for model in record_acceptance.MODELS
+    for case in record_acceptance.CASES
+    if model in record_acceptance.CASES[case].models
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "case"),
-    [
-        pytest.param(model, case, marks=pytest.mark.slow)
-        if (model, case) in SLOW
-        else (model, case)
-        for model in record_acceptance.MODELS
-        for case in record_acceptance.CASES
-        if model in record_acceptance.CASES[case].models
-    ],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("model", "case"), CASES)
 def test_as_many_drafts_are_accepted_as_were(model, case):
     with record_acceptance.FILE.open(encoding="utf-8") as file:
         expected = json.load(file)[f"{model}: {case}"]
@@ -48,15 +44,16 @@ def test_as_many_drafts_are_accepted_as_were(model, case):
     assert actual == expected
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("case", "revive"),
     [
         ("several passes", "never"),
         ("streaming", "background"),
-        pytest.param("partial cache", "background", marks=pytest.mark.slow),
-        pytest.param("likely passes and heads", "never", marks=pytest.mark.slow),
-        pytest.param("snapkv", "never", marks=pytest.mark.slow),
-        pytest.param("retrieval once", "never", marks=pytest.mark.slow),
+        ("partial cache", "background"),
+        ("likely passes and heads", "never"),
+        ("snapkv", "never"),
+        ("retrieval once", "never"),
     ],
 )
 def test_as_many_are_accepted_after_a_lazy_prefill_that_leaves_nothing_out(case, revive):

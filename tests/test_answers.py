@@ -4,22 +4,23 @@
 import gc
 import json
 import os
+import pickle
 import signal
 import weakref
 
 import jax
 import numpy as np
 import pytest
-from helpers import compilations, save_tokenizer, tiny_model
+from any_tree import AnyTree
+from helpers import SIZES, TOKENS, compilations, looping_model, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import request, run
+from tsjax.host import run, sizes
 
-SIZES = dict(capacity=256, prefill_width=16)
 SAMPLED = dict(do_sample=True, seed=5, max_new_tokens=20)
-MODEL = tiny_model(num_draft_heads=2)
-PROMPT = (np.arange(100) * 7 % 61).tolist()
+MODEL = looping_model()
+PROMPT = (np.arange(80) * 7 % 24).tolist()
 
 
 @pytest.fixture
@@ -40,10 +41,10 @@ def passes(monkeypatch):
 # --- several answers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [None, tsjax.NGram(suffix_length=4), tsjax.MagicDec()])
+@pytest.mark.parametrize("method", [None, AnyTree()], ids=["plain", "any_tree"])
 def test_each_answer_is_that_of_a_repeated_prompt(method, passes):
     found = tsjax.generate(MODEL, PROMPT, num_return_sequences=4, method=method, **SAMPLED, **SIZES)
-    assert passes == [1] * 7  # the prompt once, in passes of 16
+    assert passes == [1] * 5  # the prompt once, in passes of 16
     repeated = tsjax.generate(MODEL, [PROMPT] * 4, **SAMPLED, **SIZES)
     assert [r.tolist() for r in found.tokens] == [r.tolist() for r in repeated.tokens]
     assert len({tuple(row.tolist()) for row in found.tokens}) == 4
@@ -76,12 +77,12 @@ def test_a_batch_of_answers_is_saved_and_resumed(tmp_path):
 def test_where_memory_is_short_each_row_is_read_by_itself(monkeypatch, passes):
     how = dict(SAMPLED, num_return_sequences=4, **SIZES)
     wanted = tsjax.generate(MODEL, PROMPT, **how)
-    shared = request._memory_shortage
+    shared = sizes.memory_shortage
 
     def short(asked, model):
         return "too little" if asked.of_rows is not None else shared(asked, model)
 
-    monkeypatch.setattr(request, "_memory_shortage", short)
+    monkeypatch.setattr(sizes, "memory_shortage", short)
     passes.clear()
     found = tsjax.generate(MODEL, PROMPT, **how)
     assert set(passes) == {4}
@@ -117,26 +118,16 @@ def test_the_command_prints_all_answers(tmp_path, capsys):
     assert capsys.readouterr().out == out
 
 
-def test_what_a_result_says_makes_all_its_answers_again():
-    how = dict(SAMPLED, num_return_sequences=2, seed=(4, 5))
-    kept = tsjax.generate(MODEL, [[1, 2], [3]], **how, **SIZES).to_dict()
-    assert kept["prompt"] == [[1, 2], [3]] and len(kept["tokens"]) == 4
-    config = tsjax.GenerationConfig(**kept["config"])
-    again = tsjax.generate(MODEL, kept["prompt"], config=config, **SIZES)
-    assert [row.tolist() for row in again.tokens] == kept["tokens"]
-
-
 # --- texts that are read ahead -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [None, tsjax.NGram(suffix_length=4), tsjax.MagicDec()])
-@pytest.mark.parametrize("known", [1, 16, 57, 100])
-def test_a_prefix_changes_no_token(known, method, passes):
+@pytest.mark.parametrize("known", [1, 16, 57, 80])
+def test_a_prefix_changes_no_token(known, passes):
     prefix = tsjax.read(MODEL, PROMPT[:known], prefill_width=16)
     passes.clear()
-    how = dict(method=method, **SAMPLED, **SIZES)
+    how = dict(method=AnyTree(), **SAMPLED, **SIZES)
     found = tsjax.generate(MODEL, PROMPT, prefix=prefix, **how)
-    assert len(passes) == -(-(99 - (known - 1)) // 16)
+    assert len(passes) == -(-(79 - (known - 1)) // 16)
     assert found.stats.prefix_tokens == known - 1
     alone = tsjax.generate(MODEL, PROMPT, **how)
     assert found.tokens[0].tolist() == alone.tokens[0].tolist()
@@ -163,12 +154,12 @@ def test_a_run_leaves_its_own_prefix(passes):
     assert first.prefix.tokens.tolist() == longer[:-3] and first.prefix.nbytes > 0
     passes.clear()
     found = tsjax.generate(MODEL, longer, prefix=first.prefix, **how)
-    assert passes == [1] and found.stats.prefix_tokens >= 119
+    assert passes == [1] and found.stats.prefix_tokens >= 99
     alone = tsjax.generate(MODEL, longer, **how)
     assert found.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
-@pytest.mark.parametrize("stop", [1, 3, 7])
+@pytest.mark.parametrize("stop", [1, 7])
 def test_a_prefix_of_a_run_that_a_string_stopped(stop, tmp_path):
     """The cache may know more tokens than the text: those count no more."""
     tsjax.save(tiny_model(vocab_size=29), tmp_path / "m")
@@ -210,16 +201,15 @@ def test_a_prefix_and_several_answers(passes):
     passes.clear()
     how = dict(SAMPLED, num_return_sequences=3, **SIZES)
     found = tsjax.generate(MODEL, PROMPT, prefix=prefix, **how)
-    assert passes == [1, 1, 1]
+    assert passes == [1, 1]
     alone = tsjax.generate(MODEL, PROMPT, **how)
     assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
 
 
 def test_a_prefix_may_be_longer_than_what_it_is_used_for():
     prefix = tsjax.read(MODEL, PROMPT, capacity=1024)
-    how = dict(max_new_tokens=9, capacity=64, prefill_width=16)
-    found = tsjax.generate(MODEL, PROMPT[:20], prefix=prefix, **how)
-    alone = tsjax.generate(MODEL, PROMPT[:20], **how)
+    found = tsjax.generate(MODEL, PROMPT[:20], prefix=prefix, **SAMPLED, **SIZES)
+    alone = tsjax.generate(MODEL, PROMPT[:20], **SAMPLED, **SIZES)
     assert found.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
@@ -227,14 +217,14 @@ def test_a_prefix_goes_on_where_another_ended(passes):
     first = tsjax.read(MODEL, PROMPT[:60], prefill_width=16)
     passes.clear()
     second = tsjax.read(MODEL, PROMPT, prefix=first, prefill_width=16)
-    assert len(passes) == 3 and second.length == 99
+    assert len(passes) == 2 and second.length == 79
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda p: tsjax.generate(MODEL, PROMPT, prefix="text"), "what tsjax.read returns"),
-        (lambda p: tsjax.generate(tiny_model(seed=1), PROMPT, prefix=p), "weights differ"),
+        (lambda p: tsjax.generate(looping_model(seed=1), PROMPT, prefix=p), "weights differ"),
         (lambda p: tsjax.generate(MODEL, PROMPT, prefix=p, prefill="lazy"), "lazy prefill"),
         (lambda p: tsjax.generate(MODEL, [PROMPT] * 2, keep_prefix=True), "one row alone"),
         (lambda p: tsjax.generate(MODEL, PROMPT, keep_prefix=1), "keep_prefix=1"),
@@ -250,8 +240,8 @@ def test_what_is_no_prefix_is_refused(call, message):
 
 
 def test_other_weights_compile_nothing_anew():
-    other = tiny_model(seed=3, num_draft_heads=2)
-    how = dict(method=tsjax.NGram(suffix_length=4), **SAMPLED, **SIZES)
+    other = looping_model(seed=3)
+    how = dict(method=AnyTree(), **SAMPLED, **SIZES)
     tsjax.generate(MODEL, PROMPT, **how)
     with compilations() as names:
         found = tsjax.generate(MODEL.with_params(other.params), PROMPT, **how)
@@ -267,9 +257,9 @@ def test_other_weights_compile_nothing_anew():
 
 def test_weights_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"params.*is not valid"):
-        MODEL.with_params(tiny_model(num_draft_heads=2, mlp_dim=64).params)
+        MODEL.with_params(looping_model(mlp_dim=64).params)
     with pytest.raises(ValueError, match="the same tree"):
-        MODEL.with_params(tiny_model().params)
+        MODEL.with_params(looping_model(num_draft_heads=1).params)
     halves = jax.tree.map(lambda x: x.astype("float16"), MODEL.params)
     with pytest.raises(ValueError, match="float32"):
         MODEL.with_params(halves)
@@ -288,7 +278,7 @@ def test_a_result_keeps_no_cache():
 
 
 def test_a_result_says_how_it_was_made(tmp_path):
-    how = dict(SAMPLED, logprobs=1, seed=(4, 5), **SIZES)
+    how = dict(SAMPLED, num_return_sequences=2, logprobs=1, seed=(4, 5), **SIZES)
     result = tsjax.generate(MODEL, [[1, 2], [3]], method=tsjax.NGram(suffix_length=4), **how)
     result.save(tmp_path / "result.json")
     kept = json.loads((tmp_path / "result.json").read_text())
@@ -299,11 +289,31 @@ def test_a_result_says_how_it_was_made(tmp_path):
     assert "NGram(" in kept["method"] and "suffix_length=4" in kept["method"]
     assert kept["model"]["dtype"] == "float32" and len(kept["model"]["fingerprint"]) == 16
     assert kept["versions"]["tsjax"] == tsjax.__version__
-    assert len(kept["logprobs"]) == 2 and len(kept["logprobs"][0]["raw"]) == 20
+    assert (
+        len(kept["logprobs"]) == len(kept["tokens"]) == 4 and len(kept["logprobs"][0]["raw"]) == 20
+    )
     # What it says is enough to make it again.
     config = tsjax.GenerationConfig(**kept["config"])
     again = tsjax.generate(MODEL, kept["prompt"], config=config, **SIZES)
     assert [row.tolist() for row in again.tokens] == kept["tokens"]
+
+
+def test_a_pickled_result_says_the_same_and_leaves_its_model_behind(tmp_path):
+    model = tiny_model(vocab_size=len(TOKENS), path=save_tokenizer(tmp_path))
+    how = dict(SAMPLED, logprobs=2, method=tsjax.NGram(suffix_length=4), **SIZES)
+    result = tsjax.generate(model, "the hat", keep_prefix=True, **how)
+    content = pickle.dumps(result)
+    again = pickle.loads(content)
+    assert again.to_dict() == result.to_dict() and again.text == result.text
+    assert again.stats == result.stats and again.stats.method == how["method"]
+    np.testing.assert_array_equal(again.tokens, result.tokens)
+    jax.tree.map(np.testing.assert_array_equal, again.logprobs, result.logprobs)
+    assert result.prefix is not None and again.prefix is None
+    assert len(content) < 10_000 and pickle.dumps(again)
+    bare = tsjax.generate(MODEL, PROMPT, **SAMPLED, **SIZES)
+    for one in (bare, pickle.loads(pickle.dumps(bare))):
+        with pytest.raises(ValueError, match="it has no tokenizer"):
+            _ = one.text
 
 
 def test_errors_are_ones_own_and_pythons():

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import VOCAB, RecordingStreamer, compilations, save_tokenizer, tiny_model
+from helpers import VOCAB, RecordingStreamer, compilations, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import request, run
+from tsjax.host import run, sizes
 from tsjax.host.saved_run import read_run
 from tsjax.model.cache import cache_bytes
 
@@ -80,12 +80,6 @@ PROMPTS = {
 def test_prompts(model, name, no_compute):
     prompt, error, words = PROMPTS[name]
     refused(error, lambda: tsjax.generate(model, prompt), *words)
-
-
-def test_empty_text(tmp_path, no_compute):
-    model = tiny_model(path=save_tokenizer(tmp_path))
-    refused(ValueError, lambda: tsjax.generate(model, ""), "prompt=''", "not empty")
-    refused(ValueError, lambda: tsjax.generate(model, ["a", ""]), "prompt[1]=''", "not empty")
 
 
 def test_a_prompt_beyond_the_positions(model, no_compute):
@@ -208,6 +202,24 @@ HABITS = {
 }
 
 
+UNKNOWN = {
+    "temprature": "did you mean 'temperature'?",
+    "max_new_token": "did you mean 'max_new_tokens'?",
+    "topk": "did you mean 'top_k'?",
+    "zzz": "known: do_sample, eos_token_id",
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_an_unknown_name_is_never_ignored(model, name, no_compute):
+    for call in (
+        lambda: tsjax.generate(model, PROMPT, **{name: 1}),
+        lambda: tsjax.stream(model, PROMPT, **{name: 1}),
+        lambda: tsjax.GenerationConfig().replace(**{name: 1}),
+    ):
+        refused(TypeError, call, f"unknown argument {name!r}", UNKNOWN[name])
+
+
 @pytest.mark.parametrize("name", HABITS)
 def test_habits_from_other_programs_get_a_hint(model, name, no_compute, capsys):
     for call in (
@@ -270,37 +282,14 @@ def test_generate_inside_jit_is_refused(model, no_compute):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "suggestion"),
-    [
-        ("temprature", "did you mean 'temperature'?"),
-        ("max_new_token", "did you mean 'max_new_tokens'?"),
-        ("topk", "did you mean 'top_k'?"),
-        ("repetition_penalties", "did you mean 'repetition_penalty'?"),
-        ("zzz", "known: do_sample, eos_token_id"),
-    ],
-)
-def test_an_unknown_name_is_never_ignored(model, name, suggestion, no_compute):
-    for call in (
-        lambda: tsjax.generate(model, PROMPT, **{name: 1}),
-        lambda: tsjax.stream(model, PROMPT, **{name: 1}),
-        lambda: tsjax.GenerationConfig().replace(**{name: 1}),
-    ):
-        refused(TypeError, call, f"unknown argument {name!r}", suggestion)
-
-
-def test_a_batch_needs_a_seed_for_each_row(model, no_compute):
-    refused(
-        ValueError,
-        lambda: tsjax.generate(model, [PROMPT, [4], [5]], seed=[1, 2]),
-        "seed=(1, 2)",
-        "one for each of 3 prompts",
-    )
-
-
 # --- arguments of generate ---------------------------------------------------------------------
 
+TWO_ROWS, LONG = [PROMPT, [4]], dict(prompt=[1] * 34, max_new_tokens=2)
 ARGUMENTS = [
+    ({"streamer": RecordingStreamer(), "prompt": TWO_ROWS}, ValueError, ["takes one row", "has 2"]),
+    ({"seed": [1], "prompt": TWO_ROWS}, ValueError, ["seed=(1,)", "one for each of 2 prompts"]),
+    *(({"model": other}, TypeError, ["model=", "tsjax.load"]) for other in ({}, "a/path", None)),
+    ({"on_interrupt": "stop"}, ValueError, ["on_interrupt='stop'", "'raise' or 'return'"]),
     ({"method": "medusa2"}, ValueError, ["method='medusa2'", "'autoregressive'"]),
     ({"method": tsjax.Autoregressive}, ValueError, ["method=<class", "or its dataclass"]),
     ({"method": 3}, ValueError, ["method=3", "'autoregressive'"]),
@@ -308,6 +297,9 @@ ARGUMENTS = [
     ({"prefill_width": 0}, ValueError, ["prefill_width=0", "at least 1"]),
     ({"prefill_width": 2.5}, ValueError, ["prefill_width=2.5", "an integer"]),
     ({"capacity": 18}, ValueError, ["capacity=18", "at least 19 slots", "max_new_tokens=16"]),
+    # 33 tokens in passes of 32 take 64 slots, though prompt and output would fit into 40.
+    ({"capacity": 40, "prefill_width": 32, **LONG}, ValueError, ["capacity=40", "at least 48"]),
+    ({"save_to": "no/run.json"}, FileNotFoundError, ["save_to='no/run.json'", "does not exist"]),
     ({"capacity": "all"}, ValueError, ["capacity='all'", "an integer"]),
     ({"save_every": 0}, ValueError, ["save_every=0", "at least 1"]),
     ({"config": {"top_k": 5}}, TypeError, ["config={'top_k': 5}", "GenerationConfig.from_hf"]),
@@ -320,39 +312,15 @@ ARGUMENTS = [
     ("arguments", "error", "words"), ARGUMENTS, ids=[next(iter(row[0])) for row in ARGUMENTS]
 )
 def test_arguments(model, arguments, error, words, no_compute):
-    arguments = {"max_new_tokens": 16, **arguments}
-    refused(error, lambda: tsjax.generate(model, PROMPT, **arguments), *words)
-
-
-def test_the_capacity_holds_the_padded_prompt(model, no_compute):
-    """33 tokens in passes of 32 take 64 slots, though prompt and output would fit into 40."""
-    refused(
-        ValueError,
-        lambda: tsjax.generate(model, [1] * 34, max_new_tokens=2, capacity=40, prefill_width=32),
-        "capacity=40", "at least 48 slots", "prefill_width=32",
-    )  # fmt: skip
-
-
-def test_a_model_is_what_load_returns(model, no_compute):
-    for other in (model.params, "a/path", None):
-        refused(TypeError, lambda: tsjax.generate(other, PROMPT), "model=", "tsjax.load")  # noqa: B023
-
-
-def test_a_streamer_takes_one_row(model, no_compute):
-    refused(
-        ValueError,
-        lambda: tsjax.generate(
-            model, [PROMPT] * 2, max_new_tokens=9, streamer=RecordingStreamer()
-        ),
-        "streamer takes one row", "has 2", "tsjax.stream",
-    )  # fmt: skip
+    arguments = {"model": model, "prompt": PROMPT, "max_new_tokens": 16, **arguments}
+    refused(error, lambda: tsjax.generate(**arguments), *words)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, [PROMPT] * 3])
 def test_a_cache_that_does_not_fit(model, prompt, monkeypatch, no_compute):
     rows = 1 if prompt is PROMPT else 3
     cache = cache_bytes(model.cfg, rows, 2048)
-    monkeypatch.setattr(request, "available_bytes", lambda device: cache - 1)
+    monkeypatch.setattr(sizes, "available_bytes", lambda device: cache - 1)
     refused(
         MemoryError,
         lambda: tsjax.generate(model, prompt, max_new_tokens=16),
@@ -371,23 +339,6 @@ def saved(model, tmp_path_factory) -> str:
     return os.fspath(path)
 
 
-def test_saving_into_nowhere(model, tmp_path, no_compute):
-    path = tmp_path / "missing" / "run.json"
-    refused(
-        FileNotFoundError,
-        lambda: tsjax.generate(model, PROMPT, max_new_tokens=16, save_to=path),
-        "save_to=", os.fspath(path), "does not exist",
-    )  # fmt: skip
-
-
-def test_saving_onto_a_folder(model, tmp_path, no_compute):
-    refused(
-        OSError,
-        lambda: tsjax.generate(model, PROMPT, max_new_tokens=16, save_to=tmp_path),
-        "save_to=", os.fspath(tmp_path),
-    )  # fmt: skip
-
-
 def test_resuming_from_what_is_no_run(model, tmp_path, no_compute):
     path = tmp_path / "run.json"
     refused(
@@ -402,30 +353,6 @@ def test_resuming_from_what_is_no_run(model, tmp_path, no_compute):
             lambda: tsjax.generate(model, resume_from=path),
             "resume_from=", os.fspath(path), "a file written by save_to",
         )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"tokens": [[1], [2]]},
-        {"tokens": [["a"]]},
-        {"tokens": [[VOCAB]]},
-        {"prompt": [[-1]]},
-        {"prompt": [[]]},
-        {"finish_reason": []},
-        {"finish_reason": ["eos", "eos"]},
-        {"single": True, "prompt": 5},
-        {"config": {"min_new_tokens": -1}},
-        {"config": [1]},
-        {"config": {"zzz": 1}},
-    ],
-    ids=repr,
-)
-def test_resuming_from_a_damaged_run(model, saved, damage, tmp_path, no_compute):
-    path = tmp_path / "run.json"
-    with open(saved, encoding="utf-8") as file:
-        path.write_text(json.dumps(json.load(file) | damage))
-    refused(ValueError, lambda: tsjax.generate(model, resume_from=path), "resume_from=", str(path))
 
 
 def test_resuming_with_another_model(saved):
@@ -499,6 +426,8 @@ def test_from_hf_reads_every_kind_of_source(tmp_path):
         transformers.GenerationConfig(**BOTH),
     ):
         assert tsjax.GenerationConfig.from_hf(source) == expected
+    sampled = tsjax.GenerationConfig.from_hf({"temperature": 0.6, "top_k": None}, do_sample=True)
+    assert sampled == tsjax.GenerationConfig(do_sample=True, temperature=0.6, top_k=50)
     changed = tsjax.GenerationConfig.from_hf(BOTH, top_k=0, seed=3)
     assert (changed.top_k, changed.seed, changed.top_p) == (0, 3, 0.9)
 
@@ -540,15 +469,6 @@ def test_from_hf_refuses_by_name_what_it_cannot_do(fields, words):
     refused(
         NotImplementedError, lambda: tsjax.GenerationConfig.from_hf(fields), *words, "transformers"
     )
-
-
-def test_from_hf_with_changes_is_as_if_the_file_said_so():
-    sampled = tsjax.GenerationConfig.from_hf({"temperature": 0.6, "top_k": None}, do_sample=True)
-    assert sampled == tsjax.GenerationConfig(do_sample=True, temperature=0.6, top_k=50)
-    greedy = tsjax.GenerationConfig.from_hf(
-        {"temperature": 0.0, "do_sample": True}, do_sample=False
-    )
-    assert greedy == tsjax.GenerationConfig()
 
 
 def test_from_hf_refuses_changes_that_nothing_reads():

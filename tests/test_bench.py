@@ -17,7 +17,7 @@ import pytest
 import tsjax
 from tsjax.__main__ import main
 from tsjax.host import bench as bench_module
-from tsjax.host import memory, paired_runs, peers, plots
+from tsjax.host import bench_question, memory, paired_runs, peers, plots
 from tsjax.host.paired_runs import Runs
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.run import programs_of
@@ -55,6 +55,7 @@ def run(capsys, *argv: str, code: int = 0) -> tuple[dict, list[str], str]:
 # --- what it measures -------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_rivals_side_by_side(own, tmp_path, capsys):
     """All say what plain decoding says; methods without use for a second model run without."""
     tsjax.save(helpers.tiny_model(num_layers=1, embed_dim=16, seed=4), tmp_path / "small")
@@ -124,6 +125,7 @@ def test_the_share_of_the_bound_is_of_the_same_round(own, capsys, monkeypatch):
     assert row["share_of_bound"]["median"] == pytest.approx(share)
 
 
+@pytest.mark.wide
 def test_long_runs_are_told_by_output_position(own, capsys, monkeypatch, tmp_path):
     for module in (bench_module, paired_runs):
         monkeypatch.setattr(module, "EVERY", 10)
@@ -184,7 +186,7 @@ def test_other_tokens_are_told(own, capsys, wrong_ngram, dtype, code):
 # --- a signal ---------------------------------------------------------------------------------
 
 
-def stopping_in(name: str, call: int, number=signal.SIGINT):
+def stopping_in(name: str, call: int):
     """Runs in which a method's steps get a signal while their chunk of this number runs."""
 
     class Stopping(Runs):
@@ -194,7 +196,7 @@ def stopping_in(name: str, call: int, number=signal.SIGINT):
             def program(params, state, steps, *, cfg):
                 Stopping.begun += 1
                 if Stopping.begun == call:
-                    os.kill(os.getpid(), number)
+                    os.kill(os.getpid(), signal.SIGTERM)
                 return programs_of(model).decode(params, state, 2, cfg=cfg)
 
             super().__init__(model, prompt, settings, methods, new_tokens, {name: program})
@@ -202,28 +204,18 @@ def stopping_in(name: str, call: int, number=signal.SIGINT):
     return Stopping
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_what_was_measured(own, capsys, monkeypatch, number, code):
+def test_a_signal_leaves_what_was_measured(own, capsys, monkeypatch):
     """The warm-up goes backwards and takes 12 chunks; the signal comes in the second round."""
     chunks = 12 + 3
-    monkeypatch.setattr(bench_module, "Runs", stopping_in("ngram", chunks, number))
+    monkeypatch.setattr(bench_module, "Runs", stopping_in("ngram", chunks))
     argv = [own, *TWO, *QUICK, "--no-peers", "--settings", "greedy", "sampled"]
-    found, lines, _ = run(capsys, *argv, code=code)
+    found, lines, _ = run(capsys, *argv, code=143)
     assert not found["complete"]
     assert [(row["method"], row["rounds"]) for row in found["rows"]] == [("plain", 1)]
     assert len(lines) == 1
     stopped = found["interrupted"]
     assert stopped["method"] == "ngram" and 0 < stopped["tokens"] < 24
     assert stopped["ms_per_token"] > 0
-
-
-def test_ctrl_c_between_runs(own, capsys, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(bench_module, "reader", stop)
-    found, lines, _ = run(capsys, own, *TWO, *QUICK, "--no-peers", code=130)
-    assert not found["complete"] and found["rows"] == lines == [] and "interrupted" not in found
 
 
 def test_an_error_leaves_what_was_measured(own, capsys, monkeypatch):
@@ -271,6 +263,7 @@ def test_what_does_not_fit_is_left_out(own, capsys, monkeypatch):
 # --- peers ------------------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 @pytest.mark.parity
 @pytest.mark.skipif(not HAS_TORCH, reason="there is no torch")
 def test_transformers_runs_beside(folder, capsys, monkeypatch):
@@ -322,15 +315,16 @@ def test_a_peer_that_fails_is_left_out(part, folder, capsys, monkeypatch):
 @pytest.fixture
 def presets(monkeypatch):
     cfg = helpers.tiny_config(num_layers=1, dtype="float32")
-    monkeypatch.setattr(bench_module, "model_preset", {"shape": cfg}.__getitem__)
-    monkeypatch.setattr(bench_module, "model_preset_names", lambda: ("shape",))
+    monkeypatch.setattr(bench_question, "model_preset", {"shape": cfg}.__getitem__)
+    monkeypatch.setattr(bench_question, "model_preset_names", lambda: ("shape",))
     swift = tsjax.TokenSwift(draft_budget=32, num_sinks=2, num_ngrams=0, suffix_length=0)
-    monkeypatch.setattr(bench_module, "preset_names", lambda: ("shape",))
+    monkeypatch.setattr(bench_question, "preset_names", lambda: ("shape",))
     monkeypatch.setattr(
-        bench_module, "preset", lambda name: tsjax.preset("llama3.1-8b")._replace(method=swift)
+        bench_question, "preset", lambda name: tsjax.preset("llama3.1-8b")._replace(method=swift)
     )
 
 
+@pytest.mark.wide
 def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
     """Steps of 3, 1, 3, 1, ... accepted drafts: 24 tokens in 8 steps, whatever the model thinks."""
     trace = tmp_path / "trace.json"
@@ -379,7 +373,7 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--peer-tokens", "31"], ["--peer-tokens=31", "at least 32"]),
         (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
         (["--plot", "times.txt"], ["--plot='times.txt'", ".png or .svg or .pdf"]),
-        (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "a folder that exists"]),
+        (["--plot", "no/such/times.png"], ["--plot='no/such/times.png'", "does not exist"]),
         (["--text", "no.txt"], ["no.txt", "No such file"]),
         (["--text", "SHORT"], ["--text=", "at least the 600 tokens of --lengths; it has "]),
         (["--simulate-acceptance", "no.json"], ["model=", "name of a preset", "llama3.1-8b"]),
@@ -389,8 +383,9 @@ def test_wrong_questions(argv, words, folder, capsys, monkeypatch, tmp_path):
     def computes(*_):
         pytest.fail("it computes")
 
-    for name in ("generate", "Runs", "random_params"):
-        monkeypatch.setattr(bench_module, name, computes)
+    monkeypatch.setattr(bench_module, "generate", computes)
+    monkeypatch.setattr(bench_module, "Runs", computes)
+    monkeypatch.setattr(bench_question, "random_params", computes)
     if "SHORT" in argv:
         (tmp_path / "short.txt").write_text("a thin man")
         argv = ["--text", str(tmp_path / "short.txt"), "--lengths", "600"]
@@ -413,7 +408,7 @@ def test_wrong_questions(argv, words, folder, capsys, monkeypatch, tmp_path):
     ],
 )
 def test_wrong_traces(content, words, capsys, presets, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_module, "random_params", lambda cfg: pytest.fail("it computes"))
+    monkeypatch.setattr(bench_question, "random_params", lambda cfg: pytest.fail("it computes"))
     trace = tmp_path / "trace.json"
     trace.write_text(content)
     argv = ["shape", "--methods", "plain", "tokenswift", "--simulate-acceptance", str(trace)]
@@ -423,14 +418,14 @@ def test_wrong_traces(content, words, capsys, presets, monkeypatch, tmp_path):
 
 
 def test_a_shape_has_to_fit(capsys, presets, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench_module, "random_params", lambda cfg: pytest.fail("it computes"))
+    monkeypatch.setattr(bench_question, "random_params", lambda cfg: pytest.fail("it computes"))
     trace = tmp_path / "trace.json"
     trace.write_text("[1]")
     argv = ["bench", "shape", "--methods", "plain", "--simulate-acceptance", str(trace)]
     assert main([*argv, "--lengths", "100000", "--new-tokens", "10"]) == 2
     words = "--lengths=100000 is not valid: at most 99990, as the model has 100000 positions"
     assert words in capsys.readouterr().err
-    monkeypatch.setattr(bench_module, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(bench_question, "available_bytes", lambda device: 1000)
     assert main(argv) == 2
     assert "not enough memory: the weights of shape in float32 are" in capsys.readouterr().err
     assert main([*argv, "--dtype", "float64"]) == 2
@@ -460,6 +455,7 @@ def test_time_left():
     assert [in_words(x) for x in (0.4, 89, 300, 7200)] == ["0 s", "89 s", "5 min", "2.0 h"]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(sys.platform != "linux", reason="counters of Linux")
 def test_the_peak_is_of_what_came_last():
     if not memory.forget_peak():
@@ -485,14 +481,3 @@ def test_runs_have_all_their_tokens_and_plain_s_prompt():
     assert found["tokens"].tolist() == 2 * [2, 3, 1]
     assert found["made"][-1][0] == 6 and found["stats"].new_tokens == (6,)
     assert runs.run("plain")["tokens"].tolist() == 4 * [2, 3, 1]  # the state is read once
-
-
-@pytest.mark.parametrize(("slowest", "scale"), [(15.0, "linear"), (17.0, "log")])
-def test_times_that_are_far_apart_are_drawn_by_their_logarithms(slowest, scale):
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots()
-    found = {"position": [1, 2], "ms_per_token": [1.0, slowest], "tokens_per_step": [1.0, 1.0]}
-    plots._plot_positions(axes, [{"method": "plain", "by_position": found}], "")
-    assert axes.get_yscale() == scale
-    pyplot.close(figure)

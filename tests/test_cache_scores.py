@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pallas_kernels.cache_scores against float64 NumPy, in both modes.
+"""All implementations of cache scores against float64 NumPy, in both modes.
 
-The bound on the error: products err by a few roundings of what is summed; a probability errs,
-relative to the largest of its row, by the error of two scores.
+As test_tree_attention.py: at the edges of blocks, nothing beyond a length is read, twice the same
+bits; the Triton kernel is interpreted.
 """
 
 import functools
@@ -11,149 +11,112 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import check_scores, define_scores, make_score_inputs
+from kernel_cases import check_scores, define_scores, make_score_inputs, poison
 
 from pallas_kernels import cache_scores
-from pallas_kernels.cache_scores import reference, xla
-from pallas_kernels.typing import accumulation_dtype
+from pallas_kernels.cache_scores import reference, triton, xla
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 BLOCK = 16
 MODES = ["dot", "softmax"]
+ALL = ("reference", "small blocks", "xla", "public", "triton")
+CASES = [  # blocks of 16 slots here, of 64 and parts of 1024 in the C++ kernel
+    (dict(length=(40, 0, 1, 15, 16, 17, 32, 33, 39)), ALL),
+    (dict(K=1, S=1, length=(1, 0)), ("reference", "small blocks", "public")),
+    (dict(K=5, G=4, H=80, length=(40, 11)), ALL),
+    (dict(K=3, G=7, S=300, H=48, length=(300, 65)), ("public", "triton")),
+    (dict(G=1, S=2100, H=80, length=(1024, 2049, 1023, 1025)), ("public",)),
+    (dict(K=1, G=8, S=70, H=128, length=(64,)), ("public", "triton")),
+    (dict(K=2, G=5, S=2500, H=16, length=(2500, 1025, 1, 0)), ("public", "xla")),
+]
 
 
-@pytest.fixture
-def blockwise(monkeypatch):
-    """xla.cache_scores in small blocks, so that a cache of a few dozen slots has several."""
-    monkeypatch.setattr(xla, "BLOCK", BLOCK)
-    return jax.jit(public, static_argnames="mode")
+def interpreted(q, k_cache, length, mode, log_totals=None):
+    blocks = triton.Blocks(16, parts=3, warps=4, stages=2)
+    run = functools.partial(triton.cache_scores, mode=mode, blocks=blocks, interpret=True)
+    scores = run(q, k_cache, length, *(() if log_totals is None else (log_totals,)))
+    return scores if mode == "dot" else jnp.sum(scores, axis=1) / q.shape[1]
 
 
-def public(*inputs, mode):
-    return cache_scores(*inputs, mode, implementation="xla")
+def small_blocks(*inputs, **options):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla, "BLOCK", BLOCK)
+        return cache_scores(*inputs, implementation="xla", **options)
 
 
-run_public = jax.jit(lambda *inputs, mode: cache_scores(*inputs, mode), static_argnames="mode")
-run_reference = jax.jit(reference.cache_scores, static_argnames="mode")
+RUNS = {
+    "reference": reference.cache_scores,
+    "small blocks": small_blocks,
+    "xla": functools.partial(cache_scores, implementation="xla"),
+    "public": cache_scores,  # in C++, where there is a compiler
+    "triton": interpreted,
+}
+CALLS = [
+    (name, dtype, index)
+    for dtype in ("float32", "bfloat16")
+    for index, (_, names) in enumerate(CASES)
+    for name in names
+]
+CALLS += [(name, "float64", 0) for name in ("reference", "small blocks", "public")]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("capacity", [BLOCK - 1, BLOCK, 2 * BLOCK, 40])
-def test_all_lengths(mode, dtype, capacity, blockwise, rng):
-    edges = {0, 1, BLOCK - 1, BLOCK, BLOCK + 1, capacity - 1, capacity}
+def check(name, dtype, shape, mode, rng):
     with jax.enable_x64(dtype == "float64"):
-        for n in sorted(edge for edge in edges if edge <= capacity):
-            for length in [(n, n), (n, 0), (1, n)]:
-                inputs = make_score_inputs(rng, S=capacity, length=length, dtype=dtype)
-                check_scores(blockwise(*inputs, mode=mode), inputs, mode)
-                check_scores(run_reference(*inputs, mode=mode), inputs, mode)
+        inputs = make_score_inputs(rng, **shape, dtype=dtype)
+        q, k_cache, length = inputs
+        run = jax.jit(functools.partial(RUNS[name], mode=mode))
+        scores = run(*inputs)
+        check_scores(scores, inputs, mode)
+        if mode == "softmax":
+            np.testing.assert_allclose(np.sum(scores, axis=1), length > 0, rtol=0, atol=1e-5)
+        for bad in (np.nan, np.inf):
+            np.testing.assert_array_equal(run(q, poison(k_cache, length, bad), length), scores)
+        if mode == "softmax":  # of more slots than these: what each query saw in all is given
+            totals = jnp.asarray(rng.uniform(4, 9, q.shape[:2]), scores.dtype)
+            found = run(*inputs, log_totals=totals)
+            expected = define_scores(*inputs, mode, log_totals=np.asarray(totals, float))
+            assert found.dtype == scores.dtype
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "dtype", "index"), CALLS)
+def test_values(name, dtype, index, mode, rng):
+    check(name, dtype, CASES[index][0], mode, rng)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("S", [1, 1023, 1024, 1025, 2500])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_default_blocks(mode, S, dtype, rng):
-    """The public function."""
-    for length in [(S, S // 2), (0, S), (1, 0)]:
-        inputs = make_score_inputs(rng, S=S, length=length, dtype=dtype)
-        check_scores(run_public(*inputs, mode=mode), inputs, mode)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_few_slots(name, mode, rng):
+    """Of the above, what is tested also where the kernels are known."""
+    check(name, "float32", dict(G=3, H=16, length=(40, 17)), mode, rng)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("G", [1, 4, 5, 7, 8])
-@pytest.mark.parametrize("shape", [dict(K=1), dict(K=5, H=80), dict(H=1)])
-def test_groups_and_other_shapes(mode, G, shape, blockwise, rng):
-    inputs = make_score_inputs(rng, G=G, **shape)
-    check_scores(blockwise(*inputs, mode=mode), inputs, mode)
-    check_scores(run_reference(*inputs, mode=mode), inputs, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("length", [(40,), (3, 40, 17), (0, 40, 16, 1)])
-def test_batches_of_different_lengths(mode, length, blockwise, rng):
-    """And each row alone gives what it gives in the batch."""
-    inputs = make_score_inputs(rng, G=4, length=length)
-    together = blockwise(*inputs, mode=mode)
-    check_scores(together, inputs, mode)
-    for b in range(len(length)):
-        alone = tuple(array[b : b + 1] for array in inputs)
-        np.testing.assert_allclose(blockwise(*alone, mode=mode)[0], together[b], atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("length", [(0, 5), (16, 40), (17, 1)])
-def test_nothing_beyond_the_length_is_read(mode, poison, length, blockwise, rng):
-    q, k_cache, length = make_score_inputs(rng, G=2, length=length)
-    beyond = (np.arange(40) >= length[:, None])[:, None, :, None]
-    poisoned = jnp.where(beyond, poison, k_cache)
-    for score in (blockwise, run_reference, run_public):
-        clean = score(q, k_cache, length, mode=mode)
-        np.testing.assert_array_equal(score(q, poisoned, length, mode=mode), clean)
-
-
-def test_probabilities_sum_to_one(rng):
-    """Over the committed slots; a row without any has none."""
-    inputs = make_score_inputs(rng, S=2500, G=5, length=(2500, 1025, 1, 0))
-    sums = np.asarray(jnp.sum(run_public(*inputs, mode="softmax"), axis=1))
-    np.testing.assert_allclose(sums, [1, 1, 1, 0], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("G", [1, 3])
-def test_weights_among_more_than_these_slots(G, dtype, blockwise, rng):
-    """What a query head saw in all is given; the weights are parts of that."""
-    with jax.enable_x64(dtype == "float64"):
-        inputs = make_score_inputs(rng, G=G, length=(40, 0, 17), dtype=dtype)
-        wide = accumulation_dtype(inputs[0].dtype)
-        totals = jnp.asarray(rng.uniform(4, 9, inputs[0].shape[:2]), wide)
-        expected = define_scores(*inputs, "softmax", log_totals=np.asarray(totals, float))
-        for score in (functools.partial(cache_scores, implementation="xla"), cache_scores):
-            out = score(*inputs, "softmax", log_totals=totals)
-            assert out.dtype == wide
-            np.testing.assert_allclose(out, expected, rtol=1e-5, atol=0)
-        out = reference.cache_scores(*inputs, "softmax", log_totals=totals)
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "mode", "message"),
-    [
-        ((2, 2), "float32", "dot", "mode='dot' is not valid with log_totals: 'softmax'"),
-        ((2, 3), "float32", "softmax", r"log_totals of shape \(2, 3\).* not valid: \(2, 2\)"),
-        ((2, 2), "bfloat16", "softmax", "type bfloat16 is not valid: .* of float32"),
-    ],
-)
-def test_totals_that_do_not_fit_are_refused(shape, dtype, mode, message, rng):
-    with pytest.raises(ValueError, match=message):
-        cache_scores(*make_score_inputs(rng), mode, log_totals=jnp.zeros(shape, dtype))
-
-
-def test_implementations_give_probabilities_for_each_kv_head(blockwise, rng):
+@pytest.mark.kernels
+@pytest.mark.parametrize("module", [xla, triton])
+def test_implementations_give_probabilities_for_each_kv_head(module, rng):
     """Summed over its queries: the public function adds the kv heads and divides."""
     inputs = make_score_inputs(rng, K=3, G=4, length=(40, 0, 17))
-    shares = np.asarray(xla.cache_scores(*inputs, mode="softmax"))
+    options = {}
+    if module is triton:
+        options = dict(blocks=triton.Blocks(16, parts=5, warps=4, stages=2), interpret=True)
+    shares = np.asarray(module.cache_scores(*inputs, mode="softmax", **options))
     assert shares.shape == (3, 3, 40)
     np.testing.assert_allclose(shares, define_scores(*inputs, "shares"), rtol=0, atol=1e-5)
 
 
-def test_extreme_scores(blockwise, rng):
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", RUNS)
+def test_extreme_scores(name, rng):
     """Probabilities where the running maximum jumps from block to block, and nothing overflows."""
     q, k_cache, length = make_score_inputs(rng, G=4, length=(40, 23))
     ramp = jnp.linspace(-30, 30, 40)[:, None] * jnp.ones((1, 8))
     inputs = (jnp.abs(q) * 8, k_cache + ramp[None, None], length)
-    shares = blockwise(*inputs, mode="softmax")
+    shares = jax.jit(functools.partial(RUNS[name], mode="softmax"))(*inputs)
     np.testing.assert_allclose(shares, define_scores(*inputs, "softmax"), rtol=0, atol=2e-3)
     np.testing.assert_allclose(np.sum(shares, axis=1), 1, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_twice_the_same_bits(mode, rng):
-    inputs = make_score_inputs(rng, S=2500, G=4, length=(2500, 1023))
-    first, second = (np.asarray(run_public(*inputs, mode=mode)) for _ in range(2))
-    np.testing.assert_array_equal(first, second)
 
 
 def test_products_are_the_default(rng):
@@ -185,7 +148,7 @@ WRONG_SHAPES = [
 @pytest.mark.parametrize("index, shape, message", WRONG_SHAPES)
 def test_wrong_shapes_are_refused_with_the_shapes(index, shape, message, rng):
     inputs = list(make_score_inputs(rng, G=2))
-    inputs[index] = jnp.zeros(shape, inputs[index].dtype)
+    inputs[index] = np.zeros(shape, inputs[index].dtype)
     with pytest.raises(ValueError, match=message) as caught:
         cache_scores(*inputs)
     assert "q_last [B, N, H], k_cache [B, K, S, H], length [B]" in str(caught.value)
@@ -208,6 +171,19 @@ def test_wrong_types_are_refused(index, dtype, message, rng):
     inputs[index] = jnp.asarray(inputs[index], dtype)
     with pytest.raises(ValueError, match=message):
         cache_scores(*inputs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mode", "message"),
+    [
+        ((2, 2), "float32", "dot", "mode='dot' is not valid with log_totals: 'softmax'"),
+        ((2, 3), "float32", "softmax", r"log_totals of shape \(2, 3\).* not valid: \(2, 2\)"),
+        ((2, 2), "bfloat16", "softmax", "type bfloat16 is not valid: .* of float32"),
+    ],
+)
+def test_totals_that_do_not_fit_are_refused(shape, dtype, mode, message, rng):
+    with pytest.raises(ValueError, match=message):
+        cache_scores(*make_score_inputs(rng), mode, log_totals=jnp.zeros(shape, dtype))
 
 
 @pytest.mark.parametrize("length", [(40, 41), (-1, 3)])

@@ -89,15 +89,27 @@ def test_prompts_are_those_of_transformers(name, tmp_path):
             chat, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         assert chat_prompt(model, chat).tolist() == theirs
-        ours = tsjax.generate(model, messages=chat, max_new_tokens=3, **SIZES)
-        alone = tsjax.generate(model, theirs, max_new_tokens=3, **SIZES)
-        assert ours.tokens[0].tolist() == alone.tokens[0].tolist()
+    ours = tsjax.generate(model, messages=chat, max_new_tokens=3, **SIZES)
+    alone = tsjax.generate(model, theirs, max_new_tokens=3, **SIZES)
+    assert ours.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
 def test_options_reach_the_template(tmp_path):
     model = with_template(tmp_path, QWEN_3)
     usual, without = (chat_prompt(model, [USER], **how) for how in ({}, {"enable_thinking": False}))
     assert len(without) > len(usual) and without[:20].tolist() == usual[:20].tolist()
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{% for i in range(340) %}{{ 'a' * 100000 }}{% endfor %}", "it writes 34000000 char"),
+        ("{% for i in range(100001) %}a{% endfor %}", "Range too big"),
+    ],
+)
+def test_what_a_template_writes_has_bounds(template, why, tmp_path):
+    with pytest.raises(ValueError, match=f"messages is not valid for the chat template .*{why}"):
+        chat_prompt(with_template(tmp_path, template), [USER])
 
 
 def test_an_answer_that_is_begun_is_continued(chatty):
@@ -156,8 +168,11 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path):
         tsjax.generate(model, messages=[USER])
 
 
-def test_a_model_without_a_template_says_so(tmp_path):
+def test_a_model_without_a_template_says_so(tmp_path, capsys, monkeypatch):
     model = with_template(tmp_path, None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
+    assert main(["chat", model.path]) == 2
+    assert "has no chat template" in capsys.readouterr().err
     with pytest.raises(ValueError, match="has no chat template"):
         tsjax.generate(model, messages=[USER])
 
@@ -310,13 +325,6 @@ def test_ctrl_c_between_pieces_ends_the_answer_alone(chatty, capsys, monkeypatch
     assert main(argv) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(" [ended]") and second
-
-
-def test_chat_needs_a_template(tmp_path, capsys, monkeypatch):
-    model = with_template(tmp_path, None)
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
-    assert main(["chat", model.path]) == 2
-    assert "has no chat template" in capsys.readouterr().err
 
 
 def test_chat_tells_a_wrong_setting_before_the_model_is_read(capsys):

@@ -13,7 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import save_tokenizer, tiny_config, tiny_model
+from any_tree import AnyTree
+from helpers import TOKENS, save_tokenizer, tiny_config, tiny_model
 
 import tsjax
 from pallas_kernels import dispatch
@@ -98,8 +99,10 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(note)
 
 
-@pytest.mark.parametrize("method", ["autoregressive", tsjax.TokenSwift(draft_passes=2)])
-@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3], [4]]], ids=["one row", "two rows"])
+@pytest.mark.parametrize(
+    ("method", "prompt"),
+    [("autoregressive", [1, 2, 3]), (AnyTree(), [[1, 2, 3], [4]])], ids=["plain", "any_tree"],
+)  # fmt: skip
 def test_a_run_is_three_programs(compiled, method, prompt):
     model = tiny_model(vocab_size=67)
     compiled.clear()  # those of the weights
@@ -108,19 +111,57 @@ def test_a_run_is_three_programs(compiled, method, prompt):
     rows = len(prompt) if isinstance(prompt[0], list) else 1
     changes = [{"seed": 5}, {"eos_token_id": 3}, {"max_new_tokens": 300}]
 
-    def run(**settings):
-        other = [[7, 8, 9, 10, 11]] * rows
-        tsjax.generate(model, other, method=method, **{"max_new_tokens": 9, **settings})
+    def run(length=5, **settings):
+        other = [[*range(length)]] * rows
+        how = {"method": method, "max_new_tokens": 9, **settings}
+        tsjax.generate(model, other, **how)
+        list(tsjax.stream(model, other, **how))
 
     for change in changes:
         run(**change)
+    for length in (2, 16, 17):  # up to 16 committed tokens is one bucket
+        run(length)
     assert compiled == ["begin", "read_part", "decode"], "and no other call makes one"
     # Which processors are on is compiled in, what they are set to is not.
     sampling = {"do_sample": True, "temperature": 0.5, "top_p": 0.9, "repetition_penalty": 1.2}
     others = {"temperature": 1.0, "top_p": 0.8, "repetition_penalty": 1.1, "repetition_window": 3}
-    for change in ({}, {"seed": 5}, {"eos_token_id": 3}, {"max_new_tokens": 300}, others):
+    for change in ({}, *changes, others):
         run(**{**sampling, **change})
     assert compiled == ["begin", "read_part", "decode", "begin", "decode"]
+    # A prompt of another bucket makes one more prefill.
+    for length in (18, 25, 33):
+        run(length)
+    assert compiled.count("read_part") == 2 and compiled.count("decode") == 2
+
+
+def test_methods_share_the_programs_of_the_prefill(compiled):
+    """As do lazy prefills that part only when tokens come back."""
+    model, prompt = tiny_model(vocab_size=67), list(range(20))
+    compiled.clear()
+    for method in (None, AnyTree()):
+        tsjax.generate(model, prompt, max_new_tokens=8, method=method)
+    assert (compiled.count("decode"), compiled.count("read_part")) == (2, 1)
+    compiled.clear()
+    for revive in ("on_demand", "never"):
+        lazy = tsjax.LazyPrefill(keep={1: 0.5}, revive=revive)
+        tsjax.generate(model, prompt, max_new_tokens=8, prefill=lazy)
+    assert (compiled.count("decode"), compiled.count("read_part")) == (2, 2)
+
+
+def test_rows_that_the_host_ends_compile_nothing(compiled, tmp_path):
+    """Stop strings and resumed runs put flags into the state; its type must stay the same."""
+    model = tiny_model(vocab_size=len(TOKENS), path=save_tokenizer(tmp_path / "tokenizer"))
+    prompts, path = [[5], [6, 7]], tmp_path / "run.json"
+    settings = dict(eos_token_id=(), save_to=path)
+    text = tsjax.generate(model, prompts, max_new_tokens=14, **settings).text
+    stop = text[0][:3]
+    assert stop not in text[1]
+    compiled.clear()
+    part = tsjax.generate(model, prompts, max_new_tokens=14, stop_strings=stop, **settings)
+    result = tsjax.generate(model, resume_from=path, max_new_tokens=60)
+    assert part.finish_reason == ["stop_string", "length"]
+    assert len(result.tokens[0]) == len(part.tokens[0]) and len(result.tokens[1]) > 14
+    assert "decode" not in compiled and "read_part" not in compiled
 
 
 def test_weights_that_are_bound_to_a_device_make_no_more_programs(compiled):
@@ -181,6 +222,7 @@ def programs_in(folder):
     return {str(path) for path in Path(folder).rglob("*-cache")}
 
 
+@pytest.mark.wide
 def test_the_command_line_keeps_programs(checkpoint, tmp_path):
     command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2"]
     cache = {"XDG_CACHE_HOME": str(tmp_path / "home")}
@@ -238,12 +280,13 @@ def test_while_a_process_keeps_a_program_none_is_removed(tmp_path):
 
 WHERE = """
 import jax, sys
-from tsjax.__main__ import _keep_programs, _parser
+from tsjax.__main__ import _parser
+from tsjax.commands.arguments import keep_programs_as_asked
 from tsjax.host.compilation import keep_programs
 if sys.argv[1:] == ["library"]:
     keep_programs()
 else:
-    _keep_programs(_parser().parse_args(["demo", *sys.argv[1:]]))
+    keep_programs_as_asked(_parser().parse_args(["demo", *sys.argv[1:]]))
 print(jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_cache)
 """
 
@@ -259,6 +302,7 @@ def folder_after(*flags, **environment):
     return Path(folder) if enabled == "True" and folder != "None" else None
 
 
+@pytest.mark.wide
 def test_where_programs_are_kept(tmp_path):
     home, mine = tmp_path / "home", tmp_path / "mine"
     kept = home / "tsjax" / "programs"
@@ -278,6 +322,7 @@ def test_where_programs_are_kept(tmp_path):
     assert folder_after(**own) == mine, "the user has said where"
 
 
+@pytest.mark.wide
 def test_a_cache_that_cannot_be_written_is_one_line_on_stderr(checkpoint):
     command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2"]
     done = run_command(*command, TSJAX_CACHE="/dev/null/mine")
@@ -341,6 +386,7 @@ print(float(run(q, k)[..., :40].sum()), float(norm(q).sum()))
 """
 
 
+@pytest.mark.wide
 def test_programs_of_a_mesh_are_found_again(tmp_path):
     """But not for another kernel, or other settings of one: jax's key knows only their shapes."""
     env = {k: v for k, v in os.environ.items() if k != "JAX_ENABLE_COMPILATION_CACHE"}

@@ -38,28 +38,20 @@ def test_self_information_keeps_what_the_model_did_not_expect(model):
     np.testing.assert_array_equal(found, PROMPT[kept])
 
 
-def test_all_of_a_prompt_is_the_prompt(model):
-    for by in ("attention", "self_information"):
-        np.testing.assert_array_equal(tsjax.compress_prompt(model, PROMPT, 1.0, by=by), PROMPT)
-
-
-@pytest.mark.parametrize("length", [1, 2, 64, 65, 600])
-def test_prompts_of_any_length(model, length):
-    prompt = np.resize(PROMPT, length)
-    for by in ("attention", "self_information"):
-        found = tsjax.compress_prompt(model, prompt, 0.5, by=by)
-        assert len(found) == -(-length // 2) and found[-1] == prompt[-1]
-
-
-def test_prompts_of_about_a_length_share_their_programs(model):
+def test_prompts_of_any_length_and_those_of_about_a_length_share_their_programs(model):
     of_run = programs_of(model)
     programs = of_run.read_part, of_run.finish_part, compression._information
 
     def compressed(length):
+        prompt = np.resize(PROMPT, length)
         for by in ("attention", "self_information"):
-            tsjax.compress_prompt(model, np.resize(PROMPT, length), 0.5, by=by)
+            found = tsjax.compress_prompt(model, prompt, 0.5, by=by)
+            assert len(found) == -(-length // 2) and found[-1] == prompt[-1]
+            whole = tsjax.compress_prompt(model, prompt, 1.0, by=by)
+            np.testing.assert_array_equal(whole, prompt)
         return [program._cache_size() for program in programs]
 
+    assert compressed(1) == compressed(2) == compressed(64)
     assert compressed(65) == compressed(99) == compressed(128)
 
 

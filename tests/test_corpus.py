@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tsjax.files.tokenizer import load_tokenizer
-from tsjax.training.corpus import Order, predictions_from_counts, read_corpus
+from tsjax.training.corpus import Order, predictions_from_counts, read_training_corpus
 
 VOCAB = len(helpers.TOKENS)
 WORDS = "the cat sat on the train and the rain ran in the lane".replace("c", "h")
@@ -21,7 +21,9 @@ def tokenizer(tmp_path_factory):
 
 def read(data, *, length=8, tokenizer=None, **options):
     options = {"vocab_size": VOCAB, **options}
-    return read_corpus(data, sequence_length=length, tokenizer=lambda: tokenizer, **options)
+    return read_training_corpus(
+        data, sequence_length=length, tokenizer=lambda: tokenizer, **options
+    )
 
 
 def text(seed: int, words: int) -> str:
@@ -44,7 +46,7 @@ def books(tmp_path):
     return folder
 
 
-def test_the_first_tokens_of_each_text_in_sorted_order(books, tokenizer):
+def test_the_first_tokens_of_each_text_in_sorted_order(books, tokenizer, tmp_path):
     corpus = read(books, tokenizer=tokenizer)
     names = ["a.txt", "b/one.txt", "b/deep/two.text"]
     assert corpus.names == tuple(str(books / name) for name in names)
@@ -52,7 +54,11 @@ def test_the_first_tokens_of_each_text_in_sorted_order(books, tokenizer):
     wanted = [tokenizer.encode((books / name).read_text())[:8] for name in names]
     np.testing.assert_array_equal(corpus.sequences(range(3)), wanted)
     assert corpus.sequences([2, 0]).tolist() == [wanted[2], wanted[0]]
-    # Named twice is read once.
+    # Of a long text, they are those of the whole; what is named twice is read once.
+    (tmp_path / "long.txt").write_text(text(1, 3000))
+    long = read(tmp_path / "long.txt", length=50, tokenizer=tokenizer)
+    ids = tokenizer.encode((tmp_path / "long.txt").read_text())
+    assert long.sequences([0])[0].tolist() == ids[:50]
     again = read([str(books / "a.txt"), books], tokenizer=tokenizer)
     assert again.names == corpus.names and again.fingerprint == corpus.fingerprint
 
@@ -64,13 +70,6 @@ def test_whole_books(books, tokenizer):
     assert count > 2 and len(corpus) > 3 * 2
     wanted = np.reshape(ids[: count * 8], (count, 8))
     np.testing.assert_array_equal(corpus.sequences(range(count)), wanted)
-
-
-def test_the_start_of_a_long_text_has_the_tokens_of_the_whole(tmp_path, tokenizer):
-    file = tmp_path / "long.txt"
-    file.write_text(text(1, 3000))
-    corpus = read(file, length=50, tokenizer=tokenizer)
-    assert corpus.sequences([0])[0].tolist() == tokenizer.encode(file.read_text())[:50]
 
 
 def test_files_of_token_ids(tmp_path):

@@ -100,7 +100,7 @@ def test_forward_is_the_written_out_transformer(changes, rng):
     np.testing.assert_allclose(tsjax.forward(model, tokens), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize(("length", "width"), [(1, 8), (21, 8), (21, 1)])
+@pytest.mark.parametrize(("length", "width"), [(21, 8), (21, 1)])
 def test_forward_does_not_depend_on_the_width_of_its_passes(model, length, width, rng):
     tokens = rng.integers(0, VOCAB, (1, length))
     parts = programs("cpu", "float32").logits(model.params, tokens, cfg=model.cfg, width=width)
@@ -162,17 +162,12 @@ def test_decode_is_decode_step_repeated(model):
     chex.assert_trees_all_close(specified(state), specified(looped), atol=1e-5)
 
 
-@pytest.mark.parametrize("width", [1, 3, 64])
+@pytest.mark.parametrize("width", [3, 64])
 def test_prefill_width_changes_nothing(model, width):
     cfg = tsjax.DecodeConfig(model=model.cfg)
     expected = specified(prefill(model.params, fresh_state(model), cfg=cfg))
     actual = specified(prefill(model.params, fresh_state(model), cfg=cfg, width=width))
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
-
-
-def test_init_state_refuses_a_capacity_below_the_prompt(model):
-    with pytest.raises(ValueError, match="capacity=4 is not valid: at least the 5"):
-        fresh_state(model, capacity=4)
 
 
 # --- the end of rows ---------------------------------------------------------------------------
@@ -190,13 +185,9 @@ def test_rows_end_on_their_own_and_then_do_not_change():
     assert np.asarray(late.stats.steps).tolist() == [3, 3, 23]
     for index in (0, 1):
         chex.assert_trees_all_equal(row(late, index), row(early, index))
-
-
-def test_decode_returns_when_every_row_has_ended(model):
-    state = run(model, fresh_state(model, max_new_tokens=3), 10**6)
-    assert np.asarray(state.stats.steps).tolist() == [3, 3]
-    again = decode(model.params, state, 10, cfg=tsjax.DecodeConfig(model=model.cfg))
-    chex.assert_trees_all_equal(specified(again), specified(state))
+    # With no row left, it returns at once.
+    ended = run(model, state.replace(max_length=jnp.asarray([7, 4, 5])), 10**6)
+    assert np.asarray(ended.stats.steps).tolist() == [3, 3, 3]
 
 
 def test_a_prefill_chunk_that_would_leave_the_buffers_begins_earlier(model):
@@ -247,7 +238,7 @@ def test_a_row_ends_where_its_buffers_end(model):
 # --- what lies beyond the length, and what a program costs --------------------------------------
 
 
-@pytest.mark.parametrize("garbage", [np.nan, np.inf, -1e30])
+@pytest.mark.parametrize("garbage", [np.nan, -1e30])
 def test_slots_beyond_the_length_are_never_read(model, garbage):
     capacity = 1300
     cfg = tsjax.DecodeConfig(model=model.cfg)
@@ -284,8 +275,15 @@ def compiled(model, program: str, *, batch: int, capacity: int):
     return PROGRAMS[program](run, model.params, state, cfg).compile()
 
 
-@pytest.mark.parametrize(("batch", "dtype"), [(1, "float32"), (3, "float32"), (1, "bfloat16")])
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("program", "batch", "dtype"),
+    [
+        ("decode", 3, "float32"),
+        ("decode", 1, "bfloat16"),
+        ("prefill", 1, "float32"),
+        pytest.param("prefill", 3, "bfloat16", marks=pytest.mark.wide),
+    ],
+)
 def test_no_step_copies_the_cache(program, batch, dtype):
     # A block is a fixed amount of scratch memory; the cache has to be large beside it.
     model, capacity = tiny_model(dtype=dtype), 262144 if dtype == "float32" else 524288

@@ -38,21 +38,22 @@ def read():
 
 @functools.cache
 def watched(row: int):
-    """Of each layer and query head of a row: the products q.k, and the attention."""
+    """Of each layer and query head of a row: the last query, the products q.k, the attention."""
     model, tokens, _ = read()
-    products, attention = {}, {}
+    queries, products, attention = {}, {}, {}
 
     def watch(layer, head, q, k, weights):
+        queries[layer, head] = q[-1]
         products[layer, head], attention[layer, head] = q @ k.T, weights
 
     oracle_hidden(model, tokens[row, : LENGTHS[row]].tolist(), watch)
-    return products, attention
+    return queries, products, attention
 
 
 def expected(rule: str, row: int, layer: int, kv_head: int) -> np.ndarray:
     """The scores of a row's committed tokens, one by one."""
     model, _, _ = read()
-    products, attention = watched(row)
+    _, products, attention = watched(row)
     length, heads = LENGTHS[row], range(kv_head * 2, kv_head * 2 + 2)
     assert model.cfg.group_size == 2
     importance = np.sum([products[layer, head][-1] for head in heads], axis=0)
@@ -74,20 +75,12 @@ def expected(rule: str, row: int, layer: int, kv_head: int) -> np.ndarray:
 @pytest.mark.parametrize("rule", RULES)
 def test_scores(rule):
     model, _, state = read()
-    queries = []
-    for layer in range(model.cfg.num_layers):
-        found = np.zeros((len(LENGTHS), 2, model.cfg.head_dim))
-        for row in range(len(LENGTHS)):
-            _, tokens, _ = read()
-
-            def watch(index, head, q, k, weights, row=row, layer=layer, found=found):
-                if index == layer:
-                    found[row, head // 2] += q[-1]
-
-            oracle_hidden(model, tokens[row, : LENGTHS[row]].tolist(), watch)
-        queries.append(jnp.asarray(found, jnp.float32))
+    queries = np.zeros((model.cfg.num_layers, len(LENGTHS), 2, model.cfg.head_dim), np.float32)
+    for row in range(len(LENGTHS)):
+        for (layer, head), query in watched(row)[0].items():
+            queries[layer, row, head // 2] += query
     scores = jax.jit(functools.partial(scores_by, rule, model.cfg))(
-        model.params, state.kv, tuple(queries), state.tokens
+        model.params, state.kv, tuple(map(jnp.asarray, queries)), state.tokens
     )
     for layer, row, head in np.ndindex(model.cfg.num_layers, len(LENGTHS), 2):
         found = np.asarray(scores[layer][row, head])
@@ -113,8 +106,8 @@ M, SINKS, MAX_ROWS, S = 12, 2, 3, 64
 ONE = tiny_config(num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2)
 
 
-@functools.partial(jax.jit, static_argnames=("once",))
-def refresh(draft, length, once=True):
+@jax.jit
+def refresh(draft, length):
     """Keys and values say their position; the later a token, the less it is worth."""
     positions = jnp.broadcast_to(
         jnp.arange(S, dtype=jnp.float32)[None, None, :, None], (1, 1, S, 2)
@@ -126,12 +119,12 @@ def refresh(draft, length, once=True):
         return (jnp.where(scores >= 0, -scores, -jnp.inf),)
 
     return refresh_draft_cache(
-        draft, kv, num_sinks=SINKS, max_rows=MAX_ROWS, once=once, score=score, asks=length
+        draft, kv, num_sinks=SINKS, max_rows=MAX_ROWS, once=True, score=score, asks=length
     )
 
 
 @hypothesis.given(st.integers(0, 30), st.lists(st.integers(0, MAX_ROWS), max_size=20))
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=20)
 def test_a_cache_that_is_chosen_once_keeps_the_newest(prompt, steps):
     """The sinks stay; the newest tokens are there, as many as fit behind the sinks; nothing is
     there twice."""
@@ -150,17 +143,6 @@ def test_a_cache_that_is_chosen_once_keeps_the_newest(prompt, steps):
             # Before the end of the slots is reached, up to MAX_ROWS - 1 slots stay as they were.
             newest = min(length - chosen_at, M - SINKS - MAX_ROWS + 1)
             assert set(held) >= set(range(length - newest, length))
-
-
-def test_a_cache_that_is_chosen_again_is_not_one_that_is_chosen_once():
-    caches = {}
-    for once in (False, True):
-        draft = init_draft_cache(ONE, 1, M)
-        for length in (20, *range(21, 41)):
-            draft = refresh(draft, jnp.asarray([length], jnp.int32), once=once)
-        caches[once] = set(np.asarray(draft.v[0][0, 0, :, 0]).astype(int).tolist())
-    assert caches[True] == {0, 1, *range(30, 40)}
-    assert caches[False] != caches[True] and min(caches[False] - {0, 1}) < 20
 
 
 @pytest.mark.parametrize("rule", RULES)

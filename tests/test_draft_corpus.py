@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import save_tokenizer, tiny_model
+from helpers import SIZES, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.methods import corpus
@@ -23,7 +23,7 @@ COSTS = tsjax.Costs(
     passes=((1, LINE), (16, tsjax.Line(2.0))), heads=0.0, choice=LINE, suffix=tsjax.Line(0.0),
     ngrams=0.0, overhead=0.0, origin="measured",
 )  # fmt: skip
-SETTINGS = dict(max_new_tokens=60, do_sample=True, temperature=1.5, seed=3)
+SETTINGS = dict(max_new_tokens=60, do_sample=True, temperature=1.5, seed=3, **SIZES)
 PROMPT = [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -33,7 +33,7 @@ rows = st.lists(st.lists(st.integers(0, 3), max_size=40), min_size=1, max_size=4
 
 
 @hypothesis.given(rows, st.lists(st.integers(0, 3), min_size=1, max_size=12))
-@hypothesis.settings(max_examples=100, deadline=None)
+@hypothesis.settings(max_examples=40, deadline=None)
 def test_places_are_those_of_a_search(rows, text):
     """Of each order the latest WAYS places are found, unless two matches share a bucket; what is
     found is as long as the definition says, and so is what followed."""
@@ -123,7 +123,7 @@ def test_the_same_prompt_again_takes_a_quarter_of_the_steps(plain, repeated):
     assert alone.stats.method.corpus is False and found.stats.method.corpus is True
 
 
-def test_auto_reads_it_too_in_batches_and_streams(plain, repeated):
+def test_auto_reads_it_too_in_batches(plain, repeated):
     batch = [PROMPT, [9, 8], PROMPT]
     settings = {**SETTINGS, "seed": (3, 5, 4)}
     expected = tsjax.generate(MODEL, batch, **settings)
@@ -132,14 +132,10 @@ def test_auto_reads_it_too_in_batches_and_streams(plain, repeated):
     for one, other in zip(found.tokens, expected.tokens, strict=True):
         assert one.tolist() == other.tolist()
     assert found.stats.accepted_by_source["corpus"] > 40
-    chunks = tsjax.stream(MODEL, PROMPT, method=auto, corpus=repeated, **SETTINGS)
-    tokens = [token for chunk in chunks for token in chunk.tokens[0].tolist()]
-    assert tokens == plain.tokens[0].tolist()
 
 
 def test_a_corpus_of_other_texts_changes_nothing(plain):
-    rng = np.random.default_rng(1)
-    other = Corpus([rng.integers(0, 61, 500) for _ in range(3)])
+    other = Corpus([np.random.default_rng(1).integers(0, 61, 500)])
     found = tsjax.generate(MODEL, PROMPT, method=METHOD, corpus=other, **SETTINGS)
     assert found.tokens[0].tolist() == plain.tokens[0].tolist()
 
@@ -147,12 +143,13 @@ def test_a_corpus_of_other_texts_changes_nothing(plain):
 def test_a_run_is_resumed_with_a_corpus_or_without(plain, repeated, tmp_path):
     file = tmp_path / "run.json"
     begun = {**SETTINGS, "max_new_tokens": 20}
-    tsjax.generate(MODEL, PROMPT, method="likely_tree", corpus=repeated, save_to=file, **begun)
+    tsjax.generate(MODEL, PROMPT, method=METHOD, corpus=repeated, save_to=file, **begun)
     for given in (None, repeated):
-        found = tsjax.generate(MODEL, resume_from=file, max_new_tokens=60, corpus=given)
+        found = tsjax.generate(MODEL, resume_from=file, max_new_tokens=60, corpus=given, **SIZES)
         assert found.tokens[0].tolist() == plain.tokens[0].tolist()
 
 
+@pytest.mark.wide
 def test_on_a_mesh(plain, repeated):
     model = tiny_model(mesh=jax.make_mesh((2,), ("model",)))
     found = tsjax.generate(model, PROMPT, method=METHOD, corpus=repeated, **SETTINGS)

@@ -53,6 +53,7 @@ def test_quickstart(run, tiny):
     assert plain == 1.0 and swift > 1.3
 
 
+@pytest.mark.wide
 def test_streaming(run):
     out = run("streaming.py")
     text, summary = out.rstrip("\n").rsplit("\n", 1)
@@ -65,6 +66,7 @@ def test_streaming(run):
     assert 0 <= int(drafted) < int(count) <= 100
 
 
+@pytest.mark.wide
 def test_batch(run):
     out = run("batch.py")
     assert "row 1 alone is row 1 of the batch: True" in out
@@ -74,6 +76,7 @@ def test_batch(run):
     )
 
 
+@pytest.mark.wide
 def test_same_tokens(run, tiny):
     out = run("same_tokens.py", tiny)
     found = re.findall(r"^(.*): (the same|OTHER) tokens$", out, re.M)
@@ -84,6 +87,7 @@ def test_same_tokens(run, tiny):
     assert re.fullmatch(r"killed after [1-9]\d+ tokens and resumed", killed)
 
 
+@pytest.mark.wide
 def test_inside_jit(run):
     out = run("inside_jit.py")
     (name, few, steps), (_, more, fewer_steps) = re.findall(r"(\w+): (\d+) tokens in (\d+)", out)
@@ -94,6 +98,7 @@ def test_inside_jit(run):
     assert plain.startswith("It was a dark") and drafted.startswith(plain)
 
 
+@pytest.mark.wide
 def test_lazy_llm(run, tmp_path):
     out = run("lazy_llm.py", make_tiny(tmp_path / "hf", num_hidden_layers=3))
     batches, demanded, never = (
@@ -106,6 +111,7 @@ def test_lazy_llm(run, tmp_path):
     assert "the same text with drafts: True" in out
 
 
+@pytest.mark.wide
 def test_train_heads(run, tmp_path):
     out = run("train_heads.py", "tsjax/small-english", str(tmp_path / "heads"))
     first, last = (

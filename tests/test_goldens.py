@@ -10,7 +10,7 @@ from safetensors.numpy import save_file
 
 import tsjax
 from tools import record_goldens
-from tsjax.decoding.processors import Text, first_last_seen
+from tsjax.decoding.processors import KnownText, first_last_seen
 from tsjax.decoding.sampling import process, sampling_values, warp
 
 
@@ -58,7 +58,7 @@ def apply_processors(settings, tokens, logits, prompt_length):
     values = sampling_values(config, config.eos_token_id or (), logits.shape[-1], logits.dtype)
     lengths = np.full((batch,), length, np.int32)
     last_seen = first_last_seen(tokens, lengths, logits.shape[-1])
-    text = Text(tokens, lengths, np.full((batch,), prompt_length, np.int32), last_seen)
+    text = KnownText(tokens, lengths, np.full((batch,), prompt_length, np.int32), last_seen)
     out = _process(logits[:, None], text, lengths[:, None], values)
     return np.asarray(_warp(out, values) if config.do_sample else out)[:, 0]
 

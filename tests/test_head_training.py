@@ -23,7 +23,7 @@ from tsjax.training.loss import (
     add_gradients,
     init_heads,
     learning_rates,
-    measure,
+    measure_heads,
     optimiser,
     update,
     zero_gradients,
@@ -31,14 +31,9 @@ from tsjax.training.loss import (
 
 LENGTH = 23
 SETTINGS = HeadTraining(
-    num_heads=3,
-    sequence_length=LENGTH,
-    steps=10,
-    warmup_steps=2,
-    batch_size=2,
-    micro_batch=2,
+    num_heads=3, sequence_length=LENGTH, steps=10, warmup_steps=2, batch_size=2, micro_batch=2,
     init_scale=0.3,
-)
+)  # fmt: skip
 
 
 def random_tokens(*shape, seed=1):
@@ -80,7 +75,7 @@ def model_of(tied: bool):
 
 
 run_add_gradients = jax.jit(add_gradients, static_argnames=("cfg", "chunk_tokens"))
-run_measure = jax.jit(measure, static_argnames=("cfg", "chunk_tokens"))
+run_measure = jax.jit(measure_heads, static_argnames=("cfg", "chunk_tokens"))
 run_model = jax.jit(hidden_states, static_argnames=("cfg", "width"))
 run_update = jax.jit(update, static_argnames="settings")
 
@@ -91,10 +86,8 @@ def gradients(model, heads, tokens, chunk_tokens=1024):
     return run_add_gradients(heads, model.params.model, hidden, tokens, total, **options)
 
 
-# Chunks: one, some that do not divide the length, one position each, less than one per row.
-@pytest.mark.parametrize(
-    ("tied", "chunk_tokens"), [(False, 1024), (True, 20), (False, 14), (True, 1)]
-)
+# Chunks: one, some that do not divide the length, less than a position of each row.
+@pytest.mark.parametrize(("tied", "chunk_tokens"), [(False, 1024), (True, 20), (False, 1)])
 def test_losses_and_hits_are_those_of_an_independent_computation(tied, chunk_tokens):
     model, tokens = model_of(tied), random_tokens(2, LENGTH)
     heads = random_heads(model)
@@ -123,7 +116,7 @@ def test_equal_logits_are_ranked_by_their_ids():
     np.testing.assert_array_equal(metrics.hits, wanted)
 
 
-@pytest.mark.parametrize(("tied", "chunk_tokens"), [(False, 1024), (True, 18)])
+@pytest.mark.parametrize(("tied", "chunk_tokens"), [(False, 1024), (True, 20)])
 def test_the_gradient_is_that_of_the_summed_mean_losses(tied, chunk_tokens):
     model, tokens = model_of(tied), random_tokens(2, LENGTH)
     heads = random_heads(model)
@@ -152,17 +145,17 @@ def test_the_gradient_is_that_of_the_summed_mean_losses(tied, chunk_tokens):
 def test_nothing_but_the_heads_has_a_gradient():
     model, tokens = model_of(True), random_tokens(2, LENGTH)
     heads = random_heads(model)
-    found = gradients(model, heads, tokens).gradient
-    assert jax.tree.structure(found) == jax.tree.structure(heads)
     hidden = run_model(model.params, tokens, cfg=model.cfg, width=16)
 
-    def heads_loss(weights):
-        metrics = measure(heads, weights, hidden, tokens, cfg=model.cfg, chunk_tokens=30)
+    @jax.jit
+    @jax.grad
+    def gradient(weights):
+        metrics = measure_heads(heads, weights, hidden, tokens, cfg=model.cfg, chunk_tokens=1024)
         return jnp.sum(metrics.loss[1:])
 
     # The unembedding is the only part of the model that a loss sees, and it counts as a constant.
-    for gradient in jax.tree.leaves(jax.grad(heads_loss)(model.params.model)):
-        assert not np.any(gradient)
+    for one in jax.tree.leaves(gradient(model.params.model)):
+        assert not np.any(one)
 
 
 def test_heads_of_a_bfloat16_model_are_kept_in_float32():

@@ -4,8 +4,6 @@
 import subprocess
 import sys
 
-import pytest
-
 HEAVY = (
     "torch",
     "transformers",
@@ -18,35 +16,28 @@ HEAVY = (
 )
 
 
-@pytest.mark.parametrize(
-    ("name", "unwanted"),
-    [("tsjax", HEAVY), ("pallas_kernels", HEAVY), ("tsjax_convert", ("torch",))],
-)
-def test_heavy_packages_stay_unloaded(name: str, unwanted: tuple[str, ...]) -> None:
-    code = f"import sys, {name}; print(*(m for m in {unwanted} if m in sys.modules))"
+def said(code: str) -> list[str]:
+    """The words that a fresh process prints."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == []
+    return done.stdout.split()
 
 
-def test_import_starts_no_backend() -> None:
-    # The caller sets platforms and device counts after the import, before the first array.
+def test_heavy_packages_stay_unloaded_and_no_backend_starts():
+    """The caller sets platforms and device counts after the import, before the first array."""
     code = (
-        "import jax, tsjax, pallas_kernels; jax.config.update('jax_num_cpu_devices', 3);"
-        "print(len(jax.devices('cpu')))"
+        f"import sys, tsjax, pallas_kernels; print(*(m for m in {HEAVY} if m in sys.modules));"
+        "import tsjax_convert; print('torch' in sys.modules);"
+        "import jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices('cpu')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["3"]
+    assert said(code) == ["False", "3"]
 
 
-def test_text_of_the_embedded_model_needs_no_heavy_package() -> None:
+def test_text_of_the_embedded_model_needs_no_heavy_package():
     code = (
         "import sys, tsjax; model = tsjax.load(tsjax.EMBEDDED);"
         "chunks = tsjax.stream(model, 'Once', max_new_tokens=1);"
         "assert isinstance(next(chunks).text[0], str);"
         f"print(*(m for m in {HEAVY} if m in sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["safetensors"]
+    assert said(code) == ["safetensors"]

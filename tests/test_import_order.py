@@ -9,7 +9,7 @@ end feed it small made-up packages, to know that it fails when it should.
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,8 +34,9 @@ ROWS = {
     "tsjax.training": 8,
     "tsjax": 9,
     "tsjax.demo": 9,
-    "tsjax.__main__": 9,
-    "tsjax_convert": 10,
+    "tsjax.commands": 10,
+    "tsjax.__main__": 11,
+    "tsjax_convert": 12,
 }
 FOLDERS = {
     "pallas_kernels": "pallas_kernels",
@@ -205,9 +206,7 @@ def violations(modules: list[Module]) -> list[str]:
                 wrong.append(f"{where}: this pair is forbidden")
             if other_room is None or other_room == room or (name, other_room) in ALLOWED:
                 continue
-            if ROWS[other_room] >= row and not (
-                room == "tsjax.__main__" and ROWS[other_room] == row
-            ):
+            if ROWS[other_room] >= row:
                 wrong.append(f"{where}: row {row} may not import from row {ROWS[other_room]}")
 
         if row in PURE_ROWS:
@@ -296,7 +295,7 @@ def test_checker_allows(sources: dict[str, str]) -> None:
         ({"tsjax.config": "def f():\n    from tsjax import model"}, "tsjax.config:2: .* row 2"),
         ({"tsjax.config": "from tsjax import load"}, "row 1 may not import from row 9"),
         ({"tsjax.decoding.step": "import tsjax.lazy"}, "row 3 may not import from row 5"),
-        ({"tsjax.decoding.step": "import tsjax_convert.tables"}, "row 3 .* row 10"),
+        ({"tsjax.decoding.step": "import tsjax_convert.tables"}, "row 3 .* row 12"),
         ({"tsjax.decoding.step": "import convert"}, "installed, it is tsjax_convert"),
         ({"tsjax.demo": "import tsjax"}, "row 9 may not import from row 9"),
         (
@@ -336,3 +335,107 @@ def test_checker_allows(sources: dict[str, str]) -> None:
 )
 def test_checker_refuses(sources: dict[str, str], message: str) -> None:
     assert re.search(message, check(sources))
+
+
+# --- budgets ----------------------------------------------------------------------------------
+
+MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
+# Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
+# the number by hand, and its commit says why. One that needs less lowers it.
+MOST_LINES_OF_FOLDER = {
+    "tsjax": 2_300,
+    "tsjax/decoding": 2_800,
+    "tsjax/files": 2_200,
+    "tsjax/host": 6_500,
+    "tsjax/lazy": 1_200,
+    "tsjax/methods": 4_300,
+    "tsjax/model": 1_400,
+    "tsjax/training": 1_300,
+    "pallas_kernels": 3_100,
+    "convert": 500,
+    "benchmarks": 9_500,
+    "tools": 5_100,
+    "tests": 30_200,
+    "examples": 400,
+}
+# What is longer, or has the name of something else, until it is split or named anew.
+TOO_LONG_YET = {
+    "tests/test_auto.py",
+    "tests/test_bad_input.py",
+    "tests/test_draft_cache.py",
+    "tests/test_generation.py",
+    "tests/test_kernels.py",
+    "tests/test_methods.py",
+    "tests/test_native.py",
+    "tests/test_sampling.py",
+    "tsjax/methods/likely_tree.py",
+}
+TWO_THINGS_YET = {"LONG_MATCH", "choose"}
+
+
+def sources_in(folder: str) -> dict[str, str]:
+    paths = (ROOT / folder).glob("*.py" if folder == "tsjax" else "**/*.py")
+    return {str(path.relative_to(ROOT)): path.read_text("utf-8") for path in paths}
+
+
+def sources_of(folders: Iterable[str]) -> dict[str, str]:
+    return {path: text for one in folders for path, text in sources_in(one).items()}
+
+
+def too_long(sources: dict[str, str]) -> set[str]:
+    """Files, and functions as FILE:NAME, that have more lines than they may."""
+    found = {path for path, source in sources.items() if source.count("\n") > MOST_LINES}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                if (node.end_lineno or 0) - node.lineno >= MOST_LINES_OF_FUNCTION:
+                    found.add(f"{path}:{node.name}")
+    return found
+
+
+def two_things(sources: dict[str, str]) -> set[str]:
+    """Names without an underscore that several modules define at their top."""
+    modules: dict[str, set[str]] = {}
+    for path, source in sources.items():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                modules.setdefault(node.name, set()).add(path)
+            targets = getattr(node, "targets", [getattr(node, "target", None)])
+            for name in (part for one in targets if one for part in ast.walk(one)):
+                if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                    modules.setdefault(name.id, set()).add(path)
+    return {name for name, found in modules.items() if len(found) > 1 and name[0] != "_"}
+
+
+def test_files_and_functions_are_short() -> None:
+    """Those named above are still longer: one that no longer is loses its place there."""
+    assert too_long(sources_of(MOST_LINES_OF_FOLDER)) == TOO_LONG_YET
+
+
+def test_one_name_is_one_thing() -> None:
+    rooms = [folder for folder in MOST_LINES_OF_FOLDER if folder.startswith("tsjax")]
+    assert two_things(sources_of(rooms)) == TWO_THINGS_YET
+
+
+@pytest.mark.parametrize("folder", MOST_LINES_OF_FOLDER)
+def test_no_folder_grows_unseen(folder: str) -> None:
+    lines = sum(text.count("\n") for text in sources_in(folder).values())
+    assert lines <= MOST_LINES_OF_FOLDER[folder], "raise it by hand, if there is a reason"
+
+
+def test_every_folder_has_a_budget() -> None:
+    counted = sources_of(MOST_LINES_OF_FOLDER)
+    for place in (*FOLDERS.values(), "benchmarks", "tools", "tests", "examples"):
+        for path in (ROOT / place).rglob("*.py"):
+            assert place == "configs" or str(path.relative_to(ROOT)) in counted, path
+
+
+def test_budgets_find_what_is_beyond_them() -> None:
+    short = "def f():\n" + "    x = 1\n" * (MOST_LINES_OF_FUNCTION - 1)
+    assert too_long({"a.py": short, "b.py": "\n" * MOST_LINES}) == set()
+    nested = "class C:\n    async def g(self):\n" + "        x = 1\n" * MOST_LINES_OF_FUNCTION
+    found = {"a.py": short + "    y = 1\n", "b.py": "\n" * (MOST_LINES + 1), "c.py": nested}
+    assert too_long(found) == {"a.py:f", "b.py", "c.py:g"}
+    one = "A, _B = 1, 2\nC: int = 3\nclass D:\n    E = 1\ndef f():\n    G = 1\nfrom a import H\n"
+    other = "def A(): ...\n_B = 2\nC = D = 1\nE = G = H = f = 1\n"
+    assert two_things({"a.py": one, "b.py": other}) == {"A", "C", "D", "f"}

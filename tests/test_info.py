@@ -14,7 +14,7 @@ from pallas_kernels.dispatch import Implementation, serving
 from pallas_kernels.operations import OPERATIONS, implementations
 from tsjax.__main__ import main
 from tsjax.host import info as info_module
-from tsjax.host.info import info, lines, memory_share
+from tsjax.host.info import info, info_lines, memory_share
 
 
 @pytest.fixture(autouse=True)
@@ -48,25 +48,21 @@ def test_kernels_that_are_not_there_are_not_named(state, monkeypatch):
         assert names == (("native", "xla") if has_native else ("xla",))
 
 
-def test_the_facts_of_this_machine(cache):
+def test_the_facts_of_this_machine(cache, no_kept_programs):
     found = info()
     assert found.versions["jax"] == jax.__version__ == metadata.version("jax")
     assert [device.name for device in found.devices] == [f"cpu:{n}" for n in range(4)]
     assert found.cores >= 1 and found.memory is not None and found.memory > 1e8
     assert found.trouble is None
     assert found.cache.path == str(cache) and found.cache.writable and not cache.exists()
-    assert found.programs is None, "conftest.py has jax keep none"
-
-
-def test_sizes_of_what_is_kept(cache):
     (cache / "programs" / "kind").mkdir(parents=True)
     (cache / "programs" / "kind" / "one").write_bytes(b"12345")
-    (cache / "programs" / "two").write_bytes(b"123")
     (cache / "table.json").write_bytes(b"{}")
-    assert info().cache.sizes == {"programs": 8, "table.json": 2}
+    assert info().cache.sizes == {"programs": 5, "table.json": 2}
+    assert found.programs is None
 
 
-def test_where_programs_are_kept(monkeypatch, cache, tmp_path):
+def test_where_programs_are_kept(no_kept_programs, cache, tmp_path):
     jax.config.update("jax_enable_compilation_cache", True)
     try:
         assert info().programs == str(cache / "programs")
@@ -88,7 +84,7 @@ def test_without_compiler_cache_and_device(monkeypatch):
     assert found.devices == () and found.operations == {}
     assert "Unable to initialize backend 'cuda': no library" in found.trouble
     assert found.cache.path is None and not found.cache.writable
-    text = "\n".join(lines(found))
+    text = "\n".join(info_lines(found))
     assert "failed: no compiler" in text
     assert "TSJAX_CACHE is empty" in text and "no library" in text
 
@@ -125,6 +121,10 @@ def row(text: list[str], label: str) -> str:
 
 
 def test_a_gpu(driver, monkeypatch):
+    h200 = fake_gpu(kind="NVIDIA H200")
+    monkeypatch.setattr(jax, "devices", lambda: [fake_gpu(), h200])
+    one, other = info().devices
+    assert one.tuned == other.tuned, "an H200 takes what was measured on an H100"
     monkeypatch.setattr(jax, "devices", lambda: [fake_gpu(), fake_gpu(number=1)])
     monkeypatch.setenv("XLA_FLAGS", "--xla_dump_to=dump")
     found = info()
@@ -134,7 +134,7 @@ def test_a_gpu(driver, monkeypatch):
     one = found.devices[0]
     assert (one.name, one.memory, one.capability) == ("gpu:0", 63_900_000_000, "9.0")
     assert one.tuned.keys() == {"tree_attention", "cache_scores"} and min(one.tuned.values()) > 1
-    text = lines(found)
+    text = info_lines(found)
     assert row(text, "device                gpu:0") == (
         ", NVIDIA H100 80GB HBM3, 63.9 GB, compute capability 9.0"
     )
@@ -149,13 +149,6 @@ def test_a_gpu(driver, monkeypatch):
     json.dumps(dataclasses.asdict(found))
 
 
-def test_an_h200_takes_what_was_measured_on_an_h100(driver, monkeypatch):
-    ours, theirs = fake_gpu(kind="NVIDIA H200"), fake_gpu()
-    monkeypatch.setattr(jax, "devices", lambda: [ours, theirs])
-    one, other = info().devices
-    assert one.tuned == other.tuned and one.tuned
-
-
 def test_a_gpu_that_nothing_was_measured_on(driver, monkeypatch):
     driver.unlink()
     gpu = fake_gpu(kind="NVIDIA A10G")
@@ -164,23 +157,20 @@ def test_a_gpu_that_nothing_was_measured_on(driver, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
     found = info()
     assert found.driver is None and found.devices[0].tuned == {} and found.memory_share is None
-    text = lines(found)
+    text = info_lines(found)
     assert row(text, "NVIDIA driver") == f"not found in {driver}"
     assert row(text, "measured block sizes").startswith("NVIDIA A10G: none")
     assert row(text, "share of its memory").startswith("no limit")
     assert row(text, "XLA_FLAGS") == "not set"
 
 
-def test_a_driver_without_a_gpu_in_jax(driver):
+def test_a_driver_without_a_gpu_in_jax_and_one_that_says_nothing(driver):
     found = info()
     assert found.driver == "580.82.07" and found.memory_share is None
-    assert "jax uses no GPU of it" in row(lines(found), "NVIDIA driver")
-
-
-@pytest.mark.parametrize("content", [b"", b"nothing like a version\n", b"\xff\xfe\n"])
-def test_a_driver_that_says_nothing(content, driver):
-    driver.write_bytes(content)
-    assert info().driver is None
+    assert "jax uses no GPU of it" in row(info_lines(found), "NVIDIA driver")
+    for content in (b"", b"nothing like a version\n", b"\xff\xfe\n"):
+        driver.write_bytes(content)
+        assert info().driver is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +191,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch):
     monkeypatch.setenv("TSJAX_CACHE", "/dev/null/cache")
     found = info()
     assert not found.cache.writable and found.cache.sizes == {}
-    assert any("/dev/null/cache, which cannot be written" in line for line in lines(found))
+    assert any("/dev/null/cache, which cannot be written" in line for line in info_lines(found))
 
 
 def test_the_command_prints_the_facts(capsys):
@@ -210,4 +200,4 @@ def test_the_command_prints_the_facts(capsys):
     assert document["versions"] == info().versions
     assert "xla" in document["operations"]["tree_attention"]
     assert main(["info"]) == 0
-    assert capsys.readouterr().out.splitlines() == lines(info())
+    assert capsys.readouterr().out.splitlines() == info_lines(info())

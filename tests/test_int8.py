@@ -3,14 +3,12 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_config, tiny_model
-from jax.sharding import Mesh
 
 import tsjax
 from tsjax.model import params as params_module
@@ -27,7 +25,7 @@ METHODS = {
     ),
     "verified state": tsjax.TokenSwift(tree=(2, 2), draft_from="verified_state", **INT8),
 }
-SIZES = dict(capacity=160, prefill_width=16, eos_token_id=())
+SIZES = dict(capacity=128, prefill_width=16, eos_token_id=())
 
 
 @functools.cache
@@ -105,20 +103,6 @@ def test_each_matrix_is_rounded_once():
     assert {inputs for _, inputs in seen} == {1, 2}
 
 
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("name", METHODS)
-def test_the_tokens_are_those_of_plain_decoding(name, sampled):
-    prompts = [[1, 2, 3, 4, 5, 1, 2], [7, 8]]
-    settings = dict(SIZES, max_new_tokens=40, seed=4)
-    if sampled:
-        settings |= dict(do_sample=True, temperature=0.8, min_p=0.05, repetition_penalty=1.1)
-    plain = tsjax.generate(model(), prompts, **settings)
-    result = tsjax.generate(model(), prompts, method=METHODS[name], **settings)
-    for row, expected in zip(result.tokens, plain.tokens, strict=True):
-        np.testing.assert_array_equal(row, expected)
-    assert result.stats.method == METHODS[name]
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_model_that_int8_holds_drafts_as_with_its_own_weights(name):
     """Step by step: the same drafts, and as many accepted."""
@@ -139,7 +123,7 @@ def test_a_model_that_int8_holds_drafts_as_with_its_own_weights(name):
 
 
 def test_passes_read_the_copy_and_verification_does_not():
-    """A copy of another model changes what is accepted, never a token."""
+    """A copy of another model changes what is accepted, never a token; none is left behind."""
     one, other = model(), tiny_model(seed=11, num_draft_heads=2)
     ask = functools.partial(
         tsjax.generate, prompt=[1, 2, 3], method=PASSES, max_new_tokens=60, **SIZES
@@ -148,10 +132,14 @@ def test_passes_read_the_copy_and_verification_does_not():
     wrong = tsjax.Model(one.params, cfg=one.cfg)
     copy = tsjax.with_int8_drafts(other.params, one.cfg).drafts
     wrong.__dict__["_with_int8"] = one.params.replace(drafts=copy)
-    misled = ask(wrong)
+    misled, theirs = ask(wrong), ask(other)
     np.testing.assert_array_equal(right.tokens[0], misled.tokens[0])
     assert sum(right.stats.accepted_lengths[1:]) > 0
     assert misled.stats.tokens_per_step < right.stats.tokens_per_step
+    # Weights that are given have a copy of their own.
+    given = ask(one.with_params(other.params))
+    np.testing.assert_array_equal(given.tokens[0], theirs.tokens[0])
+    assert given.stats.accepted_lengths == theirs.stats.accepted_lengths
 
 
 def test_the_copy_is_made_once_and_where_it_is_wanted(monkeypatch):
@@ -173,6 +161,17 @@ def test_the_copy_is_made_once_and_where_it_is_wanted(monkeypatch):
     assert one.params.drafts is None, "checkpoints and fingerprints know the model alone"
 
 
+def test_other_weights_have_a_copy_of_their_own():
+    one, other = model(), tiny_model(seed=11, num_draft_heads=2)
+    ask = functools.partial(
+        tsjax.generate, prompt=[1, 2, 3], method=PASSES, max_new_tokens=60, **SIZES
+    )
+    ask(one)
+    found = [ask(of_it).stats for of_it in (one.with_params(other.params), other)]
+    assert found[0].accepted_lengths == found[1].accepted_lengths
+    assert sum(found[1].accepted_lengths[1:]) > 5
+
+
 def test_a_model_that_has_a_copy_is_saved_and_counted_without_it(tmp_path):
     one = model()
     two = tsjax.Model(tsjax.with_int8_drafts(one.params, one.cfg), cfg=one.cfg)
@@ -182,16 +181,6 @@ def test_a_model_that_has_a_copy_is_saved_and_counted_without_it(tmp_path):
     read = tsjax.load(tmp_path / "saved").params
     assert read.drafts is None
     assert jax.tree.all(jax.tree.map(np.array_equal, read, one.params))
-
-
-def test_a_run_with_it_is_resumed(tmp_path):
-    one, file = model(), tmp_path / "run.npz"
-    ask = functools.partial(tsjax.generate, one, method=PASSES, **SIZES)
-    whole = ask([1, 2, 3], max_new_tokens=50, do_sample=True, seed=2)
-    ask([1, 2, 3], max_new_tokens=20, do_sample=True, seed=2, save_to=file)
-    resumed = tsjax.generate(one, resume_from=file, max_new_tokens=50)
-    assert resumed.stats.method == PASSES
-    np.testing.assert_array_equal(resumed.tokens[0], whole.tokens[0])
 
 
 def test_pure_functions_say_what_they_need():
@@ -212,11 +201,9 @@ def test_other_types_are_refused(wrong):
         tsjax.TokenSwift(draft_weights=wrong)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-def test_on_a_mesh(shape):
+def test_on_a_mesh():
     """Values lie as the weights do, scales as their outputs; the tokens stay the same."""
-    devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
-    mesh = Mesh(devices, ("data", "model"))
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
     cfg = tiny_config(num_draft_heads=2)
     params = tsjax.init_params(cfg, seed=3, mesh=mesh)
     drafts = tsjax.with_int8_drafts(params, cfg).drafts

@@ -7,14 +7,33 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 
+import numpy as np
 import pytest
-from helpers import tiny_model
+from helpers import TOKENS, RecordingStreamer, chain, chain_model, save_tokenizer, tiny_model
 
 import tsjax
+from tsjax.host import run
 from tsjax.host.interrupt import Interrupt
 
 BOTH = [signal.SIGINT, signal.SIGTERM]
+PROMPT = [1, 2, 3]
+RAGGED = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]
+SAMPLED = dict(do_sample=True, temperature=1.2, min_p=0.02, repetition_penalty=1.1, seed=7)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model()
+
+
+def tokens_of(result) -> list[list[int]]:
+    return [row.tolist() for row in result.tokens]
+
+
+def generate(model, prompt=PROMPT, **kwargs) -> list[list[int]]:
+    return tokens_of(tsjax.generate(model, prompt, **kwargs))
 
 
 @pytest.fixture
@@ -99,14 +118,6 @@ def test_the_first_signal_counts(handlers):
         interrupt.finish(None, "raise")
 
 
-def test_nothing_is_raised_without_a_signal_or_on_request(handlers):
-    interrupt = Interrupt()
-    interrupt.finish(None, "raise")
-    with interrupt:
-        os.kill(os.getpid(), signal.SIGINT)
-    interrupt.finish(None, "return")
-
-
 def test_the_earlier_handler_finds_the_run_on_disk(handlers, tmp_path):
     path, seen = tmp_path / "run.json", []
     signal.signal(signal.SIGTERM, lambda *_: seen.append(json.loads(path.read_text())["tokens"]))
@@ -121,6 +132,232 @@ def test_the_earlier_handler_finds_the_run_on_disk(handlers, tmp_path):
     with pytest.raises(tsjax.Interrupted) as raised:
         tsjax.generate(tiny_model(), [1, 2], save_to=path, streamer=Streamer())
     assert seen == [[row.tolist() for row in raised.value.result.tokens]]
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+MANY = 20_000
+
+
+def current_handlers():
+    return [signal.getsignal(number) for number in BOTH]
+
+
+def send(number: int, after: int):
+    """For a RecordingStreamer: sends this process a signal when this many tokens have come."""
+
+    def act(count: int):
+        if count == after:
+            os.kill(os.getpid(), number)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("number", "on_interrupt"), [(signal.SIGINT, "raise"), (signal.SIGTERM, "return")]
+)
+def test_a_signal_ends_the_run_with_what_there_is(model, number, on_interrupt):
+    before, streamer = current_handlers(), RecordingStreamer(send(number, after=5))
+    how = dict(max_new_tokens=MANY, streamer=streamer, on_interrupt=on_interrupt, **SAMPLED)
+    if on_interrupt == "raise":
+        result = interrupted(lambda: tsjax.generate(model, PROMPT, **how))
+    else:
+        result = tsjax.generate(model, PROMPT, **how)
+    assert result.finish_reason == ["interrupted"]
+    assert 5 <= len(result.tokens[0]) < MANY
+    assert streamer.ended and [streamer.tokens] == tokens_of(result)
+    assert current_handlers() == before
+    # It is a prefix of the whole run; the capacity is named to share the compiled program.
+    count = len(result.tokens[0])
+    assert tokens_of(result) == generate(model, max_new_tokens=count, capacity=32768, **SAMPLED)
+
+
+def interrupted(call) -> tsjax.GenerationResult:
+    with pytest.raises(tsjax.Interrupted) as raised:
+        call()
+    return raised.value.result
+
+
+class BeforeTheFirstToken(RecordingStreamer):
+    def put(self, value):  # the prompt is put before anything is computed
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_signal_before_the_first_step_gives_no_tokens(model, tmp_path):
+    settings = dict(max_new_tokens=30, streamer=BeforeTheFirstToken())
+    path = tmp_path / "run.json"
+    result = interrupted(lambda: tsjax.generate(model, PROMPT, save_to=path, **settings))
+    assert result.finish_reason == ["interrupted"] and tokens_of(result) == [[]]
+    assert result.stats.steps == (0,)
+    assert generate(model, None, resume_from=path) == generate(model, max_new_tokens=30)
+
+
+def test_a_signal_during_the_prefill_ends_it(model, monkeypatch):
+    """Also where the device is still compiling: the handler runs when it is done."""
+    real, passes = run.programs_of, []
+
+    def signalled(model):
+        def read_part(*args, **kwargs):
+            passes.append(args)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return real(model).read_part(*args, **kwargs)
+
+        return real(model)._replace(read_part=read_part)
+
+    monkeypatch.setattr(run, "programs_of", signalled)
+    result = interrupted(
+        lambda: tsjax.generate(model, PROMPT * 9, prefill_width=8, max_new_tokens=9)
+    )
+    assert len(passes) == 1 and result.finish_reason == ["interrupted"]
+    assert tokens_of(result) == [[]]
+
+
+def test_a_signal_in_the_last_chunk_ends_a_loop_of_runs(model):
+    """Nothing of this run is missing, but the next one must not begin."""
+    streamer = RecordingStreamer(send(signal.SIGTERM, after=25))
+    result = interrupted(
+        lambda: tsjax.generate(model, PROMPT, max_new_tokens=25, streamer=streamer)
+    )
+    assert result.finish_reason == ["length"] and tokens_of(result) == [streamer.tokens]
+
+
+def test_a_second_ctrl_c_and_an_error_in_a_streamer_restore_the_handlers(model):
+    before = current_handlers()
+
+    def twice(count: int):
+        if count == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def fail(count: int):
+        raise RuntimeError("from the streamer")
+
+    for act, error in ((twice, KeyboardInterrupt), (fail, RuntimeError)):
+        with pytest.raises(error):
+            streamer = RecordingStreamer(act)
+            tsjax.generate(model, PROMPT, max_new_tokens=MANY, streamer=streamer, **SAMPLED)
+        assert current_handlers() == before
+
+
+def test_outside_the_main_thread_signals_are_left_alone(model):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(generate(model, max_new_tokens=30)))
+    thread.start()
+    thread.join()
+    assert results == [generate(model, max_new_tokens=30)]
+
+
+@pytest.mark.parametrize("on_interrupt", ["raise", "return"])
+def test_a_stream_ends_with_the_chunk_that_was_interrupted(model, monkeypatch, on_interrupt):
+    expected, before = generate(model, max_new_tokens=30), current_handlers()
+    interrupt_chunk(monkeypatch, 3, steps=4)
+    stream = tsjax.stream(model, PROMPT, max_new_tokens=30, on_interrupt=on_interrupt)
+    chunks = []
+    for _ in range(3):
+        chunks.append(next(stream))
+        assert current_handlers() == before  # a signal between chunks is the caller's
+    assert [chunk.finish_reason for chunk in chunks] == [[None], [None], ["interrupted"]]
+    assert np.concatenate([chunk.tokens[0] for chunk in chunks]).tolist() == expected[0][:9]
+    if on_interrupt == "raise":
+        assert tokens_of(interrupted(lambda: next(stream))) == [expected[0][:9]]
+    assert list(stream) == []
+
+
+def interrupt_chunk(monkeypatch, number: int, steps: int):
+    """Chunks of `steps` steps after a first one of 1; Ctrl-C while the device works on one."""
+    real, calls = run.programs_of, []
+
+    def signalled(model):
+        def decode(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == number:
+                os.kill(os.getpid(), signal.SIGINT)
+            return real(model).decode(*args, **kwargs)
+
+        return real(model)._replace(decode=decode)
+
+    monkeypatch.setattr(run, "programs_of", signalled)
+    monkeypatch.setattr(run, "_next_chunk", lambda *_: steps)
+
+
+def test_a_stream_that_is_left_leaves_the_handlers(model):
+    before = current_handlers()
+    for _ in tsjax.stream(model, PROMPT, max_new_tokens=1000):
+        assert current_handlers() == before  # taken while a chunk runs, and given back
+        break
+    assert current_handlers() == before
+
+
+# --- what was interrupted goes on -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
+def test_an_interrupted_run_goes_on_with_the_same_tokens(model, settings, tmp_path, monkeypatch):
+    """A batch; row 0 has ended before the interrupt, row 2 (its twin, when sampled) has not."""
+    sampled = bool(settings)
+    settings = dict(settings, max_new_tokens=40, min_new_tokens=3)
+    settings["eos_token_id"] = generate(model, RAGGED, **settings)[0][4]
+    whole = tsjax.generate(model, RAGGED, **settings)
+    with monkeypatch.context() as patch:
+        interrupt_chunk(patch, 3, steps=6)
+        part = interrupted(
+            lambda: tsjax.generate(model, RAGGED, save_to=tmp_path / "run.json", **settings)
+        )
+    assert part.finish_reason[0] == "eos" and "interrupted" in part.finish_reason
+    assert part.finish_reason[2] == ("interrupted" if sampled else "eos")
+    for row, expected in zip(tokens_of(part), tokens_of(whole), strict=True):
+        assert row == expected[: len(row)]
+    resumed = tsjax.generate(model, resume_from=tmp_path / "run.json")
+    assert tokens_of(resumed) == tokens_of(whole)
+    assert resumed.finish_reason == whole.finish_reason
+    assert resumed.stats.prompt_tokens == whole.stats.prompt_tokens
+    assert resumed.stats.new_tokens == whole.stats.new_tokens
+    computed = sum(whole.stats.new_tokens) - sum(part.stats.new_tokens)
+    assert resumed.stats.computed_tokens == sum(resumed.stats.steps) == computed
+
+
+def test_a_stop_string_is_found_across_the_interrupt(tmp_path, monkeypatch):
+    words = [TOKENS[name] for name in ("<s>", "▁the", "▁a", "b", "c", "d")]
+    model = chain_model(chain(*words), vocab_size=len(TOKENS), path=save_tokenizer(tmp_path / "t"))
+    path = tmp_path / "run.json"
+    interrupt_chunk(monkeypatch, 3, steps=1)
+    settings = dict(max_new_tokens=9, stop_strings="abc")
+    part = interrupted(lambda: tsjax.generate(model, words[:1], save_to=path, **settings))
+    assert tokens_of(part) == [words[1:4]]
+    result = tsjax.generate(model, resume_from=path)
+    assert tokens_of(result) == [words[1:5]] and result.finish_reason == ["stop_string"]
+    assert result.text == "the abc"  # a single prompt stays one
+
+
+def test_a_killed_process_goes_on_from_its_last_save(model, tmp_path):
+    path = tmp_path / "run.json"
+    script = f"""
+        import os, signal
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", 4)
+        from helpers import RecordingStreamer, tiny_model
+        import tsjax
+
+        def kill(count):
+            if count == 21:  # in the chunk after the one that was saved with 20 tokens or less
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        tsjax.generate(tiny_model(), {PROMPT}, max_new_tokens=40, save_to={os.fspath(path)!r},
+                       save_every=1, streamer=RecordingStreamer(kill), **{SAMPLED})
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    expected = generate(model, max_new_tokens=40, **SAMPLED)[0]
+    saved = json.loads(path.read_text())["tokens"][0]
+    assert 0 < len(saved) <= 21 and saved == expected[: len(saved)]
+    assert sorted(os.listdir(tmp_path)) == ["run.json", "run.json.lock"]
+    assert generate(model, None, resume_from=path, save_to=path) == [expected]
+    assert os.listdir(tmp_path) == ["run.json"]
 
 
 # --- whole processes ----------------------------------------------------------------------------
@@ -146,7 +383,10 @@ JOB = """
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide)],
+)
 def test_a_job_over_prompts_ends_at_the_first_signal(number, code, tmp_path):
     """The results that were finished are there, and the run that was not can go on."""
     done = subprocess.run(

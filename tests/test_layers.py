@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tsjax.layers against float64 NumPy: rotary embeddings as published, norms, linear layers."""
+"""tsjax.layers against float64 NumPy: rotary embeddings as published, linear layers."""
 
 import math
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import rms_norm, rotate
+from pallas_kernels import rotate
 from tsjax import RopeConfig
 from tsjax.model.layers import accumulation_dtype, linear, rope_frequencies, rotary_angles, swiglu
 
@@ -73,21 +73,17 @@ ROPES = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 128])
 @pytest.mark.parametrize("name", ROPES)
 def test_rope_frequencies(name, head_dim):
     rope = ROPES[name]
     expected = [define_frequency(rope, head_dim, pair) for pair in range(head_dim // 2)]
-    np.testing.assert_allclose(rope_frequencies(rope, head_dim), expected, rtol=1e-12)
-
-
-def test_llama3_keeps_blends_and_slows_down():
-    """Each of the three branches exists in the model that was published."""
-    slowed = rope_frequencies(RopeConfig(theta=500000.0), 128) / rope_frequencies(
-        ROPES["Llama 3.1"], 128
-    )
-    assert np.isclose(slowed[0], 1) and np.isclose(slowed[-1], 8)
-    assert ((slowed > 1.01) & (slowed < 7.99)).any()
+    found = rope_frequencies(rope, head_dim)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    if name == "Llama 3.1" and head_dim == 128:  # keeps, blends and slows down
+        slowed = rope_frequencies(RopeConfig(theta=500000.0), head_dim) / found
+        assert np.isclose(slowed[0], 1) and np.isclose(slowed[-1], 8)
+        assert ((slowed > 1.01) & (slowed < 7.99)).any()
 
 
 @pytest.mark.parametrize("attention_factor", [1.0, 1.2])
@@ -103,45 +99,18 @@ def test_rotation(attention_factor, rng):
     np.testing.assert_allclose(rotate(x, cos, sin), expected, atol=1e-3)
 
 
-def test_scores_depend_on_distance_only(rng):
-    q, k = rng.standard_normal((2, 1, 1, 1, 64)).astype(np.float32)
-
-    def score(q_position, k_position):
-        turned = []
-        for x, position in ((q, q_position), (k, k_position)):
-            cos, sin = rotary_angles(jnp.asarray([[position]]), RopeConfig(), 64, "float32")
-            turned.append(rotate(x, cos, sin))
-        return float(jnp.sum(turned[0] * turned[1]))
-
-    assert score(7, 3) == pytest.approx(score(1007, 1003), abs=1e-3)
-    assert score(7, 3) != pytest.approx(score(7, 4), abs=1e-2)
-
-
-@pytest.mark.parametrize("dtype, wide", [("bfloat16", "float32"), ("float32", "float32")])
-def test_angles_are_computed_in_the_wide_type(dtype, wide):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_angles_are_computed_in_the_wide_type(dtype):
     """At position 100,000 a bfloat16 angle would be off by hundreds."""
     positions = np.asarray([0, 1, 100_000])
     cos, sin = rotary_angles(jnp.asarray(positions), RopeConfig(), 64, dtype)
-    assert cos.dtype == sin.dtype == wide
+    assert cos.dtype == sin.dtype == "float32"
     angles = positions[:, None] * rope_frequencies(RopeConfig(), 64)
     np.testing.assert_allclose(cos, np.cos(angles), atol=2e-2)
     np.testing.assert_allclose(sin, np.sin(angles), atol=2e-2)
 
 
-# --- norms and linear layers -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 1e-6), ("bfloat16", 2e-2)])
-def test_rms_norm(dtype, tolerance, rng):
-    x = jnp.asarray(rng.standard_normal((2, 3, 32)) * [[[1e-3], [1.0], [100.0]]], dtype)
-    weight = jnp.asarray(1 + 0.3 * rng.standard_normal(32), dtype)
-    wide, wide_weight = np.asarray(x, np.float64), np.asarray(weight, np.float64)
-    scale = np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5)
-    out = rms_norm(x, weight, 1e-5)
-    assert out.dtype == dtype
-    np.testing.assert_allclose(
-        np.asarray(out, np.float64), wide / scale * wide_weight, rtol=tolerance, atol=tolerance
-    )
+# --- linear layers ---------------------------------------------------------------------------
 
 
 @hypothesis.given(
@@ -150,7 +119,7 @@ def test_rms_norm(dtype, tolerance, rng):
     out=st.lists(st.integers(1, 5), min_size=1, max_size=2),
     with_bias=st.booleans(),
 )
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=10)
 def test_linear(outer, inner, out, with_bias):
     rng = np.random.default_rng(len(outer) + 10 * len(inner) + 100 * len(out))
     x = rng.standard_normal((*outer, *inner)).astype(np.float32)

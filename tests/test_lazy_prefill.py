@@ -54,22 +54,18 @@ def test_bad_settings_are_refused_by_name(settings, message):
         tsjax.LazyPrefill(**settings)
 
 
-def test_a_schedule_of_another_models_depth_is_refused():
-    lazy = tsjax.LazyPrefill(keep={4: 0.5, 8: 0.2})
-    with pytest.raises(ValueError, match="after layer 8, but the model has 8 layers: at most 7"):
-        tsjax.DecodeConfig(model=tiny_config(num_layers=8), prefill=lazy)
-    assert lazy.plan(tiny_config(num_layers=9)).stages == (
-        range(0, 4), range(4, 8), range(8, 9),
-    )  # fmt: skip
-
-
-def test_schedules_that_are_not_named_yet_and_drafts_on_demand_are_refused():
-    cfg = tiny_config(num_layers=8)
-    with pytest.raises(ValueError, match="keep='paper' is not valid here"):
-        tsjax.DecodeConfig(model=cfg, prefill=tsjax.LazyPrefill())
-    lazy = tsjax.LazyPrefill(keep={4: 0.5}, revive="on_demand")
-    with pytest.raises(ValueError, match="revive='on_demand' is not valid with method=NGram"):
-        tsjax.DecodeConfig(model=cfg, method=tsjax.NGram(), prefill=lazy)
+def test_schedules_that_do_not_fit_are_refused():
+    lazy, cfg = tsjax.LazyPrefill(keep={4: 0.5, 8: 0.2}), tiny_config(num_layers=8)
+    stages = lazy.plan(tiny_config(num_layers=9)).stages
+    assert stages == (range(0, 4), range(4, 8), range(8, 9))
+    for given, message in (
+        (dict(prefill=lazy), "after layer 8, but the model has 8 layers: at most 7"),
+        (dict(prefill=tsjax.LazyPrefill()), "keep='paper' is not valid here"),
+        (dict(prefill=tsjax.LazyPrefill(keep={4: 0.5}, revive="on_demand"), method=tsjax.NGram()),
+         "revive='on_demand' is not valid with method=NGram"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            tsjax.DecodeConfig(model=cfg, **given)
 
 
 def test_settings_can_be_compared_and_hashed():
@@ -82,6 +78,7 @@ def test_settings_can_be_compared_and_hashed():
     st.integers(1, 10_000),
     st.integers(1, 200_000) | st.integers(LONGEST_PROMPT - 9, LONGEST_PROMPT),
 )
+@hypothesis.settings(max_examples=40)
 def test_shares_are_counted_exactly(parts, tokens):
     share = parts / 10_000
     expected = math.ceil(fractions.Fraction(parts, 10_000) * tokens)
@@ -122,25 +119,17 @@ def test_operations_of_llama_2_7b(cuts, factors):
 
 def operations(cfg, counts) -> fractions.Fraction:
     """Of layers that compute `counts` tokens each, from the shapes of their matrix products."""
-    total = fractions.Fraction(0)
+    total, queries = fractions.Fraction(0), cfg.num_heads * cfg.head_dim
+    keys = cfg.num_kv_heads * cfg.head_dim
     for count in counts:
-        queries, keys = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        for rows, inner, columns in (
-            (count, cfg.embed_dim, queries),  # q
-            (count, cfg.embed_dim, keys),  # k
-            (count, cfg.embed_dim, keys),  # v
-            (count, queries, cfg.embed_dim),  # o
-            (count, cfg.embed_dim, cfg.mlp_dim),  # gate
-            (count, cfg.embed_dim, cfg.mlp_dim),  # up
-            (count, cfg.mlp_dim, cfg.embed_dim),  # down
-            (count, queries, fractions.Fraction(count, 2)),  # scores, of half of the others
-            (count, fractions.Fraction(count, 2), queries),  # values, likewise
-        ):
-            total += 2 * rows * inner * columns
+        weights = cfg.embed_dim * (2 * queries + 2 * keys + 3 * cfg.mlp_dim)  # q, o; k, v; the MLP
+        # Scores, of half of the others, and values, likewise.
+        total += 2 * count * (weights + 2 * queries * fractions.Fraction(count, 2))
     return total
 
 
 @hypothesis.given(st.floats(1.0, 2.6), st.integers(2, 80), st.integers(200, 100_000))
+@hypothesis.settings(max_examples=20)
 def test_auto_is_the_latest_cut_with_the_largest_share_that_meets_the_factor(
     speedup, layers, tokens
 ):

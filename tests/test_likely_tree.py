@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """LikelyTree: what it offers, how likely that is, what is judged, and what it learns.
 
-That its tokens are those of plain decoding is the subject of test_methods.py; here is what no token
-shows: the drafts themselves.
+That its tokens are those of plain decoding is the subject of test_method_contract.py; here is what
+no token shows: the drafts themselves.
 """
 
 import collections

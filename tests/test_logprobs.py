@@ -6,25 +6,20 @@ import json
 import os
 import signal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import oracle_logits, save_tokenizer, tiny_model
+from any_tree import AnyTree
+from helpers import LOOPING, PROMPTS, SIZES, TOKENS, looping_model, oracle_logits, save_tokenizer
 
 import tsjax
 from tsjax.host import run
 from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 
-VOCAB = 29
-SIZES = dict(capacity=128, prefill_width=16)
-MODEL = tiny_model(vocab_size=VOCAB, num_draft_heads=2)
-PROMPTS = [[1, 2, 3, 1, 2, 3], [9, 8]]
+VOCAB = LOOPING["vocab_size"]
+MODEL = looping_model()
 SAMPLED = dict(do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.3, seed=4)
-METHODS = [
-    tsjax.NGram(num_ngrams=3, ngram_size=3, suffix_length=5, pass_widths=(4,)),
-    tsjax.TokenSwift(tree=(2, 2, 1), draft_budget=24, num_sinks=2, suffix_length=4),
-    tsjax.MagicDec(draft_budget=12, num_sinks=2),
-]
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
@@ -69,16 +64,13 @@ def test_they_are_those_of_float64(settings):
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: type(m).__name__)
-def test_every_method_tells_plain_decodings(method, settings):
-    how = dict(max_new_tokens=30, logprobs=2, **SIZES, **settings)
+def test_drafts_change_none(settings):
+    how = dict(max_new_tokens=30, logprobs=3, **SIZES, **settings)
     plain = tsjax.generate(MODEL, PROMPTS, **how)
-    found = tsjax.generate(MODEL, PROMPTS, method=method, **how)
-    for mine, theirs in zip(found.logprobs, plain.logprobs, strict=True):
-        for name in ("raw", "top", "processed", "processed_top"):
-            pair = (getattr(one, name) for one in (mine, theirs))
-            np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-5)
-        assert mine.top_tokens.tolist() == theirs.top_tokens.tolist()
+    found = tsjax.generate(MODEL, PROMPTS, method=AnyTree(), **how)
+    assert found.stats.tokens_per_step > 1.1
+    for one, other in zip(found.logprobs, plain.logprobs, strict=True):
+        jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, atol=1e-5), one, other)
 
 
 def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
@@ -90,17 +82,17 @@ def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
 
 
 def test_a_stream_tells_them_piece_by_piece():
-    how = dict(max_new_tokens=25, logprobs=2, **SIZES, **SAMPLED)
+    how = dict(max_new_tokens=25, logprobs=3, **SIZES, **SAMPLED)
     whole = tsjax.generate(MODEL, PROMPTS, **how).logprobs
-    chunks = list(tsjax.stream(MODEL, PROMPTS, method=METHODS[0], **how))
-    for row in range(2):
+    chunks = list(tsjax.stream(MODEL, PROMPTS, method=AnyTree(), **how))
+    for row in range(len(PROMPTS)):
         joined = np.concatenate([chunk.logprobs[row].raw for chunk in chunks])
         np.testing.assert_allclose(joined, whole[row].raw, atol=1e-5)
         assert all(len(c.logprobs[row].raw) == len(c.tokens[row]) for c in chunks)
 
 
 def test_a_resumed_run_has_those_of_its_first_part(tmp_path):
-    path, how = tmp_path / "run.json", dict(logprobs=2, **SAMPLED)
+    path, how = tmp_path / "run.json", dict(logprobs=3, **SAMPLED)
     whole = tsjax.generate(MODEL, PROMPTS, max_new_tokens=20, **how, **SIZES)
     tsjax.generate(MODEL, PROMPTS, max_new_tokens=8, save_to=path, **how, **SIZES)
     found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
@@ -116,7 +108,7 @@ def test_a_resumed_run_has_those_of_its_first_part(tmp_path):
 
 def test_a_row_that_a_stop_string_ends_has_one_for_each_token(tmp_path):
     save_tokenizer(tmp_path)
-    model = tiny_model(vocab_size=29, path=str(tmp_path))
+    model = looping_model(vocab_size=len(TOKENS), embed_dim=len(TOKENS), path=str(tmp_path))
     text = tsjax.generate(model, [3, 4], max_new_tokens=20, **SIZES).text
     stop = text[len(text) // 2 :][:2]
     found = tsjax.generate(
@@ -146,7 +138,7 @@ def test_where_nothing_is_left_json_stays_json():
 
 
 def test_a_run_that_was_cut_before_its_first_token_goes_on(tmp_path, monkeypatch):
-    path, how = tmp_path / "run.json", dict(logprobs=2, max_new_tokens=9, **SIZES)
+    path, how = tmp_path / "run.json", dict(logprobs=3, max_new_tokens=9, **SIZES)
     whole = tsjax.generate(MODEL, PROMPTS, **how)
 
     def struck(*args):
@@ -166,7 +158,7 @@ def test_a_run_that_was_cut_before_its_first_token_goes_on(tmp_path, monkeypatch
 
 
 def test_a_given_text_is_scored_as_float64_does():
-    ends = [[5, 6, 7], [1] * 140]  # one of more than a block
+    ends = [[5, 6, 7], [1] * 140, [2]]  # one of more than a block
     found = tsjax.score(MODEL, PROMPTS, ends, logprobs=2)
     for prompt, end, told in zip(PROMPTS, ends, found.logprobs, strict=True):
         law = log_softmax(oracle_logits(MODEL, [*prompt, *end])[len(prompt) - 1 : -1])

@@ -144,7 +144,7 @@ def test_parts_do_what_they_say():
 
     def after(part, context=40):
         part.compile()
-        for _ in range(measuring.ROUNDS):
+        for _ in range(measuring.REPETITIONS):
             part.seconds(context, lambda: 1e-3 * next(ticks))
         return part._carry
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Meshes of three axes: the tokens of one device, what each device holds, and what is sent."""
+"""Meshes of three axes: the tokens of one device, what each device holds, and what is sent.
+
+Every method meets a mesh in test_method_contract.py.
+"""
 
 import math
 
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_model
+from any_tree import AnyTree
+from helpers import PROMPTS, SIZES, compilations, looping_model, tiny_model
 
 import tsjax
 from pallas_kernels import native
@@ -15,114 +19,130 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.programs import programs
 from tsjax.decoding.start import UNMERGED
 from tsjax.errors import NotEnoughMemory
-from tsjax.host import request
+from tsjax.host import sizes as run_sizes
 from tsjax.model.cache import cache_bytes, init_cache
 from tsjax.model.sharding import usable_mesh
 
 AXES = ("data", "model", "slots")
-RAGGED = [[1, 2, 3, 1, 2, 3, 1], [4, 4, 5], [6, 5, 4, 3, 2, 1]]
-SAMPLED = dict(do_sample=True, seed=3, repetition_penalty=1.2, repetition_window=8)
-SMALL = dict(draft_budget=24, num_sinks=4)
-METHODS = {
-    "plain": None,
-    "ngram": tsjax.NGram(suffix_length=4),
-    "tokenswift": tsjax.TokenSwift(tree=(2, 2), draft_rest=True, **SMALL),
-    "magicdec": tsjax.MagicDec(draft_budget=24),
-    "triforce": tsjax.TriForce(draft_budget=32),
-    "auto": tsjax.Auto(),
-}
+SAMPLED = dict(do_sample=True, min_p=0.02, repetition_penalty=1.1, seed=7)  # as in the contract
+ANY = AnyTree()
+HOW = dict(max_new_tokens=24, **SIZES)
+TOKENSWIFT = tsjax.TokenSwift(tree=(2, 2), draft_rest=True, draft_budget=24, num_sinks=4)
 
 
 def mesh_of(*sizes):
-    return jax.make_mesh(sizes, AXES)
+    return jax.make_mesh(sizes, AXES, devices=jax.devices()[: math.prod(sizes)])
 
 
-def texts(model, prompts, method, **settings):
-    how = dict(max_new_tokens=40, eos_token_id=(), **settings)
-    return [row.tolist() for row in tsjax.generate(model, prompts, method=method, **how).tokens]
-
-
-@pytest.fixture(scope="module")
-def single():
-    return tiny_model(num_layers=2, num_draft_heads=2)
+def texts(model, prompts=PROMPTS, method=ANY, **settings):
+    result = tsjax.generate(model, prompts, method=method, **{**HOW, **SAMPLED, **settings})
+    assert method is None or result.stats.tokens_per_step > 1.1
+    return [row.tolist() for row in result.tokens]
 
 
 @pytest.fixture(scope="module")
-def wanted(single):
-    return texts(single, RAGGED, None, **SAMPLED), texts(single, RAGGED[:1], None)
+def wanted():
+    return texts(looping_model(), method=None)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 4), (2, 1, 2), pytest.param((2, 2, 1), marks=pytest.mark.wide)], ids=str
+)
 def test_a_mesh_gives_the_same_tokens(sizes, wanted):
-    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(*sizes))
-    names = METHODS if sizes in ((1, 1, 4), (1, 2, 2)) else ("plain", "tokenswift")
-    for name in names:
-        sampled = texts(model, RAGGED, METHODS[name], **SAMPLED)
-        assert sampled == wanted[0], name
-    assert texts(model, RAGGED[:1], METHODS["tokenswift"]) == wanted[1]
+    model = looping_model(mesh=mesh_of(*sizes))
+    assert texts(model) == wanted
+    if sizes == (1, 1, 4):
+        assert texts(model, method=None) == wanted
 
 
-def test_medusa(wanted):
-    """Which has heads of its own."""
-    shape = dict(num_layers=2, num_draft_heads=2, head_kind="parallel")
-    model = tiny_model(mesh=mesh_of(1, 2, 2), **shape)
-    found = texts(model, RAGGED, tsjax.Medusa(tree=(2, 2)), **SAMPLED)
-    assert found == texts(tiny_model(**shape), RAGGED, None, **SAMPLED)
+def test_a_batch_that_the_mesh_does_not_divide_compiles_once(wanted):
+    model = looping_model(mesh=mesh_of(2, 1, 2))
+    assert texts(model) == wanted
+    with compilations() as names:
+        assert texts(model) == wanted
+        texts(model, max_new_tokens=30, eos_token_id=5)
+    assert not {"jit(decode)", "jit(read_part)"} & {*names}
 
 
-@pytest.mark.parametrize("choice", ["retrieval", "streaming", "snapkv", "all"])
-def test_every_choice_of_a_draft_cache(choice, single):
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        ({"model": 4}, {"vocab_size": 64, "num_kv_heads": 4}),
+        ({"model": 4}, {"num_heads": 6, "num_kv_heads": 3}),  # only the mlp can be cut in 4
+        ({"model": 2}, {"num_kv_heads": 1}),  # and query heads, as kernels are on each device
+    ],
+)
+def test_shapes_that_are_hard_to_cut(shape, changes):
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape))  # with Explicit axes
+    placed, single = (tiny_model(num_layers=1, mesh=one, **changes) for one in (mesh, None))
+    assert not all(x.sharding.is_fully_replicated for x in jax.tree.leaves(placed.params))
+    assert texts(placed, method=None) == texts(single, method=None)
+    logits = tsjax.forward(placed, PROMPTS[:1])
+    np.testing.assert_allclose(logits, tsjax.forward(single, PROMPTS[:1]), atol=2e-5)
+
+
+def test_an_unknown_axis_is_refused(tmp_path):
+    mesh = jax.make_mesh((4,), ("tensor",))
+    with pytest.raises(ValueError, match=r"'tensor'.*use 'data' and 'model' and 'slots'"):
+        tsjax.load(tmp_path, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "choice",
+    ["retrieval", *(pytest.param(c, marks=pytest.mark.wide) for c in ("streaming", "snapkv"))],
+)
+def test_every_choice_of_a_draft_cache(choice):
     """With the drafts of one device: choices do not depend on who holds a token."""
     method = tsjax.TokenSwift(tree=(2,), draft_choice=choice, draft_budget=40, num_sinks=4)
-    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 1, 4))
-    how = dict(max_new_tokens=60, eos_token_id=(), method=method)
-    found, expected = (tsjax.generate(one, RAGGED, **how) for one in (model, single))
+    models = (tiny_model(num_draft_heads=2, mesh=mesh) for mesh in (mesh_of(1, 1, 4), None))
+    how = dict(max_new_tokens=60, method=method, **SIZES)
+    found, expected = (tsjax.generate(one, PROMPTS, **how) for one in models)
     assert [row.tolist() for row in found.tokens] == [row.tolist() for row in expected.tokens]
     assert found.stats.accepted_lengths == expected.stats.accepted_lengths
 
 
-def test_what_was_read_before_and_runs_that_are_saved(wanted, tmp_path):
+def test_what_was_read_before_and_runs_that_are_saved(wanted, any_tree_has_a_name, tmp_path):
     """A prefix and a conversation's cache are dealt out as well; a run goes on where it may."""
-    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 2, 2))
-    prefix = tsjax.read(model, RAGGED[0][:5])
-    method, path = METHODS["tokenswift"], tmp_path / "run.json"
-    assert texts(model, RAGGED[:1], method, prefix=prefix) == wanted[1]
-    kept = tsjax.generate(model, RAGGED[0], max_new_tokens=9, eos_token_id=(), keep_prefix=True)
-    assert kept.tokens[0].tolist() == wanted[1][0][:9]
-    longer = [*RAGGED[0], *wanted[1][0][:9]]
-    found = texts(model, [longer], method, prefix=kept.prefix)
-    assert found[0][:31] == wanted[1][0][9:]
-    how = dict(max_new_tokens=17, eos_token_id=(), method=method, **SAMPLED)
-    tsjax.generate(model, RAGGED, save_to=path, **how)
-    for one in (tiny_model(num_layers=2, num_draft_heads=2), model):
-        rest = tsjax.generate(one, resume_from=path, max_new_tokens=40)
-        assert [row.tolist() for row in rest.tokens] == wanted[0]
+    model, path = looping_model(mesh=mesh_of(1, 2, 2)), tmp_path / "run.json"
+    prompt, made = PROMPTS[0], wanted[0]
+    prefix = tsjax.read(model, prompt[:5])
+    assert texts(model, [prompt], prefix=prefix) == [made]
+    begin = dict(HOW, **SAMPLED, max_new_tokens=9, method=ANY)
+    kept = tsjax.generate(model, prompt, keep_prefix=True, save_to=path, **begin)
+    assert kept.tokens[0].tolist() == made[:9]
+    longer = [*prompt, *made[:9]]
+    assert texts(model, [longer], prefix=kept.prefix, max_new_tokens=15) == [made[9:]]
+    for one in (looping_model(), model):
+        rest = tsjax.generate(one, resume_from=path, max_new_tokens=24, **SIZES)
+        assert rest.tokens[0].tolist() == made
 
 
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (1, 1, 3)], ids=str)
-def test_many_prompts(sizes, single, monkeypatch):
+@pytest.mark.parametrize(
+    "sizes", [(1, 1, 3), pytest.param((1, 2, 2), marks=pytest.mark.wide)], ids=str
+)
+def test_many_prompts(sizes, monkeypatch):
     """Rows that others leave are filled, and the buffers grow, in each part."""
     monkeypatch.setattr(
-        request, "_capacity_bucket", lambda needed, smallest=1: -(-needed // 32) * 32
+        run_sizes, "capacity_bucket", lambda needed, smallest=1: -(-needed // 64) * 64
     )
-    devices = jax.devices()[: math.prod(sizes)]
-    mesh = jax.make_mesh(sizes, AXES, devices=devices)
-    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh)
-    lines = [*RAGGED, [7] * 70, [5, 4, 5], list(range(1, 30))]
-    how = dict(max_new_tokens=12, eos_token_id=(), method=METHODS["tokenswift"], rows=2, **SAMPLED)
-    found = {one.index: one.tokens.tolist() for one in tsjax.generate_many(model, lines, **how)}
-    wanted = {one.index: one.tokens.tolist() for one in tsjax.generate_many(single, lines, **how)}
-    assert found == wanted and len(found) == len(lines)
+    model, single = looping_model(mesh=mesh_of(*sizes)), looping_model()
+    lines = [*PROMPTS, [7] * 70, [5, 4, 5], list(range(1, 24))]
+    how = dict(max_new_tokens=12, method=ANY, rows=2, prefill_width=16, **SAMPLED)
+    answers = list(tsjax.generate_many(model, lines, **how))
+    assert len(answers) == len(lines)
+    for one in answers:
+        alone = texts(single, [lines[one.index]], None, max_new_tokens=12)
+        assert [one.tokens.tolist()] == alone
 
 
 def test_a_lazy_prefill_is_refused_where_slots_are_split():
-    model = tiny_model(num_layers=2, mesh=mesh_of(1, 2, 2))
+    model = looping_model(mesh=mesh_of(1, 2, 2))
     with pytest.raises(ValueError, match=r"lazy prefill .*2 parts of slots.*'data' and 'model'"):
-        tsjax.generate(model, RAGGED[0], max_new_tokens=2, prefill=tsjax.LazyPrefill(keep={1: 0.5}))
+        tsjax.generate(model, [1], max_new_tokens=2, prefill=tsjax.LazyPrefill(keep={1: 0.5}))
 
 
-def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeypatch, single):
-    model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 1, 4))
+def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeypatch):
+    model, single = looping_model(mesh=mesh_of(1, 1, 4)), looping_model()
     cache = init_cache(model.cfg, 3, 2048, mesh=usable_mesh(mesh_of(1, 1, 4)))
     whole = cache_bytes(model.cfg, 3, 2048)
     for device in range(4):
@@ -131,33 +151,43 @@ def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeyp
     # With room for three quarters of what the cache of one device takes; a CPU's devices share.
     large = 262_144
     limit = UNMERGED + 3 * cache_bytes(single.cfg, 1, large) // 4
-    monkeypatch.setattr(request, "available_bytes", lambda device: limit)
+    monkeypatch.setattr(run_sizes, "available_bytes", lambda device: limit)
     run = dict(max_new_tokens=5, capacity=large, exceed_max_positions=True)
     with pytest.raises(NotEnoughMemory):
-        tsjax.generate(single, RAGGED[0], **run)
-    by_heads = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh_of(1, 4, 1))
+        tsjax.generate(single, PROMPTS[0], **run)
     with pytest.raises(
         NotEnoughMemory,
         match="4 devices hold 4 copies of the cache: more of them along an axis 'slo",
     ):
-        tsjax.generate(by_heads, RAGGED[0], **run)
-    monkeypatch.setattr(request, "available_bytes", lambda device: 4 * limit)
-    found = tsjax.generate(model, RAGGED[0], **run).tokens[0]
+        tsjax.generate(looping_model(mesh=mesh_of(1, 4, 1)), PROMPTS[0], **run)
+    monkeypatch.setattr(run_sizes, "available_bytes", lambda device: 4 * limit)
+    found = tsjax.generate(model, PROMPTS[0], **run).tokens[0]
     monkeypatch.undo()
-    assert found.tolist() == tsjax.generate(single, RAGGED[0], max_new_tokens=5).tokens[0].tolist()
+    wanted = tsjax.generate(single, PROMPTS[0], max_new_tokens=5, **SIZES).tokens[0]
+    assert found.tolist() == wanted.tolist()
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 4), (1, 2, 2), (2, 1, 2)], ids=str)
-@pytest.mark.parametrize("name", ["plain", "tokenswift", "prefill"])
+def part_of(name, sizes, *marks):
+    return pytest.param(name, sizes, marks=marks, id=f"{name}-{sizes}")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        part_of("prefill", (1, 2, 2)),
+        part_of("tokenswift", (1, 2, 2)),
+        part_of("tokenswift", (2, 1, 2)),
+        *(part_of(name, (1, 1, 4), pytest.mark.wide) for name in ("prefill", "tokenswift")),
+        part_of("prefill", (2, 1, 2), pytest.mark.wide),
+    ],
+)
 def test_no_cache_and_no_weight_is_sent(name, sizes):
     """Each collective of a step is smaller than a part of a layer's cache and than a matrix."""
-    mesh = usable_mesh(mesh_of(*sizes))
-    capacity, method = 16_384, METHODS.get(name) or tsjax.Autoregressive()
+    mesh, rows = usable_mesh(mesh_of(*sizes)), 2 * sizes[0]
     model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh, mlp_dim=8192)
-    cfg = DecodeConfig(model.cfg, method)
-    rows = 2 * sizes[0]
+    cfg = DecodeConfig(model.cfg, tsjax.Autoregressive() if name == "prefill" else TOKENSWIFT)
     state = tsjax.init_state(
-        np.ones((rows, 8), np.int32), np.full(rows, 8), cfg=cfg, capacity=capacity,
+        np.ones((rows, 8), np.int32), np.full(rows, 8), cfg=cfg, capacity=16_384,
         max_length=np.full(rows, 4000), mesh=mesh,
     )  # fmt: skip
     made = programs("cpu", "float32")

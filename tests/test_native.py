@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels in C++ for CPUs: their values, their one order of summation, and how they get there.
+"""The kernels in C++ for CPUs: their one order of summation, and how they get there.
 
-Values are held against float64 NumPy. The order of summation is held against itself: a row that
-runs alone, with all that it sees committed, has the bits that it has among others.
+Values are tested with those of the other implementations (test_tree_attention.py), products here.
+The order of summation is held against itself: a row that runs alone, with all that it sees
+committed, has the bits that it has among others.
 """
 
 import functools
@@ -19,31 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_model
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from kernel_cases import (
-    check_scores,
-    define_both,
-    define_scores,
-    make_inputs,
-    make_rest,
-    make_score_inputs,
-    poison,
-    random_tree,
-    relative_error,
-)
+from kernel_cases import define_both, make_inputs, place, random_tree, relative_error
 
-from pallas_kernels import (
-    Ranks,
-    Summary,
-    cache_scores,
-    decode_attention,
-    native,
-    product,
-    rms_norm,
-    tree_attention,
-)
+from pallas_kernels import Ranks, native, product, tree_attention
 from pallas_kernels.native import build
 from pallas_kernels.product.reference import product as product_reference
+from pallas_kernels.tree_attention import reference
 from tsjax.model.cache import init_cache, write_rows
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
@@ -53,6 +35,12 @@ HAS_COMPILER = native.status(try_now=True).state == "ready"
 needs_kernels = pytest.mark.skipif(not HAS_COMPILER, reason=native.status().reason)
 LARGEST_ERROR = {"float32": 3e-6, "bfloat16": 1e-2}
 
+
+def of_kernels(test):
+    """Marks a test of kernels alone."""
+    return pytest.mark.kernels(needs_kernels(test))
+
+
 run_native = jax.jit(
     functools.partial(tree_attention, implementation="native", with_log_totals=True)
 )
@@ -60,41 +48,8 @@ run_native = jax.jit(
 
 # --- values ----------------------------------------------------------------------------------
 
-# Blocks of 64 slots, parts of 1024, groups of 96 rows, tiles of 6: sizes around their edges.
-CASES = [
-    dict(B=3, T=1, length=(40, 0, 17)),
-    dict(B=3, T=5, K=3, G=1, length=(40, 1, 39)),
-    dict(B=2, T=7, K=2, G=3, H=48, S=300, length=(300, 191)),
-    dict(B=2, T=1, K=2, G=8, H=128, S=130, length=(128, 127)),
-    dict(T=20, K=1, G=5, H=80, S=130, length=(65,)),
-    dict(B=4, T=3, K=5, G=1, H=24, S=2100, length=(1024, 1023, 1025, 2100)),
-    dict(T=150, K=2, G=1, H=64, S=2500, length=(2040,)),
-    dict(T=100, B=2, K=2, G=2, H=8, S=1100, length=(1000, 64)),
-    # Keys that AVX-512 turns: long ones for many rows, and some whose rows are no whole vectors.
-    dict(T=40, K=1, G=2, H=128, S=300, length=(300,)),
-    dict(T=9, K=2, G=1, H=24, S=200, length=(190,)),
-]
 
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", LARGEST_ERROR)
-@pytest.mark.parametrize("shape", CASES, ids=lambda shape: "-".join(map(str, shape.values())))
-def test_attention(shape, dtype, rng):
-    inputs = make_inputs(rng, **shape, dtype=dtype)
-    rest = make_rest(rng, inputs)
-    B, T, S = *inputs[0].shape[:2], inputs[1].shape[2]
-    slots = rng.integers(0, 9, (B, S)).astype(np.int32)
-    rows = rng.integers(1, 9, (B, T)).astype(np.int32)
-    visible = slots[:, None] < rows[..., None]
-    for summary, ranks in ((None, None), (rest, None), (rest, Ranks(slots, rows))):
-        expected = define_both(*inputs, rest=summary, visible=None if ranks is None else visible)
-        found = run_native(*inputs, rest=summary and Summary(*summary), ranks=ranks)
-        assert found[0].dtype == dtype and found[1].dtype == jnp.float32
-        assert relative_error(found[0], expected[0]) < LARGEST_ERROR[dtype]
-        assert relative_error(found[1], expected[1]) < 3e-6
-
-
-@needs_kernels
+@of_kernels
 @pytest.mark.parametrize("dtype", LARGEST_ERROR)
 @pytest.mark.parametrize(
     "shape",
@@ -135,51 +90,16 @@ def test_blocks_that_no_row_may_see_are_left_out(shape, dtype, rng):
             np.testing.assert_array_equal(alone[1], blind[1][:, mine])
 
 
-@needs_kernels
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_slots_beyond_the_length_and_rows_that_are_not_seen_change_nothing(bad, rng):
-    inputs = make_inputs(rng, B=3, T=6, S=200, length=(200, 67, 0))
-    q, k_cache, v_cache, length, *fresh, mask = inputs
-    clean = run_native(*inputs)
-    caches = [poison(cache, length, bad) for cache in (k_cache, v_cache)]
-    for found, expected in zip(run_native(q, *caches, *inputs[3:]), clean, strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-@needs_kernels
-@pytest.mark.parametrize("mode", ["dot", "softmax"])
-@pytest.mark.parametrize("dtype", LARGEST_ERROR)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        dict(length=(40, 11, 0)),
-        dict(K=3, G=7, S=300, H=48, length=(300, 65)),
-        dict(K=2, G=1, S=2100, H=80, length=(1024, 2049)),
-        dict(K=1, G=8, S=70, H=128, length=(64,)),
-    ],
-)
-def test_scores(shape, dtype, mode, rng):
-    inputs = make_score_inputs(rng, dtype=dtype, **shape)
-    q, k_cache, length = inputs
-    scores = functools.partial(cache_scores, q, poison(k_cache, length), length, mode)
-    scores = functools.partial(scores, implementation="native")
-    check_scores(scores(), inputs, mode)
-    if mode == "softmax":
-        log_totals = jnp.asarray(rng.uniform(3, 9, q.shape[:2]), jnp.float32)
-        expected = define_scores(*inputs, mode, log_totals=np.asarray(log_totals, float))
-        assert relative_error(scores(log_totals=log_totals), expected) < 3e-6
-
-
-WEIGHTS = {  # rows, weights, and the largest error relative to the largest sum
-    "float32": ("float32", "float32", 1e-6),
-    "bfloat16": ("bfloat16", "bfloat16", 1e-6),
-    "int8": ("float32", "int8", 1e-6),
-    "bfloat16-int8": ("bfloat16", "int8", 1e-6),
+WEIGHTS = {  # rows, weights
+    "float32": ("float32", "float32"),
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "int8": ("float32", "int8"),
+    "bfloat16-int8": ("bfloat16", "int8"),
 }
 
 
 def make_product(rng, kind, lead, outputs, inputs):
-    rows_type, weights_type, error = WEIGHTS[kind]
+    rows_type, weights_type = WEIGHTS[kind]
     rows = jnp.asarray(rng.standard_normal((*lead, inputs)), rows_type)
     scales = None
     if weights_type == "int8":
@@ -189,35 +109,32 @@ def make_product(rng, kind, lead, outputs, inputs):
         weights = jnp.asarray(rng.standard_normal((outputs, inputs)), weights_type)
     matrix = np.asarray(weights, float)
     matrix = matrix if scales is None else matrix * np.asarray(scales, float)[:, None]
-    return (rows, weights, scales), np.asarray(rows, float) @ matrix.T, error
+    return (rows, weights, scales), np.asarray(rows, float) @ matrix.T
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(
     "lead, outputs, inputs",
     [
-        ((), 1, 1),
-        ((1,), 9, 16),
-        ((1, 2), 30, 37),
         ((2, 3), 131, 288),
-        ((7,), 5, 8),
-        ((3, 50), 64, 99),
+        *(
+            pytest.param(*shape, marks=pytest.mark.kernels)
+            for shape in (((), 1, 1), ((1,), 9, 16), ((1, 2), 30, 37), ((3, 50), 64, 99))
+        ),
     ],
 )
-def test_products(lead, outputs, inputs, kind, rng):
-    (rows, weights, scales), expected, error = make_product(rng, kind, lead, outputs, inputs)
-    out = product(rows, weights, scales=scales, implementation="native")
-    assert out.dtype == jnp.float32
-    assert relative_error(out, expected) < error
-    xla = product(rows, weights, scales=scales, implementation="xla")
-    assert relative_error(xla, expected) < error
-    assert relative_error(product_reference(rows, weights, scales), expected) < error
-
-
-@needs_kernels
 @pytest.mark.parametrize("kind", WEIGHTS)
-@hypothesis.settings(max_examples=20)
+def test_products(lead, outputs, inputs, kind, rng):
+    (rows, weights, scales), expected = make_product(rng, kind, lead, outputs, inputs)
+    for name in ("native", "xla"):
+        out = product(rows, weights, scales=scales, implementation=name)
+        assert out.dtype == jnp.float32 and relative_error(out, expected) < 1e-6
+    assert relative_error(product_reference(rows, weights, scales), expected) < 1e-6
+
+
+@of_kernels
+@pytest.mark.parametrize("kind", WEIGHTS)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(
     T=st.integers(2, 30),
     inputs=st.integers(1, 200),
@@ -226,29 +143,22 @@ def test_products(lead, outputs, inputs, kind, rng):
 )
 def test_a_row_of_a_product_has_the_same_bits_alone(kind, T, inputs, outputs, seed):
     rng = np.random.default_rng(seed)
-    (rows, weights, scales), _, _ = make_product(rng, kind, (1, T), outputs, inputs)
+    (rows, weights, scales), _ = make_product(rng, kind, (1, T), outputs, inputs)
     together = np.asarray(product(rows, weights, scales=scales, implementation="native"))
     for t in {0, T // 2, T - 1}:
         alone = product(rows[:, t], weights, scales=scales, implementation="native")
         np.testing.assert_array_equal(alone, together[:, t])
 
 
-@needs_kernels
+@of_kernels
 @pytest.mark.parametrize("split", ["outputs", "inputs"])
 def test_products_on_a_mesh(split, rng):
     """Weights that are split by outputs need no other device; by inputs, sums are added up."""
-    (rows, weights, _), expected, _ = make_product(rng, "float32", (2, 3), 32, 64)
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    placed = [
-        jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
-        for array, axes in zip(
-            (rows, weights),
-            (("data", None, None), ("model", None))
-            if split == "outputs"
-            else (("data", None, "model"), (None, "model")),
-            strict=True,
-        )
-    ]
+    (rows, weights, _), expected = make_product(rng, "float32", (2, 3), 32, 64)
+    if split == "outputs":
+        placed = place(rows, "data"), place(weights, "model")
+    else:
+        placed = place(rows, "data", None, "model"), place(weights, None, "model")
     compiled = jax.jit(functools.partial(product, implementation="native")).lower(*placed).compile()
     text = compiled.as_text()
     assert "tsjax_product_" in text and "all-gather" not in text
@@ -256,9 +166,9 @@ def test_products_on_a_mesh(split, rng):
     assert relative_error(compiled(*placed), expected) < 1e-6
 
 
-@needs_kernels
+@of_kernels
 def test_products_under_vmap_and_grad(rng):
-    (rows, weights, _), expected, _ = make_product(rng, "float32", (4, 3), 8, 16)
+    (rows, weights, _), expected = make_product(rng, "float32", (4, 3), 8, 16)
     kernel = functools.partial(product, implementation="native")
     np.testing.assert_array_equal(jax.vmap(kernel, (0, None))(rows, weights), kernel(rows, weights))
     several = jnp.stack([weights, 2 * weights])
@@ -284,51 +194,6 @@ def test_products_that_do_not_fit_are_refused(rows, weights, scales, message):
         product(rows, weights, scales=scales)
 
 
-@needs_kernels
-@pytest.mark.parametrize("dtype", LARGEST_ERROR)
-@pytest.mark.parametrize("shape", [(5,), (1, 8), (2, 3, 37), (1, 40, 288), (2, 5, 3, 16)])
-def test_norms(shape, dtype, rng):
-    rows = jnp.asarray(rng.standard_normal(shape), dtype)
-    weight = jnp.asarray(rng.uniform(0.5, 2, shape[-1]), dtype)
-    wide = np.asarray(rows, float)
-    expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * np.asarray(weight, float)
-    for name in ("native", "xla"):
-        out = rms_norm(rows, weight, 1e-5, implementation=name)
-        assert out.dtype == dtype and relative_error(out, expected) < LARGEST_ERROR[dtype]
-    together = np.asarray(rms_norm(rows, weight, 1e-5)).reshape(-1, shape[-1])
-    for row, whole in zip(rows.reshape(-1, shape[-1]), together, strict=True):
-        np.testing.assert_array_equal(rms_norm(row, weight, 1e-5), whole)
-
-
-@needs_kernels
-def test_norms_under_vmap_and_grad_and_on_a_mesh(rng):
-    rows = jnp.asarray(rng.standard_normal((4, 2, 16)), jnp.float32)
-    weight = jnp.asarray(rng.uniform(0.5, 2, 16), jnp.float32)
-    kernel = functools.partial(rms_norm, eps=1e-5, implementation="native")
-    expected = kernel(rows, weight)
-    np.testing.assert_array_equal(jax.vmap(kernel, (0, None))(rows, weight), expected)
-    one_each = jax.vmap(kernel, (0, 0))(rows, jnp.stack([weight] * 4))
-    np.testing.assert_allclose(one_each, expected, rtol=1e-6)
-
-    def total(rows, implementation):
-        return jnp.sum(rms_norm(rows, weight, 1e-5, implementation=implementation) ** 3)
-
-    found = jax.grad(total)(rows, None)
-    np.testing.assert_allclose(found, jax.grad(total)(rows, "xla"), rtol=0, atol=1e-4)
-    mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
-    placed = jax.device_put(rows, NamedSharding(mesh, PartitionSpec("data")))
-    compiled = jax.jit(kernel).lower(placed, weight).compile()
-    assert "all-gather" not in compiled.as_text()
-    np.testing.assert_array_equal(compiled(placed, weight), expected)
-
-
-def test_norms_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"rows \(2, 3\), weight \(4,\)"):
-        rms_norm(np.ones((2, 3), "f"), np.ones(4, "f"), 1e-5)
-    with pytest.raises(ValueError, match="rows of type int32"):
-        rms_norm(np.ones((2, 3), "i"), np.ones(3, "f"), 1e-5)
-
-
 def test_what_is_not_served_goes_to_xla(rng):
     for wrong, message in ((dict(H=12), "head_dim 12: a multiple"), (dict(dtype="float16"), "16")):
         inputs = make_inputs(rng, **wrong)
@@ -338,7 +203,7 @@ def test_what_is_not_served_goes_to_xla(rng):
         np.testing.assert_array_equal(out, tree_attention(*inputs, implementation="xla"))
 
 
-@needs_kernels
+@of_kernels
 def test_it_is_chosen_for_cpus_and_for_nothing_else(rng):
     inputs = make_inputs(rng)
     traced = jax.jit(tree_attention).trace(*inputs)
@@ -346,7 +211,7 @@ def test_it_is_chosen_for_cpus_and_for_nothing_else(rng):
     assert "tsjax_tree_attention_" not in traced.lower(lowering_platforms=("rocm",)).as_text()
 
 
-@needs_kernels
+@of_kernels
 @pytest.mark.parametrize("arrays, attributes", [(1, 1), (3, 1), (2, 0)])
 def test_a_call_with_other_arrays_or_attributes_is_an_error(arrays, attributes):
     x = jnp.ones((2, 8))
@@ -357,6 +222,7 @@ def test_a_call_with_other_arrays_or_attributes_is_an_error(arrays, attributes):
         call(*[x] * arrays, **dict(eps=np.float32(1e-5)) if attributes else {})
 
 
+@pytest.mark.kernels
 @hypothesis.given(
     sizes=st.dictionaries(st.text(), st.integers(1, 20_000), min_size=1),
     cpus=st.none() | st.integers(1, 8),
@@ -371,41 +237,28 @@ def test_sources_are_compiled_in_so_many_parts_as_there_are_cpus(sizes, cpus):
     assert all(units) and max(loads) <= sum(sizes.values()) / len(units) + max(sizes.values())
 
 
-@needs_kernels
-def test_a_derivative_is_that_of_xla(rng):
+@of_kernels
+def test_a_derivative_is_that_of_the_definition(rng):
     q, *others = make_inputs(rng, T=4)
 
-    def total(q, implementation=None):
-        return jnp.sum(jnp.sin(tree_attention(q, *others, implementation=implementation)))
+    def total(q, attention):
+        return jnp.sum(jnp.sin(attention(q, *others)))
 
-    found, expected = (
-        jax.grad(total)(q),
-        jax.grad(functools.partial(total, implementation="xla"))(q),
-    )
+    def defined(*inputs):
+        return reference.tree_attention(*inputs)[0]
+
+    found, expected = (jax.grad(total)(q, attention) for attention in (tree_attention, defined))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
     assert np.abs(expected).max() > 1e-2
 
 
-@needs_kernels
-def test_vmap_makes_more_batch_rows(rng):
-    together = [make_inputs(rng, B=2, length=(40, 7)) for _ in range(3)]
-    stacked = [jnp.stack(arrays) for arrays in zip(*together, strict=True)]
-    kernel = functools.partial(tree_attention, implementation="native")
-    for one, inputs in zip(jax.vmap(kernel)(*stacked), together, strict=True):
-        np.testing.assert_array_equal(one, kernel(*inputs))
-
-
-@needs_kernels
+@of_kernels
 def test_on_a_mesh_each_device_has_its_rows_and_heads(rng):
     """The cache stays where it is: no device sees the shard of another."""
     inputs = make_inputs(rng, B=2, K=2, G=2, T=3, length=(40, 9))
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     parts = [("data", None, "model"), *[("data", "model")] * 2, ("data",)]
     parts += [("data", None, "model")] * 2 + [("data",)]
-    placed = [
-        jax.device_put(array, NamedSharding(mesh, PartitionSpec(*part)))
-        for array, part in zip(inputs, parts, strict=True)
-    ]
+    placed = [place(array, *part) for array, part in zip(inputs, parts, strict=True)]
     compiled = run_native.lower(*placed).compile()
     text = compiled.as_text()
     assert "all-gather" not in text and "tsjax_tree_attention_" in text
@@ -414,7 +267,7 @@ def test_on_a_mesh_each_device_has_its_rows_and_heads(rng):
         assert found.sharding.spec[0] == "data"
 
 
-@needs_kernels
+@of_kernels
 def test_inside_x64(rng):
     with jax.enable_x64(True):
         inputs = make_inputs(rng, B=2, length=(40, 9))
@@ -444,7 +297,7 @@ def alone(inputs, b, t):
     return q[b : b + 1, t : t + 1], *caches, np.asarray([n + m], np.int32), *rows, itself
 
 
-@needs_kernels
+@of_kernels
 @pytest.mark.parametrize("dtype", LARGEST_ERROR)
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(data=st.data())
@@ -469,20 +322,10 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(dtype, data):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", LARGEST_ERROR)
-def test_one_row_by_its_own_function(dtype, rng):
-    """decode_attention, a row of many in a long pass, and a row in a batch: the same bits."""
-    inputs = make_inputs(rng, B=2, T=200, K=1, G=2, H=16, S=1500, length=(1000, 77), dtype=dtype)
-    inputs = *inputs[:6], np.broadcast_to(np.tril(np.ones((200, 200), bool)), (2, 200, 200))
-    out = run_native(*inputs)[0]
-    for b, t in ((0, 0), (0, 23), (0, 199), (1, 150)):
-        q, k_cache, v_cache, length, k_new, v_new, _ = alone(inputs, b, t)
-        one = decode_attention(q[:, 0], k_cache, v_cache, length, k_new[:, 0], v_new[:, 0])
-        np.testing.assert_array_equal(one[0], out[b, t])
-
-
-@needs_kernels
-@pytest.mark.parametrize("dtype", LARGEST_ERROR)
-@pytest.mark.parametrize("length, T", [(5, 3), (60, 9), (1000, 40)])
+@pytest.mark.parametrize(
+    "length, T",
+    [(60, 9), *(pytest.param(*one, marks=pytest.mark.kernels) for one in ((5, 3), (1000, 40)))],
+)
 def test_a_row_of_a_whole_pass_has_the_bits_of_plain_decoding(dtype, length, T, rng):
     """Logits, keys and values: so drafts cannot change a token, in bfloat16 either."""
     model = tiny_model(dtype=dtype, num_layers=2)
@@ -560,7 +403,7 @@ while [ $# -gt 1 ]; do if [ "$1" = -o ]; then cp {kept} "$2"; fi; shift; done
     return path, lambda: len(list(calls.iterdir()))
 
 
-@needs_kernels
+@of_kernels
 def test_kernels_are_compiled_once_and_a_damaged_library_is_made_anew(tmp_path, quick_compiler):
     compiler, calls = quick_compiler
     folder = tmp_path / "cache"
@@ -583,7 +426,7 @@ def test_kernels_are_compiled_once_and_a_damaged_library_is_made_anew(tmp_path, 
     assert not list(folder.rglob("*.part"))
 
 
-@needs_kernels
+@of_kernels
 def test_where_nothing_can_be_kept_it_is_compiled_for_one_process(tmp_path, quick_compiler):
     compiler, _ = quick_compiler
     (tmp_path / "file").write_text("")
@@ -593,6 +436,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_for_one_process(tmp_path, quic
         assert not pathlib.Path(facts["path"]).exists()
 
 
+@pytest.mark.kernels
 def test_without_a_compiler_plain_xla_runs_and_says_so(tmp_path):
     facts, said = end(start(tmp_path, CXX="no-such-compiler"))
     assert facts["state"] == "failed" and facts["compiler"] is None
@@ -602,6 +446,7 @@ def test_without_a_compiler_plain_xla_runs_and_says_so(tmp_path):
     ]
 
 
+@pytest.mark.kernels
 def test_a_compiler_that_fails_is_quoted(tmp_path):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cc:1: fatal error: no such file' >&2\nexit 1\n")
@@ -610,6 +455,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path):
     assert facts["state"] == "failed" and "fatal error: no such file" in said[1]
 
 
+@pytest.mark.kernels
 def test_it_can_be_switched_off(tmp_path):
     facts, said = end(start(tmp_path, TSJAX_NATIVE="0"))
     assert facts["state"] == "off" and facts["reason"] == "TSJAX_NATIVE=0" and not said

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-import threading
 from pathlib import Path
 from typing import ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from helpers import tiny_model
+from helpers import SIZES, tiny_model
 
 import tsjax
 from tsjax.host import run
@@ -54,7 +51,7 @@ class FromText(tsjax.Method):
 # --- end ---
 
 MODEL = tiny_model()
-SETTINGS = dict(max_new_tokens=48, do_sample=True, seed=3, capacity=2048, prefill_width=16)
+SETTINGS = dict(max_new_tokens=48, do_sample=True, seed=3, **SIZES)
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [1, 2, 3]]
 
 
@@ -87,54 +84,17 @@ def test_a_batch_says_what_plain_decoding_says_in_fewer_steps(method, plain):
     assert stats.accepted + sum(stats.steps) == stats.computed_tokens == 3 * 48
 
 
-def test_a_stream_says_who_drafted_a_token(method, plain):
-    tokens, sources = [], []
-    for chunk in tsjax.stream(MODEL, PROMPTS[0], method=method, **SETTINGS):
-        tokens += chunk.tokens[0].tolist()
-        sources += chunk.sources[0].tolist()
-    assert tokens == plain[0] and set(sources) == {0, 1}
-    for i, token in enumerate(tokens):
-        assert not sources[i] or token == method.text[i]
-
-
-def test_it_stops_at_a_stop_token(method, plain):
-    stop = plain[0][20]
-    result = tsjax.generate(MODEL, PROMPTS[0], method=method, eos_token_id=stop, **SETTINGS)
-    assert result.tokens[0].tolist() == plain[0][: plain[0].index(stop) + 1]
-    assert result.finish_reason == ["eos"]
-
-
 def test_a_run_is_saved_and_resumed_where_it_was(method, plain, tmp_path):
     """It reads what is known, so it goes on with the drafts of the place where it was."""
     path = tmp_path / "run.json"
     tsjax.generate(
         MODEL, PROMPTS[0], method=method, save_to=path, **{**SETTINGS, "max_new_tokens": 20}
     )
-    whole = tsjax.generate(MODEL, resume_from=path, max_new_tokens=48, prefill_width=16)
+    whole = tsjax.generate(MODEL, resume_from=path, max_new_tokens=48, **SIZES)
     assert whole.tokens[0].tolist() == plain[0]
     assert whole.stats.method == method
     assert whole.stats.steps[0] <= 10 and whole.stats.computed_tokens == 28
     assert not tsjax.check_run(MODEL, path).departures
-
-
-def test_an_interrupted_run_keeps_its_tokens(method, plain):
-    class Streamer:
-        seen = 0
-
-        def put(self, ids):
-            self.seen += np.size(ids)
-            if self.seen == len(PROMPTS[0]) + 1:
-                signal.raise_signal(signal.SIGINT)
-
-        def end(self):
-            pass
-
-    assert threading.current_thread() is threading.main_thread()
-    result = tsjax.generate(
-        MODEL, PROMPTS[0], method=method, streamer=Streamer(), on_interrupt="return", **SETTINGS
-    )
-    assert result.finish_reason == ["interrupted"]
-    assert result.tokens[0].tolist() == plain[0][: len(result.tokens[0])]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,11 +38,11 @@ taken = jax.jit(rule.taken_by_part, static_argnames="parts")
 
 
 @hypothesis.given(
-    st.sampled_from([1, 2, 3, 4, 8]),
+    st.sampled_from([1, 2, 3, 8]),
     st.sampled_from([12, 17]),
-    st.lists(st.tuples(st.sampled_from([1, 3, 8]), *[st.integers(0, 8)] * B), max_size=8),
+    st.lists(st.tuples(st.sampled_from([1, 8]), *[st.integers(0, 8)] * B), max_size=8),
 )
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=15)
 def test_rows_are_written_where_they_belong(parts, capacity, writes):
     """At any place, over what is there, up to the last slot; what comes before them stays."""
     rng, length = np.random.default_rng(0), np.zeros(B, int)

@@ -5,6 +5,7 @@ import json
 
 import helpers
 import hf_fixtures
+import jax
 import numpy as np
 import pytest
 
@@ -21,19 +22,11 @@ TABLE_10 = {
     "qwen2.5-7b": (1.0, 0.05, 1.15),
     "qwen2.5-14b": (1.0, 0.05, 1.13),
 }
-# Parameters in billions, as their makers state them.
-BILLIONS = {
-    "llama2-7b-yarn-128k": 6.74,
-    "llama3.1-8b": 8.03,
-    "llama3.1-70b": 70.6,
-    "llama3.2-1b": 1.24,
-    "qwen2.5-1.5b": 1.54,
-    "qwen2.5-7b": 7.62,
-    "qwen2.5-14b": 14.8,
-    "qwen2.5-32b": 32.8,
-    "deepseek-r1-distill-qwen-32b": 32.8,
-    "qwq-32b": 32.8,
-}
+BILLIONS = {  # of parameters, as their makers state them
+    "llama2-7b-yarn-128k": 6.74, "llama3.1-8b": 8.03, "llama3.1-70b": 70.6, "llama3.2-1b": 1.24,
+    "qwen2.5-1.5b": 1.54, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8, "qwen2.5-32b": 32.8,
+    "deepseek-r1-distill-qwen-32b": 32.8, "qwq-32b": 32.8,
+}  # fmt: skip
 
 
 def test_every_preset_has_the_papers_values():
@@ -50,19 +43,14 @@ def test_every_preset_has_the_papers_values():
         assert (decode.sizes.depth, decode.sizes.width) == (4, 101)
 
 
-@pytest.mark.parametrize("name", BILLIONS)
-def test_shapes_have_the_size_of_their_models(name):
-    import jax
-
-    cfg = tsjax.model_preset(name)
-    specs = jax.tree.leaves(declare_params(cfg), is_leaf=is_spec)
-    count = sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs)
-    assert round(count / 1e9, 2) == pytest.approx(BILLIONS[name], rel=0.005)
-    assert cfg.dtype == "bfloat16" and cfg.max_positions >= 40960
-
-
-def test_every_shape_is_listed():
+def test_shapes_have_the_size_of_their_models():
     assert set(model_preset_names()) == set(BILLIONS)
+    for name, billions in BILLIONS.items():
+        cfg = tsjax.model_preset(name)
+        specs = jax.tree.leaves(declare_params(cfg), is_leaf=is_spec)
+        count = sum(int(np.prod(spec.shape, dtype=np.int64)) for spec in specs)
+        assert round(count / 1e9, 2) == pytest.approx(billions, rel=0.005), name
+        assert cfg.dtype == "bfloat16" and cfg.max_positions >= 40960
 
 
 def test_unknown_presets_are_refused():
@@ -93,19 +81,12 @@ def test_the_preset_sets_sampling_and_method_and_flags_override_it(checkpoint, c
     assert plain["stats"]["draft_positions"] == 0
     assert plain["tokens"] == swift["tokens"]
     config, _ = tsjax.preset("qwen2.5-1.5b")
-    model = tsjax.load(checkpoint)
-    again = tsjax.generate(model, "the", config=config, max_new_tokens=12)
+    again = tsjax.generate(tsjax.load(checkpoint), "the", config=config, max_new_tokens=12)
     assert again.tokens[0].tolist() == plain["tokens"][0]
     other = document(capsys, *given, "--method", "autoregressive", "--seed", "5")
     assert other["tokens"] != plain["tokens"]
-
-
-def test_method_options(checkpoint, capsys):
-    options = ("--method", "tokenswift", "--method-options", "tree=(2,2)", "num_ngrams=0")
-    stats = document(capsys, checkpoint, "the", *options, "draft_passes=2")["stats"]
-    assert stats["draft_positions"] == 2
-    changed = ("--preset", "llama3.1-8b", "--method-options", "num_ngrams=0", "tree=(2,)")
-    assert document(capsys, checkpoint, "the", *changed)["stats"]["draft_positions"] == 1
+    changed = ("--method-options", "num_ngrams=0", "tree=(2,)")
+    assert document(capsys, *given, *changed)["stats"]["draft_positions"] == 1
 
 
 def test_prefill_options(checkpoint, capsys):
@@ -114,6 +95,10 @@ def test_prefill_options(checkpoint, capsys):
     computed = found["stats"]["prompt_computed"]
     assert len(computed) == 2 and computed[0] == 1 and computed[1] < 1
     assert document(capsys, checkpoint, "the")["stats"]["prompt_computed"] == []
+
+
+NGRAM = "--method", "ngram", "--method-options"
+SWIFT = "--method", "tokenswift", "--method-options"
 
 
 @pytest.mark.parametrize(
@@ -126,21 +111,11 @@ def test_prefill_options(checkpoint, capsys):
         (["--prefill", "lazy", "--prefill-options", "keep={1:2}"], "the share 2 after layer 1"),
         (["--prefill", "lazy", "--prefill-options", "keep={9:0.5}"], "after layer 9"),
         (["--method-options", "tree=(1,)"], "Autoregressive has none; choose another --method"),
-        (["--method", "ngram", "--method-options", "tree=(1,)"], "unknown option of NGram 'tree'"),
-        (
-            ["--method", "ngram", "--method-options", "num_ngrams"],
-            "'num_ngrams' is not valid: NAME",
-        ),
-        (["--method", "ngram", "--method-options", "num_ngrams=x"], "num_ngrams='x' is not valid"),
-        (
-            ["--method", "tokenswift", "--method-options", "draft_from=verified_state"],
-            "draft_from='verified_state' needs draft heads",
-        ),
-        (
-            ["--method", "tokenswift", "--method-options"]
-            + ["tree=(1,)", "draft_from=verified_state"],
-            "heads",
-        ),
+        ([*NGRAM, "tree=(1,)"], "unknown option of NGram 'tree'"),
+        ([*NGRAM, "num_ngrams"], "'num_ngrams' is not valid: NAME"),
+        ([*NGRAM, "num_ngrams=x"], "num_ngrams='x' is not valid"),
+        ([*SWIFT, "draft_from=verified_state"], "draft_from='verified_state' needs draft heads"),
+        ([*SWIFT, "tree=(1,)", "draft_from=verified_state"], "heads"),
         (["--preset", "gpt2"], "invalid choice: 'gpt2'"),
     ],
 )

@@ -79,7 +79,7 @@ def wanted():
 @pytest.mark.parametrize(
     ("count", "devices", "meshes"),
     [
-        pytest.param(2, 2, ("1,2,2",), id="2x2"),  # by all methods
+        pytest.param(2, 2, ("1,2,2",), id="2x2", marks=pytest.mark.wide),
         pytest.param(2, 2, ("2,2", "1,4", "1,1,4", "2,1,2"), id="2x2s", marks=pytest.mark.slow),
         pytest.param(4, 1, ("1,4", "4,1", "1,1,4", "1,2,2"), id="4x1", marks=pytest.mark.slow),
     ],
@@ -96,6 +96,7 @@ def test_processes_give_the_tokens_of_one(count, devices, meshes, wanted, tmp_pa
                 assert rows == wanted[name], (sizes, name)
 
 
+@pytest.mark.wide
 def test_each_process_reads_its_own_part_of_a_checkpoint(tmp_path):
     folder, out = tmp_path / "hf", tmp_path / "found.json"
     hf_fixtures.make(folder)
@@ -109,6 +110,7 @@ def test_each_process_reads_its_own_part_of_a_checkpoint(tmp_path):
         assert 0.45 * size < found["read"] < 0.55 * size
 
 
+@pytest.mark.wide
 def test_other_calls_say_the_same_and_some_are_refused(tmp_path):
     out, folder = tmp_path / "found.json", tmp_path / "heads"
     with started(2, "calls", 2, out, folder) as running:
@@ -172,6 +174,7 @@ def tokens_in(path):
     return len(read(path)["tokens"][0])
 
 
+@pytest.mark.wide
 def test_a_signal_to_one_ends_all_and_what_there_is_is_kept(tmp_path):
     out = tmp_path / "run.json"
     with started(2, "long_run", 1, out, "1,2") as running:
@@ -224,7 +227,11 @@ def go_on(folder, end):
 
 
 @pytest.mark.parametrize(
-    "killed", [pytest.param(0, id="first", marks=pytest.mark.slow), pytest.param(1, id="second")]
+    "killed",
+    [
+        pytest.param(0, id="first", marks=pytest.mark.slow),
+        pytest.param(1, id="second", marks=pytest.mark.wide),
+    ],
 )
 def test_where_one_is_killed_the_other_ends_with_an_error_and_a_saved_run(killed, tmp_path):
     out = tmp_path / "run.json"

@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import FUSED_AS_FOR_USERS, IN_PLACE, operations, tiny_model
+from any_tree import AnyTree
+from helpers import FUSED_AS_FOR_USERS, IN_PLACE, looping_model, operations, tiny_model
+from helpers import PROMPTS as SHORT_PROMPTS
 from lazy_oracle import LazyOracle
 
 import tsjax
@@ -24,6 +26,7 @@ from tsjax.decoding.start import init_state, with_method
 from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
+from tsjax.host.request import make_request
 from tsjax.lazy.choice import best_tokens
 from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed
@@ -32,39 +35,36 @@ from tsjax.model.transformer import final_norm, unembed
 CUTS = {1: 0.7, 2: 0.49, 3: 0.343}
 LAYERS = 4
 CAPACITY, PROMPT_CAPACITY, STEPS = 160, 64, 8
-OPTIONS = {
-    "paper": dict(keep=CUTS, revive="on_demand", revive_rows=5),
-    "in large pieces, seldom": dict(
-        keep={1: 0.6, 3: 0.3}, revive="on_demand", revive_rows=64, choose_every=3
+MANY = dict(keep={2: 0.7, 3: 0.4}, window=4, pool=3, score_layers=2, sinks=2, recent=3)
+OPTIONS = {  # and sizes, which must not matter
+    "paper": (dict(keep=CUTS, revive="on_demand", revive_rows=5), dict(width=1, capacity=256)),
+    "in batches, options": (dict(MANY, revive_rows=2, choose_every=3), dict(prompt_capacity=80)),
+    "background": (
+        dict(keep=CUTS, revive="background", choose_every=2, revive_rows=7),
+        dict(width=64),
     ),
-    "almost nothing": dict(keep={1: 0.02, 3: 0.02}, revive="on_demand", revive_rows=8),
-    "options": dict(
-        keep={2: 0.7, 3: 0.4},
-        revive="on_demand",
-        window=4,
-        pool=3,
-        score_layers=2,
-        sinks=2,
-        recent=3,
-        revive_rows=8,
-    ),
-    "in batches": dict(keep=CUTS, choose_every=2, revive_rows=3),
-    "in batches, always": dict(keep={1: 0.5, 2: 0.2}, choose_every=1, revive_rows=20),
-    "in batches, options": dict(
-        keep={2: 0.7, 3: 0.4},
-        window=4,
-        pool=3,
-        score_layers=2,
-        sinks=2,
-        recent=3,
-        revive_rows=2,
-        choose_every=3,
-    ),
-    "no revival": dict(keep=CUTS, revive="never"),
-    "no revival, options": dict(keep=CUTS, revive="never", window=5, pool=5, sinks=1, recent=9),
-    "background": dict(keep=CUTS, revive="background", choose_every=2, revive_rows=7),
-    "background, one cut": dict(keep={3: 0.2}, revive="background", revive_rows=30, window=3),
 }
+WIDE_OPTIONS = {
+    "in large pieces, seldom": (
+        dict(keep={1: 0.6, 3: 0.3}, revive="on_demand", revive_rows=64, choose_every=3),
+        dict(width=64),
+    ),
+    "one at a time": (dict(keep=CUTS, revive="on_demand", revive_rows=1), {}),
+    "almost nothing": (dict(keep={1: 0.02, 3: 0.02}, revive="on_demand", revive_rows=8), {}),
+    "options": (dict(MANY, revive="on_demand", revive_rows=8), {}),
+    "in batches": (dict(keep=CUTS, choose_every=2, revive_rows=3), dict(width=1, capacity=256)),
+    "in batches, always": (dict(keep={1: 0.5, 2: 0.2}, choose_every=1, revive_rows=20), {}),
+    "no revival": (dict(keep=CUTS, revive="never"), {}),
+    "no revival, options": (dict(MANY, keep=CUTS, revive="never", recent=9), {}),
+    "background, one cut": (
+        dict(keep={3: 0.2}, revive="background", revive_rows=30, window=3),
+        dict(width=1),
+    ),
+}
+
+
+def some_wide(names, wide):
+    return [*names, *(pytest.param(name, marks=pytest.mark.wide) for name in wide)]
 
 
 @functools.cache
@@ -138,21 +138,13 @@ def _step(params, state, *, cfg):
     return after.replace(prompt=prompt), logits[:, 0]
 
 
-SLOW_OPTIONS = ("almost nothing", "no revival", "background, one cut")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name in SLOW_OPTIONS else name
-        for name in OPTIONS
-    ],
-)
+@pytest.mark.parametrize("name", some_wide(OPTIONS, WIDE_OPTIONS))
 def test_sets_and_logits_are_those_of_the_oracle(name):
-    lazy = tsjax.LazyPrefill(**OPTIONS[name])
+    options, sizes = (OPTIONS | WIDE_OPTIONS)[name]
+    lazy = tsjax.LazyPrefill(**options)
     with jax.enable_x64(True):
         prompts = PROMPTS if max(lazy.window, lazy.recent) <= 5 else PROMPTS[:2]
-        run = Run(model(), prompts, lazy)
+        run = Run(model(), prompts, lazy, **sizes)
         begun = np.asarray(run.state.prompt.computed).sum((1, 2))
         oracles = [LazyOracle(model(), prompt, lazy) for prompt in prompts]
         for _ in range(STEPS):
@@ -180,10 +172,8 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
                 assert set(absent[layers]) == {n - 1 - computed[stage].sum()}
 
 
-@pytest.mark.parametrize(
-    ("pool", "window", "score_layers"),
-    [pytest.param(7, 1, 1, marks=pytest.mark.slow), (13, 1, 1), (5, 3, 1)],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("pool", "window", "score_layers"), [(13, 1, 1), (5, 3, 1)])
 def test_pools_reach_over_the_prompts_last_tokens(pool, window, score_layers):
     """Their own scores count too, though their keys are in no cache when they are scored."""
     lazy = tsjax.LazyPrefill(
@@ -196,47 +186,19 @@ def test_pools_reach_over_the_prompts_last_tokens(pool, window, score_layers):
             assert run.sets(row) == LazyOracle(small("float64"), prompt, lazy).sets
 
 
-def test_sizes_of_sets_and_who_is_always_in_them():
-    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, sinks=2, recent=3)
-    run = Run(small(), PROMPTS, lazy)
-    for row, prompt in enumerate(PROMPTS):
-        sets, n = run.sets(row), len(prompt)
-        assert sets[0] == set(range(n))
-        for stage, share in enumerate(SHORT_CUTS.values(), start=1):
-            assert sets[stage] <= sets[stage - 1]
-            assert len(sets[stage]) == max(-(-round(share * 1000) * n // 1000), 5)
-            assert {0, 1, n - 3, n - 2, n - 1} <= sets[stage]
-
-
-@pytest.mark.parametrize("revive", ["on_demand", "background", "in_batches"])
-def test_chunks_and_buckets_change_nothing(revive):
-    # How many are brought in at once is a mere size on demand only.
-    rows = (30, 1, 30) if revive == "on_demand" else (8, 8, 8)
-    sizes = (dict(), dict(width=1, capacity=256, prompt_capacity=80), dict(width=64))
-    results = []
-    with jax.enable_x64(True):
-        for size, at_once in zip(sizes, rows, strict=True):
-            lazy = tsjax.LazyPrefill(
-                keep=SHORT_CUTS, revive=revive, choose_every=2, revive_rows=at_once
-            )
-            run = Run(small("float64"), PROMPTS, lazy, **size)
-            logits = [run.step() for _ in range(STEPS)]
-            results.append(
-                (logits, [np.asarray(c[:, :53], float) for c in run.state.prompt.chosen])
-            )
-    for found in results[1:]:
-        for ours, theirs in zip(found, results[0], strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-11)
-
-
+@pytest.mark.wide
 @pytest.mark.parametrize("revive", ["in_batches", "on_demand", "never", "background"])
 def test_to_keep_all_is_the_full_prefill(revive):
     lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive, choose_every=4)
     settings = dict(max_new_tokens=20, do_sample=True, seed=3, **SIZES)
     full = tsjax.generate(small(), PROMPTS, **settings)
     result = tsjax.generate(small(), PROMPTS, prefill=lazy, **settings)
-    assert [row.tolist() for row in result.tokens] == [row.tolist() for row in full.tokens]
+    assert texts(result) == texts(full)
     assert result.stats.prompt_computed == (1.0, 1.0, 1.0) and full.stats.prompt_computed == ()
+
+
+def texts(result) -> list[list[int]]:
+    return [row.tolist() for row in result.tokens]
 
 
 OFTEN = tsjax.LazyPrefill(keep=SHORT_CUTS, choose_every=4)  # several times in a short text
@@ -248,61 +210,38 @@ def lazily(prompt=PROMPTS[0], **settings):
     return tsjax.generate(small(), prompt, **settings)
 
 
-def test_a_row_alone_is_the_row_of_a_batch():
-    whole = lazily(PROMPTS, max_new_tokens=12)
-    for row, prompt in zip(whole.tokens, PROMPTS, strict=True):
-        np.testing.assert_array_equal(lazily(prompt, max_new_tokens=12).tokens[0], row)
+@pytest.mark.parametrize("revive", some_wide(["in_batches"], ["background", "never"]))
+def test_drafts_change_no_token(revive):
+    """In rows that end by a stop token, or by length; each chunk of a stream is part of them."""
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=5, revive_rows=6)
+    settings = dict(max_new_tokens=40, prefill=lazy, do_sample=True, seed=5, eos_token_id=(11,))
+    settings |= dict(temperature=0.8, repetition_penalty=1.1, **SIZES)
+    prompts = [row * 7 for row in SHORT_PROMPTS]
+    with jax.enable_x64(True):
+        looping = looping_model(dtype="float64", num_layers=3)
+        plain = tsjax.generate(looping, prompts, **settings)
+        *_, last = chunks = list(tsjax.stream(looping, prompts, method=AnyTree(), **settings))
+    streamed = [
+        np.concatenate([chunk.tokens[row] for chunk in chunks]).tolist() for row in range(3)
+    ]
+    assert streamed == texts(plain) and last.stats.tokens_per_step > 1.1
+    first, *rest = plain.stats.prompt_computed
+    assert first == 1.0 and all(0.3 < share <= 1 for share in rest)
+    if revive == "background":
+        assert last.stats.prompt_computed == plain.stats.prompt_computed and min(rest) > 0.6
 
 
-METHODS = {
-    "ngram": tsjax.NGram(num_ngrams=3, ngram_size=3),
+# --- draft caches of layers that lack tokens --------------------------------------------------
+
+CACHES = {
+    "streaming": tsjax.MagicDec(draft_budget=30, num_sinks=2),
     "partial cache": tsjax.TokenSwift(
         tree=(2, 2), draft_passes=2, draft_budget=24, num_sinks=2, draft_rest=True, draft_refresh=4
     ),
-    "heads": tsjax.TokenSwift(tree=(2, 2), draft_from="verified_state", num_ngrams=2),
-    "streaming": tsjax.MagicDec(draft_budget=30, num_sinks=2),
     "retrieval": tsjax.TriForce(draft_budget=30, num_sinks=2, draft_refresh=5),
     "snapkv": tsjax.TokenSwift(tree=(2, 2), draft_budget=40, num_sinks=2, draft_choice="snapkv"),
     "all": tsjax.TokenSwift(tree=(2, 2), draft_choice="all", num_ngrams=0),
 }
-
-
-@pytest.mark.parametrize(
-    ("name", "revive"),
-    [
-        pytest.param("ngram", "never", marks=pytest.mark.slow),
-        ("ngram", "background"),
-        ("partial cache", "never"),
-        ("partial cache", "background"),
-        ("heads", "never"),
-        pytest.param("heads", "background", marks=pytest.mark.slow),
-        ("ngram", "in_batches"),
-        ("partial cache", "in_batches"),
-        pytest.param("heads", "in_batches", marks=pytest.mark.slow),
-        *(
-            pytest.param(rule, revive, marks=pytest.mark.slow)
-            for rule in ("streaming", "retrieval", "snapkv", "all")
-            for revive in ("never", "background", "in_batches")
-        ),
-    ],
-)
-def test_every_method_returns_the_tokens_of_plain_decoding_with_the_same_prefill(name, revive):
-    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=5, revive_rows=6)
-    looping = [[1, 2, 3, 4] * 12, [5, 6, 7] * 9]
-    settings = dict(max_new_tokens=40, prefill=lazy, seed=5, do_sample=True, **SIZES)
-    # So that drafts are accepted; those of n-grams only without a penalty.
-    settings |= dict(temperature=0.15, repetition_penalty=1.0 if name == "ngram" else 1.1)
-    with jax.enable_x64(True):
-        swift = tsjax.generate(
-            small("float64", num_draft_heads=2), looping, method=METHODS[name], **settings
-        )
-        plain = tsjax.generate(small("float64", num_draft_heads=2), looping, **settings)
-    for ours, theirs in zip(swift.tokens, plain.tokens, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-    assert swift.stats.accepted > 0
-    if revive == "background":
-        assert swift.stats.prompt_computed == plain.stats.prompt_computed
-        assert min(plain.stats.prompt_computed) > 0.9
 
 
 def tokens_in(cache, layer, row, head) -> set[tuple[float, ...]]:
@@ -315,13 +254,11 @@ def tokens_in(cache, layer, row, head) -> set[tuple[float, ...]]:
 @pytest.mark.parametrize(
     ("name", "revive"),
     [
-        ("streaming", "background"),
-        ("partial cache", "never"),
-        pytest.param("partial cache", "background", marks=pytest.mark.slow),
-        pytest.param("streaming", "never", marks=pytest.mark.slow),
-        pytest.param("retrieval", "background", marks=pytest.mark.slow),
-        pytest.param("snapkv", "never", marks=pytest.mark.slow),
-        pytest.param("all", "background", marks=pytest.mark.slow),
+        ("partial cache", "background"),
+        pytest.param("streaming", "background", marks=pytest.mark.wide),
+        pytest.param("retrieval", "background", marks=pytest.mark.wide),
+        pytest.param("snapkv", "never", marks=pytest.mark.wide),
+        pytest.param("all", "background", marks=pytest.mark.wide),
     ],
 )
 def test_a_draft_cache_holds_all_that_a_layer_does_while_it_fits(name, revive):
@@ -329,7 +266,7 @@ def test_a_draft_cache_holds_all_that_a_layer_does_while_it_fits(name, revive):
     lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=2, revive_rows=6)
     tiny = small(num_draft_heads=2)
     run = Run(tiny, PROMPTS, lazy)
-    cfg = tsjax.DecodeConfig(model=tiny.cfg, method=METHODS[name], prefill=lazy)
+    cfg = tsjax.DecodeConfig(model=tiny.cfg, method=CACHES[name], prefill=lazy)
     state, decode = with_method(run.state, cfg), programs("cpu", "float32").decode
     grew, filled = set(), set()
     for _ in range(14):
@@ -363,7 +300,7 @@ def test_a_cut_before_the_model(scores):
     assert Run(small(), PROMPTS, other).sets(0)[1] != kept
 
 
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=30)
 @hypothesis.given(st.data())
 def test_best_tokens(data):
     # XLA may take subnormal ones for zero.
@@ -405,7 +342,8 @@ def test_passes_that_would_leave_the_cache_are_refused():
         prefill(small().params, state, width=50, cfg=cfg)
 
 
-@pytest.mark.parametrize("revive", ["on_demand", "background", "in_batches"])
+@pytest.mark.wide
+@pytest.mark.parametrize("revive", ["in_batches", "on_demand", "background"])
 def test_a_capacity_with_no_slot_to_spare(revive):
     """Below the prompts' bucket, and just enough for what is revived at a time."""
     lazy = dataclasses.replace(OFTEN, revive=revive, revive_rows=9)
@@ -415,8 +353,6 @@ def test_a_capacity_with_no_slot_to_spare(revive):
     ample = lazily(max_new_tokens=12, prefill=dataclasses.replace(lazy, revive_rows=at_once))
     tight = tsjax.generate(small(), PROMPTS[0], capacity=53 + 12 + 9, **settings)
     np.testing.assert_array_equal(tight.tokens[0], ample.tokens[0])
-    with pytest.raises(ValueError, match="at least 74 slots .* or revive_rows=9"):
-        tsjax.generate(small(), PROMPTS[0], capacity=73, **settings)
 
 
 # --- the host side ---------------------------------------------------------------------------
@@ -432,10 +368,10 @@ def test_prompts_of_a_bucket_share_their_programs():
     assert sum(program._cache_size() for program in compiled) == count
 
 
-@pytest.mark.parametrize("revive", ["on_demand", "background", "in_batches"])
+@pytest.mark.parametrize("revive", some_wide(["in_batches"], ["on_demand", "background"]))
 def test_no_step_copies_a_cache(revive):
-    tiny = tiny_model(num_layers=3)
-    lazy = tsjax.LazyPrefill(keep={1: 0.5, 2: 0.2}, revive=revive, revive_rows=8, window=2)
+    tiny = tiny_model()
+    lazy = tsjax.LazyPrefill(keep={1: 0.5}, revive=revive, revive_rows=8, window=2)
     cfg = tsjax.DecodeConfig(model=tiny.cfg, prefill=lazy)
     state = init_state(
         np.ones((1, 64), np.int32), np.asarray([64]), cfg=cfg, capacity=65536, max_length=[100],
@@ -459,22 +395,9 @@ def test_no_step_copies_a_cache(revive):
         assert "copy" not in operations(executable, state.prompt.order[0])
 
 
-def test_the_prefill_streams_batches_and_stops_as_any_other():
-    settings = dict(prefill=OFTEN, max_new_tokens=9, do_sample=True, seed=2, **SIZES)
-    result = tsjax.generate(small(), PROMPTS, **settings)
-    chunks = list(tsjax.stream(small(), PROMPTS, **settings))
-    for row in range(len(PROMPTS)):
-        streamed = np.concatenate([chunk.tokens[row] for chunk in chunks])
-        np.testing.assert_array_equal(streamed, result.tokens[row])
-    assert chunks[-1].stats.prompt_computed == result.stats.prompt_computed
-    first, *rest = result.stats.prompt_computed
-    assert first == 1.0 and all(0.3 < share <= 1 for share in rest)
-
-
 def test_names():
-    by_name = lazily(prefill="lazy", max_new_tokens=4)
-    by_hand = lazily(prefill=tsjax.LazyPrefill(keep={1: 0.49, 2: 0.343}), max_new_tokens=4)
-    np.testing.assert_array_equal(by_name.tokens[0], by_hand.tokens[0])
+    request = make_request(small(), PROMPTS[0], None, dict(max_new_tokens=4), prefill="lazy")
+    assert request.decode.prefill is not None and dict(request.decode.prefill.keep) == SHORT_CUTS
 
 
 @pytest.mark.parametrize(
@@ -482,6 +405,10 @@ def test_names():
     [
         (dict(prefill="lazily"), "prefill='lazily' is not valid: 'full', 'lazy' or"),
         (dict(prefill=0.5), "prefill=0.5 is not valid"),
+        (
+            dict(prefill=dataclasses.replace(OFTEN, revive_rows=9), capacity=63, prefill_width=16),
+            "at least 64 slots .* or revive_rows=9",
+        ),
         (dict(prefill=tsjax.LazyPrefill(sinks=54)), "sinks=54 .* at most the 53 tokens"),
         (dict(prefill=tsjax.LazyPrefill(window=54)), "window=54 .* at most the 53 tokens"),
         (dict(prefill=tsjax.LazyPrefill(keep={3: 0.5})), "after layer 3, but the model has 3"),

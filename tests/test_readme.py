@@ -11,7 +11,7 @@ import helpers
 import hf_fixtures
 import pytest
 
-from benchmarks import readme_table
+from benchmarks import front, readme_table
 from tsjax.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,6 +58,7 @@ def test_the_three_lines_run(checkpoint, capsys):
     assert len(capsys.readouterr().out.strip()) >= 20
 
 
+@pytest.mark.wide
 def test_the_page_about_generation_runs(checkpoint, capsys):
     code = "\n".join(blocks("docs/generation.md", "python"))
     code = code.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
@@ -66,8 +67,9 @@ def test_the_page_about_generation_runs(checkpoint, capsys):
     assert "['length']" in out and "{'heads': 0, 'ngrams': " in out
 
 
-@pytest.mark.parametrize("page", ["docs/building_blocks.md"])
-def test_pages_that_need_no_model_run(page):
+@pytest.mark.wide
+def test_the_page_about_blocks_runs():
+    page = "docs/building_blocks.md"
     exec(compile("\n".join(blocks(page, "python")), page, "exec"), {})
 
 
@@ -104,6 +106,29 @@ def test_every_command_exists(line, capsys):
 
 def test_figures_come_from_committed_results():
     assert readme_table.main(["--check"]) == 0, "run python -m benchmarks readme_table"
+
+
+def test_a_row_of_the_front_that_cannot_be_checked_is_refused():
+    row = "| a call ({found:.1f} tokens per step) | 0.9 ms | {other} | {ratio} | a CPU |"
+    for other, ratio in [
+        ("0.8 ms", "0.96x"),
+        ("1.7 ms", "1.89x; 9% of x"),
+        ("1.7 ms, 9.9 ms", "2.04x, 11.0x"),
+        ("1 ms", "70%"),
+        ("", ""),
+    ]:
+        line = row.format(found=1.6, other=other, ratio=ratio)
+        assert front.checked(line) == line
+    for other, ratio in [
+        ("0.8 ms", "1.08x"),
+        ("1.7 ms", "2.07x"),
+        ("1.7 ms, 9.9 ms", "2.04x, 12.0x"),
+        ("1 ms", "40%"),
+    ]:
+        with pytest.raises(ValueError, match="does not follow from the times"):
+            front.checked(row.format(found=1.6, other=other, ratio=ratio))
+    with pytest.raises(ValueError, match="compared with itself"):
+        front.checked(row.format(found=1.0, other="0.8 ms", ratio="0.89x"))
 
 
 # --- links and the map ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 
 from tsjax import GenerationConfig, row_keys, sampling_values
 from tsjax.decoding.noise import position_noise
-from tsjax.decoding.processors import Text, first_counts, first_last_seen
+from tsjax.decoding.processors import KnownText, first_counts, first_last_seen
 from tsjax.decoding.sampling import (
     best,
     best_by_two_reductions,
@@ -26,7 +26,7 @@ from tsjax.decoding.sampling import (
     last_by_digits,
     nucleus,
     process,
-    score,
+    score_choices,
     sortable,
     step_noise,
     warp,
@@ -105,7 +105,7 @@ def run(logits, tokens, length, positions, prompt_length, values):
     tokens, prompt_length = jnp.asarray(tokens), jnp.asarray(prompt_length)
     vocab = logits.shape[-1]
     counts = first_counts(tokens, prompt_length, length, vocab)
-    text = Text(tokens, length, prompt_length, first_last_seen(tokens, length, vocab), counts)
+    text = KnownText(tokens, length, prompt_length, first_last_seen(tokens, length, vocab), counts)
     processed = process(logits, text, positions, values)
     return processed, warp(processed, values)
 
@@ -285,8 +285,8 @@ def choose(logits, last_seen, positions, prompt_length, row_key, values):
     depths = jnp.asarray(positions) - length[:, None]
     _, T, V = logits.shape
     noise = step_noise(row_key, length, T, V, values)
-    text = Text(jnp.zeros((len(length), 8), jnp.int32), length, prompt_length, last_seen)
-    return best(score(logits, text, depths, noise, values))
+    text = KnownText(jnp.zeros((len(length), 8), jnp.int32), length, prompt_length, last_seen)
+    return best(score_choices(logits, text, depths, noise, values))
 
 
 @pytest.mark.parametrize("k", [1, 3, 8, 40])
@@ -312,10 +312,13 @@ def test_best_few_in_one_reduction_are_those_one_by_one(k, rng):
     np.testing.assert_array_equal(values, wanted_values)
     real = np.asarray(values) > -np.inf
     np.testing.assert_array_equal(np.asarray(indices)[real], np.asarray(wanted)[real])
-    np.testing.assert_array_equal(indices[:, 0], best_by_two_reductions(jnp.asarray(scores)))
-    scores[:, 7] = np.nan
-    _, indices = few_by_one_reduction(jnp.asarray(scores), k)
-    np.testing.assert_array_equal(indices[:, 0], best_by_two_reductions(jnp.asarray(scores)))
+    for broken in (False, True):
+        scores[:, 7] = np.nan if broken else scores[:, 7]
+        values, indices = few_by_one_reduction(jnp.asarray(scores), k)
+        best, index = best_by_two_reductions(jnp.asarray(scores))
+        np.testing.assert_array_equal(indices[:, 0], index)
+        np.testing.assert_array_equal(values[:, 0], best)
+        assert np.isnan(best).all() == broken
 
 
 def test_values_do_not_retrace_and_what_is_on_does(rng):
@@ -367,7 +370,7 @@ def test_what_is_off_is_not_in_the_program(settings):
     assert " while[" not in text and " scan[" not in text
     assert text.count(" cond[") == text.count(" platform_index[")  # known when it is lowered
     assert (" log " in text) == ("do_sample" in settings)  # of the noise
-    assert (" exp " in text) == ("min_p" in settings)
+    assert (" round[" in text) == ("min_p" in settings)  # of a law
 
 
 # --- process: the history --------------------------------------------------------------------

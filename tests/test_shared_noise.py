@@ -8,7 +8,7 @@ what the lowest one's law D left of it, and still reports R. Laws are of 50 toke
 import numpy as np
 import pytest
 
-VOCAB, SAMPLES = 50, 400_000
+VOCAB, SAMPLES = 50, 100_000
 
 
 def laws(seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -58,7 +58,7 @@ def shares_of(samples: np.ndarray) -> np.ndarray:
     return np.bincount(samples, minlength=VOCAB) / len(samples)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_published_inner_loop_is_biased_and_shared_noise_is_not(seed):
     of_levels, rng = laws(seed), np.random.default_rng(seed)
     whole, expected = of_levels[2], published_law(*of_levels)

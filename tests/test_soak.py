@@ -4,7 +4,6 @@ one as a whole."""
 
 import copy
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import jax
 import pytest
 
 import tsjax
-from benchmarks import longrun, soak, soak_life
+from benchmarks import longrun, soak, soak_life, soak_troubles
 from tsjax.host import compilation
 from tsjax.host.saved_run import read_run
 
@@ -40,12 +39,12 @@ def test_the_ends_are_as_many_as_asked_and_the_same_for_a_seed():
 
 def test_growth_is_told_from_the_warm_up_on():
     life = {"tokens_at_begin": 0, "memory": [[1, 50], [200, 100], [600, 104], [1000, 102]]}
-    found = soak.growth(life, 150)
-    assert found == soak.Growth(since=200, until=1000, first=100, most=104, last=102)
+    found = soak_troubles.growth(life, 150)
+    assert found == soak_troubles.Growth(since=200, until=1000, first=100, most=104, last=102)
     assert found.share == pytest.approx(0.04)
-    assert soak.growth(life, 1000) is None
+    assert soak_troubles.growth(life, 1000) is None
     part = {"new_tokens": 1000, "lives": [life]}
-    assert soak.growths(part) == []  # shorter than a warm-up
+    assert soak_troubles.growths(part) == []  # shorter than a warm-up
 
 
 def test_the_recorded_hash_is_that_of_the_same_run():
@@ -68,10 +67,10 @@ def test_the_recorded_hash_is_that_of_the_same_run():
 def asked(tmp_path):
     model = helpers.tiny_model(num_layers=1, vocab_size=len(helpers.TOKENS))
     tsjax.save(model, tmp_path / "model")
+    places = {"model": "model", "saved": "run.json", "notes": "notes.jsonl", "counter": "count"}
     return {
-        "model": str(tmp_path / "model"), "prompt": [3, 1, 4], "settings": {"do_sample": True},
-        "method": "ngram", "tokens": 12, "save_every": 5, "saved": str(tmp_path / "run.json"),
-        "notes": str(tmp_path / "notes.jsonl"), "counter": str(tmp_path / "count"),
+        "prompt": [3, 1, 4], "settings": {"do_sample": True}, "method": "ngram", "tokens": 12,
+        "save_every": 5, **{name: str(tmp_path / file) for name, file in places.items()},
     }  # fmt: skip
 
 
@@ -97,45 +96,13 @@ def test_a_life_counts_its_tokens_and_goes_on(asked, heard):
     assert read_run(asked["saved"]).tokens[0].tolist() == run.tokens[0].tolist()
 
 
-def test_programs_are_noted_when_they_are_there(asked, heard):
-    notes = soak_life.Notes(asked["notes"], asked["counter"], tokens=7)
-    notes.listen()
-    event, duration = heard
-    duration(soak_life.IS_THERE, 1.0, fun_name="jit(decode)")
-    duration("/another", 1.0)
-    event(soak_life.WAS_FOUND)
-    event("/another")
-    for name in ("decode", "begin"):
-        duration(soak_life.IS_THERE, 1.0, fun_name=f"jit({name})")
-    notes.end()
-    found = [*map(json.loads, Path(asked["notes"]).read_text().splitlines())]
-    assert found == [
-        {"tokens": 7, "program": "decode", "found": False},
-        {"tokens": 7, "program": "decode", "found": True},
-        {"tokens": 7, "program": "begin", "found": False},
-    ]
-
-
-def test_a_note_that_was_cut_is_left_out():
-    assert soak.whole_note('{"tokens": 3}') == {"tokens": 3}
-    assert soak.whole_note('{"tokens": 3, "prog') is None
-
-
-def test_memory_of_a_process_that_has_ended():
-    assert soak.memory_of(os.getpid()) > 2**20
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    while process.returncode is None:
-        process.wait()
-    assert soak.memory_of(process.pid) is None
-
-
 # --- trouble ------------------------------------------------------------------------------------
 
 
 def life(**changes):
     told = {
         "tokens_at_begin": 0, "tokens_at_end": 9000, "tokens_saved": 9000, "exit_code": 0,
-        "ended": soak.BY_ITSELF, "memory": [[t, 1000] for t in range(1, 9000, 100)],
+        "ended": soak_troubles.BY_ITSELF, "memory": [[t, 1000] for t in range(1, 9000, 100)],
         "result": {"unsaved": False, "problems": []},
     }  # fmt: skip
     return {**told, **changes}
@@ -145,13 +112,12 @@ def document():
     tokens = {"finish_reason": "length", "sha256_of_first": "b"}
     whole = {"new_tokens": 9000, "sha256": "a", **tokens, "programs": {"made_again": {}}}
     ends = [
-        life(signal="SIGKILL", exit_code=-9, ended=soak.WITHIN, tokens_saved=8000),
-        life(signal="SIGINT", exit_code=130, ended=soak.ASKED),
+        life(signal="SIGKILL", exit_code=-9, ended=soak_troubles.WITHIN, tokens_saved=8000),
+        life(signal="SIGINT", exit_code=130, ended=soak_troubles.ASKED),
         life(),
     ]
-    refused = {
-        "exit_code": 1, "said": "is being written by another run", "first_was_there": True
-    }  # fmt: skip
+    said = "is being written by another run"
+    refused = {"exit_code": 1, "said": said, "first_was_there": True}
     full = life(result={"unsaved": True, "problems": ["No space left on device"]}, tokens_saved=500)
     return {
         "new_tokens": 9000,
@@ -167,7 +133,7 @@ def document():
 
 
 def test_what_is_as_it_should_be_is_no_trouble():
-    assert soak.troubles(document()) == []
+    assert soak_troubles.troubles(document()) == []
 
 
 @pytest.mark.parametrize(
@@ -195,7 +161,7 @@ def test_what_is_not_is_named(place, value, said):
     for name in way:
         inner = inner[name]
     inner[last] = value
-    assert any(said in one for one in soak.troubles(found)), soak.troubles(found)
+    assert any(said in one for one in soak_troubles.troubles(found)), soak_troubles.troubles(found)
 
 
 # --- a small one --------------------------------------------------------------------------------

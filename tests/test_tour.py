@@ -10,6 +10,7 @@ import pytest
 TOUR = Path(__file__).resolve().parent.parent / "examples" / "tour.ipynb"
 
 
+@pytest.mark.wide
 def test_it_runs_from_top_to_bottom(capsys, monkeypatch):
     matplotlib.use("Agg")
     from matplotlib import pyplot

@@ -2,6 +2,7 @@
 """Files that appear whole, and what killed processes leave beside them."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -9,7 +10,10 @@ import pytest
 from helpers import tiny_model
 
 import tsjax
+import tsjax_convert
+from tsjax.__main__ import main
 from tsjax.files import checkpoint, whole_files
+from tsjax.input_files import kind_of
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +75,85 @@ def test_checkpoints_and_heads_clear_theirs(ended, tmp_path):
     tsjax.save(model, tmp_path / "model")
     checkpoint.write_heads(model, os.fspath(tmp_path / "heads.safetensors"))
     assert sorted(os.listdir(tmp_path)) == ["heads.safetensors", "model"]
+
+
+def bind(path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(os.fspath(path))
+
+
+@pytest.fixture(scope="module")
+def result() -> tsjax.GenerationResult:
+    return tsjax.generate(tiny_model(), [1, 2, 3], max_new_tokens=2)
+
+
+# Devices are only asked about below, never written.
+@pytest.mark.parametrize(
+    ("kind", "make"), [("a folder", os.mkdir), ("a named pipe", os.mkfifo), ("a socket", bind)]
+)
+def test_what_is_no_file_is_refused_before_any_work_and_stays(
+    kind, make, result, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)  # the name of a socket is short
+    make("place.png")
+    os.symlink("place.png", "link.png")
+    (tmp_path / "p.jsonl").write_text('"the"\n')
+    model = tiny_model()
+    for place in ("place.png", "link.png"):
+        with pytest.raises(OSError, match=f"path='{place}' is not valid: a file.*, not {kind}"):
+            result.save(place)
+        with pytest.raises(OSError, match=f"save_to='{place}' is not valid: a file.*, not {kind}"):
+            tsjax.generate(model, [1, 2, 3], max_new_tokens=2, save_to=place)
+        for argv in (
+            ["generate", "no/model", "the", "--save-to", place],
+            ["generate", "no/model", "--prompts", "p.jsonl", "--out", place],
+            ["bench", "no/model", "--plot", place],
+        ):
+            assert main(argv) == 2
+            said = capsys.readouterr().err
+            assert f"{argv[-2]}='{place}' is not valid: a file" in said and f"not {kind}" in said
+        if kind != "a folder":
+            wrong = "not valid: it is not a checkpoint folder, and not overwritten"
+            with pytest.raises(FileExistsError, match=f"path='{place}' is {wrong}"):
+                tsjax.save(model, place, overwrite=True)
+            for convert in (tsjax_convert.to_tsjax, tsjax_convert.to_hf):
+                with pytest.raises(FileExistsError, match=f"dst='{place}' is {wrong}"):
+                    convert("no/model", place, overwrite=True)
+    assert kind_of("place.png") == kind and os.path.islink("link.png")
+
+
+@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
+def test_devices_are_refused(device, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(device)
+    for place in (device, link):
+        with pytest.raises(PermissionError, match=r"out='.*' is not valid: a file.*, not a device"):
+            whole_files.check_place(place, "out")
+    assert kind_of(device) == "a device"
+
+
+def test_a_file_of_a_folder_of_training_may_be_no_pipe(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(PermissionError, match="metrics.jsonl' is not valid: a file.*a named pipe"):
+        tsjax.train_heads(tiny_model(), [[1, 2, 3, 4] * 9], save_to=tmp_path)
+
+
+def test_standard_output_is_no_file(result, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="path='-' is not valid: a file, .*not standard output"):
+        result.save("-")
+    result.save("./-")
+    assert os.listdir() == ["-"]
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_its_target_is_replaced(exists, tmp_path, result):
+    (tmp_path / "there").mkdir()
+    target, link = tmp_path / "there" / "file", tmp_path / "link"
+    link.symlink_to("there/file")
+    if exists:
+        target.write_text("before")
+    result.save(link)
+    assert link.is_symlink() and target.read_text().startswith('{"text"')
+    assert sorted(os.listdir(tmp_path)) == ["link", "there"]
+    assert os.listdir(tmp_path / "there") == ["file"]

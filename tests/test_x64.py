@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole runs of 32-bit and 16-bit models while jax has 64-bit types switched on.
+"""32-bit and 16-bit models while jax has 64-bit types switched on: nothing becomes wider.
 
-A program that imports tsjax may need them for something else. Nothing of a run becomes wider.
+A program that imports tsjax may need them for something else. That a step of each method keeps its
+types is in test_method_contract.py; here are whole runs, prefills, training and checkpoints.
 """
 
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_model
+from any_tree import AnyTree
+from helpers import SIZES, looping_model, tiny_model
 
 import tsjax
 from tsjax.decoding.programs import programs
 from tsjax.decoding.start import init_state
 
-DTYPES = ["float32", "bfloat16"]
-PROMPT = list(range(1, 41))
+PROMPT = list(range(1, 24))
 SAMPLED = {
     "do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01,
     "epsilon_cutoff": 0.001, "eta_cutoff": 0.001, "min_tokens_to_keep": 2,
@@ -25,58 +26,52 @@ EVERYTHING = tsjax.TokenSwift(
     tree=(2, 2, 1, 1), draft_passes=2, draft_budget=64, num_sinks=4, suffix_length=8,
     suffix_alone=8, draft_rest=True, pass_widths=(4,),
 )  # fmt: skip
-METHODS = {
-    "autoregressive": tsjax.Autoregressive(),
-    "ngram": tsjax.NGram(suffix_length=8),
-    "everything": EVERYTHING,
-}
 LAZY = {
-    "on_demand": tsjax.LazyPrefill(keep={1: 0.5}, revive="on_demand"),
     "in_batches": tsjax.LazyPrefill(keep={1: 0.5}, choose_every=2, revive_rows=4),
+    "on_demand": tsjax.LazyPrefill(keep={1: 0.5}, revive="on_demand"),
     "never": tsjax.LazyPrefill(keep={1: 0.5}, revive="never", scores="random"),
     "background": tsjax.LazyPrefill(keep={1: 0.5}, revive="background"),
 }
 
 
-@pytest.fixture(scope="module", params=DTYPES)
-def model(request):
-    return tiny_model(dtype=request.param, num_draft_heads=2)
-
-
-def same_in_x64(model, run, reference=None):
+def same_in_x64(dtype, run):
     """Float32 twice. Wider indices make other programs, which round bfloat16 otherwise."""
     with jax.enable_x64(True):
         found = run()
-    if model.cfg.dtype == "float32":
-        jax.tree.map(np.testing.assert_array_equal, found, (reference or run)())
+    if dtype == "float32":
+        jax.tree.map(np.testing.assert_array_equal, found, run())
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_generate(model, method):
-    """Without 64-bit types plain decoding is enough: every method says the same."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stream(dtype):
+    model = looping_model(dtype=dtype)
 
-    def run(method):
-        return tsjax.generate(model, PROMPT, method=method, max_new_tokens=8, **SAMPLED).tokens
-
-    same_in_x64(model, lambda: run(METHODS[method]), lambda: run("autoregressive"))
-
-
-@pytest.mark.parametrize("lazy", LAZY)
-def test_lazy_prefill(model, lazy):
-    same_in_x64(
-        model, lambda: tsjax.generate(model, PROMPT, prefill=LAZY[lazy], max_new_tokens=4).tokens
-    )
-
-
-def test_stream(model):
     def run():
-        chunks = tsjax.stream(model, PROMPT, max_new_tokens=6)
+        how = dict(method=AnyTree(), max_new_tokens=16, **SAMPLED, **SIZES)
+        chunks = list(tsjax.stream(model, PROMPT, **how))
         return [np.concatenate([chunk.tokens[0] for chunk in chunks])]
 
-    same_in_x64(model, run)
+    same_in_x64(dtype, run)
 
 
-def test_training(model):
+@pytest.mark.parametrize(
+    ("dtype", "lazy"),
+    [
+        ("float32", "in_batches"),
+        ("bfloat16", "on_demand"),
+        *(pytest.param("float32", name, marks=pytest.mark.wide) for name in [*LAZY][1:]),
+        *(pytest.param("bfloat16", n, marks=pytest.mark.wide) for n in LAZY if n != "on_demand"),
+    ],
+)
+def test_a_lazy_prefill(dtype, lazy):
+    how = dict(prefill=LAZY[lazy], max_new_tokens=4, **SIZES)
+    model = looping_model(dtype=dtype)
+    same_in_x64(dtype, lambda: tsjax.generate(model, PROMPT, **how).tokens)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
+def test_training(dtype):
+    model = tiny_model(dtype=dtype)
     data = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (8, 16))
     settings = tsjax.HeadTraining(
         num_heads=2, steps=2, batch_size=4, micro_batch=2, sequence_length=16, warmup_steps=1
@@ -84,9 +79,7 @@ def test_training(model):
 
     def run():
         trained = tsjax.train_heads(model, data, settings=settings, held_out=0.25)
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(trained.model.params.heads)} == {
-            model.cfg.dtype
-        }
+        assert {str(x.dtype) for x in jax.tree.leaves(trained.model.params.heads)} == {dtype}
         return [record["loss"] for record in trained.history]
 
     wanted = run()
@@ -94,12 +87,13 @@ def test_training(model):
         np.testing.assert_allclose(run(), wanted, rtol=1e-6)
 
 
-def test_a_checkpoint_keeps_its_type(model, tmp_path):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_keeps_its_type(dtype, tmp_path):
     with jax.enable_x64(True):
-        tsjax.save(model, tmp_path / "copy")
+        tsjax.save(tiny_model(dtype=dtype), tmp_path / "copy")
         loaded = tsjax.load(tmp_path / "copy")
         logits = tsjax.forward(loaded, [PROMPT])
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)} == {model.cfg.dtype}
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)} == {dtype}
     assert logits.dtype == np.float32
 
 
@@ -120,15 +114,15 @@ def _is_jaxpr(x):
     return hasattr(x, "eqns")
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "everything"])
-def test_no_number_of_a_step_is_wider(model, method):
-    cfg = tsjax.DecodeConfig(model.cfg, METHODS[method])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_number_of_a_step_is_wider(dtype):
+    model = tiny_model(dtype=dtype, num_draft_heads=2)
+    cfg = tsjax.DecodeConfig(model.cfg, EVERYTHING)
     with jax.enable_x64(True):
         state = init_state(
             np.ones((1, 16), np.int32), np.asarray([16]), cfg=cfg, capacity=256,
             max_length=np.asarray([100]),
         )  # fmt: skip
-        traced = programs("cpu", model.cfg.dtype).decode.trace(model.params, state, 3, cfg=cfg)
+        traced = programs("cpu", dtype).decode.trace(model.params, state, 3, cfg=cfg)
     assert not {"int64", "float64"} & {str(leaf.dtype) for leaf in jax.tree.leaves(state)}
-    found = real_types(traced.jaxpr.jaxpr, set())
-    assert found == {"float32", model.cfg.dtype}
+    assert real_types(traced.jaxpr.jaxpr, set()) == {"float32", dtype}

@@ -239,27 +239,13 @@ def lower_kernel(case: str, target: str):
         return jax.jit(run).trace(**arrays).lower(lowering_platforms=("cuda",))
 
 
-def lower_step(step: Step, target: str):
-    """The program that `tsjax.generate` runs, from shapes alone."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
+def settings_of(step: Step, target: str):
+    """What the step decodes with, and how it samples."""
     import tsjax
-    from tools import gpu_targets
     from tsjax.decoding.config import DecodeConfig
-    from tsjax.decoding.programs import programs
-    from tsjax.decoding.sampling import sampling_values
-    from tsjax.decoding.start import init_state
     from tsjax.methods import METHODS
     from tsjax.methods.auto import choose
     from tsjax.methods.devices import device_of, estimated
-    from tsjax.model.cache import CACHE_AXES, WHOLE_AXES, Cache, KVCache
-    from tsjax.model.int8 import Int8Matrix
-    from tsjax.model.params import Params, declare_params, is_spec
-    from tsjax.model.sharding import named_sharding, usable_mesh
-    from tsjax.model.transformer import ParamSpec, int8_weights
 
     config = tsjax.model_preset(step.model)
     method = METHODS[step.method]()
@@ -282,7 +268,28 @@ def lower_step(step: Step, target: str):
     sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
     prefill = prefill and prefill.resolved(config, 32_768)
-    cfg = DecodeConfig(config, method, prefill=prefill)
+    return DecodeConfig(config, method, prefill=prefill), sampling
+
+
+def lower_step(step: Step, target: str):
+    """The program that `tsjax.generate` runs, from shapes alone."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from tools import gpu_targets
+    from tsjax.decoding.programs import programs
+    from tsjax.decoding.sampling import sampling_values
+    from tsjax.decoding.start import init_state
+    from tsjax.model.cache import CACHE_AXES, WHOLE_AXES, Cache, KVCache
+    from tsjax.model.int8 import Int8Matrix
+    from tsjax.model.params import Params, declare_params, is_spec
+    from tsjax.model.sharding import named_sharding, usable_mesh
+    from tsjax.model.transformer import ParamSpec, int8_weights
+
+    cfg, sampling = settings_of(step, target)
+    config = cfg.model
     count = math.prod(step.mesh)
     devices = np.asarray(gpu_targets.devices(target, count)[:count]).reshape(step.mesh)
     mesh = usable_mesh(Mesh(devices, ("data", "model", "slots")))
@@ -308,7 +315,7 @@ def lower_step(step: Step, target: str):
             cfg=cfg,
             capacity=step.capacity,
             max_length=jnp.array([step.capacity]),
-            prompt_capacity=32_768 if prefill else None,
+            prompt_capacity=32_768 if cfg.prefill else None,
             sampling=sampling_values(sampling, (0,), config.vocab_size, config.dtype),
             mesh=mesh,
         )

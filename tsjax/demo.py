@@ -31,23 +31,18 @@ from tsjax.files.tokenizer import Detokenizer, encode
 from tsjax.host.generation import stream
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.measuring import read_rate
+from tsjax.host.paired_runs import SETTINGS
 from tsjax.host.result import RunStats, StreamChunk
 from tsjax.methods import Auto, Autoregressive
 from tsjax.methods.devices import plain_bytes
 
 METHOD = Auto()  # of the right column
-SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "sampled": {
-        "do_sample": True,
-        "temperature": 1.0,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "repetition_window": 1024,
-    },
+STYLES: dict[str, dict[str, Any]] = {
+    "greedy": SETTINGS["greedy"],
+    "sampled": SETTINGS["sampled"],
     "repeating": {"do_sample": True, "temperature": 0.5, "min_p": 0.5},
 }
-# Settings that go on with a text: the prompt and what the model wrote in this other setting. Greedy
+# Styles that go on with a text: the prompt and what the model wrote in this other style. Greedy
 # text of a small model repeats itself, and drafts pay there on any machine, sampled ones too.
 AFTER = {"repeating": "greedy"}
 PROMPT = "Once upon a time"
@@ -63,13 +58,13 @@ BETWEEN = " | "
 WARM_UP_CHUNKS, REHEARSED = 2, 3
 NOISE = 0.03  # two runs of the same work differ by that share of their time
 EXCERPT, LEAD = 800, 60  # characters of a text that are printed, and of a long prompt
-WIDTH = 76  # of sentences
+SENTENCE_WIDTH = 76  # of sentences
 
 Piece = tuple[str, str]  # text, and its source: one of SOURCES or OWN
-Cell = tuple[str, str]  # what stands in one place of a line (or in two, a wide character); source
+Glyph = tuple[str, str]  # what stands in one place of a line (or in two, a wide character); source
 
 
-class Text(NamedTuple):
+class Opening(NamedTuple):
     """What stands before the tokens that are made."""
 
     shown: str
@@ -134,13 +129,13 @@ def source_of(mask: int) -> str:
 # --- the run ------------------------------------------------------------------------------------
 
 
-def run(
+def run_demo(
     path: str,
     *,
     prompt: str = PROMPT,
     tokens: int = TOKENS,
     seed: int = 0,
-    settings: Sequence[str] = tuple(SETTINGS),
+    settings: Sequence[str] = tuple(STYLES),
     method: Method = METHOD,
     plain: bool = False,
     out: TextIO,
@@ -151,10 +146,10 @@ def run(
     tokens are barred, so that both columns have `tokens` tokens.
     """
     same = dict(max_new_tokens=tokens, min_new_tokens=tokens, seed=seed)
-    configs = {name: GenerationConfig(**same, **SETTINGS[name]) for name in SETTINGS}
+    configs = {name: GenerationConfig(**same, **STYLES[name]) for name in STYLES}
     model = load(path, dtype="float32")
-    given = Text(prompt, encode(model.tokenizer, prompt).tolist())
-    written: dict[str, Text] = {}
+    given = Opening(prompt, encode(model.tokenizer, prompt).tolist())
+    written: dict[str, Opening] = {}
     for name in settings:  # what is wrong is said before anything is printed
         start(model, given, configs[name], method)
     live = can_redraw(plain, out.isatty(), os.environ)
@@ -165,9 +160,9 @@ def run(
         begun = given
         if (earlier := AFTER.get(name)) is not None:
             if earlier not in written:
-                written[earlier] = write(model, given, configs[earlier], method)
+                written[earlier] = continued(model, given, configs[earlier], method)
             room = max(model.cfg.max_positions - tokens, len(given.ids))
-            begun = Text(written[earlier].shown, written[earlier].ids[-room:])
+            begun = Opening(written[earlier].shown, written[earlier].ids[-room:])
         warm_up(model, begun, configs[name], method, out)
         columns = start(model, begun, configs[name], method)
         with Screen(out) if live else contextlib.nullcontext() as screen:
@@ -182,14 +177,14 @@ def run(
             return 130
         nbytes = bytes_of_step(model, columns[0])
         for line in (verdict(columns), worth(columns[0], nbytes, read_rate(nbytes))):
-            print(f"\n{textwrap.fill(line, WIDTH)}", file=out, flush=True)
+            print(f"\n{textwrap.fill(line, SENTENCE_WIDTH)}", file=out, flush=True)
         shown = "".join(text for text, _ in columns[0].pieces)
-        written[name] = Text(shown, [*begun.ids, *columns[0].tokens])
+        written[name] = Opening(shown, [*begun.ids, *columns[0].tokens])
     return 0
 
 
 def warm_up(
-    model: Model, begun: Text, config: GenerationConfig, method: Method, out: TextIO
+    model: Model, begun: Opening, config: GenerationConfig, method: Method, out: TextIO
 ) -> None:
     """Compiles all that the columns will run."""
     began = time.perf_counter()
@@ -221,25 +216,25 @@ class Rehearsal(Method):
         return plain if current not in (None, plain) else drafts
 
 
-def write(model: Model, begun: Text, config: GenerationConfig, method: Method) -> Text:
+def continued(model: Model, begun: Opening, config: GenerationConfig, method: Method) -> Opening:
     """A text and how the model goes on with it, which nobody sees."""
     *_, column = start(model, begun, config, method)
     while column.finish_reason is None:
         column.advance()
     if column.finish_reason == "interrupted":
         raise KeyboardInterrupt
-    return Text("".join(text for text, _ in column.pieces), [*begun.ids, *column.tokens])
+    return Opening("".join(text for text, _ in column.pieces), [*begun.ids, *column.tokens])
 
 
 def describe(name: str) -> str:
-    values = [f"{key}={value}" for key, value in SETTINGS[name].items()]
+    values = [f"{key}={value}" for key, value in STYLES[name].items()]
     if name in AFTER:
         values.insert(0, f"goes on with the {AFTER[name]} text")
     return f"{name.capitalize()} ({', '.join(values)})" if values else name.capitalize()
 
 
 def start(
-    model: Model, begun: Text, config: GenerationConfig, method: Method
+    model: Model, begun: Opening, config: GenerationConfig, method: Method
 ) -> tuple[Column, Column]:
     """Plain decoding and `method`, nothing of them computed yet."""
     shown = printable(begun.shown)
@@ -298,13 +293,13 @@ def text_width(text: str) -> int:
     return sum(map(char_width, text))
 
 
-def line_width(line: Iterable[Cell]) -> int:
+def line_width(line: Iterable[Glyph]) -> int:
     return sum(text_width(text) for text, _ in line)
 
 
-def wrap(pieces: Iterable[Piece], width: int) -> list[list[Cell]]:
+def wrap(pieces: Iterable[Piece], width: int) -> list[list[Glyph]]:
     """Breaks text into lines of at most `width` places, between words where that is possible."""
-    lines: list[list[Cell]] = [[]]
+    lines: list[list[Glyph]] = [[]]
     used = 0
     for char, source in ((char, source) for text, source in pieces for char in text):
         line, size = lines[-1], char_width(char)
@@ -323,7 +318,7 @@ def wrap(pieces: Iterable[Piece], width: int) -> list[list[Cell]]:
     return lines
 
 
-def take_last_word(line: list[Cell]) -> list[Cell]:
+def take_last_word(line: list[Glyph]) -> list[Glyph]:
     """Removes what follows the last space; nothing where there is no space."""
     start = next((i for i in range(len(line), 0, -1) if line[i - 1][0] == " "), len(line))
     word = line[start:]
@@ -331,7 +326,7 @@ def take_last_word(line: list[Cell]) -> list[Cell]:
     return word
 
 
-def paint(line: Iterable[Cell], colour: bool) -> str:
+def paint(line: Iterable[Glyph], colour: bool) -> str:
     """A line as text; each run of drafted tokens is one coloured stretch."""
     painted = []
     for source, cells in itertools.groupby(line, key=operator.itemgetter(1)):
@@ -340,7 +335,7 @@ def paint(line: Iterable[Cell], colour: bool) -> str:
     return "".join(painted)
 
 
-def beside(pair: Sequence[list[Cell]], half: int, colour: bool) -> str:
+def beside(pair: Sequence[list[Glyph]], half: int, colour: bool) -> str:
     left, right = pair
     return paint(left, colour) + " " * (half - line_width(left)) + BETWEEN + paint(right, colour)
 
@@ -357,16 +352,13 @@ def frame(columns: Sequence[Column], width: int, height: int, colour: bool = Tru
     texts = [lines[-count:] + [[]] * (count - len(lines)) for lines in texts]
     rule = "-" * (2 * half + len(BETWEEN))
     return [
-        beside(titles, half, colour),
-        rule,
+        beside(titles, half, colour), rule,
         *(beside(pair, half, colour) for pair in zip(*texts, strict=True)),
-        rule,
-        beside(figures, half, colour),
-        *key,
-    ]
+        rule, beside(figures, half, colour), *key,
+    ]  # fmt: skip
 
 
-def first_line(text: str, width: int) -> list[Cell]:
+def first_line(text: str, width: int) -> list[Glyph]:
     return wrap([(text, OWN)], width)[0]
 
 
@@ -460,7 +452,7 @@ def acceptance(stats: RunStats | None) -> str:
 
 
 def share(stats: RunStats | None, source: str) -> str:
-    """Of the accepted drafts; one that several sources had counts for each."""
+    """A source's share of the accepted drafts; one that several sources had counts for each."""
     if stats is None or not stats.accepted:
         return "-"
     return f"{stats.accepted_by_source[source] / stats.accepted:.0%}"
@@ -499,10 +491,9 @@ class Screen:
         size = shutil.get_terminal_size()
         # The last line stays free: the cursor waits there, and nothing scrolls.
         lines = frame(columns, size.columns, size.lines - 1)[: max(1, size.lines - 1)]
+        begin = f"\x1b[{self._drawn}A\r" if self._drawn else ""
         if self._size not in (None, size):  # lines have moved: begin on an empty screen
             begin = "\x1b[2J\x1b[H"
-        else:
-            begin = f"\x1b[{self._drawn}A\r" if self._drawn else ""
         text = begin + "".join(f"\x1b[2K{line}\n" for line in lines) + "\x1b[J"
         self._out.write(clean(text, self._out))
         self._out.flush()

@@ -21,20 +21,26 @@ LISTED = 20  # of a list of problems or names
 _LONGEST_REASON = 1000  # characters of what a parser says
 _LONGEST_INTEGER = 300  # digits; a longer one cannot become a float
 _DEEPEST = 50  # levels of a JSON document
+FILE, FOLDER = "a file", "a folder"
+_KINDS = {stat.S_IFREG: FILE, stat.S_IFDIR: FOLDER}
+_KINDS |= {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def kind_of(path: str | os.PathLike) -> str:
+    """What lies there, in words; links are followed."""
+    return _KINDS.get(stat.S_IFMT(os.stat(path).st_mode), "a device")
 
 
 def require_file(path: str | os.PathLike) -> None:
     """Refuses what is not a regular file before it is opened: opening a named pipe waits."""
-    mode = os.stat(path).st_mode
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
-    if not stat.S_ISREG(mode):
-        kind = kinds.get(stat.S_IFMT(mode), "a device")
+    kind = kind_of(path)
+    if kind != FILE:
         raise BadValue(f"{os.fspath(path)!r} is {kind}; it must be a file")
 
 
 @contextlib.contextmanager
 def filtered_log(name: str, keep: Callable[[logging.LogRecord], bool]) -> Iterator[None]:
-    """Of the records of one logger, lets through those that are to `keep`."""
+    """Lets through only those records of a logger that are to `keep`."""
     logger = logging.getLogger(name)
     logger.addFilter(keep)
     try:

@@ -45,7 +45,7 @@ from benchmarks.longcontext.tasks import (
 )
 from tools.embedded_model.training import first_weights, scheduled
 from tsjax.files.whole_files import replacing
-from tsjax.model.transformer import ModelWeights, embed, final_norm, forward, unembed
+from tsjax.model.transformer import ModelWeights, apply_layers, embed, final_norm, unembed
 from tsjax.training.saved import write_metrics
 
 CONFIG = tsjax.ModelConfig(
@@ -195,7 +195,7 @@ def _block(q, k, v, start, seen: int):
 def logits_of(weights, tokens, positions, cfg):
     """[B, T, V], with no cache."""
     hidden = embed(weights, tokens)
-    hidden, _, _ = forward(weights, hidden, positions=positions, attend=attention, cfg=cfg)
+    hidden, _, _ = apply_layers(weights, hidden, positions=positions, attend=attention, cfg=cfg)
     return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
 
 

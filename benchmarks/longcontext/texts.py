@@ -33,7 +33,7 @@ from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
 from tsjax.files.tokenizer import encode
-from tsjax.host.request import tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed
 from tsjax.model.passes import run_rows
@@ -173,7 +173,7 @@ def main(argv: Sequence[str]) -> None:
             losses = suffix_losses(model, texts[:, : args.prompt], texts[:, args.prompt :], lazy)
             losses = losses.mean(axis=1)
             full = losses if full is None else full
-            # The texts differ more than the methods do: what a method adds is told text by text.
+            # The texts differ more than the methods do: what a method adds is shown text by text.
             added, half = interval(losses - full)
             row = {"method": name, "loss": float(losses.mean()), "added": added, "interval": half}
             document["perplexity"].append(row | {"perplexity": float(np.exp(losses.mean()))})

@@ -103,7 +103,7 @@ def _softmax_scores(q, k_cache, length, log_totals=None, *, blocks, interpret):
 
 
 def _peak_and_total(length, q, k_cache, blocks: Blocks, options):
-    """Of the scores of each query head, [B, N], for exp2."""
+    """The peak and the total of each query head's scores, [B, N], for exp2."""
     (B, N, _), K = q.shape, k_cache.shape[1]
     peaks, totals = launch(
         functools.partial(_totals, blocks=blocks),

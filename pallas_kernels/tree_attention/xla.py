@@ -34,7 +34,6 @@ def tree_attention(
     K, S = k_cache.shape[1:3]
     G = N // K
     rows = T * G
-    wide = accumulation_dtype(q.dtype)
     at_once = block is None and S <= LONGEST_AT_ONCE
     block = min(block or default_block(B * K, rows, H), S)
     small = min(SMALL_BLOCK, block)
@@ -42,37 +41,11 @@ def tree_attention(
     # The G * T rows that share one kv head are one tile: the cache is read once for all of them.
     tile = q.reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, rows, H)
 
-    def dot(a, b, contract_a: int, contract_b: int):
-        """Batched over [B, K]."""
-        dims = (((contract_a,), (contract_b,)), ((0, 1), (0, 1)))
-        return lax.dot_general(
-            a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=wide
-        )
-
-    # Fresh rows among themselves; the running maximum is finite from here, if only MASKED.
-    k_fresh, v_fresh = jnp.swapaxes(k_new, 1, 2), jnp.swapaxes(v_new, 1, 2)  # [B, K, T, H]
-    scores = dot(tile, k_fresh, 3, 3) * H**-0.5  # [B, K, rows, T]
-    related = jnp.broadcast_to(tree_mask, (B, T, T))
-    related = jnp.repeat(related, G, axis=1)[:, None]  # [B, 1, rows, T]
-    scores = jnp.where(related, scores, MASKED)
-    peak = jnp.max(scores, axis=-1)  # [B, K, rows]
-    weights = jnp.exp(scores - peak[..., None])
-    total = jnp.sum(weights, axis=-1)
-    out = dot(weights.astype(q.dtype), v_fresh, 3, 2)  # [B, K, rows, H]
-    if mean is not None and log_total is not None:
-        # One more slot, with a score and a value for each query head.
-        mean = jnp.tile(mean.reshape(B, K, G, H), (1, 1, T, 1)).astype(wide)
-        log_total = jnp.tile(log_total.reshape(B, K, G), (1, 1, T))
-        new_peak = jnp.maximum(peak, log_total)
-        shrink, weight = jnp.exp(peak - new_peak), jnp.exp(log_total - new_peak)
-        peak, total = new_peak, total * shrink + weight
-        out = out * shrink[..., None] + mean * weight[..., None]
-
     def add(k, v, committed, ranks, carry):
         """Adds slots to the running softmax: all or those `committed` [B, slots], and of them all
         or those whose `ranks` [B, slots] are below a row's."""
         peak, total, out = carry
-        scores = dot(tile, k, 3, 3) * H**-0.5
+        scores = _dot(tile, k, 3, 3) * H**-0.5
         if committed is not None:
             scores = jnp.where(committed[:, None, None, :], scores, MASKED)
             v = jnp.where(committed[:, None, :, None], v, 0)  # 0 * NaN would not be 0
@@ -82,7 +55,7 @@ def tree_attention(
         new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
         shrink = jnp.exp(peak - new_peak)
         weights = jnp.exp(scores - new_peak[..., None])
-        fresh = dot(weights.astype(q.dtype), v, 3, 2)
+        fresh = _dot(weights.astype(q.dtype), v, 3, 2)
         return (
             new_peak,
             total * shrink + jnp.sum(weights, axis=-1),
@@ -106,7 +79,7 @@ def tree_attention(
         slots = start + jnp.arange(small, dtype=jnp.int32)[None]
         return add_slice(start, small, (slots >= first) & (slots < length[:, None]), carry)
 
-    carry = peak, total, out
+    carry = _fresh_rows(tile, k_new, v_new, tree_mask, mean, log_total)
     if at_once:
         slots = jnp.arange(S, dtype=jnp.int32)[None]
         peak, total, out = add(k_cache, v_cache, slots < length[:, None], slot_ranks, carry)
@@ -121,6 +94,36 @@ def tree_attention(
     out = out.reshape(B, K, T, G, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
     logs = (peak + jnp.log(total)).reshape(B, K, T, G).transpose(0, 2, 1, 3).reshape(B, T, N)
     return out, logs
+
+
+def _fresh_rows(tile, k_new, v_new, tree_mask, mean, log_total):
+    """The softmax of fresh rows among themselves, and over `rest`: its peak, total and sum."""
+    (B, K, rows, H), T = tile.shape, k_new.shape[1]
+    G = rows // T
+    k_fresh, v_fresh = jnp.swapaxes(k_new, 1, 2), jnp.swapaxes(v_new, 1, 2)  # [B, K, T, H]
+    scores = _dot(tile, k_fresh, 3, 3) * H**-0.5  # [B, K, rows, T]
+    related = jnp.broadcast_to(tree_mask, (B, T, T))
+    related = jnp.repeat(related, G, axis=1)[:, None]  # [B, 1, rows, T]
+    scores = jnp.where(related, scores, MASKED)
+    peak = jnp.max(scores, axis=-1)  # [B, K, rows]; finite from here, if only MASKED
+    weights = jnp.exp(scores - peak[..., None])
+    total = jnp.sum(weights, axis=-1)
+    out = _dot(weights.astype(tile.dtype), v_fresh, 3, 2)  # [B, K, rows, H]
+    if mean is not None and log_total is not None:
+        # One more slot, with a score and a value for each query head.
+        mean = jnp.tile(mean.reshape(B, K, G, H), (1, 1, T, 1)).astype(out.dtype)
+        log_total = jnp.tile(log_total.reshape(B, K, G), (1, 1, T))
+        new_peak = jnp.maximum(peak, log_total)
+        shrink, weight = jnp.exp(peak - new_peak), jnp.exp(log_total - new_peak)
+        peak, total = new_peak, total * shrink + weight
+        out = out * shrink[..., None] + mean * weight[..., None]
+    return peak, total, out
+
+
+def _dot(a, b, contract_a: int, contract_b: int):
+    """Batched over [B, K]."""
+    dims, wide = (((contract_a,), (contract_b,)), ((0, 1), (0, 1))), accumulation_dtype(a.dtype)
+    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=wide)
 
 
 def default_block(heads: int, rows: int, H: int) -> int:

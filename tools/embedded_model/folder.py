@@ -23,8 +23,9 @@ from tools.facts import facts, todays_command
 from tsjax.model.params import Params, abstract_params
 from tsjax.model.transformer import ModelWeights
 
+from .loss import ATTENTION_BLOCK, loss_by_position
 from .texts import Stream
-from .training import ATTENTION_BLOCK, METRICS, STATE, Trainer, loss_by_position
+from .training import METRICS, STATE, Trainer
 
 # In a work folder.
 TOKENIZER, TRAIN, HELD_OUT = "tokenizer", "train.npz", "held_out.npz"

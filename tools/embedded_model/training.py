@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of a small model with tsjax's own forward pass: AdamW, cosine, random windows.
 
-Knows arrays, the schedule and its own checkpoints. Does not know text or HuggingFace.
-
-A row is BOS and a window that begins with a paragraph. In some rows the window has a gap, from the
-end of a paragraph to the beginning of a later one, and positions count what was left out: the
-model meets distances between tokens, up to its context, that no row is long enough for.
+Knows the schedule, the updates and its own checkpoints. Does not know text or HuggingFace.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import flax.serialization
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,9 +26,11 @@ import tsjax
 from tsjax.config import check
 from tsjax.files.whole_files import replacing
 from tsjax.model.params import init_params, is_spec
-from tsjax.model.transformer import ModelWeights, declare_model, embed, final_norm, forward, unembed
+from tsjax.model.transformer import ModelWeights, declare_model
 from tsjax.training.saved import METRICS, append_metrics, write_metrics
 
+from .loss import drop_units, token_losses
+from .rows import Order, Windows, cut_rows
 from .texts import Stream
 
 SMALL = tsjax.ModelConfig(
@@ -53,7 +50,6 @@ SMALL = tsjax.ModelConfig(
 )
 FORMAT = 2  # of what is in STATE
 STATE = "state.msgpack"  # in a work folder, beside METRICS
-ATTENTION_BLOCK = 128  # queries at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,144 +95,6 @@ class Settings:
         """Micro-batches of an update, and rows of a micro-batch."""
         rows = max(1, min(self.micro, self.batch) // length)
         return max(1, self.batch // (rows * length)), rows
-
-
-# --- the loss --------------------------------------------------------------------------------
-
-
-def causal_attention(layer: int, q, k, v):
-    """q [B, T, N, H], k and v [B, T, K, H] -> [B, T, N, H], in blocks of queries.
-
-    The queries of a group are rows of one product with their keys, and a block sees no later
-    key: on a CPU that trains 1.5 times faster than one product of all heads.
-    """
-    del layer
-    B, T, N, H = q.shape
-    K = k.shape[2]
-    G = N // K
-    q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, K, T, H]
-    mixed = []
-    for begin in range(0, T, ATTENTION_BLOCK):
-        end = min(begin + ATTENTION_BLOCK, T)
-        rows = slice(begin * G, end * G)
-        scores = jnp.einsum(
-            "bkth,bksh->bkts", q[:, :, rows], k[:, :, :end], preferred_element_type=jnp.float32
-        )
-        visible = (jnp.arange(begin * G, end * G) // G)[:, None] >= jnp.arange(end)
-        scores = jnp.where(visible, scores, -jnp.inf)
-        weights = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
-        total = weights.sum(-1, keepdims=True)
-        found = jnp.einsum(
-            "bkts,bksh->bkth",
-            weights.astype(v.dtype),
-            v[:, :, :end],
-            preferred_element_type=jnp.float32,
-        )
-        mixed.append((found / total).astype(v.dtype))
-    mixed = jnp.concatenate(mixed, axis=2).reshape(B, K, T, G, H)
-    return mixed.transpose(0, 2, 1, 3, 4).reshape(B, T, N, H)
-
-
-def token_logits(weights, inputs, positions, cfg, attend=causal_attention):
-    """[B, T, V], with no cache."""
-    hidden, _, _ = forward(
-        weights, embed(weights, inputs), positions=positions, attend=attend, cfg=cfg
-    )
-    return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
-
-
-def token_losses(weights, inputs, targets, positions, cfg, attend=causal_attention):
-    """Minus the log-probability of each target, [B, T] float32."""
-    logits = token_logits(weights, inputs, positions, cfg, attend)
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
-
-
-def drop_units(weights: ModelWeights, rate: float, key) -> ModelWeights:
-    """Dropout of the attention's and the feed-forward part's units, as inputs of their outputs.
-
-    The rows of a batch share it, which leaves the forward pass as it is.
-    """
-
-    def drop(matrix, number: int):
-        units = matrix.shape[1:]
-        kept = jax.random.bernoulli(jax.random.fold_in(key, number), 1 - rate, units)
-        return jnp.where(kept[None], matrix / (1 - rate), 0).astype(matrix.dtype)
-
-    layers = tuple(
-        layer.replace(o=drop(layer.o, 2 * i), down=drop(layer.down, 2 * i + 1))
-        for i, layer in enumerate(weights.layers)
-    )
-    return weights.replace(layers=layers)
-
-
-class Windows(flax.struct.PyTreeNode):
-    """Where rows come from: int32 arrays of one shape. Positions are those of the stream."""
-
-    start: Any
-    cut: Any  # tokens of the window before the gap, BOS included
-    gap: Any  # tokens left out
-    shift: Any  # added to the positions of all tokens but BOS
-
-
-def cut_rows(stream, windows: Windows, length: int, bos: int):
-    """inputs, targets and positions [rows, length]."""
-    places = jnp.arange(length + 1)
-    behind = jnp.where(places < windows.cut[:, None], 0, windows.gap[:, None])
-    index = windows.start[:, None] + places - 1 + behind
-    tokens = jnp.where(places == 0, bos, stream[index])
-    positions = jnp.where(places == 0, 0, places + behind + windows.shift[:, None])
-    return tokens[:, :-1], tokens[:, 1:], positions[:, :-1]
-
-
-# --- which rows ------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Order:
-    """Goes through the stream in shuffled windows, each epoch from another beginning."""
-
-    stream: Stream
-    length: int
-    context: int
-    gaps: float
-    seed: int
-    drawn: int = 0  # windows so far
-
-    @property
-    def per_epoch(self) -> int:
-        return max(1, (len(self.stream.tokens) - 1) // self.length - 1)
-
-    def take(self, count: int) -> Windows:
-        numbers = np.arange(self.drawn, self.drawn + count)
-        epochs = numbers // self.per_epoch
-        places = np.concatenate(
-            [self._epoch(e)[numbers[epochs == e] % self.per_epoch] for e in np.unique(epochs)]
-        )
-        rng = np.random.default_rng([self.seed, self.length, 1, self.drawn])
-        self.drawn += count
-        last = len(self.stream.tokens) - self.length - 1  # where a window may begin
-        start = np.minimum(self.stream.next_start(places), last)
-
-        # The first part ends with a paragraph, and the second begins with one.
-        cut = self.stream.next_start(start + rng.integers(1, self.length, count)) - start + 1
-        room = np.minimum(last - start, self.context - self.length - 1)
-        far = np.exp(rng.uniform(np.log(16), np.log(self.context), count)).astype(int)
-        resumed = self.stream.next_start(start + cut - 1 + np.minimum(far, np.maximum(room, 0)))
-        gap = resumed - (start + cut - 1)
-        usable = (cut < self.length) & (0 < gap) & (gap <= room) & (rng.random(count) < self.gaps)
-        cut, gap = np.where(usable, cut, self.length + 1), np.where(usable, gap, 0)
-        shift = rng.integers(0, np.maximum(self.context - self.length - gap, 1))
-        shift = np.where(rng.random(count) < self.gaps, shift, 0)
-        return Windows(*(np.asarray(a, np.int32) for a in (start, cut, gap, shift)))
-
-    def _epoch(self, epoch: int) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, self.length, 0, epoch])
-        begin = rng.integers(0, self.length)
-        return begin + self.length * rng.permutation(self.per_epoch)
-
-
-# --- the run ---------------------------------------------------------------------------------
 
 
 def scheduled(progress, warmup: float):
@@ -366,35 +224,6 @@ def held_out_loss(weights, stream, windows, *, cfg, length, dtype, bos):
 
     total, _ = lax.scan(lambda t, w: (add(t, w), None), jnp.zeros(()), windows)
     return total / windows.start.shape[0]
-
-
-@functools.partial(jax.jit, static_argnames=("cfg", "bos"))
-def loss_by_position(weights, tokens, *, cfg, bos):
-    """Minus the log-probability of each of `tokens` [n] after all before it, in one long row.
-
-    n is a multiple of ATTENTION_BLOCK.
-    """
-
-    def attend(layer, q, k, v):
-        positions = jnp.arange(q.shape[1])
-
-        def block(inputs):
-            q, rows = inputs  # [block, N, H], [block]
-            q = q.reshape(-1, cfg.num_kv_heads, cfg.group_size, cfg.head_dim)
-            scores = jnp.einsum("tkgh,skh->kgts", q, k[0]) * cfg.head_dim**-0.5
-            scores = jnp.where(rows[:, None] >= positions, scores, -jnp.inf)
-            mixed = jnp.einsum("kgts,skh->tkgh", jax.nn.softmax(scores), v[0])
-            return mixed.reshape(-1, cfg.num_heads, cfg.head_dim)
-
-        blocks = (
-            q[0].reshape(-1, ATTENTION_BLOCK, *q.shape[2:]),
-            positions.reshape(-1, ATTENTION_BLOCK),
-        )
-        return lax.map(block, blocks).reshape(q.shape)
-
-    inputs = jnp.concatenate([jnp.array([bos]), tokens[:-1]])[None]
-    positions = jnp.arange(len(tokens))[None]
-    return token_losses(weights, inputs, tokens[None], positions, cfg, attend)[0]
 
 
 @dataclasses.dataclass

@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from tsjax.config import SAMPLING_NAMES, GenerationConfig, check, refuse_unknown
 from tsjax.decoding.noise import position_noise, row_keys
-from tsjax.decoding.sampling import best, sampling_values, warp
+from tsjax.decoding.sampling import best_with_score, sampling_values, warp
 from tsjax.decoding.tree import DraftTree
 from tsjax.decoding.verification import accept
+from tsjax.errors import Failed
 from tsjax.typing import accumulation_dtype
 
 
@@ -43,12 +45,12 @@ def token_noise(seeds, repeats, positions, vocab_size: int, dtype: Any = jnp.flo
     It follows from seed, repeat, position and token alone: the same whatever runs beside it.
 
     Args:
-      seeds, repeats: [B] uint32; the repeat tells apart rows of one prompt and one seed.
+      seeds, repeats: [B] integers, as all from 0 to 2**32 - 1; the repeat tells apart rows of one
+        prompt and one seed.
       dtype: of the logits that it is added to; those of another type are other draws.
     """
-    positions = jnp.asarray(positions)
-    check(positions.ndim == 2, "positions", positions.shape, "[B, T] integers")
-    return position_noise(row_keys(seeds, repeats), positions, vocab_size, dtype)
+    keys = row_keys(_words(seeds, "seeds", "[B]"), _words(repeats, "repeats", "[B]"))
+    return position_noise(keys, _words(positions, "positions", "[B, T]"), vocab_size, dtype)
 
 
 def sample(logits, seeds, repeats, positions, **settings: Any) -> jax.Array:
@@ -56,7 +58,8 @@ def sample(logits, seeds, repeats, positions, **settings: Any) -> jax.Array:
 
     A token is the argmax of the logits, divided by the temperature and truncated, plus
     `token_noise`. So it does not depend on batch, chunk, device or method, but for the logits' last
-    bits.
+    bits. Where the best of them is NaN or infinite there is no token: that is a RuntimeError, and
+    under jit, which cannot raise, the token is -1.
 
     Args:
       logits: [B, T, V], penalties already in them.
@@ -68,7 +71,9 @@ def sample(logits, seeds, repeats, positions, **settings: Any) -> jax.Array:
     warped = warped_logits(logits, **settings)
     noise = token_noise(seeds, repeats, positions, logits.shape[2], warped.dtype)
     check(noise.shape == logits.shape, "positions", np.shape(positions), f"{logits.shape[:2]}")
-    return best(warped + noise).astype(jnp.int32)
+    tokens = _best(warped + noise)
+    _refuse_broken(tokens == -1)
+    return tokens
 
 
 def warped_logits(logits, **settings: Any) -> jax.Array:
@@ -83,7 +88,7 @@ def verify(tree: DraftTree, logits, noise=None) -> Verified:
     """One decision for each node of a draft tree, and the walk along those that were drafted.
 
     What it emits is what `sample` would have drawn one by one, or argmax without noise, whatever
-    the tree.
+    the tree; -1 or a RuntimeError as there.
 
     Args:
       tree: see `merge_paths`.
@@ -100,10 +105,41 @@ def verify(tree: DraftTree, logits, noise=None) -> Verified:
         # Of another type it is other noise.
         check(noise.dtype == logits.dtype, "noise", noise.dtype, f"{logits.dtype} as the logits")
         logits = logits + jnp.take_along_axis(noise, tree.depths[..., None], axis=1)
-    target = best(logits).astype(jnp.int32)
+    target = _best(logits)
     accepted = accept(tree, target)
     tokens = jnp.take_along_axis(target, accepted.path, axis=1)
+    _refuse_broken((tokens == -1) & (jnp.arange(levels) <= accepted.count[:, None]))
     return Verified(tokens, accepted.count + 1, accepted.path)
+
+
+def _best(scores: jax.Array) -> jax.Array:
+    score, token = best_with_score(scores)
+    return jnp.where(score < jnp.inf, token.astype(jnp.int32), -1)
+
+
+def _refuse_broken(broken: jax.Array) -> None:
+    """Where values are known: [B, T], whose scores are NaN or infinite."""
+    if isinstance(broken, Tracer) or not broken.is_fully_addressable or not broken.any():
+        return
+    row, place = np.argwhere(np.asarray(broken))[0]
+    raise Failed(f"no token follows in row {row}, place {place}: the best logit is NaN or infinite")
+
+
+def _words(values: Any, name: str, shape: str) -> jax.Array:
+    """Integers that are words of 32 bits. Of what is traced or elsewhere only the type is known."""
+    hidden = any(
+        isinstance(x, jax.Array) and (isinstance(x, Tracer) or not x.is_fully_addressable)
+        for x in jax.tree.leaves(values)
+    )
+    found = jnp.asarray(values) if hidden else np.asarray(values)
+    wanted = f"{shape} integers, at least 0 and at most {2**32 - 1}"
+    good = found.ndim == shape.count(",") + 1 and np.issubdtype(found.dtype, np.integer)
+    short = not hidden and found.size < 9
+    check(good, name, found.tolist() if short else f"{found.dtype} {found.shape}", wanted)
+    if not hidden:
+        for value in map(int, (found.min(initial=0), found.max(initial=0))):
+            check(0 <= value < 2**32, name, value, wanted)
+    return jnp.asarray(found, jnp.uint32)
 
 
 def _logits(logits) -> jax.Array:

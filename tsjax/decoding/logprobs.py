@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from tsjax.config import ModelConfig
+from tsjax.decoding.law import log_softmax
 from tsjax.decoding.sampling import best_few
 from tsjax.model.logits import hidden_states
 from tsjax.model.params import Params
@@ -50,12 +50,12 @@ def empty_log_probs(batch: int, capacity: int, count: int, dtype) -> LogProbs:
 
 
 def log_probs_of(logits, processed, tokens, count: int) -> LogProbs:
-    """Of the tokens [B, T] chosen from logits [B, T, V], and of those once processed."""
+    """Log-probabilities of tokens [B, T] by the logits [B, T, V], and by the processed ones."""
     return LogProbs(*_of(logits, tokens, count), *_of(processed, tokens, count))
 
 
 def _of(logits, tokens, count: int):
-    found = jax.nn.log_softmax(logits, axis=-1)
+    found = log_softmax(logits)
     chosen = jnp.take_along_axis(found, tokens[..., None], axis=-1)[..., 0]
     if not count:
         nothing = (*tokens.shape, 0)
@@ -65,7 +65,7 @@ def _of(logits, tokens, count: int):
 
 
 def text_log_probs(params: Params, tokens, *, cfg: ModelConfig, count: int, width: int = 512):
-    """Of each of tokens [B, T] after those before it, by the model alone; the first's is 0.
+    """The log-probability of each of tokens [B, T] after those before it; the first's is 0.
 
     A few positions at a time: logits of a whole text are never there at once.
     """

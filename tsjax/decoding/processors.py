@@ -30,7 +30,7 @@ COMPARED_AT_ONCE = 2048  # places of a text
 Ancestors = tuple[Int[Array, "B T ancestors"], Int[Array, "B T ancestors"]]
 
 
-class Text(NamedTuple):
+class KnownText(NamedTuple):
     """The known text of each batch row, as processors read it.
 
     Attributes:
@@ -70,7 +70,7 @@ def first_counts(
 
 def penalise_repetition(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     positions: Int[Array, "B T"],
     penalty: Float[Array, ""],
     window: Int[Array, ""],
@@ -89,7 +89,7 @@ def penalise_repetition(
 
 def penalise_counts(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     presence: Float[Array, ""] | None,
     frequency: Float[Array, ""] | None,
     ancestors: Ancestors | None,
@@ -110,12 +110,12 @@ def penalise_counts(
 
 
 def bar_repeated_ngrams(
-    logits: Float[Array, "B T V"], text: Text, size: int, ancestors: Ancestors | None
+    logits: Float[Array, "B T V"], text: KnownText, size: int, ancestors: Ancestors | None
 ) -> Float[Array, "B T V"]:
     """HuggingFace's no_repeat_ngram_size: no `size` tokens stand together twice in a text."""
     before = size - 1
     B, T = logits.shape[:2]
-    last = last_tokens(text, before, ancestors, T)
+    last = tokens_before(text, before, ancestors, T)
     at_once = min(COMPARED_AT_ONCE, text.tokens.shape[1])
     padded = jnp.pad(text.tokens, ((0, 0), (0, at_once + before)))
 
@@ -144,8 +144,8 @@ def bar_repeated_ngrams(
     return _bar(logits, tail[:, :, before:], same)
 
 
-def last_tokens(
-    text: Text, count: int, ancestors: Ancestors | None, rows: int
+def tokens_before(
+    text: KnownText, count: int, ancestors: Ancestors | None, rows: int
 ) -> Int[Array, "B {rows} {count}"]:
     """The last `count` tokens before each of `rows` rows; NO_TOKEN before the text's begin."""
     tail = _tail(text, count, ancestors, rows)
@@ -157,7 +157,7 @@ def last_tokens(
 
 
 def _tail(
-    text: Text, count: int, ancestors: Ancestors | None, rows: int
+    text: KnownText, count: int, ancestors: Ancestors | None, rows: int
 ) -> Int[Array, "B {rows} tail"]:
     """The last `count` known tokens, then the drafted ones before each row. [B, rows, ...]"""
     at = text.length[:, None] + jnp.arange(-count, 0, dtype=jnp.int32)
@@ -210,7 +210,7 @@ class LogitsProcessor(flax.struct.PyTreeNode):
 def apply(
     processor: LogitsProcessor,
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     ancestors: Ancestors | None,
 ) -> Float[Array, "B T V"]:
     """To each row with its text."""

@@ -10,7 +10,8 @@ position p is a function of the row's key and p alone, so any method that asks f
 gets the same one.
 
 Truncations never sort the vocabulary. A threshold on a monotone integer image of the logits is
-found digit by digit, which is exact and needs one pass over the vocabulary per digit.
+found digit by digit, which is exact and needs one pass over the vocabulary per digit. Probabilities
+are those of law.py: whatever runs beside a row, the same tokens are removed.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ import numpy as np
 from jax import lax
 
 from tsjax.config import GenerationConfig
+from tsjax.decoding.law import counts, exp_minus, law_of, total
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.processors import (
     Ancestors,
+    KnownText,
     LogitsProcessor,
-    Text,
     apply,
     bar_repeated_ngrams,
     penalise_counts,
@@ -56,7 +58,7 @@ class SamplingValues(flax.struct.PyTreeNode):
     Attributes:
       do_sample: static; the processors of sampling are off without it.
       no_repeat_ngram_size: static; 0 where it is off.
-      logprobs: static; how many of the most probable tokens are told beside each one; None where
+      logprobs: static; how many of the most probable tokens stand beside each one; None where
         no log-probabilities are.
       processors: those of a user's own.
       stop_mask: tokens that end a row; barred while fewer than min_new_tokens are out.
@@ -164,7 +166,7 @@ def step_noise(
 
 def process(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     positions: Int[Array, "B T"],
     values: SamplingValues,
     ancestors: Ancestors | None = None,
@@ -202,36 +204,36 @@ def warp(logits: Float[Array, "*rows V"], values: SamplingValues) -> Float[Array
 
     def remove(logits, doomed):
         """Without the doomed tokens, but never without the `min_tokens_to_keep` best ones."""
-        if keep is None:
-            best_tokens = logits >= jnp.max(logits, axis=-1, keepdims=True)
+        if keep is None:  # NaN is no worse than the best, so that it is seen in the end
+            others = logits < jnp.max(logits, axis=-1, keepdims=True)
         else:
-            best_tokens = largest(logits, keep)
-        return jnp.where(doomed & ~best_tokens, -jnp.inf, logits)
+            others = ~largest(logits, keep)
+        return jnp.where(doomed & others, -jnp.inf, logits)
 
-    logits = logits / values.temperature
+    # The choice keeps the quotient from being rounded together with a sum that it goes into.
+    logits = jnp.where(logits > -jnp.inf, logits / values.temperature, logits)
     if values.top_k is not None:
         k = values.top_k if keep is None else jnp.maximum(values.top_k, keep)
         logits = jnp.where(largest(logits, jnp.minimum(k, logits.shape[-1])), logits, -jnp.inf)
     if values.top_p is not None:
         logits = remove(logits, ~nucleus(logits, values.top_p))
     if values.min_p is not None:
-        ratio = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
-        logits = remove(logits, ratio < values.min_p)
+        logits = remove(logits, law_of(logits).weights < values.min_p)
     if values.epsilon_cutoff is not None:
-        logits = remove(logits, jax.nn.softmax(logits) < values.epsilon_cutoff)
+        found = law_of(logits)
+        logits = remove(logits, found.weights < values.epsilon_cutoff * found.total)
     if values.eta_cutoff is not None:
-        log_probs = jax.nn.log_softmax(logits)
-        probs = jnp.exp(log_probs)
-        entropy = -jnp.sum(jnp.where(probs > 0, probs * log_probs, 0), axis=-1, keepdims=True)
-        epsilon = values.eta_cutoff
-        eta = jnp.minimum(epsilon, jnp.sqrt(epsilon) * jnp.exp(-entropy))
-        logits = remove(logits, probs < eta)
+        # e to the minus entropy is that of the mean distance from the best, by the total.
+        found, epsilon = law_of(logits), values.eta_cutoff
+        mean = total(found.weights * found.behind) / found.total
+        eta = jnp.minimum(epsilon * found.total, jnp.sqrt(epsilon) * exp_minus(mean))
+        logits = remove(logits, found.weights < eta)
     return logits
 
 
-def score(
+def score_choices(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     depths: Int[Array, "B T"],
     noise: Float[Array, "B positions V"],
     values: SamplingValues,
@@ -255,7 +257,7 @@ def with_noise(
     noise: Float[Array, "B positions V"],
     values: SamplingValues,
 ) -> Float[Array, "B T V"]:
-    """Scores of logits that are processed already; see `score`."""
+    """Scores of logits that are processed already; see `score_choices`."""
     if not values.do_sample:
         return logits
     return logits + jnp.take_along_axis(noise, depths[..., None], axis=1)
@@ -263,12 +265,12 @@ def with_noise(
 
 def distribution(
     logits: Float[Array, "B T V"],
-    text: Text,
+    text: KnownText,
     depths: Int[Array, "B T"],
     values: SamplingValues,
     ancestors: Ancestors | None = None,
 ) -> Float[Array, "B T V"]:
-    """The logits whose softmax a token is drawn from, or whose largest it is; see `score`."""
+    """The logits whose softmax a token is drawn from, or whose largest it is."""
     positions = text.length[:, None] + depths
     logits = process(logits, text, positions, values, ancestors)
     return warp(logits, values) if values.do_sample else logits
@@ -276,10 +278,17 @@ def distribution(
 
 def best(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
     """The first index of the largest entry along the last axis. Of NaN it makes the last index."""
+    return best_with_score(scores)[1]
+
+
+def best_with_score(
+    scores: Float[Array, "*rows V"],
+) -> tuple[Float[Array, "*rows"], Int[Array, "*rows"]]:
+    """The largest entry along the last axis, NaN if there is one, and its index as of `best`."""
     return lax.platform_dependent(
         scores,
         cpu=best_by_two_reductions,
-        default=lambda scores: few_by_one_reduction(scores, 1)[1][..., 0],
+        default=lambda scores: tuple(x[..., 0] for x in few_by_one_reduction(scores, 1)),
     )
 
 
@@ -295,10 +304,14 @@ def best_few(
     return lax.platform_dependent(scores, cpu=one_by_one, default=at_once)
 
 
-def best_by_two_reductions(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows"]:
-    """As `best`: XLA vectorises plain reductions alone on a CPU."""
-    at_peak = scores == jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(at_peak, _indices(scores), scores.shape[-1] - 1), axis=-1)
+def best_by_two_reductions(
+    scores: Float[Array, "*rows V"],
+) -> tuple[Float[Array, "*rows"], Int[Array, "*rows"]]:
+    """As `best_with_score`: XLA vectorises plain reductions alone on a CPU."""
+    peak, last = jnp.max(scores, axis=-1), scores.shape[-1] - 1  # a maximum may overlook NaN
+    place = jnp.where(scores == peak[..., None], _indices(scores), last)
+    place = jnp.min(jnp.where(jnp.isnan(scores), -1, place), axis=-1)
+    return jnp.where(place < 0, jnp.nan, peak), jnp.where(place < 0, last, place)
 
 
 def few_one_by_one(
@@ -350,7 +363,7 @@ def _select(condition: Bool[Array, "..."], if_true: list[Any], if_false: list[An
 
 
 def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
-    """Of each entry its index along the last axis."""
+    """Each entry's index along the last axis."""
     return lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
 
 
@@ -368,23 +381,26 @@ def nucleus(
     """Mask of the smallest set of most probable tokens whose mass reaches `top_p`.
 
     As HuggingFace: a token goes when the mass of all tokens up to and including it, counted from
-    the least probable, is at most 1 - top_p. Equal tokens stay or go together.
+    the least probable, is at most 1 - top_p. Equal tokens stay or go together. Masses are whole
+    numbers of at most 2^-30 of all (2^-62 in float64).
     """
-    keys, probs = sortable(logits), jax.nn.softmax(logits)
+    keys, (masses, whole) = sortable(logits), counts(law_of(logits))
+    most = ((1 - top_p) * whole).astype(masses.dtype)
 
     def below(threshold):
-        return jnp.where(keys < threshold, probs, 0)
+        return jnp.where(keys < threshold, masses, 0)
 
-    return keys >= last_that_holds(below, lambda mass: mass <= 1 - top_p, keys)
+    return keys >= last_that_holds(below, lambda mass: mass <= most, keys)
 
 
 def sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
-    """An unsigned integer image of floats with the same order."""
+    """An unsigned integer image of floats with the same order; NaN is the largest."""
     unsigned = {4: jnp.uint32, 8: jnp.uint64}[x.dtype.itemsize]
     sign = jnp.asarray(1 << (8 * x.dtype.itemsize - 1), unsigned)
     positive_zero = jnp.where(x == 0, jnp.zeros_like(x), x)  # XLA would drop x + 0.0
     bits = lax.bitcast_convert_type(positive_zero, unsigned)
-    return jnp.where(bits >= sign, ~bits, bits | sign)
+    bits = jnp.where(bits >= sign, ~bits, bits | sign)
+    return jnp.where(jnp.isnan(x), ~jnp.zeros_like(bits), bits)
 
 
 Terms = Callable[[UInt[Array, "*rows 1"]], Num[Array, "*rows V"]]

@@ -315,7 +315,7 @@ def temporary_bytes(
 
 
 def _pass_bytes(model: ModelConfig, rows: int, kept: int) -> int:
-    """Of `rows` rows: `kept` arrays for the kv heads of each layer, and the work of one layer."""
+    """Bytes of `rows` rows: `kept` arrays for each layer's kv heads, and the work of one layer."""
     size, wide = _sizes_of(model)
     D, H, heads = model.embed_dim, model.head_dim, model.num_heads + 2 * model.num_kv_heads
     hidden = 4 * D * size + D * wide  # two layers' before and after a norm; a product's sums

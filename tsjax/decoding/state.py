@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.decoding.processors import Text
+from tsjax.decoding.processors import KnownText
 from tsjax.decoding.sampling import SamplingValues
 from tsjax.model.cache import KVCache
 from tsjax.model.passes import Rows
 
-RUNNING, EOS, LENGTH, STOPPED = 0, 1, 2, 3  # values of DecodeState.finish
+RUNNING, EOS, LENGTH, STOPPED, BROKEN = 0, 1, 2, 3, 4  # values of DecodeState.finish
 
 
 class StepStats(flax.struct.PyTreeNode):
@@ -47,8 +47,8 @@ class DecodeState(flax.struct.PyTreeNode):
       logprobs: [B, C], of each generated token; None where nobody asks. Entries at `length` and
         beyond, and those of the prompt, are unspecified.
       row_key: [B] PRNG keys; the noise of a position follows from row key and position alone.
-      finish: [B] int8, RUNNING, EOS, LENGTH or STOPPED (by the host). A finished row no longer
-        changes.
+      finish: [B] int8, RUNNING, EOS, LENGTH, STOPPED (by the host) or BROKEN (the next token's
+        scores are no numbers). A finished row no longer changes.
       sampling: the values a user chose, as arrays, so that they never recompile; which of them are
         on is static.
       stats: counters.
@@ -86,9 +86,9 @@ class DecodeState(flax.struct.PyTreeNode):
         return jnp.take_along_axis(self.tokens, self.kv.length[:, None], axis=1)[:, 0]
 
     @property
-    def text(self) -> Text:
+    def text(self) -> KnownText:
         """What the penalties read."""
-        return Text(self.tokens, self.length, self.prompt_length, self.last_seen, self.counts)
+        return KnownText(self.tokens, self.length, self.prompt_length, self.last_seen, self.counts)
 
     @property
     def running(self) -> jax.Array:
@@ -100,11 +100,14 @@ class Verdict(flax.struct.PyTreeNode):
     target: [B, T] int32, the token that follows each node, from its logits and its noise.
     rows: what the pass yields for all nodes.
     logprobs: [B, T], of each node's target; None where nobody asks.
+    broken: [B, T] bool, where the best score is NaN or infinite and so no token follows; None
+      where targets are given.
     """
 
     target: jax.Array
     rows: Rows
     logprobs: LogProbs | None = None
+    broken: jax.Array | None = None
 
 
 class Acceptance(flax.struct.PyTreeNode):

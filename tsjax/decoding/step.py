@@ -17,7 +17,16 @@ from jax import lax
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import step_noise
-from tsjax.decoding.state import EOS, LENGTH, RUNNING, Acceptance, DecodeState, StepStats, Verdict
+from tsjax.decoding.state import (
+    BROKEN,
+    EOS,
+    LENGTH,
+    RUNNING,
+    Acceptance,
+    DecodeState,
+    StepStats,
+    Verdict,
+)
 from tsjax.decoding.tree import DraftTree
 from tsjax.decoding.verification import accept, verify_tree
 from tsjax.errors import BadValue
@@ -74,8 +83,8 @@ def commit(
     """Appends the accepted path and the token after it; the only place where lengths grow.
 
     The rows of the whole path are written at once; those beyond the new length are unspecified. A
-    path is cut after the first stop token and where the row is full. A finished row changes
-    nothing that is specified: its rows land beyond its length.
+    path is cut after the first stop token, where the row is full, and before a token whose scores
+    are broken. A finished row changes nothing that is specified: its rows land beyond its length.
     """
     with jax.named_scope("commit"):
         B, steps = acceptance.path.shape  # J + 1
@@ -97,10 +106,13 @@ def commit(
         count = jnp.minimum(count, acceptance.count + 1)
         room = jnp.minimum(state.room, state.max_length - length)
         stopped &= count <= room
-        count = jnp.where(running, jnp.minimum(count, room), 0)
+        count, sound = jnp.where(running, jnp.minimum(count, room), 0), steps
+        if verdict.broken is not None:
+            sound = jnp.min(jnp.where(on_path(verdict.broken), index, steps), axis=1)
+        broken, count = count > sound, jnp.minimum(count, sound)
         new_length = length + count
         full = jnp.where(new_length >= state.max_length, LENGTH, RUNNING)
-        verdicts = jnp.where(stopped, EOS, full)
+        verdicts = jnp.where(broken, BROKEN, jnp.where(stopped, EOS, full))
 
         positions = length[:, None] + index
         kept = index < count[:, None]

@@ -124,7 +124,7 @@ def shared(paths: Int[Array, "B R J"], lengths: Int[Array, "B R"]) -> Int[Array,
 
 
 def first_with(both: Int[Array, "B R R"], depth: int) -> Int[Array, "B R {depth}"]:
-    """Of each path's tokens the first path that has the same node, by what `shared` found."""
+    """The first path that has the same node, for each path's tokens, by what `shared` found."""
     return jnp.argmax(both[..., None] > _steps(depth, 4), axis=2).astype(jnp.int32)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import log_probs_of
 from tsjax.decoding.processors import NEVER_SEEN
-from tsjax.decoding.sampling import best, distribution, step_noise, with_noise
+from tsjax.decoding.sampling import best_with_score, distribution, step_noise, with_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.tree import NO_NODE, DraftTree
 from tsjax.model.control_flow import run_if
@@ -116,11 +116,12 @@ def judge(
 ) -> Verdict:
     """What the pass that gave `rows` decides of each node."""
     found, told = score_nodes(weights, state, tree, rows, noise, cfg=cfg), state.sampling.logprobs
-    target = best(found.scores)
+    score, target = best_with_score(found.scores)
+    verdict = Verdict(target=target, rows=rows, broken=~(score < jnp.inf))
     if told is None:
-        return Verdict(target=target, rows=rows)
+        return verdict
     logprobs = log_probs_of(found.logits, found.processed, target, told)
-    return Verdict(target=target, rows=rows, logprobs=logprobs)
+    return verdict.replace(logprobs=logprobs)
 
 
 class NodeScores(NamedTuple):

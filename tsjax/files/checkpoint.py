@@ -34,12 +34,13 @@ from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
 from tsjax.errors import AlreadyThere, BadValue
 from tsjax.files import huggingface, weight_files
+from tsjax.files.config_files import read_stop_ids
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tokenizer import load_tokenizer
-from tsjax.files.whole_files import own_place
-from tsjax.input_files import parsing, read_json
+from tsjax.files.whole_files import check_writable, own_place, path_of
+from tsjax.input_files import parsing, read_json, require_file
 from tsjax.model.params import (
     Params,
     declare_params,
@@ -209,7 +210,7 @@ def load(
     else:
         cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
-        stop_ids = huggingface.read_stop_ids(folder)
+        stop_ids = read_stop_ids(folder)
         own = cfg.with_heads(0) if attached else cfg
         place(huggingface.read_model(own, weights, part=part))
     if attached:
@@ -321,18 +322,29 @@ def check_dtype(dtype: str) -> None:
         )
 
 
+def check_new_folder(path: Any, argument: str = "path", *, overwrite: bool) -> str:
+    """The place of a folder to write, behind all links; refused before it takes any work where
+    something else is there."""
+    name = path_of(path, argument, "a folder, which may be new")
+    target, wrong = os.path.realpath(name), f"{argument}={name!r} is not valid"
+    if os.path.lexists(target):
+        names = os.listdir(target) if os.path.isdir(target) else ["a file"]
+        if names and not {DESCRIPTION, "config.json", "heads.safetensors"} & set(names):
+            raise AlreadyThere(f"{wrong}: it is not a checkpoint folder, and not overwritten")
+        if not overwrite:
+            remedy = "choose another place, or pass overwrite=True (--overwrite)"
+            raise AlreadyThere(f"{wrong}: it exists; {remedy}")
+    parent = os.path.dirname(target)
+    while not os.path.lexists(parent):
+        parent = os.path.dirname(parent)
+    check_writable(parent, f"{wrong}: a folder in a place that can be written")
+    return target
+
+
 @contextlib.contextmanager
 def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
     """A temporary folder beside `path`, which takes its place when the block ends without error."""
-    target = os.path.realpath(path)  # a link stays one
-    if os.path.lexists(target):
-        if not overwrite:
-            raise AlreadyThere(
-                f"{target!r} exists; choose another place, or pass overwrite=True (--overwrite)"
-            )
-        names = os.listdir(target) if os.path.isdir(target) else ["a file"]
-        if names and not {DESCRIPTION, "config.json", "heads.safetensors"} & set(names):
-            raise AlreadyThere(f"{target!r} is not a checkpoint folder; it is not overwritten")
+    target = check_new_folder(path, overwrite=overwrite)
     parent, name = os.path.split(target)
     os.makedirs(parent, exist_ok=True)
     fresh = own_place(os.path.join(parent, f".{name}.writing-"))
@@ -359,6 +371,7 @@ def copy_companions(source: str | None, folder: str) -> None:
     """Copies tokenizer and generation_config files, where there are any."""
     for name in COMPANIONS:
         if source is not None and os.path.exists(file := os.path.join(source, name)):
+            require_file(file)
             shutil.copyfile(file, os.path.join(folder, name))
 
 

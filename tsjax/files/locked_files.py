@@ -8,6 +8,8 @@ import fcntl
 import os
 from typing import IO
 
+from tsjax.files.whole_files import place_of
+
 
 def lock(file: IO[bytes]) -> bool:
     """Whether nobody else has locked it. It stays locked until it is closed, at the latest until
@@ -35,7 +37,7 @@ class WriterLock:
     """
 
     def __init__(self, path: str):
-        self._name = f"{path}.lock"
+        self._name = place_of(f"{path}.lock")
         self._file: IO[bytes] | None = None
 
     def take(self) -> bool:

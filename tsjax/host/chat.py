@@ -18,6 +18,7 @@ from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 
 ROLE, ASSISTANT = "role", "assistant"
+LONGEST_CHAT = 2**25  # characters of a chat; a template may write any number of them
 
 
 def chat_prompt(model: Model, messages: Any, **options: Any) -> Any:
@@ -55,10 +56,13 @@ def chat_text(tokenizer: Any, chat: Any, name: str, options: Mapping[str, Any]) 
     continues = chat[-1][ROLE] == ASSISTANT
     how = {"add_generation_prompt": not continues, "continue_final_message": continues, **options}
     try:
-        return tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, **how)
+        text = tokenizer.apply_chat_template(list(map(dict, chat)), tokenize=False, **how)
+        if len(text) > LONGEST_CHAT:
+            raise BadValue(f"it writes {len(text)} characters, more than {LONGEST_CHAT}")
     except Exception as error:  # whatever a template raises, it is about these messages
         why = " ".join(str(error).split())[:300]
         raise BadValue(f"{name} is not valid for the chat template of {where}: {why}") from error
+    return text
 
 
 def check_chat(chat: Any, name: str) -> None:

@@ -25,6 +25,7 @@ import pallas_kernels
 from pallas_kernels.cache_folder import cache_folder
 from tsjax.errors import NotWritable
 from tsjax.files.locked_files import lock
+from tsjax.files.whole_files import place_of
 
 COMPILING = "/jax/core/compile/"  # how the events of tracing, lowering and compiling begin
 MOST_BYTES = 4 * 2**30  # of the default folder; the least recently used go first
@@ -122,12 +123,12 @@ def keep_programs() -> Path | None:
 
 
 def _remove_cut_programs(place: str) -> None:
-    """Of a process that was killed while it kept one: jax cannot read it, nor does it replace it.
+    """Removes what a killed process had half written: jax cannot read it, nor does it replace it.
 
     jax notes the time of use beside each program, after it is written; of a cut one there is no
     note. While a process writes, it has jax's lock: then this is left to the next one.
     """
-    with open(os.path.join(place, ".lockfile"), "ab") as file:
+    with open(place_of(os.path.join(place, ".lockfile")), "ab") as file:
         if not lock(file):
             return
         names = set(os.listdir(place))

@@ -16,12 +16,13 @@ import numpy as np
 from tsjax.config import GENERATION_NAMES, GenerationConfig, check, refuse_unknown
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.asking import make_request
 from tsjax.host.chat import chat_prompt
 from tsjax.host.generation import result_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prefix import Prefix
 from tsjax.host.reading import kept_prefix
-from tsjax.host.request import Request, make_request
+from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult
 from tsjax.host.run import News, run
 
@@ -140,7 +141,7 @@ class Conversation:
 
     @property
     def tokens_read_anew(self) -> int:
-        """Of the last prompt, those that were not there from before."""
+        """How many tokens of the last prompt were not there from before."""
         if self.result is None:
             return 0
         return int(np.sum(self.result.stats.prompt_tokens)) - self.result.stats.prefix_tokens

@@ -13,7 +13,7 @@ import numpy as np
 from tsjax.config import check
 from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import Model
-from tsjax.host.request import encode_text
+from tsjax.host.prompts import encode_text
 from tsjax.host.saved_run import read_run
 from tsjax.input_files import read_text
 from tsjax.methods.corpus import Corpus

@@ -157,4 +157,4 @@ def _write(key: str, costs: Costs) -> None:
         return
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(os.fspath(file), json.dumps({"key": json.loads(key), "costs": costs}, indent=1))
+        write_text(file, json.dumps({"key": json.loads(key), "costs": costs}, indent=1))

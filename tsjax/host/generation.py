@@ -24,12 +24,14 @@ from tsjax.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import Detokenizer
+from tsjax.host.asking import make_request
 from tsjax.host.info import facts
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.host.prefix import Prefix
 from tsjax.host.progress import progress_bar
+from tsjax.host.prompts import check_row, tokenizer_of
 from tsjax.host.reading import kept_prefix
-from tsjax.host.request import Request, check_row, make_request, tokenizer_of
+from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, programs_of, run
 from tsjax.host.saving import Saving
@@ -119,21 +121,20 @@ def generate(
     """
     check_on_interrupt(on_interrupt)
     request = make_request(
-        model,
-        prompt,
-        config,
-        settings,
-        method=method,
-        prefill=prefill,
-        capacity=capacity,
-        prefill_width=prefill_width,
-        exceed_max_positions=exceed_max_positions,
-        resume_from=resume_from,
-        corpus=corpus,
-        draft_model=draft_model,
-        logits_processor=logits_processor,
-        prefix=prefix,
-    )
+        model, prompt, config, settings, method=method, prefill=prefill, capacity=capacity,
+        prefill_width=prefill_width, exceed_max_positions=exceed_max_positions,
+        resume_from=resume_from, corpus=corpus, draft_model=draft_model,
+        logits_processor=logits_processor, prefix=prefix,
+    )  # fmt: skip
+    how = streamer, progress, save_to, save_every, on_interrupt, keep_prefix
+    return _generated(model, request, *how)
+
+
+def _generated(
+    model: Model, request: Request, streamer: Any, progress: bool, save_to: Any, save_every: int,
+    on_interrupt: str, keep_prefix: bool,
+) -> GenerationResult:  # fmt: skip
+    """What a run makes, while others are told of it: a streamer, a bar, a file."""
     check_int(save_every, "save_every", 1)
     _check_keep_prefix(keep_prefix, request)
     _check_streamer(streamer, request)
@@ -191,20 +192,10 @@ def stream(
     """
     check_on_interrupt(on_interrupt)
     request = make_request(
-        model,
-        prompt,
-        config,
-        settings,
-        method=method,
-        prefill=prefill,
-        capacity=capacity,
-        prefill_width=prefill_width,
-        exceed_max_positions=exceed_max_positions,
-        corpus=corpus,
-        draft_model=draft_model,
-        logits_processor=logits_processor,
-        prefix=prefix,
-    )
+        model, prompt, config, settings, method=method, prefill=prefill, capacity=capacity,
+        prefill_width=prefill_width, exceed_max_positions=exceed_max_positions, corpus=corpus,
+        draft_model=draft_model, logits_processor=logits_processor, prefix=prefix,
+    )  # fmt: skip
     return _stream(model, request, on_interrupt)
 
 

@@ -34,7 +34,7 @@ USUAL_SHARE = 0.75
 
 
 @dataclasses.dataclass(frozen=True)
-class Device:
+class DeviceFacts:
     """Attributes:
     memory: bytes that programs may use; None where it is the machine's own.
     capability: CUDA's number for what it can do, such as "9.0"; None for what is no such GPU.
@@ -84,7 +84,7 @@ class Info:
     cpu: str
     cores: int
     memory: int | None
-    devices: tuple[Device, ...]
+    devices: tuple[DeviceFacts, ...]
     trouble: str | None
     driver: str | None
     runtime: str | None
@@ -170,10 +170,10 @@ def _main_memory() -> int | None:
     return min(sizes, default=None)
 
 
-def _device(device: Any) -> Device:
+def _device(device: Any) -> DeviceFacts:
     stats = device.memory_stats() or {}
     capability = getattr(device, "compute_capability", None)
-    return Device(
+    return DeviceFacts(
         name=f"{device.platform}:{device.id}",
         kind=device.device_kind,
         memory=stats.get("bytes_limit"),
@@ -215,7 +215,7 @@ def _folder(path: Path | None) -> Folder:
 
 
 def _bytes_in(path: Path) -> int:
-    """Of a file, or of all files in a folder; what is removed meanwhile counts for nothing."""
+    """The size of a file, or of all files in a folder; what is removed meanwhile counts nothing."""
     total = 0
     for entry in [path, *path.rglob("*")] if path.is_dir() else [path]:
         with contextlib.suppress(OSError):
@@ -231,7 +231,7 @@ def _programs() -> str | None:
     return folder and str(folder)
 
 
-def lines(known: Info) -> list[str]:
+def info_lines(known: Info) -> list[str]:
     """The facts as they are printed."""
     names = ", ".join(f"{name} {version}" for name, version in known.versions.items())
     memory = _size(known.memory) if known.memory is not None else "unknown"

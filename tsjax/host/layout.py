@@ -111,7 +111,7 @@ def _sum(name: str, parts: Sequence[Part]) -> Part:
     return Part(name, each, whole, large.split, large.could)
 
 
-def lines(found: Layout) -> list[str]:
+def layout_lines(found: Layout) -> list[str]:
     """As `tsjax info` prints it."""
     axes = ", ".join(f"{name} {size}" for name, size in found.mesh.items())
     rows = "" if found.rows == 1 else f" of {found.rows} rows"

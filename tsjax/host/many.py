@@ -24,11 +24,13 @@ from tsjax.errors import BadType, BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host import processes
+from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.request import Request, check_memory, make_request, tokenizer_of
+from tsjax.host.prompts import tokenizer_of
+from tsjax.host.request import Request
 from tsjax.host.run import (
     SECONDS_PER_CHUNK,
-    Rows,
+    HostRows,
     Seen,
     begin_run,
     kept_on_device,
@@ -36,6 +38,7 @@ from tsjax.host.run import (
     programs_of,
     start_run,
 )
+from tsjax.host.sizes import check_memory
 from tsjax.methods import resolve_method
 from tsjax.model.sharding import mesh_of
 
@@ -54,10 +57,11 @@ class Answer:
       index: of the prompt, from 0.
       tokens: the new ones.
       text: None for a model without a tokenizer.
-      finish_reason: as in GenerationResult; "error" for a prompt that is not valid.
+      finish_reason: as in GenerationResult; "error" for a prompt that is not valid, or whose next
+        token has scores that are NaN or infinite.
       prompt_tokens: how many the prompt has.
       logprobs: of `tokens`, where they were asked for.
-      error: why the prompt could not be answered, or None.
+      error: why the prompt could not be answered, or not to its end; or None.
     """
 
     index: int
@@ -75,7 +79,7 @@ class _Row:
 
     index: int
     request: Request
-    rows: Rows
+    rows: HostRows
 
 
 def generate_many(
@@ -195,7 +199,7 @@ class _Many:
             nothing = np.zeros(0, np.int32)
             self._failed.append(Answer(index, nothing, None, "error", error=known))
             return None
-        return _Row(index, request, Rows(self._model, request))
+        return _Row(index, request, HostRows(self._model, request))
 
     def _request(self, given: Any) -> Request:
         if isinstance(given, BaseException):  # who made the prompts says why there is none
@@ -275,17 +279,18 @@ class _Many:
             if row is None:
                 continue
             news = row.rows.read(seen.row(place), interrupt.requested)
-            if not row.rows.running:
+            broken = row.rows.broken(seen.row(place), row.index)
+            if not row.rows.running or broken is not None:
                 self._rows[place] = None
                 stopped[place] = seen.finish[place] == RUNNING
                 if news["reasons"][0] != "interrupted":
-                    ended.append(self._answer(row, news))
+                    ended.append(self._answer(row, news, broken))
         if stopped.any():
             state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
         self._state = state
         return ended
 
-    def _answer(self, row: _Row, news: dict[str, Any]) -> Answer:
+    def _answer(self, row: _Row, news: dict[str, Any], error: TsjaxError | None) -> Answer:
         tokens, prompt = news["all_tokens"][0], row.request.prompts[0]
         text = None
         if self._tokenizer is not None:
@@ -293,7 +298,8 @@ class _Many:
             text = writer.push(tokens) + writer.flush()
         told = news["all_logprobs"]()
         told = None if told is None else told[0]
-        return Answer(row.index, tokens, text, str(news["reasons"][0]), len(prompt), told)
+        reason = "error" if error is not None else str(news["reasons"][0])
+        return Answer(row.index, tokens, text, reason, len(prompt), told, error)
 
 
 def _most_steps(state: DecodeState) -> int:

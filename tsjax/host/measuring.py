@@ -55,7 +55,7 @@ CACHE_BYTES = 2**28  # of these
 # A part is repeated in one call for that long, where it does not take longer by itself, and called
 # so often or until its budget is spent; all parts in turn, in so many rounds.
 CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 3, 0.07
-ROUNDS = 2
+REPETITIONS = 2
 MOST_READ, ROW = 2**28, 1024  # bytes of an array that is read, and its numbers that are one sum
 
 Clock = Callable[[], float]
@@ -85,7 +85,7 @@ def measure(
         [*itertools.product(at_both, (near, far)), *((x, near) for x in at_one)], clock
     )
 
-    def line(part: Part, times: float = 1.0) -> Line:
+    def line(part: Timed, times: float = 1.0) -> Line:
         least = [times * seconds[part, context] for context in (near, far)]
         slope = max((least[1] - least[0]) / (far - near), 0.0)
         return Line(max(least[0] - slope * near, 0.0), slope)
@@ -94,7 +94,7 @@ def measure(
     per_row = max(chosen[FEW] - chosen[1], 0.0) / (FEW - 1)
     passes: list[tuple[int, Line]] = []
 
-    def add_pass(rows: int, part: Part) -> None:
+    def add_pass(rows: int, part: Timed) -> None:
         layers = line(part, cfg.num_layers / parts.layers)
         new = Line(layers.seconds + chosen[1] + (rows - 1) * per_row, layers.per_token)
         if passes:  # what was disturbed may seem to take less than a narrower pass
@@ -133,7 +133,7 @@ def measure(
     )
 
 
-class Part:
+class Timed:
     """A part of a step, which a program repeats.
 
     `step(carry, *inputs)` gives the next carry; `inputs` are those at a context.
@@ -157,7 +157,7 @@ class Part:
         self._program = lowered.compile()
 
     def seconds(self, context: int, clock: Clock) -> float:
-        """Of the fastest of a few calls."""
+        """The time of the fastest of a few calls."""
         inputs = self._inputs(context)
 
         def call(count: int) -> float:
@@ -175,13 +175,13 @@ class Part:
         return min(times)
 
 
-def fastest(jobs: Sequence[tuple[Part, int]], clock: Clock) -> dict[tuple[Part, int], float]:
+def fastest(jobs: Sequence[tuple[Timed, int]], clock: Clock) -> dict[tuple[Timed, int], float]:
     """The seconds of each part at its context. What disturbs a round need not disturb the next."""
-    rounds = [[part.seconds(at, clock) for part, at in jobs] for _ in range(ROUNDS)]
+    rounds = [[part.seconds(at, clock) for part, at in jobs] for _ in range(REPETITIONS)]
     return dict(zip(jobs, map(min, zip(*rounds, strict=True)), strict=True))
 
 
-def compile_all(parts: Iterable[Part]) -> None:
+def compile_all(parts: Iterable[Timed]) -> None:
     """Side by side, as XLA leaves the other threads alone while it compiles."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda part: part.compile(), parts))
@@ -199,7 +199,7 @@ def reader(nbytes: float, clock: Clock = time.perf_counter) -> Callable[[], floa
     """What measures `read_rate` each time it is called, compiled once."""
     rows = max(int(min(nbytes, MOST_READ)) // (4 * ROW), 1)
     data, sums = jnp.ones((rows, ROW), jnp.float32), jnp.zeros((rows,), jnp.float32)
-    part = Part(jax.jit, lambda sums, data: sums + data.sum(1), sums, lambda context: (data,))
+    part = Timed(jax.jit, lambda sums, data: sums + data.sum(1), sums, lambda context: (data,))
     part.compile()
     return lambda: data.nbytes / fastest([(part, 0)], clock)[part, 0]
 
@@ -243,7 +243,7 @@ class Parts:
     def _first(self) -> ModelWeights:
         return self._weights.replace(layers=self._weights.layers[: self.layers])
 
-    def layer(self, rows: int, *, in_int8: bool = False) -> Part:
+    def layer(self, rows: int, *, in_int8: bool = False) -> Timed:
         """A pass of N rows through the layers that stand for all."""
         weights = self._int8 if in_int8 else self._first
         hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
@@ -251,9 +251,9 @@ class Parts:
         def inputs(context: int):
             return weights, self._cache.replace(length=self._lengths(context))
 
-        return Part(self._jit, functools.partial(_layer, cfg=self._few), hidden, inputs)
+        return Timed(self._jit, functools.partial(_layer, cfg=self._few), hidden, inputs)
 
-    def tokens(self, rows: int, *, in_int8: bool = False) -> Part:
+    def tokens(self, rows: int, *, in_int8: bool = False) -> Timed:
         """From the last layer's output to the tokens of a pass, with their noise."""
         weights = self._int8 if in_int8 else self._weights
         hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
@@ -264,9 +264,9 @@ class Parts:
             return weights, hidden, keys
 
         step = functools.partial(_choose_tokens, cfg=self._cfg)
-        return Part(self._jit, step, self._zeros((rows,), jnp.int32), inputs)
+        return Timed(self._jit, step, self._zeros((rows,), jnp.int32), inputs)
 
-    def choice(self) -> Part:
+    def choice(self) -> Timed:
         """The partial cache of one layer, chosen anew."""
         slots = min(SLOTS, self.contexts[0] // 2)
         draft = init_draft_cache(self._one, self._batch, slots, mesh=self._mesh)
@@ -278,17 +278,17 @@ class Parts:
         def inputs(context: int):
             return (whole.replace(length=self._lengths(context)),)
 
-        return Part(self._jit, _choose_anew, draft, inputs)
+        return Timed(self._jit, _choose_anew, draft, inputs)
 
-    def suffix(self) -> Part:
+    def suffix(self) -> Timed:
         found = self._zeros((), jnp.int32)
 
         def inputs(context: int):
             return self._tokens, self._lengths(context)
 
-        return Part(self._jit, _find_suffix, found, inputs)
+        return Timed(self._jit, _find_suffix, found, inputs)
 
-    def ngrams(self) -> Part:
+    def ngrams(self) -> Timed:
         method = NGram()
         table = self._placed(init_table(self._batch, self._cfg.vocab_size, method.ngram_slots))
         found = self._zeros((method.num_ngrams, method.ngram_depth), jnp.int32)
@@ -296,9 +296,9 @@ class Parts:
         def inputs(context: int):
             return self._tokens, self._lengths(context)
 
-        return Part(self._jit, _find_ngrams, (table, found), inputs)
+        return Timed(self._jit, _find_ngrams, (table, found), inputs)
 
-    def end_step(self) -> Part:
+    def end_step(self) -> Timed:
         """What follows the pass of a plain step."""
         cfg = DecodeConfig(model=self._one)
 
@@ -310,7 +310,7 @@ class Parts:
 
         state = self._jit(begin)()
         step = functools.partial(_end_step, cfg=self._one)
-        return Part(self._jit, step, state, lambda context: ())
+        return Timed(self._jit, step, state, lambda context: ())
 
 
 def _layer(hidden, weights: ModelWeights, cache: KVCache, *, cfg: ModelConfig):

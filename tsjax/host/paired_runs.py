@@ -21,11 +21,12 @@ from tsjax.config import GenerationConfig
 from tsjax.decoding.method import Method
 from tsjax.decoding.start import with_method
 from tsjax.files.checkpoint import Model
+from tsjax.host.asking import make_request
 from tsjax.host.compilation import Stopwatch
 from tsjax.host.generation import run_stats
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.memory import forget_peak, peak_memory
-from tsjax.host.request import Request, make_request
+from tsjax.host.request import Request
 from tsjax.host.run import News, run, start_run
 from tsjax.host.timing import ratios, summary
 from tsjax.model.sharding import mesh_of
@@ -139,7 +140,7 @@ def requested(
 
 
 def _figures(request: Request, news: News, made: list[tuple[int, int, float]]) -> dict[str, Any]:
-    """Of a run, or of its part before a signal; nothing where no token was made."""
+    """What a run took, or its part before a signal; empty where no token was made."""
     tokens, steps, seconds = made[-1]
     if not tokens:
         return {}
@@ -190,7 +191,7 @@ def _common(over: Sequence[float], under: Sequence[float]) -> tuple[Sequence, Se
     return over[:both], under[:both]
 
 
-def by_position(runs: Sequence[Sequence[tuple[int, int, float]]]) -> dict[str, list]:
+def times_by_position(runs: Sequence[Sequence[tuple[int, int, float]]]) -> dict[str, list]:
     """Between every EVERY tokens, the median of the runs; a chunk's steps count as even."""
     end = runs[0][-1][0]
     marks = np.asarray([*range(0, end, EVERY), end])

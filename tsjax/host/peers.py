@@ -22,7 +22,7 @@ import numpy as np
 
 from tsjax.files.checkpoint import is_tsjax
 
-MOST_TOKENS = 64  # of a run, which takes long; where nothing else is asked for
+PEER_TOKENS = 64  # of a run, which takes long; where nothing else is asked for
 LOOKUP = 10  # tokens that are looked up in the text
 PREFILL_WIDTH = 512
 

@@ -14,17 +14,16 @@ from typing import Any
 
 from tsjax.config import check
 from tsjax.errors import NotInstalled
+from tsjax.files.whole_files import check_place, replacing
 
-KINDS = (".png", ".svg", ".pdf")
-WIDE = 16  # times the least: then logarithms tell more
+ENDINGS = (".png", ".svg", ".pdf")
+WIDE_RANGE = 16  # times the least: then logarithms tell more
 
 
 def check_plot(path: str, argument: str) -> None:
     """Refuses what could not be drawn or written, before anything is measured."""
-    check(os.path.splitext(path)[1] in KINDS, argument, path, f"a file ending in {one(KINDS)}")
-    folder = os.path.dirname(os.path.abspath(path))
-    good = os.path.isdir(folder) and os.access(folder, os.W_OK) and not os.path.isdir(path)
-    check(good, argument, path, "a file in a folder that exists and can be written")
+    check(os.path.splitext(path)[1] in ENDINGS, argument, path, f"a file ending in {one(ENDINGS)}")
+    check_place(path, argument)
     if importlib.util.find_spec("matplotlib") is None:
         raise NotInstalled(
             f"{argument}={path!r} needs matplotlib (pip install 'tsjax[plot]'); leave it out"
@@ -67,7 +66,8 @@ def plot(
     if title:
         figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format=os.path.splitext(path)[1][1:], dpi=120)
     pyplot.close(figure)
 
 
@@ -81,7 +81,7 @@ def _plot_positions(axes: Any, rows: Sequence[Mapping[str, Any]], title: str) ->
     axes.set_title(title)
     axes.set_xlabel("output position, tokens")
     axes.set_ylabel("ms per token (lines)")
-    if max(times) > WIDE * min(times):
+    if max(times) > WIDE_RANGE * min(times):
         axes.set_yscale("log", base=2)
     else:
         axes.set_ylim(bottom=0)

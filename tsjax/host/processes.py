@@ -24,7 +24,7 @@ from tsjax.model.sharding import mesh_of
 GONE = 10  # seconds without a word after which a process counts as gone
 
 
-def join() -> None:
+def meet_others() -> None:
     """Meets the other processes of this program, before anything else is done with jax.
 
     Slurm, MPI and Kubernetes say which they are; else the environment does: JAX_COORDINATOR_ADDRESS

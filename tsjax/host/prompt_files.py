@@ -22,11 +22,10 @@ from tsjax.errors import BadValue, NoSuchFile
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.locked_files import is_still, lock
-from tsjax.files.whole_files import replacing
+from tsjax.files.whole_files import check_place, replacing
 from tsjax.host.many import TEXTS, Answer, generate_many
-from tsjax.host.request import tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.host.result import log_probs_to_dict
-from tsjax.host.saving import check_writable
 
 FIRST_FIELD = b'{"line": '  # how each line of ours begins
 
@@ -67,13 +66,8 @@ class Answering:
         self._model, self._config, self._arguments = model, config, arguments
         self._out = os.fspath(out)
         self._lines = read_lines(prompts)
-        same = os.path.realpath(prompts) == os.path.realpath(out)
+        same = os.path.realpath(prompts) == check_place(out, "out")
         check(not same, "out", self._out, "another file than the prompts")
-        folder = os.path.dirname(os.path.abspath(self._out))
-        check(os.path.isdir(folder), "out", self._out, f"folder {folder!r} does not exist")
-        check(not os.path.isdir(self._out), "out", self._out, "a file, not a folder")
-        wanted = "a file in a folder that can be written"
-        check_writable(folder, self._out, wanted, argument="out")
         template = getattr(tokenizer_of(model), "chat_template", None)
         read_by = model_fingerprint(model), model.cfg.dtype, model.stop_ids, template
         self._run = _digest(*read_by, dataclasses.asdict(config))

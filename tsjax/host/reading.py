@@ -15,9 +15,10 @@ from tsjax.config import check
 from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
+from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prefix import Prefix
-from tsjax.host.request import Request, make_request
+from tsjax.host.request import Request
 from tsjax.host.run import News, start_run
 from tsjax.model.cache import KVCache
 

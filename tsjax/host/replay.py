@@ -21,9 +21,11 @@ from tsjax.decoding.replaying import init_replay
 from tsjax.errors import BadType
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
+from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.progress import progress_bar
-from tsjax.host.request import check_row, check_same_model, check_same_processors, make_request
+from tsjax.host.prompts import check_row
+from tsjax.host.resuming import check_same_model, check_same_processors
 from tsjax.host.run import programs_of, start_run
 from tsjax.host.saved_run import read_run
 

@@ -82,7 +82,7 @@ class GenerationResult:
       finish_reason: per row, "eos", "stop_string", "repetition", "length" or "interrupted".
       stats: what it cost.
       logprobs: one `LogProbs` per row, for its tokens; None where nobody asked.
-      prefix: with keep_prefix, what the run has read and written.
+      prefix: with keep_prefix, what the run has read and written; None in a copy or after pickling.
       problems: why `save_to` could not be written, each reason once.
       unsaved: whether `save_to` lacks the last tokens.
     """
@@ -99,6 +99,17 @@ class GenerationResult:
     logprobs: list[LogProbs] | None = None
     prefix: Any = None
     _facts: Callable[[], dict[str, Any]] = dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What can leave the process: the text and the facts, as they are told now, in place of the
+        tokenizer and the model."""
+        state = {**self.__dict__, "prefix": None, "_facts": functools.partial(dict, self._facts())}
+        why: Exception = BadValue("a result that was pickled has its text, and no tokenizer")
+        try:
+            state["text"] = self.text
+        except (FileNotFoundError, ValueError) as error:  # without a tokenizer
+            why = error
+        return {**state, "_tokenizer": functools.partial(_fail, why)}
 
     @functools.cached_property
     def text(self) -> str | list[str]:
@@ -138,11 +149,15 @@ class GenerationResult:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes `to_dict` as a JSON file, whole or not at all."""
-        write_text(os.path.realpath(path), json.dumps(self.to_dict()) + "\n")
+        write_text(path, json.dumps(self.to_dict()) + "\n")
+
+
+def _fail(why: Exception) -> None:
+    raise why
 
 
 def no_log_probs(count: int) -> LogProbs:
-    """Of no tokens."""
+    """The log-probabilities of no tokens."""
     one, some, tokens = (
         np.zeros(shape, kind)
         for shape, kind in (((0,), np.float32), ((0, count), np.float32), ((0, count), np.int32))

@@ -40,7 +40,7 @@ from tsjax.methods.roofline import (
 )
 
 DEVICES = ("cpu", *(name.replace(" ", "-") for name in GPUS))
-METHODS = ("plain", "ngram", "tokenswift", "auto")
+PRICED_METHODS = ("plain", "ngram", "tokenswift", "auto")
 PAPER_HEADS = 3  # of a preset, which has none of its own
 READ_HERE = 1e9  # bytes that a CPU's memory is measured with, at most
 
@@ -197,7 +197,7 @@ def tokens_given(acceptance: Sequence[str]) -> dict[str, tuple[str, float]]:
     """
     found: dict[str, tuple[str, float]] = {}
     wanted = "a share from 0 to 1, NAME=SHARE with NAME of "
-    wanted += f"{', '.join(METHODS[1:])}, or a file that tsjax bench wrote"
+    wanted += f"{', '.join(PRICED_METHODS[1:])}, or a file that tsjax bench wrote"
     for word in acceptance:
         name, equals, value = word.rpartition("=")
         try:
@@ -205,20 +205,20 @@ def tokens_given(acceptance: Sequence[str]) -> dict[str, tuple[str, float]]:
         except ValueError:
             check(not equals, "--acceptance", word, wanted)
             measured = read_bench(word, "--acceptance", wanted)
-            for method in METHODS[1:]:
+            for method in PRICED_METHODS[1:]:
                 steps = [row["tokens_per_step"] for row in measured if row["method"] == method]
                 if steps:
                     found[method] = "measured", sum(steps) / len(steps)
             check(bool(found), "--acceptance", word, wanted)
             continue
-        known = name in METHODS[1:] if equals else True
+        known = name in PRICED_METHODS[1:] if equals else True
         check(known and 0 <= share <= 1, "--acceptance", word, wanted)
         found[name] = "given", share
     return found
 
 
 def config_of(name: str) -> ModelConfig:
-    """Of a preset's name, EMBEDDED, or a checkpoint."""
+    """The shape of a preset, EMBEDDED, or a checkpoint."""
     if name in model_preset_names():
         return model_preset(name)
     try:
@@ -249,7 +249,7 @@ def device_named(name: str | None, model: ModelConfig) -> tuple[str, Device, str
 # --- what is printed ----------------------------------------------------------------------------
 
 
-def lines(found: Roofline) -> list[str]:
+def roofline_lines(found: Roofline) -> list[str]:
     """The table, and what each figure is."""
     span, model, step = found.span, found.model, found.step
     rate = found.device.bytes_per_second
@@ -343,7 +343,7 @@ def document(found: Roofline) -> dict[str, Any]:
 
 
 def show(found: Roofline, as_json: bool) -> None:
-    print(json.dumps(document(found)) if as_json else "\n".join(lines(found)))
+    print(json.dumps(document(found)) if as_json else "\n".join(roofline_lines(found)))
 
 
 def _gb(count: float) -> str:

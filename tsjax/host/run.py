@@ -21,7 +21,8 @@ from tsjax.decoding.programs import Programs, programs
 from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
 from tsjax.decoding.start import Begun, with_method
-from tsjax.decoding.state import EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
+from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
+from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.compilation import Stopwatch, try_to_keep_programs
@@ -110,7 +111,7 @@ def _run(
         state = (
             start_run(model, request, interrupt) if begun is None else kept_on_device(model, begun)
         )
-    rows, judge = Rows(model, request), Judge(model, request, state)
+    rows, judge = HostRows(model, request), Judge(model, request, state)
     decode, lesson = request.decode, None
     earlier: StepStats | None = None  # the counters until the method changed last
     while True:
@@ -121,7 +122,8 @@ def _run(
                 interrupt.meet()
             seconds = processes.first_says(decoding.last)
             steps = _next_chunk(steps, seconds)
-        read = rows.read(Seen.of(state), interrupt.requested)
+        seen = Seen.of(state)
+        read = rows.read(seen, interrupt.requested)
         counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
             **read,
@@ -135,6 +137,8 @@ def _run(
         )
         if not rows.running:
             return
+        if (broken := rows.broken(seen)) is not None:
+            raise broken
         method = judge.next(decode.method, state, seconds)
         if method != decode.method:
             earlier, steps = counts, FIRST_CHUNK
@@ -260,7 +264,7 @@ class Seen(NamedTuple):
         return jax.tree.map(lambda x: x[row : row + 1], self)
 
 
-class Rows:
+class HostRows:
     """The rows of a run as the host knows them: what was emitted, and why a row has ended."""
 
     def __init__(self, model: Model, request: Request):
@@ -311,6 +315,23 @@ class Rows:
             "newly_ended": [a is not b for a, b in zip(begun, self._reasons, strict=True)],
             "computed": int(length.sum()) - sum(map(len, self._request.rows)),
         }
+
+    def broken(self, seen: Seen, first: int = 0) -> Failed | None:
+        """What is to be raised after `read` where a row cannot go on; rows are numbered from
+        `first` on."""
+        found = [
+            f"row {first + row} at new token {known - self._request.prompt_length[row] + 1} "
+            f"(position {known})"
+            for row, known in enumerate(self._emitted)
+            if self._reasons[row] is None and seen.finish[row] == BROKEN
+        ]
+        half = self._request.decode.model.dtype == "float16"
+        why = "float16 ends at 65504, so try bfloat16 or float32" if half else "see to the weights"
+        message = (
+            f"the scores of the next token are NaN or infinite, in {', '.join(found)}: {why}, or "
+            "to a logits_processor that returns such numbers. What came before is kept."
+        )
+        return Failed(message) if found else None
 
     def _news_of(self, found: LogProbs | None, before: list[int]) -> list[LogProbs] | None:
         """Log-probabilities of what is new since `before`."""

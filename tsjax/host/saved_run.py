@@ -96,7 +96,7 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
         **({"processors": run.processors} if run.processors else {}),
         **({"logprobs": [*map(log_probs_to_dict, run.logprobs)]} if run.logprobs else {}),
     }
-    write_text(os.path.realpath(path), json.dumps(document))  # a link stays one
+    write_text(path, json.dumps(document))
 
 
 def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun:

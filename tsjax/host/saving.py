@@ -7,17 +7,16 @@ Knows where and when to write. The file's format is in saved_run.py.
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tsjax.config import check
 from tsjax.decoding.processors import named
-from tsjax.errors import BadValue, NoSuchFile, NotAFile, NotWritable
+from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.locked_files import WriterLock
+from tsjax.files.whole_files import check_place
 from tsjax.host import processes
 from tsjax.host.request import Request
 from tsjax.host.run import News
@@ -58,11 +57,11 @@ class Saving(Writing):
         self._model, self._request, self._path, self._every = model, request, path, every
         self._written = 0
         if path is not None:
-            _check_target(path)
+            place = check_place(path, "save_to")
             check_savable(request.method)
             self._processors = named(request.processors)
             self._fingerprint = model_fingerprint(model)
-            self._lock = WriterLock(os.path.realpath(path))
+            self._lock = WriterLock(place)
 
     def __enter__(self) -> Saving:
         if self._path is None:
@@ -115,33 +114,3 @@ class Saving(Writing):
         )
         what = f"save_to={os.fspath(self._path)!r}"
         self.unsaved = not self.attempt(what, write_run, self._path, run)
-
-
-def path_of(save_to: Any, what: str) -> str:
-    is_path = isinstance(save_to, str | os.PathLike)
-    check(is_path and bool(os.fspath(save_to)), "save_to", save_to, what)
-    return os.fspath(save_to)
-
-
-def check_writable(
-    folder: str, path: str, wanted: str, *, make: bool = False, argument: str = "save_to"
-) -> None:
-    """Refuses a folder in which no file can be written; makes it first where that is asked."""
-    try:
-        if make:
-            os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # without a name that a kill would leave
-            pass
-    except OSError as error:
-        raise NotWritable(f"{argument}={path!r} is not valid: {wanted}; {error}") from error
-
-
-def _check_target(save_to: Any) -> None:
-    name = path_of(save_to, "a file")
-    folder = os.path.dirname(os.path.abspath(name))
-    if not os.path.isdir(folder):
-        raise NoSuchFile(f"save_to={name!r} is not valid: folder {folder!r} does not exist")
-    if os.path.isdir(name):
-        raise NotAFile(f"save_to={name!r} is not valid: a file, not a folder")
-    place = os.path.dirname(os.path.realpath(name))
-    check_writable(place, name, "a file in a folder that can be written")

@@ -14,11 +14,11 @@ import numpy as np
 
 from tsjax.config import check, check_int
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.errors import BadType
+from tsjax.errors import BadType, Failed
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
-from tsjax.host.request import check_row, prompt_rows
+from tsjax.host.prompts import check_row, prompt_rows
 from tsjax.host.run import programs_of
 
 WIDTH = 512  # tokens of a pass
@@ -52,6 +52,9 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
       continuation: as many, texts or token ids. A text becomes token ids by itself, without special
         tokens; a space at its beginning belongs to it.
       logprobs: tell so many of the most probable tokens beside each.
+
+    Raises:
+      RuntimeError: the model's logits are NaN or infinite; the message says from which token on.
     """
     if not isinstance(model, Model):
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
@@ -67,7 +70,15 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
         most = f"at most the model's {model.cfg.max_positions} positions with its prompt"
         check(len(row) <= model.cfg.max_positions, f"continuation[{index}]", len(row), most)
     processes.check_same("score", [row.tobytes() for row in rows], logprobs)
-    return Scored(ends, [_of_row(model, *pair, logprobs) for pair in zip(rows, ends, strict=True)])
+    told = [_of_row(model, *pair, logprobs) for pair in zip(rows, ends, strict=True)]
+    for index, one in enumerate(told):
+        if (broken := np.isnan(one.raw)).any():
+            raise Failed(
+                f"the model's logits are NaN or infinite from token {broken.argmax()} of "
+                f"continuation[{index}] on: see to the weights, or try another dtype than "
+                f"{model.cfg.dtype}"
+            )
+    return Scored(ends, told)
 
 
 def _of_row(model: Model, row: np.ndarray, end: np.ndarray, count: int) -> LogProbs:

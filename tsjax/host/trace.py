@@ -15,7 +15,7 @@ from tsjax.config import check
 from tsjax.errors import BadValue
 from tsjax.input_files import read_text
 
-LONGEST = 4096  # drafted tokens of a step
+MOST_DRAFTED = 4096  # drafted tokens of a step
 
 
 def read_bench(path: str, argument: str, wanted: str) -> list[dict[str, Any]]:
@@ -59,7 +59,7 @@ def read_trace(path: str, methods: list[str], argument: str) -> dict[str, tuple[
 
 
 def _lengths(values: list, path: str, argument: str, wanted: str) -> tuple[int, ...]:
-    good = bool(values) and all(type(x) is int and 0 <= x <= LONGEST for x in values)
+    good = bool(values) and all(type(x) is int and 0 <= x <= MOST_DRAFTED for x in values)
     check(good, argument, path, wanted)
     return tuple(values)
 

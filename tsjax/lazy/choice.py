@@ -13,12 +13,12 @@ from pallas_kernels import cache_scores
 from tsjax.decoding.noise import uniform
 from tsjax.decoding.sampling import last_that_holds, sortable
 from tsjax.lazy.settings import kept
-from tsjax.lazy.state import Plan, PromptState
+from tsjax.lazy.state import LazyPlan, PromptState
 from tsjax.model.cache import KVCache
 from tsjax.model.passes import Rows
 
 
-def scores_of(plan: Plan, prompt: PromptState, kv: KVCache, stage: int, rows: Rows):
+def scores_of(plan: LazyPlan, prompt: PromptState, kv: KVCache, stage: int, rows: Rows):
     """[B, P]: the attention that each prompt token gets from rows in a stage's last layers.
 
     The mean over query heads, with all that a row sees in the denominator; sums over the rows and
@@ -45,7 +45,7 @@ def scores_of(plan: Plan, prompt: PromptState, kv: KVCache, stage: int, rows: Ro
     return by_position
 
 
-def scores_of_each_other(plan: Plan, rows: Rows, causal):
+def scores_of_each_other(plan: LazyPlan, rows: Rows, causal):
     """[B, W]: what rows add to the scores of one another, which no cache holds yet."""
     lazy, model = plan.lazy, plan.model
     total = jnp.zeros((), jnp.float32)
@@ -62,7 +62,7 @@ def scores_of_each_other(plan: Plan, rows: Rows, causal):
     return total
 
 
-def chosen_for(plan: Plan, stage: int, scores, among, prompt_length, committed, recent: int):
+def chosen_for(plan: LazyPlan, stage: int, scores, among, prompt_length, committed, recent: int):
     """[B, P] bool: the prompt tokens that take part in a stage, by the scores of the one before.
 
     Of prompt_length [B] tokens, kept(share) are chosen `among` some [B, P] that are also among the

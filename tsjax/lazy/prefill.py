@@ -21,11 +21,11 @@ from tsjax.decoding.state import DecodeState
 from tsjax.decoding.step import Decide, commit, decode_step
 from tsjax.decoding.verification import judge
 from tsjax.errors import BadValue
-from tsjax.lazy.rereading import read_made
+from tsjax.lazy.rereading import reread_made
 from tsjax.lazy.revival import is_reviving, revive_where_due, run_root, tokens_until_choice
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
-from tsjax.lazy.state import Plan, init_prompt
+from tsjax.lazy.state import LazyPlan, init_prompt
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.params import Params
 
@@ -38,8 +38,8 @@ ONE_BY_ONE = 16
 class LazyPrefill(LazySettings):
     __doc__ = LazySettings.__doc__
 
-    def plan(self, model: ModelConfig) -> Plan:
-        return Plan(self, model)
+    def plan(self, model: ModelConfig) -> LazyPlan:
+        return LazyPlan(self, model)
 
     def for_reading(self) -> LazyPrefill:
         """The same without what matters to decoding alone."""
@@ -112,7 +112,7 @@ class LazyPrefill(LazySettings):
         return state if part == plan.last_stage else choose_stage(plan, params, state, part)
 
     def most_made_at_once(self, width: int) -> int:
-        """How many tokens a pass of `read_made` may take, at most `width`."""
+        """How many tokens a pass of `reread_made` may take, at most `width`."""
         if self.revive == "on_demand":
             return min(width, ONE_BY_ONE)
         if self.revive == "in_batches":
@@ -122,7 +122,7 @@ class LazyPrefill(LazySettings):
     def read_made(
         self, params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig
     ) -> DecodeState:
-        return read_made(self.plan(cfg.model), params, state, start, width)
+        return reread_made(self.plan(cfg.model), params, state, start, width)
 
     def step(
         self, params: Params, state: DecodeState, *, cfg: DecodeConfig, decide: Decide
@@ -154,7 +154,7 @@ class LazyPrefill(LazySettings):
 
 
 def _choosing_step(
-    plan: Plan, params: Params, state: DecodeState, cfg: DecodeConfig, decide: Decide
+    plan: LazyPlan, params: Params, state: DecodeState, cfg: DecodeConfig, decide: Decide
 ) -> tuple[DecodeState, DecodeState]:
     """A step of plain decoding whose root chooses what it sees of the prompt; the state before the
     token is committed, and after."""

@@ -14,14 +14,16 @@ from jax import lax
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState
 from tsjax.lazy.revival import lacking_tokens, revive_where_due, run_root, tokens_until_choice
 from tsjax.lazy.stages import note_committed
-from tsjax.lazy.state import Plan
+from tsjax.lazy.state import LazyPlan
 from tsjax.model.cache import write_rows
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 
 
-def read_made(plan: Plan, params: Params, state: DecodeState, start, width: int) -> DecodeState:
+def reread_made(
+    plan: LazyPlan, params: Params, state: DecodeState, start, width: int
+) -> DecodeState:
     """Commits `width` tokens of each row that has them, from the start-th (traced) that was made.
 
     The prompt's last token counts as the first, as no stage has read it; a row's last known token
@@ -73,7 +75,7 @@ def read_made(plan: Plan, params: Params, state: DecodeState, start, width: int)
         return _at(read, goal, goal).replace(finish=state.finish)
 
 
-def _committed(plan: Plan, state: DecodeState, rows: Rows, length, goal) -> DecodeState:
+def _committed(plan: LazyPlan, state: DecodeState, rows: Rows, length, goal) -> DecodeState:
     """With the tokens of a pass up to `length`, at most the goal; what lies beyond counts not."""
     width, length = rows.hidden.shape[1], jnp.minimum(length, goal)
     prompt = note_committed(plan, state, width - 1, after=rows.hidden)

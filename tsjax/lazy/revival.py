@@ -13,7 +13,7 @@ from jax import lax
 from tsjax.decoding.state import DecodeState
 from tsjax.lazy.choice import best_tokens, chosen_for, scores_of
 from tsjax.lazy.stages import committed, compute, ranks_below, take_part, waiting
-from tsjax.lazy.state import UNSEEN, Plan
+from tsjax.lazy.state import UNSEEN, LazyPlan
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_layers, run_rows
@@ -23,26 +23,26 @@ FEW_ROWS = 16  # revived at once on demand, when they are fewer than revive_rows
 PASS_ROWS = 128  # computed at once, at most, of those that come back with a choice
 
 
-def choice_is_due(plan: Plan, state: DecodeState):
+def choice_is_due(plan: LazyPlan, state: DecodeState):
     """[B] bool: whether the prompt's tokens are chosen again at the root: at the first new token,
     and then every so many."""
     made = _made(state)
     return (made > 0) & ((made - 1) % plan.lazy.tokens_between_choices == 0) & state.running
 
 
-def tokens_until_choice(plan: Plan, state: DecodeState):
+def tokens_until_choice(plan: LazyPlan, state: DecodeState):
     """[B] int32: how many tokens a step may find; where tokens come back, up to the next choice."""
     every = plan.lazy.tokens_between_choices
     until = every - (_made(state) - 1) % every
     return jnp.where(jnp.any(lacking_tokens(plan, state), axis=1), until, state.tokens.shape[1])
 
 
-def lacking_tokens(plan: Plan, state: DecodeState):
+def lacking_tokens(plan: LazyPlan, state: DecodeState):
     """[B, P] bool: committed prompt tokens that some stage lacks."""
     return (state.prompt.done < len(plan.stages)) & committed(state)
 
 
-def is_reviving(plan: Plan, state: DecodeState) -> bool:
+def is_reviving(plan: LazyPlan, state: DecodeState) -> bool:
     """Whether a row that still runs lacks tokens that come back in the background."""
     if plan.lazy.revive != "background":
         return False
@@ -53,7 +53,7 @@ def _made(state: DecodeState):
     return state.length - state.prompt_length
 
 
-def revive_where_due(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+def revive_where_due(plan: LazyPlan, params: Params, state: DecodeState) -> DecodeState:
     """What comes back before a step where new tokens see all that there is."""
     if plan.lazy.revive == "in_batches":
         return revive_in_batches(plan, params.model, state)
@@ -62,7 +62,7 @@ def revive_where_due(plan: Plan, params: Params, state: DecodeState) -> DecodeSt
     return state
 
 
-def revive_in_batches(plan: Plan, weights: ModelWeights, state: DecodeState) -> DecodeState:
+def revive_in_batches(plan: LazyPlan, weights: ModelWeights, state: DecodeState) -> DecodeState:
     """Where it is due, the root makes all cuts again, and a stage gets those of the tokens it lacks
     that the root attends to most.
 
@@ -89,7 +89,7 @@ def revive_in_batches(plan: Plan, weights: ModelWeights, state: DecodeState) -> 
 
 
 def _bring_most_attended(
-    plan: Plan, weights: ModelWeights, state: DecodeState, stage: int, rows: Rows, due
+    plan: LazyPlan, weights: ModelWeights, state: DecodeState, stage: int, rows: Rows, due
 ) -> DecodeState:
     """With up to `revive_rows` of the tokens that a stage would take by rows of the one before and
     lacks, those with the highest scores."""
@@ -103,7 +103,7 @@ def _bring_most_attended(
 
 
 def _bring(
-    plan: Plan, weights: ModelWeights, state: DecodeState, stage: int, wanted
+    plan: LazyPlan, weights: ModelWeights, state: DecodeState, stage: int, wanted
 ) -> DecodeState:
     """Computes in a stage what it lacks of `wanted` [B, P], some at a time."""
     layers, width = plan.stages[stage], min(plan.lazy.revive_rows, PASS_ROWS)
@@ -121,7 +121,7 @@ def _bring(
     return _with(state, changed, layers)
 
 
-def revive_in_background(plan: Plan, params: Params, state: DecodeState) -> DecodeState:
+def revive_in_background(plan: LazyPlan, params: Params, state: DecodeState) -> DecodeState:
     """Where it is due, brings the first `revive_rows` tokens that lack stages through all."""
     lazy, due = plan.lazy, choice_is_due(plan, state)
     layers = range(plan.stages[1].start, plan.model.num_layers)
@@ -140,7 +140,7 @@ def revive_in_background(plan: Plan, params: Params, state: DecodeState) -> Deco
         return _with(state, changed, layers)
 
 
-def run_root(plan: Plan, params: Params, state: DecodeState) -> tuple[DecodeState, Rows]:
+def run_root(plan: LazyPlan, params: Params, state: DecodeState) -> tuple[DecodeState, Rows]:
     """The pass of a step of plain decoding, and the state with what is revived before it."""
     root, positions = state.root[:, None], state.kv.length[:, None]
     if plan.lazy.revive == "on_demand":
@@ -150,7 +150,7 @@ def run_root(plan: Plan, params: Params, state: DecodeState) -> tuple[DecodeStat
 
 
 def run_choosing(
-    plan: Plan, weights: ModelWeights, state: DecodeState, tokens, positions
+    plan: LazyPlan, weights: ModelWeights, state: DecodeState, tokens, positions
 ) -> tuple[DecodeState, Rows]:
     """One pass of the root, which chooses what it sees of the prompt and revives what is missing.
 
@@ -173,7 +173,7 @@ def run_choosing(
 
 
 def _choose_and_revive(
-    plan: Plan, weights: ModelWeights, state: DecodeState, stage: int, rows: Rows, due
+    plan: LazyPlan, weights: ModelWeights, state: DecodeState, stage: int, rows: Rows, due
 ) -> DecodeState:
     """Chooses a stage's prompt tokens by the rows of the stage before; computes the missing."""
     lazy, layers = plan.lazy, plan.stages[stage]

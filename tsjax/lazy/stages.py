@@ -16,7 +16,7 @@ from pallas_kernels import Ranks
 from tsjax.decoding.state import DecodeState
 from tsjax.lazy.choice import chosen_for, scores_of, scores_of_each_other
 from tsjax.lazy.settings import kept
-from tsjax.lazy.state import UNSEEN, Plan, PromptState
+from tsjax.lazy.state import UNSEEN, LazyPlan, PromptState
 from tsjax.model.cache import KVCache, write_rows, zero_after
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_layers
@@ -24,7 +24,7 @@ from tsjax.model.transformer import ModelWeights, embed
 
 
 def fill_stage(
-    plan: Plan, params: Params, state: DecodeState, stage: int, width: int
+    plan: LazyPlan, params: Params, state: DecodeState, stage: int, width: int
 ) -> DecodeState:
     """Computes the next `width` chosen prompt tokens of a stage, in order.
 
@@ -36,7 +36,7 @@ def fill_stage(
         return compute(plan, params.model, state, wanted, stage, width, in_order=True)
 
 
-def choose_stage(plan: Plan, params: Params, state: DecodeState, stage: int) -> DecodeState:
+def choose_stage(plan: LazyPlan, params: Params, state: DecodeState, stage: int) -> DecodeState:
     """Runs the prompt's last tokens through a stage and chooses the tokens of the next one."""
     lazy = plan.lazy
     with jax.named_scope("choose_stage"):
@@ -70,7 +70,7 @@ def choose_stage(plan: Plan, params: Params, state: DecodeState, stage: int) -> 
         return state.replace(prompt=prompt.replace(last=rows.hidden))
 
 
-def tokens_to_fill(plan: Plan, stage: int, prompt_tokens):
+def tokens_to_fill(plan: LazyPlan, stage: int, prompt_tokens):
     """How many tokens, at most, `fill_stage` has to compute in a stage; of an int or of [B]."""
     lazy, xp = plan.lazy, jnp if isinstance(prompt_tokens, jax.Array) else np
     count = prompt_tokens
@@ -81,7 +81,7 @@ def tokens_to_fill(plan: Plan, stage: int, prompt_tokens):
     return xp.maximum(count - left, 0)
 
 
-def note_committed(plan: Plan, before: DecodeState, depth: int, *, after) -> PromptState:
+def note_committed(plan: LazyPlan, before: DecodeState, depth: int, *, after) -> PromptState:
     """The prompt's state with the positions of the rows that a step wrote after those `before` it.
 
     `after` is computed from all that was read, see `write_rows`.
@@ -96,7 +96,7 @@ def note_committed(plan: Plan, before: DecodeState, depth: int, *, after) -> Pro
 
 
 def compute(
-    plan: Plan,
+    plan: LazyPlan,
     weights: ModelWeights,
     state: DecodeState,
     wanted,
@@ -129,7 +129,7 @@ def compute(
 
 
 def _append(
-    plan: Plan, state: DecodeState, stage: int, rows: Rows, ids, count, *, after
+    plan: LazyPlan, state: DecodeState, stage: int, rows: Rows, ids, count, *, after
 ) -> DecodeState:
     """Adds the first `count` [B] of rows for the prompt tokens `ids` [B, T] to a stage.
 
@@ -158,7 +158,7 @@ def _append(
 
 
 def _noted(
-    plan: Plan, prompt: PromptState, kv: KVCache, stage: int, positions, of_prompt
+    plan: LazyPlan, prompt: PromptState, kv: KVCache, stage: int, positions, of_prompt
 ) -> PromptState:
     """With tokens [B, T] after the rows that a stage has, some of them `of_prompt` [B, T].
 
@@ -198,7 +198,7 @@ def waiting(state: DecodeState, stage: int):
     return prompt.chosen[stage] & (prompt.done == stage)
 
 
-def _before_window(plan: Plan, state: DecodeState, stage: int):
+def _before_window(plan: LazyPlan, state: DecodeState, stage: int):
     """[B, P] bool: what `fill_stage` computes; the last stage has no `choose_stage`."""
     last = 1 if stage == plan.last_stage else plan.lazy.window
     return jnp.arange(state.prompt.capacity) < state.prompt_length[:, None] - last

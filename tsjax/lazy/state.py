@@ -53,7 +53,7 @@ class PromptState(flax.struct.PyTreeNode):
         return self.hidden.shape[1]
 
 
-class Plan(NamedTuple):
+class LazyPlan(NamedTuple):
     """A lazy prefill of a model: the cuts are named, so the stages are known."""
 
     lazy: LazySettings
@@ -70,7 +70,7 @@ class Plan(NamedTuple):
         return len(self.lazy.cuts)
 
 
-def init_prompt(plan: Plan, prompt_length, prompt_capacity: int, capacity: int) -> PromptState:
+def init_prompt(plan: LazyPlan, prompt_length, prompt_capacity: int, capacity: int) -> PromptState:
     """A PromptState with nothing computed yet and every token to take part.
 
     The prompt's last token comes with the first step of decoding, so nothing here computes it.

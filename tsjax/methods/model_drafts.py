@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from tsjax.config import ModelConfig
 from tsjax.decoding.method import Method
-from tsjax.decoding.sampling import best_few, score, step_noise
+from tsjax.decoding.sampling import best_few, score_choices, step_noise
 from tsjax.decoding.state import Acceptance, DecodeState
 from tsjax.errors import BadValue
 from tsjax.methods.partial_cache import DraftCache, summarize_rest
@@ -105,7 +105,7 @@ def rank(
             ancestors = best[:, None, 1:], positions[:, None]
         depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
         one = logits[:, index : index + 1]
-        scores = score(one, state.text, depths, noise, state.sampling, ancestors)
+        scores = score_choices(one, state.text, depths, noise, state.sampling, ancestors)
         values, tokens = best_few(scores[:, 0], best_of)
         ranked.append(Candidates(tokens, values))
         best = jnp.concatenate([best, tokens[:, :1]], axis=1)

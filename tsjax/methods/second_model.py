@@ -15,7 +15,7 @@ from jax import lax
 
 from tsjax.config import ModelConfig
 from tsjax.decoding.processors import NEVER_SEEN
-from tsjax.decoding.sampling import best, score
+from tsjax.decoding.sampling import best, score_choices
 from tsjax.decoding.state import DecodeState
 from tsjax.errors import BadValue
 from tsjax.methods.draft_choice import by_chunk
@@ -259,7 +259,7 @@ def choose(
     at = jnp.where(index < depths[..., None], positions, NEVER_SEEN)
     ancestors = jnp.broadcast_to(guesses[:, None], at.shape), at
     depths = jnp.minimum(depths, noise.shape[1] - 1)
-    scores = score(logits, state.text, depths, noise, state.sampling, ancestors)
+    scores = score_choices(logits, state.text, depths, noise, state.sampling, ancestors)
     return best(scores).astype(jnp.int32)
 
 

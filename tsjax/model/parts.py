@@ -89,7 +89,7 @@ def attention_by_part(
 
 
 def merged(found: Summary) -> Summary:
-    """Of summaries that lie along a first axis, and see different slots, the one of all."""
+    """The summary of all slots, from summaries of different slots along a first axis."""
     highest = jnp.max(found.log_total, axis=0)
     # 0 of a part that sees nothing, whatever its mean is.
     weight = jnp.exp(found.log_total - highest[None])

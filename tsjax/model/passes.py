@@ -12,10 +12,10 @@ from pallas_kernels import Ranks, Summary, tree_attention
 from tsjax.config import ModelConfig
 from tsjax.model.cache import Attended, Cache
 from tsjax.model.parts import attention_by_part
-from tsjax.model.transformer import ModelWeights, embed, forward
+from tsjax.model.transformer import ModelWeights, apply_layers, embed
 from tsjax.typing import Array, Bool, Float, Int
 
-# Traced once for all layers, see `forward`.
+# Traced once for all layers, see `apply_layers`.
 _tree_attention = jax.jit(tree_attention, static_argnames=("with_log_totals",))
 _attention_by_part = jax.jit(attention_by_part, static_argnames=("parts",))
 
@@ -99,7 +99,7 @@ def run_layers(
             attended.append(Attended(q, Summary(mixed, log_totals)))
         return mixed
 
-    hidden, k, v = forward(
+    hidden, k, v = apply_layers(
         weights, hidden, positions=positions, attend=attend, cfg=cfg, layers=layers
     )
     return Rows(hidden, k, v, tuple(queries), tuple(attended))

@@ -38,10 +38,10 @@ class ShardingRules:
     head_dim: tuple[str, ...] = ()
 
 
-RULES = ShardingRules()
+SHARDING_RULES = ShardingRules()
 
 
-def usable_mesh(mesh: Mesh | None, rules: ShardingRules = RULES) -> Mesh | None:
+def usable_mesh(mesh: Mesh | None, rules: ShardingRules = SHARDING_RULES) -> Mesh | None:
     """The mesh with Auto axes, so that XLA places what lies between the named arrays.
 
     `jax.make_mesh` makes Explicit axes by default. A mesh with an axis that no rule names is
@@ -71,7 +71,7 @@ def named_sharding(
     shape: Sequence[int],
     axes: Sequence[str | None],
     mesh: Mesh | AbstractMesh,
-    rules: ShardingRules = RULES,
+    rules: ShardingRules = SHARDING_RULES,
 ) -> NamedSharding:
     """The sharding of one array whose dimensions carry the logical names `axes`."""
     parts: list[str | tuple[str, ...] | None] = []
@@ -88,7 +88,7 @@ def named_sharding(
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
-def wanted_axes(axis: str | None, rules: ShardingRules = RULES) -> tuple[str, ...]:
+def wanted_axes(axis: str | None, rules: ShardingRules = SHARDING_RULES) -> tuple[str, ...]:
     """The mesh axes over which a dimension of that logical name is split where it divides."""
     return getattr(rules, axis) if axis else ()
 

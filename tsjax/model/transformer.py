@@ -135,7 +135,7 @@ Attend = Callable[
 ]
 
 
-def forward(
+def apply_layers(
     weights: ModelWeights,
     hidden: Float[Array, "B T D"],
     *,

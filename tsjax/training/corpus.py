@@ -31,7 +31,7 @@ _COUNTED_TOKENS = 2**24  # what the predictors from counts learn from
 
 
 @dataclasses.dataclass(frozen=True)
-class Corpus:
+class TrainingCorpus:
     """Sequences of one length, grouped by the document they come from.
 
     Attributes:
@@ -71,23 +71,23 @@ class Corpus:
             digest.update(self.sequences([number]).tobytes())
         return digest.hexdigest()[:16]
 
-    def split(self, fraction: float, seed: int) -> tuple[Corpus, Corpus]:
+    def split(self, fraction: float, seed: int) -> tuple[TrainingCorpus, TrainingCorpus]:
         """What remains and what is held out: whole documents, or the end of a single one."""
         check_float(fraction, "held_out", 0.0, 1.0)
         check(0 < fraction < 1, "held_out", fraction, "between 0 and 1, both excluded")
         if len(self.documents) == 1:
             (whole,) = self.documents
             rest = len(whole) - _share(fraction, len(whole), "sequences")
-            held = Corpus((whole[rest:],), self.names)
+            held = TrainingCorpus((whole[rest:],), self.names)
             return dataclasses.replace(self, documents=(whole[:rest],)), held
         order = np.random.default_rng(seed).permutation(len(self.documents))
         count = _share(fraction, len(order), "documents")
         return self._part(order[count:], self.skipped), self._part(order[:count])
 
-    def _part(self, numbers: Iterable[int], skipped: tuple[str, ...] = ()) -> Corpus:
+    def _part(self, numbers: Iterable[int], skipped: tuple[str, ...] = ()) -> TrainingCorpus:
         chosen = sorted(numbers)
         documents = tuple(self.documents[i] for i in chosen)
-        return Corpus(documents, tuple(self.names[i] for i in chosen), skipped)
+        return TrainingCorpus(documents, tuple(self.names[i] for i in chosen), skipped)
 
 
 def _share(fraction: float, total: int, what: str) -> int:
@@ -118,7 +118,7 @@ class Order:
         return int(self._permutation[place])
 
 
-def read_corpus(
+def read_training_corpus(
     data: Any,
     *,
     sequence_length: int,
@@ -127,7 +127,7 @@ def read_corpus(
     whole_books: bool = False,
     data_dtype: str | None = None,
     argument: str = "data",
-) -> Corpus:
+) -> TrainingCorpus:
     """The sequences in files and folders, or in arrays of token ids.
 
     Args:
@@ -178,7 +178,7 @@ def read_corpus(
         found = f"the longest of {len(skipped)} documents, {longest[1]!r}, has {longest[0]} tokens"
         remedy = "choose a smaller sequence_length or longer texts"
         raise BadValue(f"{argument} is not valid: {found} and {sequence_length=}; {remedy}")
-    return Corpus(tuple(documents), tuple(names), tuple(skipped))
+    return TrainingCorpus(tuple(documents), tuple(names), tuple(skipped))
 
 
 def _files(data: Any, argument: str) -> list[str]:
@@ -282,7 +282,7 @@ def _check_ids(name: str, ids: np.ndarray, vocab_size: int, argument: str) -> No
 
 
 def predictions_from_counts(
-    train: Corpus, held_out: Corpus, *, distance: int, vocab_size: int, top: int
+    train: TrainingCorpus, held_out: TrainingCorpus, *, distance: int, vocab_size: int, top: int
 ) -> dict[str, np.ndarray]:
     """How often the token `distance` places further is among the first 1 .. `top` guesses.
 

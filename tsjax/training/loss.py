@@ -121,7 +121,7 @@ def add_gradients(
     return _over_chunks(body, total, hidden, tokens, shifts, chunk_tokens)
 
 
-def measure(
+def measure_heads(
     heads: Sequence[Head],
     weights: ModelWeights,
     hidden,

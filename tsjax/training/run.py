@@ -35,7 +35,12 @@ from tsjax.host.run import programs_of
 from tsjax.input_files import parsing
 from tsjax.model.sharding import mesh_of, named_sharding, placed
 from tsjax.training import loss, saved
-from tsjax.training.corpus import Corpus, Order, predictions_from_counts, read_corpus
+from tsjax.training.corpus import (
+    Order,
+    TrainingCorpus,
+    predictions_from_counts,
+    read_training_corpus,
+)
 from tsjax.training.loss import TOP, cast_heads
 from tsjax.training.saved import Record
 
@@ -93,9 +98,8 @@ def train_heads(
 
     Args:
       model: from `tsjax.load`; on a mesh it is used as it lies there. Heads it has are not used.
-      data: text files, folders of them, .npy or .bin files of token ids, or an array of ids; see
-        `corpus.read_corpus`. By default the first `sequence_length` tokens of every text; shorter
-        texts are left out.
+      data: text files, folders of them, .npy or .bin files of token ids, or an array of ids. By
+        default the first `sequence_length` tokens of every text; shorter texts are left out.
       settings: a HeadTraining; `changes` (its fields: steps, learning_rate, batch_size,
         sequence_length, seed, ...) override it one by one. The default is the recipe for heads of
         the kind: `HeadTraining.of_kind(head_kind)`.
@@ -112,9 +116,6 @@ def train_heads(
       on_interrupt: what follows when Ctrl-C or SIGTERM has ended the run after the last complete
         step and it is saved: "raise" raises tsjax.Interrupted, whose `result` is the TrainedHeads;
         "return" returns them. A second Ctrl-C raises KeyboardInterrupt at once.
-
-    Returns:
-      TrainedHeads.
 
     Raises:
       Interrupted: see on_interrupt, and `generate`.
@@ -136,13 +137,10 @@ def train_heads(
     if checkpoint is not None:  # before the data is read, which may take long
         saved.read_document(checkpoint)
     read = functools.partial(
-        read_corpus,
-        sequence_length=settings.sequence_length,
-        vocab_size=model.cfg.vocab_size,
-        tokenizer=lambda: model.tokenizer,
-        whole_books=whole_books,
-        data_dtype=data_dtype,
-    )
+        read_training_corpus, sequence_length=settings.sequence_length,
+        vocab_size=model.cfg.vocab_size, tokenizer=lambda: model.tokenizer,
+        whole_books=whole_books, data_dtype=data_dtype,
+    )  # fmt: skip
     train, held = read(data), None
     if isinstance(held_out, float | int):
         train, held = train.split(held_out, settings.seed)
@@ -151,47 +149,51 @@ def train_heads(
     identity = {"model": model_fingerprint(model), "data": train.fingerprint}
     identity |= {"settings": dataclasses.asdict(settings)}
     processes.check_same("train_heads", identity, checkpoint and os.path.basename(checkpoint))
-    interrupt, saving = Interrupt(), saved.Saving(folder, identity)
+    interrupt, saving = Interrupt(), saved.RunFolder(folder, identity)
     with interrupt:
         run = _Run(model, settings, train, micro, cache_hidden)
         history = _restore(run, checkpoint, identity) if checkpoint is not None else []
         saving.begin(history)
-        try:
-            with progress_bar(progress, settings.steps, "step", initial=len(history)) as bar:
-                while len(history) < settings.steps:
-                    record = run.step(interrupt)
-                    if record is None:
-                        break
-                    history.append(record)
-                    bar.set_postfix_str(_figures(record), refresh=False)
-                    bar.update()
-                    saving.note(record)
-                    if on_step is not None:
-                        on_step(record)
-                    if len(history) % save_every == 0 and len(history) < settings.steps:
-                        saving.save(run, history)
-        except BaseException:  # on_step fails, a second Ctrl-C comes, another process has ended
-            if run.is_whole and run.state.steps == len(history) > 0:  # what was made is saved
-                saving.save(run, history, alone=processes.are_several())
-            raise
-        if history:
-            saving.save(run, history)
+        _take_steps(run, history, saving, save_every, interrupt, progress, on_step)
         finished = len(history) == settings.steps
         evaluation = run.evaluate(held) if held is not None and finished else []
         interrupt.meet()
     saving.finish(history, evaluation)
+    reason, problems = "steps" if finished else "interrupted", tuple(saving.problems)
     trained = TrainedHeads(
-        model=run.trained_model(),
-        history=history,
-        evaluation=evaluation,
-        finish_reason="steps" if finished else "interrupted",
-        settings=settings,
-        skipped=train.skipped,
-        problems=tuple(saving.problems),
-        unsaved=saving.unsaved,
-    )
+        run.trained_model(), history, evaluation, reason, settings, train.skipped, problems,
+        saving.unsaved,
+    )  # fmt: skip
     interrupt.finish(trained, on_interrupt)
     return trained
+
+
+def _take_steps(
+    run: _Run, history: list[Record], saving: saved.RunFolder, save_every: int,
+    interrupt: Interrupt, progress: bool, on_step: Callable[[Record], object] | None,
+) -> None:  # fmt: skip
+    """The steps that are missing in `history`, until the last one or an interrupt."""
+    steps = run.settings.steps
+    try:
+        with progress_bar(progress, steps, "step", initial=len(history)) as bar:
+            while len(history) < steps:
+                record = run.step(interrupt)
+                if record is None:
+                    break
+                history.append(record)
+                bar.set_postfix_str(_figures(record), refresh=False)
+                bar.update()
+                saving.note(record)
+                if on_step is not None:
+                    on_step(record)
+                if len(history) % save_every == 0 and len(history) < steps:
+                    saving.save(run, history)
+    except BaseException:  # on_step fails, a second Ctrl-C comes, another process has ended
+        if run.is_whole and run.state.steps == len(history) > 0:  # what was made is saved
+            saving.save(run, history, alone=processes.are_several())
+        raise
+    if history:
+        saving.save(run, history)
 
 
 def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
@@ -209,14 +211,14 @@ def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
 
 @functools.cache
 def training_programs() -> SimpleNamespace:
-    """`add_gradients`, `update` and `measure`, compiled."""
+    """`add_gradients`, `update` and `measure_heads`, compiled."""
     static, given = ("cfg", "chunk_tokens"), ("heads", "moments")
     return SimpleNamespace(
         add_gradients=jax.jit(
             loss.add_gradients, static_argnames=(*static, "loss_decay"), donate_argnames="total"
         ),
         update=jax.jit(loss.update, static_argnames="settings", donate_argnames=given),
-        measure=jax.jit(loss.measure, static_argnames=static),
+        measure_heads=jax.jit(loss.measure_heads, static_argnames=static),
     )
 
 
@@ -232,7 +234,7 @@ class _Run:
     """The arrays of a run and what is done with them."""
 
     def __init__(
-        self, model: Model, settings: HeadTraining, train: Corpus, micro: int, cached: bool
+        self, model: Model, settings: HeadTraining, train: TrainingCorpus, micro: int, cached: bool
     ):
         self.model, self.settings, self.train, self.micro = model, settings, train, micro
         self.cfg = model.cfg.with_heads(settings.num_heads, settings.head_kind)
@@ -292,14 +294,9 @@ class _Run:
             cached = None if self._cache is None else self._place(self._cache[numbers])
             hidden = self._hidden(tokens) if cached is None else cached
             total = training_programs().add_gradients(
-                heads,
-                self._params.model,
-                hidden,
-                tokens,
-                total,
-                **self._static,
+                heads, self._params.model, hidden, tokens, total, **self._static,
                 loss_decay=settings.loss_decay,
-            )
+            )  # fmt: skip
             jax.block_until_ready(total.metrics)  # so that signals are seen, and buffers are freed
             interrupt.meet()
         metrics = processes.on_host(total.metrics)
@@ -317,13 +314,13 @@ class _Run:
             "seconds": time.perf_counter() - began,
         }
 
-    def evaluate(self, held_out: Corpus) -> list[Record]:
+    def evaluate(self, held_out: TrainingCorpus) -> list[Record]:
         count, vocab = self.settings.num_heads + 1, self.cfg.vocab_size
         losses, hits = np.zeros(count), np.zeros((count, TOP), np.int64)
         for first in range(0, len(held_out), self.micro):
             numbers = range(first, min(first + self.micro, len(held_out)))
             tokens = self._place(held_out.sequences(numbers))
-            measured = training_programs().measure(
+            measured = training_programs().measure_heads(
                 self.state.heads, self._params.model, self._hidden(tokens), tokens, **self._static
             )
             metrics = processes.on_host(measured)
@@ -395,7 +392,7 @@ def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Re
     if wrong or not whole:
         what = "was made with " + "; ".join(wrong) if wrong else "has an incomplete history"
         raise BadValue(f"resume=True is not valid: the run in {checkpoint!r} {what}")
-    arrays = saved.read_arrays(checkpoint, run.arrays(), document["format"])
+    arrays = saved.read_state(checkpoint, run.arrays(), document["format"])
     run.restore(arrays, len(history))
     return history
 

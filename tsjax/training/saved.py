@@ -26,17 +26,24 @@ from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import stored_arrays
 from tsjax.files.checkpoint import Model, write_heads
 from tsjax.files.weight_files import write_safetensors
-from tsjax.files.whole_files import final_name, replacing, write_text
+from tsjax.files.whole_files import (
+    check_writable,
+    final_name,
+    path_of,
+    place_of,
+    replacing,
+    write_text,
+)
 from tsjax.host import processes
-from tsjax.host.saving import Writing, check_writable, path_of
+from tsjax.host.saving import Writing
 from tsjax.input_files import listed, parsing, read_json
 from tsjax.model.sharding import placed
 
-FORMAT = 4
+CHECKPOINT_FORMAT = 4
 # 3 had a folder of orbax; 2 also the heads' matrices as [inputs, outputs]; 1 also had another
 # fingerprint of the model.
 OLD_FORMATS = OLD_FINGERPRINT, INPUTS_FIRST, ORBAX = 1, 2, 3
-CHECKPOINTS, ARRAYS, DOCUMENT = "checkpoint", "arrays.safetensors", "run.json"
+CHECKPOINTS, ARRAYS_FILE, DOCUMENT = "checkpoint", "arrays.safetensors", "run.json"
 ORBAX_ARRAYS = "arrays"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
@@ -46,7 +53,7 @@ _STEP = re.compile(r"step-(\d{8})")
 Record = dict[str, Any]
 
 
-class Saving(Writing):
+class RunFolder(Writing):
     """Writes a run's folder, if it has one.
 
     Of several processes the first one does, but for one that is left `alone`.
@@ -97,10 +104,10 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
     if save_to is None:
         check(not resume, "resume", resume, "save_to names the folder of the run")
         return None
-    folder = path_of(save_to, "a folder")
+    folder = path_of(save_to, "save_to", "a folder")
     wrong = f"save_to={folder!r} is not valid"
     if os.path.lexists(folder) and not os.path.isdir(folder):
-        raise NotADirectoryError(f"{wrong}: a folder, not a file")
+        raise NotADirectoryError(f"{wrong}: a folder, which may be new")
     newest = latest(folder)
     if resume and newest is None:
         raise NoSuchFile(f"{wrong} with resume: it has no {CHECKPOINTS}/step-*")
@@ -111,7 +118,9 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
     others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
     if others:
         raise AlreadyThere(f"{wrong}: it has {min(others)!r}; choose a folder of its own")
-    check_writable(folder, folder, "a folder that can be written", make=True)
+    for name in FILES - {CHECKPOINTS}:
+        place_of(os.path.join(folder, name), "save_to")
+    check_writable(folder, f"{wrong}: a folder that can be written")
     return folder
 
 
@@ -143,7 +152,7 @@ def write_checkpoint(
         if name.startswith(".writing-") and not alone:
             shutil.rmtree(os.path.join(place, name))
     if not os.path.isdir(target):
-        _write_whole(target, arrays, {"format": FORMAT, "step": step, **document})
+        _write_whole(target, arrays, {"format": CHECKPOINT_FORMAT, "step": step, **document})
     for name in os.listdir(place):
         if _STEP.fullmatch(name) and name != os.path.basename(target) and not alone:
             shutil.rmtree(os.path.join(place, name))
@@ -153,7 +162,7 @@ def _write_whole(target: str, arrays: Mapping[str, np.ndarray], content: Mapping
     fresh = os.path.join(os.path.dirname(target), f".writing-{os.getpid()}")
     try:
         os.mkdir(fresh)
-        write_safetensors(os.path.join(fresh, ARRAYS), arrays)
+        write_safetensors(os.path.join(fresh, ARRAYS_FILE), arrays)
         write_text(os.path.join(fresh, DOCUMENT), json.dumps(content))
         try:
             os.replace(fresh, target)
@@ -167,16 +176,14 @@ def _write_whole(target: str, arrays: Mapping[str, np.ndarray], content: Mapping
 def read_document(checkpoint: str) -> dict[str, Any]:
     with parsing(checkpoint, " is damaged"):
         document = read_json(os.path.join(checkpoint, DOCUMENT))
-        if document["format"] not in (*OLD_FORMATS, FORMAT):
+        if document["format"] not in (*OLD_FORMATS, CHECKPOINT_FORMAT):
             raise BadValue(f"format {document['format']!r}")
         return document
 
 
-def read_arrays(
-    checkpoint: str, like: Mapping[str, jax.Array], format: int
-) -> dict[str, jax.Array]:
+def read_state(checkpoint: str, like: Mapping[str, jax.Array], format: int) -> dict[str, jax.Array]:
     """The arrays of a checkpoint with the shapes, types and places of those in `like`."""
-    if format == FORMAT:
+    if format == CHECKPOINT_FORMAT:
         return _read_safetensors(checkpoint, like)
     path = os.path.join(checkpoint, ORBAX_ARRAYS)
     with parsing(checkpoint, " is damaged"):
@@ -197,7 +204,7 @@ def _read_safetensors(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[st
     import safetensors.numpy
 
     with parsing(checkpoint, " is damaged"):
-        stored = safetensors.numpy.load_file(os.path.join(checkpoint, ARRAYS))
+        stored = safetensors.numpy.load_file(os.path.join(checkpoint, ARRAYS_FILE))
         _check_arrays(stored, like)
         wrong = [name for name, array in like.items() if stored[name].dtype != array.dtype]
         check(not wrong, "types of", wrong, "those of the run")

@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a step costs, read in its compiled program: no copy of a buffer, no work that grows with the
+capacity, one program for all values, nothing asked of the host.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import (
+    FUSED_AS_FOR_USERS,
+    IN_PLACE,
+    compilations,
+    entry_computation,
+    operations,
+    tiny_model,
+)
+from test_verification import VOCAB, fresh_state
+
+import tsjax
+from pallas_kernels.best_slots.xla import BLOCK
+from tsjax.decoding.programs import programs
+
+COST_METHODS = {
+    "ngram": tsjax.NGram(num_ngrams=4, pass_widths=(1, 9)),
+    "partial_cache": tsjax.TokenSwift(tree=(2, 2), draft_budget=500, num_ngrams=4),
+    "verified_state": tsjax.TokenSwift(
+        tree=(2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=0
+    ),
+}
+NAMES = ["ngram", "partial_cache", pytest.param("verified_state", marks=pytest.mark.wide)]
+
+
+@functools.cache
+def compiled(name: str, *, capacity: int, batch: int = 1, dtype: str = "float32"):
+    """The program of the loop over steps, and the state it takes."""
+    model, method = tiny_model(num_draft_heads=2, dtype=dtype), COST_METHODS[name]
+    state = fresh_state(model, [[1, 2, 3]] * batch, method=method, capacity=capacity)
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    steps = jnp.int32(8)
+    lowered = programs("cpu", dtype).decode.lower(model.params, state, steps, cfg=cfg)
+    return lowered.compile(FUSED_AS_FOR_USERS), state
+
+
+def scores_bytes(state) -> int:
+    """A score for every slot and kv head, which the choice of a draft cache needs: thrice, for the
+    loop that fills it and for two layers. With 128 dimensions a head one is 0.8% of a layer.
+    """
+    B, K, S, _ = state.kv.k[0].shape
+    return 3 * 4 * B * K * S if partial_cache(state) is not None else 0
+
+
+def partial_cache(state):
+    return getattr(state.memory, "cache", None)
+
+
+def ngram_table(state):
+    return getattr(state.memory, "ngrams", state.memory)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "dtype"),
+    [
+        ("ngram", 1, "float32"),
+        ("partial_cache", 1, "float32"),
+        ("partial_cache", 3, "bfloat16"),
+        pytest.param("verified_state", 1, "float32", marks=pytest.mark.wide),
+    ],
+)
+def test_no_step_copies_a_buffer(name, batch, dtype):
+    # Blocks and rows are a fixed amount of scratch memory; the cache has to be large beside it.
+    executable, state = compiled(name, capacity=262144, batch=batch, dtype=dtype)
+    memory = executable.memory_analysis()
+    cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
+    assert memory.temp_size_in_bytes <= 0.05 * cache + scores_bytes(state)
+    donated = cache + ngram_table(state).places.nbytes + state.tokens.nbytes
+    cache = partial_cache(state)
+    if cache is not None:
+        donated += sum(buffer.nbytes for buffer in cache.k + cache.v)
+    assert memory.alias_size_in_bytes >= donated
+
+    found = operations(executable, state.kv.k[0])
+    assert found and set(found) <= IN_PLACE
+    # Each fusion of that shape is one of the writes, wrapped.
+    assert found.count("fusion") <= found.count("dynamic-update-slice")
+    for buffer in (state.tokens, ngram_table(state).places):
+        assert set(operations(executable, buffer)) <= IN_PLACE | {"scatter"}
+    if cache is not None:
+        # Where it is chosen again, what was gathered is selected for the rows that need it.
+        found = operations(executable, cache.k[0])
+        assert found and set(found) <= IN_PLACE | {"select", "broadcast"}
+
+
+SMALL = 2 * BLOCK  # a capacity that is larger than any block
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_work_does_not_grow_with_the_capacity(name):
+    """Neither the work of a pass through each loop nor a loop's fixed number of passes does.
+
+    Writing a few tokens in place counts as reading and writing that whole buffer of 4 bytes per
+    slot, once or twice, and so does looking a few up; a single layer's keys would be 64. The
+    exception is the choice of a draft cache, which scores all slots: once in many steps.
+    """
+    small, large = SMALL, 262144
+    work = []
+    for capacity in (small, large):
+        executable, state = compiled(name, capacity=capacity)
+        cost = executable.cost_analysis()
+        passes = re.findall(r'"known_trip_count":\{"n":"(\d+)"', executable.as_text())
+        scratch = executable.memory_analysis().temp_size_in_bytes - scores_bytes(state)
+        work.append((cost["flops"], sorted(passes), scratch, cost["bytes accessed"]))
+    assert work[0][:2] == work[1][:2] and work[0][0] > 0
+    if name == "partial_cache":
+        assert work[1][2] <= work[0][2]
+    else:
+        assert work[1][2] == work[0][2]
+    if name != "partial_cache":
+        assert work[1][3] - work[0][3] <= 40 * (large - small)
+
+
+def test_one_program_for_every_length_seed_and_value():
+    """Which processors are on is compiled in, and nothing else; the prefill knows none of it."""
+    method, model = COST_METHODS["partial_cache"], tiny_model(num_draft_heads=2, vocab_size=VOCAB)
+    settings = dict(method=method, capacity=128, prefill_width=16)
+    tsjax.generate(model, [1, 2, 3], max_new_tokens=2, **settings)  # compiles
+    with compilations() as names:
+        for count in (1, 7, 40, 90):
+            tsjax.generate(model, [1, 2, 3], max_new_tokens=count, **settings)
+    assert not {"jit(decode)", "jit(read_part)"} & set(names)
+    with compilations() as names:
+        for seed in (1, 2, 3):
+            sampled = dict(do_sample=True, seed=seed, top_p=0.3 * seed, min_p=0.01 * seed)
+            sampled |= dict(temperature=0.2 * seed, repetition_penalty=1 + 0.1 * seed)
+            if seed > 1:
+                sampled |= dict(eos_token_id=seed, repetition_window=20)
+            tsjax.generate(model, [1, 2, 3, 4], max_new_tokens=60, **sampled, **settings)
+    assert sorted({"jit(decode)", "jit(read_part)"} & set(names)) == ["jit(decode)"]
+    assert names.count("jit(decode)") == 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_ask_the_host_nothing(name):
+    """All that a step reads and writes is on the device; the host only starts the loop."""
+    executable, state = compiled(name, capacity=SMALL)  # compiled by the test before
+    params, steps = tiny_model(num_draft_heads=2).params, jnp.int32(8)
+    state = jax.tree.map(jnp.copy, state)  # it is donated
+    with jax.transfer_guard("disallow"):
+        state = jax.block_until_ready(executable(params, state, steps))
+    assert int(state.stats.steps[0]) == 8
+
+
+def test_a_narrow_pass_does_not_compute_the_wide_one():
+    """Neither runs before it is known how many nodes there are."""
+    model = tiny_model(vocab_size=VOCAB)
+    method = tsjax.NGram(num_ngrams=0, suffix_length=6, pass_widths=(1,))
+    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    state = fresh_state(model, [[1, 2, 3]], method=method)
+    step = jax.jit(functools.partial(tsjax.decode_step, cfg=cfg))
+    text = step.lower(model.params, state).compile().as_text()
+    assert "/mlp/" in text and "/mlp/" not in entry_computation(text)

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""tsjax train-heads: it trains, saves and resumes, and says in one line what is wrong."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import helpers
+import hf_fixtures
+import numpy as np
+import pytest
+from test_training import full_disk, in_a_process, numbers, read_metrics
+
+from tsjax.__main__ import main
+from tsjax.training import run as training
+from tsjax.training import saved as saved_training
+
+FLAGS = (
+    "--sequence-length 12 --steps 4 --warmup-steps 1 --batch-size 2 --micro-batch 2 --num-heads 2"
+).split()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("training") / "hf"
+    hf_fixtures.make(folder, vocab_size=len(helpers.TOKENS))
+    return helpers.save_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("books")
+    rng = np.random.default_rng(1)
+    for name in "abcde":
+        words = rng.choice(["the", "train", "and", "rain", "in", "her", "hair"], 40)
+        (folder / f"{name}.txt").write_text(" ".join(words))
+    (folder / "short.txt").write_text("a")
+    return str(folder)
+
+
+def test_the_command_trains_saves_and_resumes(checkpoint, books, tmp_path, capsys):
+    run = str(tmp_path / "run")
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", run, *FLAGS]
+    argv += ["--held-out", "0.2"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    document = json.loads(out)
+    assert document["steps"] == 4 and document["finish_reason"] == "steps"
+    assert len(document["head_losses"]) == 2
+    assert "4/4" in err and "top-1/2/3 %" in err and "short.txt" in err
+    assert "head 2: " in err and "% by the best guess from counts" in err
+    assert main(argv) == 2
+    assert "it holds a run; pass resume=True (--resume)" in capsys.readouterr().err
+    assert main([*argv, "--resume"]) == 0
+    assert json.loads(capsys.readouterr().out) == document
+    assert main([*argv, "--resume", "--seed", "3"]) == 2
+    assert "seed=0, now 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh", "3"], "--mesh='3' is not valid: DATA,MODEL"),
+        (["--mesh", "3,4"], "at most 4 devices"),
+        (["--steps", "1"], "warmup_steps=1 is not valid: less than steps=1"),
+        (["--held-out", "nowhere"], "held_out='nowhere': there is no such file"),
+        (["--data", "nowhere"], "data='nowhere': there is no such file"),
+    ],
+)
+def test_the_command_refuses_in_one_line(flags, message, checkpoint, books, tmp_path, capsys):
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", str(tmp_path / "x"), *FLAGS]
+    assert main([*argv, *flags]) == 2
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "full", "code", "goes_on"),
+    [(3, False, 130, True), (3, True, 2, False), (1, False, 130, False)],
+    ids=["saved", "full disk", "nothing made"],
+)
+def test_the_command_says_how_to_go_on_where_that_is_possible(
+    number, full, code, goes_on, checkpoint, books, tmp_path, capsys, monkeypatch
+):
+    real, folder = training._Run.step, str(tmp_path / "run")
+
+    def step(self, interrupt):
+        if self.state.steps + 1 == number:
+            signal.raise_signal(signal.SIGINT)
+        return real(self, interrupt)
+
+    monkeypatch.setattr(training._Run, "step", step)
+    argv = ["train-heads", checkpoint, "--data", books, "--save-to", folder, *FLAGS]
+    if full:
+        with full_disk(monkeypatch), pytest.warns(UserWarning, match="No space left"):
+            assert main(argv) == code
+    else:
+        assert main(argv) == code
+    err = capsys.readouterr().err
+    assert ("[go on with the same command and --resume]" in err) == goes_on
+    error = f"tsjax: error: {folder!r} lacks the end of this run"
+    assert (err.splitlines()[-1] == error) == full
+
+
+KILLED_AT = """
+import os, signal, sys
+from tsjax.__main__ import main
+
+folder, moment, touched = sys.argv[1], sys.argv[2], 0
+CHANGES = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+def note(event, arguments):
+    global touched
+    if event in CHANGES:
+        path = arguments[0] if isinstance(arguments[0], str) else ""
+        # shutil.rmtree removes by names in an open directory
+        touched += path.startswith(folder) or event in ("os.remove", "os.rmdir")
+        renames = event == "os.rename" and path.startswith(os.path.join(folder, moment))
+        if renames or str(touched) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(note)
+main(sys.argv[3:])
+"""
+
+
+def run_of(folder: Path):
+    """What a finished run says, without times, and its heads."""
+    summary = json.loads((folder / "summary.json").read_text())
+    del summary["last"]["seconds"]
+    assert os.listdir(folder / "checkpoint") == ["step-00000004"]
+    assert set(os.listdir(folder)) == saved_training.FILES  # nothing of a killed process
+    return numbers(read_metrics(folder)), summary, (folder / "heads.safetensors").read_bytes()
+
+
+def check_kill(moment: str, again: bool, whole: Path, argv: list[str], tmp_path: Path) -> bool:
+    """Whether a run was killed before it renamed a file whose name begins with `moment`.
+
+    A number is a count of touches of the folder. The run is then resumed, or begun again where
+    nothing was kept. `again`: it had ended, and is killed while it is resumed.
+    """
+    folder = tmp_path / "run"
+    argv = [*argv, "--save-to", str(folder)]
+    if again:
+        shutil.copytree(whole, folder)
+    resume = ["--resume"] if again else []
+    done = in_a_process(KILLED_AT, str(folder), moment, *argv, *resume)
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    kept = saved_training.latest(str(folder))
+    assert kept or not again  # what there was is never lost
+    if done.returncode:
+        assert main([*argv, "--resume"] if kept else argv) == 0
+    assert run_of(folder) == run_of(whole)
+    return done.returncode != 0
+
+
+@pytest.fixture(scope="module")
+def command(checkpoint, books) -> list[str]:
+    return ["train-heads", checkpoint, "--data", books, "--save-every", "1", *FLAGS]
+
+
+@pytest.fixture(scope="module")
+def whole_folder(command, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    assert main([*command, "--save-to", str(folder)]) == 0
+    return folder
+
+
+@pytest.mark.wide
+def test_the_command_killed_while_it_writes(command, whole_folder, tmp_path):
+    """After its first checkpoint, with the heads that belong to it half in place."""
+    assert check_kill("heads.safetensors.writing", False, whole_folder, command, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+def test_the_command_killed_at_any_moment(again, command, whole_folder, tmp_path):
+    touched = 1
+    while check_kill(str(touched), again, whole_folder, command, tmp_path / str(touched)):
+        touched += 2 if again else 5
+    assert touched > 20

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changes of the model, its caches and their parts, and of the lazy prefill."""
+
+from __future__ import annotations
+
+from tools.mutate.change import Change
+
+OF_MODELS = (
+    Change(
+        "tied_embedding_ignored",
+        "A model that shares its embedding is declared with an unembedding of its own.",
+        "tsjax/model/transformer.py",
+        'unembed=None if cfg.tie_embeddings else matrix((V, D), ("vocab", "embed")),',
+        'unembed=matrix((V, D), ("vocab", "embed")),',
+        ("tests/test_checkpoint.py::test_every_tensor_arrives_bit_by_bit[1-qwen2]",),
+    ),
+    Change(
+        "yarn_factor_dropped",
+        "YaRN interpolates no frequency.",
+        "tsjax/model/layers.py",
+        "return frequencies / rope.factor * ramp + frequencies * (1 - ramp)",
+        "return frequencies * ramp + frequencies * (1 - ramp)",
+        ("tests/test_layers.py::test_rope_frequencies",),
+    ),
+    Change(
+        "attention_factor_dropped",
+        "YaRN's attention factor scales nothing.",
+        "tsjax/model/layers.py",
+        "scale = rope.attention_factor\n",
+        "scale = 1.0\n",
+        ("tests/test_layers.py::test_rotation",),
+    ),
+    Change(
+        "importance_of_one_query_head",
+        "A kv head's importance is that of its first query head, not of all of its group.",
+        "tsjax/model/passes.py",
+        "queries.append(jnp.sum(grouped, axis=3))",
+        "queries.append(grouped[:, :, :, 0])",
+        ("tests/test_acceptance.py::test_importance_is_that_of_all_query_heads_of_a_group",),
+    ),
+    Change(
+        "rest_left_out",
+        "No pass sees the tokens that are summed up beside its cache.",
+        "tsjax/model/passes.py",
+        "rest=rest[layer] if rest else None",
+        "rest=None",
+        (
+            "tests/test_methods.py"
+            "::test_drafts_that_see_the_rest_see_everything_where_all_tokens_count_alike",
+        ),
+    ),
+    Change(
+        "heads_not_chained",
+        "Each of TokenSwift's heads begins with the model's own state.",
+        "tsjax/model/heads.py",
+        "hidden, state = add_rms_norm(hidden, deeper, head.norm_out, cfg.norm_eps)",
+        "_, state = add_rms_norm(hidden, deeper, head.norm_out, cfg.norm_eps)",
+        ("tests/test_methods.py::test_perfect_heads_are_accepted_in_full",),
+    ),
+    Change(
+        "int8_scales_halved",
+        "What one step of an int8 value is worth is half of what it should be.",
+        "tsjax/model/int8.py",
+        "return Int8Matrix(values, jnp.squeeze(scales, axes))",
+        "return Int8Matrix(values, jnp.squeeze(scales, axes) / 2)",
+        ("tests/test_int8.py::test_each_output_has_its_scale",),
+    ),
+    # --- parts of a cache, on a mesh -------------------------------------------------------------
+    Change(
+        "wrong_slot_on_a_mesh",
+        "A part of a cache that is dealt out gets its row one slot early.",
+        "tsjax/model/parts.py",
+        "slots = lax.div(start[None] + first, jnp.int32(parts)).reshape(-1)",
+        "slots = lax.div(start[None] + 0 * first, jnp.int32(parts)).reshape(-1)",
+        ("tests/test_parts.py::test_rows_are_written_where_they_belong",),
+    ),
+    Change(
+        "parts_count_their_tokens_wrongly",
+        "The last part, not the first, has the token that does not go round.",
+        "tsjax/model/parts.py",
+        "after = parts - 1 - jnp.arange(parts, dtype=jnp.int32)",
+        "after = jnp.arange(parts, dtype=jnp.int32)",
+        ("tests/test_parts.py::test_counts_positions_and_order",),
+    ),
+    Change(
+        "fresh_rows_seen_by_each_part",
+        "Every part of a cache sees the rows of a pass, not the first alone.",
+        "tsjax/model/parts.py",
+        "parts) & first[:, None, None]\n",
+        "parts) & (first | True)[:, None, None]\n",
+        ("tests/test_parts.py::test_attention_is_that_of_the_whole_cache",),
+    ),
+    # --- the lazy prefill ------------------------------------------------------------------------
+    Change(
+        "lazy_prefill_forgets_positions",
+        "Tokens of a stage are rotated by their order in a pass, not by their positions.",
+        "tsjax/lazy/stages.py",
+        "weights, state.kv, hidden, safe, causal, plan.stages[stage]",
+        "weights, state.kv, hidden, 0 * safe + index, causal, plan.stages[stage]",
+        ("tests/test_pruning.py::test_sets_and_logits_are_those_of_the_oracle",),
+    ),
+    Change(
+        "revival_brings_nothing",
+        "Where prompt tokens are to come back in batches, none does.",
+        "tsjax/lazy/revival.py",
+        "wanted = best_tokens(scores, lacking, jnp.full_like(n, lazy.revive_rows))",
+        "wanted = best_tokens(scores, lacking, jnp.zeros_like(n))",
+        ("tests/test_pruning.py::test_sets_and_logits_are_those_of_the_oracle",),
+    ),
+    Change(
+        "sinks_may_be_pruned",
+        "A lazy prefill chooses without keeping the first and the last tokens of a prompt.",
+        "tsjax/lazy/choice.py",
+        "best = best_tokens(jnp.where(always, jnp.inf, scores), candidates, count)",
+        "best = best_tokens(scores, candidates, count)",
+        ("tests/test_pruning.py::test_sizes_of_sets_and_who_is_always_in_them",),
+    ),
+)

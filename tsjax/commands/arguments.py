@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What commands share: how arguments are named, read and refused, and what is said on stderr.
+
+Knows the library's settings as flags. Does not know any command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+import tsjax
+from tsjax.config import GENERATION_NAMES, check, refuse_unknown
+from tsjax.errors import BadValue
+from tsjax.host import layout, processes
+from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
+from tsjax.methods import METHODS, resolve_method
+
+SETTING_HELP = {
+    "max_new_tokens": "tokens to generate",
+    "min_new_tokens": "bar the stop tokens before this many",
+    "do_sample": "sample instead of taking the most probable token",
+    "temperature": "divide the logits by this",
+    "top_k": "keep the k best tokens; 0 is off (HuggingFace's default is 50)",
+    "top_p": "keep the smallest set of tokens with this mass; 1 is off",
+    "min_p": "keep tokens with at least this share of the best one's probability; 0 is off",
+    "epsilon_cutoff": "keep tokens with at least this probability; 0 is off",
+    "eta_cutoff": "as epsilon, but adapted to the entropy; 0 is off",
+    "min_tokens_to_keep": "never truncate to fewer tokens",
+    "repetition_penalty": "above 1 makes recent tokens less likely; 1 is off",
+    "repetition_window": "how many tokens count as recent; all by default",
+    "suppress_tokens": "ids that are never chosen",
+    "eos_token_id": "ids that end the text; the model's own by default, none with -1",
+    "stop_strings": "strings that end the text",
+    "presence_penalty": "taken off the logits of tokens that were generated before; 0 is off",
+    "frequency_penalty": "the same for each time a token was generated; 0 is off",
+    "no_repeat_ngram_size": "so many tokens never stand together twice; 0 is off",
+    "num_return_sequences": "answers to each prompt; they differ when sampling",
+    "logprobs": "with --json, log-probabilities of the tokens and of so many best ones",
+    "repetition_detection": "end a text that says the same MIN to MAX tokens TIMES times in a row",
+    "seed": "the same seed gives the same tokens, whatever the method (in bfloat16 and float16 but "
+    "for near-ties)",
+}
+MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
+MOST_SHOWN = 5
+
+
+def note(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def note_once(line: str) -> None:
+    """Where several processes run together, the first one says it."""
+    if processes.is_first():
+        note(line)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the whole usage; no abbreviated names."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def add(parser: Any, flag: str, text: str, **options: Any) -> None:
+    """Adds "--name" or "--name METAVAR". A default is shown and says of which type a value is."""
+    name, _, metavar = flag.partition(" ")
+    default = options.get("default")
+    if metavar:
+        options["metavar"] = metavar
+    if isinstance(default, int | float):
+        options["type"] = type(default)
+    if isinstance(default, int | float | str):
+        text += f" (default: {default})"
+    parser.add_argument(name, help=text, **options)
+
+
+def add_switch(parser: Any, flag: str, text: str) -> None:
+    parser.add_argument(flag, action="store_true", help=text)
+
+
+def command(commands: Any, name: str, run: Any, text: str, about: str, examples: str = "") -> Any:
+    raw = argparse.RawDescriptionHelpFormatter if examples else argparse.HelpFormatter
+    parser = commands.add_parser(
+        name, help=text, description=about, epilog=examples, formatter_class=raw
+    )
+    parser.set_defaults(run=run, parser=parser)
+    return parser
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
+    text = (
+        "one of several processes, each with devices of its own: srun, mpirun or "
+        "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
+    )
+    add_switch(parser, "--distributed", text)
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    where, name = parser.add_mutually_exclusive_group(), "compilation_cache"
+    default = programs_folder() or "nowhere, as TSJAX_CACHE is empty"
+    text = f"keep compiled programs here (default: {default})"
+    add(where, "--compilation-cache DIR", text)
+    text = "keep no compiled programs and read none"
+    add(where, "--no-compilation-cache", text, dest=name, action="store_const", const=False)
+
+
+def keep_programs_as_asked(args: argparse.Namespace) -> None:
+    if args.compilation_cache is None:
+        try:
+            keep_programs()
+        except OSError as error:
+            note(f"[compiled programs are not kept: {error}]")
+    elif args.compilation_cache is False:
+        jax.config.update("jax_enable_compilation_cache", False)
+    else:
+        enable_compilation_cache(args.compilation_cache)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """One flag for each field of GenerationConfig."""
+    group = parser.add_argument_group("what to generate")
+    for field in dataclasses.fields(tsjax.GenerationConfig):
+        flag, text = flag_of(field.name), SETTING_HELP[field.name]
+        if field.name == "do_sample":
+            group.add_argument(flag, action="store_true", default=None, help=text)
+        elif field.name in ("suppress_tokens", "eos_token_id"):
+            add(group, f"{flag} ID", text, type=int, nargs="+")
+        elif field.name == "stop_strings":
+            add(group, f"{flag} TEXT", text, nargs="+")
+        elif field.name == "repetition_detection":
+            group.add_argument(flag, type=int, nargs=3, metavar=("MIN", "MAX", "TIMES"), help=text)
+        else:
+            kind = float if isinstance(field.default, float) else int
+            default = "" if field.default is None else f" (default: {field.default})"
+            add(group, f"{flag} N", text + default, type=kind)
+
+
+def given_of(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+
+
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    given = given_of(args, GENERATION_NAMES)
+    if given.get("eos_token_id") == [-1]:
+        given["eos_token_id"] = ()
+    return given
+
+
+def fields_of(method: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(method)]
+
+
+def named_method(name: str, options: Sequence[str]) -> Any:
+    """What a name stands for; beside options the method itself, also where Auto would choose."""
+    return METHODS[name]() if options else resolve_method(name)
+
+
+def with_options(method: Any, options: Sequence[str], flag: str = "--method-options") -> Any:
+    """A dataclass with the fields that NAME=VALUE options change."""
+    changes = {}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise BadValue(f"{flag} {option!r} is not valid: NAME=VALUE")
+        try:
+            changes[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            changes[name] = value  # a plain word
+    name, known = type(method).__name__, fields_of(type(method))
+    if changes and not known:
+        wanted = f"{name} has none; choose another --method"
+        raise BadValue(f"--method-options {options} is not valid: {wanted}")
+    refuse_unknown(list(changes), known, f"option of {name}")
+    return dataclasses.replace(method, **changes)
+
+
+@contextlib.contextmanager
+def joined(args: argparse.Namespace) -> Iterator[None]:
+    """With the other processes, if there are any: the first one prints."""
+    if not args.distributed:
+        yield
+        return
+    check(args.mesh is not None, "--distributed", True, "--mesh DATA,MODEL[,SLOTS] beside it")
+    processes.meet_others()
+    with contextlib.ExitStack() as silent:
+        if not processes.is_first():
+            nowhere = silent.enter_context(open(os.devnull, "w"))
+            silent.enter_context(contextlib.redirect_stdout(nowhere))
+        try:
+            yield
+        except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax has both for that
+            if isinstance(error, tsjax.TsjaxError):
+                raise
+            # The others are gone, and so is what jax would wait for at the end of this one.
+            why = " ".join(str(error).split())[:200]
+            where = getattr(args, "save_to", None)
+            saved = "" if where is None else f"; what there is lies in {where}"
+            note(f"tsjax: error: another process has ended, or failed: {why}{saved}")
+            sys.stdout.flush()
+            os._exit(1)
+
+
+def mesh_of_sizes(sizes: str | None) -> jax.sharding.Mesh | None:
+    if sizes is None:
+        return None
+    found = layout.sizes_of(sizes)
+    count = math.prod(found.values())
+    most = jax.device_count()
+    check(count <= most, "--mesh", sizes, f"sizes whose product is at most {most} devices")
+    return jax.make_mesh(tuple(found.values()), tuple(found), devices=jax.devices()[:count])
+
+
+def exit_code(args: argparse.Namespace, made: Any, interrupted: bool, go_on: str) -> int:
+    """Says what could not be written, and how to go on with an interrupted run."""
+    for problem in made.problems:
+        note(f"tsjax: {problem}")
+    if made.unsaved:
+        note(f"tsjax: error: {args.save_to!r} lacks the end of this run")
+        return 2
+    if interrupted and go_on:
+        note_once(go_on)
+    return 130 if interrupted else 0

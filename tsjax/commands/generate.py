@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tsjax generate`: one prompt, or a file of them.
+
+Knows which flags go together. A wrong value is refused before the model is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+import tsjax
+from tsjax.commands import arguments as cli
+from tsjax.config import DTYPES, check
+from tsjax.errors import BadValue
+from tsjax.files.presets import preset, preset_names
+from tsjax.files.tokenizer import Detokenizer
+from tsjax.files.whole_files import check_place
+from tsjax.host import processes
+from tsjax.host.progress import progress_bar
+from tsjax.host.prompt_files import Answering
+from tsjax.host.prompts import tokenizer_of
+from tsjax.host.saved_run import read_run
+from tsjax.input_files import read_text
+from tsjax.methods import METHODS, resolve_method
+
+EXAMPLES = """examples:
+  tsjax generate ./llama-3.1-8b "Once upon a time" --dtype bfloat16 --max-new-tokens 1000
+  tsjax generate ./story-model --prompt-file start.txt --do-sample --min-p 0.1 \\
+      --repetition-penalty 1.2 --repetition-window 1024 --seed 7
+  tsjax generate ./story-model "Once" --max-new-tokens 100000 --save-to run.json --progress
+  tsjax generate ./story-model --resume-from run.json
+  tsjax generate ./llama-3.1-8b --prompt-file start.txt --preset llama3.1-8b --max-new-tokens 20000
+  tsjax generate ./story-model "Once" --method ngram --method-options suffix_length=32
+"""
+
+
+def add_generate(commands: Any) -> None:
+    text = "continue a text with a HuggingFace or tsjax checkpoint"
+    about = "Continues a text and prints it as it comes. Figures go to stderr."
+    parser = cli.command(commands, "generate", _generate, text, about, EXAMPLES)
+    cli.add(parser, "model", cli.MODEL_HELP)
+    cli.add(parser, "prompt", "the text to continue; - reads stdin", nargs="?")
+    cli.add(parser, "--prompt-file FILE", "read the prompt from a file")
+    cli.add(parser, "--ids ID,ID,...", "the prompt as token ids")
+    cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    text = (
+        "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
+        "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
+        "auto, or that of the run which is resumed)"
+    )
+    cli.add(parser, "--method", text, choices=sorted(METHODS))
+    text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"
+    for name, method in METHODS.items():
+        text += f"; {name}: {', '.join(cli.fields_of(method))}" if cli.fields_of(method) else ""
+    cli.add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+    text = "earlier texts to draft from, with auto: files that --save-to wrote, or texts"
+    cli.add(parser, "--corpus FILE", text, nargs="+")
+    text = "a smaller model of the same vocabulary that drafts, by draft_model or triforce"
+    cli.add(parser, "--draft-model PATH", text)
+    text = (
+        "lazy: compute a part of the prompt only, for the first token to come sooner; this changes "
+        "the text; by default full, or that of the run that is resumed"
+    )
+    cli.add(parser, "--prefill", text, choices=("full", "lazy"))
+    text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2, say: "
+    text += ", ".join(cli.fields_of(tsjax.LazyPrefill))
+    cli.add(parser, "--prefill-options NAME=VALUE", text, nargs="+", default=[])
+    text = "sampling and TokenSwift settings of the paper for a model, which other flags override: "
+    text += ", ".join(preset_names())
+    cli.add(parser, "--preset NAME", text, choices=preset_names())
+    text = "a message to answer, by the checkpoint's chat template; - reads stdin"
+    cli.add(parser, "--chat MESSAGE", text)
+    cli.add(parser, "--system TEXT", "with --chat, the system's message before it")
+    text = (
+        "answer each line of a file, JSON with prompt, messages or ids, and where it has its own "
+        "seed, max_new_tokens and id; the batch stays full"
+    )
+    cli.add(parser, "--prompts FILE.jsonl", text)
+    text = "with --prompts, where the answers go; what is there already is not answered again"
+    cli.add(parser, "--out FILE.jsonl", text)
+    cli.add(parser, "--rows N", "with --prompts, answers that are made side by side", type=int)
+    cli.add_mesh(parser)
+    cli.add_switch(parser, "--progress", "progress bar instead of text")
+    cli.add_switch(parser, "--json", "print one JSON document at the end")
+    cli.add_switch(
+        parser, "--exceed-max-positions", "allow more tokens than the model was made for"
+    )
+    cli.add(parser, "--save-to FILE", "save the run here, to resume it")
+    cli.add(parser, "--save-every TOKENS", "tokens between two writes of that file", default=1000)
+    cli.add(parser, "--resume-from FILE", "go on with a run saved there")
+    cli.add_cache(parser)
+    cli.add_settings(parser)
+
+
+def _prompt(args: argparse.Namespace) -> Any:
+    """None for a chat."""
+    given = cli.given_of(args, ("prompt", "prompt_file", "ids", "chat", "prompts", "resume_from"))
+    if len(given) != 1:
+        ways = "as an argument (- reads stdin), with --prompt-file, --ids, --chat, --prompts or "
+        raise BadValue(f"give the prompt once: {ways}--resume-from")
+    for flag, needs in (("system", "chat"), ("out", "prompts"), ("rows", "prompts")):
+        if getattr(args, flag) is not None and getattr(args, needs) is None:
+            raise BadValue(f"--{flag} is not valid without --{needs}")
+    if args.chat is not None or args.prompts is not None:
+        return None
+    if args.ids is not None:
+        try:
+            return [int(part) for part in args.ids.split(",")]
+        except ValueError:
+            raise BadValue(f"--ids {args.ids!r} is not valid: integers with commas") from None
+    if args.prompt_file is not None:
+        return read_text(args.prompt_file)
+    return sys.stdin.read() if args.prompt == "-" else args.prompt
+
+
+def _method(args: argparse.Namespace) -> Any:
+    """The preset's method, or the one that is named, with the options applied; for neither Auto,
+    or None: for that of a run that is resumed without a corpus, and where a second model drafts."""
+    if args.method is None and args.preset is None and not args.method_options:
+        resumes = args.resume_from is not None and args.corpus is None
+        return None if resumes or args.draft_model is not None else resolve_method("auto")
+    method = cli.named_method(args.method or "autoregressive", args.method_options)
+    if args.preset is not None and args.method in (None, "tokenswift"):
+        method = preset(args.preset).method
+    return cli.with_options(method, args.method_options)
+
+
+def _prefill(args: argparse.Namespace) -> Any:
+    if args.prefill == "lazy":
+        return cli.with_options(tsjax.LazyPrefill(), args.prefill_options, "--prefill-options")
+    if args.prefill_options:
+        options = " ".join(args.prefill_options)
+        raise BadValue(f"--prefill-options {options} is not valid without --prefill lazy")
+    return args.prefill
+
+
+class _Printer:
+    """A streamer that prints text as soon as it is final; ids where there is no tokenizer."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer, self.writer, self.prompt_seen = tokenizer, None, False
+
+    def put(self, ids: Any) -> None:
+        if not self.prompt_seen:
+            self.prompt_seen = True
+            if self.tokenizer is not None:
+                self.writer = Detokenizer(self.tokenizer, context=ids)
+        elif self.writer is not None:
+            print(self.writer.push(ids), end="", flush=True)
+        else:
+            print(*ids, end=" ", flush=True)
+
+    def end(self) -> None:
+        print(self.writer.flush() if self.writer is not None else "", flush=True)
+
+
+def _messages(args: argparse.Namespace) -> list[dict[str, str]] | None:
+    if args.chat is None:
+        return None
+    said = sys.stdin.read() if args.chat == "-" else args.chat
+    before = [] if args.system is None else [{"role": "system", "content": args.system}]
+    return [*before, {"role": "user", "content": said}]
+
+
+def _generate(args: argparse.Namespace) -> int:
+    if args.prompts is not None:
+        return _generate_many(args)
+    prompt, settings = _prompt(args), cli.settings_of(args)
+    if settings.get("logprobs") is not None and not args.json:
+        raise BadValue("--logprobs is not valid without --json: the text has no place for them")
+    messages = _messages(args)
+    method, prefill = _method(args), _prefill(args)
+    config = None if args.preset is None else preset(args.preset).config
+    # Refuses a wrong value before the model is read.
+    (config or tsjax.GenerationConfig()).replace(**settings)
+    if args.save_to is not None:
+        check_place(args.save_to, "--save-to")
+    with cli.joined(args):
+        return _generated(args, prompt, messages, settings, config, method, prefill)
+
+
+def _generated(
+    args: argparse.Namespace, prompt: Any, messages: Any, settings: dict[str, Any],
+    config: Any, method: Any, prefill: Any,
+) -> int:  # fmt: skip
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh))
+    # A text needs it; ids are printed as they are without one.
+    has_text = isinstance(prompt, str) or messages is not None
+    tokenizer = model.tokenizer if has_text else tokenizer_of(model)
+    names = ("exceed_max_positions", "save_to", "save_every", "resume_from")
+    corpus = None if args.corpus is None else tsjax.read_corpus(model, *args.corpus)
+    second = None
+    if args.draft_model is not None:
+        second = tsjax.load(args.draft_model, dtype=args.dtype)
+    several = settings.get("num_return_sequences", 1) > 1
+    if args.resume_from is not None:
+        several = len(read_run(args.resume_from).prompts) > 1
+    quiet = args.json or args.progress or several
+    if messages is not None:
+        settings["messages"] = messages
+    result = tsjax.generate(
+        model,
+        prompt,
+        config=config,
+        method=method,
+        prefill=prefill,
+        streamer=None if quiet else _Printer(tokenizer),
+        on_interrupt="return",
+        corpus=corpus,
+        draft_model=second,
+        progress=args.progress and processes.is_first(),
+        **cli.given_of(args, names),
+        **settings,
+    )
+    stats = result.stats
+    if args.json:
+        print(json.dumps(result.to_dict()))
+    elif several:
+        for number, said in enumerate(result.text if tokenizer is not None else result.tokens, 1):
+            print(f"--- {number}\n{said}")
+    elif args.progress:
+        print(result.text if tokenizer is not None else result.tokens)
+    cli.note_once(
+        f"[{sum(stats.new_tokens)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"{stats.tokens_per_step:.2f} tokens/step, prefill {stats.prefill_seconds:.2f} s, "
+        f"compiling {stats.compile_seconds:.1f} s, {', '.join(result.finish_reason)}]"
+    )
+    go_on = f"[go on with --resume-from {args.save_to}]" if args.save_to is not None else ""
+    return cli.exit_code(args, result, "interrupted" in result.finish_reason, go_on)
+
+
+def _generate_many(args: argparse.Namespace) -> int:
+    _prompt(args)
+    if args.out is None:
+        raise BadValue("--prompts needs --out FILE.jsonl, where the answers go")
+    refused = ("save_to", "resume_from", "corpus", "draft_model")
+    for name in refused:
+        if getattr(args, name) is not None:
+            raise BadValue(f"{cli.flag_of(name)} is not valid with --prompts: --out is resumed")
+    check(args.prefill != "lazy", "--prefill", args.prefill, "full, with --prompts")
+    left_out = "left out with --prompts: one process writes the answers"
+    check(not args.distributed, "--distributed", True, left_out)
+    config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
+    config = config.replace(**cli.settings_of(args))
+    method = cli.named_method(args.method or "autoregressive", args.method_options)
+    method = cli.with_options(method, args.method_options)
+    check_place(args.out, "--out")
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh))
+    rows = cli.given_of(args, ("rows",))
+    more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
+    answering = Answering(model, args.prompts, args.out, config, **more)
+    with progress_bar(args.progress, answering.waiting, "answers") as bar:
+        try:
+            for _ in answering:
+                bar.update(1)
+        except (tsjax.Interrupted, KeyboardInterrupt):
+            cli.note("[go on with the same command]")
+            return 130
+    done = answering.done
+    if args.json:
+        print(json.dumps(dataclasses.asdict(done)))
+    cli.note(
+        f"[{done.lines} prompts, {done.before} answered before, {done.tokens} tokens now, "
+        f"{len(done.failed)} failed]"
+    )
+    if done.failed:
+        shown = ", ".join(map(str, done.failed[: cli.MOST_SHOWN]))
+        cli.note(f"tsjax: error: these lines could not be answered: {shown}; why is in {args.out}")
+    return 1 if done.failed else 0

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tsjax train-heads`: draft heads for a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+from typing import Any
+
+import tsjax
+from tsjax.commands import arguments as cli
+from tsjax.config import DTYPES, HEAD_KINDS
+from tsjax.files.presets import training_preset, training_preset_names
+from tsjax.host import processes
+from tsjax.training.corpus import TOKEN_DTYPES
+from tsjax.training.run import SETTING_NAMES as TRAINING_NAMES
+
+TRAINING_HELP = {
+    "num_heads": "heads to train; head i guesses the token i + 1 further",
+    "sequence_length": "tokens of each sequence",
+    "steps": "steps of the optimiser",
+    "batch_size": "sequences per step",
+    "micro_batch": "sequences per pass, on each part of the mesh's data axis",
+    "learning_rate": "the highest, after the warm-up",
+    "warmup_steps": "steps until it is reached",
+    "weight_decay": "AdamW's, for the heads' matrices",
+    "beta1": "AdamW's",
+    "beta2": "AdamW's",
+    "max_grad_norm": "clip gradients to this norm; 0 is off",
+    "init_scale": "standard deviation of the first weights",
+    "chunk_tokens": "positions whose logits exist at a time",
+    "seed": "of the first weights and of the order of the sequences",
+    "head_kind": "TokenSwift's heads, or Medusa's with the model's vocabulary matrix or with their "
+    "own; Medusa's have other defaults (tsjax.HeadTraining.of_kind)",
+    "loss_decay": "what a head's loss counts, for 1 of the head before it",
+}
+TRAINING_EXAMPLES = """examples:
+  tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b
+  tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b --resume
+  tsjax train-heads ./llama-3.1-8b --data ids.bin --data-dtype uint32 --save-to heads --mesh 4,1
+  tsjax train-heads ./story-model --data a.txt b.txt --whole-books --sequence-length 512 \\
+      --batch-size 16 --micro-batch 8 --held-out 0.1 --save-to heads
+  tsjax generate ./llama-3.1-8b-with-heads "Once" --method tokenswift
+"""
+
+
+def add_train_heads(commands: Any) -> None:
+    text = "train draft heads for a checkpoint"
+    about = (
+        "Trains draft heads on texts, TokenSwift's or Medusa's; the model stays as it is. The "
+        "defaults are the papers' recipes. Figures go to stderr, the last line is JSON."
+    )
+    parser = cli.command(commands, "train-heads", _train_heads, text, about, TRAINING_EXAMPLES)
+    cli.add(parser, "model", cli.MODEL_HELP)
+    text = "text files, folders of them, .npy or .bin files of token ids"
+    cli.add(parser, "--data PATH", text, nargs="+", required=True)
+    text = "receives checkpoints, metrics and the heads; tsjax.load(model, heads=DIR) takes it"
+    cli.add(parser, "--save-to DIR", text, required=True)
+    cli.add_switch(parser, "--resume", "go on with the run in that folder")
+    cli.add(parser, "--save-every STEPS", "steps between checkpoints", default=50)
+    text = "evaluate at the end on this share of the texts, or on these files"
+    cli.add(parser, "--held-out FRACTION|PATH", text, nargs="+")
+    cli.add_switch(parser, "--whole-books", "use all sequences of a text, not the first one")
+    cli.add(parser, "--data-dtype", "type of the ids in .bin files", choices=TOKEN_DTYPES)
+    cli.add_switch(parser, "--cache-hidden", "keep the model's hidden states in host memory")
+    cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    cli.add_mesh(parser)
+    text = "the paper's settings for a model, which other flags override: "
+    text += ", ".join(training_preset_names())
+    cli.add(parser, "--preset NAME", text, choices=training_preset_names())
+    cli.add_cache(parser)
+    group = parser.add_argument_group("how to train")
+    for field in dataclasses.fields(tsjax.HeadTraining):
+        flag, text = (
+            cli.flag_of(field.name),
+            f"{TRAINING_HELP[field.name]} (default: {field.default})",
+        )
+        choices = HEAD_KINDS if field.name == "head_kind" else None
+        metavar = None if choices else "N"
+        group.add_argument(
+            flag, type=type(field.default), choices=choices, metavar=metavar, help=text
+        )
+
+
+def _train_heads(args: argparse.Namespace) -> int:
+    if args.preset is None:
+        settings = tsjax.HeadTraining.of_kind(args.head_kind or tsjax.HeadTraining.head_kind)
+    else:
+        settings = training_preset(args.preset)
+    # Refuses a wrong value before the model is read.
+    settings = dataclasses.replace(settings, **cli.given_of(args, TRAINING_NAMES))
+    held_out: Any = args.held_out
+    if held_out is not None and len(held_out) == 1 and not os.path.exists(held_out[0]):
+        with contextlib.suppress(ValueError):  # the library says that there is no such file
+            held_out = float(held_out[0])
+    with cli.joined(args):
+        return _trained(args, settings, held_out)
+
+
+def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: Any) -> int:
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh))
+    names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
+    trained = tsjax.train_heads(
+        model,
+        settings=settings,
+        held_out=held_out,
+        progress=processes.is_first(),
+        on_interrupt="return",
+        **cli.given_of(args, names),
+    )
+    if trained.skipped:
+        count, first = len(trained.skipped), trained.skipped[0]
+        cli.note_once(f"[{count} texts are shorter than a sequence, such as {first}]")
+    for record in trained.evaluation:
+        who = f"head {record['head']}" if record["head"] else "model "
+        guess = f"{record['skip_bigram'][0]:.1%} by the best guess from counts"
+        cli.note_once(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
+    last = trained.history[-1] if trained.history else {}
+    document = {
+        "save_to": args.save_to,
+        "finish_reason": trained.finish_reason,
+        "steps": len(trained.history),
+        "head_losses": last.get("head_losses"),
+        "top1": last.get("top1"),
+    }
+    print(json.dumps(document))
+    # Before the first step there is nothing to go on with.
+    go_on = "[go on with the same command and --resume]" if trained.history else ""
+    return cli.exit_code(args, trained, trained.finish_reason == "interrupted", go_on)

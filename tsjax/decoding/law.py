@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probabilities of a row of logits, with the same bits in every program.
+
+What XLA makes of exp, log and a sum follows the program: the ends of a loop are computed otherwise
+than its middle, sums are split by shapes and threads, and a product may be rounded together with
+the sum that it goes into, or before. Here a number goes through the same roundings everywhere:
+
+* A sum is one of integers, whose order does not matter.
+* A product goes into a sum only where it is exact, or out of a choice between two arrays, which no
+  compiler looks through.
+
+Knows numbers. Knows no processor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from tsjax.typing import Array, DTypeLike, Float, Int, UInt
+
+LN2 = math.log(2)
+
+
+class _Type(NamedTuple):
+    """What is written down for a type of numbers."""
+
+    digits: int  # of its mantissa
+    bias: int  # of its exponent
+    integer: Any  # of the same size
+    furthest: float  # from the best logit; what is less likely counts as that
+    split: int  # bits of each half of log 2: its product with any exponent is exact
+    powers: int  # of the series of exp and of log
+
+
+def _of(dtype: DTypeLike) -> _Type:
+    if jnp.finfo(dtype).bits == 64:
+        return _Type(52, 1023, jnp.int64, 700.0, 32, 18)
+    return _Type(23, 127, jnp.int32, 80.0, 15, 8)
+
+
+class Law(NamedTuple):
+    """Of rows of logits.
+
+    Attributes:
+      behind: how far each is behind its row's best.
+      weights: e to the minus that: probabilities, but for a factor.
+      total: their sum, at least 1. No more follows the order of its terms than a last bit does.
+    """
+
+    behind: Float[Array, "*rows V"]
+    weights: Float[Array, "*rows V"]
+    total: Float[Array, "*rows 1"]
+
+
+def law_of(logits: Float[Array, "*rows V"]) -> Law:
+    behind = jnp.max(logits, axis=-1, keepdims=True) - logits
+    behind = jnp.minimum(behind, _of(logits.dtype).furthest)
+    weights = exp_minus(behind)
+    return Law(behind, weights, total(weights))
+
+
+def counts(law: Law) -> tuple[UInt[Array, "*rows V"], Float[Array, "*rows 1"]]:
+    """The probabilities as integers whose sums fit, and what 1 is among them: at least 2^30, or
+    2^62 in float64. Each is rounded."""
+    kind = _of(law.total.dtype)
+    exponent = (lax.bitcast_convert_type(law.total, kind.integer) >> kind.digits) - kind.bias
+    bits = 8 * law.total.dtype.itemsize
+    scale = _two_to(bits - 2 - exponent, law.total.dtype)
+    unsigned = {32: jnp.uint32, 64: jnp.uint64}[bits]
+    rounded = lax.round(law.weights * scale, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return rounded.astype(unsigned), law.total * scale
+
+
+def log_softmax(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+    best = jnp.max(logits, axis=-1, keepdims=True)
+    return (logits - best) - log(law_of(logits).total)
+
+
+def exp_minus(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """e^-x of numbers from 0 to the furthest one, but for a last bit or two."""
+    kind, known = _of(x.dtype), x >= 0
+    high = math.floor(LN2 * 2**kind.split) / 2**kind.split
+    low = round((LN2 - high) * 2 ** (2 * kind.split)) / 2 ** (2 * kind.split)
+    halvings = lax.round(x * (1 / LN2), lax.RoundingMethod.TO_NEAREST_EVEN)
+    rest = (x - halvings * high) - halvings * low  # at most log 2 / 2 from 0; products are exact
+    series = jnp.full_like(x, 1 / math.factorial(kind.powers))
+    for power in range(kind.powers - 1, -1, -1):
+        series = 1 / math.factorial(power) - jnp.where(known, series * rest, x)
+    return series * _two_to(-halvings.astype(kind.integer), x.dtype)
+
+
+def total(x: Float[Array, "*rows V"]) -> Float[Array, "*rows 1"]:
+    """The sum along the last axis of numbers from 0 to 1, as integers of several digits."""
+    kind, size = _of(x.dtype), x.shape[-1].bit_length()
+    digit = 8 * x.dtype.itemsize - 1 - size  # bits, so that `size` bits more hold a sum
+    sums = []
+    for _ in range(math.ceil((kind.digits + 1 + size) / digit)):
+        x = x * 2.0**digit
+        whole = x.astype(kind.integer)
+        x = x - whole.astype(x.dtype)
+        sums.append(jnp.sum(whole, axis=-1, keepdims=True, dtype=kind.integer))
+    found = jnp.zeros(sums[0].shape, x.dtype)
+    for one in reversed(sums):
+        found = (found + one.astype(x.dtype)) * 2.0**-digit
+    return found
+
+
+def log(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """The natural logarithm of numbers from 1 on, but for a last bit or two."""
+    kind, known = _of(x.dtype), x >= 1
+    bits = lax.bitcast_convert_type(x, kind.integer)
+    exponent = (bits >> kind.digits) - kind.bias
+    of_one = (bits & ((1 << kind.digits) - 1)) | (kind.bias << kind.digits)
+    mantissa = lax.bitcast_convert_type(of_one, x.dtype)  # from 1 to 2
+    share = (mantissa - 1) / (mantissa + 1)
+    series = jnp.zeros_like(x)
+    for power in range(kind.powers, -1, -1):
+        series = 1 / (2 * power + 1) + jnp.where(known, series * (share * share), x)
+    of_exponent = exponent.astype(x.dtype) * LN2
+    return jnp.where(known, of_exponent, x) + jnp.where(known, 2 * share * series, x)
+
+
+def _two_to(exponent: Int[Array, "*n"], dtype: DTypeLike) -> Float[Array, "*n"]:
+    kind = _of(dtype)
+    return lax.bitcast_convert_type((exponent + kind.bias) << kind.digits, dtype)

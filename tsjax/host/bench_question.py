@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `tsjax bench` is asked, and all it needs for that.
+
+Knows flags, checkpoints and texts. Everything that can be wrong with a question is said here,
+before anything runs. Does not know how runs are measured (bench.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tsjax.config import DTYPES, ModelConfig, check, check_int, one_of
+from tsjax.decoding.method import Autoregressive, Method
+from tsjax.errors import NotEnoughMemory
+from tsjax.files.checkpoint import Model, check_dtype, load
+from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
+from tsjax.files.tokenizer import encode
+from tsjax.host import peers
+from tsjax.host.memory import available_bytes
+from tsjax.host.paired_runs import PEERS, PLAIN, SETTINGS, requested
+from tsjax.host.peers import PEER_TOKENS
+from tsjax.host.plots import check_plot
+from tsjax.host.prompts import encode_text, tokenizer_of
+from tsjax.host.trace import read_trace
+from tsjax.input_files import read_text
+from tsjax.methods import METHODS
+from tsjax.model.params import abstract_params, random_params
+from tsjax.model.sharding import mesh_of
+
+LENGTHS, NEW_TOKENS, ROUNDS = (512, 2048), 512, 3
+DEFAULT = (PLAIN, "auto", "ngram", "tokenswift")
+WARM_UP = 1  # rounds
+SIMULATED_HEADS = 3  # of a preset, as the paper trains
+CHARACTERS = 20  # of a text for each token, at first
+BEGINNING = "Once upon a time"
+BOUND = "bound"  # the call that reads as many bytes as a plain step
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is to be measured. Defaults are those of the command.
+
+    Attributes:
+      model: a checkpoint; with `simulate` the name of a preset.
+      methods: PLAIN, which the others are held against, and names of METHODS; "tokenswift" is the
+        paper's settings.
+      lengths: tokens of the prompts.
+      warm_up: rounds that do not count, before the others.
+      settings: of SETTINGS.
+      text: a file that prompts are the beginning of; None for a text that the model writes.
+      draft_model: a second, smaller checkpoint, for methods that take one.
+      peers: whether transformers runs too, where it can.
+      peer_tokens: new tokens of its runs at most, as they take long.
+      plot: a file.
+      simulate: a file with accepted lengths, see `read_trace`.
+    """
+
+    model: str
+    methods: tuple[str, ...] = DEFAULT
+    lengths: tuple[int, ...] = LENGTHS
+    new_tokens: int = NEW_TOKENS
+    rounds: int = ROUNDS
+    warm_up: int = WARM_UP
+    settings: tuple[str, ...] = tuple(SETTINGS)
+    dtype: str | None = None
+    text: str | None = None
+    draft_model: str | None = None
+    exceed_max_positions: bool = False
+    peers: bool = True
+    peer_tokens: int = PEER_TOKENS
+    plot: str | None = None
+    simulate: str | None = None
+
+    def __post_init__(self):
+        wanted = one_of((PLAIN, *METHODS))
+        for name in self.methods:
+            check(name == PLAIN or name in METHODS, "--methods", name, wanted)
+        for flag, values in (
+            ("--methods", self.methods),
+            ("--lengths", self.lengths),
+            ("--settings", self.settings),
+        ):
+            good = bool(values) and len(set(values)) == len(values)
+            check(good, flag, " ".join(map(str, values)), "one or more, each once")
+        held = f"with {PLAIN} among them, which the others are held against"
+        check(PLAIN in self.methods, "--methods", " ".join(self.methods), held)
+        takers = [name for name, one in METHODS.items() if one().takes_draft_model]
+        if self.draft_model is None:
+            with_one = "left out, or with --draft-model PATH"
+            check("draft_model" not in self.methods, "--methods", "draft_model", with_one)
+        else:
+            taken = not set(takers).isdisjoint(self.methods)
+            check(taken, "--draft-model", self.draft_model, f"with --methods {' or '.join(takers)}")
+        for length in self.lengths:
+            check_int(length, "--lengths", 1)
+        check_int(self.new_tokens, "--new-tokens", 1)
+        check_int(self.rounds, "--rounds", 1)
+        check_int(self.warm_up, "--warm-up", 0)
+        check_int(self.peer_tokens, "--peer-tokens", 32)
+        for name in self.settings:
+            check(name in SETTINGS, "--settings", name, one_of(SETTINGS))
+        if self.dtype is not None:
+            check(self.dtype in DTYPES, "--dtype", self.dtype, one_of(DTYPES))
+        if self.plot is not None:
+            check_plot(self.plot, "--plot")
+        if self.simulate is not None:
+            names = model_preset_names()
+            only = f"with --simulate-acceptance the name of a preset, {one_of(names)}"
+            check(self.model in names, "model", self.model, only)
+            check(self.text is None, "--text", self.text, "left out, as a preset has no tokenizer")
+            alone = "left out, as drafts are simulated"
+            check(self.draft_model is None, "--draft-model", self.draft_model, alone)
+
+
+class Prepared(NamedTuple):
+    """Attributes:
+    beginning: the prompt of all lengths, as far as it is known; the model writes the rest.
+    draft_model: the second one; None without.
+    traces: accepted lengths of each method that drafts; {} for real acceptance.
+    left_out: what cannot run, and why.
+    """
+
+    question: Question
+    model: Model
+    draft_model: Model | None
+    methods: dict[str, Method]
+    beginning: np.ndarray
+    text: dict[str, Any]
+    traces: dict[str, tuple[int, ...]]
+    left_out: tuple[dict[str, Any], ...]
+
+    @property
+    def simulated(self) -> bool:
+        return self.question.simulate is not None
+
+    @property
+    def with_peers(self) -> bool:
+        return self.question.peers and not self.left_out
+
+    @property
+    def with_bound(self) -> bool:
+        return mesh_of(self.model.params) is None
+
+
+def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
+    longest, traces, second = max(question.lengths), {}, None
+    methods = {name: _method(name, question) for name in question.methods}
+    if question.simulate is not None:
+        one_device = "left out with --simulate-acceptance, on one device"
+        check(mesh is None, "--mesh", mesh and dict(mesh.shape), one_device)
+        traces = read_trace(question.simulate, list(question.methods), "--simulate-acceptance")
+        cfg = _shape(question)
+        _check_methods(methods, cfg)
+        model = Model(random_params(cfg), cfg=cfg)
+        words = np.random.default_rng(0).zipf(1.2, longest)  # follow Zipf's law, as in text
+        ids = np.minimum(words, cfg.vocab_size - 1).astype(np.int32)
+        text = {"name": "random words by Zipf's law"}
+        why = "the weights are random ones in memory"
+    else:
+        model = load(question.model, dtype=question.dtype, mesh=mesh)
+        if question.draft_model is not None:
+            second = load(question.draft_model, dtype=question.dtype)
+        _check_methods(methods, model.cfg)
+        ids, text = _beginning(question, model, longest)
+        why = peers.why_not(model.path) if mesh is None else "it runs on no mesh"
+    for length in question.lengths:
+        prompt = np.resize(ids, length)  # its length is what counts
+        for setting in question.settings:
+            new, beyond = question.new_tokens, question.exceed_max_positions
+            one = next((one for one in methods.values() if one.takes_draft_model), Autoregressive())
+            one = Autoregressive() if second is None else one
+            requested(model, prompt, SETTINGS[setting], one, new, beyond, second)
+    gone = [{"method": name, "error": why} for name in PEERS if why and question.peers]
+    if mesh is not None:
+        gone.append({"method": BOUND, "error": "the devices of a mesh read parts of it each"})
+    return Prepared(question, model, second, methods, ids, text, traces, tuple(gone))
+
+
+def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
+    """ValueError for a model that lacks what a method needs. Auto takes what there is."""
+    for method in methods.values():
+        if not method.chooses:
+            method.sizes(cfg)
+
+
+def _method(name: str, question: Question) -> Method:
+    if name == PLAIN:
+        return Autoregressive()
+    if name == "tokenswift" and question.simulate and question.model in preset_names():
+        return preset(question.model).method
+    return METHODS[name]()
+
+
+def _shape(question: Question) -> ModelConfig:
+    """The shape of a preset, if it fits the question and the memory."""
+    cfg = model_preset(question.model).with_heads(SIMULATED_HEADS)
+    cfg = dataclasses.replace(cfg, dtype=question.dtype or cfg.dtype)
+    check_dtype(cfg.dtype)
+    longest, most = max(question.lengths), cfg.max_positions - question.new_tokens
+    fits = longest <= most or question.exceed_max_positions
+    wanted = f"at most {most}, as the model has {cfg.max_positions} positions"
+    check(fits, "--lengths", longest, f"{wanted}; or --exceed-max-positions")
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_params(cfg)))
+    free = available_bytes(jax.devices()[0])
+    if free is not None and needed > free:
+        raise NotEnoughMemory(
+            f"not enough memory: the weights of {question.model} in {cfg.dtype} are {needed:,} "
+            f"bytes, {free:,} are free; a smaller preset, or --dtype bfloat16"
+        )
+    return cfg
+
+
+def _beginning(question: Question, model: Model, longest: int) -> tuple[np.ndarray, dict[str, Any]]:
+    if question.text is not None:
+        text = read_text(question.text)
+        check(bool(text), "--text", question.text, "a file with text")
+        ids = encode(model.tokenizer, text[: CHARACTERS * longest])  # a long file takes long
+        ids = ids if len(ids) >= longest else encode(model.tokenizer, text)
+        enough = f"a text of at least the {longest} tokens of --lengths; it has {len(ids)}"
+        check(len(ids) >= longest, "--text", question.text, enough)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return np.asarray(ids[:longest], np.int32), {"name": question.text, "sha256": digest}
+    if tokenizer_of(model) is None:
+        ids = np.random.default_rng(0).integers(model.cfg.vocab_size, size=16, dtype=np.int32)
+        return ids[:longest], {"name": "written by the model after 16 random tokens"}
+    ids = encode_text(model, BEGINNING, "prompt")
+    return ids[:longest], {"name": f"written by the model after {BEGINNING!r}"}
