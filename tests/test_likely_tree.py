@@ -20,6 +20,7 @@ import tsjax
 from tsjax.decoding.start import with_method
 from tsjax.decoding.tree import NO_NODE, cut, grow_tree
 from tsjax.methods import likely_growth, rates
+from tsjax.methods.devices import CPU, estimated
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.rates import KINDS, MOST_RATE, NO_DRAFT, REMEMBERED, TRUST
 
@@ -280,4 +281,16 @@ def test_what_a_model_lacks():
     with pytest.raises(ValueError, match="heads=True needs draft heads"):
         LikelyTree(heads=True).sizes(tiny_config())
     with pytest.raises(ValueError, match="corpus=True needs params with a corpus"):
-        states(tiny_model(), LikelyTree(corpus=True), [1, 2, 3], 1)
+        states(tiny_model(), LikelyTree(corpus=True, costs=FREE), [1, 2, 3], 1)
+
+
+def test_a_step_asks_no_data_sheet():
+    """Costs are chosen before the run: those measured, or the formula's for the device."""
+    with pytest.raises(ValueError, match="costs=None is not valid in a step"):
+        states(tiny_model(), LikelyTree(), [1, 2, 3], 1)
+    model = tiny_model()
+    begun = tsjax.Measured(model.cfg, "cpu", "cpu", context=50, batch=2)
+    assert LikelyTree().next(begun).costs == estimated(model.cfg, CPU, 2)
+    assert LikelyTree().next(begun._replace(costs=FREE)).costs == FREE
+    assert LikelyTree(costs=FREE).next(begun).costs == FREE
+    assert tsjax.choose_method(LikelyTree(), model, 50).method.costs is not None

@@ -29,7 +29,7 @@ FORGETS = 0.98  # of a pace the share that is left after a step
 # Assumed before a run: of the share of a pass that its best candidate leaves, what the others get;
 # and of what the three best candidates of a head get, the share of each.
 OTHERS_ARE_RIGHT, RANK_IS_RIGHT = (0.4, 0.2), (0.7, 0.18, 0.12)
-FAR = float(2**20)  # a context
+FAR_CONTEXT = float(2**20)
 
 
 class Offered(NamedTuple):
@@ -68,8 +68,8 @@ def prices_of(
 
     def at(seconds: Callable[[float], float], length: Float[Array, ""]) -> Float[Array, ""]:
         """`seconds` is linear in the context."""
-        begun, far = seconds(0.0), seconds(FAR)
-        return jnp.float32(begun) + jnp.float32((far - begun) / FAR) * length
+        begun, far = seconds(0.0), seconds(FAR_CONTEXT)
+        return jnp.float32(begun) + jnp.float32((far - begun) / FAR_CONTEXT) * length
 
     def of_rows(rows: int) -> Float[Array, ""]:
         return at(lambda context: costs.of_pass(rows, context) + costs.overhead, context)

@@ -33,7 +33,6 @@ from tsjax.methods.rates import (
 )
 from tsjax.typing import Array, Float, Int
 
-HEADS, NGRAMS, SUFFIX = SOURCES
 LIKELY_SOURCES = (*SOURCES, "corpus")
 CHILDREN = 3  # candidates of a pass
 HEAD_CHILDREN = (3, 3, 3, 1)  # candidates of each head
@@ -56,8 +55,8 @@ def from_text(state: DecodeState, table: NgramTable, places: int, depth: int) ->
     lengths = jnp.where(sizes > 0, depth, 0)
     kinds = kinds_of_text(followed, lengths, sizes, state, KINDS.text)
     return [
-        Paths(followed[:, :1], lengths[:, :1], SUFFIX, kinds[:, :1]),
-        Paths(followed[:, 1:], lengths[:, 1:], NGRAMS, kinds[:, 1:]),
+        Paths(followed[:, :1], lengths[:, :1], "suffix", kinds[:, :1]),
+        Paths(followed[:, 1:], lengths[:, 1:], "ngrams", kinds[:, 1:]),
     ]
 
 
@@ -136,7 +135,7 @@ def from_passes(found: list[Candidates]) -> Paths:
         ends = jnp.arange(passes)[None] > depth
         path = of_best.at[:, depth].set(kinds[depth][:, rank_number])
         all_kinds.append(jnp.where(ends, NO_DRAFT, path))
-    return of_kinds(jnp.stack(tokens, axis=1), jnp.stack(all_kinds, axis=1), HEADS)
+    return of_kinds(jnp.stack(tokens, axis=1), jnp.stack(all_kinds, axis=1), "heads")
 
 
 def grid(number: int) -> list[tuple[int, ...]]:
@@ -167,4 +166,4 @@ def heads_after(chain: Paths, ranked: list[Candidates]) -> Paths:
 
     assert chain.kinds is not None
     tokens, kinds = from_heads(ranked)
-    return of_kinds(joined(chain.tokens, tokens), joined(chain.kinds, kinds), HEADS)
+    return of_kinds(joined(chain.tokens, tokens), joined(chain.kinds, kinds), "heads")

@@ -38,7 +38,6 @@ from tsjax.methods.likely_growth import (
 )
 from tsjax.methods.likely_sources import (
     CHILDREN,
-    HEADS,
     LIKELY_SOURCES,
     from_corpus,
     from_heads,
@@ -308,7 +307,7 @@ class LikelyTree(OnPartialCache):
             gain = gain_of_pass(memory.rates, survival, known, prices, pace)
             return (gain > prices.one_pass) | (explores if depth == 0 else False)
 
-        cache, ranked, runs = drafter.run_while(wanted, memory.cache, noise)
+        cache, ranked, runs = drafter.run(memory.cache, state.root[:, None], noise, wanted)
         spent = functools.reduce(jnp.add, (jnp.where(ran, prices.one_pass, 0) for ran in runs))
         return cache, ranked, spent
 
@@ -324,7 +323,7 @@ class LikelyTree(OnPartialCache):
         nothing = nothing_offered(state.root.shape[0], len(grid(number)), number)
         inputs = state.memory.hidden, state.root[:, None], (state.row_key, state.length)
         tokens, kinds = run_if(jnp.any(state.running), run, nothing, *inputs)
-        return of_kinds(tokens, kinds, HEADS)
+        return of_kinds(tokens, kinds, "heads")
 
     # --- learning --------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class MagicDec(OnPartialCache):
             weights, chain = weights_for(self, params), (0,) * self.draft_passes
             noise = noise if self.noise_coupled else jnp.zeros_like(noise)
             drafter = Drafter(model, weights, (), state, self.draft_passes, 1, False)
-            cache, ranked = drafter.run(state.memory, state.root[:, None], noise)
+            cache, ranked, _ = drafter.run(state.memory, state.root[:, None], noise)
             return cache, as_tree(state.root, [tree_of(ranked, (chain,))], self.sizes(model))
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> DraftCache:
