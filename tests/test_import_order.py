@@ -358,18 +358,6 @@ MOST_LINES_OF_FOLDER = {
     "tests": 30_200,
     "examples": 400,
 }
-# What is longer, or has the name of something else, until it is split or named anew.
-TOO_LONG_YET = {
-    "tests/test_auto.py",
-    "tests/test_bad_input.py",
-    "tests/test_draft_cache.py",
-    "tests/test_generation.py",
-    "tests/test_kernels.py",
-    "tests/test_methods.py",
-    "tests/test_native.py",
-    "tests/test_sampling.py",
-}
-TWO_THINGS_YET: set[str] = set()
 
 
 def sources_in(folder: str) -> dict[str, str]:
@@ -407,13 +395,12 @@ def two_things(sources: dict[str, str]) -> set[str]:
 
 
 def test_files_and_functions_are_short() -> None:
-    """Those named above are still longer: one that no longer is loses its place there."""
-    assert too_long(sources_of(MOST_LINES_OF_FOLDER)) == TOO_LONG_YET
+    assert not too_long(sources_of(MOST_LINES_OF_FOLDER))
 
 
 def test_one_name_is_one_thing() -> None:
     rooms = [folder for folder in MOST_LINES_OF_FOLDER if folder.startswith("tsjax")]
-    assert two_things(sources_of(rooms)) == TWO_THINGS_YET
+    assert two_things(sources_of(rooms)) == set()
 
 
 @pytest.mark.parametrize("folder", MOST_LINES_OF_FOLDER)
