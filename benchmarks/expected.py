@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import tsjax
 from benchmarks.report import ROOT, use_configs
-from tsjax.methods import likely_tree, model_drafts
+from tsjax.methods import likely_growth, model_drafts
 from tsjax.methods.auto import choose
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import GPU_OF_THE_RUN, GPUS, Device, estimated, plain_bytes
@@ -128,14 +128,14 @@ def _drafts(method: tsjax.LikelyTree) -> str:
 def less_often_right(bias: float) -> Iterator[None]:
     """Within it a draft of the text, a pass or a head is right `bias` times as often as assumed
     when all before it were."""
-    right = likely_tree.PASS_WITH_REST_IS_RIGHT
+    right = likely_growth.PASS_WITH_REST_IS_RIGHT
     others = bias * (1 - right) / (1 - bias * right)  # what is left beside the best is more now
     heads = {place: bias * share for place, share in model_drafts.HEAD_IS_RIGHT.items()}
     with (
-        patch.object(likely_tree, "TEXT_IS_RIGHT", bias * likely_tree.TEXT_IS_RIGHT),
-        patch.object(likely_tree, "PASS_WITH_REST_IS_RIGHT", bias * right),
+        patch.object(likely_growth, "TEXT_IS_RIGHT", bias * likely_growth.TEXT_IS_RIGHT),
+        patch.object(likely_growth, "PASS_WITH_REST_IS_RIGHT", bias * right),
         patch.object(
-            likely_tree, "OTHERS_ARE_RIGHT", [others * x for x in likely_tree.OTHERS_ARE_RIGHT]
+            likely_growth, "OTHERS_ARE_RIGHT", [others * x for x in likely_growth.OTHERS_ARE_RIGHT]
         ),
         patch.object(model_drafts, "HEAD_IS_RIGHT", heads),
     ):
@@ -163,7 +163,7 @@ def at_100k() -> str:
         f"Estimates, not measured: {MODELS[0]} with {HEADS} heads, one row of {LONG_RUN:,} tokens, "
         f"{_drafts(method)}, drafted in {method.draft_weights}. As assumed: heads as in "
         "TokenSwift's Table 3, passes and text as `tsjax/methods/model_drafts.py` and "
-        "`likely_tree.py` have them. Less often: every draft, when all before it were right."
+        "`likely_growth.py` have them. Less often: every draft, when all before it were right."
     )
     return "\n".join([*lines, "", note])
 

@@ -21,7 +21,7 @@ from tsjax.host.saved_run import read_run
 from tsjax.methods import Auto, Autoregressive, LikelyTree, NGram, TokenSwift, auto
 from tsjax.methods.auto import choose, options
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
-from tsjax.methods.devices import GPUS, device_of, estimated
+from tsjax.methods.devices import CPU, GPUS, device_of, estimated
 from tsjax.methods.rates import first_rates
 
 PRESETS = ["llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b"]
@@ -274,13 +274,15 @@ def test_wide_trees_where_heads_share_no_keys():
 
 @pytest.mark.parametrize("method", [PLAIN, NGram(), TokenSwift(tree=(2,)), LikelyTree(places=3)])
 def test_what_is_named_is_kept(method):
-    """A LikelyTree without a table begins with that of the machine."""
+    """A LikelyTree without a table begins with that of the machine, or the formula's."""
     begun = measured(LLAMA, "cpu", 1000)
-    assert method.next(begun) == method
+    given = isinstance(method, LikelyTree)
+    formula = estimated(LLAMA, CPU, begun.batch)
+    first = dataclasses.replace(method, costs=formula) if given else method
+    assert method.next(begun) == first
     slow = begun._replace(current=method, steps=10_000, tokens=10_000, seconds=1e9)
     assert method.next(slow) == method
     told = method.next(begun._replace(costs=MIXED))
-    given = isinstance(method, LikelyTree)
     assert told == (dataclasses.replace(method, costs=MIXED) if given else method)
     assert method.wants_costs == given and not told.wants_costs
 

@@ -19,7 +19,8 @@ from helpers import chain_model, tiny_config, tiny_model
 import tsjax
 from tsjax.decoding.start import with_method
 from tsjax.decoding.tree import NO_NODE, cut, grow_tree
-from tsjax.methods import likely_tree, rates
+from tsjax.methods import likely_growth, rates
+from tsjax.methods.devices import CPU, estimated
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.rates import KINDS, MOST_RATE, NO_DRAFT, REMEMBERED, TRUST
 
@@ -144,13 +145,13 @@ def test_a_pass_is_worth_what_it_finds_beyond_the_text():
     takes off its chance."""
     begun = rates.first_rates()
     values = np.asarray(begun.values)[KINDS.passes : KINDS.passes + rates.PASS_AXES[1]]
-    prices = likely_tree.Prices(rows=jnp.zeros(1), plain=jnp.float32(1),
+    prices = likely_growth.Prices(rows=jnp.zeros(1), plain=jnp.float32(1),
                                 one_row=jnp.float32(0.3), one_pass=jnp.float32(0))  # fmt: skip
     survival = jnp.asarray([0.9, 0.5], jnp.float32)
     for found in (0.0, 0.3, 0.98):
         expected = sum(np.maximum((s * values - found) * 2 - 0.3, 0).mean() for s in (0.9, 0.5))
         known = jnp.full(2, found, jnp.float32)
-        gain = likely_tree._gain_of_pass(begun, survival, known, prices, jnp.float32(2))
+        gain = likely_growth.gain_of_pass(begun, survival, known, prices, jnp.float32(2))
         assert float(gain) == pytest.approx(expected, rel=1e-5)
     assert expected == 0
 
@@ -208,9 +209,9 @@ def test_the_width_follows_the_price():
     chance = jnp.asarray([[1.0, 0.9, 0.8, 0.3, 0.2, 0.1, 0.05, 0.0]])
     for row in (0.01, 0.15, 0.4, 0.85, 0.95):
         rows = jnp.asarray([1.0 + row * (n - 1) for n in (1, 2, 4, 8)], jnp.float32)
-        prices = likely_tree.Prices(rows, jnp.float32(1.0), jnp.float32(row), jnp.float32(0.1))
-        nodes, seconds = likely_tree._best_width(
-            sizes, chance, prices, jnp.float32(1.0), jnp.asarray([True])
+        prices = likely_growth.Prices(rows, jnp.float32(1.0), jnp.float32(row), jnp.float32(0.1))
+        nodes, seconds = likely_growth.best_width(
+            sizes.pass_widths, chance, prices, jnp.float32(1.0), jnp.asarray([True])
         )
         saves = {n: float(chance[0, :n].sum()) - (1 + row * (n - 1)) for n in (1, 2, 4, 8)}
         best = max(saves, key=saves.__getitem__)
@@ -280,4 +281,16 @@ def test_what_a_model_lacks():
     with pytest.raises(ValueError, match="heads=True needs draft heads"):
         LikelyTree(heads=True).sizes(tiny_config())
     with pytest.raises(ValueError, match="corpus=True needs params with a corpus"):
-        states(tiny_model(), LikelyTree(corpus=True), [1, 2, 3], 1)
+        states(tiny_model(), LikelyTree(corpus=True, costs=FREE), [1, 2, 3], 1)
+
+
+def test_a_step_asks_no_data_sheet():
+    """Costs are chosen before the run: those measured, or the formula's for the device."""
+    with pytest.raises(ValueError, match="costs=None is not valid in a step"):
+        states(tiny_model(), LikelyTree(), [1, 2, 3], 1)
+    model = tiny_model()
+    begun = tsjax.Measured(model.cfg, "cpu", "cpu", context=50, batch=2)
+    assert LikelyTree().next(begun).costs == estimated(model.cfg, CPU, 2)
+    assert LikelyTree().next(begun._replace(costs=FREE)).costs == FREE
+    assert LikelyTree(costs=FREE).next(begun).costs == FREE
+    assert tsjax.choose_method(LikelyTree(), model, 50).method.costs is not None

@@ -163,8 +163,8 @@ OF_DRAFTS = (
         "triforce_judges_the_wrong_depth",
         "TriForce's middle level judges all that it is offered with the noise of one position.",
         "tsjax/methods/triforce.py",
-        "target = choose(weights, state, rows.hidden, depths, guesses, noise, cfg=model)",
-        "target = choose(weights, state, rows.hidden, depths * 0, guesses, noise, cfg=model)",
+        "target = next_tokens(weights, state, rows.hidden, depths, guesses, noise, cfg=model)",
+        "target = next_tokens(weights, state, rows.hidden, depths * 0, guesses, noise, cfg=model)",
         ("tests/test_second_model.py::test_the_lowest_level_changes_no_chain[sampled]",),
     ),
 )

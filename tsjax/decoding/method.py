@@ -210,7 +210,7 @@ class Method:
         return memory
 
     def next(self, measured: Measured) -> Method:
-        """On the host, before a run and between chunks of steps: the method that drafts from here on.
+        """On the host, before a run and between chunks of steps: the method that drafts next.
 
         One of the same sources, or plain decoding, whose trees are no deeper than those of the
         first. Its memory begins anew, reads what is known and is `taught`.

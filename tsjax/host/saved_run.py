@@ -25,7 +25,7 @@ from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 from tsjax.input_files import parsing, read_json
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.methods import METHODS, Auto
-from tsjax.methods.ngram import as_tuples
+from tsjax.methods.paths import as_tuples
 
 FORMAT = 2
 WITH_PROCESSORS = 3  # of runs with processors of a user's own, which format 2 did not know

@@ -15,8 +15,9 @@ from tsjax.config import ModelConfig
 from tsjax.decoding.method import Autoregressive, Measured, Method, Sizes
 from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs, as_costs
-from tsjax.methods.devices import device_of, estimated
-from tsjax.methods.likely_tree import LIKELY_SOURCES, LikelyTree
+from tsjax.methods.devices import costs_for
+from tsjax.methods.likely_sources import LIKELY_SOURCES
+from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.ngram import LONG_MATCH
 
 SHORT_RUN = 256  # new tokens: no more are decoded plainly, as compiling would take longer
@@ -85,9 +86,7 @@ class Auto(Method):
         )
 
     def next(self, measured: Measured) -> Method:
-        device = device_of(measured.platform, measured.device_kind)
-        costs = self.costs or measured.costs
-        costs = costs or estimated(measured.model, device, measured.batch)
+        costs = self.costs or costs_for(measured)
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
             if is_short(measured.new_tokens):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the parts of a step take on a device that is known by its data sheet: a formula.
 
-Knows devices, and the sizes of a model. Knows no method. Runs nothing; what is measured on the
-device in hand is better.
+Knows devices, and the sizes of a model. Does not know methods. Runs nothing: what is measured on
+the device in hand is better.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from typing import NamedTuple
 
 from tsjax.config import OWN_VOCABULARY, ModelConfig
+from tsjax.decoding.method import Measured
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 
 
@@ -106,6 +107,12 @@ LOGITS_PASSES = 3
 # copied, the paper's budget.
 SCORE_PASSES, CHOICE_KERNELS, CHOSEN_SLOTS = 20, 12, 4096
 NGRAM_KERNELS = 40  # entering n-grams and looking them up
+
+
+def costs_for(measured: Measured) -> Costs:
+    """What the host has measured, or else what the formula gives for its device."""
+    device = device_of(measured.platform, measured.device_kind)
+    return measured.costs or estimated(measured.model, device, measured.batch)
 
 
 def device_of(platform: str, kind: str) -> Device:

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """LikelyTree: one tree of the drafts that are most likely to be right, as many as pay.
 
-Knows the sources of drafts, how often drafts of each kind were right in this run, and what rows
-and passes take here. Does not know how a draft is judged.
+Knows its settings and what it remembers. What is drafted, likely_sources.py knows; how far that
+pays, likely_growth.py. Does not know how a draft is judged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import flax.struct
 import jax
@@ -19,68 +17,56 @@ import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_fields, check_int
 from tsjax.decoding.method import Measured, Method, Promise, Sizes
-from tsjax.decoding.state import DecodeState
-from tsjax.decoding.tree import SOURCES, cut, first_with, grow_tree, shared
+from tsjax.decoding.state import Acceptance, DecodeState, Verdict
+from tsjax.decoding.tree import DraftTree, cut, grow_tree
 from tsjax.errors import BadValue
-from tsjax.methods.corpus import PLACES, match_sizes_in, places_in, what_followed_in
+from tsjax.methods.corpus import PLACES
 from tsjax.methods.cost_model import Costs, as_costs
-from tsjax.methods.devices import device_of, estimated
-from tsjax.methods.history import (
-    NgramTable,
-    enter,
-    enter_few,
-    init_table,
-    last_tokens,
-    longest_match,
-    match_sizes,
-    what_followed,
+from tsjax.methods.devices import costs_for
+from tsjax.methods.history import NgramTable, enter, enter_few, init_table
+from tsjax.methods.likely_growth import (
+    Offered,
+    Pace,
+    Prices,
+    best_by_depth,
+    best_width,
+    gain_of_pass,
+    judged,
+    nothing_offered,
+    prices_of,
+    right_beforehand,
+)
+from tsjax.methods.likely_sources import (
+    CHILDREN,
+    LIKELY_SOURCES,
+    from_corpus,
+    from_heads,
+    from_passes,
+    from_text,
+    grid,
+    heads_after,
+    kinds_of_pass,
 )
 from tsjax.methods.model_drafts import (
-    PASS_IS_RIGHT,
-    PASS_WITH_REST_IS_RIGHT,
     Candidates,
     Drafter,
-    heads_are_right,
     newest,
     noise_after,
     rank_heads,
     weights_for,
 )
-from tsjax.methods.ngram import TEXT_IS_RIGHT, as_tuples, fading_window
+from tsjax.methods.ngram import fading_window
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
-from tsjax.methods.rates import (
-    GAPS,
-    HEAD_AXES,
-    KINDS,
-    LONGEST,
-    MOST_HEADS,
-    NO_DRAFT,
-    PASS_AXES,
-    SHARES,
-    TEXT_AXES,
-    WIDE_GAPS,
-    Rates,
-    between,
-    chances,
-    first_rates,
-    kind_number,
-    learned,
-)
+from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, of_kinds, source_numbers
+from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, Rates, chances, first_rates, learned
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
+from tsjax.typing import Array, Bool, Float, Int
 
-FORGETS = 0.98  # of a pace the share that is left after a step
 EXPLORES = 32  # steps after which a pass runs although it does not seem to pay
-CHILDREN = 3  # candidates of a pass
-HEAD_CHILDREN = (3, 3, 3, 1)  # candidates of each head
-LIKELY_SOURCES = (*SOURCES, "corpus")
 PAIR = 2  # tokens of an n-gram: one that is known, and what follows it
-VOTE = 4.0  # how many times more a match counts that is a token longer
 MOST_DEPTH = 24
-# Assumed before a run: of the share of a pass that its best candidate leaves, what the others get;
-# and of what the three best candidates of a head get, the share of each.
-OTHERS_ARE_RIGHT, RANK_IS_RIGHT = (0.4, 0.2), (0.7, 0.18, 0.12)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +90,8 @@ class LikelyTree(OnPartialCache):
         TokenSwift.
       corpus: whether `params.corpus`, earlier texts, is drafted from; `generate(corpus=...)` says
         it.
-      costs: what rows and passes take; `generate` fills in what it has measured on the device.
-        Without a table, and without `generate`, an A100's are estimated.
+      costs: what rows and passes take; `generate` fills in what it has measured on the device, and
+        `choose_method` does. A step cannot be compiled without.
     """
 
     sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
@@ -151,7 +137,7 @@ class LikelyTree(OnPartialCache):
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:
             return measured.current
-        costs, corpus = self.costs or measured.costs, self.corpus or measured.corpus
+        costs, corpus = self.costs or costs_for(measured), self.corpus or measured.corpus
         return dataclasses.replace(self, costs=costs, corpus=corpus)
 
     def sizes(self, model: ModelConfig) -> Sizes:
@@ -184,22 +170,33 @@ class LikelyTree(OnPartialCache):
             hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
         if self.places:
             table = init_table(batch, model.vocab_size, self.places)
-        paths = len(self._sources_of_paths(model))
         return Learned(
             cache=cache,
             hidden=hidden,
             table=table,
-            offered=_nothing(batch, paths, self.sizes(model).depth),
+            offered=nothing_offered(batch, self._num_paths(model), self.sizes(model).depth),
             rates=first_rates(model.head_accuracy or ()),
             pace=Pace(jnp.float32(0), jnp.float32(0)),
             spent=jnp.float32(0),
         )
 
+    def _num_paths(self, model: ModelConfig) -> int:
+        """Paths that a step offers."""
+        found, heads = 1 + self.places if self.places else 0, self._num_heads(model)
+        found += PLACES if self.corpus else 0
+        found += 1 + (CHILDREN - 1) * self.draft_passes if self.draft_passes else 0
+        return found + (len(grid(heads)) if heads else 0)
+
     def read(self, model, params, memory, state) -> Learned:
         if memory.table is None:
             return memory
-        known = jnp.where(state.running, state.length - _delay(state), 0)
-        return memory.replace(table=enter(memory.table, state.tokens, known, PAIR))
+        table = enter(memory.table, state.tokens, self._known(state), PAIR)
+        return memory.replace(table=table)
+
+    def _known(self, state: DecodeState) -> Int[Array, "B"]:
+        """Tokens that are remembered: what a penalty makes less likely waits until it has left its
+        window."""
+        return jnp.where(state.running, state.length - fading_window(state.sampling), 0)
 
     # --- what it promises ------------------------------------------------------------------------
 
@@ -210,21 +207,12 @@ class LikelyTree(OnPartialCache):
         return min(promises, key=lambda promise: promise.seconds_per_token)
 
     def _promise_of(self, passes: int, model: ModelConfig, costs: Costs, context: float) -> Promise:
-        begun, found = 1.0, [TEXT_IS_RIGHT] if self._text else []
-        right = PASS_WITH_REST_IS_RIGHT if self.draft_rest else PASS_IS_RIGHT
-        for _ in range(passes):
-            found += [begun * right, *(begun * (1 - right) * share for share in OTHERS_ARE_RIGHT)]
-            begun *= right
-        number = self._num_heads(model) if passes == self.draft_passes else 0
-        of_heads = heads_are_right(model, number, passes > 0)
-        for depth in range(1, number + 1):
-            for path in _grid(depth):
-                ranks = zip(path, of_heads, strict=False)
-                found.append(begun * math.prod(RANK_IS_RIGHT[rank] * head for rank, head in ranks))
-        found.sort(reverse=True)
-
+        heads = self._num_heads(model) if passes == self.draft_passes else 0
+        found = right_beforehand(
+            model, text=self._text, passes=passes, with_rest=self.draft_rest, heads=heads
+        )
         drafting = self.pass_seconds(costs, context, passes)
-        drafting += costs.of_heads(self.wants_int8) if number else 0.0
+        drafting += costs.of_heads(self.wants_int8) if heads else 0.0
         drafting += costs.suffix.at(context) + costs.ngrams if self.places else 0.0
         positions = self.draft_passes + self._num_heads(model)
 
@@ -239,179 +227,132 @@ class LikelyTree(OnPartialCache):
 
     # --- drafting --------------------------------------------------------------------------------
 
-    def draft(self, model, params, state, noise):
+    def draft(
+        self,
+        model: ModelConfig,
+        params: Params,
+        state: DecodeState,
+        noise: Float[Array, "B levels V"],
+    ) -> tuple[Learned, DraftTree]:
         with jax.named_scope("draft"):
-            memory, prices = state.memory, self._prices(model, state)
-            pace, groups, spent = self._pace(memory, prices, state), [], jnp.float32(0)
+            memory, sizes = state.memory, self.sizes(model)
+            if self.costs is None:
+                raise BadValue(
+                    "costs=None is not valid in a step: tsjax.generate fills them in, and "
+                    "tsjax.choose_method(method, model, context).method has them"
+                )
+            prices = prices_of(self, self.costs, sizes.pass_widths, state)
+            pace, groups, spent = memory.pace.worth(prices, state), [], jnp.float32(0)
             if self.places:
-                groups.append(self._of_text(model, state))
+                groups += from_text(state, memory.table, self.places, sizes.depth)
             if self.corpus:
-                groups.append(self._of_corpus(model, params, state))
-            if self.sizes(model).levels:
-                cache, drafts, spent = self._of_model(
-                    model, params, state, noise, prices, pace, _best_of(memory.rates, groups)
+                groups.append(from_corpus(state, params.corpus, sizes.depth))
+            if self.draft_passes:
+                found = best_by_depth(memory.rates, groups)
+                cache, ranked, spent = self._run_passes(
+                    model, params, state, noise, prices, pace, found
                 )
                 memory = memory.replace(cache=cache)
-                groups += drafts
-            offered = _joined(groups, self.sizes(model).depth, state.running)
+                groups.append(from_passes(ranked[: self.draft_passes]))
+                if len(ranked) > self.draft_passes:
+                    groups.append(heads_after(groups[-1], ranked[self.draft_passes :]))
+            elif sizes.levels:
+                groups.append(self._of_heads(model, params, state))
+            kinds = jnp.where(
+                state.running[:, None, None], all_kinds(groups, sizes.depth), NO_DRAFT
+            )
+            offered = Offered(all_tokens(groups, sizes.depth), kinds)
             tree, chance = grow_tree(
                 state.root,
                 offered.tokens,
                 chances(memory.rates, offered.kinds),
-                self._sources_of_paths(model),
+                source_numbers(groups, self.sources),
                 width=self.width,
                 num_sources=len(self.sources),
             )
-            nodes, seconds = _best_width(self.sizes(model), chance, prices, pace, state.running)
+            nodes, seconds = best_width(sizes.pass_widths, chance, prices, pace, state.running)
             return memory.replace(offered=offered, spent=spent + seconds), cut(tree, nodes)
 
-    def _sources_of_paths(self, model: ModelConfig) -> list[int]:
-        """The number of the source of each path that a step offers, in their order."""
-        heads, ngrams, suffix, corpus = range(len(self.sources))
-        of_passes = 1 + (CHILDREN - 1) * self.draft_passes if self.draft_passes else 0
-        number = self._num_heads(model)
-        of_heads = len(_grid(number)) if number else 0
-        of_text = [suffix, *(ngrams,) * self.places] if self.places else []
-        of_corpus = [corpus] * PLACES if self.corpus else []
-        return of_text + of_corpus + [heads] * (of_passes + of_heads)
-
-    def _prices(self, model: ModelConfig, state: DecodeState) -> Prices:
-        """At the mean length of the rows that run."""
-        costs = self.costs or estimated(model, device_of("gpu", ""), state.root.shape[0])
-        running = jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
-        context = jnp.sum(jnp.where(state.running, state.kv.length, 0)).astype(jnp.float32)
-        context = context / running
-
-        def at(seconds, length) -> jax.Array:
-            """`seconds` is linear in the context."""
-            begun, far = seconds(0.0), seconds(float(2**20))
-            return jnp.float32(begun) + jnp.float32((far - begun) / 2**20) * length
-
-        def of_rows(rows: int) -> jax.Array:
-            return at(lambda context: costs.of_pass(rows, context) + costs.overhead, context)
-
-        slots = context
-        if self.draft_choice != "all":
-            slots = jnp.minimum(context, self.draft_budget)
-        one_pass = at(lambda slots: costs.of_draft_pass(slots, self.wants_int8), slots)
-        if self.draft_rest:  # which reads the partial cache once more
-            one_pass += at(lambda slots: costs.of_pass(1, slots) - costs.of_pass(1, 0), slots)
-        plain, widest = of_rows(1), of_rows(self.width)
-        return Prices(
-            rows=jnp.stack(list(map(of_rows, self.sizes(model).pass_widths))),
-            plain=plain,
-            one_row=(widest - plain) / (self.width - 1),
-            one_pass=one_pass,
-        )
-
-    def _pace(self, memory: Learned, prices: Prices, state: DecodeState) -> jax.Array:
-        """Seconds that a token is worth: those it takes in this run, or by plain decoding."""
-        plain = prices.plain / jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
-        seconds, tokens = memory.pace
-        return jnp.where(tokens > 0, jnp.minimum(seconds / jnp.maximum(tokens, 1), plain), plain)
-
-    def _of_text(self, model: ModelConfig, state: DecodeState) -> Offered:
-        """What followed where the text stood before as it stands now."""
-        depth, table, root = self.sizes(model).depth, state.memory.table, state.root
-        tokens, length, b = state.tokens, state.length, jnp.arange(root.shape[0])
-        longest, size = longest_match(tokens, length)
-        places, count = table.places[b, root], table.counts[b, root]
-        sizes = match_sizes(tokens, last_tokens(tokens, length), places)
-        counts = jnp.arange(self.places)[None] < count[:, None]
-        counts &= (places < length[:, None] - 1) & (places != longest[:, None])
-        places = jnp.concatenate([longest[:, None], places], axis=1)
-        sizes = jnp.concatenate([size[:, None], jnp.where(counts, sizes, 0)], axis=1)
-        followed = what_followed(tokens, length, places, depth)
-        lengths = jnp.where(sizes > 0, depth, 0)
-        return Offered(followed, _kinds_of_text(followed, lengths, sizes, state, KINDS.text))
-
-    def _of_corpus(self, model: ModelConfig, params: Params, state: DecodeState) -> Offered:
-        """What followed where earlier texts stood as the text stands now."""
-        if params.corpus is None:
-            raise BadValue(
-                "corpus=True needs params with a corpus: tsjax.generate(..., corpus=...) adds one"
-            )
-        recent = last_tokens(state.tokens, state.length)
-        places = places_in(params.corpus, recent)
-        sizes = match_sizes_in(params.corpus, recent, places)
-        followed, left = what_followed_in(params.corpus, places, self.sizes(model).depth)
-        lengths = jnp.where(sizes > 0, left, 0)
-        return Offered(followed, _kinds_of_text(followed, lengths, sizes, state, KINDS.corpus))
-
-    def _of_model(self, model, params: Params, state: DecodeState, noise, prices, pace, found):
-        """The partial cache with the drafts' rows after its length, what passes and heads offer,
-        and the seconds that they take. `found` is how likely the text alone is right, by depth."""
-        memory, number, zero = state.memory, self._num_heads(model), jnp.float32(0)
-        if not self.draft_passes:
-            return None, [self._of_heads_alone(model, params, state)], zero
-        weights, heads = weights_for(self, params), params.heads[:number]
+    def _run_passes(
+        self,
+        model: ModelConfig,
+        params: Params,
+        state: DecodeState,
+        noise: Float[Array, "B levels V"],
+        prices: Prices,
+        pace: Float[Array, ""],
+        found: Float[Array, "B J"],
+    ) -> tuple[DraftCache, list[Candidates], Float[Array, ""]]:
+        """The partial cache with the drafts' rows after its length, the candidates of each depth,
+        and the seconds that passes take. `found` is how likely the text alone is right, by depth.
+        """
+        memory, heads = state.memory, params.heads[: self._num_heads(model)]
         drafter = Drafter(
-            model, weights, heads, state, self.draft_passes, CHILDREN, self.draft_rest
+            model,
+            weights_for(self, params),
+            heads,
+            state,
+            self.draft_passes,
+            CHILDREN,
+            self.draft_rest,
         )
-        running = state.running.astype(jnp.float32)
         explores = jnp.max(state.stats.steps) % EXPLORES == 0
 
-        def wanted(depth: int, ranked: list[Candidates]):
+        def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
             """Whether a pass promises to save more than it takes."""
-            best = [_kinds_of_pass(one)[:, :1, None] for one in ranked]
-            survival = functools.reduce(
-                jnp.multiply, (chances(memory.rates, kinds)[:, 0, 0] for kinds in best), running
-            )
+            best = (kinds_of_pass(one)[:, :1, None] for one in ranked)
+            right = (chances(memory.rates, kinds)[:, 0, 0] for kinds in best)
+            survival = functools.reduce(jnp.multiply, right, state.running.astype(jnp.float32))
             known = found[:, depth] if depth < found.shape[1] else 0.0
-            gain = _gain_of_pass(memory.rates, survival, known, prices, pace)
+            gain = gain_of_pass(memory.rates, survival, known, prices, pace)
             return (gain > prices.one_pass) | (explores if depth == 0 else False)
 
-        cache, ranked, runs = drafter.run_while(wanted, memory.cache, noise)
-        groups = [_chain(ranked[: self.draft_passes])]
-        if number:
-            of_heads = _of_heads(ranked[self.draft_passes :])
-            groups.append(_after(groups[0], of_heads, self.draft_passes))
-        spent = (jnp.where(ran, prices.one_pass, 0) for ran in runs)
-        return cache, groups, functools.reduce(jnp.add, spent, zero)
+        cache, ranked, runs = drafter.run(memory.cache, state.root[:, None], noise, wanted)
+        spent = functools.reduce(jnp.add, (jnp.where(ran, prices.one_pass, 0) for ran in runs))
+        return cache, ranked, spent
 
-    def _of_heads_alone(self, model, params: Params, state: DecodeState) -> Offered:
+    def _of_heads(self, model: ModelConfig, params: Params, state: DecodeState) -> Paths:
         """From the verified hidden state."""
         number, weights = self._num_heads(model), weights_for(self, params)
 
         def run(_, hidden, root, row):
             noise, heads = noise_after(model, state, row, 0, number), params.heads[:number]
-            return _of_heads(
-                rank_heads(model, weights, heads, state, hidden, root, noise, CHILDREN)
-            )
+            ranked = rank_heads(model, weights, heads, state, hidden, root, noise, CHILDREN)
+            return Offered(*from_heads(ranked))
 
-        nothing = _nothing(state.root.shape[0], len(_grid(number)), number)
+        nothing = nothing_offered(state.root.shape[0], len(grid(number)), number)
         inputs = state.memory.hidden, state.root[:, None], (state.row_key, state.length)
-        return run_if(jnp.any(state.running), run, nothing, *inputs)
+        tokens, kinds = run_if(jnp.any(state.running), run, nothing, *inputs)
+        return of_kinds(tokens, kinds, "heads")
 
     # --- learning --------------------------------------------------------------------------------
 
-    def learn(self, model, params, memory, state, verdict, acceptance) -> Learned:
+    def learn(
+        self,
+        model: ModelConfig,
+        params: Params,
+        memory: Learned,
+        state: DecodeState,
+        verdict: Verdict,
+        acceptance: Acceptance,
+    ) -> Learned:
         with jax.named_scope("learn"):
-            offered, depth = memory.offered, self.sizes(model).depth
-            tokens = jnp.sum(state.emitted).astype(jnp.float32)
-            memory = memory.replace(
-                rates=learned(memory.rates, offered.kinds, *_judged(offered, state)),
-                pace=Pace(
-                    FORGETS * memory.pace.seconds + memory.spent,
-                    FORGETS * memory.pace.tokens + tokens,
-                ),
-            )
-            if memory.table is not None:
-                known = jnp.where(state.running, state.length - _delay(state), 0)
-                table = enter_few(memory.table, state.tokens, known - PAIR + 1, depth + 1)
-                memory = memory.replace(table=table)
-            if memory.cache is None and memory.hidden is None:
-                return memory
-            rows = verdict.rows
-            if memory.hidden is not None:
-                memory = memory.replace(
-                    hidden=newest(rows.hidden, memory.hidden, state, acceptance)
-                )
-            cache = memory.cache
+            most, table = self.sizes(model).depth + 1, memory.table
+            hidden, cache = memory.hidden, memory.cache
+            if table is not None:
+                table = enter_few(table, state.tokens, self._known(state) - PAIR + 1, most)
+            if hidden is not None:
+                hidden = newest(verdict.rows.hidden, hidden, state, acceptance)
             if cache is not None:
-                cache = self.kept(model, params, cache, state, verdict, acceptance, depth + 1)
-                memory = memory.replace(cache=cache)
-            return memory
+                cache = self.kept(model, params, cache, state, verdict, acceptance, most)
+            offered, tokens = memory.offered, jnp.sum(state.emitted).astype(jnp.float32)
+            return memory.replace(
+                cache=cache,
+                hidden=hidden,
+                table=table,
+                rates=learned(memory.rates, offered.kinds, *judged(offered, state)),
+                pace=memory.pace.after(memory.spent, tokens),
+            )
 
     def lesson(self, memory) -> Rates:
         return memory.rates
@@ -420,37 +361,12 @@ class LikelyTree(OnPartialCache):
         return memory.replace(rates=lesson) if isinstance(lesson, Rates) else memory
 
 
-class Offered(NamedTuple):
-    """Paths that a step may draft: their tokens, and the kind of each, NO_DRAFT where there is
-    none."""
-
-    tokens: jax.Array  # [B, R, J] int32
-    kinds: jax.Array  # [B, R, J] int32
-
-
-class Pace(NamedTuple):
-    """What the last steps took by the prices, and the tokens of all rows that they found."""
-
-    seconds: jax.Array
-    tokens: jax.Array
-
-
-class Prices(NamedTuple):
-    """Seconds of a step with each of the pass widths, of a plain one, of a row more in it, and of
-    a pass that drafts."""
-
-    rows: jax.Array
-    plain: jax.Array
-    one_row: jax.Array
-    one_pass: jax.Array
-
-
 class Learned(flax.struct.PyTreeNode):
     """LikelyTree's memory; None where the settings do not need it.
 
     Attributes:
       cache: for passes of the model on few tokens.
-      hidden: [B, D], last layer's output for the last committed token; zero before there is one.
+      hidden: last layer's output for the last committed token; zero before there is one.
       table: of prompt and output.
       offered: what the last step could have drafted.
       rates: how often drafts of each kind were right.
@@ -459,173 +375,9 @@ class Learned(flax.struct.PyTreeNode):
     """
 
     cache: DraftCache | None
-    hidden: jax.Array | None
+    hidden: Float[Array, "B D"] | None
     table: NgramTable | None
     offered: Offered
     rates: Rates
     pace: Pace
-    spent: jax.Array
-
-
-def _nothing(batch: int, paths: int, depth: int) -> Offered:
-    shape = (batch, paths, depth)
-    return Offered(jnp.zeros(shape, jnp.int32), jnp.full(shape, NO_DRAFT, jnp.int32))
-
-
-def _joined(groups: list[Offered], depth: int, running) -> Offered:
-    """All paths, as long as the longest; none for rows that have ended."""
-
-    def padded(x, filler: int):
-        missing = ((0, 0), (0, 0), (0, depth - x.shape[2]))
-        return jnp.pad(x, missing, constant_values=filler)
-
-    tokens = jnp.concatenate([padded(group.tokens, 0) for group in groups], axis=1)
-    kinds = jnp.concatenate([padded(group.kinds, NO_DRAFT) for group in groups], axis=1)
-    return Offered(tokens, jnp.where(running[:, None, None], kinds, NO_DRAFT))
-
-
-def _delay(state: DecodeState):
-    """What a penalty makes less likely is not remembered before it has left its window."""
-    return fading_window(state.sampling)
-
-
-def _kinds_of_text(followed, lengths, sizes, state: DecodeState, first: int) -> jax.Array:
-    """By the longest match that goes on like this, its share among all, and the penalty.
-
-    The first `lengths` tokens of each path count; `sizes` are those of the matches before them.
-    """
-    depth = followed.shape[2]
-    steps = jnp.arange(depth, dtype=jnp.int32)[None, None]
-    weights = jnp.where(sizes > 0, VOTE ** jnp.minimum(sizes, 12).astype(jnp.float32), 0)
-    both = shared(followed, lengths)
-    same = both[..., None] > steps[None]  # [B, P, P, J]
-    through = jnp.sum(jnp.where(same, weights[:, None, :, None], 0), axis=2)
-    longest = jnp.max(jnp.where(same, sizes[:, None, :, None], 0), axis=2) + steps
-    every = jnp.broadcast_to(jnp.sum(weights, axis=1)[:, None, None], (*weights.shape, 1))
-    share = through / jnp.maximum(jnp.concatenate([every, through[:, :, :-1]], axis=2), 1)
-    indices = between(LONGEST, longest), between(SHARES, share), _penalised(followed, state)
-    kinds = kind_number(first, TEXT_AXES, *indices)
-    return jnp.where(steps < lengths[..., None], kinds, NO_DRAFT)
-
-
-def _penalised(tokens, state: DecodeState) -> jax.Array:
-    """Whether a penalty acts on each token, as 0 or 1."""
-    if state.sampling.repetition is None or state.last_seen is None:
-        return jnp.zeros(tokens.shape, jnp.int32)
-    b, window = jnp.arange(tokens.shape[0])[:, None, None], state.sampling.repetition.window
-    seen = state.last_seen[b, tokens]
-    return (seen >= (state.length - window)[:, None, None]).astype(jnp.int32)
-
-
-def _kinds_of_pass(candidates: Candidates) -> jax.Array:
-    """By whether a candidate is the best one, and the gap to the other one. [B, CHILDREN]"""
-    scores, index = candidates.scores, jnp.arange(CHILDREN)[None]
-    gap = _gaps(scores)
-    kinds = kind_number(KINDS.passes, PASS_AXES, index, between(GAPS, gap))
-    return jnp.where(candidates.possible, kinds, NO_DRAFT)
-
-
-def _gaps(scores) -> jax.Array:
-    """How far the best score lies above each; of the best one, above the second."""
-    other = jnp.concatenate([scores[:, 1:2], scores[:, 1:]], axis=1)
-    return jnp.where(other > -jnp.inf, scores[:, :1] - other, jnp.inf)
-
-
-def _chain(found: list[Candidates]) -> Offered:
-    """The path of the best candidates, and the others each as the end of a path. [B, R, passes]"""
-    passes, kinds = len(found), [_kinds_of_pass(one) for one in found]
-    best = jnp.stack([one.tokens[:, 0] for one in found], axis=1)
-    of_best = jnp.stack([kind[:, 0] for kind in kinds], axis=1)
-    tokens, all_kinds = [best], [of_best]
-    for depth, rank_number in itertools.product(range(passes), range(1, CHILDREN)):
-        other = found[depth].tokens[:, rank_number]
-        tokens.append(best.at[:, depth].set(other))
-        ends = jnp.arange(passes)[None] > depth
-        path = of_best.at[:, depth].set(kinds[depth][:, rank_number])
-        all_kinds.append(jnp.where(ends, NO_DRAFT, path))
-    return Offered(jnp.stack(tokens, axis=1), jnp.stack(all_kinds, axis=1))
-
-
-def _grid(number: int) -> list[tuple[int, ...]]:
-    """The ranks along each path of the heads' candidates."""
-    return list(itertools.product(*map(range, HEAD_CHILDREN[:number])))
-
-
-def _of_heads(ranked: list[Candidates]) -> Offered:
-    """Every combination of the heads' candidates: none knows which one came before it."""
-    grid, tokens, kinds = _grid(len(ranked)), [], []
-    of_depth = []
-    for depth, one in enumerate(ranked):
-        index, gap = jnp.arange(one.tokens.shape[1])[None], _gaps(one.scores)
-        kind = kind_number(KINDS.heads, HEAD_AXES, depth, index, between(WIDE_GAPS, gap))
-        of_depth.append(jnp.where(one.possible, kind, NO_DRAFT))
-    for path in grid:
-        tokens.append(jnp.stack([one.tokens[:, r] for one, r in zip(ranked, path, strict=True)], 1))
-        kinds.append(jnp.stack([one[:, r] for one, r in zip(of_depth, path, strict=True)], 1))
-    return Offered(jnp.stack(tokens, axis=1), jnp.stack(kinds, axis=1))
-
-
-def _after(chain: Offered, paths: Offered, length: int) -> Offered:
-    """`paths` after the first path of `chain`."""
-
-    def joined(first, others):
-        first = jnp.broadcast_to(first[:, :1], (*others.shape[:2], length))
-        return jnp.concatenate([first, others], axis=2)
-
-    return Offered(joined(chain.tokens, paths.tokens), joined(chain.kinds, paths.kinds))
-
-
-def _best_of(rates: Rates, groups: list[Offered]) -> jax.Array:
-    """How likely the likeliest draft of each depth is. [B, J]"""
-    if not groups:
-        return jnp.zeros((1, 0), jnp.float32)
-    return functools.reduce(
-        jnp.maximum, (jnp.max(chances(rates, one.kinds), axis=1) for one in groups)
-    )
-
-
-def _gain_of_pass(rates: Rates, survival, found, prices: Prices, pace) -> jax.Array:
-    """Seconds that the best token of a pass is expected to save beyond a draft that has been
-    `found`, with that chance, less those of its row.
-
-    It is judged only where it is likely enough, which the pass will say.
-    """
-    of_best = slice(KINDS.passes, KINDS.passes + PASS_AXES[1])
-    tried, values = rates.tried[of_best], rates.values[of_best]
-    better = survival[:, None] * values[None] - jnp.reshape(found, (-1, 1))
-    saved = jnp.maximum(better * pace - prices.one_row, 0)
-    return jnp.sum(saved * (tried / jnp.sum(tried))[None])
-
-
-def _best_width(sizes: Sizes, chance, prices: Prices, pace, running):
-    """The nodes that the step's tree may have, root included, [B], and the seconds of its pass.
-
-    More nodes bring more tokens, a wider pass takes longer: that is chosen which saves most.
-    """
-    widths = sizes.pass_widths
-    found = jnp.sum(jnp.where(running[:, None], jnp.cumsum(chance, axis=1), 0), axis=0)
-    saves = pace * found[jnp.asarray(widths) - 1] - prices.rows
-    at = jnp.argmax(saves)
-    nodes = jnp.asarray(widths, jnp.int32)[at]
-    return jnp.full(running.shape, nodes), prices.rows[at]
-
-
-def _judged(offered: Offered, state: DecodeState):
-    """Which offered drafts the step's tokens judge, and which of them are right.
-
-    A draft is judged where all before it on its path are right and the token is known; of several
-    of one kind at one node the first.
-    """
-    tokens, kinds = offered
-    B, R, J = tokens.shape
-    index = jnp.arange(J, dtype=jnp.int32)[None]
-    slots = jnp.minimum((state.length - state.emitted)[:, None] + index, state.tokens.shape[1] - 1)
-    said = jnp.take_along_axis(state.tokens, slots, axis=1)[:, None]  # [B, 1, J]
-    known = (index < state.emitted[:, None])[:, None]
-    right = (tokens == said) & (kinds != NO_DRAFT) & known
-    so_far = jnp.cumprod(right.astype(jnp.int32), axis=2)
-    before = jnp.concatenate([jnp.ones((B, R, 1), bool), so_far[:, :, :-1] > 0], axis=2)
-    tried = before & (kinds != NO_DRAFT) & known
-    # A kind is part of a node's name here.
-    both = shared(tokens * KINDS.count + kinds, jnp.sum(tried, axis=2, dtype=jnp.int32))
-    return tried & (first_with(both, J) == jnp.arange(R)[None, :, None]), right
+    spent: Float[Array, ""]

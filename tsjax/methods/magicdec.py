@@ -17,9 +17,9 @@ from tsjax.decoding.method import DraftPasses, Promise, Sizes
 from tsjax.decoding.tree import SOURCES
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.model_drafts import PASS_IS_RIGHT, Drafter, tokens_of_chain, weights_for
-from tsjax.methods.ngram import as_tree
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
+from tsjax.methods.paths import as_tree
 from tsjax.methods.tokenswift import tree_of
 
 
@@ -74,7 +74,7 @@ class MagicDec(OnPartialCache):
             weights, chain = weights_for(self, params), (0,) * self.draft_passes
             noise = noise if self.noise_coupled else jnp.zeros_like(noise)
             drafter = Drafter(model, weights, (), state, self.draft_passes, 1, False)
-            cache, ranked = drafter.run(state.memory, state.root[:, None], noise)
+            cache, ranked, _ = drafter.run(state.memory, state.root[:, None], noise)
             return cache, as_tree(state.root, [tree_of(ranked, (chain,))], self.sizes(model))
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> DraftCache:

@@ -22,9 +22,9 @@ from tsjax.decoding.method import Measured, Method, Promise, Sizes
 from tsjax.decoding.tree import SOURCES
 from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
-from tsjax.methods.devices import device_of, estimated
+from tsjax.methods.devices import costs_for
 from tsjax.methods.model_drafts import newest, rank_heads
-from tsjax.methods.ngram import as_tree, as_tuples
+from tsjax.methods.paths import as_tree, as_tuples
 from tsjax.methods.tokenswift import MOST_NODES, Path, tree_of, tree_paths
 
 # How often each of the five likeliest tokens of each head is right: Vicuna-7B's heads v1.3 as
@@ -78,8 +78,7 @@ class Medusa(Method):
         """Before a run, where the tree is open: with the number of nodes that pays."""
         if measured.current is not None or self.tree is not None:
             return measured.current or self
-        device = device_of(measured.platform, measured.device_kind)
-        costs = measured.costs or estimated(measured.model, device, measured.batch)
+        costs = costs_for(measured)
         promises = (
             dataclasses.replace(self, tree=nodes).promise(measured.model, costs, measured.context)
             for nodes in range(1, NODES + 1)

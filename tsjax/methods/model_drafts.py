@@ -158,40 +158,35 @@ class Drafter(NamedTuple):
     with_rest: bool
 
     def run(
-        self, cache: DraftCache, best: Int[Array, "B 1"], noise: Float[Array, "B levels V"]
-    ) -> tuple[DraftCache, list[Candidates]]:
-        """The cache with the drafts' rows after its length, and the candidates of each depth. Of
-        `best`, the root, the first pass drafts on."""
-        ranked: list[Candidates] = []
-        carry: Any = cache, (), []
-        for depth in range(self.passes):
-            writes = jnp.any(self.state.running)
-            carry = self._pass(depth, writes, carry, best, noise, None)
-            best, ranked = self._with(best, ranked, carry)
-        return carry[0], ranked
-
-    def run_while(
         self,
-        wanted: Callable[[int, list[Candidates]], Bool[Array, ""]],
         cache: DraftCache,
+        best: Int[Array, "B 1"],
         noise: Float[Array, "B levels V"],
+        wanted: Callable[[int, list[Candidates]], Bool[Array, ""]] | None = None,
     ) -> tuple[DraftCache, list[Candidates], list[Bool[Array, ""]]]:
-        """As `run` until a pass is not wanted, by its depth and the candidates before it; and which
-        passes ran. Those that did not have no candidate that is possible."""
-        best, ranked, runs = self.state.root[:, None], [], [jnp.any(self.state.running)]
-        rest: Any = ()
-        if self.with_rest:
+        """The cache with the drafts' rows after its length, the candidates of each depth, and which
+        passes ran: all, or those until one is not `wanted`, by its depth and what comes before it.
+
+        `best`, the root, is what the first pass drafts on. Of a pass that did not run no candidate
+        is possible.
+        """
+        ranked, runs = [], [jnp.any(self.state.running)]
+        rest, row = (), (self.state.row_key, self.state.length)
+        if wanted is not None and self.with_rest:
             shapes = jax.eval_shape(lambda: summarize_rest(cache))
             rest = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        row = self.state.row_key, self.state.length
         for depth in range(self.passes):
-            runs.append(runs[-1] & wanted(depth, ranked))
-            levels = 1 + len(self._heads_after(depth))
-            none = [no_candidates((best.shape[0], self.best_of), noise.dtype)] * levels
-            one = functools.partial(self._pass, depth, jnp.bool_(True))
-            carry = run_if(runs[-1], one, (cache, rest, none), best, noise, row)
-            best, ranked = self._with(best, ranked, carry)
-            cache, rest, _ = carry
+            none = no_candidates((best.shape[0], self.best_of), noise.dtype)
+            carry = cache, rest, [none] * (1 + len(self._heads_after(depth)))
+            inputs = best, noise, row
+            if wanted is None:
+                cache, rest, found = self._pass(depth, runs[0], carry, *inputs)
+            else:
+                runs.append(runs[-1] & wanted(depth, ranked))
+                one = functools.partial(self._pass, depth, jnp.bool_(True))
+                cache, rest, found = run_if(runs[-1], one, carry, *inputs)
+            ranked += found
+            best = jnp.concatenate([best, found[0].tokens[:, :1]], axis=1)
         return cache, ranked, runs[1:]
 
     def _pass(self, depth: int, writes: Bool[Array, ""], carry: Any, best, noise, row) -> Any:
@@ -220,11 +215,6 @@ class Drafter(NamedTuple):
 
     def _heads_after(self, depth: int) -> Sequence[Head]:
         return self.heads if depth == self.passes - 1 else ()
-
-    def _with(self, best, ranked: list[Candidates], carry: Any):
-        """What is drafted so far, with a pass's candidates."""
-        *_, found = carry
-        return jnp.concatenate([best, found[0].tokens[:, :1]], axis=1), ranked + found
 
 
 def with_draft(cache: DraftCache, rows: Rows, start, wanted) -> DraftCache:

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NGram: drafts from the text so far, prompt and output. No heads, no pass of the model.
 
-Knows the table of frequent n-grams and the longest suffix match of history.py, and how paths from
-several sources become one tree.
+Knows the table of frequent n-grams and the longest suffix match of history.py.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +16,7 @@ from tsjax.config import ModelConfig, check, check_int
 from tsjax.decoding.method import Method, Promise, Sizes
 from tsjax.decoding.sampling import WHOLE_CONTEXT, SamplingValues
 from tsjax.decoding.state import DecodeState
-from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
+from tsjax.decoding.tree import SOURCES
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.history import (
     MATCH_LIMIT,
@@ -29,6 +27,7 @@ from tsjax.methods.history import (
     longest_suffix,
     most_frequent,
 )
+from tsjax.methods.paths import Paths, as_tree, as_tuples
 
 # Repetitions of the text vary most, so these are assumptions: the share of the steps with a long
 # match, how often its tokens are right, and the tokens that n-grams find in a step (the paper's
@@ -190,48 +189,3 @@ def fading_window(values: SamplingValues) -> Any:
         return 0
     penalty, window = values.repetition
     return jnp.where((penalty > 1) & (window < WHOLE_CONTEXT), window, 0)
-
-
-@dataclasses.dataclass
-class Paths:
-    """Paths of one source: tokens [B, R, depth] of which the first `lengths` [B, R] count."""
-
-    tokens: jax.Array
-    lengths: jax.Array
-    source: str
-
-    def unless(self, rows) -> Paths:
-        """Without the paths of the batch rows `rows` [B]."""
-        return dataclasses.replace(self, lengths=jnp.where(rows[:, None], 0, self.lengths))
-
-    def after(self, first) -> Paths:
-        """The same with the tokens `first` [B] in front of each path that is not empty."""
-        first = jnp.broadcast_to(first[:, None, None], (*self.lengths.shape, 1))
-        lengths = self.lengths + (self.lengths > 0)
-        return dataclasses.replace(
-            self, tokens=jnp.concatenate([first, self.tokens], axis=2), lengths=lengths
-        )
-
-
-def as_tree(root, groups: Sequence[Paths], sizes: Sizes) -> DraftTree:
-    """One tree of all paths; of equal ones the first stays."""
-
-    def padded(tokens):
-        missing = sizes.depth - tokens.shape[2]
-        return jnp.pad(tokens, ((0, 0), (0, 0), (0, missing)))
-
-    return merge_paths(
-        root,
-        jnp.concatenate([padded(group.tokens) for group in groups], axis=1),
-        jnp.concatenate([group.lengths for group in groups], axis=1),
-        [SOURCES.index(group.source) for group in groups for _ in range(group.tokens.shape[1])],
-        width=sizes.width,
-        num_sources=len(SOURCES),
-    )
-
-
-def as_tuples(value: Any) -> Any:
-    """Lists and arrays, as a command line or a file has them, as tuples."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    return tuple(map(as_tuples, value)) if isinstance(value, list | tuple) else value

@@ -215,7 +215,9 @@ def guess(
             if index == 0:  # the newest token that is known asks for what is chosen next
                 partial = partial.replace(query=of_rows(rows.query, newest))
         hidden = of_rows(rows.hidden, newest)[:, None]
-        chosen = choose(weights, state, hidden, text.count[:, None], text.guesses, noise, cfg=cfg)
+        chosen = next_tokens(
+            weights, state, hidden, text.count[:, None], text.guesses, noise, cfg=cfg
+        )
         guesses.append(chosen)
         text = text.followed_by(chosen, jnp.ones_like(text.count))
         tokens, slots = chosen, kv.length[:, None]
@@ -239,7 +241,7 @@ def forgotten(reader: Reader, upto: Int[Array, "B"]) -> Reader:
     return reader.replace(kv=reader.kv.replace(length=length))
 
 
-def choose(
+def next_tokens(
     weights: ModelWeights,
     state: DecodeState,
     hidden: Float[Array, "B T D"],

@@ -34,9 +34,10 @@ from tsjax.methods.model_drafts import (
     rank_heads,
     weights_for,
 )
-from tsjax.methods.ngram import NGram, Paths, as_tree, as_tuples
+from tsjax.methods.ngram import NGram
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
+from tsjax.methods.paths import Paths, as_tree, as_tuples
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.typing import Array, Bool, Float
@@ -245,12 +246,15 @@ class TokenSwift(NGram, OnPartialCache):
         if not plan.passes:
             return None, rank_heads(model, weights, heads, state, hidden, root, noise, plan.best_of)
         drafter = Drafter(model, weights, heads, state, plan.passes, plan.best_of, plan.rest)
-        if not plan.suffix_alone:
-            return drafter.run(cache, root, noise)
-        none = no_candidates((root.shape[0], plan.best_of), noise.dtype)
-        carry = cache, [none] * plan.levels
-        return run_if(
-            wanted, lambda carry, *inputs: drafter.run(carry[0], *inputs), carry, root, noise
+
+        def run(carry, *inputs):
+            return drafter.run(carry[0], *inputs)[:2]
+
+        carry = cache, [no_candidates((root.shape[0], plan.best_of), noise.dtype)] * plan.levels
+        return (
+            run_if(wanted, run, carry, root, noise)
+            if plan.suffix_alone
+            else run(carry, root, noise)
         )
 
 

@@ -28,12 +28,12 @@ from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.second_model import (
     Reader,
     Text,
-    choose,
     forgotten,
     guess,
     init_reader,
     kept_up,
     known_text,
+    next_tokens,
     weights_of,
 )
 from tsjax.model.passes import run_rows
@@ -201,7 +201,7 @@ class TriForce(OnPartialCache):
         rows = run_rows(weights, known, tokens, positions, causal, cfg=model)
         cache = with_draft(cache, rows, known.length, jnp.any(state.running))
         guesses = text.followed_by(offered, number).guesses
-        target = choose(weights, state, rows.hidden, depths, guesses, noise, cfg=model)
+        target = next_tokens(weights, state, rows.hidden, depths, guesses, noise, cfg=model)
         right = (offered == target[:, :-1]) & (steps[:-1] < number[:, None])
         right = jnp.cumprod(right, axis=1, dtype=jnp.int32)
         accepted = jnp.sum(right, axis=1, dtype=jnp.int32)

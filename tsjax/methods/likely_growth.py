@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How LikelyTree's tree grows as far as it pays, and what its steps teach it.
+
+Knows prices in seconds, and how likely drafts are. Does not know where they come from.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from tsjax.config import ModelConfig
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import first_with, shared
+from tsjax.methods.cost_model import Costs
+from tsjax.methods.likely_sources import grid
+from tsjax.methods.model_drafts import PASS_IS_RIGHT, PASS_WITH_REST_IS_RIGHT, heads_are_right
+from tsjax.methods.ngram import TEXT_IS_RIGHT
+from tsjax.methods.on_partial_cache import OnPartialCache
+from tsjax.methods.paths import Paths
+from tsjax.methods.rates import KINDS, NO_DRAFT, PASS_AXES, Rates, chances
+from tsjax.typing import Array, Bool, Float, Int
+
+FORGETS = 0.98  # of a pace the share that is left after a step
+# Assumed before a run: of the share of a pass that its best candidate leaves, what the others get;
+# and of what the three best candidates of a head get, the share of each.
+OTHERS_ARE_RIGHT, RANK_IS_RIGHT = (0.4, 0.2), (0.7, 0.18, 0.12)
+FAR_CONTEXT = float(2**20)
+
+
+class Offered(NamedTuple):
+    """Paths that a step may draft: their tokens, and the kind of each, NO_DRAFT where there is
+    none."""
+
+    tokens: Int[Array, "B R J"]
+    kinds: Int[Array, "B R J"]
+
+
+def nothing_offered(batch: int, paths: int, depth: int) -> Offered:
+    shape = (batch, paths, depth)
+    return Offered(jnp.zeros(shape, jnp.int32), jnp.full(shape, NO_DRAFT, jnp.int32))
+
+
+# --- prices --------------------------------------------------------------------------------------
+
+
+class Prices(NamedTuple):
+    """Seconds of a step with each of the pass widths, of a plain one, of a row more in it, and of
+    a pass that drafts."""
+
+    rows: Float[Array, "widths"]
+    plain: Float[Array, ""]
+    one_row: Float[Array, ""]
+    one_pass: Float[Array, ""]
+
+
+def prices_of(
+    method: OnPartialCache, costs: Costs, widths: Sequence[int], state: DecodeState
+) -> Prices:
+    """At the mean length of the rows that run."""
+    running = jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
+    context = jnp.sum(jnp.where(state.running, state.kv.length, 0)).astype(jnp.float32)
+    context = context / running
+
+    def at(seconds: Callable[[float], float], length: Float[Array, ""]) -> Float[Array, ""]:
+        """`seconds` is linear in the context."""
+        begun, far = seconds(0.0), seconds(FAR_CONTEXT)
+        return jnp.float32(begun) + jnp.float32((far - begun) / FAR_CONTEXT) * length
+
+    def of_rows(rows: int) -> Float[Array, ""]:
+        return at(lambda context: costs.of_pass(rows, context) + costs.overhead, context)
+
+    slots = context
+    if method.draft_choice != "all":
+        slots = jnp.minimum(context, method.draft_budget)
+    one_pass = at(lambda slots: costs.of_draft_pass(slots, method.wants_int8), slots)
+    if method.draft_rest:  # which reads the partial cache once more
+        one_pass += at(lambda slots: costs.of_pass(1, slots) - costs.of_pass(1, 0), slots)
+    plain, widest = of_rows(1), of_rows(widths[-1])
+    return Prices(
+        rows=jnp.stack(list(map(of_rows, widths))),
+        plain=plain,
+        one_row=(widest - plain) / (widths[-1] - 1),
+        one_pass=one_pass,
+    )
+
+
+class Pace(NamedTuple):
+    """What the last steps took by the prices, and the tokens of all rows that they found."""
+
+    seconds: Float[Array, ""]
+    tokens: Float[Array, ""]
+
+    def after(self, spent: Float[Array, ""], tokens: Float[Array, ""]) -> Pace:
+        """With one more step."""
+        return Pace(FORGETS * self.seconds + spent, FORGETS * self.tokens + tokens)
+
+    def worth(self, prices: Prices, state: DecodeState) -> Float[Array, ""]:
+        """Seconds that a token is worth: those it takes in this run, or by plain decoding."""
+        plain = prices.plain / jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
+        here = jnp.minimum(self.seconds / jnp.maximum(self.tokens, 1), plain)
+        return jnp.where(self.tokens > 0, here, plain)
+
+
+def right_beforehand(
+    model: ModelConfig, *, text: bool, passes: int, with_rest: bool, heads: int
+) -> list[float]:
+    """How likely each draft is before anything is known of a run, the likeliest first."""
+    begun, found = 1.0, [TEXT_IS_RIGHT] if text else []
+    right = PASS_WITH_REST_IS_RIGHT if with_rest else PASS_IS_RIGHT
+    for _ in range(passes):
+        found += [begun * right, *(begun * (1 - right) * share for share in OTHERS_ARE_RIGHT)]
+        begun *= right
+    of_heads = heads_are_right(model, heads, passes > 0)
+    for depth in range(1, heads + 1):
+        for path in grid(depth):
+            ranks = zip(path, of_heads, strict=False)
+            found.append(begun * math.prod(RANK_IS_RIGHT[rank] * head for rank, head in ranks))
+    return sorted(found, reverse=True)
+
+
+# --- growing -------------------------------------------------------------------------------------
+
+
+def best_by_depth(rates: Rates, groups: list[Paths]) -> Float[Array, "B J"]:
+    """How likely the likeliest draft of each depth is."""
+    kinds = [group.kinds for group in groups if group.kinds is not None]
+    if not kinds:
+        return jnp.zeros((1, 0), jnp.float32)
+    return functools.reduce(jnp.maximum, (jnp.max(chances(rates, one), axis=1) for one in kinds))
+
+
+def gain_of_pass(
+    rates: Rates,
+    survival: Float[Array, "B"],
+    found: Float[Array, "B"] | float,
+    prices: Prices,
+    pace: Float[Array, ""],
+) -> Float[Array, ""]:
+    """Seconds that the best token of a pass is expected to save beyond a draft that has been
+    `found`, with that chance, less those of its row.
+
+    It is judged only where it is likely enough, which the pass will say.
+    """
+    of_best = slice(KINDS.passes, KINDS.passes + PASS_AXES[1])
+    tried, values = rates.tried[of_best], rates.values[of_best]
+    better = survival[:, None] * values[None] - jnp.reshape(found, (-1, 1))
+    saved = jnp.maximum(better * pace - prices.one_row, 0)
+    return jnp.sum(saved * (tried / jnp.sum(tried))[None])
+
+
+def best_width(
+    widths: Sequence[int],
+    chance: Float[Array, "B T"],
+    prices: Prices,
+    pace: Float[Array, ""],
+    running: Bool[Array, "B"],
+) -> tuple[Int[Array, "B"], Float[Array, ""]]:
+    """The nodes that the step's tree may have, root included, and the seconds of its pass.
+
+    More nodes bring more tokens, a wider pass takes longer: that is chosen which saves most.
+    """
+    found = jnp.sum(jnp.where(running[:, None], jnp.cumsum(chance, axis=1), 0), axis=0)
+    saves = pace * found[jnp.asarray(widths) - 1] - prices.rows
+    at = jnp.argmax(saves)
+    nodes = jnp.asarray(widths, jnp.int32)[at]
+    return jnp.full(running.shape, nodes), prices.rows[at]
+
+
+# --- learning ------------------------------------------------------------------------------------
+
+
+def judged(
+    offered: Offered, state: DecodeState
+) -> tuple[Bool[Array, "B R J"], Bool[Array, "B R J"]]:
+    """Which offered drafts the step's tokens judge, and which of them are right.
+
+    A draft is judged where all before it on its path are right and the token is known; of several
+    of one kind at one node the first.
+    """
+    tokens, kinds = offered
+    B, R, J = tokens.shape
+    index = jnp.arange(J, dtype=jnp.int32)[None]
+    slots = jnp.minimum((state.length - state.emitted)[:, None] + index, state.tokens.shape[1] - 1)
+    said = jnp.take_along_axis(state.tokens, slots, axis=1)[:, None]  # [B, 1, J]
+    known = (index < state.emitted[:, None])[:, None]
+    right = (tokens == said) & (kinds != NO_DRAFT) & known
+    so_far = jnp.cumprod(right.astype(jnp.int32), axis=2)
+    before = jnp.concatenate([jnp.ones((B, R, 1), bool), so_far[:, :, :-1] > 0], axis=2)
+    tried = before & (kinds != NO_DRAFT) & known
+    # A kind is part of a node's name here.
+    both = shared(tokens * KINDS.count + kinds, jnp.sum(tried, axis=2, dtype=jnp.int32))
+    return tried & (first_with(both, J) == jnp.arange(R)[None, :, None]), right
