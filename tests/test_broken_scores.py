@@ -3,6 +3,7 @@
 row and token."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,10 @@ import tsjax
 from tsjax.decoding.sampling import best_with_score, warp
 from tsjax.files.fingerprint import model_fingerprint
 
-SIZES = dict(capacity=128, prefill_width=16)
+SIZES: dict[str, Any] = dict(capacity=128, prefill_width=16)
 SOUND = chain_model(chain(*range(1, 20)))
 PROMPTS = [[1, 2, 3], [30]]  # the second says 0 for ever
-HOW = dict(max_new_tokens=8, **SIZES)
+HOW: dict[str, Any] = dict(max_new_tokens=8, **SIZES)
 METHODS = ["autoregressive", tsjax.NGram(suffix_length=5)]
 MESSAGE = r"new token 3 of row 0 \(position 5\) are NaN or infinite: see to the weights"
 

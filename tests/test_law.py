@@ -6,6 +6,7 @@ Programs are compiled as users have them: with less effort XLA rounds everything
 
 import math
 from fractions import Fraction
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -132,7 +133,8 @@ def test_rows_beside_a_row_do_not_move_its_edge(kind):
         rng = np.random.default_rng(seed)
         logits = rng.uniform(0.5, 3) * rng.standard_normal((1, ROWS, VOCAB)).astype(np.float32)
         temperature = float(np.float32(rng.uniform(0.5, 1.5)))
-        setting = {kind: at_an_edge(logits[0, 0] / np.float32(temperature), kind, rng)}
+        value = at_an_edge(logits[0, 0] / np.float32(temperature), kind, rng)
+        setting: dict[str, Any] = {kind: value}
         config = GenerationConfig(do_sample=True, temperature=temperature, **setting)
         values = sampling_values(config, (), VOCAB, jnp.float32)
         noise = step_noise(row_keys([seed], [0]), jnp.asarray([9]), 1, VOCAB, values)

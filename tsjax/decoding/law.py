@@ -23,12 +23,13 @@ from jax import lax
 from tsjax.typing import Array, DTypeLike, Float, Int, UInt
 
 LN2 = math.log(2)
+BLOCK = 128  # terms of a sum that are added first
 
 
 class _Type(NamedTuple):
     """What is written down for a type of numbers."""
 
-    digits: int  # of its mantissa
+    digits: int  # of its mantissa, after the first
     bias: int  # of its exponent
     integer: Any  # of the same size
     furthest: float  # from the best logit; what is less likely counts as that
@@ -94,18 +95,18 @@ def exp_minus(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
 
 
 def total(x: Float[Array, "*rows V"]) -> Float[Array, "*rows 1"]:
-    """The sum along the last axis of numbers from 0 to 1, as integers of several digits."""
-    kind, size = _of(x.dtype), x.shape[-1].bit_length()
-    digit = 8 * x.dtype.itemsize - 1 - size  # bits, so that `size` bits more hold a sum
-    sums = []
-    for _ in range(math.ceil((kind.digits + 1 + size) / digit)):
-        x = x * 2.0**digit
-        whole = x.astype(kind.integer)
-        x = x - whole.astype(x.dtype)
-        sums.append(jnp.sum(whole, axis=-1, keepdims=True, dtype=kind.integer))
-    found = jnp.zeros(sums[0].shape, x.dtype)
-    for one in reversed(sums):
-        found = (found + one.astype(x.dtype)) * 2.0**-digit
+    """The sum along the last axis of numbers from 0 to 1, as integers of two digits."""
+    kind, bits = _of(x.dtype), 8 * x.dtype.itemsize
+    digit, half = bits - 1 - BLOCK.bit_length(), bits // 2 - 1  # so that integers hold sums
+    x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, -x.shape[-1] % BLOCK),))
+    x = x.reshape(*x.shape[:-1], -1, BLOCK) * 2.0**digit
+    upper = lax.floor(x)
+    found = jnp.zeros((), x.dtype)
+    for numbers, power in (((x - upper) * 2.0**digit, -2 * digit), (upper, -digit)):
+        of_blocks = jnp.sum(numbers.astype(kind.integer), axis=-1, dtype=kind.integer)
+        for part, more in ((of_blocks & (2**half - 1), 0), (of_blocks >> half, half)):
+            whole = jnp.sum(part, axis=-1, keepdims=True, dtype=kind.integer)
+            found = whole.astype(x.dtype) * 2.0 ** (power + more) + found
     return found
 
 

@@ -285,11 +285,12 @@ def best_with_score(
     scores: Float[Array, "*rows V"],
 ) -> tuple[Float[Array, "*rows"], Int[Array, "*rows"]]:
     """The largest entry along the last axis, NaN if there is one, and its index as of `best`."""
-    return lax.platform_dependent(
-        scores,
-        cpu=best_by_two_reductions,
-        default=lambda scores: tuple(x[..., 0] for x in few_by_one_reduction(scores, 1)),
-    )
+
+    def by_one_reduction(scores):
+        values, indices = few_by_one_reduction(scores, 1)
+        return values[..., 0], indices[..., 0]
+
+    return lax.platform_dependent(scores, cpu=best_by_two_reductions, default=by_one_reduction)
 
 
 def best_few(
