@@ -236,8 +236,9 @@ class LikelyTree(OnPartialCache):
             memory, sizes = state.memory, self.sizes(model)
             if self.costs is None:
                 raise BadValue(
-                    "costs=None is not valid in a step: tsjax.generate fills them in, and "
-                    "tsjax.choose_method(method, model, context).method has them"
+                    "costs=None is not valid in a step: tsjax.generate and "
+                    "tsjax.choose_method(method, model, context) choose them, or give "
+                    "LikelyTree(costs=...)"
                 )
             prices = prices_of(self, self.costs, sizes.pass_widths, state)
             pace, groups, spent = memory.pace.worth(prices, state), [], jnp.float32(0)
