@@ -344,7 +344,7 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 2_300,
-    "tsjax/decoding": 2_800,
+    "tsjax/decoding": 3_000,
     "tsjax/files": 2_200,
     "tsjax/host": 6_500,
     "tsjax/lazy": 1_200,

@@ -14,9 +14,12 @@ from any_tree import AnyTree
 from helpers import LOOPING, PROMPTS, SIZES, TOKENS, looping_model, oracle_logits, save_tokenizer
 
 import tsjax
+from pallas_kernels import native
 from tsjax.host import run
 from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 
+# The same bits where sums of a pass have one order.
+EXACT = native.status(try_now=True).state == "ready"
 VOCAB = LOOPING["vocab_size"]
 MODEL = looping_model()
 SAMPLED = dict(do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.3, seed=4)
@@ -27,6 +30,10 @@ def log_softmax(x):
     x = np.asarray(x, np.float64)
     x = x - x.max(-1, keepdims=True)
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def same(mine, theirs):
+    np.testing.assert_allclose(mine, theirs, rtol=0 if EXACT else 1e-5, atol=0 if EXACT else 1e-5)
 
 
 def processed(logits, text, settings):
@@ -69,8 +76,8 @@ def test_drafts_change_none(settings):
     plain = tsjax.generate(MODEL, PROMPTS, **how)
     found = tsjax.generate(MODEL, PROMPTS, method=AnyTree(), **how)
     assert found.stats.tokens_per_step > 1.1
-    for one, other in zip(found.logprobs, plain.logprobs, strict=True):
-        jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, atol=1e-5), one, other)
+    for mine, theirs in zip(found.logprobs, plain.logprobs, strict=True):
+        jax.tree.map(same, mine, theirs)
 
 
 def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
@@ -97,8 +104,7 @@ def test_a_resumed_run_has_those_of_its_first_part(tmp_path):
     tsjax.generate(MODEL, PROMPTS, max_new_tokens=8, save_to=path, **how, **SIZES)
     found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
     for mine, theirs in zip(found.logprobs, whole.logprobs, strict=True):
-        np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
-        np.testing.assert_allclose(mine.processed_top, theirs.processed_top, atol=1e-5)
+        jax.tree.map(same, mine, theirs)
     saved = json.loads(path.read_text())
     saved["logprobs"][0]["raw"].pop()
     path.write_text(json.dumps(saved))

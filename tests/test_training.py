@@ -353,6 +353,11 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
         refused("step-00000003' is damaged")
     file.write_bytes(intact[0])
     os.utime(file, ns=(intact[1].st_atime_ns, intact[1].st_mtime_ns))
+    stored = file.with_name("arrays.safetensors")
+    stored.rename(tmp_path / "elsewhere")
+    os.mkfifo(stored)
+    refused("step-00000003' is damaged: .*is a named pipe; it must be a file")
+    (tmp_path / "elsewhere").rename(stored)
     after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file())
     assert after == before
 

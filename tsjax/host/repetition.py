@@ -10,6 +10,8 @@ import numpy as np
 
 from tsjax.host.request import Request
 
+LONGEST_REPEAT = 16
+
 
 class Loops:
     """Finds the token at which the last ones are `times` equal parts of min to max tokens.
@@ -48,3 +50,18 @@ class Loops:
             if (self._repeated[row] >= enough).any() and token not in self._stop_ids:
                 return index + 1
         return None
+
+
+def mean_repeat(tokens: np.ndarray, length: np.ndarray) -> int:
+    """How many of the last tokens, up to LONGEST_REPEAT, stood together before: a mean of rows."""
+    sizes = []
+    for row, known in zip(tokens, length, strict=True):
+        text = row[:known]
+        places = np.flatnonzero(text[:-1] == text[-1]) if known else np.zeros(0, np.int64)
+        size = 0
+        while len(places) and size < LONGEST_REPEAT:
+            size += 1
+            places = places[places >= size]
+            places = places[text[places - size] == text[-1 - size]]
+        sizes.append(size)
+    return int(np.mean(sizes))

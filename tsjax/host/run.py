@@ -28,7 +28,7 @@ from tsjax.host import processes
 from tsjax.host.compilation import Stopwatch, try_to_keep_programs
 from tsjax.host.costs import contradicts, forget
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.repetition import Loops
+from tsjax.host.repetition import Loops, mean_repeat
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
 from tsjax.methods.corpus import CorpusIndex
@@ -38,7 +38,6 @@ from tsjax.model.transformer import ModelWeights
 
 SECONDS_PER_CHUNK = 0.2
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
-LONGEST_REPEAT = 16
 STEPS_TO_DOUBT = 256  # plain ones, of all rows, before they say something of the table of costs
 LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 _REASONS = {EOS: "eos", LENGTH: "length"}
@@ -122,8 +121,7 @@ def _run(
                 interrupt.meet()
             seconds = processes.first_says(decoding.last)
             steps = _next_chunk(steps, seconds)
-        seen = Seen.of(state)
-        read = rows.read(seen, interrupt.requested)
+        read = rows.read(seen := Seen.of(state), interrupt.requested)
         counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
             **read,
@@ -208,7 +206,7 @@ class Judge:
             seconds=float(self._seconds),
             since=float(self._since),
             tried=tuple(self._tried.values()),
-            repeats=_repeats(processes.on_host(state.tokens), now.length),
+            repeats=mean_repeat(processes.on_host(state.tokens), now.length),
         )
         self._doubt(measured)
         chosen = self._request.method.next(measured)
@@ -317,21 +315,17 @@ class HostRows:
         }
 
     def broken(self, seen: Seen, first: int = 0) -> Failed | None:
-        """What is to be raised after `read` where a row cannot go on; rows are numbered from
-        `first` on."""
-        found = [
-            f"row {first + row} at new token {known - self._request.prompt_length[row] + 1} "
-            f"(position {known})"
-            for row, known in enumerate(self._emitted)
-            if self._reasons[row] is None and seen.finish[row] == BROKEN
-        ]
+        """Why a row cannot go on, after `read`; rows are numbered from `first` on."""
         half = self._request.decode.model.dtype == "float16"
         why = "float16 ends at 65504, so try bfloat16 or float32" if half else "see to the weights"
-        message = (
-            f"the scores of the next token are NaN or infinite, in {', '.join(found)}: {why}, or "
-            "to a logits_processor that returns such numbers. What came before is kept."
-        )
-        return Failed(message) if found else None
+        for row, known in enumerate(self._emitted):
+            if self._reasons[row] is None and seen.finish[row] == BROKEN:
+                new = known - self._request.prompt_length[row] + 1
+                return Failed(
+                    f"the scores of new token {new} of row {first + row} (position {known}) are "
+                    f"NaN or infinite: {why}, or to a logits_processor. What came before is kept."
+                )
+        return None
 
     def _news_of(self, found: LogProbs | None, before: list[int]) -> list[LogProbs] | None:
         """Log-probabilities of what is new since `before`."""
@@ -498,21 +492,6 @@ def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
     counts = processes.on_host(state.prompt.computed).sum(axis=(1, 2))
     rows, tokens = state.prompt_length.shape[0], int(processes.on_host(state.prompt_length).sum())
     return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
-
-
-def _repeats(tokens: np.ndarray, length: np.ndarray) -> int:
-    """How many of the last tokens, up to LONGEST_REPEAT, stood together before: a mean of rows."""
-    sizes = []
-    for row, known in zip(tokens, length, strict=True):
-        text = row[:known]
-        places = np.flatnonzero(text[:-1] == text[-1]) if known else np.zeros(0, np.int64)
-        size = 0
-        while len(places) and size < LONGEST_REPEAT:
-            size += 1
-            places = places[places >= size]
-            places = places[text[places - size] == text[-1 - size]]
-        sizes.append(size)
-    return int(np.mean(sizes))
 
 
 def _next_chunk(steps: int, elapsed: float) -> int:

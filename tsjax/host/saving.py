@@ -53,7 +53,7 @@ class Saving(Writing):
     """Writes the file of `generate(save_to=...)`; while entered, no other run writes it."""
 
     def __init__(self, model: Model, request: Request, path: Any, every: int):
-        super().__init__(stacklevel=5)
+        super().__init__(stacklevel=6)
         self._model, self._request, self._path, self._every = model, request, path, every
         self._written = 0
         if path is not None:
@@ -71,7 +71,7 @@ class Saving(Writing):
             try:
                 is_taken = not self._lock.take()
             except OSError as error:
-                warnings.warn(f"save_to={name!r} cannot be locked: {error}", stacklevel=3)
+                warnings.warn(f"save_to={name!r} cannot be locked: {error}", stacklevel=4)
         if processes.most(is_taken):
             wanted = "wait for it, or choose another file"
             raise BadValue(f"save_to={name!r} is being written by another run: {wanted}")

@@ -54,7 +54,7 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
       logprobs: tell so many of the most probable tokens beside each.
 
     Raises:
-      RuntimeError: the model's logits are NaN or infinite; the message says from which token on.
+      RuntimeError: the model's logits are NaN or infinite; the message names the continuation.
     """
     if not isinstance(model, Model):
         raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
@@ -72,11 +72,10 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
     processes.check_same("score", [row.tobytes() for row in rows], logprobs)
     told = [_of_row(model, *pair, logprobs) for pair in zip(rows, ends, strict=True)]
     for index, one in enumerate(told):
-        if (broken := np.isnan(one.raw)).any():
+        if np.isnan(one.raw).any():
             raise Failed(
-                f"the model's logits are NaN or infinite from token {broken.argmax()} of "
-                f"continuation[{index}] on: see to the weights, or try another dtype than "
-                f"{model.cfg.dtype}"
+                f"the model's logits are NaN or infinite in continuation[{index}] or its prompt: "
+                f"see to the weights, or try another type than {model.cfg.dtype}"
             )
     return Scored(ends, told)
 

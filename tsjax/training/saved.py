@@ -36,7 +36,7 @@ from tsjax.files.whole_files import (
 )
 from tsjax.host import processes
 from tsjax.host.saving import Writing
-from tsjax.input_files import listed, parsing, read_json
+from tsjax.input_files import listed, parsing, read_json, require_file
 from tsjax.model.sharding import placed
 
 CHECKPOINT_FORMAT = 4
@@ -204,7 +204,9 @@ def _read_safetensors(checkpoint: str, like: Mapping[str, jax.Array]) -> dict[st
     import safetensors.numpy
 
     with parsing(checkpoint, " is damaged"):
-        stored = safetensors.numpy.load_file(os.path.join(checkpoint, ARRAYS_FILE))
+        path = os.path.join(checkpoint, ARRAYS_FILE)
+        require_file(path)
+        stored = safetensors.numpy.load_file(path)
         _check_arrays(stored, like)
         wrong = [name for name, array in like.items() if stored[name].dtype != array.dtype]
         check(not wrong, "types of", wrong, "those of the run")
