@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LikelyTree: one tree of the drafts that are most likely to be right, as many as pay.
 
-Knows its settings and what it remembers. What is drafted, likely_sources.py knows; how far that
+Knows its settings and what a step does. What is drafted, likely_sources.py knows; how far that
 pays, likely_growth.py. Does not know how a draft is judged.
 """
 
@@ -11,7 +11,6 @@ import dataclasses
 import functools
 from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
@@ -23,8 +22,9 @@ from tsjax.errors import BadValue
 from tsjax.methods.corpus import PLACES
 from tsjax.methods.cost_model import Costs, as_costs
 from tsjax.methods.devices import costs_for
-from tsjax.methods.history import NgramTable, enter, enter_few, init_table
+from tsjax.methods.history import enter, enter_few, init_table
 from tsjax.methods.likely_growth import (
+    Learned,
     Offered,
     Pace,
     Prices,
@@ -343,25 +343,3 @@ class LikelyTree(OnPartialCache):
 
     def taught(self, memory: Learned, lesson: Any) -> Learned:
         return memory.replace(rates=lesson) if isinstance(lesson, Rates) else memory
-
-
-class Learned(flax.struct.PyTreeNode):
-    """LikelyTree's memory; None where the settings do not need it.
-
-    Attributes:
-      cache: for passes of the model on few tokens.
-      hidden: last layer's output for the last committed token; zero before there is one.
-      table: of prompt and output.
-      offered: what the last step could have drafted.
-      rates: how often drafts of each kind were right.
-      pace: of the last steps.
-      spent: seconds of the last step, by the prices.
-    """
-
-    cache: DraftCache | None
-    hidden: Float[Array, "B D"] | None
-    table: NgramTable | None
-    offered: Offered
-    rates: Rates
-    pace: Pace
-    spent: Float[Array, ""]

@@ -190,13 +190,7 @@ class Drafter(NamedTuple):
         return cache, ranked, runs[1:]
 
     def _pass(
-        self,
-        depth: int,
-        writes: Bool[Array, ""],
-        carry: Any,
-        best: Int[Array, "B known"],
-        noise: Noise,
-        row: Any,
+        self, depth: int, writes: Bool[Array, ""], carry: Any, best, noise: Noise, row
     ) -> Any:
         """The cache, what it lacks and the candidates after a pass. `best` is what it drafts
         after; noise that is missing is made."""

@@ -39,7 +39,7 @@ from tsjax.methods.second_model import (
 )
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
-from tsjax.typing import Array, Bool, Int
+from tsjax.typing import Array, Bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,15 +218,7 @@ class TriForce(OnPartialCache):
             reader = forgotten(reader, text.end - 1)
         return cache, reader, text
 
-    def _offered(
-        self,
-        params: Params,
-        state: DecodeState,
-        noise: Noise,
-        reader: Reader | None,
-        text: Text,
-        short: Bool[Array, "B"],
-    ) -> tuple[Reader | None, Int[Array, "B T"], Int[Array, "B"]]:
+    def _offered(self, params, state, noise, reader: Reader | None, text: Text, short):
         """What the lowest level offers, and how many tokens of it."""
         number = jnp.where(short, self.inner_length, 0)
         if reader is not None:
