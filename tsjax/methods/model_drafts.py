@@ -189,9 +189,7 @@ class Drafter(NamedTuple):
             best = jnp.concatenate([best, found[0].tokens[:, :1]], axis=1)
         return cache, ranked, runs[1:]
 
-    def _pass(
-        self, depth: int, writes: Bool[Array, ""], carry: Any, best, noise: Noise, row
-    ) -> Any:
+    def _pass(self, depth: int, writes: Bool[Array, ""], carry: Any, best, noise: Noise, row):
         """The cache, what it lacks and the candidates after a pass. `best` is what it drafts
         after; noise that is missing is made."""
         (cache, rest, _), heads = carry, self._heads_after(depth)
