@@ -14,7 +14,7 @@ from helpers import MIXED_COSTS as MIXED
 import tsjax
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Measured, Tried
-from tsjax.host import run
+from tsjax.host.repetition import mean_repeat
 from tsjax.methods import Auto, Autoregressive, LikelyTree, NGram, TokenSwift, auto
 from tsjax.methods.auto import choose, options
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
@@ -396,7 +396,7 @@ def test_how_much_of_the_end_stood_there_before():
         lengths = rng.integers(1, 31, 2)
         rows = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
         expected = int(np.mean([*map(longest, rows)]))
-        assert run._repeats(tokens, lengths) == expected
+        assert mean_repeat(tokens, lengths) == expected
 
 
 def test_no_copy_in_int8_is_made_while_a_run_goes_on():
