@@ -343,20 +343,21 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 2_300,
-    "tsjax/decoding": 3_000,
+    "tsjax": 1_380,
+    "tsjax/commands": 1_020,
+    "tsjax/decoding": 3_010,
     "tsjax/files": 2_200,
-    "tsjax/host": 6_500,
-    "tsjax/lazy": 1_200,
-    "tsjax/methods": 4_550,  # each prices its steps, and array code has its shapes
-    "tsjax/model": 1_400,
+    "tsjax/host": 6_650,
+    "tsjax/lazy": 1_160,
+    "tsjax/methods": 4_540,
+    "tsjax/model": 1_360,
     "tsjax/training": 1_300,
-    "pallas_kernels": 3_100,
-    "convert": 500,
+    "pallas_kernels": 3_110,
+    "convert": 510,
     "benchmarks": 9_500,
-    "tools": 5_100,
-    "tests": 30_200,
-    "examples": 400,
+    "tools": 6_010,
+    "tests": 27_630,
+    "examples": 330,
 }
 
 
