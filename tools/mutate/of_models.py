@@ -45,7 +45,7 @@ OF_MODELS = (
         "rest=rest[layer] if rest else None",
         "rest=None",
         (
-            "tests/test_methods.py"
+            "tests/test_drafts.py"
             "::test_drafts_that_see_the_rest_see_everything_where_all_tokens_count_alike",
         ),
     ),
