@@ -7,22 +7,18 @@ import dataclasses
 import itertools
 import random
 
-import jax
 import numpy as np
 import pytest
 from helpers import MIXED_COSTS as MIXED
-from helpers import chain, chain_model, tiny_model
 
 import tsjax
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Measured, Tried
-from tsjax.host import costs, run
-from tsjax.host.saved_run import read_run
+from tsjax.host.repetition import mean_repeat
 from tsjax.methods import Auto, Autoregressive, LikelyTree, NGram, TokenSwift, auto
 from tsjax.methods.auto import choose, options
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.devices import CPU, GPUS, device_of, estimated
-from tsjax.methods.rates import first_rates
 
 PRESETS = ["llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b"]
 CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
@@ -400,7 +396,7 @@ def test_how_much_of_the_end_stood_there_before():
         lengths = rng.integers(1, 31, 2)
         rows = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
         expected = int(np.mean([*map(longest, rows)]))
-        assert run._repeats(tokens, lengths) == expected
+        assert mean_repeat(tokens, lengths) == expected
 
 
 def test_no_copy_in_int8_is_made_while_a_run_goes_on():
@@ -431,225 +427,3 @@ def test_an_estimate_has_the_proportions_alone(seconds):
             current=PLAIN, seconds=factor * drafting.seconds, tried=(tried(begun, seconds),)
         )
         assert Auto().next(plain) == follows
-
-
-# --- in a run --------------------------------------------------------------------------------
-
-SETTINGS = dict(max_new_tokens=60, do_sample=True, seed=5)
-PER_STEP = table((1, 1.0), (8, 1.0))  # a second for each step
-DRAFTING = LikelyTree(width=4, pass_widths=(1,), places=2, costs=PER_STEP)
-ROWS = [[1, 2, 3], [4]]
-
-
-def spells(methods):
-    """The methods one after the other, each as often as it was taken up."""
-    return [method for method, _ in itertools.groupby(methods)]
-
-
-def let_auto_choose(method, monkeypatch, drafting, plain):
-    """Auto begins with a method and judges early; a chunk takes these seconds, one number for each
-    spell of the method, the last one also for later spells.
-
-    Returns what Auto was told, and what it said.
-    """
-    chunks, asked, told = run.Stopwatch, Auto.next, []
-    seconds = {method: drafting, PLAIN: plain}
-
-    class Stopwatch(chunks):
-        def __exit__(self, *_):
-            super().__exit__(*_)
-            said = [one for _, one in told]
-            spell = spells(said).count(said[-1]) - 1
-            self.last = ([*seconds[said[-1]][: spell + 1]])[-1]
-
-    def next_method(self, so_far):
-        told.append((so_far, asked(self, so_far)))
-        return told[-1][1]
-
-    monkeypatch.setattr(run, "Stopwatch", Stopwatch)
-    monkeypatch.setattr(Auto, "next", next_method)
-    monkeypatch.setattr(auto, "choose", lambda *_, **__: method)
-    monkeypatch.setattr(auto, "SHORT_RUN", 0)
-    monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
-    monkeypatch.setattr(auto, "LEAST_FOUND", 0)  # the seconds are not those of real steps
-    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
-    monkeypatch.setattr(run, "FIRST_CHUNK", 5)
-    return told
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_model()
-
-
-@pytest.fixture(scope="module")
-def said_plainly(model):
-    return [row.tolist() for row in tsjax.generate(model, ROWS, **SETTINGS).tokens]
-
-
-@pytest.mark.parametrize(
-    ("drafting", "plain", "taken"),
-    [
-        (2.0, 5.0, [DRAFTING]),  # clearly faster than plain decoding by the table
-        (50.0, 5.0, [DRAFTING, PLAIN]),
-        (50.0, 500.0, [DRAFTING, PLAIN, DRAFTING]),
-    ],
-)
-def test_a_run_goes_on_with_what_takes_less_time(
-    model, said_plainly, drafting, plain, taken, monkeypatch
-):
-    """Chunks of five steps. The tokens stay those of plain decoding, and so do the counters' sums.
-
-    In the last case plain decoding takes longer than the table says, and the run returns.
-    """
-    told = let_auto_choose(DRAFTING, monkeypatch, [drafting], [plain])
-    found = tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
-    assert [row.tolist() for row in found.tokens] == said_plainly
-    assert found.stats.method == DRAFTING and found.stats.gave_up == (taken[-1] == PLAIN)
-    assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
-    assert sum(found.stats.accepted_lengths) == sum(found.stats.steps)
-    assert spells(method for _, method in told) == taken
-    # Of the first method the first chunk is left out; then each has five steps of two rows.
-    first = [so_far for so_far, _ in told[1:3]]
-    assert [so_far.steps for so_far in first] == [0, 10] and first[0].tried == ()
-    assert first[1].seconds == first[1].since == 2 * drafting and first[1].tokens >= 10
-
-
-def test_a_method_is_judged_from_its_second_chunk_on_and_remembered(monkeypatch):
-    """What was measured last of each is what is known of it. The model says 1, 2, 3 for ever, so
-    that a step with drafts finds up to four tokens."""
-    told = let_auto_choose(DRAFTING, monkeypatch, [50.0, 40.0], [500.0])
-    monkeypatch.setattr(auto, "TRIALS_COST", 1e6)
-    model = chain_model(chain(1, 2, 3, 1))
-    tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), max_new_tokens=200)
-    records, changes = {}, 0
-    for (so_far, said), (after, _) in itertools.pairwise(told):
-        current = so_far.current
-        if current is None:
-            continue
-        if said == current:
-            assert after.steps > so_far.steps and after.since > so_far.since
-        else:
-            changes += 1
-            per_token, per_step = so_far.seconds / so_far.tokens, so_far.tokens / so_far.steps
-            records[current] = Tried(current, per_token, so_far.context, per_step)
-            assert after.current == said and after.context > so_far.context
-            assert after.steps == after.tokens == after.seconds == after.since == 0
-        assert after.tried == tuple(records.values())
-    assert changes >= 4
-    assert records[PLAIN].seconds == 100 and records[DRAFTING].seconds < 8 / 2
-
-
-def test_what_was_long_ago_counts_less(model, monkeypatch):
-    """Half of it is forgotten after two seconds of each row; `since` forgets nothing."""
-    monkeypatch.setattr(run, "LATELY", 2.0)
-    told = let_auto_choose(DRAFTING, monkeypatch, [2.0], [5.0])
-    tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
-    judged = [so_far for so_far, _ in told[1:6]]
-    assert [so_far.seconds for so_far in judged] == [0, 4, 8, 8, 8]
-    assert [so_far.steps for so_far in judged] == [0, 10, 20, 20, 20]
-    assert [so_far.since for so_far in judged] == [0, 4, 8, 12, 16]
-
-
-def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
-    model, said_plainly, monkeypatch
-):
-    told = let_auto_choose(DRAFTING, monkeypatch, [50.0, 1.0], [5.0])
-    monkeypatch.setattr(auto, "TRIALS_COST", 20.0)  # of so short a run
-    rates, with_method = [], run.with_method
-
-    def watched(state, cfg, *rest):
-        """Copies, as what a step was given is gone after it."""
-        after = with_method(state, cfg, *rest)
-        for memory in (state.memory, after.memory):
-            if memory:
-                rates.append(jax.tree.map(np.array, memory.rates))
-        return after
-
-    monkeypatch.setattr(run, "with_method", watched)
-    found = tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
-    assert [row.tolist() for row in found.tokens] == said_plainly
-    assert spells(method for _, method in told) == [DRAFTING, PLAIN, DRAFTING]
-    assert not found.stats.gave_up
-    assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
-    left, returned = rates
-    assert np.array_equal(left.tried, returned.tried)
-    assert np.array_equal(left.right, returned.right)
-    assert not np.array_equal(left.tried, first_rates().tried)
-
-
-def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
-    """The first machine's table drafts with the heads, the second's does not; and the other way."""
-    monkeypatch.setattr(auto, "SHORT_RUN", 0)
-    model, file = tiny_model(num_draft_heads=1), tmp_path / "run.json"
-    plain = tsjax.generate(model, ROWS, **SETTINGS)
-    drafts, text = Auto(costs=table((1, 1.0), (8, 1.1), heads=1e-2)), Auto(costs=DEAR_ROWS)
-    methods = [tsjax.choose_method(one, model, 100).method for one in (drafts, text)]
-    assert [method.heads for method in methods] == [True, False]
-    for first, second in ((drafts, text), (text, drafts)):
-        tsjax.generate(model, ROWS, method=first, save_to=file, **SETTINGS | {"max_new_tokens": 23})
-        assert read_run(file).method == first
-        found = tsjax.generate(model, method=second, resume_from=file, max_new_tokens=60)
-        assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
-
-
-@pytest.mark.parametrize("revive_rows", [1, 8])
-def test_drafts_are_judged_when_the_prompt_is_whole(model, revive_rows, monkeypatch):
-    """Revival ends steps early: of 27 tokens, 8 at a time are back soon, one at a time never."""
-    lazy = tsjax.LazyPrefill(
-        keep={1: 0.1}, revive="background", choose_every=2, revive_rows=revive_rows
-    )
-    prompt, settings = [list(range(1, 32))], dict(max_new_tokens=40, seed=5, prefill=lazy)
-    let_auto_choose(DRAFTING, monkeypatch, [500.0], [5.0])
-    found = tsjax.generate(model, prompt, method=Auto(costs=PER_STEP), **settings)
-    whole = found.stats.prompt_computed == (1.0, 1.0)
-    assert found.stats.gave_up == whole == (revive_rows == 8)
-    plain = tsjax.generate(model, prompt, **settings)
-    assert found.tokens[0].tolist() == plain.tokens[0].tolist()
-
-
-def test_steps_that_revival_ended_are_not_judged(model, monkeypatch):
-    """Nor those of a chunk in which it came to its end; a row that has ended revives no more."""
-    seen, judged = [], []
-    of_lazy = tsjax.LazyPrefill.is_reviving
-
-    def is_reviving(self, cfg, state):
-        seen.append((int(state.stats.steps.sum()), of_lazy(self, cfg, state)))
-        return seen[-1][1]
-
-    def judge(self, measured):
-        if measured.current is not None:
-            judged.append(seen[-1][0] - measured.steps)
-        return self
-
-    monkeypatch.setattr(tsjax.LazyPrefill, "is_reviving", is_reviving)
-    monkeypatch.setattr(NGram, "next", judge)
-    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
-    lazy = tsjax.LazyPrefill(keep={1: 0.1}, revive="background", choose_every=3, revive_rows=8)
-    prompts = [list(range(1, 32)), list(range(2, 60))]
-    settings = dict(max_new_tokens=40, do_sample=True, seed=5, prefill=lazy, method="ngram")
-    first, second = tsjax.generate(model, prompts, **settings).tokens
-    until = next(i for i, reviving in seen if not reviving)
-    assert max(i for i, reviving in seen if reviving) < until
-    assert all(begin >= until for begin in judged[-2:]) and judged[0] < until
-    # The second row, with more to revive, ends first.
-    end = next(t for t in second.tolist()[:6] if t not in first.tolist())
-    seen.clear()
-    ended = tsjax.generate(model, prompts, eos_token_id=end, **settings)
-    assert ended.finish_reason == ["length", "eos"] and ended.stats.prompt_computed[1] < 1
-    assert not seen[-1][1]
-
-
-def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
-    """Also where the table is that of the machine."""
-    monkeypatch.setenv("TSJAX_CACHE", str(tmp_path))  # without what other tests have measured
-    monkeypatch.setattr(costs, "_KNOWN", {})
-    monkeypatch.setattr(costs, "measure", lambda *_: table((1, 1.0), (8, 1.5)))
-    choice = tsjax.choose_method("tokenswift", model, 3 + 10)
-    assert isinstance(choice.method, LikelyTree) and choice.method.draft_passes == 0
-    assert choice.step_cost == 1.0 and choice.costs.origin == "measured"
-    for new_tokens, method in ((20, PLAIN), (257, choice.method)):
-        result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=new_tokens)
-        assert result.stats.method == method
-    kept = tsjax.choose_method("ngram", model, 13)
-    assert kept.method == NGram() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)

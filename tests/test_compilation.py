@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from any_tree import AnyTree
-from helpers import TOKENS, save_tokenizer, tiny_config, tiny_model
+from helpers import MIXED_COSTS, TOKENS, save_tokenizer, tiny_config, tiny_model
 
 import tsjax
 from pallas_kernels import dispatch
@@ -182,7 +182,9 @@ def test_a_run_that_changes_its_method_compiles_each_once(compiled):
         def next(self, measured):
             if measured.current is None:
                 sizes = dict(width=4, pass_widths=(1, 2), places=4, draft_budget=8, num_sinks=2)
-                return tsjax.LikelyTree(draft_passes=1, draft_weights="int8", **sizes)
+                return tsjax.LikelyTree(
+                    draft_passes=1, draft_weights="int8", costs=MIXED_COSTS, **sizes
+                )
             return tsjax.Autoregressive()
 
     tsjax.generate(model, [1, 2, 3], max_new_tokens=60, method=Changing(), eos_token_id=())

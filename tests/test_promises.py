@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a step of each method is expected to find and to take, or that this is not known."""
 
+import ast
 import dataclasses
+from pathlib import Path
 
 import pytest
 from helpers import MIXED_COSTS as MIXED
@@ -79,6 +81,19 @@ def test_what_drafting_passes_read_counts(name):
     assert promise.passes > 1 and promise.seconds > plain.seconds
     found, least = (step_reads(one, MODEL, CONTEXT) for one in (promise, plain))
     assert found.weights > least.weights and found.cache > least.cache
+
+
+def test_no_other_file_asks_for_a_method_s_type():
+    """What a method is, only its own file knows: a new one then needs no branch elsewhere."""
+    classes, asked = {method.__name__ for method in METHODS.values()}, []
+    for path in sorted(Path(tsjax.__file__).parent.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        own = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Name) and call.func.id in ("isinstance", "issubclass"):
+                names = {getattr(x, "id", getattr(x, "attr", "")) for x in ast.walk(call.args[1])}
+                asked += [(path.name, name) for name in names & classes - own]
+    assert not asked
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tsjax.decoding.start import init_state, with_method
 from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
-from tsjax.host.request import make_request
+from tsjax.host.asking import make_request
 from tsjax.lazy.choice import best_tokens
 from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed

@@ -16,7 +16,7 @@ import pytest
 from helpers import PROMPTS, SIZES, looping_model, oracle, oracle_logits, save_tokenizer, tiny_model
 
 import tsjax
-from tsjax.host.request import make_request
+from tsjax.host.asking import make_request
 from tsjax.methods.second_model import forgotten, guess, init_reader, kept_up, known_text
 
 VOCAB, CAPACITY, NUMBER = 24, 400, 3

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import jax
 
 import tsjax
-from tsjax.commands.arguments import Parser, flag_of, keep_programs_as_asked, note
+from tsjax.commands.arguments import Parser, flag_of, keep_programs_as_asked, tell
 from tsjax.commands.chat import add_chat
 from tsjax.commands.check import add_check
 from tsjax.commands.generate import add_generate
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except EXPECTED_ERRORS as error:
-        note(f"tsjax: error: {' '.join(str(error).split())}")
+        tell(f"tsjax: error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
         return 130

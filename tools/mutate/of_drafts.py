@@ -70,7 +70,7 @@ OF_DRAFTS = (
         "tsjax/methods/ngram.py",
         "count = jnp.where(matched >= self.suffix_match, count, 0)",
         "count = jnp.where(matched > self.suffix_match, count, 0)",
-        ("tests/test_verification.py::test_how_long_a_match_counts_and_when_it_is_drafted_alone",),
+        ("tests/test_drafts.py::test_how_long_a_match_counts_and_when_it_is_drafted_alone",),
     ),
     Change(
         "what_followed_begins_early",

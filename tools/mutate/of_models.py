@@ -55,7 +55,7 @@ OF_MODELS = (
         "tsjax/model/heads.py",
         "hidden, state = add_rms_norm(hidden, deeper, head.norm_out, cfg.norm_eps)",
         "_, state = add_rms_norm(hidden, deeper, head.norm_out, cfg.norm_eps)",
-        ("tests/test_methods.py::test_perfect_heads_are_accepted_in_full",),
+        ("tests/test_drafts.py::test_perfect_heads_are_accepted_in_full",),
     ),
     Change(
         "int8_scales_halved",
@@ -113,6 +113,6 @@ OF_MODELS = (
         "tsjax/lazy/choice.py",
         "best = best_tokens(jnp.where(always, jnp.inf, scores), candidates, count)",
         "best = best_tokens(scores, candidates, count)",
-        ("tests/test_pruning.py::test_sizes_of_sets_and_who_is_always_in_them",),
+        ("tests/test_pruning.py::test_sets_and_logits_are_those_of_the_oracle",),
     ),
 )

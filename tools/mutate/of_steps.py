@@ -87,7 +87,7 @@ OF_STEPS = (
         "tsjax/decoding/step.py",
         "found = index <= acceptance.count[:, None]",
         "found = index == acceptance.count[:, None]",
-        ("tests/test_methods.py::test_a_stop_token_inside_an_accepted_path_is_the_last[3]",),
+        ("tests/test_any_tree.py::test_a_stop_token_inside_an_accepted_path_is_the_last[3]",),
     ),
     Change(
         "finished_row_goes_on",
@@ -103,11 +103,7 @@ OF_STEPS = (
         "tsjax/decoding/step.py",
         "room = jnp.minimum(state.room, state.max_length - length)",
         "room = state.max_length - length",
-        (
-            "tests/test_pruning.py"
-            "::test_every_method_returns_the_tokens_of_plain_decoding_with_the_same_prefill"
-            "[ngram-in_batches]",
-        ),
+        ("tests/test_pruning.py::test_drafts_change_no_token",),
     ),
     Change(
         "accepted_drafts_not_seen",
@@ -214,7 +210,7 @@ OF_STEPS = (
         "tsjax/decoding/sampling.py",
         "positions = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]",
         "positions = first[:, None] + jnp.arange(1, count + 1, dtype=jnp.int32)[None]",
-        ("tests/test_blocks.py::test_a_loop_around_sample_says_what_generate_says",),
+        ("tests/test_blocks.py::test_sample_says_what_generate_says",),
     ),
     Change(
         "rows_share_one_key",
@@ -223,7 +219,7 @@ OF_STEPS = (
         "keys, positions = jax.random.key_data(row_key), positions.astype(jnp.uint32)",
         "keys, positions = jax.random.key_data(row_key), positions.astype(jnp.uint32)\n"
         "    keys = jnp.broadcast_to(keys[:1], keys.shape)",
-        ("tests/test_sampling.py::test_noise_depends_on_row_key_and_position_only",),
+        ("tests/test_choice.py::test_noise_depends_on_row_key_and_position_only",),
     ),
     # --- what a state begins with ----------------------------------------------------------------
     Change(

@@ -54,14 +54,14 @@ MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
 MOST_SHOWN = 5
 
 
-def note(line: str) -> None:
+def tell(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def note_once(line: str) -> None:
+def tell_once(line: str) -> None:
     """Where several processes run together, the first one says it."""
     if processes.is_first():
-        note(line)
+        tell(line)
 
 
 def flag_of(name: str) -> str:
@@ -127,7 +127,7 @@ def keep_programs_as_asked(args: argparse.Namespace) -> None:
         try:
             keep_programs()
         except OSError as error:
-            note(f"[compiled programs are not kept: {error}]")
+            tell(f"[compiled programs are not kept: {error}]")
     elif args.compilation_cache is False:
         jax.config.update("jax_enable_compilation_cache", False)
     else:
@@ -213,7 +213,7 @@ def joined(args: argparse.Namespace) -> Iterator[None]:
             why = " ".join(str(error).split())[:200]
             where = getattr(args, "save_to", None)
             saved = "" if where is None else f"; what there is lies in {where}"
-            note(f"tsjax: error: another process has ended, or failed: {why}{saved}")
+            tell(f"tsjax: error: another process has ended, or failed: {why}{saved}")
             sys.stdout.flush()
             os._exit(1)
 
@@ -231,10 +231,10 @@ def mesh_of_sizes(sizes: str | None) -> jax.sharding.Mesh | None:
 def exit_code(args: argparse.Namespace, made: Any, interrupted: bool, go_on: str) -> int:
     """Says what could not be written, and how to go on with an interrupted run."""
     for problem in made.problems:
-        note(f"tsjax: {problem}")
+        tell(f"tsjax: {problem}")
     if made.unsaved:
-        note(f"tsjax: error: {args.save_to!r} lacks the end of this run")
+        tell(f"tsjax: error: {args.save_to!r} lacks the end of this run")
         return 2
     if interrupted and go_on:
-        note_once(go_on)
+        tell_once(go_on)
     return 130 if interrupted else 0

@@ -47,14 +47,14 @@ def _chat(args: argparse.Namespace) -> int:
     conversation.check()
     shows = sys.stdin.isatty()
     if shows:
-        cli.note(f"[{CHAT_HELP}]")
+        cli.tell(f"[{CHAT_HELP}]")
     while True:
         try:
             said = input("> " if shows else "")
         except EOFError:
             return 0
         except KeyboardInterrupt:
-            cli.note("")
+            cli.tell("")
             return 0
         if said.strip() in ("/quit", "/exit"):
             return 0
@@ -72,6 +72,6 @@ def _answer(conversation: Any, said: str) -> None:
     except KeyboardInterrupt:  # SIGTERM ends the process
         print(" [ended]", end="")
     except tsjax.TsjaxError as error:  # the conversation is too long for the model, say
-        cli.note(f"tsjax: {' '.join(str(error).split())}")
+        cli.tell(f"tsjax: {' '.join(str(error).split())}")
         return
     print(flush=True)

@@ -224,7 +224,7 @@ def _generated(
             print(f"--- {number}\n{said}")
     elif args.progress:
         print(result.text if tokenizer is not None else result.tokens)
-    cli.note_once(
+    cli.tell_once(
         f"[{sum(stats.new_tokens)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_step:.2f} tokens/step, prefill {stats.prefill_seconds:.2f} s, "
         f"compiling {stats.compile_seconds:.1f} s, {', '.join(result.finish_reason)}]"
@@ -258,16 +258,16 @@ def _generate_many(args: argparse.Namespace) -> int:
             for _ in answering:
                 bar.update(1)
         except (tsjax.Interrupted, KeyboardInterrupt):
-            cli.note("[go on with the same command]")
+            cli.tell("[go on with the same command]")
             return 130
     done = answering.done
     if args.json:
         print(json.dumps(dataclasses.asdict(done)))
-    cli.note(
+    cli.tell(
         f"[{done.lines} prompts, {done.before} answered before, {done.tokens} tokens now, "
         f"{len(done.failed)} failed]"
     )
     if done.failed:
         shown = ", ".join(map(str, done.failed[: cli.MOST_SHOWN]))
-        cli.note(f"tsjax: error: these lines could not be answered: {shown}; why is in {args.out}")
+        cli.tell(f"tsjax: error: these lines could not be answered: {shown}; why is in {args.out}")
     return 1 if done.failed else 0

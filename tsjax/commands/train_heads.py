@@ -113,11 +113,11 @@ def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: A
     )
     if trained.skipped:
         count, first = len(trained.skipped), trained.skipped[0]
-        cli.note_once(f"[{count} texts are shorter than a sequence, such as {first}]")
+        cli.tell_once(f"[{count} texts are shorter than a sequence, such as {first}]")
     for record in trained.evaluation:
         who = f"head {record['head']}" if record["head"] else "model "
         guess = f"{record['skip_bigram'][0]:.1%} by the best guess from counts"
-        cli.note_once(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
+        cli.tell_once(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
     last = trained.history[-1] if trained.history else {}
     document = {
         "save_to": args.save_to,

@@ -18,8 +18,10 @@ from tsjax.config import ModelConfig
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
 from tsjax.model.params import Params
+from tsjax.typing import Array, Float
 
 Memory = Any  # a pytree of arrays: what a method remembers from step to step
+Noise = Float[Array, "B levels V"]  # of the positions from state.length on
 
 
 class Sizes(NamedTuple):
@@ -189,12 +191,9 @@ class Method:
         return memory
 
     def draft(
-        self, model: ModelConfig, params: Params, state: DecodeState, noise
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
     ) -> tuple[Memory, DraftTree]:
-        """The memory, and the tree of one step.
-
-        `noise` [B, levels, V] is that of the positions from state.length on.
-        """
+        """The memory, and the tree of one step."""
         raise NotImplementedError
 
     def learn(

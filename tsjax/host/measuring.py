@@ -349,8 +349,8 @@ def _find_ngrams(carry: tuple[NgramTable, jax.Array], tokens, length):
 
 
 def _end_step(state: DecodeState, *, cfg: ModelConfig) -> DecodeState:
-    params: Any = None  # plain decoding drafts nothing
-    _, tree = Autoregressive().draft(cfg, params, state, None)
+    nothing: Any = None  # plain decoding drafts without
+    _, tree = Autoregressive().draft(cfg, nothing, state, nothing)
     rows = jnp.zeros((*tree.tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
     verdict = Verdict(target=tree.tokens, rows=Rows(rows, (rows,), (rows,), ()))
     return commit(state, tree, verdict, accept(tree, verdict.target))

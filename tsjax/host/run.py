@@ -130,7 +130,7 @@ def _run(
             prefill_seconds=prefilling.seconds,
             decode_seconds=decoding.seconds,
             compile_seconds=prefilling.compiling + decoding.compiling,
-            gave_up=decode != request.decode and isinstance(decode.method, Autoregressive),
+            gave_up=decode != request.decode and decode.method == Autoregressive(),
             prompt_computed=_prompt_computed(state),
         )
         if not rows.running:
@@ -219,7 +219,7 @@ class Judge:
 
     def _doubt(self, measured: Measured) -> None:
         """A table that the run contradicts is not kept."""
-        if not isinstance(measured.current, Autoregressive) or measured.steps < STEPS_TO_DOUBT:
+        if measured.current != Autoregressive() or measured.steps < STEPS_TO_DOUBT:
             return
         per_step = measured.seconds / measured.steps
         if not self._doubts and contradicts(measured.costs, per_step, measured.context):

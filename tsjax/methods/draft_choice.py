@@ -16,7 +16,7 @@ from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
 from tsjax.model.parts import counts_by_part, dealt_out, for_each_part, in_order, positions_by_part
 from tsjax.model.passes import run_rows
-from tsjax.typing import Array, Float, Int
+from tsjax.typing import Array, Float, Int, Num, Shaped
 
 CHUNK = 8  # tokens that "retrieval" takes together
 WINDOW, POOL = 32, 5  # of "snapkv": the last tokens, which ask, and neighbours that count together
@@ -66,7 +66,7 @@ def by_chunk(scores: Float[Array, "B K S"], rows: Int[Array, "B"]) -> Float[Arra
     whole = -(-S // CHUNK) * CHUNK
     exists = (jnp.arange(S, dtype=jnp.int32)[None] < rows[:, None])[:, None]  # [B, 1, S]
 
-    def sums(x):
+    def sums(x: Num[Array, "B K S"]) -> Num[Array, "B K chunks"]:
         x = jnp.pad(x, ((0, 0), (0, 0), (0, whole - S)))
         return jnp.sum(x.reshape(*x.shape[:2], -1, CHUNK), axis=-1)
 
@@ -98,7 +98,7 @@ def asked_by_window(
     def of_layer(query, log_totals, keys, length):
         R, K, S, H = keys.shape
 
-        def by_kv_head(x):  # [B, WINDOW, N, ...] -> [R * K, WINDOW * N / K, ...]
+        def by_kv_head(x: Shaped[Array, "B W N ..."]):  # -> [R * K, WINDOW * N / K, ...]
             x = x.reshape(*x.shape[:2], K, -1, *x.shape[3:])
             x = for_each_part(jnp.moveaxis(x, 2, 1), kv.parts)
             return x.reshape(R * K, -1, *x.shape[4:])

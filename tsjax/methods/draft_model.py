@@ -7,11 +7,12 @@ Knows how far it guesses. How it reads along is second_model.py.
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.decoding.method import DraftPasses, Measured, Method, Promise, Sizes
-from tsjax.decoding.tree import merge_paths
+from tsjax.decoding.method import DraftPasses, Measured, Method, Noise, Promise, Sizes
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import DraftTree, merge_paths
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import plain_bytes
 from tsjax.methods.model_drafts import tokens_of_chain
@@ -25,6 +26,7 @@ from tsjax.methods.second_model import (
     known_text,
     weights_of,
 )
+from tsjax.model.params import Params
 
 # Assumed: how often a guess is right when all before it were. It hangs on both models.
 GUESS_IS_RIGHT = 0.65
@@ -77,7 +79,7 @@ class DraftModel(OnPartialCache):
         check(config is not None, "draft_model", None, "a smaller model, as tsjax.load returns")
         return dataclasses.replace(self, model=config)
 
-    def sizes(self, model) -> Sizes:
+    def sizes(self, model: ModelConfig) -> Sizes:
         return Sizes(width=1 + self.length, depth=self.length, levels=self.length)
 
     def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise | None:
@@ -91,19 +93,23 @@ class DraftModel(OnPartialCache):
         drafting = DraftPasses(self.length, self.slots_at(context), self.model)
         return Promise(tokens, seconds, 1 + self.length, self.length, self.length, (drafting,))
 
-    def init(self, model, batch, capacity, mesh) -> Reader | tuple:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Reader | tuple:
         if self.model is None:
             return ()
         return init_reader(self, self.model, batch, capacity, room=self.length)
 
-    def read(self, model, params, memory, state) -> Reader:
+    def read(
+        self, model: ModelConfig, params: Params, memory: Reader, state: DecodeState
+    ) -> Reader:
         weights = weights_of(params, self.model)
         assert self.model is not None
         return kept_up(
             memory, self, weights, state.tokens, state.kv.length, self.length, cfg=self.model
         )
 
-    def draft(self, model, params, state, noise):
+    def draft(
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
+    ) -> tuple[Reader, DraftTree]:
         weights = weights_of(params, self.model)
         assert self.model is not None
         text = known_text(state, self.length)

@@ -57,7 +57,7 @@ def enter(
     """Enters all n-grams of `size` tokens that lie within the first `known` and are new."""
     goal, block = known - size + 1, min(ENTER_BLOCK, tokens.shape[1])
 
-    def is_behind(table):
+    def is_behind(table: NgramTable) -> Bool[Array, ""]:
         return jnp.any(table.entered < goal)
 
     return lax.while_loop(is_behind, lambda table: enter_few(table, tokens, goal, block), table)
@@ -195,7 +195,7 @@ def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], block: int) -> P
     B, C = tokens.shape
     pattern = last_tokens(tokens, length)
 
-    def search(index, best):
+    def search(index: Int[Array, ""], best: Int[Array, "B"]) -> Int[Array, "B"]:
         """`best` [B] is the match's size times C plus its position: the larger the better."""
         start = jnp.minimum(index * block, C - block).astype(jnp.int32)
         here = lax.dynamic_slice_in_dim(tokens, start, block, axis=1)

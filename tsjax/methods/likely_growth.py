@@ -11,16 +11,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import flax.struct
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import first_with, shared
 from tsjax.methods.cost_model import Costs
+from tsjax.methods.history import NgramTable
 from tsjax.methods.likely_sources import grid
 from tsjax.methods.model_drafts import PASS_IS_RIGHT, PASS_WITH_REST_IS_RIGHT, heads_are_right
 from tsjax.methods.ngram import TEXT_IS_RIGHT
 from tsjax.methods.on_partial_cache import OnPartialCache
+from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths
 from tsjax.methods.rates import KINDS, NO_DRAFT, PASS_AXES, Rates, chances
 from tsjax.typing import Array, Bool, Float, Int
@@ -195,3 +198,25 @@ def judged(
     # A kind is part of a node's name here.
     both = shared(tokens * KINDS.count + kinds, jnp.sum(tried, axis=2, dtype=jnp.int32))
     return tried & (first_with(both, J) == jnp.arange(R)[None, :, None]), right
+
+
+class Learned(flax.struct.PyTreeNode):
+    """LikelyTree's memory; None where the settings do not need it.
+
+    Attributes:
+      cache: for passes of the model on few tokens.
+      hidden: last layer's output for the last committed token; zero before there is one.
+      table: of prompt and output.
+      offered: what the last step could have drafted.
+      rates: how often drafts of each kind were right.
+      pace: of the last steps.
+      spent: seconds of the last step, by the prices.
+    """
+
+    cache: DraftCache | None
+    hidden: Float[Array, "B D"] | None
+    table: NgramTable | None
+    offered: Offered
+    rates: Rates
+    pace: Pace
+    spent: Float[Array, ""]

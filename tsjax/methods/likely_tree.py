@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LikelyTree: one tree of the drafts that are most likely to be right, as many as pay.
 
-Knows its settings and what it remembers. What is drafted, likely_sources.py knows; how far that
+Knows its settings and what a step does. What is drafted, likely_sources.py knows; how far that
 pays, likely_growth.py. Does not know how a draft is judged.
 """
 
@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_fields, check_int
-from tsjax.decoding.method import Measured, Method, Promise, Sizes
-from tsjax.decoding.state import Acceptance, DecodeState, Verdict
+from tsjax.decoding.method import Measured, Method, Noise, Promise, Sizes
+from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree, cut, grow_tree
 from tsjax.errors import BadValue
 from tsjax.methods.corpus import PLACES
 from tsjax.methods.cost_model import Costs, as_costs
 from tsjax.methods.devices import costs_for
-from tsjax.methods.history import NgramTable, enter, enter_few, init_table
+from tsjax.methods.history import enter, enter_few, init_table
 from tsjax.methods.likely_growth import (
+    Learned,
     Offered,
     Pace,
     Prices,
@@ -162,7 +162,7 @@ class LikelyTree(OnPartialCache):
             )
         return min(model.num_draft_heads, MOST_HEADS) if self.heads else 0
 
-    def init(self, model, batch, capacity, mesh) -> Learned:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Learned:
         cache = hidden = table = None
         if self.draft_passes:
             cache = self.new_cache(model, batch, capacity, mesh, room=self.draft_passes - 1)
@@ -182,12 +182,14 @@ class LikelyTree(OnPartialCache):
 
     def _num_paths(self, model: ModelConfig) -> int:
         """Paths that a step offers."""
-        found, heads = 1 + self.places if self.places else 0, self._num_heads(model)
-        found += PLACES if self.corpus else 0
-        found += 1 + (CHILDREN - 1) * self.draft_passes if self.draft_passes else 0
-        return found + (len(grid(heads)) if heads else 0)
+        of_text, of_corpus = 1 + self.places, PLACES if self.corpus else 0
+        of_passes, heads = 1 + (CHILDREN - 1) * self.draft_passes, self._num_heads(model)
+        found = of_corpus + (of_text if self.places else 0) + (len(grid(heads)) if heads else 0)
+        return found + (of_passes if self.draft_passes else 0)
 
-    def read(self, model, params, memory, state) -> Learned:
+    def read(
+        self, model: ModelConfig, params: Params, memory: Learned, state: DecodeState
+    ) -> Learned:
         if memory.table is None:
             return memory
         table = enter(memory.table, state.tokens, self._known(state), PAIR)
@@ -228,18 +230,15 @@ class LikelyTree(OnPartialCache):
     # --- drafting --------------------------------------------------------------------------------
 
     def draft(
-        self,
-        model: ModelConfig,
-        params: Params,
-        state: DecodeState,
-        noise: Float[Array, "B levels V"],
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
     ) -> tuple[Learned, DraftTree]:
         with jax.named_scope("draft"):
             memory, sizes = state.memory, self.sizes(model)
             if self.costs is None:
                 raise BadValue(
-                    "costs=None is not valid in a step: tsjax.generate fills them in, and "
-                    "tsjax.choose_method(method, model, context).method has them"
+                    "costs=None is not valid in a step: tsjax.generate and "
+                    "tsjax.choose_method(method, model, context) choose them, or give "
+                    "LikelyTree(costs=...)"
                 )
             prices = prices_of(self, self.costs, sizes.pass_widths, state)
             pace, groups, spent = memory.pace.worth(prices, state), [], jnp.float32(0)
@@ -278,7 +277,7 @@ class LikelyTree(OnPartialCache):
         model: ModelConfig,
         params: Params,
         state: DecodeState,
-        noise: Float[Array, "B levels V"],
+        noise: Noise,
         prices: Prices,
         pace: Float[Array, ""],
         found: Float[Array, "B J"],
@@ -286,16 +285,9 @@ class LikelyTree(OnPartialCache):
         """The partial cache with the drafts' rows after its length, the candidates of each depth,
         and the seconds that passes take. `found` is how likely the text alone is right, by depth.
         """
-        memory, heads = state.memory, params.heads[: self._num_heads(model)]
-        drafter = Drafter(
-            model,
-            weights_for(self, params),
-            heads,
-            state,
-            self.draft_passes,
-            CHILDREN,
-            self.draft_rest,
-        )
+        memory, weights = state.memory, weights_for(self, params)
+        heads, passes = params.heads[: self._num_heads(model)], self.draft_passes
+        drafter = Drafter(model, weights, heads, state, passes, CHILDREN, self.draft_rest)
         explores = jnp.max(state.stats.steps) % EXPLORES == 0
 
         def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
@@ -315,7 +307,7 @@ class LikelyTree(OnPartialCache):
         """From the verified hidden state."""
         number, weights = self._num_heads(model), weights_for(self, params)
 
-        def run(_, hidden, root, row):
+        def run(_, hidden: Float[Array, "B D"], root: Int[Array, "B 1"], row) -> Offered:
             noise, heads = noise_after(model, state, row, 0, number), params.heads[:number]
             ranked = rank_heads(model, weights, heads, state, hidden, root, noise, CHILDREN)
             return Offered(*from_heads(ranked))
@@ -327,15 +319,7 @@ class LikelyTree(OnPartialCache):
 
     # --- learning --------------------------------------------------------------------------------
 
-    def learn(
-        self,
-        model: ModelConfig,
-        params: Params,
-        memory: Learned,
-        state: DecodeState,
-        verdict: Verdict,
-        acceptance: Acceptance,
-    ) -> Learned:
+    def learn(self, model, params, memory, state, verdict, acceptance) -> Learned:
         with jax.named_scope("learn"):
             most, table = self.sizes(model).depth + 1, memory.table
             hidden, cache = memory.hidden, memory.cache
@@ -354,30 +338,8 @@ class LikelyTree(OnPartialCache):
                 pace=memory.pace.after(memory.spent, tokens),
             )
 
-    def lesson(self, memory) -> Rates:
+    def lesson(self, memory: Learned) -> Rates:
         return memory.rates
 
-    def taught(self, memory, lesson) -> Learned:
+    def taught(self, memory: Learned, lesson: Any) -> Learned:
         return memory.replace(rates=lesson) if isinstance(lesson, Rates) else memory
-
-
-class Learned(flax.struct.PyTreeNode):
-    """LikelyTree's memory; None where the settings do not need it.
-
-    Attributes:
-      cache: for passes of the model on few tokens.
-      hidden: last layer's output for the last committed token; zero before there is one.
-      table: of prompt and output.
-      offered: what the last step could have drafted.
-      rates: how often drafts of each kind were right.
-      pace: of the last steps.
-      spent: seconds of the last step, by the prices.
-    """
-
-    cache: DraftCache | None
-    hidden: Float[Array, "B D"] | None
-    table: NgramTable | None
-    offered: Offered
-    rates: Rates
-    pace: Pace
-    spent: Float[Array, ""]

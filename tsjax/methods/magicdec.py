@@ -7,20 +7,22 @@ Knows what sets it apart from TokenSwift, whose passes it runs: one chain, no he
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check_fields, check_int
-from tsjax.decoding.method import DraftPasses, Promise, Sizes
-from tsjax.decoding.tree import SOURCES
+from tsjax.decoding.method import DraftPasses, Noise, Promise, Sizes
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import SOURCES, DraftTree
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.model_drafts import PASS_IS_RIGHT, Drafter, tokens_of_chain, weights_for
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import as_tree
 from tsjax.methods.tokenswift import tree_of
+from tsjax.model.params import Params
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,10 +68,12 @@ class MagicDec(OnPartialCache):
         drafting = DraftPasses(passes, self.slots_at(context), model, self.wants_int8)
         return Promise(tokens, seconds, width, passes, passes, (drafting,))
 
-    def init(self, model, batch, capacity, mesh) -> DraftCache:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> DraftCache:
         return self.new_cache(model, batch, capacity, mesh, room=self.draft_passes - 1)
 
-    def draft(self, model, params, state, noise):
+    def draft(
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
+    ) -> tuple[DraftCache, DraftTree]:
         with jax.named_scope("draft"):
             weights, chain = weights_for(self, params), (0,) * self.draft_passes
             noise = noise if self.noise_coupled else jnp.zeros_like(noise)

@@ -18,14 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.config import CHAINED, ModelConfig, check, check_fields, check_float, check_int
-from tsjax.decoding.method import Measured, Method, Promise, Sizes
-from tsjax.decoding.tree import SOURCES
+from tsjax.decoding.method import Measured, Method, Noise, Promise, Sizes
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import SOURCES, DraftTree
 from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import costs_for
 from tsjax.methods.model_drafts import newest, rank_heads
 from tsjax.methods.paths import as_tree, as_tuples
 from tsjax.methods.tokenswift import MOST_NODES, Path, tree_of, tree_paths
+from tsjax.model.params import Params
 
 # How often each of the five likeliest tokens of each head is right: Vicuna-7B's heads v1.3 as
 # published, on chats. The 4th and the 5th are known together, and count half of that each.
@@ -119,11 +121,13 @@ class Medusa(Method):
         depth = max(map(len, paths))
         return Sizes(width=1 + len(paths), depth=depth, levels=depth, positions=depth)
 
-    def init(self, model, batch, capacity, mesh) -> jax.Array:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> jax.Array:
         """The last layer's output for the last committed token; zero before there is one."""
         return jnp.zeros((batch, model.embed_dim), model.dtype)
 
-    def draft(self, model, params, state, noise):
+    def draft(
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
+    ) -> tuple[jax.Array, DraftTree]:
         with jax.named_scope("draft"):
             paths, sizes = self.paths(model), self.sizes(model)
             heads, best_of = params.heads[: sizes.levels], 1 + max(map(max, paths))

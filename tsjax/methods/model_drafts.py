@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig
-from tsjax.decoding.method import Method
+from tsjax.decoding.method import Method, Noise
 from tsjax.decoding.sampling import best_few, score_choices, step_noise
 from tsjax.decoding.state import Acceptance, DecodeState
 from tsjax.errors import BadValue
@@ -29,7 +29,7 @@ from tsjax.model.heads import Head, run_heads, unembed_with_heads
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import ModelWeights, final_norm
-from tsjax.typing import Array, Bool, Float, Int
+from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Shaped
 
 # How often a draft is right when all before it were. Heads among three candidates: what TokenSwift
 # reports (Table 3: 3.36 accepted tokens of 4 after a pass, 1.6 of 4 from verified states), spread
@@ -64,7 +64,7 @@ class Candidates(flax.struct.PyTreeNode):
         return self.scores > -jnp.inf
 
 
-def no_candidates(shape: tuple[int, int], dtype) -> Candidates:
+def no_candidates(shape: tuple[int, int], dtype: DTypeLike) -> Candidates:
     return Candidates(jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, dtype))
 
 
@@ -87,7 +87,7 @@ def rank(
     state: DecodeState,
     normed: Float[Array, "B n D"],
     best: Int[Array, "B known"],
-    noise: Float[Array, "B levels V"],
+    noise: Noise,
     best_of: int,
 ) -> list[Candidates]:
     """Candidates by the drafts' logits, processed as the model's own will be.
@@ -119,7 +119,7 @@ def rank_heads(
     state: DecodeState,
     hidden: Float[Array, "B D"],
     root: Int[Array, "B 1"],
-    noise: Float[Array, "B levels V"],
+    noise: Noise,
     best_of: int,
 ) -> list[Candidates]:
     """Candidates of the heads alone, from the hidden state before the root."""
@@ -161,7 +161,7 @@ class Drafter(NamedTuple):
         self,
         cache: DraftCache,
         best: Int[Array, "B 1"],
-        noise: Float[Array, "B levels V"],
+        noise: Noise,
         wanted: Callable[[int, list[Candidates]], Bool[Array, ""]] | None = None,
     ) -> tuple[DraftCache, list[Candidates], list[Bool[Array, ""]]]:
         """The cache with the drafts' rows after its length, the candidates of each depth, and which
@@ -189,7 +189,7 @@ class Drafter(NamedTuple):
             best = jnp.concatenate([best, found[0].tokens[:, :1]], axis=1)
         return cache, ranked, runs[1:]
 
-    def _pass(self, depth: int, writes: Bool[Array, ""], carry: Any, best, noise, row) -> Any:
+    def _pass(self, depth: int, writes: Bool[Array, ""], carry: Any, best, noise: Noise, row):
         """The cache, what it lacks and the candidates after a pass. `best` is what it drafts
         after; noise that is missing is made."""
         (cache, rest, _), heads = carry, self._heads_after(depth)
@@ -217,25 +217,27 @@ class Drafter(NamedTuple):
         return self.heads if depth == self.passes - 1 else ()
 
 
-def with_draft(cache: DraftCache, rows: Rows, start, wanted) -> DraftCache:
-    """Writes a draft's row at the slots `start` [B], in place.
+def with_draft(
+    cache: DraftCache, rows: Rows, start: Int[Array, "B"], wanted: Bool[Array, ""]
+) -> DraftCache:
+    """Writes a draft's row at the slots `start`, in place.
 
     In a loop, as XLA would merge the write with each reader of the cache and copy it for that.
     """
 
-    def write(cache, rows, start):
+    def write(cache: DraftCache, rows: Rows, start: Int[Array, "B"]) -> DraftCache:
         return write_rows(cache, rows.k, rows.v, start, after=rows.hidden)
 
     return run_if(wanted, write, cache, rows, start)
 
 
-def newest(new, old, state: DecodeState, acceptance: Acceptance):
+def newest(new: Any, old: Any, state: DecodeState, acceptance: Acceptance) -> Any:
     """Of arrays with a row for each node, those of the last committed nodes; `old` where a batch
     row committed none."""
     b = jnp.arange(state.emitted.shape[0])
     last = acceptance.path[b, jnp.maximum(state.emitted - 1, 0)]
 
-    def one(new, old):
+    def one(new: Shaped[Array, "B T ..."], old: Shaped[Array, "B ..."]) -> Shaped[Array, "B ..."]:
         changed = (state.emitted > 0).reshape(-1, *(1,) * (old.ndim - 1))
         return jnp.where(changed, new[b, last], old)
 

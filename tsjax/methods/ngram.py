@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_int
-from tsjax.decoding.method import Method, Promise, Sizes
+from tsjax.decoding.method import Method, Noise, Promise, Sizes
 from tsjax.decoding.sampling import WHOLE_CONTEXT, SamplingValues
 from tsjax.decoding.state import DecodeState
-from tsjax.decoding.tree import SOURCES
+from tsjax.decoding.tree import SOURCES, DraftTree
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.history import (
     MATCH_LIMIT,
@@ -28,6 +27,8 @@ from tsjax.methods.history import (
     most_frequent,
 )
 from tsjax.methods.paths import Paths, as_tree, as_tuples
+from tsjax.model.params import Params
+from tsjax.typing import Array, Int
 
 # Repetitions of the text vary most, so these are assumptions: the share of the steps with a long
 # match, how often its tokens are right, and the tokens that n-grams find in a step (the paper's
@@ -121,15 +122,19 @@ class NGram(Method):
         """The share of steps that find a long repetition."""
         return REPEATS if self.suffix_length else 0.0
 
-    def init(self, model, batch, capacity, mesh) -> NgramTable | None:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> NgramTable | None:
         if not self.num_ngrams:
             return None
         return init_table(batch, model.vocab_size, self.ngram_slots)
 
-    def read(self, model, params, memory, state):
+    def read(
+        self, model: ModelConfig, params: Params, memory: NgramTable | None, state: DecodeState
+    ):
         return self.remember(memory, state)
 
-    def draft(self, model, params, state, noise):
+    def draft(
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
+    ) -> tuple[NgramTable | None, DraftTree]:
         suffix, _ = self.suffix(state)
         groups = [suffix, *self.ngrams(state.memory, state, state.root)]
         return state.memory, as_tree(state.root, groups, self.sizes(model))
@@ -155,8 +160,8 @@ class NGram(Method):
             return enter(table, state.tokens, known, size)
         return enter_few(table, state.tokens, known - size + 1, most)
 
-    def suffix(self, state: DecodeState) -> tuple[Paths, jax.Array]:
-        """What followed the longest earlier match of the last tokens, and how long that is [B]."""
+    def suffix(self, state: DecodeState) -> tuple[Paths, Int[Array, "B"]]:
+        """What followed the longest earlier match of the last tokens, and how long that is."""
         if not self.suffix_length:
             batch = state.root.shape[0]
             none = jnp.zeros((batch, 0, 0), jnp.int32), jnp.zeros((batch, 0), jnp.int32)
@@ -165,8 +170,10 @@ class NGram(Method):
         count = jnp.where(matched >= self.suffix_match, count, 0)
         return Paths(tokens[:, None], count[:, None], "suffix"), matched
 
-    def ngrams(self, table: NgramTable | None, state: DecodeState, first) -> list[Paths]:
-        """What most often followed the tokens `first` [B]."""
+    def ngrams(
+        self, table: NgramTable | None, state: DecodeState, first: Int[Array, "B"]
+    ) -> list[Paths]:
+        """What most often followed the tokens `first`."""
         if table is None:
             return []
         k, size = self.num_ngrams, self.ngram_size

@@ -81,7 +81,7 @@ class OnPartialCache(Method):
     ) -> DraftCache:
         """The cache after a step, which commits at most `max_rows` tokens."""
 
-        def score(asks, kv: KVCache) -> Scores:
+        def score(asks: Any, kv: KVCache) -> Scores:
             query, tokens = asks
             return scores_by(self.draft_choice, model, params, kv, query, tokens)
 

@@ -149,8 +149,10 @@ def refresh_draft_cache(
     if once:
         back = jnp.where(back < lowest, draft.capacity - new, back)
 
-    def slide_of(held, has_all, committed):
-        """How a layer's new tokens come in, and whether they can; all arguments are [B]."""
+    def slide_of(
+        held: Int[Array, "B"], has_all: Bool[Array, "B"], committed: Int[Array, "B"]
+    ) -> tuple[Slide, Bool[Array, "B"]]:
+        """How a layer's new tokens come in, and whether they can."""
         count = jnp.where(has_all, committed - held, new)
         to = jnp.where(has_all, held, back)
         fits = jnp.where(has_all, to + count <= draft.capacity, to >= lowest)
@@ -373,7 +375,7 @@ def slots_at_once(scores: Scores, length: Int[Array, "B"], *, count: int, num_si
     here = jnp.arange(S, dtype=jnp.int32)[None, None, None]
     keys = sortable(firsts_above(every, here, num_sinks))
 
-    def upto(mask):
+    def upto(mask: Bool[Array, "..."]) -> Int[Array, "..."]:
         return jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
 
     # The largest threshold that `count` keys reach.

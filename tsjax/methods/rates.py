@@ -19,7 +19,7 @@ import flax.struct
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.typing import Array, Bool, Float, Int
+from tsjax.typing import Array, Bool, Float, Int, Num
 
 NO_DRAFT = -1
 MOST_RATE = 0.98  # so that a draft is never as likely as the one before it
@@ -112,7 +112,7 @@ def kind_number(first: int, axes: tuple[int, ...], *indices) -> Int[Array, "..."
     return (first + number).astype(jnp.int32)
 
 
-def between(bounds: tuple[float, ...], values) -> Int[Array, "..."]:
+def between(bounds: tuple[float, ...], values: Num[Array, "..."]) -> Int[Array, "..."]:
     """How many of the bounds each value reaches."""
     reached = [(values >= bound).astype(jnp.int32) for bound in bounds]
     return functools.reduce(jnp.add, reached)

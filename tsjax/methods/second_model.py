@@ -6,7 +6,7 @@ Knows its cache and how it keeps up with a text. Does not know what becomes of i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -14,14 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsjax.config import ModelConfig
+from tsjax.decoding.method import Noise
 from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import best, score_choices
 from tsjax.decoding.state import DecodeState
 from tsjax.errors import BadValue
 from tsjax.methods.draft_choice import by_chunk
 from tsjax.methods.on_partial_cache import OnPartialCache
-from tsjax.methods.partial_cache import DraftCache, importance, refresh_draft_cache
+from tsjax.methods.partial_cache import DraftCache, Scores, importance, refresh_draft_cache
 from tsjax.model.cache import KVCache, init_cache, write_rows
+from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import ModelWeights, final_norm, unembed
 from tsjax.typing import Array, Bool, Float, Int
@@ -138,7 +140,7 @@ def kept_up(
     steps = jnp.arange(READ_WIDTH, dtype=jnp.int32)[None]
     none = jnp.zeros((tokens.shape[0], 0), jnp.int32)
 
-    def is_full(reader: Reader):
+    def is_full(reader: Reader) -> Bool[Array, "B"]:
         return reader.sinks + upto - reader.behind_sinks > reader.limit
 
     def is_behind(reader: Reader):
@@ -165,7 +167,7 @@ def kept_up(
     if reader.partial is None:
         return reader
 
-    def worth(query, kv: KVCache):
+    def worth(query: tuple[Float[Array, "B K H"], ...], kv: KVCache) -> Scores:
         scores = importance(query, kv)
         if settings.draft_choice == "retrieval":
             return tuple(by_chunk(one, kv.length) for one in scores)
@@ -188,7 +190,7 @@ def guess(
     weights: ModelWeights,
     state: DecodeState,
     text: Text,
-    noise: Float[Array, "B levels V"],
+    noise: Noise,
     number: int,
     rows_that_guess: Bool[Array, "B"],
     *,
@@ -229,7 +231,7 @@ def guess(
     return reader, jnp.concatenate(guesses, axis=1)
 
 
-def of_rows(arrays, index: Int[Array, "B"]):
+def of_rows(arrays: Any, index: Int[Array, "B"]):
     """Of arrays [B, T, ...] the row `index` of each batch row."""
     b = jnp.arange(index.shape[0])
     return jax.tree.map(lambda x: x[b, index], arrays)
@@ -247,7 +249,7 @@ def next_tokens(
     hidden: Float[Array, "B T D"],
     depths: Int[Array, "B T"],
     guesses: Int[Array, "B A"],
-    noise: Float[Array, "B levels V"],
+    noise: Noise,
     *,
     cfg: ModelConfig,
 ) -> Int[Array, "B T"]:
@@ -273,7 +275,7 @@ def fitted(logits: Float[Array, "B T W"], vocab: int) -> Float[Array, "B T {voca
     return jnp.pad(logits, ((0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
 
 
-def weights_of(params, model: ModelConfig | None) -> ModelWeights:
+def weights_of(params: Params, model: ModelConfig | None) -> ModelWeights:
     """The second model's. ValueError where there is none."""
     if model is None or params.draft_model is None:
         raise BadValue(

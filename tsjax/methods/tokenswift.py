@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.decoding.method import DraftPasses, Promise, Sizes
+from tsjax.decoding.method import DraftPasses, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import DraftTree
 from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
@@ -184,7 +185,7 @@ class TokenSwift(NGram, OnPartialCache):
         found = passes + [share * head for share, head in zip(among, heads, strict=True)]
         return found[: plan.levels]
 
-    def init(self, model, batch, capacity, mesh) -> Recalled:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Recalled:
         plan, cache, hidden = self.plan(model), None, None
         if plan.passes:
             cache = self.new_cache(model, batch, capacity, mesh, room=plan.passes - 1)
@@ -193,10 +194,14 @@ class TokenSwift(NGram, OnPartialCache):
         ngrams = super().init(model, batch, capacity, mesh)
         return Recalled(cache=cache, hidden=hidden, ngrams=ngrams)
 
-    def read(self, model, params, memory, state) -> Recalled:
+    def read(
+        self, model: ModelConfig, params: Params, memory: Recalled, state: DecodeState
+    ) -> Recalled:
         return memory.replace(ngrams=self.remember(memory.ngrams, state))
 
-    def draft(self, model, params, state, noise):
+    def draft(
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
+    ) -> tuple[Recalled, DraftTree]:
         """Paths from the model, from frequent n-grams and from a suffix match.
 
         Of the memory only unspecified slots of the partial cache change.
@@ -231,7 +236,7 @@ class TokenSwift(NGram, OnPartialCache):
         model: ModelConfig,
         params: Params,
         state: DecodeState,
-        noise: Float[Array, "B levels V"],
+        noise: Noise,
         wanted: Bool[Array, ""],
     ) -> tuple[DraftCache | None, list[Candidates]]:
         """The partial cache, and for each depth that the model drafts its candidates.

@@ -8,7 +8,7 @@ Knows how the middle level judges the lowest one. What the whole model judges is
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.struct
 import jax
@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from tsjax.config import ModelConfig, check, check_fields, check_int
-from tsjax.decoding.method import DraftPasses, Measured, Method, Promise, Sizes
-from tsjax.decoding.tree import merge_paths
+from tsjax.decoding.method import DraftPasses, Measured, Method, Noise, Promise, Sizes
+from tsjax.decoding.state import DecodeState
+from tsjax.decoding.tree import DraftTree, merge_paths
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.draft_model import GUESS_IS_RIGHT, DraftModel, guess_seconds
 from tsjax.methods.history import longest_suffix
@@ -36,7 +37,9 @@ from tsjax.methods.second_model import (
     next_tokens,
     weights_of,
 )
+from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
+from tsjax.typing import Array, Bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,7 +110,7 @@ class TriForce(OnPartialCache):
         """Tokens of a chain and what the last pass may find beyond it."""
         return self.length + self.inner_length
 
-    def sizes(self, model) -> Sizes:
+    def sizes(self, model: ModelConfig) -> Sizes:
         return Sizes(width=1 + self.length, depth=self.length, levels=self._most)
 
     def promise(self, model: ModelConfig, costs: Costs, context: float) -> Promise:
@@ -130,17 +133,19 @@ class TriForce(OnPartialCache):
             drafting += (DraftPasses(passes * offers, of_inner, guess),)
         return Promise(tokens, seconds, 1 + self.length, passes, self.length, drafting)
 
-    def init(self, model, batch, capacity, mesh) -> Levels:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Levels:
         reader = None
         if self.model is not None:
             reader = init_reader(self.inner, self.model, batch, capacity, self.inner_length)
         cache = self.new_cache(model, batch, capacity, mesh, room=self._most + 1)
         return Levels(cache=cache, reader=reader)
 
-    def read(self, model, params, memory, state) -> Levels:
+    def read(
+        self, model: ModelConfig, params: Params, memory: Levels, state: DecodeState
+    ) -> Levels:
         return memory.replace(reader=self._kept_up(params, memory.reader, state))
 
-    def _kept_up(self, params, reader: Reader | None, state) -> Reader | None:
+    def _kept_up(self, params: Params, reader: Reader | None, state: DecodeState) -> Reader | None:
         if reader is None or self.model is None:
             return reader
         return kept_up(
@@ -153,15 +158,17 @@ class TriForce(OnPartialCache):
             cfg=self.model,
         )
 
-    def draft(self, model, params, state, noise):
+    def draft(
+        self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
+    ) -> tuple[Levels, DraftTree]:
         with jax.named_scope("draft"):
             memory = state.memory
             begun = memory.cache, memory.reader, known_text(state, self._most)
 
-            def is_short(carry):
+            def is_short(carry: Any) -> Bool[Array, ""]:
                 return jnp.any(state.running & (carry[2].count < self.length))
 
-            def lengthen(carry):
+            def lengthen(carry: Any) -> Any:
                 return self._lengthen(model, params, state, noise, *carry)
 
             cache, reader, text = lax.while_loop(is_short, lengthen, begun)
@@ -177,13 +184,13 @@ class TriForce(OnPartialCache):
     def _lengthen(
         self,
         model: ModelConfig,
-        params,
-        state,
-        noise,
+        params: Params,
+        state: DecodeState,
+        noise: Noise,
         cache: DraftCache,
         reader: Reader | None,
         text: Text,
-    ):
+    ) -> tuple[DraftCache, Reader | None, Text]:
         """One pass of the middle level: what it accepts of the lowest one's, and one token more.
 
         Its rows of the chain lie in the slots after the cache's length.
