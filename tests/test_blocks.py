@@ -117,7 +117,7 @@ def test_a_tree_emits_what_sampling_one_by_one_would(seed, greedy):
         (lambda x: tsjax.sample(x, [0.9], [0], [[1, 2]]), r"seeds=\[0.9\] .*: \[B\] integers, at"),
         (lambda x: tsjax.sample(x, [-1], [0], [[1, 2]]), "seeds=-1 is not valid: .* at least 0"),
         (lambda x: tsjax.sample(x, [2**32], [0], [[1, 2]]), "seeds=4294967296 .* at most 42949672"),
-        (lambda x: tsjax.sample(x, [0], jnp.asarray([-2]), [[1, 2]]), "repeats=-2 is not valid"),
+        (lambda x: tsjax.sample(x, [0], np.asarray([-2]), [[1, 2]]), "repeats=-2 is not valid"),
         (lambda x: tsjax.sample(x, [0], [0], [[7.5, 8]]), r"positions=\[\[7.5, 8.0\]\] is no"),
         (lambda x: tsjax.sample(x, [0], [0], [[1, -7]]), "positions=-7 is not valid"),
         (lambda x: jax.jit(lambda p: tsjax.sample(x, [0], [0], p))(x[:, :, 0]), "positions='float"),

@@ -51,7 +51,7 @@ def test_prompts_of_any_length_and_those_of_about_a_length_share_their_programs(
             np.testing.assert_array_equal(whole, prompt)
         return [program._cache_size() for program in programs]
 
-    assert compressed(1) == compressed(2) == compressed(64)
+    assert compressed(2) == compressed(1) == compressed(64)
     assert compressed(65) == compressed(99) == compressed(128)
 
 

@@ -150,10 +150,14 @@ def test_tokens_are_scored_only_when_they_are_chosen(rule):
     """That reads all keys, and for "snapkv" runs the model."""
     model, _, state = read()
     method = tsjax.TokenSwift(draft_choice=rule, draft_budget=48, num_sinks=4)
-    cache = draft_choice.new_cache(method, model.cfg, len(LENGTHS), CAPACITY, None)
+    cache = method.new_cache(model.cfg, len(LENGTHS), CAPACITY, None)
 
     def refreshed(params, cache, state):
-        return draft_choice.refreshed(method, model.cfg, params, cache, state, 4)
+        def score(asks, kv):
+            return scores_by(rule, model.cfg, params, kv, *asks)
+
+        of_rows = dict(num_sinks=4, max_rows=4, asks=(cache.query, state.tokens))
+        return refresh_draft_cache(cache, state.kv, score=score, **of_rows)
 
     text = jax.jit(refreshed).lower(model.params, cache, state).compile().as_text()
     assert text is not None
