@@ -34,22 +34,12 @@ class AnyTree(tsjax.Method):
     pass_widths: tuple[int, ...] = (1, 6)
 
     def sizes(self, model):
-        return tsjax.Sizes(
-            width=1 + self.paths * self.depth, depth=self.depth, narrower=self.pass_widths
-        )
-
-    def init(self, model, batch, capacity, mesh):
-        return jnp.zeros((batch,), jnp.int32)  # tokens that were learned, to see that they are
+        width = 1 + self.paths * self.depth
+        return tsjax.Sizes(width=width, depth=self.depth, narrower=self.pass_widths)
 
     def draft(self, model, params, state, noise):
-        return state.memory, any_tree(state, model.vocab_size, self.paths, self.depth, self.width)
-
-    @property
-    def width(self) -> int:
-        return 1 + self.paths * self.depth
-
-    def learn(self, model, params, memory, state, verdict, acceptance):
-        return memory + state.emitted
+        width = self.sizes(model).width
+        return state.memory, any_tree(state, model.vocab_size, self.paths, self.depth, width)
 
 
 def any_tree(state, vocab: int, paths: int, depth: int, width: int) -> DraftTree:
