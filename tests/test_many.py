@@ -13,6 +13,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_tree import AnyTree
@@ -83,8 +84,14 @@ def test_texts_and_stop_strings_and_loops(model):
 class KnowsLengths(AnyTree):
     """Remembers how long each row is."""
 
+    def init(self, model, batch, capacity, mesh):
+        return jnp.zeros((batch,), jnp.int32)
+
     def read(self, model, params, memory, state):
         return state.length
+
+    def learn(self, model, params, memory, state, verdict, acceptance):
+        return memory + state.emitted
 
 
 def test_the_batch_stays_full_and_its_method_knows_who_is_in_it(model, monkeypatch):
