@@ -271,7 +271,7 @@ def test_a_draft_cache_holds_all_that_a_layer_does_while_it_fits(name, revive):
     grew, filled = set(), set()
     for _ in range(14):
         state = decode(tiny.params, state, 1, cfg=cfg)
-        cache, kv = jax.device_get((state.memory.cache, state.kv))
+        cache, kv = jax.device_get((getattr(state.memory, "cache", state.memory), state.kv))
         for layer, row in np.ndindex(tiny.cfg.num_layers, len(PROMPTS)):
             there, here = int(kv.rows_in(layer)[row]), int(cache.rows_in(layer)[row])
             assert here == min(there, cache.capacity)
