@@ -234,8 +234,8 @@ def test_the_command_line_keeps_programs(checkpoint, tmp_path):
     second = run_command(*command, "--json", **cache)
     assert programs_in(tmp_path) == kept, "the same programs are found again"
     assert "compiling" in second.stderr and len(second.stderr.splitlines()) == 1
-    for run in (first, second):
-        assert json.loads(run.stdout)["stats"]["compile_seconds"] > 0
+    for done in (first, second):
+        assert json.loads(done.stdout)["stats"]["compile_seconds"] > 0
 
 
 KEPT = """

@@ -46,7 +46,7 @@ def wanted():
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 4), (2, 1, 2), pytest.param((2, 2, 1), marks=pytest.mark.wide)], ids=str
+    "sizes", [(1, 1, 4), pytest.param((2, 2, 1), marks=pytest.mark.wide)], ids=str
 )
 def test_a_mesh_gives_the_same_tokens(sizes, wanted):
     model = looping_model(mesh=mesh_of(*sizes))
@@ -101,6 +101,7 @@ def test_every_choice_of_a_draft_cache(choice):
     assert found.stats.accepted_lengths == expected.stats.accepted_lengths
 
 
+@pytest.mark.wide
 def test_what_was_read_before_and_runs_that_are_saved(wanted, any_tree_has_a_name, tmp_path):
     """A prefix and a conversation's cache are dealt out as well; a run goes on where it may."""
     model, path = looping_model(mesh=mesh_of(1, 2, 2)), tmp_path / "run.json"
@@ -118,7 +119,7 @@ def test_what_was_read_before_and_runs_that_are_saved(wanted, any_tree_has_a_nam
 
 
 @pytest.mark.parametrize(
-    "sizes", [(1, 1, 3), pytest.param((1, 2, 2), marks=pytest.mark.wide)], ids=str
+    "sizes", [pytest.param(one, marks=pytest.mark.wide) for one in ((1, 1, 3), (1, 2, 2))], ids=str
 )
 def test_many_prompts(sizes, monkeypatch):
     """Rows that others leave are filled, and the buffers grow, in each part."""
