@@ -63,7 +63,7 @@ def test_as_many_are_accepted_after_a_lazy_prefill_that_leaves_nothing_out(case,
     assert record_acceptance.run("small", case, prefill=lazy) == expected
 
 
-@pytest.mark.parametrize("revive", ["never", "background"])
+@pytest.mark.parametrize("revive", [pytest.param("never", marks=pytest.mark.wide), "background"])
 def test_every_draft_is_right_where_a_draft_cache_holds_all_that_layers_do(revive):
     """A pass on it is then one of the model, whatever a lazy prefill left out. Only in the first
     step nothing is in it yet, and while tokens come back, it does not know of those of the same

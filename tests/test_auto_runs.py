@@ -163,6 +163,7 @@ def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
     assert not np.array_equal(left.tried, first_rates().tried)
 
 
+@pytest.mark.wide
 def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
     """The first machine's table drafts with the heads, the second's does not; and the other way."""
     monkeypatch.setattr(auto, "SHORT_RUN", 0)
@@ -178,7 +179,7 @@ def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
         assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
 
 
-@pytest.mark.parametrize("revive_rows", [1, 8])
+@pytest.mark.parametrize("revive_rows", [pytest.param(1, marks=pytest.mark.wide), 8])
 def test_drafts_are_judged_when_the_prompt_is_whole(model, revive_rows, monkeypatch):
     """Revival ends steps early: of 27 tokens, 8 at a time are back soon, one at a time never."""
     lazy = tsjax.LazyPrefill(

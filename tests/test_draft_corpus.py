@@ -123,6 +123,7 @@ def test_the_same_prompt_again_takes_a_quarter_of_the_steps(plain, repeated):
     assert alone.stats.method.corpus is False and found.stats.method.corpus is True
 
 
+@pytest.mark.wide
 def test_auto_reads_it_too_in_batches(plain, repeated):
     batch = [PROMPT, [9, 8], PROMPT]
     settings = {**SETTINGS, "seed": (3, 5, 4)}

@@ -201,6 +201,7 @@ def test_other_types_are_refused(wrong):
         tsjax.TokenSwift(draft_weights=wrong)
 
 
+@pytest.mark.wide
 def test_on_a_mesh():
     """Values lie as the weights do, scales as their outputs; the tokens stay the same."""
     mesh = jax.make_mesh((2, 2), ("data", "model"))

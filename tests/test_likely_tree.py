@@ -218,6 +218,7 @@ def test_the_width_follows_the_price():
         assert int(nodes[0]) == best and float(seconds) == pytest.approx(1 + row * (best - 1))
 
 
+@pytest.mark.wide
 def test_passes_run_where_they_promise_to_pay():
     """Where a pass takes half of a step and rows a third, they run now and then, to learn."""
     model = tiny_model(seed=3)

@@ -175,6 +175,7 @@ def test_temporary_arrays_alone_can_be_too_much(monkeypatch):
     assert len(tsjax.generate(model, [1, 2, 3], max_new_tokens=16).tokens[0]) == 16
 
 
+@pytest.mark.wide
 def test_auto_does_without_a_copy_in_int8_that_does_not_fit(monkeypatch):
     """What was asked for by name is refused; what Auto would like is not."""
     free = Line(1.0)

@@ -249,6 +249,7 @@ def test_where_one_is_killed_the_other_ends_with_an_error_and_a_saved_run(killed
     assert found == wanted
 
 
+@pytest.mark.wide
 def test_the_command_runs_in_several_processes(tmp_path, capfd):
     folder = tmp_path / "hf"
     hf_fixtures.make(folder)

@@ -90,12 +90,10 @@ def assert_same(begun, found):
                 np.testing.assert_array_equal(ours[:count], theirs[:count])
 
 
-RUNS = {
-    "in batches": (dict(choose_every=3, revive_rows=4), {}),
+RUNS = {"in batches": (dict(choose_every=3, revive_rows=4), {})}
+WIDE = {
     # Tokens come back during the first pass over what was made, and in part of the second.
     "background": (dict(revive="background", choose_every=3, revive_rows=5), {}),
-}
-WIDE = {
     "on demand": (dict(revive="on_demand", revive_rows=5), {}),
     "on demand, seldom": (
         dict(revive="on_demand", revive_rows=64, choose_every=4, window=2, pool=3, sinks=1),
