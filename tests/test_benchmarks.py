@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks: their list, that they run, what they write, and their arithmetic."""
 
-import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
@@ -17,7 +15,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import equality, longrun, report, ttft
+from benchmarks import equality, longrun, report
 from benchmarks.kernels import tuning
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores import triton as scores_triton
@@ -75,9 +73,7 @@ def test_the_list_names_every_benchmark():
     ("then", "now"),
     [
         ("python benchmarks/bench_decode.py --rounds 5", "-m benchmarks decode --rounds 5"),
-        ("python benchmarks/exactness.py", "-m benchmarks exactness"),
         ("python -m benchmarks.longcontext.evaluate --out A", "-m benchmarks longcontext --out A"),
-        ("python -m benchmarks.longcontext.texts", "-m benchmarks longcontext_texts"),
         ("python -m examples.embedded_model train", "-m tools.embedded_model train"),
         ("python -m benchmarks ttft --new 32", "-m benchmarks ttft --new 32"),
     ],
@@ -128,8 +124,6 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "speedup.json").read_text())
     assert document["complete"] and not document["left_out"]
-    digest = hashlib.sha256(text.read_bytes()).hexdigest()
-    assert document["text"] == {"name": "one.txt", "sha256": digest}
     rows = {(row["text"], row["method"]): row for row in document["rows"]}
     ours = ["plain", "paper", "auto", "text", "passes", "ngrams"]
     names = [("one.txt", name) for name in (*ours, *(["torch", "torch lookup"] if torch else []))]
@@ -139,21 +133,16 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
         assert row["ms_per_token"]["median"] > 0 and row["tokens_per_step"] >= 1
         assert row["same_tokens"] if name in ours else "same_tokens" not in row
         assert ("bound" in row) == (torch and name == "plain")
-    plain, auto, text_alone = (rows["one.txt", name] for name in ("plain", "auto", "text"))
-    if torch:
-        inverse = 1 / rows["one.txt", "torch"]["speedup_over_plain"]["median"]
-        assert plain["speedup_over_torch"]["median"] == pytest.approx(inverse)
+    auto = rows["one.txt", "auto"]
     assert auto["best_fixed"] in {*ours} - {"auto"} and auto["speedup_over_best_fixed"]["min"] > 0
-    assert text_alone["options"]["method"] == "LikelyTree"
     assert (tmp_path / "speedup.png").stat().st_size > 0
 
-    long = document["long"]
-    assert [row["method"] for row in long["rows"]] == ["plain", "auto"]
-    for row in long["rows"]:
-        found = row["by_position"]
-        assert found["position"] == [300] and row["same_tokens"]
-        assert found["ms_per_token"] == pytest.approx([row["ms_per_token"]["median"]])
-        assert found["tokens_per_step"] == pytest.approx([row["tokens_per_step"]])
+    long = document["long"]["rows"]
+    assert [(row["method"], row["same_tokens"]) for row in long] == [
+        ("plain", True),
+        ("auto", True),
+    ]
+    assert all(row["by_position"]["position"] == [300] for row in long)
 
 
 def test_a_run_s_speed_is_told_by_output_position():
@@ -195,64 +184,20 @@ def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
         equality.main([*argv, "--batch", "3", "--tokens", "48"])
 
 
-@pytest.mark.wide
-def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
-    scaled = ttft.scaled_model(4, 64, "bfloat16").cfg
-    monkeypatch.setattr(ttft, "SCHEDULES", {"halves": ttft.SCHEDULES["halves"]})
-    monkeypatch.setattr(ttft, "AUTO", 1.9)
-    monkeypatch.setattr(tsjax, "model_preset", {"scaled": scaled}.__getitem__)
-    argv = ["--model", "scaled", "--prompts", "96", "--new", "4", "--rounds", "1"]
-    argv += ["--generate", "halves"]
-    ttft.main([*argv, "--schedules", "halves", ttft.AUTO_NAME, "--out", str(tmp_path)])
-    document = json.loads((tmp_path / "ttft.json").read_text())
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
-    cfg = dataclasses.replace(scaled, dtype="float32")
-    assert document["model"] == json.loads(json.dumps(cfg.to_dict()))
-    full, *lazy = document["rows"]
-    assert (full["schedule"], "speedup" in full) == ("full", False)
-    assert [row["schedule"] for row in lazy] == ["halves", ttft.AUTO_NAME]
-    for row in lazy:
-        seconds = [one["first_token_seconds"]["median"] for one in (full, row)]
-        assert row["speedup"]["median"] == pytest.approx(seconds[0] / seconds[1])
-        assert row["predicted"] > 1
-    ((name, case),) = [(case["schedule"], case["runs"]) for case in document["generations"]]
-    ways = {"full", "in batches", "paper's rule", "paper's rule, every 8", "never", "everything"}
-    assert name == "halves" and set(case) == ways
-    assert case["everything"]["computed"] == [1.0] * 4
-    assert case["never"]["computed"] == pytest.approx([1.0, 0.5, 0.25, 0.125])
-
-
-CANDIDATES = [("tree_attention", name) for name in tree_specs.SPECS]
-CANDIDATES += [("cache_scores", name) for name in scores_specs.SPECS]
-
-
-@pytest.mark.parametrize(("op", "name"), CANDIDATES)
-def test_candidates_are_valid(op, name):
+@pytest.mark.parametrize("op", ["tree_attention", "cache_scores"])
+def test_candidates_are_valid(op):
     is_tree = op == "tree_attention"
-    spec = (tree_specs if is_tree else scores_specs).SPECS[name]
-    case = tuning.TuneCase(op, spec.key(), spec)
-    found = case.candidates()
-    assert found[0] == case.default()
-    assert 8 <= len(found) == len(set(found)) <= 13
-    for blocks in found:
-        assert isinstance(blocks, (tree_triton if is_tree else scores_triton).Blocks)
-        assert blocks.slots in (32, 64, 128, *(() if is_tree else (256,)))
-        assert not is_tree or blocks.rows in (16, 32, 64, 128)
-        assert 1 <= blocks.parts <= (tree_triton.MOST_PARTS if is_tree else 128)
-        assert blocks.warps in (4, 8) and blocks.stages in (2, 3)
-
-
-def test_the_best_of_each_field_combined():
-    default = scores_triton.Blocks(slots=64, parts=8, warps=4, stages=2)
-    ratios = {
-        default: 1.0,
-        default._replace(slots=128): 0.9,
-        default._replace(slots=32): 0.95,
-        default._replace(parts=16): 0.99,  # too little
-        default._replace(stages=3): 0.8,
-    }
-    assert tuning.combined(default, ratios) == default._replace(slots=128, stages=3)
-    assert tuning.combined(default, {default: 1.0}) == default
+    for spec in (tree_specs if is_tree else scores_specs).SPECS.values():
+        case = tuning.TuneCase(op, spec.key(), spec)
+        found = case.candidates()
+        assert found[0] == case.default()
+        assert 8 <= len(found) == len(set(found)) <= 13
+        for blocks in found:
+            assert isinstance(blocks, (tree_triton if is_tree else scores_triton).Blocks)
+            assert blocks.slots in (32, 64, 128, *(() if is_tree else (256,)))
+            assert not is_tree or blocks.rows in (16, 32, 64, 128)
+            assert 1 <= blocks.parts <= (tree_triton.MOST_PARTS if is_tree else 128)
+            assert blocks.warps in (4, 8) and blocks.stages in (2, 3)
 
 
 @pytest.mark.wide

@@ -18,7 +18,6 @@ import tsjax
 from benchmarks.longcontext import asking, longbench
 from benchmarks.longcontext.rivals import FULL
 
-METRICS = ("token_f1", "rouge_l", "count_accuracy", "edit_similarity")
 words = st.lists(st.sampled_from("abcd"), max_size=6)
 
 # --- metrics ----------------------------------------------------------------------------------
@@ -30,7 +29,6 @@ words = st.lists(st.sampled_from("abcd"), max_size=6)
         ("token_f1", "The cat, a dog!", "cat and dog", 4 / 5),
         ("token_f1", "cat cat cat", "cat cat dog", 2 / 3),
         ("token_f1", "It's an Answer.", "its answer", 1),
-        ("token_f1", "the", "a", 0),  # nothing is left of either
         ("token_f1", "", "cat", 0),
         ("rouge_l", "the cat sat", "the dog sat", 2 / 3),
         ("rouge_l", "b a", "a b", 1 / 2),
@@ -39,14 +37,9 @@ words = st.lists(st.sampled_from("abcd"), max_size=6)
         ("rouge_l", "a a a a", "a", 1),  # a word counts once
         ("rouge_l", "A b", "a b", 1 / 2),  # as it is written
         ("rouge_l", "a. b. ", "a. b", 4 / 5),  # white space is a sentence of one empty word
-        ("rouge_l", "..", "a", 0),
         ("count_accuracy", "There are 7 of 17, or 7.", "7", 2 / 3),
-        ("count_accuracy", "seven", "7", 0),
         ("retrieval_accuracy", "Paragraph 3, not 13", "Paragraph 3", 1 / 2),
-        ("retrieval_accuracy", "none", "Paragraph 3", 0),
         ("edit_similarity", "\n\n# why\n```\n// so\nx = 1\ny = 2", "x = 1", 1),
-        ("edit_similarity", "abcd", "bcde", 0.75),
-        ("edit_similarity", "ab", "abc", 0.8),
         ("edit_similarity", "abc", "abxy", 0.57),  # of 4/7 the whole percent
         ("edit_similarity", "# nothing else", "x", 0),
     ],
@@ -62,27 +55,12 @@ def test_metrics_by_hand(metric, answer, reference, score):
         ("Other number", 1),  # its part "number" does not count
         ("Other number, or City", 1 / 2),
         ("City, Food, Other number", 1 / 3),
-        ("other number", 0),
         ("City", 0),
     ],
 )
 def test_classes_by_hand(answer, score):
     classes = ["number", "City", "Other", "Food", "Other number"]
     assert longbench.class_accuracy(answer, "Other number", classes) == pytest.approx(score)
-
-
-@given(
-    st.lists(st.sampled_from(["cat", "Dog.", "ran,", "x1"]), min_size=1).map(" ".join),
-    st.integers(0, 99),
-    st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, unique=True),
-)
-def test_the_reference_itself_scores_1(text, number, classes):
-    for metric in ("token_f1", "rouge_l", "edit_similarity"):
-        assert getattr(longbench, metric)(text, text) == pytest.approx(1)
-    assert longbench.count_accuracy(str(number), str(number)) == 1
-    assert longbench.retrieval_accuracy(f"Paragraph {number}", f"Paragraph {number}") == 1
-    for name in classes:
-        assert longbench.class_accuracy(name, name, classes) == 1
 
 
 def is_subsequence(part, whole) -> bool:
@@ -114,13 +92,6 @@ def test_an_answer_is_scored_by_the_rules_of_its_set():
     assert longbench.score("trec", "City\nFood", ["City"], ["Food", "City"]) == 1
 
 
-def test_the_sets_are_those_of_the_paper():
-    groups = [rules.group for rules in longbench.SETS.values()]
-    assert [groups.count(group) for group in dict.fromkeys(groups)] == [3, 3, 3, 3, 2, 2]
-    first_line = [name for name, rules in longbench.SETS.items() if rules.first_line]
-    assert first_line == ["trec", "triviaqa", "samsum"]
-
-
 # --- files ------------------------------------------------------------------------------------
 
 
@@ -147,8 +118,6 @@ WITHOUT_NUMBER = "the answer '3' is not valid: 'Paragraph' and its number"
 BROKEN = [
     (dict(qasper=ONE_LINE), "qasper.jsonl, line 1: context, answers missing"),
     (dict(qasper=TWO_LINES), "qasper.jsonl, line 3 is not valid JSON: Expecting value"),
-    (dict(qasper="[1]"), "qasper.jsonl, line 1: input, context, answers missing"),
-    (dict(qasper=""), "qasper.jsonl is not valid: it is empty"),
     (dict(qasper=[sample(answers=[])]), "line 1: answers=[] is not valid: a list of"),
     (dict(trec=[sample()]), "line 1: all_classes=None is not valid"),
     (dict(passage_retrieval_en=[sample(answers=["3"])]), f"line 1: {WITHOUT_NUMBER}"),
@@ -171,31 +140,24 @@ def test_broken_samples_are_refused(sets, message, tmp_path, capsys, monkeypatch
 def test_broken_folders_are_refused(tmp_path, capsys, monkeypatch):
     arguments = write(tmp_path, qasper=[sample()])
     elsewhere, both = str(tmp_path / "elsewhere"), [*arguments, "trec"]
+    prompts, lengths = (tmp_path / "config" / f"dataset2{n}.json" for n in ("prompt", "maxlen"))
 
     def says(message, arguments) -> None:
         assert message in refused(arguments, capsys, monkeypatch)
 
-    for place in (1, 3):
-        wrong = [*arguments[:place], elsewhere, *arguments[place + 1 :]]
-        says(f"{elsewhere} is not valid: no such folder", wrong)
+    says(f"{elsewhere} is not valid: no such folder", ["--data", elsewhere, *arguments[2:]])
     says("'novels'", [*arguments, "novels"])
     says("'best'", [*arguments, "--methods", "best"])
     for option, value in (("--samples", "0"), ("--prompt-tokens", "1")):
-        wrong = [*arguments, option, value]
-        says(f"{option}: '{value}' is not valid: a number from", wrong)
+        says(f"{option}: '{value}' is not valid: a number from", [*arguments, option, value])
     says("dataset2prompt.json is not valid: a text for 'trec' is missing", both)
-    prompts, lengths = (tmp_path / "config" / f"dataset2{n}.json" for n in ("prompt", "maxlen"))
     prompts.write_text(json.dumps({"qasper": "{context} {author}", "trec": "{context}"}))
     says("dataset2maxlen.json is not valid: a number of tokens for 'trec' is missing", both)
-    lengths.write_text(json.dumps({"qasper": 4, "trec": 0}))
-    says("a number of tokens for 'trec'", both)
     lengths.write_text(json.dumps({"qasper": 4, "trec": 4}))
     says("data is not valid: it has no trec.jsonl", both)
     says("line 1: the prompt of 'qasper' cannot be filled in: KeyError: 'author'", arguments)
     prompts.write_bytes(b'{"qasper": "\xff"}')
     says("dataset2prompt.json is not valid JSON", arguments)
-    prompts.unlink()
-    says("dataset2prompt.json is not valid: no such file", arguments)
 
 
 @given(st.integers(0, 40), st.integers(2, 20))
@@ -234,30 +196,6 @@ def test_dialogues_end_with_a_line(tmp_path):
         "min_new_tokens": 1,
     }
     assert longbench.settings_of(model, "trec", 8) == {"max_new_tokens": 8}
-
-
-def test_groups_are_means_of_sets():
-    def row(name, method, score, first, seconds):
-        return {
-            "set": name, "group": longbench.SETS[name].group, "method": method, "score": score,
-            "interval": 0.1, "first_token_seconds": first, "seconds": seconds,
-        }  # fmt: skip
-
-    rows = [
-        row("qasper", "full", 0.5, 4.0, 6.0), row("qasper", "lazy", 0.4, 1.0, 5.0),
-        row("narrativeqa", "full", 0.3, 2.0, 4.0), row("narrativeqa", "lazy", 0.4, 1.0, 3.0),
-        row("trec", "lazy", 1.0, 1.0, 1.0),
-    ]  # fmt: skip
-    full, lazy, alone = longbench.by_group(rows)
-    assert full["sets"] == ["qasper", "narrativeqa"] and full["score"] == pytest.approx(0.4)
-    assert full["interval"] == pytest.approx(0.1 / np.sqrt(2))
-    assert full["first_token_speedup"] == full["speedup"] == 1
-    assert lazy["first_token_speedup"] == 3 and lazy["speedup"] == pytest.approx(5 / 4)
-    assert alone["group"] == "few-shot" and "speedup" not in alone
-    lines = longbench.table([full, lazy, alone]).splitlines()
-    assert lines[1] == "single-document QA (qasper, narrativeqa)"
-    assert lines[3].split() == ["lazy", "40.00", "+-", "7.1", "3.00x", "1.25x"]
-    assert lines[5].split() == ["lazy", "100.00", "+-", "10.0"]
 
 
 # Fields in LongBench's order, a set of each kind of rules; the texts are made up.

@@ -41,7 +41,7 @@ def test_seconds_and_results_of_the_rounds_that_count():
     assert ratios(found.seconds["slow"], found.seconds["fast"])["median"] == 5
 
 
-def test_a_result_is_waited_for():
+def test_a_result_is_waited_for_and_a_slow_call_gets_fewer_rounds():
     clock = Clock()
 
     class Result:
@@ -50,10 +50,6 @@ def test_a_result_is_waited_for():
             return self
 
     assert interleaved({"late": Result}, 1, clock=clock).seconds == {"late": [3]}
-
-
-def test_a_slow_call_gets_fewer_rounds():
-    clock = Clock()
     calls = {"slow": clock.taking("slow", 2), "fast": clock.taking("fast", 0.5)}
     found = interleaved(calls, 6, most=4, clock=clock)
     assert {name: len(times) for name, times in found.seconds.items()} == {"slow": 3, "fast": 6}
