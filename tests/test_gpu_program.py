@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading what a compilation for a GPU leaves: on a small program in XLA's words."""
 
-from tools.gpu_program import figures, read_dump, read_thunks, sent, work
+from tools.gpu_program import figures, read_dump, sent, work
 
 THUNKS = """\
 001: kCopy   [source       | next=002 (1)] kCopy
@@ -51,16 +51,6 @@ HLO = """\
   %widened = bf16[64,32]{1,0} fusion(%x), kind=kLoop
 }
 """  # noqa: E501
-
-
-def test_thunks_are_counted_where_they_lie():
-    program = read_thunks(THUNKS)
-    assert (program.graphs, program.host_conditions, program.host_loops) == (2, 1, 2)
-    found = {kernel.name: kernel for kernel in program.kernels}
-    assert len(program.kernels) == 10
-    assert found["gemm_fusion_dot"].blocks == 128 and found["gemm_fusion_dot"].in_graph
-    assert not found["tsjax_cache_scores"].in_graph and found["tsjax_cache_scores"].loops == 1
-    assert found["loop_add_fusion_7"].loops == 2
 
 
 def test_figures(tmp_path):

@@ -95,22 +95,24 @@ def test_an_answer_is_scored_by_the_rules_of_its_set():
 # --- files ------------------------------------------------------------------------------------
 
 
-def write(folder: Path, **sets: list[dict] | str) -> list[str]:
+def write(folder: Path, *, ending: str = "", **sets: list[dict] | str) -> list[str]:
     """Files of sets and their formats; returns the arguments that name them."""
-    (folder / "data").mkdir()
-    (folder / "config").mkdir()
-    for name, samples in sets.items():
-        text = samples if isinstance(samples, str) else "\n".join(map(json.dumps, samples))
-        (folder / "data" / f"{name}.jsonl").write_text(text)
-    formats = {name: f"{name}: {{context}} | {{input}} =" for name in sets}
-    (folder / "config" / "dataset2prompt.json").write_text(json.dumps(formats))
-    (folder / "config" / "dataset2maxlen.json").write_text(json.dumps(dict.fromkeys(sets, 4)))
+    for name in ("data", "config"):
+        (folder / name).mkdir()
+    for name, rows in sets.items():
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+        text = rows if isinstance(rows, str) else "".join(lines)
+        (folder / "data" / f"{name}{ending}.jsonl").write_bytes(text.encode())
+    formats = {name: f"{name} \u8bf7: {{context}} | {{input}} =" for name in sets}
+    for name, table in (("prompt", formats), ("maxlen", dict.fromkeys(sets, 4))):
+        path = folder / "config" / f"dataset2{name}.json"
+        path.write_bytes(json.dumps(table, indent=4, ensure_ascii=False).encode())
     return ["--data", str(folder / "data"), "--config", str(folder / "config"), "--sets", *sets]
 
 
 def sample(**changes) -> dict:
     fields = {"input": "who?", "context": "a cat {sat}", "answers": ["cat"], "all_classes": None}
-    return {**fields, **changes}
+    return {**fields, "length": 3, "language": "en", "_id": "1f", **changes}
 
 
 ONE_LINE, TWO_LINES = '{"input": 1}\n', json.dumps(sample()) + '\n\n{"input": '
@@ -198,57 +200,25 @@ def test_dialogues_end_with_a_line(tmp_path):
     assert longbench.settings_of(model, "trec", 8) == {"max_new_tokens": 8}
 
 
-# Fields in LongBench's order, a set of each kind of rules; the texts are made up.
+# A set of each kind of rules; the texts are made up.
 PUBLISHED = {
-    "multifieldqa_en": dict(
+    "multifieldqa_en": sample(
         input="Where did the heron rest?",
         context="The heron\u2014\u201cAdela\u201d\u2014flew.\u2028She rested. {!}\n" * 4,
-        answers=["In Bod\u00f8.", "Bod\u00f8"], all_classes=None,
+        answers=["In Bod\u00f8.", "Bod\u00f8"],
     ),
-    "trec": dict(
-        input="Question: What is a heron ?\nType:",
-        context="Question: Who was Orr ?\nType: Individual\n",
-        answers=["Animal"], all_classes=["Individual", "Animal", "Other location"],
-    ),
-    "passage_retrieval_en": dict(
-        input="A heron rests.", context="Paragraph 1: A mill.\n\nParagraph 2: A heron.\n\n",
-        answers=["Paragraph 2"], all_classes=None,
-    ),
-    "lcc": dict(
-        input="", context="def area(a, b):\n    # the \u65b9\u5f62\n",
-        answers=["    return a * b"], all_classes=None,
-    ),
-}  # fmt: skip
-FORMATS = {
-    "multifieldqa_en": "Read the text.\n\n{context}\n\nQuestion: {input}\nAnswer:",
-    "trec": "Please name the type.\n{context}\n{input}",
-    "passage_retrieval_en": "{context}\n\n{input}\n\nThe answer is: ",
-    "lcc": "Please complete the code.\n{context}Next line of code:\n",
-    "dureader": "\u8bf7\n{context}\n{input}",  # a set that is not asked for
+    "trec": sample(answers=["Animal"], all_classes=["Individual", "Animal", "Other location"]),
+    "passage_retrieval_en": sample(context="Paragraph 1: A mill.\n\n", answers=["Paragraph 2"]),
+    "lcc": sample(input="", context="def area(a, b):  # \u5f62\n", answers=["    return a * b"]),
 }
 
 
 def published(folder: Path, ending: str) -> list[str]:
-    for name in ("data", "config"):
-        (folder / name).mkdir(parents=True)
-    for name, fields in PUBLISHED.items():
-        text = fields["context"]
-        rows = [
-            {
-                "input": fields["input"], "context": text * times, "answers": fields["answers"],
-                "length": len(text.split()) * times, "dataset": name, "language": "en",
-                "all_classes": fields["all_classes"], "_id": f"{name}{times}",
-            }
-            for times in (1, 30)
-        ]  # fmt: skip
-        lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-        path = folder / "data" / f"{name}{ending}.jsonl"
-        path.write_bytes("".join(lines).encode())
-    lengths = dict.fromkeys(FORMATS, 3)
-    for name, table in (("prompt", FORMATS), ("maxlen", lengths)):
-        path = folder / "config" / f"dataset2{name}.json"
-        path.write_bytes(json.dumps(table, indent=4, ensure_ascii=False).encode())
-    return ["--data", str(folder / "data"), "--config", str(folder / "config")]
+    rows = {
+        name: [fields, fields | {"context": fields["context"] * 30}]
+        for name, fields in PUBLISHED.items()
+    }
+    return write(folder, ending=ending, **rows)
 
 
 @pytest.mark.parametrize("ending", ["", "_e"])
@@ -260,10 +230,10 @@ def test_published_files_are_read(tmp_path, ending):
     assert len({longbench.SETS[name].group for name in found}) == 4
     for name, (samples, new_tokens) in found.items():
         fields = PUBLISHED[name]
-        assert new_tokens == 3 and len(samples) == 2
-        by_hand = FORMATS[name].replace("{input}", fields["input"])
+        assert new_tokens == 4 and len(samples) == 2
         for one, times in zip(samples, (1, 30), strict=True):
-            assert one.prompt == by_hand.replace("{context}", fields["context"] * times)
+            text = fields["context"] * times
+            assert one.prompt == f"{name} \u8bf7: {text} | {fields['input']} ="
         assert one.references == fields["answers"]
         assert one.classes == (fields["all_classes"] or [])
         for reference in fields["answers"]:
@@ -280,9 +250,8 @@ def test_published_files_from_end_to_end(tmp_path, capsys):
     hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=64)
     arguments += ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--out", str(tmp_path)]
     methods = ["full", "LazyLLM, paper", "random drop, 0.5"]
-    arguments += ["--methods", *methods, "--e"]
-    sets = ["--sets", *PUBLISHED, "--prompt-tokens"]
-    longbench.main([*arguments, *sets, "40"])
+    arguments += ["--methods", *methods, "--e", "--prompt-tokens"]
+    longbench.main([*arguments, "40"])
     printed = capsys.readouterr().out.splitlines()
     document = json.loads((tmp_path / "longbench.json").read_text())
     assert document == json.loads(printed[-1])
@@ -296,11 +265,6 @@ def test_published_files_from_end_to_end(tmp_path, capsys):
         assert bool(row["computed"]) == (row["method"] != "full")
     assert len(document["groups"]) == 4 * len(methods)
     assert "\n".join(printed).count(longbench.table(document["groups"])) == 1
-
-    for wrong, message in (
-        ([*sets, "62"], "and the model has 64 positions"),
-        (["--prompt-tokens", "40"], "a text for '"),  # all sets, most of which lack files
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            longbench.main([*arguments, *wrong])
-        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        longbench.main([*arguments, "62"])
+    assert "and the model has 64 positions" in capsys.readouterr().err
