@@ -23,7 +23,7 @@ from pallas_kernels.rotary import reference as rotary_reference
 from pallas_kernels.rotary.api import rotary_heads
 from pallas_kernels.tree_attention import reference as attention_reference
 from pallas_kernels.tree_attention import specs as attention_specs
-from pallas_kernels.tree_attention.api import decode_attention, tree_attention
+from pallas_kernels.tree_attention.api import tree_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -104,56 +104,45 @@ def compile_kernels(function, inputs, *names):
     return compiled
 
 
+def check_kernel(run, specs, spec, names, bound, define, caches) -> None:
+    """Values, the same bits twice, and that nothing beyond the lengths is read."""
+    kernel = None
+    for length in lengths(spec):
+        arrays = specs.inputs(spec, length=length)
+        inputs = tuple(arrays.values())
+        if kernel is None:
+            kernel = compile_kernels(run, inputs, *names)
+            xla = jax.jit(functools.partial(run, implementation="xla"))
+        out, expected = kernel(*inputs), define(*inputs)
+        assert out.shape == expected.shape
+        assert relative_error(out, expected) < bound, length
+        assert relative_error(out, xla(*inputs)) < 2 * bound, length
+        assert jnp.array_equal(kernel(*inputs), out), "not the same bits twice"
+        for cache in caches:
+            arrays[cache] = poison(arrays[cache], arrays["length"])
+        assert jnp.array_equal(kernel(*arrays.values()), out), "slots beyond length are read"
+        assert out.dtype == (spec.dtype if run is tree_attention else jnp.float32)
+
+
 @pytest.mark.parametrize("name", attention_specs.SPECS)
 def test_tree_attention(name):
     spec = attention_specs.SPECS[name]
-    attention = xla = None
-    for length in lengths(spec):
-        arrays = attention_specs.inputs(spec, length=length)
-        inputs = tuple(arrays.values())
-        if attention is None:
-            attention = compile_kernels(
-                tree_attention, inputs, "tsjax_tree_attention", "tsjax_tree_attention_merge"
-            )
-            xla = jax.jit(functools.partial(tree_attention, implementation="xla"))
-        out = attention(*inputs)
-        assert out.dtype == spec.dtype and out.shape == arrays["q"].shape
-        bound = ATTENTION_ERROR[spec.dtype]
-        assert relative_error(out, expected_attention(*inputs)) < bound, length
-        assert relative_error(out, xla(*inputs)) < 2 * bound, length
-        assert jnp.array_equal(attention(*inputs), out), "not the same bits twice"
-        for cache in ("k_cache", "v_cache"):
-            arrays[cache] = poison(arrays[cache], arrays["length"])
-        assert jnp.array_equal(attention(*arrays.values()), out), "slots beyond length are read"
+    names, caches = ["tsjax_tree_attention", "tsjax_tree_attention_merge"], ["k_cache", "v_cache"]
+    bound = ATTENTION_ERROR[spec.dtype]
+    check_kernel(tree_attention, attention_specs, spec, names, bound, expected_attention, caches)
 
 
 @pytest.mark.parametrize("mode", SCORES_ERROR)
 @pytest.mark.parametrize("name", scores_specs.SPECS)
 def test_cache_scores(name, mode):
-    spec = scores_specs.SPECS[name]
     names = {
         "dot": ["tsjax_cache_scores"],
         "softmax": ["tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"],
     }
-    score = xla = None
-    for length in lengths(spec):
-        arrays = scores_specs.inputs(spec, length=length)
-        inputs = tuple(arrays.values())
-        if score is None:
-            run = functools.partial(cache_scores, mode=mode)
-            score = compile_kernels(run, inputs, *names[mode])
-            xla = jax.jit(functools.partial(run, implementation="xla"))
-        out = score(*inputs)
-        assert out.dtype == jnp.float32
-        bound = SCORES_ERROR[mode]
-        assert relative_error(out, expected_scores(*inputs, mode=mode)) < bound, length
-        assert relative_error(out, xla(*inputs)) < 2 * bound, length
-        if mode == "softmax":
-            sums = jnp.sum(out, axis=1)
-            assert jnp.max(jnp.abs(sums - (arrays["length"] > 0))) < 1e-3
-        assert jnp.array_equal(score(*inputs), out), "not the same bits twice"
-        arrays["k_cache"] = poison(arrays["k_cache"], arrays["length"])
-        assert jnp.array_equal(score(*arrays.values()), out), "slots beyond length are read"
+    run = functools.partial(cache_scores, mode=mode)
+    define = functools.partial(expected_scores, mode=mode)
+    spec, bound = scores_specs.SPECS[name], SCORES_ERROR[mode]
+    check_kernel(run, scores_specs, spec, names[mode], bound, define, ["k_cache"])
 
 
 @pytest.mark.parametrize("rows", [1, 3, 16])
@@ -169,16 +158,6 @@ def test_product(weights, rows):
     out = jax.jit(product)(given, matrix, scales=scales)
     assert out.dtype == jnp.float32 and out.shape == (rows, 6144)
     assert relative_error(out, product_reference.product(given, matrix, scales)) < 1e-5
-
-
-def test_decode_attention_is_tree_attention_for_one_row():
-    spec = attention_specs.SPECS["llama3.1-8b t1"]
-    q, k_cache, v_cache, length, k_new, v_new, mask = attention_specs.inputs(
-        spec, length=spec.S - 5
-    ).values()
-    tree = jax.jit(tree_attention)(q, k_cache, v_cache, length, k_new, v_new, mask)
-    one = jax.jit(decode_attention)(q[:, 0], k_cache, v_cache, length, k_new[:, 0], v_new[:, 0])
-    assert jnp.array_equal(one, tree[:, 0])
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_ERROR)
