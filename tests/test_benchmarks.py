@@ -155,16 +155,10 @@ def test_a_run_s_speed_is_told_by_output_position():
 
 @pytest.mark.wide
 def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
+    """Goes on with the second round; a token that differs is told with its place."""
     tsjax.save(helpers.tiny_model(num_layers=1), tmp_path / "model")
     monkeypatch.setattr(equality, "METHODS", {"ngram": tsjax.NGram()})
     argv = ["--model", str(tmp_path / "model"), "--length", "12", "--out", str(tmp_path)]
-    document = tmp_path / "equality-float32.json"
-    equality.main([*argv, "--batch", "2", "--tokens", "24"])
-    first = json.loads(document.read_text())
-    assert (first["rounds"], first["tokens"], first["parted"]) == (1, 24, [])
-    assert len(first["tokens_per_step"]["ngram"]) == 1
-
-    # Goes on with the second round; a token that differs is told with its place.
     generate = tsjax.generate
 
     def wrong(model, prompts, *, method, **asked):
@@ -173,13 +167,14 @@ def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
             result.tokens[1][5] += 1
         return result
 
-    monkeypatch.setattr(tsjax, "generate", wrong)
-    equality.main([*argv, "--batch", "2", "--tokens", "48"])
-    second = json.loads(document.read_text())
-    (parted,) = second["parted"]
-    assert (second["rounds"], second["tokens"]) == (2, 48)
+    for rounds in (1, 2):
+        equality.main([*argv, "--batch", "2", "--tokens", str(24 * rounds)])
+        found = json.loads((tmp_path / "equality-float32.json").read_text())
+        assert (found["rounds"], found["tokens"]) == (rounds, 24 * rounds)
+        assert len(found["parted"]) == rounds - 1
+        monkeypatch.setattr(tsjax, "generate", wrong)
+    (parted,) = found["parted"]
     assert (parted["round"], parted["row"], parted["after"]) == (1, 1, 5)
-    assert parted["token"] == parted["plain"] + 1
     with pytest.raises(SystemExit, match="of another run"):
         equality.main([*argv, "--batch", "3", "--tokens", "48"])
 
@@ -211,15 +206,10 @@ def test_long_runs_are_told_by_position(tmp_path, capsys, monkeypatch):
     document = json.loads((tmp_path / "longrun.json").read_text())
     (group,) = document["groups"]
     assert group["complete"] and group["group"] == ["greedy", "plain", "ngram"]
-    assert group["facts"]["command"] == document["command"] and group["facts"]["device"]
     assert group["marks"] == [20, 40, 60, 80, 100] and len(group["text"]) == 5
     plain, ngram = (group["methods"][name] for name in ("plain", "ngram"))
     assert plain["speedup"] == [1.0] * 5 and plain["tokens_per_step"] == [1.0] * 5
     assert ngram["same_tokens"] and sum(ngram["accepted_lengths"]) <= 100
-    for mine, theirs, gain in zip(
-        plain["ms_per_token"], ngram["ms_per_token"], ngram["speedup"], strict=True
-    ):
-        assert gain == pytest.approx(mine / theirs)
 
     # What is there is not run again; another series is refused.
     monkeypatch.setattr(longrun, "side_by_side", None)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """LongBench's metrics by hand, its files as a user has them, and one run from end to end."""
 
-import itertools
 import json
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from hypothesis import strategies as st
 import tsjax
 from benchmarks.longcontext import asking, longbench
 from benchmarks.longcontext.rivals import FULL
-
-words = st.lists(st.sampled_from("abcd"), max_size=6)
 
 # --- metrics ----------------------------------------------------------------------------------
 
@@ -63,28 +60,6 @@ def test_classes_by_hand(answer, score):
     assert longbench.class_accuracy(answer, "Other number", classes) == pytest.approx(score)
 
 
-def is_subsequence(part, whole) -> bool:
-    rest = iter(whole)
-    return all(word in rest for word in part)
-
-
-def longest_by_force(first, second) -> int:
-    choices = itertools.product((False, True), repeat=len(first))
-    parts = [list(itertools.compress(first, chosen)) for chosen in choices]
-    return max(len(part) for part in parts if is_subsequence(part, second))
-
-
-@given(words, words)
-def test_longest_common_subsequence_by_force(first, second):
-    found = longbench.longest_common_subsequence(first, second)
-    assert is_subsequence(found, first) and is_subsequence(found, second)
-    assert len(found) == longest_by_force(first, second)
-    first, second = sorted(set(first)), list(dict.fromkeys(second))  # rouge counts a word once
-    if first and second:
-        f_measure = 2 * longest_by_force(first, second) / (len(first) + len(second))
-        assert longbench.rouge_l(" ".join(first), " ".join(second)) == pytest.approx(f_measure)
-
-
 def test_an_answer_is_scored_by_the_rules_of_its_set():
     assert longbench.score("qasper", "cat", ["dog", "cat", "bird"]) == 1
     assert longbench.score("triviaqa", "\ncat\nQuestion: dog", ["cat"]) == 1  # its first line
@@ -127,7 +102,6 @@ BROKEN = [
 
 
 def refused(arguments, capsys, monkeypatch) -> str:
-    """What main says before it loads a model."""
     monkeypatch.setattr(tsjax, "load", lambda path: pytest.fail("the model was loaded"))
     with pytest.raises(SystemExit, match="2"):
         longbench.main(["--model", "nowhere", *arguments])

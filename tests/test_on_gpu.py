@@ -15,8 +15,6 @@ from jax import lax
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores.api import cache_scores
-from pallas_kernels.product import reference as product_reference
-from pallas_kernels.product.api import product
 from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rotary import reference as rotary_reference
@@ -145,21 +143,6 @@ def test_cache_scores(name, mode):
     check_kernel(run, scores_specs, spec, names[mode], bound, define, ["k_cache"])
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_product(weights, rows):
-    """XLA's; there is no kernel."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    given = jax.random.normal(keys[0], (rows, 4096), "bfloat16")
-    matrix, scales = jax.random.normal(keys[1], (6144, 4096), "bfloat16"), None
-    if weights == "int8":
-        matrix = jax.random.randint(keys[1], (6144, 4096), -127, 128, jnp.int8)
-        scales = jax.random.uniform(keys[2], (6144,), minval=0.1)
-    out = jax.jit(product)(given, matrix, scales=scales)
-    assert out.dtype == jnp.float32 and out.shape == (rows, 6144)
-    assert relative_error(out, product_reference.product(given, matrix, scales)) < 1e-5
-
-
 @pytest.mark.parametrize("dtype", ATTENTION_ERROR)
 @pytest.mark.parametrize("shape", [(1, 1, 4096), (1, 101, 4096), (2, 3, 1536), (1, 7, 80)])
 def test_norms(shape, dtype):
@@ -195,12 +178,3 @@ def test_heads(shape, dtype):
     for found, expected in zip(kernel(*inputs), wanted, strict=True):
         assert found.dtype == dtype
         assert relative_error(found, expected) < ATTENTION_ERROR[dtype]
-
-
-@pytest.mark.parametrize("H", [12, 256])
-def test_what_no_kernel_serves_takes_xla(H):
-    spec = attention_specs.Spec(5, K=2, G=4, H=H, S=1000, dtype="float32")
-    inputs = tuple(attention_specs.inputs(spec, length=777).values())
-    compiled = jax.jit(tree_attention).lower(*inputs).compile()
-    assert "tsjax_" not in compiled.as_text()
-    assert relative_error(compiled(*inputs), expected_attention(*inputs)) < 1e-5
