@@ -73,21 +73,18 @@ def test_blocks_that_no_row_may_see_are_left_out(shape, dtype, rng):
     assert relative_error(together[0], expected[0]) < LARGEST_ERROR[dtype]
     assert relative_error(together[1], expected[1]) < 3e-6
     # A row has the same bits where it alone decides which blocks are read.
-    q, k_cache, v_cache, length, k_new, v_new, mask = inputs
+    q, *caches, length, k_new, v_new, _ = inputs
     blind = run_native(
-        q, k_cache, v_cache, length, k_new, v_new, np.zeros((B, T, T), bool),
-        ranks=Ranks(slots, rows),
-    )  # fmt: skip
+        q, *caches, length, k_new, v_new, np.zeros((B, T, T), bool), ranks=Ranks(slots, rows)
+    )
     for t in (0, 1, T // 2, T - 1):
-        mine = slice(t, t + 1)
-        itself = np.zeros((B, 1, 1), bool)
-        alone = run_native(
-            q[:, mine], k_cache, v_cache, length, k_new[:, mine], v_new[:, mine], itself,
-            ranks=Ranks(slots, rows[:, mine]),
-        )  # fmt: skip
+        mine, itself = slice(t, t + 1), np.zeros((B, 1, 1), bool)
+        fresh = (x[:, mine] for x in (k_new, v_new))
+        ranks = Ranks(slots, rows[:, mine])
+        alone = run_native(q[:, mine], *caches, length, *fresh, itself, ranks=ranks)
         if (slots < rows[:, mine]).any(axis=1).all():  # else it sees nothing, which is unspecified
-            np.testing.assert_array_equal(alone[0], blind[0][:, mine])
-            np.testing.assert_array_equal(alone[1], blind[1][:, mine])
+            for one, among in zip(alone, blind, strict=True):
+                np.testing.assert_array_equal(one, among[:, mine])
 
 
 WEIGHTS = {  # rows, weights
@@ -112,16 +109,13 @@ def make_product(rng, kind, lead, outputs, inputs):
     return (rows, weights, scales), np.asarray(rows, float) @ matrix.T
 
 
+SHAPES = [((), 1, 1), ((1, 2), 30, 37), ((3, 50), 64, 99)]
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     "lead, outputs, inputs",
-    [
-        ((2, 3), 131, 288),
-        *(
-            pytest.param(*shape, marks=pytest.mark.kernels)
-            for shape in (((), 1, 1), ((1,), 9, 16), ((1, 2), 30, 37), ((3, 50), 64, 99))
-        ),
-    ],
+    [((2, 3), 131, 288), *(pytest.param(*shape, marks=pytest.mark.kernels) for shape in SHAPES)],
 )
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_products(lead, outputs, inputs, kind, rng):
@@ -179,19 +173,17 @@ def test_products_under_vmap_and_grad(rng):
     assert relative_error(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "rows, weights, scales, message",
-    [
-        (np.ones((2, 3), "f"), np.ones((4, 5), "f"), None, r"rows \(2, 3\), weights \(4, 5\)"),
-        (np.ones((2, 3), "i"), np.ones((4, 3), "f"), None, "rows of type int32 is not valid"),
-        (np.ones((2, 3), "f"), np.ones((4, 3), "b"), None, "type int8 is not valid: fl"),
-        (np.ones((2, 3), "f"), np.ones((4, 3), "f"), np.ones(4, "f"), "with scales: int8"),
-        (np.ones((2, 3), "f"), np.ones((4, 3), "b"), np.ones(3, "f"), r"scales of shape \(3,\)"),
-    ],
-)
-def test_products_that_do_not_fit_are_refused(rows, weights, scales, message):
-    with pytest.raises(ValueError, match=message):
-        product(rows, weights, scales=scales)
+def test_products_that_do_not_fit_are_refused():
+    rows, narrow = np.ones((2, 3), "f"), np.ones((4, 3), "b")
+    for given, weights, scales, message in (
+        (rows, np.ones((4, 5), "f"), None, r"rows \(2, 3\), weights \(4, 5\)"),
+        (rows.astype("i"), np.ones((4, 3), "f"), None, "rows of type int32 is not valid"),
+        (rows, narrow, None, "type int8 is not valid: fl"),
+        (rows, np.ones((4, 3), "f"), np.ones(4, "f"), "with scales: int8"),
+        (rows, narrow, np.ones(3, "f"), r"scales of shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            product(given, weights, scales=scales)
 
 
 def test_what_is_not_served_goes_to_xla(rng):
@@ -204,36 +196,27 @@ def test_what_is_not_served_goes_to_xla(rng):
 
 @of_kernels
 def test_it_is_chosen_for_cpus_and_for_nothing_else(rng):
-    inputs = make_inputs(rng)
-    traced = jax.jit(tree_attention).trace(*inputs)
+    traced = jax.jit(tree_attention).trace(*make_inputs(rng))
     assert "tsjax_tree_attention_" in traced.lower().as_text()
     assert "tsjax_tree_attention_" not in traced.lower(lowering_platforms=("rocm",)).as_text()
 
 
 @of_kernels
-@pytest.mark.parametrize("arrays, attributes", [(1, 1), (3, 1), (2, 0)])
-def test_a_call_with_other_arrays_or_attributes_is_an_error(arrays, attributes):
-    x = jnp.ones((2, 8))
-    call = jax.ffi.ffi_call(
-        native.library().target("tsjax_rms_norm"), jax.ShapeDtypeStruct(x.shape, x.dtype)
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="too few or too many arrays"):
-        call(*[x] * arrays, **dict(eps=np.float32(1e-5)) if attributes else {})
+def test_a_derivative_is_that_of_the_definition_also_inside_x64(rng):
+    with jax.enable_x64(True):
+        q, *others = make_inputs(rng, T=4)
+        others[2] = jnp.asarray(others[2], jnp.int64)
+        assert tree_attention(q, *others, implementation="native").dtype == jnp.float32
 
+        def total(q, attention):
+            return jnp.sum(jnp.sin(attention(q, *others)))
 
-@of_kernels
-def test_a_derivative_is_that_of_the_definition(rng):
-    q, *others = make_inputs(rng, T=4)
+        def defined(*inputs):
+            return reference.tree_attention(*inputs)[0]
 
-    def total(q, attention):
-        return jnp.sum(jnp.sin(attention(q, *others)))
-
-    def defined(*inputs):
-        return reference.tree_attention(*inputs)[0]
-
-    found, expected = (jax.grad(total)(q, attention) for attention in (tree_attention, defined))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    assert np.abs(expected).max() > 1e-2
+        found, expected = (jax.grad(total)(q, one) for one in (tree_attention, defined))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        assert np.abs(expected).max() > 1e-2
 
 
 @of_kernels
@@ -249,16 +232,6 @@ def test_on_a_mesh_each_device_has_its_rows_and_heads(rng):
     for found, expected in zip(compiled(*placed), run_native(*inputs), strict=True):
         np.testing.assert_array_equal(found, expected)
         assert found.sharding.spec[0] == "data"
-
-
-@of_kernels
-def test_inside_x64(rng):
-    with jax.enable_x64(True):
-        inputs = make_inputs(rng, B=2, length=(40, 9))
-        inputs = *inputs[:3], jnp.asarray(inputs[3], jnp.int64), *inputs[4:]
-        out = tree_attention(*inputs, implementation="native")
-        assert out.dtype == jnp.float32
-        assert relative_error(out, define_both(*inputs)[0]) < 3e-6
 
 
 # --- one order of summation -------------------------------------------------------------------
