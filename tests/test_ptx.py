@@ -188,17 +188,12 @@ def test_product_of_matrices(rng):
 def test_threads_part_and_meet_again():
     """Each loops for its own number of turns; after that all lanes of a warp exchange words."""
     loop = """
-      and.b32 %r1, %r0, 6;
-      mov.b32 %r2, 100;
+      and.b32 %r1, %r0, 6;  mov.b32 %r2, 100;
     $again:
-      setp.eq.b32 %p1, %r1, 0;
-      @%p1 bra $done;
-      add.s32 %r2, %r2, 3;
-      sub.s32 %r1, %r1, 1;
-      bra.uni $again;
+      setp.eq.b32 %p1, %r1, 0;  @%p1 bra $done;
+      add.s32 %r2, %r2, 3;  sub.s32 %r1, %r1, 1;  bra.uni $again;
     $done:
-      shfl.sync.idx.b32 %r3, %r2, 6, 31, -1;
-      add.s32 %r2, %r2, %r3;
+      shfl.sync.idx.b32 %r3, %r2, 6, 31, -1;  add.s32 %r2, %r2, %r3;
     """
     found = run(loop + store(2, 10), out=((64,), np.uint32), threads=64)
     np.testing.assert_array_equal(found.values, 218 + 3 * (np.arange(64) & 6))

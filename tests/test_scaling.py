@@ -51,12 +51,10 @@ def test_info_of_a_mesh(capsys):
     argv = ["info", "--mesh", "1,8,2", "--model", "llama3.1-70b", "--context", "1048576"]
     assert main(argv) == 0
     said = capsys.readouterr().out
-    # 2 bytes of 70.6e9 parameters; 80 layers of 8 heads of 128 numbers, keys and values.
+    # 80 layers of 8 heads of 128 numbers, keys and values, in two bytes.
     assert "of 343.60 GB: cut in 16" in said and "16 devices (data 1, model 8, slots 2)" in said
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    weights = sum(part["whole"] for part in found["parts"] if part["name"] != "cache")
-    assert weights == pytest.approx(2 * 70.55e9, rel=1e-3)
     assert found["parts"][-1]["each"] == 2 * 2 * 80 * 8 * 128 * 1048576 // 16
 
 
