@@ -106,11 +106,6 @@ def test_extreme_scores(name, rng):
     np.testing.assert_allclose(np.sum(shares, axis=1), 1, rtol=0, atol=1e-5)
 
 
-def test_products_are_the_default(rng):
-    inputs = make_score_inputs(rng, G=2)
-    np.testing.assert_array_equal(cache_scores(*inputs), cache_scores(*inputs, "dot"))
-
-
 # --- what is refused -------------------------------------------------------------------------
 
 # Positions of the arguments, the shape each is given, and what the message must name. With

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tsjax
-from tools.embedded_model import rows, texts, training
+from tools.embedded_model import training
 from tools.embedded_model.__main__ import main
 
 SMALL = (
@@ -72,20 +72,3 @@ def test_a_miniature_from_books_to_heads(tmp_path):
     assert longer.cfg.num_draft_heads == 3 and model.cfg.num_draft_heads == 0
     jax.tree.map(np.testing.assert_array_equal, longer.params.model, model.params.model)
     assert "4 steps of 4 rows of 64 tokens" in (tmp_path / "heads" / "README.md").read_text()
-
-
-def test_rows_with_gaps(rng):
-    """Both parts are the stream's own tokens at the stream's own distances."""
-    starts = np.flatnonzero(rng.random(5000) < 0.05)
-    stream = texts.Stream(np.arange(5000, dtype=np.int32), starts, bos=-1)
-    windows = rows.Order(stream, 128, 4096, gaps=0.9, seed=0).take(200)
-    inputs, targets, positions = map(np.asarray, rows.cut_rows(stream.tokens, windows, 128, -1))
-    assert inputs.shape == targets.shape == (200, 128)
-    assert (inputs[:, 0] == -1).all() and (positions[:, 0] == 0).all()
-    assert np.isin(inputs[:, 1], starts).all()
-    np.testing.assert_array_equal(inputs[:, 1:], targets[:, :-1])
-    np.testing.assert_array_equal(np.diff(inputs[:, 1:]), np.diff(positions[:, 1:]))
-    jumps = np.diff(inputs[:, 1:]) > 1
-    assert 0 < jumps.any(1).mean() < 1 and jumps.sum(1).max() == 1
-    assert np.isin(inputs[:, 2:][jumps], starts).all()
-    assert positions.max() < 4096 and positions.max() > 2048

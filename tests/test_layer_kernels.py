@@ -85,14 +85,13 @@ def test_norms(name, dtype, shape, rng):
 @pytest.mark.parametrize("dtype", LARGEST_ERROR)
 def test_norms_have_a_kernel_on_a_gpu(dtype, rng):
     rows, update, weight = make_norm(rng, (2, 3, 40), dtype)
-    for function, arrays in (
-        (functools.partial(rms_norm, eps=EPS), (rows, weight)),
-        (functools.partial(add_rms_norm, eps=EPS), (rows, update, weight)),
-    ):
-        lowered = lower_for_cuda(lambda *x, f=function: f(*x), *arrays)
+    norm, add_norm = NORMS["public"]
+    for lowered in (
+        lower_for_cuda(norm, rows, weight), lower_for_cuda(add_norm, rows, update, weight)
+    ):  # fmt: skip
         assert unmasked_accesses(lowered) == {"tsjax_rms_norm": []}
     wide = jnp.ones((2, norm_triton.WIDEST + 8), dtype)
-    kernel = functools.partial(rms_norm, eps=EPS, implementation="triton")
+    kernel = functools.partial(norm, implementation="triton")
     with pytest.raises(NotImplementedError, match="triton: rows of 16392: up to 16384"):
         lower_for_cuda(kernel, wide, wide[0])
 

@@ -10,8 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import tsjax
 from benchmarks.longcontext import asking, longbench
@@ -43,18 +41,15 @@ def test_metrics_by_hand(metric, answer, reference, score):
     assert getattr(longbench, metric)(answer, reference) == pytest.approx(score)
 
 
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
+def test_classes_by_hand():
+    classes = ["number", "City", "Other", "Food", "Other number"]
+    for answer, score in (
         ("Number", 0),
         ("Other number", 1),  # its part "number" does not count
         ("Other number, or City", 1 / 2),
         ("City", 0),
-    ],
-)
-def test_classes_by_hand(answer, score):
-    classes = ["number", "City", "Other", "Food", "Other number"]
-    assert longbench.class_accuracy(answer, "Other number", classes) == pytest.approx(score)
+    ):
+        assert longbench.class_accuracy(answer, "Other number", classes) == score
 
 
 def test_an_answer_is_scored_by_the_rules_of_its_set():
@@ -88,13 +83,12 @@ def sample(**changes) -> dict:
 
 
 ONE_LINE, TWO_LINES = '{"input": 1}\n', json.dumps(sample()) + '\n\n{"input": '
-WITHOUT_NUMBER = "the answer '3' is not valid: 'Paragraph' and its number"
 BROKEN = [
     (dict(qasper=ONE_LINE), "qasper.jsonl, line 1: context, answers missing"),
     (dict(qasper=TWO_LINES), "qasper.jsonl, line 3 is not valid JSON: Expecting value"),
     (dict(qasper=[sample(answers=[])]), "line 1: answers=[] is not valid: a list of"),
     (dict(trec=[sample()]), "line 1: all_classes=None is not valid"),
-    (dict(passage_retrieval_en=[sample(answers=["3"])]), f"line 1: {WITHOUT_NUMBER}"),
+    (dict(passage_retrieval_en=[sample(answers=["3"])]), "line 1: the answer '3' is not valid"),
 ]
 
 
@@ -133,15 +127,9 @@ def test_broken_folders_are_refused(tmp_path, capsys, monkeypatch):
     says("dataset2prompt.json is not valid JSON", arguments)
 
 
-@given(st.integers(0, 40), st.integers(2, 20))
-def test_the_middle_is_cut(length, most):
-    row = list(range(length))
-    found = longbench.without_middle(row, most).tolist()
-    if length <= most:
-        assert found == row
-    else:
-        half = most // 2
-        assert found == row[:half] + row[length - half :]
+def test_the_middle_is_cut():
+    for length, most, found in ((5, 5, "01234"), (5, 9, "01234"), (9, 4, "0178"), (9, 5, "0178")):
+        assert "".join(map(str, longbench.without_middle(list(range(length)), most))) == found
 
 
 # --- answers ----------------------------------------------------------------------------------
