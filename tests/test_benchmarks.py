@@ -14,12 +14,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import equality, longrun, report
-from benchmarks.kernels import tuning
-from pallas_kernels.cache_scores import specs as scores_specs
-from pallas_kernels.cache_scores import triton as scores_triton
-from pallas_kernels.tree_attention import specs as tree_specs
-from pallas_kernels.tree_attention import triton as tree_triton
+from benchmarks import equality, report
 from tsjax.host.paired_runs import times_by_position
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -168,43 +163,3 @@ def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
     assert (parted["round"], parted["row"], parted["after"]) == (1, 1, 5)
     with pytest.raises(SystemExit, match="of another run"):
         equality.main([*argv, "--batch", "3", "--tokens", "48"])
-
-
-@pytest.mark.parametrize("op", ["tree_attention", "cache_scores"])
-def test_candidates_are_valid(op):
-    is_tree = op == "tree_attention"
-    for spec in (tree_specs if is_tree else scores_specs).SPECS.values():
-        case = tuning.TuneCase(op, spec.key(), spec)
-        found = case.candidates()
-        assert found[0] == case.default()
-        assert 8 <= len(found) == len(set(found)) <= 13
-        for blocks in found:
-            assert isinstance(blocks, (tree_triton if is_tree else scores_triton).Blocks)
-            assert blocks.slots in (32, 64, 128, *(() if is_tree else (256,)))
-            assert not is_tree or blocks.rows in (16, 32, 64, 128)
-            assert 1 <= blocks.parts <= (tree_triton.MOST_PARTS if is_tree else 128)
-            assert blocks.warps in (4, 8) and blocks.stages in (2, 3)
-
-
-@pytest.mark.wide
-def test_long_runs_are_told_by_position(tmp_path, capsys, monkeypatch):
-    tsjax.save(helpers.tiny_model(num_layers=1, vocab_size=len(helpers.TOKENS)), tmp_path / "model")
-    helpers.save_tokenizer(tmp_path / "model")
-    monkeypatch.setattr(longrun, "PROMPT", "the tea")
-    argv = ["--model", str(tmp_path / "model"), "--tokens", "100", "--out", str(tmp_path)]
-    argv += ["--settings", "greedy", "--methods", "plain", "ngram"]
-    assert longrun.main(argv) is None
-    document = json.loads((tmp_path / "longrun.json").read_text())
-    (group,) = document["groups"]
-    assert group["complete"] and group["group"] == ["greedy", "plain", "ngram"]
-    assert group["marks"] == [20, 40, 60, 80, 100] and len(group["text"]) == 5
-    plain, ngram = (group["methods"][name] for name in ("plain", "ngram"))
-    assert plain["speedup"] == [1.0] * 5 and plain["tokens_per_step"] == [1.0] * 5
-    assert ngram["same_tokens"] and sum(ngram["accepted_lengths"]) <= 100
-
-    # What is there is not run again; another series is refused.
-    monkeypatch.setattr(longrun, "side_by_side", None)
-    assert longrun.main(argv) is None
-    assert "there already: greedy, plain, ngram" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="its tokens is 100, not 50"):
-        longrun.main([*argv, "--tokens", "50"])

@@ -44,18 +44,20 @@ def lengths(spec):
     return [[edges[(first + row) % 4] for row in range(spec.B)] for first in range(4)]
 
 
+def wide(*arrays):
+    return [x.astype(jnp.float32) for x in arrays]
+
+
 @jax.jit
 def expected_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
     """The reference in float32: [B, T, N, H]."""
     (B, T, N, H), K = q.shape, k_cache.shape[1]
-    grouped = q.reshape(B, T, K, N // K, H)
+    grouped = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 2, 0)
 
     def attend(head):
-        q_head = lax.dynamic_index_in_dim(grouped, head, 2, keepdims=False)
         caches = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k_cache, v_cache))
         fresh = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_new, v_new))
-        q_head, k, v, k_fresh, v_fresh = (x.astype(jnp.float32) for x in (q_head, *caches, *fresh))
-        inputs = q_head, k, v, length, k_fresh, v_fresh, tree_mask
+        inputs = *wide(grouped[head], *caches), length, *wide(*fresh), tree_mask
         return attention_reference.tree_attention(*inputs)[0]
 
     out = lax.map(attend, jnp.arange(K))  # [K, B, T, G, H]
@@ -66,13 +68,11 @@ def expected_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
 def expected_scores(q, k_cache, length, mode):
     """The reference in float32, as the public function."""
     (B, N, H), K = q.shape, k_cache.shape[1]
-    grouped = q.reshape(B, K, N // K, H)
+    grouped = jnp.moveaxis(q.reshape(B, K, N // K, H), 1, 0)
 
     def score(head):
-        q_head = lax.dynamic_index_in_dim(grouped, head, 1, keepdims=False)
         k = lax.dynamic_slice_in_dim(k_cache, head, 1, axis=1)
-        q_head, k = q_head.astype(jnp.float32), k.astype(jnp.float32)
-        return scores_reference.cache_scores(q_head, k, length, mode)
+        return scores_reference.cache_scores(*wide(grouped[head], k), length, mode)
 
     scores = lax.map(score, jnp.arange(K))  # [K, B, 1, S] or [K, B, S]
     return jnp.moveaxis(scores[:, :, 0], 0, 1) if mode == "dot" else jnp.mean(scores, axis=0)

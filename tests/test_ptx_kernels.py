@@ -19,7 +19,6 @@ import pytest
 from kernel_cases import (
     check_scores,
     define_both,
-    define_scores,
     make_inputs,
     make_rest,
     make_score_inputs,
@@ -171,18 +170,6 @@ def test_cache_scores(case, mode, rng):
     calls = run_scores(rng, *SCORES[case], mode)
     assert len(calls) == (1 if mode == "dot" else 2)
     assert all(one.written.all() for call in calls for one in call.results)
-
-
-def test_cache_scores_of_given_totals(rng):
-    inputs = make_score_inputs(rng, K=1, G=4, H=64, S=100, length=(77,), dtype=BF16)
-    log_totals = jnp.asarray(rng.uniform(4, 6, (1, 4)), F32)
-    with simulated() as simulation:
-        cache = committed(simulation, inputs[1], inputs[2])
-        found = scores_triton._softmax_scores(
-            inputs[0], cache, inputs[2], log_totals, blocks=None, interpret=False
-        )
-    expected = define_scores(*inputs, "shares", np.asarray(log_totals))
-    assert relative_error(found, expected) < 1e-4
 
 
 def run_norm(rng, width, dtype, adds):

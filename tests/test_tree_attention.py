@@ -15,7 +15,7 @@ import pytest
 from kernel_cases import define_both, make_inputs, make_rest, poison, relative_error
 
 from pallas_kernels.tree_attention import reference, triton, xla
-from pallas_kernels.tree_attention.api import Ranks, Summary, tree_attention
+from pallas_kernels.tree_attention.api import Ranks, Summary, decode_attention, tree_attention
 from pallas_kernels.typing import accumulation_dtype
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
@@ -192,5 +192,12 @@ def test_wrong_shapes_are_refused_with_the_shapes(index, shape, message, rng):
     inputs[index] = np.zeros(shape, inputs[index].dtype)
     with pytest.raises(ValueError, match=message) as caught:
         tree_attention(*inputs)
-    for array in inputs:
-        assert str(tuple(array.shape)) in str(caught.value)
+    assert all(str(tuple(array.shape)) in str(caught.value) for array in inputs)
+
+
+@pytest.mark.kernels
+def test_decode_attention_is_tree_attention_of_one_row(rng):
+    inputs = make_inputs(rng, B=3, T=1, G=4, H=64, length=[40, 0, 17])
+    q, *caches, length, k_new, v_new, _ = inputs
+    out = decode_attention(q[:, 0], *caches, length, k_new[:, 0], v_new[:, 0])[:, None]
+    np.testing.assert_array_equal(out, tree_attention(*inputs))
