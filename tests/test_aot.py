@@ -21,12 +21,9 @@ MEMORY = {"a100": 80e9}  # an A100-80GB has somewhat more
 # Loads of less than 16 bytes that a kernel may have: lengths, the mask, peaks and totals, angles,
 # scales. Queries, keys, values, rows and weights are none of them.
 NARROW = {
-    "tsjax_tree_attention": 9,
-    "tsjax_cache_scores": 2,
-    "tsjax_cache_scores_totals": 1,
-    "tsjax_cache_scores_softmax": 5,
-    "tsjax_rms_norm": 0,
-}
+    "tsjax_tree_attention": 9, "tsjax_cache_scores": 2, "tsjax_cache_scores_totals": 1,
+    "tsjax_cache_scores_softmax": 5, "tsjax_rms_norm": 0,
+}  # fmt: skip
 SHORT = {"tsjax_tree_attention_merge", "tsjax_rotary_heads"}  # read a few short rows of float32
 MATRIX = {"tsjax_tree_attention", "tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"}
 

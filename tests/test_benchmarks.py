@@ -106,9 +106,9 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     text = tmp_path / "one.txt"
     text.write_text("a thin man " * 200)
     hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
-    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf")]
-    arguments += ["--text", str(text), "--out", str(tmp_path), "--settings", "greedy"]
-    arguments += "--contexts 64 --tokens 40 --rounds 1 --threads".split() + [str(int(torch))]
+    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--out", str(tmp_path)]
+    arguments += "--settings greedy --contexts 64 --tokens 40 --rounds 1".split()
+    arguments += ["--text", str(text), "--threads", str(int(torch))]
     done = program("speedup", *arguments, "--random", "--long", "300")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "speedup.json").read_text())

@@ -18,6 +18,7 @@ from pallas_kernels.cache_scores import reference, triton, xla
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
+kernels = pytest.mark.kernels
 BLOCK = 16
 MODES = ["dot", "softmax"]
 ALL = ("reference", "small blocks", "xla", "public", "triton")
@@ -61,7 +62,14 @@ CALLS = [
 CALLS += [(name, "float64", 0) for name in ("reference", "small blocks", "public")]
 
 
-def check(name, dtype, shape, mode, rng):
+# Of each implementation a few slots, also where the kernels are known.
+FEW = [(name, "float32", dict(G=3, H=16, length=(40, 17))) for name in RUNS]
+ALL_CALLS = [pytest.param(name, dtype, CASES[at][0], marks=kernels) for name, dtype, at in CALLS]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "dtype", "shape"), [*FEW, *ALL_CALLS])
+def test_values(name, dtype, shape, mode, rng):
     with jax.enable_x64(dtype == "float64"):
         inputs = make_score_inputs(rng, **shape, dtype=dtype)
         q, k_cache, length = inputs
@@ -80,21 +88,7 @@ def check(name, dtype, shape, mode, rng):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=0)
 
 
-@pytest.mark.kernels
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("name", "dtype", "index"), CALLS)
-def test_values(name, dtype, index, mode, rng):
-    check(name, dtype, CASES[index][0], mode, rng)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", RUNS)
-def test_a_few_slots(name, mode, rng):
-    """Of the above, what is tested also where the kernels are known."""
-    check(name, "float32", dict(G=3, H=16, length=(40, 17)), mode, rng)
-
-
-@pytest.mark.kernels
+@kernels
 @pytest.mark.parametrize("name", RUNS)
 def test_extreme_scores(name, rng):
     """Probabilities where the running maximum jumps from block to block, and nothing overflows."""
@@ -133,19 +127,16 @@ def test_wrong_shapes_are_refused_with_the_shapes(index, shape, message, rng):
         assert str(tuple(array.shape)) in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "index, dtype, message",
-    [
+def test_wrong_types_are_refused(rng):
+    for index, dtype, message in (
         (0, jnp.int32, "q_last of type int32"),
         (1, jnp.float16, "k_cache of type float16"),
         (2, jnp.bool, "length of type bool"),
-    ],
-)
-def test_wrong_types_are_refused(index, dtype, message, rng):
-    inputs = list(make_score_inputs(rng, G=2))
-    inputs[index] = jnp.asarray(inputs[index], dtype)
-    with pytest.raises(ValueError, match=message):
-        cache_scores(*inputs)
+    ):
+        inputs = list(make_score_inputs(rng, G=2))
+        inputs[index] = jnp.asarray(inputs[index], dtype)
+        with pytest.raises(ValueError, match=message):
+            cache_scores(*inputs)
 
 
 def test_other_arguments_are_refused(rng):

@@ -66,8 +66,7 @@ def test_figures(tmp_path):
         "loose_kernels": 3,
         "inner_kernels": 2,
         "products": 4,
-        # Of one row, with fewer blocks than cores, and by matrix units; not the sum of squares, nor
-        # what is in the inner loop.
+        # Of one row, with few blocks, and by matrix units; neither squares nor in the inner loop.
         "small_products": 2,
         "float32_weights": 1,
         "copied_weights": 1,

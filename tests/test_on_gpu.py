@@ -146,23 +146,17 @@ def test_cache_scores(name, mode):
 @pytest.mark.parametrize("dtype", ATTENTION_ERROR)
 @pytest.mark.parametrize("shape", [(1, 1, 4096), (1, 101, 4096), (2, 3, 1536), (1, 7, 80)])
 def test_norms(shape, dtype):
-    keys = jax.random.split(jax.random.key(0), 3)
-    rows, update, weight = (
-        jax.random.normal(key, size, kind)
-        for key, size, kind in zip(
-            keys, (shape, shape, shape[-1:]), (dtype, "float32", dtype), strict=True
-        )
-    )
-    run = functools.partial(add_rms_norm, eps=1e-5)
-    kernel = compile_kernels(run, (rows, update, weight), "tsjax_rms_norm")
+    normal, keys = jax.random.normal, jax.random.split(jax.random.key(0), 3)
+    rows, update = normal(keys[0], shape, dtype), normal(keys[1], shape, "float32")
+    weight = normal(keys[2], shape[-1:], dtype)
+    norm, add_norm = (functools.partial(run, eps=1e-5) for run in (rms_norm, add_rms_norm))
+    kernel = compile_kernels(add_norm, (rows, update, weight), "tsjax_rms_norm")
     sums, normed = kernel(rows, update, weight)
     wanted = norm_reference.add_rms_norm(rows, update, weight, 1e-5)
     assert jnp.array_equal(sums, wanted[0])
     assert relative_error(normed, wanted[1]) < ATTENTION_ERROR[dtype]
-    alone = compile_kernels(
-        functools.partial(rms_norm, eps=1e-5), (sums, weight), "tsjax_rms_norm"
-    )(sums, weight)
-    assert jnp.array_equal(alone, normed)
+    alone = compile_kernels(norm, (sums, weight), "tsjax_rms_norm")
+    assert jnp.array_equal(alone(sums, weight), normed)
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_ERROR)

@@ -132,54 +132,6 @@ def test_floats(code, rng):
     np.testing.assert_array_equal(found.values.view(np.float32), expected)
 
 
-def test_lanes_exchange_words(rng):
-    given = words(rng)
-    code = load(1, 10) + "shfl.sync.bfly.b32 %r2, %r1, 5, 31, -1;" + store(2, 11)
-    np.testing.assert_array_equal(run(code, given).values, given[np.arange(32) ^ 5])
-    code = "sub.s32 %r3, 40, %r0; shfl.sync.idx.b32 %r2, %r1, %r3, 31, -1;"
-    found = run(load(1, 10) + code + store(2, 11), given).values
-    np.testing.assert_array_equal(found, given[(40 - np.arange(32)) % 32])
-
-
-# --- matrices --------------------------------------------------------------------------------
-
-FRAGMENTS = """
-  and.b32 %r2, %r0, 15;  shl.b32 %r2, %r2, 5;  // rows of 32 bytes
-  shr.u32 %r3, %r0, 4;  shl.b32 %r3, %r3, 4;  or.b32 %r2, %r2, %r3;
-  cvt.u64.u32 %rd4, %r2;  add.s64 %rd4, %rd0, %rd4;
-  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%rd4];
-  and.b32 %r2, %r0, 15;  shl.b32 %r2, %r2, 4;
-  cvt.u64.u32 %rd5, %r2;  add.s64 %rd5, %rd0, %rd5;
-  ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%r14, %r15}, [%rd5+512];
-  mul.wide.u32 %rd6, %r0, 16;  add.s64 %rd7, %rd12, %rd6;
-  ld.global.v4.b32 {%r16, %r17, %r18, %r19}, [%rd7];
-  mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32
-    {%r16, %r17, %r18, %r19}, {%r10, %r11, %r12, %r13}, {%r14, %r15}, {%r16, %r17, %r18, %r19};
-  add.s64 %rd7, %rd13, %rd6;
-  st.global.v4.b32 [%rd7], {%r16, %r17, %r18, %r19};
-"""
-
-
-def test_product_of_matrices(rng):
-    """[16, 16] as it lies times [16, 8] transposed on the way: the way that kernels use."""
-    dtype = ml_dtypes.bfloat16
-    left, right = (rng.standard_normal(shape).astype(dtype) for shape in ((16, 16), (16, 8)))
-    sums = rng.standard_normal((16, 8)).astype(np.float32)
-    # Of a lane: row lane / 4, columns 2 (lane % 4) and the next; then eight rows further down.
-    lane = np.arange(32)
-    rows = (lane // 4)[:, None] + np.array([0, 0, 8, 8])
-    columns = (2 * (lane % 4))[:, None] + np.array([0, 1, 0, 1])
-    fill = ""
-    for pointer, base, count in ((10, 0, 4), (11, 512, 2)):
-        for part in range(count):
-            fill += f"add.s64 %rd3, %rd{pointer}, %rd1; ld.global.b32 %r1, [%rd3+{128 * part}];\n"
-            fill += f"st.shared.b32 [%rd2+{base + 128 * part}], %r1;\n"
-    code = fill + "bar.sync 0;" + FRAGMENTS
-    found = run(code, left, right, sums[rows, columns], out=((32, 4), np.float32)).values
-    expected = left.astype(np.float64) @ right.astype(np.float64) + sums
-    np.testing.assert_allclose(found, expected[rows, columns], rtol=0, atol=1e-5)
-
-
 # --- the order of threads --------------------------------------------------------------------
 
 
@@ -195,21 +147,6 @@ def test_threads_part_and_meet_again():
     """
     found = run(loop + store(2, 10), out=((64,), np.uint32), threads=64)
     np.testing.assert_array_equal(found.values, 218 + 3 * (np.arange(64) & 6))
-
-
-def test_blocks_have_a_place_in_the_grid(monkeypatch):
-    """Also when the machine takes a few at a time."""
-    code = """
-      mov.u32 %r1, %ctaid.x;  mov.u32 %r2, %ctaid.y;  mov.u32 %r3, %ctaid.z;
-      mad.lo.s32 %r1, %r2, 10, %r1;  mad.lo.s32 %r1, %r3, 100, %r1;
-      mov.u32 %r4, %nctaid.x;  mov.u32 %r5, %nctaid.y;
-      mad.lo.s32 %r6, %r3, %r5, %r2;  mov.u32 %r7, %ctaid.x;  mad.lo.s32 %r6, %r6, %r4, %r7;
-      mul.wide.u32 %rd4, %r6, 128;  add.s64 %rd10, %rd10, %rd4;
-    """
-    monkeypatch.setattr(machine, "MOST_THREADS", 128)
-    found = run(code + store(1, 10), out=((2, 2, 3, 32), np.uint32), grid=(3, 2, 2)).values
-    z, y, x, _ = np.indices(found.shape)
-    np.testing.assert_array_equal(found, 100 * z + 10 * y + x)
 
 
 # --- faults ----------------------------------------------------------------------------------
