@@ -107,8 +107,7 @@ ENTRY %main (rows: bf16[8,64]) -> f32[8,256] {
 
 
 def test_work_is_counted_where_kernels_start():
-    """A product that two fusions share counts twice, its body by itself not at all; one of one row
-    is a sum."""
+    """A product that two fusions share counts twice, its body by itself not at all."""
     assert work(WORK) == {
         "weights": (2 + 1) * 256 * 64,  # of two fusions and of one row, all in int8
         "products": (2 * 2 * 8 + 2) * 256 * 64,

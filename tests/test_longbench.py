@@ -51,7 +51,6 @@ def test_classes_by_hand():
 def test_an_answer_is_scored_by_the_rules_of_its_set():
     assert longbench.score("qasper", "cat", ["dog", "cat", "bird"]) == 1
     assert longbench.score("triviaqa", "\ncat\nQuestion: dog", ["cat"]) == 1  # its first line
-    assert longbench.score("qasper", "\ncat\ndog", ["cat"]) == pytest.approx(2 / 3)
     assert longbench.score("trec", "City\nFood", ["City"], ["Food", "City"]) == 1
 
 

@@ -74,13 +74,10 @@ def test_blocks_that_no_row_may_see_are_left_out(shape, dtype, rng):
     assert relative_error(together[1], expected[1]) < 3e-6
     # A row has the same bits where it alone decides which blocks are read.
     q, *caches, length, k_new, v_new, _ = inputs
-    blind = run_native(
-        q, *caches, length, k_new, v_new, np.zeros((B, T, T), bool), ranks=Ranks(slots, rows)
-    )
+    blind = run_native(*inputs[:-1], np.zeros((B, T, T), bool), ranks=Ranks(slots, rows))
     for t in (0, 1, T // 2, T - 1):
         mine, itself = slice(t, t + 1), np.zeros((B, 1, 1), bool)
-        fresh = (x[:, mine] for x in (k_new, v_new))
-        ranks = Ranks(slots, rows[:, mine])
+        fresh, ranks = (x[:, mine] for x in (k_new, v_new)), Ranks(slots, rows[:, mine])
         alone = run_native(q[:, mine], *caches, length, *fresh, itself, ranks=ranks)
         if (slots < rows[:, mine]).any(axis=1).all():  # else it sees nothing, which is unspecified
             for one, among in zip(alone, blind, strict=True):

@@ -25,8 +25,7 @@ def test_the_kernels_are_clean(sanitizers, tmp_path):
     made = subprocess.run(command, capture_output=True, text=True)
     assert made.returncode == 0, made.stderr
     done = subprocess.run([program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "done\n"
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 @pytest.mark.slow

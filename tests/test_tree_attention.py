@@ -108,14 +108,12 @@ def check(name, dtype, shape, rng, with_rest):
 @pytest.mark.kernels
 @pytest.mark.parametrize(("name", "dtype", "index"), CALLS)
 def test_values(name, dtype, index, rng):
-    """With a summary of other slots, and of ranks, in half of the cases: in the other half of each
-    type."""
+    """With a summary of other slots, and of ranks, in half of the cases of each type."""
     check(name, dtype, CASES[index][0], rng, with_rest=(index + len(dtype)) % 2 == 1)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_few_rows(name, rng):
-    """Of the above, what is tested also where the kernels are known."""
     check(name, "float32", dict(B=2, T=5, G=3, H=16, length=(40, 17)), rng, with_rest=True)
 
 
