@@ -227,8 +227,9 @@ def test_drafts_change_no_token(revive):
     assert streamed == texts(plain) and last.stats.tokens_per_step > 1.1
     first, *rest = plain.stats.prompt_computed
     assert first == 1.0 and all(0.3 < share <= 1 for share in rest)
-    if revive == "background":
-        assert last.stats.prompt_computed == plain.stats.prompt_computed and min(rest) > 0.6
+    if revive != "never":  # tokens come back at the same places of the text
+        assert last.stats.prompt_computed == plain.stats.prompt_computed
+        assert revive == "in_batches" or min(rest) > 0.6
 
 
 # --- draft caches of layers that lack tokens --------------------------------------------------
