@@ -203,23 +203,6 @@ def long_run(out, sizes):
     tsjax.generate(model, PROMPTS, save_to=out, save_every=50, eos_token_id=(), **LONG)
 
 
-def long_stream(out, sizes):
-    model = tiny_model(mesh=mesh_of(sizes), max_positions=64)
-    for number, chunk in enumerate(tsjax.stream(model, PROMPTS, eos_token_id=(), **LONG)):
-        if number == 1:
-            write(out, len(chunk.tokens[0]))
-
-
-def long_training(out, sizes):
-    def after(record):
-        if record["step"] == 3:
-            write(out, 3)
-
-    model = tiny_model(mesh=mesh_of(sizes))
-    how = dict(steps=100_000, save_every=100_000, save_to=f"{out}-heads", on_step=after)
-    tsjax.train_heads(model, BOOK, **how, **TRAINING)
-
-
 def write(out, found):
     if processes.is_first():
         with open(out, "w") as file:
@@ -233,5 +216,5 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
     jax.config.update("jax_enable_compilation_cache", False)
     processes.meet_others()
-    jobs = generate, calls, more_calls, load, long_run, long_stream, long_training
+    jobs = generate, calls, more_calls, load, long_run
     {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[3:])

@@ -29,11 +29,6 @@ ROOT = Path(__file__).resolve().parent.parent
 # --- seconds -------------------------------------------------------------------------------------
 
 
-def test_what_encloses_others_counts_once():
-    seen = compilation._Intervals()
-    for begin, end in ((1.0, 2.0), (3.0, 4.0), (0.5, 5.0), (6.0, 7.0)):  # as they end
-        seen.add(begin, end)
-    assert seen.total == pytest.approx(4.5 + 1.0)
 
 
 def test_a_stopwatch_leaves_compiling_out(monkeypatch):
@@ -55,18 +50,6 @@ def test_a_stopwatch_leaves_compiling_out(monkeypatch):
     assert (watch.compiling, watch.seconds, watch.last) == (8.0, 5.0, 3.0)
 
 
-def test_jax_tells_when_it_compiles():
-    def slow(x):
-        time.sleep(0.1)  # while it is traced
-        return x + 1
-
-    watch, program, x = Stopwatch(), jax.jit(slow), jnp.zeros(3)
-    with watch:
-        program(x).block_until_ready()
-    compiling = watch.compiling
-    with watch:
-        program(x).block_until_ready()
-    assert watch.compiling == compiling >= 0.1
 
 
 def test_rates_of_a_run_leave_compiling_out():
@@ -246,6 +229,7 @@ print(float(jax.jit(lambda x: x * 3 + 1)(jnp.ones(5)).sum()))
 """
 
 
+@pytest.mark.wide
 def test_a_program_that_a_killed_process_left_half_written_is_made_anew(tmp_path):
     """jax would warn of it in every process, and keep no program where it has to make room."""
 
@@ -324,13 +308,6 @@ def test_where_programs_are_kept(tmp_path):
     assert folder_after(**own) == mine, "the user has said where"
 
 
-@pytest.mark.wide
-def test_a_cache_that_cannot_be_written_is_one_line_on_stderr(checkpoint):
-    command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2"]
-    done = run_command(*command, TSJAX_CACHE="/dev/null/mine")
-    said, figures = done.stderr.splitlines()
-    assert said.startswith("[compiled programs are not kept: ") and "/dev/null/mine" in said
-    assert done.stdout.split() and figures.startswith("[2 tokens")
 
 
 def test_the_library_warns_of_a_cache_that_cannot_be_written(monkeypatch):
