@@ -11,7 +11,6 @@ import types
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 from any_tree import AnyTree
 from helpers import MIXED_COSTS, TOKENS, save_tokenizer, tiny_config, tiny_model
@@ -27,8 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 # --- seconds -------------------------------------------------------------------------------------
-
-
 
 
 def test_a_stopwatch_leaves_compiling_out(monkeypatch):
@@ -48,8 +45,6 @@ def test_a_stopwatch_leaves_compiling_out(monkeypatch):
     with watch:
         now[0] += 3
     assert (watch.compiling, watch.seconds, watch.last) == (8.0, 5.0, 3.0)
-
-
 
 
 def test_rates_of_a_run_leave_compiling_out():
@@ -306,8 +301,6 @@ def test_where_programs_are_kept(tmp_path):
         assert (found and found.parent) == wanted
     own = {"XDG_CACHE_HOME": str(home), "JAX_COMPILATION_CACHE_DIR": str(mine)}
     assert folder_after(**own) == mine, "the user has said where"
-
-
 
 
 def test_the_library_warns_of_a_cache_that_cannot_be_written(monkeypatch):
