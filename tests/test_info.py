@@ -62,17 +62,6 @@ def test_the_facts_of_this_machine(cache, no_kept_programs):
     assert found.programs is None
 
 
-def test_where_programs_are_kept(no_kept_programs, cache, tmp_path):
-    jax.config.update("jax_enable_compilation_cache", True)
-    try:
-        assert info().programs == str(cache / "programs")
-        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "mine"))
-        assert info().programs == str(tmp_path / "mine")
-    finally:
-        jax.config.update("jax_enable_compilation_cache", False)
-        jax.config.update("jax_compilation_cache_dir", None)
-
-
 def test_without_compiler_cache_and_device(monkeypatch):
     def fail():
         raise RuntimeError("Unable to initialize backend 'cuda':\n  no library")
@@ -164,15 +153,6 @@ def test_a_gpu_that_nothing_was_measured_on(driver, monkeypatch):
     assert row(text, "XLA_FLAGS") == "not set"
 
 
-def test_a_driver_without_a_gpu_in_jax_and_one_that_says_nothing(driver):
-    found = info()
-    assert found.driver == "580.82.07" and found.memory_share is None
-    assert "jax uses no GPU of it" in row(info_lines(found), "NVIDIA driver")
-    for content in (b"", b"nothing like a version\n", b"\xff\xfe\n"):
-        driver.write_bytes(content)
-        assert info().driver is None
-
-
 @pytest.mark.parametrize(
     ("name", "value", "share"),
     [
@@ -185,13 +165,6 @@ def test_a_driver_without_a_gpu_in_jax_and_one_that_says_nothing(driver):
 def test_the_share_of_a_gpus_memory(name, value, share, driver, monkeypatch):
     monkeypatch.setenv(name, value)
     assert memory_share() == share
-
-
-def test_a_cache_that_cannot_be_written(monkeypatch):
-    monkeypatch.setenv("TSJAX_CACHE", "/dev/null/cache")
-    found = info()
-    assert not found.cache.writable and found.cache.sizes == {}
-    assert any("/dev/null/cache, which cannot be written" in line for line in info_lines(found))
 
 
 def test_the_command_prints_the_facts(capsys):

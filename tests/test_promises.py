@@ -73,16 +73,6 @@ def test_triforce_is_priced_by_both_levels():
     assert both.passes == pytest.approx(6 / 1.65) and both.tokens == promise.tokens
 
 
-@pytest.mark.parametrize("name", ["magicdec", "draft_model", "triforce"])
-def test_what_drafting_passes_read_counts(name):
-    method = METHODS[name](**GIVEN.get(name, {}))
-    promise = method.promise(MODEL, MIXED, CONTEXT)
-    plain = tsjax.Autoregressive().promise(MODEL, MIXED, CONTEXT)
-    assert promise.passes > 1 and promise.seconds > plain.seconds
-    found, least = (step_reads(one, MODEL, CONTEXT) for one in (promise, plain))
-    assert found.weights > least.weights and found.cache > least.cache
-
-
 def test_no_other_file_asks_for_a_method_s_type():
     """What a method is, only its own file knows: a new one then needs no branch elsewhere."""
     classes, asked = {method.__name__ for method in METHODS.values()}, []
