@@ -12,7 +12,7 @@ from helpers import tiny_config, tiny_model
 import tsjax
 from tsjax.methods import METHODS
 from tsjax.methods.devices import GPUS, plain_bytes
-from tsjax.methods.roofline import Span, expected, step_reads
+from tsjax.methods.roofline import Span, expected
 
 CONTEXT = 9000
 SECOND = tiny_config(num_layers=1)
