@@ -340,7 +340,6 @@ def test_a_trial_of_many_rows_takes_as_many_steps_of_each():
 @pytest.mark.parametrize(
     ("current", "repeats", "since", "tries"),
     [
-        (PLAIN, 8, 3450, False),
         (PLAIN, 8, 3460, True),
         (PLAIN, 7, 3460, False),
         (BEGUN, 8, 34_500, False),  # drafts find repetitions as they are

@@ -268,7 +268,6 @@ def check(sources: dict[str, str]) -> str:
         {"tsjax.config": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm"},
         {"tsjax.host.run": "import time\ndef f():\n    import transformers, tqdm\n    print(1)"},
         {"tsjax.__main__": "from tsjax import load\ndef f():\n    import tsjax_convert.tables"},
-        {"tsjax.files.weight_files": "def f():\n    import torch"},
         {"tsjax.host.peers": "def f():\n    import torch, transformers"},
         {"tsjax_convert.tables": "import tsjax, safetensors\ndef f():\n    import torch"},
         {"pallas_kernels.ops": "from .api import f\nfrom pallas_kernels.ops import api"},

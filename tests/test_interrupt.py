@@ -77,6 +77,11 @@ def test_an_earlier_handler_is_called_first_and_once(handlers):
         signal.signal(number, earlier)
         assert raised_by(number).result == "what there is"
     assert called == BOTH
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an ignored signal stays ignored
+    interrupt = Interrupt()
+    with interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not interrupt.requested and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     interrupt = Interrupt()
     with interrupt:
@@ -84,14 +89,6 @@ def test_an_earlier_handler_is_called_first_and_once(handlers):
     with pytest.raises(SystemExit) as raised:
         interrupt.finish(None, "raise")
     assert raised.value.code == 7 and not isinstance(raised.value, tsjax.Interrupted)
-
-
-def test_an_ignored_signal_stays_ignored(handlers, number=signal.SIGINT):
-    signal.signal(number, signal.SIG_IGN)
-    interrupt = Interrupt()
-    with interrupt:
-        os.kill(os.getpid(), number)
-    assert not interrupt.requested and signal.getsignal(number) == signal.SIG_IGN
 
 
 def test_the_first_signal_counts(handlers):

@@ -16,9 +16,8 @@ import numpy as np
 import one_of_several as job
 import pytest
 from conftest import QUICK_XLA
-from helpers import TOKENS, save_tokenizer, tiny_model
+from helpers import tiny_model
 from one_of_several import LONG, METHODS, PROMPTS, texts
-from test_chat import CHATML
 
 import tsjax
 import tsjax_convert
@@ -80,7 +79,7 @@ def wanted():
     ("count", "devices", "meshes"),
     [
         pytest.param(2, 2, ("1,2,2",), id="2x2", marks=pytest.mark.wide),
-        pytest.param(4, 1, ("1,4", "4,1", "1,1,4", "1,2,2"), id="4x1", marks=pytest.mark.slow),
+        pytest.param(4, 1, ("4,1", "1,2,2"), id="4x1", marks=pytest.mark.slow),
     ],
 )
 def test_processes_give_the_tokens_of_one(count, devices, meshes, wanted, tmp_path):
@@ -117,6 +116,7 @@ def test_other_calls_say_the_same_and_some_are_refused(tmp_path):
     assert codes == [0, 0], said[0][1][-3000:]
     model = tiny_model()
     training = job.trained(model)
+    plain, _ = job.measured_run(model, None, tmp_path / "run.json")
     for found in map(read, (out, f"{out}.1")):
         assert found["streamed"] == job.streamed(model)
         assert found["many"] == job.many(model)
@@ -127,31 +127,11 @@ def test_other_calls_say_the_same_and_some_are_refused(tmp_path):
         wanted += ["train_heads is not asked for the same"]
         for why, beginning in zip(found["refused"], wanted, strict=True):
             assert beginning in why
+        assert found["auto"][0] == plain
+    assert read(out)["auto"] == read(f"{out}.1")["auto"]  # also which method, in how many steps
     # One process takes up what they have saved.
     again = job.trained(model, folder, resume=True)
     np.testing.assert_allclose(again, found["trained"], rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_still_other_calls_say_the_same(tmp_path):
-    out, folder = tmp_path / "found.json", tmp_path / "model"
-    shape = dict(vocab_size=len(TOKENS), qkv_bias=True, num_draft_heads=2, stop_ids=(2,))
-    tsjax.save(tiny_model(**shape), folder)
-    save_tokenizer(folder)
-    (folder / "chat_template.jinja").write_text(CHATML)
-    with started(2, "more_calls", 2, out, folder, "2,2") as running:
-        codes, said = ended(running, 500)
-    assert codes == [0, 0], said[0][1][-3000:]
-    model = tsjax.load(folder)
-    other, training = job.other_calls(model), job.trained(model)
-    plain, _ = job.measured_run(model, None, tmp_path / "run.json")
-    first, second = read(out), read(f"{out}.1")
-    for found in (first, second):
-        for name, wanted in other.items():
-            assert found["other"][name] == wanted, name
-        np.testing.assert_allclose(found["trained"], training, rtol=1e-4)
-        assert found["auto"][0] == plain
-    assert first["auto"] == second["auto"]  # also which method, in how many steps
 
 
 def test_what_writes_a_checkpoint_runs_in_one_process(tmp_path, monkeypatch):

@@ -314,47 +314,32 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
 LATER = ("head_kind", "loss_decay")  # settings that older runs do not have
 
 
-def older_run(model, folder, /, **changes) -> dict:
-    """A run of three steps in a folder of orbax, of formats 1 and 2 with matrices inputs first."""
+def test_an_older_run_goes_on_and_is_compared_by_its_own_rule(model, whole, tmp_path):
+    """What version 0.1.0 wrote for tiny_model(): orbax's folder, matrices inputs first."""
     from orbax.checkpoint import v1 as ocp
 
     def stop(record):
         if record["step"] == 3:
             signal.raise_signal(signal.SIGINT)
 
-    train(model, save_to=folder, on_step=stop, on_interrupt="return")
-    (file,) = folder.rglob("run.json")
+    train(model, save_to=tmp_path, on_step=stop, on_interrupt="return")
+    (file,) = tmp_path.rglob("run.json")
     document = json.loads(file.read_text())
-    older = document | changes
+    older = document | {"format": 1, "model": "c40436f888f9755a"}
     older["settings"] = {k: v for k, v in document["settings"].items() if k not in LATER}
     file.write_text(json.dumps(older))
     arrays = safetensors.numpy.load_file(file.parent / "arrays.safetensors")
     (file.parent / "arrays.safetensors").unlink()
-    matrices = {name: array for name, array in arrays.items() if array.ndim == 2}
-    assert len(matrices) == 3 * 2  # of each head, and of what Adam keeps of it
-    turned = {name: np.ascontiguousarray(matrix.T) for name, matrix in matrices.items()}
-    arrays |= turned if changes["format"] < 3 else {}
-    ocp.save(file.parent / "arrays", jax.tree.map(jnp.asarray, arrays))
-    return document
-
-
-def test_an_older_run_goes_on(model, whole, tmp_path):
-    older_run(model, tmp_path, format=3)
-    assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
-    (file,) = tmp_path.rglob("run.json")
-    assert json.loads(file.read_text())["format"] == 4
-
-
-def test_an_older_run_is_compared_by_its_own_rule(model, whole, tmp_path):
-    """What version 0.1.0 wrote for tiny_model()."""
-    document = older_run(model, tmp_path, format=1, model="c40436f888f9755a")
+    turned = {k: np.ascontiguousarray(x.T) if x.ndim == 2 else x for k, x in arrays.items()}
+    ocp.save(file.parent / "arrays", jax.tree.map(jnp.asarray, turned))
     message = "older tsjax: only the model's norms and some of its rows were compared"
     with pytest.warns(UserWarning, match=message), pytest.raises(ValueError, match="another model"):
         train(helpers.tiny_model(seed=1), save_to=tmp_path, resume=True)
     with pytest.warns(UserWarning, match=message):
         assert_same_run(train(model, save_to=tmp_path, resume=True), whole)
     (file,) = tmp_path.rglob("run.json")
-    assert json.loads(file.read_text())["model"] == document["model"]
+    again = json.loads(file.read_text())
+    assert (again["format"], again["model"]) == (4, document["model"])
 
 
 @pytest.mark.parametrize(
