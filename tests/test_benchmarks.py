@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks: their list, that they run, what they write, and their arithmetic."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -18,6 +19,14 @@ from benchmarks import equality, report
 from tsjax.host.paired_runs import times_by_position
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "tools", "examples"])
+def test_every_module_finds_what_it_imports(folder):
+    """Most of them run in the wide tier alone, and pyright does not read them."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        if path.stem != "__main__":
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess:

@@ -116,9 +116,8 @@ def test_what_was_read_before_and_runs_that_are_saved(wanted, any_tree_has_a_nam
         assert rest.tokens[0].tolist() == made
 
 
-@pytest.mark.parametrize(
-    "sizes", [pytest.param(one, marks=pytest.mark.wide) for one in ((1, 1, 3), (1, 2, 2))], ids=str
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", [(1, 1, 3), (1, 2, 2)], ids=str)
 def test_many_prompts(sizes, monkeypatch):
     """Rows that others leave are filled, and the buffers grow, in each part."""
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,15 @@ def test_each_change_can_be_made_and_has_tests(change):
     for test in change.tests:
         file, _, name = test.partition("::")
         assert f"def {name.partition('[')[0]}" in (ROOT / file).read_text(), test
+
+
+@pytest.mark.wide
+def test_the_default_tier_has_the_tests_that_they_name():
+    """pytest fails for a name that it does not find, or that its options deselect."""
+    names = sorted({test for change in CHANGES for test in change.tests})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", *names]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_two_have_one_name():

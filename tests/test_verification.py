@@ -29,7 +29,6 @@ VOCAB = 17
 BATCH, PATHS, DEPTH = 2, 7, 4
 WIDTH = 1 + PATHS * DEPTH + 2  # two nodes are always padding
 LONGEST = 24  # tokens of a history
-NO_TEXT = dict(num_ngrams=0, suffix_length=0)
 
 
 # --- random trees --------------------------------------------------------------------------------

@@ -386,7 +386,7 @@ def nucleus(
     numbers of at most 2^-30 of all (2^-62 in float64).
     """
     masses, whole = counts(law_of(logits))
-    # Keys come after masses: a row of each less in memory at once.
+    # Keys are made after masses, so that they and the weights are never in memory together.
     logits, masses = lax.optimization_barrier((logits, masses))
     keys = sortable(logits)
     most = ((1 - top_p) * whole).astype(masses.dtype)
