@@ -123,13 +123,17 @@ def drafting(any_tree_has_a_name):
 
 
 @pytest.fixture(params=ROWS)
-def name(request) -> str:
-    return request.param
+def row(request) -> Row:
+    return ROWS[request.param]
 
 
-@pytest.fixture
-def row(name) -> Row:
-    return ROWS[name]
+def by_default(*names: str):
+    """The methods that meet a test in the default tier; the others do in the wide one."""
+    rows = (
+        pytest.param(name, marks=() if name in names else pytest.mark.wide, id=name)
+        for name in ROWS
+    )
+    return pytest.mark.parametrize("row", [*rows], indirect=True)
 
 
 @functools.cache
@@ -152,6 +156,7 @@ def test_every_method_has_a_row():
     assert set(ROWS) == set(METHODS)
 
 
+@by_default(*(name for name in ROWS if name != "auto"))  # whose runs are in test_auto_runs.py
 def test_the_tokens_and_log_probabilities_are_those_of_plain_decoding(row, monkeypatch):
     """In chunks of all sizes; and as many drafts are right as were."""
     sizes = itertools.cycle([1, 3, 2])
@@ -168,6 +173,7 @@ def test_the_tokens_and_log_probabilities_are_those_of_plain_decoding(row, monke
     assert (stats.accepted_lengths, by_source) == (row.accepted, row.by_source)
 
 
+@by_default("tokenswift", "likely_tree", "triforce")
 @pytest.mark.parametrize("begun", ["by itself", pytest.param("plainly", marks=pytest.mark.wide)])
 def test_a_saved_run_goes_on(row, begun, tmp_path):
     """Where the method has begun it, its settings come back."""
@@ -183,12 +189,7 @@ def test_a_saved_run_goes_on(row, begun, tmp_path):
         assert rest.stats.method == decoded_by(row, "float64").method
 
 
-ON_A_MESH = ("tokenswift",)  # a draft cache, heads and n-grams
-
-
-@pytest.mark.parametrize(
-    "name", [one if one in ON_A_MESH else pytest.param(one, marks=pytest.mark.wide) for one in ROWS]
-)
+@by_default("tokenswift")
 def test_a_mesh_gives_the_same_tokens(row):
     """Of two heads' and two slots' parts; with few processors, as AnyTree meets the others."""
     settings = dict(do_sample=True, min_p=0.02, repetition_penalty=1.1, seed=7, max_new_tokens=24)
