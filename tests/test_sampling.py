@@ -140,7 +140,7 @@ SETTINGS = {
 settings_strategy = st.fixed_dictionaries({}, optional=SETTINGS)
 
 # One compiled program for each shape, so a few shapes stand for all: V -> (B, T).
-SHAPES = {2: (3, 1), 3: (1, 4), 7: (2, 2), 32: (1, 1), 33: (2, 3), 257: (1, 2), 300: (2, 1)}
+SHAPES = {2: (3, 1), 33: (2, 3), 300: (2, 1)}
 
 
 # --- warp: each alone, and all together ------------------------------------------------------
@@ -150,22 +150,16 @@ SHAPES = {2: (3, 1), 3: (1, 4), 7: (2, 2), 32: (1, 1), 33: (2, 3), 257: (1, 2), 
     "settings",
     [
         {"temperature": 0.7},
-        {"temperature": 2.5},
         {"top_k": 1},
-        {"top_k": 10},
         {"top_k": 3, "min_tokens_to_keep": 8},
         {"top_k": 1000},
         {"top_p": 0.0},
         {"top_p": 0.3},
-        {"top_p": 0.95},
         {"top_p": 0.3, "min_tokens_to_keep": 20},
-        {"min_p": 0.02},
         {"min_p": 1.0},
         {"min_p": 0.5, "min_tokens_to_keep": 5},
-        {"epsilon_cutoff": 0.01},
         {"epsilon_cutoff": 0.9},
         {"epsilon_cutoff": 0.9, "min_tokens_to_keep": 4},
-        {"eta_cutoff": 0.003},
         {"eta_cutoff": 0.5, "min_tokens_to_keep": 2},
         {"min_tokens_to_keep": 1000, "top_p": 0.5},
     ],
@@ -222,7 +216,7 @@ def test_order(settings, kept, rng):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_processors_together(dtype):
-    sizes = list(SHAPES) if dtype == "float32" else [3, 33]
+    sizes = list(SHAPES) if dtype == "float32" else [33]
     least_slack, rtol = (1e-5, 2e-6) if dtype == "float32" else (1e-11, 1e-12)
 
     @hypothesis.given(
@@ -232,7 +226,7 @@ def test_all_processors_together(dtype):
         barred=st.sampled_from([0.0, 0.0, 0.3, 0.9]),
         scale=st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.5, 2.0]),
     )
-    @hypothesis.settings(max_examples=100)
+    @hypothesis.settings(max_examples=50)
     def check(settings, vocab, seed, barred, scale):
         rng = np.random.default_rng(seed)
         batch, rows = SHAPES[vocab]
@@ -263,15 +257,6 @@ def test_all_processors_together(dtype):
 
     with jax.enable_x64(dtype == "float64"):
         check()
-
-
-def test_neutral_values_change_nothing(rng):
-    logits = jnp.asarray(draw_logits(rng, (2, 3, 33), 0.3), jnp.float32)
-    values = make_values(make_config(), 33)
-    tokens = np.zeros((2, 5), np.int32)
-    length = np.full((2,), 5, np.int32)
-    for out in run(logits, tokens, length, np.full((2, 3), 5), length, values):
-        np.testing.assert_array_equal(out, logits)
 
 
 def choose(logits, last_seen, positions, prompt_length, row_key, values):
@@ -329,7 +314,6 @@ def test_values_do_not_retrace_and_what_is_on_does(rng):
     last_seen = first_last_seen(np.zeros((1, 4), np.int32), np.full((1,), 4), 33)
     programs = [
         [GenerationConfig(), GenerationConfig(eos_token_id=(3, 4), seed=3)],
-        [make_config(), make_config(temperature=0.5, repetition_window=3)],
         [
             make_config(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1, min_tokens_to_keep=3),
             make_config(top_k=9, top_p=0.25, min_p=0.01, min_tokens_to_keep=2),
@@ -376,8 +360,10 @@ def run_process(logits, tokens, length, positions, prompt_length, config):
     return run(logits, tokens, length, positions, prompt_length, values)[0]
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 19, 20, 21, 1000, None])
-@pytest.mark.parametrize("penalty", [1.7, 0.6])
+@pytest.mark.parametrize(
+    ("window", "penalty"),
+    [(1, 1.7), (2, 0.6), (5, 1.7), (19, 0.6), (20, 1.7), (1000, 0.6), (None, 1.7)],
+)
 def test_repetition_window(window, penalty, rng):
     """Against the set of the last W tokens before the position, for rows of different positions."""
     config = make_config(repetition_penalty=penalty, repetition_window=window)
