@@ -9,6 +9,7 @@ reads a file that is not made here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -108,6 +109,47 @@ def chain_model(successor: Mapping[int, int], *, vocab_size: int = VOCAB, **kwar
 def chain(*tokens: int) -> dict[int, int]:
     """The table of a model that says `tokens` one after the other."""
     return dict(zip(tokens, tokens[1:], strict=False))
+
+
+# --- states, without generate ------------------------------------------------------------------
+
+
+def fresh_state(
+    model, texts, *, method=None, capacity=64, max_length=None, prompt_length=None, repeats=None,
+    **settings,
+) -> tsjax.DecodeState:  # fmt: skip
+    """init_state of ragged texts; `settings` are those of GenerationConfig."""
+    lengths = np.asarray([len(text) for text in texts], np.int32)
+    tokens = np.zeros((len(texts), lengths.max()), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    config = tsjax.GenerationConfig(**settings)
+    stop_ids = config.eos_token_id or ()
+    return tsjax.init_state(
+        tokens,
+        lengths if prompt_length is None else prompt_length,
+        cfg=tsjax.DecodeConfig(model.cfg, method or tsjax.Autoregressive()),
+        capacity=capacity,
+        max_length=[capacity] * len(texts) if max_length is None else max_length,
+        length=lengths,
+        sampling=tsjax.sampling_values(config, stop_ids, model.cfg.vocab_size, model.cfg.dtype),
+        row_key=tsjax.row_keys([config.seed] * len(texts), repeats or range(len(texts))),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "width"))
+def prefilled(params, state, *, cfg, width=8):
+    return tsjax.prefill(params, state, width=width, cfg=cfg)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def decoded(params, state, num_steps, *, cfg):
+    return tsjax.decode(params, state, num_steps, cfg=cfg)
+
+
+def new_tokens(state) -> list[list[int]]:
+    tokens, start, end = map(np.asarray, (state.tokens, state.prompt_length, state.length))
+    return [row[a:b].tolist() for row, a, b in zip(tokens, start, end, strict=True)]
 
 
 # --- the slow decoder ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_tree import AnyTree
-from helpers import looping_model, tiny_model
+from helpers import decoded, fresh_state, looping_model, prefilled, tiny_model
 
 import tsjax
 from tsjax.config import without_unread
@@ -195,37 +195,6 @@ def test_the_window_slides_with_the_depth():
     assert penalised[: DEPTH + 1] == [{9, 3}, {3, 5}, {5, 6}, {6, 5}, {5, 7}]
 
 
-def fresh_state(model, texts, *, method, capacity=64, batch_keys=None, prompt_length=None, **more):
-    """init_state with ragged known texts; `more` are settings."""
-    lengths = np.asarray([len(text) for text in texts], np.int32)
-    tokens = np.zeros((len(texts), lengths.max()), np.int32)
-    for row, text in zip(tokens, texts, strict=True):
-        row[: len(text)] = text
-    config = tsjax.GenerationConfig(**more)
-    return tsjax.init_state(
-        tokens,
-        lengths if prompt_length is None else prompt_length,
-        cfg=tsjax.DecodeConfig(model=model.cfg, method=method),
-        capacity=capacity,
-        max_length=[capacity] * len(texts),
-        length=lengths,
-        sampling=tsjax.sampling_values(
-            config, config.eos_token_id or (), model.cfg.vocab_size, model.cfg.dtype
-        ),
-        row_key=tsjax.row_keys([5] * len(texts), batch_keys or range(len(texts))),
-    )
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
-def prefilled(params, state, *, cfg):
-    return tsjax.prefill(params, state, width=8, cfg=cfg)
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
-def decoded(params, state, num_steps, *, cfg):
-    return tsjax.decode(params, state, num_steps, cfg=cfg)
-
-
 @functools.partial(jax.jit, static_argnames="cfg")
 def verified(params, state, tree, *, cfg):
     noise = step_noise(state.row_key, state.length, DEPTH + 1, VOCAB, state.sampling)
@@ -239,14 +208,11 @@ def verified(params, state, tree, *, cfg):
 )
 def test_a_nodes_target_is_what_plain_decoding_says_after_its_text(settings, rng):
     """The pass over the whole tree against a prefill and one plain step for each node."""
-    plain = tsjax.Autoregressive()
     history = [rng.integers(0, VOCAB, 11).tolist(), rng.integers(0, VOCAB, 6).tolist()]
     with jax.enable_x64(True):
         model = tiny_model(vocab_size=VOCAB, dtype="float64")
         cfg = tsjax.DecodeConfig(model=model.cfg)
-        state = prefilled(
-            model.params, fresh_state(model, history, method=plain, **settings), cfg=cfg
-        )
+        state = prefilled(model.params, fresh_state(model, history, **settings), cfg=cfg)
         tree = random_tree(rng, [text[-1] for text in history], 6)
         verdict = verified(model.params, state, tree, cfg=cfg)
         target = np.asarray(verdict.target)
@@ -258,14 +224,8 @@ def test_a_nodes_target_is_what_plain_decoding_says_after_its_text(settings, rng
         ]
         assert len(cases) > 20
         rows, nodes, texts = zip(*cases, strict=True)
-        alone = fresh_state(
-            model,
-            texts,
-            method=plain,
-            batch_keys=list(rows),
-            prompt_length=[len(history[b]) for b in rows],
-            **settings,
-        )
+        starts = [len(history[b]) for b in rows]
+        alone = fresh_state(model, texts, repeats=rows, prompt_length=starts, **settings)
         alone = decoded(model.params, prefilled(model.params, alone, cfg=cfg), 1, cfg=cfg)
     assert np.asarray(alone.length).tolist() == [len(text) + 1 for text in texts]
     assert target[list(rows), list(nodes)].tolist() == np.asarray(alone.root).tolist()
