@@ -255,15 +255,6 @@ def test_the_walk_is_a_walk(seed, alphabet):
         assert np.asarray(acceptance.path)[b, : count + 1].tolist() == walk
 
 
-def test_a_padding_node_is_never_accepted():
-    """Its token is 0 and its slot comes last; a target of 0 does not make it a child."""
-    none = jnp.zeros((BATCH, PATHS), jnp.int32)
-    tree = merged(jnp.zeros(BATCH, jnp.int32), jnp.zeros((BATCH, PATHS, DEPTH), jnp.int32), none)
-    acceptance = accepted(tree, jnp.zeros((BATCH, WIDTH), jnp.int32))
-    assert np.asarray(acceptance.count).tolist() == [0, 0]
-    assert np.asarray(acceptance.path)[:, 0].tolist() == [0, 0]
-
-
 # --- what a step changes ------------------------------------------------------------------------
 
 
