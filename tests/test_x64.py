@@ -42,7 +42,8 @@ def same_in_x64(dtype, run):
         jax.tree.map(np.testing.assert_array_equal, found, run())
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_stream(dtype):
     model = looping_model(dtype=dtype)
 
@@ -100,18 +101,13 @@ def test_a_checkpoint_keeps_its_type(dtype, tmp_path):
 def real_types(jaxpr, found):
     """The floating types of all values in a program, those of its branches and loops included."""
     for equation in jaxpr.eqns:
-        for value in equation.outvars:
-            dtype = getattr(value.aval, "dtype", None)
-            if dtype is not None and jax.numpy.issubdtype(dtype, np.floating):
-                found.add(str(dtype))
-        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
+        types = (getattr(value.aval, "dtype", None) for value in equation.outvars)
+        found |= {str(x) for x in types if x and jax.numpy.issubdtype(x, np.floating)}
+        inside = jax.tree.leaves([*equation.params.values()], is_leaf=lambda x: hasattr(x, "eqns"))
+        for inner in inside:
+            if hasattr(inner, "eqns"):
                 real_types(getattr(inner, "jaxpr", inner), found)
     return found
-
-
-def _is_jaxpr(x):
-    return hasattr(x, "eqns")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
