@@ -68,8 +68,7 @@ def test_the_hash_is_threefry():
     assert [int(x[0]) for x in threefry((ones, ones), (ones, ones))] == [0x1CB996FC, 0xBB002BE7]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
-@pytest.mark.parametrize("size", [61, 64])
+@pytest.mark.parametrize(("size", "dtype"), [(61, jnp.float32), (64, jnp.float64)])
 def test_noise_against_numpy(size, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         noise = np.asarray(position_noise(row_keys(SEEDS, REPEATS), POSITIONS, size, dtype))
@@ -86,14 +85,10 @@ FLAGS = [
     ("jax_threefry_gpu_kernel_lowering", True),
     ("jax_high_dynamic_range_gumbel", True),
     ("jax_default_prng_impl", "rbg"),
-    ("jax_default_prng_impl", "unsafe_rbg"),
-    ("jax_default_prng_impl", "threefry2x32"),
     ("jax_random_seed_offset", 1),
     ("jax_enable_custom_prng", True),
     ("jax_legacy_prng_key", "error"),
     ("jax_enable_x64", True),
-    ("jax_numpy_dtype_promotion", "strict"),
-    ("jax_numpy_rank_promotion", "raise"),
 ]
 
 
@@ -125,15 +120,6 @@ def test_keys_of_another_hash_are_refused():
 # --- a text that stays ----------------------------------------------------------------------------
 
 
-def frozen_tokens(seed):
-    model = tsjax.load(tsjax.EMBEDDED, dtype="float32")
-    return model, tsjax.generate(model, PROMPT, seed=seed, **SETTINGS).tokens[0]
-
-
-def digest(tokens):
-    return hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()
-
-
 def smallest_margin(model, tokens):
     """By how much the best token led over the next one, at the nearest choice of the text."""
     prompt = model.tokenizer.encode(PROMPT)
@@ -155,14 +141,8 @@ def smallest_margin(model, tokens):
 
 def test_a_sampled_text_is_the_same_on_every_jax():
     """None of its choices is near."""
-    model, tokens = frozen_tokens(TEXT["seed"])
-    assert len(tokens) == 200 and digest(tokens) == TEXT["sha256"]
+    model = tsjax.load(tsjax.EMBEDDED, dtype="float32")
+    tokens = tsjax.generate(model, PROMPT, seed=TEXT["seed"], **SETTINGS).tokens[0]
+    digest = hashlib.sha256(np.asarray(tokens, "<i4").tobytes()).hexdigest()
+    assert len(tokens) == 200 and digest == TEXT["sha256"]
     assert smallest_margin(model, tokens) > 1e-4
-
-
-if __name__ == "__main__":  # the first seed whose choices are all clear
-    for TEXT["seed"] in range(100):
-        model, tokens = frozen_tokens(TEXT["seed"])
-        if smallest_margin(model, tokens) > 1e-3:
-            print(TEXT["seed"], digest(tokens))
-            break
