@@ -6,7 +6,6 @@ The tokens are checked against a decoder in NumPy that shares nothing with tsjax
 """
 
 import dataclasses
-import itertools
 
 import hypothesis
 import hypothesis.strategies as st
@@ -16,7 +15,6 @@ import pytest
 from helpers import (
     EOS_ID,
     TOKENS,
-    VOCAB,
     RecordingStreamer,
     chain,
     chain_model,
@@ -26,7 +24,6 @@ from helpers import (
 )
 
 import tsjax
-from tsjax.config import without_unread
 from tsjax.host import run as host_run
 from tsjax.host import saving
 
@@ -134,54 +131,6 @@ def test_the_capacity_changes_nothing(model):
     exact = len(PROMPT) + FULL_LENGTH
     found = full_run(model, capacity=exact, prefill_width=2, **SAMPLED)
     assert found == full_run(model, **SAMPLED)
-
-
-@hypothesis.given(
-    settings=st.fixed_dictionaries(
-        {},
-        optional={
-            "do_sample": st.booleans(),
-            "temperature": st.floats(0.2, 3.0),
-            "top_k": st.integers(0, VOCAB + 5),
-            "top_p": st.floats(0.05, 1.0),
-            "min_p": st.floats(0.0, 0.5),
-            "min_tokens_to_keep": st.integers(1, 4),
-            "repetition_penalty": st.floats(0.8, 2.0),
-            "repetition_window": st.none() | st.integers(1, 40),
-            "min_new_tokens": st.integers(0, 12),
-            "eos_token_id": st.lists(st.integers(0, VOCAB - 1), max_size=8),
-            "suppress_tokens": st.lists(st.integers(0, VOCAB - 1), max_size=8),
-            "seed": st.integers(0, 2**32 - 1),
-        },
-    ),
-    max_new_tokens=st.integers(12, 40),
-    chunks=st.lists(st.integers(1, 9), min_size=1, max_size=4),
-)
-@hypothesis.settings(max_examples=8)
-def test_neither_batch_nor_chunks_nor_stream_nor_repetition_matter(
-    settings, max_new_tokens, chunks
-):
-    """Any settings: run in one go, in odd chunks, streamed, alone, and once more."""
-    model = tiny_model()
-    settings = without_unread(settings) | {"max_new_tokens": max_new_tokens}
-    whole = tsjax.generate(model, RAGGED, **settings)
-    sizes = itertools.cycle(chunks)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_run, "_next_chunk", lambda steps, elapsed: next(sizes))
-        again = tsjax.generate(model, RAGGED, **settings)
-        streamed = list(tsjax.stream(model, RAGGED, **settings))
-    assert tokens_of(again) == tokens_of(whole)
-    assert again.finish_reason == whole.finish_reason
-    joined = [np.concatenate(rows) for rows in zip(*(c.tokens for c in streamed), strict=True)]
-    assert [row.tolist() for row in joined] == tokens_of(whole)
-    assert generate(model, RAGGED[3], **settings) == [tokens_of(whole)[3]]
-    for row, reason in zip(whole.tokens, whole.finish_reason, strict=True):
-        stops = set(settings.get("eos_token_id", []))
-        assert (reason == "eos") == (row[-1] in stops)
-        assert len(row) == max_new_tokens or reason == "eos"
-        assert len(row) > settings.get("min_new_tokens", 0) or reason == "length"
-        assert not stops & set(row[:-1].tolist())
-        assert not set(settings.get("suppress_tokens", [])) & set(row.tolist())
 
 
 # --- the end of a row --------------------------------------------------------------------------
