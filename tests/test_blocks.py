@@ -34,17 +34,6 @@ def test_sample_says_what_generate_says():
     )
 
 
-def test_rows_and_positions_are_independent(rng):
-    logits = jnp.asarray(rng.normal(size=(3, 5, VOCAB)), jnp.float32)
-    positions = np.asarray([[0, 1, 2, 3, 4], [9, 10, 11, 12, 13], [7, 8, 9, 10, 11]])
-    seeds, repeats = np.asarray([1, 2, 3]), np.asarray([0, 1, 0])
-    whole = np.asarray(sampled(logits, seeds, repeats, positions))
-    for row, at in np.ndindex(3, 5):
-        of_row, here = slice(row, row + 1), (slice(row, row + 1), slice(at, at + 1))
-        one = sampled(logits[here], seeds[of_row], repeats[of_row], positions[here])
-        assert int(one[0, 0]) == whole[row, at]
-
-
 def test_shards_say_the_same(rng):
     """Split by rows and by the vocabulary."""
     logits = rng.normal(size=(4, 3, 64)).astype(np.float32)

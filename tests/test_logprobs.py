@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities: against float64, torch, and plain decoding; of texts that are given, too."""
 
-import importlib.util
 import json
-import os
-import signal
 
 import jax
 import numpy as np
@@ -14,7 +11,6 @@ from helpers import LOOPING, PROMPTS, SIZES, TOKENS, looping_model, oracle_logit
 
 import tsjax
 from pallas_kernels import native
-from tsjax.host import run
 from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
 
 # The same bits where sums of a pass have one order.
@@ -22,7 +18,6 @@ EXACT = native.status(try_now=True).state == "ready"
 VOCAB = LOOPING["vocab_size"]
 MODEL = looping_model()
 SAMPLED = dict(do_sample=True, temperature=0.7, top_k=5, repetition_penalty=1.3, seed=4)
-HAS_TORCH = importlib.util.find_spec("torch") is not None
 
 
 def log_softmax(x):
@@ -137,23 +132,6 @@ def test_json_keeps_what_cannot_be():
         np.testing.assert_array_equal(getattr(again, name), getattr(found, name))
 
 
-def test_a_run_that_was_cut_before_its_first_token_goes_on(tmp_path, monkeypatch):
-    path, how = tmp_path / "run.json", dict(logprobs=3, max_new_tokens=9, **SIZES, **SAMPLED)
-    whole = tsjax.generate(MODEL, PROMPTS, **how)
-
-    def struck(*args):
-        os.kill(os.getpid(), signal.SIGINT)
-        return start(*args)
-
-    start = run.start_run
-    with monkeypatch.context() as context:
-        context.setattr(run, "start_run", struck)
-        tsjax.generate(MODEL, PROMPTS, save_to=path, on_interrupt="return", **how)
-    found = tsjax.generate(MODEL, resume_from=path, **SIZES)
-    for mine, theirs in zip(found.logprobs, whole.logprobs, strict=True):
-        np.testing.assert_allclose(mine.top, theirs.top, atol=1e-5)
-
-
 # --- texts that are given ------------------------------------------------------------------------
 
 
@@ -166,29 +144,6 @@ def test_a_given_text_is_scored_as_float64_does():
         np.testing.assert_allclose(told.top, -np.sort(-law, axis=1)[:, :2], atol=2e-4)
         assert told.processed is None
     np.testing.assert_allclose(found.totals, [told.raw.sum() for told in found.logprobs], rtol=1e-5)
-
-
-@pytest.mark.parity
-@pytest.mark.skipif(not HAS_TORCH, reason="there is no torch")
-def test_they_are_those_of_torch(tmp_path):
-    import hf_fixtures
-    import torch
-    import transformers
-
-    folder = hf_fixtures.make(tmp_path / "model")
-    model = tsjax.load(folder)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prompt, rest = [3, 4, 5, 6], [7, 8, 9, 3, 4]
-    with torch.no_grad():
-        law = torch.log_softmax(theirs(torch.tensor([prompt + rest])).logits[0], -1).numpy()
-    wanted = law[len(prompt) - 1 : -1][np.arange(len(rest)), rest]
-    np.testing.assert_allclose(tsjax.score(model, prompt, rest).logprobs[0].raw, wanted, atol=1e-5)
-    made = tsjax.generate(model, prompt, max_new_tokens=8, eos_token_id=(), logprobs=0, **SIZES)
-    ids = [*prompt, *made.tokens[0].tolist()]
-    with torch.no_grad():
-        law = torch.log_softmax(theirs(torch.tensor([ids])).logits[0], -1).numpy()
-    wanted = law[len(prompt) - 1 : -1][np.arange(8), ids[len(prompt) :]]
-    np.testing.assert_allclose(made.logprobs[0].raw, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -87,18 +87,6 @@ def test_an_unknown_axis_is_refused(tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("choice", ["retrieval", "streaming", "snapkv"])
-def test_every_choice_of_a_draft_cache(choice):
-    """With the drafts of one device: choices do not depend on who holds a token."""
-    method = tsjax.TokenSwift(tree=(2,), draft_choice=choice, draft_budget=40, num_sinks=4)
-    models = (tiny_model(num_draft_heads=2, mesh=mesh) for mesh in (mesh_of(1, 1, 4), None))
-    how = dict(max_new_tokens=60, method=method, **SIZES)
-    found, expected = (tsjax.generate(one, PROMPTS, **how) for one in models)
-    assert [row.tolist() for row in found.tokens] == [row.tolist() for row in expected.tokens]
-    assert found.stats.accepted_lengths == expected.stats.accepted_lengths
-
-
-@pytest.mark.wide
 def test_what_was_read_before_and_runs_that_are_saved(wanted, any_tree_has_a_name, tmp_path):
     """A prefix and a conversation's cache are dealt out as well; a run goes on where it may."""
     model, path = looping_model(mesh=mesh_of(1, 2, 2)), tmp_path / "run.json"
