@@ -142,8 +142,11 @@ def check_equality(dtype: str, max_examples: int, combinations) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "combination"),
-    [("float64", FEW[0]), ("float32", FEW[1]), ("float64", FEW[2])],
-    ids=["greedy", "penalised", "everything"],
+    [
+        pytest.param("float64", FEW[0], marks=pytest.mark.wide, id="greedy"),
+        pytest.param("float32", FEW[1], id="penalised"),
+        pytest.param("float64", FEW[2], id="everything"),
+    ],
 )
 def test_tokens_are_those_of_plain_decoding(dtype, combination):
     check_equality(dtype, 15, st.just(combination))

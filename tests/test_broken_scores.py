@@ -90,18 +90,6 @@ def test_a_processor_may_be_the_reason():
         tsjax.generate(SOUND, [1, 2, 3], logits_processor=to_infinity, **HOW)
 
 
-def test_float16_is_told_of_wider_types():
-    model = SOUND.params.model
-    large = tsjax.Model(
-        SOUND.params.replace(
-            model=jax.tree.map(lambda x: jnp.asarray(x * 60_000, jnp.float16), model)
-        ),
-        cfg=tsjax.ModelConfig(**{**vars(SOUND.cfg), "dtype": "float16"}),
-    )
-    with pytest.raises(tsjax.TsjaxError, match="float16 ends at 65504, so try bfloat16 or float32"):
-        tsjax.generate(large, [1, 2, 3], **HOW)
-
-
 def test_where_all_tokens_are_barred_the_first_follows():
     """As ever: -inf is no broken score. Log-probabilities of it stay JSON."""
     nothing = tsjax.LogitsProcessor(lambda logits, tokens, length: jnp.full_like(logits, -jnp.inf))

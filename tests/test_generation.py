@@ -226,13 +226,6 @@ def test_a_stop_string_may_begin_in_the_prompt(stop, tokenizer_folder):
     assert result.text == "rain"
 
 
-def test_the_text_continues_the_prompts(talker):
-    prompt = talker.tokenizer("the rain")["input_ids"]
-    result = tsjax.generate(talker, prompt, max_new_tokens=12, do_sample=True, seed=3)
-    whole = talker.tokenizer.decode(prompt + tokens_of(result)[0], skip_special_tokens=True)
-    assert "the rain" + result.text == whole
-
-
 def test_a_special_token_can_be_a_stop_string(tokenizer_folder):
     words = [TOKENS[token] for token in ("he", "w", "</s>", "r")]
     model = chain_model(chain(*words), vocab_size=len(TOKENS), path=tokenizer_folder)
@@ -314,17 +307,6 @@ def test_a_streamer_gets_the_prompt_and_then_every_token(model):
     result = tsjax.generate(model, PROMPT, max_new_tokens=25, streamer=streamer)
     assert streamer.prompt == PROMPT and streamer.ended
     assert [streamer.tokens] == tokens_of(result)
-
-
-def test_transformers_text_streamer(talker, capsys):
-    from transformers import TextStreamer
-
-    streamer = TextStreamer(talker.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    result = tsjax.generate(
-        talker, "the rain", max_new_tokens=30, do_sample=True, seed=5, streamer=streamer
-    )
-    # Its text begins anew after the prompt; ours continues the prompt's.
-    assert capsys.readouterr().out.strip() == result.text.strip()
 
 
 def test_progress_goes_to_stderr(model, capsys):
