@@ -50,11 +50,9 @@ PENALISED = dict(do_sample=True, repetition_penalty=1.3, repetition_window=7)
     "settings", [dict(do_sample=True, top_p=0.9), PENALISED], ids=["truncated", "penalised"]
 )
 def test_a_draft_that_sees_everything_is_accepted_in_full(settings):
-    """With the whole text in the draft cache the first drafts are the model's own choices.
+    """Ranked with the noise of their positions and penalised, drafts are the model's own choices.
 
-    Only the first step starts with an empty draft cache. The random models show that drafts are
-    ranked with the noise of the right positions and with the drafts before them penalised, and
-    that the draft cache holds the right rows.
+    Only the first step starts with an empty draft cache.
     """
     for model in (model_of(0), model_of(1)):
         state = after_steps(model, THREE, [list(range(11))], 20, **settings)
@@ -93,19 +91,16 @@ def test_drafts_that_see_the_rest_see_everything_where_all_tokens_count_alike():
     ]
     weights = model.params.model.replace(layers=tuple(layers))
     model = dataclasses.replace(model, params=model.params.replace(model=weights))
-    fully_accepted = []
-    for draft_rest in (False, True):
-        method = dataclasses.replace(THREE, draft_budget=8, num_sinks=2, draft_rest=draft_rest)
-        state = after_steps(model, method, [list(range(40))], 20, **PENALISED)
-        fully_accepted.append(int(state.stats.accepted[0, 3]))
-    assert fully_accepted[0] < 15 and fully_accepted[1] >= 19  # all steps but the first
+    method = dataclasses.replace(THREE, draft_budget=8, num_sinks=2, draft_rest=True)
+    state = after_steps(model, method, [list(range(40))], 20, **PENALISED)
+    assert state.stats.accepted[0, 3] >= 19  # all steps but the first
 
 
 def test_noise_makes_sampled_drafts_meet():
     """noise_coupled=False drafts the most probable tokens, which sampling chooses less often."""
     counts = []
     for method in (THREE, dataclasses.replace(THREE, noise_coupled=False)):
-        state = after_steps(model_of(0), method, [[1, 2, 3]], 20, do_sample=True)
+        state = after_steps(model_of(0), method, [list(range(11))], 20, **PENALISED)
         counts.append(len(new_tokens(state)[0]))
     assert counts[0] > 1.5 * counts[1] and counts[1] > 20
 

@@ -154,9 +154,7 @@ def test_the_command_line_finds_the_model_itself(embedded_run, tmp_path, capsys)
     document = json.loads(said.out)
     first = document["departures"][0]
     assert code == 1 and (first["index"], first["choice"]) == (5, choice)
-    assert document["tokens"] == 12 and set(document["leads_below"]) == {
-        "0.1", "0.01", "0.001", "0.0001", "1e-05",
-    }  # fmt: skip
+    assert document["tokens"] == 12 and "0.001" in document["leads_below"]
     code, said = command(capsys, altered)
     assert code == 1 and f"row 0, token 5: {saved['tokens'][0][5]} " in said.out
 
