@@ -9,6 +9,7 @@ reads a file that is not made here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -110,6 +111,47 @@ def chain(*tokens: int) -> dict[int, int]:
     return dict(zip(tokens, tokens[1:], strict=False))
 
 
+# --- states, without generate ------------------------------------------------------------------
+
+
+def fresh_state(
+    model, texts, *, method=None, capacity=64, max_length=None, prompt_length=None, repeats=None,
+    **settings,
+) -> tsjax.DecodeState:  # fmt: skip
+    """init_state of ragged texts; `settings` are those of GenerationConfig."""
+    lengths = np.asarray([len(text) for text in texts], np.int32)
+    tokens = np.zeros((len(texts), lengths.max()), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    config = tsjax.GenerationConfig(**settings)
+    stop_ids = config.eos_token_id or ()
+    return tsjax.init_state(
+        tokens,
+        lengths if prompt_length is None else prompt_length,
+        cfg=tsjax.DecodeConfig(model.cfg, method or tsjax.Autoregressive()),
+        capacity=capacity,
+        max_length=[capacity] * len(texts) if max_length is None else max_length,
+        length=lengths,
+        sampling=tsjax.sampling_values(config, stop_ids, model.cfg.vocab_size, model.cfg.dtype),
+        row_key=tsjax.row_keys([config.seed] * len(texts), repeats or range(len(texts))),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "width"))
+def prefilled(params, state, *, cfg, width=8):
+    return tsjax.prefill(params, state, width=width, cfg=cfg)
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def decoded(params, state, num_steps, *, cfg):
+    return tsjax.decode(params, state, num_steps, cfg=cfg)
+
+
+def new_tokens(state) -> list[list[int]]:
+    tokens, start, end = map(np.asarray, (state.tokens, state.prompt_length, state.length))
+    return [row[a:b].tolist() for row, a, b in zip(tokens, start, end, strict=True)]
+
+
 # --- the slow decoder ------------------------------------------------------------------------
 
 
@@ -206,60 +248,71 @@ def oracle_logits(model: tsjax.Model, tokens: Sequence[int]) -> np.ndarray:
     return oracle_unembed(model, hidden)
 
 
-def oracle_choice(logits, history, prompt_length, stop_ids, config, noise) -> int:
-    """The next token, by one plain loop per processor, in HuggingFace's order."""
-    scores = [float(x) for x in logits]
-    position = len(history)
-    window = config.repetition_window or position
-    for token in set(history[max(position - window, 0) :]):
-        if scores[token] < 0:
-            scores[token] *= config.repetition_penalty
-        else:
-            scores[token] /= config.repetition_penalty
-    if position - prompt_length < config.min_new_tokens:
-        for token in stop_ids:
-            scores[token] = -math.inf
-    for token in config.suppress_tokens:
-        scores[token] = -math.inf
-    if not config.do_sample:
-        return int(np.argmax(scores))
+# Each processor for one row of logits, written from transformers' logits_process.py.
 
-    scores = [score / config.temperature for score in scores]
 
-    def probabilities():
-        weights = [math.exp(score - max(scores)) for score in scores]
-        return [weight / sum(weights) for weight in weights]
+def softmax(x):
+    weights = np.exp(x - x.max())
+    return weights / weights.sum()
 
-    def ranked():
-        return sorted(range(len(scores)), key=lambda token: -scores[token])
 
-    def keep(survivors):
-        best = ranked()[: config.min_tokens_to_keep]
-        for token in range(len(scores)):
-            if token not in survivors and token not in best:
-                scores[token] = -math.inf
+def define_process(logits, history, prompt_length, config):
+    """`history` are all tokens before the one to be chosen."""
+    x = np.array(logits, np.float64)
+    window = config.repetition_window or len(history)
+    for token in set(history[max(len(history) - window, 0) :]):
+        negative = x[token] < 0
+        x[token] *= config.repetition_penalty if negative else 1 / config.repetition_penalty
+    if len(history) - prompt_length < config.min_new_tokens:
+        x[list(config.eos_token_id or ())] = -np.inf
+    x[list(config.suppress_tokens)] = -np.inf
+    return x
+
+
+def define_warp(logits, config):
+    """The warped logits, and the smallest relative distance of a decision to its threshold."""
+    x = np.array(logits, np.float64) / config.temperature
+    keep = min(config.min_tokens_to_keep, len(x))
+    order = np.argsort(x, kind="stable")  # ascending
+    protected = order[-keep:]
+    finite = np.sort(x[np.isfinite(x)])
+    slack = np.min(np.diff(finite) / np.maximum(np.abs(finite[1:]), 1), initial=1)
+
+    def remove(doomed, distance):
+        nonlocal x, slack
+        candidates = np.isfinite(x)
+        candidates[protected] = False
+        slack = min(slack, np.min(np.abs(distance[candidates]), initial=1))
+        x = np.where(doomed & candidates, -np.inf, x)
 
     if config.top_k:
-        keep(ranked()[: config.top_k])
+        kth = np.sort(x)[-min(max(config.top_k, keep), len(x))]
+        x = np.where(x < kth, -np.inf, x)
     if config.top_p < 1:
-        probs, mass, nucleus = probabilities(), 0.0, []
-        for token in ranked():
-            if mass >= config.top_p:
-                break
-            nucleus.append(token)
-            mass += probs[token]
-        keep(nucleus)
+        order = np.argsort(x, kind="stable")
+        mass = np.empty(len(x))
+        mass[order] = np.cumsum(softmax(x)[order])  # of a token and all that are less probable
+        remove(mass <= 1 - config.top_p, mass - (1 - config.top_p))
     if config.min_p:
-        probs = probabilities()
-        keep([t for t, p in enumerate(probs) if p >= config.min_p * max(probs)])
+        threshold = config.min_p * softmax(x).max()
+        remove(softmax(x) < threshold, softmax(x) / threshold - 1)
     if config.epsilon_cutoff:
-        keep([t for t, p in enumerate(probabilities()) if p >= config.epsilon_cutoff])
+        threshold = config.epsilon_cutoff
+        remove(softmax(x) < threshold, softmax(x) / threshold - 1)
     if config.eta_cutoff:
-        probs = probabilities()
-        entropy = -sum(p * math.log(p) for p in probs if p > 0)
-        eta = min(config.eta_cutoff, math.sqrt(config.eta_cutoff) * math.exp(-entropy))
-        keep([t for t, p in enumerate(probs) if p >= eta])
-    return int(np.argmax(np.asarray(scores) + noise))
+        probs = softmax(x)
+        entropy = -sum(p * np.log(p) for p in probs if p > 0)
+        threshold = min(config.eta_cutoff, np.sqrt(config.eta_cutoff) * np.exp(-entropy))
+        remove(probs < threshold, probs / threshold - 1)
+    return x, slack
+
+
+def oracle_choice(logits, history, prompt_length, config, noise) -> int:
+    """The next token, with the processors in HuggingFace's order."""
+    scores = define_process(logits, history, prompt_length, config)
+    if config.do_sample:
+        scores = define_warp(scores, config)[0] + noise
+    return int(np.argmax(scores))
 
 
 def oracle(model: tsjax.Model, prompt: Sequence[int], **settings) -> list[int]:
@@ -269,7 +322,8 @@ def oracle(model: tsjax.Model, prompt: Sequence[int], **settings) -> list[int]:
     """
     config = tsjax.GenerationConfig(**settings)
     stop_ids = model.stop_ids if config.eos_token_id is None else config.eos_token_id
-    stop_ids = (stop_ids,) if isinstance(stop_ids, int) else stop_ids
+    stop_ids = (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
+    config = config.replace(eos_token_id=stop_ids)
     key = tsjax.row_keys([config.seed], [0])
     history = list(prompt)
     nudge = np.random.default_rng(0)
@@ -280,7 +334,7 @@ def oracle(model: tsjax.Model, prompt: Sequence[int], **settings) -> list[int]:
             at = jnp.asarray([[len(history)]])
             noise = np.asarray(position_noise(key, at, len(logits), jnp.float32))[0, 0]
         choices = {
-            oracle_choice(nearby, history, len(prompt), stop_ids, config, noise)
+            oracle_choice(nearby, history, len(prompt), config, noise)
             for nearby in [logits, *(logits + nudge.normal(size=(3, len(logits))) * 1e-5)]
         }
         assert len(choices) == 1, f"near-tie at {len(history)}: choose another seed or prompt"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import SIZES, looping_model
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import tsjax
 
@@ -34,24 +34,11 @@ def test_sample_says_what_generate_says():
     )
 
 
-def test_rows_and_positions_are_independent(rng):
-    logits = jnp.asarray(rng.normal(size=(3, 5, VOCAB)), jnp.float32)
-    positions = np.asarray([[0, 1, 2, 3, 4], [9, 10, 11, 12, 13], [7, 8, 9, 10, 11]])
-    seeds, repeats = np.asarray([1, 2, 3]), np.asarray([0, 1, 0])
-    whole = np.asarray(sampled(logits, seeds, repeats, positions))
-    for row, at in np.ndindex(3, 5):
-        of_row, here = slice(row, row + 1), (slice(row, row + 1), slice(at, at + 1))
-        one = sampled(logits[here], seeds[of_row], repeats[of_row], positions[here])
-        assert int(one[0, 0]) == whole[row, at]
-
-
-@pytest.mark.parametrize("axes", [(2, 1), (2, 2), (1, 4)])
-def test_shards_say_the_same(axes, rng):
-    """Split by rows, by the vocabulary, and by both."""
+def test_shards_say_the_same(rng):
+    """Split by rows and by the vocabulary."""
     logits = rng.normal(size=(4, 3, 64)).astype(np.float32)
     given = np.arange(4), np.zeros(4, np.int32), np.arange(12).reshape(4, 3)
-    devices = np.asarray(jax.devices()[: axes[0] * axes[1]]).reshape(axes)
-    mesh = Mesh(devices, ("rows", "words"))
+    mesh = jax.make_mesh((2, 2), ("rows", "words"))
     placed = jax.device_put(logits, NamedSharding(mesh, PartitionSpec("rows", None, "words")))
     np.testing.assert_array_equal(sampled(placed, *given), sampled(logits, *given))
 
@@ -112,14 +99,11 @@ def test_a_tree_emits_what_sampling_one_by_one_would(seed, greedy):
     ("call", "message"),
     [
         (lambda x: tsjax.sample(x[0], [0], [0], [[1]]), "logits"),
-        (lambda x: tsjax.sample(x, [0], [0], [1, 2]), "positions"),
         (lambda x: tsjax.sample(x, [0], [0], [[1]]), "positions"),
         (lambda x: tsjax.sample(x, [0.9], [0], [[1, 2]]), r"seeds=\[0.9\] .*: \[B\] integers, at"),
         (lambda x: tsjax.sample(x, [-1], [0], [[1, 2]]), "seeds=-1 is not valid: .* at least 0"),
-        (lambda x: tsjax.sample(x, [2**32], [0], [[1, 2]]), "seeds=4294967296 .* at most 42949672"),
         (lambda x: tsjax.sample(x, [0], np.asarray([-2]), [[1, 2]]), "repeats=-2 is not valid"),
         (lambda x: tsjax.sample(x, [0], [0], [[7.5, 8]]), r"positions=\[\[7.5, 8.0\]\] is no"),
-        (lambda x: tsjax.sample(x, [0], [0], [[1, -7]]), "positions=-7 is not valid"),
         (lambda x: jax.jit(lambda p: tsjax.sample(x, [0], [0], p))(x[:, :, 0]), "positions='float"),
         (lambda x: tsjax.sample(x, [0], [0], [[1, 2]], temperature=0.0), "temperature"),
         (lambda x: tsjax.sample(x, [0], [0], [[1, 2]], repetition_penalty=1.2), "unknown argument"),

@@ -7,16 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_sampling import (
-    choose,
-    define_process,
-    define_warp,
-    draw_logits,
-    make_config,
-    make_values,
-    run_warp,
-    softmax,
-)
+from helpers import define_process, define_warp, softmax
+from test_sampling import choose, draw_logits, make_config, make_values, run_warp
 
 from tsjax import row_keys
 from tsjax.decoding.noise import position_noise

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_tree import AnyTree
-from helpers import LOOPING, PROMPTS, SIZES, chain, chain_model, compilations, looping_model
+from helpers import LOOPING, PROMPTS, SIZES, chain_model, compilations, looping_model
 
 import tsjax
 from tsjax.decoding import processors
@@ -62,7 +62,7 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=20)
 
 @hypothesis.given(
     text=texts, size=st.integers(1, 6), room=st.integers(0, 3),
-    at_once=st.integers(1, 7) | st.just(processors.COMPARED_AT_ONCE), data=st.data(),
+    at_once=st.sampled_from([1, 5, processors.COMPARED_AT_ONCE]), data=st.data(),
 )  # fmt: skip
 @hypothesis.settings(max_examples=40)
 def test_the_rules_are_the_plain_loops(text, size, room, at_once, data):
@@ -135,55 +135,58 @@ def alternating(logits, tokens, length, strength):
     return logits + strength * jnp.abs(ids - last) - jnp.where(ids == before, 2.0, 0) + length % 2
 
 
+@dataclasses.dataclass
+class CannotBeHashed:
+    by: float
+
+    def __call__(self, logits, tokens, length):
+        return logits + self.by
+
+
 HOOKS = {
     "presence-greedy": dict(presence_penalty=0.8, frequency_penalty=0.3),
     "ngrams-greedy": dict(no_repeat_ngram_size=3),
-    "own-sampled": dict(logits_processor=tsjax.LogitsProcessor(alternating, arrays=(0.05,))),
     "several-sampled": dict(
         logits_processor=[
             tsjax.token_bias({3: 1.5, 4: -np.inf}, VOCAB),
             tsjax.bad_words([[1, 2], [5]], VOCAB),
-            lambda logits, tokens, length: jnp.where(length % 3 == 0, logits * 1.5, logits),
+            tsjax.LogitsProcessor(alternating, arrays=(0.05,)),
         ],
         repetition_penalty=1.2,
         repetition_window=6,
     ),
 }
-ALL_AT_ONCE = dict(
-    HOOKS["several-sampled"], frequency_penalty=0.1, no_repeat_ngram_size=4, do_sample=True,
-    min_new_tokens=9, logprobs=1, seed=5,
-)  # fmt: skip
-
-
-def texts_of(result):
-    return [row.tolist() for row in result.tokens]
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_drafts_change_no_token(name):
-    how = dict(max_new_tokens=40, do_sample=name.endswith("sampled"), seed=5, **SIZES)
-    plain = texts_of(tsjax.generate(MODEL, PROMPTS, **how, **HOOKS[name]))
-    assert plain != texts_of(tsjax.generate(MODEL, PROMPTS, **how))
-    found = tsjax.generate(MODEL, PROMPTS, method=AnyTree(), **how, **HOOKS[name])
-    assert texts_of(found) == plain
+    how = dict(
+        max_new_tokens=40, do_sample=name.endswith("sampled"), seed=5, **SIZES, **HOOKS[name]
+    )
+    plain = tsjax.generate(MODEL, PROMPTS, **how)
+    found = tsjax.generate(MODEL, PROMPTS, method=AnyTree(), **how)
+    assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
     assert found.stats.accepted > 5
 
 
-@pytest.mark.parametrize(
-    "where", ["after a lazy prefill", pytest.param("on a mesh", marks=pytest.mark.wide)]
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("where", ["after a lazy prefill", "on a mesh"])
 def test_with_all_at_once_drafts_change_neither_tokens_nor_log_probabilities(where):
     prompts = [(np.arange(40) * 5 % VOCAB).tolist(), (np.arange(30) * 3 % VOCAB).tolist()]
-    how = dict(ALL_AT_ONCE, max_new_tokens=25, num_return_sequences=2, **SIZES)
+    how = dict(
+        HOOKS["several-sampled"], frequency_penalty=0.1, no_repeat_ngram_size=4, do_sample=True,
+        min_new_tokens=9, logprobs=1, seed=5, max_new_tokens=25, **SIZES,
+    )  # fmt: skip
     model = MODEL
     if where == "on a mesh":
         model = looping_model(mesh=jax.make_mesh((2, 2), ("data", "model")))
+        how["num_return_sequences"] = 2
     else:
         how["prefill"] = tsjax.LazyPrefill(revive="never")
-        del how["num_return_sequences"]
     plain = tsjax.generate(MODEL, prompts, **how)
     found = tsjax.generate(model, prompts, method=AnyTree(), **how)
-    assert texts_of(found) == texts_of(plain) and found.stats.accepted > 3
+    assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
+    assert found.stats.accepted > 3
     for one, other in zip(found.logprobs, plain.logprobs, strict=True):
         jax.tree.map(lambda *pair: np.testing.assert_allclose(*pair, atol=1e-4), one, other)
 
@@ -199,14 +202,6 @@ def test_drafts_are_accepted_where_a_hook_says_what_comes():
     found = tsjax.generate(model, [3], method=tsjax.MagicDec(draft_budget=12, num_sinks=2), **how)
     assert found.tokens[0].tolist() == [(4 + i) % VOCAB for i in range(60)]
     assert found.stats.tokens_per_step > 2
-
-
-def test_rules_hold_for_the_text_of_each_step():
-    model = chain_model(chain(1, 2, 3, 1), vocab_size=VOCAB)
-    out = tsjax.generate(model, [1], max_new_tokens=6, no_repeat_ngram_size=3, **SIZES).tokens[0]
-    text = [1, *out.tolist()]
-    triples = list(zip(text, text[1:], text[2:], strict=False))
-    assert len(set(triples)) == len(triples) and text[:4] == [1, 2, 3, 1]
 
 
 def test_other_arrays_do_not_compile_anew():
@@ -235,14 +230,15 @@ def test_a_resumed_run_needs_the_same_processors(tmp_path):
     whole = tsjax.generate(MODEL, [1, 2], max_new_tokens=30, **how)
     tsjax.generate(MODEL, [1, 2], max_new_tokens=12, save_to=path, **how)
     assert json.loads(path.read_text())["processors"] == [["alternating", 2]]
-    assert json.loads(path.read_text())["format"] == 3
     with pytest.raises(
         ValueError, match=r"saved with these .*alternating \(version 2\); given: no"
     ):
         tsjax.generate(MODEL, resume_from=path)
-    other = hook.replace(version=3)
     with pytest.raises(ValueError, match=r"given: alternating \(version 3\)"):
-        tsjax.generate(MODEL, resume_from=path, logits_processor=other)
+        tsjax.generate(MODEL, resume_from=path, logits_processor=hook.replace(version=3))
+    with pytest.raises(ValueError, match="without a name"):
+        nameless = tsjax.LogitsProcessor(alternating, arrays=(0.2,))
+        tsjax.generate(MODEL, [1], logits_processor=nameless, save_to=tmp_path / "other.json")
     found = tsjax.generate(
         MODEL, resume_from=path, logits_processor=hook, max_new_tokens=30,
         method=tsjax.NGram(suffix_length=3), **SIZES,
@@ -257,15 +253,6 @@ def test_counts_go_on_where_a_run_is_resumed(tmp_path):
     tsjax.generate(MODEL, [1, 2], max_new_tokens=12, save_to=path, **how, **SIZES)
     found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=30, **SIZES)
     assert found.tokens[0].tolist() == whole.tokens[0].tolist()
-
-
-def test_a_run_without_a_name_for_its_function_is_not_saved(tmp_path):
-    with pytest.raises(ValueError, match="without a name"):
-        tsjax.generate(MODEL, [1], logits_processor=alternating_alone, save_to=tmp_path / "a")
-
-
-def alternating_alone(logits, tokens, length):
-    return alternating(logits, tokens, length, 0.2)
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -283,63 +270,35 @@ def alternating_alone(logits, tokens, length):
             lambda logits, tokens, length: jax.pure_callback(np.asarray, logits, logits),
             "under vmap",
         ),
-        (tsjax.LogitsProcessor(alternating, name=5), "name=5"),
         (tsjax.LogitsProcessor(alternating, name="a", version=(1, 2)), r"version=\(1, 2\)"),
-        (tsjax.LogitsProcessor(alternating, name="a", version=True), "version=True"),
+        (3, "logits_processor=3"),
+        (CannotBeHashed(1.0), "a function that can be hashed"),
     ],
 )
 def test_a_function_that_cannot_run_in_a_step_is_refused(hook, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         tsjax.generate(MODEL, [1], logits_processor=hook)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("call", "message"),
     [
-        (dict(presence_penalty=float("nan")), "presence_penalty=nan"),
-        (dict(frequency_penalty="1"), "frequency_penalty='1'"),
-        (dict(no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1"),
-        (dict(no_repeat_ngram_size=65), "at most 64"),
-    ],
-)
-def test_wrong_penalties_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        tsjax.generate(MODEL, [1], **settings)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
+        (lambda: tsjax.generate(MODEL, [1], presence_penalty=float("nan")), "presence_penalty=nan"),
+        (lambda: tsjax.generate(MODEL, [1], frequency_penalty="1"), "frequency_penalty='1'"),
+        (lambda: tsjax.generate(MODEL, [1], no_repeat_ngram_size=-1), "no_repeat_ngram_size=-1"),
+        (lambda: tsjax.generate(MODEL, [1], no_repeat_ngram_size=65), "at most 64"),
         (lambda: tsjax.token_bias({VOCAB: 1.0}, VOCAB), f"token_bias={VOCAB}"),
-        (lambda: tsjax.token_bias({1: float("nan")}, VOCAB), "numbers"),
         (lambda: tsjax.token_bias({1: float("inf")}, VOCAB), "-inf to bar one"),
         (lambda: tsjax.bad_words([], VOCAB), "at least one word"),
         (lambda: tsjax.bad_words([[1, -1]], VOCAB), "bad_words=-1"),
         (lambda: tsjax.allowed_tokens([], VOCAB), "at least one token"),
     ],
 )
-def test_ready_ones_check_what_they_are_given(make, message):
+def test_wrong_values_are_refused(call, message):
     with pytest.raises(tsjax.TsjaxError, match=message):
-        make()
+        call()
 
 
 def test_versions_tell_words_of_other_shapes_apart():
     one, two = tsjax.bad_words([[1, 2]], VOCAB), tsjax.bad_words([[1], [2]], VOCAB)
     assert one.version != two.version
-
-
-def test_a_function_that_cannot_be_hashed_is_refused():
-    @dataclasses.dataclass
-    class Hook:
-        by: float
-
-        def __call__(self, logits, tokens, length):
-            return logits + self.by
-
-    with pytest.raises(TypeError, match="a function that can be hashed"):
-        tsjax.generate(MODEL, [1], logits_processor=Hook(1.0))
-
-
-def test_a_processor_is_no_number():
-    with pytest.raises(TypeError, match="logits_processor=3"):
-        tsjax.generate(MODEL, [1], logits_processor=3)

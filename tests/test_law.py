@@ -50,7 +50,7 @@ def numpy_log(x):
     return exponent * f(math.log(2)) + f(2) * share * series
 
 
-@pytest.mark.parametrize("shape", [(5,), (1, 1000), (3, 4, 1000)])
+@pytest.mark.parametrize("shape", [(5,), (3, 4, 1000)])
 def test_each_operation_is_rounded_by_itself(shape, rng):
     """Also where a sum follows that XLA would round together with the last product."""
     x = (rng.exponential(8, shape).clip(0, 80)).astype(np.float32)
@@ -83,7 +83,7 @@ def test_against_numbers_of_more_digits(dtype, last_bits, rng):
     assert sum(map(int, masses[0])) < 2 ** (8 * logits.itemsize)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 64, 1023, 1024, 40_000])
+@pytest.mark.parametrize("size", [1, 3, 1024, 40_000])
 def test_a_sum_does_not_follow_the_order(size, rng):
     x = rng.random((1, size), np.float32) ** 9
     x[0, 0] = 1

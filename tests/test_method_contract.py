@@ -123,13 +123,17 @@ def drafting(any_tree_has_a_name):
 
 
 @pytest.fixture(params=ROWS)
-def name(request) -> str:
-    return request.param
+def row(request) -> Row:
+    return ROWS[request.param]
 
 
-@pytest.fixture
-def row(name) -> Row:
-    return ROWS[name]
+def by_default(*names: str):
+    """The methods that meet a test in the default tier; the others do in the wide one."""
+    rows = (
+        pytest.param(name, marks=() if name in names else pytest.mark.wide, id=name)
+        for name in ROWS
+    )
+    return pytest.mark.parametrize("row", [*rows], indirect=True)
 
 
 @functools.cache
@@ -141,31 +145,18 @@ def texts(result) -> list[list[int]]:
     return [row.tolist() for row in result.tokens]
 
 
-def decoded_by(row: Row, dtype: str = "float64") -> tsjax.DecodeConfig:
+def decoded_by(row: Row, dtype: str) -> tsjax.DecodeConfig:
     """What the steps of a run are compiled for: Auto's first choice, a second model filled in."""
     second, cfg = second_model(dtype).cfg if row.second else None, row.model(dtype).cfg
     measured = Measured(cfg, "cpu", "cpu", context=64, batch=len(PROMPTS), draft_model=second)
     return tsjax.DecodeConfig(cfg, row.method.next(measured))
 
 
-def params_of(row: Row, cfg: tsjax.DecodeConfig, dtype: str = "float64"):
-    second = second_model(dtype).params.model if row.second else None
-    return row.model(dtype).params_for(cfg.method).replace(draft_model=second)
-
-
-def state_of(row: Row, cfg: tsjax.DecodeConfig, model: tsjax.Model):
-    config = tsjax.GenerationConfig(**{**SETTINGS, "seed": 0})
-    sampling = tsjax.sampling_values(config, (11,), model.cfg.vocab_size, model.cfg.dtype)
-    return init_state(
-        np.asarray([[1, 2, 3, 4], [5, 6, 0, 0]]), np.asarray([4, 2]), cfg=cfg,
-        capacity=SIZES["capacity"], max_length=np.asarray([60, 60]), sampling=sampling,
-    )  # fmt: skip
-
-
 def test_every_method_has_a_row():
     assert set(ROWS) == set(METHODS)
 
 
+@by_default(*(name for name in ROWS if name != "auto"))  # whose runs are in test_auto_runs.py
 def test_the_tokens_and_log_probabilities_are_those_of_plain_decoding(row, monkeypatch):
     """In chunks of all sizes; and as many drafts are right as were."""
     sizes = itertools.cycle([1, 3, 2])
@@ -182,26 +173,23 @@ def test_the_tokens_and_log_probabilities_are_those_of_plain_decoding(row, monke
     assert (stats.accepted_lengths, by_source) == (row.accepted, row.by_source)
 
 
-def test_a_saved_run_goes_on(row, tmp_path):
-    """With its own method, whose settings come back; and begun by plain decoding."""
+@by_default("tokenswift", "likely_tree", "triforce")
+@pytest.mark.parametrize("begun", ["by itself", pytest.param("plainly", marks=pytest.mark.wide)])
+def test_a_saved_run_goes_on(row, begun, tmp_path):
+    """Where the method has begun it, its settings come back."""
     model, path = row.model(), tmp_path / "run.json"
-    drafts = {name: value for name, value in row.call.items() if name != "method"}
-    plainly = {"method": "autoregressive"}
-    for first, second in ((row.call, drafts), (plainly, row.call)):
-        begin = {**SETTINGS, **SIZES, "max_new_tokens": 9, "save_to": path}
-        tsjax.generate(model, PROMPTS, **first, **begin)
-        rest = tsjax.generate(model, resume_from=path, max_new_tokens=40, **second, **SIZES)
-        assert texts(rest) == texts(plain())
-        if second is drafts:
-            assert rest.stats.method == decoded_by(row).method
+    first, second = {"method": "autoregressive"}, row.call
+    if begun == "by itself":
+        first, second = row.call, {name: x for name, x in row.call.items() if name != "method"}
+    begin = {**SETTINGS, **SIZES, "max_new_tokens": 9, "save_to": path}
+    tsjax.generate(model, PROMPTS, **first, **begin)
+    rest = tsjax.generate(model, resume_from=path, max_new_tokens=40, **second, **SIZES)
+    assert texts(rest) == texts(plain())
+    if begun == "by itself":
+        assert rest.stats.method == decoded_by(row, "float64").method
 
 
-ON_A_MESH = ("tokenswift", "triforce")  # a draft cache, heads, n-grams; two models, two caches
-
-
-@pytest.mark.parametrize(
-    "name", [one if one in ON_A_MESH else pytest.param(one, marks=pytest.mark.wide) for one in ROWS]
-)
+@by_default("tokenswift")
 def test_a_mesh_gives_the_same_tokens(row):
     """Of two heads' and two slots' parts; with few processors, as AnyTree meets the others."""
     settings = dict(do_sample=True, min_p=0.02, repetition_penalty=1.1, seed=7, max_new_tokens=24)
@@ -210,45 +198,37 @@ def test_a_mesh_gives_the_same_tokens(row):
     assert texts(found) == texts(tsjax.generate(row.model(), PROMPTS, **settings, **SIZES))
 
 
-def test_a_step_keeps_the_shapes_and_types_of_its_memory(row):
+def test_memory_keeps_its_shapes_and_types_and_is_read_once(row):
     """In float32 while 64-bit types are on as well, of which nothing of a step takes any."""
     model, cfg = row.model("float32"), decoded_by(row, "float32")
-    params = params_of(row, cfg, "float32")
-    state = state_of(row, cfg, model)
+    second = second_model("float32").params.model if row.second else None
+    params = model.params_for(cfg.method).replace(draft_model=second)
+    config = tsjax.GenerationConfig(**{**SETTINGS, "seed": 0})
+    state = init_state(
+        np.asarray([[1, 2, 3, 4], [5, 6, 0, 0]]), np.asarray([4, 2]), cfg=cfg,
+        capacity=SIZES["capacity"], max_length=np.asarray([60, 60]),
+        sampling=tsjax.sampling_values(config, (11,), model.cfg.vocab_size, "float32"),
+    )  # fmt: skip
     after = jax.eval_shape(functools.partial(tsjax.decode_step, cfg=cfg), params, state)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (state, after))
-    chex_equal(*shapes)
+    assert_like(state, after)
     wide = {"int64", "float64", "uint64"}
     assert not wide & {str(leaf.dtype) for leaf in jax.tree.leaves(after)}
     noise = jax.ShapeDtypeStruct((2, cfg.sizes.levels, model.cfg.vocab_size), jnp.float32)
     draft = functools.partial(cfg.method.draft, model.cfg)
     memory, tree = jax.eval_shape(draft, params, state, noise)
-    chex_equal(jax.eval_shape(lambda: state.memory), memory)
-    width, depth = cfg.sizes.width, cfg.sizes.depth
+    assert_like(state.memory, memory)
+    width, depth, sources = cfg.sizes.width, cfg.sizes.depth, len(cfg.method.sources)
     assert tree.tokens.shape == (2, width) and tree.path.shape == (2, width, depth + 1)
-    assert tree.sources.shape == (2, width, len(cfg.method.sources))
-    assert len(cfg.method.sources) <= 8
+    assert tree.sources.shape == (2, width, sources) and sources <= 8
+    # What it hands on is taken up, by its own kind at least.
+    assert_like(state.memory, cfg.method.taught(state.memory, cfg.method.lesson(state.memory)))
+    # To read a text twice is to read it once.
+    read = jax.jit(functools.partial(cfg.method.read, model.cfg))
+    once = read(params, state.memory, state)
+    jax.tree.map(np.testing.assert_array_equal, once, read(params, once, state))
 
 
-def chex_equal(one, other) -> None:
+def assert_like(one, other) -> None:
     assert jax.tree.structure(one) == jax.tree.structure(other)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-def test_to_read_twice_is_to_read_once(row):
-    model, cfg = row.model(), decoded_by(row)
-    params = params_of(row, cfg)
-    state = state_of(row, cfg, model)
-    read = jax.jit(functools.partial(cfg.method.read, model.cfg))
-    once = read(params, state.memory, state)
-    twice = read(params, once, state)
-    jax.tree.map(np.testing.assert_array_equal, once, twice)
-
-
-def test_what_a_method_hands_on_is_taken_up(row):
-    """By its own kind at least: the lesson leaves shapes and types as they were."""
-    cfg = decoded_by(row)
-    memory = state_of(row, cfg, row.model()).memory
-    lesson = cfg.method.lesson(memory)
-    chex_equal(memory, cfg.method.taught(memory, lesson))

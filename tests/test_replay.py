@@ -6,6 +6,7 @@ The oracle is the slow decoder of helpers.py in float64; files of runs are alter
 
 import json
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +18,9 @@ from tsjax.__main__ import main
 from tsjax.decoding.sampling import position_noise
 
 RAGGED = [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]
-PENALISED = dict(repetition_penalty=1.3, repetition_window=4)
-SAMPLED = dict(do_sample=True, temperature=0.8, seed=[5, 6, 5], **PENALISED)
+SAMPLED: dict[str, Any] = dict(
+    do_sample=True, temperature=0.8, seed=[5, 6, 5], repetition_penalty=1.3, repetition_window=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,31 +34,28 @@ def run_of(model, path, prompt=RAGGED, **settings):
     return path, json.loads(path.read_text())
 
 
-def oracle_scores(model, history, prompt_length, *, seed=None, temperature=1.0):
+def oracle_scores(model, history, seed):
     """Scores of the next token in float64: the penalty, and what sampling adds."""
     scores = oracle_logits(model, history)[-1]
-    for token in set(history[-PENALISED["repetition_window"] :]):
+    for token in set(history[-SAMPLED["repetition_window"] :]):
         scores[token] *= 1.3 if scores[token] < 0 else 1 / 1.3
-    if seed is not None:
-        key, at = tsjax.row_keys([seed], [0]), jnp.asarray([[len(history)]])
-        noise = position_noise(key, at, len(scores), jnp.float32)
-        scores = scores / temperature + np.asarray(noise, np.float64)[0, 0]
-    return scores
+    key, at = tsjax.row_keys([seed], [0]), jnp.asarray([[len(history)]])
+    noise = position_noise(key, at, len(scores), jnp.float32)
+    return scores / SAMPLED["temperature"] + np.asarray(noise, np.float64)[0, 0]
 
 
-@pytest.mark.parametrize("settings", [PENALISED, SAMPLED], ids=["greedy", "sampled"])
-def test_in_float32_all_tokens_are_the_best_and_lead_as_the_oracle_says(model, settings, tmp_path):
-    path, saved = run_of(model, tmp_path / "run.json", **settings)
+def test_in_float32_all_tokens_are_the_best_and_lead_as_the_oracle_says(model, tmp_path):
+    path, saved = run_of(model, tmp_path / "run.json", **SAMPLED)
     found = tsjax.check_run(model, path)
     assert found.departures == [] and found.departures_per_1000 == 0
     assert found.num_tokens == 72 and found.dtype == "float32"
-    seeds = settings.get("seed", [None] * 3)
-    for prompt, made, leads, seed in zip(RAGGED, saved["tokens"], found.leads, seeds, strict=True):
+    nearest = found.nearest(4)
+    assert [lead for *_, lead in nearest] == np.sort(np.concatenate(found.leads))[:4].tolist()
+    assert all(found.leads[row][index] == lead for row, index, lead in nearest)
+    rows = zip(RAGGED, saved["tokens"], found.leads, SAMPLED["seed"], strict=True)
+    for prompt, made, leads, seed in rows:
         for index, token in [*enumerate(made)][::3]:
-            temperature = settings.get("temperature", 1.0)
-            scores = oracle_scores(
-                model, prompt + made[:index], len(prompt), seed=seed, temperature=temperature
-            )
+            scores = oracle_scores(model, prompt + made[:index], seed)
             assert np.argmax(scores) == token
             second, first = np.sort(scores)[-2:]
             assert leads[index] == pytest.approx(first - second, abs=1e-4)
@@ -72,14 +71,14 @@ def test_a_token_that_was_altered_is_found(model, tmp_path):
     first = found.departures[0]
     assert (first.row, first.index, first.token, first.choice) == (row, index, made[index], choice)
     history = RAGGED[row] + made[:index]
-    scores = oracle_scores(model, history, 2, seed=6, temperature=0.8)
+    scores = oracle_scores(model, history, 6)
     assert first.behind == pytest.approx(scores[choice] - scores[made[index]], abs=1e-4)
     # The oracle, too, judges what follows after the altered token.
     for departure in found.departures:
         assert departure.row == row and departure.index >= index
     departed = {departure.index for departure in found.departures}
     for later in range(index, 24):
-        scores = oracle_scores(model, RAGGED[row] + made[:later], 2, seed=6, temperature=0.8)
+        scores = oracle_scores(model, RAGGED[row] + made[:later], 6)
         assert (later in departed) == (np.argmax(scores) != made[later])
     assert found.departures_per_1000 == pytest.approx(1000 * len(departed) / 72)
 
@@ -101,20 +100,6 @@ def test_rows_that_end_early_and_tokens_that_were_barred(tmp_path):
         (0, 1, 4, 3), (0, 2, 0, 5), (2, 0, 4, 0),
     ]  # fmt: skip
     assert found.departures[0].behind == math.inf == found.departures[2].behind
-
-
-def test_the_nearest_come_first(model, tmp_path):
-    path, saved = run_of(model, tmp_path / "run.json")
-    found = tsjax.check_run(model, path)
-    leads = np.concatenate(found.leads)
-    nearest = found.nearest(4)
-    assert [lead for *_, lead in nearest] == np.sort(leads)[:4].tolist()
-    for row, index, lead in nearest:
-        assert found.leads[row][index] == lead
-    assert found.num_below(nearest[2][2]) == 2
-    path.write_text(json.dumps(saved | {"tokens": [[], [], []]}))
-    found = tsjax.check_run(model, path)
-    assert found.num_tokens == 0 == found.departures_per_1000 and found.nearest(3) == []
 
 
 def test_what_cannot_be_checked_is_refused(model, tmp_path):
@@ -169,9 +154,7 @@ def test_the_command_line_finds_the_model_itself(embedded_run, tmp_path, capsys)
     document = json.loads(said.out)
     first = document["departures"][0]
     assert code == 1 and (first["index"], first["choice"]) == (5, choice)
-    assert document["tokens"] == 12 and set(document["leads_below"]) == {
-        "0.1", "0.01", "0.001", "0.0001", "1e-05",
-    }  # fmt: skip
+    assert document["tokens"] == 12 and "0.001" in document["leads_below"]
     code, said = command(capsys, altered)
     assert code == 1 and f"row 0, token 5: {saved['tokens'][0][5]} " in said.out
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import scipy.stats
 from any_tree import AnyTree
-from helpers import tiny_config
-from test_sampling import define_process, define_warp, softmax
+from helpers import define_process, define_warp, softmax, tiny_config
 
 import tsjax
 

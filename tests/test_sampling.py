@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """tsjax.sampling against float64 NumPy definitions that sort, as transformers does.
 
-The definitions below are written from transformers' logits_process.py for one row of logits. They
-also say how close the row came to a decision that rounding could turn (`slack`); rows that came
-too close are drawn again.
+Rows that came too close to a decision that rounding could turn (`slack`) are drawn again.
 """
 
 import hypothesis
@@ -12,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import define_process, define_warp
 
 from tsjax import GenerationConfig, row_keys, sampling_values
 from tsjax.decoding.processors import KnownText, first_counts, first_last_seen
@@ -28,65 +27,6 @@ from tsjax.decoding.sampling import (
 )
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
-
-# --- the definitions -------------------------------------------------------------------------
-
-
-def softmax(x):
-    weights = np.exp(x - x.max())
-    return weights / weights.sum()
-
-
-def define_process(logits, history, prompt_length, config):
-    """`history` are all tokens before the one to be chosen."""
-    x = np.array(logits, np.float64)
-    window = config.repetition_window or len(history)
-    for token in set(history[max(len(history) - window, 0) :]):
-        negative = x[token] < 0
-        x[token] *= config.repetition_penalty if negative else 1 / config.repetition_penalty
-    if len(history) - prompt_length < config.min_new_tokens:
-        x[list(config.eos_token_id or ())] = -np.inf
-    x[list(config.suppress_tokens)] = -np.inf
-    return x
-
-
-def define_warp(logits, config):
-    """The warped logits, and the smallest relative distance of a decision to its threshold."""
-    x = np.array(logits, np.float64) / config.temperature
-    keep = min(config.min_tokens_to_keep, len(x))
-    order = np.argsort(x, kind="stable")  # ascending
-    protected = order[-keep:]
-    finite = np.sort(x[np.isfinite(x)])
-    slack = np.min(np.diff(finite) / np.maximum(np.abs(finite[1:]), 1), initial=1)
-
-    def remove(doomed, distance):
-        nonlocal x, slack
-        candidates = np.isfinite(x)
-        candidates[protected] = False
-        slack = min(slack, np.min(np.abs(distance[candidates]), initial=1))
-        x = np.where(doomed & candidates, -np.inf, x)
-
-    if config.top_k:
-        kth = np.sort(x)[-min(max(config.top_k, keep), len(x))]
-        x = np.where(x < kth, -np.inf, x)
-    if config.top_p < 1:
-        order = np.argsort(x, kind="stable")
-        mass = np.empty(len(x))
-        mass[order] = np.cumsum(softmax(x)[order])  # of a token and all that are less probable
-        remove(mass <= 1 - config.top_p, mass - (1 - config.top_p))
-    if config.min_p:
-        threshold = config.min_p * softmax(x).max()
-        remove(softmax(x) < threshold, softmax(x) / threshold - 1)
-    if config.epsilon_cutoff:
-        threshold = config.epsilon_cutoff
-        remove(softmax(x) < threshold, softmax(x) / threshold - 1)
-    if config.eta_cutoff:
-        probs = softmax(x)
-        entropy = -sum(p * np.log(p) for p in probs if p > 0)
-        threshold = min(config.eta_cutoff, np.sqrt(config.eta_cutoff) * np.exp(-entropy))
-        remove(probs < threshold, probs / threshold - 1)
-    return x, slack
-
 
 # --- calling tsjax ---------------------------------------------------------------------------
 
@@ -140,7 +80,7 @@ SETTINGS = {
 settings_strategy = st.fixed_dictionaries({}, optional=SETTINGS)
 
 # One compiled program for each shape, so a few shapes stand for all: V -> (B, T).
-SHAPES = {2: (3, 1), 3: (1, 4), 7: (2, 2), 32: (1, 1), 33: (2, 3), 257: (1, 2), 300: (2, 1)}
+SHAPES = {2: (3, 1), 33: (2, 3), 300: (2, 1)}
 
 
 # --- warp: each alone, and all together ------------------------------------------------------
@@ -150,22 +90,16 @@ SHAPES = {2: (3, 1), 3: (1, 4), 7: (2, 2), 32: (1, 1), 33: (2, 3), 257: (1, 2), 
     "settings",
     [
         {"temperature": 0.7},
-        {"temperature": 2.5},
         {"top_k": 1},
-        {"top_k": 10},
         {"top_k": 3, "min_tokens_to_keep": 8},
         {"top_k": 1000},
         {"top_p": 0.0},
         {"top_p": 0.3},
-        {"top_p": 0.95},
         {"top_p": 0.3, "min_tokens_to_keep": 20},
-        {"min_p": 0.02},
         {"min_p": 1.0},
         {"min_p": 0.5, "min_tokens_to_keep": 5},
-        {"epsilon_cutoff": 0.01},
         {"epsilon_cutoff": 0.9},
         {"epsilon_cutoff": 0.9, "min_tokens_to_keep": 4},
-        {"eta_cutoff": 0.003},
         {"eta_cutoff": 0.5, "min_tokens_to_keep": 2},
         {"min_tokens_to_keep": 1000, "top_p": 0.5},
     ],
@@ -184,14 +118,9 @@ def test_one_warper(settings, barred, rng):
         np.testing.assert_allclose(ours[row], expected, rtol=1e-6)
 
 
-def smooth_logits(rng):
-    """Shuffled logits [1, 1, 33] in steps of 0.1: a small shift of a threshold removes more."""
-    return 0.1 * rng.permutation(33)[None, None]
-
-
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "epsilon_cutoff", "eta_cutoff"])
 def test_thresholds(name, rng):
-    logits = smooth_logits(rng)
+    logits = 0.1 * rng.permutation(33)[None, None]  # a small shift of a threshold removes more
     for setting in np.linspace(0.011, 0.93, 60):
         config = make_config(**{name: int(33 * setting) + 1 if name == "top_k" else setting})
         expected, slack = define_warp(logits[0, 0], config)
@@ -200,29 +129,9 @@ def test_thresholds(name, rng):
         np.testing.assert_allclose(ours[0, 0], expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings, kept",
-    [
-        ({"temperature": 3.0, "top_p": 0.5}, 13),
-        ({"top_k": 10, "top_p": 0.5}, 4),
-        ({"top_p": 0.7, "min_p": 0.3}, 12),
-        ({"min_p": 0.5, "epsilon_cutoff": 0.08}, 7),
-        ({"epsilon_cutoff": 0.03, "eta_cutoff": 0.5}, 8),
-    ],
-    ids=str,
-)
-def test_order(settings, kept, rng):
-    """Each processor sees what the one before left; the other order would keep another number."""
-    logits = smooth_logits(rng)
-    config = make_config(**settings)
-    ours = np.asarray(run_warp(jnp.asarray(logits, jnp.float32), make_values(config, 33)))
-    np.testing.assert_allclose(ours[0, 0], define_warp(logits[0, 0], config)[0], rtol=1e-6)
-    assert np.isfinite(ours).sum() == kept
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_processors_together(dtype):
-    sizes = list(SHAPES) if dtype == "float32" else [3, 33]
+    sizes = list(SHAPES) if dtype == "float32" else [33]
     least_slack, rtol = (1e-5, 2e-6) if dtype == "float32" else (1e-11, 1e-12)
 
     @hypothesis.given(
@@ -232,7 +141,7 @@ def test_all_processors_together(dtype):
         barred=st.sampled_from([0.0, 0.0, 0.3, 0.9]),
         scale=st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.5, 2.0]),
     )
-    @hypothesis.settings(max_examples=100)
+    @hypothesis.settings(max_examples=50)
     def check(settings, vocab, seed, barred, scale):
         rng = np.random.default_rng(seed)
         batch, rows = SHAPES[vocab]
@@ -263,15 +172,6 @@ def test_all_processors_together(dtype):
 
     with jax.enable_x64(dtype == "float64"):
         check()
-
-
-def test_neutral_values_change_nothing(rng):
-    logits = jnp.asarray(draw_logits(rng, (2, 3, 33), 0.3), jnp.float32)
-    values = make_values(make_config(), 33)
-    tokens = np.zeros((2, 5), np.int32)
-    length = np.full((2,), 5, np.int32)
-    for out in run(logits, tokens, length, np.full((2, 3), 5), length, values):
-        np.testing.assert_array_equal(out, logits)
 
 
 def choose(logits, last_seen, positions, prompt_length, row_key, values):
@@ -329,20 +229,13 @@ def test_values_do_not_retrace_and_what_is_on_does(rng):
     last_seen = first_last_seen(np.zeros((1, 4), np.int32), np.full((1,), 4), 33)
     programs = [
         [GenerationConfig(), GenerationConfig(eos_token_id=(3, 4), seed=3)],
-        [make_config(), make_config(temperature=0.5, repetition_window=3)],
         [
-            make_config(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1, min_tokens_to_keep=3),
-            make_config(top_k=9, top_p=0.25, min_p=0.01, min_tokens_to_keep=2),
+            make_config(temperature=0.5, top_k=4, top_p=0.5, min_p=0.1, repetition_window=3),
+            make_config(top_k=9, top_p=0.25, min_p=0.01, repetition_window=2),
         ],
         [
-            make_config(epsilon_cutoff=0.1, eta_cutoff=0.2, repetition_penalty=1.5),
-            make_config(
-                epsilon_cutoff=0.2, eta_cutoff=0.1, repetition_penalty=0.5, repetition_window=3
-            ),
-        ],
-        [
-            GenerationConfig(min_new_tokens=4, eos_token_id=(3,), suppress_tokens=(1, 2)),
-            GenerationConfig(min_new_tokens=1, suppress_tokens=(5,)),
+            make_config(epsilon_cutoff=0.1, eta_cutoff=0.2, min_new_tokens=4, eos_token_id=(3,)),
+            make_config(epsilon_cutoff=0.2, eta_cutoff=0.1, min_new_tokens=1),
         ],
     ]
     for known, configs in enumerate(programs):
@@ -376,8 +269,10 @@ def run_process(logits, tokens, length, positions, prompt_length, config):
     return run(logits, tokens, length, positions, prompt_length, values)[0]
 
 
-@pytest.mark.parametrize("window", [1, 2, 5, 19, 20, 21, 1000, None])
-@pytest.mark.parametrize("penalty", [1.7, 0.6])
+@pytest.mark.parametrize(
+    ("window", "penalty"),
+    [(1, 1.7), (2, 0.6), (5, 1.7), (19, 0.6), (20, 1.7), (1000, 0.6), (None, 1.7)],
+)
 def test_repetition_window(window, penalty, rng):
     """Against the set of the last W tokens before the position, for rows of different positions."""
     config = make_config(repetition_penalty=penalty, repetition_window=window)
@@ -393,13 +288,6 @@ def test_repetition_window(window, penalty, rng):
         for token, x in enumerate(logits[b, t]):
             expected = x if token not in recent else x * penalty if x < 0 else x / penalty
             np.testing.assert_allclose(ours[b, t, token], expected, rtol=1e-6)
-
-
-def test_tokens_beyond_the_length_are_not_seen():
-    tokens = np.asarray([[3, 1, 3, 2, 0, 0]], np.int32)
-    seen = np.asarray(first_last_seen(tokens, np.asarray([3]), 5))[0]
-    assert seen[[1, 3]].tolist() == [1, 2]
-    assert (seen[[0, 2, 4]] < -(2**30)).all()
 
 
 @pytest.mark.parametrize("new", [0, 1, 4, 5, 6])
