@@ -4,8 +4,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import hf_fixtures
 import jax.numpy as jnp
@@ -254,29 +252,3 @@ def test_command_interrupted_leaves_nothing(tmp_path, capsys, monkeypatch):
     assert main([str(make(tmp_path / "hf")), str(tmp_path / "ts")]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["hf"]
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's /proc")
-def test_memory_of_a_conversion_is_that_of_the_model(tmp_path):
-    """A small version of benchmarks' convert_memory: there is no second copy of the weights."""
-    code = """if True:
-        import re, sys, jax.numpy as jnp
-        from orbax.checkpoint import v1 as ocp
-        from tsjax_convert import to_tsjax
-
-        def peak():
-            status = open("/proc/self/status").read()
-            return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
-
-        jnp.zeros(()).block_until_ready()
-        before = peak()
-        written = to_tsjax(sys.argv[1], sys.argv[2])
-        print(written.num_bytes, peak() - before - written.num_bytes)
-    """
-    make(tmp_path / "hf", vocab_size=60_000, hidden_size=512, num_hidden_layers=1)
-    command = [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "ts")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    written, above = map(int, done.stdout.split())
-    assert written > 200e6
-    assert above < 180e6, above  # blocks of 32 MiB, mapped and read, and small change

@@ -144,18 +144,6 @@ def row(lines, label) -> list[str]:
     return re.split(r"\s{2,}", line.strip())[1:]
 
 
-def test_table():
-    lines = demo.table(pair())
-    assert max(map(len, lines)) <= 60
-    assert row(lines, "same tokens") == ["yes"]
-    assert row(lines, "time of decoding") == ["1.50 s", "0.50 s"]
-    assert row(lines, "tokens/s") == ["20.0", "60.0"]
-    assert row(lines, "speed-up") == ["1.00x", "3.00x"]
-    assert row(lines, "tokens per step") == ["1.00", "3.00"]
-    assert row(lines, "accepted drafts") == ["-", "20 of 80 (25%)"]
-    assert row(lines, "from model") == ["-", "75%"]
-
-
 @pytest.mark.parametrize(
     ("seconds", "steps", "begins"),
     [
@@ -196,25 +184,6 @@ def checkpoint(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("demo") / "hf"
     hf_fixtures.make(folder, vocab_size=len(helpers.TOKENS), max_position_embeddings=4096)
     return helpers.save_tokenizer(folder)
-
-
-@pytest.mark.wide
-def test_in_a_pipe_there_are_no_escape_codes(checkpoint, capsys):
-    flags = ["--tokens", "24", "--prompt", "a thin man", *FEW]
-    assert main(["demo", "--model", checkpoint, *flags]) == 0
-    out = capsys.readouterr().out
-    assert "\x1b" not in out and "\r" not in out
-    greedy, others = out[out.index("\nGreedy\n") :].split("\nSampled (")
-    sampled, repeating = others.split("\nRepeating (goes on with the greedy text, ")
-    for part in (greedy, sampled, repeating):
-        lines = part.splitlines()
-        assert row(lines, "same tokens") == ["yes"] and row(lines, "tokens  ") == ["24", "24"]
-        assert "Plain decoding took " in part and " GB/s" in part
-    texts = [
-        part[part.index("a thin man") : part.index("same tokens")] for part in (greedy, sampled)
-    ]
-    assert texts[0] != texts[1]
-    assert texts[0].rstrip()[-20:] in repeating  # where the greedy text ends, it goes on
 
 
 @pytest.mark.parametrize(

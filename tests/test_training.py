@@ -286,12 +286,10 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
             train(options.pop("model", model), **options)
 
     refused(r"made with learning_rate=0.005, now 0.01; seed=0, now 1$", learning_rate=0.01, seed=1)
-    refused(r"made with steps=3, now 4$", steps=4)
     refused(r"made with another model \(or type\)", model=helpers.tiny_model(seed=1))
     with pytest.raises(ValueError, match="made with other data"):
         tsjax.train_heads(model, DATA[1:], settings=SETTINGS, steps=3, save_to=tmp_path / "run",
                           resume=True)  # fmt: skip
-    refused("made with head_kind='chained', now 'parallel'", head_kind="parallel")
     refused(r"it holds a run; pass resume=True \(--resume\)", FileExistsError, resume=False)
     refused(r"has no checkpoint/step-\*", FileNotFoundError, save_to=tmp_path / "other")
     refused("save_to names the folder", save_to=None)
@@ -302,11 +300,6 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
         refused("step-00000003' is damaged")
     file.write_bytes(intact[0])
     os.utime(file, ns=(intact[1].st_atime_ns, intact[1].st_mtime_ns))
-    stored = file.with_name("arrays.safetensors")
-    stored.rename(tmp_path / "elsewhere")
-    os.mkfifo(stored)
-    refused("step-00000003' is damaged: .*is a named pipe; it must be a file")
-    (tmp_path / "elsewhere").rename(stored)
     after = sorted((p, p.stat().st_mtime_ns) for p in tmp_path.rglob("*") if p.is_file())
     assert after == before
 
@@ -350,7 +343,6 @@ def test_an_older_run_goes_on_and_is_compared_by_its_own_rule(model, whole, tmp_
         ({"sequence_length": 10**6}, ValueError, "at most the 100000 positions"),
         ({"save_every": 0}, ValueError, "save_every=0"),
         ({"on_interrupt": "stop"}, ValueError, "on_interrupt='stop' is not valid"),
-        ({"held_out": 0.0}, ValueError, "held_out=0.0 is not valid"),
         ({"sequence_length": 17}, ValueError, "longest of 10 documents, 'the array.9.', has 16"),
     ],
 )
