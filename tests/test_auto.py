@@ -312,15 +312,6 @@ def test_drafts_that_find_nothing_are_left_whatever_the_clock_says(tokens, follo
     assert Auto().next(plain) == follows
 
 
-def test_a_trial_of_many_rows_takes_as_many_steps_of_each():
-    so_far = measured(
-        LLAMA, "cpu", 20, batch=3, current=PLAIN, steps=300, tokens=300, seconds=300 * 24.0,
-        tried=(tried(BEGUN, 26.0),), costs=MIXED,
-    )  # fmt: skip
-    found = [Auto().next(so_far._replace(since=3 * since)) for since in (34_500, 34_600)]
-    assert found == [PLAIN, BEGUN]
-
-
 @pytest.mark.parametrize(
     ("current", "repeats", "since", "tries"),
     [

@@ -7,14 +7,12 @@ import re
 
 import hf_fixtures
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hf_fixtures import change, change_tensors, make, weights
 from safetensors.numpy import load_file
 
 import tsjax.files.checkpoint
 from tsjax.files.checkpoint import load
-from tsjax.model.logits import logits
 from tsjax_convert import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
 from tsjax_convert.__main__ import main
 from tsjax_convert.conversion import parse_size
@@ -158,46 +156,6 @@ def test_a_model_without_heads_exports_none(tmp_path):
     assert os.listdir(tmp_path) == ["hf"]
 
 
-# --- transformers loads it -------------------------------------------------------------------
-
-
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-LINEAR = {"rope_type": "linear", "factor": 2.0}
-MSCALED = {**YARN, "type": "yarn", "mscale": 1.5, "mscale_all_dim": 0.5}
-MODELS = [
-    ("llama", {"attention_bias": True, "mlp_bias": True, "rope_scaling": LLAMA3}),
-    ("llama", {"num_key_value_heads": 4, "head_dim": 16, "rope_scaling": LINEAR}),
-    ("qwen2", {"rope_scaling": {k: v for k, v in MSCALED.items() if k != "rope_type"}}),
-    ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-    ("mistral", {"rope_scaling": {**YARN, "truncate": False}}),
-]
-
-
-@pytest.mark.parity
-@pytest.mark.parametrize(("family", "changes"), MODELS)
-def test_transformers_computes_the_same_logits_from_what_is_written(family, changes, tmp_path):
-    torch = pytest.importorskip("torch")
-    from transformers import AutoModelForCausalLM
-
-    make(tmp_path / "hf", family, **changes)
-    to_tsjax(tmp_path / "hf", tmp_path / "ts")
-    to_hf(tmp_path / "ts", tmp_path / "back", max_shard_size="20KB")
-    tokens = np.random.default_rng(1).integers(0, 48, (2, 100), np.int32)
-    results = []
-    for folder in ("hf", "back"):
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype=torch.float32)
-        with torch.no_grad():
-            results.append(theirs.eval()(torch.from_numpy(tokens).long()).logits.numpy())
-    assert np.array_equal(*results)
-    model = load(tmp_path / "ts")
-    ours = np.asarray(logits(model.params, jnp.asarray(tokens), cfg=model.cfg))
-    np.testing.assert_allclose(ours, results[0], rtol=2e-4, atol=2e-4)
-
-
 # --- the command -----------------------------------------------------------------------------
 
 
@@ -209,19 +167,6 @@ def test_command_converts_and_verifies(tmp_path, capsys):
     assert out.startswith(f"{ts}: ") and " parameters, " in out and "21 tensors verified" in out
     assert main([ts, back, "--to", "hf", "--max-shard-size", "20KB", "--verify", "--quiet"]) == 0
     assert_same_files(weights(tmp_path / "back"), weights(src))
-
-
-def test_command_handles_heads(with_heads, tmp_path, capsys):
-    base, donor = map(str, with_heads)
-    ts = str(tmp_path / "ts")
-    assert main([base, ts, "--heads", donor, "--verify", "--dtype", "bfloat16"]) == 0
-    assert main([ts, str(tmp_path / "adapter"), "--heads-only", "--verify"]) == 0
-    assert "6 tensors verified" in capsys.readouterr().out
-    assert main([ts, str(tmp_path / "hf"), "--to", "hf"]) == 2
-    assert "--merge-heads" in capsys.readouterr().err
-    assert main([ts, str(tmp_path / "hf"), "--to", "hf", "--merge-heads", "--verify"]) == 0
-    assert main([ts, str(tmp_path / "hf"), "--to", "hf", "--drop-heads", "--overwrite"]) == 0
-    assert heads_of(tmp_path / "hf") == {}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ import tsjax
 from tsjax import demo
 from tsjax.__main__ import main
 from tsjax.demo import OWN, Column, frame, paint, text_width, wrap
-from tsjax.files.tokenizer import Detokenizer, load_tokenizer
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURED = re.compile(r"\x1b\[\d+m[^\x1b]*\x1b\[0m")
@@ -98,27 +97,6 @@ def test_frame_fits_and_closes_its_colours(width, height):
     bars = {text_width(line[: line.index(" | ")]) for line in plain if " | " in line}
     assert len(bars) == 1  # the columns stand straight, also after wide characters
     assert re.search(r"20 tokens/s, 1.00 per step +\| 60 tokens/s, 3.00 per step", plain[-2])
-
-
-def test_column_takes_chunks_token_by_token(tmp_path):
-    helpers.save_tokenizer(tmp_path)
-    tokenizer = load_tokenizer(str(tmp_path))
-    ids = tokenizer.encode(" the é an", add_special_tokens=False)  # é is two byte tokens
-    masks = [1 << (i % 3) for i in range(len(ids))]
-    made = column(pieces=[], tokens=[], finish_reason=None)
-    made.writer = Detokenizer(tokenizer, context=tokenizer.encode("a"))
-    for part, reason in ((slice(0, 3), None), (slice(3, None), "length")):
-        chunk = types.SimpleNamespace(
-            tokens=[np.array(ids[part], np.int32)],
-            sources=[np.array(masks[part], np.uint8)],
-            stats=stats(9, 3),
-            finish_reason=[reason],
-        )
-        made.add(chunk)  # type: ignore[arg-type]
-    assert made.tokens == ids and made.finish_reason == "length" and made.tokens_per_step == 3.0
-    assert "".join(text for text, _ in made.pieces).strip() == "the é an"
-    first = next(source for text, source in made.pieces if text)
-    assert first == "heads" and {source for _, source in made.pieces} == set(tsjax.SOURCES)
 
 
 def test_clock_counts_neither_prompt_nor_compiling(monkeypatch):

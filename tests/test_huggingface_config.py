@@ -5,14 +5,12 @@ import dataclasses
 import json
 import math
 
-import numpy as np
 import pytest
 from hf_fixtures import FAMILIES, config
 
 from tsjax.config import ModelConfig, RopeConfig
 from tsjax.files.config_files import config_to_hf, model_config, read_stop_ids
 from tsjax.files.weight_files import find_folder
-from tsjax.model.layers import rope_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -36,11 +34,8 @@ def test_llama():
     [
         ("llama", {"num_key_value_heads": None}, {"num_kv_heads": 4}),
         ("llama", {"head_dim": 16}, {"head_dim": 16}),
-        ("llama", {"head_dim": None}, {"head_dim": 8}),
         ("llama", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
         ("llama", {"mlp_bias": True}, {"mlp_bias": True}),
-        ("llama", {"tie_word_embeddings": True}, {"tie_embeddings": True}),
-        ("llama", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
         ("llama", {"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
         ("llama", {"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
         ("llama", {"medusa_heads": 3}, {"num_draft_heads": 3}),
@@ -143,12 +138,10 @@ def test_unsupported_is_refused_by_name(family, changes, message):
         ("llama", {"hidden_size": ..., "torch_dtype": ...}, "lacks hidden_size, dtype"),
         ("qwen2", {"num_key_value_heads": ...}, "lacks num_key_value_heads"),
         ("qwen3", {"head_dim": ...}, "lacks head_dim"),
-        ("llama", {"hidden_size": 33}, "hidden_size=33 .* multiple of the 4 heads"),
         ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
         ("llama", {"head_dim": 7}, "head_dim=7"),
         ("llama", {"torch_dtype": "int8"}, "dtype='int8'"),
         ("llama", {"rope_theta": None}, "rope_theta=None"),
-        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "'linear' .* lacks factor"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor"),
         ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor=0.5"),
     ],
@@ -198,24 +191,6 @@ def test_a_written_config_is_read_back_and_by_transformers(family, changes, tmp_
     assert model_config(again, dtype=cfg.dtype) == cfg
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize(
-    ("family", "changes"), [case for case in ROUND_TRIPS if "rope_scaling" in case[1]]
-)
-def test_frequencies_are_those_of_transformers(family, changes):
-    pytest.importorskip("torch")
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    raw = config(family, **changes)
-    rope = model_config(raw).rope
-    theirs = AutoConfig.for_model(**{**raw, "rope_scaling": dict(raw["rope_scaling"])})
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope.kind](theirs, "cpu")
-    head_dim = model_config(raw).head_dim
-    np.testing.assert_allclose(rope_frequencies(rope, head_dim), frequencies.numpy(), rtol=1e-5)
-    assert rope.attention_factor == attention_factor
-
-
 @pytest.mark.parametrize("changes", [{"qk_norm": True}, {"family": "qwen2"}, {"family": "gemma"}])
 def test_a_model_no_family_has_is_not_written(changes):
     cfg = dataclasses.replace(model_config(config()), **changes)
@@ -230,7 +205,6 @@ def test_a_model_no_family_has_is_not_written(changes):
         (None, None, ()),
         ({"eos_token_id": [5, 6]}, 2, (5, 6)),
         ({"eos_token_id": 0}, 2, (0,)),
-        ({"do_sample": True}, [2, 3], (2, 3)),
     ],
 )
 def test_stop_ids(generation, main, expected, tmp_path):

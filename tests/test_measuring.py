@@ -56,17 +56,9 @@ class FakeParts(measuring.Parts):
     def tokens(self, rows, in_int8=False):
         return self.part(("tokens", "int8" if in_int8 else rows))
 
-    def choice(self):
-        return self.part("choice")
-
-    def suffix(self):
-        return self.part("suffix")
-
-    def ngrams(self):
-        return self.part("ngrams")
-
-    def end_step(self):
-        return self.part("end")
+    choice, suffix, ngrams, end_step = (
+        lambda self, name=name: self.part(name) for name in ("choice", "suffix", "ngrams", "end")
+    )
 
 
 SECONDS = {

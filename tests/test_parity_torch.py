@@ -110,34 +110,3 @@ def test_processors_in_the_order_of_generate(pair):
         known = out.sequences[:, : len(prompt) + step].numpy()
         ours = apply_processors(settings, known, logits.numpy(), len(prompt))
         np.testing.assert_allclose(ours, scores.numpy(), rtol=2e-6)
-
-
-def draw_settings(rng):
-    """Random settings, each switched off half of the time."""
-    settings = {
-        "repetition_penalty": float(rng.uniform(0.5, 2.0)),
-        "min_new_tokens": int(rng.integers(0, 20)),
-        "suppress_tokens": tuple(rng.choice(200, 5, replace=False).tolist()),
-        "temperature": float(rng.uniform(0.2, 3.0)),
-        "top_k": int(rng.integers(1, 300)),
-        "top_p": float(rng.uniform(0, 1)),
-        "min_p": float(rng.uniform(0, 0.5)),
-        "epsilon_cutoff": float(10 ** rng.uniform(-5, -1)),
-        "eta_cutoff": float(10 ** rng.uniform(-5, -1)),
-        "min_tokens_to_keep": int(rng.integers(1, 8)),
-    }
-    settings = {name: value for name, value in settings.items() if rng.random() < 0.5}
-    return {"do_sample": True, "eos_token_id": (0, 77), **settings}
-
-
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.wide) for seed in range(4, 24))]
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_random_processors(seed):
-    settings = draw_settings(np.random.default_rng(seed))
-    tokens, logits = record_goldens.processor_inputs(seed)
-    prompt_length = record_goldens.PROCESSOR_PROMPT
-    theirs = record_goldens.run_processors(settings, tokens, logits, prompt_length)
-    ours = apply_processors(settings, tokens, logits, prompt_length)
-    np.testing.assert_allclose(ours, theirs, rtol=2e-6, err_msg=str(settings))
