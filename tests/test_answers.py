@@ -152,16 +152,6 @@ def test_a_prefix_of_a_run_that_a_string_stopped(tmp_path, stop=7):
     assert found.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
-def test_a_prefix_and_several_answers(passes):
-    prefix = tsjax.read(MODEL, PROMPT[:60], prefill_width=16)
-    passes.clear()
-    how = dict(SAMPLED, num_return_sequences=3, **SIZES)
-    found = tsjax.generate(MODEL, PROMPT, prefix=prefix, **how)
-    assert passes == [1, 1]
-    alone = tsjax.generate(MODEL, PROMPT, **how)
-    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -304,7 +304,6 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--methods", "plain", "draft_model"], ["--methods='draft_model'", "--draft-model PATH"]),
         (["--draft-model", "x"], ["--draft-model='x'", "draft_model or triforce"]),
         (["--lengths", "0"], ["--lengths=0", "an integer, at least 1"]),
-        (["--lengths", "600"], ["prompt of 600 tokens", "512 positions", "--exceed-max-positions"]),
         (["--warm-up", "-1"], ["--warm-up=-1", "at least 0"]),
         (["--peer-tokens", "31"], ["--peer-tokens=31", "at least 32"]),
         (["--settings", "wild"], ["--settings='wild'", "'sampled', 'greedy'"]),
@@ -324,9 +323,6 @@ def test_wrong_questions(argv, words, folder, capsys, monkeypatch, tmp_path):
     if "SHORT" in argv:
         (tmp_path / "short.txt").write_text("a thin man")
         argv = ["--text", str(tmp_path / "short.txt"), "--lengths", "600"]
-    if argv == ["--lengths", "600"]:
-        (tmp_path / "long.txt").write_text("a thin man " * 600)
-        argv = [*argv, "--text", str(tmp_path / "long.txt")]
     assert main(["bench", folder, *argv]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and all(word in err for word in words), err

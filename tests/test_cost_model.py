@@ -17,7 +17,7 @@ from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift
 from tsjax.methods.cost_model import Int8Costs, Line, as_costs
 from tsjax.methods.devices import CPU, GPUS, device_of, estimated, pass_line, pass_work
 from tsjax.methods.model_drafts import PASS_WITH_REST_IS_RIGHT
-from tsjax.methods.ngram import REPEAT_IS_RIGHT, REPEATS, usual_widths
+from tsjax.methods.ngram import REPEAT_IS_RIGHT, REPEATS
 
 
 def promised(method, model, costs, context) -> tuple[float, float]:
@@ -127,16 +127,6 @@ def test_a_table_from_lists():
     found = as_costs(lists(with_int8))
     assert found == with_int8 and isinstance(found.int8, Int8Costs)
     assert as_costs(lists(MIXED)[:-1]) == MIXED, "of a run that was saved before there was int8"
-
-
-def test_usual_steps_take_a_narrower_pass():
-    """Half of the rows for n-grams are filled; a suffix of any length half as well."""
-    wide = TokenSwift(tree=(1,), num_ngrams=20, suffix_length=16, pass_widths=(16, 32, 64))
-    assert usual_widths(wide, 2, llama()) == (64, 78)  # 2 + 30 + 8 rows
-    few = dataclasses.replace(wide, num_ngrams=5, suffix_length=7, suffix_match=8, suffix_alone=8)
-    assert usual_widths(few, 2, llama()) == (16, 17)
-    assert usual_widths(dataclasses.replace(wide, pass_widths=()), 2, llama()) == (78, 78)
-    assert wide.promise(llama(), MIXED, 100).width == 64
 
 
 # --- the estimate ----------------------------------------------------------------------------

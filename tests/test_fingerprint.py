@@ -140,7 +140,6 @@ def test_each_row_and_each_column_has_a_point(shape):
 def test_what_changes_no_token_is_not_seen():
     plain = model_fingerprint(tiny_model())
     for change in (
-        {"num_draft_heads": 2},
         {"num_draft_heads": 2, "head_accuracy": (0.5, 0.4)},
         {"num_draft_heads": 2, "head_kind": "parallel_own_vocabulary"},
         {"max_positions": 64},

@@ -128,19 +128,6 @@ def test_weights_in_int8_count_until_they_are_there(monkeypatch):
     assert model.bytes_for(method) == 0
 
 
-def test_temporary_arrays_alone_can_be_too_much(monkeypatch):
-    """The cache and the method's memory would fit."""
-    model = tiny_model(vocab_size=61)
-    cfg = tsjax.DecodeConfig(model.cfg)
-    needed = cache_bytes(model.cfg, 1, 2048) + memory_bytes(cfg, 1, 2048, 0)
-    temporary = temporary_bytes(cfg, 1, 2048, 16)
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: needed + temporary - 1)
-    with pytest.raises(MemoryError, match=f"{temporary:,} for temporary arrays"):
-        tsjax.generate(model, [1, 2, 3], max_new_tokens=16)
-    monkeypatch.setattr(sizes, "available_bytes", lambda device: needed + temporary)
-    assert len(tsjax.generate(model, [1, 2, 3], max_new_tokens=16).tokens[0]) == 16
-
-
 @pytest.mark.wide
 def test_auto_does_without_a_copy_in_int8_that_does_not_fit(monkeypatch):
     """What was asked for by name is refused; what Auto would like is not."""
