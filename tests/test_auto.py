@@ -20,7 +20,6 @@ from tsjax.methods.auto import choose, options
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.devices import CPU, GPUS, estimated
 
-PRESETS = ["llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b"]
 CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
 PLAIN = Autoregressive()
 
