@@ -147,16 +147,6 @@ def kinds(place: Path) -> dict[str, Kind]:
         "data": data_of_training(place / "data", hf),
         "training": run_of_training(place / "kept"),
     }
-    with contextlib.suppress(ImportError):
-        import torch
-
-        pickled = hf_fixtures.make(place / "bin")
-        (pickled / "model.safetensors").unlink()
-        content = hf_fixtures.tensors(hf_fixtures.config())
-        torch.save({k: torch.tensor(v) for k, v in content.items()}, pickled / "pytorch_model.bin")
-        found["pickles"] = Kind(
-            pickled, ["pytorch_model.bin"], lambda f, _: tsjax.load(f, allow_pickle=True)
-        )
     return found
 
 

@@ -2,9 +2,7 @@
 """Several answers to one prompt, texts read ahead, other weights, and results that keep."""
 
 import json
-import os
 import pickle
-import signal
 
 import jax
 import numpy as np
@@ -152,36 +150,6 @@ def test_a_prefix_of_a_run_that_a_string_stopped(tmp_path, stop=7):
     found = tsjax.generate(model, longer, prefix=first.prefix, **how)
     alone = tsjax.generate(model, longer, **how)
     assert found.tokens[0].tolist() == alone.tokens[0].tolist()
-
-
-def test_a_run_that_has_read_nothing_leaves_an_empty_prefix(tmp_path, monkeypatch):
-    """Interrupted while it reads what an earlier one has said already."""
-    path, how = tmp_path / "run.json", dict(SAMPLED, **SIZES)
-    tsjax.generate(MODEL, PROMPT, save_to=path, **{**how, "max_new_tokens": 7})
-    read = run._read
-
-    def struck(*args):
-        states = read(*args)
-        yield next(states)
-        os.kill(os.getpid(), signal.SIGINT)
-        yield from states
-
-    monkeypatch.setattr(run, "_read", struck)
-    left = tsjax.generate(
-        MODEL, resume_from=path, keep_prefix=True, max_new_tokens=20, on_interrupt="return", **SIZES
-    )
-    assert left.finish_reason == ["interrupted"] and len(left.tokens[0]) == 7
-    assert left.prefix.length == 0
-
-
-def test_a_prefix_and_several_answers(passes):
-    prefix = tsjax.read(MODEL, PROMPT[:60], prefill_width=16)
-    passes.clear()
-    how = dict(SAMPLED, num_return_sequences=3, **SIZES)
-    found = tsjax.generate(MODEL, PROMPT, prefix=prefix, **how)
-    assert passes == [1, 1]
-    alone = tsjax.generate(MODEL, PROMPT, **how)
-    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
 
 
 @pytest.mark.parametrize(

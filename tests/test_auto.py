@@ -18,9 +18,8 @@ from tsjax.host.repetition import mean_repeat
 from tsjax.methods import Auto, Autoregressive, LikelyTree, NGram, TokenSwift, auto
 from tsjax.methods.auto import choose, options
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
-from tsjax.methods.devices import CPU, GPUS, device_of, estimated
+from tsjax.methods.devices import CPU, GPUS, estimated
 
-PRESETS = ["llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b"]
 CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
 PLAIN = Autoregressive()
 
@@ -227,22 +226,6 @@ def test_short_runs_are_decoded_plainly():
     assert said == [PLAIN, PLAIN, *[choose(LLAMA, FREE_ROWS, 1000)] * 2]
 
 
-@pytest.mark.parametrize("heads", [0, 3])
-@pytest.mark.parametrize("name", PRESETS)
-def test_drafts_pay_on_a_gpu_by_the_formula(heads, name, kind="NVIDIA H100 80GB HBM3"):
-    """And the passes that judge them take little more than plain steps."""
-    model = preset(name, heads)
-    costs = estimated(model, device_of("gpu", kind), 1)
-    for context in (4096, 16_384, 32_768, 100_000):
-        method, plain = Auto().next(measured(model, kind, context)), costs.plain(context)
-        promise = method.promise(model, costs, context)
-        assert costs.of_pass(promise.width, context) + costs.overhead < 1.4 * plain
-        gain = plain / promise.seconds_per_token
-        assert (1.7 if heads else 1.05) < gain < promise.tokens
-        assert method.heads == (heads > 0)
-        assert method.wants_int8 or context < 100_000
-
-
 @pytest.mark.parametrize("method", [PLAIN, NGram(), TokenSwift(tree=(2,)), LikelyTree(places=3)])
 def test_what_is_named_is_kept(method):
     """A LikelyTree without a table begins with that of the machine, or the formula's."""
@@ -326,15 +309,6 @@ def test_drafts_that_find_nothing_are_left_whatever_the_clock_says(tokens, follo
     fast = tried(BEGUN, 1e-3, tokens_per_step=tokens / 100)
     plain = drafting._replace(current=PLAIN, tokens=100, seconds=2400.0, tried=(fast,))
     assert Auto().next(plain) == follows
-
-
-def test_a_trial_of_many_rows_takes_as_many_steps_of_each():
-    so_far = measured(
-        LLAMA, "cpu", 20, batch=3, current=PLAIN, steps=300, tokens=300, seconds=300 * 24.0,
-        tried=(tried(BEGUN, 26.0),), costs=MIXED,
-    )  # fmt: skip
-    found = [Auto().next(so_far._replace(since=3 * since)) for since in (34_500, 34_600)]
-    assert found == [PLAIN, BEGUN]
 
 
 @pytest.mark.parametrize(

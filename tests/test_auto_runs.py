@@ -179,22 +179,6 @@ def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
         assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("revive_rows", [1, 8])
-def test_drafts_are_judged_when_the_prompt_is_whole(model, revive_rows, monkeypatch):
-    """Revival ends steps early: of 27 tokens, 8 at a time are back soon, one at a time never."""
-    lazy = tsjax.LazyPrefill(
-        keep={1: 0.1}, revive="background", choose_every=2, revive_rows=revive_rows
-    )
-    prompt, settings = [list(range(1, 32))], dict(max_new_tokens=40, seed=5, prefill=lazy)
-    let_auto_choose(DRAFTING, monkeypatch, [500.0], [5.0])
-    found = tsjax.generate(model, prompt, method=Auto(costs=PER_STEP), **settings)
-    whole = found.stats.prompt_computed == (1.0, 1.0)
-    assert found.stats.gave_up == whole == (revive_rows == 8)
-    plain = tsjax.generate(model, prompt, **settings)
-    assert found.tokens[0].tolist() == plain.tokens[0].tolist()
-
-
 def test_steps_that_revival_ended_are_not_judged(model, monkeypatch):
     """Nor those of a chunk in which it came to its end; a row that has ended revives no more."""
     seen, judged = [], []

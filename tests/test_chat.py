@@ -123,22 +123,6 @@ def test_messages_and_a_tokenizers_output_are_prompts(chatty):
     assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ("hello", "messages='hello'"),
-        ([], r"messages=\[\]"),
-        ([{"role": "", "content": "the"}], r"messages\[0\]\['role'\]=''"),
-        ([{"role": "user"}], r"messages\[0\]"),
-        ([{"role": "user", "content": 3}], r"messages\[0\]\['content'\]=3"),
-        ([[USER], [{"role": "user", "content": 3}]], r"messages\[1\]\[0\]\['content'\]=3"),
-    ],
-)
-def test_messages_of_another_form_are_refused(messages, message, chatty):
-    with pytest.raises(ValueError, match=message):
-        tsjax.generate(chatty, messages=messages)
-
-
 def test_a_model_without_a_template_says_so(tmp_path, capsys, monkeypatch):
     model = with_template(tmp_path, None)
     monkeypatch.setattr(sys, "stdin", io.StringIO("the\n"))
@@ -156,9 +140,14 @@ def test_a_model_without_a_template_says_so(tmp_path, capsys, monkeypatch):
         (dict(messages=[USER], input_ids=[1]), "beside input_ids"),
         (dict(attention_mask=[1]), "without input_ids"),
         (dict(prompt=[USER]), r"pass a chat as messages"),
+        (dict(messages="hello"), "messages='hello'"),
+        (dict(messages=[]), r"messages=\[\]"),
+        (dict(messages=[{"role": "", "content": "the"}]), r"messages\[0\]\['role'\]=''"),
+        (dict(messages=[{"role": "user"}]), r"messages\[0\]"),
+        (dict(messages=[[USER], [dict(USER, content=3)]]), r"messages\[1\]\[0\]\['content'\]=3"),
     ],
 )
-def test_a_text_is_given_once(arguments, message, chatty):
+def test_a_text_is_given_once_and_in_its_form(arguments, message, chatty):
     with pytest.raises(ValueError, match=message):
         tsjax.generate(chatty, **arguments)
 

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from tsjax.files import huggingface, weight_files
 from tsjax.files.checkpoint import Model, load, save
 from tsjax.files.config_files import model_config
-from tsjax.files.huggingface import TABLE, entries
+from tsjax.files.huggingface import entries
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
@@ -119,17 +119,6 @@ def test_types_are_converted_as_numpy_does(stored, wanted, tmp_path):
         assert_same_trees(load(tmp_path), model)
 
 
-def test_every_row_of_the_table_is_used():
-    biased = model_config(hf_fixtures.config(**BIASED, medusa_heads=1))
-    normed = model_config(hf_fixtures.config("qwen3"))
-    parallel = normed.with_heads(1, "parallel_own_vocabulary")
-    configs = biased, normed, parallel
-    paths = {re.sub(r"\.\d+\.", ".{i}.", e.path) for c in configs for e in entries(c)}
-    tensors = [t for c in configs for e in entries(c) for t in e.tensors]
-    assert paths == {path for _, path in TABLE}
-    assert {re.sub(r"\.\d+\.", ".{i}.", t.key) for t in tensors} == {key for key, _ in TABLE}
-
-
 def test_old_rotary_buffers_and_a_tied_lm_head_are_ignored(tmp_path):
     raw = hf_fixtures.config("qwen2")
     content = hf_fixtures.tensors(raw)
@@ -196,18 +185,6 @@ def test_threads_read_the_same(threads, dtype, tmp_path, monkeypatch):
     assert seen == [(entry.path, leaf.nbytes, threading.get_ident()) for entry, leaf in named]
 
 
-def test_blocks_of_one_tensor_are_read_side_by_side(tmp_path, monkeypatch):
-    make(tmp_path)
-    monkeypatch.setattr(huggingface, "_THREADS", 3)
-    monkeypatch.setattr(weight_files, "_BLOCK_BYTES", 1200)
-    together = threading.Barrier(3, timeout=20)
-    watch_rows(
-        monkeypatch, lambda name: together.wait() if name == "model.embed_tokens.weight" else None
-    )
-    _, embed = next(read(tmp_path))  # 48 rows of 32 numbers: 6 blocks, in twos of three
-    assert same(embed, weights(tmp_path)["model.embed_tokens.weight"])
-
-
 def test_few_arrays_are_read_ahead(tmp_path, monkeypatch):
     make(tmp_path, num_hidden_layers=4)
     begun = []
@@ -252,14 +229,6 @@ def test_the_first_error_in_order_is_raised(threads, tmp_path, monkeypatch):
         load(tmp_path, on_tensor=lambda path, size: seen.append(path))
     assert seen == ["model.embed", "model.layers.0.attn_norm"]
     assert not [one for one in threading.enumerate() if one.name.startswith("tsjax-read")]
-
-
-def test_a_file_that_was_cut_after_it_was_opened(tmp_path):
-    arrays = read(make(tmp_path))
-    os.truncate(tmp_path / "model.safetensors", 5000)
-    changed = r"model\.safetensors': model\..* cannot be read: the file was changed"
-    with pytest.raises(ValueError, match=changed):
-        list(arrays)
 
 
 def test_an_interrupt_ends_the_threads(tmp_path, monkeypatch):

@@ -147,6 +147,7 @@ def test_rows_that_the_host_ends_compile_nothing(compiled, tmp_path):
     assert "decode" not in compiled and "read_part" not in compiled
 
 
+@pytest.mark.wide
 def test_a_run_that_changes_its_method_compiles_each_once(compiled):
     """With a copy in int8 first, plainly after that."""
     model = tiny_model(vocab_size=67)
@@ -209,38 +210,6 @@ def test_the_command_line_keeps_programs(checkpoint, tmp_path):
     assert "compiling" in second.stderr and len(second.stderr.splitlines()) == 1
     for done in (first, second):
         assert json.loads(done.stdout)["stats"]["compile_seconds"] > 0
-
-
-KEPT = """
-import jax, jax.numpy as jnp
-from tsjax.host.compilation import keep_programs
-keep_programs()
-print(float(jax.jit(lambda x: x * 3 + 1)(jnp.ones(5)).sum()))
-"""
-
-
-@pytest.mark.wide
-def test_a_program_that_a_killed_process_left_half_written_is_made_anew(tmp_path):
-    """jax would warn of it in every process, and keep no program where it has to make room."""
-
-    def said():
-        env = {**FRESH, "TSJAX_CACHE": str(tmp_path)}
-        command = [sys.executable, "-W", "error", "-c", KEPT]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    assert said() == "20.0\n"
-    kept = {path: Path(path).read_bytes() for path in programs_in(tmp_path)}
-    assert kept
-    for path, content in kept.items():
-        Path(path).write_bytes(content[: len(content) // 2])
-        os.unlink(path.removesuffix("-cache") + "-atime")
-    assert said() == "20.0\n"
-    whole = {path: len(Path(path).read_bytes()) for path in programs_in(tmp_path)}
-    assert whole.keys() == kept.keys()
-    assert all(whole[path] > len(content) / 2 + 1 for path, content in kept.items())
-    assert said() == "20.0\n"
 
 
 def test_while_a_process_keeps_a_program_none_is_removed(tmp_path):

@@ -7,7 +7,6 @@ Single damages, each with what must be said about it. file_fuzz.py makes many, c
 import contextlib
 import gc
 import json
-import logging
 import re
 import shutil
 import subprocess
@@ -162,23 +161,6 @@ def test_without_a_vocabulary_there_is_no_tokenizer(talker):
         assert tokenizer_of(model) is None
 
 
-@pytest.mark.wide
-def test_nobody_is_told_that_torch_is_missing(tmp_path):
-    # transformers without torch, whether it is installed here or not.
-    code = (
-        "import sys; sys.modules['torch'] = None\n"
-        "import importlib.util as u; find = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'torch' else find(name, *a)\n"
-        "import tsjax; tsjax.files.tokenizer.load_tokenizer(sys.argv[1])\n"
-        "import transformers; print(transformers.is_torch_available())"
-    )
-    command = [sys.executable, "-c", code, helpers.save_tokenizer(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
-    assert "PyTorch" not in done.stderr
-    assert not logging.getLogger("transformers").filters
-
-
 # --- config.json -----------------------------------------------------------------------------
 
 FIELDS = [
@@ -313,19 +295,6 @@ def test_damaged_array_files_are_named(damage, stored, caplog, monkeypatch):
     assert not caplog.records and not unheard
 
 
-def test_a_prompt_file_that_is_no_text(tmp_path, capsys, pipe):
-    (tmp_path / "latin").write_bytes(b"caf\xe9")
-    pipe(tmp_path / "pipe")
-    for name, message in (
-        ("latin", "is not a text in UTF-8"),
-        ("pipe", "is a named pipe; it must be a file"),
-        ("none", "No such file"),
-    ):
-        assert main(["generate", tsjax.EMBEDDED, "--prompt-file", str(tmp_path / name)]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("tsjax: error: ") and name in line and message in line
-
-
 @pytest.mark.parametrize(
     ("file", "content"),
     [
@@ -350,18 +319,6 @@ def test_commands_end_with_one_line(file, content, tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert code == 2 and ": error: " in line and str(folder / file) in line
     assert not (tmp_path / "out").exists()
-
-
-def test_a_damaged_tokenizer_leaves_ids_on_the_command_line(tmp_path, capsys):
-    folder = make(tmp_path)
-    helpers.save_tokenizer(folder)
-    (folder / "tokenizer.json").write_text("{")
-    with pytest.warns(UserWarning, match="tokens come without text"):
-        assert main(["generate", str(folder), "--ids", "1,2", "--max-new-tokens", "2"]) == 0
-    assert len(capsys.readouterr().out.split()) == 2
-    assert main(["generate", str(folder), "the", "--max-new-tokens", "2"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"tsjax: error: '{folder}' has a tokenizer that cannot be loaded")
 
 
 # --- by chance -------------------------------------------------------------------------------

@@ -5,14 +5,12 @@ import dataclasses
 import json
 import math
 
-import numpy as np
 import pytest
 from hf_fixtures import FAMILIES, config
 
-from tsjax.config import ModelConfig, RopeConfig
+from tsjax.config import RopeConfig
 from tsjax.files.config_files import config_to_hf, model_config, read_stop_ids
 from tsjax.files.weight_files import find_folder
-from tsjax.model.layers import rope_frequencies
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -23,24 +21,13 @@ LOG4 = math.log(4)
 PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.25}
 
 
-def test_llama():
-    assert model_config(config()) == ModelConfig(
-        vocab_size=48, embed_dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
-        mlp_dim=40, max_positions=128, norm_eps=1e-5, rope=RopeConfig(theta=500000.0),
-        dtype="float32", family="llama",
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
         ("llama", {"num_key_value_heads": None}, {"num_kv_heads": 4}),
         ("llama", {"head_dim": 16}, {"head_dim": 16}),
-        ("llama", {"head_dim": None}, {"head_dim": 8}),
         ("llama", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
         ("llama", {"mlp_bias": True}, {"mlp_bias": True}),
-        ("llama", {"tie_word_embeddings": True}, {"tie_embeddings": True}),
-        ("llama", {"torch_dtype": "bfloat16"}, {"dtype": "bfloat16"}),
         ("llama", {"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
         ("llama", {"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
         ("llama", {"medusa_heads": 3}, {"num_draft_heads": 3}),
@@ -55,7 +42,8 @@ def test_llama():
 )
 def test_family_flags(family, changes, expected):
     cfg = model_config(config(family, **changes))
-    assert {name: getattr(cfg, name) for name in expected} == expected
+    usual = dict(vocab_size=48, embed_dim=32, num_layers=2, num_heads=4, mlp_dim=40, norm_eps=1e-5)
+    assert {name: getattr(cfg, name) for name in usual | expected} == usual | expected
 
 
 def rope(kind: str = "default", theta: float = 5e5, **values) -> RopeConfig:
@@ -106,12 +94,6 @@ def test_yarn_attention_factor(changes, expected):
     assert rope.attention_factor == pytest.approx(expected, rel=1e-15)
 
 
-def test_yarn_betas_and_truncation():
-    given = {**YARN, "beta_fast": 16, "beta_slow": 0, "truncate": False}
-    rope = model_config(config(rope_scaling=given)).rope
-    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (16.0, 1.0, False)
-
-
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
@@ -143,12 +125,10 @@ def test_unsupported_is_refused_by_name(family, changes, message):
         ("llama", {"hidden_size": ..., "torch_dtype": ...}, "lacks hidden_size, dtype"),
         ("qwen2", {"num_key_value_heads": ...}, "lacks num_key_value_heads"),
         ("qwen3", {"head_dim": ...}, "lacks head_dim"),
-        ("llama", {"hidden_size": 33}, "hidden_size=33 .* multiple of the 4 heads"),
         ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
         ("llama", {"head_dim": 7}, "head_dim=7"),
         ("llama", {"torch_dtype": "int8"}, "dtype='int8'"),
         ("llama", {"rope_theta": None}, "rope_theta=None"),
-        ("llama", {"rope_scaling": {"rope_type": "linear"}}, "'linear' .* lacks factor"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor"),
         ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor=0.5"),
     ],
@@ -198,24 +178,6 @@ def test_a_written_config_is_read_back_and_by_transformers(family, changes, tmp_
     assert model_config(again, dtype=cfg.dtype) == cfg
 
 
-@pytest.mark.parity
-@pytest.mark.parametrize(
-    ("family", "changes"), [case for case in ROUND_TRIPS if "rope_scaling" in case[1]]
-)
-def test_frequencies_are_those_of_transformers(family, changes):
-    pytest.importorskip("torch")
-    from transformers import AutoConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    raw = config(family, **changes)
-    rope = model_config(raw).rope
-    theirs = AutoConfig.for_model(**{**raw, "rope_scaling": dict(raw["rope_scaling"])})
-    frequencies, attention_factor = ROPE_INIT_FUNCTIONS[rope.kind](theirs, "cpu")
-    head_dim = model_config(raw).head_dim
-    np.testing.assert_allclose(rope_frequencies(rope, head_dim), frequencies.numpy(), rtol=1e-5)
-    assert rope.attention_factor == attention_factor
-
-
 @pytest.mark.parametrize("changes", [{"qk_norm": True}, {"family": "qwen2"}, {"family": "gemma"}])
 def test_a_model_no_family_has_is_not_written(changes):
     cfg = dataclasses.replace(model_config(config()), **changes)
@@ -230,7 +192,6 @@ def test_a_model_no_family_has_is_not_written(changes):
         (None, None, ()),
         ({"eos_token_id": [5, 6]}, 2, (5, 6)),
         ({"eos_token_id": 0}, 2, (0,)),
-        ({"do_sample": True}, [2, 3], (2, 3)),
     ],
 )
 def test_stop_ids(generation, main, expected, tmp_path):
@@ -238,12 +199,6 @@ def test_stop_ids(generation, main, expected, tmp_path):
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_stop_ids(str(tmp_path)) == expected
-
-
-def test_wrong_stop_ids_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
-    with pytest.raises(ValueError, match="eos_token_id in .*config.json.*='</s>'"):
-        read_stop_ids(str(tmp_path))
 
 
 def test_a_hub_id_is_downloaded(monkeypatch, tmp_path):

@@ -270,7 +270,6 @@ def check(sources: dict[str, str]) -> str:
         {"tsjax.__main__": "from tsjax import load\ndef f():\n    import tsjax_convert.tables"},
         {"tsjax.host.peers": "def f():\n    import torch, transformers"},
         {"tsjax_convert.tables": "import tsjax, safetensors\ndef f():\n    import torch"},
-        {"pallas_kernels.ops": "from .api import f\nfrom pallas_kernels.ops import api"},
     ],
 )
 def test_checker_allows(sources: dict[str, str]) -> None:
@@ -282,9 +281,7 @@ def test_checker_allows(sources: dict[str, str]) -> None:
     [
         ({"tsjax.config": "from .model.cache import x"}, "tsjax.config:1: .* row 1 .* row 2"),
         ({"tsjax.config": "from .model import cache"}, "row 1 may not import from row 2"),
-        ({"tsjax.config": "def f():\n    from tsjax import model"}, "tsjax.config:2: .* row 2"),
         ({"tsjax.decoding.step": "import tsjax_convert.tables"}, "row 3 .* row 12"),
-        ({"tsjax.decoding.step": "import convert"}, "installed, it is tsjax_convert"),
         (
             {"tsjax.methods.new": "from tsjax.decoding.verification import accept"},
             "this pair is forbidden",
@@ -300,7 +297,6 @@ def test_checker_allows(sources: dict[str, str]) -> None:
         ({"pallas_kernels.ops": "from tsjax.config import x"}, "row 0 .* row 1"),
         ({"pallas_kernels.ops": "import flax"}, "kernels know jax, numpy"),
         ({"tsjax.model.layers": "def f():\n    import torch.nn"}, "tsjax never imports torch"),
-        ({"tsjax.files.huggingface": "import torch"}, "inside functions"),
         ({"tsjax_convert.tables": "import torch"}, "convert only inside functions"),
         ({"tsjax.host.run": "import transformers"}, "import it in the function"),
         ({"tsjax": "try:\n    import orbax\nexcept ImportError:\n    pass"}, "tsjax:2: .* orbax"),

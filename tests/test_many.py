@@ -155,9 +155,7 @@ def test_a_prompt_that_is_not_valid_is_an_answer_with_an_error(model):
         (dict(rows=0), "rows=0"),
         (dict(prompts="the tea"), "prompts='the tea'"),
         (dict(prompts={"ids": [1]}), "an iterable of prompts"),
-        (dict(prompts=3), "prompts=3"),
         (dict(config=tsjax.GenerationConfig(do_sample=True, num_return_sequences=2)), "num_return"),
-        (dict(num_return_sequences=2, do_sample=True), "num_return_sequences"),
         (dict(seed=(1, 2)), "seed"),
         (dict(no_such=1), "no_such"),
         (dict(method="none"), "method"),
@@ -327,7 +325,6 @@ def test_what_a_full_disk_takes_in_part_is_taken_back(tmp_path):
         (["--prompts", "P", "--out", "P"], "another file than the prompts"),
         (["--prompts", "P", "--out", "O", "--save-to", "s"], "--save-to is not valid"),
         (["--prompts", "P", "--out", "O", "--prefill", "lazy"], "--prefill"),
-        (["--prompts", "P", "--out", "O", "--rows", "0"], "rows=0"),
     ],
 )
 def test_wrong_flags_are_told(more, message, model, tmp_path, capsys):

@@ -56,17 +56,9 @@ class FakeParts(measuring.Parts):
     def tokens(self, rows, in_int8=False):
         return self.part(("tokens", "int8" if in_int8 else rows))
 
-    def choice(self):
-        return self.part("choice")
-
-    def suffix(self):
-        return self.part("suffix")
-
-    def ngrams(self):
-        return self.part("ngrams")
-
-    def end_step(self):
-        return self.part("end")
+    choice, suffix, ngrams, end_step = (
+        lambda self, name=name: self.part(name) for name in ("choice", "suffix", "ngrams", "end")
+    )
 
 
 SECONDS = {
@@ -99,15 +91,12 @@ def test_the_table_is_the_sum_of_its_parts(monkeypatch):
     )
     without = table_of(monkeypatch, SECONDS, heads=0)
     assert without.heads == without.int8.heads == 0
-    dear = SECONDS | {("layer", 8): (3.0, 0.6)}  # wide passes are not worth measuring
-    assert [rows for rows, _ in table_of(monkeypatch, dear).passes] == [1, 8]
-
-
-def test_noise_makes_no_part_cheaper_than_nothing_or_than_a_smaller_one(monkeypatch):
     wrong = SECONDS | {("layer", 8): (0.5, 0.125), "choice": (9000.0, -1.0), "suffix": (-1, 0.125)}
-    found = table_of(monkeypatch, wrong)
+    found = table_of(monkeypatch, wrong)  # noise makes no part cheaper than a smaller one
     assert found.passes[1][1] == Line(10.0, 0.5) and found.choice.per_token == 0
     assert found.suffix.seconds == 0
+    dear = SECONDS | {("layer", 8): (3.0, 0.6)}  # wide passes are not worth measuring
+    assert [rows for rows, _ in table_of(monkeypatch, dear).passes] == [1, 8]
 
 
 @pytest.mark.parametrize("devices", [(2, 2), pytest.param(None, marks=pytest.mark.wide)])

@@ -18,7 +18,6 @@ from test_checkpoint import BIASED, assert_same_trees, check_model, same
 import tsjax.files.checkpoint
 from tsjax.files.checkpoint import load, save
 from tsjax.files.config_files import model_config
-from tsjax.files.huggingface import entries
 from tsjax.model.params import abstract_params
 
 
@@ -104,22 +103,6 @@ def test_companions_are_copied_and_the_tokenizer_found(tmp_path):
     assert model.stop_ids == (4, 5)
     assert model.tokenizer.encode("Hello") == TOKENIZERS["byte_level"].encode("Hello")
     assert not (tmp_path / "ts" / "notes.txt").exists()
-
-
-def test_a_model_without_tokenizer_says_so(tmp_path):
-    model = load(make(tmp_path))
-    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded"):
-        _ = model.tokenizer
-    with pytest.raises(ValueError, match="has no path"):
-        _ = dataclasses.replace(model, path=None).tokenizer
-
-
-def test_a_model_is_a_pytree_of_its_parameters(tmp_path):
-    model = load(make(tmp_path))
-    assert len(jax.tree.leaves(model)) == len(entries(model.cfg))
-    doubled = jax.jit(lambda m: jax.tree.map(lambda a: 2 * a, m))(model)
-    assert doubled.cfg == model.cfg
-    assert same(doubled.params.model.embed, 2 * np.asarray(model.params.model.embed))
 
 
 # --- all or nothing ----------------------------------------------------------------------------
@@ -268,9 +251,3 @@ def test_a_checkpoint_of_format_1_is_read(family, changes, tmp_path):
     save(plain, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "tsjax.json").read_text())["format_version"] == 2
     assert_same_trees(load(tmp_path / "new").params, plain.params)
-
-
-def test_missing_arrays_are_refused(saved):
-    shutil.move(saved / "params", saved / "elsewhere")
-    with pytest.raises(ValueError, match="params' is missing or damaged"):
-        load(saved)

@@ -5,9 +5,6 @@ import errno
 import fcntl
 import json
 import os
-import subprocess
-import sys
-import textwrap
 
 import pytest
 from helpers import RecordingStreamer, tiny_model
@@ -245,33 +242,3 @@ def test_the_command_says_what_is_not_on_disk(tmp_path, capsys, monkeypatch):
     assert len(document["tokens"][0]) == 5 and document["unsaved"]
     assert "No space left on device" in err and ADVICE not in err
     assert err.splitlines()[-1] == f"tsjax: error: {path!r} lacks the end of this run"
-
-
-@pytest.mark.wide
-def test_an_interrupted_command_without_room_does_not_say_how_to_go_on(tmp_path):
-    """A process that may write 100 bytes to a file. The file of an earlier run stays."""
-    path = tmp_path / "run.json"
-    path.write_text("an earlier run")
-    script = f"""
-        import os, resource, signal, sys
-
-        from tsjax.__main__ import main
-        from tsjax.commands import generate
-
-        class Printer(generate._Printer):
-            def put(self, ids):
-                super().put(ids)
-                os.kill(os.getpid(), signal.SIGINT)
-
-        generate._Printer = Printer
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-        sys.exit(main(["generate", {tsjax.EMBEDDED!r}, "Once", "--save-to", sys.argv[1]]))
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), path], capture_output=True, text=True
-    )
-    assert done.returncode == 2, done.stderr
-    assert "interrupted]" in done.stderr and "File too large" in done.stderr
-    assert ADVICE not in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("tsjax: error: ")
-    assert path.read_text() == "an earlier run" and os.listdir(tmp_path) == ["run.json"]

@@ -9,14 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import (
-    FUSED_AS_FOR_USERS,
-    IN_PLACE,
-    compilations,
-    entry_computation,
-    operations,
-    tiny_model,
-)
+from helpers import FUSED_AS_FOR_USERS, IN_PLACE, entry_computation, operations, tiny_model
 from test_verification import VOCAB, fresh_state
 
 import tsjax
@@ -121,27 +114,6 @@ def test_work_does_not_grow_with_the_capacity(name):
         assert work[1][2] == work[0][2]
     if name != "partial_cache":
         assert work[1][3] - work[0][3] <= 40 * (large - small)
-
-
-@pytest.mark.wide
-def test_one_program_for_every_length_seed_and_value():
-    """Which processors are on is compiled in, and nothing else; the prefill knows none of it."""
-    method, model = COST_METHODS["partial_cache"], tiny_model(num_draft_heads=2, vocab_size=VOCAB)
-    settings = dict(method=method, capacity=128, prefill_width=16)
-    tsjax.generate(model, [1, 2, 3], max_new_tokens=2, **settings)  # compiles
-    with compilations() as names:
-        for count in (1, 7, 40, 90):
-            tsjax.generate(model, [1, 2, 3], max_new_tokens=count, **settings)
-    assert not {"jit(decode)", "jit(read_part)"} & set(names)
-    with compilations() as names:
-        for seed in (1, 2, 3):
-            sampled = dict(do_sample=True, seed=seed, top_p=0.3 * seed, min_p=0.01 * seed)
-            sampled |= dict(temperature=0.2 * seed, repetition_penalty=1 + 0.1 * seed)
-            if seed > 1:
-                sampled |= dict(eos_token_id=seed, repetition_window=20)
-            tsjax.generate(model, [1, 2, 3, 4], max_new_tokens=60, **sampled, **settings)
-    assert sorted({"jit(decode)", "jit(read_part)"} & set(names)) == ["jit(decode)"]
-    assert names.count("jit(decode)") == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

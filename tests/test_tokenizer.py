@@ -155,16 +155,13 @@ def test_the_plain_tokenizer_is_that_of_transformers(plain_and_whole, text, star
     assert plain.decode(np.asarray(ids)) == whole.decode(ids)
 
 
-def test_the_plain_tokenizer_knows_the_same_vocabulary(plain_and_whole):
+def test_the_plain_tokenizer_has_the_same_vocabulary_and_asks_transformers_for_the_rest(
+    plain_and_whole,
+):
     plain, whole = plain_and_whole
     assert "_whole" not in vars(plain), "nothing above needed transformers"
     assert plain.get_vocab() == whole.get_vocab() and len(plain) == len(whole)
     assert plain.added_tokens_decoder == whole.added_tokens_decoder
-    assert plain.decode(5) == whole.decode(5)
-
-
-def test_the_plain_tokenizer_asks_transformers_for_the_rest(plain_and_whole):
-    plain, whole = plain_and_whole
     assert plain.eos_token == whole.eos_token
     assert plain(["Once upon", "a"])["input_ids"] == whole(["Once upon", "a"])["input_ids"]
     with pytest.raises(AttributeError, match="no_such_thing"):

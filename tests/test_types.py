@@ -13,11 +13,7 @@ import pytest
 import shape_checks
 from helpers import tiny_config
 
-import pallas_kernels
 import tsjax
-from pallas_kernels import Summary
-from tsjax.decoding.processors import KnownText
-from tsjax.decoding.sampling import sampling_values, score_choices
 from tsjax.decoding.tree import merge_paths
 from tsjax.methods.partial_cache import init_draft_cache, summarize_rest
 from tsjax.model.cache import init_cache, write_rows
@@ -64,50 +60,6 @@ def test_a_wrong_shape_is_refused():
         merge_paths(root, paths, lengths.T, [0] * 5, width=16)
     with pytest.raises(jaxtyping.TypeCheckError, match="'paths'"):
         merge_paths(root, paths.astype(jnp.float32), lengths, [0] * 5, width=16)
-
-
-def test_a_wrong_shape_is_refused_while_a_program_is_traced():
-    values = sampling_values(tsjax.GenerationConfig(), (), 7, "float32")
-    sizes = dict(logits=(2, 3, 7), last_seen=(2, 7), depths=(2, 3), length=(2,), noise=(2, 4, 7))
-
-    def trace(**changes):
-        def array(name):
-            dtype = jnp.float32 if name in ("logits", "noise") else jnp.int32
-            return jax.ShapeDtypeStruct(changes.get(name, sizes[name]), dtype)
-
-        def run(logits, last_seen, depths, length, noise):
-            text = KnownText(jnp.zeros((2, 5), jnp.int32), length, length, last_seen)
-            return score_choices(logits, text, depths, noise, values)
-
-        return jax.eval_shape(run, *map(array, sizes)).shape
-
-    assert trace() == (2, 3, 7)
-    with pytest.raises(jaxtyping.TypeCheckError, match="'depths'"):
-        trace(depths=(3, 2))
-    with pytest.raises(jaxtyping.TypeCheckError, match="'noise'"):
-        trace(noise=(4, 2, 7))
-
-
-def test_signatures_of_the_kernels_fit_what_they_take():
-    """They check their own arguments, so the tests do not; here on arguments that are right."""
-
-    def checked(function):
-        return jaxtyping.jaxtyped(typechecker=beartype.beartype)(function)
-
-    B, T, K, G, S, H = 2, 3, 2, 2, 16, 8
-    cache, fresh = jnp.ones((B, K, S, H)), jnp.ones((B, T, K, H))
-    q, length = jnp.ones((B, T, K * G, H)), jnp.asarray([16, 5], jnp.int32)
-    itself = jnp.eye(T, dtype=bool)
-    attend = checked(pallas_kernels.tree_attention)
-    attend(q, cache, cache, length, fresh, fresh, itself)
-    out, logs = attend(q, cache, cache, length, fresh, fresh, itself, with_log_totals=True)
-    rest = Summary(out[:, 0], logs[:, 0])
-    attend(q, cache, cache, length, fresh, fresh, jnp.stack([itself] * B), rest=rest)
-    row = q[:, 0], cache, cache, length, fresh[:, 0], fresh[:, 0]
-    checked(pallas_kernels.decode_attention)(*row)
-    scores = checked(pallas_kernels.cache_scores)
-    scores(q[:, 0], cache, length)
-    scores(q[:, 0], cache, length, "softmax", log_totals=logs[:, 0])
 
 
 @pytest.mark.usefixtures("strict_promotion")

@@ -126,14 +126,6 @@ def test_a_file_of_a_folder_of_training_may_be_no_pipe(tmp_path):
         tsjax.train_heads(tiny_model(), [[1, 2, 3, 4] * 9], save_to=tmp_path)
 
 
-def test_standard_output_is_no_file(result, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="path='-' is not valid: a file, .*not standard output"):
-        result.save("-")
-    result.save("./-")
-    assert os.listdir() == ["-"]
-
-
 def test_a_link_stays_and_its_target_is_replaced(tmp_path, result):
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "file", tmp_path / "link"
