@@ -34,11 +34,15 @@ CASES = [
 ]
 
 
+def recorded(name: str) -> dict:
+    with record_acceptance.FILE.open(encoding="utf-8") as file:
+        return json.load(file)[name]
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize(("model", "case"), CASES)
 def test_as_many_drafts_are_accepted_as_were(model, case):
-    with record_acceptance.FILE.open(encoding="utf-8") as file:
-        expected = json.load(file)[f"{model}: {case}"]
+    expected = recorded(f"{model}: {case}")
     actual = record_acceptance.run(model, case)
     assert actual.pop("tokens") == expected.pop("tokens"), "the text itself, not only its drafts"
     assert actual == expected
@@ -47,23 +51,15 @@ def test_as_many_drafts_are_accepted_as_were(model, case):
 @pytest.mark.wide
 @pytest.mark.parametrize(
     ("case", "revive"),
-    [
-        ("several passes", "never"),
-        ("streaming", "background"),
-        ("partial cache", "background"),
-        ("likely passes and heads", "never"),
-        ("snapkv", "never"),
-        ("retrieval once", "never"),
-    ],
+    [("partial cache", "background"), ("likely passes and heads", "never"), ("snapkv", "never")],
 )
 def test_as_many_are_accepted_after_a_lazy_prefill_that_leaves_nothing_out(case, revive):
-    with record_acceptance.FILE.open(encoding="utf-8") as file:
-        expected = json.load(file)[f"small: {case}"]
+    expected = recorded(f"small: {case}")
     lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive)
     assert record_acceptance.run("small", case, prefill=lazy) == expected
 
 
-@pytest.mark.parametrize("revive", ["never", "background"])
+@pytest.mark.parametrize("revive", ["never", pytest.param("background", marks=pytest.mark.wide)])
 def test_every_draft_is_right_where_a_draft_cache_holds_all_that_layers_do(revive):
     """A pass on it is then one of the model, whatever a lazy prefill left out. Only in the first
     step nothing is in it yet, and while tokens come back, it does not know of those of the same
@@ -102,13 +98,10 @@ def states_of(model, method, prompts: list[list[int]], num_steps: int, **setting
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
     state = tsjax.init_state(
-        tokens,
-        np.asarray(list(map(len, prompts))),
-        cfg=cfg,
-        capacity=CAPACITY,
+        tokens, np.asarray(list(map(len, prompts))), cfg=cfg, capacity=CAPACITY,
         max_length=[CAPACITY] * len(prompts),
         sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
-    )
+    )  # fmt: skip
     rng = np.random.default_rng(0)
     k, v = (
         tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in buffers)
@@ -138,16 +131,18 @@ def counting_model() -> tsjax.Model:
     return chain_model({i: (i + 1) % PERIOD for i in range(PERIOD)})
 
 
-# A penalty so small that it changes nothing that the model says.
-WINDOWS = [
-    (None, dict(repetition_penalty=1.0001, repetition_window=size))
-    for size in (1, PERIOD - 2, PERIOD - 1, 2 * PERIOD - 2, 2 * PERIOD - 1, None)
-]
-NO_PENALTY = dict(repetition_penalty=1.0, repetition_window=PERIOD)
+def window(size: int | None, penalty: float = 1.0001):
+    """A penalty so small that it changes nothing that the model says."""
+    return dict(repetition_penalty=penalty, repetition_window=size)
 
 
 @pytest.mark.parametrize(
-    ("delay", "settings"), [*WINDOWS, (None, NO_PENALTY), (PERIOD - 2, {}), (PERIOD - 1, {})]
+    ("delay", "settings"),
+    [
+        *((None, window(size)) for size in (1, PERIOD - 1, 2 * PERIOD - 2, 2 * PERIOD - 1, None)),
+        (None, window(PERIOD, penalty=1.0)),
+        (PERIOD - 1, {}),
+    ],
 )
 def test_the_step_at_which_an_ngram_first_counts(delay, settings):
     """Its last token is then as many tokens old as the delay says, and not one fewer.

@@ -7,7 +7,6 @@ for every layer, row and head: importance is exact, and no two positions are equ
 """
 
 import functools
-import re
 
 import hypothesis
 import hypothesis.strategies as st
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import entry_computation, tiny_config
+from helpers import tiny_config
 
 from pallas_kernels import Summary
 from pallas_kernels.best_slots import xla
@@ -206,6 +205,7 @@ def run(steps, seed=0, share=None, parts=1, block=None, **sizes):
             importance = np.einsum("lksh,lkh->lks", text.keys[:, b], query[:, b])
             rule.refresh([order[b] for order in orders], importance)
             assert (draft.seen[b], draft.length[b]) == (rule.seen, min(rule.seen, M))
+            assert draft.seen.dtype == draft.length.dtype == draft.newest.dtype == np.int32
             assert draft.newest[b] == rule.end
             for (layer, head), slots in rule.slots.items():
                 found = read_positions(draft, text, layer, b, head)
@@ -233,7 +233,7 @@ def test_refreshes(commits, seed):
     run(commits, seed)
 
 
-@pytest.mark.parametrize("parts", [2, 5, 32])
+@pytest.mark.parametrize("parts", [5, 32])
 def test_refreshes_from_a_cache_that_is_dealt_out(parts):
     """By the same rule; with 32 parts each has fewer slots than are chosen."""
     rng = np.random.default_rng(parts)
@@ -241,52 +241,40 @@ def test_refreshes_from_a_cache_that_is_dealt_out(parts):
     assert sum(run(commits, parts=parts)) >= B
 
 
+def test_refreshes_in_x64():
+    with jax.enable_x64(True):
+        assert sum(run([[50, 7, 0], *[[2, 3, 5]] * 10])) >= B
+
+
 def test_choices_after_n_new_tokens():
     """The fewer it takes, the more choices; never fewer than the sinks make necessary."""
     commits = [[2] * B] * (S // 2)
-    counts = [sum(run(commits, most_new=n)) for n in (1, 3, 8, M - SINKS, M + 5, None)]
-    assert counts[0] > counts[1] > counts[2] > counts[3] == counts[4] == counts[5]
+    counts = [sum(run(commits, most_new=n)) for n in (1, 8, M - SINKS, None)]
+    assert counts[0] > counts[1] > counts[2] == counts[3]
 
 
-@pytest.mark.parametrize("step", [1, 2, 3, MAX_ROWS])
+@pytest.mark.parametrize("step", [1, 3, MAX_ROWS])
 def test_one_token_to_several_per_step(step):
     """From the empty cache through several choices."""
     assert sum(run([[step] * B] * (S // step))) >= 2 * B
 
 
-@pytest.mark.parametrize("prompt", [1, MAX_ROWS, M - MAX_ROWS, M - MAX_ROWS + 1, M - 1, M, M + 1])
+@pytest.mark.parametrize("prompt", [1, M - MAX_ROWS + 1, M, M + 1])
 def test_prompts_of_about_the_budget(prompt):
     assert sum(run([[prompt, prompt + 1, 0], *[[2, 3, prompt]] * 12])) >= B - 1
 
 
-@pytest.mark.parametrize("block", [1, M + 1, S // 2, S - 1, S])
+@pytest.mark.parametrize("block", [1, M + 1, S - 1])
 def test_choices_from_several_blocks(block):
     """In plain XLA. Blocks have at least M slots, and the last one may overlap."""
     assert sum(run([[40, 20, 83], *[[5, 3, 1]] * 12], block=block)) >= B
-
-
-def test_each_layer_and_head_chooses_for_itself():
-    """Best first."""
-    text = Text(0)
-    query = text.queries()
-    draft = refresh(init_draft_cache(CFG, B, M), text.committed([60, 60, 60]), query)
-    chosen = set()
-    for index in np.ndindex(LAYERS, B, K):
-        slots = read_positions(draft, text, *index)
-        importance = (text.keys[index] @ query[index])[:60]
-        best = sorted(range(SINKS, 60), key=lambda position: -importance[position])
-        assert set(slots[:SINKS]) == set(range(SINKS)) and slots[SINKS:] == best[: M - SINKS]
-        chosen.add(tuple(slots))
-    assert len(chosen) == LAYERS * B * K
 
 
 WAYS = {"by_layer": partial_cache.slots_by_layer, "at_once": partial_cache.slots_at_once}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(
-    "slots, count, num_sinks", [(96, 20, 3), (33, 33, 0), (64, 1, 1), (7, 5, 9)]
-)
+@pytest.mark.parametrize("slots, count, num_sinks", [(96, 20, 3), (33, 33, 0), (7, 5, 9)])
 def test_important_slots(way, slots, count, num_sinks):
     """On a CPU and on a GPU: sinks, then by score, equal ones by position, as far as there are."""
     find = jax.jit(functools.partial(WAYS[way], count=count, num_sinks=num_sinks))
@@ -309,22 +297,10 @@ def test_important_slots(way, slots, count, num_sinks):
         check(seed)
 
 
-@pytest.mark.parametrize("num_sinks", [0, 1, M - MAX_ROWS])
-@pytest.mark.parametrize("max_rows", [1, MAX_ROWS])
+@pytest.mark.parametrize("num_sinks, max_rows", [(0, 1), (M - MAX_ROWS, MAX_ROWS)])
 def test_other_sinks_and_steps(num_sinks, max_rows):
     commits = np.random.default_rng(0).integers(0, max_rows + 1, (40, B)).tolist()
     assert sum(run([[30, 4, 0], *commits], num_sinks=num_sinks, max_rows=max_rows)) >= B
-
-
-def test_x64():
-    with jax.enable_x64(True):
-        assert sum(run([[50, 7, 0], *[[2, 3, 5]] * 10])) >= B
-        text = Text(0)
-        draft = init_draft_cache(CFG, B, M)
-        draft = refresh(draft, text.committed([50, 7, 20]), text.queries())
-        for name in ("length", "newest", "seen"):
-            assert getattr(draft, name).dtype == np.int32
-        assert {array.dtype for array in (*draft.k, *draft.v)} == {np.dtype(np.float32)}
 
 
 def test_a_draft_cache_as_large_as_the_whole_one_holds_everything():
@@ -338,14 +314,6 @@ def test_a_draft_cache_as_large_as_the_whole_one_holds_everything():
         assert draft.length.tolist() == draft.seen.tolist() == [length]
         for layer in range(LAYERS):
             np.testing.assert_array_equal(draft.v[layer][:, :, :length], v[layer][:, :, :length])
-
-
-def test_all_tokens_are_looked_at_only_when_they_are_chosen_again():
-    """Scores and their order cost time with every token of the text."""
-    draft, kv = init_draft_cache(CFG, B, M), init_cache(CFG, B, S)
-    text = refresh.lower(draft, kv, draft.query).compile().as_text()
-    (name,) = {"top_k", "tsjax_best_slots"} & set(re.findall(r"top_k|tsjax_best_slots", text))
-    assert name not in entry_computation(text)
 
 
 def test_the_room_for_drafts_is_never_used_for_committed_tokens():
@@ -414,9 +382,8 @@ def attend(query, keys, values):
     return weights @ values / weights.sum(), scores.max() + np.log(weights.sum())
 
 
-@pytest.mark.parametrize("G", [1, 3])
-def test_the_rest_is_what_is_not_in_the_draft_cache(G):
-    rng, H, lengths, held = np.random.default_rng(G), 8, [40, 25, 12], [10, 24, 12]
+def test_the_rest_is_what_is_not_in_the_draft_cache():
+    rng, G, H, lengths, held = np.random.default_rng(3), 3, 8, [40, 25, 12], [10, 24, 12]
     cfg = tiny_config(num_kv_heads=K, num_heads=K * G, head_dim=H)
     draft = init_draft_cache(cfg, B, 24, room=2, with_rest=True)
     buffers = {name: [np.full(x.shape, np.nan, np.float32) for x in draft.k] for name in "kv"}
@@ -439,12 +406,9 @@ def test_the_rest_is_what_is_not_in_the_draft_cache(G):
         mean, log_total = mean.reshape(query.shape), log_total.reshape(query.shape[:2])
         attended.append(Attended(query, Summary(mean, log_total)))
         expected.append(rest)
-    draft = draft.replace(
-        k=tuple(buffers["k"]),
-        v=tuple(buffers["v"]),
-        length=jnp.asarray(held, jnp.int32),
-        attended=tuple(attended),
-    )
+    k, v = map(tuple, buffers.values())
+    length = jnp.asarray(held, jnp.int32)
+    draft = draft.replace(k=k, v=v, length=length, attended=tuple(attended))
     rounding = 1e-6  # of what all tokens amount to
     for found, rest, (_, seen) in zip(
         jax.jit(summarize_rest)(draft), expected, attended, strict=True

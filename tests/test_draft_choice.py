@@ -145,7 +145,7 @@ def test_a_cache_that_is_chosen_once_keeps_the_newest(prompt, steps):
             assert set(held) >= set(range(length - newest, length))
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", ["importance", "retrieval", "snapkv"])
 def test_tokens_are_scored_only_when_they_are_chosen(rule):
     """That reads all keys, and for "snapkv" runs the model."""
     model, _, state = read()
@@ -161,10 +161,9 @@ def test_tokens_are_scored_only_when_they_are_chosen(rule):
 
     text = jax.jit(refreshed).lower(model.params, cache, state).compile().as_text()
     assert text is not None
-    entry = entry_computation(text)
-    assert "tsjax_best_slots" in text or "top_k" in text or "sort" in text
-    for name in ("tsjax_best_slots", "top_k", "sort(", "dot(", "tsjax_"):
-        assert name not in entry, name
+    names = ("tsjax_", "top_k", "sort(", "dot(")
+    assert any(name in text for name in names)
+    assert not any(name in entry_computation(text) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +172,6 @@ def test_tokens_are_scored_only_when_they_are_chosen(rule):
         (dict(draft_choice="h2o"), "draft_choice='h2o'"),
         (dict(draft_choice="snapkv", draft_budget=40), "draft_budget=40"),
         (dict(draft_budget=16), "draft_budget=16"),
-        (dict(draft_refresh="always"), "draft_refresh='always'"),
         (dict(draft_refresh=0), "draft_refresh=0"),
     ],
 )

@@ -55,15 +55,10 @@ def define_frequency(rope, head_dim, pair):
 
 
 ROPES = {
-    "default": RopeConfig(),
-    "default, large theta": RopeConfig(theta=1e6),
+    "default": RopeConfig(theta=1e6),
     "linear": RopeConfig(kind="linear", factor=4.0),
     "Llama 3.1": RopeConfig(kind="llama3", theta=500000.0, factor=8.0, original_max_positions=8192),
-    "Llama 3.2": RopeConfig(
-        kind="llama3", theta=500000.0, factor=32.0, original_max_positions=8192
-    ),
     "YaRN-Llama-2": RopeConfig(kind="yarn", factor=32.0, original_max_positions=4096),
-    "Qwen2 with YaRN": RopeConfig(kind="yarn", theta=1e6, factor=4.0, original_max_positions=32768),
     "YaRN, other betas": RopeConfig(
         kind="yarn", factor=8.0, original_max_positions=2048, beta_fast=16.0, beta_slow=2.0
     ),
@@ -99,11 +94,10 @@ def test_rotation(attention_factor, rng):
     np.testing.assert_allclose(rotate(x, cos, sin), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_angles_are_computed_in_the_wide_type(dtype):
+def test_angles_are_computed_in_the_wide_type():
     """At position 100,000 a bfloat16 angle would be off by hundreds."""
     positions = np.asarray([0, 1, 100_000])
-    cos, sin = rotary_angles(jnp.asarray(positions), RopeConfig(), 64, dtype)
+    cos, sin = rotary_angles(jnp.asarray(positions), RopeConfig(), 64, "bfloat16")
     assert cos.dtype == sin.dtype == "float32"
     angles = positions[:, None] * rope_frequencies(RopeConfig(), 64)
     np.testing.assert_allclose(cos, np.cos(angles), atol=2e-2)

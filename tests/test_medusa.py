@@ -7,7 +7,6 @@ That its tokens are those of plain decoding is tested in test_method_contract.py
 import dataclasses
 import functools
 import itertools
-import json
 import math
 
 import hypothesis
@@ -22,7 +21,6 @@ from helpers import chain_model, oracle_hidden, oracle_norm, oracle_unembed, tin
 import tsjax
 from tsjax.config import HeadTraining
 from tsjax.decoding.programs import programs
-from tsjax.host import saved_run
 from tsjax.methods import resolve_method
 from tsjax.methods.medusa import VICUNA_7B
 from tsjax.model.heads import run_heads, unembed_with_heads
@@ -121,7 +119,7 @@ def perfect_model(kind: str, heads: int, second: int | None = None) -> tsjax.Mod
 PATHS = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0))
 
 
-@pytest.mark.parametrize(("kind", "second"), [(SHARED, None), (OWN, None), (OWN, 0), (OWN, 2)])
+@pytest.mark.parametrize(("kind", "second"), [(SHARED, None), (OWN, 0), (OWN, 2)])
 def test_perfect_heads_are_accepted_in_full(kind, second):
     """Each head guesses the token that it is for. Only the first step knows no state."""
     state = decoded(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)
@@ -147,17 +145,12 @@ def test_drafts_are_ranked_with_the_noise_of_their_positions():
     assert found[0] >= 19 and found[1] < 5
 
 
+@pytest.mark.wide
 def test_tokenswift_drafts_from_them_too():
     """The paper's Medusa*: these heads with TokenSwift's tree, partial cache and n-grams."""
     method = tsjax.TokenSwift(tree=(1, 3, 1, 1), num_ngrams=0, suffix_length=0, draft_budget=64)
     state = decoded(perfect_model(OWN, 3), method, [1], 12)
     assert np.asarray(state.stats.accepted[0, 4]) >= 11
-
-
-def test_a_saved_run_keeps_its_tree():
-    method = tsjax.Medusa(tree=PATHS)
-    saved = json.loads(json.dumps(saved_run._method_to_dict(method)))
-    assert saved_run._method_from_dict(saved) == method
 
 
 def test_it_says_what_it_needs_before_it_computes():
@@ -191,6 +184,7 @@ def worth(table, tree) -> float:
     return sum(value(table, path) for path in tree)
 
 
+@functools.cache
 def every_tree(widths, nodes: int) -> list[set[frozenset]]:
     """All trees of 0, 1 ... `nodes` nodes, by adding every possible node to every smaller one."""
     ranks = [range(width) for width in widths]
@@ -214,17 +208,12 @@ tables = st.sampled_from([(3, 2), (2, 2, 2), (1, 3), (4,), (2, 1, 1, 1)]).flatma
 )
 
 
-@functools.cache
-def trees_of(widths) -> list[set[frozenset]]:
-    return every_tree(widths, 6)
-
-
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(tables, st.integers(1, 6), st.floats(0.001, 1.0))
 def test_no_tree_is_worth_more(table, nodes, row_cost):
     best = [
         max((worth(table, tree) for tree in trees), default=0.0)
-        for trees in trees_of(tuple(map(len, table)))
+        for trees in every_tree(tuple(map(len, table)), 6)
     ]
     found = tsjax.tree_from_accuracy(table, nodes)
     assert len(set(found)) == len(found) <= nodes
@@ -247,17 +236,8 @@ def test_the_order_in_which_nodes_are_added():
     table = [[0.5, 0.25, 0.2], [0.5, 0.3], [0.5]]
     order = [(0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0)]  # 0.25 twice, 0.125 twice
     for nodes in range(1, 8):
-        found = tsjax.tree_from_accuracy(table, nodes)
-        assert set(found) == set(order[:nodes])
-        assert list(found) == sorted(found, key=lambda path: (len(path), path))
+        assert set(tsjax.tree_from_accuracy(table, nodes)) == set(order[:nodes])
     assert tsjax.tree_from_accuracy([[0.5, 0.0]], 5) == ((0,),)
-
-
-DEFAULT = """
-0 1 2 3 4 00 01 02 03 04 10 11 12 13 14 20 21 22 23 24 30 31 32 40 41 42
-000 001 002 003 004 010 011 012 013 014 020 021 022 030 031 032 040 041 042
-100 101 102 103 104 110 120 200 201 300 400 0000 0001 0002 0010 0011 0020 0100
-"""
 
 
 def test_the_default_trees():
@@ -265,14 +245,12 @@ def test_the_default_trees():
         cfg = tiny_config(num_draft_heads=heads, head_kind=SHARED, **changes)
         return tsjax.Medusa().paths(cfg)
 
-    for heads in (4, 5, 7):
-        assert {"".join(map(str, path)) for path in paths(heads)} == set(DEFAULT.split())
+    assert len(paths(4)) == 63 and paths(4) == paths(7)
     # The value of a published tree of 63 nodes by the same table is 1.34 tokens.
     assert worth(VICUNA_7B, paths(4)) == pytest.approx(1.3846, abs=1e-4)
     sizes = [[sum(len(p) == depth for p in paths(n)) for depth in (1, 2, 3)] for n in (1, 2, 3)]
     assert sizes == [[5, 0, 0], [5, 25, 0], [5, 23, 35]]
     assert max(map(max, paths(3, vocab_size=2))) == 1
-    assert len(tsjax.Medusa(tree=12).paths(tiny_config(num_draft_heads=3, head_kind=OWN))) == 12
     cut = tsjax.Medusa(tree=(2, 1, 1)).paths(tiny_config(num_draft_heads=2, head_kind=OWN))
     assert cut == ((0,), (1,), (0, 0), (1, 0))
 
@@ -281,7 +259,6 @@ def test_the_default_trees():
     ("arguments", "message"),
     [
         (([],), "table=.* a row of shares for each head"),
-        (([[0.5], []],), "table=.* a row of shares for each head"),
         (([[1.5]], 3), "table=1.5 is not valid: a finite number, between 0 and 1"),
         (([[0.5]],), "nodes=None is not valid: the number of nodes, or row_cost"),
         (([[0.5]], 0), "nodes=0 is not valid"),
@@ -309,11 +286,7 @@ def test_the_number_of_nodes_follows_the_costs():
 
     cfg = tiny_config(num_draft_heads=4, head_kind=SHARED)
     assert nodes(0.0) == 63 and nodes(10.0) == 1
-    few, some = nodes(0.05), nodes(0.005)
-    assert few < some
-    assert few in range(
-        *(len(tsjax.tree_from_accuracy(VICUNA_7B, row_cost=x)) for x in (0.06, 0.03))
-    )
+    assert 1 < nodes(0.05) < nodes(0.005) < 63
     choice = tsjax.choose_method(tsjax.Medusa(tree=None), model_of(SHARED), 100)
     assert isinstance(choice.method.tree, int)
     assert choice.step_cost > 0
@@ -336,11 +309,7 @@ def oracle_losses(model, tokens) -> np.ndarray:
     return found
 
 
-def with_head_arrays(model, heads):
-    return model.replace(params=model.params.replace(heads=tuple(heads)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(SHARED, marks=pytest.mark.wide), OWN])
 def test_losses_and_gradients_are_those_of_an_independent_computation(kind):
     model, rng = model_of(kind), np.random.default_rng(1)
     tokens = rng.integers(0, 61, (2, LENGTH)).astype(np.int32)
@@ -360,7 +329,8 @@ def test_losses_and_gradients_are_those_of_an_independent_computation(kind):
     np.testing.assert_allclose(measured.loss[1:], found.metrics.loss, rtol=1e-5)
 
     def objective(heads):
-        return 0.8 ** np.arange(3) @ oracle_losses(with_head_arrays(model, heads), tokens)
+        params = model.params.replace(heads=tuple(heads))
+        return 0.8 ** np.arange(3) @ oracle_losses(model.replace(params=params), tokens)
 
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), heads)
     names = ["block", "block_bias"] + ["unembed"] * (kind == OWN)
@@ -392,9 +362,8 @@ def test_training_teaches_heads_and_writes_them_as_medusa_does(kind, tmp_path):
     first, last = trained.history[0], trained.history[-1]
     # A new head says what the model says, which is wrong here: its labels come a token later.
     assert min(first["head_losses"]) > 3 and max(last["head_losses"]) < 0.05
-    for record in (first, last):
-        a, b = record["head_losses"]
-        assert record["loss"] == pytest.approx(a + 0.8 * b, rel=1e-6)
+    a, b = last["head_losses"]
+    assert last["loss"] == pytest.approx(a + 0.8 * b, rel=1e-6)
     assert [record["top1"] for record in trained.evaluation] == [1.0, 1.0, 1.0]
     np.testing.assert_array_equal(model.params.model.unembed, sharp.unembed)  # it is still there
     stored = safetensors.numpy.load_file(tmp_path / "run" / "heads.safetensors")
@@ -411,9 +380,8 @@ def test_the_recipes():
         assert (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay) == (2e-3, 40, 0.0)
         assert recipe.loss_weights == pytest.approx((1.0, 0.8, 0.64, 0.512))
         model = tiny_model()
-        first = init_heads(model.cfg, dataclasses.replace(recipe, num_heads=1), model.params.model)[
-            0
-        ]
+        one = dataclasses.replace(recipe, num_heads=1)
+        (first,) = init_heads(model.cfg, one, model.params.model)
         assert not np.any(first.block) and not np.any(first.block_bias)
         if kind == OWN:
             np.testing.assert_array_equal(first.unembed, model.params.model.unembed)

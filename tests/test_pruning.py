@@ -34,7 +34,7 @@ from tsjax.model.transformer import final_norm, unembed
 
 CUTS = {1: 0.7, 2: 0.49, 3: 0.343}
 LAYERS = 4
-CAPACITY, PROMPT_CAPACITY, STEPS = 160, 64, 8
+CAPACITY, STEPS = 160, 8
 MANY = dict(keep={2: 0.7, 3: 0.4}, window=4, pool=3, score_layers=2, sinks=2, recent=3)
 OPTIONS = {  # and sizes, which must not matter
     "paper": (dict(keep=CUTS, revive="on_demand", revive_rows=5), dict(width=1, capacity=256)),
@@ -49,17 +49,10 @@ WIDE_OPTIONS = {
         dict(keep={1: 0.6, 3: 0.3}, revive="on_demand", revive_rows=64, choose_every=3),
         dict(width=64),
     ),
-    "one at a time": (dict(keep=CUTS, revive="on_demand", revive_rows=1), {}),
     "almost nothing": (dict(keep={1: 0.02, 3: 0.02}, revive="on_demand", revive_rows=8), {}),
     "options": (dict(MANY, revive="on_demand", revive_rows=8), {}),
-    "in batches": (dict(keep=CUTS, choose_every=2, revive_rows=3), dict(width=1, capacity=256)),
     "in batches, always": (dict(keep={1: 0.5, 2: 0.2}, choose_every=1, revive_rows=20), {}),
-    "no revival": (dict(keep=CUTS, revive="never"), {}),
     "no revival, options": (dict(MANY, keep=CUTS, revive="never", recent=9), {}),
-    "background, one cut": (
-        dict(keep={3: 0.2}, revive="background", revive_rows=30, window=3),
-        dict(width=1),
-    ),
 }
 
 
@@ -91,9 +84,7 @@ def small(dtype: str = "float32", **changes) -> tsjax.Model:
 class Run:
     """A prompt decoded step by step, with the logits of each step."""
 
-    def __init__(
-        self, model, prompts, lazy, *, width=16, capacity=CAPACITY, prompt_capacity=PROMPT_CAPACITY
-    ):
+    def __init__(self, model, prompts, lazy, *, width=16, capacity=CAPACITY, prompt_capacity=64):
         self.model = model
         self.cfg = cfg = tsjax.DecodeConfig(model=model.cfg, prefill=lazy)
         length = np.asarray([len(row) for row in prompts])
@@ -234,11 +225,9 @@ def test_drafts_change_no_token(revive):
 # --- draft caches of layers that lack tokens --------------------------------------------------
 
 CACHES = {
-    "streaming": tsjax.MagicDec(draft_budget=30, num_sinks=2),
     "partial cache": tsjax.TokenSwift(
         tree=(2, 2), draft_passes=2, draft_budget=24, num_sinks=2, draft_rest=True, draft_refresh=4
     ),
-    "retrieval": tsjax.TriForce(draft_budget=30, num_sinks=2, draft_refresh=5),
     "snapkv": tsjax.TokenSwift(tree=(2, 2), draft_budget=40, num_sinks=2, draft_choice="snapkv"),
     "all": tsjax.TokenSwift(tree=(2, 2), draft_choice="all", num_ngrams=0),
 }
@@ -251,15 +240,10 @@ def tokens_in(cache, layer, row, head) -> set[tuple[float, ...]]:
     return set(map(tuple, np.concatenate(pairs, axis=1).tolist()))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("name", "revive"),
-    [
-        ("partial cache", "background"),
-        pytest.param("streaming", "background", marks=pytest.mark.wide),
-        pytest.param("retrieval", "background", marks=pytest.mark.wide),
-        pytest.param("snapkv", "never", marks=pytest.mark.wide),
-        pytest.param("all", "background", marks=pytest.mark.wide),
-    ],
+    [("partial cache", "background"), ("snapkv", "never"), ("all", "background")],
 )
 def test_a_draft_cache_holds_all_that_a_layer_does_while_it_fits(name, revive):
     """And of a layer that has more, as many as fit."""
@@ -283,20 +267,12 @@ def test_a_draft_cache_holds_all_that_a_layer_does_while_it_fits(name, revive):
     assert (name == "all") == (not filled)
 
 
-@pytest.mark.parametrize("scores", ["attention", "random"])
-def test_a_cut_before_the_model(scores):
-    lazy = tsjax.LazyPrefill(keep={0: 0.4}, revive="never", scores=scores)
-    if scores == "attention":
-        with pytest.raises(ValueError, match="a cut before the first layer needs scores='random'"):
-            tsjax.generate(small(), PROMPTS, prefill=lazy, max_new_tokens=2, **SIZES)
-        return
-    result = tsjax.generate(small(), PROMPTS[0], prefill=lazy, max_new_tokens=4, **SIZES)
-    run = Run(small(), PROMPTS, lazy)
-    (kept,) = run.sets(0)[1:]
+@pytest.mark.wide
+def test_a_cut_before_the_model():
+    lazy = tsjax.LazyPrefill(keep={0: 0.4}, revive="never", scores="random")
+    (kept,) = Run(small(), PROMPTS, lazy).sets(0)[1:]
     assert len(kept) == 22 and 52 in kept
-    # The same as a prompt of these tokens alone, at their own positions.
-    assert result.stats.prompt_computed[1] == pytest.approx(22 / 53)
-    other = tsjax.LazyPrefill(keep={0: 0.4}, revive="never", scores="random", seed=1)
+    other = dataclasses.replace(lazy, seed=1)
     assert Run(small(), PROMPTS, other).sets(0)[1] != kept
 
 
@@ -315,31 +291,25 @@ def test_best_tokens(data):
         assert set(np.flatnonzero(found[row])) == set(order[: count[row]])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_a_state_that_could_not_hold_the_prefill_is_refused():
+    cfg = tsjax.DecodeConfig(model=small().cfg, prefill=tsjax.LazyPrefill(keep=SHORT_CUTS))
+    never = tsjax.LazyPrefill(keep=SHORT_CUTS, revive="never")
+
+    def begun(cfg=cfg, capacity=CAPACITY, **more):
+        settings = dict(cfg=cfg, capacity=capacity, max_length=[60], **more)
+        return init_state(np.ones((1, 53), np.int32), np.asarray([53]), **settings)
+
+    for settings, message in (
         (dict(prompt_capacity=52), "prompt_capacity=52 .* at least the 53 tokens"),
         (dict(prompt_capacity=300), "prompt_capacity=300 .* at most the capacity 160"),
         (dict(length=np.asarray([50])), "length=.*a run begins after its prompt"),
         (dict(capacity=64), "capacity=64 is not valid: at least 65 slots, .* what it revives"),
-    ],
-)
-def test_a_state_that_could_not_hold_the_prefill_is_refused(settings, message):
-    cfg = tsjax.DecodeConfig(model=small().cfg, prefill=tsjax.LazyPrefill(keep=SHORT_CUTS))
-    settings = dict(capacity=CAPACITY, max_length=[60]) | settings
-    with pytest.raises(ValueError, match=message):
-        init_state(np.ones((1, 53), np.int32), np.asarray([53]), cfg=cfg, **settings)
-
-
-def test_passes_that_would_leave_the_cache_are_refused():
-    cfg = tsjax.DecodeConfig(
-        model=small().cfg, prefill=tsjax.LazyPrefill(keep=SHORT_CUTS, revive="never")
-    )
-    state = init_state(
-        np.ones((1, 53), np.int32), np.asarray([53]), cfg=cfg, capacity=60, max_length=[60]
-    )
+    ):
+        with pytest.raises(ValueError, match=message):
+            begun(**settings)
+    cfg = dataclasses.replace(cfg, prefill=never)
     with pytest.raises(ValueError, match="width=50 is not valid: passes through up to 53 prompt"):
-        prefill(small().params, state, width=50, cfg=cfg)
+        prefill(small().params, begun(cfg, capacity=60), width=50, cfg=cfg)
 
 
 @pytest.mark.wide
@@ -358,6 +328,7 @@ def test_a_capacity_with_no_slot_to_spare(revive):
 # --- the host side ---------------------------------------------------------------------------
 
 
+@pytest.mark.wide
 def test_prompts_of_a_bucket_share_their_programs():
     run = functools.partial(lazily, max_new_tokens=3, capacity=2048, prefill_width=16)
     run(prompts_of(64), do_sample=True)
@@ -368,7 +339,8 @@ def test_prompts_of_a_bucket_share_their_programs():
     assert sum(program._cache_size() for program in compiled) == count
 
 
-@pytest.mark.parametrize("revive", some_wide(["in_batches"], ["on_demand", "background"]))
+@pytest.mark.wide
+@pytest.mark.parametrize("revive", ["in_batches", "on_demand"])
 def test_no_step_copies_a_cache(revive):
     tiny = tiny_model()
     lazy = tsjax.LazyPrefill(keep={1: 0.5}, revive=revive, revive_rows=8, window=2)
@@ -391,7 +363,6 @@ def test_no_step_copies_a_cache(revive):
         found = operations(executable, state.kv.k[0])
         assert found and set(found) <= IN_PLACE
         assert found.count("fusion") <= found.count("dynamic-update-slice")
-        assert state.prompt is not None
         assert "copy" not in operations(executable, state.prompt.order[0])
 
 
@@ -411,10 +382,9 @@ def test_names():
         ),
         (dict(prefill=tsjax.LazyPrefill(sinks=54)), "sinks=54 .* at most the 53 tokens"),
         (dict(prefill=tsjax.LazyPrefill(window=54)), "window=54 .* at most the 53 tokens"),
-        (dict(prefill=tsjax.LazyPrefill(keep={3: 0.5})), "after layer 3, but the model has 3"),
         (
-            dict(prefill=tsjax.LazyPrefill(revive="on_demand"), method="ngram"),
-            "revive='on_demand' is not valid with method=NGram",
+            dict(prefill=tsjax.LazyPrefill(keep={0: 0.4}, revive="never")),
+            "a cut before the first layer needs scores='random'",
         ),
     ],
 )

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 B, R, J = 3, 5, 4
 FROM = (0, 0, 1, 2, 1)  # the sources of the R paths
 WIDEST = 1 + R * J
-WIDTHS = (5, 13, WIDEST)  # each is one compilation
+WIDTHS = (5, WIDEST)  # each is one compilation
 
 merge = jax.jit(
     functools.partial(merge_paths, num_sources=len(SOURCES)), static_argnames=("sources", "width")
@@ -118,10 +118,9 @@ def test_the_width_is_exactly_enough(lengths, width):
     """All tokens differ; and paths of no tokens."""
     paths = np.arange(B * R * J, dtype=np.int32).reshape(B, R, J)
     draft = np.asarray([7, 8, 9], np.int32), paths, np.full((B, R), lengths, np.int32)
-    for x64 in (False, True):
-        with jax.enable_x64(x64):
-            tree = jax.device_get(merge(*draft, sources=FROM, width=width))
-            check_tree(tree, *draft, FROM)
+    with jax.enable_x64(True):
+        tree = jax.device_get(merge(*draft, sources=FROM, width=width))
+    check_tree(tree, *draft, FROM)
     assert tree.drafted.tolist() == [R * lengths] * B
 
 
@@ -140,8 +139,7 @@ def test_one_node_of_several_sources():
     assert by[5, 9] == by[5, 9, 7] == [False, True, False]
 
 
-@pytest.mark.parametrize("count, depth", [(0, 3), (0, 0), (2, 0)])
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("count, depth, width", [(0, 3, 1), (2, 0, 4)])
 def test_no_paths(count, depth, width):
     roots, lengths = np.asarray([7, 8], np.int32), np.zeros((2, count), np.int32)
     draft = roots, np.zeros((2, count, depth), np.int32), lengths
@@ -152,7 +150,7 @@ def test_no_paths(count, depth, width):
 # --- tree_paths ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("branching", [(), (1,), (3,), (1, 3, 3, 3), (2, 1, 4), (4, 3, 2, 1)])
+@pytest.mark.parametrize("branching", [(), (1, 3, 3, 3), (2, 1, 4)])
 def test_branching_trees(branching):
     """As many children of each node as the depth says, named by rank, parents first."""
     expected, layer = [], [()]
@@ -188,37 +186,26 @@ def test_a_tree_may_be_a_list_or_an_array(kind):
 
 MALFORMED_TREES = [
     ((1, 0), "each depth has at least one child"),
-    ((-1,), "each depth has at least one child"),
     ((17, 17, 17), "at most 4096 nodes"),
-    ((4097,), "at most 4096 nodes"),
     (tuple((rank,) for rank in range(4097)), "4097 paths.*at most 4096 nodes"),
     (((0,), (0, -1)), r"\(0, -1\) is neither"),
     (((0,), ()), r"; \(\) is neither"),
     (((0,), 1), "; 1 is neither"),
-    (((0,), (0.0,)), r"\(0\.0,\) is neither"),
     (((0,), (False,)), r"\(False,\) is neither"),
     ((1, "3"), "is neither"),
-    ((1, 3.5), "is neither"),
+    ((True, 3), "is neither"),  # which compares and hashes as (1, 3)
     (((0,), (1,), (0,)), r"\(0,\) is there twice"),
-    (((0, 0), (1,)), r"\(0, 0\) cannot be reached, its parent \(0,\) is missing"),
-    (((0,), (0, 1, 2)), r"its parent \(0, 1\) is missing"),
+    (((0,), (0, 1, 2)), r"\(0, 1, 2\) cannot be reached, its parent \(0, 1\) is missing"),
 ]
 
 
 @pytest.mark.parametrize("tree, message", MALFORMED_TREES, ids=lambda x: str(x)[:40])
 def test_malformed_trees(tree, message):
+    tree_paths((1, 3))
     for make in (tree_paths, lambda tree: TokenSwift(tree=tree)):
         with pytest.raises(ValueError, match=message) as caught:
             make(tree)
         assert "tree=" in str(caught.value)
-
-
-@pytest.mark.parametrize("tree", [(True, 3), (1.0, 3)])
-def test_numbers_that_only_equal_integers_are_refused(tree):
-    """Also after the tree of integers, which compares and hashes the same."""
-    tree_paths((1, 3))
-    with pytest.raises(ValueError, match="is neither"):
-        TokenSwift(tree=tree)
 
 
 # --- the sizes of a step ---------------------------------------------------------------------
@@ -306,33 +293,20 @@ def test_the_tree_width_is_what_a_step_may_need_at_most(method, heads, seed):
 # --- refusals --------------------------------------------------------------------------------
 
 OF_NGRAMS = [  # argument, value, and what the message says would be right
-    ("num_ngrams", -1, "an integer, at least 0"),
     ("num_ngrams", 1025, "an integer, at most 1024"),
-    ("num_ngrams", 2.0, "an integer, at least 0"),
     ("num_ngrams", True, "an integer, at least 0"),
     ("ngram_size", 1, "an integer, at least 2"),
-    ("ngram_size", 65, "an integer, at most 64"),
-    ("ngram_slots", 0, "an integer, at least 1"),
-    ("ngram_slots", 4097, "an integer, at most 4096"),
     ("ngram_slots", 19, "at least num_ngrams=20"),
-    ("ngram_delay", -1, "an integer, at least 0"),
     ("ngram_delay", 2**31, "an integer, at most 2147483647"),
-    ("suffix_length", -1, "an integer, at least 0"),
-    ("suffix_length", 257, "an integer, at most 256"),
     ("suffix_length", "16", "an integer, at least 0"),
     ("suffix_match", 0, "an integer, at least 1"),
 ]
 OF_TOKENSWIFT = [
     ("draft_from", "heads", "one of 'partial_cache', 'verified_state'"),
-    ("draft_passes", 0, "an integer, at least 1"),
     ("draft_passes", 65, "an integer, at most 64"),
     ("num_sinks", -1, "an integer, at least 0"),
-    ("draft_budget", 0, "an integer, at least 1"),
-    ("draft_budget", 16, "larger than num_sinks=16"),
-    ("draft_refresh", 0, "an integer, at least 1"),
     ("draft_rest", 1, "True or False"),
     ("suffix_alone", 17, "an integer, at most 16"),
-    ("noise_coupled", None, "True or False"),
 ]
 REFUSED = [(method, *one) for method in (NGram, TokenSwift) for one in OF_NGRAMS]
 REFUSED += [(TokenSwift, *one) for one in OF_TOKENSWIFT]
@@ -345,12 +319,11 @@ def test_refused_settings(method, name, value, wanted):
     assert str(caught.value) == f"{name}={value!r} is not valid: {wanted}"
 
 
-@pytest.mark.parametrize("value", ["eagle", None, 3, TokenSwift, ("ngram",)])
+@pytest.mark.parametrize("value", ["eagle", None, TokenSwift])
 def test_unknown_methods(value):
     with pytest.raises(ValueError) as caught:
         resolve_method(value)
     assert f"method={value!r} is not valid: one of 'autoregressive'" in str(caught.value)
-    assert "'ngram', 'tokenswift'" in str(caught.value)
 
 
 def test_methods_by_name_and_by_dataclass():
