@@ -126,34 +126,6 @@ def in_blocks(table, tokens, known, block):
         return ngram.enter(table, tokens, known, 3)
 
 
-def tokens_of(text):
-    """Tokens [1, C] from letters; what is beyond the text is a token of its own."""
-    tokens = np.full((1, C), V - 1, np.int32)
-    tokens[0, : len(text)] = ["abc".index(letter) for letter in text]
-    return tokens
-
-
-def bigrams_after_a(text, slots):
-    table, tokens = ngram.init_table(1, V, slots), tokens_of(text)
-    table = run_enter(table, tokens, np.asarray([len(text)], np.int32), size=2)
-    following, exists = look_up(table, tokens, np.asarray([0], np.int32), k=slots, size=2)
-    return "".join("abc"[token] for token in np.asarray(following)[np.asarray(exists)].ravel())
-
-
-@pytest.mark.parametrize(
-    "text, slots, expected",
-    [
-        ("a", 2, ""),
-        ("abac", 2, "cb"),  # equal counts: seen last first
-        ("abacab", 2, "bc"),  # c and b: the first b has left its slot
-        ("ababac", 3, "bc"),
-        ("ababacaa", 3, "acb"),  # one of two b has left
-    ],
-)
-def test_table_by_hand(text, slots, expected):
-    assert bigrams_after_a(text, slots) == expected
-
-
 # --- the longest suffix ----------------------------------------------------------------------
 
 ROWS, WIDTH = 3, 100
@@ -214,48 +186,3 @@ def test_longest_suffix(tokens, length, limit):
 def test_blocks_of_the_search(block, x64, tokens, length):
     with jax.enable_x64(x64):
         check_suffix(functools.partial(suffix_search, block=block), tokens, length, 16)
-
-
-@hypothesis.given(texts(ROWS, WIDTH, 3), lengths_strategy, st.sampled_from([-1, -2, 0, 2, 2**30]))
-@hypothesis.settings(max_examples=20)
-def test_tokens_beyond_the_length_do_not_matter(tokens, length, garbage):
-    drafted, count, _ = suffix_search(tokens, np.asarray(length, np.int32), limit=16)
-    known = np.arange(WIDTH) < np.asarray(length)[:, None]
-    other = np.where(known, tokens, garbage).astype(np.int32)
-    drafted_2, count_2, _ = suffix_search(other, np.asarray(length, np.int32), limit=16)
-    counts = np.arange(16) < np.asarray(count)[:, None]
-    np.testing.assert_array_equal(count, count_2)
-    np.testing.assert_array_equal(np.where(counts, drafted, 0), np.where(counts, drafted_2, 0))
-
-
-@pytest.mark.parametrize(
-    "text, limit, expected",
-    [
-        ("", 9, ""),
-        ("ab", 9, ""),
-        ("abca", 9, "bcab"),  # four tokens for each equal one
-        ("abcab", 4, "cabc"),
-        ("abcab", 9, "cabcabca"),  # and the text repeats itself
-        ("abbaccab", 4, "bacc"),
-        ("cbabaacbabccba", 4, "bccb"),  # the last of two equally long matches
-        ("ccbabaacbabccba", 9, "baacbabcc"),  # the longer one, though another is later
-    ],
-)
-def test_longest_suffix_by_hand(text, limit, expected):
-    tokens = np.resize(tokens_of(text), (1, WIDTH))
-    drafted, count, _ = suffix_search(tokens, np.asarray([len(text)], np.int32), limit=limit)
-    assert "".join("abcd"[token] for token in drafted[0, : count[0]]) == expected
-
-
-@pytest.mark.parametrize("end", [2, SEARCH_BLOCK, SEARCH_BLOCK + 1, 2 * SEARCH_BLOCK + 15, -40])
-@pytest.mark.parametrize("spare", [1, 0])
-def test_matches_at_the_borders_of_blocks(end, spare):
-    """A match that ends at `end`, in a buffer that is full or has one token to spare."""
-    # Three and a bit blocks of tokens without a repetition.
-    unlike = np.arange(1000, 1000 + 3 * SEARCH_BLOCK + 77, dtype=np.int32)
-    tokens = unlike.copy()
-    length, end = len(tokens) - spare, end % len(tokens)
-    size = min(end, 20)
-    tokens[length - size : length] = tokens[end - size : end]
-    both = np.stack([tokens, unlike])
-    check_suffix(suffix_search, both, [length, length], 48)

@@ -22,7 +22,7 @@ from lazy_oracle import LazyOracle
 import tsjax
 from tsjax.decoding.programs import programs
 from tsjax.decoding.reading import prefill
-from tsjax.decoding.start import init_state, with_method
+from tsjax.decoding.start import init_state
 from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
@@ -45,10 +45,6 @@ OPTIONS = {  # and sizes, which must not matter
     ),
 }
 WIDE_OPTIONS = {
-    "in large pieces, seldom": (
-        dict(keep={1: 0.6, 3: 0.3}, revive="on_demand", revive_rows=64, choose_every=3),
-        dict(width=64),
-    ),
     "almost nothing": (dict(keep={1: 0.02, 3: 0.02}, revive="on_demand", revive_rows=8), {}),
     "options": (dict(MANY, revive="on_demand", revive_rows=8), {}),
     "in batches, always": (dict(keep={1: 0.5, 2: 0.2}, choose_every=1, revive_rows=20), {}),
@@ -164,20 +160,6 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("pool", "window", "score_layers"), [(13, 1, 1), (5, 3, 1)])
-def test_pools_reach_over_the_prompts_last_tokens(pool, window, score_layers):
-    """Their own scores count too, though their keys are in no cache when they are scored."""
-    lazy = tsjax.LazyPrefill(
-        keep={1: 0.4, 2: 0.2}, revive="never", pool=pool, window=window, score_layers=score_layers
-    )
-    prompts = prompts_of(*[40] * 40)
-    with jax.enable_x64(True):
-        run = Run(small("float64"), prompts, lazy)
-        for row, prompt in enumerate(prompts):
-            assert run.sets(row) == LazyOracle(small("float64"), prompt, lazy).sets
-
-
-@pytest.mark.wide
 @pytest.mark.parametrize("revive", ["in_batches", "on_demand", "never", "background"])
 def test_to_keep_all_is_the_full_prefill(revive):
     lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive, choose_every=4)
@@ -220,51 +202,6 @@ def test_drafts_change_no_token(revive):
     assert first == 1.0 and all(0.3 < share <= 1 for share in rest)
     if revive == "background":
         assert last.stats.prompt_computed == plain.stats.prompt_computed and min(rest) > 0.6
-
-
-# --- draft caches of layers that lack tokens --------------------------------------------------
-
-CACHES = {
-    "partial cache": tsjax.TokenSwift(
-        tree=(2, 2), draft_passes=2, draft_budget=24, num_sinks=2, draft_rest=True, draft_refresh=4
-    ),
-    "snapkv": tsjax.TokenSwift(tree=(2, 2), draft_budget=40, num_sinks=2, draft_choice="snapkv"),
-    "all": tsjax.TokenSwift(tree=(2, 2), draft_choice="all", num_ngrams=0),
-}
-
-
-def tokens_in(cache, layer, row, head) -> set[tuple[float, ...]]:
-    """Keys and values; a key says its place too, so no two are equal."""
-    count = int(cache.rows_in(layer)[row])
-    pairs = [buffers[layer][row, head, :count] for buffers in (cache.k, cache.v)]
-    return set(map(tuple, np.concatenate(pairs, axis=1).tolist()))
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("name", "revive"),
-    [("partial cache", "background"), ("snapkv", "never"), ("all", "background")],
-)
-def test_a_draft_cache_holds_all_that_a_layer_does_while_it_fits(name, revive):
-    """And of a layer that has more, as many as fit."""
-    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=2, revive_rows=6)
-    tiny = small(num_draft_heads=2)
-    run = Run(tiny, PROMPTS, lazy)
-    cfg = tsjax.DecodeConfig(model=tiny.cfg, method=CACHES[name], prefill=lazy)
-    state, decode = with_method(run.state, cfg), programs("cpu", "float32").decode
-    grew, filled = set(), set()
-    for _ in range(14):
-        state = decode(tiny.params, state, 1, cfg=cfg)
-        cache, kv = jax.device_get((state.memory.cache, state.kv))
-        for layer, row in np.ndindex(tiny.cfg.num_layers, len(PROMPTS)):
-            there, here = int(kv.rows_in(layer)[row]), int(cache.rows_in(layer)[row])
-            assert here == min(there, cache.capacity)
-            (filled if there > here else grew).add((layer, row))
-            for head in range(tiny.cfg.num_kv_heads):
-                found, of_layer = (tokens_in(x, layer, row, head) for x in (cache, kv))
-                assert (len(found), len(of_layer)) == (here, there) and found <= of_layer
-    assert {(layer, 2) for layer in range(3)} <= grew, "the prompt of 5 tokens"
-    assert (name == "all") == (not filled)
 
 
 @pytest.mark.wide

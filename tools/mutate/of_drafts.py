@@ -78,7 +78,7 @@ OF_DRAFTS = (
         "tsjax/methods/history.py",
         "source = jnp.clip(places[..., None] + 1 + offset, 0, tokens.shape[1] - 1)",
         "source = jnp.clip(places[..., None] + offset, 0, tokens.shape[1] - 1)",
-        ("tests/test_ngram.py::test_longest_suffix_by_hand",),
+        ("tests/test_ngram.py::test_longest_suffix",),
     ),
     Change(
         "rarest_ngram_first",
@@ -86,7 +86,7 @@ OF_DRAFTS = (
         "tsjax/methods/history.py",
         "for f in (jnp.greater, jnp.equal))",
         "for f in (jnp.less, jnp.equal))",
-        ("tests/test_ngram.py::test_table_by_hand",),
+        ("tests/test_ngram.py::test_table",),
     ),
     Change(
         "corpus_read_across_its_ends",
