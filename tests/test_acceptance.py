@@ -147,18 +147,6 @@ def test_the_step_at_which_an_ngram_first_counts(delay, settings):
     assert lengths_of(states_of(counting_model(), method, prompts, steps, **settings)) == expected
 
 
-@pytest.mark.parametrize(("draft_from", "found"), [("partial_cache", 4), ("verified_state", 3)])
-def test_what_an_ngram_continues(draft_from, found):
-    """The best draft where the model drafts a token on its own, the last token elsewhere."""
-    method = tsjax.TokenSwift(
-        tree=(), draft_from=draft_from, num_ngrams=1, ngram_size=4, suffix_length=0
-    )
-    prompts = [[*range(PERIOD)] * 2, [*range(4, PERIOD)] + [*range(PERIOD)]]
-    states = states_of(counting_model(), method, prompts, 6)
-    expected = [[len(row) + (found + 1) * step for step in range(7)] for row in prompts]
-    assert lengths_of(states) == expected
-
-
 # --- the draft cache -----------------------------------------------------------------------------
 
 BUDGET, SINKS = 24, 3

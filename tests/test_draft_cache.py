@@ -236,6 +236,7 @@ CASES = {  # what is committed, and how it is chosen
     "blocks that overlap": ([[40, 20, 83], *[[5, 3, 1]] * 12], dict(block=M + 1)),
     "no sinks": ([[30, 4, 0], *[[1, 0, 1]] * 40], dict(num_sinks=0, max_rows=1)),
     "many sinks": ([[30, 4, 0], *RANDOM], dict(num_sinks=M - MAX_ROWS)),
+    "once": ([[22, 17, 3], *RANDOM], dict(once=True)),
     "about the budget": ([[M - 1, M, M + 1], *[[2, 3, MAX_ROWS]] * 12], {}),
     "nearly the budget": ([[M - MAX_ROWS, M - MAX_ROWS + 1, 0], *[[2, 3, M]] * 12], {}),
 }

@@ -13,7 +13,6 @@ from helpers import tiny_config, tiny_model
 import tsjax
 from tsjax.model import params as params_module
 from tsjax.model.int8 import Int8Matrix, as_int8
-from tsjax.model.layers import linear
 from tsjax.model.transformer import int8_weights
 
 INT8 = dict(draft_weights="int8", num_ngrams=0, suffix_length=0)
@@ -64,16 +63,6 @@ def test_each_output_has_its_scale(shape, inputs, dtype, rng):
     step = np.asarray(found.scales, np.float64).max() * 1e-5
     np.testing.assert_allclose(values_of(found), rounded(matrix, inputs), rtol=1e-6, atol=step)
     assert np.abs(np.asarray(found.values, int)).max() == 127
-
-
-def test_products_with_it(rng):
-    rows = jnp.asarray(rng.standard_normal((2, 3, 4, 8)), "float32")
-    weight = jnp.asarray(rng.standard_normal((5, 6, 4, 8)), "float32")
-    bias = jnp.asarray(rng.standard_normal((5, 6)), "float32")
-    out = linear(rows, as_int8(weight, 2), bias, contract=2)
-    wide = np.asarray(rows, float), rounded(weight, 2), np.asarray(bias, float)
-    expected = np.einsum("abij,opij->abop", *wide[:2]) + wide[2]
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -20,7 +20,6 @@ import tsjax
 from tsjax.decoding.start import with_method
 from tsjax.decoding.tree import NO_NODE, cut, grow_tree
 from tsjax.methods import likely_growth, rates
-from tsjax.methods.devices import CPU, estimated
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.rates import KINDS, MOST_RATE, NO_DRAFT, REMEMBERED, TRUST
 
@@ -104,7 +103,7 @@ def test_rates_follow_what_was_right():
     assert found.right[kind] == pytest.approx(begun.right[kind] + 1)
     others = np.delete(np.arange(KINDS.count), kind)
     assert np.array_equal(found.tried[others], begun.tried[others])
-    right = wrong = begun
+    right = begun
     for _ in range(100):
         right = rates.learned(right, kinds, tried, tried)
     assert right.values[kind] == MOST_RATE and right.tried[kind] == REMEMBERED
@@ -210,23 +209,6 @@ def test_the_width_follows_the_price():
         assert int(nodes[0]) == best and float(seconds) == pytest.approx(1 + row * (best - 1))
 
 
-@pytest.mark.wide
-def test_passes_run_where_they_promise_to_pay():
-    """Where a pass takes half of a step and rows a third, they run now and then, to learn."""
-    model = tiny_model(seed=3)
-    prompt = list(range(1, 40))
-    sizes = dict(places=0, draft_passes=3, draft_budget=64, draft_weights="int8", width=8)
-    params = tsjax.with_int8_drafts(model.params, model.cfg)
-    model = tsjax.Model(params, cfg=model.cfg)
-    cheap = states(model, LikelyTree(costs=table(1.001, 1e-4, 8), **sizes), prompt, 40)
-    dear = states(model, LikelyTree(costs=table(8.0, 0.9, 8), **sizes), prompt, 40)
-    assert int(cheap[-1].stats.drafted[0]) >= 4 * 40
-    assert not dear[-1].stats.drafted.any()
-    spent = [float(state.memory.spent) for state in dear[1:]]
-    explored = [seconds > 1.5 for seconds in spent]
-    assert sum(explored) == 2 and explored[0] and explored[32], "every 32 steps one pass"
-
-
 def test_rates_outlive_a_change_of_method():
     model = chain_model(CYCLE, vocab_size=8)
     method = LikelyTree(costs=table(3.0))
@@ -252,15 +234,5 @@ def test_wrong_settings_and_what_a_model_lacks():
         LikelyTree(heads=True).sizes(tiny_config())
     with pytest.raises(ValueError, match="corpus=True needs params with a corpus"):
         states(tiny_model(), LikelyTree(corpus=True, costs=FREE), [1, 2, 3], 1)
-
-
-def test_a_step_asks_no_data_sheet():
-    """Costs are chosen before the run: those measured, or the formula's for the device."""
     with pytest.raises(ValueError, match="costs=None is not valid in a step"):
         states(tiny_model(), LikelyTree(), [1, 2, 3], 1)
-    model = tiny_model()
-    begun = tsjax.Measured(model.cfg, "cpu", "cpu", context=50, batch=2)
-    assert LikelyTree().next(begun).costs == estimated(model.cfg, CPU, 2)
-    assert LikelyTree().next(begun._replace(costs=FREE)).costs == FREE
-    assert LikelyTree(costs=FREE).next(begun).costs == FREE
-    assert tsjax.choose_method(LikelyTree(), model, 50).method.costs is not None

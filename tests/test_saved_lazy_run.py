@@ -14,7 +14,6 @@ import signal
 import jax
 import numpy as np
 import pytest
-from any_tree import AnyTree
 from helpers import PROMPTS as SHORT_PROMPTS
 from helpers import SIZES as SHORT_SIZES
 from helpers import looping_model, tiny_model
@@ -25,7 +24,6 @@ from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.saved_run import read_run
 from tsjax.host.saving import Saving
-from tsjax.methods import METHODS
 
 CUTS = {1: 0.49, 2: 0.343}
 SIZES = dict(capacity=160, prefill_width=16)
@@ -171,23 +169,6 @@ def test_a_run_that_is_stopped_while_it_reads_goes_on(model, tmp_path):
     for other in ("full", dataclasses.replace(lazy, window=2)):
         with pytest.raises(ValueError, match=r"prefill=.* was saved with prefill=.*leave it out"):
             tsjax.generate(model, resume_from=path, prefill=other, max_new_tokens=44)
-
-
-@pytest.mark.wide
-def test_a_run_goes_on_with_another_method(tmp_path, monkeypatch):
-    """Begun plainly, then by drafts, and plainly in the end."""
-    monkeypatch.setitem(METHODS, "any_tree", AnyTree)
-    model, path = looping_model(num_layers=3), tmp_path / "run.json"
-    lazy = tsjax.LazyPrefill(keep=CUTS, **IN_BATCHES)
-    prompts = [row * 7 for row in SHORT_PROMPTS]
-    settings = dict(PENALISED, seed=5, **SIZES)
-    whole = tsjax.generate(model, prompts, prefill=lazy, max_new_tokens=40, **settings)
-    begun = dict(prompt=prompts, prefill=lazy, **settings)
-    for method, length in (("autoregressive", 9), (AnyTree(), 31), ("autoregressive", 40)):
-        found = tsjax.generate(model, method=method, max_new_tokens=length, save_to=path, **begun)
-        assert rows_of(found) == [row[:length] for row in rows_of(whole)]
-        assert (found.stats.accepted > 5) == (method != "autoregressive")
-        begun = dict(resume_from=path, **SIZES)
 
 
 def test_a_run_cannot_go_on_with_another_prefill(tmp_path):

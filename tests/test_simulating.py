@@ -10,8 +10,7 @@ from helpers import oracle, tiny_model
 
 import tsjax
 from tsjax.decoding.programs import programs
-from tsjax.decoding.simulating import as_drafted, reach
-from tsjax.decoding.state import Verdict
+from tsjax.decoding.simulating import reach
 from tsjax.decoding.tree import merge_paths
 
 PROMPT = np.asarray([[3, 1, 4, 1, 5, 9, 2, 6]], np.int32)
@@ -30,16 +29,6 @@ def test_a_path_of_the_wanted_length_is_taken(wanted, count):
     assert found.count.tolist() == [count]
     path = found.path[0, : count + 1].tolist()
     assert np.asarray(tree().tokens)[0, path].tolist() == [7, 1, 2, 3][: count + 1]
-
-
-def test_the_model_would_have_chosen_it():
-    drafts = tree()
-    found = reach(drafts, jnp.asarray([2]))
-    verdict = Verdict(target=jnp.full((1, 6), 50, jnp.int32), rows=None)  # type: ignore[arg-type]
-    target = np.asarray(as_drafted(drafts, verdict, found).target)[0]
-    first, second = (int(node) for node in found.path[0, 1:3])
-    assert [target[0], target[first], target[second]] == [1, 2, 50]
-    assert np.count_nonzero(target == 50) == 4  # whatever lies beside the path, and its own token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,7 +45,7 @@ OF_DRAFTS = (
         "tsjax/methods/partial_cache.py",
         "newest_first = ~has_all if once else None",
         "newest_first = None",
-        ("tests/test_draft_choice.py::test_a_cache_that_is_chosen_once_keeps_the_newest",),
+        ("tests/test_draft_cache.py::test_refreshes_of_one_kind",),
     ),
     Change(
         "chunks_scored_by_their_sum",
@@ -53,7 +53,7 @@ OF_DRAFTS = (
         "tsjax/methods/draft_choice.py",
         "means = sums(jnp.where(exists, scores, 0)) / jnp.maximum(count, 1)",
         "means = sums(jnp.where(exists, scores, 0))",
-        ("tests/test_draft_choice.py::test_a_chunk_is_scored_as_its_mean_key",),
+        ("tests/test_draft_choice.py::test_scores",),
     ),
     # --- the text --------------------------------------------------------------------------------
     Change(
