@@ -25,10 +25,10 @@ from helpers import (
     tiny_config,
     tiny_model,
 )
+from test_likely_tree import states
 
 import tsjax
 from tsjax.config import HeadTraining
-from tsjax.decoding.programs import programs
 from tsjax.methods import resolve_method
 from tsjax.methods.medusa import VICUNA_7B
 from tsjax.model.heads import run_heads, unembed_with_heads
@@ -63,20 +63,6 @@ def model_of(kind: str) -> tsjax.Model:
         return leaf + jnp.asarray(noise, leaf.dtype) if leaf.ndim == 1 else leaf
 
     return model.replace(params=jax.tree.map(shaken, model.params))
-
-
-def decoded(model, method, prompt: list[int], num_steps: int, **settings):
-    """The state after `num_steps` steps."""
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
-    config = tsjax.GenerationConfig(**settings)
-    lengths = np.asarray([len(prompt)], np.int32)
-    state = tsjax.init_state(
-        np.asarray([prompt], np.int32), lengths, cfg=cfg, capacity=128, max_length=[128],
-        sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
-    )  # fmt: skip
-    run = programs("cpu", model.cfg.dtype)
-    state = run.read_part(model.params, state, 0, part=0, width=16, cfg=cfg)
-    return run.decode(model.params, state, num_steps, cfg=cfg)
 
 
 # --- heads -------------------------------------------------------------------------------------
@@ -130,7 +116,7 @@ PATHS = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0))
 @pytest.mark.parametrize(("kind", "second"), [(SHARED, None), (OWN, 0), (OWN, 2)])
 def test_perfect_heads_are_accepted_in_full(kind, second):
     """Each head guesses the token that it is for. Only the first step knows no state."""
-    state = decoded(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)
+    state = states(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)[-1]
     assert state.stats.accepted[0, 3] >= 11
     said = np.asarray(state.tokens)[0, 1 : int(state.length[0])].tolist()
     assert said == [successor(1, 1 + i) for i in range(len(said))]
@@ -148,7 +134,7 @@ def test_drafts_are_ranked_with_the_noise_of_their_positions():
     for coupled in (True, False):
         method = tsjax.Medusa(tree=(1, 1, 1), noise_coupled=coupled)
         settings = dict(do_sample=True, repetition_penalty=1.1, repetition_window=4)
-        state = decoded(model, method, [1], 20, **settings)
+        state = states(model, method, [1], 20, **settings)[-1]
         found.append(int(state.stats.accepted[0, 3]))
     assert found[0] >= 19 and found[1] < 5
 
@@ -342,7 +328,7 @@ def test_training_teaches_heads_and_writes_them_as_medusa_does(kind, tmp_path):
     stored = safetensors.numpy.load_file(tmp_path / "run" / "heads.safetensors")
     wanted = {f"{k}.0.linear.{x}" for k in range(2) for x in ("weight", "bias")}
     assert set(stored) == wanted | ({"0.1.weight", "1.1.weight"} if kind == OWN else set())
-    state = decoded(trained.model, tsjax.Medusa(tree=(1, 1)), [3], 8)
+    state = states(trained.model, tsjax.Medusa(tree=(1, 1)), [3], 8)[-1]
     assert state.stats.accepted[0, 2] >= 7
 
 
