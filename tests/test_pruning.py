@@ -95,10 +95,6 @@ class Run:
             model.params, state, width=width, cfg=cfg
         )
 
-    @property
-    def stages(self):
-        return self.cfg.prefill.plan(self.cfg.model).stages
-
     def step(self) -> np.ndarray:
         """The logits [B, V] after the root, which the step then decides."""
         self.state, logits = _step(self.model.params, self.state, cfg=self.cfg)
@@ -146,17 +142,12 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
         prompt = run.state.prompt
         revived = np.asarray(prompt.computed).sum((1, 2)) - begun
         assert revived[0] == 0 and (revived[1:] > 0).all() == (lazy.revive != "never")
-        for row, oracle in enumerate(oracles):
-            n, stages = len(prompts[row]), len(run.stages)
-            assert max(oracle.computed.values()) == 1
-            computed = np.asarray(prompt.computed)[:, row, : n - 1]
+        for row, ids in enumerate(prompts):  # each token at most once, each layer with all it has
+            computed = np.asarray(prompt.computed)[:, row, : len(ids) - 1]
             assert set(np.unique(computed)) <= {0, 1}
-            # One number says how far a token has come.
-            done = np.asarray(prompt.done)[row, : n - 1]
-            np.testing.assert_array_equal(computed, np.arange(stages)[:, None] < done)
             absent = np.asarray(run.state.kv.absent)[:, row]
-            for stage, layers in enumerate(run.stages):
-                assert set(absent[layers]) == {n - 1 - computed[stage].sum()}
+            for stage, layers in enumerate(lazy.plan(run.cfg.model).stages):
+                assert set(absent[layers]) == {len(ids) - 1 - computed[stage].sum()}
 
 
 @pytest.mark.wide
@@ -200,8 +191,9 @@ def test_drafts_change_no_token(revive):
     assert streamed == texts(plain) and last.stats.tokens_per_step > 1.1
     first, *rest = plain.stats.prompt_computed
     assert first == 1.0 and all(0.3 < share <= 1 for share in rest)
-    if revive == "background":
-        assert last.stats.prompt_computed == plain.stats.prompt_computed and min(rest) > 0.6
+    # A choice that is due is not passed by.
+    assert last.stats.prompt_computed == plain.stats.prompt_computed
+    assert revive != "background" or min(rest) > 0.6
 
 
 @pytest.mark.wide
