@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums and angles of layers against NumPy; what transformers computes is in test_goldens.py."""
 
-import math
-
-import hypothesis
-import hypothesis.strategies as st
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,24 +19,6 @@ def test_angles_are_computed_in_the_wide_type():
     angles = positions[:, None] * rope_frequencies(RopeConfig(), 64)
     np.testing.assert_allclose(cos, np.cos(angles), atol=2e-2)
     np.testing.assert_allclose(sin, np.sin(angles), atol=2e-2)
-
-
-@hypothesis.given(
-    outer=st.lists(st.integers(1, 4), max_size=2),
-    inner=st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    out=st.lists(st.integers(1, 5), min_size=1, max_size=2),
-    with_bias=st.booleans(),
-)
-@hypothesis.settings(max_examples=10)
-def test_linear(outer, inner, out, with_bias):
-    rng = np.random.default_rng(len(outer) + 10 * len(inner) + 100 * len(out))
-    x = rng.standard_normal((*outer, *inner)).astype(np.float32)
-    weight = rng.standard_normal((*out, *inner)).astype(np.float32)
-    bias = rng.standard_normal(out).astype(np.float32) if with_bias else None
-    flat = x.reshape(-1, math.prod(inner)) @ weight.reshape(-1, math.prod(inner)).T
-    expected = flat.reshape(*outer, *out) + (bias if with_bias else 0)
-    result = linear(x, weight, bias, contract=len(inner))
-    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_linear_accumulates_bfloat16_in_float32(rng):

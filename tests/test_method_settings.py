@@ -13,7 +13,6 @@ import jax
 import pytest
 from helpers import LOOPING, SIZES, looping_model, tiny_model
 from test_any_tree import FEW, cases, compare, rows_of
-from test_method_contract import CHEAP_ROWS
 
 import tsjax
 
@@ -41,25 +40,11 @@ METHODS = {  # and heads
     "no_tree": (
         tsjax.TokenSwift(tree=(), num_ngrams=3, ngram_size=3, suffix_length=3, draft_budget=40), 0
     ),
-    "verified": (
-        tsjax.TokenSwift(
-            tree=(2, 2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=6,
-            pass_widths=(17, 5),
-        ),
-        3,
-    ),
     "magicdec": (tsjax.MagicDec(draft_budget=12, num_sinks=2, draft_weights="int8"), 0),
     "triforce": (
         tsjax.TriForce(
             length=3, inner_length=2, draft_budget=16, num_sinks=0, draft_refresh=None,
             draft_weights="int8",
-        ),
-        0,
-    ),
-    "likely_passes": (
-        tsjax.LikelyTree(
-            width=9, pass_widths=(4,), draft_passes=3, draft_budget=16, num_sinks=2,
-            draft_refresh=5, costs=CHEAP_ROWS, draft_choice="streaming",
         ),
         0,
     ),

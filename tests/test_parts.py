@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Summary, tree_attention
+from pallas_kernels import tree_attention
 from tsjax.model import parts as rule
 from tsjax.model.cache import KVCache, write_rows
 
@@ -98,12 +98,3 @@ def test_attention_is_that_of_the_whole_cache(parts):
         )
         for one, other in zip(found, wanted, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
-
-
-def test_a_part_that_sees_nothing_weighs_nothing():
-    mean, log_total = np.ones((2, 1, 1, 4)), np.zeros((2, 1, 1))
-    for nothing in (-np.inf, -1e30):
-        log_total[1], mean[1] = nothing, np.nan
-        found = rule.merged(Summary(jnp.asarray(mean), jnp.asarray(log_total)))
-        np.testing.assert_array_equal(found.mean, mean[0])
-        np.testing.assert_array_equal(found.log_total, log_total[0])
