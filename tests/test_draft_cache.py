@@ -109,12 +109,12 @@ class Text:
     def _in_order(self, layer, orders):
         rows = np.full_like(layer, np.nan)
         for b, order in enumerate(orders):
-            rows[b, :, : len(order)] = layer[b][:, [*order]]
+            rows[b, :, : len(order)] = layer[b][:, order]
         return jnp.asarray(rows)
 
-    def committed(self, length, parts=1):
-        """The whole cache at these lengths, with NaN beyond them; dealt out to parts."""
-        kv = self.lacking([[range(n) for n in length]] * LAYERS)
+    def dealt_out(self, orders, parts):
+        """A whole cache whose layers lack nothing, in parts."""
+        kv = self.lacking(orders)
         k, v = (tuple(_dealt_out(layer, parts) for layer in layers) for layers in (kv.k, kv.v))
         return KVCache(k=k, v=v, length=kv.length, parts=parts)
 
@@ -192,7 +192,7 @@ def run(steps, seed=0, share=None, parts=1, block=None, **sizes):
                 del lost[:back]
                 order += new
         before, query, length = draft, text.queries(), [len(order) for order in orders[0]]
-        kv = text.committed(length, parts) if plain else text.lacking(orders)
+        kv = text.dealt_out(orders, parts) if plain else text.lacking(orders)
         draft = jax.device_get(refresh(before, kv, query, block=block, **sizes))
         np.testing.assert_array_equal(draft.query, query)
         for b, rule in enumerate(rules):
@@ -287,17 +287,6 @@ def test_important_slots(way, slots, count, num_sinks):
 
     for seed in range(20):
         check(seed)
-
-
-def test_the_room_for_drafts_is_never_used_for_committed_tokens():
-    draft, text = init_draft_cache(CFG, B, M, room=3), Text(5)
-    for length in (5, 9, 30, 34, 60):
-        draft = refresh(draft, text.committed([length] * B), text.queries())
-        assert np.asarray(draft.length).tolist() == [min(length, M)] * B
-        assert draft.capacity == M and draft.k[0].shape[2] == M + 3
-        for index in np.ndindex(LAYERS, B, K):
-            positions = read_positions(draft, text, *index)
-            assert len(set(positions)) == min(length, M) and max(positions) < length
 
 
 # --- layers that lack tokens --------------------------------------------------------------------

@@ -159,16 +159,10 @@ def test_files_become_a_corpus(plain, tmp_path):
         tsjax.read_corpus(model)
 
 
-# --- wrong inputs --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", [[], [[]], [1, 2], [[0.5]], [[-1]], [[2**31]]])
-def test_what_is_no_corpus(given):
-    with pytest.raises(ValueError, match="rows=.* is not valid"):
-        Corpus(given)
-
-
-def test_where_a_corpus_is_refused():
+def test_what_is_no_corpus_and_where_one_is_refused():
+    for given in ([], [[]], [1, 2], [[0.5]], [[-1]], [[2**31]]):
+        with pytest.raises(ValueError, match="rows=.* is not valid"):
+            Corpus(given)
     one = Corpus([[1, 2, 3]])
     with pytest.raises(TypeError, match="corpus=\\[1\\] is not valid: a tsjax.Corpus"):
         tsjax.generate(MODEL, PROMPT, method="auto", corpus=[1])

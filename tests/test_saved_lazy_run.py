@@ -14,9 +14,7 @@ import signal
 import jax
 import numpy as np
 import pytest
-from helpers import PROMPTS as SHORT_PROMPTS
-from helpers import SIZES as SHORT_SIZES
-from helpers import looping_model, tiny_model
+from helpers import tiny_model
 
 import tsjax
 from tsjax.host import run as host_run
@@ -169,15 +167,6 @@ def test_a_run_that_is_stopped_while_it_reads_goes_on(model, tmp_path):
     for other in ("full", dataclasses.replace(lazy, window=2)):
         with pytest.raises(ValueError, match=r"prefill=.* was saved with prefill=.*leave it out"):
             tsjax.generate(model, resume_from=path, prefill=other, max_new_tokens=44)
-
-
-def test_a_run_cannot_go_on_with_another_prefill(tmp_path):
-    path, model = tmp_path / "run.json", looping_model()
-    tsjax.generate(model, SHORT_PROMPTS[:1], max_new_tokens=2, save_to=path, **SHORT_SIZES)
-    assert read_run(path).prefill is None
-    message = r"prefill=LazyPrefill\(.* is not valid: .*was saved with prefill='full'; leave it out"
-    with pytest.raises(ValueError, match=message):
-        tsjax.generate(model, resume_from=path, prefill="lazy", max_new_tokens=4)
 
 
 @pytest.mark.parametrize(
