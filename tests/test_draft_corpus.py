@@ -103,7 +103,7 @@ def repeated(plain):
     return Corpus([np.concatenate([PROMPT, plain.tokens[0]])])
 
 
-METHOD = tsjax.LikelyTree(costs=COSTS)
+METHOD = tsjax.LikelyTree(costs=COSTS, width=8, places=4)
 
 
 def test_the_same_prompt_again_takes_a_quarter_of_the_steps(plain, repeated):
