@@ -182,6 +182,13 @@ def test_the_step_at_which_the_draft_cache_is_chosen_again(draft_refresh):
         assert choices >= 3
 
 
+def test_what_truncation_has_removed_is_not_drafted():
+    method = tsjax.TokenSwift(tree=(3,), draft_budget=BUDGET, num_sinks=SINKS, **NO_TEXT)
+    prompts = [list(range(20)), list(range(40))]
+    states = states_of(tiny_model(), method, prompts, 3, do_sample=True, top_k=2)
+    assert states[-1].stats.drafted.tolist() == [3 * 2] * 2
+
+
 def test_importance_is_that_of_all_query_heads_of_a_group():
     """Rows.query against NumPy: the sum over the query heads that share a kv head."""
     cfg = tiny_config(num_layers=2, num_heads=6, num_kv_heads=2)

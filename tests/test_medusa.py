@@ -116,8 +116,8 @@ PATHS = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0))
 @pytest.mark.parametrize(("kind", "second"), [(SHARED, None), (OWN, 0), (OWN, 2)])
 def test_perfect_heads_are_accepted_in_full(kind, second):
     """Each head guesses the token that it is for. Only the first step knows no state."""
-    _, first, *_, state = states(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)
-    assert first.stats.drafted[0] == 0 and state.stats.accepted[0, 3] >= 11
+    state = states(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)[-1]
+    assert state.stats.accepted[0, 3] >= 11
     said = np.asarray(state.tokens)[0, 1 : int(state.length[0])].tolist()
     assert said == [successor(1, 1 + i) for i in range(len(said))]
 

@@ -144,7 +144,7 @@ OF_DRAFTS = (
         "tsjax/methods/model_drafts.py",
         "return self.scores > -jnp.inf",
         "return self.scores >= -jnp.inf",
-        ("tests/test_medusa.py::test_perfect_heads_are_accepted_in_full",),
+        ("tests/test_acceptance.py::test_what_truncation_has_removed_is_not_drafted",),
     ),
     Change(
         "second_model_keeps_what_was_wrong",
