@@ -24,7 +24,6 @@ from benchmarks import report
 from benchmarks.capacity import story_model
 from tsjax.decoding.sampling import step_noise
 from tsjax.host.timing import interleaved, ratios, summary
-from tsjax.methods.draft_choice import refreshed
 
 
 def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.DecodeState:
@@ -32,7 +31,7 @@ def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.Decode
     method, memory = cfg.method, cfg.method.read(cfg.model, None, state.memory, state)
     if getattr(memory, "cache", None) is not None:
         most = cfg.sizes.depth + 1
-        cache = refreshed(method, cfg.model, None, memory.cache, state, most)
+        cache = method.caught_up(cfg.model, None, memory.cache, state, most)
         memory = memory.replace(cache=cache)
     return state.replace(memory=memory)
 

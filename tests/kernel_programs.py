@@ -56,10 +56,7 @@ def find_operations(operation, name: str) -> list:
 
 
 def unmasked_accesses(lowered) -> dict[str, list[str]]:
-    """For each kernel its loads and stores that no mask limits, except the loads of `length`.
-
-    That one is a scalar of the first argument, at the row of the batch that the grid gives.
-    """
+    """For each kernel its loads and stores that no mask limits, except the scalar `length`."""
     found = {}
     for call in find_operations(lowered.compiler_ir().operation, "stablehlo.custom_call"):
         if call.attributes["call_target_name"].value != "__gpu$xla.gpu.triton":
@@ -79,14 +76,13 @@ def unmasked_accesses(lowered) -> dict[str, list[str]]:
 
 
 def is_length(pointer) -> bool:
-    """An entry of the first argument of the kernel, an array of int32."""
+    """An entry of the kernel's first argument, at the row of the batch that the grid gives."""
     made_by = getattr(pointer.owner, "operation", pointer.owner)
     if "tensor" in str(pointer.type) or getattr(made_by, "name", "") != "tt.addptr":
         return False
     base = made_by.operands[0]
-    if not isinstance(base, ir.BlockArgument) or base.arg_number != 0:
-        return False
-    return base.owner.owner.name == "tt.func"
+    is_first = isinstance(base, ir.BlockArgument) and base.arg_number == 0
+    return is_first and base.owner.owner.name == "tt.func"
 
 
 def is_constant(mask) -> bool:

@@ -41,11 +41,6 @@ BOOK = np.random.default_rng(0).integers(0, 30, (9, 16))
 TRAINING = dict(
     num_heads=1, sequence_length=16, warmup_steps=1, batch_size=4, micro_batch=1, init_scale=0.1
 )
-LAZY = {
-    "on demand": tsjax.LazyPrefill(keep={1: 0.5}, revive="on_demand"),
-    "in batches": tsjax.LazyPrefill(keep={1: 0.5}, choose_every=2, revive_rows=4),
-    "in background": tsjax.LazyPrefill(keep={1: 0.5}, revive="background", revive_rows=2),
-}
 LONGER = [1, 2, 3, 4, 5, 6, 7, 8] * 3
 
 
@@ -91,33 +86,6 @@ def trained(model, folder=None, **more):
         *(record["loss"] for record in found.evaluation),
         float(np.abs(processes.on_host(head.linear)).sum()),
     ]
-
-
-def other_calls(model):
-    """What comes of everything else that a model is asked for."""
-    how, plain = dict(max_new_tokens=12), dict(SAMPLED, max_new_tokens=12)
-    prefix = tsjax.read(model, LONGER)
-    kept = tsjax.generate(model, LONGER + [9], prefix=prefix, keep_prefix=True, **plain)
-    longer = [*LONGER, 9, *kept.tokens[0], 4]
-    corpus = tsjax.Corpus([LONGER, LONGER[1:]])
-    second = tiny_model(num_layers=1, vocab_size=model.cfg.vocab_size)
-    made = {
-        "prefix": tsjax.generate(model, longer, prefix=kept.prefix, **plain),
-        "answers": tsjax.generate(model, LONGER, num_return_sequences=2, prefill_width=16, **plain),
-        "corpus": tsjax.generate(model, PROMPTS, method="auto", corpus=corpus, **how),
-        "second model": tsjax.generate(model, PROMPTS, draft_model=second, **how),
-        **{
-            f"lazy, {name}": tsjax.generate(model, [LONGER, LONGER[5:]], prefill=lazy, **plain)
-            for name, lazy in LAZY.items()
-        },
-    }
-    found = {name: [row.tolist() for row in one.tokens] for name, one in made.items()}
-    found["compressed"] = tsjax.compress_prompt(model, LONGER, 0.5).tolist()
-    by = dict(by="self_information")
-    found["compressed otherwise"] = tsjax.compress_prompt(model, LONGER, 0.5, **by).tolist()
-    conversation = tsjax.Conversation(model, max_new_tokens=6, eos_token_id=())
-    found["said"] = ["".join(conversation.say(text)) for text in ("the tea", "in an hour")]
-    return found
 
 
 def measured_run(model, method, file):
@@ -172,14 +140,6 @@ def calls(out, folder):
     found = {
         "streamed": streamed(model), "many": many(model), "trained": trained(model, folder),
         "refused": refused(model, f"{folder}-model"),
-    }  # fmt: skip
-    write(out, found)
-
-
-def more_calls(out, folder, sizes):
-    model = tsjax.load(folder, mesh=mesh_of(sizes))
-    found = {
-        "other": other_calls(model), "trained": trained(model, cache_hidden=True),
         "auto": measured_run(model, tsjax.Auto(), f"{out}.run"),
     }  # fmt: skip
     write(out, found)
@@ -203,23 +163,6 @@ def long_run(out, sizes):
     tsjax.generate(model, PROMPTS, save_to=out, save_every=50, eos_token_id=(), **LONG)
 
 
-def long_stream(out, sizes):
-    model = tiny_model(mesh=mesh_of(sizes), max_positions=64)
-    for number, chunk in enumerate(tsjax.stream(model, PROMPTS, eos_token_id=(), **LONG)):
-        if number == 1:
-            write(out, len(chunk.tokens[0]))
-
-
-def long_training(out, sizes):
-    def after(record):
-        if record["step"] == 3:
-            write(out, 3)
-
-    model = tiny_model(mesh=mesh_of(sizes))
-    how = dict(steps=100_000, save_every=100_000, save_to=f"{out}-heads", on_step=after)
-    tsjax.train_heads(model, BOOK, **how, **TRAINING)
-
-
 def write(out, found):
     if processes.is_first():
         with open(out, "w") as file:
@@ -233,5 +176,5 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", int(sys.argv[2]))
     jax.config.update("jax_enable_compilation_cache", False)
     processes.meet_others()
-    jobs = generate, calls, more_calls, load, long_run, long_stream, long_training
+    jobs = generate, calls, load, long_run
     {job.__name__: job for job in jobs}[sys.argv[1]](*sys.argv[3:])

@@ -39,7 +39,7 @@ def test_as_many_drafts_are_accepted_as_were(model, case):
     assert actual == expected
 
 
-@pytest.mark.parametrize("revive", ["never", pytest.param("background", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("revive", [pytest.param("never", marks=pytest.mark.wide), "background"])
 def test_every_draft_is_right_where_a_draft_cache_holds_all_that_layers_do(revive):
     """A pass on it is then one of the model, whatever a lazy prefill left out. In the first step
     nothing is in it yet, and it does not know of tokens that come back in the same one."""

@@ -2,7 +2,7 @@
 """Whatever is drafted and however it is asked, the tokens are those of plain decoding.
 
 The first test draws prompts, seeds and values for a few sets of processors, and compares runs with
-AnyTree's trees with plain ones. It runs in float64: there no two choices are near-ties, so equality
+AnyTree's trees with plain ones, mostly in float64: there no two choices are near-ties, so equality
 is a fact about the algorithm. What a single step does is the subject of test_verification.py, what
 each method keeps that of test_method_contract.py.
 """
@@ -71,7 +71,7 @@ def models(dtype: str) -> tuple[tsjax.Model, ...]:
 @st.composite
 def prompts(draw, batch: int) -> list[list[int]]:
     """Rows of motifs that repeat themselves; the first one is as long as any."""
-    longest, rows = draw(st.sampled_from([40, 17, 5, 1])), []
+    longest, rows = draw(st.sampled_from([40, 5])), []
     for index in range(batch):
         motif = draw(st.lists(tokens, min_size=1, max_size=12))
         tail = draw(st.lists(tokens, max_size=6))
@@ -100,9 +100,9 @@ VALUES = {
 }
 SOMETIMES = {"temperature", "repetition_window", "eos_token_id"}  # they compile nothing
 FEW = [
-    (False, set()),
-    (False, {"repetition_penalty", "min_new_tokens", "suppress_tokens"}),
-    (True, set(VALUES)),
+    ("float64", (False, set())),
+    ("float32", (False, {"repetition_penalty", "min_new_tokens", "suppress_tokens"})),
+    ("float64", (True, set(VALUES))),
 ]
 ALL = st.tuples(st.booleans(), st.sets(st.sampled_from(sorted(VALUES))))
 
@@ -144,13 +144,9 @@ def check_equality(dtype: str, max_examples: int, combinations) -> None:
     assert emitted > 1.05 * steps, "next to nothing was accepted, so next to nothing was tested"
 
 
-@pytest.mark.parametrize("combination", FEW, ids=["greedy", "penalised", "everything"])
-def test_tokens_are_those_of_plain_decoding(combination):
-    check_equality("float64", 30, st.just(combination))
-
-
-def test_tokens_are_those_of_plain_decoding_in_float32():
-    check_equality("float32", 20, st.just(FEW[1]))
+@pytest.mark.parametrize("dtype, combination", FEW, ids=["greedy", "penalised", "everything"])
+def test_tokens_are_those_of_plain_decoding(dtype, combination):
+    check_equality(dtype, 15, st.just(combination))
 
 
 @pytest.mark.slow

@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmarks: their list, that they run, what they write, and their arithmetic."""
 
-import dataclasses
-import hashlib
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,12 +14,7 @@ import pytest
 
 import tsjax
 from benchmarks import __main__ as command
-from benchmarks import equality, longrun, report, ttft
-from benchmarks.kernels import tuning
-from pallas_kernels.cache_scores import specs as scores_specs
-from pallas_kernels.cache_scores import triton as scores_triton
-from pallas_kernels.tree_attention import specs as tree_specs
-from pallas_kernels.tree_attention import triton as tree_triton
+from benchmarks import equality, report
 from tsjax.host.paired_runs import times_by_position
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,31 +51,24 @@ def test_the_list_names_every_benchmark():
     assert done.stderr.startswith("error: 'decoding' is no benchmark: cpu, speedup, ")
     done = program()
     assert done.returncode == 0
-    lines = done.stdout.splitlines()[2:]
-    assert [line.split()[0] for line in lines] == list(command.MODULES)
-    assert all(len(line.split()) > 3 for line in lines)  # each says what it is
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(command.MODULES)
     folder = ROOT / "benchmarks"
     with_main = {
         str(path.relative_to(folder).with_suffix("")).removesuffix("/__init__").replace("/", ".")
         for path in folder.rglob("*.py")
-        if re.search(r"^def main\(", path.read_text(), re.MULTILINE)
+        if "\ndef main(" in path.read_text()
     }
     assert with_main - {"__main__"} == set(command.MODULES.values())
 
 
-@pytest.mark.parametrize(
-    ("then", "now"),
-    [
-        ("python benchmarks/bench_decode.py --rounds 5", "-m benchmarks decode --rounds 5"),
-        ("python benchmarks/exactness.py", "-m benchmarks exactness"),
-        ("python -m benchmarks.longcontext.evaluate --out A", "-m benchmarks longcontext --out A"),
-        ("python -m benchmarks.longcontext.texts", "-m benchmarks longcontext_texts"),
-        ("python -m examples.embedded_model train", "-m tools.embedded_model train"),
-        ("python -m benchmarks ttft --new 32", "-m benchmarks ttft --new 32"),
-    ],
-)
-def test_recorded_commands_are_shown_as_they_are_today(then, now):
-    assert report.todays_command(then) == f"python {now}"
+def test_recorded_commands_are_shown_as_they_are_today():
+    for then, now in (
+        ("benchmarks/bench_decode.py --rounds 5", "-m benchmarks decode --rounds 5"),
+        ("-m benchmarks.longcontext.evaluate --out A", "-m benchmarks longcontext --out A"),
+        ("-m examples.embedded_model train", "-m tools.embedded_model train"),
+        ("-m benchmarks ttft --new 32", "-m benchmarks ttft --new 32"),
+    ):
+        assert report.todays_command(f"python {then}") == f"python {now}"
 
 
 @pytest.mark.wide
@@ -121,39 +106,29 @@ def test_speedups_are_measured_on_a_cpu(tmp_path):
     text = tmp_path / "one.txt"
     text.write_text("a thin man " * 200)
     hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
-    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf")]
-    arguments += ["--text", str(text), "--out", str(tmp_path), "--settings", "greedy"]
-    arguments += "--contexts 64 --tokens 40 --rounds 1 --threads".split() + [str(int(torch))]
+    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--out", str(tmp_path)]
+    arguments += "--settings greedy --contexts 64 --tokens 40 --rounds 1".split()
+    arguments += ["--text", str(text), "--threads", str(int(torch))]
     done = program("speedup", *arguments, "--random", "--long", "300")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "speedup.json").read_text())
     assert document["complete"] and not document["left_out"]
-    digest = hashlib.sha256(text.read_bytes()).hexdigest()
-    assert document["text"] == {"name": "one.txt", "sha256": digest}
     rows = {(row["text"], row["method"]): row for row in document["rows"]}
     ours = ["plain", "paper", "auto", "text", "passes", "ngrams"]
     names = [("one.txt", name) for name in (*ours, *(["torch", "torch lookup"] if torch else []))]
     assert list(rows) == [*names, ("random", "plain"), ("random", "auto")]
     for (_, name), row in rows.items():
-        assert (row["context"], row["setting"]) == (64, "greedy")
         assert row["ms_per_token"]["median"] > 0 and row["tokens_per_step"] >= 1
         assert row["same_tokens"] if name in ours else "same_tokens" not in row
         assert ("bound" in row) == (torch and name == "plain")
-    plain, auto, text_alone = (rows["one.txt", name] for name in ("plain", "auto", "text"))
-    if torch:
-        inverse = 1 / rows["one.txt", "torch"]["speedup_over_plain"]["median"]
-        assert plain["speedup_over_torch"]["median"] == pytest.approx(inverse)
-    assert auto["best_fixed"] in {*ours} - {"auto"} and auto["speedup_over_best_fixed"]["min"] > 0
-    assert text_alone["options"]["method"] == "LikelyTree"
+    assert rows["one.txt", "auto"]["best_fixed"] in {*ours} - {"auto"}
     assert (tmp_path / "speedup.png").stat().st_size > 0
-
-    long = document["long"]
-    assert [row["method"] for row in long["rows"]] == ["plain", "auto"]
-    for row in long["rows"]:
-        found = row["by_position"]
-        assert found["position"] == [300] and row["same_tokens"]
-        assert found["ms_per_token"] == pytest.approx([row["ms_per_token"]["median"]])
-        assert found["tokens_per_step"] == pytest.approx([row["tokens_per_step"]])
+    long = document["long"]["rows"]
+    assert [(row["method"], row["same_tokens"]) for row in long] == [
+        ("plain", True),
+        ("auto", True),
+    ]
+    assert all(row["by_position"]["position"] == [300] for row in long)
 
 
 def test_a_run_s_speed_is_told_by_output_position():
@@ -166,16 +141,10 @@ def test_a_run_s_speed_is_told_by_output_position():
 
 @pytest.mark.wide
 def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
+    """Goes on with the second round; a token that differs is told with its place."""
     tsjax.save(helpers.tiny_model(num_layers=1), tmp_path / "model")
     monkeypatch.setattr(equality, "METHODS", {"ngram": tsjax.NGram()})
     argv = ["--model", str(tmp_path / "model"), "--length", "12", "--out", str(tmp_path)]
-    document = tmp_path / "equality-float32.json"
-    equality.main([*argv, "--batch", "2", "--tokens", "24"])
-    first = json.loads(document.read_text())
-    assert (first["rounds"], first["tokens"], first["parted"]) == (1, 24, [])
-    assert len(first["tokens_per_step"]["ngram"]) == 1
-
-    # Goes on with the second round; a token that differs is told with its place.
     generate = tsjax.generate
 
     def wrong(model, prompts, *, method, **asked):
@@ -184,101 +153,13 @@ def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
             result.tokens[1][5] += 1
         return result
 
-    monkeypatch.setattr(tsjax, "generate", wrong)
-    equality.main([*argv, "--batch", "2", "--tokens", "48"])
-    second = json.loads(document.read_text())
-    (parted,) = second["parted"]
-    assert (second["rounds"], second["tokens"]) == (2, 48)
+    for rounds in (1, 2):
+        equality.main([*argv, "--batch", "2", "--tokens", str(24 * rounds)])
+        found = json.loads((tmp_path / "equality-float32.json").read_text())
+        assert (found["rounds"], found["tokens"]) == (rounds, 24 * rounds)
+        assert len(found["parted"]) == rounds - 1
+        monkeypatch.setattr(tsjax, "generate", wrong)
+    (parted,) = found["parted"]
     assert (parted["round"], parted["row"], parted["after"]) == (1, 1, 5)
-    assert parted["token"] == parted["plain"] + 1
     with pytest.raises(SystemExit, match="of another run"):
         equality.main([*argv, "--batch", "3", "--tokens", "48"])
-
-
-@pytest.mark.wide
-def test_lazy_prefills_are_measured_on_a_cpu(tmp_path, monkeypatch, capsys):
-    scaled = ttft.scaled_model(4, 64, "bfloat16").cfg
-    monkeypatch.setattr(ttft, "SCHEDULES", {"halves": ttft.SCHEDULES["halves"]})
-    monkeypatch.setattr(ttft, "AUTO", 1.9)
-    monkeypatch.setattr(tsjax, "model_preset", {"scaled": scaled}.__getitem__)
-    argv = ["--model", "scaled", "--prompts", "96", "--new", "4", "--rounds", "1"]
-    argv += ["--generate", "halves"]
-    ttft.main([*argv, "--schedules", "halves", ttft.AUTO_NAME, "--out", str(tmp_path)])
-    document = json.loads((tmp_path / "ttft.json").read_text())
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == document
-    cfg = dataclasses.replace(scaled, dtype="float32")
-    assert document["model"] == json.loads(json.dumps(cfg.to_dict()))
-    full, *lazy = document["rows"]
-    assert (full["schedule"], "speedup" in full) == ("full", False)
-    assert [row["schedule"] for row in lazy] == ["halves", ttft.AUTO_NAME]
-    for row in lazy:
-        seconds = [one["first_token_seconds"]["median"] for one in (full, row)]
-        assert row["speedup"]["median"] == pytest.approx(seconds[0] / seconds[1])
-        assert row["predicted"] > 1
-    ((name, case),) = [(case["schedule"], case["runs"]) for case in document["generations"]]
-    ways = {"full", "in batches", "paper's rule", "paper's rule, every 8", "never", "everything"}
-    assert name == "halves" and set(case) == ways
-    assert case["everything"]["computed"] == [1.0] * 4
-    assert case["never"]["computed"] == pytest.approx([1.0, 0.5, 0.25, 0.125])
-
-
-CANDIDATES = [("tree_attention", name) for name in tree_specs.SPECS]
-CANDIDATES += [("cache_scores", name) for name in scores_specs.SPECS]
-
-
-@pytest.mark.parametrize(("op", "name"), CANDIDATES)
-def test_candidates_are_valid(op, name):
-    is_tree = op == "tree_attention"
-    spec = (tree_specs if is_tree else scores_specs).SPECS[name]
-    case = tuning.TuneCase(op, spec.key(), spec)
-    found = case.candidates()
-    assert found[0] == case.default()
-    assert 8 <= len(found) == len(set(found)) <= 13
-    for blocks in found:
-        assert isinstance(blocks, (tree_triton if is_tree else scores_triton).Blocks)
-        assert blocks.slots in (32, 64, 128, *(() if is_tree else (256,)))
-        assert not is_tree or blocks.rows in (16, 32, 64, 128)
-        assert 1 <= blocks.parts <= (tree_triton.MOST_PARTS if is_tree else 128)
-        assert blocks.warps in (4, 8) and blocks.stages in (2, 3)
-
-
-def test_the_best_of_each_field_combined():
-    default = scores_triton.Blocks(slots=64, parts=8, warps=4, stages=2)
-    ratios = {
-        default: 1.0,
-        default._replace(slots=128): 0.9,
-        default._replace(slots=32): 0.95,
-        default._replace(parts=16): 0.99,  # too little
-        default._replace(stages=3): 0.8,
-    }
-    assert tuning.combined(default, ratios) == default._replace(slots=128, stages=3)
-    assert tuning.combined(default, {default: 1.0}) == default
-
-
-@pytest.mark.wide
-def test_long_runs_are_told_by_position(tmp_path, capsys, monkeypatch):
-    tsjax.save(helpers.tiny_model(num_layers=1, vocab_size=len(helpers.TOKENS)), tmp_path / "model")
-    helpers.save_tokenizer(tmp_path / "model")
-    monkeypatch.setattr(longrun, "PROMPT", "the tea")
-    argv = ["--model", str(tmp_path / "model"), "--tokens", "100", "--out", str(tmp_path)]
-    argv += ["--settings", "greedy", "--methods", "plain", "ngram"]
-    assert longrun.main(argv) is None
-    document = json.loads((tmp_path / "longrun.json").read_text())
-    (group,) = document["groups"]
-    assert group["complete"] and group["group"] == ["greedy", "plain", "ngram"]
-    assert group["facts"]["command"] == document["command"] and group["facts"]["device"]
-    assert group["marks"] == [20, 40, 60, 80, 100] and len(group["text"]) == 5
-    plain, ngram = (group["methods"][name] for name in ("plain", "ngram"))
-    assert plain["speedup"] == [1.0] * 5 and plain["tokens_per_step"] == [1.0] * 5
-    assert ngram["same_tokens"] and sum(ngram["accepted_lengths"]) <= 100
-    for mine, theirs, gain in zip(
-        plain["ms_per_token"], ngram["ms_per_token"], ngram["speedup"], strict=True
-    ):
-        assert gain == pytest.approx(mine / theirs)
-
-    # What is there is not run again; another series is refused.
-    monkeypatch.setattr(longrun, "side_by_side", None)
-    assert longrun.main(argv) is None
-    assert "there already: greedy, plain, ngram" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="its tokens is 100, not 50"):
-        longrun.main([*argv, "--tokens", "50"])

@@ -15,7 +15,7 @@ from tsjax.files.tokenizer import load_tokenizer
 from tsjax.host import conversation as conversation_module
 from tsjax.host.chat import chat_prompt
 
-# Templates as six families have them, in short; the last two belong to models that reason.
+# Templates as four families have them, in short; the last belongs to models that reason.
 LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
 {% set system = '<<' + messages[0]['content'] + '>>' %}\
 {% else %}{% set rest = messages %}{% set system = '' %}{% endif %}\
@@ -23,9 +23,6 @@ LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] 
 {{ raise_exception('roles must alternate') }}{% endif %}\
 {% if m['role'] == 'user' %}{{ bos_token + ' ' + (system if loop.index0 == 0 else '') \
 + m['content'] + ' ' }}{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"""
-LLAMA_3 = """{{ bos_token }}{% for m in messages %}{{ ' ' + m['role'] + ' ' \
-+ m['content'] | trim + eos_token }}{% endfor %}\
-{% if add_generation_prompt %}{{ ' assistant ' }}{% endif %}"""
 CHATML = """{% for m in messages %}\
 {{ ' ' + m.role + ' ' + m.content + eos_token + '\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ ' assistant\n' }}{% endif %}"""
@@ -39,16 +36,7 @@ QWEN_3 = """{% for m in messages %}{% set content = m.content %}\
 {% if add_generation_prompt %}{{ ' assistant ' }}\
 {% if enable_thinking is defined and enable_thinking is false %}{{ 'thin thin' }}{% endif %}\
 {% endif %}"""
-DEEPSEEK_R1 = """{% set ns = namespace(system='') %}{% for m in messages %}\
-{% if m['role'] == 'system' %}{% set ns.system = m['content'] %}{% endif %}{% endfor %}\
-{{ bos_token + ns.system }}{% for m in messages %}{% if m['role'] == 'user' %}\
-{{ ' user ' + m['content'] }}{% elif m['role'] == 'assistant' %}\
-{{ ' assistant ' + m['content'].split('/th')[-1] + eos_token }}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}{{ ' assistant thin\n' }}{% endif %}"""
-TEMPLATES = dict(
-    llama_2=LLAMA_2, llama_3=LLAMA_3, chatml=CHATML, mistral=MISTRAL, qwen_3=QWEN_3,
-    deepseek_r1=DEEPSEEK_R1,
-)  # fmt: skip
+TEMPLATES = dict(llama_2=LLAMA_2, chatml=CHATML, mistral=MISTRAL, qwen_3=QWEN_3)
 USER, ASSISTANT = {"role": "user", "content": "the tea"}, {"role": "assistant", "content": "has"}
 CHATS = [
     [USER],
@@ -89,9 +77,6 @@ def test_prompts_are_those_of_transformers(name, tmp_path):
             chat, add_generation_prompt=True, tokenize=True, return_dict=False
         )
         assert chat_prompt(model, chat).tolist() == theirs
-    ours = tsjax.generate(model, messages=chat, max_new_tokens=3, **SIZES)
-    alone = tsjax.generate(model, theirs, max_new_tokens=3, **SIZES)
-    assert ours.tokens[0].tolist() == alone.tokens[0].tolist()
 
 
 def test_options_reach_the_template(tmp_path):
@@ -103,13 +88,15 @@ def test_options_reach_the_template(tmp_path):
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{% for i in range(340) %}{{ 'a' * 100000 }}{% endfor %}", "it writes 34000000 char"),
-        ("{% for i in range(100001) %}a{% endfor %}", "Range too big"),
+        ("{% for i in range(340) %}{{ 'a' * 100000 }}{% endfor %}", ".* it writes 34000000 char"),
+        ("{% for i in range(100001) %}a{% endfor %}", ".*Range too big"),
+        (LLAMA_2, ".*: roles must alternate"),
+        ("{{ messages.__class__.__mro__ }}", ""),  # out of its sandbox
     ],
 )
-def test_what_a_template_writes_has_bounds(template, why, tmp_path):
-    with pytest.raises(ValueError, match=f"messages is not valid for the chat template .*{why}"):
-        chat_prompt(with_template(tmp_path, template), [USER])
+def test_what_a_template_may_not_do_is_told(template, why, tmp_path):
+    with pytest.raises(ValueError, match=f"messages is not valid for the chat template{why}"):
+        chat_prompt(with_template(tmp_path, template), [USER, USER])
 
 
 def test_an_answer_that_is_begun_is_continued(chatty):
@@ -121,14 +108,11 @@ def test_an_answer_that_is_begun_is_continued(chatty):
     assert chat_prompt(chatty, chat).tolist() == theirs
 
 
-def test_several_chats_make_a_batch(chatty):
+def test_messages_and_a_tokenizers_output_are_prompts(chatty):
     found = tsjax.generate(chatty, messages=CHATS, max_new_tokens=5, **SIZES)
-    for chat, row in zip(CHATS, found.tokens, strict=True):
-        alone = tsjax.generate(chatty, messages=chat, max_new_tokens=5, **SIZES)
-        assert row.tolist() == alone.tokens[0].tolist()
-
-
-def test_a_tokenizers_output_is_a_prompt(chatty):
+    ids = [chat_prompt(chatty, chat) for chat in CHATS]
+    alone = tsjax.generate(chatty, ids, max_new_tokens=5, **SIZES)
+    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
     tokenizer = load_tokenizer(chatty.path)
     one = tsjax.generate(chatty, **tokenizer("the tea"), max_new_tokens=5, **SIZES)
     alone = tsjax.generate(chatty, "the tea", max_new_tokens=5, **SIZES)
@@ -144,7 +128,6 @@ def test_a_tokenizers_output_is_a_prompt(chatty):
     [
         ("hello", "messages='hello'"),
         ([], r"messages=\[\]"),
-        ([{"content": "the"}], r"messages\[0\]"),
         ([{"role": "", "content": "the"}], r"messages\[0\]\['role'\]=''"),
         ([{"role": "user"}], r"messages\[0\]"),
         ([{"role": "user", "content": 3}], r"messages\[0\]\['content'\]=3"),
@@ -154,18 +137,6 @@ def test_a_tokenizers_output_is_a_prompt(chatty):
 def test_messages_of_another_form_are_refused(messages, message, chatty):
     with pytest.raises(ValueError, match=message):
         tsjax.generate(chatty, messages=messages)
-
-
-def test_what_a_template_raises_is_told(tmp_path):
-    model = with_template(tmp_path, LLAMA_2)
-    with pytest.raises(ValueError, match="messages is not valid .*: roles must alternate"):
-        tsjax.generate(model, messages=[USER, USER])
-
-
-def test_a_template_cannot_leave_its_sandbox(tmp_path):
-    model = with_template(tmp_path, "{{ messages.__class__.__mro__ }}")
-    with pytest.raises(ValueError, match="messages is not valid"):
-        tsjax.generate(model, messages=[USER])
 
 
 def test_a_model_without_a_template_says_so(tmp_path, capsys, monkeypatch):
@@ -272,17 +243,6 @@ def test_an_answer_is_as_long_as_there_are_positions(tmp_path):
     list(conversation.say("in"))
 
 
-def test_a_question_is_a_text(chatty):
-    with pytest.raises(ValueError, match="text=''"):
-        tsjax.Conversation(chatty).say("")
-    with pytest.raises(ValueError, match="num_return_sequences"):
-        tsjax.Conversation(chatty, num_return_sequences=2, do_sample=True)
-    with pytest.raises(TypeError, match="save_to"):
-        tsjax.Conversation(chatty, save_to="a")
-    with pytest.raises(ValueError, match="temperature=-1"):
-        tsjax.Conversation(chatty, do_sample=True, temperature=-1)
-
-
 # --- commands ------------------------------------------------------------------------------------
 
 
@@ -325,8 +285,3 @@ def test_ctrl_c_between_pieces_ends_the_answer_alone(chatty, capsys, monkeypatch
     assert main(argv) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.endswith(" [ended]") and second
-
-
-def test_chat_tells_a_wrong_setting_before_the_model_is_read(capsys):
-    assert main(["chat", "no/such/folder", "--temperature", "2"]) == 2
-    assert "temperature" in capsys.readouterr().err

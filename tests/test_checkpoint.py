@@ -91,12 +91,10 @@ def check_model(theirs: dict, model: Model) -> None:
 @pytest.mark.parametrize(
     ("family", "shards", "changes"),
     [
-        ("llama", 1, {}),
         ("llama", 1, BIASED),
         ("llama", 3, {"num_hidden_layers": 3}),
-        ("qwen2", 1, {}),
-        ("qwen3", 3, {}),
         ("qwen3", 1, {"attention_bias": True}),
+        ("qwen2", 1, {}),
         ("mistral", 1, {}),
     ],
 )
@@ -107,12 +105,6 @@ def test_every_tensor_arrives_bit_by_bit(family, shards, changes, tmp_path):
     assert model.cfg == model_config(raw)
     assert model.stop_ids == (2,)
     assert model.num_params == sum(a.size for a in content.values())
-
-
-def test_a_tensor_larger_than_a_block_arrives(tmp_path, monkeypatch):
-    monkeypatch.setattr("tsjax.files.weight_files._BLOCK_BYTES", 300)  # two rows, and a rest
-    make(tmp_path, vocab_size=49)
-    check_model(weights(tmp_path), load(tmp_path))
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
@@ -191,7 +183,7 @@ def watch_rows(monkeypatch, watch) -> None:
     monkeypatch.setattr(weight_files, "_safetensors_rows", rows)
 
 
-@pytest.mark.parametrize(("threads", "dtype"), [(1, "float32"), (2, "bfloat16"), (8, "float32")])
+@pytest.mark.parametrize(("threads", "dtype"), [(1, "float32"), (8, "bfloat16")])
 def test_threads_read_the_same(threads, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface, "_THREADS", threads)
     monkeypatch.setattr(weight_files, "_BLOCK_BYTES", 200)
@@ -314,19 +306,6 @@ def cut(folder, keep: int) -> None:
     file.write_bytes(file.read_bytes()[:keep])
 
 
-def break_headers(folder) -> None:
-    for number in (1, 3):
-        file = folder / f"model-0000{number}-of-00003.safetensors"
-        content = bytearray(file.read_bytes())
-        content[8:40] = b"?" * 32
-        file.write_bytes(content)
-
-
-def remove_shards(folder) -> None:
-    for number in (1, 2):
-        (folder / f"model-0000{number}-of-00003.safetensors").unlink()
-
-
 def map_to(folder, file: str) -> None:
     index = folder / "model.safetensors.index.json"
     change(index, weight_map=json.loads(index.read_text())["weight_map"] | {"x": file})
@@ -341,16 +320,14 @@ def repeat_a_tensor(folder) -> None:
 INDEX = "model.safetensors.index.json"
 REFUSED = [  # shards, what is done to the folder, what is said of it
     (1, lambda folder: cut(folder, 4), "model.safetensors.* is truncated or corrupt"),
-    (1, lambda folder: cut(folder, 100), "model.safetensors.* is truncated or corrupt"),
     (1, lambda folder: cut(folder, -10), "model.safetensors.* is truncated or corrupt"),
-    (3, break_headers, "(?s)00001-of.*corrupt.*00003-of.*corrupt"),
-    (3, remove_shards, "index.json.*00001-of-00003.*00002-of-00003"),
+    (3, lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(),
+     "index.json.*00002-of-00003"),
     (2, lambda folder: change(folder / INDEX, weight_map=...), "no weight_map"),
     (2, lambda folder: map_to(folder, "model-00001-of-00002.safetensors"),
      "puts x in model-00001.*does not hold it"),
     (2, lambda folder: map_to(folder, "../x.safetensors"), "outside its folder"),
     (2, repeat_a_tensor, "holds .* again"),
-    (1, lambda folder: (folder / "config.json").write_text("{"), "json' is not valid JSON"),
     (1, lambda folder: (folder / "config.json").write_text("[]"), "must hold a JSON object"),
     (1, lambda folder: (folder / "config.json").unlink(), "neither a config.json .* nor a tsjax"),
     (1, lambda folder: (folder / "model.safetensors").unlink(),
@@ -401,8 +378,9 @@ def test_a_file_that_is_replaced_while_it_is_read(same_size, tmp_path):
         rows(0, 1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", np.nan), ("bfloat16", -np.inf), ("float16", np.inf)]
+)
 def test_nan_weights_warn_and_load(value, dtype, tmp_path):
     raw = hf_fixtures.config(torch_dtype=dtype)
     content = {k: v.astype(jnp.dtype(dtype)) for k, v in hf_fixtures.tensors(raw).items()}
@@ -436,9 +414,7 @@ def test_wrong_arguments_are_refused(tmp_path):
 
 
 @pytest.mark.parity
-@pytest.mark.parametrize(
-    ("dtype", "zipped"), [("float32", True), ("bfloat16", False), ("float16", True)]
-)
+@pytest.mark.parametrize(("dtype", "zipped"), [("float32", True), ("bfloat16", False)])
 def test_pickled_weights(dtype, zipped, tmp_path):
     torch = pytest.importorskip("torch")
     expected = load(make(tmp_path), dtype=dtype)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("digit, unroll", [(1, False), (1, True), (4, False), (4, True)])
+@pytest.mark.parametrize(("digit", "unroll"), [(1, True), (4, False)])
 def test_a_threshold_is_found_in_digits(digit, unroll, dtype, rng):
     """The k-th largest number, whatever its bits are: CPUs and GPUs take digits of their own."""
     with jax.enable_x64(dtype == "float64"):
@@ -149,10 +149,8 @@ def chi_square(counts, probs):
     "settings",
     [
         {},
-        {"temperature": 0.5},
         {"temperature": 1.7, "top_k": 6},
         {"repetition_penalty": 1.8, "repetition_window": 50_000},
-        {"top_p": 0.8},
         {"min_p": 0.2, "temperature": 1.5, "suppress_tokens": (1,)},
     ],
     ids=str,
@@ -166,12 +164,9 @@ def test_samples_follow_the_warped_logits(settings):
     assert statistic < CRITICAL[freedom]
 
 
-@pytest.mark.parametrize("other", ["next position", "other seed"])
-def test_samples_are_independent(other):
-    config = make_config()
-    first = draw_samples(config)
-    second = np.roll(first, 1) if other == "next position" else draw_samples(config, seed=1)
-    joint = np.bincount(first * 8 + second, minlength=64)
-    probs = softmax(LOGITS)
-    statistic, freedom = chi_square(joint, np.outer(probs, probs).ravel())
-    assert statistic < CRITICAL[freedom]
+def test_samples_are_independent():
+    first, probs = draw_samples(make_config()), softmax(LOGITS)
+    for second in (np.roll(first, 1), draw_samples(make_config(), seed=1)):
+        joint = np.bincount(first * 8 + second, minlength=64)
+        statistic, freedom = chi_square(joint, np.outer(probs, probs).ravel())
+        assert statistic < CRITICAL[freedom]

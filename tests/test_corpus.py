@@ -53,6 +53,13 @@ def test_the_first_tokens_of_each_text_in_sorted_order(books, tokenizer, tmp_pat
     assert corpus.skipped == (str(books / "short.txt"),)
     wanted = [tokenizer.encode((books / name).read_text())[:8] for name in names]
     np.testing.assert_array_equal(corpus.sequences(range(3)), wanted)
+    whole = read(books, tokenizer=tokenizer, whole_books=True)
+    ids = tokenizer.encode((books / "a.txt").read_text())
+    count = len(ids) // 8
+    assert count > 2 and len(whole) > 3 * 2
+    np.testing.assert_array_equal(
+        whole.sequences(range(count)), np.reshape(ids[: count * 8], (count, 8))
+    )
     assert corpus.sequences([2, 0]).tolist() == [wanted[2], wanted[0]]
     # Of a long text, they are those of the whole; what is named twice is read once.
     (tmp_path / "long.txt").write_text(text(1, 3000))
@@ -61,15 +68,6 @@ def test_the_first_tokens_of_each_text_in_sorted_order(books, tokenizer, tmp_pat
     assert long.sequences([0])[0].tolist() == ids[:50]
     again = read([str(books / "a.txt"), books], tokenizer=tokenizer)
     assert again.names == corpus.names and again.fingerprint == corpus.fingerprint
-
-
-def test_whole_books(books, tokenizer):
-    corpus = read(books, tokenizer=tokenizer, whole_books=True)
-    ids = tokenizer.encode((books / "a.txt").read_text())
-    count = len(ids) // 8
-    assert count > 2 and len(corpus) > 3 * 2
-    wanted = np.reshape(ids[: count * 8], (count, 8))
-    np.testing.assert_array_equal(corpus.sequences(range(count)), wanted)
 
 
 def test_files_of_token_ids(tmp_path):
@@ -160,11 +158,7 @@ def test_data_that_cannot_be_used_is_refused(books, tmp_path, tokenizer):
     refused(tmp_path / "no", "held_out='.*no'", FileNotFoundError, argument="held_out")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, r"the folder has no text \(.txt, .text\) and no .* it has nothing")
     refused([books, empty], "empty' is not valid: the folder has no text")
-    (empty / "x.pdf").write_text("a")
-    refused(empty, "it has x.pdf")
-    refused([], "a path, a list of paths", TypeError)
     refused(7, "data=7 is not valid", TypeError)
     refused(books, r"the longest of 4 documents, '.*', has \d+ tokens and sequence_length=900",
             length=900)  # fmt: skip
@@ -172,8 +166,6 @@ def test_data_that_cannot_be_used_is_refused(books, tmp_path, tokenizer):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"abc\0def")
     refused(binary, r"not a text in UTF-8 \(byte 0x00 at 3\); files of token ids end in .npy or")
-    binary.write_bytes("déjà".encode("latin-1"))
-    refused(binary, r"\(byte 0xe9 at 1\)")
     refused(books, r"the tokenizer does not fit the model: .* gives the id \d+, .* vocab_size=9",
             vocab_size=9)  # fmt: skip
 
@@ -192,12 +184,8 @@ def test_files_of_ids_that_cannot_be_used_are_refused(tmp_path):
     file = tmp_path / "x.npy"
     np.save(file, np.asarray([1, 2, VOCAB] * 9))
     refused(file, f"it has the id {VOCAB}, and the model has vocab_size={VOCAB}")
-    np.save(file, np.asarray([1, 2, -1] * 9))
-    refused(file, "it has the id -1")
     np.save(file, np.ones(20))
     refused(file, r"shape \(20,\) and type float64; \[tokens\] or \[documents, tokens\] integers")
-    np.save(file, np.asarray([{}]), allow_pickle=True)
-    refused(file, "x.npy' is not valid: ")
     file.write_bytes(b"no array")
     refused(file, "x.npy' is not valid: ")
     np.save(file, np.arange(5))

@@ -15,15 +15,7 @@ from helpers import tiny_config
 import tsjax
 from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift
 from tsjax.methods.cost_model import Int8Costs, Line, as_costs
-from tsjax.methods.devices import (
-    CPU,
-    GPU_OF_THE_RUN,
-    GPUS,
-    device_of,
-    estimated,
-    pass_line,
-    pass_work,
-)
+from tsjax.methods.devices import CPU, GPUS, device_of, estimated, pass_line, pass_work
 from tsjax.methods.model_drafts import PASS_WITH_REST_IS_RIGHT
 from tsjax.methods.ngram import REPEAT_IS_RIGHT, REPEATS, usual_widths
 
@@ -43,16 +35,10 @@ def seconds_of(method, model, costs, context) -> float:
     return promised(method, model, costs, context)[1]
 
 
-LLAMA_8B = {
-    "vocab_size": 128_256,
-    "embed_dim": 4096,
-    "num_layers": 32,
-    "num_heads": 32,
-    "num_kv_heads": 8,
-    "head_dim": 128,
-    "mlp_dim": 14_336,
-    "dtype": "bfloat16",
-}
+LLAMA_8B = dict(
+    vocab_size=128_256, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
+    mlp_dim=14_336, dtype="bfloat16",
+)  # fmt: skip
 CONTEXTS = [0, 100, 1000, 10_000, 50_000, 100_000, 1_000_000]
 
 
@@ -114,7 +100,7 @@ def test_a_step_with_int8_drafts_by_hand():
     assert seconds[0] - seconds[1] == pytest.approx(3 - 1)
 
 
-@pytest.mark.parametrize("device", [*GPUS.values(), CPU])
+@pytest.mark.parametrize("device", [GPUS["h100"], CPU])
 def test_estimated_int8_passes_read_fewer_bytes(device):
     model = llama()
     costs = estimated(model, device, 1)
@@ -132,26 +118,6 @@ def test_repetitions_take_the_wider_pass():
     assert tokens_of(method, llama()) == pytest.approx(1 + REPEATS * sum(right))
 
 
-def test_drafts_that_a_repetition_replaces_take_no_passes():
-    method = TokenSwift(
-        tree=(1,), num_ngrams=0, suffix_length=1, suffix_match=8, draft_budget=64, suffix_alone=8
-    )
-    all_steps = seconds_of(dataclasses.replace(method, suffix_alone=0), llama(), MIXED, 0)
-    width = {8: 2, 0: 3}  # the suffix beside the draft, or instead of it
-    passes = [MIXED.of_pass(width[alone], 0) for alone in (8, 0)]
-    found = seconds_of(method, llama(), MIXED, 0)
-    assert all_steps - found == pytest.approx(passes[1] - passes[0] + REPEATS * 10)
-
-
-def test_accuracy_of_heads_stands_for_the_papers():
-    bad, good = (llama(head_accuracy=(x, x, x)) for x in (0.01, 0.7))
-    method = TokenSwift(tree=(3, 3, 3), draft_from="verified_state", num_ngrams=0, suffix_length=0)
-    assert tokens_of(method, good) == pytest.approx(4)
-    assert tokens_of(method, bad) == pytest.approx(1.0145, abs=1e-4)
-    narrow = dataclasses.replace(method, tree=(1, 1, 1))
-    assert tokens_of(narrow, good) == pytest.approx(1 + 0.7 + 0.7**2 + 0.7**3)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -159,7 +125,6 @@ def test_accuracy_of_heads_stands_for_the_papers():
         ("passes", ((1, (1.0, 0.0)),)),
         ("passes", ((2, (1.0, 0.0)), (4, (1.0, 0.0)))),
         ("passes", ((1, (1.0, 0.0)), (4, (1.0, 0.0)), (3, (1.0, 0.0)))),
-        ("passes", ((1, (0.0, 0.0)), (4, (1.0, 0.0)))),
         ("passes", ((1, (1.0, 0.0)), (4.5, (1.0, 0.0)))),
         ("choice", (1.0, -0.5)),
         ("suffix", (1.0, 2.0, 3.0)),
@@ -168,8 +133,6 @@ def test_accuracy_of_heads_stands_for_the_papers():
         ("overhead", "much"),
         ("origin", "guessed"),
         ("int8", (1.0, 2.0)),
-        ("int8", ((1.0, 2.0),)),
-        ("int8", {}),
         ("int8", ((1.0, -1.0), 2.0)),
         ("int8", ((1.0, 0.0), float("nan"))),
     ],
@@ -192,16 +155,6 @@ def test_a_table_from_lists():
     assert as_costs(lists(MIXED)[:-1]) == MIXED, "of a run that was saved before there was int8"
 
 
-def test_tokens_of_uneven_trees_and_few_ngrams():
-    """Each depth has its own number of candidates; fewer n-grams find less."""
-    plain = dict(draft_from="verified_state", suffix_length=0, num_ngrams=0)
-    found = tokens_of(TokenSwift(tree=(3, 2, 1), **plain), llama())
-    first, second, third = 0.65, 0.65 * 0.88, 0.65 * 0.7
-    assert found == pytest.approx(1 + first + first * second + first * second * third)
-    tokens = [tokens_of(NGram(num_ngrams=n, suffix_length=0), llama()) for n in (0, 5, 20)]
-    assert tokens == pytest.approx([1, 1 + 0.5 * 0.25**0.25, 1.5])
-
-
 def test_usual_steps_take_a_narrower_pass():
     """Half of the rows for n-grams are filled; a suffix of any length half as well."""
     wide = TokenSwift(tree=(1,), num_ngrams=20, suffix_length=16, pass_widths=(16, 32, 64))
@@ -215,7 +168,6 @@ def test_usual_steps_take_a_narrower_pass():
 # --- the estimate ----------------------------------------------------------------------------
 
 
-H100, A100 = GPUS["h100"], GPUS["a100"]
 LLAMA2_7B = llama(0, num_kv_heads=32, mlp_dim=11_008, vocab_size=32_000)
 WEIGHTS = 32 * (4096 * 128 * 2 * (32 + 8) + 3 * 4096 * 14_336)
 VOCABULARY = 128_256 * 4096
@@ -246,9 +198,9 @@ def test_the_work_of_a_pass():
     ("rows", "tile", "share", "tiles"),
     [(1, 1, 0.9, 16), (5, 8, 0.84, 32), (12, 16, 0.81, 64), (64, 64, 0.71, 256)],
 )
-@pytest.mark.parametrize(("device", "bandwidth", "peak"), [(A100, 2.04e12, 312e12)])
-def test_the_parts_of_a_pass_add_up(device, bandwidth, peak, rows, tile, share, tiles):
+def test_the_parts_of_a_pass_add_up(rows, tile, share, tiles):
     """Each is bound by what it reads or by what it computes, rows padded to whole tiles."""
+    device, bandwidth, peak = GPUS["a100"], 2.04e12, 312e12
     weights = sum(
         max(2 * part / (share * bandwidth), 2 * tile * part / (0.44 * peak))
         for part in (WEIGHTS, VOCABULARY)
@@ -261,9 +213,8 @@ def test_the_parts_of_a_pass_add_up(device, bandwidth, peak, rows, tile, share, 
     assert found.per_token == pytest.approx(cache)
 
 
-@pytest.mark.parametrize("device", [*GPUS.values(), CPU])
-@pytest.mark.parametrize("model", [llama(), LLAMA2_7B, llama(dtype="float32")])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("device", [GPUS["a100"], GPUS["h200"], CPU])
+@pytest.mark.parametrize(("model", "batch"), [(llama(), 1), (LLAMA2_7B, 3)])
 def test_the_table_is_the_formula(device, model, batch):
     """At every width, not only where a tile ends. More rows never take less, nor more tokens."""
     found = estimated(model, device, batch)
@@ -277,50 +228,6 @@ def test_the_table_is_the_formula(device, model, batch):
         assert all(a <= b * (1 + 1e-12) for a, b in itertools.pairwise(times))
     for rows in (1, 8, 41, 101):
         assert found.of_pass(rows, 1000) < found.of_pass(rows, 2000)
-
-
-def test_rows_step_with_their_tiles():
-    """Query heads of a kv head share tiles, so four times as many heads step four times as late."""
-
-    def steps(line):
-        """Where a further row takes more than its logits do."""
-        values = [getattr(pass_line(model, H100, n), line) for n in range(1, 131)]
-        return [n + 1 for n in range(1, 130) if values[n] > values[n - 1] * 1.01]
-
-    model = llama()
-    assert steps("seconds") == [2, 9, 17, 65, 129]
-    assert steps("per_token") == [33, 65, 97, 129]
-    model = LLAMA2_7B
-    assert steps("per_token") == [129]
-
-
-def test_weights_of_a_byte_take_half_the_reading():
-    whole, half = (pass_line(llama(), H100, 1, weight_bytes=n) for n in (2, 1))
-    reading = (WEIGHTS + VOCABULARY) / (0.9 * 3.35e12)
-    assert whole == pass_line(llama(), H100, 1)
-    assert whole.seconds - half.seconds == pytest.approx(reading)
-    assert whole.per_token == half.per_token
-
-
-def test_the_formula_against_the_h100():
-    """Passes and plain steps of Llama-3.1-8B within 3%, with the kernels that these had; rows and
-    lengths that no constant was taken from are among them. The TokenSwift steps waited for the host
-    about 40 times, which they no longer do: they took up to 10% longer than the formula says."""
-    document = results("h100/step-llama3.1-8b")
-    costs, errors = estimated(llama(), H100._replace(reach=GPU_OF_THE_RUN), 1), []
-    for row in document["rows"]:
-        context, seconds = row["context"], row["ms"]["median"] / 1000
-        if row["pass"] == "tokenswift":
-            method = TokenSwift(draft_refresh=None)
-            assert method.sizes(llama()).width - method.suffix_length == row["rows"]
-            drafting = costs.of_pass(1, 4096) + costs.heads + costs.ngrams + costs.overhead
-            assert 0.9 < (costs.of_pass(101, context) + drafting) / seconds < 1
-            continue
-        slots = min(context, 4096) if row["pass"] == "draft" else context
-        expected = costs.of_pass(row["rows"], slots)
-        expected += costs.overhead if row["pass"] == "plain" else 0
-        errors.append(expected / seconds - 1)
-    assert len(errors) == 32 and max(map(abs, errors)) < 0.03, errors
 
 
 def test_the_formula_against_the_h200():
@@ -338,32 +245,6 @@ def test_the_formula_against_the_h200():
         errors.setdefault(drafts, []).append(found)
     assert len(errors[False]) == 36 and max(map(abs, errors[False])) < 0.06, errors
     assert len(errors[True]) == 4 and max(map(abs, errors[True])) < 0.1, errors
-
-
-def test_the_formula_against_kernels_that_no_constant_was_taken_from():
-    """Attention alone on the H100, long enough that its start is little: a cache of 32 kv heads
-    (Llama-2), and the block sizes that were measured later for tiles of 128 rows and more."""
-    heads = {32: LLAMA2_7B, 8: llama()}
-    found = [
-        (row["K"], row["T"], row["S"], row["us"]["median"])
-        for row in results("h100/kernels")["rows"]
-        if row["implementation"] == "triton" and "attention" in row["op"] and row["S"] > 100_000
-        and row["T"] * row["G"] <= 64
-    ]  # fmt: skip
-    for row in results("h100/tune")["rows"]:
-        shape = row["key"].split(" ")
-        if row["op"] == "tree_attention" and shape[0] == "heads=8" and shape[2:] == [
-            "slots=131072", "head_dim=128", "bfloat16",
-        ]:  # fmt: skip
-            rows = int(shape[1].removeprefix("rows="))
-            if 128 <= rows <= 512:
-                found.append((8, rows // 4, 131_072, row["best_us"]["tree_attention"]))
-    errors = {
-        case[:3]: 1e6 * pass_line(heads[case[0]], H100, case[1]).per_token * case[2] / 32 / case[3]
-        for case in found
-    }
-    assert len(errors) >= 15
-    assert all(0.82 < error < 1.2 for error in errors.values()), errors
 
 
 def test_the_formula_against_a_cpu():

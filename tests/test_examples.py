@@ -45,6 +45,7 @@ def test_every_example_is_one_screen_and_has_a_test():
     assert {path.name for path in EXAMPLES.glob("*.py")} <= tests
 
 
+@pytest.mark.wide
 def test_quickstart(run, tiny):
     out = run("quickstart.py", tiny)
     assert out.startswith("Once upon a time")

@@ -85,13 +85,12 @@ def low_rank(array):
     [
         lambda a: 2 * a,
         low_rank,
-        lambda a: np.roll(a, 1, axis=0),
         lambda a: swapped(a, 0, 1, -1),
         lambda a: swapped(a, -1, 2, -2),
         lambda a: changed_at(a, 3),
         lambda a: changed_at(a, (..., 4)),
     ],
-    ids=["doubled", "low rank", "rolled", "two outputs", "two inputs", "an output", "an input"],
+    ids=["doubled", "low rank", "two outputs", "two inputs", "an output", "an input"],
 )
 def test_a_changed_matrix_is_seen(model, name, change):
     assert differ(model, with_layer(model, **{name: change}))
@@ -99,13 +98,6 @@ def test_a_changed_matrix_is_seen(model, name, change):
 
 def differ(one, *others) -> bool:
     return all(model_fingerprint(other) != model_fingerprint(one) for other in others)
-
-
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_changed_head_is_seen(model, name):
-    heads = [slice(8 * head, 8 * head + 8) for head in range(2)]
-    changes = [lambda a, rows=rows: changed_at(a, rows) for rows in heads]
-    assert differ(model, *(with_layer(model, **{name: change}) for change in changes))
 
 
 @pytest.mark.parametrize("name", [*BIASES, "attn_norm", "mlp_norm", "q_norm", "k_norm"])

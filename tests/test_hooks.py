@@ -169,7 +169,9 @@ def test_drafts_change_no_token(name):
     assert found.stats.accepted > 5
 
 
-@pytest.mark.parametrize("where", ["after a lazy prefill", "on a mesh"])
+@pytest.mark.parametrize(
+    "where", ["after a lazy prefill", pytest.param("on a mesh", marks=pytest.mark.wide)]
+)
 def test_with_all_at_once_drafts_change_neither_tokens_nor_log_probabilities(where):
     prompts = [(np.arange(40) * 5 % VOCAB).tolist(), (np.arange(30) * 3 % VOCAB).tolist()]
     how = dict(ALL_AT_ONCE, max_new_tokens=25, num_return_sequences=2, **SIZES)

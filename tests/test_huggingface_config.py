@@ -34,7 +34,6 @@ def test_llama():
 @pytest.mark.parametrize(
     ("family", "changes", "expected"),
     [
-        ("llama", {"num_key_value_heads": ...}, {"num_kv_heads": 4}),
         ("llama", {"num_key_value_heads": None}, {"num_kv_heads": 4}),
         ("llama", {"head_dim": 16}, {"head_dim": 16}),
         ("llama", {"head_dim": None}, {"head_dim": 8}),
@@ -45,13 +44,10 @@ def test_llama():
         ("llama", {"torch_dtype": ..., "dtype": "float16"}, {"dtype": "float16"}),
         ("llama", {"dtype": "bfloat16"}, {"dtype": "bfloat16"}),
         ("llama", {"medusa_heads": 3}, {"num_draft_heads": 3}),
-        ("llama", {"architectures": ...}, {}),
-        ("llama", {"layer_types": ["full_attention"] * 2}, {}),
-        ("llama", {"quantization_config": None}, {}),
+        ("llama", {"architectures": ..., "layer_types": ["full_attention"] * 2}, {}),
         ("qwen2", {}, {"qkv_bias": True, "out_bias": False, "tie_embeddings": True}),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 16}, {}),
         ("qwen3", {}, {"qk_norm": True, "head_dim": 16, "qkv_bias": False}),
-        ("qwen3", {"attention_bias": True}, {"qkv_bias": True, "out_bias": True}),
         ("mistral", {"sliding_window": 128}, {"qkv_bias": False}),
         ("mistral", {"sliding_window": ..., "max_position_embeddings": 4096}, {}),
         ("mistral", {"attention_bias": True}, {"qkv_bias": False}),  # as transformers: no such flag
@@ -60,11 +56,6 @@ def test_llama():
 def test_family_flags(family, changes, expected):
     cfg = model_config(config(family, **changes))
     assert {name: getattr(cfg, name) for name in expected} == expected
-
-
-def test_dtype_replaces_the_files():
-    assert model_config(config(), dtype="bfloat16").dtype == "bfloat16"
-    assert model_config(config(torch_dtype=...), dtype="bfloat16").dtype == "bfloat16"
 
 
 def rope(kind: str = "default", theta: float = 5e5, **values) -> RopeConfig:
@@ -83,9 +74,7 @@ BOTH = {  # rope_scaling comes before rope_parameters, as in transformers
     ("changes", "expected"),
     [
         ({"rope_theta": ...}, rope(theta=10000.0)),
-        ({"rope_theta": 1000000}, rope(theta=1e6)),
         ({"rope_scaling": None}, rope()),
-        ({"rope_scaling": {"rope_type": "default"}}, rope()),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}, rope(theta=7.0)),
         ({"rope_scaling": FINETUNED}, rope("linear", factor=2.0)),
         ({"rope_scaling": LLAMA3}, rope("llama3", factor=8.0, original_max_positions=64)),
@@ -133,12 +122,9 @@ def test_yarn_betas_and_truncation():
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"layer_types": ["sliding_attention"]}, "layer_types.*sliding_attention"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
-        ("qwen3", {"use_sliding_window": True}, "use_sliding_window"),
         ("mistral", {"sliding_window": 64}, 'sliding_window=64 .*"sliding_window": null'),
         ("mistral", {"sliding_window": ..., "max_position_embeddings": 8192}, "window=4096"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
-        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope type 'longrope'"),
-        ("qwen2", {"rope_scaling": {"type": "mrope", "mrope_section": [1]}}, "rope type 'mrope'"),
         ("llama", {"rope_parameters": {"full_attention": {}}}, "per layer type .full_attention"),
         ("llama", {"rope_parameters": PARTIAL}, "partial_rotary_factor=0.25"),
         ("llama", {"rope_scaling": {**YARN, "attn_factor": 1.0}}, "attn_factor=1.0"),
@@ -155,9 +141,7 @@ def test_unsupported_is_refused_by_name(family, changes, message):
     [
         ("llama", {"model_type": ...}, "lacks model_type"),
         ("llama", {"hidden_size": ..., "torch_dtype": ...}, "lacks hidden_size, dtype"),
-        ("llama", {"rms_norm_eps": None}, "lacks rms_norm_eps"),
         ("qwen2", {"num_key_value_heads": ...}, "lacks num_key_value_heads"),
-        ("mistral", {"num_key_value_heads": None}, "lacks num_key_value_heads"),
         ("qwen3", {"head_dim": ...}, "lacks head_dim"),
         ("llama", {"hidden_size": 33}, "hidden_size=33 .* multiple of the 4 heads"),
         ("llama", {"num_key_value_heads": 3}, "num_kv_heads=3"),
@@ -165,9 +149,7 @@ def test_unsupported_is_refused_by_name(family, changes, message):
         ("llama", {"torch_dtype": "int8"}, "dtype='int8'"),
         ("llama", {"rope_theta": None}, "rope_theta=None"),
         ("llama", {"rope_scaling": {"rope_type": "linear"}}, "'linear' .* lacks factor"),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "'yarn' .* lacks factor"),
         ("llama", {"rope_scaling": {"rope_type": "llama3", "factor": 2}}, "lacks low_freq_factor"),
-        ("llama", {"rope_scaling": {**LLAMA3, "factor": None}}, "rope factor=None"),
         ("llama", {"rope_scaling": {**LLAMA3, "high_freq_factor": 0.5}}, "high_freq_factor=0.5"),
     ],
 )
@@ -177,7 +159,6 @@ def test_wrong_values_are_refused(family, changes, message):
 
 
 ROUND_TRIPS = [
-    ("llama", {}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
     ("llama", {"rope_scaling": LLAMA3, "torch_dtype": "bfloat16", "medusa_heads": 3}),
@@ -235,17 +216,7 @@ def test_frequencies_are_those_of_transformers(family, changes):
     assert rope.attention_factor == attention_factor
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"qk_norm": True},
-        {"qkv_bias": True},
-        {"family": "qwen2"},
-        {"family": "mistral", "mlp_bias": True},
-        {"rope": RopeConfig(kind="linear", attention_factor=2.0)},
-        {"family": "gemma"},
-    ],
-)
+@pytest.mark.parametrize("changes", [{"qk_norm": True}, {"family": "qwen2"}, {"family": "gemma"}])
 def test_a_model_no_family_has_is_not_written(changes):
     cfg = dataclasses.replace(model_config(config()), **changes)
     with pytest.raises(ValueError, match="ForCausalLM has the shape of this model|family='gemma'"):
@@ -275,24 +246,15 @@ def test_wrong_stop_ids_are_refused(tmp_path):
         read_stop_ids(str(tmp_path))
 
 
-def test_an_existing_folder_is_not_looked_up(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "org" / "name").mkdir(parents=True)
-    assert find_folder("org/name") == str(tmp_path / "org" / "name")
-
-
-@pytest.mark.parametrize("path", ["/no/such/folder", "name", "a/b/c", "./a"])
-def test_a_missing_folder_that_is_no_hub_id(path):
-    with pytest.raises(FileNotFoundError, match="no such folder, and it is not a hub id"):
-        find_folder(path)
-
-
 def test_a_hub_id_is_downloaded(monkeypatch, tmp_path):
     import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     asked = []
 
     def download(name, *, allow_patterns, ignore_patterns):
+        if name == "no/network":
+            raise LocalEntryNotFoundError("outgoing traffic has been disabled")
         asked.append((name, "*.bin" in allow_patterns, "*.safetensors" in allow_patterns))
         return str(tmp_path)
 
@@ -300,15 +262,11 @@ def test_a_hub_id_is_downloaded(monkeypatch, tmp_path):
     assert find_folder("org/name") == str(tmp_path)
     assert find_folder("org/name", allow_pickle=True) == str(tmp_path)
     assert asked == [("org/name", False, True), ("org/name", True, True)]
-
-
-def test_a_hub_id_without_network(monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    def download(*args, **kwargs):
-        raise LocalEntryNotFoundError("outgoing traffic has been disabled")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(FileNotFoundError, match="'org/name'.* no such folder.*outgoing traffic"):
-        find_folder("org/name")
+    with pytest.raises(FileNotFoundError, match="'no/network'.* no such folder.*outgoing traffic"):
+        find_folder("no/network")
+    for path in ("/no/such/folder", "name", "a/b/c", "./a"):
+        with pytest.raises(FileNotFoundError, match="no such folder, and it is not a hub id"):
+            find_folder(path)
+    monkeypatch.chdir(tmp_path)  # a folder that is there is not looked up
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert find_folder("org/name") == str(tmp_path / "org" / "name")

@@ -54,16 +54,9 @@ MAY_READ_PICKLES = ("tsjax.files.weight_files",)
 MAY_RUN_TORCH = ("tsjax.host.peers",)  # what tsjax is measured against
 
 PURE_ROWS = range(1, 6)  # no printing, clocks or files
-LAZY = {
-    "transformers",
-    "orbax",
-    "tensorstore",
-    "optax",
-    "safetensors",
-    "huggingface_hub",
-    "tqdm",
-    "matplotlib",
-}
+LAZY = set(
+    "transformers orbax tensorstore optax safetensors huggingface_hub tqdm matplotlib".split()
+)
 KERNELS_MAY_IMPORT = {"pallas_kernels", "jax", "numpy", *sys.stdlib_module_names}
 # Names for annotations, from jaxtyping where the tests have loaded it.
 MAY_KNOW_JAXTYPING = ("pallas_kernels.typing",)
@@ -271,12 +264,10 @@ def check(sources: dict[str, str]) -> str:
     "sources",
     [
         {"tsjax.model.layers": "from .cache import x\nfrom . import cache\nimport tsjax.config"},
-        {"tsjax.model.layers": "import time_utils\nfrom jax import numpy"},
-        {"tsjax.model.layers": "import pallas_kernels.ops\nfrom pallas_kernels.ops import api"},
+        {"tsjax.model.layers": "import time_utils, pallas_kernels.ops\nfrom jax import numpy"},
         {"tsjax.config": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm"},
         {"tsjax.host.run": "import time\ndef f():\n    import transformers, tqdm\n    print(1)"},
         {"tsjax.__main__": "from tsjax import load\ndef f():\n    import tsjax_convert.tables"},
-        {"tsjax.files.weight_files": "def f():\n    import torch"},
         {"tsjax.host.peers": "def f():\n    import torch, transformers"},
         {"tsjax_convert.tables": "import tsjax, safetensors\ndef f():\n    import torch"},
         {"pallas_kernels.ops": "from .api import f\nfrom pallas_kernels.ops import api"},
@@ -291,19 +282,14 @@ def test_checker_allows(sources: dict[str, str]) -> None:
     [
         ({"tsjax.config": "from .model.cache import x"}, "tsjax.config:1: .* row 1 .* row 2"),
         ({"tsjax.config": "from .model import cache"}, "row 1 may not import from row 2"),
-        ({"tsjax.config": "import tsjax.model.cache"}, "row 1 may not import from row 2"),
         ({"tsjax.config": "def f():\n    from tsjax import model"}, "tsjax.config:2: .* row 2"),
-        ({"tsjax.config": "from tsjax import load"}, "row 1 may not import from row 9"),
-        ({"tsjax.decoding.step": "import tsjax.lazy"}, "row 3 may not import from row 5"),
         ({"tsjax.decoding.step": "import tsjax_convert.tables"}, "row 3 .* row 12"),
         ({"tsjax.decoding.step": "import convert"}, "installed, it is tsjax_convert"),
-        ({"tsjax.demo": "import tsjax"}, "row 9 may not import from row 9"),
         (
             {"tsjax.methods.new": "from tsjax.decoding.verification import accept"},
             "this pair is forbidden",
         ),
         ({"tsjax.new": ""}, "tsjax.new has no row: add it to ROWS in test_import_order.py"),
-        ({"tsjax.new.thing": ""}, "tsjax.new.thing has no row"),
         (
             {
                 "tsjax.model.layers": "import tsjax.model.cache",
@@ -311,24 +297,14 @@ def test_checker_allows(sources: dict[str, str]) -> None:
             },
             "circle: tsjax.model.cache -> tsjax.model.layers -> tsjax.model.cache",
         ),
-        (
-            {
-                "pallas_kernels.ops.api": "from . import x",
-                "pallas_kernels.ops": "from . import api",
-            },
-            "circle: pallas_kernels.ops -> pallas_kernels.ops.api",
-        ),
         ({"pallas_kernels.ops": "from tsjax.config import x"}, "row 0 .* row 1"),
         ({"pallas_kernels.ops": "import flax"}, "kernels know jax, numpy"),
-        ({"pallas_kernels.ops": "import jaxtyping"}, "kernels know jax, numpy"),
         ({"tsjax.model.layers": "def f():\n    import torch.nn"}, "tsjax never imports torch"),
         ({"tsjax.files.huggingface": "import torch"}, "inside functions"),
         ({"tsjax_convert.tables": "import torch"}, "convert only inside functions"),
         ({"tsjax.host.run": "import transformers"}, "import it in the function"),
         ({"tsjax": "try:\n    import orbax\nexcept ImportError:\n    pass"}, "tsjax:2: .* orbax"),
-        ({"tsjax.model.cache": "class C:\n    import tqdm.auto"}, "import it in the function"),
         ({"tsjax.model.cache": "def f():\n    from time import time"}, "no clocks"),
-        ({"tsjax.model.cache": "print(1)"}, r"tsjax.model.cache:1: no print\(\)"),
         ({"tsjax.lazy.x": "import jax\njax.debug.print('x')"}, r"tsjax.lazy.x:2: no print\(\)"),
         ({"tsjax.model.cache": "def f(p):\n    return p.open()"}, r"no open\(\)"),
     ],
@@ -349,14 +325,14 @@ MOST_LINES_OF_FOLDER = {
     "tsjax/files": 2_200,
     "tsjax/host": 6_650,
     "tsjax/lazy": 1_160,
-    "tsjax/methods": 4_540,
+    "tsjax/methods": 4_550,
     "tsjax/model": 1_360,
     "tsjax/training": 1_300,
     "pallas_kernels": 3_110,
     "convert": 510,
     "benchmarks": 9_500,
     "tools": 6_010,
-    "tests": 27_790,
+    "tests": 24_700,
     "examples": 330,
 }
 

@@ -54,57 +54,41 @@ def raised_by(number):
     return raised.value
 
 
-def test_it_carries_the_result(handlers):
+def test_it_is_what_the_signal_raises_elsewhere_with_the_result(handlers, monkeypatch):
     for number in BOTH:
         assert raised_by(number).result == "what there is"
         assert signal.getsignal(number) == handlers[number]
-
-
-def test_it_is_what_the_signal_raises_elsewhere(handlers):
     assert isinstance(raised_by(signal.SIGINT), KeyboardInterrupt)
     terminated = raised_by(signal.SIGTERM)
     assert isinstance(terminated, SystemExit) and terminated.code == 143
     assert not isinstance(terminated, KeyboardInterrupt)
-
-
-def test_an_interactive_session_is_not_left(handlers, monkeypatch):
-    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+    monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)  # an interactive session is not left
     assert not isinstance(raised_by(signal.SIGINT), SystemExit)
 
 
-@pytest.mark.parametrize("number", BOTH)
-def test_an_earlier_handler_is_called_first_and_once(handlers, number):
+def test_an_earlier_handler_is_called_first_and_once(handlers):
     called = []
 
     def earlier(number, frame):
         assert signal.getsignal(number) is earlier  # it is in place again
         called.append(number)
 
-    signal.signal(number, earlier)
-    assert raised_by(number).result == "what there is"
-    assert called == [number]
-
-
-def test_what_an_earlier_handler_raises_is_raised(handlers):
-    def earlier(number, frame):
-        sys.exit(7)
-
-    signal.signal(signal.SIGTERM, earlier)
+    for number in BOTH:
+        signal.signal(number, earlier)
+        assert raised_by(number).result == "what there is"
+    assert called == BOTH
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an ignored signal stays ignored
+    interrupt = Interrupt()
+    with interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not interrupt.requested and signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
     interrupt = Interrupt()
     with interrupt:
         os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(SystemExit) as raised:
         interrupt.finish(None, "raise")
     assert raised.value.code == 7 and not isinstance(raised.value, tsjax.Interrupted)
-
-
-@pytest.mark.parametrize("number", BOTH)
-def test_an_ignored_signal_stays_ignored(handlers, number):
-    signal.signal(number, signal.SIG_IGN)
-    interrupt = Interrupt()
-    with interrupt:
-        os.kill(os.getpid(), number)
-    assert not interrupt.requested and signal.getsignal(number) == signal.SIG_IGN
 
 
 def test_the_first_signal_counts(handlers):
@@ -280,14 +264,6 @@ def interrupt_chunk(monkeypatch, number: int, steps: int):
     monkeypatch.setattr(run, "_next_chunk", lambda *_: steps)
 
 
-def test_a_stream_that_is_left_leaves_the_handlers(model):
-    before = current_handlers()
-    for _ in tsjax.stream(model, PROMPT, max_new_tokens=1000):
-        assert current_handlers() == before  # taken while a chunk runs, and given back
-        break
-    assert current_handlers() == before
-
-
 # --- what was interrupted goes on -----------------------------------------------------------------
 
 
@@ -329,6 +305,7 @@ def test_a_stop_string_is_found_across_the_interrupt(tmp_path, monkeypatch):
     assert result.text == "the abc"  # a single prompt stays one
 
 
+@pytest.mark.wide
 def test_a_killed_process_goes_on_from_its_last_save(model, tmp_path):
     path = tmp_path / "run.json"
     script = f"""
@@ -383,10 +360,8 @@ JOB = """
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.wide)],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_job_over_prompts_ends_at_the_first_signal(number, code, tmp_path):
     """The results that were finished are there, and the run that was not can go on."""
     done = subprocess.run(

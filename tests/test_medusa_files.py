@@ -59,8 +59,7 @@ def base(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("layout", "prefix"),
-    [("own", ""), ("own", "medusa_heads."), ("shared", "medusa_head."), ("vllm", "medusa_head.")],
+    ("layout", "prefix"), [("own", "medusa_heads."), ("shared", ""), ("vllm", "medusa_head.")]
 )
 def test_published_heads_come_in_and_go_out_byte_for_byte(layout, prefix, base, tmp_path):
     tensors, expected = published(layout, prefix=prefix)
@@ -130,10 +129,8 @@ OWN_FILE, PREFIXED, VLLM = ("own", ""), ("own", "medusa_head."), ("vllm", "")
     [
         (OWN_FILE, {"1.1.linear.weight": (D, D)}, "heads of several residual blocks are not supp"),
         (OWN_FILE, {"1.0.linear.weight": (D, D + 1)}, r"1.0.linear.weight.*shape \[32, 33\]"),
-        (OWN_FILE, {"1.1.weight": (ROWS - 1, D)}, r"1.1.weight.* has shape \[47, 32\]"),
         (OWN_FILE, {"1.1.weight": None}, "missing in .*: medusa_head.1.1.weight"),
         (OWN_FILE, {"1.0.linear.bias": None}, "missing in .*: medusa_head.1.0.linear.bias"),
-        (OWN_FILE, {"1.0.linear.weight": None, "1.0.linear.bias": None}, "missing in"),
         (OWN_FILE, {"something": (3,)}, "not part of this model: something"),
         (OWN_FILE, {"token_map": (3,)}, "has a token_map"),
         (OWN_FILE, {"blocks.1.layers.0.weight": (D, D)}, "is there again"),

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -23,7 +24,6 @@ from helpers import tiny_model
 from kernel_cases import define_both, make_inputs, place, random_tree, relative_error
 
 from pallas_kernels import Ranks, native, product, tree_attention
-from pallas_kernels.native import build
 from pallas_kernels.product.reference import product as product_reference
 from pallas_kernels.tree_attention import reference
 from tsjax.model.cache import init_cache, write_rows
@@ -73,21 +73,15 @@ def test_blocks_that_no_row_may_see_are_left_out(shape, dtype, rng):
     assert relative_error(together[0], expected[0]) < LARGEST_ERROR[dtype]
     assert relative_error(together[1], expected[1]) < 3e-6
     # A row has the same bits where it alone decides which blocks are read.
-    q, k_cache, v_cache, length, k_new, v_new, mask = inputs
-    blind = run_native(
-        q, k_cache, v_cache, length, k_new, v_new, np.zeros((B, T, T), bool),
-        ranks=Ranks(slots, rows),
-    )  # fmt: skip
+    q, *caches, length, k_new, v_new, _ = inputs
+    blind = run_native(*inputs[:-1], np.zeros((B, T, T), bool), ranks=Ranks(slots, rows))
     for t in (0, 1, T // 2, T - 1):
-        mine = slice(t, t + 1)
-        itself = np.zeros((B, 1, 1), bool)
-        alone = run_native(
-            q[:, mine], k_cache, v_cache, length, k_new[:, mine], v_new[:, mine], itself,
-            ranks=Ranks(slots, rows[:, mine]),
-        )  # fmt: skip
+        mine, itself = slice(t, t + 1), np.zeros((B, 1, 1), bool)
+        fresh, ranks = (x[:, mine] for x in (k_new, v_new)), Ranks(slots, rows[:, mine])
+        alone = run_native(q[:, mine], *caches, length, *fresh, itself, ranks=ranks)
         if (slots < rows[:, mine]).any(axis=1).all():  # else it sees nothing, which is unspecified
-            np.testing.assert_array_equal(alone[0], blind[0][:, mine])
-            np.testing.assert_array_equal(alone[1], blind[1][:, mine])
+            for one, among in zip(alone, blind, strict=True):
+                np.testing.assert_array_equal(one, among[:, mine])
 
 
 WEIGHTS = {  # rows, weights
@@ -112,16 +106,13 @@ def make_product(rng, kind, lead, outputs, inputs):
     return (rows, weights, scales), np.asarray(rows, float) @ matrix.T
 
 
+SHAPES = [((), 1, 1), ((1, 2), 30, 37), ((3, 50), 64, 99)]
+
+
 @needs_kernels
 @pytest.mark.parametrize(
     "lead, outputs, inputs",
-    [
-        ((2, 3), 131, 288),
-        *(
-            pytest.param(*shape, marks=pytest.mark.kernels)
-            for shape in (((), 1, 1), ((1,), 9, 16), ((1, 2), 30, 37), ((3, 50), 64, 99))
-        ),
-    ],
+    [((2, 3), 131, 288), *(pytest.param(*shape, marks=pytest.mark.kernels) for shape in SHAPES)],
 )
 @pytest.mark.parametrize("kind", WEIGHTS)
 def test_products(lead, outputs, inputs, kind, rng):
@@ -179,19 +170,17 @@ def test_products_under_vmap_and_grad(rng):
     assert relative_error(found, wanted) < 1e-5
 
 
-@pytest.mark.parametrize(
-    "rows, weights, scales, message",
-    [
-        (np.ones((2, 3), "f"), np.ones((4, 5), "f"), None, r"rows \(2, 3\), weights \(4, 5\)"),
-        (np.ones((2, 3), "i"), np.ones((4, 3), "f"), None, "rows of type int32 is not valid"),
-        (np.ones((2, 3), "f"), np.ones((4, 3), "b"), None, "type int8 is not valid: fl"),
-        (np.ones((2, 3), "f"), np.ones((4, 3), "f"), np.ones(4, "f"), "with scales: int8"),
-        (np.ones((2, 3), "f"), np.ones((4, 3), "b"), np.ones(3, "f"), r"scales of shape \(3,\)"),
-    ],
-)
-def test_products_that_do_not_fit_are_refused(rows, weights, scales, message):
-    with pytest.raises(ValueError, match=message):
-        product(rows, weights, scales=scales)
+def test_products_that_do_not_fit_are_refused():
+    rows, narrow = np.ones((2, 3), "f"), np.ones((4, 3), "b")
+    for given, weights, scales, message in (
+        (rows, np.ones((4, 5), "f"), None, r"rows \(2, 3\), weights \(4, 5\)"),
+        (rows.astype("i"), np.ones((4, 3), "f"), None, "rows of type int32 is not valid"),
+        (rows, narrow, None, "type int8 is not valid: fl"),
+        (rows, np.ones((4, 3), "f"), np.ones(4, "f"), "with scales: int8"),
+        (rows, narrow, np.ones(3, "f"), r"scales of shape \(3,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            product(given, weights, scales=scales)
 
 
 def test_what_is_not_served_goes_to_xla(rng):
@@ -199,57 +188,32 @@ def test_what_is_not_served_goes_to_xla(rng):
         inputs = make_inputs(rng, **wrong)
         with pytest.raises(NotImplementedError, match=f"native: .*{message}"):
             tree_attention(*inputs, implementation="native")
-        out = tree_attention(*inputs)
-        np.testing.assert_array_equal(out, tree_attention(*inputs, implementation="xla"))
+        assert "tsjax_" not in jax.jit(tree_attention).lower(*inputs).as_text()
 
 
 @of_kernels
 def test_it_is_chosen_for_cpus_and_for_nothing_else(rng):
-    inputs = make_inputs(rng)
-    traced = jax.jit(tree_attention).trace(*inputs)
+    traced = jax.jit(tree_attention).trace(*make_inputs(rng))
     assert "tsjax_tree_attention_" in traced.lower().as_text()
     assert "tsjax_tree_attention_" not in traced.lower(lowering_platforms=("rocm",)).as_text()
 
 
 @of_kernels
-@pytest.mark.parametrize("arrays, attributes", [(1, 1), (3, 1), (2, 0)])
-def test_a_call_with_other_arrays_or_attributes_is_an_error(arrays, attributes):
-    x = jnp.ones((2, 8))
-    call = jax.ffi.ffi_call(
-        native.library().target("tsjax_rms_norm"), jax.ShapeDtypeStruct(x.shape, x.dtype)
-    )
-    with pytest.raises(jax.errors.JaxRuntimeError, match="too few or too many arrays"):
-        call(*[x] * arrays, **dict(eps=np.float32(1e-5)) if attributes else {})
+def test_a_derivative_is_that_of_the_definition_also_inside_x64(rng):
+    with jax.enable_x64(True):
+        q, *others = make_inputs(rng, T=4)
+        others[2] = jnp.asarray(others[2], jnp.int64)
+        assert tree_attention(q, *others, implementation="native").dtype == jnp.float32
 
+        def total(q, attention):
+            return jnp.sum(jnp.sin(attention(q, *others)))
 
-@pytest.mark.kernels
-@hypothesis.given(
-    sizes=st.dictionaries(st.text(), st.integers(1, 20_000), min_size=1),
-    cpus=st.none() | st.integers(1, 8),
-)
-def test_sources_are_compiled_in_so_many_parts_as_there_are_cpus(sizes, cpus):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "cpu_count", lambda: cpus)
-        units = build._units(sizes)
-    assert sorted(path for unit in units for path in unit) == sorted(sizes)
-    assert len(units) == min(cpus or 1, len(sizes))
-    loads = [sum(sizes[path] for path in unit) for unit in units]
-    assert all(units) and max(loads) <= sum(sizes.values()) / len(units) + max(sizes.values())
+        def defined(*inputs):
+            return reference.tree_attention(*inputs)[0]
 
-
-@of_kernels
-def test_a_derivative_is_that_of_the_definition(rng):
-    q, *others = make_inputs(rng, T=4)
-
-    def total(q, attention):
-        return jnp.sum(jnp.sin(attention(q, *others)))
-
-    def defined(*inputs):
-        return reference.tree_attention(*inputs)[0]
-
-    found, expected = (jax.grad(total)(q, attention) for attention in (tree_attention, defined))
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
-    assert np.abs(expected).max() > 1e-2
+        found, expected = (jax.grad(total)(q, one) for one in (tree_attention, defined))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        assert np.abs(expected).max() > 1e-2
 
 
 @of_kernels
@@ -265,16 +229,6 @@ def test_on_a_mesh_each_device_has_its_rows_and_heads(rng):
     for found, expected in zip(compiled(*placed), run_native(*inputs), strict=True):
         np.testing.assert_array_equal(found, expected)
         assert found.sharding.spec[0] == "data"
-
-
-@of_kernels
-def test_inside_x64(rng):
-    with jax.enable_x64(True):
-        inputs = make_inputs(rng, B=2, length=(40, 9))
-        inputs = *inputs[:3], jnp.asarray(inputs[3], jnp.int64), *inputs[4:]
-        out = tree_attention(*inputs, implementation="native")
-        assert out.dtype == jnp.float32
-        assert relative_error(out, define_both(*inputs)[0]) < 3e-6
 
 
 # --- one order of summation -------------------------------------------------------------------
@@ -404,15 +358,13 @@ while [ $# -gt 1 ]; do if [ "$1" = -o ]; then cp {kept} "$2"; fi; shift; done
 
 
 @of_kernels
+@pytest.mark.wide
 def test_kernels_are_compiled_once_and_a_damaged_library_is_made_anew(tmp_path, quick_compiler):
     compiler, calls = quick_compiler
     folder = tmp_path / "cache"
-    first, *others = [start(folder, CXX=str(compiler)) for _ in range(3)]  # at the same time
-    facts, said = end(first)
-    assert facts["state"] == "ready" and facts["compiler"] == str(compiler)
-    assert len(said) <= 1
-    for other in others:
-        assert end(other)[0]["state"] == "ready"
+    together = [start(folder, CXX=str(compiler)) for _ in range(3)]  # at the same time
+    for facts, said in map(end, together):
+        assert facts["state"] == "ready" and facts["compiler"] == str(compiler) and len(said) <= 1
     made = calls()
     assert made >= 2  # one for each source, one to link
     facts, said = end(start(folder, CXX=str(compiler)))
@@ -424,38 +376,27 @@ def test_kernels_are_compiled_once_and_a_damaged_library_is_made_anew(tmp_path, 
     assert facts["state"] == "ready" and facts["built"] and calls() > made
     assert len(said) == 1 and "compiling" in said[0]
     assert not list(folder.rglob("*.part"))
-
-
-@of_kernels
-def test_where_nothing_can_be_kept_it_is_compiled_for_one_process(tmp_path, quick_compiler):
-    compiler, _ = quick_compiler
-    (tmp_path / "file").write_text("")
-    for folder, reason in ((tmp_path / "file" / "cache", "not writable"), ("", "TSJAX_CACHE is")):
+    # Where nothing can be kept it is compiled for one process.
+    for folder, reason in ((compiler / "cache", "not writable"), ("", "TSJAX_CACHE is")):
         facts, _ = end(start(folder, CXX=str(compiler)))
         assert facts["state"] == "ready" and reason in facts["reason"]
         assert not pathlib.Path(facts["path"]).exists()
 
 
 @pytest.mark.kernels
-def test_without_a_compiler_plain_xla_runs_and_says_so(tmp_path):
-    facts, said = end(start(tmp_path, CXX="no-such-compiler"))
-    assert facts["state"] == "failed" and facts["compiler"] is None
-    assert said == [
-        "tsjax: no C++ compiler for the CPU kernels (tried no-such-compiler); "
-        "plain XLA runs, which is slower"
-    ]
-
-
-@pytest.mark.kernels
-def test_a_compiler_that_fails_is_quoted(tmp_path):
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("setting", "state", "says"),
+    [
+        (dict(CXX="no-such-compiler"), "failed", r"no C\+\+ compiler .*tried no-such-compiler"),
+        (dict(CXX="{}/c++"), "failed", "fatal error: no such file"),
+        (dict(TSJAX_NATIVE="0"), "off", ""),
+    ],
+)
+def test_without_kernels_plain_xla_runs_and_says_why(setting, state, says, tmp_path):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\necho 'x.cc:1: fatal error: no such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    facts, said = end(start(tmp_path / "cache", CXX=str(compiler)))
-    assert facts["state"] == "failed" and "fatal error: no such file" in said[1]
-
-
-@pytest.mark.kernels
-def test_it_can_be_switched_off(tmp_path):
-    facts, said = end(start(tmp_path, TSJAX_NATIVE="0"))
-    assert facts["state"] == "off" and facts["reason"] == "TSJAX_NATIVE=0" and not said
+    facts, said = end(start(tmp_path, **{k: v.format(tmp_path) for k, v in setting.items()}))
+    assert facts["state"] == state
+    assert re.search(says, "\n".join(said)) if says else not said

@@ -15,15 +15,13 @@ from jax import lax
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores.api import cache_scores
-from pallas_kernels.product import reference as product_reference
-from pallas_kernels.product.api import product
 from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rms_norm.api import add_rms_norm, rms_norm
 from pallas_kernels.rotary import reference as rotary_reference
 from pallas_kernels.rotary.api import rotary_heads
 from pallas_kernels.tree_attention import reference as attention_reference
 from pallas_kernels.tree_attention import specs as attention_specs
-from pallas_kernels.tree_attention.api import decode_attention, tree_attention
+from pallas_kernels.tree_attention.api import tree_attention
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,18 +44,20 @@ def lengths(spec):
     return [[edges[(first + row) % 4] for row in range(spec.B)] for first in range(4)]
 
 
+def wide(*arrays):
+    return [x.astype(jnp.float32) for x in arrays]
+
+
 @jax.jit
 def expected_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
     """The reference in float32: [B, T, N, H]."""
     (B, T, N, H), K = q.shape, k_cache.shape[1]
-    grouped = q.reshape(B, T, K, N // K, H)
+    grouped = jnp.moveaxis(q.reshape(B, T, K, N // K, H), 2, 0)
 
     def attend(head):
-        q_head = lax.dynamic_index_in_dim(grouped, head, 2, keepdims=False)
         caches = (lax.dynamic_slice_in_dim(x, head, 1, axis=1) for x in (k_cache, v_cache))
         fresh = (lax.dynamic_slice_in_dim(x, head, 1, axis=2) for x in (k_new, v_new))
-        q_head, k, v, k_fresh, v_fresh = (x.astype(jnp.float32) for x in (q_head, *caches, *fresh))
-        inputs = q_head, k, v, length, k_fresh, v_fresh, tree_mask
+        inputs = *wide(grouped[head], *caches), length, *wide(*fresh), tree_mask
         return attention_reference.tree_attention(*inputs)[0]
 
     out = lax.map(attend, jnp.arange(K))  # [K, B, T, G, H]
@@ -68,13 +68,11 @@ def expected_attention(q, k_cache, v_cache, length, k_new, v_new, tree_mask):
 def expected_scores(q, k_cache, length, mode):
     """The reference in float32, as the public function."""
     (B, N, H), K = q.shape, k_cache.shape[1]
-    grouped = q.reshape(B, K, N // K, H)
+    grouped = jnp.moveaxis(q.reshape(B, K, N // K, H), 1, 0)
 
     def score(head):
-        q_head = lax.dynamic_index_in_dim(grouped, head, 1, keepdims=False)
         k = lax.dynamic_slice_in_dim(k_cache, head, 1, axis=1)
-        q_head, k = q_head.astype(jnp.float32), k.astype(jnp.float32)
-        return scores_reference.cache_scores(q_head, k, length, mode)
+        return scores_reference.cache_scores(*wide(grouped[head], k), length, mode)
 
     scores = lax.map(score, jnp.arange(K))  # [K, B, 1, S] or [K, B, S]
     return jnp.moveaxis(scores[:, :, 0], 0, 1) if mode == "dot" else jnp.mean(scores, axis=0)
@@ -104,103 +102,61 @@ def compile_kernels(function, inputs, *names):
     return compiled
 
 
+def check_kernel(run, specs, spec, names, bound, define, caches) -> None:
+    """Values, the same bits twice, and that nothing beyond the lengths is read."""
+    kernel = None
+    for length in lengths(spec):
+        arrays = specs.inputs(spec, length=length)
+        inputs = tuple(arrays.values())
+        if kernel is None:
+            kernel = compile_kernels(run, inputs, *names)
+            xla = jax.jit(functools.partial(run, implementation="xla"))
+        out, expected = kernel(*inputs), define(*inputs)
+        assert out.shape == expected.shape
+        assert relative_error(out, expected) < bound, length
+        assert relative_error(out, xla(*inputs)) < 2 * bound, length
+        assert jnp.array_equal(kernel(*inputs), out), "not the same bits twice"
+        for cache in caches:
+            arrays[cache] = poison(arrays[cache], arrays["length"])
+        assert jnp.array_equal(kernel(*arrays.values()), out), "slots beyond length are read"
+        assert out.dtype == (spec.dtype if run is tree_attention else jnp.float32)
+
+
 @pytest.mark.parametrize("name", attention_specs.SPECS)
 def test_tree_attention(name):
     spec = attention_specs.SPECS[name]
-    attention = xla = None
-    for length in lengths(spec):
-        arrays = attention_specs.inputs(spec, length=length)
-        inputs = tuple(arrays.values())
-        if attention is None:
-            attention = compile_kernels(
-                tree_attention, inputs, "tsjax_tree_attention", "tsjax_tree_attention_merge"
-            )
-            xla = jax.jit(functools.partial(tree_attention, implementation="xla"))
-        out = attention(*inputs)
-        assert out.dtype == spec.dtype and out.shape == arrays["q"].shape
-        bound = ATTENTION_ERROR[spec.dtype]
-        assert relative_error(out, expected_attention(*inputs)) < bound, length
-        assert relative_error(out, xla(*inputs)) < 2 * bound, length
-        assert jnp.array_equal(attention(*inputs), out), "not the same bits twice"
-        for cache in ("k_cache", "v_cache"):
-            arrays[cache] = poison(arrays[cache], arrays["length"])
-        assert jnp.array_equal(attention(*arrays.values()), out), "slots beyond length are read"
+    names, caches = ["tsjax_tree_attention", "tsjax_tree_attention_merge"], ["k_cache", "v_cache"]
+    bound = ATTENTION_ERROR[spec.dtype]
+    check_kernel(tree_attention, attention_specs, spec, names, bound, expected_attention, caches)
 
 
 @pytest.mark.parametrize("mode", SCORES_ERROR)
 @pytest.mark.parametrize("name", scores_specs.SPECS)
 def test_cache_scores(name, mode):
-    spec = scores_specs.SPECS[name]
     names = {
         "dot": ["tsjax_cache_scores"],
         "softmax": ["tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"],
     }
-    score = xla = None
-    for length in lengths(spec):
-        arrays = scores_specs.inputs(spec, length=length)
-        inputs = tuple(arrays.values())
-        if score is None:
-            run = functools.partial(cache_scores, mode=mode)
-            score = compile_kernels(run, inputs, *names[mode])
-            xla = jax.jit(functools.partial(run, implementation="xla"))
-        out = score(*inputs)
-        assert out.dtype == jnp.float32
-        bound = SCORES_ERROR[mode]
-        assert relative_error(out, expected_scores(*inputs, mode=mode)) < bound, length
-        assert relative_error(out, xla(*inputs)) < 2 * bound, length
-        if mode == "softmax":
-            sums = jnp.sum(out, axis=1)
-            assert jnp.max(jnp.abs(sums - (arrays["length"] > 0))) < 1e-3
-        assert jnp.array_equal(score(*inputs), out), "not the same bits twice"
-        arrays["k_cache"] = poison(arrays["k_cache"], arrays["length"])
-        assert jnp.array_equal(score(*arrays.values()), out), "slots beyond length are read"
-
-
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
-def test_product(weights, rows):
-    """XLA's; there is no kernel."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    given = jax.random.normal(keys[0], (rows, 4096), "bfloat16")
-    matrix, scales = jax.random.normal(keys[1], (6144, 4096), "bfloat16"), None
-    if weights == "int8":
-        matrix = jax.random.randint(keys[1], (6144, 4096), -127, 128, jnp.int8)
-        scales = jax.random.uniform(keys[2], (6144,), minval=0.1)
-    out = jax.jit(product)(given, matrix, scales=scales)
-    assert out.dtype == jnp.float32 and out.shape == (rows, 6144)
-    assert relative_error(out, product_reference.product(given, matrix, scales)) < 1e-5
-
-
-def test_decode_attention_is_tree_attention_for_one_row():
-    spec = attention_specs.SPECS["llama3.1-8b t1"]
-    q, k_cache, v_cache, length, k_new, v_new, mask = attention_specs.inputs(
-        spec, length=spec.S - 5
-    ).values()
-    tree = jax.jit(tree_attention)(q, k_cache, v_cache, length, k_new, v_new, mask)
-    one = jax.jit(decode_attention)(q[:, 0], k_cache, v_cache, length, k_new[:, 0], v_new[:, 0])
-    assert jnp.array_equal(one, tree[:, 0])
+    run = functools.partial(cache_scores, mode=mode)
+    define = functools.partial(expected_scores, mode=mode)
+    spec, bound = scores_specs.SPECS[name], SCORES_ERROR[mode]
+    check_kernel(run, scores_specs, spec, names[mode], bound, define, ["k_cache"])
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_ERROR)
 @pytest.mark.parametrize("shape", [(1, 1, 4096), (1, 101, 4096), (2, 3, 1536), (1, 7, 80)])
 def test_norms(shape, dtype):
-    keys = jax.random.split(jax.random.key(0), 3)
-    rows, update, weight = (
-        jax.random.normal(key, size, kind)
-        for key, size, kind in zip(
-            keys, (shape, shape, shape[-1:]), (dtype, "float32", dtype), strict=True
-        )
-    )
-    run = functools.partial(add_rms_norm, eps=1e-5)
-    kernel = compile_kernels(run, (rows, update, weight), "tsjax_rms_norm")
+    normal, keys = jax.random.normal, jax.random.split(jax.random.key(0), 3)
+    rows, update = normal(keys[0], shape, dtype), normal(keys[1], shape, "float32")
+    weight = normal(keys[2], shape[-1:], dtype)
+    norm, add_norm = (functools.partial(run, eps=1e-5) for run in (rms_norm, add_rms_norm))
+    kernel = compile_kernels(add_norm, (rows, update, weight), "tsjax_rms_norm")
     sums, normed = kernel(rows, update, weight)
     wanted = norm_reference.add_rms_norm(rows, update, weight, 1e-5)
     assert jnp.array_equal(sums, wanted[0])
     assert relative_error(normed, wanted[1]) < ATTENTION_ERROR[dtype]
-    alone = compile_kernels(
-        functools.partial(rms_norm, eps=1e-5), (sums, weight), "tsjax_rms_norm"
-    )(sums, weight)
-    assert jnp.array_equal(alone, normed)
+    alone = compile_kernels(norm, (sums, weight), "tsjax_rms_norm")
+    assert jnp.array_equal(alone(sums, weight), normed)
 
 
 @pytest.mark.parametrize("dtype", ATTENTION_ERROR)
@@ -216,12 +172,3 @@ def test_heads(shape, dtype):
     for found, expected in zip(kernel(*inputs), wanted, strict=True):
         assert found.dtype == dtype
         assert relative_error(found, expected) < ATTENTION_ERROR[dtype]
-
-
-@pytest.mark.parametrize("H", [12, 256])
-def test_what_no_kernel_serves_takes_xla(H):
-    spec = attention_specs.Spec(5, K=2, G=4, H=H, S=1000, dtype="float32")
-    inputs = tuple(attention_specs.inputs(spec, length=777).values())
-    compiled = jax.jit(tree_attention).lower(*inputs).compile()
-    assert "tsjax_" not in compiled.as_text()
-    assert relative_error(compiled(*inputs), expected_attention(*inputs)) < 1e-5

@@ -85,37 +85,18 @@ def permuted(a, b):
 
 WHOLE = {
     "add.s32 %r3, %r1, %r2": lambda a, b: a + b,
-    "sub.s32 %r3, %r1, 7": lambda a, b: a - 7,
-    "mul.lo.s32 %r3, %r1, %r2": lambda a, b: a * b,
-    "mul.hi.u32 %r3, %r1, %r2": lambda a, b: a * b >> 32,
     "mul.hi.s32 %r3, %r1, %r2": lambda a, b: signed(a) * signed(b) >> 32,
     "mad.lo.s32 %r3, %r1, %r2, %r1": lambda a, b: a * b + a,
     "min.s32 %r3, %r1, %r2": lambda a, b: min(signed(a), signed(b)),
-    "max.u32 %r3, %r1, %r2": max,
-    "and.b32 %r3, %r1, %r2": lambda a, b: a & b,
-    "xor.b32 %r3, %r1, -1": lambda a, b: ~a,
-    "neg.s32 %r3, %r1": lambda a, b: -a,
-    "shl.b32 %r3, %r1, %r2": lambda a, b: a << b if b < 32 else 0,
-    "shr.u32 %r3, %r1, %r2": lambda a, b: a >> b if b < 32 else 0,
     "shr.s32 %r3, %r1, %r2": lambda a, b: signed(a) >> min(b, 31),
-    "bfe.u32 %r3, %r1, 5, 9": lambda a, b: (a >> 5) & 511,
     "bfe.s32 %r3, %r1, 5, 9": lambda a, b: bit_field(a, 5, 9),
     "prmt.b32 %r3, %r1, %r2, 0x7932": permuted,
     "lop3.b32 %r3, %r1, %r2, %r1, 0x60": lambda a, b: a & (b ^ a),
-    "setp.lt.s32 %p1, %r1, %r2; selp.b32 %r3, 1, %r2, %p1": lambda a, b: (
-        1 if signed(a) < signed(b) else b
-    ),
     "cvt.s8.s32 %rs1, %r1; cvt.s32.s16 %r3, %rs1": lambda a, b: bit_field(a, 0, 8),
-    "cvt.u16.u32 %rs1, %r1; mul.wide.u16 %r3, %rs1, 40000": lambda a, b: (a & 0xFFFF) * 40000,
     "mov.b32 {%rs1, %rs2}, %r1; mov.b32 %r3, {%rs2, %rs1}": lambda a, b: (
         a >> 16 | (a & 0xFFFF) << 16
     ),
-    "mov.b32 {_, %rs2}, %r1; cvt.u32.u16 %r3, %rs2": lambda a, b: a >> 16,
-    "mul.wide.s32 %rd4, %r1, %r2; shr.u64 %rd4, %rd4, 32; cvt.u32.u64 %r3, %rd4": lambda a, b: (
-        signed(a) * signed(b) >> 32
-    ),
     "mov.pred %p1, -1; @!%p1 mov.u32 %r1, 0; mov.b32 %r3, %r1": lambda a, b: a,
-    "setp.gt.u32 %p2, %r1, %r2; mov.b32 %r3, %r2; @%p2 mov.u32 %r3, %r1": max,
 }
 
 
@@ -129,17 +110,14 @@ def test_whole_numbers(code, rng):
 
 
 FLOATS = {
-    "mul.rn.f32 %r3, %r1, %r2": lambda a, b: a * b,
     "fma.rn.f32 %r3, %r1, %r2, 0f3F800000": lambda a, b: np.float64(a) * b + 1,
     "div.full.f32 %r3, %r1, %r2": lambda a, b: a / b,
-    "max.f32 %r3, %r1, %r2": np.maximum,
     "ex2.approx.f32 %r3, %r1": lambda a, b: np.exp2(np.float64(a)),
     "mul.rn.f32 %r1, %r1, %r1; rsqrt.approx.f32 %r3, %r1": lambda a, b: (
         1 / np.sqrt(np.float64(a * a))
     ),
     "setp.lt.f32 %p1, %r1, %r2; selp.f32 %r3, %r1, %r2, %p1": np.minimum,
     "cvt.rn.bf16.f32 %rs1, %r1; cvt.f32.bf16 %r3, %rs1": lambda a, b: a.astype(ml_dtypes.bfloat16),
-    "cvt.rn.f16.f32 %rs1, %r1; cvt.f32.f16 %r3, %rs1": lambda a, b: a.astype(np.float16),
     "cvt.rn.bf16x2.f32 %r4, %r1, %r2; mov.b32 {%rs1, %rs2}, %r4; cvt.f32.bf16 %r3, %rs2": (
         lambda a, b: a.astype(ml_dtypes.bfloat16)
     ),
@@ -154,131 +132,21 @@ def test_floats(code, rng):
     np.testing.assert_array_equal(found.values.view(np.float32), expected)
 
 
-def test_bfloat16_rounds_ties_to_even():
-    numbers = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0x7FC00001], np.uint32)
-    given = np.resize(numbers, 32)
-    code = load(1, 10) + "cvt.rn.bf16.f32 %rs1, %r1; mov.b32 %r2, {%rs1, %rs1};" + store(2, 11)
-    found = run(code, given).values[:5] & 0xFFFF
-    assert found.tolist() == [0x3F80, 0x3F82, 0x3F81, 0x7F80, 0x7FFF]
-
-
-def test_registers_of_a_brace_are_its_own(rng):
-    """As Triton turns int8 into bfloat16; the brace is there twice."""
-    brace = """{{
-      .reg .s8 s<4>;
-      .reg .f32 f<4>;
-      mov.b32 {{s0, s1, s2, s3}}, %r1;
-      cvt.rn.f32.s8 f0, s{0}; cvt.rn.f32.s8 f1, s{1};
-      prmt.b32 %r{2}, f0, f1, 0x7632;
-    }}
-    """
-    given = rng.integers(0, 1 << 32, 32, np.uint32)
-    code = load(1, 10) + brace.format(0, 1, 2) + brace.format(2, 3, 3)
-    found = run(code + store(2, 11) + store(3, 11, 128), given, out=((2, 32), np.uint32)).values
-    numbers = given.view(np.int8).reshape(32, 4).astype(ml_dtypes.bfloat16)
-    np.testing.assert_array_equal(found[0], numbers[:, :2].copy().view(np.uint32)[:, 0])
-    np.testing.assert_array_equal(found[1], numbers[:, 2:].copy().view(np.uint32)[:, 0])
-
-
-def test_lanes_exchange_words(rng):
-    given = words(rng)
-    code = load(1, 10) + "shfl.sync.bfly.b32 %r2, %r1, 5, 31, -1;" + store(2, 11)
-    np.testing.assert_array_equal(run(code, given).values, given[np.arange(32) ^ 5])
-    code = "sub.s32 %r3, 40, %r0; shfl.sync.idx.b32 %r2, %r1, %r3, 31, -1;"
-    found = run(load(1, 10) + code + store(2, 11), given).values
-    np.testing.assert_array_equal(found, given[(40 - np.arange(32)) % 32])
-
-
-# --- matrices --------------------------------------------------------------------------------
-
-TO_SHARED = load(1, 10) + "st.shared.b32 [%rd2], %r1; bar.sync 0;\n"
-
-
-@pytest.mark.parametrize("transposed", ["", ".trans"])
-def test_load_of_a_matrix(rng, transposed):
-    """Rows of 16 bytes; lane l gets two neighbours of row l / 4, or of column l / 4."""
-    matrix = rng.integers(0, 1 << 16, (8, 8), np.uint16)
-    code = "and.b32 %r2, %r0, 7; mul.wide.u32 %rd4, %r2, 16; add.s64 %rd4, %rd0, %rd4;"
-    code += f"ldmatrix.sync.aligned.m8n8.x1{transposed}.shared.b16 {{%r3}}, [%rd4];"
-    found = run(TO_SHARED + code + store(3, 11), matrix.view(np.uint32).reshape(-1)).values
-    source = matrix.T if transposed else matrix
-    expected = [[source[lane // 4, 2 * (lane % 4) + i] for i in range(2)] for lane in range(32)]
-    np.testing.assert_array_equal(found.view(np.uint16).reshape(32, 2), expected)
-
-
-FRAGMENTS = """
-  and.b32 %r2, %r0, 15;  shl.b32 %r2, %r2, 5;  // rows of 32 bytes
-  shr.u32 %r3, %r0, 4;  shl.b32 %r3, %r3, 4;  or.b32 %r2, %r2, %r3;
-  cvt.u64.u32 %rd4, %r2;  add.s64 %rd4, %rd0, %rd4;
-  ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%rd4];
-  and.b32 %r2, %r0, 15;  shl.b32 %r2, %r2, 4;
-  cvt.u64.u32 %rd5, %r2;  add.s64 %rd5, %rd0, %rd5;
-  ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%r14, %r15}, [%rd5+512];
-  mul.wide.u32 %rd6, %r0, 16;  add.s64 %rd7, %rd12, %rd6;
-  ld.global.v4.b32 {%r16, %r17, %r18, %r19}, [%rd7];
-  mma.sync.aligned.m16n8k16.row.col.f32.KIND.KIND.f32
-    {%r16, %r17, %r18, %r19}, {%r10, %r11, %r12, %r13}, {%r14, %r15}, {%r16, %r17, %r18, %r19};
-  add.s64 %rd7, %rd13, %rd6;
-  st.global.v4.b32 [%rd7], {%r16, %r17, %r18, %r19};
-"""
-
-
-@pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_product_of_matrices(rng, kind):
-    """[16, 16] as it lies times [16, 8] transposed on the way: the way that kernels use."""
-    dtype = ml_dtypes.bfloat16 if kind == "bf16" else np.float16
-    left, right = (rng.standard_normal(shape).astype(dtype) for shape in ((16, 16), (16, 8)))
-    sums = rng.standard_normal((16, 8)).astype(np.float32)
-    # Of a lane: row lane / 4, columns 2 (lane % 4) and the next; then eight rows further down.
-    lane = np.arange(32)
-    rows = (lane // 4)[:, None] + np.array([0, 0, 8, 8])
-    columns = (2 * (lane % 4))[:, None] + np.array([0, 1, 0, 1])
-    fill = ""
-    for pointer, base, count in ((10, 0, 4), (11, 512, 2)):
-        for part in range(count):
-            fill += f"add.s64 %rd3, %rd{pointer}, %rd1; ld.global.b32 %r1, [%rd3+{128 * part}];\n"
-            fill += f"st.shared.b32 [%rd2+{base + 128 * part}], %r1;\n"
-    code = fill + "bar.sync 0;" + FRAGMENTS.replace("KIND", kind)
-    found = run(code, left, right, sums[rows, columns], out=((32, 4), np.float32)).values
-    expected = left.astype(np.float64) @ right.astype(np.float64) + sums
-    np.testing.assert_allclose(found, expected[rows, columns], rtol=0, atol=1e-5)
-
-
 # --- the order of threads --------------------------------------------------------------------
 
 
 def test_threads_part_and_meet_again():
     """Each loops for its own number of turns; after that all lanes of a warp exchange words."""
     loop = """
-      and.b32 %r1, %r0, 6;
-      mov.b32 %r2, 100;
+      and.b32 %r1, %r0, 6;  mov.b32 %r2, 100;
     $again:
-      setp.eq.b32 %p1, %r1, 0;
-      @%p1 bra $done;
-      add.s32 %r2, %r2, 3;
-      sub.s32 %r1, %r1, 1;
-      bra.uni $again;
+      setp.eq.b32 %p1, %r1, 0;  @%p1 bra $done;
+      add.s32 %r2, %r2, 3;  sub.s32 %r1, %r1, 1;  bra.uni $again;
     $done:
-      shfl.sync.idx.b32 %r3, %r2, 6, 31, -1;
-      add.s32 %r2, %r2, %r3;
+      shfl.sync.idx.b32 %r3, %r2, 6, 31, -1;  add.s32 %r2, %r2, %r3;
     """
     found = run(loop + store(2, 10), out=((64,), np.uint32), threads=64)
     np.testing.assert_array_equal(found.values, 218 + 3 * (np.arange(64) & 6))
-
-
-def test_blocks_have_a_place_in_the_grid(monkeypatch):
-    """Also when the machine takes a few at a time."""
-    code = """
-      mov.u32 %r1, %ctaid.x;  mov.u32 %r2, %ctaid.y;  mov.u32 %r3, %ctaid.z;
-      mad.lo.s32 %r1, %r2, 10, %r1;  mad.lo.s32 %r1, %r3, 100, %r1;
-      mov.u32 %r4, %nctaid.x;  mov.u32 %r5, %nctaid.y;
-      mad.lo.s32 %r6, %r3, %r5, %r2;  mov.u32 %r7, %ctaid.x;  mad.lo.s32 %r6, %r6, %r4, %r7;
-      mul.wide.u32 %rd4, %r6, 128;  add.s64 %rd10, %rd10, %rd4;
-    """
-    monkeypatch.setattr(machine, "MOST_THREADS", 128)
-    found = run(code + store(1, 10), out=((2, 2, 3, 32), np.uint32), grid=(3, 2, 2)).values
-    z, y, x, _ = np.indices(found.shape)
-    np.testing.assert_array_equal(found, 100 * z + 10 * y + x)
 
 
 # --- faults ----------------------------------------------------------------------------------
@@ -297,17 +165,11 @@ def test_an_access_outside_of_its_array():
           "add.s64 %rd10, %rd10, 4;" + load(1, 10), ONES)  # fmt: skip
     finds(memory.OutOfBounds, "thread 0: 4 bytes at .* of argument", store(0, 11, -4), ONES)
     finds(memory.OutOfBounds, "writes to input 0", store(0, 10), ONES)
-    finds(
-        memory.OutOfBounds,
-        "4 bytes in no array .address 0x7b",
-        "mov.b64 %rd10, 123;" + load(1, 10),
-        ONES,
-    )
+    finds(memory.OutOfBounds, "4 bytes in no array", "mov.b64 %rd10, 123;" + load(1, 10), ONES)
     finds(memory.OutOfBounds, "of shared memory, which has 96", "st.shared.b32 [%rd2], %r0;",
           shared=96)  # fmt: skip
     guarded = "setp.lt.u32 %p1, %r0, 31; add.s64 %rd3, %rd10, %rd1;"
     run(guarded + "@%p1 ld.global.b32 %r1, [%rd3+4];", ONES)
-    finds(memory.OutOfBounds, "thread 31", guarded + "@!%p1 ld.global.b32 %r1, [%rd3+4];", ONES)
 
 
 def test_a_misaligned_access():
@@ -324,12 +186,8 @@ def test_a_read_of_what_nothing_wrote():
     run("setp.lt.u32 %p1, %r0, 30;" + load(1, 10).replace("ld.", "@%p1 ld."), known)
     finds(memory.Uninitialised, "nothing written", "ld.shared.b32 %r1, [%rd2];")
     finds(memory.Uninitialised, "register %r7", "add.s32 %r1, %r7, 1;")
-
-
-def test_what_is_not_written_is_told():
     found = run("setp.lt.u32 %p1, %r0, 5;" + store(0, 10).replace("st.", "@%p1 st."))
     np.testing.assert_array_equal(found.written, np.arange(32) < 5)
-    np.testing.assert_array_equal(found.values[:5], np.arange(5))
 
 
 def test_two_blocks_write_one_word(monkeypatch):
@@ -387,7 +245,6 @@ def test_asynchronous_copies():
     np.testing.assert_array_equal(found, given)
     found = run(COPY + OTHER + ends.format(1, "bar.sync 0;", "%rd4") + store(1, 11), given).values
     np.testing.assert_array_equal(found[:8], given[np.arange(8) ^ 1])
-    run(COPY + OTHER + ends.format(1, "bar.warp.sync -1;", "%rd4"), given)
     for late in (ends.format(2, "", "%rd2"), ends.format(1, "bar.sync 0;", "%rd2+128")):
         finds(memory.Race, "not waited for", COPY + late, given)
     finds(memory.Race, "another", COPY + OTHER + ends.format(1, "", "%rd4"), given)
@@ -396,18 +253,11 @@ def test_asynchronous_copies():
     finds(memory.OutOfBounds, "argument 0", COPY, given[:30])  # where the size is not 0
 
 
-def test_barriers_need_no_shared_memory():
-    assert run("bar.sync 0;" + store(0, 10), shared=0).written.all()
-
-
-def test_an_instruction_for_whole_warps():
+def test_an_instruction_for_whole_warps_and_a_loop_without_an_end(monkeypatch):
     code = "setp.lt.u32 %p1, %r0, 9; @%p1 shfl.sync.bfly.b32 %r2, %r0, 1, 31, -1;"
     finds(operations.Divergence, "not all lanes", code)
     barriers = "setp.lt.u32 %p1, %r0, 9; @%p1 bra $a; bar.sync 0; bra $b; $a: bar.sync 0; $b:"
     finds(operations.Divergence, "different barriers", barriers)
-
-
-def test_a_loop_without_an_end(monkeypatch):
     monkeypatch.setattr(machine, "MOST_TURNS", 50)
     finds(machine.Endless, "50 turns", "$here: bra $here;")
 
@@ -416,14 +266,10 @@ def test_a_loop_without_an_end(monkeypatch):
     "code",
     [
         "popc.b32 %r1, %r0;",
-        "add.sat.s32 %r1, %r0, %r0;",
         "mul.rn.ftz.f32 %r1, %r0, %r0;",
-        "bar.sync 1;",
         "bar.warp.sync 15;",
-        "bar.sync 0, 32;",
         "shfl.sync.bfly.b32 %r1, %r0, 1, 15, -1;",
         "add.s32 %r1, %r0;",
-        "add.s32 %rd1, %r0, %r0;",
         "add.s32 %r1, %nothing, %r0;",
         "ld.global.v4.b32 {%r1, %r2}, [%rd10];",
         "bra $nowhere;",
@@ -434,7 +280,7 @@ def test_what_is_not_known_is_an_error(code):
         run(code)
 
 
-@pytest.mark.parametrize("code", ["%r1 = 3;", ".pragma x;", "add.s32 %r1, %r0, [%r1;", "add"])
+@pytest.mark.parametrize("code", ["%r1 = 3;", "add.s32 %r1, %r0, [%r1;"])
 def test_text_that_is_no_ptx(code):
     with pytest.raises(parse.SyntaxFault):
         parse.parse(module(code, 1).replace("ret;", ""))

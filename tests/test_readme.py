@@ -77,6 +77,7 @@ GENERATE = [line for line in commands("docs/command_line.md") if line.startswith
 GENERATE = [line for line in GENERATE if "--prompts" not in line]  # test_many.py has files
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("line", GENERATE)
 def test_generate_commands_run(line, checkpoint, capsys):
     argv = shlex.split(line.replace("path/to/checkpoint", checkpoint))[1:]
@@ -110,21 +111,10 @@ def test_figures_come_from_committed_results():
 
 def test_a_row_of_the_front_that_cannot_be_checked_is_refused():
     row = "| a call ({found:.1f} tokens per step) | 0.9 ms | {other} | {ratio} | a CPU |"
-    for other, ratio in [
-        ("0.8 ms", "0.96x"),
-        ("1.7 ms", "1.89x; 9% of x"),
-        ("1.7 ms, 9.9 ms", "2.04x, 11.0x"),
-        ("1 ms", "70%"),
-        ("", ""),
-    ]:
+    for other, ratio in [("0.8 ms", "0.96x"), ("1.7 ms, 9.9 ms", "2.04x, 11.0x"), ("1 ms", "70%")]:
         line = row.format(found=1.6, other=other, ratio=ratio)
         assert front.checked(line) == line
-    for other, ratio in [
-        ("0.8 ms", "1.08x"),
-        ("1.7 ms", "2.07x"),
-        ("1.7 ms, 9.9 ms", "2.04x, 12.0x"),
-        ("1 ms", "40%"),
-    ]:
+    for other, ratio in [("0.8 ms", "1.08x"), ("1.7 ms, 9.9 ms", "2.04x, 12.0x"), ("1 ms", "40%")]:
         with pytest.raises(ValueError, match="does not follow from the times"):
             front.checked(row.format(found=1.6, other=other, ratio=ratio))
     with pytest.raises(ValueError, match="compared with itself"):

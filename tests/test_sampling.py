@@ -232,7 +232,7 @@ def test_all_processors_together(dtype):
         barred=st.sampled_from([0.0, 0.0, 0.3, 0.9]),
         scale=st.sampled_from([0.02, 0.05, 0.1, 0.2, 0.5, 2.0]),
     )
-    @hypothesis.settings(max_examples=200)
+    @hypothesis.settings(max_examples=100)
     def check(settings, vocab, seed, barred, scale):
         rng = np.random.default_rng(seed)
         batch, rows = SHAPES[vocab]

@@ -5,8 +5,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import hf_fixtures
 import jax
@@ -36,10 +34,9 @@ def check_placed(model, plain, mesh) -> None:
         assert leaf.sharding == wanted.sharding
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen2", marks=pytest.mark.wide)])
-def test_weights_are_placed_on_the_mesh_as_declared(family, tmp_path):
+def test_weights_are_placed_on_the_mesh_as_declared(tmp_path):
     mesh = mesh_of_four()
-    plain = load(make(tmp_path / "hf", family, heads=1))
+    plain = load(make(tmp_path / "hf", heads=1))
     save(plain, tmp_path / "ts")
     for folder in ("hf", "ts"):
         model = load(tmp_path / folder, mesh=mesh)
@@ -61,9 +58,7 @@ def test_a_single_device_array_is_owned(tmp_path):
     assert same(model.params.model.embed, before)
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"), [("llama", "float32"), ("qwen2", "bfloat16"), ("qwen3", "float16")]
-)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("qwen2", "bfloat16")])
 def test_saved_and_loaded_is_the_same(family, dtype, tmp_path):
     model = load(make(tmp_path / "hf", family, heads=1), dtype=dtype)
     save(model, tmp_path / "ts")
@@ -163,19 +158,6 @@ def test_a_failed_save_leaves_what_was_there(existing, tmp_path, monkeypatch):
         assert load(tmp_path / "ts").stop_ids == (2,)
 
 
-@pytest.mark.wide
-def test_a_killed_save_leaves_nothing_at_the_destination(tmp_path):
-    make(tmp_path / "hf")
-    code = (
-        "import os, signal, sys, tsjax.files.checkpoint as c\n"
-        "c.copy_companions = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "c.save(c.load(sys.argv[1]), sys.argv[2])\n"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "hf"), str(tmp_path / "ts")]
-    assert subprocess.run(command, capture_output=True).returncode == -9
-    assert not (tmp_path / "ts").exists()
-
-
 def test_params_that_do_not_fit_the_config_are_not_saved(tmp_path):
     model = load(make(tmp_path / "hf"))
     wrong = dataclasses.replace(model, cfg=dataclasses.replace(model.cfg, vocab_size=50))
@@ -203,11 +185,9 @@ def saved(original, tmp_path):
     ("change", "message"),
     [
         (lambda d: d.update(format_version=99), "format_version=99; this tsjax reads 1 and 2"),
-        (lambda d: d.pop("format_version"), "format_version=None"),
         (lambda d: d.pop("model"), "is damaged: KeyError"),
         (lambda d: d.update(model=[]), "is damaged"),
         (lambda d: d["model"].update(colour="red"), "is damaged: .*unknown .*colour"),
-        (lambda d: d["model"].pop("vocab_size"), "is damaged: .*vocab_size"),
         (lambda d: d["model"].update(vocab_size=-1), "is damaged: .*vocab_size=-1"),
         (lambda d: d["model"]["rope"].update(kind="x"), "is damaged: .*rope kind='x'"),
         (lambda d: d.update(stop_ids=3), "is damaged"),
@@ -220,30 +200,22 @@ def test_a_damaged_description_is_refused(change, message, saved):
     file.write_text(json.dumps(description))
     with pytest.raises(ValueError, match=f"tsjax.json.*{message}"):
         load(saved)
-    file.write_text(file.read_text()[:-5])
-    with pytest.raises(ValueError, match="tsjax.json' is not valid JSON"):
-        load(saved)
-
-
-def refuses(folder, lines, **changes) -> None:
-    """Once the model of the description is changed, loading says all of these lines."""
-    file = folder / "tsjax.json"
-    change(file, model=json.loads(file.read_text())["model"] | changes)
-    with pytest.raises(ValueError) as error:
-        load(folder)
-    for line in lines:
-        assert line in str(error.value)
 
 
 def test_arrays_that_do_not_fit_the_description_are_listed(saved):
-    lines = (
+    file = saved / "tsjax.json"
+    changes = dict(num_layers=1, tie_embeddings=True, vocab_size=50, mlp_bias=True)
+    change(file, model=json.loads(file.read_text())["model"] | changes)
+    with pytest.raises(ValueError) as error:
+        load(saved)
+    for line in (
         "does not fit the config",
         "missing: model.layers.0.gate_up_bias",
         "not part of this model: model.layers.1.qkv\n",
         "not part of this model: model.unembed",
         "model.embed has shape [48, 32]; the config asks for [50, 32]",
-    )
-    refuses(saved, lines, num_layers=1, tie_embeddings=True, vocab_size=50, mlp_bias=True)
+    ):
+        assert line in str(error.value)
 
 
 # What version 0.1.0 made of HuggingFace's names, one replacement after the other.
@@ -280,11 +252,7 @@ def save_format_1(raw: dict, theirs: dict, folder) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    [
-        ("llama", {**BIASED, "medusa_heads": 2}),
-        pytest.param("qwen2", {}, marks=pytest.mark.wide),
-        pytest.param("qwen3", {"head_dim": 8}, marks=pytest.mark.wide),
-    ],
+    [("llama", {**BIASED, "medusa_heads": 2}), pytest.param("qwen2", {}, marks=pytest.mark.wide)],
 )
 def test_a_checkpoint_of_format_1_is_read(family, changes, tmp_path):
     raw = hf_fixtures.config(family, **changes)
@@ -300,17 +268,6 @@ def test_a_checkpoint_of_format_1_is_read(family, changes, tmp_path):
     save(plain, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "tsjax.json").read_text())["format_version"] == 2
     assert_same_trees(load(tmp_path / "new").params, plain.params)
-
-
-def test_arrays_that_do_not_fit_format_1_are_listed_under_their_names_there(tmp_path):
-    raw = hf_fixtures.config()
-    save_format_1(raw, hf_fixtures.tensors(raw), tmp_path / "old")
-    lines = (
-        "missing: model.layers.0.up_bias",
-        "not part of this model: model.layers.1.q\n",
-        "model.layers.0.gate has shape [32, 40]; the config asks for [32, 50]",
-    )
-    refuses(tmp_path / "old", lines, num_layers=1, mlp_bias=True, mlp_dim=50)
 
 
 def test_missing_arrays_are_refused(saved):

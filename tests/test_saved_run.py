@@ -45,11 +45,11 @@ def test_the_file_says_who_wrote_it_and_with_what(model, tmp_path):
     assert saved["method"] == {"name": "auto"}  # as it was asked for
 
 
-@pytest.mark.parametrize("fields", [{"tree": "auto"}, {"draft_from": "auto", "num_ngrams": 3}])
-def test_what_older_versions_left_to_the_machine_is_auto(model, fields, tmp_path):
+def test_what_older_versions_left_to_the_machine_is_auto(model, tmp_path):
     path = tmp_path / "run.json"
     saved = saved_by(model, path)
-    path.write_text(json.dumps({**saved, "method": {"name": "tokenswift", **fields}}))
+    older = {"name": "tokenswift", "draft_from": "auto", "num_ngrams": 3}
+    path.write_text(json.dumps({**saved, "method": older}))
     assert read_run(path).method == tsjax.Auto()
 
 
@@ -88,19 +88,15 @@ def test_the_command_resumes_with_the_saved_method(tmp_path, capsys):
         {"tokens": [[1], [2]]},
         {"tokens": [["a"]]},
         {"tokens": [[61]]},
-        {"prompt": [[-1]]},
         {"prompt": [[]]},
         {"finish_reason": ["eos", "eos"]},
         {"single": True, "prompt": 5},
-        {"config": {"min_new_tokens": -1}},
         {"config": {"zzz": 1}},
-        {"model": "0123456789abcdef"},
         {"model": {"path": None}},
         {"model": {"path": 3, "dtype": "float32", "fingerprint": ""}},
         {"tsjax": None},
         {"method": "ngram"},
         {"method": {"name": "beam"}},
-        {"method": {"name": ["ngram"]}},
         {"method": {"name": "ngram", "num_ngrams": -1}},
         {"method": {"name": "ngram", "zzz": 1}},
     ],
@@ -139,15 +135,9 @@ def test_an_older_file_is_resumed_with_a_warning(model, tmp_path):
     assert result.tokens[0].tolist() == saved_by(model, tmp_path / "new.json")["tokens"][0]
     assert result.stats.method == tsjax.Autoregressive()
     assert json.loads(path.read_text())["format"] == 2
-
-
-def test_an_older_file_of_another_model_is_refused(tmp_path):
-    path = tmp_path / "run.json"
     path.write_text(json.dumps(OLD_FILE))
-    with (
-        pytest.warns(UserWarning, match=OF_AN_OLDER),
-        pytest.raises(ValueError, match="saved with another model or dtype: load that of the run"),
-    ):
+    another = "saved with another model or dtype: load that of the run"
+    with pytest.warns(UserWarning, match=OF_AN_OLDER), pytest.raises(ValueError, match=another):
         tsjax.generate(tiny_model(vocab_size=50), resume_from=path)
 
 
@@ -169,18 +159,6 @@ def test_a_second_run_of_a_file_is_refused_and_the_first_is_unhurt(model, tmp_pa
     assert len(refusals) > 30 and read_run(path).tokens[0].tolist() == first.tokens[0].tolist()
     assert first.tokens[0].tolist() == tsjax.generate(model, PROMPT, **how).tokens[0].tolist()
     assert os.listdir(tmp_path) == ["run.json"]
-
-
-def test_the_command_refuses_a_file_that_is_being_written(tmp_path, capsys):
-    path = str(tmp_path / "run.json")
-    lock = WriterLock(path)
-    assert lock.take()
-    argv = ["generate", tsjax.EMBEDDED, "Once", "--max-new-tokens", "2", "--save-to", path]
-    assert main(argv) == 2
-    (said,) = capsys.readouterr().err.splitlines()
-    assert said.startswith(f"tsjax: error: save_to={path!r} is being written by another run")
-    lock.give_back()
-    assert main(argv) == 0 and os.listdir(tmp_path) == ["run.json"]
 
 
 def test_a_run_that_fails_leaves_the_file_to_others(model, tmp_path):
@@ -242,40 +220,34 @@ def full_disk(monkeypatch, *, writes: int):
     monkeypatch.setattr(os, "fsync", fsync)
 
 
-def test_a_result_says_that_it_is_not_on_disk(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("writes", [10**6, 1])
+def test_a_result_says_that_it_is_not_on_disk(writes, model, tmp_path, monkeypatch):
     path = tmp_path / "run.json"
-    full_disk(monkeypatch, writes=10**6)
+    full_disk(monkeypatch, writes=writes)
     with pytest.warns(UserWarning, match="No space left on device") as warned:
         result = tsjax.generate(model, PROMPT, max_new_tokens=9, save_to=path, save_every=1)
     assert len(warned) == 1 and warned[0].filename == __file__
     problem = f"save_to={str(path)!r} was not written: [Errno 28] No space left on device"
-    assert result.unsaved and result.problems == (problem,) and len(result.tokens[0]) == 9
+    assert result.problems == (problem,) and len(result.tokens[0]) == 9
+    assert result.unsaved == (writes > 1)
+    if writes == 1:  # a later write succeeded
+        assert read_run(path).tokens[0].tolist() == result.tokens[0].tolist()
 
 
-def test_a_write_that_fails_and_later_succeeds(model, tmp_path, monkeypatch):
-    path = tmp_path / "run.json"
-    full_disk(monkeypatch, writes=1)
-    with pytest.warns(UserWarning, match="No space left on device"):
-        result = tsjax.generate(model, PROMPT, max_new_tokens=9, save_to=path, save_every=1)
-    assert not result.unsaved and len(result.problems) == 1
-    assert read_run(path).tokens[0].tolist() == result.tokens[0].tolist()
-
-
-@pytest.mark.parametrize(("writes", "code"), [(10**6, 2), (1, 0)])
-def test_the_command_says_what_is_not_on_disk(writes, code, tmp_path, capsys, monkeypatch):
+def test_the_command_says_what_is_not_on_disk(tmp_path, capsys, monkeypatch):
     path = str(tmp_path / "run.json")
     argv = ["generate", tsjax.EMBEDDED, "Once", "--max-new-tokens", "5", "--json"]
-    full_disk(monkeypatch, writes=writes)
+    full_disk(monkeypatch, writes=10**6)
     with pytest.warns(UserWarning, match="No space left on device"):
-        assert main([*argv, "--save-to", path, "--save-every", "1"]) == code
+        assert main([*argv, "--save-to", path, "--save-every", "1"]) == 2
     out, err = capsys.readouterr()
     document = json.loads(out)
-    assert len(document["tokens"][0]) == 5 and document["unsaved"] == (code == 2)
+    assert len(document["tokens"][0]) == 5 and document["unsaved"]
     assert "No space left on device" in err and ADVICE not in err
-    last = err.splitlines()[-1]
-    assert (last == f"tsjax: error: {path!r} lacks the end of this run") == (code == 2)
+    assert err.splitlines()[-1] == f"tsjax: error: {path!r} lacks the end of this run"
 
 
+@pytest.mark.wide
 def test_an_interrupted_command_without_room_does_not_say_how_to_go_on(tmp_path):
     """A process that may write 100 bytes to a file. The file of an earlier run stays."""
     path = tmp_path / "run.json"
@@ -303,52 +275,3 @@ def test_an_interrupted_command_without_room_does_not_say_how_to_go_on(tmp_path)
     assert ADVICE not in done.stderr and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("tsjax: error: ")
     assert path.read_text() == "an earlier run" and os.listdir(tmp_path) == ["run.json"]
-
-
-ON_A_SMALL_DISK = """
-    import json, sys, warnings
-
-    from helpers import tiny_model
-    import tsjax
-
-    disk, out = sys.argv[1:]
-    how = dict(max_new_tokens=1500, save_every=100, do_sample=True, exceed_max_positions=True)
-    with warnings.catch_warnings(record=True):
-        result = tsjax.generate(
-            tiny_model(), [3, 1, 4], save_to=f"{disk}/run.json", eos_token_id=(), **how
-        )
-    with open(f"{disk}/run.json") as file, open(out, "w") as other:
-        left = dict(saved=file.read(), unsaved=result.unsaved, problems=result.problems)
-        json.dump({**left, "tokens": result.tokens[0].tolist()}, other)
-"""
-
-
-@pytest.mark.wide
-def test_a_disk_that_is_really_full(model, tmp_path):
-    """Two pages in a namespace of its own: a file of more than one has no room beside another."""
-    disk, out = tmp_path / "disk", tmp_path / "out.json"
-    disk.mkdir()
-    mount = 'mount -t tmpfs -o size=8k none "$0"'
-    own_mounts = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    try:
-        may_mount = subprocess.run([*own_mounts, mount, disk], capture_output=True).returncode == 0
-    except FileNotFoundError:
-        may_mount = False
-    if not may_mount:
-        pytest.skip("this user may not mount a file system in a namespace of its own")
-    job = [sys.executable, "-c", textwrap.dedent(ON_A_SMALL_DISK), disk, out]
-    done = subprocess.run(
-        [*own_mounts, f'{mount} && "$@"', disk, *job],
-        capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(out.read_text())
-    (problem,) = found["problems"]
-    assert found["unsaved"] and "[Errno 28] No space left on device" in problem
-    # What had room goes on elsewhere.
-    path = tmp_path / "run.json"
-    path.write_text(found["saved"])
-    assert 0 < len(read_run(path).tokens[0]) < 1500
-    again = tsjax.generate(model, resume_from=path, save_to=path)
-    assert not again.unsaved and again.tokens[0].tolist() == found["tokens"]

@@ -42,38 +42,29 @@ def test_what_does_not_divide_is_said():
     assert parts["cache"].each == parts["cache"].whole
     said = "\n".join(layout.layout_lines(found))
     assert "4 copies (it could be cut in 4)" in said
+    # An axis that does not divide leaves the next one its turn: 48 columns, 5 parts of the model.
+    found = layout.layout("tiny", tiny_config(), {"data": 1, "model": 5, "slots": 2}, 64)
+    assert next(part.split for part in found.parts if part.name == "mlp") == 2
 
 
 def test_info_of_a_mesh(capsys):
     argv = ["info", "--mesh", "1,8,2", "--model", "llama3.1-70b", "--context", "1048576"]
     assert main(argv) == 0
     said = capsys.readouterr().out
-    # 2 bytes of 70.6e9 parameters; 80 layers of 8 heads of 128 numbers, keys and values.
+    # 80 layers of 8 heads of 128 numbers, keys and values, in two bytes.
     assert "of 343.60 GB: cut in 16" in said and "16 devices (data 1, model 8, slots 2)" in said
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    weights = sum(part["whole"] for part in found["parts"] if part["name"] != "cache")
-    assert weights == pytest.approx(2 * 70.55e9, rel=1e-3)
     assert found["parts"][-1]["each"] == 2 * 2 * 80 * 8 * 128 * 1048576 // 16
 
 
-@pytest.mark.parametrize("sizes", ["", "2", "0,1", "1,2,3,4", "a,b", "1,-2", "1.5,2"])
-def test_a_mesh_that_is_none_is_refused(sizes, capsys):
-    assert main(["info", "--mesh", sizes]) == 2
-    assert "--mesh" in capsys.readouterr().err
-
-
-def test_what_goes_with_a_mesh_is_refused_without_one(capsys):
+def test_meshes_that_are_none_are_refused_and_what_goes_with_one(capsys):
+    for sizes in ("", "2", "0,1", "1,2,3,4", "a,b", "1.5,2"):
+        assert main(["info", "--mesh", sizes]) == 2
+        assert "--mesh" in capsys.readouterr().err
     for flag, value in (("--model", "qwen2.5-14b"), ("--context", "7"), ("--rows", "2")):
         assert main(["info", flag, value]) == 2
         assert f"{flag} is not valid without --mesh" in capsys.readouterr().err
-
-
-def test_an_axis_that_does_not_divide_leaves_the_next_one_its_turn():
-    """Of 48 columns in 5 parts of the model and 2 of slots."""
-    found = layout.layout("tiny", tiny_config(), {"data": 1, "model": 5, "slots": 2}, 64)
-    (mlp,) = (part for part in found.parts if part.name == "mlp")
-    assert mlp.split == 2
 
 
 def test_the_page_is_of_today():
@@ -85,14 +76,19 @@ def test_what_was_compiled_fits_and_sends_no_cache():
     cases = json.loads(scaling.RESULT.read_text())["cases"]
     assert cases.keys() == scaling.aot.SCALING.keys()
     for case, found in cases.items():
-        step = scaling.aot.SCALING[case]
-        assert scaling.memory(found) < 80e9, case
-        assert scaling.largest(found) < found["cache_bytes"] / 16, case
-        # A choice sends what it has chosen of all layers, which XLA puts together up to 30 MB.
-        most = max(one["bytes"] for one in found["sent"]["each"])
-        assert most < min(found["cache_bytes"] / 2, 32e6), case
-        assert found["cache_copies"] == 0, case
-        # All of a step together is of the size of its rows' states, and their logits.
-        model, rows = tsjax.model_preset(step.model), 1 if step.method == "autoregressive" else 128
-        states = 4 * rows * model.embed_dim * model.num_layers
-        assert found["sent"]["step"] < 6 * states + 8 * model.vocab_size, case
+        check_compiled(case, found)
+
+
+def check_compiled(case: str, found: dict) -> None:
+    """It fits a device of 80 GB, and sends neither cache nor weights."""
+    step = scaling.aot.SCALING[case]
+    assert scaling.memory(found) < 80e9, case
+    assert scaling.largest(found) < found["cache_bytes"] / 16, case
+    # A choice sends what it has chosen of all layers, which XLA puts together up to 30 MB.
+    most = max(one["bytes"] for one in found["sent"]["each"])
+    assert most < min(found["cache_bytes"] / 2, 32e6), case
+    assert found["cache_copies"] == 0, case
+    # All of a step together is of the size of its rows' states, and their logits.
+    model, rows = tsjax.model_preset(step.model), 1 if step.method == "autoregressive" else 128
+    states = 4 * rows * model.embed_dim * model.num_layers
+    assert found["sent"]["step"] < 6 * states + 8 * model.vocab_size, case

@@ -30,7 +30,10 @@ COST_METHODS = {
         tree=(2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=0
     ),
 }
-NAMES = ["ngram", "partial_cache", pytest.param("verified_state", marks=pytest.mark.wide)]
+NAMES = [
+    "partial_cache",
+    *(pytest.param(x, marks=pytest.mark.wide) for x in ("ngram", "verified_state")),
+]
 
 
 @functools.cache
@@ -63,10 +66,9 @@ def ngram_table(state):
 @pytest.mark.parametrize(
     ("name", "batch", "dtype"),
     [
-        ("ngram", 1, "float32"),
-        ("partial_cache", 1, "float32"),
         ("partial_cache", 3, "bfloat16"),
-        pytest.param("verified_state", 1, "float32", marks=pytest.mark.wide),
+        pytest.param("ngram", 1, "float32", marks=pytest.mark.wide),
+        pytest.param("partial_cache", 1, "float32", marks=pytest.mark.wide),
     ],
 )
 def test_no_step_copies_a_buffer(name, batch, dtype):
@@ -121,6 +123,7 @@ def test_work_does_not_grow_with_the_capacity(name):
         assert work[1][3] - work[0][3] <= 40 * (large - small)
 
 
+@pytest.mark.wide
 def test_one_program_for_every_length_seed_and_value():
     """Which processors are on is compiled in, and nothing else; the prefill knows none of it."""
     method, model = COST_METHODS["partial_cache"], tiny_model(num_draft_heads=2, vocab_size=VOCAB)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tsjax.files.tokenizer import Detokenizer, decode_text, encode, load_tokenizer
+from tsjax.files.tokenizer import Detokenizer, decode_text, load_tokenizer
 from tsjax.files.weight_files import embedded_folder
 
 SAMPLE = "Hello world, naïve 日本語 😀 👩‍👩‍👧 \u202e x  y\n"
@@ -123,14 +123,6 @@ def test_a_long_row_is_decoded_in_a_bounded_window(name, monkeypatch):
     text = "".join(in_pieces(tokenizer, ids))
     assert text == decode_text(tokenizer, ids)
     assert max(sizes) < 150 < len(ids)
-
-
-def test_encode_adds_the_tokenizers_special_tokens():
-    tokenizer = TOKENIZERS["byte_level"]
-    ids = encode(tokenizer, "Hello")
-    assert ids.dtype == np.int32 and ids.ndim == 1
-    assert ids[0] == tokenizer.bos_token_id
-    assert decode_text(tokenizer, ids) == "Hello"
 
 
 def test_load_tokenizer_loads_once(tmp_path):

@@ -140,6 +140,7 @@ def run_pass(params, cfg):
     return logits, normed, cache, summarize_rest(draft)
 
 
+@pytest.mark.wide
 def test_without_jaxtyping_the_names_are_stand_ins():
     code = """
 import sys

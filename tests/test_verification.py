@@ -65,26 +65,25 @@ def sampling_values(dtype: str, **settings):
 
 
 tokens = st.integers(0, VOCAB - 1)
-SETTINGS = st.fixed_dictionaries(
-    {"do_sample": st.booleans()},
-    optional={
-        "temperature": st.floats(0.4, 1.5),
-        "top_k": st.integers(0, VOCAB + 2),
-        "top_p": st.floats(0.2, 1.0),
-        "min_p": st.floats(0.0, 0.4),
-        "epsilon_cutoff": st.floats(0.0, 0.1),
-        "eta_cutoff": st.floats(0.0, 0.3),
-        "min_tokens_to_keep": st.integers(1, 5),
-        "repetition_penalty": st.floats(0.7, 2.0),
-        "repetition_window": st.sampled_from([None, 1, 2, 3, 4, 5, 6, 8, 12, 20, 1024, 2048]),
-        "eos_token_id": st.lists(tokens, max_size=3),
-        "min_new_tokens": st.integers(0, 12),
-        "suppress_tokens": st.lists(tokens, max_size=4),
-        "presence_penalty": st.floats(-2.0, 2.0),
-        "frequency_penalty": st.floats(-2.0, 2.0),
-        "no_repeat_ngram_size": st.integers(0, 5),
-    },
-).map(without_unread)
+PENALTY = st.floats(-2.0, -0.1) | st.floats(0.1, 2.0)
+VALUES = {  # none is one that means off
+    "temperature": st.floats(0.4, 1.5),
+    "top_k": st.integers(1, VOCAB + 2),
+    "top_p": st.floats(0.2, 0.99),
+    "min_p": st.floats(0.01, 0.4),
+    "epsilon_cutoff": st.floats(0.001, 0.1),
+    "eta_cutoff": st.floats(0.001, 0.3),
+    "min_tokens_to_keep": st.integers(2, 5),
+    "repetition_penalty": st.floats(0.7, 0.95) | st.floats(1.05, 2.0),
+    "repetition_window": st.sampled_from([None, 1, 2, 3, 4, 5, 6, 8, 12, 20, 1024, 2048]),
+    "eos_token_id": st.lists(tokens, min_size=1, max_size=3),
+    "min_new_tokens": st.integers(1, 12),
+    "suppress_tokens": st.lists(tokens, min_size=1, max_size=4),
+    "presence_penalty": PENALTY,
+    "frequency_penalty": PENALTY,
+    "no_repeat_ngram_size": st.sampled_from([2, 3]),
+}
+ANY = st.fixed_dictionaries({"do_sample": st.booleans()}, optional=VALUES).map(without_unread)
 
 
 # --- each node's decision ------------------------------------------------------------------------
@@ -117,9 +116,30 @@ def by_last_tokens(logits, tokens, length, weight):
     return logits + weight * jnp.cos(jnp.arange(VOCAB) * (1 + last + 3 * other) + length) - often
 
 
-@hypothesis.given(settings=SETTINGS, seed=st.integers(0, 10**6), alphabet=st.integers(1, VOCAB))
-@hypothesis.settings(max_examples=60)
+# What is on is compiled in: all that reads the text, and all.
+READ = ("repetition_penalty", "repetition_window", "presence_penalty", "frequency_penalty",
+        "no_repeat_ngram_size", "min_new_tokens", "eos_token_id")  # fmt: skip
+FEW = st.sampled_from([READ, tuple(VALUES)]).flatmap(
+    lambda on: st.fixed_dictionaries(
+        {"do_sample": st.just(len(on) > len(READ)), **{name: VALUES[name] for name in on}}
+    )
+)
+
+
+@hypothesis.given(settings=FEW, seed=st.integers(0, 10**6), alphabet=st.integers(1, VOCAB))
+@hypothesis.settings(max_examples=40)
 def test_a_nodes_scores_are_those_of_its_text_alone(settings, seed, alphabet):
+    check_scores(settings, seed, alphabet)
+
+
+@pytest.mark.wide
+@hypothesis.given(settings=ANY, seed=st.integers(0, 10**6), alphabet=st.integers(1, VOCAB))
+@hypothesis.settings(max_examples=60)
+def test_so_they_are_with_any_settings(settings, seed, alphabet):
+    check_scores(settings, seed, alphabet)
+
+
+def check_scores(settings, seed: int, alphabet: int) -> None:
     """Bit for bit, given the same logits: its ancestors are history, its position is its own."""
     rng = np.random.default_rng(seed)
     history = rng.integers(0, alphabet, (BATCH, LONGEST))

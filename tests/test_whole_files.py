@@ -31,23 +31,17 @@ def leave(folder, name: str, *processes: int) -> list[str]:
     return names
 
 
-def test_the_next_write_clears_what_a_killed_process_left(ended, tmp_path):
+def test_the_next_write_clears_what_a_killed_process_left(ended, tmp_path, monkeypatch):
     leave(tmp_path, "run.json", ended)
     others = leave(tmp_path, "run.json", os.getppid())  # it is still running
     others += leave(tmp_path, "other.json", ended)
     for name in ("run.json.writing-", "run.json.writing-x", f"my-run.json.writing-{ended}"):
         (tmp_path / name).write_text("no left-over of this file")
         others.append(name)
-    whole_files.write_text(os.fspath(tmp_path / "run.json"), "text")
+    monkeypatch.chdir(tmp_path)  # a name without a folder
+    whole_files.write_text("run.json", "text")
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "run.json"])
     assert (tmp_path / "run.json").read_text() == "text"
-
-
-def test_a_name_without_a_folder(ended, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    leave(tmp_path, "run.json", ended)
-    whole_files.write_text("run.json", "text")
-    assert os.listdir() == ["run.json"]
 
 
 def test_an_error_leaves_the_file_that_was_there(tmp_path):
@@ -60,21 +54,17 @@ def test_an_error_leaves_the_file_that_was_there(tmp_path):
     assert os.listdir(tmp_path) == ["file"] and path.read_text() == "before"
 
 
-def test_a_saved_run_clears_what_a_killed_one_left(ended, tmp_path):
-    leave(tmp_path, "run.json", ended)
-    tsjax.generate(tiny_model(), [1, 2, 3], max_new_tokens=2, save_to=tmp_path / "run.json")
-    assert os.listdir(tmp_path) == ["run.json"]
-
-
-def test_checkpoints_and_heads_clear_theirs(ended, tmp_path):
+def test_checkpoints_heads_and_runs_clear_theirs(ended, tmp_path):
     half = tmp_path / f".model.writing-{ended}"
     half.mkdir()
     (half / "params").write_text("half of")
     leave(tmp_path, "heads.safetensors", ended)
+    leave(tmp_path, "run.json", ended)
     model = tiny_model(num_draft_heads=1)
     tsjax.save(model, tmp_path / "model")
     checkpoint.write_heads(model, os.fspath(tmp_path / "heads.safetensors"))
-    assert sorted(os.listdir(tmp_path)) == ["heads.safetensors", "model"]
+    tsjax.generate(model, [1, 2, 3], max_new_tokens=2, save_to=tmp_path / "run.json")
+    assert sorted(os.listdir(tmp_path)) == ["heads.safetensors", "model", "run.json"]
 
 
 def bind(path) -> None:
@@ -122,14 +112,12 @@ def test_what_is_no_file_is_refused_before_any_work_and_stays(
     assert kind_of("place.png") == kind and os.path.islink("link.png")
 
 
-@pytest.mark.parametrize("device", ["/dev/null", "/dev/full"])
-def test_devices_are_refused(device, tmp_path):
+def test_devices_are_refused(tmp_path):
     link = tmp_path / "link"
-    link.symlink_to(device)
-    for place in (device, link):
+    link.symlink_to("/dev/null")
+    for place in ("/dev/null", link):
         with pytest.raises(PermissionError, match=r"out='.*' is not valid: a file.*, not a device"):
             whole_files.check_place(place, "out")
-    assert kind_of(device) == "a device"
 
 
 def test_a_file_of_a_folder_of_training_may_be_no_pipe(tmp_path):
@@ -146,13 +134,11 @@ def test_standard_output_is_no_file(result, tmp_path, monkeypatch):
     assert os.listdir() == ["-"]
 
 
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_link_stays_and_its_target_is_replaced(exists, tmp_path, result):
+def test_a_link_stays_and_its_target_is_replaced(tmp_path, result):
     (tmp_path / "there").mkdir()
     target, link = tmp_path / "there" / "file", tmp_path / "link"
     link.symlink_to("there/file")
-    if exists:
-        target.write_text("before")
+    target.write_text("before")
     result.save(link)
     assert link.is_symlink() and target.read_text().startswith('{"text"')
     assert sorted(os.listdir(tmp_path)) == ["link", "there"]

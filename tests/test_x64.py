@@ -42,7 +42,7 @@ def same_in_x64(dtype, run):
         jax.tree.map(np.testing.assert_array_equal, found, run())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
 def test_a_stream(dtype):
     model = looping_model(dtype=dtype)
 
@@ -58,9 +58,8 @@ def test_a_stream(dtype):
     ("dtype", "lazy"),
     [
         ("float32", "in_batches"),
-        ("bfloat16", "on_demand"),
         *(pytest.param("float32", name, marks=pytest.mark.wide) for name in [*LAZY][1:]),
-        *(pytest.param("bfloat16", n, marks=pytest.mark.wide) for n in LAZY if n != "on_demand"),
+        *(pytest.param("bfloat16", name, marks=pytest.mark.wide) for name in LAZY),
     ],
 )
 def test_a_lazy_prefill(dtype, lazy):
@@ -69,7 +68,8 @@ def test_a_lazy_prefill(dtype, lazy):
     same_in_x64(dtype, lambda: tsjax.generate(model, PROMPT, **how).tokens)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training(dtype):
     model = tiny_model(dtype=dtype)
     data = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (8, 16))

@@ -385,7 +385,10 @@ def nucleus(
     the least probable, is at most 1 - top_p. Equal tokens stay or go together. Masses are whole
     numbers of at most 2^-30 of all (2^-62 in float64).
     """
-    keys, (masses, whole) = sortable(logits), counts(law_of(logits))
+    masses, whole = counts(law_of(logits))
+    # Keys come after masses: a row of each less in memory at once.
+    logits, masses = lax.optimization_barrier((logits, masses))
+    keys = sortable(logits)
     most = ((1 - top_p) * whole).astype(masses.dtype)
 
     def below(threshold):

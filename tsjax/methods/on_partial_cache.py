@@ -80,20 +80,32 @@ class OnPartialCache(Method):
         max_rows: int,
     ) -> DraftCache:
         """The cache after a step, which commits at most `max_rows` tokens."""
+        rows, old = verdict.rows, (cache.query, cache.attended)
+        query, attended = newest((rows.query, rows.attended), old, state, acceptance)
+        cache = cache.replace(query=query, attended=attended)
+        return self.caught_up(model, params, cache, state, max_rows)
+
+    def caught_up(
+        self,
+        model: ModelConfig,
+        params: Params,
+        cache: DraftCache,
+        state: DecodeState,
+        max_rows: int,
+    ) -> DraftCache:
+        """The cache with the tokens that are new in the state, or with others where it is time."""
 
         def score(asks: Any, kv: KVCache) -> Scores:
             query, tokens = asks
             return scores_by(self.draft_choice, model, params, kv, query, tokens)
 
-        rows, old = verdict.rows, (cache.query, cache.attended)
-        query, attended = newest((rows.query, rows.attended), old, state, acceptance)
         return refresh_draft_cache(
-            cache.replace(query=query, attended=attended),
+            cache,
             state.kv,
             num_sinks=self.num_sinks,
             max_rows=max_rows,
             score=score,
-            asks=(query, state.tokens),
+            asks=(cache.query, state.tokens),
             **self.waits,
         )
 
