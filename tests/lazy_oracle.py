@@ -19,10 +19,7 @@ import tsjax
 
 
 class LazyOracle:
-    """Attributes:
-    sets: per stage, the prompt tokens that the last step saw.
-    computed: how often each (token, layer) was computed.
-    """
+    """`sets`: per stage, the prompt tokens that the last step saw."""
 
     def __init__(self, model: tsjax.Model, prompt: list[int], lazy: tsjax.LazyPrefill):
         self.model, self.cfg, self.lazy, self.n = model, model.cfg, lazy, len(prompt)
@@ -33,7 +30,6 @@ class LazyOracle:
         self.keys = [{} for _ in range(self.cfg.num_layers)]
         self.values = [{} for _ in range(self.cfg.num_layers)]
         self.aux = {}  # position -> (stages done, hidden)
-        self.computed = Counter()
         self.made = 0
         self.logits = self._prefill(prompt)
 
@@ -123,7 +119,6 @@ class LazyOracle:
                 assert i not in self.keys[index]
                 self.keys[index][i] = self._rotate(k[row], i)
                 self.values[index][i] = v[row]
-                self.computed[i, index] += 1
             mixed = np.zeros((len(positions), cfg.embed_dim))
             for row, i in enumerate(positions):
                 others = sorted(j for j in seen | {i} if j <= i and j in self.keys[index])

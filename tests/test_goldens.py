@@ -19,35 +19,38 @@ def read_golden(name):
         return dict(archive)
 
 
-def write_folder(path, raw, weights):
-    """A HuggingFace folder of a config.json and float32 weights."""
-    (path / "config.json").write_text(json.dumps(raw))
-    save_file(weights, path / "model.safetensors")
-
-
-@pytest.mark.parametrize("name", record_goldens.CASES)
-def test_model(name, tmp_path):
+def loaded(name, path) -> tsjax.Model:
+    """From a HuggingFace folder of a config.json and float32 weights."""
     golden = read_golden(name)
-    raw = json.loads(golden["config"].item())
-    assert raw == record_goldens.CASES[name]
+    assert json.loads(golden["config"].item()) == record_goldens.CASES[name]
+    (path / "config.json").write_text(golden["config"].item())
     weights = {
         key.removeprefix("weights/"): value.astype(np.float32)
         for key, value in golden.items()
         if key.startswith("weights/")
     }
-    write_folder(tmp_path, raw, weights)
-    model = tsjax.load(tmp_path)
+    save_file(weights, path / "model.safetensors")
+    return tsjax.load(path)
 
-    logits = tsjax.forward(model, golden["prompt"][None])[0]
-    np.testing.assert_allclose(logits, golden["logits"], rtol=0, atol=5e-5)
 
+@pytest.mark.parametrize("name", record_goldens.CASES)
+def test_model(name, tmp_path):
+    golden = read_golden(name)
     assert golden["margin"] >= record_goldens.SMALLEST_MARGIN
-    result = tsjax.generate(
-        model,
-        golden["prompt"][: record_goldens.GREEDY_PROMPT],
-        max_new_tokens=record_goldens.GREEDY_TOKENS,
-        eos_token_id=(),
-    )
+    prompt, begun = golden["prompt"], golden["prompt"][: record_goldens.GREEDY_PROMPT]
+    text = np.concatenate([begun, golden["greedy"]])
+    both = np.stack([np.resize(prompt, len(text)), text])
+    logits, next_logits = tsjax.forward(loaded(name, tmp_path), both)
+    np.testing.assert_allclose(logits[: len(prompt)], golden["logits"], rtol=0, atol=5e-5)
+    chosen = np.argmax(next_logits[len(begun) - 1 : -1], axis=-1)
+    np.testing.assert_array_equal(chosen, golden["greedy"])
+
+
+@pytest.mark.parametrize("name", ["llama_llama3_tied", "qwen3"])
+def test_greedy_text(name, tmp_path):
+    golden = read_golden(name)
+    begun, count = golden["prompt"][: record_goldens.GREEDY_PROMPT], record_goldens.GREEDY_TOKENS
+    result = tsjax.generate(loaded(name, tmp_path), begun, max_new_tokens=count, eos_token_id=())
     np.testing.assert_array_equal(result.tokens[0], golden["greedy"])
 
 

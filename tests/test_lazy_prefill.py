@@ -11,7 +11,7 @@ import pytest
 from helpers import tiny_config
 
 import tsjax
-from tsjax.lazy.settings import LONGEST_PROMPT, cuts_for, kept, paper_cuts, prompt_flops
+from tsjax.lazy.settings import LONGEST_PROMPT, cuts_for, kept, paper_cuts
 
 LLAMA2_7B = dict(
     vocab_size=32000, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
@@ -23,18 +23,13 @@ LLAMA2_7B = dict(
     ("settings", "message"),
     [
         (dict(keep={4: 0.0}), r"keep=\{4: 0.0\} .*the share 0.0 after layer 4 is not in \(0, 1\]"),
-        (dict(keep={4: 1.5}), r"the share 1.5 after layer 4"),
-        (dict(keep={4: True}), r"the share True after layer 4"),
         (dict(keep={4: "half"}), r"the share 'half' after layer 4"),
-        (dict(keep={2: 0.3, 4: 0.5}), r"0.5 after layer 4 cannot be more than 0.3 after layer 2"),
         (dict(keep={4: 0.5, 2: 0.3}), r"0.5 after layer 4 cannot be more than 0.3 after layer 2"),
         (dict(keep={-1: 0.5}), r"-1 is no layer"),
-        (dict(keep={1.5: 0.5}), r"1.5 is no layer"),
         (dict(keep={2: 1e-5}), r"shares have 4 decimals, so 1e-05 would be none"),
         (dict(keep=((2, 0.5), (2, 0.5))), "each layer once"),
         (dict(keep={}), r"keep=\(\) is not valid: 'paper', 'auto', or shares"),
         (dict(keep=0.5), r"keep=0.5 is not valid: 'paper', 'auto', or shares"),
-        (dict(keep="papers"), r"keep='papers' is not valid"),
         (dict(keep="auto"), r"speedup=None is not valid"),
         (dict(keep="auto", speedup=0.5), r"speedup=0.5 is not valid"),
         (dict(keep={1: 0.5}, speedup=2), r"speedup=2 is not valid: left out unless keep='auto'"),
@@ -43,10 +38,7 @@ LLAMA2_7B = dict(
         (dict(scores="random"), r"revive='in_batches' is not valid: 'never' or 'background'"),
         (dict(window=0), r"window=0"),
         (dict(pool=2), r"pool=2 is not valid: an odd number"),
-        (dict(sinks=-1), r"sinks=-1"),
         (dict(recent=1.5), r"recent=1.5"),
-        (dict(choose_every=0), r"choose_every=0"),
-        (dict(revive_rows=0), r"revive_rows=0"),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, message):
@@ -68,12 +60,6 @@ def test_schedules_that_do_not_fit_are_refused():
             tsjax.DecodeConfig(model=cfg, **given)
 
 
-def test_settings_can_be_compared_and_hashed():
-    one = tsjax.LazyPrefill(keep={2: 0.7, 4: 0.49})
-    other = tsjax.LazyPrefill(keep={4: 0.49, 2: 0.7})
-    assert one == other and hash(one) == hash(other)
-
-
 @hypothesis.given(
     st.integers(1, 10_000),
     st.integers(1, 200_000) | st.integers(LONGEST_PROMPT - 9, LONGEST_PROMPT),
@@ -86,8 +72,9 @@ def test_shares_are_counted_exactly(parts, tokens):
     assert int(kept(share, jnp.int32(tokens))) == expected
 
 
-def test_the_default_chooses_rarely():
-    """On 2 cores and on an H200 a choice takes as long as several new tokens."""
+def test_settings_are_compared_and_how_often_they_choose():
+    one, other = (tsjax.LazyPrefill(keep=x) for x in ({2: 0.7, 4: 0.49}, {4: 0.49, 2: 0.7}))
+    assert one == other and hash(one) == hash(other)
     assert tsjax.LazyPrefill().tokens_between_choices == 32
     assert tsjax.LazyPrefill(revive="on_demand").tokens_between_choices == 1
     assert tsjax.LazyPrefill(choose_every=5).tokens_between_choices == 5
@@ -99,22 +86,6 @@ def test_the_papers_schedule():
     assert dict(lazy.keep) == {9: 0.7, 19: 0.49, 28: 0.343}
     for layers in range(4, 64):
         assert len(paper_cuts(layers)) == 3 and paper_cuts(layers)[-1][0] < layers
-
-
-@pytest.mark.parametrize(
-    ("cuts", "factors"),
-    [
-        (((9, 0.7), (19, 0.49), (28, 0.343)), (1.49, 1.52, 1.63, 1.78)),
-        (((8, 0.5), (16, 0.25), (24, 0.125)), (2.17, 2.23, 2.41, 2.71)),
-        (((4, 0.5), (8, 0.25), (16, 0.1)), (3.42, 3.54, 3.99, 4.75)),
-    ],
-)
-def test_operations_of_llama_2_7b(cuts, factors):
-    """Factors that were worked out by hand, at 3.4K, 8K, 32K and 128K tokens."""
-    cfg = tiny_config(**LLAMA2_7B)
-    for tokens, factor in zip((3400, 8192, 32768, 131072), factors, strict=True):
-        found = prompt_flops(cfg, tokens) / prompt_flops(cfg, tokens, cuts)
-        assert found == pytest.approx(factor, abs=0.011)
 
 
 def operations(cfg, counts) -> fractions.Fraction:

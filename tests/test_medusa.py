@@ -7,7 +7,6 @@ That its tokens are those of plain decoding is tested in test_method_contract.py
 import dataclasses
 import functools
 import itertools
-import json
 import math
 
 import hypothesis
@@ -17,12 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers import chain_model, oracle_hidden, oracle_norm, oracle_unembed, tiny_config, tiny_model
+from helpers import (
+    MIXED_COSTS,
+    chain_model,
+    oracle_hidden,
+    oracle_norm,
+    oracle_unembed,
+    tiny_config,
+    tiny_model,
+)
+from test_likely_tree import states
 
 import tsjax
 from tsjax.config import HeadTraining
-from tsjax.decoding.programs import programs
-from tsjax.host import saved_run
 from tsjax.methods import resolve_method
 from tsjax.methods.medusa import VICUNA_7B
 from tsjax.model.heads import run_heads, unembed_with_heads
@@ -57,20 +63,6 @@ def model_of(kind: str) -> tsjax.Model:
         return leaf + jnp.asarray(noise, leaf.dtype) if leaf.ndim == 1 else leaf
 
     return model.replace(params=jax.tree.map(shaken, model.params))
-
-
-def decoded(model, method, prompt: list[int], num_steps: int, **settings):
-    """The state after `num_steps` steps."""
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
-    config = tsjax.GenerationConfig(**settings)
-    lengths = np.asarray([len(prompt)], np.int32)
-    state = tsjax.init_state(
-        np.asarray([prompt], np.int32), lengths, cfg=cfg, capacity=128, max_length=[128],
-        sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
-    )  # fmt: skip
-    run = programs("cpu", model.cfg.dtype)
-    state = run.read_part(model.params, state, 0, part=0, width=16, cfg=cfg)
-    return run.decode(model.params, state, num_steps, cfg=cfg)
 
 
 # --- heads -------------------------------------------------------------------------------------
@@ -121,10 +113,10 @@ def perfect_model(kind: str, heads: int, second: int | None = None) -> tsjax.Mod
 PATHS = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0))
 
 
-@pytest.mark.parametrize(("kind", "second"), [(SHARED, None), (OWN, None), (OWN, 0), (OWN, 2)])
+@pytest.mark.parametrize(("kind", "second"), [(SHARED, None), (OWN, 0), (OWN, 2)])
 def test_perfect_heads_are_accepted_in_full(kind, second):
     """Each head guesses the token that it is for. Only the first step knows no state."""
-    state = decoded(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)
+    state = states(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)[-1]
     assert state.stats.accepted[0, 3] >= 11
     said = np.asarray(state.tokens)[0, 1 : int(state.length[0])].tolist()
     assert said == [successor(1, 1 + i) for i in range(len(said))]
@@ -142,22 +134,9 @@ def test_drafts_are_ranked_with_the_noise_of_their_positions():
     for coupled in (True, False):
         method = tsjax.Medusa(tree=(1, 1, 1), noise_coupled=coupled)
         settings = dict(do_sample=True, repetition_penalty=1.1, repetition_window=4)
-        state = decoded(model, method, [1], 20, **settings)
+        state = states(model, method, [1], 20, **settings)[-1]
         found.append(int(state.stats.accepted[0, 3]))
     assert found[0] >= 19 and found[1] < 5
-
-
-def test_tokenswift_drafts_from_them_too():
-    """The paper's Medusa*: these heads with TokenSwift's tree, partial cache and n-grams."""
-    method = tsjax.TokenSwift(tree=(1, 3, 1, 1), num_ngrams=0, suffix_length=0, draft_budget=64)
-    state = decoded(perfect_model(OWN, 3), method, [1], 12)
-    assert np.asarray(state.stats.accepted[0, 4]) >= 11
-
-
-def test_a_saved_run_keeps_its_tree():
-    method = tsjax.Medusa(tree=PATHS)
-    saved = json.loads(json.dumps(saved_run._method_to_dict(method)))
-    assert saved_run._method_from_dict(saved) == method
 
 
 def test_it_says_what_it_needs_before_it_computes():
@@ -170,27 +149,30 @@ def test_it_says_what_it_needs_before_it_computes():
         empty = model.replace(params=shapes)
         with pytest.raises(ValueError, match=f"method='medusa' needs parallel heads, and {has}"):
             tsjax.generate(empty, [1, 2], method="medusa", max_new_tokens=4)
-    wrong = [(0, "at least 1"), ((), "at least one node"), (((1, 0),), "parent"), (True, "integer")]
-    for tree, message in wrong:
+    for tree, message in (0, "at least 1"), ((), "at least one node"), (((1, 0),), "parent"):
         with pytest.raises(ValueError, match=f"tree=.* is not valid: .*{message}"):
             tsjax.Medusa(tree=tree)
     with pytest.raises(ValueError, match="below the vocabulary size 61"):
         tsjax.Medusa(tree=(99,)).sizes(model_of(SHARED).cfg)
-    with pytest.raises(ValueError, match="head_kind='own' is not valid: one of 'chained'"):
-        tiny_config(head_kind="own")
+    for arguments, message in (
+        (([],), "table=.* a row of shares for each head"),
+        (([[1.5]], 3), "table=1.5 is not valid: a finite number, between 0 and 1"),
+        (([[0.5]],), "nodes=None is not valid: the number of nodes, or row_cost"),
+        (([[0.5]], 0), "nodes=0 is not valid"),
+        (([[0.0]], 3), "a head that is right now and then"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tsjax.tree_from_accuracy(*arguments)
 
 
 # --- trees ---------------------------------------------------------------------------------------
 
 
-def value(table, path) -> float:
-    return math.prod(table[depth][rank] for depth, rank in enumerate(path))
-
-
 def worth(table, tree) -> float:
-    return sum(value(table, path) for path in tree)
+    return sum(math.prod(table[d][rank] for d, rank in enumerate(path)) for path in tree)
 
 
+@functools.cache
 def every_tree(widths, nodes: int) -> list[set[frozenset]]:
     """All trees of 0, 1 ... `nodes` nodes, by adding every possible node to every smaller one."""
     ranks = [range(width) for width in widths]
@@ -214,24 +196,19 @@ tables = st.sampled_from([(3, 2), (2, 2, 2), (1, 3), (4,), (2, 1, 1, 1)]).flatma
 )
 
 
-@functools.cache
-def trees_of(widths) -> list[set[frozenset]]:
-    return every_tree(widths, 6)
-
-
 @hypothesis.settings(max_examples=30)
 @hypothesis.given(tables, st.integers(1, 6), st.floats(0.001, 1.0))
 def test_no_tree_is_worth_more(table, nodes, row_cost):
     best = [
         max((worth(table, tree) for tree in trees), default=0.0)
-        for trees in trees_of(tuple(map(len, table)))
+        for trees in every_tree(tuple(map(len, table)), 6)
     ]
     found = tsjax.tree_from_accuracy(table, nodes)
     assert len(set(found)) == len(found) <= nodes
     assert all(path[:-1] in found for path in found if len(path) > 1)
     assert worth(table, found) == pytest.approx(max(best[: nodes + 1]), rel=1e-12)
     # With a cost: the tree with the least time per token, among those that were tried.
-    cost = max(row_cost, 0.6 * value(table, max(found, key=lambda path: value(table, path))))
+    cost = max(row_cost, 0.6 * max(worth(table, [path]) for path in found))
     per_token = [(1 + cost * n) / (1 + v) for n, v in enumerate(best) if n == 0 or v]
     try:
         paid = tsjax.tree_from_accuracy(table, row_cost=cost)
@@ -243,80 +220,35 @@ def test_no_tree_is_worth_more(table, nodes, row_cost):
     assert found == pytest.approx(min(per_token), rel=1e-12)
 
 
-def test_the_order_in_which_nodes_are_added():
-    table = [[0.5, 0.25, 0.2], [0.5, 0.3], [0.5]]
-    order = [(0,), (1,), (0, 0), (2,), (0, 1), (1, 0), (0, 0, 0)]  # 0.25 twice, 0.125 twice
-    for nodes in range(1, 8):
-        found = tsjax.tree_from_accuracy(table, nodes)
-        assert set(found) == set(order[:nodes])
-        assert list(found) == sorted(found, key=lambda path: (len(path), path))
-    assert tsjax.tree_from_accuracy([[0.5, 0.0]], 5) == ((0,),)
-
-
-DEFAULT = """
-0 1 2 3 4 00 01 02 03 04 10 11 12 13 14 20 21 22 23 24 30 31 32 40 41 42
-000 001 002 003 004 010 011 012 013 014 020 021 022 030 031 032 040 041 042
-100 101 102 103 104 110 120 200 201 300 400 0000 0001 0002 0010 0011 0020 0100
-"""
-
-
 def test_the_default_trees():
-    def paths(heads, **changes):
+    def paths(heads, tree=None, **changes):
         cfg = tiny_config(num_draft_heads=heads, head_kind=SHARED, **changes)
-        return tsjax.Medusa().paths(cfg)
+        return (tsjax.Medusa(tree=tree) if tree else tsjax.Medusa()).paths(cfg)
 
-    for heads in (4, 5, 7):
-        assert {"".join(map(str, path)) for path in paths(heads)} == set(DEFAULT.split())
+    assert len(paths(4)) == 63 and paths(4) == paths(7)
     # The value of a published tree of 63 nodes by the same table is 1.34 tokens.
     assert worth(VICUNA_7B, paths(4)) == pytest.approx(1.3846, abs=1e-4)
     sizes = [[sum(len(p) == depth for p in paths(n)) for depth in (1, 2, 3)] for n in (1, 2, 3)]
     assert sizes == [[5, 0, 0], [5, 25, 0], [5, 23, 35]]
     assert max(map(max, paths(3, vocab_size=2))) == 1
-    assert len(tsjax.Medusa(tree=12).paths(tiny_config(num_draft_heads=3, head_kind=OWN))) == 12
-    cut = tsjax.Medusa(tree=(2, 1, 1)).paths(tiny_config(num_draft_heads=2, head_kind=OWN))
-    assert cut == ((0,), (1,), (0, 0), (1, 0))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([],), "table=.* a row of shares for each head"),
-        (([[0.5], []],), "table=.* a row of shares for each head"),
-        (([[1.5]], 3), "table=1.5 is not valid: a finite number, between 0 and 1"),
-        (([[0.5]],), "nodes=None is not valid: the number of nodes, or row_cost"),
-        (([[0.5]], 0), "nodes=0 is not valid"),
-        (([[0.0]], 3), "a head that is right now and then"),
-    ],
-)
-def test_wrong_tables_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        tsjax.tree_from_accuracy(*arguments)
+    assert paths(2, tree=(2, 1, 1)) == ((0,), (1,), (0, 0), (1, 0))
 
 
 def test_the_number_of_nodes_follows_the_costs():
-    line = tsjax.Line
+    cfg = tiny_config(num_draft_heads=4, head_kind=SHARED)
 
     def nodes(row: float) -> int:
-        costs = tsjax.Costs(
-            passes=((1, line(1.0)), (64, line(1.0 + 63 * row))), heads=0.1, choice=line(0.0),
-            suffix=line(0.0), ngrams=0.0, overhead=0.0, origin="measured",
-        )  # fmt: skip
+        costs = MIXED_COSTS._replace(
+            passes=((1, tsjax.Line(1.0)), (64, tsjax.Line(1.0 + 63 * row))), heads=0.1, overhead=0.0
+        )
         measured = tsjax.Measured(cfg, "cpu", "cpu", 100, 1, costs=costs)
         found = tsjax.Medusa(tree=None).next(measured)
-        assert isinstance(found, tsjax.Medusa) and isinstance(found.tree, int)
         assert found.next(measured._replace(current=found)) == found
         return found.tree
 
-    cfg = tiny_config(num_draft_heads=4, head_kind=SHARED)
-    assert nodes(0.0) == 63 and nodes(10.0) == 1
-    few, some = nodes(0.05), nodes(0.005)
-    assert few < some
-    assert few in range(
-        *(len(tsjax.tree_from_accuracy(VICUNA_7B, row_cost=x)) for x in (0.06, 0.03))
-    )
+    assert nodes(0.0) == 63 > nodes(0.005) > nodes(0.05) > nodes(10.0) == 1
     choice = tsjax.choose_method(tsjax.Medusa(tree=None), model_of(SHARED), 100)
-    assert isinstance(choice.method.tree, int)
-    assert choice.step_cost > 0
+    assert isinstance(choice.method.tree, int) and choice.step_cost > 0
 
 
 # --- training --------------------------------------------------------------------------------
@@ -336,11 +268,7 @@ def oracle_losses(model, tokens) -> np.ndarray:
     return found
 
 
-def with_head_arrays(model, heads):
-    return model.replace(params=model.params.replace(heads=tuple(heads)))
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [pytest.param(SHARED, marks=pytest.mark.wide), OWN])
 def test_losses_and_gradients_are_those_of_an_independent_computation(kind):
     model, rng = model_of(kind), np.random.default_rng(1)
     tokens = rng.integers(0, 61, (2, LENGTH)).astype(np.int32)
@@ -360,7 +288,8 @@ def test_losses_and_gradients_are_those_of_an_independent_computation(kind):
     np.testing.assert_allclose(measured.loss[1:], found.metrics.loss, rtol=1e-5)
 
     def objective(heads):
-        return 0.8 ** np.arange(3) @ oracle_losses(with_head_arrays(model, heads), tokens)
+        params = model.params.replace(heads=tuple(heads))
+        return 0.8 ** np.arange(3) @ oracle_losses(model.replace(params=params), tokens)
 
     wide = jax.tree.map(lambda x: np.asarray(x, np.float64), heads)
     names = ["block", "block_bias"] + ["unembed"] * (kind == OWN)
@@ -392,32 +321,25 @@ def test_training_teaches_heads_and_writes_them_as_medusa_does(kind, tmp_path):
     first, last = trained.history[0], trained.history[-1]
     # A new head says what the model says, which is wrong here: its labels come a token later.
     assert min(first["head_losses"]) > 3 and max(last["head_losses"]) < 0.05
-    for record in (first, last):
-        a, b = record["head_losses"]
-        assert record["loss"] == pytest.approx(a + 0.8 * b, rel=1e-6)
+    a, b = last["head_losses"]
+    assert last["loss"] == pytest.approx(a + 0.8 * b, rel=1e-6)
     assert [record["top1"] for record in trained.evaluation] == [1.0, 1.0, 1.0]
     np.testing.assert_array_equal(model.params.model.unembed, sharp.unembed)  # it is still there
     stored = safetensors.numpy.load_file(tmp_path / "run" / "heads.safetensors")
     wanted = {f"{k}.0.linear.{x}" for k in range(2) for x in ("weight", "bias")}
     assert set(stored) == wanted | ({"0.1.weight", "1.1.weight"} if kind == OWN else set())
-    state = decoded(trained.model, tsjax.Medusa(tree=(1, 1)), [3], 8)
+    state = states(trained.model, tsjax.Medusa(tree=(1, 1)), [3], 8)[-1]
     assert state.stats.accepted[0, 2] >= 7
 
 
-def test_the_recipes():
-    assert HeadTraining.of_kind("chained") == HeadTraining()
-    for kind in KINDS:
-        recipe = HeadTraining.of_kind(kind)
-        assert (recipe.learning_rate, recipe.warmup_steps, recipe.weight_decay) == (2e-3, 40, 0.0)
-        assert recipe.loss_weights == pytest.approx((1.0, 0.8, 0.64, 0.512))
-        model = tiny_model()
-        first = init_heads(model.cfg, dataclasses.replace(recipe, num_heads=1), model.params.model)[
-            0
-        ]
-        assert not np.any(first.block) and not np.any(first.block_bias)
-        if kind == OWN:
-            np.testing.assert_array_equal(first.unembed, model.params.model.unembed)
-    with pytest.raises(ValueError, match="head_kind='medusa' is not valid: one of"):
-        HeadTraining(head_kind="medusa")
-    with pytest.raises(ValueError, match="loss_decay=0.0 is not valid"):
-        HeadTraining(loss_decay=0.0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_head_says_what_the_model_says(kind):
+    model = tiny_model()
+    recipe = dataclasses.replace(HeadTraining.of_kind(kind), num_heads=1)
+    (first,) = init_heads(model.cfg, recipe, model.params.model)
+    assert not np.any(first.block) and not np.any(first.block_bias)
+    if kind == OWN:
+        np.testing.assert_array_equal(first.unembed, model.params.model.unembed)
+    for name, value in dict(head_kind="medusa", loss_decay=0.0).items():
+        with pytest.raises(ValueError, match=f"{name}={value!r} is not valid"):
+            HeadTraining(**{name: value})

@@ -5,6 +5,9 @@ import errno
 import fcntl
 import json
 import os
+import subprocess
+import sys
+import textwrap
 
 import pytest
 from helpers import RecordingStreamer, tiny_model
@@ -242,3 +245,52 @@ def test_the_command_says_what_is_not_on_disk(tmp_path, capsys, monkeypatch):
     assert len(document["tokens"][0]) == 5 and document["unsaved"]
     assert "No space left on device" in err and ADVICE not in err
     assert err.splitlines()[-1] == f"tsjax: error: {path!r} lacks the end of this run"
+
+
+ON_A_SMALL_DISK = """
+    import json, sys, warnings
+
+    from helpers import tiny_model
+    import tsjax
+
+    disk, out = sys.argv[1:]
+    how = dict(max_new_tokens=1500, save_every=100, do_sample=True, exceed_max_positions=True)
+    with warnings.catch_warnings(record=True):
+        result = tsjax.generate(
+            tiny_model(), [3, 1, 4], save_to=f"{disk}/run.json", eos_token_id=(), **how
+        )
+    with open(f"{disk}/run.json") as file, open(out, "w") as other:
+        left = dict(saved=file.read(), unsaved=result.unsaved, problems=result.problems)
+        json.dump({**left, "tokens": result.tokens[0].tolist()}, other)
+"""
+
+
+@pytest.mark.wide
+def test_a_disk_that_is_really_full(model, tmp_path):
+    """Two pages in a namespace of its own: a file of more than one has no room beside another."""
+    disk, out = tmp_path / "disk", tmp_path / "out.json"
+    disk.mkdir()
+    mount = 'mount -t tmpfs -o size=8k none "$0"'
+    own_mounts = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    try:
+        may_mount = subprocess.run([*own_mounts, mount, disk], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        may_mount = False
+    if not may_mount:
+        pytest.skip("this user may not mount a file system in a namespace of its own")
+    job = [sys.executable, "-c", textwrap.dedent(ON_A_SMALL_DISK), disk, out]
+    done = subprocess.run(
+        [*own_mounts, f'{mount} && "$@"', disk, *job],
+        capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    (problem,) = found["problems"]
+    assert found["unsaved"] and "[Errno 28] No space left on device" in problem
+    # What had room goes on elsewhere.
+    path = tmp_path / "run.json"
+    path.write_text(found["saved"])
+    assert 0 < len(read_run(path).tokens[0]) < 1500
+    again = tsjax.generate(model, resume_from=path, save_to=path)
+    assert not again.unsaved and again.tokens[0].tolist() == found["tokens"]

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 B, R, J = 3, 5, 4
 FROM = (0, 0, 1, 2, 1)  # the sources of the R paths
 WIDEST = 1 + R * J
-WIDTHS = (5, 13, WIDEST)  # each is one compilation
+WIDTHS = (5, WIDEST)  # each is one compilation
 
 merge = jax.jit(
     functools.partial(merge_paths, num_sources=len(SOURCES)), static_argnames=("sources", "width")
@@ -39,10 +39,6 @@ def define(paths, lengths, sources):
         for depth in range(1, length + 1):
             nodes.setdefault(tuple(path[:depth]), set()).add(source)
     return nodes
-
-
-def needed_width(paths, lengths):
-    return max(len(define(*row, FROM)) for row in zip(paths, lengths, strict=True))
 
 
 def read_nodes(tree, b, root):
@@ -107,7 +103,7 @@ def drafts(draw):
 @hypothesis.settings(max_examples=30)
 def test_merge_paths(draft, width):
     _, paths, lengths = draft
-    needed = needed_width(paths, lengths)
+    needed = max(len(define(*row, FROM)) for row in zip(paths, lengths, strict=True))
     width = next(enough for enough in WIDTHS if enough >= max(needed, width))
     tree = jax.device_get(merge(*draft, sources=FROM, width=width))
     check_tree(tree, *draft, FROM)
@@ -118,33 +114,16 @@ def test_the_width_is_exactly_enough(lengths, width):
     """All tokens differ; and paths of no tokens."""
     paths = np.arange(B * R * J, dtype=np.int32).reshape(B, R, J)
     draft = np.asarray([7, 8, 9], np.int32), paths, np.full((B, R), lengths, np.int32)
-    for x64 in (False, True):
-        with jax.enable_x64(x64):
-            tree = jax.device_get(merge(*draft, sources=FROM, width=width))
-            check_tree(tree, *draft, FROM)
+    with jax.enable_x64(True):
+        tree = jax.device_get(merge(*draft, sources=FROM, width=width))
+    check_tree(tree, *draft, FROM)
     assert tree.drafted.tolist() == [R * lengths] * B
 
 
-def test_one_node_of_several_sources():
-    """The second path ends inside the first, the third leaves it: written out by hand."""
-    paths = np.asarray([[[5, 6, 7], [5, 6, 0], [5, 9, 7]]], np.int32)
-    lengths, sources = np.asarray([[3, 2, 3]], np.int32), (0, 2, 1)
-    tree = merge(np.asarray([4], np.int32), paths, lengths, sources=sources, width=7)
-    named = {path: slot for slot, path in read_nodes(tree, 0, 4).items()}
-    assert set(named) == {(), (5,), (5, 6), (5, 6, 7), (5, 9), (5, 9, 7)}
-    by = {path: np.asarray(tree.sources[0, slot]).tolist() for path, slot in named.items()}
-    assert by[()] == [False, False, False]
-    assert by[5,] == [True, True, True]
-    assert by[5, 6] == [True, False, True]
-    assert by[5, 6, 7] == [True, False, False]
-    assert by[5, 9] == by[5, 9, 7] == [False, True, False]
-
-
-@pytest.mark.parametrize("count, depth", [(0, 3), (0, 0), (2, 0)])
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("count, depth, width", [(0, 3, 1), (2, 0, 4)])
 def test_no_paths(count, depth, width):
-    roots, lengths = np.asarray([7, 8], np.int32), np.zeros((2, count), np.int32)
-    draft = roots, np.zeros((2, count, depth), np.int32), lengths
+    roots, paths = np.asarray([7, 8], np.int32), np.zeros((2, count, depth), np.int32)
+    draft = roots, paths, np.zeros((2, count), np.int32)
     tree = jax.device_get(merge_paths(*draft, width=width))
     check_tree(tree, *draft, [0] * count)
 
@@ -152,7 +131,7 @@ def test_no_paths(count, depth, width):
 # --- tree_paths ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("branching", [(), (1,), (3,), (1, 3, 3, 3), (2, 1, 4), (4, 3, 2, 1)])
+@pytest.mark.parametrize("branching", [(), (1, 3, 3, 3), (2, 1, 4)])
 def test_branching_trees(branching):
     """As many children of each node as the depth says, named by rank, parents first."""
     expected, layer = [], [()]
@@ -164,7 +143,7 @@ def test_branching_trees(branching):
 
 
 @hypothesis.given(st.data())
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=30)
 def test_explicit_trees(data):
     """Any order of the paths is accepted; the nodes are these, parents first."""
     nodes = [()]
@@ -179,53 +158,35 @@ def test_explicit_trees(data):
         assert len(path) == 1 or path[:-1] in ours[:index]
 
 
-@pytest.mark.parametrize("kind", [list, tuple, np.asarray])
-def test_a_tree_may_be_a_list_or_an_array(kind):
-    assert TokenSwift(tree=kind([1, 3])).tree == (1, 3)
-    assert TokenSwift(tree=kind([kind([0]), kind([1])])).tree == ((0,), (1,))
-    assert hash(TokenSwift(tree=kind([1, 3]))) == hash(TokenSwift(tree=(1, 3)))
-
-
 MALFORMED_TREES = [
     ((1, 0), "each depth has at least one child"),
-    ((-1,), "each depth has at least one child"),
     ((17, 17, 17), "at most 4096 nodes"),
-    ((4097,), "at most 4096 nodes"),
     (tuple((rank,) for rank in range(4097)), "4097 paths.*at most 4096 nodes"),
     (((0,), (0, -1)), r"\(0, -1\) is neither"),
     (((0,), ()), r"; \(\) is neither"),
     (((0,), 1), "; 1 is neither"),
-    (((0,), (0.0,)), r"\(0\.0,\) is neither"),
     (((0,), (False,)), r"\(False,\) is neither"),
     ((1, "3"), "is neither"),
-    ((1, 3.5), "is neither"),
+    ((True, 3), "is neither"),  # which compares and hashes as (1, 3)
     (((0,), (1,), (0,)), r"\(0,\) is there twice"),
-    (((0, 0), (1,)), r"\(0, 0\) cannot be reached, its parent \(0,\) is missing"),
-    (((0,), (0, 1, 2)), r"its parent \(0, 1\) is missing"),
+    (((0,), (0, 1, 2)), r"\(0, 1, 2\) cannot be reached, its parent \(0, 1\) is missing"),
 ]
 
 
 @pytest.mark.parametrize("tree, message", MALFORMED_TREES, ids=lambda x: str(x)[:40])
 def test_malformed_trees(tree, message):
+    tree_paths((1, 3))
     for make in (tree_paths, lambda tree: TokenSwift(tree=tree)):
         with pytest.raises(ValueError, match=message) as caught:
             make(tree)
         assert "tree=" in str(caught.value)
 
 
-@pytest.mark.parametrize("tree", [(True, 3), (1.0, 3)])
-def test_numbers_that_only_equal_integers_are_refused(tree):
-    """Also after the tree of integers, which compares and hashes the same."""
-    tree_paths((1, 3))
-    with pytest.raises(ValueError, match="is neither"):
-        TokenSwift(tree=tree)
-
-
 # --- the sizes of a step ---------------------------------------------------------------------
 
 
-def decode_config(method, heads, **changes):
-    return DecodeConfig(tiny_config(num_draft_heads=heads, **changes), method)
+def decode_config(method, heads):
+    return DecodeConfig(tiny_config(num_draft_heads=heads), method)
 
 
 def ngrams_follow(cfg):
@@ -235,8 +196,6 @@ def ngrams_follow(cfg):
 def draft_paths(cfg, token):
     """All paths that one step may draft, as lists; `token(name)` is the token of a node or slot."""
     method, paths = cfg.method, []
-    if isinstance(method, Autoregressive):
-        return paths
     if isinstance(method, TokenSwift):
         reach = cfg.model.num_draft_heads
         reach += method.draft_passes if method.draft_from == "partial_cache" else 0
@@ -264,22 +223,12 @@ trees = st.one_of(
     st.lists(st.integers(1, 3), max_size=4).map(tuple),
     st.sampled_from([((0,), (0, 0), (1,)), ((1,),), ((2,), (2, 1), (2, 1, 0), (0,))]),
 )
-methods = st.one_of(
-    st.builds(
-        NGram,
-        num_ngrams=st.integers(0, 4),
-        ngram_size=st.integers(2, 5),
-        suffix_length=st.integers(0, 6),
-    ),
-    st.builds(
-        TokenSwift,
-        num_ngrams=st.integers(0, 4),
-        ngram_size=st.integers(2, 5),
-        suffix_length=st.integers(0, 6),
-        tree=trees,
-        draft_from=st.sampled_from(["partial_cache", "verified_state"]),
-        draft_passes=st.integers(1, 3),
-    ),
+of_text = dict(
+    num_ngrams=st.integers(0, 4), ngram_size=st.integers(2, 5), suffix_length=st.integers(0, 6)
+)
+sources = st.sampled_from(["partial_cache", "verified_state"])
+methods = st.builds(NGram, **of_text) | st.builds(
+    TokenSwift, tree=trees, draft_from=sources, draft_passes=st.integers(1, 3), **of_text
 )
 
 
@@ -306,33 +255,18 @@ def test_the_tree_width_is_what_a_step_may_need_at_most(method, heads, seed):
 # --- refusals --------------------------------------------------------------------------------
 
 OF_NGRAMS = [  # argument, value, and what the message says would be right
-    ("num_ngrams", -1, "an integer, at least 0"),
     ("num_ngrams", 1025, "an integer, at most 1024"),
-    ("num_ngrams", 2.0, "an integer, at least 0"),
     ("num_ngrams", True, "an integer, at least 0"),
     ("ngram_size", 1, "an integer, at least 2"),
-    ("ngram_size", 65, "an integer, at most 64"),
-    ("ngram_slots", 0, "an integer, at least 1"),
-    ("ngram_slots", 4097, "an integer, at most 4096"),
     ("ngram_slots", 19, "at least num_ngrams=20"),
-    ("ngram_delay", -1, "an integer, at least 0"),
     ("ngram_delay", 2**31, "an integer, at most 2147483647"),
-    ("suffix_length", -1, "an integer, at least 0"),
-    ("suffix_length", 257, "an integer, at most 256"),
     ("suffix_length", "16", "an integer, at least 0"),
-    ("suffix_match", 0, "an integer, at least 1"),
 ]
 OF_TOKENSWIFT = [
     ("draft_from", "heads", "one of 'partial_cache', 'verified_state'"),
-    ("draft_passes", 0, "an integer, at least 1"),
     ("draft_passes", 65, "an integer, at most 64"),
-    ("num_sinks", -1, "an integer, at least 0"),
-    ("draft_budget", 0, "an integer, at least 1"),
-    ("draft_budget", 16, "larger than num_sinks=16"),
-    ("draft_refresh", 0, "an integer, at least 1"),
     ("draft_rest", 1, "True or False"),
     ("suffix_alone", 17, "an integer, at most 16"),
-    ("noise_coupled", None, "True or False"),
 ]
 REFUSED = [(method, *one) for method in (NGram, TokenSwift) for one in OF_NGRAMS]
 REFUSED += [(TokenSwift, *one) for one in OF_TOKENSWIFT]
@@ -345,41 +279,28 @@ def test_refused_settings(method, name, value, wanted):
     assert str(caught.value) == f"{name}={value!r} is not valid: {wanted}"
 
 
-@pytest.mark.parametrize("value", ["eagle", None, 3, TokenSwift, ("ngram",)])
-def test_unknown_methods(value):
-    with pytest.raises(ValueError) as caught:
-        resolve_method(value)
-    assert f"method={value!r} is not valid: one of 'autoregressive'" in str(caught.value)
-    assert "'ngram', 'tokenswift'" in str(caught.value)
-
-
 def test_methods_by_name_and_by_dataclass():
     assert resolve_method("autoregressive") == Autoregressive()
-    assert resolve_method("ngram") == NGram()
     assert resolve_method("tokenswift") == resolve_method("auto") == Auto()
     assert resolve_method(NGram(num_ngrams=3)) == NGram(num_ngrams=3)
+    for value in ("eagle", None, TokenSwift):
+        with pytest.raises(ValueError, match="method=.* is not valid: one of 'autoregressive'"):
+            resolve_method(value)
 
 
-@pytest.mark.parametrize("name", ["tree", "draft_from"])
-def test_auto_has_to_be_resolved(name):
-    with pytest.raises(ValueError, match=f"{name}='auto' is not valid: .*tsjax.Auto"):
-        TokenSwift(**{name: "auto"})
+def test_auto_has_to_be_resolved():
+    for name in ("tree", "draft_from"):
+        with pytest.raises(ValueError, match=f"{name}='auto' is not valid: .*tsjax.Auto"):
+            TokenSwift(**{name: "auto"})
     with pytest.raises(ValueError, match=r"Auto\(\) is not valid here.*tsjax.choose_method"):
         decode_config(Auto(), 3)
 
 
-@pytest.mark.parametrize(
-    ("settings", "heads", "message"),
-    [
-        (dict(draft_from="verified_state"), 0, "needs draft heads.*heads=.*partial_cache.*ngram"),
-        (dict(tree=(VOCAB + 1,)), 3, f"tree=.*below the vocabulary size {VOCAB}"),
-        (dict(tree=((0,), (0, VOCAB))), 3, f"tree=.*below the vocabulary size {VOCAB}"),
-    ],
-)
-def test_what_the_model_has_not(settings, heads, message):
+def test_what_the_model_has_not():
     """Ranks lie within the vocabulary, as far as they are drafted."""
-    with pytest.raises(ValueError, match=message):
-        decode_config(TokenSwift(**settings), heads)
-    if heads:
-        decode_config(TokenSwift(tree=(VOCAB,)), 0)
-        decode_config(TokenSwift(tree=((0,), (0, VOCAB))), 0)  # drafted one token deep
+    with pytest.raises(ValueError, match="needs draft heads.*heads=.*partial_cache.*ngram"):
+        decode_config(TokenSwift(draft_from="verified_state"), 0)
+    for tree in ((VOCAB + 1,), ((0,), (0, VOCAB))):
+        with pytest.raises(ValueError, match=f"tree=.*below the vocabulary size {VOCAB}"):
+            decode_config(TokenSwift(tree=tree), 3)
+    decode_config(TokenSwift(tree=((0,), (0, VOCAB))), 0)  # drafted one token deep

@@ -45,7 +45,7 @@ OF_DRAFTS = (
         "tsjax/methods/partial_cache.py",
         "newest_first = ~has_all if once else None",
         "newest_first = None",
-        ("tests/test_draft_choice.py::test_a_cache_that_is_chosen_once_keeps_the_newest",),
+        ("tests/test_draft_cache.py::test_refreshes_of_one_kind",),
     ),
     Change(
         "chunks_scored_by_their_sum",
@@ -53,7 +53,7 @@ OF_DRAFTS = (
         "tsjax/methods/draft_choice.py",
         "means = sums(jnp.where(exists, scores, 0)) / jnp.maximum(count, 1)",
         "means = sums(jnp.where(exists, scores, 0))",
-        ("tests/test_draft_choice.py::test_a_chunk_is_scored_as_its_mean_key",),
+        ("tests/test_draft_choice.py::test_scores",),
     ),
     # --- the text --------------------------------------------------------------------------------
     Change(
@@ -78,7 +78,7 @@ OF_DRAFTS = (
         "tsjax/methods/history.py",
         "source = jnp.clip(places[..., None] + 1 + offset, 0, tokens.shape[1] - 1)",
         "source = jnp.clip(places[..., None] + offset, 0, tokens.shape[1] - 1)",
-        ("tests/test_ngram.py::test_longest_suffix_by_hand",),
+        ("tests/test_ngram.py::test_longest_suffix",),
     ),
     Change(
         "rarest_ngram_first",
@@ -86,7 +86,7 @@ OF_DRAFTS = (
         "tsjax/methods/history.py",
         "for f in (jnp.greater, jnp.equal))",
         "for f in (jnp.less, jnp.equal))",
-        ("tests/test_ngram.py::test_table_by_hand",),
+        ("tests/test_ngram.py::test_table",),
     ),
     Change(
         "corpus_read_across_its_ends",
@@ -144,10 +144,7 @@ OF_DRAFTS = (
         "tsjax/methods/model_drafts.py",
         "return self.scores > -jnp.inf",
         "return self.scores >= -jnp.inf",
-        (
-            "tests/test_acceptance.py::test_as_many_drafts_are_accepted_as_were"
-            "[small-likely passes and heads]",
-        ),
+        ("tests/test_acceptance.py::test_what_truncation_has_removed_is_not_drafted",),
     ),
     Change(
         "second_model_keeps_what_was_wrong",

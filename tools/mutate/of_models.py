@@ -20,7 +20,7 @@ OF_MODELS = (
         "tsjax/model/layers.py",
         "return frequencies / rope.factor * ramp + frequencies * (1 - ramp)",
         "return frequencies * ramp + frequencies * (1 - ramp)",
-        ("tests/test_layers.py::test_rope_frequencies",),
+        ("tests/test_goldens.py::test_model",),
     ),
     Change(
         "attention_factor_dropped",
@@ -28,7 +28,7 @@ OF_MODELS = (
         "tsjax/model/layers.py",
         "scale = rope.attention_factor\n",
         "scale = 1.0\n",
-        ("tests/test_layers.py::test_rotation",),
+        ("tests/test_goldens.py::test_model",),
     ),
     Change(
         "importance_of_one_query_head",
