@@ -51,6 +51,7 @@ class DraftModel(OnPartialCache):
     """
 
     sources: ClassVar[tuple[str, ...]] = ("draft_model",)
+    takes_draft_model: ClassVar[bool] = True
 
     length: int = 4
     draft_choice: str = "all"
@@ -67,10 +68,6 @@ class DraftModel(OnPartialCache):
         self.check_cache()
         if isinstance(self.model, dict):  # of a file
             object.__setattr__(self, "model", ModelConfig.from_dict(self.model))
-
-    @property
-    def takes_draft_model(self) -> bool:
-        return True
 
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:

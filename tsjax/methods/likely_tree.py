@@ -95,6 +95,7 @@ class LikelyTree(OnPartialCache):
     """
 
     sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
+    reads_corpus: ClassVar[bool] = True
 
     width: int = 16
     pass_widths: tuple[int, ...] = (1, 2, 4, 8)
@@ -129,10 +130,6 @@ class LikelyTree(OnPartialCache):
     @property
     def wants_costs(self) -> bool:
         return self.costs is None
-
-    @property
-    def reads_corpus(self) -> bool:
-        return True
 
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:

@@ -63,6 +63,7 @@ class TriForce(OnPartialCache):
     """
 
     sources: ClassVar[tuple[str, ...]] = ("retrieval",)
+    takes_draft_model: ClassVar[bool] = True
 
     length: int = 6
     inner_length: int = 1
@@ -84,10 +85,6 @@ class TriForce(OnPartialCache):
         self.check_cache()
         if isinstance(self.model, dict):  # of a file
             object.__setattr__(self, "model", ModelConfig.from_dict(self.model))
-
-    @property
-    def takes_draft_model(self) -> bool:
-        return True
 
     @property
     def inner(self) -> DraftModel:
