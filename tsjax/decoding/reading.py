@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tsjax.config import check
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.state import DecodeState
-from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
@@ -80,8 +80,7 @@ def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg:
     A chunk that would leave the buffers begins earlier and computes a few tokens again.
     """
     capacity = state.tokens.shape[1]
-    if width > capacity:
-        raise BadValue(f"width={width} is not valid: at most the capacity {capacity}")
+    check(width <= capacity, "width", width, f"at most the capacity {capacity}")
     with jax.named_scope("prefill"):
         start = jnp.minimum(start, capacity - width)
         tokens = lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tsjax.config import GenerationConfig, ModelConfig
+from tsjax.config import GenerationConfig, ModelConfig, check
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import empty_log_probs
 from tsjax.decoding.method import Memory
@@ -73,13 +73,9 @@ def init_state(
             f"prompt_length of shape {prompt_length.shape} is not valid: one for each of {batch} "
             "rows"
         )
-    if width > capacity:
-        raise BadValue(f"capacity={capacity} is not valid: at least the {width} prompt columns")
-    if capacity <= cfg.rows_ahead:
-        raise BadValue(
-            f"capacity={capacity} is not valid: at least {cfg.rows_ahead + 1} slots, for the "
-            "longest path of one step and what it revives"
-        )
+    check(width <= capacity, "capacity", capacity, f"at least the {width} prompt columns")
+    ahead, what = cfg.rows_ahead, "the longest path of one step and what it revives"
+    check(capacity > ahead, "capacity", capacity, f"at least {ahead + 1} slots, for {what}")
     model = cfg.model
     if sampling is None:
         sampling = sampling_values(GenerationConfig(), (), model.vocab_size, model.dtype)
@@ -113,9 +109,8 @@ def init_state(
     )
     if cfg.prefill is not None:
         check_lazy_mesh(mesh)
-        state = cfg.prefill.begin(
-            state, width if prompt_capacity is None else prompt_capacity, model
-        )
+        longest = width if prompt_capacity is None else prompt_capacity
+        state = cfg.prefill.begin(state, longest, model)
     return state if mesh is None else _on_each_device(state, mesh)
 
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import GenerationConfig, check, check_int
@@ -19,7 +18,7 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.start import with_method
-from tsjax.decoding.state import RUNNING, STOPPED, DecodeState
+from tsjax.decoding.state import RUNNING, DecodeState
 from tsjax.errors import BadType, BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
@@ -37,6 +36,7 @@ from tsjax.host.run import (
     params_for,
     programs_of,
     start_run,
+    stopped_in,
 )
 from tsjax.host.sizes import check_memory
 from tsjax.methods import resolve_method
@@ -285,9 +285,7 @@ class _Many:
                 stopped[place] = seen.finish[place] == RUNNING
                 if news["reasons"][0] != "interrupted":
                     ended.append(self._answer(row, news, broken))
-        if stopped.any():
-            state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
-        self._state = state
+        self._state = stopped_in(state, stopped)
         return ended
 
     def _answer(self, row: _Row, news: dict[str, Any], error: TsjaxError | None) -> Answer:
