@@ -46,7 +46,6 @@ def programs(platform: str, dtype: str) -> SimpleNamespace:
 
 
 def compiler_options(platform: str, dtype: str) -> dict[str, str] | None:
-    """What XLA is told for all programs."""
     if platform == "cpu" and dtype == "bfloat16":
         # In jax 0.10 this pass widens every bfloat16 operation to float32, slices too, and the
         # widened copy of the whole cache then moves out of the loop over its blocks.

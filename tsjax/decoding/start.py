@@ -6,11 +6,10 @@ Knows what a config needs. Does not know steps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -123,42 +122,20 @@ def check_lazy_mesh(mesh) -> None:
         )
 
 
-class Begun(NamedTuple):
-    """What a run begins with, of each row, as NumPy arrays.
+def begin(
+    tokens, prompt_length, seeds, repeats, ended, *, cfg: DecodeConfig, **more
+) -> DecodeState:
+    """The state of a run, of arrays alone: one program makes it.
 
-    Attributes:
+    Args:
       tokens: [B, capacity] int32, the prompt and, for a resumed run, what was made already.
-      prompt_length, length, max_length: [B] int32, see `init_state`.
       seeds, repeats: [B] uint32, see `row_keys`.
       ended: [B] bool, rows that run no more.
-      sampling: what a user chose.
+      prompt_length, more: see `init_state`.
     """
-
-    tokens: np.ndarray
-    prompt_length: np.ndarray
-    length: np.ndarray
-    max_length: np.ndarray
-    seeds: np.ndarray
-    repeats: np.ndarray
-    ended: np.ndarray
-    sampling: SamplingValues
-
-
-def begin(begun: Begun, *, cfg: DecodeConfig, prompt_capacity: int, mesh=None) -> DecodeState:
-    """The state of a run, of arrays alone: one program makes it."""
-    state = init_state(
-        begun.tokens,
-        begun.prompt_length,
-        cfg=cfg,
-        capacity=begun.tokens.shape[1],
-        max_length=begun.max_length,
-        length=begun.length,
-        sampling=begun.sampling,
-        row_key=row_keys(begun.seeds, begun.repeats),
-        mesh=mesh,
-        prompt_capacity=prompt_capacity,
-    )
-    return state.replace(finish=jnp.where(begun.ended, jnp.int8(STOPPED), state.finish))
+    capacity, row_key = tokens.shape[1], row_keys(seeds, repeats)
+    state = init_state(tokens, prompt_length, cfg=cfg, capacity=capacity, row_key=row_key, **more)
+    return state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
 
 
 def adopt(state: DecodeState, cache: KVCache) -> DecodeState:

@@ -368,7 +368,6 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
 
 
 def copy_companions(source: str | None, folder: str) -> None:
-    """Copies tokenizer and generation_config files, where there are any."""
     for name in COMPANIONS:
         if source is not None and os.path.exists(file := os.path.join(source, name)):
             require_file(file)

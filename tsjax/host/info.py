@@ -230,7 +230,6 @@ def _programs() -> str | None:
 
 
 def info_lines(known: Info) -> list[str]:
-    """The facts as they are printed."""
     names = ", ".join(f"{name} {version}" for name, version in known.versions.items())
     memory = _size(known.memory) if known.memory is not None else "unknown"
     rows = [

@@ -236,7 +236,6 @@ class Parts:
 
     @functools.cached_property
     def _int8(self) -> ModelWeights:
-        """The first layers and the unembedding in int8."""
         return int8_weights(self._first, self._few, as_int8)
 
     @property

@@ -86,12 +86,10 @@ def check_same(call: str, *asked: Any) -> None:
 
 
 def first_says(value: float) -> float:
-    """The first process's value."""
     return float(_of_all(value)[0]) if are_several() else value
 
 
 def most(value: float) -> float:
-    """The greatest of all processes' values."""
     return float(_of_all(value).max()) if are_several() else value
 
 

@@ -20,7 +20,7 @@ from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
 from tsjax.decoding.programs import programs
 from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
-from tsjax.decoding.start import Begun, with_method
+from tsjax.decoding.start import with_method
 from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
@@ -399,7 +399,7 @@ def begin_run(model: Model, request: Request) -> DecodeState:
     tokens = np.zeros((len(rows), request.capacity), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    begun = Begun(
+    state = programs_of(model).begin(
         tokens=tokens,
         prompt_length=np.asarray(request.prompt_length, np.int32),
         length=np.asarray([len(row) for row in rows], np.int32),
@@ -410,9 +410,11 @@ def begin_run(model: Model, request: Request) -> DecodeState:
         sampling=sampling_values(
             request.config, request.stop_ids, cfg.vocab_size, cfg.dtype, request.processors
         ),
+        cfg=request.decode,
+        prompt_capacity=request.prompt_capacity,
+        mesh=mesh,
     )
-    sizes = {"cfg": request.decode, "prompt_capacity": request.prompt_capacity}
-    return kept_on_device(model, programs_of(model).begin(begun, mesh=mesh, **sizes))
+    return kept_on_device(model, state)
 
 
 def kept_on_device(model: Model, state: DecodeState) -> DecodeState:

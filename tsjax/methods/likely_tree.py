@@ -178,7 +178,6 @@ class LikelyTree(OnPartialCache):
         )
 
     def _num_paths(self, model: ModelConfig) -> int:
-        """Paths that a step offers."""
         of_text, of_corpus = 1 + self.places, PLACES if self.corpus else 0
         of_passes, heads = 1 + (CHILDREN - 1) * self.draft_passes, self._num_heads(model)
         found = of_corpus + (of_text if self.places else 0) + (len(grid(heads)) if heads else 0)

@@ -116,7 +116,6 @@ class Text(NamedTuple):
 
 
 def known_text(state: DecodeState, room: int) -> Text:
-    """The text of a state, with room for guesses."""
     none = jnp.zeros((state.root.shape[0], room), jnp.int32)
     return Text(state.tokens, state.length, none, jnp.zeros_like(state.length))
 

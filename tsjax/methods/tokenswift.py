@@ -256,11 +256,9 @@ class TokenSwift(NGram, OnPartialCache):
             return drafter.run(carry[0], *inputs)[:2]
 
         carry = cache, [no_candidates((root.shape[0], plan.best_of), noise.dtype)] * plan.levels
-        return (
-            run_if(wanted, run, carry, root, noise)
-            if plan.suffix_alone
-            else run(carry, root, noise)
-        )
+        if plan.suffix_alone:
+            return run_if(wanted, run, carry, root, noise)
+        return run(carry, root, noise)
 
 
 class TreePlan(NamedTuple):
