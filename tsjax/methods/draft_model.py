@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.decoding.method import DraftPasses, Measured, Method, Noise, Promise, Sizes
+from tsjax.decoding.method import DraftPasses, Measured, Memory, Method, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree, merge_paths
 from tsjax.methods.cost_model import Costs
@@ -90,7 +90,7 @@ class DraftModel(OnPartialCache):
         drafting = DraftPasses(self.length, self.slots_at(context), self.model)
         return Promise(tokens, seconds, 1 + self.length, self.length, self.length, (drafting,))
 
-    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Reader | tuple:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Memory:
         if self.model is None:
             return ()
         return init_reader(self, self.model, batch, capacity, room=self.length)
