@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import GenerationConfig, ModelConfig, check
 from tsjax.decoding.config import DecodeConfig
@@ -24,7 +23,7 @@ from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import BadValue
 from tsjax.model.cache import Cache, KVCache, cache_bytes, init_cache
 from tsjax.model.parts import by_text
-from tsjax.model.sharding import named_sharding, parts_of
+from tsjax.model.sharding import everywhere, named_sharding, parts_of
 from tsjax.typing import accumulation_dtype
 
 # Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
@@ -325,16 +324,16 @@ def _sizes_of(model: ModelConfig) -> tuple[int, int]:
 
 def _on_each_device(state: Any, mesh) -> Any:
     """Copies everything to all devices of the mesh but what is placed: cache and memory may be."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    whole = everywhere(mesh)
 
     def place(part):
         """Keys and values of a cache are placed where they are made."""
         if not isinstance(part, Cache):
             if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
-                data = jax.device_put(jax.random.key_data(part), everywhere)
+                data = jax.device_put(jax.random.key_data(part), whole)
                 return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
-            return jax.device_put(part, everywhere)
-        rest = jax.device_put(part.replace(k=(), v=()), everywhere)
+            return jax.device_put(part, whole)
+        rest = jax.device_put(part.replace(k=(), v=()), whole)
         return rest.replace(k=part.k, v=part.v)
 
     return jax.tree.map(place, state, is_leaf=lambda part: isinstance(part, Cache))

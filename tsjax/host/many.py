@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int
+from tsjax.config import GenerationConfig, check, check_int, check_type
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.start import with_method
 from tsjax.decoding.state import RUNNING, DecodeState
-from tsjax.errors import BadType, BadValue, TsjaxError
+from tsjax.errors import BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host import processes
@@ -113,8 +113,7 @@ def generate_many(
     `error`; the others go on. Where `prompts` itself raises, the rows that run are answered first.
     Ctrl-C or SIGTERM raises tsjax.Interrupted; what was yielded before is whole.
     """
-    if not isinstance(model, Model):
-        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_type(model, Model, "model", "what tsjax.load returns")
     check_int(rows, "rows", 1)
     several = not isinstance(prompts, str | bytes | Mapping) and isinstance(prompts, Iterable)
     check(several, "prompts", prompts, "an iterable of prompts; one of them goes to generate")

@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import OWN_VOCABULARY, ModelConfig
 from tsjax.decoding.config import DecodeConfig
@@ -41,7 +40,7 @@ from tsjax.model.cache import KVCache, cache_bytes, init_cache
 from tsjax.model.int8 import as_int8
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_layers
-from tsjax.model.sharding import mesh_of
+from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import ModelWeights, final_norm, int8_weights, unembed
 from tsjax.typing import accumulation_dtype
 
@@ -226,7 +225,7 @@ class Parts:
         """On every device of a mesh."""
         if self._mesh is None:
             return tree
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+        return jax.device_put(tree, everywhere(self._mesh))
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return self._placed(jnp.zeros((self._batch, *shape), dtype))

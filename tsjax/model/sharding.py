@@ -80,6 +80,11 @@ def wanted_axes(axis: str | None) -> tuple[str, ...]:
     return SHARDING_RULES[axis] if axis else ()
 
 
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Whole on each device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def parts_of(mesh: Mesh | AbstractMesh | None) -> int:
     """Parts over which the slots of a cache are dealt out."""
     return 1 if mesh is None else mesh.shape.get("slots", 1)
