@@ -47,14 +47,7 @@ from tsjax.methods.likely_sources import (
     heads_after,
     kinds_of_pass,
 )
-from tsjax.methods.model_drafts import (
-    Candidates,
-    Drafter,
-    newest,
-    noise_after,
-    rank_heads,
-    weights_for,
-)
+from tsjax.methods.model_drafts import Candidates, Drafter, newest, noise_after, weights_for
 from tsjax.methods.ngram import fading_window
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
@@ -283,7 +276,7 @@ class LikelyTree(OnPartialCache):
         """
         memory, weights = state.memory, weights_for(self, params)
         heads, passes = params.heads[: self._num_heads(model)], self.draft_passes
-        drafter = Drafter(model, weights, heads, state, passes, CHILDREN, self.draft_rest)
+        drafter = Drafter(model, weights, heads, state, CHILDREN, passes, self.draft_rest)
         explores = jnp.max(state.stats.steps) % EXPLORES == 0
 
         def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
@@ -305,8 +298,8 @@ class LikelyTree(OnPartialCache):
 
         def run(_, hidden: Float[Array, "B D"], root: Int[Array, "B 1"], row) -> Offered:
             noise, heads = noise_after(model, state, row, 0, number), params.heads[:number]
-            ranked = rank_heads(model, weights, heads, state, hidden, root, noise, CHILDREN)
-            return Offered(*from_heads(ranked))
+            drafter = Drafter(model, weights, heads, state, CHILDREN)
+            return Offered(*from_heads(drafter.by_heads(hidden, root, noise)))
 
         nothing = nothing_offered(state.root.shape[0], len(grid(number)), number)
         inputs = state.memory.hidden, state.root[:, None], (state.row_key, state.length)
