@@ -153,7 +153,9 @@ def _fresh(
     config = (config or GenerationConfig()).replace(**settings)
     prompts, single = prompt_rows(model, prompt)
     answers = config.num_return_sequences
-    _check_seeds(config, len(prompts))
+    if isinstance(config.seed, tuple):
+        wanted = f"one for each of {len(prompts)} prompts"
+        check(len(config.seed) == len(prompts), "seed", config.seed, wanted)
     prompts = [row for row in prompts for _ in range(answers)]
     count = len(prompts)
     logprobs = None if config.logprobs is None else [no_log_probs(config.logprobs)] * count
@@ -277,12 +279,6 @@ def _check_draft_model(second: Any, method: Method, model: Model) -> None:
 def _vocabulary(model: Model) -> dict[str, int] | None:
     tokenizer = tokenizer_of(model)
     return None if tokenizer is None else tokenizer.get_vocab()
-
-
-def _check_seeds(config: GenerationConfig, prompts: int) -> None:
-    if isinstance(config.seed, tuple):
-        wanted = f"one for each of {prompts} prompts"
-        check(len(config.seed) == prompts, "seed", config.seed, wanted)
 
 
 def _check_against_model(config: GenerationConfig, model: Model) -> None:

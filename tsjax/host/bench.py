@@ -163,7 +163,7 @@ def _take_turns(
 
 
 def _peer(asked: Prepared, left_out: LeftOut) -> peers.Peer | None:
-    if not asked.with_peers:
+    if not asked.question.peers or asked.left_out:
         return None
     try:
         return peers.Peer(str(asked.model.path), asked.model.cfg.dtype)
@@ -246,9 +246,8 @@ def _rows(asked: Prepared, runs: Runs, found: Rounds, cell: Cell) -> Iterator[di
         row = {"context": length, "setting": setting, **row, "rounds": len(made)}
         times = [one["ms_per_token"] for one in made]
         if bound:
-            pairs = min(len(bound), len(times))
             row["bound_ms"] = summary(bound)
-            row["share_of_bound"] = ratios(bound[:pairs], times[:pairs])
+            row["share_of_bound"] = ratios(bound, times)
             row["bound_bytes"] = _plain_bytes(asked, length)
         if name in asked.methods:
             row |= _of_ours(runs, name, made)

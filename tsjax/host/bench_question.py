@@ -131,10 +131,6 @@ class Prepared(NamedTuple):
         return self.question.simulate is not None
 
     @property
-    def with_peers(self) -> bool:
-        return self.question.peers and not self.left_out
-
-    @property
     def with_bound(self) -> bool:
         return mesh_of(self.model.params) is None
 
