@@ -30,8 +30,8 @@ def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.Decode
     """The state with a memory that knows all tokens, as after a step in the midst of a run."""
     method, memory = cfg.method, cfg.method.read(cfg.model, None, state.memory, state)
     if getattr(memory, "cache", None) is not None:
-        most = cfg.sizes.depth + 1
-        cache = method.caught_up(cfg.model, None, memory.cache, state, most)
+        cache, most = memory.cache, cfg.sizes.depth + 1
+        cache = method.caught_up(cfg.model, None, cache, state.kv, state.tokens, most)
         memory = memory.replace(cache=cache)
     return state.replace(memory=memory)
 

@@ -315,20 +315,20 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_380,
-    "tsjax/commands": 1_020,
-    "tsjax/decoding": 3_010,
-    "tsjax/files": 2_200,
-    "tsjax/host": 6_650,
-    "tsjax/lazy": 1_160,
-    "tsjax/methods": 4_550,
-    "tsjax/model": 1_360,
-    "tsjax/training": 1_300,
+    "tsjax": 1_370,
+    "tsjax/commands": 1_010,
+    "tsjax/decoding": 2_960,
+    "tsjax/files": 2_190,
+    "tsjax/host": 6_570,
+    "tsjax/lazy": 1_130,
+    "tsjax/methods": 4_480,
+    "tsjax/model": 1_330,
+    "tsjax/training": 1_290,
     "pallas_kernels": 3_110,
     "convert": 510,
     "benchmarks": 9_500,
     "tools": 6_010,
-    "tests": 22_300,
+    "tests": 22_320,
     "examples": 330,
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -186,7 +187,7 @@ def test_a_signal_during_the_prefill_ends_it(model, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
             return real(model).read_part(*args, **kwargs)
 
-        return real(model)._replace(read_part=read_part)
+        return SimpleNamespace(**{**vars(real(model)), "read_part": read_part})
 
     monkeypatch.setattr(run, "programs_of", signalled)
     result = interrupted(
@@ -258,7 +259,7 @@ def interrupt_chunk(monkeypatch, number: int, steps: int):
                 os.kill(os.getpid(), signal.SIGINT)
             return real(model).decode(*args, **kwargs)
 
-        return real(model)._replace(decode=decode)
+        return SimpleNamespace(**{**vars(real(model)), "decode": decode})
 
     monkeypatch.setattr(run, "programs_of", signalled)
     monkeypatch.setattr(run, "_next_chunk", lambda *_: steps)

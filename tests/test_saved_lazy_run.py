@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -133,7 +134,7 @@ def signal_in(patch, program: str, number: int):
                 os.kill(os.getpid(), signal.SIGINT)
             return getattr(real(model), program)(*args, **kwargs)
 
-        return real(model)._replace(**{program: run})
+        return SimpleNamespace(**{**vars(real(model)), program: run})
 
     patch.setattr(host_run, "programs_of", signalled)
 

@@ -7,88 +7,79 @@ The public list. What is not named here may change without notice.
 """
 
 # ruff: noqa: I001
-from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
-from importlib.metadata import version as _version
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError, version as _version
 
 # Models
-from tsjax.files.checkpoint import load as load, save as save, Model as Model
-from tsjax.files.weight_files import EMBEDDED as EMBEDDED
-from tsjax.config import ModelConfig as ModelConfig, RopeConfig as RopeConfig
-from tsjax.files.presets import model_preset as model_preset
+from tsjax.files.checkpoint import load, save, Model
+from tsjax.files.weight_files import EMBEDDED
+from tsjax.config import ModelConfig, RopeConfig
+from tsjax.files.presets import model_preset
 
 # Generation
-from tsjax.host.generation import generate as generate, stream as stream, forward as forward
-from tsjax.config import GenerationConfig as GenerationConfig
-from tsjax.files.presets import preset as preset
-from tsjax.host.result import GenerationResult as GenerationResult
-from tsjax.host.result import RunStats as RunStats, StreamChunk as StreamChunk
-from tsjax.host.interrupt import Interrupted as Interrupted
-from tsjax.errors import TsjaxError as TsjaxError
+from tsjax.host.generation import generate, stream, forward
+from tsjax.config import GenerationConfig
+from tsjax.files.presets import preset
+from tsjax.host.result import GenerationResult, RunStats, StreamChunk
+from tsjax.host.interrupt import Interrupted
+from tsjax.errors import TsjaxError
 
 # Penalties and processors of your own
-from tsjax.decoding.processors import LogitsProcessor as LogitsProcessor
-from tsjax.decoding.processors import token_bias as token_bias, bad_words as bad_words
-from tsjax.decoding.processors import allowed_tokens as allowed_tokens
+from tsjax.decoding.processors import LogitsProcessor, token_bias, bad_words, allowed_tokens
 
 # Log-probabilities
-from tsjax.decoding.logprobs import LogProbs as LogProbs
-from tsjax.host.scoring import score as score, Scored as Scored
+from tsjax.decoding.logprobs import LogProbs
+from tsjax.host.scoring import score, Scored
 
 # Chats, texts that are read once, many prompts
-from tsjax.host.conversation import Conversation as Conversation
-from tsjax.host.reading import read as read
-from tsjax.host.prefix import Prefix as Prefix
-from tsjax.host.many import generate_many as generate_many, Answer as Answer
+from tsjax.host.conversation import Conversation
+from tsjax.host.reading import read
+from tsjax.host.prefix import Prefix
+from tsjax.host.many import generate_many, Answer
 
 # Methods of decoding
-from tsjax.methods import Autoregressive as Autoregressive, NGram as NGram
-from tsjax.methods import TokenSwift as TokenSwift, LikelyTree as LikelyTree, Auto as Auto
-from tsjax.methods.medusa import Medusa as Medusa, tree_from_accuracy as tree_from_accuracy
-from tsjax.methods import DraftModel as DraftModel, MagicDec as MagicDec, TriForce as TriForce
-from tsjax.host.costs import choose_method as choose_method
-from tsjax.methods.corpus import Corpus as Corpus
-from tsjax.host.corpus_files import read_corpus as read_corpus
-from tsjax.methods.auto import Choice as Choice
-from tsjax.methods.cost_model import Costs as Costs, Int8Costs as Int8Costs, Line as Line
-from tsjax.decoding.tree import SOURCES as SOURCES
+from tsjax.methods import Autoregressive, NGram, TokenSwift, LikelyTree, Auto
+from tsjax.methods.medusa import Medusa, tree_from_accuracy
+from tsjax.methods import DraftModel, MagicDec, TriForce
+from tsjax.host.costs import choose_method
+from tsjax.methods.corpus import Corpus
+from tsjax.host.corpus_files import read_corpus
+from tsjax.methods.auto import Choice
+from tsjax.methods.cost_model import Costs, Int8Costs, Line
+from tsjax.decoding.tree import SOURCES
 
 # Methods of your own
-from tsjax.decoding.method import Method as Method, Sizes as Sizes
-from tsjax.decoding.method import DraftPasses as DraftPasses, Promise as Promise
-from tsjax.decoding.method import Measured as Measured, Tried as Tried
-from tsjax.decoding.tree import DraftTree as DraftTree, merge_paths as merge_paths
-from tsjax.decoding.state import Verdict as Verdict, Acceptance as Acceptance
-from tsjax.methods import register_method as register_method
+from tsjax.decoding.method import Method, Sizes, DraftPasses, Promise, Measured, Tried
+from tsjax.decoding.tree import DraftTree, merge_paths
+from tsjax.decoding.state import Verdict, Acceptance
+from tsjax.methods import register_method
 
 # Long prompts
-from tsjax.lazy.prefill import LazyPrefill as LazyPrefill
-from tsjax.host.compression import compress_prompt as compress_prompt
+from tsjax.lazy.prefill import LazyPrefill
+from tsjax.host.compression import compress_prompt
 
 # Saved runs
-from tsjax.host.replay import check_run as check_run, RunCheck as RunCheck, Departure as Departure
+from tsjax.host.replay import check_run, RunCheck, Departure
 
 # Training of draft heads
-from tsjax.training.run import train_heads as train_heads, TrainedHeads as TrainedHeads
-from tsjax.config import HeadTraining as HeadTraining
-from tsjax.files.presets import training_preset as training_preset
+from tsjax.training.run import train_heads, TrainedHeads
+from tsjax.config import HeadTraining
+from tsjax.files.presets import training_preset
 
 # For JAX programs: pure functions of arrays
-from tsjax.decoding.config import DecodeConfig as DecodeConfig
-from tsjax.decoding.start import init_state as init_state
-from tsjax.decoding.reading import prefill as prefill
-from tsjax.decoding.step import decode as decode, decode_step as decode_step
-from tsjax.decoding.state import DecodeState as DecodeState, StepStats as StepStats
-from tsjax.decoding.noise import row_keys as row_keys
-from tsjax.decoding.sampling import sampling_values as sampling_values
-from tsjax.model.params import Params as Params, init_params as init_params
-from tsjax.model.params import with_int8_drafts as with_int8_drafts
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.start import init_state
+from tsjax.decoding.reading import prefill
+from tsjax.decoding.step import decode, decode_step
+from tsjax.decoding.state import DecodeState, StepStats
+from tsjax.decoding.noise import row_keys
+from tsjax.decoding.sampling import sampling_values
+from tsjax.model.params import Params, init_params, with_int8_drafts
 
 # For other engines: the exact sampler and judge
-from tsjax.decoding.blocks import sample as sample, verify as verify, Verified as Verified
-from tsjax.decoding.blocks import token_noise as token_noise, warped_logits as warped_logits
+from tsjax.decoding.blocks import sample, verify, Verified, token_noise, warped_logits
 
 # Compiled programs on disk
-from tsjax.host.compilation import enable_compilation_cache as enable_compilation_cache
+from tsjax.host.compilation import enable_compilation_cache
 
 try:
     __version__ = _version("tsjax")

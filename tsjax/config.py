@@ -30,7 +30,14 @@ HEAD_KINDS = CHAINED, PARALLEL, OWN_VOCABULARY = "chained", "parallel", "paralle
 def check(condition: bool, argument: str, value: Any, wanted: str) -> None:
     """Raises the one kind of message this library has for a wrong argument."""
     if not condition:
-        raise BadValue(f"{argument}={value!r} is not valid: {wanted}")
+        shown = str(value) if isinstance(value, numbers.Number) else repr(value)  # also NumPy's
+        raise BadValue(f"{argument}={shown} is not valid: {wanted}")
+
+
+def check_type(value: Any, kind: type, argument: str, wanted: str) -> None:
+    """As `check`, for a value of another type."""
+    if not isinstance(value, kind):
+        raise BadType(f"{argument}={value!r:.80} is not valid: {wanted}")
 
 
 def one_of(names: Iterable[str]) -> str:
@@ -54,12 +61,10 @@ HABITS = {
     "length_penalty": "it belongs to beam search, which tsjax does not have; leave it out",
     "early_stopping": "it belongs to beam search, which tsjax does not have; leave it out",
     "logit_bias": "write logits_processor=tsjax.token_bias({token: bias}, vocab_size)",
-    "sequence_bias": "write logits_processor=tsjax.token_bias({token: bias}, vocab_size)",
     "bad_words_ids": "write logits_processor=tsjax.bad_words(words, vocab_size)",
     "bad_words": "write logits_processor=tsjax.bad_words(words, vocab_size), words as token ids",
     "allowed_token_ids": "write logits_processor=tsjax.allowed_tokens(tokens, vocab_size)",
     "output_scores": "write logprobs=N, for those of the chosen token and of the N best",
-    "output_logits": "write logprobs=N, for those of the chosen token and of the N best",
     "return_dict_in_generate": "leave it out: the result has tokens, text, figures and, with "
     "logprobs=N, log-probabilities",
     "pad_token_id": "leave it out: nothing is padded; prompts of different lengths make one list",
@@ -68,7 +73,8 @@ HABITS = {
     "line prints it so by itself",
     "generation_config": "pass config=tsjax.GenerationConfig.from_hf(...)",
 }
-HABITS["best_of"] = HABITS["n"]
+HABITS["best_of"], HABITS["sequence_bias"] = HABITS["n"], HABITS["logit_bias"]
+HABITS["output_logits"] = HABITS["output_scores"]
 
 
 def check_int(value: Any, name: str, low: int, high: int = 2**31 - 1) -> None:

@@ -175,7 +175,7 @@ def run_demo(
             return 1
         if interrupted:
             return 130
-        nbytes = bytes_of_step(model, columns[0])
+        nbytes = plain_bytes(model.cfg, len(begun.ids) + len(columns[0].tokens) / 2)
         for line in (verdict(columns), worth(columns[0], nbytes, read_rate(nbytes))):
             print(f"\n{textwrap.fill(line, SENTENCE_WIDTH)}", file=out, flush=True)
         shown = "".join(text for text, _ in columns[0].pieces)
@@ -436,12 +436,6 @@ def worth(plain: Column, nbytes: float, rate: float) -> str:
         f"{nbytes / 1e6:,.0f} MB, takes {1e3 * least:.2f} ms, {least / taken:.0%} of that, at "
         f"{rate / 1e9:,.0f} GB/s, measured here by summing an array as large."
     )
-
-
-def bytes_of_step(model: Model, plain: Column) -> float:
-    """What a step of plain decoding has to read, at the mean context of a run."""
-    assert plain.stats is not None
-    return plain_bytes(model.cfg, plain.stats.prompt_tokens[0] + len(plain.tokens) / 2)
 
 
 def acceptance(stats: RunStats | None) -> str:

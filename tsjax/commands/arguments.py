@@ -135,7 +135,6 @@ def keep_programs_as_asked(args: argparse.Namespace) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """One flag for each field of GenerationConfig."""
     group = parser.add_argument_group("what to generate")
     for field in dataclasses.fields(tsjax.GenerationConfig):
         flag, text = flag_of(field.name), SETTING_HELP[field.name]

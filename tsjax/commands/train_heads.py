@@ -74,10 +74,8 @@ def add_train_heads(commands: Any) -> None:
     cli.add_cache(parser)
     group = parser.add_argument_group("how to train")
     for field in dataclasses.fields(tsjax.HeadTraining):
-        flag, text = (
-            cli.flag_of(field.name),
-            f"{TRAINING_HELP[field.name]} (default: {field.default})",
-        )
+        flag = cli.flag_of(field.name)
+        text = f"{TRAINING_HELP[field.name]} (default: {field.default})"
         choices = HEAD_KINDS if field.name == "head_kind" else None
         metavar = None if choices else "N"
         group.add_argument(

@@ -143,6 +143,9 @@ class Method:
     """
 
     sources: ClassVar[tuple[str, ...]] = ("drafts",)  # what a drafted token can come from
+    reads_corpus: ClassVar[bool] = False  # whether it can draft from `params.corpus`
+    takes_draft_model: ClassVar[bool] = False  # ... with `params.draft_model`, a second model
+    chooses: ClassVar[bool] = False  # whether others draft in its place: it has no sizes then
 
     @property
     def wants_costs(self) -> bool:
@@ -152,21 +155,6 @@ class Method:
     @property
     def wants_int8(self) -> bool:
         """Whether `draft` wants `params.drafts`, the model in int8."""
-        return False
-
-    @property
-    def reads_corpus(self) -> bool:
-        """Whether it can draft from `params.corpus`, earlier texts."""
-        return False
-
-    @property
-    def takes_draft_model(self) -> bool:
-        """Whether it can draft with `params.draft_model`, a second model."""
-        return False
-
-    @property
-    def chooses(self) -> bool:
-        """Whether other methods draft in its place, which `next` chooses: it has no sizes then."""
         return False
 
     def promise(self, model: ModelConfig, costs: Any, context: float) -> Promise | None:

@@ -302,6 +302,11 @@ def named(processors: Sequence[LogitsProcessor]) -> list[list[Any]]:
 
 # --- ready ones ---------------------------------------------------------------------------------
 
+# What a processor takes.
+Logits = Float[Array, "V"]
+Tokens = Int[Array, "C"]
+Length = Int[Array, ""]
+
 
 def token_bias(biases: Mapping[int, float], vocab_size: int) -> LogitsProcessor:
     """Adds to the logits of tokens: what others call logit_bias. -inf bars a token.
@@ -356,30 +361,17 @@ def bad_words(words: Sequence[Sequence[int]], vocab_size: int) -> LogitsProcesso
     return LogitsProcessor(_bar_words, "bad_words", _digest(table), (table,))
 
 
-def _add_bias(
-    logits: Float[Array, "V"],
-    tokens: Int[Array, "C"],
-    length: Int[Array, ""],
-    values: Float[Array, "V"],
-) -> Float[Array, "V"]:
+def _add_bias(logits: Logits, tokens: Tokens, length: Length, values: Logits) -> Logits:
     return logits + values.astype(logits.dtype)
 
 
-def _allow(
-    logits: Float[Array, "V"],
-    tokens: Int[Array, "C"],
-    length: Int[Array, ""],
-    mask: Bool[Array, "V"],
-) -> Float[Array, "V"]:
+def _allow(logits: Logits, tokens: Tokens, length: Length, mask: Bool[Array, "V"]) -> Logits:
     return jnp.where(mask, logits, -jnp.inf)
 
 
 def _bar_words(
-    logits: Float[Array, "V"],
-    tokens: Int[Array, "C"],
-    length: Int[Array, ""],
-    words: Int[Array, "words longest"],
-) -> Float[Array, "V"]:
+    logits: Logits, tokens: Tokens, length: Length, words: Int[Array, "words longest"]
+) -> Logits:
     before = words.shape[1] - 1
     at = length + jnp.arange(-before, 0, dtype=jnp.int32)
     last = jnp.where(at >= 0, tokens[jnp.maximum(at, 0)], NO_TOKEN)

@@ -7,7 +7,7 @@ Knows which arguments are static and which states are given up. Does not know wh
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import jax
 
@@ -20,30 +20,12 @@ from tsjax.decoding.step import decode
 from tsjax.model.logits import hidden_states, logits
 
 
-class Programs(NamedTuple):
-    """Functions of decoding and of the model, compiled; those with a state donate it."""
-
-    begin: Any
-    adopt: Any
-    spread: Any
-    fill_row: Any
-    grown: Any
-    read_part: Any
-    finish_part: Any
-    read_made: Any
-    decode: Any
-    replay: Any
-    simulate: Any
-    hidden_states: Any
-    logits: Any
-    log_probs: Any
-
-
 @functools.cache
-def programs(platform: str, dtype: str) -> Programs:
-    """What `generate` and `forward` run on a platform ("cpu", "gpu", ...), for a model's type."""
+def programs(platform: str, dtype: str) -> SimpleNamespace:
+    """What `generate` and `forward` run on a platform ("cpu", "gpu", ...), for a model's type:
+    functions of decoding and of the model, compiled; those with a state donate it."""
     jit = functools.partial(jax.jit, compiler_options=compiler_options(platform, dtype))
-    return Programs(
+    return SimpleNamespace(
         begin=jit(begin, static_argnames=("cfg", "prompt_capacity", "mesh")),
         adopt=jit(adopt, donate_argnames=("state",)),
         fill_row=jit(fill_row, donate_argnames=("state",)),
@@ -64,7 +46,6 @@ def programs(platform: str, dtype: str) -> Programs:
 
 
 def compiler_options(platform: str, dtype: str) -> dict[str, str] | None:
-    """What XLA is told for all programs."""
     if platform == "cpu" and dtype == "bfloat16":
         # In jax 0.10 this pass widens every bfloat16 operation to float32, slices too, and the
         # widened copy of the whole cache then moves out of the loop over its blocks.

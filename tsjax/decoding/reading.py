@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tsjax.config import check
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.state import DecodeState
-from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
@@ -53,10 +53,28 @@ def prefill(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig
 def read_part(
     params: Params, state: DecodeState, start, *, part: int, width: int, cfg: DecodeConfig
 ) -> DecodeState:
-    """One pass of a part: its next `width` tokens, from the `start`-th on."""
+    """One pass of a part: its next `width` tokens, from the `start`-th (traced) on, of every row
+    that has them.
+
+    All but the last known token of a row are committed by prefill: that one is the root of the
+    first step. Until all passes are through, `kv.length` names the goal, not what the cache holds.
+    Rows that end earlier compute garbage, which lands in unspecified slots. A pass that would leave
+    the buffers begins earlier and computes a few tokens again.
+    """
     if cfg.prefill is not None:
         return cfg.prefill.read_part(params, state, part=part, width=width, cfg=cfg)
-    return prefill_chunk(params, state, start, width=width, cfg=cfg)
+    capacity = state.tokens.shape[1]
+    check(width <= capacity, "width", width, f"at most the capacity {capacity}")
+    with jax.named_scope("prefill"):
+        start = jnp.minimum(start, capacity - width)
+        tokens = lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
+        begin = jnp.full(state.kv.length.shape, start, jnp.int32)
+        causal = jnp.tril(jnp.ones((width, width), bool))
+        cache = state.kv.replace(length=begin)
+        positions = begin[:, None] + jnp.arange(width, dtype=jnp.int32)
+        rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg.model)
+        cache = write_rows(cache, rows.k, rows.v, begin, after=rows.k[-1])
+        return state.replace(kv=cache.replace(length=state.kv.length))
 
 
 def finish_part(params: Params, state: DecodeState, *, part: int, cfg: DecodeConfig) -> DecodeState:
@@ -69,26 +87,3 @@ def finish_part(params: Params, state: DecodeState, *, part: int, cfg: DecodeCon
 def read_made(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):
     """After a lazy prefill, one pass over what a resumed run had made: its next `width` tokens."""
     return cfg.prefill.read_made(params, state, start, width=width, cfg=cfg)
-
-
-def prefill_chunk(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):
-    """Commits the known tokens at start .. start + width of every row that has them.
-
-    All but the last known token of a row are committed by prefill: that one is the root of the
-    first step. Until all chunks are through, `kv.length` names the goal, not what the cache holds.
-    `start` may be traced. Rows that end earlier compute garbage, which lands in unspecified slots.
-    A chunk that would leave the buffers begins earlier and computes a few tokens again.
-    """
-    capacity = state.tokens.shape[1]
-    if width > capacity:
-        raise BadValue(f"width={width} is not valid: at most the capacity {capacity}")
-    with jax.named_scope("prefill"):
-        start = jnp.minimum(start, capacity - width)
-        tokens = lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
-        begin = jnp.full(state.kv.length.shape, start, jnp.int32)
-        causal = jnp.tril(jnp.ones((width, width), bool))
-        cache = state.kv.replace(length=begin)
-        positions = begin[:, None] + jnp.arange(width, dtype=jnp.int32)
-        rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg.model)
-        cache = write_rows(cache, rows.k, rows.v, begin, after=rows.k[-1])
-        return state.replace(kv=cache.replace(length=state.kv.length))

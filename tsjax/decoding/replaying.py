@@ -35,10 +35,7 @@ class Replay(flax.struct.PyTreeNode):
 
 def init_replay(state: DecodeState) -> Replay:
     shape, dtype = state.tokens.shape, state.sampling.temperature.dtype
-    return Replay(
-        choice=jnp.zeros(shape, jnp.int32), lead=jnp.zeros(shape, dtype),
-        behind=jnp.zeros(shape, dtype),
-    )  # fmt: skip
+    return Replay(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def replay(

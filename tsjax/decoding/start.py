@@ -6,15 +6,13 @@ Knows what a config needs. Does not know steps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from tsjax.config import GenerationConfig, ModelConfig
+from tsjax.config import GenerationConfig, ModelConfig, check
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import empty_log_probs
 from tsjax.decoding.method import Memory
@@ -25,7 +23,7 @@ from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import BadValue
 from tsjax.model.cache import Cache, KVCache, cache_bytes, init_cache
 from tsjax.model.parts import by_text
-from tsjax.model.sharding import named_sharding, parts_of
+from tsjax.model.sharding import everywhere, named_sharding, parts_of
 from tsjax.typing import accumulation_dtype
 
 # Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
@@ -73,13 +71,9 @@ def init_state(
             f"prompt_length of shape {prompt_length.shape} is not valid: one for each of {batch} "
             "rows"
         )
-    if width > capacity:
-        raise BadValue(f"capacity={capacity} is not valid: at least the {width} prompt columns")
-    if capacity <= cfg.rows_ahead:
-        raise BadValue(
-            f"capacity={capacity} is not valid: at least {cfg.rows_ahead + 1} slots, for the "
-            "longest path of one step and what it revives"
-        )
+    check(width <= capacity, "capacity", capacity, f"at least the {width} prompt columns")
+    ahead, what = cfg.rows_ahead, "the longest path of one step and what it revives"
+    check(capacity > ahead, "capacity", capacity, f"at least {ahead + 1} slots, for {what}")
     model = cfg.model
     if sampling is None:
         sampling = sampling_values(GenerationConfig(), (), model.vocab_size, model.dtype)
@@ -113,9 +107,8 @@ def init_state(
     )
     if cfg.prefill is not None:
         check_lazy_mesh(mesh)
-        state = cfg.prefill.begin(
-            state, width if prompt_capacity is None else prompt_capacity, model
-        )
+        longest = width if prompt_capacity is None else prompt_capacity
+        state = cfg.prefill.begin(state, longest, model)
     return state if mesh is None else _on_each_device(state, mesh)
 
 
@@ -128,42 +121,20 @@ def check_lazy_mesh(mesh) -> None:
         )
 
 
-class Begun(NamedTuple):
-    """What a run begins with, of each row, as NumPy arrays.
+def begin(
+    tokens, prompt_length, seeds, repeats, ended, *, cfg: DecodeConfig, **more
+) -> DecodeState:
+    """The state of a run, of arrays alone: one program makes it.
 
-    Attributes:
+    Args:
       tokens: [B, capacity] int32, the prompt and, for a resumed run, what was made already.
-      prompt_length, length, max_length: [B] int32, see `init_state`.
       seeds, repeats: [B] uint32, see `row_keys`.
       ended: [B] bool, rows that run no more.
-      sampling: what a user chose.
+      prompt_length, more: see `init_state`.
     """
-
-    tokens: np.ndarray
-    prompt_length: np.ndarray
-    length: np.ndarray
-    max_length: np.ndarray
-    seeds: np.ndarray
-    repeats: np.ndarray
-    ended: np.ndarray
-    sampling: SamplingValues
-
-
-def begin(begun: Begun, *, cfg: DecodeConfig, prompt_capacity: int, mesh=None) -> DecodeState:
-    """The state of a run, of arrays alone: one program makes it."""
-    state = init_state(
-        begun.tokens,
-        begun.prompt_length,
-        cfg=cfg,
-        capacity=begun.tokens.shape[1],
-        max_length=begun.max_length,
-        length=begun.length,
-        sampling=begun.sampling,
-        row_key=row_keys(begun.seeds, begun.repeats),
-        mesh=mesh,
-        prompt_capacity=prompt_capacity,
-    )
-    return state.replace(finish=jnp.where(begun.ended, jnp.int8(STOPPED), state.finish))
+    capacity, row_key = tokens.shape[1], row_keys(seeds, repeats)
+    state = init_state(tokens, prompt_length, cfg=cfg, capacity=capacity, row_key=row_key, **more)
+    return state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
 
 
 def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
@@ -353,16 +324,16 @@ def _sizes_of(model: ModelConfig) -> tuple[int, int]:
 
 def _on_each_device(state: Any, mesh) -> Any:
     """Copies everything to all devices of the mesh but what is placed: cache and memory may be."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
+    whole = everywhere(mesh)
 
     def place(part):
         """Keys and values of a cache are placed where they are made."""
         if not isinstance(part, Cache):
             if jnp.issubdtype(part.dtype, jax.dtypes.prng_key):
-                data = jax.device_put(jax.random.key_data(part), everywhere)
+                data = jax.device_put(jax.random.key_data(part), whole)
                 return jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
-            return jax.device_put(part, everywhere)
-        rest = jax.device_put(part.replace(k=(), v=()), everywhere)
+            return jax.device_put(part, whole)
+        rest = jax.device_put(part.replace(k=(), v=()), whole)
         return rest.replace(k=part.k, v=part.v)
 
     return jax.tree.map(place, state, is_leaf=lambda part: isinstance(part, Cache))

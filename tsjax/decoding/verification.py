@@ -98,7 +98,6 @@ def _padded(x, width: int):
 
 
 def pass_over(params: Params, state: DecodeState, tree: DraftTree, *, cfg: DecodeConfig) -> Rows:
-    """One pass over all nodes."""
     positions = state.kv.length[:, None] + tree.depths
     return run_rows(
         params.model,

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
@@ -50,7 +50,7 @@ from tsjax.model.params import (
     placement,
     with_int8_drafts,
 )
-from tsjax.model.sharding import held_here, placed, usable_mesh
+from tsjax.model.sharding import everywhere, held_here, mesh_of, placed, usable_mesh
 from tsjax.model.transformer import ModelWeights, ParamSpec
 
 FORMAT_VERSION = 2
@@ -157,10 +157,8 @@ def _where(old: Any, new: Any) -> Any:
 
 def _place_beside(other: Model) -> NamedSharding | None:
     """None for what lies on one device."""
-    place = jax.tree.leaves(other.params)[0].sharding
-    if not isinstance(place, NamedSharding):
-        return None
-    return NamedSharding(place.mesh, PartitionSpec())
+    mesh = mesh_of(other.params)
+    return None if mesh is None else everywhere(mesh)
 
 
 def load(
@@ -368,7 +366,6 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
 
 
 def copy_companions(source: str | None, folder: str) -> None:
-    """Copies tokenizer and generation_config files, where there are any."""
     for name in COMPANIONS:
         if source is not None and os.path.exists(file := os.path.join(source, name)):
             require_file(file)

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int, refuse_unknown_settings
+from tsjax.config import GenerationConfig, check, check_int, check_type, refuse_unknown_settings
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.processors import check_processors
 from tsjax.decoding.reading import parts
 from tsjax.decoding.start import check_lazy_mesh
-from tsjax.errors import BadType, BadValue, NotEnoughMemory
+from tsjax.errors import BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
 from tsjax.host.costs import measured_on
@@ -57,8 +57,7 @@ def make_request(
     prefix: Prefix | None = None,
 ) -> Request:
     """The arguments of `generate`, see there."""
-    if not isinstance(model, Model):
-        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_type(model, Model, "model", "what tsjax.load returns")
     refuse_deep(prompt)
     refuse_tracing(model, prompt)
     check_shared(model.params)
@@ -66,9 +65,9 @@ def make_request(
     refuse_unknown_settings(settings)
     lazy = _resolve_prefill(prefill)
     check_int(prefill_width, "prefill_width", 1)
-    if config is not None and not isinstance(config, GenerationConfig):
+    if config is not None:
         wanted = "a tsjax.GenerationConfig; for a HuggingFace one use GenerationConfig.from_hf"
-        raise BadType(f"config={config!r:.80} is not valid: {wanted}")
+        check_type(config, GenerationConfig, "config", wanted)
     run, of_run = None, ""
     if resume_from is None:
         texts = _fresh(model, prompt, config, settings)
@@ -154,7 +153,9 @@ def _fresh(
     config = (config or GenerationConfig()).replace(**settings)
     prompts, single = prompt_rows(model, prompt)
     answers = config.num_return_sequences
-    _check_seeds(config, len(prompts))
+    if isinstance(config.seed, tuple):
+        wanted = f"one for each of {len(prompts)} prompts"
+        check(len(config.seed) == len(prompts), "seed", config.seed, wanted)
     prompts = [row for row in prompts for _ in range(answers)]
     count = len(prompts)
     logprobs = None if config.logprobs is None else [no_log_probs(config.logprobs)] * count
@@ -245,8 +246,7 @@ def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
 def _check_corpus(corpus: Any, method: Method, model: Model) -> None:
     if corpus is None:
         return
-    if not isinstance(corpus, Corpus):
-        raise BadType(f"corpus={corpus!r:.80} is not valid: a tsjax.Corpus")
+    check_type(corpus, Corpus, "corpus", "a tsjax.Corpus")
     reads = f"a method that reads it, such as 'auto'; {type(method).__name__} does not"
     check(method.reads_corpus, "corpus", corpus, reads)
     fits = corpus.largest < model.cfg.vocab_size
@@ -258,8 +258,7 @@ def _check_draft_model(second: Any, method: Method, model: Model) -> None:
     """A second model has the same vocabulary; the matrices may have unused rows at their ends."""
     if second is None:
         return
-    if not isinstance(second, Model):
-        raise BadType(f"draft_model={second!r:.80} is not valid: what tsjax.load returns")
+    check_type(second, Model, "draft_model", "what tsjax.load returns")
     takes = f"a method that takes one, such as 'draft_model'; {type(method).__name__} does not"
     name = second.path or "a model"
     check(method.takes_draft_model, "draft_model", name, takes)
@@ -280,12 +279,6 @@ def _check_draft_model(second: Any, method: Method, model: Model) -> None:
 def _vocabulary(model: Model) -> dict[str, int] | None:
     tokenizer = tokenizer_of(model)
     return None if tokenizer is None else tokenizer.get_vocab()
-
-
-def _check_seeds(config: GenerationConfig, prompts: int) -> None:
-    if isinstance(config.seed, tuple):
-        wanted = f"one for each of {prompts} prompts"
-        check(len(config.seed) == prompts, "seed", config.seed, wanted)
 
 
 def _check_against_model(config: GenerationConfig, model: Model) -> None:

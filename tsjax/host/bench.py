@@ -101,23 +101,18 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
 Cell = tuple[int, str]  # tokens of the prompt, setting
 
 
-class LeftOut:
+def left_out_of(document: dict[str, Any], method: str, error: Exception, **where: Any) -> None:
     """What could not be measured: into the document, and a line on stdout."""
-
-    def __init__(self, document: dict[str, Any]):
-        self._entries = document["left_out"]
-
-    def add(self, method: str, error: Exception | str, **where: Any) -> None:
-        why = " ".join(str(error).split())[:300] or type(error).__name__
-        self._entries.append({"method": method, **where, "error": why})
-        cell = "".join(f", {name}={value}" for name, value in where.items())
-        write(f"left out: {method}{cell}: {why}")
+    why = " ".join(str(error).split())[:300] or type(error).__name__
+    document["left_out"].append({"method": method, **where, "error": why})
+    cell = "".join(f", {name}={value}" for name, value in where.items())
+    write(f"left out: {method}{cell}: {why}")
 
 
 def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the rows of each cell, also of one that is interrupted."""
-    question, left_out = asked.question, LeftOut(document)
-    ids, peer = _written(asked), _peer(asked, left_out)
+    question, leave_out = asked.question, functools.partial(left_out_of, document)
+    ids, peer = _written(asked), _peer(asked, leave_out)
     kinds = [*asked.methods, *(PEERS if peer else ()), *([BOUND] if asked.with_bound else [])]
     cells = [(length, name) for length in question.lengths for name in question.settings]
     total = question.warm_up + question.rounds
@@ -128,11 +123,11 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
         calls: dict[str, Callable[[], Any]] = {}
         try:
             runs = _runs(asked, prompt, setting)
-            calls = _calls(asked, runs, prompt, setting, peer, left_out)
+            calls = _calls(asked, runs, prompt, setting, peer, leave_out)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             if processes.are_several() and not isinstance(error, NotEnoughMemory):
                 raise  # the others know nothing of it
-            left_out.add("all", error, **where)
+            leave_out("all", error, **where)
         for kind in set(kinds) - set(calls):
             left.drop((kind, cell))
         if not calls:
@@ -143,7 +138,7 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
         finally:  # also after a signal
             yield from _rows(asked, runs, found, cell)
         for kind, error in found.failed.items():
-            left_out.add(kind, error, **where)
+            leave_out(kind, error, **where)
 
 
 def _take_turns(
@@ -162,14 +157,14 @@ def _take_turns(
     note(progress_line(left, "", cell))
 
 
-def _peer(asked: Prepared, left_out: LeftOut) -> peers.Peer | None:
-    if not asked.with_peers:
+def _peer(asked: Prepared, leave_out: Callable[..., None]) -> peers.Peer | None:
+    if not asked.question.peers or asked.left_out:
         return None
     try:
         return peers.Peer(str(asked.model.path), asked.model.cfg.dtype)
     except Exception as error:  # of whatever kind: it is theirs
         for name in PEERS:
-            left_out.add(name, error)
+            leave_out(name, error)
         return None
 
 
@@ -211,7 +206,7 @@ def _calls(
     prompt: np.ndarray,
     setting: str,
     peer: peers.Peer | None,
-    left_out: LeftOut,
+    leave_out: Callable[..., None],
 ) -> dict[str, Callable[[], Any]]:
     calls: dict[str, Callable[[], Any]] = {
         name: functools.partial(runs.run, name) for name in asked.methods
@@ -221,10 +216,10 @@ def _calls(
         try:
             new = min(asked.question.new_tokens, asked.question.peer_tokens)
             theirs = peers.PeerRuns(peer, prompt, new)
-            calls |= theirs.calls(SETTINGS[setting], functools.partial(left_out.add, **where))
+            calls |= theirs.calls(SETTINGS[setting], functools.partial(leave_out, **where))
         except Exception as error:  # of whatever kind: it is theirs
             for name in PEERS:
-                left_out.add(name, error, **where)
+                leave_out(name, error, **where)
     if asked.with_bound:
         nbytes = _plain_bytes(asked, len(prompt))
         rate = reader(nbytes)
@@ -246,9 +241,8 @@ def _rows(asked: Prepared, runs: Runs, found: Rounds, cell: Cell) -> Iterator[di
         row = {"context": length, "setting": setting, **row, "rounds": len(made)}
         times = [one["ms_per_token"] for one in made]
         if bound:
-            pairs = min(len(bound), len(times))
             row["bound_ms"] = summary(bound)
-            row["share_of_bound"] = ratios(bound[:pairs], times[:pairs])
+            row["share_of_bound"] = ratios(bound, times)
             row["bound_bytes"] = _plain_bytes(asked, length)
         if name in asked.methods:
             row |= _of_ours(runs, name, made)

@@ -44,20 +44,11 @@ BOUND = "bound"  # the call that reads as many bytes as a plain step
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """What is to be measured. Defaults are those of the command.
+    """What is to be measured: the flags of the command, whose help says what they mean.
 
     Attributes:
       model: a checkpoint; with `simulate` the name of a preset.
-      methods: PLAIN, which the others are held against, and names of METHODS; "tokenswift" is the
-        paper's settings.
-      lengths: tokens of the prompts.
-      warm_up: rounds that do not count, before the others.
-      settings: of SETTINGS.
-      text: a file that prompts are the beginning of; None for a text that the model writes.
-      draft_model: a second, smaller checkpoint, for methods that take one.
       peers: whether transformers runs too, where it can.
-      peer_tokens: new tokens of its runs at most, as they take long.
-      plot: a file.
       simulate: a file with accepted lengths, see `read_trace`.
     """
 
@@ -138,10 +129,6 @@ class Prepared(NamedTuple):
     @property
     def simulated(self) -> bool:
         return self.question.simulate is not None
-
-    @property
-    def with_peers(self) -> bool:
-        return self.question.peers and not self.left_out
 
     @property
     def with_bound(self) -> bool:

@@ -40,12 +40,6 @@ def chat_prompt(model: Model, messages: Any, **options: Any) -> Any:
 
 def _one(model: Model, chat: Any, name: str, options: Mapping[str, Any]) -> np.ndarray:
     tokenizer = model.tokenizer
-    text = chat_text(tokenizer, chat, name, options)
-    # The template has written the special tokens.
-    return encode(tokenizer, text, add_special_tokens=False)
-
-
-def chat_text(tokenizer: Any, chat: Any, name: str, options: Mapping[str, Any]) -> str:
     check_chat(chat, name)
     where = f"the tokenizer of {tokenizer.name_or_path!r}"
     if getattr(tokenizer, "chat_template", None) is None and "chat_template" not in options:
@@ -62,7 +56,8 @@ def chat_text(tokenizer: Any, chat: Any, name: str, options: Mapping[str, Any]) 
     except Exception as error:  # whatever a template raises, it is about these messages
         why = " ".join(str(error).split())[:300]
         raise BadValue(f"{name} is not valid for the chat template of {where}: {why}") from error
-    return text
+    # The template has written the special tokens.
+    return encode(tokenizer, text, add_special_tokens=False)
 
 
 def check_chat(chat: Any, name: str) -> None:

@@ -7,6 +7,7 @@ any prefill and any method takes it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -97,7 +98,8 @@ def _least_likely(model: Model, row: np.ndarray, count: int) -> np.ndarray:
     return chosen
 
 
-def _information_of(params, tokens, *, cfg):
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def _information(params, tokens, *, cfg):
     """Minus the log-probability of each token but the first, [B, T - 1]."""
     hidden = hidden_states(params, tokens, cfg=cfg)[:, :-1]
 
@@ -108,6 +110,3 @@ def _information_of(params, tokens, *, cfg):
 
     rows = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(tokens[:, 1:], 0, 1)
     return jnp.swapaxes(jax.lax.map(of_one, rows), 0, 1)  # the logits of one position at a time
-
-
-_information = jax.jit(_information_of, static_argnames=("cfg",))

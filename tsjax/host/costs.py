@@ -23,6 +23,7 @@ from tsjax.files.checkpoint import Model, tsjax_version
 from tsjax.files.whole_files import write_text
 from tsjax.host import processes
 from tsjax.host.compilation import kind_of_machine
+from tsjax.host.info import cores
 from tsjax.host.measuring import measure
 from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
@@ -117,11 +118,10 @@ def _device(params: Params) -> tuple[str, str]:
 def _key(params: Params, cfg: ModelConfig, batch: int) -> dict[str, Any]:
     """All that the seconds depend on."""
     mesh = mesh_of(params)
-    on_linux = hasattr(os, "sched_getaffinity")
     return {
         "device": _device(params),
         "mesh": None if mesh is None else dict(mesh.shape),
-        "cpus": len(os.sched_getaffinity(0)) if on_linux else os.cpu_count(),
+        "cpus": cores(),
         "machine": kind_of_machine(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,

@@ -110,7 +110,7 @@ def info() -> Info:
     if kind == "gpu":
         kind = "rocm" if "rocm" in str(runtime).lower() else "cuda"
     return Info(
-        versions={"python": platform.python_version()} | versions(PACKAGES),
+        versions=versions(PACKAGES),
         system=platform.platform(),
         cpu=cpu_name(),
         cores=cores(),
@@ -129,7 +129,8 @@ def info() -> Info:
 
 
 def versions(packages: tuple[str, ...]) -> dict[str, str]:
-    found = {}
+    """Python's and those of packages that are installed."""
+    found = {"python": platform.python_version()}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
@@ -142,7 +143,7 @@ def facts(packages: tuple[str, ...] = PACKAGES) -> dict[str, Any]:
     return {
         "device": f"{cpu_name()} (CPU)" if device.platform == "cpu" else device.device_kind,
         "cpus": cores(),
-        "versions": {"python": platform.python_version()} | versions(packages),
+        "versions": versions(packages),
         "date": datetime.date.today().isoformat(),
     }
 
@@ -173,17 +174,14 @@ def _main_memory() -> int | None:
 def _device(device: Any) -> DeviceFacts:
     stats = device.memory_stats() or {}
     capability = getattr(device, "compute_capability", None)
+    tuned = table(device.device_kind) if capability else {}
     return DeviceFacts(
         name=f"{device.platform}:{device.id}",
         kind=device.device_kind,
         memory=stats.get("bytes_limit"),
         capability=capability,
-        tuned=_tuned(device.device_kind) if capability else {},
+        tuned={name: len(shapes) for name, shapes in tuned.items()},
     )
-
-
-def _tuned(kind: str) -> dict[str, int]:
-    return {name: len(shapes) for name, shapes in table(kind).items()}
 
 
 def _driver() -> str | None:
@@ -232,7 +230,6 @@ def _programs() -> str | None:
 
 
 def info_lines(known: Info) -> list[str]:
-    """The facts as they are printed."""
     names = ", ".join(f"{name} {version}" for name, version in known.versions.items())
     memory = _size(known.memory) if known.memory is not None else "unknown"
     rows = [
@@ -241,7 +238,7 @@ def info_lines(known: Info) -> list[str]:
         ("CPU", f"{known.cpu}, {known.cores} cores, {memory} of memory"),
     ]
     for device in known.devices:
-        own = f"{_size(device.memory)}" if device.memory is not None else "memory of the machine"
+        own = _size(device.memory) if device.memory is not None else "memory of the machine"
         able = f", compute capability {device.capability}" if device.capability else ""
         rows.append(("device", f"{device.name}, {device.kind}, {own}{able}"))
     if known.trouble is not None:
@@ -254,7 +251,9 @@ def info_lines(known: Info) -> list[str]:
         rows.append((name, first + rest))
     rows.append(("CPU kernels", f"{known.native.state}: {known.native.reason}"))
     rows += [("", path) for path in (known.native.compiler, known.native.path) if path]
-    rows.append(("cache", _said_of(known.cache)))
+    cache = known.cache.path or "none: TSJAX_CACHE is empty, or no home is known"
+    unwritable = known.cache.path and not known.cache.writable
+    rows.append(("cache", cache + (", which cannot be written" if unwritable else "")))
     rows += [("", f"{name}: {_size(size)}") for name, size in known.cache.sizes.items()]
     rows.append(("programs", known.programs or "commands keep none"))
     return [f"{label:22}{text}".rstrip() for label, text in rows]
@@ -278,12 +277,6 @@ def _rows_of_gpus(known: Info) -> list[tuple[str, str]]:
             ("measured block sizes", f"{kind}: {shapes or 'none, docs/kernels.md derives them'}")
         )
     return rows
-
-
-def _said_of(folder: Folder) -> str:
-    if folder.path is None:
-        return "none: TSJAX_CACHE is empty, or no home is known"
-    return folder.path + ("" if folder.writable else ", which cannot be written")
 
 
 def _size(count: int) -> str:

@@ -112,7 +112,6 @@ def _sum(name: str, parts: Sequence[Part]) -> Part:
 
 
 def layout_lines(found: Layout) -> list[str]:
-    """As `tsjax info` prints it."""
     axes = ", ".join(f"{name} {size}" for name, size in found.mesh.items())
     rows = "" if found.rows == 1 else f" of {found.rows} rows"
     said = [f"{found.model_name} on a mesh of {found.devices} devices ({axes})"]

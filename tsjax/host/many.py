@@ -11,16 +11,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int
+from tsjax.config import GenerationConfig, check, check_int, check_type
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.start import with_method
-from tsjax.decoding.state import RUNNING, STOPPED, DecodeState
-from tsjax.errors import BadType, BadValue, TsjaxError
+from tsjax.decoding.state import RUNNING, DecodeState
+from tsjax.errors import BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host import processes
@@ -37,6 +36,7 @@ from tsjax.host.run import (
     params_for,
     programs_of,
     start_run,
+    stopped_in,
 )
 from tsjax.host.sizes import check_memory
 from tsjax.methods import resolve_method
@@ -113,8 +113,7 @@ def generate_many(
     `error`; the others go on. Where `prompts` itself raises, the rows that run are answered first.
     Ctrl-C or SIGTERM raises tsjax.Interrupted; what was yielded before is whole.
     """
-    if not isinstance(model, Model):
-        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_type(model, Model, "model", "what tsjax.load returns")
     check_int(rows, "rows", 1)
     several = not isinstance(prompts, str | bytes | Mapping) and isinstance(prompts, Iterable)
     check(several, "prompts", prompts, "an iterable of prompts; one of them goes to generate")
@@ -285,9 +284,7 @@ class _Many:
                 stopped[place] = seen.finish[place] == RUNNING
                 if news["reasons"][0] != "interrupted":
                     ended.append(self._answer(row, news, broken))
-        if stopped.any():
-            state = state.replace(finish=jnp.where(stopped, jnp.int8(STOPPED), state.finish))
-        self._state = state
+        self._state = stopped_in(state, stopped)
         return ended
 
     def _answer(self, row: _Row, news: dict[str, Any], error: TsjaxError | None) -> Answer:

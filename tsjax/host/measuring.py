@@ -20,7 +20,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import OWN_VOCABULARY, ModelConfig
 from tsjax.decoding.config import DecodeConfig
@@ -41,7 +40,7 @@ from tsjax.model.cache import KVCache, cache_bytes, init_cache
 from tsjax.model.int8 import as_int8
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_layers
-from tsjax.model.sharding import mesh_of
+from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import ModelWeights, final_norm, int8_weights, unembed
 from tsjax.typing import accumulation_dtype
 
@@ -226,7 +225,7 @@ class Parts:
         """On every device of a mesh."""
         if self._mesh is None:
             return tree
-        return jax.device_put(tree, NamedSharding(self._mesh, PartitionSpec()))
+        return jax.device_put(tree, everywhere(self._mesh))
 
     def _zeros(self, shape: tuple[int, ...], dtype: Any) -> jax.Array:
         return self._placed(jnp.zeros((self._batch, *shape), dtype))
@@ -236,7 +235,6 @@ class Parts:
 
     @functools.cached_property
     def _int8(self) -> ModelWeights:
-        """The first layers and the unembedding in int8."""
         return int8_weights(self._first, self._few, as_int8)
 
     @property
@@ -258,21 +256,15 @@ class Parts:
         weights = self._int8 if in_int8 else self._weights
         hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
         seeds = self._zeros((), jnp.uint32)
-        keys = self._jit(row_keys)(seeds, seeds)
-
-        def inputs(context: int):
-            return weights, hidden, keys
-
+        inputs = weights, hidden, self._jit(row_keys)(seeds, seeds)
         step = functools.partial(_choose_tokens, cfg=self._cfg)
-        return Timed(self._jit, step, self._zeros((rows,), jnp.int32), inputs)
+        return Timed(self._jit, step, self._zeros((rows,), jnp.int32), lambda context: inputs)
 
     def choice(self) -> Timed:
         """The partial cache of one layer, chosen anew."""
         slots = min(SLOTS, self.contexts[0] // 2)
         draft = init_draft_cache(self._one, self._batch, slots, mesh=self._mesh)
-        k, v = draft.k, draft.v
-        draft = self._placed(draft.replace(k=(), v=())).replace(k=k, v=v)
-
+        draft = self._placed(draft.replace(k=(), v=())).replace(k=draft.k, v=draft.v)
         whole = self._cache.replace(k=self._cache.k[:1], v=self._cache.v[:1])
 
         def inputs(context: int):
@@ -280,23 +272,17 @@ class Parts:
 
         return Timed(self._jit, _choose_anew, draft, inputs)
 
+    def _text(self, context: int) -> tuple[jax.Array, jax.Array]:
+        return self._tokens, self._lengths(context)
+
     def suffix(self) -> Timed:
-        found = self._zeros((), jnp.int32)
-
-        def inputs(context: int):
-            return self._tokens, self._lengths(context)
-
-        return Timed(self._jit, _find_suffix, found, inputs)
+        return Timed(self._jit, _find_suffix, self._zeros((), jnp.int32), self._text)
 
     def ngrams(self) -> Timed:
         method = NGram()
         table = self._placed(init_table(self._batch, self._cfg.vocab_size, method.ngram_slots))
         found = self._zeros((method.num_ngrams, method.ngram_depth), jnp.int32)
-
-        def inputs(context: int):
-            return self._tokens, self._lengths(context)
-
-        return Timed(self._jit, _find_ngrams, (table, found), inputs)
+        return Timed(self._jit, _find_ngrams, (table, found), self._text)
 
     def end_step(self) -> Timed:
         """What follows the pass of a plain step."""

@@ -164,7 +164,7 @@ def compared(runs: Runs, found: Mapping[str, list[dict[str, Any]]]) -> list[dict
         row: dict[str, Any] = {"method": name, "ms_per_token": summary(times[name])}
         for peer in (PLAIN, PEERS[0]):
             if peer in times and peer != name:
-                row[f"speedup_over_{peer}"] = ratios(*_common(times[peer], times[name]))
+                row[f"speedup_over_{peer}"] = ratios(times[peer], times[name])
         row["tokens_per_step"] = statistics.median(one["tokens_per_step"] for one in results)
         if name in runs.requests:
             if PLAIN in found:
@@ -183,12 +183,6 @@ def parted_at(tokens: np.ndarray, plain: np.ndarray) -> int | None:
     both = min(len(tokens), len(plain))
     different = np.flatnonzero(np.asarray(tokens[:both]) != np.asarray(plain[:both]))
     return int(different[0]) if len(different) else None
-
-
-def _common(over: Sequence[float], under: Sequence[float]) -> tuple[Sequence, Sequence]:
-    """The rounds that both have; a run that was interrupted lacks some."""
-    both = min(len(over), len(under))
-    return over[:both], under[:both]
 
 
 def times_by_position(runs: Sequence[Sequence[tuple[int, int, float]]]) -> dict[str, list]:

@@ -22,16 +22,13 @@ WIDE_RANGE = 16  # times the least: then logarithms tell more
 
 def check_plot(path: str, argument: str) -> None:
     """Refuses what could not be drawn or written, before anything is measured."""
-    check(os.path.splitext(path)[1] in ENDINGS, argument, path, f"a file ending in {one(ENDINGS)}")
+    wanted = f"a file ending in {' or '.join(ENDINGS)}"
+    check(os.path.splitext(path)[1] in ENDINGS, argument, path, wanted)
     check_place(path, argument)
     if importlib.util.find_spec("matplotlib") is None:
         raise NotInstalled(
             f"{argument}={path!r} needs matplotlib (pip install 'tsjax[plot]'); leave it out"
         )
-
-
-def one(names: Sequence[str]) -> str:
-    return " or ".join(names)
 
 
 def plot(

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import check
-from tsjax.errors import BadType
+from tsjax.config import check, check_type
 from tsjax.files.checkpoint import Model
 from tsjax.model.cache import KVCache
 
@@ -50,8 +49,7 @@ class Prefix:
 
 
 def check_prefix(prefix: Any, model: Model) -> None:
-    if not isinstance(prefix, Prefix):
-        raise BadType(f"prefix={prefix!r:.80} is not valid: what tsjax.read returns")
+    check_type(prefix, Prefix, "prefix", "what tsjax.read returns")
     read_by = prefix._model.path
     where = f"a prefix of {os.fspath(read_by)!r}" if read_by else "another model's"
     same = prefix._model is model or prefix._model.params is model.params

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from tsjax.config import check
 from tsjax.errors import BadValue
-from tsjax.model.sharding import mesh_of
+from tsjax.model.sharding import everywhere, mesh_of
 
 GONE = 10  # seconds without a word after which a process counts as gone
 
@@ -86,12 +86,10 @@ def check_same(call: str, *asked: Any) -> None:
 
 
 def first_says(value: float) -> float:
-    """The first process's value."""
     return float(_of_all(value)[0]) if are_several() else value
 
 
 def most(value: float) -> float:
-    """The greatest of all processes' values."""
     return float(_of_all(value).max()) if are_several() else value
 
 
@@ -115,15 +113,15 @@ def on_host(tree: Any) -> Any:
     def one(x: jax.Array) -> np.ndarray:
         if not x.is_fully_addressable and not x.is_fully_replicated:
             place: Any = x.sharding
-            x = _copied(NamedSharding(place.mesh, PartitionSpec()))(x)
+            x = _copied(everywhere(place.mesh))(x)
         return np.asarray(x)
 
     return jax.tree.map(one, tree)
 
 
 @functools.cache
-def _copied(everywhere: NamedSharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=everywhere)
+def _copied(place: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=place)
 
 
 def own_device(arrays: Any) -> Any:

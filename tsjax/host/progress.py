@@ -33,13 +33,11 @@ class TimeLeft:
         self.total, self.made = self._left.total(), 0
 
     def add(self, call: tuple[str, Any], seconds: float) -> None:
-        """It was made."""
         self._left[call] -= 1
         self._took[call] = seconds
         self.made += 1
 
     def drop(self, call: tuple[str, Any]) -> None:
-        """It will not be made any more."""
         self.total -= self._left.pop(call, 0)
 
     @property

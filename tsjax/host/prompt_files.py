@@ -209,12 +209,19 @@ def read_lines(path: str | os.PathLike) -> dict[int, str]:
     return found
 
 
-def _prompt_of(line: str) -> Any:
-    """What `generate_many` takes, or the error that the line is."""
+def _entry_of(line: str) -> Any:
+    """What the line says, or the error that it is."""
     try:
-        entry = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError) as error:
         return BadValue(f"no JSON: {error}")
+
+
+def _prompt_of(line: str) -> Any:
+    """What `generate_many` takes, or the error that the line is."""
+    entry = _entry_of(line)
+    if isinstance(entry, BadValue):
+        return entry
     if isinstance(entry, str):
         return {"prompt": entry}
     if not isinstance(entry, Mapping):
@@ -224,10 +231,7 @@ def _prompt_of(line: str) -> Any:
 
 def _name_of(line: str) -> dict[str, Any]:
     """The line's own name for itself."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
+    entry = _entry_of(line)
     return {"id": entry["id"]} if isinstance(entry, Mapping) and "id" in entry else {}
 
 

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import check
+from tsjax.config import check, check_type
 from tsjax.decoding.replaying import init_replay
-from tsjax.errors import BadType
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.asking import make_request
@@ -106,8 +105,7 @@ def check_run(
       logits_processor: those of the run.
       progress: show a progress bar on stderr.
     """
-    if not isinstance(model, Model):
-        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_type(model, Model, "model", "what tsjax.load returns")
     name, saved = f"run={os.fspath(run)!r}", read_run(run, "run")
     check_same_model(name, saved, model, stacklevel=3)
     made = [check_row(row, f"a row in {name}", model) if len(row) else row for row in saved.tokens]

@@ -157,7 +157,6 @@ def _fail(why: Exception) -> None:
 
 
 def no_log_probs(count: int) -> LogProbs:
-    """The log-probabilities of no tokens."""
     one, some, tokens = (
         np.zeros(shape, kind)
         for shape, kind in (((0,), np.float32), ((0, count), np.float32), ((0, count), np.int32))

@@ -87,9 +87,8 @@ def check_same_processors(name: str, run: SavedRun, given: Sequence[LogitsProces
     if wanted != found:
 
         def listed(processors) -> str:
-            return (
-                ", ".join(f"{name} (version {version})" for name, version in processors) or "none"
-            )
+            names = [f"{name} (version {version})" for name, version in processors]
+            return ", ".join(names) or "none"
 
         raise BadValue(
             f"{name} was saved with these logits processors: "

@@ -250,7 +250,6 @@ def device_named(name: str | None, model: ModelConfig) -> tuple[str, Device, str
 
 
 def roofline_lines(found: Roofline) -> list[str]:
-    """The table, and what each figure is."""
     span, model, step = found.span, found.model, found.step
     rate = found.device.bytes_per_second
     rows = "row" if span.batch == 1 else "rows"

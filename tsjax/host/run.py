@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ import numpy as np
 
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
-from tsjax.decoding.programs import Programs, programs
+from tsjax.decoding.programs import programs
 from tsjax.decoding.reading import reading_config
 from tsjax.decoding.sampling import sampling_values
-from tsjax.decoding.start import Begun, with_method
+from tsjax.decoding.start import with_method
 from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
@@ -78,7 +78,7 @@ def run(
     """Yields the News of each chunk of steps; the last one has every finish reason filled in.
 
     A state that has `begun` already, as `start_run` fills it, is used up. `program` runs the chunks
-    in place of `Programs.decode`, for measurements. The interrupt is entered until there are news.
+    in place of `decode`, for measurements. The interrupt is entered until there are news.
     """
     going = _run(model, request, interrupt, begun, program)
     while True:
@@ -100,12 +100,9 @@ def _run(
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
     with prefilling:
         # First: rounding takes memory as well.
-        place, index = jax.tree.leaves(model.params)[0], None
-        if request.corpus is not None:
-            index = request.corpus.on(place)
-        draft_model, second = request.draft_model, None
-        if draft_model is not None:
-            second = draft_model.weights_beside(model)
+        corpus, draft_model = request.corpus, request.draft_model
+        index = None if corpus is None else corpus.on(jax.tree.leaves(model.params)[0])
+        second = None if draft_model is None else draft_model.weights_beside(model)
         params = params_for(model, request.decode.method, index, second)
         state = (
             start_run(model, request, interrupt) if begun is None else kept_on_device(model, begun)
@@ -142,10 +139,8 @@ def _run(
             earlier, steps = counts, FIRST_CHUNK
             learned = decode.method.lesson(state.memory)
             lesson = lesson if learned is None else learned
-            decode, params = (
-                dataclasses.replace(decode, method=method),
-                params_for(model, method, index, second),
-            )
+            decode = dataclasses.replace(decode, method=method)
+            params = params_for(model, method, index, second)
             # A copy, as the memory that takes it up is donated to its first steps.
             taught = jax.tree.map(jnp.copy, lesson)
             state = kept_on_device(model, with_method(state, decode, mesh_of(model.params), taught))
@@ -358,7 +353,7 @@ class HostRows:
         """The state in which rows that the host has ended run no more."""
         ended = np.asarray([reason is not None for reason in self._reasons])
         stopped = ended & (processes.on_host(state.finish) == RUNNING)
-        return _stop(state, stopped) if stopped.any() else state
+        return stopped_in(state, stopped)
 
 
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
@@ -404,7 +399,7 @@ def begin_run(model: Model, request: Request) -> DecodeState:
     tokens = np.zeros((len(rows), request.capacity), np.int32)
     for row, ids in zip(tokens, rows, strict=True):
         row[: len(ids)] = ids
-    begun = Begun(
+    state = programs_of(model).begin(
         tokens=tokens,
         prompt_length=np.asarray(request.prompt_length, np.int32),
         length=np.asarray([len(row) for row in rows], np.int32),
@@ -415,9 +410,11 @@ def begin_run(model: Model, request: Request) -> DecodeState:
         sampling=sampling_values(
             request.config, request.stop_ids, cfg.vocab_size, cfg.dtype, request.processors
         ),
+        cfg=request.decode,
+        prompt_capacity=request.prompt_capacity,
+        mesh=mesh,
     )
-    sizes = {"cfg": request.decode, "prompt_capacity": request.prompt_capacity}
-    return kept_on_device(model, programs_of(model).begin(begun, mesh=mesh, **sizes))
+    return kept_on_device(model, state)
 
 
 def kept_on_device(model: Model, state: DecodeState) -> DecodeState:
@@ -428,7 +425,9 @@ def kept_on_device(model: Model, state: DecodeState) -> DecodeState:
     return jax.device_put(state, jax.tree.leaves(model.params)[0].sharding)
 
 
-def _stop(state: DecodeState, rows: np.ndarray) -> DecodeState:
+def stopped_in(state: DecodeState, rows: np.ndarray) -> DecodeState:
+    if not rows.any():
+        return state
     return state.replace(finish=jnp.where(rows, jnp.int8(STOPPED), state.finish))
 
 
@@ -456,7 +455,7 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
         yield state.replace(**aside)
 
 
-def programs_of(model: Model) -> Programs:
+def programs_of(model: Model) -> Any:
     """The compiled functions for the device where a model lies."""
     device = processes.own_device(model.params)
     if device.platform == "gpu":

@@ -81,6 +81,8 @@ class SavedRun:
 
 def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     """Replaces the file in one step: a kill leaves the old one or the new one."""
+    # All of its fields: the defaults of a later version may be others.
+    lazy = run.prefill and {"version": LAZY_VERSION, **dataclasses.asdict(run.prefill)}
     document = {
         "format": _format_of(run),
         "tsjax": tsjax_version(),
@@ -92,7 +94,7 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
         "prompt": [row.tolist() for row in run.prompts],
         "tokens": [row.tolist() for row in run.tokens],
         "finish_reason": run.finish_reason,
-        **({"prefill": _prefill_to_dict(run.prefill)} if run.prefill else {}),
+        **({"prefill": lazy} if lazy else {}),
         **({"processors": run.processors} if run.processors else {}),
         **({"logprobs": [*map(log_probs_to_dict, run.logprobs)]} if run.logprobs else {}),
     }
@@ -201,11 +203,6 @@ def _method_from_dict(saved: Mapping[str, Any]) -> Any:
     if "auto" in (fields.get("tree"), fields.get("draft_from")):
         return Auto()  # as older versions wrote it
     return METHODS[name](**{key: as_tuples(value) for key, value in fields.items()})
-
-
-def _prefill_to_dict(lazy: LazyPrefill) -> dict[str, Any]:
-    """All of its fields: the defaults of a later version may be others."""
-    return {"version": LAZY_VERSION, **dataclasses.asdict(lazy)}
 
 
 def _prefill_from_dict(saved: Mapping[str, Any]) -> LazyPrefill:

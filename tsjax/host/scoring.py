@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsjax.config import check, check_int
+from tsjax.config import check, check_int, check_type
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.errors import BadType, Failed
+from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
@@ -56,8 +56,7 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
     Raises:
       RuntimeError: the model's logits are NaN or infinite; the message names the continuation.
     """
-    if not isinstance(model, Model):
-        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_type(model, Model, "model", "what tsjax.load returns")
     processes.check_shared(model.params)
     check_int(logprobs, "logprobs", 0, model.cfg.vocab_size)
     prompts, single = prompt_rows(model, prompt)

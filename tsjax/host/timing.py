@@ -96,5 +96,6 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """The summary of ratios that were taken round by round."""
-    return summary([a / b for a, b in zip(over, under, strict=True)])
+    """The summary of ratios that were taken round by round, as far as both have rounds: an
+    interrupted run lacks some."""
+    return summary([a / b for a, b in zip(over, under, strict=False)])

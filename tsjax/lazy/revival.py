@@ -54,25 +54,21 @@ def _made(state: DecodeState):
 
 
 def revive_where_due(plan: LazyPlan, params: Params, state: DecodeState) -> DecodeState:
-    """What comes back before a step where new tokens see all that there is."""
-    if plan.lazy.revive == "in_batches":
-        return revive_in_batches(plan, params.model, state)
-    if plan.lazy.revive == "background":
-        return revive_in_background(plan, params, state)
-    return state
+    """What comes back before a step where new tokens see all that there is.
 
-
-def revive_in_batches(plan: LazyPlan, weights: ModelWeights, state: DecodeState) -> DecodeState:
-    """Where it is due, the root makes all cuts again, and a stage gets those of the tokens it lacks
-    that the root attends to most.
-
-    Stage by stage: the root sees what came back to a stage when it chooses for the next one.
+    "in_batches" the root makes all cuts again, and a stage gets those of the tokens it lacks that
+    the root attends to most; stage by stage, as the root sees what came back to a stage when it
+    chooses for the next one. In the "background" the first `revive_rows` tokens that lack stages
+    go through all.
     """
+    lazy, weights = plan.lazy, params.model
+    if lazy.revive not in ("in_batches", "background"):
+        return state
     due, itself = choice_is_due(plan, state), jnp.ones((1, 1), bool)
     layers = range(plan.stages[1].start, plan.model.num_layers)
 
-    def revive(changing, root, due):
-        begun, hidden = _with(state, changing, layers), embed(weights, root[:, None])
+    def most_attended(begun, root, due):
+        hidden = embed(weights, root[:, None])
         for stage in range(1, len(plan.stages)):
             rows = run_layers(
                 weights, begun.kv, hidden, state.kv.length[:, None], itself,
@@ -80,9 +76,20 @@ def revive_in_batches(plan: LazyPlan, weights: ModelWeights, state: DecodeState)
             )  # fmt: skip
             hidden = rows.hidden
             begun = _bring_most_attended(plan, weights, begun, stage, rows, due)
-        return _changing(begun, layers)
+        return begun
 
-    with jax.named_scope("revive_in_batches"):
+    def first_ones(begun, root, due):
+        lacking = lacking_tokens(plan, begun) & due[:, None]
+        first = lacking & (jnp.cumsum(lacking, axis=1, dtype=jnp.int32) <= lazy.revive_rows)
+        for stage in range(1, len(plan.stages)):
+            begun = _bring(plan, weights, begun, stage, first)
+        return begun
+
+    def revive(changing, root, due):
+        bring = most_attended if lazy.revive == "in_batches" else first_ones
+        return _changing(bring(_with(state, changing, layers), root, due), layers)
+
+    with jax.named_scope("revive"):
         wanted = jnp.any(lacking_tokens(plan, state) & due[:, None])
         changed = run_if(wanted, revive, _changing(state, layers), state.root, due)
         return _with(state, changed, layers)
@@ -121,47 +128,19 @@ def _bring(
     return _with(state, changed, layers)
 
 
-def revive_in_background(plan: LazyPlan, params: Params, state: DecodeState) -> DecodeState:
-    """Where it is due, brings the first `revive_rows` tokens that lack stages through all."""
-    lazy, due = plan.lazy, choice_is_due(plan, state)
-    layers = range(plan.stages[1].start, plan.model.num_layers)
-
-    def revive(changing, due):
-        begun = _with(state, changing, layers)
-        lacking = lacking_tokens(plan, begun) & due[:, None]
-        first = lacking & (jnp.cumsum(lacking, axis=1, dtype=jnp.int32) <= lazy.revive_rows)
-        for stage in range(1, len(plan.stages)):
-            begun = _bring(plan, params.model, begun, stage, first)
-        return _changing(begun, layers)
-
-    with jax.named_scope("revive_in_background"):
-        lacking = jnp.any(lacking_tokens(plan, state) & due[:, None])
-        changed = run_if(lacking, revive, _changing(state, layers), due)
-        return _with(state, changed, layers)
-
-
 def run_root(plan: LazyPlan, params: Params, state: DecodeState) -> tuple[DecodeState, Rows]:
-    """The pass of a step of plain decoding, and the state with what is revived before it."""
-    root, positions = state.root[:, None], state.kv.length[:, None]
-    if plan.lazy.revive == "on_demand":
-        return run_choosing(plan, params.model, state, root, positions)
-    state, itself = revive_where_due(plan, params, state), jnp.ones((1, 1), bool)
-    return state, run_rows(params.model, state.kv, root, positions, itself, cfg=plan.model)
-
-
-def run_choosing(
-    plan: LazyPlan, weights: ModelWeights, state: DecodeState, tokens, positions
-) -> tuple[DecodeState, Rows]:
-    """One pass of the root, which chooses what it sees of the prompt and revives what is missing.
-
-    tokens, positions: [B, 1] int32.
-    """
-    due, itself = choice_is_due(plan, state), jnp.ones((1, 1), bool)
-    hidden, parts = embed(weights, tokens), []
+    """The pass of a step of plain decoding, and the state with what is revived before it; on demand
+    within it, as each stage chooses what the root sees of the prompt."""
+    weights, positions = params.model, state.kv.length[:, None]
+    root, itself = state.root[:, None], jnp.ones((1, 1), bool)
+    if plan.lazy.revive != "on_demand":
+        state = revive_where_due(plan, params, state)
+        return state, run_rows(weights, state.kv, root, positions, itself, cfg=plan.model)
+    due, hidden, parts = choice_is_due(plan, state), embed(weights, root), []
     for stage, layers in enumerate(plan.stages):
         if stage:
             state = _choose_and_revive(plan, weights, state, stage, parts[-1], due)
-        seen = ranks_below(state.prompt, stage, jnp.full_like(tokens, UNSEEN))
+        seen = ranks_below(state.prompt, stage, jnp.full_like(root, UNSEEN))
         rows = run_layers(
             weights, state.kv, hidden, positions, itself, layers, cfg=plan.model, ranks=seen,
             with_attended=True,

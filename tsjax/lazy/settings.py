@@ -81,9 +81,8 @@ class LazySettings:
             object.__setattr__(self, "keep", tuple(self.keep.items()))
         if not isinstance(self.keep, str):
             object.__setattr__(self, "keep", _checked_cuts(self.keep))
-        check(
-            not isinstance(self.keep, str) or self.keep in PRESETS, "keep", self.keep, KEEP_WANTED
-        )
+        known = not isinstance(self.keep, str) or self.keep in PRESETS
+        check(known, "keep", self.keep, KEEP_WANTED)
         if self.keep == "auto":
             enough = _is_number(self.speedup) and cast(float, self.speedup) >= 1
             check(enough, "speedup", self.speedup, "a number of at least 1, beside keep='auto'")
@@ -114,10 +113,8 @@ class LazySettings:
     def resolved(self, cfg: ModelConfig, prompt_tokens: int) -> Self:
         """The same with its cuts named, for a model and the longest prompt it is to read."""
         keep: Any = self.keep
-        if isinstance(keep, str) and cfg.num_layers < 2:
-            raise BadValue(
-                f"keep={keep!r} is not valid: the model has no two layers to cut between"
-            )
+        cuts = not isinstance(keep, str) or cfg.num_layers > 1
+        check(cuts, "keep", keep, "the model has no two layers to cut between")
         if keep == "paper":
             keep = paper_cuts(cfg.num_layers)
         elif keep == "auto":

@@ -61,7 +61,6 @@ class LazyPlan(NamedTuple):
 
     @property
     def stages(self) -> tuple[range, ...]:
-        """The layers between the cuts."""
         cuts = [layer for layer, _ in self.lazy.cuts]
         return tuple(map(range, [0, *cuts], [*cuts, self.model.num_layers]))
 

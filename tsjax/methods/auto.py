@@ -60,6 +60,8 @@ class Auto(Method):
     """
 
     sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
+    reads_corpus: ClassVar[bool] = True
+    chooses: ClassVar[bool] = True
 
     costs: Costs | None = None
 
@@ -70,14 +72,6 @@ class Auto(Method):
     @property
     def wants_costs(self) -> bool:
         return self.costs is None
-
-    @property
-    def reads_corpus(self) -> bool:
-        return True
-
-    @property
-    def chooses(self) -> bool:
-        return True
 
     def sizes(self, model: ModelConfig) -> Sizes:
         raise BadValue(

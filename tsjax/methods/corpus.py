@@ -14,10 +14,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from tsjax.config import check
 from tsjax.methods.history import leading
+from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.typing import Array, Int
 
 ORDERS = (8, 4, 2)  # lengths of the matches that are looked up
@@ -66,10 +66,8 @@ class Corpus:
 
     def on(self, like: jax.Array) -> CorpusIndex:
         """The index where the array `like` lies, whole on each device of its mesh."""
-        place = like.sharding
-        if isinstance(place, NamedSharding):
-            place = NamedSharding(place.mesh, PartitionSpec())
-        return jax.device_put(self.index, place)
+        mesh = mesh_of(like)
+        return jax.device_put(self.index, like.sharding if mesh is None else everywhere(mesh))
 
     @property
     def nbytes(self) -> int:

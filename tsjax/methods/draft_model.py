@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.decoding.method import DraftPasses, Measured, Method, Noise, Promise, Sizes
+from tsjax.decoding.method import DraftPasses, Measured, Memory, Method, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree, merge_paths
 from tsjax.methods.cost_model import Costs
@@ -51,6 +51,7 @@ class DraftModel(OnPartialCache):
     """
 
     sources: ClassVar[tuple[str, ...]] = ("draft_model",)
+    takes_draft_model: ClassVar[bool] = True
 
     length: int = 4
     draft_choice: str = "all"
@@ -67,10 +68,6 @@ class DraftModel(OnPartialCache):
         self.check_cache()
         if isinstance(self.model, dict):  # of a file
             object.__setattr__(self, "model", ModelConfig.from_dict(self.model))
-
-    @property
-    def takes_draft_model(self) -> bool:
-        return True
 
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:
@@ -93,7 +90,7 @@ class DraftModel(OnPartialCache):
         drafting = DraftPasses(self.length, self.slots_at(context), self.model)
         return Promise(tokens, seconds, 1 + self.length, self.length, self.length, (drafting,))
 
-    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Reader | tuple:
+    def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Memory:
         if self.model is None:
             return ()
         return init_reader(self, self.model, batch, capacity, room=self.length)

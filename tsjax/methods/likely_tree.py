@@ -47,14 +47,7 @@ from tsjax.methods.likely_sources import (
     heads_after,
     kinds_of_pass,
 )
-from tsjax.methods.model_drafts import (
-    Candidates,
-    Drafter,
-    newest,
-    noise_after,
-    rank_heads,
-    weights_for,
-)
+from tsjax.methods.model_drafts import Candidates, Drafter, newest, noise_after, weights_for
 from tsjax.methods.ngram import fading_window
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
@@ -95,6 +88,7 @@ class LikelyTree(OnPartialCache):
     """
 
     sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
+    reads_corpus: ClassVar[bool] = True
 
     width: int = 16
     pass_widths: tuple[int, ...] = (1, 2, 4, 8)
@@ -129,10 +123,6 @@ class LikelyTree(OnPartialCache):
     @property
     def wants_costs(self) -> bool:
         return self.costs is None
-
-    @property
-    def reads_corpus(self) -> bool:
-        return True
 
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:
@@ -181,7 +171,6 @@ class LikelyTree(OnPartialCache):
         )
 
     def _num_paths(self, model: ModelConfig) -> int:
-        """Paths that a step offers."""
         of_text, of_corpus = 1 + self.places, PLACES if self.corpus else 0
         of_passes, heads = 1 + (CHILDREN - 1) * self.draft_passes, self._num_heads(model)
         found = of_corpus + (of_text if self.places else 0) + (len(grid(heads)) if heads else 0)
@@ -287,7 +276,7 @@ class LikelyTree(OnPartialCache):
         """
         memory, weights = state.memory, weights_for(self, params)
         heads, passes = params.heads[: self._num_heads(model)], self.draft_passes
-        drafter = Drafter(model, weights, heads, state, passes, CHILDREN, self.draft_rest)
+        drafter = Drafter(model, weights, heads, state, CHILDREN, passes, self.draft_rest)
         explores = jnp.max(state.stats.steps) % EXPLORES == 0
 
         def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
@@ -309,8 +298,8 @@ class LikelyTree(OnPartialCache):
 
         def run(_, hidden: Float[Array, "B D"], root: Int[Array, "B 1"], row) -> Offered:
             noise, heads = noise_after(model, state, row, 0, number), params.heads[:number]
-            ranked = rank_heads(model, weights, heads, state, hidden, root, noise, CHILDREN)
-            return Offered(*from_heads(ranked))
+            drafter = Drafter(model, weights, heads, state, CHILDREN)
+            return Offered(*from_heads(drafter.by_heads(hidden, root, noise)))
 
         nothing = nothing_offered(state.root.shape[0], len(grid(number)), number)
         inputs = state.memory.hidden, state.root[:, None], (state.row_key, state.length)

@@ -77,7 +77,7 @@ class MagicDec(OnPartialCache):
         with jax.named_scope("draft"):
             weights, chain = weights_for(self, params), (0,) * self.draft_passes
             noise = noise if self.noise_coupled else jnp.zeros_like(noise)
-            drafter = Drafter(model, weights, (), state, self.draft_passes, 1, False)
+            drafter = Drafter(model, weights, (), state, 1, self.draft_passes)
             cache, ranked, _ = drafter.run(state.memory, state.root[:, None], noise)
             return cache, as_tree(state.root, [tree_of(ranked, (chain,))], self.sizes(model))
 

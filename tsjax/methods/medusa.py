@@ -24,7 +24,7 @@ from tsjax.decoding.tree import SOURCES, DraftTree
 from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import costs_for
-from tsjax.methods.model_drafts import newest, rank_heads
+from tsjax.methods.model_drafts import Drafter, newest
 from tsjax.methods.paths import as_tree, as_tuples
 from tsjax.methods.tokenswift import MOST_NODES, Path, tree_of, tree_paths
 from tsjax.model.params import Params
@@ -134,7 +134,8 @@ class Medusa(Method):
             noise = noise if self.noise_coupled else jnp.zeros_like(noise)
             # The root comes after the state's token: the first head guesses what follows the root.
             hidden, root = state.memory, state.root[:, None]
-            ranked = rank_heads(model, params.model, heads, state, hidden, root, noise, best_of)
+            drafter = Drafter(model, params.model, heads, state, best_of)
+            ranked = drafter.by_heads(hidden, root, noise)
             return state.memory, as_tree(state.root, [tree_of(ranked, paths)], sizes)
 
     def learn(self, model, params, memory, state, verdict, acceptance) -> jax.Array:

@@ -80,53 +80,6 @@ def weights_for(method: Method, params: Params) -> ModelWeights:
     return params.drafts
 
 
-def rank(
-    model: ModelConfig,
-    weights: ModelWeights,
-    heads: Sequence[Head],
-    state: DecodeState,
-    normed: Float[Array, "B n D"],
-    best: Int[Array, "B known"],
-    noise: Noise,
-    best_of: int,
-) -> list[Candidates]:
-    """Candidates by the drafts' logits, processed as the model's own will be.
-
-    `normed` are the states for the n tokens after `best`, the root and what is drafted so far; the
-    last ones are those of `heads`. The penalty sees these tokens, and the best of the n in turn.
-    """
-    ranked = []
-    logits = unembed_with_heads(weights, heads, normed, cfg=model)
-    for index in range(normed.shape[1]):
-        depth = best.shape[1] - 1
-        ancestors = None
-        if depth:
-            positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
-            ancestors = best[:, None, 1:], positions[:, None]
-        depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
-        one = logits[:, index : index + 1]
-        scores = score_choices(one, state.text, depths, noise, state.sampling, ancestors)
-        values, tokens = best_few(scores[:, 0], best_of)
-        ranked.append(Candidates(tokens, values))
-        best = jnp.concatenate([best, tokens[:, :1]], axis=1)
-    return ranked
-
-
-def rank_heads(
-    model: ModelConfig,
-    weights: ModelWeights,
-    heads: Sequence[Head],
-    state: DecodeState,
-    hidden: Float[Array, "B D"],
-    root: Int[Array, "B 1"],
-    noise: Noise,
-    best_of: int,
-) -> list[Candidates]:
-    """Candidates of the heads alone, from the hidden state before the root."""
-    normed = run_heads(heads, weights, hidden, cfg=model)
-    return rank(model, weights, heads, state, normed, root, noise, best_of)
-
-
 def noise_after(
     model: ModelConfig,
     state: DecodeState,
@@ -141,11 +94,12 @@ def noise_after(
 
 
 class Drafter(NamedTuple):
-    """Passes on a partial cache, each a token deeper, and the draft heads after the last one.
+    """Passes on a partial cache, each a token deeper, and the draft heads after the last one; or
+    the heads alone.
 
     Attributes:
-      passes: how many.
       best_of: candidates of each depth.
+      passes: how many.
       with_rest: whether passes also see the tokens that the cache lacks, summed up.
     """
 
@@ -153,9 +107,45 @@ class Drafter(NamedTuple):
     weights: ModelWeights
     heads: Sequence[Head]
     state: DecodeState
-    passes: int
     best_of: int
-    with_rest: bool
+    passes: int = 0
+    with_rest: bool = False
+
+    def by_heads(
+        self, hidden: Float[Array, "B D"], root: Int[Array, "B 1"], noise: Noise
+    ) -> list[Candidates]:
+        """Candidates of the heads alone, from the hidden state before the root."""
+        normed = run_heads(self.heads, self.weights, hidden, cfg=self.model)
+        return self._ranked(self.heads, normed, root, noise)
+
+    def _ranked(
+        self,
+        heads: Sequence[Head],
+        normed: Float[Array, "B n D"],
+        best: Int[Array, "B known"],
+        noise: Noise,
+    ) -> list[Candidates]:
+        """Candidates by the drafts' logits, processed as the model's own will be.
+
+        `normed` are the states for the n tokens after `best`, the root and what is drafted so far;
+        the last ones are those of `heads`. The penalty sees these tokens, and the best of the n in
+        turn.
+        """
+        state, ranked = self.state, []
+        logits = unembed_with_heads(self.weights, heads, normed, cfg=self.model)
+        for index in range(normed.shape[1]):
+            depth = best.shape[1] - 1
+            ancestors = None
+            if depth:
+                positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
+                ancestors = best[:, None, 1:], positions[:, None]
+            depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
+            one = logits[:, index : index + 1]
+            scores = score_choices(one, state.text, depths, noise, state.sampling, ancestors)
+            values, tokens = best_few(scores[:, 0], self.best_of)
+            ranked.append(Candidates(tokens, values))
+            best = jnp.concatenate([best, tokens[:, :1]], axis=1)
+        return ranked
 
     def run(
         self,
@@ -208,10 +198,7 @@ class Drafter(NamedTuple):
             normed = jnp.concatenate([normed, deeper], axis=1)
         if depth < self.passes - 1:
             cache = with_draft(cache, rows, known.length, writes)
-        ranked = rank(
-            self.model, self.weights, heads, self.state, normed, best, noise, self.best_of
-        )
-        return cache, rest, ranked
+        return cache, rest, self._ranked(heads, normed, best, noise)
 
     def _heads_after(self, depth: int) -> Sequence[Head]:
         return self.heads if depth == self.passes - 1 else ()

@@ -19,6 +19,7 @@ from tsjax.methods.model_drafts import newest
 from tsjax.methods.partial_cache import DraftCache, Scores, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
+from tsjax.typing import Array, Int
 
 NEVER = "never"
 DRAFT_WEIGHTS = ("model", "int8")
@@ -63,12 +64,6 @@ class OnPartialCache(Method):
         budget = capacity if self.draft_choice == "all" else min(self.draft_budget, capacity)
         return init_draft_cache(model, batch, budget, room, mesh, self.draft_rest)
 
-    @property
-    def waits(self) -> dict[str, Any]:
-        """When tokens are chosen again, as `refresh_draft_cache` has it."""
-        wait = self.draft_refresh
-        return {"most_new": None if isinstance(wait, str) else wait, "once": wait == NEVER}
-
     def kept(
         self,
         model: ModelConfig,
@@ -83,17 +78,19 @@ class OnPartialCache(Method):
         rows, old = verdict.rows, (cache.query, cache.attended)
         query, attended = newest((rows.query, rows.attended), old, state, acceptance)
         cache = cache.replace(query=query, attended=attended)
-        return self.caught_up(model, params, cache, state, max_rows)
+        return self.caught_up(model, params, cache, state.kv, state.tokens, max_rows)
 
     def caught_up(
         self,
         model: ModelConfig,
         params: Params,
         cache: DraftCache,
-        state: DecodeState,
+        kv: KVCache,
+        tokens: Int[Array, "B C"],
         max_rows: int,
     ) -> DraftCache:
-        """The cache with the tokens that are new in the state, or with others where it is time."""
+        """The cache with the tokens that are new in `kv`, or with others where it is time."""
+        wait = self.draft_refresh
 
         def score(asks: Any, kv: KVCache) -> Scores:
             query, tokens = asks
@@ -101,12 +98,13 @@ class OnPartialCache(Method):
 
         return refresh_draft_cache(
             cache,
-            state.kv,
+            kv,
             num_sinks=self.num_sinks,
             max_rows=max_rows,
             score=score,
-            asks=(cache.query, state.tokens),
-            **self.waits,
+            asks=(cache.query, tokens),
+            most_new=None if isinstance(wait, str) else wait,
+            once=wait == NEVER,
         )
 
     # --- what it costs -------------------------------------------------------------------------

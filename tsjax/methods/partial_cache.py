@@ -295,26 +295,25 @@ def _choose(
     draft: DraftCache, scores: Scores, kv: KVCache, rows: Bool[Array, "B"], num_sinks: int
 ) -> DraftCache:
     """Fills the draft caches of the batch rows `rows` with the tokens of the highest scores."""
-    k, v = [], []
     sizes = {"count": draft.capacity, "num_sinks": num_sinks}
     if kv.parts > 1:
         chosen_slots = important_tokens(scores, kv.length, parts=kv.parts, **sizes)
     else:
         chosen_slots = important_slots(scores, kv.length, **sizes)
-    for layer, slots in enumerate(chosen_slots):
 
-        def gather(old, whole, slots=slots):
-            if kv.parts > 1:
-                chosen = taken_by_part(whole, slots, parts=kv.parts)
-            else:
-                chosen = jnp.take_along_axis(whole, slots[..., None], axis=2, mode="clip")
-            chosen = jnp.where(rows[:, None, None, None], chosen, old[:, :, : draft.capacity])
-            return lax.dynamic_update_slice_in_dim(old, chosen, 0, axis=2)
+    def gathered(old, whole, slots):
+        if kv.parts > 1:
+            chosen = taken_by_part(whole, slots, parts=kv.parts)
+        else:
+            chosen = jnp.take_along_axis(whole, slots[..., None], axis=2, mode="clip")
+        chosen = jnp.where(rows[:, None, None, None], chosen, old[:, :, : draft.capacity])
+        return lax.dynamic_update_slice_in_dim(old, chosen, 0, axis=2)
 
-        k.append(gather(draft.k[layer], kv.k[layer]))
-        v.append(gather(draft.v[layer], kv.v[layer]))
-    newest = jnp.where(rows, draft.length, draft.newest)
-    return draft.replace(k=tuple(k), v=tuple(v), newest=newest)
+    return draft.replace(
+        k=tuple(map(gathered, draft.k, kv.k, chosen_slots)),
+        v=tuple(map(gathered, draft.v, kv.v, chosen_slots)),
+        newest=jnp.where(rows, draft.length, draft.newest),
+    )
 
 
 def important_slots(

@@ -19,9 +19,8 @@ from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import best, score_choices
 from tsjax.decoding.state import DecodeState
 from tsjax.errors import BadValue
-from tsjax.methods.draft_choice import by_chunk
 from tsjax.methods.on_partial_cache import OnPartialCache
-from tsjax.methods.partial_cache import DraftCache, Scores, importance, refresh_draft_cache
+from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.cache import KVCache, init_cache, write_rows
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
@@ -117,7 +116,6 @@ class Text(NamedTuple):
 
 
 def known_text(state: DecodeState, room: int) -> Text:
-    """The text of a state, with room for guesses."""
     none = jnp.zeros((state.root.shape[0], room), jnp.int32)
     return Text(state.tokens, state.length, none, jnp.zeros_like(state.length))
 
@@ -167,21 +165,8 @@ def kept_up(
     if reader.partial is None:
         return reader
 
-    def worth(query: tuple[Float[Array, "B K H"], ...], kv: KVCache) -> Scores:
-        scores = importance(query, kv)
-        if settings.draft_choice == "retrieval":
-            return tuple(by_chunk(one, kv.length) for one in scores)
-        return scores
-
-    partial = refresh_draft_cache(
-        reader.partial,
-        reader.kv,
-        num_sinks=reader.sinks,
-        max_rows=number + BEHIND,
-        score=worth,
-        asks=reader.partial.query,
-        **settings.waits,
-    )
+    params, most = Params(weights), number + BEHIND
+    partial = settings.caught_up(cfg, params, reader.partial, reader.kv, tokens, most)
     return reader.replace(partial=partial)
 
 

@@ -32,7 +32,6 @@ from tsjax.methods.model_drafts import (
     heads_are_right,
     newest,
     no_candidates,
-    rank_heads,
     weights_for,
 )
 from tsjax.methods.ngram import NGram
@@ -248,19 +247,17 @@ class TokenSwift(NGram, OnPartialCache):
         heads, weights = params.heads[: plan.levels - plan.passes], weights_for(self, params)
         if not self.noise_coupled:
             noise = jnp.zeros_like(noise)
+        drafter = Drafter(model, weights, heads, state, plan.best_of, plan.passes, plan.rest)
         if not plan.passes:
-            return None, rank_heads(model, weights, heads, state, hidden, root, noise, plan.best_of)
-        drafter = Drafter(model, weights, heads, state, plan.passes, plan.best_of, plan.rest)
+            return None, drafter.by_heads(hidden, root, noise)
 
         def run(carry, *inputs):
             return drafter.run(carry[0], *inputs)[:2]
 
         carry = cache, [no_candidates((root.shape[0], plan.best_of), noise.dtype)] * plan.levels
-        return (
-            run_if(wanted, run, carry, root, noise)
-            if plan.suffix_alone
-            else run(carry, root, noise)
-        )
+        if plan.suffix_alone:
+            return run_if(wanted, run, carry, root, noise)
+        return run(carry, root, noise)
 
 
 class TreePlan(NamedTuple):

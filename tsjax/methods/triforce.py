@@ -31,8 +31,6 @@ from tsjax.methods.second_model import (
     Text,
     forgotten,
     guess,
-    init_reader,
-    kept_up,
     known_text,
     next_tokens,
     weights_of,
@@ -63,6 +61,7 @@ class TriForce(OnPartialCache):
     """
 
     sources: ClassVar[tuple[str, ...]] = ("retrieval",)
+    takes_draft_model: ClassVar[bool] = True
 
     length: int = 6
     inner_length: int = 1
@@ -84,10 +83,6 @@ class TriForce(OnPartialCache):
         self.check_cache()
         if isinstance(self.model, dict):  # of a file
             object.__setattr__(self, "model", ModelConfig.from_dict(self.model))
-
-    @property
-    def takes_draft_model(self) -> bool:
-        return True
 
     @property
     def inner(self) -> DraftModel:
@@ -136,27 +131,16 @@ class TriForce(OnPartialCache):
     def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Levels:
         reader = None
         if self.model is not None:
-            reader = init_reader(self.inner, self.model, batch, capacity, self.inner_length)
+            reader = self.inner.init(model, batch, capacity, mesh)
         cache = self.new_cache(model, batch, capacity, mesh, room=self._most + 1)
         return Levels(cache=cache, reader=reader)
 
     def read(
         self, model: ModelConfig, params: Params, memory: Levels, state: DecodeState
     ) -> Levels:
-        return memory.replace(reader=self._kept_up(params, memory.reader, state))
-
-    def _kept_up(self, params: Params, reader: Reader | None, state: DecodeState) -> Reader | None:
-        if reader is None or self.model is None:
-            return reader
-        return kept_up(
-            reader,
-            self.inner,
-            weights_of(params, self.model),
-            state.tokens,
-            state.kv.length,
-            self.inner_length,
-            cfg=self.model,
-        )
+        if memory.reader is None:
+            return memory
+        return memory.replace(reader=self.inner.read(model, params, memory.reader, state))
 
     def draft(
         self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
@@ -240,7 +224,7 @@ class TriForce(OnPartialCache):
         most, reader = self.length + 1, memory.reader
         cache = self.kept(model, params, memory.cache, state, verdict, acceptance, most)
         if reader is not None:
-            reader = self._kept_up(params, forgotten(reader, state.kv.length), state)
+            reader = self.inner.learn(model, params, reader, state, verdict, acceptance)
         return Levels(cache=cache, reader=reader)
 
 

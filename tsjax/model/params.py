@@ -134,16 +134,11 @@ def random_params(cfg: ModelConfig) -> Params:
 
 def normal(index: int, shape: Sequence[int], dtype: str, scale: float = 1.0) -> jax.Array:
     """Random numbers, other ones for each index."""
-    return _normal_program()(jax.random.key(0), index, scale, shape=tuple(shape), dtype=dtype)
+    key, shape = jax.random.key(0), tuple(shape)
+    return _normal(key, np.uint32(index), np.float32(scale), shape=shape, dtype=dtype)
 
 
-@functools.cache
-def _normal_program():
-    @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-    def make(key, index, scale, *, shape, dtype):
-        values = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
-        return values * scale.astype(dtype)
-
-    return lambda key, index, scale, **options: make(
-        key, np.uint32(index), np.float32(scale), **options
-    )
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key, index, scale, *, shape, dtype):
+    values = jax.random.normal(jax.random.fold_in(key, index), shape, dtype)
+    return values * scale.astype(dtype)

@@ -7,7 +7,6 @@ logical axes only, and this is the single place that turns them into mesh axes.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -22,26 +21,18 @@ AXES = ("data", "model", "slots")
 MODEL = ("model", "slots")  # of weights: devices that hold slots of a cache share them as well
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardingRules:
-    """Logical axis -> mesh axes: one after the other, each that the mesh has and that divides what
-    those before it have left; an axis that none divides stays replicated."""
-
-    batch: tuple[str, ...] = ("data",)
-    cache_rows: tuple[str, ...] = ("slots", "data")  # see parts.py
-    cache_heads: tuple[str, ...] = ("model",)
-    vocab: tuple[str, ...] = MODEL
-    heads: tuple[str, ...] = MODEL
-    kv_heads: tuple[str, ...] = MODEL
-    mlp: tuple[str, ...] = MODEL
-    embed: tuple[str, ...] = ()
-    head_dim: tuple[str, ...] = ()
+# Logical axis -> mesh axes: one after the other, each that the mesh has and that divides what those
+# before it have left; an axis that none divides stays replicated.
+SHARDING_RULES: dict[str, tuple[str, ...]] = {
+    "batch": ("data",),
+    "cache_rows": ("slots", "data"),  # see parts.py
+    "cache_heads": ("model",),
+    **dict.fromkeys(("vocab", "heads", "kv_heads", "mlp"), MODEL),
+    **dict.fromkeys(("embed", "head_dim"), ()),
+}
 
 
-SHARDING_RULES = ShardingRules()
-
-
-def usable_mesh(mesh: Mesh | None, rules: ShardingRules = SHARDING_RULES) -> Mesh | None:
+def usable_mesh(mesh: Mesh | None) -> Mesh | None:
     """The mesh with Auto axes, so that XLA places what lies between the named arrays.
 
     `jax.make_mesh` makes Explicit axes by default. A mesh with an axis that no rule names is
@@ -51,7 +42,7 @@ def usable_mesh(mesh: Mesh | None, rules: ShardingRules = SHARDING_RULES) -> Mes
         return None
     if not isinstance(mesh, Mesh):
         raise BadType(f"mesh={mesh!r} is not valid: a jax.sharding.Mesh or None")
-    known = {axis for axes in dataclasses.asdict(rules).values() for axis in axes}
+    known = {axis for axes in SHARDING_RULES.values() for axis in axes}
     unknown = [axis for axis in mesh.axis_names if axis not in known]
     if unknown:
         raise BadValue(
@@ -68,18 +59,14 @@ def usable_mesh(mesh: Mesh | None, rules: ShardingRules = SHARDING_RULES) -> Mes
 
 
 def named_sharding(
-    shape: Sequence[int],
-    axes: Sequence[str | None],
-    mesh: Mesh | AbstractMesh,
-    rules: ShardingRules = SHARDING_RULES,
+    shape: Sequence[int], axes: Sequence[str | None], mesh: Mesh | AbstractMesh
 ) -> NamedSharding:
     """The sharding of one array whose dimensions carry the logical names `axes`."""
     parts: list[str | tuple[str, ...] | None] = []
     used: set[str] = set()
     for size, axis in zip(shape, axes, strict=True):
-        wanted = wanted_axes(axis, rules)
         split: list[str] = []
-        for one in wanted:
+        for one in wanted_axes(axis):
             count = math.prod(mesh.shape[name] for name in split)
             if one in mesh.shape and one not in used and size % (count * mesh.shape[one]) == 0:
                 split.append(one)
@@ -88,9 +75,14 @@ def named_sharding(
     return NamedSharding(mesh, PartitionSpec(*parts))
 
 
-def wanted_axes(axis: str | None, rules: ShardingRules = SHARDING_RULES) -> tuple[str, ...]:
+def wanted_axes(axis: str | None) -> tuple[str, ...]:
     """The mesh axes over which a dimension of that logical name is split where it divides."""
-    return getattr(rules, axis) if axis else ()
+    return SHARDING_RULES[axis] if axis else ()
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Whole on each device."""
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def parts_of(mesh: Mesh | AbstractMesh | None) -> int:

@@ -250,7 +250,6 @@ def final_norm(
 def unembed(
     weights: ModelWeights, normed: Float[Array, "*rows D"], *, cfg: ModelConfig
 ) -> Float[Array, "*rows V"]:
-    """Logits of normed states."""
     with jax.named_scope("unembed"):
         return linear(normed, unembedding(weights), out_dtype=accumulation_dtype(cfg.dtype))
 

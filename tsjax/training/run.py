@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import CHAINED, HeadTraining, check, check_int, refuse_unknown
-from tsjax.errors import BadType, BadValue
+from tsjax.config import CHAINED, HeadTraining, check, check_int, check_type, refuse_unknown
+from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host import processes
@@ -121,8 +121,7 @@ def train_heads(
       Interrupted: see on_interrupt, and `generate`.
     """
     check_on_interrupt(on_interrupt)
-    if not isinstance(model, Model):
-        raise BadType(f"model={model!r:.80} is not valid: what tsjax.load returns")
+    check_type(model, Model, "model", "what tsjax.load returns")
     processes.check_shared(model.params)
     refuse_unknown(list(changes), SETTING_NAMES, "argument")
     if settings is None:
