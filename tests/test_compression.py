@@ -38,6 +38,7 @@ def test_self_information_keeps_what_the_model_did_not_expect(model):
     np.testing.assert_array_equal(found, PROMPT[kept])
 
 
+@pytest.mark.wide
 def test_prompts_of_any_length_and_those_of_about_a_length_share_their_programs(model):
     of_run = programs_of(model)
     programs = of_run.read_part, of_run.finish_part, compression._information

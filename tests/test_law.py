@@ -123,7 +123,10 @@ def chosen(logits, noise, values):
     return warped, with_noise(warped, jnp.zeros(logits.shape[:2], jnp.int32), noise, values)
 
 
-@pytest.mark.parametrize("kind", ["top_p", "min_p", "epsilon_cutoff", "eta_cutoff"])
+WIDE = [pytest.param(kind, marks=pytest.mark.wide) for kind in ("min_p", "epsilon_cutoff")]
+
+
+@pytest.mark.parametrize("kind", ["top_p", "eta_cutoff", *WIDE])
 def test_rows_beside_a_row_do_not_move_its_edge(kind):
     run = compiled(chosen)
 

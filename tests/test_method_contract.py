@@ -156,7 +156,8 @@ def test_every_method_has_a_row():
     assert set(ROWS) == set(METHODS)
 
 
-@by_default(*(name for name in ROWS if name != "auto"))  # whose runs are in test_auto_runs.py
+# Runs of Auto are in test_auto_runs.py, those of AnyTree in test_any_tree.py.
+@by_default(*(name for name in ROWS if name not in ("auto", "any_tree")))
 def test_the_tokens_and_log_probabilities_are_those_of_plain_decoding(row, monkeypatch):
     """In chunks of all sizes; and as many drafts are right as were."""
     sizes = itertools.cycle([1, 3, 2])
@@ -189,7 +190,7 @@ def test_a_saved_run_goes_on(row, begun, tmp_path):
         assert rest.stats.method == decoded_by(row, "float64").method
 
 
-@by_default("tokenswift")
+@by_default("magicdec")
 def test_a_mesh_gives_the_same_tokens(row):
     """Of two heads' and two slots' parts; with few processors, as AnyTree meets the others."""
     settings = dict(do_sample=True, min_p=0.02, repetition_penalty=1.1, seed=7, max_new_tokens=24)

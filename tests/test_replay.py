@@ -138,6 +138,7 @@ def command(capsys, *argv):
     return code, capsys.readouterr()
 
 
+@pytest.mark.wide
 def test_the_command_line_finds_the_model_itself(embedded_run, tmp_path, capsys):
     code, said = command(capsys, embedded_run)
     assert code == 0 and said.out.splitlines()[:2] == [

@@ -124,6 +124,7 @@ def penalised_and_truncated() -> tuple[tsjax.GenerationConfig, np.ndarray]:
     return config, law
 
 
+@pytest.mark.wide
 def test_penalised_and_truncated_tokens_have_their_law():
     """Given the two tokens before them, which are the penalty's window. Many rows in one batch."""
     config, law = penalised_and_truncated()

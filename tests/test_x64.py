@@ -22,6 +22,7 @@ EVERYTHING = tsjax.TokenSwift(
 )  # fmt: skip
 
 
+@pytest.mark.wide
 def test_a_lazy_prefill():
     lazy = tsjax.LazyPrefill(keep={1: 0.5}, choose_every=2, revive_rows=4)
     how = dict(prefill=lazy, max_new_tokens=4, **SIZES)
