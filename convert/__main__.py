@@ -20,6 +20,9 @@ examples:
   # A HuggingFace folder or a hub id to tsjax's own format:
   tsjax-convert meta-llama/Llama-3.1-8B llama3.1-8b
 
+  # A GGUF file, whose numbers become bfloat16, to a folder that transformers loads:
+  tsjax-convert model.gguf hf-folder --to hf
+
   # In another type, checked afterwards:
   tsjax-convert path/to/hf-folder out --dtype bfloat16 --verify
 
@@ -42,11 +45,12 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="tsjax-convert",
         description="Convert checkpoints between HuggingFace and tsjax: Llama, Qwen2, Qwen3, "
-        "Mistral.\nA local safetensors folder needs neither torch nor a network.",
+        "Mistral.\nA local safetensors folder or GGUF file needs neither torch nor a network.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("src", metavar="SRC", help="HuggingFace folder, hub id or tsjax checkpoint")
+    sources = "HuggingFace folder, hub id, GGUF file or tsjax checkpoint"
+    p.add_argument("src", metavar="SRC", help=sources)
     p.add_argument("dst", metavar="DST", help="the folder to write; must not exist")
     p.add_argument(
         "--to", choices=("tsjax", "hf"), default="tsjax", help="format of DST (default: tsjax)"

@@ -23,6 +23,8 @@ from tsjax.config import CHAINED, ModelConfig, check
 from tsjax.errors import BadValue
 from tsjax.files import checkpoint, huggingface, weight_files
 from tsjax.files.config_files import config_to_hf, read_stop_ids
+from tsjax.files.gguf_files import is_gguf, read_headers
+from tsjax.files.gguf_tokenizer import special_ids_of
 from tsjax.files.head_files import MEDUSA, MEDUSA_FILE, VLLM_FILE, head_config, named_in
 from tsjax.files.huggingface import Entry, Tensor
 from tsjax.input_files import read_json
@@ -106,7 +108,7 @@ def to_tsjax(
     overwrite: bool = False,
     on_tensor: OnTensor | None = None,
 ) -> Written:
-    """HuggingFace folder, hub id or tsjax checkpoint -> tsjax checkpoint.
+    """HuggingFace folder, hub id, GGUF file or tsjax checkpoint -> tsjax checkpoint.
 
     Args:
       src, dst: where from and where to.
@@ -137,7 +139,8 @@ def to_hf(
     overwrite: bool = False,
     on_tensor: OnTensor | None = None,
 ) -> Written:
-    """tsjax checkpoint, HuggingFace folder or hub id -> HuggingFace folder with safetensors.
+    """tsjax checkpoint, HuggingFace folder, hub id or GGUF file -> HuggingFace folder with
+    safetensors.
 
     Args:
       draft_heads: what to do with the model's draft heads, if it has any. MERGE_HEADS writes them
@@ -277,6 +280,8 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 def _special_ids(source: Source) -> dict[str, Any]:
     """The special token ids; written even when unknown, as transformers has defaults of its own."""
     known: dict[str, Any] = {}
+    if is_gguf(source.folder):
+        known |= special_ids_of(read_headers(source.folder)[0].fields)
     for name in ("config.json", "generation_config.json"):
         path = os.path.join(source.folder, name)
         if os.path.exists(path):

@@ -21,6 +21,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import gguf_fixtures
 import helpers
 import hf_fixtures
 import jax.numpy as jnp
@@ -132,11 +133,22 @@ def kinds(place: Path) -> dict[str, Kind]:
         tsjax.load(folder)
         tsjax.GenerationConfig.from_hf(folder)
 
+    own = gguf_fixtures.make(
+        place / "gguf" / "m.gguf", kind=gguf_fixtures.Types.Q8_0, tokenizer=hf,
+        fields={"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2},
+    )  # fmt: skip
+
+    def load_gguf(folder, file):
+        model = tsjax.load(folder / file)
+        with contextlib.suppress(NoSuchFile):  # the name of its field is damaged: there is none
+            load_tokenizer_of(model.path, file)
+
     tokenizer_files = ["tokenizer.json"] * 4 + ["tokenizer_config.json"]
     found = {
         "config": Kind(hf, ["config.json"] * 3, load),
         "generation config": Kind(hf, ["generation_config.json"], load_with_settings),
         "weights": Kind(hf, ["model.safetensors"] * 2, load),
+        "gguf": Kind(own.parent, [own.name] * 3, load_gguf),
         "tokenizer": Kind(hf, tokenizer_files, load_tokenizer_of),
         "index": Kind(sharded, ["model.safetensors.index.json"] * 2, load),
         "shards": Kind(sharded, ["model-00002-of-00003.safetensors"], load),

@@ -373,7 +373,9 @@ def test_wrong_arguments_are_refused(tmp_path):
     for dtype in ("int8", "fp16", "bf16"):
         with pytest.raises(ValueError, match=f"dtype='{dtype}' is not valid: one of float32"):
             load(tmp_path, dtype=dtype)
-    with pytest.raises(ValueError, match="a checkpoint is a folder, this is a file"):
+    with pytest.raises(
+        ValueError, match="a checkpoint is a folder or a file ending in .gguf, this is a file"
+    ):
         load(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="mesh axes"):
         load(tmp_path, mesh=jax.make_mesh((4,), ("x",)))

@@ -32,9 +32,10 @@ from jax.sharding import NamedSharding
 
 from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
-from tsjax.errors import AlreadyThere, BadValue
+from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import huggingface, weight_files
 from tsjax.files.config_files import read_stop_ids
+from tsjax.files.gguf_files import is_gguf
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
@@ -70,7 +71,7 @@ class Model(flax.struct.PyTreeNode):
     Attributes:
       params: the arrays; everything else is static.
       stop_ids: tokens that end a text.
-      path: the folder it was loaded from; the tokenizer is read from there.
+      path: the folder or file it was loaded from; the tokenizer is read from there.
     """
 
     params: Params
@@ -170,11 +171,11 @@ def load(
     allow_pickle: bool = False,
     on_tensor: Callable[[str, int], object] | None = None,
 ) -> Model:
-    """Loads a HuggingFace folder (safetensors), a hub id or a tsjax checkpoint.
+    """Loads a HuggingFace folder (safetensors), a hub id, a GGUF file or a tsjax checkpoint.
 
     Args:
-      path: the folder, or organisation/name on the hub.
-      dtype: one of config.DTYPES; None keeps the checkpoint's own.
+      path: the folder or file, or organisation/name on the hub. Of a GGUF in parts any of them.
+      dtype: one of config.DTYPES; None keeps the checkpoint's own, and of GGUF is bfloat16.
       mesh: places every array as sharding.py says; None puts them on the default device.
       heads: a folder or file with draft heads, TokenSwift's or Medusa's, which replace those of the
         checkpoint; a hub id of a folder.
@@ -366,6 +367,11 @@ def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
 
 
 def copy_companions(source: str | None, folder: str) -> None:
+    """Puts the tokenizer and what else belongs to it into a new folder."""
+    if source is not None and is_gguf(source):
+        with contextlib.suppress(NoSuchFile):  # there is none
+            load_tokenizer(source).save_pretrained(folder)
+        return
     for name in COMPANIONS:
         if source is not None and os.path.exists(file := os.path.join(source, name)):
             require_file(file)

@@ -14,7 +14,9 @@ from typing import Any
 
 from tsjax.config import CHAINED, ModelConfig, RopeConfig, check, check_float, check_int
 from tsjax.errors import BadValue, NotSupported
-from tsjax.input_files import read_json
+from tsjax.files.gguf_files import is_gguf, read_headers
+from tsjax.files.gguf_tokenizer import stop_ids_of
+from tsjax.input_files import parsing, read_json
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",
@@ -136,7 +138,11 @@ def config_to_hf(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def read_stop_ids(folder: str) -> tuple[int, ...]:
-    """The end-of-text ids: of generation_config.json, else of config.json; none gives ()."""
+    """The end-of-text ids: of a GGUF file, of generation_config.json, else of config.json; none
+    gives ()."""
+    if is_gguf(folder):
+        with parsing(folder, " has a tokenizer that cannot be read"):
+            return stop_ids_of(read_headers(folder)[0].fields)
     for name in ("generation_config.json", "config.json"):
         path = os.path.join(folder, name)
         ids = read_json(path).get("eos_token_id") if os.path.exists(path) else None

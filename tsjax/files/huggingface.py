@@ -24,6 +24,7 @@ import numpy as np
 from tsjax.config import CHAINED, DTYPES, ModelConfig, check
 from tsjax.errors import NoSuchFile
 from tsjax.files.config_files import model_config
+from tsjax.files.gguf_files import is_gguf, open_gguf
 from tsjax.files.head_files import find_heads
 from tsjax.files.weight_files import StoredTensor, Weights, open_weights, raise_all
 from tsjax.input_files import listed, parsing, read_json
@@ -65,6 +66,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("medusa_head.{i}.1.weight", "heads.{i}.unembed"),
 )
 
+TYPE_OF_GGUF = "bfloat16"  # quantised numbers have fewer bits
 _THREADS = min(8, os.cpu_count() or 1)  # that read; each has a block in memory
 _AHEAD = 3  # arrays that they fill before they are asked for
 
@@ -160,12 +162,21 @@ def _tensors(names: list[str], spec: ParamSpec) -> tuple[Tensor, ...]:
 def open_checkpoint(
     folder: str, *, dtype: str | None = None, allow_pickle: bool = False
 ) -> tuple[ModelConfig, Weights]:
-    """The settings and the weight files of a HuggingFace folder; draft heads in it are counted."""
+    """The settings and the weight files of a HuggingFace folder or a GGUF file; draft heads in it
+    are counted."""
+    if is_gguf(folder):
+        raw, weights = open_gguf(folder)
+        with parsing(folder, " holds a model that tsjax cannot read"):
+            cfg = model_config(raw, dtype=dtype or TYPE_OF_GGUF)
+            check_counts(cfg, len(weights), ("num_hidden_layers", "medusa_heads"))
+        return cfg, weights
     path = os.path.join(folder, "config.json")
     if not os.path.exists(path):
+        names = sorted(os.listdir(folder))
+        advice = "; of a GGUF file give the path of one" if any(map(is_gguf, names)) else ""
         raise NoSuchFile(
             f"{folder!r} has neither a config.json (HuggingFace) nor a tsjax.json (tsjax); it has "
-            f"{', '.join(listed(sorted(os.listdir(folder)))) or 'nothing'}"
+            f"{', '.join(listed(names)) or 'nothing'}{advice}"
         )
     raw = read_json(path)
     if dtype is None and (raw.get("dtype") or raw.get("torch_dtype")) is None:

@@ -2,7 +2,7 @@
 """Text to token ids and, piece by piece, back.
 
 Knows HuggingFace tokenizers; transformers is imported only when one is loaded, and for the embedded
-model only if something is asked that its tokenizer.json does not tell. Does not know models.
+model and GGUF files only if something is asked that tokenizers does not tell. Does not know models.
 Whatever those libraries raise, Rust's panics too, becomes a ValueError that names the tokenizer's
 folder.
 """
@@ -14,12 +14,14 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from tsjax.errors import NoSuchFile
+from tsjax.files import gguf_tokenizer
+from tsjax.files.gguf_files import is_gguf, read_headers
 from tsjax.files.weight_files import embedded_folder
 from tsjax.input_files import filtered_log, parsing, require_file
 
@@ -35,10 +37,12 @@ _State = tuple[tuple[str, int, int, int], ...]
 
 
 def load_tokenizer(path: str) -> Any:
-    """The tokenizer in a local folder; loaded again when a file there has changed.
+    """The tokenizer in a local folder or GGUF file; loaded again when a file there has changed.
 
-    A folder without one is a FileNotFoundError, a tokenizer that cannot be used a ValueError.
+    A place without one is a FileNotFoundError, a tokenizer that cannot be used a ValueError.
     """
+    if is_gguf(path):
+        return _load_from_gguf(path, os.stat(path).st_mtime_ns)
     state = _folder_state(path)
     if not any(_VOCABULARY.fullmatch(name) for name, *_ in state):
         raise NoSuchFile(
@@ -53,33 +57,61 @@ def _load_tokenizer(path: str, state: _State) -> Any:
     for name, *_ in state:
         require_file(os.path.join(path, name))
     with parsing(path, _DAMAGED):
-        plain = path == embedded_folder()
-        tokenizer = PlainTokenizer(path) if plain else _whole_tokenizer(path)
+        whole = functools.partial(_whole_tokenizer, path)
+        if path == embedded_folder():
+            import tokenizers
+
+            plain = tokenizers.Tokenizer.from_file(os.path.join(path, "tokenizer.json"))
+            tokenizer = PlainTokenizer(path, plain, whole)
+        else:
+            tokenizer = whole()
         _visible_and_byte_tokens(tokenizer)  # is read later, while tokens are made
         return tokenizer
 
 
-def _whole_tokenizer(path: str) -> Any:
+@functools.lru_cache(maxsize=8)
+def _load_from_gguf(path: str, changed: int) -> Any:
+    fields = read_headers(path)[0].fields
+    if not gguf_tokenizer.has_tokenizer(fields):
+        raise NoSuchFile(f"{path!r} has no tokenizer: pass token ids instead of text")
+    with parsing(path, _DAMAGED):
+        plain, settings = gguf_tokenizer.described(fields)
+        whole = functools.partial(_in_transformers, path, plain, settings)
+        tokenizer = PlainTokenizer(path, plain, whole)
+        _visible_and_byte_tokens(tokenizer)
+        return tokenizer
+
+
+def _transformers() -> Any:
     # Whoever imports transformers for a tokenizer need not hear that it found no torch.
     with filtered_log("transformers", lambda record: "PyTorch was not" not in record.getMessage()):
         import transformers
-    load = transformers.AutoTokenizer.from_pretrained
+    return transformers
+
+
+def _whole_tokenizer(path: str) -> Any:
+    load = _transformers().AutoTokenizer.from_pretrained
     return load(path, local_files_only=True, trust_remote_code=False)
 
 
+def _in_transformers(path: str, plain: Any, settings: Mapping[str, Any]) -> Any:
+    kind = _transformers().PreTrainedTokenizerFast
+    return kind(
+        tokenizer_object=plain, name_or_path=path, clean_up_tokenization_spaces=False, **settings
+    )
+
+
 class PlainTokenizer:
-    """A tokenizer.json that needs nothing beside it, read without transformers.
+    """A tokenizer that needs no more than the package tokenizers.
 
     To import transformers takes longer than a first token. Whatever is not here is asked of its
-    tokenizer for the same folder, which is loaded then.
+    class for the same tokenizer, which `whole` makes then.
     """
 
-    def __init__(self, path: str):
-        import tokenizers
-
+    def __init__(self, path: str, plain: Any, whole: Callable[[], Any]):
         self.name_or_path = path
-        self._plain = tokenizers.Tokenizer.from_file(os.path.join(path, "tokenizer.json"))
-        self.added_tokens_decoder = self._plain.get_added_tokens_decoder()
+        self._plain, self._make_whole = plain, whole
+        self.added_tokens_decoder = plain.get_added_tokens_decoder()
 
     def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
         return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
@@ -106,7 +138,7 @@ class PlainTokenizer:
 
     @functools.cached_property
     def _whole(self) -> Any:
-        return _whole_tokenizer(self.name_or_path)
+        return self._make_whole()
 
 
 def _folder_state(path: str) -> _State:

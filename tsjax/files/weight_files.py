@@ -14,17 +14,18 @@ import math
 import os
 import re
 import zipfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from tsjax.errors import BadValue, NoSuchFile, NotInstalled
 from tsjax.files.whole_files import replacing
-from tsjax.input_files import listed, parsing, read_json, require_file
+from tsjax.input_files import kind_of, listed, parsing, read_json, require_file
 
+GGUF = ".gguf"  # how such a file ends; see gguf_files.py
 _BLOCK_BYTES = 4 * 2**20  # what a thread reads at a time; a core's cache holds it until it moves on
 _SAFETENSORS_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -73,12 +74,18 @@ def _list_safetensors(file: str) -> Weights:
     return found
 
 
-Version = tuple[int, ...]  # of a file: one that takes its place has another
+class Version(NamedTuple):
+    """Of a file: one that takes its place has another."""
+
+    device: int
+    number: int
+    size: int
+    changed: int
 
 
-def _version(stored: Any) -> Version:
+def version_of(stored: Any) -> Version:
     found = os.fstat(stored.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return Version(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 def _first_bytes(file: str) -> tuple[dict[str, int], Version]:
@@ -87,7 +94,7 @@ def _first_bytes(file: str) -> tuple[dict[str, int], Version]:
     with open(file, "rb") as stored:
         size = int.from_bytes(stored.read(8), "little")
         header = json.loads(stored.read(size))
-        version = _version(stored)
+        version = version_of(stored)
     header.pop("__metadata__", None)
     return {name: 8 + size + entry["data_offsets"][0] for name, entry in header.items()}, version
 
@@ -96,8 +103,6 @@ def _safetensors_rows(
     file: str, name: str, version: Version, begin: int, row: tuple[int, ...], dtype: str,
     start: int, stop: int, columns: slice | None = None,
 ) -> np.ndarray:  # fmt: skip
-    """Read into memory of our own: the safetensors package maps the file, whose pages then count as
-    this process's memory, and keeps all other threads of Python waiting while it copies."""
     size = jnp.dtype(dtype).itemsize
     row_bytes, begin = math.prod(row) * size, begin + start * math.prod(row) * size
     if columns is None or columns == slice(0, *row):
@@ -106,9 +111,21 @@ def _safetensors_rows(
         pieces = range(begin + size * columns.start, begin + (stop - start) * row_bytes, row_bytes)
         row = (columns.stop - columns.start,)
         width = size * row[0]
+    block = read_pieces(file, name, version, pieces, width)
+    return block.view(jnp.dtype(dtype)).reshape(-1, *row)
+
+
+def read_pieces(
+    file: str, name: str, version: Version, pieces: Sequence[int], width: int
+) -> np.ndarray:
+    """The bytes from each of these places on, `width` each.
+
+    Read into memory of our own: the safetensors package maps the file, whose pages then count as
+    this process's memory, and keeps all other threads of Python waiting while it copies.
+    """
     block = np.empty(len(pieces) * width, np.uint8)
     with parsing(file, f": {name} cannot be read"), open(file, "rb", buffering=0) as stored:
-        if _version(stored) != version:
+        if version_of(stored) != version:
             raise BadValue("the file was changed while it was read")
         for number, place in enumerate(pieces):
             stored.seek(place)
@@ -118,7 +135,7 @@ def _safetensors_rows(
                 if not count:
                     raise BadValue(f"the file ends {len(missing)} bytes too early")
                 missing = missing[count:]
-    return block.view(jnp.dtype(dtype)).reshape(-1, *row)
+    return block
 
 
 def _list_torch(file: str) -> Weights:
@@ -262,7 +279,7 @@ def embedded_folder() -> str:
 
 
 def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
-    """A folder as it is, or the local snapshot of a hub id, downloaded if need be.
+    """A folder or a GGUF file as it is, or the local snapshot of a hub id, downloaded if need be.
 
     EMBEDDED names the model that comes with this package.
     """
@@ -271,8 +288,13 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
         return embedded_folder()
     if os.path.isdir(name):
         return os.path.abspath(name)
+    if os.path.exists(name) and name.endswith(GGUF):
+        return os.path.abspath(name)
     if os.path.exists(name):
-        raise BadValue(f"path={name!r} is not valid: a checkpoint is a folder, this is a file")
+        wanted = f"a checkpoint is a folder or a file ending in {GGUF}"
+        raise BadValue(f"path={name!r} is not valid: {wanted}, this is {kind_of(name)}")
+    if name.endswith(GGUF):
+        raise NoSuchFile(f"path={name!r}: there is no such file")
     missing = f"path={name!r}: there is no such folder, and"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise NoSuchFile(f"{missing} it is not a hub id (organisation/name)")

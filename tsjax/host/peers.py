@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from tsjax.files.checkpoint import is_tsjax
+from tsjax.files.gguf_files import is_gguf
 
 PEER_TOKENS = 64  # of a run, which takes long; where nothing else is asked for
 LOOKUP = 10  # tokens that are looked up in the text
@@ -31,6 +32,10 @@ def why_not(folder: str | None) -> str | None:
     """Why transformers cannot run a checkpoint here; None where it may be able to."""
     if importlib.util.find_spec("torch") is None:
         return "there is no torch (pip install 'tsjax[parity]')"
+    if folder is not None and is_gguf(folder):
+        if importlib.util.find_spec("accelerate") is None:
+            return "transformers reads a GGUF file by accelerate (pip install accelerate)"
+        return None
     if folder is None or is_tsjax(folder):
         return "transformers cannot read this checkpoint: it is no HuggingFace folder"
     if not os.path.exists(os.path.join(folder, "config.json")):
@@ -60,9 +65,12 @@ class Peer:
         self.torch = torch
         on_gpu = jax.default_backend() == "gpu" and torch.cuda.is_available()
         self.device = "cuda" if on_gpu else "cpu"
+        file = {}
+        if is_gguf(folder):
+            folder, file["gguf_file"] = os.path.split(folder)
         with _quietly():
             model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, local_files_only=True
+                folder, dtype=dtype, local_files_only=True, **file
             )
         self.model = model.to(self.device).eval()
 

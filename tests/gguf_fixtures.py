@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small GGUF files, written by the gguf package from checkpoints of hf_fixtures, and what their
+quantised tensors mean; none of the code under test writes them."""
+
+import json
+import re
+from pathlib import Path
+
+import gguf
+import hf_fixtures
+import numpy as np
+from gguf import GGMLQuantizationType as Types
+
+NAMES = {
+    "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+# Rows of whole blocks of 32, and heads enough for a wrong order of them to show.
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
+
+
+def their_name(name: str) -> str:
+    """llama.cpp's name of one of HuggingFace's tensors."""
+    stem, ending = name.rsplit(".", 1)
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    return f"blk.{match[1]}.{NAMES[match[2]]}.{ending}" if match else f"{NAMES[stem]}.{ending}"
+
+
+def paired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The first halves of the heads' rows between their second halves, as Llama's q and k lie."""
+    first, second = np.split(rows.reshape(heads, -1, *rows.shape[1:]), 2, axis=1)
+    return np.stack([first, second], axis=2).reshape(rows.shape)
+
+
+def stored(array: np.ndarray, kind: Types) -> np.ndarray:
+    """What of an array in float32 the file holds: the numbers that the type has."""
+    if array.ndim == 1 or kind == Types.F32:
+        return array
+    return gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+
+
+def make(
+    path: Path, family: str = "llama", kind: Types = Types.F32, fields=(), extra=(), parts: int = 1,
+    tokenizer: Path | None = None, **changes,
+) -> Path:  # fmt: skip
+    """A GGUF file, and beside it the HuggingFace folder that it must be read as (`path` without its
+    ending). `fields` are settings of its own, `extra` tensors."""
+    raw = hf_fixtures.config(family, **{**SIZES, **changes})
+    content = hf_fixtures.tensors(raw)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    limit = -(-len(content) // parts) if parts > 1 else 0
+    written = "llama" if family == "mistral" else family
+    writer = gguf.GGUFWriter(None, written, split_max_tensors=limit)
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    writer.add_context_length(raw["max_position_embeddings"])
+    writer.add_embedding_length(raw["hidden_size"])
+    writer.add_block_count(raw["num_hidden_layers"])
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(raw["rms_norm_eps"])
+    writer.add_rope_freq_base(raw.get("rope_theta", 10000.0))
+    if "head_dim" in raw:
+        writer.add_key_length(raw["head_dim"])
+        writer.add_value_length(raw["head_dim"])
+    for name, value in dict(fields).items():
+        add(writer, name.replace("ARCH", written), value)
+    if tokenizer is not None:
+        add_tokenizer(writer, json.loads((tokenizer / "tokenizer.json").read_text()))
+    for name, array in content.items():
+        split = {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2])
+        turned = paired(array, split) if split and written == "llama" else array
+        put(writer, their_name(name), turned, kind)
+    for name, array in dict(extra).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    read_as = {name: stored(array, kind) for name, array in content.items()}
+    hf_fixtures.write(path.with_suffix(""), raw, read_as)
+    return path
+
+
+def put(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Types) -> None:
+    if array.ndim == 1 or kind == Types.F32:
+        writer.add_tensor(name, array)
+    elif kind == Types.F16:
+        writer.add_tensor(name, array.astype(np.float16))
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+
+
+def add(writer: gguf.GGUFWriter, name: str, value) -> None:
+    kinds = {
+        bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+        str: writer.add_string, list: writer.add_array,
+    }  # fmt: skip
+    kinds[type(value)](name, value)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, document: dict) -> None:
+    """The content of a tokenizer.json, as llama.cpp's converter names it."""
+    model, added = document["model"], {one["id"]: one for one in document["added_tokens"]}
+    vocab = {**model["vocab"], **{one["content"]: index for index, one in added.items()}}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    assert [vocab[token] for token in tokens] == [*range(len(tokens))]
+    pad = [f"[PAD{index}]" for index in range(len(tokens), SIZES["vocab_size"])]
+    kinds = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.UNUSED] * len(pad)
+    for index, one in added.items():
+        special = gguf.TokenType.CONTROL if one["special"] else gguf.TokenType.USER_DEFINED
+        kinds[index] = special
+    by_bytes = not model.get("byte_fallback")
+    for token, index in vocab.items():
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+            kinds[index] = gguf.TokenType.BYTE
+    writer.add_tokenizer_model("gpt2" if by_bytes else "llama")
+    writer.add_token_list([*tokens, *pad])
+    writer.add_token_types(kinds)
+    merges = [one if isinstance(one, list) else one.split(" ") for one in model["merges"]]
+    if by_bytes:
+        writer.add_token_merges([" ".join(one) for one in merges])
+    else:  # the first merge has the best score
+        scores = {"".join(one): -float(rank) for rank, one in reversed([*enumerate(merges)])}
+        writer.add_token_scores([scores.get(token, -1e6) for token in [*tokens, *pad]])
