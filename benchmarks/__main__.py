@@ -16,6 +16,7 @@ from pathlib import Path
 MODULES = {
     "cpu": "cpu",
     "speedup": "speedup",
+    "real_models": "real_models",
     "longrun": "longrun",
     "soak": "soak",
     "tokens_per_step": "tokens_per_step",
