@@ -99,7 +99,8 @@ def test_the_table_is_the_sum_of_its_parts(monkeypatch):
     assert [rows for rows, _ in table_of(monkeypatch, dear).passes] == [1, 8]
 
 
-@pytest.mark.parametrize("devices", [(2, 2), pytest.param(None, marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("devices", [(2, 2), None])
 def test_seconds_of_a_turn(devices, monkeypatch):
     """A clock that says 1/1024 s for each call: the longer calls have 20 turns.
 

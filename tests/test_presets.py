@@ -73,6 +73,7 @@ def document(capsys, *argv: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.wide
 def test_the_preset_sets_sampling_and_method_and_flags_override_it(checkpoint, capsys):
     given = (checkpoint, "the", "--preset", "qwen2.5-1.5b")
     swift = document(capsys, *given)
