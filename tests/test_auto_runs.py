@@ -179,6 +179,7 @@ def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
         assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
 
 
+@pytest.mark.wide
 def test_steps_that_revival_ended_are_not_judged(model, monkeypatch):
     """Nor those of a chunk in which it came to its end; a row that has ended revives no more."""
     seen, judged = [], []

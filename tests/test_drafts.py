@@ -47,7 +47,11 @@ PENALISED = dict(do_sample=True, repetition_penalty=1.3, repetition_window=7)
 
 
 @pytest.mark.parametrize(
-    "settings", [dict(do_sample=True, top_p=0.9), PENALISED], ids=["truncated", "penalised"]
+    "settings",
+    [
+        pytest.param(dict(do_sample=True, top_p=0.9), id="truncated", marks=pytest.mark.wide),
+        pytest.param(PENALISED, id="penalised"),
+    ],
 )
 def test_a_draft_that_sees_everything_is_accepted_in_full(settings):
     """Ranked with the noise of their positions and penalised, drafts are the model's own choices.
