@@ -180,8 +180,9 @@ def measured(
         stats = results[row["method"]][-1].get("stats")
         if stats is not None and row["method"] != PLAIN:
             row["accepted"] = {
-                "lengths": np.asarray(stats.accepted_lengths).tolist(), "by_source": stats.accepted_by_source
-            }  # fmt: skip
+                "lengths": list(stats.accepted_lengths),
+                "by_source": stats.accepted_by_source,
+            }
     return {
         **where, "prompt_tokens": len(ids), "read_bytes": read, "bound_ms": summary(bound),
         "text": figures(results[PLAIN][0]["tokens"].tolist()), "rows": rows, "left_out": left_out,
