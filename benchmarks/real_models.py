@@ -18,6 +18,7 @@ import hashlib
 import importlib.util
 import json
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from benchmarks.text_figures import figures
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.paired_runs import PLAIN, Runs, compared
-from tsjax.host.peers import Peer, PeerRuns
+from tsjax.host.peers import LOOKUP, Peer, PeerRuns
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_json
 from tsjax.methods.devices import plain_bytes
@@ -47,7 +48,36 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Of the paper's widths a CPU takes five to ten plain steps for each: fewer tokens tell as much.
 SLOW, SLOW_TOKENS = ("paper", "ngrams"), 64
-TORCH_TOKENS = 96
+PEER_TOKENS = 96  # of transformers and llama.cpp
+LLAMA_CONTEXT, STEP_TAKES = 4096, 1e-3  # tokens; seconds at least
+
+
+class LlamaCpp:
+    """The same GGUF file in llama.cpp, greedily, its numbers as the file has them."""
+
+    def __init__(self, path: Path, threads: int):
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        make = functools.partial(
+            llama_cpp.Llama, str(path), n_ctx=LLAMA_CONTEXT, n_threads=threads,
+            n_threads_batch=threads, verbose=False,
+        )  # fmt: skip
+        drafts = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP)
+        self._models = {"llama.cpp": make(), "llama.cpp lookup": make(draft_model=drafts)}
+
+    def run(self, name: str, prompt: list[int], new: int) -> dict[str, Any]:
+        times = []
+        for _ in self._models[name].generate(prompt, temp=0.0, repeat_penalty=1.0):
+            times.append(time.perf_counter())
+            if len(times) == new:
+                break
+        gaps = np.diff(times)
+        steps = max(1, int((gaps > STEP_TAKES).sum()))  # what a step has found comes at once
+        return {"ms_per_token": 1e3 * float(gaps.mean()), "tokens_per_step": len(gaps) / steps}
+
+    def calls(self, prompt: list[int], new: int) -> dict[str, Any]:
+        return {name: functools.partial(self.run, name, prompt, new) for name in self._models}
 
 
 def methods_of(model: tsjax.Model, second: tsjax.Model | None) -> dict[str, Any]:
@@ -83,7 +113,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--methods", nargs="+", help="of those that are compared; all by default")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of a run")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="of torch; 0 leaves it out")
+    parser.add_argument("--threads", type=int, default=2, help="of peers; 0 leaves them out")
     parser.add_argument("--minutes", type=float, default=600, help="no prompt begins after these")
     parser.add_argument("--show", action="store_true", help="only what the file has")
     args = parser.parse_args(argv)
@@ -107,7 +137,11 @@ def main(argv: Sequence[str]) -> None:
     document = report.series(args.out, name, asked, "cells")
     document["costs"] = costs_of(model.params, model.cfg, 1)
     known = {cell_key(cell) for cell in document["cells"]}
-    peer = Peer(str(args.model.resolve()), args.dtype, args.threads) if args.threads else None
+    peer, llama = None, None
+    if args.threads:
+        peer = Peer(str(args.model.resolve()), args.dtype, args.threads)
+        if args.model.suffix == ".gguf" and importlib.util.find_spec("llama_cpp"):
+            llama = LlamaCpp(args.model, args.threads)
     budget = report.Budget(args.minutes)
     for kind, number, prompt in prompts_of(args.half, args.kinds):
         for setting in args.settings:
@@ -121,7 +155,7 @@ def main(argv: Sequence[str]) -> None:
                 print("the time is over; the same command goes on")
                 show(document["cells"])
                 return
-            cell = measured(model, second, chosen, prompt, where, args.rounds, peer)
+            cell = measured(model, second, chosen, prompt, where, args.rounds, peer, llama)
             document["cells"].append(cell)
             report.save(document, args.out, name)
             print(line_of(cell), flush=True)
@@ -151,7 +185,7 @@ def prompts_of(half: str, kinds: Sequence[str]) -> Iterator[tuple[str, int, str]
 
 def measured(
     model: tsjax.Model, second: tsjax.Model | None, methods: dict[str, Any], prompt: str,
-    where: dict[str, Any], rounds: int, peer: Peer | None,
+    where: dict[str, Any], rounds: int, peer: Peer | None, llama: LlamaCpp | None,
 ) -> dict[str, Any]:  # fmt: skip
     new, settings = where["new_tokens"], SETTINGS[where["setting"]]
     ids = np.asarray(chat_prompt(model, [{"role": "user", "content": prompt}]))
@@ -160,10 +194,12 @@ def measured(
     calls: dict[str, Any] = {name: functools.partial(ours.run, name) for name in methods}
     left_out: list[dict[str, str]] = []
     if peer is not None:
-        theirs = PeerRuns(peer, ids, min(new, TORCH_TOKENS))
+        theirs = PeerRuns(peer, ids, min(new, PEER_TOKENS))
         calls |= theirs.calls(
             settings, lambda name, why: left_out.append({"method": name, "error": str(why)[:200]})
         )
+    if llama is not None and where["setting"] == "greedy":
+        calls |= llama.calls(ids.tolist(), min(new, PEER_TOKENS))
     read = int(plain_bytes(model.cfg, len(ids) + new // 2))
     calls["bound"] = functools.partial(seconds_to_read, read)
     found = interleaved(calls, rounds, keep_errors=True)
