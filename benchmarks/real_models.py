@@ -47,8 +47,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     ),
 }
 # Of the paper's widths a CPU takes five to ten plain steps for each: fewer tokens tell as much.
-SLOW, SLOW_TOKENS = ("paper", "ngrams"), 64
-PEER_TOKENS = 96  # of transformers and llama.cpp
+SLOW, SLOW_TOKENS = ("paper", "ngrams"), 32
+PEER_TOKENS = 64  # of transformers and llama.cpp
 LLAMA_CONTEXT, STEP_TAKES = 4096, 1e-3  # tokens; seconds at least
 
 
@@ -112,7 +112,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=["greedy", "chat"])
     parser.add_argument("--methods", nargs="+", help="of those that are compared; all by default")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens of a run")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=2, help="of peers; 0 leaves them out")
     parser.add_argument("--minutes", type=float, default=600, help="no prompt begins after these")
     parser.add_argument("--show", action="store_true", help="only what the file has")
