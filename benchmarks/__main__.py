@@ -17,6 +17,7 @@ MODULES = {
     "cpu": "cpu",
     "speedup": "speedup",
     "real_models": "real_models",
+    "real_long": "real_long",
     "longrun": "longrun",
     "soak": "soak",
     "tokens_per_step": "tokens_per_step",

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 
-from benchmarks import gpu_tables
-from benchmarks.speedup_tables import speedup_rows
+from benchmarks import gpu_tables, real_tables
 from benchmarks.table_parts import head, machine, of_gpu, read
 
 QUANTITY = re.compile(r"([\d,]*\.?\d+) (?:ms|s|MB)\b")
 
 
 def table() -> str:
-    lines = [*plain_decoding(), *on_the_gpu(), *auto(), lazy_prefill(), memory()]
+    lines = [*real_tables.front_rows(), *plain_decoding(), *on_the_gpu()]
+    lines += [lazy_prefill(), memory()]
     return "\n".join([*head("what | tsjax | against | ratio | machine"), *map(checked, lines)])
 
 
@@ -42,22 +42,6 @@ def on_the_gpu() -> list[str]:
         for row in document["rows"]
         if row["pass"] == "plain" and row["context"] in (4096, 106_496)
     ]
-
-
-def auto() -> list[str]:
-    document, lines = read("speedup"), []
-    rows = speedup_rows(document) | speedup_rows(read("speedup-32k"))
-    contexts = [context for context, _, _ in rows]
-    for context, setting in ((max(contexts), "greedy"), (min(contexts), "sampled")):
-        plain, chosen = (rows[context, setting, method] for method in ("plain", "auto"))
-        what, found = f"`tsjax.Auto()` at a context of {context:,}, {setting}", ""
-        ours, theirs = (row["ms_per_token"]["median"] for row in (chosen, plain))
-        numbers = "decodes plainly | |"
-        if chosen["tokens_per_step"] >= 1.05:
-            found = f", per token ({chosen['tokens_per_step']:.1f} tokens per step)"
-            numbers = f"{ours:.1f} ms | {theirs:.1f} ms (plain decoding) | {theirs / ours:.2f}x"
-        lines.append(f"| {what}{found} | {numbers} | {machine(document)} |")
-    return lines
 
 
 def lazy_prefill() -> str:

@@ -11,7 +11,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from benchmarks import expected, front, gpu_tables, speedup_tables
+from benchmarks import expected, front, gpu_tables, real_tables, speedup_tables
 from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
 from benchmarks.table_parts import head, of_gpu, read, source
@@ -344,6 +344,7 @@ BEGUN = {
 SECTIONS = {
     ("docs/compilation.md", "beginnings"): beginnings,
     ("README.md", "front"): front.table,
+    ("docs/benchmarks.md", "real-models"): real_tables.table,
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
     ("docs/benchmarks.md", "speedup"): speedup_tables.speedup,
     ("docs/drafts.md", "rows"): speedup_tables.price_of_rows,

@@ -117,7 +117,7 @@ def window(size: int | None, penalty: float = 1.0001):
 @pytest.mark.parametrize(
     ("delay", "settings"),
     [
-        *((None, window(size)) for size in (1, PERIOD - 1, 2 * PERIOD - 2, 2 * PERIOD - 1, None)),
+        *((None, window(size)) for size in (PERIOD - 1, 2 * PERIOD - 2, 2 * PERIOD - 1, None)),
         (None, window(PERIOD, penalty=1.0)),
         (PERIOD - 1, {}),
     ],

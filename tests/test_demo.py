@@ -164,10 +164,8 @@ def checkpoint(tmp_path_factory) -> str:
     return helpers.save_tokenizer(folder)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["greedy", *(pytest.param(x, marks=pytest.mark.wide) for x in demo.STYLES if x != "greedy")],
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("name", demo.STYLES)
 def test_one_of_them_alone(name, checkpoint, capsys):
     assert main(["demo", "--model", checkpoint, "--tokens", "8", f"--{name}", *FEW]) == 0
     out = capsys.readouterr().out

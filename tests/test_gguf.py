@@ -352,7 +352,7 @@ def test_other_architectures_and_versions_are_named(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: b"", "is no GGUF file, or is damaged: it is empty"),
+        (lambda content: b"", "cannot be read as GGUF: it is empty"),
         (lambda content: b"PK" + content, "it does not begin with GGUF"),
         (lambda content: content[:700], "it is cut off, or a length in it is wrong"),
         (lambda content: content[:-5000], r"blk.1.\w+.\w+ ends \d+ bytes behind the file"),

@@ -58,7 +58,9 @@ def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, rows, n
     assert needed <= estimate <= 2 * needed + 100e6
 
 
-@pytest.mark.parametrize("method", ["autoregressive", "tokenswift"])
+@pytest.mark.parametrize(
+    "method", [pytest.param("autoregressive", marks=pytest.mark.wide), "tokenswift"]
+)
 def test_no_program_for_this_machine_needs_more(method):
     model = tiny_model()
     cfg = tsjax.DecodeConfig(model.cfg, METHODS[method]())

@@ -82,7 +82,7 @@ class Header:
     def __init__(self, file: str):
         require_file(file)
         self.file = file
-        with parsing(file, " is no GGUF file, or is damaged"), open(file, "rb") as stored:
+        with parsing(file, " cannot be read as GGUF"), open(file, "rb") as stored:
             self.version = version_of(stored)
             if not self.version.size:
                 raise BadValue("it is empty")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of real models: what drafts gain by kind of prompt, from the cells of real_models.py."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+from benchmarks.real_models import by_kind
+from benchmarks.table_parts import RESULTS, head, machine, source
+
+NAMES = {
+    "smollm2-135m.gguf": "SmolLM2-135M-Instruct",
+    "qwen2.5-coder-0.5b.gguf": "Qwen2.5-Coder-0.5B-Instruct",
+    "qwen2.5-coder-1.5b.gguf": "Qwen2.5-Coder-1.5B-Instruct",
+}
+KINDS = {
+    "short": "short answers", "story": "stories, essays", "code": "new code",
+    "edit": "edits of given code and text", "summary": "summaries", "reasoning": "reasoning",
+}  # fmt: skip
+SETTINGS = {"greedy": "greedy", "chat": "temperature 0.7", "paper": "the paper's sampling"}
+COLUMNS = ("auto", "narrow tree", "wide tree", "int8 passes", "magicdec", "paper", "ngrams")
+PEERS = ("torch", "torch lookup", "llama.cpp", "llama.cpp lookup")
+TITLES = {
+    "auto": "Auto", "paper": "the paper's settings", "ngrams": "n-grams", "torch": "transformers",
+    "torch lookup": "transformers, prompt lookup", "llama.cpp lookup": "llama.cpp, prompt lookup",
+}  # fmt: skip
+ON_THE_FRONT = (("edit", "greedy"), ("code", "chat"), ("story", "chat"))
+
+
+def documents() -> list[dict]:
+    """Of the models that were measured, the smaller first."""
+    found = [json.loads(path.read_text()) for path in RESULTS.glob("real-*.json")]
+    return sorted(found, key=lambda one: [*NAMES].index(one["model"]["name"]))
+
+
+def name_of(document: dict) -> str:
+    return f"{NAMES[document['model']['name']]}, {document['dtype']}"
+
+
+def reported(document: dict) -> list[dict]:
+    return by_kind([cell for cell in document["cells"] if cell["half"] == "report"])
+
+
+def table() -> str:
+    return "\n\n".join(map(_table_of, documents()))
+
+
+def _table_of(document: dict) -> str:
+    rows, cells = reported(document), document["cells"]
+    others = [name for name in (*COLUMNS, *PEERS) if any(name in row["methods"] for row in rows)]
+    lines = head(
+        "prompts | sampling | plain decoding, per token | "
+        + " | ".join(TITLES.get(name, name) for name in others)
+    )
+    for row in rows:
+        found = [f"{row['methods']['plain']['ms_per_token']:.1f} ms"]
+        for name in others:
+            one = row["methods"].get(name)
+            gain = one and one["over_plain"]
+            spread = f" ({gain['min']:.2f} to {gain['max']:.2f})" if gain else ""
+            found.append(f"{gain['median']:.2f}x{spread}" if gain else "")
+        lines.append(
+            f"| {KINDS[row['kind']]}: {row['prompts']} | {SETTINGS[row['setting']]} | "
+            + " | ".join(found) + " |"
+        )  # fmt: skip
+    counts = {row["prompts"] for row in rows}
+    ours = [one for cell in cells for one in cell["rows"] if "same_tokens" in one]
+    parted = sum(not one["same_tokens"] for one in ours)
+    shares = [one["share_of_bound"]["median"] for cell in cells for one in cell["rows"]
+              if one["method"] == "plain"]  # fmt: skip
+    new = {cell["new_tokens"] for cell in cells}
+    digest = document["model"]["sha256"][:12]
+    note = (
+        f"{name_of(document)} (sha256 {digest}...). How many times faster "
+        f"than plain decoding of the same prompt in the same round: the median of {min(counts)} to "
+        f"{max(counts)} prompts, the least and the most; {', '.join(map(str, sorted(new)))} new "
+        "tokens (32 of the two widest, 64 of peers). Plain decoding is at "
+        f"{statistics.median(shares):.0%} of the bound. llama.cpp computes with the numbers as the "
+        f"file has them, the others in {document['dtype']}. "
+        + (f"{parted} of {len(ours)} runs said other tokens than plain decoding."
+           if parted else f"All {len(ours)} runs said the tokens of plain decoding.")
+    )  # fmt: skip
+    return "\n".join(
+        [f"**{name_of(document)}**", "", *lines, "", f"{note} Made by {source(document)}."]
+    )
+
+
+def front_rows() -> list[str]:
+    """Auto, and the fixed tree that does best by the medians, beside plain decoding."""
+    lines = []
+    for document in documents():
+        rows = {(row["kind"], row["setting"]): row for row in reported(document)}
+        for place in ON_THE_FRONT:
+            if place not in rows:
+                continue
+            methods = rows[place]["methods"]
+            plain = methods["plain"]["ms_per_token"]
+            what = f"{name_of(document)}: {KINDS[place[0]]}, {SETTINGS[place[1]]}"
+            for name in ("auto", "narrow tree"):
+                ms = methods[name]["ms_per_token"]
+                title = "`tsjax.Auto()`" if name == "auto" else "a narrow `LikelyTree`"
+                lines.append(
+                    f"| {what}: {title} | {ms:.1f} ms | {plain:.1f} ms (plain decoding) "
+                    f"| {plain / ms:.2f}x | {machine(document)} |"
+                )
+    return lines
