@@ -25,7 +25,7 @@ TITLES = {
     "auto": "Auto", "paper": "the paper's settings", "ngrams": "n-grams", "torch": "transformers",
     "torch lookup": "transformers, prompt lookup", "llama.cpp lookup": "llama.cpp, prompt lookup",
 }  # fmt: skip
-ON_THE_FRONT = (("edit", "greedy"), ("code", "chat"))
+ON_THE_FRONT = (("edit", "greedy"),)  # the others are a link away
 
 
 def documents() -> list[dict]:
