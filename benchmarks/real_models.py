@@ -32,7 +32,8 @@ from benchmarks.text_figures import figures
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.paired_runs import PLAIN, Runs, compared
-from tsjax.host.peers import LOOKUP, Peer, PeerRuns
+from tsjax.host.paired_runs import SETTINGS as OF_RUNS
+from tsjax.host.peers import LOOKUP, PEER_TOKENS, Peer, PeerRuns
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_json
 from tsjax.methods.devices import plain_bytes
@@ -40,15 +41,12 @@ from tsjax.methods.devices import plain_bytes
 PROMPTS = report.ROOT / "benchmarks" / "prompts.json"
 HALVES = "develop", "report"
 SETTINGS: dict[str, dict[str, Any]] = {
-    "greedy": {},
+    "greedy": OF_RUNS["greedy"],
     "chat": dict(do_sample=True, temperature=0.7, min_p=0.05),
-    "paper": dict(
-        do_sample=True, temperature=1.0, min_p=0.1, repetition_penalty=1.2, repetition_window=1024
-    ),
+    "paper": OF_RUNS["sampled"],
 }
 # Of the paper's widths a CPU takes five to ten plain steps for each: fewer tokens tell as much.
 SLOW, SLOW_TOKENS = ("paper", "ngrams"), 32
-PEER_TOKENS = 64  # of transformers and llama.cpp
 LLAMA_CONTEXT, STEP_TAKES = 4096, 1e-3  # tokens; seconds at least
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 
-from benchmarks.real_models import PLAIN, by_kind
+from benchmarks.real_models import PEER_TOKENS, PLAIN, SLOW_TOKENS, by_kind
 from benchmarks.table_parts import RESULTS, head, machine, source
 
 NAMES = {
@@ -76,7 +76,7 @@ def _table_of(document: dict) -> str:
         f"{name_of(document)} (sha256 {digest}...). How many times faster "
         f"than plain decoding of the same prompt in the same round: the median of {min(counts)} to "
         f"{max(counts)} prompts, the least and the most; {', '.join(map(str, sorted(new)))} new "
-        "tokens (32 of the two widest, 64 of peers), past the end of a text where that comes "
+        f"tokens ({SLOW_TOKENS} of the two widest, {PEER_TOKENS} of peers), past the end of a text where that comes "
         "earlier, as in short answers: there they repeat themselves. Plain decoding is at "
         f"{statistics.median(shares):.0%} of the bound. llama.cpp computes with the numbers as the "
         f"file has them, the others in {document['dtype']}. "

@@ -79,7 +79,6 @@ def can_be_read(kind: Types) -> bool:
 def test_any_part_of_any_type_is_that_part_of_the_whole(kind, tmp_path, rng):
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (6, 2 * size), np.uint8)
-    raw.view(np.uint8)[:, ::7] = 0
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
     writer.add_tensor("first", np.ones(3, np.float32))
     writer.add_tensor("some", raw, raw_dtype=kind)
@@ -164,12 +163,11 @@ def test_parts(tmp_path):
 
 def test_on_a_mesh_with_heads_and_in_a_saved_run(tmp_path):
     path = gguf_fixtures.make(tmp_path / "m.gguf", "qwen2", vocab_size=64)
-    adapter = tmp_path / "heads"
     gguf_fixtures.hf_fixtures.make(tmp_path / "with", "qwen2", heads=2, **gguf_fixtures.SIZES)
     tsjax_heads = tsjax.load(tmp_path / "m", dtype="float32", heads=tmp_path / "with")
     found = tsjax.load(path, dtype="float32", heads=tmp_path / "with")
     same(found, tsjax_heads)
-    assert found.cfg.num_draft_heads == 2 and not adapter.exists()
+    assert found.cfg.num_draft_heads == 2
     mesh = jax.make_mesh((2, 2), ("model", "slots"))
     split = tsjax.load(path, dtype="float32", mesh=mesh)
     assert parts_of(mesh) == 2

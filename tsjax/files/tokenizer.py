@@ -42,7 +42,8 @@ def load_tokenizer(path: str) -> Any:
     A place without one is a FileNotFoundError, a tokenizer that cannot be used a ValueError.
     """
     if is_gguf(path):
-        return _load_from_gguf(path, os.stat(path).st_mtime_ns)
+        info = os.stat(path)
+        return _load_from_gguf(path, (info.st_size, info.st_mtime_ns, info.st_ino))
     state = _folder_state(path)
     if not any(_VOCABULARY.fullmatch(name) for name, *_ in state):
         raise NoSuchFile(
@@ -70,7 +71,7 @@ def _load_tokenizer(path: str, state: _State) -> Any:
 
 
 @functools.lru_cache(maxsize=8)
-def _load_from_gguf(path: str, changed: int) -> Any:
+def _load_from_gguf(path: str, state: tuple[int, int, int]) -> Any:
     fields = read_headers(path)[0].fields
     if not gguf_tokenizer.has_tokenizer(fields):
         raise NoSuchFile(f"{path!r} has no tokenizer: pass token ids instead of text")
