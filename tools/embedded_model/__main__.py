@@ -16,11 +16,12 @@ import numpy as np
 
 import tsjax
 
-from . import folder, texts, training
+from . import folder, stories, texts, training
 
 ABOUT = """\
 Train the small English model of this repository, from the root of a checkout:
 
+  python -m tools.embedded_model stories --model FILE --texts TEXTS
   python -m tools.embedded_model tokenizer --texts TEXTS --work WORK
   python -m tools.embedded_model train --work WORK --out OUT --minutes 120
   python -m tools.embedded_model heads --work WORK --out OUT
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
     try:
-        run = {"tokenizer": make_tokenizer, "train": train, "heads": heads, "export": export}
+        run = {"stories": make_stories, "tokenizer": make_tokenizer, "train": train, "heads": heads, "export": export}
         run[args.command](args, argv)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -75,6 +76,13 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = top.add_subparsers(dest="command", required=True)
 
+    zero = commands.add_parser("stories", help="let a real model write the texts")
+    zero.add_argument("--model", type=Path, required=True, help="a file or folder with a chat model")
+    zero.add_argument("--texts", type=Path, required=True, help="folder that receives them")
+    zero.add_argument("--tokens", type=int, default=20_000_000, help="to keep, as the model counts")
+    zero.add_argument("--rows", type=int, default=512, help="stories written side by side")
+    zero.add_argument("--seed", type=int, default=0)
+
     one = commands.add_parser("tokenizer", help="train the tokenizer and encode the texts")
     one.add_argument("--texts", type=Path, required=True, help="folder of *.txt")
     one.add_argument("--work", type=Path, required=True)
@@ -89,6 +97,7 @@ def parser() -> argparse.ArgumentParser:
         "--start-from", type=Path, help="a model folder of an earlier run, whose weights to train"
     )
     two.add_argument("--stop-at", type=int, help="end at this update and export nothing")
+    two.add_argument("--no-export", action="store_true", help="export on another machine")
     for field in dataclasses.fields(training.Settings):
         kind = {"minutes": float, "steps": int}.get(field.name) or type(field.default)
         gpu = f"; on a GPU {ON_GPU[field.name]}" if field.name in ON_GPU else ""
@@ -104,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
     four.add_argument("--work", type=Path, required=True)
     four.add_argument("--out", type=Path, required=True)
     four.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    four.add_argument("--no-export", action="store_true", help="export on another machine")
     for name, default in HEADS.items():
         flag = f"--{name.replace('_', '-')}"
         four.add_argument(flag, type=type(default), default=default, help=f"default {default}")
@@ -112,6 +122,10 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--work", type=Path, required=True)
     three.add_argument("--out", type=Path, required=True)
     return top
+
+
+def make_stories(args: argparse.Namespace, argv: list[str]) -> None:
+    stories.write_stories(args.model, args.texts, args.tokens, args.rows, args.seed)
 
 
 def make_tokenizer(args: argparse.Namespace, argv: list[str]) -> None:
@@ -134,6 +148,8 @@ def make_tokenizer(args: argparse.Namespace, argv: list[str]) -> None:
         "held_out_bytes": sum(len(book.held_out.encode()) for book in books),
         "held_out_part": texts.HELD_OUT,
     }
+    if (args.texts / stories.RECORD).exists():
+        about["stories"] = json.loads((args.texts / stories.RECORD).read_text("utf-8"))
     (args.work / folder.TEXTS).write_text(json.dumps(about, indent=1) + "\n")
     print(
         f"{len(books)} texts, {len(train.tokens):,} tokens to train on, {len(held_out.tokens):,} "
@@ -180,7 +196,7 @@ def train(args: argparse.Namespace, argv: list[str]) -> None:
         run = folder.describe_run(command(argv), trainer, before)
         (args.work / folder.RUN).write_text(json.dumps(run, indent=1) + "\n")
     trainer.run(stop_at=args.stop_at)
-    if args.stop_at is None:
+    if args.stop_at is None and not args.no_export:
         print(folder.export(args.work, args.out, trainer))
 
 
@@ -205,7 +221,8 @@ def heads(args: argparse.Namespace, argv: list[str]) -> None:
         raise ValueError("interrupted; --resume goes on")
     shown = {"command": command(argv), **folder.measured_with()}
     (args.work / folder.HEADS_RUN).write_text(json.dumps(shown, indent=1) + "\n")
-    export(args, argv)
+    if not args.no_export:
+        export(args, argv)
 
 
 def export(args: argparse.Namespace, argv: list[str]) -> None:
@@ -220,7 +237,7 @@ def command(argv: list[str]) -> str:
     """What was typed, with names in place of paths."""
     shown = list(argv)
     for index, word in enumerate(argv[:-1]):
-        if word in ("--texts", "--work", "--out", "--start-from"):
+        if word in ("--model", "--texts", "--work", "--out", "--start-from"):
             shown[index + 1] = word[2:].upper().replace("-", "_")
     shown = [word for word in shown if word != "--resume"]
     return shlex.join(["python", "-m", "tools.embedded_model", *shown])

@@ -27,9 +27,10 @@ def causal_attention(layer: int, q, k, v):
     G = N // K
     q = (q * H**-0.5).reshape(B, T, K, G, H).transpose(0, 2, 1, 3, 4).reshape(B, K, T * G, H)
     k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)  # [B, K, T, H]
+    block = ATTENTION_BLOCK if jax.default_backend() == "cpu" else T
     mixed = []
-    for begin in range(0, T, ATTENTION_BLOCK):
-        end = min(begin + ATTENTION_BLOCK, T)
+    for begin in range(0, T, block):
+        end = min(begin + block, T)
         rows = slice(begin * G, end * G)
         scores = jnp.einsum(
             "bkth,bksh->bkts", q[:, :, rows], k[:, :, :end], preferred_element_type=jnp.float32

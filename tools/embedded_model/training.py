@@ -295,7 +295,8 @@ class Trainer:
         share = 0.0  # of the schedule, per update
         logged = []
         while self.part_done() < 1 and (stop_at is None or done.step < stop_at):
-            if self._length() != done.length:
+            compiles = self._length() != done.length
+            if compiles:
                 done.length, done.drawn = self._length(), 0
             micros, rows = settings.rows(done.length)
             shape = (settings.chunk, micros, rows)
@@ -334,6 +335,8 @@ class Trainer:
             done.step += settings.chunk
             done.drawn = order.drawn
             done.tokens += math.prod(shape) * done.length
+            if compiles:  # it takes a part of the minutes on a CPU, and all of them on a GPU
+                begun = self._clock() - done.seconds
             done.seconds = self._clock() - begun
             share = (self.part_done() - part) / settings.chunk
             if self.part_done() * settings.evals >= done.evals + 1 or self.part_done() >= 1:
@@ -359,7 +362,7 @@ class Trainer:
             "loss": round(float(np.mean([loss for loss, _ in logged])), 4),
             "held_out": round(loss, 4),
             "largest_gradient": round(max(norm for _, norm in logged), 3),
-            "tokens_per_second": round(done.tokens / done.seconds),
+            "tokens_per_second": round(done.tokens / max(done.seconds, 1e-9)),
         }
         if loss < done.best_loss:
             done.best_loss, done.best_step = loss, done.step
