@@ -51,7 +51,8 @@ EQUAL: dict[str, Any] = {
     "magicdec": tsjax.MagicDec(),
 }
 TIMED: dict[str, Any] = {
-    PLAIN: tsjax.Autoregressive(), "auto": tsjax.Auto(), "paper": tsjax.TokenSwift(),
+    PLAIN: tsjax.Autoregressive(), "auto": tsjax.Auto(),
+    "tree of the text": EQUAL["tree of the text"], "paper": tsjax.TokenSwift(),
 }  # fmt: skip
 
 

@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser().parse_args(argv)
     try:
-        run = {"stories": make_stories, "tokenizer": make_tokenizer, "train": train, "heads": heads, "export": export}
+        run = {
+            "stories": make_stories, "tokenizer": make_tokenizer, "train": train, "heads": heads,
+            "export": export,
+        }  # fmt: skip
         run[args.command](args, argv)
     except (ValueError, OSError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -77,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True)
 
     zero = commands.add_parser("stories", help="let a real model write the texts")
-    zero.add_argument("--model", type=Path, required=True, help="a file or folder with a chat model")
+    zero.add_argument("--model", type=Path, required=True, help="a chat model's file")
     zero.add_argument("--texts", type=Path, required=True, help="folder that receives them")
     zero.add_argument("--tokens", type=int, default=20_000_000, help="to keep, as the model counts")
     zero.add_argument("--rows", type=int, default=512, help="stories written side by side")

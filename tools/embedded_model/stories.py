@@ -44,40 +44,50 @@ ASKED = (
     "{turn}",
 )
 NAMES = (
-    "Ada Alma Amy Anna Ben Bella Carl Clara Daisy Dan Dora Ella Emil Emma Eva Felix Finn Flora Fred "
-    "George Grace Greta Hanna Harry Hugo Ida Ivy Jack Jane Joe Kate Kit Lara Leo Lily Lotte Lucy Max "
-    "May Mia Milo Mira Nell Nick Nina Noah Nora Oscar Otto Paul Pia Ray Rosa Ruby Sam Sara Tess Theo "
-    "Tim Tom Vera Will Zoe"
+    "Ada Alma Amy Anna Ben Bella Carl Clara Daisy Dan Dora Ella Emil Emma Eva Felix Finn Flora "
+    "Fred George Grace Greta Hanna Harry Hugo Ida Ivy Jack Jane Joe Kate Kit Lara Leo Lily "
+    "Lotte Lucy Max May Mia Milo Mira Nell Nick Nina Noah Nora Oscar Otto Paul Pia Ray Rosa "
+    "Ruby Sam Sara Tess Theo Tim Tom Vera Will Zoe"
 ).split()
-WHO = """a girl|a boy|a small bear|a young fox|an old baker|a shy mouse|a farmer|a duck|a rabbit
-a little robot|a cat|a puppy|a fisherman|a frog|a tall giraffe|a hen|a squirrel|an owl|a gardener
-a sailor|a lamb|a pony|a tailor|a hedgehog|a young teacher|a goose|a turtle|a little dragon
-a grandmother|a grandfather|a shepherd|a beaver|a postman|a kitten|a wolf who is kind|a crow
-a king without a crown|a princess|a miller|a snail|a bee|an elephant|a donkey|a lonely giant
-a girl who is new at school|a boy who cannot sleep|two brothers|two sisters|a family of mice
-a painter""".replace("\n", "|").split("|")
-THINGS = """a red kite|a lost key|a wooden boat|a big cake|an old clock|a blue stone|a broken bridge
-a warm coat|a drum|a lantern|a map|a bell|a ladder|a bag of seeds|a torn umbrella|a letter|a basket
-a tall tree|a swing|a yellow hat|a jar of honey|a small door|a box of paints|a sleeping dog
-a pair of boots|a flute|an empty nest|a snowman|a wheel|a golden leaf|a mirror|a pot of soup|a rope
-a star that fell|a feather|a loaf of bread|a wagon|a pumpkin|a garden gate|a picture book|a candle
-a hole in the roof|a button|a stray kitten|a bicycle|a lemon tree|a cold wind|a new neighbour
-a music box|a silver spoon|a deep well|a birthday present|a scarf|a glass marble|a cloud of bees
-a strange sound|a heavy stone|a lost tooth|a paper ship|an apple pie""".replace("\n", "|").split("|")
-PLACES = """in a forest|by the sea|on a farm|in a small town|on a hill|at school|in a garden
-by a river|in the snow|at the market|in an old house|on an island|at the edge of a lake|in a barn
-under a bridge|in the kitchen|on a ship|in the mountains|at the mill|on a quiet street|in a meadow
-in a tower|at the station|in a cave|near the harbour|in the attic|at a fair|in the rain
-on the way home|behind the church""".replace("\n", "|").split("|")
-TURNS = """Someone makes a mistake and says sorry.|A friend helps.|There is a surprise at the end.
-Something gets lost and is found again.|The story has some dialogue.|Two friends quarrel and make up.
-It begins to rain.|Someone is afraid at first and then brave.|A promise is kept.
+WHO = """\
+a girl|a boy|a small bear|a young fox|an old baker|a shy mouse|a farmer|a duck|a rabbit
+a little robot|a cat|a puppy|a fisherman|a frog|a tall giraffe|a hen|a squirrel|an owl
+a gardener|a sailor|a lamb|a pony|a tailor|a hedgehog|a young teacher|a goose|a turtle
+a little dragon|a grandmother|a grandfather|a shepherd|a beaver|a postman|a kitten
+a wolf who is kind|a crow|a king without a crown|a princess|a miller|a snail|a bee
+an elephant|a donkey|a lonely giant|a girl who is new at school|a boy who cannot sleep
+two brothers|two sisters|a family of mice|a painter""".replace("\n", "|").split("|")
+THINGS = """\
+a red kite|a lost key|a wooden boat|a big cake|an old clock|a blue stone|a broken bridge
+a warm coat|a drum|a lantern|a map|a bell|a ladder|a bag of seeds|a torn umbrella
+a letter|a basket|a tall tree|a swing|a yellow hat|a jar of honey|a small door
+a box of paints|a sleeping dog|a pair of boots|a flute|an empty nest|a snowman|a wheel
+a golden leaf|a mirror|a pot of soup|a rope|a star that fell|a feather|a loaf of bread
+a wagon|a pumpkin|a garden gate|a picture book|a candle|a hole in the roof|a button
+a stray kitten|a bicycle|a lemon tree|a cold wind|a new neighbour|a music box
+a silver spoon|a deep well|a birthday present|a scarf|a glass marble|a cloud of bees
+a strange sound|a heavy stone|a lost tooth|a paper ship|an apple pie""".replace("\n", "|").split(
+    "|"
+)
+PLACES = """\
+in a forest|by the sea|on a farm|in a small town|on a hill|at school|in a garden
+by a river|in the snow|at the market|in an old house|on an island|at the edge of a lake
+in a barn|under a bridge|in the kitchen|on a ship|in the mountains|at the mill
+on a quiet street|in a meadow|in a tower|at the station|in a cave|near the harbour
+in the attic|at a fair|in the rain|on the way home|behind the church""".replace("\n", "|").split(
+    "|"
+)
+TURNS = """\
+Someone makes a mistake and says sorry.|A friend helps.|There is a surprise at the end.
+Something gets lost and is found again.|The story has some dialogue.
+Two friends quarrel and make up.|It begins to rain.
+Someone is afraid at first and then brave.|A promise is kept.
 Someone learns something new.|Someone shares what is left.|It ends with a good meal.
 Someone tells a secret.|They have to wait until morning.|Somebody is kind to a stranger.
-A plan goes wrong, and a better one is found.|At the end they laugh.|Someone goes away and comes back.
-Night falls.|Someone asks a clever question.|They build something together.
-A small one saves a big one.|Nobody believes it at first.|Someone gives a present.
-The end is a little sad.""".replace("\n", "|").split("|")
+A plan goes wrong, and a better one is found.|At the end they laugh.
+Someone goes away and comes back.|Night falls.|Someone asks a clever question.
+They build something together.|A small one saves a big one.|Nobody believes it at first.
+Someone gives a present.|The end is a little sad.""".replace("\n", "|").split("|")
 
 UNWANTED = re.compile(r"[^\n -~]|[*#`{}\[\]<>|\\/=_]")  # no letters of simple prose
 SENTENCE_END = re.compile(r'[.!?]["\')]?(?=\s|$)')
