@@ -143,7 +143,18 @@ def write_rows(
             row = lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
             return lax.dynamic_update_slice(buffer, row, (b, zero, slot[b], zero))
 
-        return for_each_row(one, buffer)
+        def at_once(buffer, rows, slot):
+            """A turn of a loop is a round trip to the host there: one scatter of all rows."""
+            b, t = jnp.arange(len(rows))[:, None], jnp.arange(rows.shape[2])
+            by_token = jnp.swapaxes(rows, 1, 2)
+            kept = buffer.at[b, :, slot[:, None] + t]
+            return kept.set(by_token, unique_indices=True, mode="promise_in_bounds")
+
+        if len(rows) == 1:
+            return one(jnp.int32(0), buffer)
+        return lax.platform_dependent(
+            buffer, rows, slot, cuda=at_once, default=lambda buffer, *_: for_each_row(one, buffer)
+        )
 
     with jax.named_scope("write_rows"):
         k, v = list(cache.k), list(cache.v)
