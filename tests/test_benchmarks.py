@@ -74,7 +74,6 @@ def test_recorded_commands_are_shown_as_they_are_today():
     for then, now in (
         ("benchmarks/bench_decode.py --rounds 5", "-m benchmarks decode --rounds 5"),
         ("-m benchmarks.longcontext.evaluate --out A", "-m benchmarks longcontext --out A"),
-        ("-m examples.embedded_model train", "-m tools.embedded_model train"),
         ("-m benchmarks ttft --new 32", "-m benchmarks ttft --new 32"),
     ):
         assert report.todays_command(f"python {then}") == f"python {now}"

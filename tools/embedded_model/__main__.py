@@ -27,10 +27,10 @@ Train the small English model of this repository, from the root of a checkout:
   python -m tools.embedded_model heads --work WORK --out OUT
   python -m tools.embedded_model export --work WORK --out OUT
 
-TEXTS is a folder of books as UTF-8 text files with blank lines between paragraphs. WORK receives
-the tokenizer, the token ids and checkpoints, OUT the model in HuggingFace's format with its card,
-and with draft heads as soon as there are some. `train --start-from` goes on from a folder OUT of an
-earlier run, such as tsjax/small_english, with a schedule of its own.
+FILE is a chat model that writes stories into TEXTS, a folder of UTF-8 text files with blank lines
+between paragraphs; any such folder will do. WORK receives the tokenizer, the token ids and
+checkpoints, OUT the model in HuggingFace's format with its card, and with draft heads as soon as
+there are some. What a GPU has trained can be exported on another machine (`--no-export`).
 """
 
 # Where a device differs from the defaults of Settings, which are for a CPU.
@@ -89,16 +89,12 @@ def parser() -> argparse.ArgumentParser:
     one = commands.add_parser("tokenizer", help="train the tokenizer and encode the texts")
     one.add_argument("--texts", type=Path, required=True, help="folder of *.txt")
     one.add_argument("--work", type=Path, required=True)
-    one.add_argument("--leave-out", nargs="*", default=[], help="texts not to read, without .txt")
     one.add_argument("--vocab-size", type=int, default=training.SMALL.vocab_size)
 
     two = commands.add_parser("train", help="train, then export")
     two.add_argument("--work", type=Path, required=True)
     two.add_argument("--out", type=Path, required=True)
     two.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
-    two.add_argument(
-        "--start-from", type=Path, help="a model folder of an earlier run, whose weights to train"
-    )
     two.add_argument("--stop-at", type=int, help="end at this update and export nothing")
     two.add_argument("--no-export", action="store_true", help="export on another machine")
     for field in dataclasses.fields(training.Settings):
@@ -128,11 +124,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def make_stories(args: argparse.Namespace, argv: list[str]) -> None:
-    stories.write_stories(args.model, args.texts, args.tokens, args.rows, args.seed)
+    measured = {"command": command(argv), **folder.measured_with()}
+    stories.write_stories(args.model, args.texts, args.tokens, args.rows, args.seed, measured)
 
 
 def make_tokenizer(args: argparse.Namespace, argv: list[str]) -> None:
-    books = texts.read_books(args.texts, args.leave_out)
+    books = texts.read_books(args.texts)
     bpe = texts.train_tokenizer([book.train for book in books], args.vocab_size)
     texts.save_tokenizer(bpe, args.work / folder.TOKENIZER, training.SMALL.max_positions)
     train = texts.Stream.of(bpe, [book.train for book in books])
@@ -160,22 +157,17 @@ def make_tokenizer(args: argparse.Namespace, argv: list[str]) -> None:
     )
 
 
-def make_trainer(
-    work: Path, cfg: dict, settings: training.Settings, start_from: Path | None = None
-) -> training.Trainer:
+def make_trainer(work: Path, cfg: dict, settings: training.Settings) -> training.Trainer:
     train = texts.Stream.load(work / folder.TRAIN)
     held_out = texts.Stream.load(work / folder.HELD_OUT)
     about = json.loads((work / folder.TEXTS).read_text("utf-8"))
     shape = dataclasses.replace(training.SMALL, vocab_size=about["vocab_size"], **cfg)
     folder.check_room(shape, work)
-    weights = folder.earlier_weights(start_from, shape, work) if start_from else None
 
     def save(weights) -> None:
         folder.save_best(weights, shape, about["stop_id"], work)
 
-    return training.Trainer(
-        shape, settings, train, held_out, work, on_best=save, start_from=weights
-    )
+    return training.Trainer(shape, settings, train, held_out, work, on_best=save)
 
 
 def train(args: argparse.Namespace, argv: list[str]) -> None:
@@ -188,15 +180,12 @@ def train(args: argparse.Namespace, argv: list[str]) -> None:
     if jax.default_backend() == "gpu":
         given = {**ON_GPU, **given}
     shape = {name: getattr(args, name) for name in SHAPE}
-    if args.start_from and args.resume:
-        raise ValueError("--resume goes on from its own checkpoint; leave out --start-from")
-    trainer = make_trainer(args.work, shape, training.Settings(**given), args.start_from)
+    trainer = make_trainer(args.work, shape, training.Settings(**given))
     if args.resume:
         trainer.restore()
     else:
-        before = folder.earlier_runs(args.start_from) if args.start_from else []
         folder.start_afresh(args.work)
-        run = folder.describe_run(command(argv), trainer, before)
+        run = folder.describe_run(command(argv), trainer)
         (args.work / folder.RUN).write_text(json.dumps(run, indent=1) + "\n")
     trainer.run(stop_at=args.stop_at)
     if args.stop_at is None and not args.no_export:
@@ -240,8 +229,8 @@ def command(argv: list[str]) -> str:
     """What was typed, with names in place of paths."""
     shown = list(argv)
     for index, word in enumerate(argv[:-1]):
-        if word in ("--model", "--texts", "--work", "--out", "--start-from"):
-            shown[index + 1] = word[2:].upper().replace("-", "_")
+        if word in ("--model", "--texts", "--work", "--out"):
+            shown[index + 1] = word[2:].upper()
     shown = [word for word in shown if word != "--resume"]
     return shlex.join(["python", "-m", "tools.embedded_model", *shown])
 

@@ -36,7 +36,7 @@ RECORD = "training.json"
 
 LARGEST = 12_000_000  # bytes of the folder, draft heads included
 NUM_HEADS = 3
-PROMPTS = ("Once upon a time", "It was late in the evening when the carriage stopped before the")
+PROMPTS = ("Once upon a time", "One rainy morning, the little robot")
 LONG_ROW = 16_384
 
 
@@ -148,33 +148,8 @@ def by_position(model: tsjax.Model, held_out: Stream) -> dict[str, float]:
     return found
 
 
-def earlier_weights(start_from: Path, cfg: tsjax.ModelConfig, work: Path) -> ModelWeights:
-    """The weights of a folder that `export` wrote, for a run that goes on from them."""
-    model = tsjax.load(start_from, dtype=cfg.dtype)
-    mine = model.cfg.with_heads(0)
-    if mine != cfg:
-        raise ValueError(f"--start-from {start_from} is a model of {mine}\ninstead of\n{cfg}")
-    theirs, ours = (folder / "tokenizer.json" for folder in (start_from, work / TOKENIZER))
-    if theirs.read_bytes() != ours.read_bytes():
-        raise ValueError(
-            f"--start-from {start_from} has another tokenizer than {work}: train on the texts that "
-            "it was trained on"
-        )
-    if not (start_from / RECORD).exists():
-        raise FileNotFoundError(f"--start-from {start_from} has no {RECORD}: what was it made by?")
-    return jax.tree.map(jnp.asarray, model.params.model)
-
-
-def earlier_runs(start_from: Path) -> list[dict[str, Any]]:
-    """What made the model that a run starts from: one record per run, without what all share."""
-    record = json.loads((start_from / RECORD).read_text("utf-8"))
-    shared = ("texts", "heads", "final", "shape", "before")
-    return [*record.get("before", []), {k: v for k, v in record.items() if k not in shared}]
-
-
-def describe_run(command: str, trainer: Trainer, before: list[dict[str, Any]]) -> dict[str, Any]:
+def describe_run(command: str, trainer: Trainer) -> dict[str, Any]:
     return {
-        "before": before,
         "command": command,
         "settings": {k: v for k, v in vars(trainer.settings).items() if v is not None},
         "shape": trainer.cfg.to_dict(),
@@ -199,50 +174,54 @@ def start_afresh(work: Path) -> None:
 def card(run: dict[str, Any]) -> str:
     """The model's README.md."""
     texts, final, shape = run["texts"], run.get("final", {}), run["shape"]
-    runs = [*run.get("before", []), run]
     settings = run["settings"]
     bytes_per_token = texts["held_out_bytes"] / texts["held_out_tokens"]
     loss = final.get("held_out", min(line["held_out"] for line in run["metrics"]))
     rows = [f"| {b['name']} | {b['characters']:,} | `{b['sha256'][:16]}` |" for b in texts["books"]]
+    written = texts.get("stories")
+    source = "stories that a larger model wrote" if written else "plain texts"
     parts = [
         "---\nlanguage: en\nlicense: apache-2.0\nlibrary_name: tsjax\npipeline_tag: "
         "text-generation\n---",
         "# A small English model",
-        f"A Llama of {final.get('parameters', 0):,} parameters, trained from nothing on books in "
-        "the public domain. It writes sentences in the manner of the nineteenth century and knows "
-        "nothing else; it is there to try, test and time text generation. It repeats what its "
-        "books say, prejudice included.",
+        f"A Llama of {final.get('parameters', 0):,} parameters, trained from nothing on {source}. "
+        "It writes one simple story after the other and knows nothing else; it is there to try, "
+        "test and time text generation.",
         "## Shape",
         f"{shape['num_layers']} layers, embedding {shape['embed_dim']}, {shape['num_heads']} query "
         f"heads and {shape['num_kv_heads']} key/value heads of {shape['head_dim']}, feed-forward "
         f"{shape['mlp_dim']}, tied embeddings, rotary embedding with theta "
         f"{shape['rope']['theta']:g}, byte-level BPE of {shape['vocab_size']:,} entries, bfloat16.",
         f"Rows of training had at most {max(settings['length'], settings['final_length']):,} "
-        f"tokens. {settings['gaps']:.0%} of them left out a part of the book and counted its "
+        f"tokens. {settings['gaps']:.0%} of them left out a part of the text and counted its "
         f"positions, so distances up to {shape['max_positions']:,} occurred.",
         "## Data",
+        *([written_by(written)] if written else []),
         "\n".join(["| text | characters | sha256 of the file |", "|---|---|---|", *rows]),
         f"{texts['train_tokens']:,} tokens to train on; the last "
         f"{texts['held_out_part']:.0%} of every text, {texts['held_out_tokens']:,} tokens, held "
-        "out. Licence texts removed, hard line breaks joined, a blank line between paragraphs, "
-        "quotation marks and dashes in ASCII, marks of emphasis removed.",
+        "out. A blank line between paragraphs, quotation marks and dashes in ASCII.",
         "## Training",
-        *(part for number, one in enumerate(runs) for part in run_part(one, number)),
+        *run_part(run),
         f"Held-out loss of these files: {loss:.4f} nats per token (perplexity "
         f"{math.exp(loss):.1f}), {loss / math.log(2) / bytes_per_token:.3f} bits per byte.",
     ]
     if places := final.get("by_position"):
         parts += [
-            "In one row of many tokens, the ends of the books one after the other:",
+            "In one row of many tokens, held-out text all the way:",
             "\n".join(
                 ["| position | held-out loss |", "|---|---|"]
                 + [f"| {place} | {value:.3f} |" for place, value in places.items()]
             ),
         ]
-    commands = [texts["command"], *(one["command"] for one in runs)]
+    commands = [texts["command"], run["command"]]
+    if written:
+        commands.insert(0, written["command"])
     if heads := run.get("heads"):
         commands.append(heads["command"])
         parts += heads_part(heads)
+    if "--no-export" in commands[-1]:
+        commands.append("python -m tools.embedded_model export --work WORK --out OUT")
     parts += [
         "Made from a checkout of tsjax by",
         "```bash\n" + "\n".join(map(todays_command, commands)) + "\n```",
@@ -253,8 +232,22 @@ def card(run: dict[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def run_part(run: dict[str, Any], number: int) -> list[str]:
-    """What the card says about one run of training."""
+def written_by(stories: dict[str, Any]) -> str:
+    """What the card says about the stories."""
+    how = ", ".join(f"{k}={v}" for k, v in stories["settings"].items())
+    return (
+        f"`{stories['model']}` (sha256 `{stories['sha256'][:16]}`) wrote {stories['written']:,} "
+        f"stories, {stories['rows']:,} side by side, with {how}, {stories['seconds']:.0f} s on "
+        f"{stories['device']} ({versions_of(stories)}, {stories['date']}, commit "
+        f"{stories['commit']}). Each was asked for with other words, drawn from lists "
+        f"(tools/embedded_model/stories.py, seed {stories['seed']}). {stories['kept']:,} were "
+        "kept: no signs that simple prose has not, no text that goes in circles, cut after a "
+        "sentence. The text is not part of the repository."
+    )
+
+
+def run_part(run: dict[str, Any]) -> list[str]:
+    """What the card says about the training."""
     metrics, settings = run["metrics"], run["settings"]
     best, last = min(metrics, key=lambda line: line["held_out"]), metrics[-1]
     shown = metrics[:: max(1, len(metrics) // 10)]
@@ -264,10 +257,9 @@ def run_part(run: dict[str, Any], number: int) -> list[str]:
         f"{m['held_out']:.3f} |"
         for m in shown
     ]
-    begun = f"Run {number + 1}, from the weights of the run before: " if number else ""
     return [
-        f"{begun}{last['step']:,} updates of {settings['batch']:,} tokens: {last['tokens']:,} "
-        f"tokens, {last['epochs']:.1f} epochs, {last['minutes']:.0f} minutes on {run['device']} "
+        f"{last['step']:,} updates of {settings['batch']:,} tokens: {last['tokens']:,} "
+        f"tokens, {last['epochs']:.1f} epochs, {last['minutes']:.1f} minutes on {run['device']} "
         f"({versions_of(run)}, {run['date']}, commit {run['commit']}). Muon for the layers' "
         f"matrices and AdamW for all else, learning rate {settings['learning_rate']:g} with "
         f"warm-up and cosine, weight decay {settings['weight_decay']:g}, dropout "

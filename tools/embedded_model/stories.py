@@ -126,13 +126,19 @@ def cleaned(text: str, ended: bool) -> str | None:
     return "\n\n".join(paragraphs)
 
 
-def write_stories(model_file: Path, folder: Path, tokens: int, rows: int, seed: int) -> None:
-    """Adds batches of stories to the folder's file until `tokens` of them are kept."""
+def write_stories(
+    model_file: Path, folder: Path, tokens: int, rows: int, seed: int, measured: dict[str, Any]
+) -> None:
+    """Adds batches of stories to the folder's file until `tokens` of them are kept.
+
+    Args:
+      measured: what the record says of the command and the machine.
+    """
     model = tsjax.load(model_file, dtype="bfloat16")
     record = {
         "model": model_file.name, "sha256": _digest(model_file), "seed": seed, "rows": rows,
         "settings": SETTINGS, "batches": 0, "written": 0, "kept": 0, "tokens": 0, "bytes": 0,
-        "seconds": 0.0,
+        "seconds": 0.0, **measured,
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / RECORD).exists():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Books as plain text files -> clean paragraphs, a byte-level BPE, and arrays of token ids.
+"""Plain text files -> clean paragraphs, a byte-level BPE, and arrays of token ids.
 
-Knows how Project Gutenberg lays out its files. Does not know models.
+Does not know models.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import hashlib
 import itertools
 import json
 import re
-import statistics
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ SMALLEST = 20_000  # characters of all books together
 # Words with the space before them, numbers, punctuation and the line breaks after it.
 PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+\n*|\s*\n+|\s+(?!\S)|\s+"
 
-# Every book types its quotation marks and dashes differently; prompts are typed in ASCII.
+# Every text has its own quotation marks and dashes differently; prompts are typed in ASCII.
 TYPOGRAPHY = str.maketrans(
     {
         **dict.fromkeys("\u2018\u2019\u201a\u02bc", "'"),
@@ -38,12 +37,6 @@ TYPOGRAPHY = str.maketrans(
         "\u2026": "...",
         "\ufeff": "",
     }
-)
-HEADER = re.compile(r"\*\*\* ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*\*\*", re.DOTALL)
-OLD_HEADER = re.compile(r"\*END\*? ?THE SMALL PRINT!.*")
-FOOTER = re.compile(
-    r"\*\*\* ?END OF (?:THE|THIS) PROJECT GUTENBERG|^\s*End of (?:the |this )?Project Gutenberg",
-    re.IGNORECASE | re.MULTILINE,
 )
 
 
@@ -59,23 +52,15 @@ class Book:
         return len(self.train) + len(self.held_out)
 
 
-def read_books(folder: Path, leave_out: Collection[str] = ()) -> list[Book]:
-    """Every *.txt of the folder, cleaned; the last part of each is held out.
-
-    Args:
-      leave_out: names of files, without .txt, that are not read.
-    """
+def read_books(folder: Path) -> list[Book]:
+    """Every *.txt of the folder, cleaned; the last part of each is held out."""
     if not folder.is_dir():
         raise FileNotFoundError(f"--texts {folder}: there is no such folder")
     files = sorted(folder.glob("*.txt"))
     if not files:
         raise FileNotFoundError(f"--texts {folder}: it holds no *.txt file")
-    if unknown := set(leave_out) - {file.stem for file in files}:
-        raise ValueError(f"--leave-out {' '.join(sorted(unknown))}: {folder} holds no such text")
     books = []
     for file in files:
-        if file.stem in leave_out:
-            continue
         content = file.read_bytes()
         try:
             text = clean(content.decode("utf-8"))
@@ -97,38 +82,9 @@ def read_books(folder: Path, leave_out: Collection[str] = ()) -> list[Book]:
 
 def clean(text: str) -> str:
     """Paragraphs on one line each, a blank line between them, ASCII quotation marks and dashes."""
-    text = unicodedata.normalize("NFC", text).replace("\r\n", "\n").replace("\r", "\n")
-    text = _without_licence(text).translate(TYPOGRAPHY)
-    text = re.sub(r"(?<!\w)_+([^_\n]*(?:\n[^_\n]+)*?)_+(?!\w)", r"\1", text)  # _emphasis_
-    text = re.sub(r"[^\S\n]+", " ", text)
-    blocks = [
-        [line.strip() for line in block.split("\n") if line.strip()]
-        for block in re.split(r"\n *\n", text)
-    ]
-    wrapped = [len(line) for block in blocks for line in block[:-1]]
-    width = statistics.median(wrapped) - 8 if wrapped else 0
-    return "\n\n".join(_join(block, width) for block in blocks if block)
-
-
-def _without_licence(text: str) -> str:
-    for header in (HEADER, OLD_HEADER):
-        if match := header.search(text):
-            text = text[match.end() :]
-    if match := FOOTER.search(text):
-        text = text[: match.start()]
-    return text
-
-
-def _join(lines: list[str], width: float) -> str:
-    """Undoes hard wraps. Where the next word would still have fitted, the break is meant: verse."""
-    text = lines[0]
-    for line, following in zip(lines, lines[1:], strict=False):
-        word = following.split(" ", 1)[0]
-        if len(line) + 1 + len(word) < width:
-            text += "\n" + following
-        else:
-            text += ("" if line.endswith("--") else " ") + following
-    return text
+    text = unicodedata.normalize("NFC", text).translate(TYPOGRAPHY)
+    blocks = (" ".join(block.split()) for block in re.split(r"\n\s*\n", text))
+    return "\n\n".join(block for block in blocks if block)
 
 
 def paragraphs(text: str) -> list[str]:

@@ -245,7 +245,6 @@ class Trainer:
 
     Attributes:
       on_best: called with the weights whenever the held-out loss is the lowest so far.
-      start_from: the first weights, those of an earlier run; drawn from the seed if None.
     """
 
     def __init__(
@@ -258,7 +257,6 @@ class Trainer:
         *,
         on_best: Callable[[ModelWeights], object] = lambda weights: None,
         clock: Callable[[], float] = time.monotonic,
-        start_from: ModelWeights | None = None,
     ):
         longest = max(settings.length, settings.final_length)
         if len(train.tokens) < 2 * longest + 2:
@@ -270,7 +268,7 @@ class Trainer:
         self.cfg, self.settings, self.folder = cfg, settings, folder
         self.train, self.held_out = train, held_out
         self.on_best, self._clock = on_best, clock
-        self.weights = first_weights(cfg, settings.seed) if start_from is None else start_from
+        self.weights = first_weights(cfg, settings.seed)
         self.moments = optimizer(settings).init(cast(Any, apart(self.weights, cfg)))
         self.progress = Progress()
         self._stream = jnp.asarray(train.tokens)
