@@ -3,8 +3,9 @@
 
 Prompts are those of prompts.json, put into the model's chat template: six kinds, of each one half
 to choose settings on (`--half develop`) and one to report (`--half report`). After each prompt all
-methods run in turn, round by round, from copies of what was read; tokens are compared with those of
-plain decoding. The file is written after each prompt: a run that was ended goes on where it was.
+methods run in turn, round by round, from copies of what was read, until plain decoding's answer
+ends; tokens are compared with its. The file is written after each prompt: a run that was ended goes
+on where it was.
 
     python -m benchmarks real_models --model smollm2-135m.gguf --out benchmarks/results/cpu
 
@@ -47,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Of the paper's widths a CPU takes five to ten plain steps for each: fewer tokens tell as much.
 SLOW, SLOW_TOKENS = ("paper", "ngrams"), 32
+FEWEST_TOKENS = 8  # of a run, where an answer is shorter
 LLAMA_CONTEXT, STEP_TAKES = 4096, 1e-3  # tokens; seconds at least
 
 
@@ -185,8 +187,9 @@ def measured(
     model: tsjax.Model, second: tsjax.Model | None, methods: dict[str, Any], prompt: str,
     where: dict[str, Any], rounds: int, peer: Peer | None, llama: LlamaCpp | None,
 ) -> dict[str, Any]:  # fmt: skip
-    new, settings = where["new_tokens"], SETTINGS[where["setting"]]
+    settings = SETTINGS[where["setting"]]
     ids = np.asarray(chat_prompt(model, [{"role": "user", "content": prompt}]))
+    new = answer_tokens(model, ids, settings, where["new_tokens"])
     tokens = {name: min(new, SLOW_TOKENS) if name in SLOW else new for name in methods}
     ours = Runs(model, ids, settings, methods, tokens, draft_model=second)
     calls: dict[str, Any] = {name: functools.partial(ours.run, name) for name in methods}
@@ -218,9 +221,18 @@ def measured(
                 "by_source": stats.accepted_by_source,
             }
     return {
-        **where, "prompt_tokens": len(ids), "read_bytes": read, "bound_ms": summary(bound),
-        "text": figures(results[PLAIN][0]["tokens"].tolist()), "rows": rows, "left_out": left_out,
+        **where, "answer_tokens": new, "prompt_tokens": len(ids), "read_bytes": read,
+        "bound_ms": summary(bound), "text": figures(results[PLAIN][0]["tokens"].tolist()),
+        "rows": rows, "left_out": left_out,
     }  # fmt: skip
+
+
+def answer_tokens(model: tsjax.Model, ids: np.ndarray, settings: dict[str, Any], most: int) -> int:
+    """How long plain decoding's answer is, its stop token among them; at most `most`."""
+    methods = {PLAIN: tsjax.Autoregressive()}
+    said = Runs(model, ids, settings, methods, {PLAIN: most}).run(PLAIN)["tokens"]
+    ends = np.flatnonzero(np.isin(said, model.stop_ids))
+    return max(FEWEST_TOKENS, int(ends[0]) + 1) if len(ends) else most
 
 
 def line_of(cell: dict[str, Any]) -> str:

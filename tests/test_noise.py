@@ -17,12 +17,12 @@ SEEDS, REPEATS = [0, 5, 2**32 - 1], [0, 3, 1]
 POSITIONS = np.asarray([[0, 1, 70_000], [9, 9, 2**31 - 1], [3, 2, 1]], np.int32)
 
 # A text that must never change: these settings, this model, any jax. No choice of it is near:
-# the best token always led by more than 0.0001.
+# weights that differ by a ten-thousandth say the same.
 PROMPT, SETTINGS = "The old house stood", {
     "max_new_tokens": 200, "do_sample": True, "temperature": 0.8, "repetition_penalty": 1.2,
     "repetition_window": 64, "eos_token_id": (),
 }  # fmt: skip
-TEXT = {"seed": 2, "sha256": "446fa31dcbe2079fa5ffdff2c0521173feec0a96a91a402ec3cb1bbcff96c0da"}
+TEXT = {"seed": 2, "sha256": "3114eeb46a1a4f2d6e09936c2664703ef1f9aef1ea7452ef768936f6514017e5"}
 
 
 # --- Threefry-2x32 (Salmon et al., 2011) in NumPy, and what is made of its words -----------------

@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels import tree_attention
 from tsjax.model import parts as rule
-from tsjax.model.cache import KVCache, write_rows
+from tsjax.model.cache import KVCache, write_at_once, write_rows
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -55,7 +55,11 @@ def test_rows_are_written_where_they_belong(parts, capacity, writes):
         for b in range(B):
             texts[:, b, :, start[b] : start[b] + rows] = np.swapaxes(new[:, b], 1, 2)
         k, v = map(jnp.asarray, new)
-        cache = written(cache, k, v, jnp.asarray(start, jnp.int32))
+        at = jnp.asarray(start, jnp.int32)
+        cache, earlier = written(cache, k, v, at), cache
+        if parts == 1:  # as a GPU writes them
+            once = jax.jit(write_at_once)(earlier.k[0], jnp.swapaxes(k, 1, 2), at)
+            np.testing.assert_array_equal(once, cache.k[0])
         length = start + np.minimum(kept, rows)
         every = np.broadcast_to(np.arange(capacity, dtype=np.int32), (B, K, capacity))
         for text, buffer in zip(texts, (cache.k[0], cache.v[0]), strict=True):

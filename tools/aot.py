@@ -39,6 +39,7 @@ class Step(NamedTuple):
     mesh: tuple[int, int, int] = (1, 1, 1)  # data, model, slots
     method: str = "tokenswift"
     capacity: int = 106_496
+    rows: int = 1  # of the batch
     passes: int = 1
     revive: str | None = None  # of a lazy prefill
     program: str = "decode"  # a chunk of decode steps, or a part of a lazy prefill
@@ -50,6 +51,9 @@ STEPS = {
     "step llama2-7b-yarn-128k plain": Step("llama2-7b-yarn-128k", method="autoregressive"),
     "step llama2-7b-yarn-128k tokenswift": Step("llama2-7b-yarn-128k"),
     "step qwen2.5-1.5b plain": Step("qwen2.5-1.5b", method="autoregressive"),
+    "step qwen2.5-1.5b plain, 64 rows": Step(
+        "qwen2.5-1.5b", method="autoregressive", capacity=8192, rows=64
+    ),
     "step qwen2.5-1.5b tokenswift": Step("qwen2.5-1.5b"),
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
@@ -310,11 +314,11 @@ def lower_step(step: Step, target: str):
     params = jax.tree.map(lambda p: aval(p, p.axes), specs, is_leaf=is_spec)
     state = jax.eval_shape(
         lambda: init_state(
-            jnp.zeros((1, 4096), jnp.int32),
-            jnp.array([4096]),
+            jnp.zeros((step.rows, 4096), jnp.int32),
+            jnp.full((step.rows,), 4096),
             cfg=cfg,
             capacity=step.capacity,
-            max_length=jnp.array([step.capacity]),
+            max_length=jnp.full((step.rows,), step.capacity),
             prompt_capacity=32_768 if cfg.prefill else None,
             sampling=sampling_values(sampling, (0,), config.vocab_size, config.dtype),
             mesh=mesh,

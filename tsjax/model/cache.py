@@ -143,18 +143,12 @@ def write_rows(
             row = lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
             return lax.dynamic_update_slice(buffer, row, (b, zero, slot[b], zero))
 
-        def at_once(buffer, rows, slot):
-            """A turn of a loop is a round trip to the host there: one scatter of all rows."""
-            b, t = jnp.arange(len(rows))[:, None], jnp.arange(rows.shape[2])
-            by_token = jnp.swapaxes(rows, 1, 2)
-            kept = buffer.at[b, :, slot[:, None] + t]
-            return kept.set(by_token, unique_indices=True, mode="promise_in_bounds")
-
         if len(rows) == 1:
             return one(jnp.int32(0), buffer)
         return lax.platform_dependent(
-            buffer, rows, slot, cuda=at_once, default=lambda buffer, *_: for_each_row(one, buffer)
-        )
+            buffer, rows, slot, cuda=write_at_once,
+            default=lambda buffer, *_: for_each_row(one, buffer),
+        )  # fmt: skip
 
     with jax.named_scope("write_rows"):
         k, v = list(cache.k), list(cache.v)
@@ -163,6 +157,16 @@ def write_rows(
             k[layer] = write(k[layer], k_rows[index], slot)
             v[layer] = write(v[layer], v_rows[index], slot)
         return cache.replace(k=tuple(k), v=tuple(v))
+
+
+def write_at_once(
+    buffer: Float[Array, "B K slots H"], rows: Float[Array, "B K T H"], start: Int[Array, "B"]
+) -> Float[Array, "B K slots H"]:
+    """Rows of all texts in place, by one scatter: on a GPU a loop's turn is the host's."""
+    b = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
+    slots = start[:, None] + jnp.arange(rows.shape[2], dtype=jnp.int32)[None]
+    kept = buffer.at[b, :, slots]
+    return kept.set(jnp.swapaxes(rows, 1, 2), unique_indices=True, mode="promise_in_bounds")
 
 
 def for_each_row(
