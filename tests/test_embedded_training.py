@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The embedded model's training commands, on a miniature: they learn, go on, and export."""
+"""The embedded model's tool: what it keeps of stories; a miniature learns, goes on and exports."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import tsjax
-from tools.embedded_model import training
+from tests.test_chat import CHATML, with_template
+from tools.embedded_model import stories, training
 from tools.embedded_model.__main__ import main
 
 SMALL = (
@@ -31,6 +32,52 @@ def write_books(folder: Path, size: int = 30_000) -> Path:
             paragraphs.append("\n".join(lines).capitalize() + ".")
         (folder / f"{name}.txt").write_text("\n\n".join(paragraphs))
     return folder
+
+
+WORDS = "one day a small fox went to look for the blue stone that it had lost in the snow".split()
+TALE = " ".join(f"{word}{number}" for number, word in enumerate(5 * WORDS))
+
+
+@pytest.mark.parametrize(
+    ("text", "ended", "kept"),
+    [
+        (f"{TALE}.\n\n \u201cYes\u201d,  he said.\nAnd so", False, f'{TALE}.\n\n"Yes", he said.'),
+        (f"{TALE}. And so", True, f"{TALE}. And so"),
+        (f"**A tale** {TALE}.", True, None),
+        (f"{TALE} \u65e5.", True, None),
+        (" ".join(WORDS) + ".", True, None),  # short
+        (f"{TALE} so he ran and he ran and he ran and he ran and he ran and he ran.", True, None),
+        (TALE, False, None),  # no sentence
+    ],
+)  # fmt: skip
+def test_what_is_kept_of_a_story(text, ended, kept, monkeypatch):
+    monkeypatch.setattr(stories, "DISTINCT", 0.97)
+    assert stories.cleaned(text, ended) == kept
+
+
+def test_stories_go_on_where_they_were_ended(tmp_path, monkeypatch, capsys):
+    """Batch by batch, the same file as without an end; what a killed batch left is gone."""
+    model = with_template(tmp_path, CHATML)
+    monkeypatch.setattr(stories, "cleaned", lambda text, ended: text.strip() or None)
+    monkeypatch.setattr(stories, "prompts", lambda seed, batch, rows: ["the tea"] * rows)
+    monkeypatch.setitem(stories.SETTINGS, "max_new_tokens", 6)
+    monkeypatch.setattr(stories, "_digest", lambda path: "0")
+    monkeypatch.setattr(tsjax, "load", lambda path, dtype: model)
+
+    def write(folder: str, tokens: int, seed: int = 3) -> int:
+        argv = ["--model", "file", "--texts", str(tmp_path / folder), "--rows", "2"]
+        return main(["stories", *argv, "--tokens", str(tokens), "--seed", str(seed)])
+
+    assert write("whole", 60) == 0 and write("parts", 20) == 0
+    with open(tmp_path / "parts" / stories.FILE, "ab") as file:
+        file.write(b"half a sto")
+    assert write("parts", 60) == 0
+    whole, parts = ((tmp_path / name / stories.FILE).read_text() for name in ("whole", "parts"))
+    first = parts.split(stories.BETWEEN)
+    assert parts.startswith(whole) or whole.startswith(parts)
+    assert len(set(first)) > 2 and "half" not in parts
+    assert write("parts", 99, seed=4) == 1
+    assert "was begun with seed 3, not 4" in capsys.readouterr().err
 
 
 @pytest.mark.wide

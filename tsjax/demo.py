@@ -39,9 +39,9 @@ METHOD = Auto()  # of the right column
 # The first two are read with pleasure. Without a penalty the greedy text of a small model goes in
 # circles, which is where drafts pay on any machine.
 STYLES: dict[str, dict[str, Any]] = {
-    "greedy": {"repetition_penalty": 1.1, "repetition_window": 256},
+    "penalised": {"repetition_penalty": 1.1, "repetition_window": 256},
     "sampled": {"do_sample": True, "temperature": 0.8, "min_p": 0.1},
-    "repeating": {},
+    "greedy": {},
 }
 PROMPT = "Once upon a time"
 TOKENS = 2000

@@ -13,7 +13,6 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import numpy as np
 
 import tsjax
+from tsjax.files.whole_files import write_text
 from tsjax.host.chat import chat_prompt
 
 from .texts import TYPOGRAPHY
@@ -149,39 +149,34 @@ def write_stories(
                     f"--texts {folder} was begun with {name} {earlier[name]}, not {record[name]}"
                 )
         record = earlier
-    ask = asking(model)
-    # A batch is decoded, cleaned and written while the next one runs.
+    # A batch is written, and the next one's prompts are made, while another runs.
     with open(folder / FILE, "ab") as file, ThreadPoolExecutor(1) as beside:
         file.truncate(record["bytes"])  # what a killed batch left
         began, batch, writing = time.monotonic(), record["batches"], beside.submit(int)
+        asking = beside.submit(asked, model, seed, batch, rows)
         while record["tokens"] < tokens:
-            ids = ask(prompts(seed, batch, rows))
+            ids = asking.result()
+            asking = beside.submit(asked, model, seed, batch + 1, rows)
             result = tsjax.generate(
                 model, ids, seed=(seed << 20) + batch, prefill_width=PROMPT_TOKENS,
                 capacity=PROMPT_TOKENS + SETTINGS["max_new_tokens"], **SETTINGS,
             )  # fmt: skip
             writing.result()
+            if record["batches"] and not record["kept"]:
+                raise ValueError(f"{model_file.name} wrote no story that is worth keeping")
             now = time.monotonic()
             record["seconds"], began, batch = record["seconds"] + now - began, now, batch + 1
             writing = beside.submit(_add_batch, model, result, record, file, folder / RECORD)
         writing.result()
 
 
-def asking(model: tsjax.Model) -> Callable[[list[str]], list[np.ndarray]]:
-    """Token ids of prompts as `chat_prompt` gives them, hundreds at once."""
-    mark = "THE PROMPT"
-    shown = model.tokenizer.decode(chat_prompt(model, [{"role": "user", "content": mark}]))
-    before, after = shown.split(mark)
-
-    def ids(texts: list[str]) -> list[np.ndarray]:
-        rows = model.tokenizer.backend_tokenizer.encode_batch(
-            [before + text + after for text in texts], add_special_tokens=False
-        )
-        longest = max(len(row.ids) for row in rows)
-        if longest > PROMPT_TOKENS:
-            raise ValueError(f"a prompt has {longest} tokens; at most {PROMPT_TOKENS}")
-        return [np.asarray(row.ids, np.int32) for row in rows]
-
+def asked(model: tsjax.Model, seed: int, batch: int, rows: int) -> list[np.ndarray]:
+    """Token ids of a batch's chats."""
+    chats = [[{"role": "user", "content": text}] for text in prompts(seed, batch, rows)]
+    ids = chat_prompt(model, chats)
+    longest = max(map(len, ids))
+    if longest > PROMPT_TOKENS:
+        raise ValueError(f"a prompt has {longest} tokens; at most {PROMPT_TOKENS}")
     return ids
 
 
@@ -199,18 +194,12 @@ def _add_batch(model, result, record: dict[str, Any], file: Any, path: Path) -> 
     file.flush()
     record["batches"] += 1
     record["bytes"] = file.tell()
-    _save(record, path)
+    write_text(path, json.dumps(record, indent=1) + "\n")
     print(
         f"{record['tokens']:,} tokens, {record['kept']:,} of {record['written']:,} stories kept, "
         f"{record['seconds']:.0f} s",
         flush=True,
     )
-
-
-def _save(record: dict[str, Any], path: Path) -> None:
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(record, indent=1) + "\n")
-    fresh.replace(path)
 
 
 def _digest(path: Path) -> str:
