@@ -83,11 +83,9 @@ def cases() -> Iterator[Case]:
     for name in ("top-p", "eta"):
         settings = {**DRAWN, **TRUNCATIONS[name], **PENALTY}
         yield Case(name, settings, {"tokenswift": swift()})
-    for name, truncation in TRUNCATIONS.items():
-        uncoupled = swift(noise_coupled=False)  # the published program's drafts
-        methods = {"same drafts": uncoupled, PUBLISHED_RULE: uncoupled}
-        settings = {**DRAWN, **truncation, **PENALTY}
-        yield Case(f"rule, {name}", settings, methods, new=SHORT)
+    uncoupled = swift(noise_coupled=False)  # the published program's drafts
+    methods = {"same drafts": uncoupled, PUBLISHED_RULE: uncoupled}
+    yield Case("rule, top-p", {**DRAWN, **TOP_P, **PENALTY}, methods, new=SHORT)
     for name, truncation in TRUNCATIONS.items():
         yield Case(f"{name}, no penalty", {**DRAWN, **truncation}, {})
     for theta in (1.1, 1.3, 1.4, 1.5):
@@ -106,8 +104,10 @@ def main(argv: Sequence[str]) -> int | None:
     said = read_json(PROMPTS)["kinds"]["story"][-1]
     prompt = np.asarray(chat_prompt(model, [{"role": "user", "content": said}]))
     trained = read_json(args.heads / "summary.json")
+    rows = [one for one in trained["evaluation"] if one["head"]]
     heads = {
-        "top1": [one["top1"] for one in trained["evaluation"] if one["head"]],
+        "top1": [one["top1"] for one in rows],
+        "counts": [max(one["skip_bigram"][0], one["unigram"][0]) for one in rows],
         **{name: trained["settings"][name] for name in ("batch_size", "sequence_length")},
         "steps": trained["steps"],
     }  # fmt: skip

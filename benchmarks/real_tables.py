@@ -72,12 +72,18 @@ def _table_of(document: dict) -> str:
               if one["method"] == "plain"]  # fmt: skip
     new = {cell["new_tokens"] for cell in cells}
     digest = document["model"]["sha256"][:12]
+    ends = (
+        "or fewer where the answer ends"
+        if all("answer_tokens" in cell for cell in cells)
+        else "past the end of a text where that comes earlier, as in short answers: there they "
+        "repeat themselves"
+    )
     note = (
         f"{name_of(document)} (sha256 {digest}...). How many times faster "
         f"than plain decoding of the same prompt in the same round: the median of {min(counts)} to "
         f"{max(counts)} prompts, the least and the most; {', '.join(map(str, sorted(new)))} new "
-        f"tokens ({SLOW_TOKENS} of the two widest, {PEER_TOKENS} of peers), or fewer where the "
-        "answer ends. Plain decoding is at "
+        f"tokens ({SLOW_TOKENS} of the two widest, {PEER_TOKENS} of peers), {ends}. "
+        "Plain decoding is at "
         f"{statistics.median(shares):.0%} of the bound. llama.cpp computes with the numbers as the "
         f"file has them, the others in {document['dtype']}. "
         + (f"{parted} of {len(ours)} runs said other tokens than plain decoding."
