@@ -19,7 +19,10 @@ KINDS = {
     "edit": "edits of given code and text", "summary": "summaries", "reasoning": "reasoning",
 }  # fmt: skip
 SETTINGS = {"greedy": "greedy", "chat": "temperature 0.7", "paper": "the paper's sampling"}
-COLUMNS = ("auto", "narrow tree", "wide tree", "int8 passes", "magicdec", "paper", "ngrams")
+COLUMNS = (
+    "auto", "narrow tree", "wide tree", "int8 passes", "second model", "magicdec", "paper",
+    "ngrams",
+)  # fmt: skip
 PEERS = ("torch", "torch lookup", "llama.cpp", "llama.cpp lookup")
 TITLES = {
     "auto": "Auto", "paper": "the paper's settings", "ngrams": "n-grams", "torch": "transformers",
