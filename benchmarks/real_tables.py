@@ -75,6 +75,7 @@ def _table_of(document: dict) -> str:
               if one["method"] == "plain"]  # fmt: skip
     new = {cell["new_tokens"] for cell in cells}
     digest = document["model"]["sha256"][:12]
+    some = f"{min(counts)} to {max(counts)} prompts" if max(counts) > 1 else "one prompt alone"
     ends = (
         "or fewer where the answer ends"
         if all("answer_tokens" in cell for cell in cells)
@@ -83,8 +84,8 @@ def _table_of(document: dict) -> str:
     )
     note = (
         f"{name_of(document)} (sha256 {digest}...). How many times faster "
-        f"than plain decoding of the same prompt in the same round: the median of {min(counts)} to "
-        f"{max(counts)} prompts, the least and the most; {', '.join(map(str, sorted(new)))} new "
+        f"than plain decoding of the same prompt in the same round: the median of {some}, the least "
+        f"and the most; {', '.join(map(str, sorted(new)))} new "
         f"tokens ({SLOW_TOKENS} of the two widest, {PEER_TOKENS} of peers), {ends}. "
         "Plain decoding is at "
         f"{statistics.median(shares):.0%} of the bound. llama.cpp computes with the numbers as the "
@@ -103,7 +104,7 @@ def front_rows() -> list[str]:
     for document in documents():
         rows = {(row["kind"], row["setting"]): row for row in reported(document)}
         for place in ON_THE_FRONT:
-            if place not in rows:
+            if place not in rows or rows[place]["prompts"] < 2:  # one prompt tells too little
                 continue
             methods = rows[place]["methods"]
             plain = methods["plain"]["ms_per_token"]
