@@ -84,8 +84,8 @@ def _table_of(document: dict) -> str:
     )
     note = (
         f"{name_of(document)} (sha256 {digest}...). How many times faster "
-        f"than plain decoding of the same prompt in the same round: the median of {some}, the least "
-        f"and the most; {', '.join(map(str, sorted(new)))} new "
+        f"than plain decoding of the same prompt in the same round: the median of {some}, the "
+        f"least and the most; {', '.join(map(str, sorted(new)))} new "
         f"tokens ({SLOW_TOKENS} of the two widest, {PEER_TOKENS} of peers), {ends}. "
         "Plain decoding is at "
         f"{statistics.median(shares):.0%} of the bound. llama.cpp computes with the numbers as the "
