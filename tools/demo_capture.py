@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records a run of `tsjax demo` and draws what the terminal showed at its end, as SVG.
 
-python -m tools.demo_capture --greedy    writes docs/images/demo.svg
+python -m tools.demo_capture --model FILE --greedy    writes docs/images/demo.svg
 
 All arguments go to `tsjax demo`. Knows the escape codes that the demo writes, and no others. Does
 not know what the demo shows.
