@@ -93,7 +93,11 @@ def run(path: Path, name: str, args: Any) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     model = tsjax.load(path, dtype=args.dtype)
     document: dict[str, Any] = {
-        **report.facts(), "model": {"sha256": digest, "parameters": model.num_params},
+        **report.facts(),
+        "model": {
+            "name": f"{name.removeprefix('real-long-')}.gguf", "sha256": digest,
+            "parameters": model.num_params,
+        },
         "dtype": args.dtype, "cases": [], "left_out": [],
     }  # fmt: skip
     cases: list[tuple[str, Callable[[], dict[str, Any]]]] = [

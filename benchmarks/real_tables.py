@@ -34,6 +34,7 @@ ON_THE_FRONT = (("edit", "greedy"),)  # the others are a link away
 def documents() -> list[dict]:
     """Of the models that were measured, the smaller first."""
     found = [json.loads(path.read_text()) for path in RESULTS.glob("real-*.json")]
+    found = [one for one in found if "cells" in one]  # not those of real_long
     return sorted(found, key=lambda one: [*NAMES].index(one["model"]["name"]))
 
 
@@ -46,7 +47,36 @@ def reported(document: dict) -> list[dict]:
 
 
 def table() -> str:
-    return "\n\n".join(map(_table_of, documents()))
+    return "\n\n".join([*map(_table_of, documents()), *map(_by_position, long_documents())])
+
+
+def long_documents() -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("real-long-*.json"))]
+
+
+def _by_position(document: dict) -> str:
+    """What methods take after prompts of several lengths, and along one text."""
+    lines = head("where | method | per token | x | tokens per step")
+    for case in document["cases"]:
+        if "context" in case:
+            for row in case["rows"]:
+                gain = row.get("speedup_over_plain")
+                cells = [f"{row['ms_per_token']['median']:.1f} ms"]
+                cells += [f"{gain['median']:.2f}x" if gain else "", f"{row['tokens_per_step']:.2f}"]
+                what = f"{case['new_tokens']} tokens after {case['context']:,}"
+                lines.append(f"| {what} | {TITLES.get(row['method'], row['method'])} | "
+                             f"{' | '.join(cells)} |")  # fmt: skip
+        if case["case"] == "long":
+            plain = next(row for row in case["rows"] if row["method"] == PLAIN)["by_position"]
+            for row in case["rows"]:
+                found = row["by_position"].values()
+                for then, end, ms, steps in zip(plain["ms_per_token"], *found, strict=True):
+                    over = "" if row["method"] == PLAIN else f"{then / ms:.2f}x"
+                    lines.append(f"| to token {end:,} of one text | {row['method']} | {ms:.1f} ms "
+                                 f"| {over} | {steps:.2f} |")  # fmt: skip
+    name = NAMES[document["model"]["name"]]
+    title = f"**{name} by position, the paper's sampling**, from {source(document)}"
+    return "\n".join([title, "", *lines])
 
 
 def _table_of(document: dict) -> str:
