@@ -38,10 +38,8 @@ SHORT = NEW_TOKENS // 5  # where a step takes long
 DRAWN = dict(do_sample=True, temperature=1.0)
 MIN_P, TOP_P, ETA = dict(min_p=0.1), dict(top_p=0.9), dict(eta_cutoff=2e-4)
 TRUNCATIONS = {"top-p": TOP_P, "eta": ETA, "min-p": MIN_P}
-PUBLISHED_RULE = "published rule"
-
-
 USUAL = "min-p"
+PUBLISHED_RULE = "published rule"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 import shutil
 import tempfile
@@ -33,6 +32,7 @@ import tsjax
 from benchmarks import report
 from benchmarks.real_models import PROMPTS, SETTINGS
 from benchmarks.text_figures import figures
+from tools.facts import sha256_of
 from tsjax.config import RopeConfig
 from tsjax.files.tokenizer import encode
 from tsjax.host.chat import chat_prompt
@@ -89,13 +89,11 @@ def joined(pieces: Sequence[Path], folder: Path) -> Path:
 
 def run(path: Path, name: str, args: Any) -> None:
     budget = report.Budget(args.minutes)
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     model = tsjax.load(path, dtype=args.dtype)
     document: dict[str, Any] = {
         **report.facts(),
         "model": {
-            "name": f"{name.removeprefix('real-long-')}.gguf", "sha256": digest,
+            "name": f"{name.removeprefix('real-long-')}.gguf", "sha256": sha256_of(path),
             "parameters": model.num_params,
         },
         "dtype": args.dtype, "cases": [], "left_out": [],

@@ -30,6 +30,7 @@ import tsjax
 from benchmarks import report
 from benchmarks.cpu import seconds_to_read
 from benchmarks.text_figures import figures
+from tools.facts import sha256_of
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.paired_runs import PLAIN, Runs, compared
@@ -165,8 +166,7 @@ def main(argv: Sequence[str]) -> None:
 def described(path: Path) -> dict[str, str]:
     if path.is_dir():
         return {"name": path.name}
-    with open(path, "rb") as file:
-        return {"name": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"name": path.name, "sha256": sha256_of(path)}
 
 
 def cell_key(cell: dict[str, Any]) -> tuple:

@@ -349,8 +349,8 @@ def _by_length(ours: Cases, found: dict[str, tuple[Pairs | None, Pairs]]) -> lis
 LENGTHS = ("20K", "40K", "60K", "80K", "100K")
 
 
-def _distinct_head(first: str, *more: str) -> list[str]:
-    return head(" | ".join([first, *(f"Distinct-{n}" for n in range(1, 5)), *more]))
+def _distinct_head(first: str) -> list[str]:
+    return head(" | ".join([first, *(f"Distinct-{n}" for n in range(1, 5))]))
 
 
 def _pair(pair: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ the commit.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -35,6 +36,11 @@ RENAMED = {
     r"benchmarks\.longcontext\.evaluate": "benchmarks longcontext",
     r"benchmarks\.longcontext\.texts": "benchmarks longcontext_texts",
 }
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def todays_command(command: str) -> str:

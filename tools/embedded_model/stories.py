@@ -8,7 +8,6 @@ a run that was ended goes on with the next batch.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import re
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import tsjax
+from tools.facts import sha256_of
 from tsjax.files.whole_files import write_text
 from tsjax.host.chat import chat_prompt
 
@@ -136,7 +136,7 @@ def write_stories(
     """
     model = tsjax.load(model_file, dtype="bfloat16")
     record = {
-        "model": model_file.name, "sha256": _digest(model_file), "seed": seed, "rows": rows,
+        "model": model_file.name, "sha256": sha256_of(model_file), "seed": seed, "rows": rows,
         "settings": SETTINGS, "batches": 0, "written": 0, "kept": 0, "tokens": 0, "bytes": 0,
         "seconds": 0.0, **measured,
     }  # fmt: skip
@@ -200,8 +200,3 @@ def _add_batch(model, result, record: dict[str, Any], file: Any, path: Path) -> 
         f"{record['seconds']:.0f} s",
         flush=True,
     )
-
-
-def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -26,7 +26,7 @@ SMALLEST = 20_000  # characters of all books together
 # Words with the space before them, numbers, punctuation and the line breaks after it.
 PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+\n*|\s*\n+|\s+(?!\S)|\s+"
 
-# Every text has its own quotation marks and dashes differently; prompts are typed in ASCII.
+# Every writer has other quotation marks and dashes; prompts are typed in ASCII.
 TYPOGRAPHY = str.maketrans(
     {
         **dict.fromkeys("\u2018\u2019\u201a\u02bc", "'"),
