@@ -37,19 +37,20 @@ constexpr int most_slots(int rows) {
 // sums[r][c] += a(r) * b(c). The few of one side stay in registers, the others come one by one.
 template <int R, int C, class A, class B>
 inline void add_products(Vector (&sums)[R][C], A a, B b) {
+  using Numbers = decltype(a(0));
   if constexpr (R <= C) {
-    Vector row[R];
+    Numbers row[R];
     UNROLLED for (int r = 0; r < R; r++) row[r] = a(r), keep(row[r]);
     UNROLLED for (int c = 0; c < C; c++) {
-      Vector other = b(c);
+      Numbers other = b(c);
       if (R > 1) keep(other);
       UNROLLED for (int r = 0; r < R; r++) sums[r][c] = fma(row[r], other, sums[r][c]);
     }
   } else {
-    Vector other[C];
+    Numbers other[C];
     UNROLLED for (int c = 0; c < C; c++) other[c] = b(c), keep(other[c]);
     UNROLLED for (int r = 0; r < R; r++) {
-      Vector row = a(r);
+      Numbers row = a(r);
       if (C > 1) keep(row);
       UNROLLED for (int c = 0; c < C; c++) sums[r][c] = fma(row, other[c], sums[r][c]);
     }
@@ -78,6 +79,20 @@ struct Next {
     for (int64_t i = 0; i < bytes; i += 64) prefetch(rows + row * bytes + i);
   }
 };
+
+// f(R), a constant of the compiler's, for `rows` of 1 to MOST.
+template <int MOST, class F>
+inline void for_number(int64_t rows, F f) {
+  [&]<int... R>(std::integer_sequence<int, R...>) {
+    ((rows == R + 1 ? f(std::integral_constant<int, R + 1>()) : void()), ...);
+  }(std::make_integer_sequence<int, MOST>());
+}
+
+// Rows of a tile: as few tiles as can be, about equal.
+inline int64_t tile_of(int64_t rows, int64_t most) {
+  const int64_t tiles = (rows + most - 1) / most;
+  return (rows + tiles - 1) / tiles;
+}
 
 // H numbers take this many floats: whole vectors.
 inline int64_t padded(int64_t H) { return (H + W - 1) / W * W; }

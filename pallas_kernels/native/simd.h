@@ -131,13 +131,50 @@ inline Vector where_less(Vector a, Vector b, Vector yes, Vector no) {
 #endif
 
 // Has x in a register: GCC would rather read it from memory at each use, which takes longer.
-inline void keep(Vector& x) {
+template <class Any>
+inline void keep(Any& x) {
 #if defined(__aarch64__)
   asm("" : "+w"(x));
 #else
   asm("" : "+v"(x));
 #endif
 }
+
+// How rows of T are multiplied: by whole vectors of STEP numbers, which add up in a Vector of sums.
+template <class T>
+struct Multiplied {  // widened to floats: part l of a sum takes the entries l, l + W, ...
+  using Number = float;
+  using Numbers = Vector;
+  static constexpr int STEP = W;
+  template <class Other>
+  static Numbers load(const Other* from) {
+    return tsjax::load(from);
+  }
+  static void store(Number* to, Numbers x) { tsjax::store(to, x); }
+};
+
+#if defined(__AVX512BF16__)
+// The processor's own products of pairs: part l takes the entries 2l and 2l + 1, then 2W further.
+// The products are exact; what is too small for a normal float counts as zero.
+using Pairs = __m512i;
+
+inline Vector fma(Pairs a, Pairs b, Vector c) {
+  return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+
+template <>
+struct Multiplied<bfloat16> {
+  using Number = bfloat16;
+  using Numbers = Pairs;
+  static constexpr int STEP = 2 * W;
+  static Numbers load(const bfloat16* from) { return _mm512_loadu_si512(from); }
+  static Numbers load(const int8_t* from) {  // each of them is exact in eight bits
+    return reinterpret_cast<__m512i>(
+        _mm512_cvtne2ps_pbh(tsjax::load(from + W), tsjax::load(from)));
+  }
+  static void store(bfloat16* to, Numbers x) { _mm512_storeu_si512(to, x); }
+};
+#endif
 
 // The sum of a vector's entries, halves first.
 inline float sum(Vector x) {

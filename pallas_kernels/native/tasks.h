@@ -127,31 +127,31 @@ void run_tasks(Pool& pool, int64_t tasks, bool worth_sharing, Work work) {
   Helpers::all().withdraw(job);
 }
 
-// Floats that begin with a line of the cache: a vector that lies in two lines takes two reads.
+// Bytes that begin with a line of the cache: a vector that lies in two lines takes two reads.
 class Memory {
  public:
-  ~Memory() { operator delete(floats_, LINE); }
-  float* have(int64_t size) {
+  ~Memory() { operator delete(bytes_, LINE); }
+  void* have(int64_t size) {
     if (size > size_) {
-      operator delete(floats_, LINE);
-      floats_ = nullptr, size_ = 0;
-      floats_ = static_cast<float*>(operator new(size * sizeof(float), LINE));
+      operator delete(bytes_, LINE);
+      bytes_ = nullptr, size_ = 0;
+      bytes_ = operator new(size, LINE);
       size_ = size;
     }
-    return floats_;
+    return bytes_;
   }
 
  private:
   static constexpr std::align_val_t LINE{64};
-  float* floats_ = nullptr;
+  void* bytes_ = nullptr;
   int64_t size_ = 0;
 };
 
-// A thread's own memory of at least `size` floats, kept for its next task.
-template <int WHICH>
-float* scratch(int64_t size) {
+// A thread's own memory of at least `size` numbers, kept for its next task.
+template <int WHICH, class Number = float>
+Number* scratch(int64_t size) {
   static thread_local Memory memory;
-  return memory.have(size);
+  return static_cast<Number*>(memory.have(size * sizeof(Number)));
 }
 
 }  // namespace tsjax

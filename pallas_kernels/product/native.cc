@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products of rows with weights on a CPU: each weight is read once, for all rows.
 //
-// A sum over the inner dimension has W running parts, part l for entries l, l + W, l + 2W, ...; in
-// the end the parts are added, halves first. That order is the same for one row and for a thousand.
+// A sum over the inner dimension has W running parts, which take their entries as Multiplied (in
+// native/simd.h) says for the rows' type; in the end the parts are added, halves first. That order is
+// the same for one row and for a thousand.
 
 #include "../native/call.h"
 #include "../native/rows.h"
@@ -13,6 +14,8 @@ namespace tsjax::product {
 constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications
 constexpr int64_t NEAR = 1 << 16;           // weights of a block, which stays near the core
 constexpr int64_t AHEAD = 4096;             // bytes from what is read to what is fetched
+constexpr int64_t MOST = REGISTERS == 32 ? 12 : 6;  // rows of a tile: sums beside two outputs
+constexpr int64_t WORTH_WIDENING = 3;  // tiles of rows that read the same narrow weights
 
 template <class T>
 struct Arrays {
@@ -21,40 +24,57 @@ struct Arrays {
   int64_t R, O, I;
 };
 
-// Rows side by side: to[(i / W * R + r) * W + i % W] is entry i of row r, zeros after the end.
 template <class T>
-void pack_rows(const T* rows, int64_t R, int64_t I, float* to) {
+using Number = typename Multiplied<T>::Number;
+
+// The numbers that I entries take: whole steps.
+template <class T>
+int64_t packed_size(int64_t I) {
+  constexpr int STEP = Multiplied<T>::STEP;
+  return (I + STEP - 1) / STEP * STEP;
+}
+
+// Rows side by side, step by step, zeros after the end: entry i of row r of the R is at
+// to[(i / STEP * R + r) * STEP + i % STEP].
+template <class T>
+void pack_rows(const T* rows, int64_t R, int64_t I, Number<T>* to) {
+  constexpr int STEP = Multiplied<T>::STEP;
   for (int64_t r = 0; r < R; r++) {
     const T* row = rows + r * I;
     int64_t i = 0;
-    for (; i + W <= I; i += W) store(to + i * R + r * W, load(row + i));
-    for (; i < padded(I); i++) to[i / W * W * R + r * W + i % W] = i < I ? to_float(row[i]) : 0.0f;
+    for (; i + STEP <= I; i += STEP) {
+      Multiplied<T>::store(to + i * R + r * STEP, Multiplied<T>::load(row + i));
+    }
+    for (; i < packed_size<T>(I); i++) {
+      from_float(i < I ? to_float(row[i]) : 0.0f, to + i / STEP * STEP * R + r * STEP + i % STEP);
+    }
   }
 }
 
 // out[r * stride + o * apart] of R rows that are packed and O outputs. Their weights lie `apart` in
 // memory: a core reads a few long streams faster than many short ones. Those that are `far` are
 // fetched ahead, or several rows would wait for them; for one or two they come by themselves.
-template <int R, int O, bool far, class Weight>
-void dot(const float* packed, const Weight* weights, int64_t apart, int64_t I, const float* scales,
-         float* out, int64_t stride) {
+template <class T, int R, int O, bool far, class Weight>
+void dot(const Number<T>* packed, const Weight* weights, int64_t apart, int64_t I,
+         const float* scales, float* out, int64_t stride) {
+  using M = Multiplied<T>;
   Vector sums[R][O];
   UNROLLED for (int r = 0; r < R; r++)
     UNROLLED for (int o = 0; o < O; o++) sums[r][o] = set(0.0f);
   int64_t i = 0;
-  auto entry = [&](int r) { return load(packed + i * R + r * W); };
-  for (; i + W <= I; i += W) {
+  auto entry = [&](int r) { return M::load(packed + i * R + r * M::STEP); };
+  for (; i + M::STEP <= I; i += M::STEP) {
     add_products(sums, entry, [&](int o) {
       const Weight* from = weights + o * apart * I + i;
       if (far) prefetch(from + AHEAD / sizeof(Weight));
-      return load(from);
+      return M::load(from);
     });
   }
   if (i < I) {  // the same with zeros after the end
     add_products(sums, entry, [&](int o) {
-      float entries[W] = {};
-      for (int j = 0; j < W && i + j < I; j++) entries[j] = to_float(weights[o * apart * I + i + j]);
-      return load(entries);
+      Weight entries[M::STEP] = {};
+      for (int j = 0; i + j < I; j++) entries[j] = weights[o * apart * I + i + j];
+      return M::load(entries);
     });
   }
   UNROLLED for (int r = 0; r < R; r++)
@@ -64,51 +84,46 @@ void dot(const float* packed, const Weight* weights, int64_t apart, int64_t I, c
     }
 }
 
-template <int R, class Weight>
-void dot_rows(const float* packed, const Weight* weights, int64_t outputs, int64_t I,
+template <class T, int R, class Weight>
+void dot_rows(const Number<T>* packed, const Weight* weights, int64_t outputs, int64_t I,
               const float* scales, float* out, int64_t stride, bool far) {
   constexpr int O = std::min(4, most_vectors(R));
   const int64_t apart = outputs / O;
   auto of = [&](int64_t o) { return scales ? scales + o : nullptr; };
   for (int64_t o = 0; o < apart; o++) {
     if (far && R > 2) {
-      dot<R, O, true>(packed, weights + o * I, apart, I, of(o), out + o, stride);
+      dot<T, R, O, true>(packed, weights + o * I, apart, I, of(o), out + o, stride);
     } else {
-      dot<R, O, false>(packed, weights + o * I, apart, I, of(o), out + o, stride);
+      dot<T, R, O, false>(packed, weights + o * I, apart, I, of(o), out + o, stride);
     }
   }
   for (int64_t o = apart * O; o < outputs; o++) {
-    dot<R, 1, false>(packed, weights + o * I, 0, I, of(o), out + o, stride);
+    dot<T, R, 1, false>(packed, weights + o * I, 0, I, of(o), out + o, stride);
   }
 }
 
-// All rows with some outputs; rows are packed in tiles of MOST_ROWS.
-template <class Weight>
-void dot_all(const float* packed, const Weight* weights, int64_t rows, int64_t outputs, int64_t I,
-             const float* scales, float* out, int64_t stride) {
-  for (int64_t r = 0, R; r < rows; r += R) {
-    R = std::min(MOST_ROWS, rows - r);
-    const float* tile = packed + r * padded(I);
-    float* to = out + r * stride;
-    const bool far = r == 0;
-    switch (R) {
-      case 1: dot_rows<1>(tile, weights, outputs, I, scales, to, stride, far); break;
-      case 2: dot_rows<2>(tile, weights, outputs, I, scales, to, stride, far); break;
-      case 3: dot_rows<3>(tile, weights, outputs, I, scales, to, stride, far); break;
-      case 4: dot_rows<4>(tile, weights, outputs, I, scales, to, stride, far); break;
-      case 5: dot_rows<5>(tile, weights, outputs, I, scales, to, stride, far); break;
-      case 6: dot_rows<6>(tile, weights, outputs, I, scales, to, stride, far); break;
-    }
+// All rows with some outputs; rows are packed in tiles.
+template <class T, class Weight>
+void dot_all(const Number<T>* packed, const Weight* weights, int64_t rows, int64_t outputs,
+             int64_t I, const float* scales, float* out, int64_t stride) {
+  const int64_t tile = tile_of(rows, MOST);
+  for (int64_t r = 0; r < rows; r += tile) {
+    for_number<MOST>(std::min(tile, rows - r), [&](auto R) {
+      dot_rows<T, R>(packed + r * packed_size<T>(I), weights, outputs, I, scales,
+                     out + r * stride, stride, r == 0);
+    });
   }
 }
 
 template <class T, class Weight, class Pool>
 void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
               const float* scales) {
-  const int64_t R = arrays.R, O = arrays.O, I = arrays.I;
-  float* packed = scratch<1>(R * padded(I));  // this thread's until the last task is done
-  for (int64_t r = 0; r < R; r += MOST_ROWS) {
-    pack_rows(arrays.rows + r * I, std::min(MOST_ROWS, R - r), I, packed + r * padded(I));
+  constexpr int STEP = Multiplied<T>::STEP;
+  const int64_t R = arrays.R, O = arrays.O, I = arrays.I, tile = tile_of(R, MOST);
+  // This thread's until the last task is done.
+  Number<T>* packed = scratch<1, Number<T>>(R * packed_size<T>(I));
+  for (int64_t r = 0; r < R; r += tile) {
+    pack_rows(arrays.rows + r * I, std::min(tile, R - r), I, packed + r * packed_size<T>(I));
   }
   // Blocks of outputs, so that rows after the first find their weights near.
   const int64_t block = std::max<int64_t>(8, NEAR / I / 8 * 8);
@@ -119,14 +134,18 @@ void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
     const int64_t first = task * size, outputs = std::min(size, O - first);
     const Weight* some = weights + first * I;
     const float* of_some = scales ? scales + first : nullptr;
-    if constexpr (!std::is_same_v<Weight, float>) {
-      if (R > MOST_ROWS) {
-        float* floats = scratch<0>(outputs * I);
-        for (int64_t i = 0; i < outputs * I; i++) floats[i] = to_float(some[i]);
-        return dot_all(packed, floats, R, outputs, I, of_some, out + first, O);
+    if constexpr (!std::is_same_v<Weight, Number<T>>) {
+      if (R > WORTH_WIDENING * MOST) {
+        Number<T>* wide = scratch<0, Number<T>>(outputs * I);
+        int64_t i = 0;
+        for (; i + STEP <= outputs * I; i += STEP) {
+          Multiplied<T>::store(wide + i, Multiplied<T>::load(some + i));
+        }
+        for (; i < outputs * I; i++) from_float(to_float(some[i]), wide + i);
+        return dot_all<T>(packed, wide, R, outputs, I, of_some, out + first, O);
       }
     }
-    dot_all(packed, some, R, outputs, I, of_some, out + first, O);
+    dot_all<T>(packed, some, R, outputs, I, of_some, out + first, O);
   };
   run_tasks(pool, tasks, R * O * I > WORTH_SHARING, std::move(work));
 }
