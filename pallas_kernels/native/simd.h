@@ -158,6 +158,10 @@ struct Multiplied {  // widened to floats: part l of a sum takes the entries l, 
 // The products are exact; what is too small for a normal float counts as zero.
 using Pairs = __m512i;
 
+inline void store(bfloat16* to, Vector x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
+}
+
 inline Vector fma(Pairs a, Pairs b, Vector c) {
   return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }

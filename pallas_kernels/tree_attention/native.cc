@@ -8,7 +8,8 @@
 // order. So a row has the same bits in any batch, beside any rows, and whether a token that it sees is
 // cached or fresh. A place with the score -inf changes nothing, as if it were not there.
 //
-// T * G rows share a kv head, and each block of the cache is read once for GROUP of them. Tasks are
+// Numbers are multiplied as floats; those of bfloat16 in pairs, where the processor does that
+// (pairs.h). T * G rows share a kv head, and each block of the cache is read once for GROUP of them. Tasks are
 // parts where rows are few, and groups of rows, with all their parts, where there are many.
 
 #include "../native/call.h"
@@ -37,7 +38,6 @@ struct Arrays {
   int64_t B, rows_T, N, K, S, H;
 
   int64_t G() const { return N / K; }
-  int64_t width() const { return padded(H); }  // of a row of sums
   int64_t committed(int64_t b) const { return std::clamp<int64_t>(length[b], 0, S); }
   int64_t parts(int64_t b) const { return (committed(b) + rows_T - 1) / PART + 1; }
   // Row r of a kv head is the query head r % G of the fresh row r / G.
@@ -63,15 +63,17 @@ void scale(float* out, int64_t width, float by) {
   for (int64_t i = 0; i < width; i += W) store(out + i, load(out + i) * set(by));
 }
 
-// A block's scores of row r become weights; what was summed shrinks to the new peak.
-void weigh(float* scores, Sums sums, int64_t r, int64_t width) {
+// A block's scores of row r become weights; what was summed shrinks to the new peak. `weights` may be
+// the scores' own memory.
+template <class Number>
+void weigh(const float* scores, Number* weights, Sums sums, int64_t r, int64_t width) {
   Vector most = load(scores);
   for (int i = W; i < BLOCK; i += W) most = max(most, load(scores + i));
   float peak = std::max(sums.peak[r], largest(most));
   Vector total = set(0.0f);
   for (int i = 0; i < BLOCK; i += W) {
     Vector weight = power_of_2(load(scores + i) - set(peak));
-    store(scores + i, weight);
+    store(weights + i, weight);
     total = total + weight;
   }
   if (peak != sums.peak[r]) {
@@ -96,21 +98,16 @@ void merge(Sums to, int64_t r, float peak, float total, const float* out, int64_
   to.peak[r] = most;
 }
 
-// Some rows of one kv head, with the memory to run them.
+// Some rows of one kv head: what they may see, and where it lies.
 template <class T>
-struct Group {
+struct Rows {
   const Arrays<T>& arrays;
   int64_t b, k, first, rows;  // rows first .. first + rows of T * G
-  int64_t H, width, committed;
+  int64_t H, committed;
   int32_t highest_rank;  // of the rows
-  float *q, *keys, *values, *turned, *weights;
 
-  static int64_t memory(int64_t width) {
-    return GROUP * width + 3 * BLOCK * width + MOST_ROWS * BLOCK;
-  }
-
-  Group(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first, float* memory)
-      : arrays(arrays), b(b), k(k), first(first), H(arrays.H), width(arrays.width()) {
+  Rows(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first)
+      : arrays(arrays), b(b), k(k), first(first), H(arrays.H) {
     rows = std::min(GROUP, arrays.rows_T * arrays.G() - first);
     committed = arrays.committed(b);
     if (arrays.slot_ranks) {
@@ -118,15 +115,10 @@ struct Group {
       int64_t last = (first + rows - 1) / arrays.G();
       highest_rank = *std::max_element(ranks + first / arrays.G(), ranks + last + 1);
     }
-    q = memory, keys = q + GROUP * width, values = keys + BLOCK * width;
-    turned = values + BLOCK * width, weights = turned + BLOCK * width;
-    float scale = LOG2_E / std::sqrt(static_cast<float>(H));
-    for (int64_t r = 0; r < rows; r++) {
-      const T* from = arrays.q + arrays.query(b, k, first + r) * H;
-      for (int64_t h = 0; h < width; h++) q[r * width + h] = h < H ? to_float(from[h]) * scale : 0.0f;
-    }
   }
 
+  int64_t fresh_row(int64_t r) const { return (first + r) / arrays.G(); }
+  const T* query(int64_t r) const { return arrays.q + arrays.query(b, k, first + r) * H; }
   const T* cached(const T* cache, int64_t slot) const {
     return cache + ((b * arrays.K + k) * arrays.S + slot) * H;
   }
@@ -135,33 +127,100 @@ struct Group {
   }
   int64_t fresh_stride() const { return arrays.K * H; }
 
-  int32_t rank(int64_t r) const {
-    return arrays.row_ranks[b * arrays.rows_T + (first + r) / arrays.G()];
+  // The block after this one of keys or values.
+  Next after(const T* cache, int64_t slot) const {
+    if (slot + 2 * BLOCK > committed) return {};
+    const T* block = cached(cache, slot + BLOCK);
+    return {reinterpret_cast<const char*>(block), static_cast<int64_t>(H * sizeof(T))};
   }
+
+  int32_t rank(int64_t r) const { return arrays.row_ranks[b * arrays.rows_T + fresh_row(r)]; }
   const int32_t* ranks_of(int64_t slot) const { return arrays.slot_ranks + b * arrays.S + slot; }
   bool sees(int64_t r, int64_t slot) const { return !arrays.slot_ranks || *ranks_of(slot) < rank(r); }
 
   // Whether any row may see a slot of a block.
   bool sees_some(int64_t slot) const {
-    if (!arrays.slot_ranks) return true;
-    return lowest(ranks_of(slot)) < highest_rank;
+    return !arrays.slot_ranks || extreme(slot, [](int32_t a, int32_t b) { return std::min(a, b); }) < highest_rank;
   }
-  static int32_t lowest(const int32_t* ranks) {
+  // Takes from the scores of R rows, which begin with r, what they do not see of a block.
+  void hide(float* scores, int64_t r, int64_t R, int64_t slot) const {
+    if (!arrays.slot_ranks) return;
+    const int32_t* ranks = ranks_of(slot);
+    const int32_t all_see = extreme(slot, [](int32_t a, int32_t b) { return std::max(a, b); });
+    for (int64_t i = 0; i < R; i++, scores += BLOCK) {
+      const int32_t mine = rank(r + i);
+      if (mine > all_see) continue;
+      for (int j = 0; j < BLOCK; j++) scores[j] = ranks[j] < mine ? scores[j] : ABSENT;
+    }
+  }
+
+  // Which fresh rows each of the fresh rows of the group sees.
+  std::vector<std::vector<int32_t>> seen() const {
+    std::vector<std::vector<int32_t>> seen;
+    for (int64_t t = fresh_row(0); t <= fresh_row(rows - 1); t++) {
+      const bool* mask = arrays.mask + (b * arrays.rows_T + t) * arrays.rows_T;
+      auto& of_row = seen.emplace_back();
+      for (int64_t u = 0; u < arrays.rows_T; u++)
+        if (mask[u]) of_row.push_back(static_cast<int32_t>(u));
+    }
+    return seen;
+  }
+
+  // Adds `rest` to the sums of row r, and writes its results.
+  void write(Sums sums, int64_t r, int64_t width, float* mean) const {
+    int64_t query = arrays.query(b, k, first + r);
+    if (arrays.mean) {
+      int64_t head = b * arrays.N + k * arrays.G() + (first + r) % arrays.G();
+      for (int64_t h = 0; h < width; h++) mean[h] = h < H ? to_float(arrays.mean[head * H + h]) : 0.0f;
+      merge(sums, r, arrays.log_total[head] * LOG2_E, 1.0f, mean, width);
+    }
+    float total = sums.total[r];
+    for (int64_t h = 0; h < H; h++) {
+      from_float(sums.out[r * width + h] / total, arrays.out + query * H + h);
+    }
+    arrays.log_totals[query] = (sums.peak[r] + std::log2(total)) * LN_2;
+  }
+
+ private:
+  template <class Choice>
+  int32_t extreme(int64_t slot, Choice choice) const {
+    const int32_t* ranks = ranks_of(slot);
     int32_t found = ranks[0];
-    for (int j = 1; j < BLOCK; j++) found = std::min(found, ranks[j]);
+    for (int j = 1; j < BLOCK; j++) found = choice(found, ranks[j]);
     return found;
   }
-  static int32_t highest(const int32_t* ranks) {
-    int32_t found = ranks[0];
-    for (int j = 1; j < BLOCK; j++) found = std::max(found, ranks[j]);
-    return found;
+};
+
+// Rows that are multiplied as floats.
+template <class T>
+struct Group : Rows<T> {
+  using Base = Rows<T>;
+  using Base::arrays, Base::b, Base::k, Base::first, Base::rows, Base::H, Base::committed;
+  using Base::cached, Base::fresh, Base::fresh_stride, Base::fresh_row, Base::after, Base::sees;
+  int64_t width;
+  float *q, *keys, *values, *turned, *weights;
+
+  static int64_t width_of(int64_t H) { return padded(H); }
+  static int64_t memory(int64_t width) {
+    return GROUP * width + 3 * BLOCK * width + MOST_ROWS * BLOCK;
+  }
+
+  Group(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first, float* memory)
+      : Base(arrays, b, k, first), width(width_of(arrays.H)) {
+    q = memory, keys = q + GROUP * width, values = keys + BLOCK * width;
+    turned = values + BLOCK * width, weights = turned + BLOCK * width;
+    float scale = LOG2_E / std::sqrt(static_cast<float>(H));
+    for (int64_t r = 0; r < rows; r++) {
+      const T* from = this->query(r);
+      for (int64_t h = 0; h < width; h++) q[r * width + h] = h < H ? to_float(from[h]) * scale : 0.0f;
+    }
   }
 
   // The blocks of a part that are full of committed slots.
   void add_whole_blocks(int64_t part, Sums sums) {
     int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
     for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
-      if (!sees_some(slot)) continue;
+      if (!this->sees_some(slot)) continue;
       const T *some_keys = cached(arrays.k_cache, slot), *some_values = cached(arrays.v_cache, slot);
       // Read where they lie, if that is possible and, for narrow types, if few rows read them.
       if (width == H && (std::is_same_v<T, float> || rows <= MOST_ROWS)) {
@@ -177,8 +236,6 @@ struct Group {
   template <class Number>
   void add_block(const Number* some_keys, const Number* some_values, int64_t slot, Sums sums) {
     Next next_keys = after(arrays.k_cache, slot), next_values = after(arrays.v_cache, slot);
-    const int32_t* ranks = arrays.slot_ranks ? ranks_of(slot) : nullptr;
-    const int32_t all_see = ranks ? highest(ranks) : 0;  // rows of a higher rank see all slots
     [[maybe_unused]] const bool turns = width * width <= rows * WORTH_TURNING;
 #if defined(__AVX512F__)
     if (turns) turn_keys(some_keys, width, turned, next_keys);
@@ -194,41 +251,21 @@ struct Group {
         score_rows(R, q + r * width, some_keys, int64_t{BLOCK}, width, weights, int64_t{BLOCK},
                    r ? Next() : next_keys);
       }
-      for (int64_t i = 0; i < R; i++) {
-        if (ranks && rank(r + i) <= all_see) {
-          const int32_t mine = rank(r + i);
-          float* scores = weights + i * BLOCK;
-          for (int j = 0; j < BLOCK; j++) scores[j] = ranks[j] < mine ? scores[j] : ABSENT;
-        }
-        weigh(weights + i * BLOCK, sums, r + i, width);
-      }
+      this->hide(weights, r, R, slot);
+      for (int64_t i = 0; i < R; i++) weigh(weights + i * BLOCK, weights + i * BLOCK, sums, r + i, width);
       add_values(R, weights, int64_t{BLOCK}, some_values, int64_t{BLOCK}, sums.out + r * width, width,
                  r ? Next() : next_values);
     }
-  }
-
-  // The block after this one of keys or values.
-  Next after(const T* cache, int64_t slot) const {
-    if (slot + 2 * BLOCK > committed) return {};
-    const T* block = cached(cache, slot + BLOCK);
-    return {reinterpret_cast<const char*>(block), static_cast<int64_t>(H * sizeof(T))};
   }
 
   // The committed slots after the last full block, and the fresh rows: blocks differ from row to
   // row. `sums_of(part)` has the sums of a part, each asked for once the one before is done.
   template <class SumsOf>
   void add_tail(SumsOf sums_of) {
-    const int64_t G = arrays.G(), T_ = arrays.rows_T;
     const int64_t cached_slots = committed % BLOCK, start = committed - cached_slots;
-    const int64_t first_t = first / G, last_t = (first + rows - 1) / G;
-    // Which fresh rows each row sees.
-    std::vector<std::vector<int32_t>> seen(last_t - first_t + 1);
+    const auto seen = this->seen();
     int64_t fresh_rows = 0, most_places = 0;
-    for (int64_t t = first_t; t <= last_t; t++) {
-      const bool* mask = arrays.mask + (b * T_ + t) * T_;
-      auto& of_row = seen[t - first_t];
-      for (int64_t u = 0; u < T_; u++)
-        if (mask[u]) of_row.push_back(static_cast<int32_t>(u));
+    for (const auto& of_row : seen) {
       if (!of_row.empty()) fresh_rows = std::max<int64_t>(fresh_rows, of_row.back() + 1);
       most_places = std::max<int64_t>(most_places, cached_slots + of_row.size());
     }
@@ -265,7 +302,7 @@ struct Group {
         int64_t where[MOST_ROWS][BLOCK];
         int count[MOST_ROWS];
         for (int64_t i = 0; i < R; i++) {
-          const auto& of_row = seen[(first + r + i) / G - first_t];
+          const auto& of_row = seen[fresh_row(r + i) - fresh_row(0)];
           int64_t places = cached_slots + static_cast<int64_t>(of_row.size());
           count[i] = static_cast<int>(std::clamp<int64_t>(places - place, 0, BLOCK));
           for (int j = 0; j < count[i]; j++) {
@@ -285,7 +322,7 @@ struct Group {
             if (visible && where[i][j] < cached_slots) visible = sees(r + i, start + where[i][j]);
             block[j] = visible ? scores[(r + i) * most + where[i][j]] : ABSENT;
           }
-          weigh(block, sums, r + i, width);
+          weigh(block, block, sums, r + i, width);
           float* to = spread + i * most;
           std::fill(to + low, to + high, 0.0f);
           for (int j = 0; j < count[i]; j++) to[where[i][j]] = block[j];
@@ -296,28 +333,22 @@ struct Group {
     }
   }
 
-  // Adds `rest`, and writes the results.
   void finish(Sums sums) {
-    std::vector<float> mean(width, 0.0f);
-    for (int64_t r = 0; r < rows; r++) {
-      int64_t query = arrays.query(b, k, first + r);
-      if (arrays.mean) {
-        int64_t head = b * arrays.N + k * arrays.G() + (first + r) % arrays.G();
-        for (int64_t h = 0; h < H; h++) mean[h] = to_float(arrays.mean[head * H + h]);
-        merge(sums, r, arrays.log_total[head] * LOG2_E, 1.0f, mean.data(), width);
-      }
-      float total = sums.total[r];
-      for (int64_t h = 0; h < H; h++) {
-        from_float(sums.out[r * width + h] / total, arrays.out + query * H + h);
-      }
-      arrays.log_totals[query] = (sums.peak[r] + std::log2(total)) * LN_2;
-    }
+    std::vector<float> mean(width);
+    for (int64_t r = 0; r < rows; r++) this->write(sums, r, width, mean.data());
   }
 };
 
+}  // namespace tsjax::attention
+
+#include "pairs.h"
+
+namespace tsjax::attention {
+
 template <class T, class Pool>
 void attend(Pool& pool, const Arrays<T>& arrays) {
-  const int64_t H = arrays.H, width = arrays.width(), rows = arrays.rows_T * arrays.G();
+  using Group = GroupOf<T>;
+  const int64_t H = arrays.H, width = Group::width_of(H), rows = arrays.rows_T * arrays.G();
   const int64_t groups = (rows + GROUP - 1) / GROUP, heads = arrays.B * arrays.K;
   int64_t most_parts = 0, places = 0;
   for (int64_t b = 0; b < arrays.B; b++) {
@@ -327,10 +358,10 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
   const bool worth_sharing = places * arrays.K * rows * H > WORTH_SHARING;
 
   if (most_parts == 1 || heads * groups >= 8 * pool.num_threads()) {  // all parts in one task
-    run_tasks(pool, heads * groups, worth_sharing, [arrays, groups, H, width](int64_t i) {
-      const int64_t own = Group<T>::memory(width), sums_size = Sums::size(GROUP, width);
+    run_tasks(pool, heads * groups, worth_sharing, [arrays, groups, width](int64_t i) {
+      const int64_t own = Group::memory(width), sums_size = Sums::size(GROUP, width);
       float* memory = scratch<0>(own + 2 * sums_size);
-      Group<T> group(arrays, i / groups / arrays.K, i / groups % arrays.K, i % groups * GROUP, memory);
+      Group group(arrays, i / groups / arrays.K, i / groups % arrays.K, i % groups * GROUP, memory);
       Sums merged(memory + own, GROUP), sums(memory + own + sums_size, GROUP);
       merged.clear(group.rows, width);
       int64_t part = 0, last = group.committed / BLOCK * BLOCK / PART;
@@ -363,13 +394,13 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
   for (int64_t i = 0; i < heads * groups; i++) {
     parts->left[i] = static_cast<int32_t>(arrays.parts(i / groups / arrays.K));
   }
-  auto work = [arrays, parts, groups, most_parts, size, H, width](int64_t i) {
+  auto work = [arrays, parts, groups, most_parts, size, width](int64_t i) {
     const int64_t group_index = i / most_parts, part = i % most_parts;
     const int64_t b = group_index / groups / arrays.K, k = group_index / groups % arrays.K;
     if (part >= arrays.parts(b)) return;
-    const int64_t own = Group<T>::memory(width);
+    const int64_t own = Group::memory(width);
     float* memory = scratch<0>(own + size);
-    Group<T> group(arrays, b, k, group_index % groups * GROUP, memory);
+    Group group(arrays, b, k, group_index % groups * GROUP, memory);
     float* all = parts->sums.data() + group_index * most_parts * size;
     auto sums_of = [&](int64_t p) { return Sums(all + p * size, GROUP); };
     const int64_t last = group.committed / BLOCK * BLOCK / PART;
