@@ -15,7 +15,6 @@ constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications
 constexpr int64_t NEAR = 1 << 16;           // weights of a block, which stays near the core
 constexpr int64_t AHEAD = 4096;             // bytes from what is read to what is fetched
 constexpr int64_t MOST = REGISTERS == 32 ? 12 : 6;  // rows of a tile: sums beside two outputs
-constexpr int64_t WORTH_WIDENING = 3;  // tiles of rows that read the same narrow weights
 
 template <class T>
 struct Arrays {
@@ -118,7 +117,6 @@ void dot_all(const Number<T>* packed, const Weight* weights, int64_t rows, int64
 template <class T, class Weight, class Pool>
 void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
               const float* scales) {
-  constexpr int STEP = Multiplied<T>::STEP;
   const int64_t R = arrays.R, O = arrays.O, I = arrays.I, tile = tile_of(R, MOST);
   // This thread's until the last task is done.
   Number<T>* packed = scratch<1, Number<T>>(R * packed_size<T>(I));
@@ -134,17 +132,6 @@ void multiply(Pool& pool, const Arrays<T>& arrays, const Weight* weights,
     const int64_t first = task * size, outputs = std::min(size, O - first);
     const Weight* some = weights + first * I;
     const float* of_some = scales ? scales + first : nullptr;
-    if constexpr (!std::is_same_v<Weight, Number<T>>) {
-      if (R > WORTH_WIDENING * MOST) {
-        Number<T>* wide = scratch<0, Number<T>>(outputs * I);
-        int64_t i = 0;
-        for (; i + STEP <= outputs * I; i += STEP) {
-          Multiplied<T>::store(wide + i, Multiplied<T>::load(some + i));
-        }
-        for (; i < outputs * I; i++) from_float(to_float(some[i]), wide + i);
-        return dot_all<T>(packed, wide, R, outputs, I, of_some, out + first, O);
-      }
-    }
     dot_all<T>(packed, some, R, outputs, I, of_some, out + first, O);
   };
   run_tasks(pool, tasks, R * O * I > WORTH_SHARING, std::move(work));

@@ -24,7 +24,7 @@ from tsjax.files.whole_files import write_text
 from tsjax.host import processes
 from tsjax.host.compilation import kind_of_machine
 from tsjax.host.info import cores
-from tsjax.host.measuring import measure
+from tsjax.host.measuring import context_bucket, device_in, measure
 from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
 from tsjax.methods.auto import Choice, is_short
@@ -52,7 +52,7 @@ def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) ->
       that is not known), and the table of seconds that says so, the method's or this machine's.
     """
     method = resolve_method(method)
-    costs = getattr(method, "costs", None) or costs_of(model.params, model.cfg, batch)
+    costs = getattr(method, "costs", None) or costs_of(model.params, model.cfg, batch, context)
     measured = measured_on(Autoregressive(), model, context, batch)._replace(costs=costs)
     chosen = method.next(measured)
     promise = chosen.promise(model.cfg, costs, context)
@@ -65,23 +65,25 @@ def measured_on(
 ) -> Measured:
     """What is known before the first step; the costs where the method wants them, and the run is
     not too short to measure them."""
-    platform, kind = _device(model.params)
+    platform, kind = device_in(model.params)
     wanted = method.wants_costs and not is_short(new_tokens)
-    costs = costs_of(model.params, model.cfg, batch) if wanted else None
+    costs = costs_of(model.params, model.cfg, batch, context) if wanted else None
     return Measured(model.cfg, platform, kind, context, batch, new_tokens, costs=costs)
 
 
-def costs_of(params: Params, cfg: ModelConfig, batch: int) -> Costs:
-    """The table of a model on the device where it lies: known, from the file, or measured now."""
+def costs_of(params: Params, cfg: ModelConfig, batch: int, context: float) -> Costs:
+    """The table of a model on the device where it lies, for runs whose rows have `context` tokens
+    on average: known, from the file, or measured now."""
     leaves = jax.tree.leaves(params)
     if any(isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) for leaf in leaves):
-        return estimated(cfg, device_of(*_device(params)), batch)
-    key = json.dumps(_key(params, cfg, batch), sort_keys=True)
+        return estimated(cfg, device_of(*device_in(params)), batch)
+    longest = context_bucket(int(2 * context))
+    key = json.dumps(_key(params, cfg, batch, longest), sort_keys=True)
     if key not in _KNOWN:
         # Several processes measure together: each may have another file, and they have to agree.
         together = processes.are_several()
         kept = None if together else _read(key)
-        _KNOWN[key] = measure(params, cfg, batch) if kept is None else kept
+        _KNOWN[key] = measure(params, cfg, batch, longest) if kept is None else kept
         if kept is None and not together:
             _write(key, _KNOWN[key])
     return _KNOWN[key]
@@ -97,9 +99,9 @@ def contradicts(costs: Costs | None, seconds: float, context: float) -> bool:
     return seconds < TOO_FAST * costs.plain(context)
 
 
-def forget(params: Params, cfg: ModelConfig, batch: int) -> None:
+def forget(params: Params, cfg: ModelConfig, batch: int, context: float) -> None:
     """The next run measures anew."""
-    key = json.dumps(_key(params, cfg, batch), sort_keys=True)
+    key = json.dumps(_key(params, cfg, batch, context_bucket(int(2 * context))), sort_keys=True)
     _KNOWN.pop(key, None)
     file = _file(key)
     if file is not None:
@@ -107,26 +109,19 @@ def forget(params: Params, cfg: ModelConfig, batch: int) -> None:
             file.unlink()
 
 
-def _device(params: Params) -> tuple[str, str]:
-    """Platform and kind of the device where the weights lie, or would."""
-    leaf = jax.tree.leaves(params)[0]
-    placed = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
-    device = next(iter(placed.device_set if placed is not None else jax.devices()))
-    return device.platform, device.device_kind
-
-
-def _key(params: Params, cfg: ModelConfig, batch: int) -> dict[str, Any]:
+def _key(params: Params, cfg: ModelConfig, batch: int, longest: int) -> dict[str, Any]:
     """All that the seconds depend on."""
     mesh = mesh_of(params)
     return {
-        "device": _device(params),
+        "device": device_in(params),
         "mesh": None if mesh is None else dict(mesh.shape),
         "cpus": cores(),
         "machine": kind_of_machine(),
         "flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,
         "tsjax": tsjax_version(),
-        "measured": 3,  # grows when other things are measured
+        "measured": 4,  # grows when other things are measured
+        "longest": longest,
         "model": cfg.to_dict(),
         "batch": batch,
     }

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures what the parts of a step take on the device where a model lies.
 
-Knows the parts, small programs that repeat each of them, and a clock. Does not know what is chosen
-by the seconds. A few layers stand for all: they compile in a fraction of the time of the whole
-model. One alone would not do: what it reads would stay in a processor's cache.
+Knows the parts, small programs that run each of them, and a clock. Does not know what is chosen by
+the seconds. A program has a few layers, which compile in a fraction of the time of the whole model,
+and is called with the weights of one after the other: what it reads has to come from memory, as in
+a step, and not from a processor's cache.
 """
 
 from __future__ import annotations
@@ -14,46 +15,45 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from tsjax.config import OWN_VOCABULARY, ModelConfig
-from tsjax.decoding.config import DecodeConfig
-from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.noise import position_noise, row_keys
 from tsjax.decoding.programs import compiler_options
 from tsjax.decoding.sampling import best
-from tsjax.decoding.start import init_state
-from tsjax.decoding.state import DecodeState, Verdict
-from tsjax.decoding.step import commit
-from tsjax.decoding.verification import accept
 from tsjax.host import processes
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
-from tsjax.methods.history import NgramTable, enter_few, init_table, longest_suffix, most_frequent
-from tsjax.methods.ngram import NGram
+from tsjax.methods.devices import device_of, estimated
 from tsjax.methods.partial_cache import DraftCache, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache, cache_bytes, init_cache
 from tsjax.model.int8 import as_int8
 from tsjax.model.params import Params
-from tsjax.model.passes import Rows, run_layers
+from tsjax.model.passes import run_layers
 from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import ModelWeights, final_norm, int8_weights, unembed
 from tsjax.typing import accumulation_dtype
 
-FEW, MANY = 8, 64  # rows of the passes that are measured beside those of one
-DEAR = 2.0  # where a few rows take so many times as long as one, many rows are not measured
+# Rows of the passes that are measured: between these, and beyond them, a straight line is 10% off at
+# most (benchmarks rows).
+ROWS_OF_CPU, ROWS_OF_GPU = (1, 4, 8, 16), (1, 8, 16, 32, 64)
+FEW = 8  # rows that say what one more row's token takes
 DEEPEST = 8  # positions whose noise is made in a step
-SLOTS = 512  # of the partial cache
-NEAR, FAR, LEAST_FAR = 512, 32_768, 1024  # contexts; the far one is nearer where caches are large
-LAYERS = 3  # that stand for all
-CACHE_BYTES = 2**28  # of these
-# A part is repeated in one call for that long, where it does not take longer by itself, and called
-# so often or until its budget is spent; all parts in turn, in so many rounds.
-CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 3, 0.07
+SLOTS, CHOICE_LAYERS = 512, 8  # of the partial cache; as many layers are chosen at once
+NEAR = 512  # the shorter of two contexts; the longer one is the run's, of these lengths
+SMALLEST_FAR, FAR_STEP, LARGEST_FAR = 1024, 4, 2**18
+# Weights of the layers that stand for all, and bytes of their caches: more than processors keep.
+MOST_WEIGHTS, CACHE_BYTES = 2**27, 2**28
+# A program has so many layers as take longer than to call it: bytes of theirs, and at most so many.
+PROGRAM_BYTES, PROGRAM_BYTES_OF_GPU, PROGRAM_LAYERS = 2**22, 2**30, 4
+# A small part is repeated in one call for that long; each part is called so often or until its
+# budget is spent; all parts in turn, in so many rounds.
+CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 3, 0.02
 REPETITIONS = 2
 MOST_READ, ROW = 2**28, 1024  # bytes of an array that is read, and its numbers that are one sum
 
@@ -61,79 +61,112 @@ Clock = Callable[[], float]
 
 
 def measure(
-    params: Params, cfg: ModelConfig, batch: int, clock: Clock = time.perf_counter
+    params: Params, cfg: ModelConfig, batch: int, longest: int, clock: Clock = time.perf_counter
 ) -> Costs:
-    """The table of seconds for runs of `batch` rows."""
-    parts = Parts(params, cfg, batch)
-    one, few, choice, suffix, ngrams, end = found = (
-        parts.layer(1),
-        parts.layer(FEW),
-        parts.choice(),
-        parts.suffix(),
-        parts.ngrams(),
-        parts.end_step(),
-    )
-    tokens = {rows: parts.tokens(rows) for rows in (1, FEW)}
-    in_int8 = parts.layer(1, in_int8=True), parts.tokens(1, in_int8=True)
-    compile_all([*found, *tokens.values(), *in_int8])
-
+    """The table of seconds for runs of `batch` rows of up to `longest` tokens."""
+    parts = Parts(params, cfg, batch, longest)
+    passes = {rows: parts.passes(rows) for rows in parts.rows}
+    in_int8, choice = parts.passes(1, in_int8=True), parts.choice()
+    tokens, few_tokens = parts.tokens(1), parts.tokens(FEW)
+    int8_tokens = [parts.tokens(1, in_int8=True)] if cfg.num_draft_heads else []
+    at_both = [share.part for share in itertools.chain(*passes.values(), in_int8, [choice])]
+    at_one = [share.part for share in (tokens, few_tokens, *int8_tokens)]
+    # The programs that others end with first, so that these find them.
+    first = [share.part for share in (in_int8[0], choice, tokens, few_tokens)]
+    compile_all(first)
+    compile_all({*at_both, *at_one} - {*first})
     near, far = parts.contexts
-    at_both = (one, few, choice, suffix, in_int8[0])
-    at_one = (*tokens.values(), in_int8[1], ngrams, end)
-    seconds = fastest(
-        [*itertools.product(at_both, (near, far)), *((x, near) for x in at_one)], clock
-    )
+    jobs = {*itertools.product(at_both, (near, far)), *((part, near) for part in at_one)}
+    seconds = fastest([*jobs], clock)
 
-    def line(part: Timed, times: float = 1.0) -> Line:
-        least = [times * seconds[part, context] for context in (near, far)]
-        slope = max((least[1] - least[0]) / (far - near), 0.0)
-        return Line(max(least[0] - slope * near, 0.0), slope)
+    def at(context: int, shares: Sequence[Share]) -> float:
+        return sum(times * seconds[part, context] for part, times in shares)
 
-    chosen = {rows: seconds[part, near] for rows, part in tokens.items()}
-    per_row = max(chosen[FEW] - chosen[1], 0.0) / (FEW - 1)
-    passes: list[tuple[int, Line]] = []
+    def line(*shares: Share) -> Line:
+        first, last = at(near, shares), at(far, shares)
+        slope = max((last - first) / (far - near), 0.0)
+        return Line(max(first - slope * near, 0.0), slope)
 
-    def add_pass(rows: int, part: Timed) -> None:
-        layers = line(part, cfg.num_layers / parts.layers)
-        new = Line(layers.seconds + chosen[1] + (rows - 1) * per_row, layers.per_token)
-        if passes:  # what was disturbed may seem to take less than a narrower pass
-            new = Line(*map(max, passes[-1][1], new))
+    one_row = at(near, [tokens])
+    per_row = max(at(near, [few_tokens]) - one_row, 0.0) / (FEW - 1)
+    lines: list[tuple[int, Line]] = []
+    for rows, shares in passes.items():
+        layers = line(*shares)
+        new = Line(layers.seconds + (rows - 1) * per_row, layers.per_token)
+        if lines:  # what was disturbed may seem to take less than a narrower pass
+            new = Line(*map(max, lines[-1][1], new))
             # Or more than its rows one by one.
-            new = Line(*map(min, new, (rows * x for x in passes[0][1])))
-        passes.append((rows, new))
+            new = Line(*map(min, new, (rows * x for x in lines[0][1])))
+        lines.append((rows, new))
 
-    add_pass(1, one)
-    add_pass(FEW, few)
-    layers, drafted = line(in_int8[0], cfg.num_layers / parts.layers), seconds[in_int8[1], near]
-    heads = cfg.num_draft_heads
-
-    def of_heads(first: float) -> float:
-        """The candidates of all heads, where those of one state take `first`."""
+    def candidates(of_state: float) -> float:
+        """Of all heads, where those of one state take so long."""
+        heads = cfg.num_draft_heads
         if cfg.head_kind == OWN_VOCABULARY:
-            return heads * chosen[1]
-        return first + heads * per_row if heads else 0.0
+            return heads * one_row
+        return of_state + heads * per_row if heads else 0.0
 
-    if passes[1][1].at(far) < DEAR * passes[0][1].at(far):
-        many = parts.layer(MANY)
-        compile_all([many])
-        seconds |= fastest([(many, near), (many, far)], clock)
-        add_pass(MANY, many)
+    formula = estimated(cfg, device_of(*device_in(params)), batch)
     return Costs(
-        passes=tuple(passes),
-        heads=of_heads(chosen[1]),
-        choice=line(choice, cfg.num_layers),
-        suffix=line(suffix),
-        ngrams=seconds[ngrams, near],
-        overhead=seconds[end, near],
+        passes=tuple(lines),
+        heads=candidates(one_row),
+        choice=line(choice),
+        # Microseconds, which a formula says as well.
+        suffix=formula.suffix,
+        ngrams=formula.ngrams,
+        overhead=formula.overhead,
         origin="measured",
-        int8=Int8Costs(
-            one_row=Line(layers.seconds + drafted, layers.per_token), heads=of_heads(drafted)
-        ),
+        int8=Int8Costs(one_row=line(*in_int8), heads=candidates(at(near, int8_tokens))),
     )
 
 
-class Timed:
-    """A part of a step, which a program repeats.
+class Share(NamedTuple):
+    """A part, and how many times its seconds count."""
+
+    part: Part
+    times: float = 1.0
+
+
+class Part:
+    """What is measured: a program, or several in turn."""
+
+    def compile(self) -> None:
+        """Before it is measured."""
+        raise NotImplementedError
+
+    def seconds(self, context: int, clock: Clock) -> float:
+        """The time of the fastest of a few calls."""
+        raise NotImplementedError
+
+
+class InTurn(Part):
+    """Programs that are called one after the other, each with inputs of its own, and each with what
+    the last one gave."""
+
+    def __init__(self, calls: Callable[[int], list[tuple[Callable, tuple]]], begin: Any):
+        self.calls, self._begin = calls, begin  # at a context
+
+    def compile(self) -> None:
+        self._run(self.calls(0))
+
+    def _run(self, calls: list[tuple[Callable, tuple]]) -> None:
+        carry = self._begin
+        for program, inputs in calls:
+            carry = program(carry, *inputs)
+        jax.block_until_ready(carry)
+
+    def seconds(self, context: int, clock: Clock) -> float:
+        calls, times = self.calls(context), []
+        while len(times) < MOST_CALLS and sum(times) < BUDGET:
+            begun = clock()
+            self._run(calls)
+            # By the first one's clock, so that several processes make the same calls.
+            times.append(processes.first_says(clock() - begun))
+        return min(times)
+
+
+class Timed(Part):
+    """A small part of a step, which a program repeats.
 
     `step(carry, *inputs)` gives the next carry; `inputs` are those at a context.
     """
@@ -156,7 +189,6 @@ class Timed:
         self._program = lowered.compile()
 
     def seconds(self, context: int, clock: Clock) -> float:
-        """The time of the fastest of a few calls."""
         inputs = self._inputs(context)
 
         def call(count: int) -> float:
@@ -174,13 +206,29 @@ class Timed:
         return min(times)
 
 
-def fastest(jobs: Sequence[tuple[Timed, int]], clock: Clock) -> dict[tuple[Timed, int], float]:
+def fastest(jobs: Sequence[tuple[Part, int]], clock: Clock) -> dict[tuple[Part, int], float]:
     """The seconds of each part at its context. What disturbs a round need not disturb the next."""
     rounds = [[part.seconds(at, clock) for part, at in jobs] for _ in range(REPETITIONS)]
     return dict(zip(jobs, map(min, zip(*rounds, strict=True)), strict=True))
 
 
-def compile_all(parts: Iterable[Timed]) -> None:
+def context_bucket(longest: int) -> int:
+    """The length that stands for runs of so many tokens: few, so that few tables are measured."""
+    far = SMALLEST_FAR
+    while far < min(longest, LARGEST_FAR):
+        far *= FAR_STEP
+    return far
+
+
+def device_in(params: Params) -> tuple[str, str]:
+    """Platform and kind of the device where weights lie, or would."""
+    leaf = jax.tree.leaves(params)[0]
+    placed = None if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+    device = next(iter(placed.device_set if placed is not None else jax.devices()))
+    return device.platform, device.device_kind
+
+
+def compile_all(parts: Iterable[Part]) -> None:
     """Side by side, as XLA leaves the other threads alone while it compiles."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda part: part.compile(), parts))
@@ -204,22 +252,34 @@ def reader(nbytes: float, clock: Clock = time.perf_counter) -> Callable[[], floa
 
 
 class Parts:
-    """The parts of a step, on buffers of a model's shapes that hold zeros."""
+    """The parts of a step: a model's own weights, on buffers of its shapes that hold zeros."""
 
-    def __init__(self, params: Params, cfg: ModelConfig, batch: int):
+    def __init__(self, params: Params, cfg: ModelConfig, batch: int, longest: int):
         self._cfg, self._batch, self._mesh = cfg, batch, mesh_of(params)
-        self.layers = min(LAYERS, cfg.num_layers)
-        self._weights, self._one = params.model, dataclasses.replace(cfg, num_layers=1)
-        self._few = dataclasses.replace(cfg, num_layers=self.layers)
+        self._weights = params.model
         device = next(iter(jax.tree.leaves(params)[0].devices()))
+        on_cpu = device.platform == "cpu"
+        self.rows = ROWS_OF_CPU if on_cpu else ROWS_OF_GPU
         options = compiler_options(device.platform, cfg.dtype)
         self._jit = functools.partial(jax.jit, compiler_options=options)
-        far = FAR
-        while far > LEAST_FAR and cache_bytes(self._few, batch, far) > CACHE_BYTES:
+
+        leaves = jax.tree.leaves(params.model.layers[0])
+        weights, nbytes = sum(x.size for x in leaves), sum(x.nbytes for x in leaves)
+        program_bytes = PROGRAM_BYTES if on_cpu else PROGRAM_BYTES_OF_GPU
+        most = min(PROGRAM_LAYERS, -(-program_bytes // nbytes))
+        self._of_program = next(n for n in range(most, 0, -1) if cfg.num_layers % n == 0)
+        programs = -(-MOST_WEIGHTS // (weights * self._of_program))
+        self.layers = min(programs * self._of_program, cfg.num_layers)
+        self._few = dataclasses.replace(cfg, num_layers=self._of_program)
+
+        far = context_bucket(longest)
+        while far > SMALLEST_FAR and cache_bytes(self._few, batch, far) > CACHE_BYTES:
             far //= 2
         self.contexts = min(NEAR, far // 2), far
-        self._cache = init_cache(self._few, batch, far, self._mesh)
-        self._tokens = self._zeros((far,), jnp.int32)
+        # Programs have caches of their own, as far as there is room; then those of the first again.
+        own = max(CACHE_BYTES // cache_bytes(self._few, batch, far), 1) * self._of_program
+        cached = dataclasses.replace(cfg, num_layers=min(own, self.layers))
+        self._cache = init_cache(cached, batch, far, self._mesh)
 
     def _placed(self, tree: Any) -> Any:
         """On every device of a mesh."""
@@ -235,82 +295,100 @@ class Parts:
 
     @functools.cached_property
     def _int8(self) -> ModelWeights:
-        return int8_weights(self._first, self._few, as_int8)
+        """Rounded when a part begins, beside the compiling of others."""
+        few = dataclasses.replace(self._cfg, num_layers=self.layers)
+        return int8_weights(self._first, few, as_int8)
 
     @property
     def _first(self) -> ModelWeights:
         return self._weights.replace(layers=self._weights.layers[: self.layers])
 
-    def layer(self, rows: int, *, in_int8: bool = False) -> Timed:
-        """A pass of N rows through the layers that stand for all."""
-        weights = self._int8 if in_int8 else self._first
-        hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
+    def passes(self, rows: int, *, in_int8: bool = False) -> list[Share]:
+        """What adds up to a pass of N rows: the layers in turn, and the choice of one token.
 
-        def inputs(context: int):
-            return weights, self._cache.replace(length=self._lengths(context))
+        In one part, where no layer is left out; then nothing stays in a cache that does not stay
+        there in a step.
+        """
+        end = self.tokens(1, in_int8=in_int8)
+        if self.layers == self._cfg.num_layers:
+            return [Share(self._in_turn(rows, in_int8, end.part))]
+        return [Share(self._in_turn(rows, in_int8), self._cfg.num_layers / self.layers), end]
 
-        return Timed(self._jit, functools.partial(_layer, cfg=self._few), hidden, inputs)
+    def _hidden(self, rows: int) -> jax.Array:
+        return self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
 
-    def tokens(self, rows: int, *, in_int8: bool = False) -> Timed:
+    def _in_turn(self, rows: int, in_int8: bool, end: InTurn | None = None) -> InTurn:
+        n = self._of_program
+        program = self._jit(functools.partial(_layers, cfg=self._few))
+
+        def calls(context: int):
+            weights = self._int8 if in_int8 else self._first
+            some = [
+                weights.replace(layers=weights.layers[i : i + n], embed=None, unembed=None)
+                for i in range(0, self.layers, n)
+            ]
+            caches = [
+                self._cache.replace(
+                    k=self._cache.k[i : i + n],
+                    v=self._cache.v[i : i + n],
+                    length=self._lengths(context),
+                )
+                for i in range(0, len(self._cache.k), n)
+            ]
+            turns = zip(some, itertools.cycle(caches), strict=False)
+            found: list[tuple[Callable, tuple]] = [(program, inputs) for inputs in turns]
+            return found if end is None else [*found, (_first_row, ()), *end.calls(context)]
+
+        hidden = self._hidden(rows)
+        return InTurn(calls, (hidden, hidden[:, :1]))
+
+    @functools.cache  # noqa: B019, as long as the table is made
+    def tokens(self, rows: int, *, in_int8: bool = False) -> Share:
         """From the last layer's output to the tokens of a pass, with their noise."""
-        weights = self._int8 if in_int8 else self._weights
-        hidden = self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
+        program = self._jit(functools.partial(_choose_tokens, cfg=self._cfg))
         seeds = self._zeros((), jnp.uint32)
-        inputs = weights, hidden, self._jit(row_keys)(seeds, seeds)
-        step = functools.partial(_choose_tokens, cfg=self._cfg)
-        return Timed(self._jit, step, self._zeros((rows,), jnp.int32), lambda context: inputs)
 
-    def choice(self) -> Timed:
-        """The partial cache of one layer, chosen anew."""
-        slots = min(SLOTS, self.contexts[0] // 2)
-        draft = init_draft_cache(self._one, self._batch, slots, mesh=self._mesh)
+        def calls(context: int):
+            weights = self._int8 if in_int8 else self._weights
+            return [(program, (weights.replace(layers=()), seeds))]
+
+        return Share(InTurn(calls, self._hidden(rows)))
+
+    def choice(self) -> Share:
+        """The partial cache, chosen anew in all layers."""
+        slots, layers = min(SLOTS, self.contexts[0] // 2), min(len(self._cache.k), CHOICE_LAYERS)
+        cfg = dataclasses.replace(self._cfg, num_layers=layers)
+        draft = init_draft_cache(cfg, self._batch, slots, mesh=self._mesh)
         draft = self._placed(draft.replace(k=(), v=())).replace(k=draft.k, v=draft.v)
-        whole = self._cache.replace(k=self._cache.k[:1], v=self._cache.v[:1])
 
         def inputs(context: int):
-            return (whole.replace(length=self._lengths(context)),)
+            k, v = self._cache.k[:layers], self._cache.v[:layers]
+            return (self._cache.replace(k=k, v=v, length=self._lengths(context)),)
 
-        return Timed(self._jit, _choose_anew, draft, inputs)
-
-    def _text(self, context: int) -> tuple[jax.Array, jax.Array]:
-        return self._tokens, self._lengths(context)
-
-    def suffix(self) -> Timed:
-        return Timed(self._jit, _find_suffix, self._zeros((), jnp.int32), self._text)
-
-    def ngrams(self) -> Timed:
-        method = NGram()
-        table = self._placed(init_table(self._batch, self._cfg.vocab_size, method.ngram_slots))
-        found = self._zeros((method.num_ngrams, method.ngram_depth), jnp.int32)
-        return Timed(self._jit, _find_ngrams, (table, found), self._text)
-
-    def end_step(self) -> Timed:
-        """What follows the pass of a plain step."""
-        cfg = DecodeConfig(model=self._one)
-
-        def begin():
-            tokens = jnp.zeros((self._batch, 8), jnp.int32)
-            lengths = jnp.full((2, self._batch), 8, jnp.int32)
-            sizes: Any = dict(capacity=128, max_length=10 * lengths[1])
-            return init_state(tokens, lengths[0], cfg=cfg, mesh=self._mesh, **sizes)
-
-        state = self._jit(begin)()
-        step = functools.partial(_end_step, cfg=self._one)
-        return Timed(self._jit, step, state, lambda context: ())
+        part = Timed(self._jit, _choose_anew, draft, inputs)
+        return Share(part, self._cfg.num_layers / layers)
 
 
-def _layer(hidden, weights: ModelWeights, cache: KVCache, *, cfg: ModelConfig):
+def _layers(carry, weights: ModelWeights, cache: KVCache, *, cfg: ModelConfig):
+    """All rows, and the first alone: to take it out by itself would be one more program."""
+    hidden, _ = carry
     rows = hidden.shape[1]
     positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)
     causal = jnp.tril(jnp.ones((rows, rows), bool))
     layers = range(cfg.num_layers)
-    return run_layers(weights, cache, hidden, positions, causal, layers, cfg=cfg).hidden
+    hidden = run_layers(weights, cache, hidden, positions, causal, layers, cfg=cfg).hidden
+    return hidden, hidden[:, :1]
 
 
-def _choose_tokens(tokens, weights: ModelWeights, hidden, keys, *, cfg: ModelConfig):
-    B, T = tokens.shape
+def _first_row(carry):
+    return carry[1]
+
+
+def _choose_tokens(hidden, weights: ModelWeights, seeds, *, cfg: ModelConfig):
+    B, T = hidden.shape[:2]
     known = jnp.arange(min(T, DEEPEST), dtype=jnp.int32)
     positions = jnp.broadcast_to(known, (B, known.shape[0]))
+    keys = row_keys(seeds, seeds)
     noise = position_noise(keys, positions, cfg.vocab_size, accumulation_dtype(cfg.dtype))
     logits = unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
     return best(logits + noise[:, jnp.arange(T) % known.shape[0]])
@@ -319,24 +397,3 @@ def _choose_tokens(tokens, weights: ModelWeights, hidden, keys, *, cfg: ModelCon
 def _choose_anew(draft: DraftCache, kv: KVCache) -> DraftCache:
     draft = draft.replace(seen=jnp.zeros_like(draft.seen), length=jnp.zeros_like(draft.length) - 1)
     return refresh_draft_cache(draft, kv, num_sinks=1, max_rows=1)
-
-
-def _find_suffix(_, tokens, length):
-    return longest_suffix(tokens, length, NGram().suffix_length)[0][:, 0]
-
-
-def _find_ngrams(carry: tuple[NgramTable, jax.Array], tokens, length):
-    """Enters three n-grams and looks up drafts."""
-    table, found = carry
-    k, size = found.shape[1], found.shape[2] + 1
-    goal = length - size + 1
-    table = enter_few(table.replace(entered=goal - 3), tokens, goal, 3)
-    return table, most_frequent(table, tokens, tokens[:, 0], k, size)[0]
-
-
-def _end_step(state: DecodeState, *, cfg: ModelConfig) -> DecodeState:
-    nothing: Any = None  # plain decoding drafts without
-    _, tree = Autoregressive().draft(cfg, nothing, state, nothing)
-    rows = jnp.zeros((*tree.tokens.shape, cfg.num_kv_heads, cfg.head_dim), cfg.dtype)
-    verdict = Verdict(target=tree.tokens, rows=Rows(rows, (rows,), (rows,), ()))
-    return commit(state, tree, verdict, accept(tree, verdict.target))

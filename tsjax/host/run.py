@@ -219,7 +219,7 @@ class Judge:
         per_step = measured.seconds / measured.steps
         if not self._doubts and contradicts(measured.costs, per_step, measured.context):
             self._doubts = True
-            forget(self._model.params, self._model.cfg, measured.batch)
+            forget(self._model.params, self._model.cfg, measured.batch, self._request.measured.context)
 
     def _is_reviving(self, state: DecodeState) -> bool:
         lazy, model = self._request.decode.prefill, self._request.decode.model
