@@ -16,6 +16,7 @@ from pathlib import Path
 MODULES = {
     "cpu": "cpu",
     "speedup": "speedup",
+    "rows": "rows",
     "real_models": "real_models",
     "real_long": "real_long",
     "longrun": "longrun",

@@ -44,7 +44,7 @@ NEW_TOKENS, MARKS = 102_400, 5
 PROMPT = "Once upon a time"
 # As compared in the TokenSwift paper, and as here.
 VARIANTS: dict[str, Method] = {
-    "tokenswift": tsjax.TokenSwift(),
+    "tokenswift": tsjax.TokenSwift.paper(),
     "snapkv": tsjax.MagicDec(draft_choice="snapkv"),
     "triforce, chosen again": tsjax.TriForce(draft_refresh=None),
 }

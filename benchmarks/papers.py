@@ -58,7 +58,7 @@ class Case:
 
 
 def swift(**more: Any) -> tsjax.TokenSwift:
-    return tsjax.TokenSwift(draft_budget=BUDGET, **more)
+    return tsjax.TokenSwift.paper(draft_budget=BUDGET, **more)
 
 
 def cases() -> Iterator[Case]:

@@ -47,12 +47,12 @@ EQUAL: dict[str, Any] = {
     "auto": tsjax.Auto(),
     "tree of the text": tsjax.LikelyTree(width=8, pass_widths=(1, 2, 4)),
     "int8 passes": tsjax.LikelyTree(width=8, draft_passes=2, draft_weights="int8"),
-    "paper": tsjax.TokenSwift(),
+    "paper": tsjax.TokenSwift.paper(),
     "magicdec": tsjax.MagicDec(),
 }
 TIMED: dict[str, Any] = {
     PLAIN: tsjax.Autoregressive(), "auto": tsjax.Auto(),
-    "tree of the text": EQUAL["tree of the text"], "paper": tsjax.TokenSwift(),
+    "tree of the text": EQUAL["tree of the text"], "paper": tsjax.TokenSwift.paper(),
 }  # fmt: skip
 
 
@@ -117,7 +117,7 @@ def run(path: Path, name: str, args: Any) -> None:
             document["left_out"].append({"case": case, "error": report.first_line(error)})
         report.save(document, args.out, name)
         print(case, document["cases"][-1:], document["left_out"][-1:], f"{budget.used:.0f} s")
-    document["costs"] = costs_of(model.params, model.cfg, 1)
+    document["costs"] = costs_of(model.params, model.cfg, 1, max(args.contexts))
     report.write(document, args.out, name)
 
 

@@ -38,6 +38,7 @@ from tsjax.host.paired_runs import SETTINGS as OF_RUNS
 from tsjax.host.peers import LOOKUP, PEER_TOKENS, Peer, PeerRuns
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_json
+from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import plain_bytes
 
 PROMPTS = report.ROOT / "benchmarks" / "prompts.json"
@@ -48,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "paper": OF_RUNS["sampled"],
 }
 # Of the paper's widths a CPU takes five to ten plain steps for each: fewer tokens tell as much.
-SLOW, SLOW_TOKENS = ("paper", "ngrams"), 32
+SLOW, SLOW_TOKENS = ("paper",), 32
 FEWEST_TOKENS = 8  # of a run, where an answer is shorter
 LLAMA_CONTEXT, STEP_TAKES = 4096, 1e-3  # tokens; seconds at least
 
@@ -81,9 +82,8 @@ class LlamaCpp:
         return {name: functools.partial(self.run, name, prompt, new) for name in self._models}
 
 
-def methods_of(model: tsjax.Model, second: tsjax.Model | None) -> dict[str, Any]:
+def methods_of(model: tsjax.Model, second: tsjax.Model | None, costs: Costs) -> dict[str, Any]:
     """What is compared. All but "auto" are fixed settings, prices of rows the machine's."""
-    costs = costs_of(model.params, model.cfg, 1)
     text = functools.partial(tsjax.LikelyTree, costs=costs, places=8)
     found: dict[str, Any] = {
         PLAIN: tsjax.Autoregressive(),
@@ -94,7 +94,7 @@ def methods_of(model: tsjax.Model, second: tsjax.Model | None) -> dict[str, Any]
             width=6, pass_widths=(1, 2, 3, 4), draft_passes=2, draft_weights="int8"
         ),
         "ngrams": tsjax.NGram(),
-        "paper": tsjax.TokenSwift(),
+        "paper": tsjax.TokenSwift.paper(),
         "magicdec": tsjax.MagicDec(),
     }
     if second is not None:
@@ -126,7 +126,8 @@ def main(argv: Sequence[str]) -> None:
         return
     model = tsjax.load(args.model, dtype=args.dtype)
     second = None if args.second is None else tsjax.load(args.second, dtype=args.dtype)
-    methods = methods_of(model, second)
+    costs = costs_of(model.params, model.cfg, 1, args.tokens)
+    methods = methods_of(model, second, costs)
     if unknown := set(args.methods or methods) - set(methods):
         parser.error(f"--methods {min(unknown)}: of {', '.join(methods)}")
     chosen = {one: methods[one] for one in methods if one in {PLAIN, *(args.methods or methods)}}
@@ -136,7 +137,7 @@ def main(argv: Sequence[str]) -> None:
         "prompts_sha256": hashlib.sha256(PROMPTS.read_bytes()).hexdigest(),
     }  # fmt: skip
     document = report.series(args.out, name, asked, "cells")
-    document["costs"] = costs_of(model.params, model.cfg, 1)
+    document["costs"] = costs
     known = {cell_key(cell) for cell in document["cells"]}
     peer, llama = None, None
     if args.threads:

@@ -63,12 +63,16 @@ def tokens_of(name: str, new: int) -> int:
 
 def methods_of(model, context: float) -> dict[str, Any]:
     """What is compared: all but "auto" are fixed settings."""
-    costs = costs_of(model.params, model.cfg, 1)
-    text, *others = options(model.cfg, costs)
-    passes = [option for option in others if option.draft_passes == 4]
+    costs = costs_of(model.params, model.cfg, 1, context)
+    text = next(options(model.cfg, costs, context))
+    passes = [
+        option
+        for option in options(model.cfg, costs, context, passes=True)
+        if option.draft_passes == 4
+    ]
     return {
         "plain": tsjax.Autoregressive(),
-        "paper": tsjax.TokenSwift(),
+        "paper": tsjax.TokenSwift.paper(),
         "auto": tsjax.Auto(),
         "text": text,
         "passes": min(
@@ -124,7 +128,8 @@ def main(argv: Sequence[str]) -> None:
     status = native.status(try_now=True)
     text = {"name": args.text.name, "sha256": hashlib.sha256(args.text.read_bytes()).hexdigest()}
     document: dict[str, Any] = {
-        "costs": costs_of(model.params, model.cfg, 1),  # what Auto and LikelyTree choose by
+        # What Auto and LikelyTree choose by.
+        "costs": costs_of(model.params, model.cfg, 1, max(args.contexts)),
         "dtype": "float32", "native": {"state": status.state, "reason": status.reason},
         "settings": SETTINGS, "text": text, "new_tokens": args.tokens,
         "torch_tokens": min(args.tokens, PEER_TOKENS), "rounds": args.rounds,

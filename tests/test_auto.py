@@ -16,7 +16,7 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Measured, Tried
 from tsjax.host.repetition import mean_repeat
 from tsjax.methods import Auto, Autoregressive, LikelyTree, NGram, TokenSwift, auto
-from tsjax.methods.auto import choose, options
+from tsjax.methods.auto import begin, best_with_passes, choose, options
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.devices import CPU, GPUS, estimated
 
@@ -107,11 +107,20 @@ def test_a_promise_by_hand(drafts_per_second, context, weights):
 # --- the choice ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("eight", "width"), [(1.49, 64), (1.51, 8)])
-def test_trees_are_wide_where_rows_are_nearly_free(eight, width):
-    for option in options(LLAMA, table((1, 1.0), (8, eight))):
-        assert option.width == width
-        assert option.pass_widths == ((1, 16, 32) if width == 64 else (1, 2, 3, 4, 6))
+@pytest.mark.parametrize(
+    ("passes", "widths"),
+    [
+        (((1, 1.0), (128, 1.0)), (1, 64)),  # free: nothing is saved by narrower ones
+        (((1, 1.0), (8, 1.03), (16, 1.07), (32, 1.15), (64, 1.25)), (1, 8, 16, 32, 64)),
+        (((1, 1.0), (4, 1.2), (8, 1.4), (16, 1.9), (32, 2.9)), (1, 2, 4, 8, 16)),
+        (((1, 1.0), (8, 4.0)), (1, 2)),  # twice the rows, nearly twice the seconds
+    ],
+)
+def test_trees_are_as_wide_as_right_drafts_pay(passes, widths):
+    costs = table(*passes)
+    assert costs.widths(0, 64) == widths
+    for option in options(LLAMA, costs, 0):
+        assert (*option.pass_widths, option.width) == widths
 
 
 def test_int8_drafts_are_chosen_where_they_are_cheaper():
@@ -121,10 +130,11 @@ def test_int8_drafts_are_chosen_where_they_are_cheaper():
     for others in (slow, FREE_ROWS):
         assert choose(WITHOUT_HEADS, others, 2000).draft_passes
         assert not choose(WITHOUT_HEADS, others, 2000).wants_int8
-    assert not any(option.wants_int8 for option in options(LLAMA, FREE_ROWS))
-    told = measured(WITHOUT_HEADS, "cpu", 2000, costs=fast)
-    assert Auto().next(told) == choose(WITHOUT_HEADS, fast, 2000)
-    assert Auto().next(told._replace(int8_fits=False)) == choose(WITHOUT_HEADS, FREE_ROWS, 2000)
+    assert not any(option.wants_int8 for option in options(LLAMA, FREE_ROWS, 2000, passes=True))
+    told = drafting(WITHOUT_HEADS, fast, 2000, 1e3)
+    assert Auto().next(told) == best_with_passes(WITHOUT_HEADS, fast, 2000)
+    without = Auto().next(told._replace(int8_fits=False))
+    assert without == best_with_passes(WITHOUT_HEADS, fast._replace(int8=None), 2000)
 
 
 @pytest.mark.parametrize(("one_pass", "chosen"), [(0.69, 1), (0.72, 0)])
@@ -168,25 +178,28 @@ def random_table(rng: random.Random) -> Costs:
 
 
 def test_nothing_that_is_offered_promises_much_more_than_what_is_chosen():
-    """For a hundred tables. What drafts with the model does, more than the text alone."""
+    """For a hundred tables. What drafts with passes does, more than what goes without."""
     rng, alone = random.Random(0), 0
     for _ in range(100):
         costs, context = random_table(rng), rng.choice(CONTEXTS)
         model = preset(heads=rng.choice([0, 1, 3, 5]))
-        offered = list(options(model, costs))
+        offered = [*options(model, costs, context), *options(model, costs, context, passes=True)]
         promised = [option.promise(model, costs, context).seconds_per_token for option in offered]
         method = choose(model, costs, context)
         found = promised[offered.index(method)]
+        begun = min(promised[: 1 + bool(model.num_draft_heads)])
         assert found <= auto.PROMISES * min(promised)
-        assert method == offered[0] or found * auto.PROMISES < promised[0]
-        alone += method == offered[0]
+        assert not method.draft_passes or found * auto.PROMISES < begun
+        assert method.draft_passes or found == begun
+        alone += not method.draft_passes
     assert 0 < alone < 100
 
 
 def test_every_option_can_be_decoded():
     for heads, int8 in itertools.product((0, 1, 3, 5), (None, Int8Costs(Line(0.1), 0.1))):
         model = preset(heads=heads)
-        found = list(options(model, FREE_ROWS._replace(int8=int8)))
+        costs = FREE_ROWS._replace(int8=int8)
+        found = [*options(model, costs, 20), *options(model, costs, 20, passes=True)]
         assert len(set(found)) == len(found)
         assert {option.heads for option in found} == {False, heads > 0}
         assert {option.wants_int8 for option in found} == {False, int8 is not None}
@@ -209,9 +222,7 @@ def test_dear_rows_leave_the_text_alone_and_cheap_ones_draft_with_the_model():
     """Four rows take three times as long as one; or a pass on the partial cache a seventh."""
     for model in (LLAMA, WITHOUT_HEADS):
         dear, free = (choose(model, costs, 10_000) for costs in (DEAR_ROWS, FREE_ROWS))
-        assert (
-            isinstance(dear, LikelyTree) and dear.places and not (dear.draft_passes or dear.heads)
-        )
+        assert dear.places and not (dear.draft_passes or dear.heads) and dear.width == 2
         assert free.draft_passes + free.heads > 1 and free.heads == (model == LLAMA)
     dear = LikelyTree(draft_passes=4).promise(WITHOUT_HEADS, DEAR_ROWS, 10)
     assert dear[:4] == (1.0, 1.0, 1, 0), "steps may do with fewer passes and narrower trees"
@@ -219,14 +230,18 @@ def test_dear_rows_leave_the_text_alone_and_cheap_ones_draft_with_the_model():
     assert free.passes == 4 and free.width == 16 and free.tokens > 4
 
 
-def test_short_runs_are_decoded_plainly():
-    """As far as that is known: choose_method knows no number of new tokens."""
-    begun = measured(LLAMA, "cpu", 1000, costs=FREE_ROWS)
-    said = [Auto().next(begun._replace(new_tokens=n)) for n in (1, 256, 257, None)]
-    assert said == [PLAIN, PLAIN, *[choose(LLAMA, FREE_ROWS, 1000)] * 2]
+def test_a_run_begins_with_the_text_and_heads_that_promise_more():
+    for new_tokens in (1, 257, None):
+        begun = measured(LLAMA, "cpu", 1000, costs=FREE_ROWS, new_tokens=new_tokens)
+        found = Auto().next(begun)
+        assert (found.places, found.draft_passes, found.heads) == (auto.PLACES, 0, True)
+        dear = FREE_ROWS._replace(heads=10.0)
+        assert not Auto().next(begun._replace(costs=dear)).heads
 
 
-@pytest.mark.parametrize("method", [PLAIN, NGram(), TokenSwift(tree=(2,)), LikelyTree(places=3)])
+@pytest.mark.parametrize(
+    "method", [PLAIN, NGram.paper(), TokenSwift.paper(tree=(2,)), LikelyTree(places=3)]
+)
 def test_what_is_named_is_kept(method):
     """A LikelyTree without a table begins with that of the machine, or the formula's."""
     begun = measured(LLAMA, "cpu", 1000)
@@ -243,9 +258,14 @@ def test_what_is_named_is_kept(method):
 
 # --- seconds decide --------------------------------------------------------------------------
 
-BEGUN = choose(LLAMA, MIXED, 20)  # a plain step takes 24 s
-OTHER = dataclasses.replace(BEGUN, places=4)
-SHALLOW = LikelyTree(width=4, pass_widths=(1,), places=4, costs=MIXED)
+# A plain step takes 24 s, and passes in int8 few.
+CHEAP = table(
+    (1, 10.0), (8, 12.0), (16, 16.0), per_token=0.5, overhead=4.0, heads=1.0,
+    int8=Int8Costs(Line(2.0), 1.0),
+)  # fmt: skip
+BEGUN, PASSES = begin(LLAMA, CHEAP, 20), best_with_passes(LLAMA, CHEAP, 20)
+PROMISED = 0.85 * PASSES.promise(LLAMA, CHEAP, 20).seconds_per_token  # at best
+SHALLOW = LikelyTree(width=2, pass_widths=(1,), places=4, costs=CHEAP)
 LONG = 1e9  # seconds since the method was taken
 
 
@@ -253,61 +273,79 @@ def tried(method, seconds, context=20, tokens_per_step=2.0):
     return Tried(method, seconds, context, tokens_per_step)
 
 
+def drafting(model, costs, context, seconds, current=None, **changes):
+    """A run of which each token takes so long."""
+    current = current or begin(model, costs, context)
+    facts = dict(steps=64, tokens=100, seconds=100 * seconds, costs=costs) | changes
+    return measured(model, "cpu", context, current=current, **facts)
+
+
+BOTH = (tried(PLAIN, 24.0), tried(PASSES, 26.0))
+
+
 @pytest.mark.parametrize(
     ("current", "seconds", "others", "since", "follows"),
     [
-        # Plain decoding is tried early, unless drafts take less than 0.85 of a plain step.
-        (BEGUN, 20.3, (), 0, BEGUN),
-        (BEGUN, 20.5, (), 0, PLAIN),
-        (BEGUN, 20.5, (tried(OTHER, 21.0),), 0, PLAIN),
-        (BEGUN, 20.5, (tried(PLAIN, 24.0),), 0, BEGUN),
+        # What is unknown is tried where it promises 5% less; plain steps may take 0.85 of a table's.
+        (BEGUN, PROMISED * 1.04, (), 0, BEGUN),
+        (BEGUN, PROMISED * 1.06, (), 0, PASSES),
+        (BEGUN, PROMISED * 1.06, (tried(PASSES, 40.0),), 0, BEGUN),
+        (BEGUN, 21.3, (tried(PASSES, 40.0),), 0, BEGUN),
+        (BEGUN, 21.5, (tried(PASSES, 40.0),), 0, PLAIN),
+        (PLAIN, 24.0, (tried(BEGUN, 30.0),), 0, PASSES),
         # What is slower than a known one by more than 2% gives way to the best of these.
-        (BEGUN, 23.7, (tried(PLAIN, 23.3),), 0, BEGUN),
-        (BEGUN, 24.3, (tried(PLAIN, 23.3),), 0, PLAIN),
-        (PLAIN, 24.0, (tried(BEGUN, 23.7),), 0, PLAIN),
-        (PLAIN, 24.0, (tried(BEGUN, 23.3),), 0, BEGUN),
-        (PLAIN, 24.0, (tried(BEGUN, 23.0), tried(OTHER, 20.0)), 0, OTHER),
-        (PLAIN, 24.0, (tried(PLAIN, 1.0), tried(BEGUN, 23.0)), 0, BEGUN),  # as it once was
+        (BEGUN, 23.7, (tried(PLAIN, 23.3), BOTH[1]), 0, BEGUN),
+        (BEGUN, 24.3, (tried(PLAIN, 23.3), BOTH[1]), 0, PLAIN),
+        (PLAIN, 24.0, (tried(BEGUN, 23.7), BOTH[1]), 0, PLAIN),
+        (PLAIN, 24.0, (tried(BEGUN, 23.3), BOTH[1]), 0, BEGUN),
+        (PLAIN, 24.0, (tried(BEGUN, 23.0), tried(PASSES, 20.0)), 0, PASSES),
+        (PLAIN, 24.0, (tried(PLAIN, 1.0), tried(BEGUN, 23.0), BOTH[1]), 0, BEGUN),
         # In plain steps: one took 14 s where nothing was known yet.
-        (BEGUN, 24.3, (tried(PLAIN, 14.0, 0),), 0, BEGUN),
-        (BEGUN, 24.6, (tried(PLAIN, 14.0, 0),), 0, PLAIN),
+        (BEGUN, 24.3, (tried(PLAIN, 14.0, 0), BOTH[1]), 0, BEGUN),
+        (BEGUN, 24.6, (tried(PLAIN, 14.0, 0), BOTH[1]), 0, PLAIN),
         # A trial of 96 steps of 24 s each, of which 0.15 are lost at least, for a hundredth.
-        (PLAIN, 24.0, (tried(BEGUN, 26.0),), 34_500, PLAIN),
-        (PLAIN, 24.0, (tried(BEGUN, 26.0),), 34_600, BEGUN),
-        (PLAIN, 24.0, (tried(BEGUN, 48.0),), 230_000, PLAIN),  # all of it
-        (PLAIN, 24.0, (tried(BEGUN, 48.0),), 230_800, BEGUN),
-        (BEGUN, 12.0, (tried(PLAIN, 24.0),), 115_000, BEGUN),
-        (BEGUN, 12.0, (tried(PLAIN, 24.0),), 115_400, PLAIN),
-        # What promises most by now is tried as well, without being known.
-        (OTHER, 12.0, (tried(PLAIN, 24.0),), 17_200, OTHER),
-        (OTHER, 12.0, (tried(PLAIN, 24.0),), 17_300, BEGUN),
-        (OTHER, 12.0, (), 17_300, BEGUN),
-        # Not where its trees are deeper than those that the buffers were made for.
-        (SHALLOW, 12.0, (), LONG, SHALLOW),
-        (SHALLOW, 12.0, (tried(PLAIN, 24.0),), LONG, PLAIN),
-        (PLAIN, 24.0, (tried(SHALLOW, 30.0),), LONG, SHALLOW),
-        (PLAIN, 24.0, (tried(SHALLOW, 30.0), tried(OTHER, 30.0)), LONG, BEGUN),
+        (PLAIN, 24.0, (tried(BEGUN, 26.0), BOTH[1]), 34_500, PLAIN),
+        (PLAIN, 24.0, (tried(BEGUN, 26.0), BOTH[1]), 34_600, BEGUN),
+        (PLAIN, 24.0, (tried(BEGUN, 48.0), tried(PASSES, 50.0)), 230_000, PLAIN),  # all of it
+        (PLAIN, 24.0, (tried(BEGUN, 48.0), tried(PASSES, 50.0)), 230_800, BEGUN),
+        # Not where trees are deeper than those that the buffers were made for.
+        (SHALLOW, 20.0, (), LONG, SHALLOW),
+        (SHALLOW, 24.0, (), LONG, PLAIN),
     ],
 )
 def test_seconds_decide(current, seconds, others, since, follows):
-    so_far = measured(
-        LLAMA, "cpu", 20, current=current, steps=64, tokens=100, seconds=100 * seconds,
-        since=since, tried=others, costs=MIXED,
-    )  # fmt: skip
+    so_far = drafting(LLAMA, CHEAP, 20, seconds, current, since=since, tried=others)
     assert Auto().next(so_far) == follows
     for early in ({"steps": 63}, {"tokens": 0}):
         assert Auto().next(so_far._replace(**early)) == current
 
 
+@pytest.mark.parametrize(("compiling", "follows"), [(99, PASSES), (101, BEGUN)])
+def test_what_is_unknown_is_tried_where_it_saves_more_than_to_compile_it(compiling, follows):
+    """A second a token, for 500 tokens; and the 0.15 that a trial of 96 steps may lose."""
+    may_lose = 0.15 * 96 * (PROMISED + 1.0)
+    so_far = drafting(
+        LLAMA, CHEAP, 20, PROMISED + 1.0, tokens_left=500,
+        compiling=500 - may_lose + compiling - 100,
+    )  # fmt: skip
+    assert PROMISED + 1.0 > 1.05 * PROMISED and Auto().next(so_far) == follows
+
+
+def test_a_short_run_tries_nothing():
+    """Its seconds are a formula's, and what it could save is little."""
+    so_far = drafting(LLAMA, CHEAP, 20, 1e3)
+    assert Auto().next(so_far) != BEGUN
+    assert Auto().next(so_far._replace(new_tokens=256)) == BEGUN
+    assert Auto().next(so_far._replace(new_tokens=257)) != BEGUN
+
+
 @pytest.mark.parametrize(("tokens", "follows"), [(101, PLAIN), (102, BEGUN)])
 def test_drafts_that_find_nothing_are_left_whatever_the_clock_says(tokens, follows):
     """A step with drafts does all that a plain one does: a busy machine may only seem to differ."""
-    drafting = measured(
-        LLAMA, "cpu", 20, current=BEGUN, steps=100, tokens=tokens, seconds=1e-3, costs=MIXED
-    )
-    assert Auto().next(drafting) == follows
-    fast = tried(BEGUN, 1e-3, tokens_per_step=tokens / 100)
-    plain = drafting._replace(current=PLAIN, tokens=100, seconds=2400.0, tried=(fast,))
+    fast = drafting(LLAMA, CHEAP, 20, 1e-5, steps=100, tokens=tokens, tokens_left=0)
+    assert Auto().next(fast) == follows
+    found = tried(BEGUN, 1e-3, tokens_per_step=tokens / 100)
+    plain = fast._replace(current=PLAIN, tokens=100, seconds=2400.0, tried=(found, BOTH[1]))
     assert Auto().next(plain) == follows
 
 
@@ -321,9 +359,9 @@ def test_drafts_that_find_nothing_are_left_whatever_the_clock_says(tokens, follo
 )
 def test_a_text_that_repeats_itself_is_worth_ten_times_the_trial(current, repeats, since, tries):
     other = tried(BEGUN if current == PLAIN else PLAIN, 26.0)
-    so_far = measured(
-        LLAMA, "cpu", 20, current=current, steps=100, tokens=150, seconds=150 * 24.0,
-        since=since, tried=(other,), repeats=repeats, costs=MIXED,
+    so_far = drafting(
+        LLAMA, CHEAP, 20, 24.0, current, since=since, tried=(other, tried(PASSES, 90.0)),
+        repeats=repeats,
     )  # fmt: skip
     assert Auto().next(so_far) == (other.method if tries else current)
 
@@ -345,33 +383,3 @@ def test_how_much_of_the_end_stood_there_before():
         rows = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
         expected = int(np.mean([*map(longest, rows)]))
         assert mean_repeat(tokens, lengths) == expected
-
-
-def test_no_copy_in_int8_is_made_while_a_run_goes_on():
-    """Nobody knows whether there is memory for it."""
-    costs = FREE_ROWS._replace(int8=Int8Costs(Line(0.4), 0.0))
-    text, in_int8 = next(options(LLAMA, costs)), choose(LLAMA, costs, 2000)
-    narrower = dataclasses.replace(in_int8, places=4)
-    assert in_int8.wants_int8 and not text.wants_int8
-    for current, follows in ((text, text), (narrower, in_int8)):
-        so_far = measured(
-            LLAMA, "cpu", 2000, current=current, steps=100, tokens=150, seconds=150.0,
-            since=LONG, costs=costs,
-        )  # fmt: skip
-        assert Auto().next(so_far) == follows
-
-
-@pytest.mark.parametrize("seconds", [1e-3, 1e3])
-def test_an_estimate_has_the_proportions_alone(seconds):
-    """Whatever the clock says, plain decoding is tried, and what took less goes on."""
-    costs = MIXED._replace(origin="estimated")
-    begun = choose(LLAMA, costs, 20)
-    drafting = measured(
-        LLAMA, "cpu", 20, current=begun, steps=100, tokens=150, seconds=150 * seconds, costs=costs
-    )
-    assert Auto().next(drafting) == PLAIN
-    for factor, follows in ((1.01, PLAIN), (1.03, begun)):
-        plain = drafting._replace(
-            current=PLAIN, seconds=factor * drafting.seconds, tried=(tried(begun, seconds),)
-        )
-        assert Auto().next(plain) == follows

@@ -16,6 +16,7 @@ from tsjax.decoding.method import Tried
 from tsjax.host import costs, run
 from tsjax.host.saved_run import read_run
 from tsjax.methods import Auto, LikelyTree, NGram, auto
+from tsjax.methods.cost_model import Int8Costs, Line
 from tsjax.methods.rates import first_rates
 
 # --- in a run --------------------------------------------------------------------------------
@@ -53,7 +54,8 @@ def let_auto_choose(method, monkeypatch, drafting, plain):
 
     monkeypatch.setattr(run, "Stopwatch", Stopwatch)
     monkeypatch.setattr(Auto, "next", next_method)
-    monkeypatch.setattr(auto, "choose", lambda *_, **__: method)
+    monkeypatch.setattr(auto, "begin", lambda *_, **__: method)
+    monkeypatch.setattr(auto, "best_with_passes", lambda *_, **__: method)
     monkeypatch.setattr(auto, "SHORT_RUN", 0)
     monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
     monkeypatch.setattr(auto, "LEAST_FOUND", 0)  # the seconds are not those of real steps
@@ -164,9 +166,8 @@ def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
 
 
 @pytest.mark.wide
-def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
+def test_a_resumed_run_says_the_same_by_any_table(tmp_path):
     """The first machine's table drafts with the heads, the second's does not; and the other way."""
-    monkeypatch.setattr(auto, "SHORT_RUN", 0)
     model, file = tiny_model(num_draft_heads=1), tmp_path / "run.json"
     plain = tsjax.generate(model, ROWS, **SETTINGS)
     drafts, text = Auto(costs=table((1, 1.0), (8, 1.1), heads=1e-2)), Auto(costs=DEAR_ROWS)
@@ -177,6 +178,27 @@ def test_a_resumed_run_says_the_same_by_any_table(tmp_path, monkeypatch):
         assert read_run(file).method == first
         found = tsjax.generate(model, method=second, resume_from=file, max_new_tokens=60)
         assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
+
+
+def test_a_run_goes_on_with_passes_that_promise_more(said_plainly, model):
+    """Begun with the text alone; by the table passes in int8 take hardly any time."""
+    costs = table((1, 1.0), (8, 1.0), int8=Int8Costs(Line(0.0), 0.0))
+    seen = []
+
+    class Watched(Auto):
+        def next(self, measured):
+            seen.append((measured, super().next(measured)))
+            return seen[-1][1]
+
+    wanted = dict(SETTINGS, max_new_tokens=300)
+    found = tsjax.generate(model, ROWS, method=Watched(costs=costs), **wanted)
+    assert found.stats.method.draft_passes == 0
+    assert [row[:60].tolist() for row in found.tokens] == said_plainly
+    left, compiling = [(one.tokens_left, one.compiling) for one, _ in seen][-1]
+    made = len(found.tokens[0])
+    assert 0 <= left <= made / 2 + 20 and compiling > 0
+    after = [said for measured, said in seen if measured.steps >= 64]
+    assert after and {type(said).__name__ for said in after} <= {"LikelyTree", "Autoregressive"}
 
 
 @pytest.mark.wide
@@ -219,9 +241,10 @@ def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
     monkeypatch.setattr(costs, "measure", lambda *_: table((1, 1.0), (8, 1.5)))
     choice = tsjax.choose_method("tokenswift", model, 3 + 10)
     assert isinstance(choice.method, LikelyTree) and choice.method.draft_passes == 0
-    assert choice.step_cost == 1.0 and choice.costs.origin == "measured"
-    for new_tokens, method in ((20, PLAIN), (257, choice.method)):
+    assert choice.step_cost == pytest.approx(1 + 0.5 / 7) and choice.costs.origin == "measured"
+    for new_tokens, origin in ((20, "estimated"), (257, "measured")):
         result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=new_tokens)
-        assert result.stats.method == method
-    kept = tsjax.choose_method("ngram", model, 13)
-    assert kept.method == NGram() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)
+        assert result.stats.method.costs.origin == origin
+    assert result.stats.method == choice.method
+    kept = tsjax.choose_method(NGram.paper(), model, 13)
+    assert kept.method == NGram.paper() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)

@@ -18,7 +18,9 @@ from tsjax.host import costs, measuring
 from tsjax.host.costs import costs_of
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.devices import CPU, estimated
+from tsjax.model.cache import init_cache
 from tsjax.model.params import abstract_params
+from tsjax.model.passes import run_layers
 
 MODEL = tiny_model(num_draft_heads=2)
 TABLE = Costs(  # by which plain decoding is the fastest
@@ -32,124 +34,164 @@ TABLE = Costs(  # by which plain decoding is the fastest
 )
 
 
-class FakeParts(measuring.Parts):
-    """Parts whose seconds are said here: a name, and seconds for each token of context."""
+class Said(measuring.Part):
+    """A part whose seconds are said here, some of them for each token of context."""
 
-    seconds: dict
+    def __init__(self, line):
+        self.line = line
 
-    def part(self, name):
-        class Part:
-            def compile(self):
-                pass
+    def compile(self):
+        pass
 
-            def seconds(self, context, clock, line=self.seconds[name]):
-                return line[0] + line[1] * context
-
-        return Part()
-
-    def __init__(self, params, cfg, batch):
-        self.contexts, self.layers = (500, 4500), 1
-
-    def layer(self, rows, in_int8=False):
-        return self.part(("layer", "int8" if in_int8 else rows))
-
-    def tokens(self, rows, in_int8=False):
-        return self.part(("tokens", "int8" if in_int8 else rows))
-
-    choice, suffix, ngrams, end_step = (
-        lambda self, name=name: self.part(name) for name in ("choice", "suffix", "ngrams", "end")
-    )
+    def seconds(self, context, clock):
+        return self.line[0] + self.line[1] * context
 
 
 SECONDS = {
-    ("layer", 1): (1.0, 0.25), ("layer", 8): (3.0, 0.25), ("layer", 64): (20.0, 0.5),
+    1: (6.0, 0.25), 4: (7.0, 0.25), 8: (9.0, 0.5), 16: (12.0, 0.5),
     ("tokens", 1): (2.0, 0.0), ("tokens", 8): (9.0, 0.0),
-    ("layer", "int8"): (0.5, 0.25), ("tokens", "int8"): (1.5, 0.0),
-    "choice": (4.0, 0.5), "suffix": (0.5, 0.125), "ngrams": (0.75, 0.0), "end": (0.25, 0.0),
+    "int8": (2.5, 0.25), ("int8", "tokens"): (1.5, 0.0), "choice": (4.0, 0.5),
 }  # fmt: skip
 
 
-def table_of(monkeypatch, seconds, layers=2, heads=2):
-    monkeypatch.setattr(FakeParts, "seconds", seconds, raising=False)
+def table_of(monkeypatch, seconds, heads=2, times=1.0):
+    class FakeParts:
+        contexts, rows = (500, 4500), (1, 4, 8, 16)
+
+        def __init__(self, *_):
+            self._parts = {name: Said(line) for name, line in seconds.items()}
+
+        def passes(self, rows, in_int8=False):
+            return [measuring.Share(self._parts["int8" if in_int8 else rows], times)]
+
+        def tokens(self, rows, in_int8=False):
+            return measuring.Share(self._parts["int8" if in_int8 else "tokens", "tokens"
+                                               if in_int8 else rows])  # fmt: skip
+
+        def choice(self):
+            return measuring.Share(self._parts["choice"], times)
+
     monkeypatch.setattr(measuring, "Parts", FakeParts)
-    cfg = tiny_config(num_layers=layers, num_draft_heads=heads)
-    return measuring.measure(None, cfg, 1)
+    cfg = tiny_config(num_layers=2, num_draft_heads=heads)
+    return measuring.measure(MODEL.params, cfg, 1, 4096)
 
 
 def test_the_table_is_the_sum_of_its_parts(monkeypatch):
-    """Two layers, and the choice of one token per row: 2 s, and 1 s for each further row."""
-    found = table_of(monkeypatch, SECONDS)
+    """Each further row takes a second to choose its token."""
+    found, formula = table_of(monkeypatch, SECONDS), estimated(MODEL.cfg, CPU, 1)
     assert found == Costs(
-        passes=((1, Line(4.0, 0.5)), (8, Line(15.0, 0.5)), (64, Line(105.0, 1.0))),
+        passes=(
+            (1, Line(6.0, 0.25)), (4, Line(10.0, 0.25)), (8, Line(16.0, 0.5)),
+            (16, Line(27.0, 0.5)),
+        ),
         heads=2.0 + 2 * 1.0,
-        choice=Line(8.0, 1.0),
-        suffix=Line(0.5, 0.125),
-        ngrams=0.75,
-        overhead=0.25,
+        choice=Line(4.0, 0.5),
+        suffix=formula.suffix,
+        ngrams=formula.ngrams,
+        overhead=formula.overhead,
         origin="measured",
-        int8=Int8Costs(Line(2.5, 0.5), 1.5 + 2 * 1.0),
-    )
+        int8=Int8Costs(Line(2.5, 0.25), 1.5 + 2 * 1.0),
+    )  # fmt: skip
     without = table_of(monkeypatch, SECONDS, heads=0)
     assert without.heads == without.int8.heads == 0
-    wrong = SECONDS | {("layer", 8): (0.5, 0.125), "choice": (9000.0, -1.0), "suffix": (-1, 0.125)}
+    twice = table_of(monkeypatch, SECONDS, times=2.0)  # where half of the layers stand for all
+    assert twice.passes[1][1] == Line(14.0 + 3.0, 0.5) and twice.choice == Line(8.0, 1.0)
+    wrong = SECONDS | {4: (0.5, 0.125), 8: (90.0, 0.25), "choice": (9000.0, -1.0)}
     found = table_of(monkeypatch, wrong)  # noise makes no part cheaper than a smaller one
-    assert found.passes[1][1] == Line(10.0, 0.5) and found.choice.per_token == 0
-    assert found.suffix.seconds == 0
-    dear = SECONDS | {("layer", 8): (3.0, 0.6)}  # wide passes are not worth measuring
-    assert [rows for rows, _ in table_of(monkeypatch, dear).passes] == [1, 8]
+    assert found.passes[1][1] == Line(6.0, 0.25) and found.choice.per_token == 0
+    assert found.passes[2][1] == Line(8 * 6.0, 0.25), "nor dearer than its rows one by one"
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize("devices", [(2, 2), None])
-def test_seconds_of_a_turn(devices, monkeypatch):
-    """A clock that says 1/1024 s for each call: the longer calls have 20 turns.
+class Memory:
+    """A machine: what was read lately is in its cache, and is read ten times as fast from there."""
 
-    The rest is the sum of the parts, as above; both layers of the model are measured together.
-    """
-    monkeypatch.setattr(measuring, "FAR", 64)
-    mesh = jax.make_mesh(devices, ("data", "model")) if devices else None
-    dtype = "float32" if devices else "bfloat16"
-    model, ticks = tiny_model(num_draft_heads=2, dtype=dtype, mesh=mesh), itertools.count()
-    found = measuring.measure(model.params, model.cfg, 2, clock=lambda: next(ticks) / 1024)
-    turn = 1 / 1024 / 20
-    assert found == Costs(
-        passes=tuple((rows, Line(2 * turn)) for rows in (1, 8, 64)),
-        heads=turn,
-        choice=Line(2 * turn),
-        suffix=Line(turn),
-        ngrams=turn,
-        overhead=turn,
-        origin="measured",
-        int8=Int8Costs(Line(2 * turn), turn),
-    )
+    def __init__(self, nbytes, weights):
+        self.nbytes, self.now, self._lately = nbytes, 0.0, {}
+        self._weights = {*map(id, weights)}
+
+    def read(self, arrays):
+        for array in arrays:
+            self.now += 1e-9 * array.nbytes * (0.1 if id(array) in self._lately else 1.0)
+            self._lately.pop(id(array), None)
+            self._lately[id(array)] = array.nbytes
+            while sum(self._lately.values()) > self.nbytes:
+                self._lately.pop(next(iter(self._lately)))
+
+    def program(self, function, **_):
+        def run(carry, *inputs):
+            self.read(x for x in jax.tree.leaves(inputs) if id(x) in self._weights)
+            return carry
+
+        return run
 
 
-def test_parts_do_what_they_say():
-    """After some turns: the layer's output, the tokens chosen, n-grams entered, tokens emitted."""
-    ticks = itertools.count()
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.9, 2.0])
+def test_the_table_is_that_of_whole_passes(kept, monkeypatch):
+    """Whatever share of the weights a processor keeps in its cache: the seconds of a pass are those
+    of steps that read the whole model again and again. Three layers that stand for all stay in the
+    cache, and are ten times too fast."""
+    model = tiny_model(num_layers=12, vocab_size=300)
+    whole = [*jax.tree.leaves(model.params.model.layers), model.params.model.embed]
+    memory = Memory(kept * sum(array.nbytes for array in whole), whole)
+    for _ in range(3):
+        begun = memory.now
+        memory.read(whole)
+    expected = memory.now - begun
 
-    def after(part, context=40):
-        part.compile()
-        for _ in range(measuring.REPETITIONS):
-            part.seconds(context, lambda: 1e-3 * next(ticks))
-        return part._carry
+    class OnMachine(measuring.Parts):
+        def __init__(self, *given):
+            super().__init__(*given)
+            self._jit = memory.program
 
-    parts = measuring.Parts(MODEL.params, MODEL.cfg, 3)
-    layer = after(parts.layer(4))
-    assert layer.shape == (3, 4, 32)
-    draft = after(parts.choice())
-    assert draft.length.tolist() == [40] * 3 and draft.seen.tolist() == [40] * 3
-    table, found = after(parts.ngrams())
-    assert int(table.counts[0, 0]) > 1 and int(table.entered[0]) == 40 - 3
-    assert found.shape == (3, 20, 3)
-    state = after(parts.end_step())
-    assert state.length.tolist() == [80] * 3 and not state.running.any()
-    tokens = after(parts.tokens(8))
+        def choice(self):
+            return measuring.Share(Said((1.0, 0.0)))
+
+    monkeypatch.setattr(measuring, "Parts", OnMachine)
+    found = measuring.measure(model.params, model.cfg, 1, 64, lambda: memory.now)
+    assert all(abs(line.at(64) / expected - 1) < 0.15 for _, line in found.passes)
+    if 0.1 < kept < 1:
+        monkeypatch.setattr(measuring, "MOST_WEIGHTS", 1)
+        monkeypatch.setattr(measuring, "PROGRAM_LAYERS", 3)
+        found = measuring.measure(model.params, model.cfg, 1, 64, lambda: memory.now)
+        assert found.passes[0][1].at(64) < 0.5 * expected
+
+
+@pytest.mark.parametrize("layers", [1, 4])
+def test_parts_do_what_they_say(layers, monkeypatch):
+    """All layers in turn, one by one or together; the first row's token; the partial cache."""
+    monkeypatch.setattr(measuring, "PROGRAM_LAYERS", layers)
+    model = tiny_model(num_layers=4)
+    ticks, parts = itertools.count(), measuring.Parts(model.params, model.cfg, 3, 64)
+    (share,) = parts.passes(4)
+    share.part.compile()
+    assert 0 < share.part.seconds(40, lambda: 1e-3 * next(ticks)) and share.times == 1
+    hidden = np.random.default_rng(0).standard_normal((3, 4, 32)).astype(np.float32)
+    share.part._begin = (hidden, hidden[:, :1])
+    layered = share.part.run(share.part.calls(0)[:-2])  # without the choice of tokens
+    cache = init_cache(model.cfg, 3, 64, None)
+    positions = np.broadcast_to(np.arange(4, dtype=np.int32), (3, 4))
+    mask, all_layers = np.tril(np.ones((4, 4), bool)), range(4)
+    passed = run_layers(
+        model.params.model, cache, hidden, positions, mask, all_layers, cfg=model.cfg
+    ).hidden
+    np.testing.assert_allclose(layered[0], passed, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(layered[1], layered[0][:, :1])
+
+    part = parts.choice().part
+    part.compile()
+    part.seconds(40, lambda: 1e-3 * next(ticks))
+    assert part._carry.length.tolist() == part._carry.seen.tolist() == [40] * 3
+    part = parts.tokens(8).part
     noise = tsjax.decoding.noise.position_noise(
         tsjax.row_keys([0] * 3, [0] * 3), np.tile(np.arange(8, dtype=np.int32), (3, 1)), 61,
         np.float32,
     )  # fmt: skip
-    assert tokens.tolist() == np.argmax(noise, axis=2).tolist()
+    assert part.run(part.calls(0)).tolist() == np.argmax(noise, axis=2).tolist()
+
+
+@pytest.mark.parametrize(("longest", "bucket"), [(1, 1024), (1025, 4096), (10**7, 2**18)])
+def test_runs_of_about_one_length_have_one_table(longest, bucket):
+    assert measuring.context_bucket(longest) == bucket
 
 
 # --- the file --------------------------------------------------------------------------------
@@ -169,8 +211,8 @@ def in_a_new_process(monkeypatch):
     monkeypatch.setattr(costs, "_KNOWN", {})
 
 
-def of_model(model=MODEL, batch=1):
-    return costs_of(model.params, model.cfg, batch)
+def of_model(model=MODEL, batch=1, context=100):
+    return costs_of(model.params, model.cfg, batch, context)
 
 
 def test_a_table_is_measured_once(folder, monkeypatch):
@@ -219,6 +261,7 @@ def test_another_key_is_another_table(folder, monkeypatch):
     place, calls = folder
     of_model()
     of_model(batch=2)
+    of_model(context=600)
     of_model(tiny_model(num_layers=3))
     of_model(tiny_model(num_draft_heads=2, dtype="bfloat16"))
     mesh = jax.make_mesh((2,), ("data",))
@@ -229,9 +272,9 @@ def test_another_key_is_another_table(folder, monkeypatch):
     of_model()
     monkeypatch.setattr(costs, "tsjax_version", lambda: "later")
     of_model()
-    assert len(calls) == len(list(place.iterdir())) == 8
+    assert len(calls) == len(list(place.iterdir())) == 9
     of_model()
-    assert len(calls) == 8
+    assert len(calls) == 9
 
 
 # --- measured or estimated -------------------------------------------------------------------
@@ -247,7 +290,7 @@ def test_what_cannot_run_is_estimated(folder):
     traced = []
 
     def trace(params):
-        traced.append(costs_of(params, MODEL.cfg, 1))
+        traced.append(costs_of(params, MODEL.cfg, 1, 100))
         return 0
 
     jax.jit(trace)(MODEL.params)
@@ -260,7 +303,7 @@ def test_nothing_is_measured_for_methods_that_do_not_ask(folder):
     tsjax.generate(MODEL, [1, 2], max_new_tokens=4)
     assert tsjax.choose_method(tsjax.Auto(costs=TABLE), MODEL, 100).costs == TABLE
     found = tsjax.generate(MODEL, [1, 2], method="auto", max_new_tokens=4)
-    assert not calls and found.stats.method == tsjax.Autoregressive(), "so short a run is plain"
+    assert not calls and found.stats.method.costs.origin == "estimated", "so short a run is"
 
 
 # --- a table that a run contradicts ------------------------------------------------------------

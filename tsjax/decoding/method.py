@@ -10,6 +10,7 @@ otherwise.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -75,6 +76,8 @@ class Measured(NamedTuple):
       since: seconds, summed over the rows, since this method was taken.
       tried: what is known of others that drafted before in this run.
       repeats: how many of the last tokens stood together before, the mean of the rows.
+      tokens_left: that a row is expected to get: as many as it has, at most what it may still get.
+      compiling: seconds that the programs of a method took to compile in this run, on average.
       costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
         them.
       int8_fits: whether there is memory for a copy of the model in int8.
@@ -95,6 +98,8 @@ class Measured(NamedTuple):
     since: float = 0.0
     tried: tuple[Tried, ...] = ()
     repeats: int = 0
+    tokens_left: float = math.inf
+    compiling: float = 0.0
     costs: Any = None
     int8_fits: bool = True
     corpus: bool = False

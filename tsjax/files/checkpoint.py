@@ -132,7 +132,12 @@ class Model(flax.struct.PyTreeNode):
 
     def bytes_for(self, method: Method) -> int:
         """What `params_for` makes on each device, without the scales; 0 if it is there already."""
-        if not method.wants_int8 or self.params.drafts is not None or "_with_int8" in vars(self):
+        return self.int8_bytes if method.wants_int8 else 0
+
+    @property
+    def int8_bytes(self) -> int:
+        """Of the copy in int8, where one has to be made."""
+        if self.params.drafts is not None or "_with_int8" in vars(self):
             return 0
         weights, specs = self.params.model, declare_params(self.cfg).model
         leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(weights), strict=True)

@@ -102,8 +102,7 @@ def make_request(
     given = [[row.tobytes() for row in rows] for rows in (texts.prompts, texts.made)]
     check_same("generate", *given, config, type(method).__name__, lazy, capacity, prefill_width)
     context, rows = max(lengths) + config.max_new_tokens // 2, texts.rows
-    new_tokens = None if corpus is not None else config.max_new_tokens
-    measured = measured_on(method, model, context, len(rows), new_tokens)
+    measured = measured_on(method, model, context, len(rows), config.max_new_tokens)
     second = None if draft_model is None else draft_model.cfg
     if prefix is not None:
         check_prefix(prefix, model)

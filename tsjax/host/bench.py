@@ -21,22 +21,24 @@ import numpy as np
 from tsjax.errors import NotEnoughMemory
 from tsjax.host import peers, processes
 from tsjax.host.bench_question import BOUND, Prepared, Question, prepare
+from tsjax.host.costs import measured_on
 from tsjax.host.generation import generate
 from tsjax.host.info import PACKAGES, facts
 from tsjax.host.interrupt import Interrupted
-from tsjax.host.measuring import reader
+from tsjax.host.measuring import device_in, reader
 from tsjax.host.memory import SCOPES
 from tsjax.host.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, times_by_position
 from tsjax.host.plots import plot
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.run import programs_of
 from tsjax.host.timing import Rounds, fill, ratios, summary
-from tsjax.methods.devices import plain_bytes
+from tsjax.methods.devices import device_of, estimated, plain_bytes
 
 ENDED = (KeyboardInterrupt, Interrupted)
 EXACT = ("float32", "float64")
 SIMULATED = "simulated acceptance, random weights"
 SECONDS_BETWEEN_LINES = 10
+DEAR = 2.0  # plain steps that a pass may take before the bench says so
 
 
 def write(line: str) -> None:
@@ -68,6 +70,8 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
         "left_out": list(asked.left_out),
     }  # fmt: skip
     code = 0
+    for line in too_wide(asked):
+        note(f"tsjax: {line}")
     for gone in document["left_out"]:
         write(f"left out: {gone['method']}: {gone['error']}")
     try:
@@ -93,6 +97,23 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
         note("tsjax: error: runs differ from plain decoding, see same_tokens")
         return 1
     return int(code)
+
+
+def too_wide(asked: Prepared) -> Iterator[str]:
+    """What to say of settings that are not meant for the device, by the formula for it."""
+    model, longest = asked.model, max(asked.question.lengths)
+    costs = estimated(model.cfg, device_of(*device_in(model.params)), 1)
+    for name, method in asked.methods.items():
+        if method.chooses or method.wants_costs:
+            continue
+        begun = method.next(measured_on(method, model, longest, 1))
+        rows = begun.sizes(model.cfg).width
+        times = costs.of_pass(rows, longest) / costs.of_pass(1, longest)
+        if times > DEAR:
+            yield (
+                f"{name}: its {rows} rows take about {times:.1f} times as long as one on this "
+                "device: settings for another one, which a GPU's are on a CPU"
+            )
 
 
 # --- the cells ----------------------------------------------------------------------------------

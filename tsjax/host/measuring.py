@@ -39,8 +39,7 @@ from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import ModelWeights, final_norm, int8_weights, unembed
 from tsjax.typing import accumulation_dtype
 
-# Rows of the passes that are measured: between these, and beyond them, a straight line is 10% off at
-# most (benchmarks rows).
+# Rows of the passes that are measured. Others lie on straight lines between and beyond them.
 ROWS_OF_CPU, ROWS_OF_GPU = (1, 4, 8, 16), (1, 8, 16, 32, 64)
 FEW = 8  # rows that say what one more row's token takes
 DEEPEST = 8  # positions whose noise is made in a step
@@ -147,19 +146,19 @@ class InTurn(Part):
         self.calls, self._begin = calls, begin  # at a context
 
     def compile(self) -> None:
-        self._run(self.calls(0))
+        self.run(self.calls(0))
 
-    def _run(self, calls: list[tuple[Callable, tuple]]) -> None:
+    def run(self, calls: list[tuple[Callable, tuple]]) -> Any:
         carry = self._begin
         for program, inputs in calls:
             carry = program(carry, *inputs)
-        jax.block_until_ready(carry)
+        return jax.block_until_ready(carry)
 
     def seconds(self, context: int, clock: Clock) -> float:
         calls, times = self.calls(context), []
         while len(times) < MOST_CALLS and sum(times) < BUDGET:
             begun = clock()
-            self._run(calls)
+            self.run(calls)
             # By the first one's clock, so that several processes make the same calls.
             times.append(processes.first_says(clock() - begun))
         return min(times)

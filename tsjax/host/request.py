@@ -17,6 +17,7 @@ from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.processors import LogitsProcessor
 from tsjax.files.checkpoint import Model
 from tsjax.host.prefix import Prefix
+from tsjax.methods.auto import is_short
 from tsjax.methods.corpus import Corpus
 
 
@@ -73,6 +74,13 @@ class Request:
     @property
     def max_length(self) -> list[int]:
         return [length + self.config.max_new_tokens for length in self.prompt_length]
+
+    @property
+    def may_want_int8(self) -> bool:
+        """Whether a copy of the model in int8 may be made: for the method, or for one that Auto
+        goes on with."""
+        goes_on = self.method.chooses and not is_short(self.measured.new_tokens)
+        return self.decode.method.wants_int8 or (goes_on and self.measured.int8_fits)
 
     @property
     def seeds(self) -> list[int]:

@@ -134,8 +134,8 @@ def roofline_of(
     chosen = choose(model, costs, context)
     methods: dict[str, Method] = {
         "plain": Autoregressive(),
-        "ngram": NGram(),
-        "tokenswift": preset(name).method if name in preset_names() else TokenSwift(),
+        "ngram": NGram.paper(),
+        "tokenswift": preset(name).method if name in preset_names() else TokenSwift.paper(),
         "auto": chosen,
     }
     return Roofline(

@@ -134,7 +134,7 @@ def _run(
             return
         if (broken := rows.broken(seen)) is not None:
             raise broken
-        method = judge.next(decode.method, state, seconds)
+        method = judge.next(decode.method, state, seconds, decoding.compiling)
         if method != decode.method:
             earlier, steps = counts, FIRST_CHUNK
             learned = decode.method.lesson(state.memory)
@@ -167,6 +167,7 @@ class Judge:
     def __init__(self, model: Model, request: Request, state: DecodeState):
         self._model, self._request, self._doubts = model, request, False
         self._reviving = self._is_reviving(state)
+        self._prompts = np.asarray(request.prompt_length)
         self._tried: dict[Method, Tried] = {}
         self._begin(Known.of(state))
 
@@ -175,8 +176,9 @@ class Judge:
         self._first, self._last, self._since = True, known, 0.0
         self._seconds = self._steps = self._tokens = 0.0
 
-    def next(self, current: Method, state: DecodeState, seconds: float) -> Method:
-        """The method that drafts the next chunk; `seconds` are those of the last one."""
+    def next(self, current: Method, state: DecodeState, seconds: float, compiling: float) -> Method:
+        """The method that drafts the next chunk; `seconds` are those of the last one, those of
+        `compiling` of all so far."""
         now, last = Known.of(state), self._last
         self._reviving, was_reviving = self._is_reviving(state), self._reviving
         if self._reviving or was_reviving:  # while it revives, steps end early
@@ -192,7 +194,7 @@ class Judge:
             self._steps += np.sum(steps)
             self._tokens += np.sum(now.length - last.length)
         self._first, self._last = False, now
-        context = int(np.mean(now.length))
+        context, made = int(np.mean(now.length)), np.mean(now.length - self._prompts)
         measured = self._request.measured._replace(
             current=current,
             context=context,
@@ -202,6 +204,8 @@ class Judge:
             since=float(self._since),
             tried=tuple(self._tried.values()),
             repeats=mean_repeat(processes.on_host(state.tokens), now.length),
+            tokens_left=float(min(self._request.config.max_new_tokens - made, made)),
+            compiling=processes.first_says(compiling / (1 + len(self._tried))),
         )
         self._doubt(measured)
         chosen = self._request.method.next(measured)
@@ -219,7 +223,8 @@ class Judge:
         per_step = measured.seconds / measured.steps
         if not self._doubts and contradicts(measured.costs, per_step, measured.context):
             self._doubts = True
-            forget(self._model.params, self._model.cfg, measured.batch, self._request.measured.context)
+            begun = self._request.measured
+            forget(self._model.params, self._model.cfg, begun.batch, begun.context)
 
     def _is_reviving(self, state: DecodeState) -> bool:
         lazy, model = self._request.decode.prefill, self._request.decode.model

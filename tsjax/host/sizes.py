@@ -102,7 +102,7 @@ def memory_shortage(request: Request, model: Model) -> str | None:
         "what method and prefill remember": memory_bytes(
             decode, rows, slots, request.prompt_capacity
         ),
-        "weights in int8": model.bytes_for(decode.method),
+        "weights in int8": model.int8_bytes if request.may_want_int8 else 0,
         "the corpus": 0 if request.corpus is None else request.corpus.nbytes,
         "a copy of the second model": 0 if second is None else second.bytes_beside(model),
         "temporary arrays, an estimate": temporary_bytes(decode, rows, slots, widest, mesh),

@@ -8,6 +8,7 @@ never tokens.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,22 +21,17 @@ from tsjax.methods.likely_sources import LIKELY_SOURCES
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.ngram import LONG_MATCH
 
-SHORT_RUN = 256  # new tokens: no more are decoded plainly, as compiling would take longer
+SHORT_RUN = 256  # new tokens: for no more the seconds are not measured, but said by a formula
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
 BETTER = 1.02  # a run goes on with another method where the present one takes 2% more per token
 LEAST_FOUND = 1.02  # tokens that a step with drafts has to find
-PROMISES = 1.05  # passes have to promise to be 5% faster than drafts from the text alone
-# Plain decoding is tried early, unless drafts are clearly faster than it takes by the table.
-CLEARLY_FASTER = 0.85
-# Other methods are tried again, as text and context change: what that may cost of a run's time, how
-# many steps a trial takes, and the share of it that is lost at least. A text that begins to repeat
-# itself is worth more: what a trial may cost then.
-TRIALS_COST, TRIAL_STEPS, LEAST_LOST = 0.01, 96, 0.15
-TRIALS_COST_OF_REPEATS = 0.1
-PASSES = (1, 2, 4, 6)
-# Where rows cost time: of more than 8 even right drafts save hardly anything.
-NARROW: dict[str, Any] = {"width": 8, "pass_widths": (1, 2, 3, 4, 6), "places": 8}
-WIDE: dict[str, Any] = {"width": 64, "pass_widths": (1, 16, 32)}
+PROMISES = 1.05  # passes, and what is unknown, have to promise to be 5% faster
+UNSURE = 0.15  # so much less may anything take than the table says, and so much may a trial lose
+# What was slower is tried again, as text and context change: for how many steps, and what share of
+# the run's time that may cost. A text that begins to repeat itself is worth more.
+TRIAL_STEPS, TRIALS_COST, TRIALS_COST_OF_REPEATS = 96, 0.01, 0.1
+WIDEST, PLACES = 64, 8  # rows of a tree; earlier places of the last token
+PASSES = (1, 2, 4)
 # Small partial caches that see the rest summed up, and the paper's.
 PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
     {"draft_budget": 512, "draft_refresh": 8},
@@ -48,15 +44,13 @@ PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
 class Auto(Method):
     """Chooses by what the parts of a step take on this machine, and by what drafts find in a run.
 
-    A LikelyTree drafts from the text, and from the model where its passes promise to pay. Whether
-    that takes less time per token than plain decoding the run itself shows: it goes on with what
-    did, and tries the other again from time to time, for at most a hundredth of its time, or a
-    tenth where the text begins to repeat itself. A run of at most 256 new tokens is decoded
-    plainly, unless there is a corpus.
+    A run begins with a LikelyTree that drafts from the text, which costs little. The seconds of its
+    tokens then say whether plain decoding, or passes of the model that draft, would take less: what
+    promises clearly more is tried, and what takes the least goes on.
 
     Attributes:
-      costs: the table to choose by; None measures one on the device, at the first run of a model
-        on a machine, and keeps it in the user's cache folder.
+      costs: the table to choose by; None measures one on the device, at the first run of more than
+        256 new tokens of a model on a machine, and keeps it in the user's cache folder.
     """
 
     sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
@@ -83,27 +77,25 @@ class Auto(Method):
         costs = self.costs or costs_for(measured)
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
-            if is_short(measured.new_tokens):
-                return Autoregressive()
-            return choose(measured.model, costs, measured.context, corpus=measured.corpus)
+            return begin(measured.model, costs, measured.context, corpus=measured.corpus)
         return follow(measured, costs)
 
 
 def is_short(new_tokens: int | None) -> bool:
-    """Whether a run is too short for drafts to be worth their compiling and measuring."""
+    """Whether a run is too short to measure for."""
     return new_tokens is not None and new_tokens <= SHORT_RUN
 
 
 def follow(measured: Measured, costs: Costs) -> Method:
-    """The method that goes on, by what each took in plain steps per token."""
-    current = measured.current
+    """The method that goes on, by what each took, or promises to take, in plain steps per token."""
+    current, plain_step = measured.current, costs.plain(measured.context)
     assert current is not None
     if measured.steps < STEPS_TO_JUDGE or not measured.tokens:
         return current
     plain = Autoregressive()
     if current != plain and measured.tokens < LEAST_FOUND * measured.steps:
         return plain  # a step with drafts takes no less than a plain one, whatever the clock says
-    here = measured.seconds / measured.tokens / costs.plain(measured.context)
+    here = measured.seconds / measured.tokens / plain_step
     known = {
         tried.method: tried.seconds / costs.plain(tried.context)
         for tried in measured.tried
@@ -113,33 +105,41 @@ def follow(measured: Measured, costs: Costs) -> Method:
     best = min(known, key=known.__getitem__, default=current)
     if best != current and here > BETTER * known[best]:
         return best
-    is_measured = costs.origin == "measured"
-    if current != plain and plain not in known and (here > CLEARLY_FASTER or not is_measured):
-        return plain
+
+    trial = TRIAL_STEPS * measured.batch * here * plain_step
+    promised = {
+        rival: (1 - UNSURE) * seconds
+        for rival, seconds in _promises(measured, costs).items()
+        if rival not in {current, *(tried.method for tried in measured.tried)}
+    }
+    most = min(promised, key=promised.__getitem__, default=current)
+    if here > PROMISES * promised.get(most, here):
+        saved = (here - promised[most]) * plain_step * measured.tokens_left
+        if saved > measured.compiling + UNSURE * trial:
+            return most
+
     repeats = current == plain and measured.repeats >= LONG_MATCH
-    most = (TRIALS_COST_OF_REPEATS if repeats else TRIALS_COST) * measured.since
-    trial = TRIAL_STEPS * measured.batch * here * costs.plain(measured.context)
-    if trial * LEAST_LOST > most:
-        return current
-    for rival in _rivals(measured, costs):
-        lost = max(known.get(rival, 0) / here - 1, LEAST_LOST)
-        if rival != current and trial * lost <= most:
+    budget = (TRIALS_COST_OF_REPEATS if repeats else TRIALS_COST) * measured.since
+    for rival, seconds in known.items():
+        if trial * max(seconds / here - 1, UNSURE) <= budget:
             return rival
     return current
 
 
-def _rivals(measured: Measured, costs: Costs) -> Iterator[Method]:
-    """What might be better by now. Trees stay as deep as they were, as the buffers are; and only
-    before a run is it known whether there is memory for a copy in int8."""
-    model = measured.model
-    known = [tried.method for tried in measured.tried]
-    drafts = known if measured.current is None else [*known, measured.current]
-    depth = max((method.sizes(model).depth for method in drafts), default=0)
-    promising = choose(model, costs, measured.context, corpus=measured.corpus)
-    has_copy = any(method.wants_int8 for method in drafts)
-    if promising.sizes(model).depth <= depth and (has_copy or not promising.wants_int8):
-        yield promising
-    yield from known
+def _promises(measured: Measured, costs: Costs) -> dict[Method, float]:
+    """What might take less, and the plain steps that a token of it is expected to take."""
+    model, context = measured.model, measured.context
+    if is_short(measured.new_tokens):
+        return {}
+    found: dict[Method, float] = {Autoregressive(): 1.0}
+    drafts = best_with_passes(model, costs, context, corpus=measured.corpus)
+    known = [measured.current, *(tried.method for tried in measured.tried)]
+    depth = max(method.sizes(model).depth for method in known if method is not None)
+    if drafts.sizes(model).depth <= depth:  # as the buffers are
+        found[drafts] = drafts.promise(model, costs, context).seconds_per_token / costs.plain(
+            context
+        )
+    return found
 
 
 class Choice(NamedTuple):
@@ -156,31 +156,49 @@ class Choice(NamedTuple):
 
 
 def choose(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False) -> LikelyTree:
-    """The option with the fewest expected seconds per token; of equal ones the simplest.
-
-    What a text repeats is not known yet, and to look costs little: without passes that pay, drafts
-    come from the text alone.
-    """
-    text, *others = options(model, costs, corpus=corpus)
+    """What promises most: passes of the model where it is 5% more than from the text alone."""
+    begun = begin(model, costs, context, corpus=corpus)
+    drafts = best_with_passes(model, costs, context, corpus=corpus)
 
     def seconds(option: LikelyTree) -> float:
         return option.promise(model, costs, context).seconds_per_token
 
-    best = min(others, key=seconds)
-    return best if seconds(best) * PROMISES < seconds(text) else text
+    return drafts if seconds(drafts) * PROMISES < seconds(begun) else begun
 
 
-def options(model: ModelConfig, costs: Costs, *, corpus: bool = False) -> Iterator[LikelyTree]:
-    """What can be chosen, drafts from the text alone first."""
-    rows_cost = costs.of_pass(8, 0) > 1.5 * costs.of_pass(1, 0)
-    sizes = {**(NARROW if rows_cost else WIDE), "corpus": corpus, "costs": costs}
-    yield LikelyTree(**sizes)
-    if model.num_draft_heads:
-        yield LikelyTree(heads=True, **sizes)
-    for cache in PARTIAL_CACHES:
-        for passes in PASSES:
-            for heads in (False, True) if model.num_draft_heads else (False,):
-                found = LikelyTree(draft_passes=passes, heads=heads, **cache, **sizes)
-                yield found
-                if costs.int8 is not None:
-                    yield dataclasses.replace(found, draft_weights="int8")
+def begin(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False) -> LikelyTree:
+    """Drafts from the text, and from heads where they promise more."""
+    return _best(options(model, costs, context, corpus=corpus), model, costs, context)
+
+
+def best_with_passes(
+    model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False
+) -> LikelyTree:
+    """Drafts from passes of the model beside them."""
+    found = options(model, costs, context, corpus=corpus, passes=True)
+    return _best(found, model, costs, context)
+
+
+def _best(
+    found: Iterator[LikelyTree], model: ModelConfig, costs: Costs, context: float
+) -> LikelyTree:
+    """The fewest expected seconds per token; of equal ones the simplest."""
+    return min(found, key=lambda one: one.promise(model, costs, context).seconds_per_token)
+
+
+def options(
+    model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False, passes: bool = False
+) -> Iterator[LikelyTree]:
+    """What can be chosen: drafts from the text and the heads, or with `passes` of the model too."""
+    widths = costs.widths(context, WIDEST)
+    sizes: dict[str, Any] = dict(width=widths[-1], pass_widths=widths[:-1], places=PLACES)
+    sizes |= {"corpus": corpus, "costs": costs}
+    heads = (False, True) if model.num_draft_heads else (False,)
+    if not passes:
+        yield from (LikelyTree(heads=one, **sizes) for one in heads)
+        return
+    for cache, number, one in itertools.product(PARTIAL_CACHES, PASSES, heads):
+        found = LikelyTree(draft_passes=number, heads=one, **cache, **sizes)
+        yield found
+        if costs.int8 is not None:
+            yield dataclasses.replace(found, draft_weights="int8")

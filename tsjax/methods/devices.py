@@ -31,6 +31,8 @@ class Reach(NamedTuple):
       kernel: seconds of a start.
       step: seconds of a step beside its pass: the sampling, the commit, the loop.
       int8_bytes: how many bytes take as long to read as a weight in int8.
+      token: seconds of a row's choice of a token, for each one of the vocabulary, beside reading the
+        scores: of noise and logarithms, where arithmetic is dear.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -44,6 +46,7 @@ class Reach(NamedTuple):
     kernel: float
     step: float
     int8_bytes: float = 1.0
+    token: float = 0.0
 
 
 class Device(NamedTuple):
@@ -90,13 +93,16 @@ GPUS = {
     "l40s": Device(0.864e12, 362e12, 48e9, GPU),
     "rtx 4090": Device(1.008e12, 165e12, 24e9, GPU),
 }
-# Of the C++ kernels on two cores (benchmarks/results/cpu/cpu.json, of 2026-11-23): bytes on plain
-# steps, operations on what further rows add to a pass. There reading and computing add up.
+# Of the C++ kernels on two cores with AVX-512 and its products of pairs, of 2026-11-27
+# (benchmarks/results/cpu/rows.json): bytes on a pass of one row, operations on what further rows
+# add. There reading and computing add up. Wider types have half of the operations.
 CPU = Device(
-    bytes_per_second=3.45e10,
-    operations_per_second=1.5e11,
+    bytes_per_second=4.5e10,
+    operations_per_second=1.2e12,
     memory=math.inf,
-    reach=Reach(((1, 1.0),), 1.0, (1, 1), 1.0, 1.0, 1.0, False, ((math.inf, 0),), 0.0, 2e-4, 1.5),
+    reach=Reach(
+        ((1, 1.0),), 1.0, (1, 1), 1.0, 0.6, 0.5, False, ((math.inf, 0),), 0.0, 2e-4, 1.5, 3e-9
+    ),
 )
 MOST_ROWS = 256  # of the passes in an estimated table
 # Arrays of float32 that are written or read for each token of the vocabulary and row: logits, and
@@ -181,6 +187,7 @@ def pass_line(
     padding = _attention_tiles(reach, rows * model.group_size) / (rows * model.group_size)
     cache = seconds("attention", reach.attention_bytes, reach.attention_operations, padding)
     tokens = work["tokens"].bytes / device.bytes_per_second
+    tokens += reach.token * batch * rows * model.vocab_size
     kernels = next(number for most, number in reach.kernels if batch * rows <= most)
     starts = model.num_layers * kernels * reach.kernel
     return Line(products("products") + products("logits") + tokens + starts, cache)

@@ -34,7 +34,7 @@ from tsjax.methods.model_drafts import (
     no_candidates,
     weights_for,
 )
-from tsjax.methods.ngram import NGram
+from tsjax.methods.ngram import FEWER, PAPER, NGram
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths, as_tree, as_tuples
@@ -45,13 +45,16 @@ from tsjax.typing import Array, Bool, Float
 DRAFT_FROM = ("partial_cache", "verified_state")
 MOST_NODES = 4096  # of a tree
 Path = tuple[int, ...]  # the rank of each token of a draft among the candidates of its depth
+# Of a tree that is left open, the paper's last: children of every node at each depth.
+TREES = ((1,), (1, 1), (1, 1, 1, 1), (1, 2, 2, 1), (1, 3, 3, 3))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenSwift(NGram, OnPartialCache):
     """TokenSwift (arXiv 2502.18890): a tree of drafts from the model and its heads, and n-grams.
 
-    The defaults are the paper's. `Auto` chooses settings for a machine.
+    `TokenSwift.paper()` has the numbers of the paper, made for a GPU. What is None is open, as for
+    NGram: the tree too, which then follows the price of rows.
 
     Attributes:
       tree: the shape of the model's drafts. (1, 3, 3, 3) is the number of children of every node at
@@ -87,7 +90,7 @@ class TokenSwift(NGram, OnPartialCache):
         returned are the same.
     """
 
-    tree: tuple[int, ...] | tuple[Path, ...] = (1, 3, 3, 3)
+    tree: tuple[int, ...] | tuple[Path, ...] | None = None
     draft_from: str = "partial_cache"
     draft_passes: int = 1
     draft_budget: int = 4096
@@ -106,27 +109,34 @@ class TokenSwift(NGram, OnPartialCache):
         for name in ("tree", "draft_from"):
             chosen = getattr(self, name) != "auto"
             check(chosen, name, "auto", "left to tsjax.Auto(), which chooses")
-        tree_paths(self.tree)
+        tree_paths(self.setting("tree"))
         check(self.draft_from in DRAFT_FROM, "draft_from", self.draft_from, one_of(DRAFT_FROM))
         check_int(self.draft_passes, "draft_passes", 1, 64)
         self.check_cache()
         check_int(self.suffix_alone, "suffix_alone", 0, MATCH_LIMIT)
 
+    @classmethod
+    def _papers(cls) -> dict[str, Any]:
+        return {**PAPER, "tree": TREES[-1]}
+
+    def _choices(self) -> dict[str, tuple[Any, ...]]:
+        return {**super()._choices(), "num_ngrams": (0, *FEWER["num_ngrams"]), "tree": TREES}
+
     def plan(self, model: ModelConfig) -> TreePlan:
         """What these settings come to with a model's heads."""
         heads, partial = model.num_draft_heads, self.draft_from == "partial_cache"
-        if not partial and not heads and self.tree:
+        if not partial and not heads and self.setting("tree"):
             raise BadValue(
                 "draft_from='verified_state' needs draft heads, and the model has none: load some "
                 "with tsjax.load(..., heads=...), or use draft_from='partial_cache' or "
                 "method='ngram', which need no heads"
             )
         reach = heads + (self.draft_passes if partial else 0)
-        paths = tuple(path for path in tree_paths(self.tree) if len(path) <= reach)
+        paths = tuple(path for path in tree_paths(self.setting("tree")) if len(path) <= reach)
         known = all(rank < model.vocab_size for path in paths for rank in path)
         below = f"ranks and children below the vocabulary size {model.vocab_size}"
-        check(known, "tree", self.tree, below)
-        follow = self.num_ngrams > 0 and partial
+        check(known, "tree", self.setting("tree"), below)
+        follow = self.setting("num_ngrams") > 0 and partial
         levels = max(max(map(len, paths), default=0), int(follow))
         passes = min(self.draft_passes, levels) if partial else 0
         return TreePlan(
@@ -136,20 +146,21 @@ class TokenSwift(NGram, OnPartialCache):
             passes=passes,
             ngrams_follow=follow,
             rest=passes > 0 and self.draft_rest,
-            suffix_alone=self.suffix_alone if passes and self.suffix_length else 0,
+            suffix_alone=self.suffix_alone if passes and self.setting("suffix_length") else 0,
         )
 
     def sizes(self, model: ModelConfig) -> Sizes:
         plan = self.plan(model)
         ngram_depth = self.ngram_depth + (1 if plan.ngrams_follow else 0)
         nodes = set(plan.paths) | ({(0,)} if plan.ngrams_follow else set())
-        drafted, suffix = len(nodes) + self.num_ngrams * self.ngram_depth, self.suffix_length
+        drafted = len(nodes) + self.setting("num_ngrams") * self.ngram_depth
+        suffix = self.setting("suffix_length")
         never_both = 0 < plan.suffix_alone <= self.suffix_match
         return Sizes(
             width=1 + (max(drafted, suffix) if never_both else drafted + suffix),
             depth=max(plan.levels, ngram_depth, suffix),
             levels=plan.levels,
-            narrower=self.pass_widths,
+            narrower=self.setting("pass_widths"),
             positions=max(plan.levels, ngram_depth),
             with_attended=plan.rest,
         )
