@@ -58,7 +58,6 @@ def let_auto_choose(method, monkeypatch, drafting, plain):
     monkeypatch.setattr(auto, "best_with_passes", lambda *_, **__: method)
     monkeypatch.setattr(auto, "SHORT_RUN", 0)
     monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
-    monkeypatch.setattr(auto, "LEAST_FOUND", 0)  # the seconds are not those of real steps
     monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
     monkeypatch.setattr(run, "FIRST_CHUNK", 5)
     return told

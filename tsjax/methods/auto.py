@@ -24,11 +24,11 @@ from tsjax.methods.ngram import LONG_MATCH
 SHORT_RUN = 256  # new tokens: for no more the seconds are not measured, but said by a formula
 STEPS_TO_JUDGE = 64  # of all rows together, before a run may go on with another method
 BETTER = 1.02  # a run goes on with another method where the present one takes 2% more per token
-LEAST_FOUND = 1.02  # tokens that a step with drafts has to find
 PROMISES = 1.05  # passes, and what is unknown, have to promise to be 5% faster
-UNSURE = 0.15  # so much less may anything take than the table says, and so much may a trial lose
+UNSURE = 0.15  # so much less may plain steps take than the table says; and so much may a trial lose
 # What was slower is tried again, as text and context change: for how many steps, and what share of
-# the run's time that may cost. A text that begins to repeat itself is worth more.
+# the run's time that may cost. A text that begins to repeat itself is worth more, unless it is what
+# is drafted from already.
 TRIAL_STEPS, TRIALS_COST, TRIALS_COST_OF_REPEATS = 96, 0.01, 0.1
 WIDEST, PLACES = 64, 8  # rows of a tree; earlier places of the last token
 PASSES = (1, 2, 4)
@@ -92,15 +92,11 @@ def follow(measured: Measured, costs: Costs) -> Method:
     assert current is not None
     if measured.steps < STEPS_TO_JUDGE or not measured.tokens:
         return current
-    plain = Autoregressive()
-    if current != plain and measured.tokens < LEAST_FOUND * measured.steps:
-        return plain  # a step with drafts takes no less than a plain one, whatever the clock says
     here = measured.seconds / measured.tokens / plain_step
     known = {
         tried.method: tried.seconds / costs.plain(tried.context)
         for tried in measured.tried
         if tried.method != current
-        and (tried.method == plain or tried.tokens_per_step >= LEAST_FOUND)
     }
     best = min(known, key=known.__getitem__, default=current)
     if best != current and here > BETTER * known[best]:
@@ -108,9 +104,9 @@ def follow(measured: Measured, costs: Costs) -> Method:
 
     trial = TRIAL_STEPS * measured.batch * here * plain_step
     promised = {
-        rival: (1 - UNSURE) * seconds
+        rival: seconds
         for rival, seconds in _promises(measured, costs).items()
-        if rival not in {current, *(tried.method for tried in measured.tried)}
+        if rival not in {current, *known}
     }
     most = min(promised, key=promised.__getitem__, default=current)
     if here > PROMISES * promised.get(most, here):
@@ -118,7 +114,7 @@ def follow(measured: Measured, costs: Costs) -> Method:
         if saved > measured.compiling + UNSURE * trial:
             return most
 
-    repeats = current == plain and measured.repeats >= LONG_MATCH
+    repeats = measured.repeats >= LONG_MATCH and not drafts_from_text_alone(current)
     budget = (TRIALS_COST_OF_REPEATS if repeats else TRIALS_COST) * measured.since
     for rival, seconds in known.items():
         if trial * max(seconds / here - 1, UNSURE) <= budget:
@@ -126,12 +122,17 @@ def follow(measured: Measured, costs: Costs) -> Method:
     return current
 
 
+def drafts_from_text_alone(method: Method) -> bool:
+    return isinstance(method, LikelyTree) and not method.draft_passes
+
+
 def _promises(measured: Measured, costs: Costs) -> dict[Method, float]:
     """What might take less, and the plain steps that a token of it is expected to take."""
     model, context = measured.model, measured.context
     if is_short(measured.new_tokens):
         return {}
-    found: dict[Method, float] = {Autoregressive(): 1.0}
+    # What a step of drafts takes beside its passes, no table knows.
+    found: dict[Method, float] = {Autoregressive(): 1 - UNSURE}
     drafts = best_with_passes(model, costs, context, corpus=measured.corpus)
     known = [measured.current, *(tried.method for tried in measured.tried)]
     depth = max(method.sizes(model).depth for method in known if method is not None)
