@@ -57,6 +57,10 @@ STEPS = {
     "step qwen2.5-1.5b plain, 64 rows on 2 devices": Step(
         "qwen2.5-1.5b", (2, 1, 1), method="autoregressive", capacity=8192, rows=64
     ),
+    "step qwen2.5-1.5b magicdec, 8 rows": Step("qwen2.5-1.5b", method="magicdec", rows=8),
+    "step qwen2.5-1.5b plain, 8 rows in 2 parts": Step(
+        "qwen2.5-1.5b", (1, 1, 2), method="autoregressive", rows=8
+    ),
     "step qwen2.5-1.5b tokenswift": Step("qwen2.5-1.5b"),
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
