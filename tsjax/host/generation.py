@@ -144,7 +144,7 @@ def _generated(
         try:
             if streamer is not None:
                 streamer.put(request.prompts[0])
-            for news in run(model, request, interrupt):
+            for news in run(model, request, interrupt, watched=streamer is not None):
                 if streamer is not None:
                     for token in news.tokens[0]:
                         streamer.put(np.asarray([token]))
@@ -202,7 +202,7 @@ def stream(
 def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[StreamChunk]:
     interrupt, news, tokenizer = Interrupt(), None, tokenizer_of(model)
     writers = [Detokenizer(tokenizer, context=row) for row in request.rows if tokenizer]
-    for news in run(model, request, interrupt):
+    for news in run(model, request, interrupt, watched=True):
         rows = list(zip(news.tokens, news.reasons, news.newly_ended, strict=True))
         text = [
             writer.push(new) + (writer.flush() if ended else "")
