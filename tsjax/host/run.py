@@ -18,7 +18,7 @@ import numpy as np
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
 from tsjax.decoding.programs import programs
-from tsjax.decoding.reading import reading_config
+from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.sampling import sampling_values
 from tsjax.decoding.start import with_method
 from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
@@ -435,10 +435,8 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
     """Yields the state before each pass of the prefill and after the last one."""
     compiled, cfg = programs_of(model), reading_config(request.decode)
     yield state
-    # What differs from run to run and no pass reads: all runs share the programs.
-    unread = ("memory", "stats", "sampling", "last_seen", "counts", "logprobs")
-    aside = {name: getattr(state, name) for name in unread}
-    state = state.replace(**dict.fromkeys(unread))
+    aside = {name: getattr(state, name) for name in UNREAD}
+    state = state.replace(**dict.fromkeys(UNREAD))
     for part, widths in enumerate(request.prefill_widths):
         start = request.prefix_length
         for width in widths:
