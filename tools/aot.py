@@ -67,6 +67,7 @@ STEPS = {
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
+    "step llama3.1-8b heads alone": Step("llama3.1-8b", method="heads alone"),
     "step llama3.1-8b magicdec": Step("llama3.1-8b", method="magicdec"),
     "step llama3.1-8b triforce": Step("llama3.1-8b", method="triforce"),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
@@ -271,7 +272,7 @@ def settings_of(step: Step, target: str):
     from tsjax.methods.devices import device_of, estimated
 
     config = tsjax.model_preset(step.model)
-    method = METHODS[step.method]()
+    method = tsjax.Autoregressive() if step.method == "heads alone" else METHODS[step.method]()
     if step.method == "tokenswift":
         config = dataclasses.replace(config, num_draft_heads=3)
         method = tsjax.preset(step.model).method if step.model in PAPER else method
@@ -284,10 +285,12 @@ def settings_of(step: Step, target: str):
                 draft_rest=True,
             )
         method = dataclasses.replace(method, draft_weights=step.draft_weights)
-    if step.method == "auto":
+    if step.method in ("auto", "heads alone"):
         config = dataclasses.replace(config, num_draft_heads=3)
         costs = estimated(config, device_of("gpu", target), 1)
         method = choose(config, costs, step.capacity)
+        if step.method == "heads alone":
+            method = tsjax.LikelyTree(width=16, pass_widths=(1, 8), heads=True, costs=costs)
     sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
     prefill = prefill and prefill.resolved(config, 32_768)
