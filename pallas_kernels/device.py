@@ -54,9 +54,10 @@ def gpu() -> Gpu:
     if jax.default_backend() != "gpu":
         return Gpu()
     device = jax.devices()[0]
-    cores = getattr(device, "core_count", None) or Gpu().cores
-    capability = float(getattr(device, "compute_capability", None) or Gpu().capability)
-    return Gpu(device.device_kind, cores, capability)
+    found = Gpu(device.device_kind, getattr(device, "core_count", None) or Gpu().cores)
+    with contextlib.suppress(ValueError):  # not a number where CUDA is not
+        found = found._replace(capability=float(str(getattr(device, "compute_capability", ""))))
+    return found
 
 
 def even_parts(programs: int, places: int, most: int) -> int:
