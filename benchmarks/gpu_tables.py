@@ -53,12 +53,13 @@ def registers() -> str:
         if "bound_us" not in case:
             continue
         for kernel in case["a100"]["kernels"]:
-            (other,) = [k for k in case["h100"]["kernels"] if k["name"] == kernel["name"]]
-            spilled += kernel["spilled_bytes"] + other["spilled_bytes"]
-            cells = [
-                f"{k['registers']}, {k['shared_bytes'] / 1024:.0f} KiB" for k in (kernel, other)
-            ]
-            used = ["wgmma" if k["wgmma"] else "mma" if k["mma"] else "" for k in (kernel, other)]
+            # A merge is not there where one part does it all.
+            other = [k for k in case["h100"]["kernels"] if k["name"] == kernel["name"]]
+            both = (kernel, *other)
+            spilled += sum(k["spilled_bytes"] for k in both)
+            cells = [f"{k['registers']}, {k['shared_bytes'] / 1024:.0f} KiB" for k in both]
+            cells += [] if other else ["-"]
+            used = ["wgmma" if k["wgmma"] else "mma" if k["mma"] else "" for k in both]
             cells.append(" / ".join(used) if any(used) else "")
             key = kernel["name"].removeprefix("tsjax_"), *cells
             shape = name.split(" ", 2 if name.startswith("cache_scores") else 1)[-1]

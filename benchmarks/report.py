@@ -152,25 +152,6 @@ def leave() -> None:
     os._exit(0)
 
 
-def copy_bandwidth(nbytes: int, rounds: int = 7, calls: int = 10) -> float:
-    """Bytes per second, read and written, of copying a large array: the best round."""
-    import jax
-    import jax.numpy as jnp
-
-    copy = jax.jit(lambda x: x ^ 1)  # a plain copy might not be computed at all
-    data = jax.random.bits(jax.random.key(0), (nbytes // 4,), jnp.uint32)
-    copy(data).block_until_ready()
-    best = float("inf")
-    for _ in range(rounds):
-        begin = time.perf_counter()
-        x = data
-        for _ in range(calls):
-            x = copy(x)
-        x.block_until_ready()
-        best = min(best, (time.perf_counter() - begin) / calls)
-    return 2 * data.nbytes / best
-
-
 def on_gpu(parser: argparse.ArgumentParser, quick: bool) -> bool:
     """Whether there is a GPU; without one only the quick variant runs."""
     import jax
@@ -185,8 +166,10 @@ def begun(is_gpu: bool, **more: Any) -> dict[str, Any]:
     """The document of a command for a GPU, with the bandwidth of a copy, before the first case."""
     import jax
 
+    from tsjax.host.bandwidth import copier
+
     kind = jax.devices()[0].device_kind
-    bandwidth = copy_bandwidth(2**31 if is_gpu else 2**25)
+    bandwidth = copier(2**31 if is_gpu else 2**25)()
     print(f"{kind}: a copy moves {bandwidth / 1e9:.0f} GB/s")
     return {
         **facts(),

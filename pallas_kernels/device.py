@@ -3,22 +3,61 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import json
+import math
 from importlib import resources
+from typing import NamedTuple
 
 import jax
 
-DEFAULT_CORES = 108  # an A100, where no GPU is at hand: ahead-of-time compilation
 SAME_MULTIPROCESSORS = {"nvidia_h200.json": "nvidia_h100_80gb_hbm3.json"}
 
 
-def gpu() -> tuple[str | None, int]:
-    """Name and number of multiprocessors of the GPU at hand; None and a default without one."""
+class Gpu(NamedTuple):
+    """Attributes:
+    kind: as jax names it; None where it is not known.
+    cores: multiprocessors.
+    capability: such as 8.0 of an A100, 9.0 of Hopper.
+    """
+
+    kind: str | None = None
+    cores: int = 108  # an A100
+    capability: float = 8.0
+
+    @property
+    def is_hopper(self) -> bool:
+        """Which alone has these matrix units, with 227 KiB of shared memory."""
+        return int(self.capability) == 9
+
+
+_assumed: contextvars.ContextVar[Gpu | None] = contextvars.ContextVar("assumed", default=None)
+
+
+@contextlib.contextmanager
+def assumed(chip: Gpu):
+    """A context to trace in for a GPU that is not there."""
+    token = _assumed.set(chip)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
+def gpu() -> Gpu:
+    """The one that is assumed, or the one at hand; without either an A100 of which nothing was
+    measured."""
+    if (chip := _assumed.get()) is not None:
+        return chip
     if jax.default_backend() != "gpu":
-        return None, DEFAULT_CORES
+        return Gpu()
     device = jax.devices()[0]
-    return device.device_kind, getattr(device, "core_count", None) or DEFAULT_CORES
+    found = Gpu(device.device_kind, getattr(device, "core_count", None) or Gpu().cores)
+    with contextlib.suppress(ValueError):  # not a number where CUDA is not
+        found = found._replace(capability=float(str(getattr(device, "compute_capability", ""))))
+    return found
 
 
 def even_parts(programs: int, places: int, most: int) -> int:
@@ -38,10 +77,24 @@ def even_parts(programs: int, places: int, most: int) -> int:
     return best
 
 
-def tuned(op: str, shape: str) -> dict | None:
-    """What `python -m benchmarks kernels --tune` measured for this shape on this GPU, if it did."""
-    name, _ = gpu()
-    return table(name).get(op, {}).get(shape) if name else None
+def tuned(chip: Gpu, op: str, shape: str) -> dict | None:
+    """What `python -m benchmarks kernels --tune` measured on a GPU for a shape, if it did: of the
+    capacities that were measured the nearest."""
+    lines = table(chip.kind).get(op, {}) if chip.kind else {}
+    wanted, slots = _without_slots(shape)
+    distance = {}
+    for line in lines:
+        found, measured = _without_slots(line)
+        if found == wanted:
+            distance[line] = abs(math.log2(measured / slots))
+    return lines[min(distance, key=distance.__getitem__)] if distance else None
+
+
+def _without_slots(shape: str) -> tuple[list[str], int]:
+    """The other words of a line's name, and its slots."""
+    words = shape.split()
+    (slots,) = (word for word in words if word.startswith("slots="))
+    return [word for word in words if word != slots], int(slots.removeprefix("slots="))
 
 
 def file_name(device_kind: str) -> str:

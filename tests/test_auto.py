@@ -286,7 +286,7 @@ BOTH = (tried(PLAIN, 24.0), tried(PASSES, 26.0))
 @pytest.mark.parametrize(
     ("current", "seconds", "others", "since", "follows"),
     [
-        # What is unknown is tried where it promises 5% less; plain steps may take 0.85 of a table's.
+        # What is unknown is tried where it promises 5% less; of plain steps 0.85 is believed.
         (BEGUN, PROMISED * 1.04, (), 0, BEGUN),
         (BEGUN, PROMISED * 1.06, (), 0, PASSES),
         (BEGUN, PROMISED * 1.06, (tried(PASSES, 40.0),), 0, BEGUN),

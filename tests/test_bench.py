@@ -2,6 +2,7 @@
 """tsjax bench on tiny models: what it measures, writes and refuses, and what a Ctrl-C leaves."""
 
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -15,8 +16,8 @@ import pytest
 
 import tsjax
 from tsjax.__main__ import main
+from tsjax.host import bandwidth, bench_question, peers
 from tsjax.host import bench as bench_module
-from tsjax.host import bench_question, peers
 from tsjax.host.paired_runs import Runs
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.run import programs_of
@@ -386,3 +387,11 @@ def test_runs_have_all_their_tokens_and_plain_s_prompt():
     assert found["tokens"].tolist() == 2 * [2, 3, 1]
     assert found["made"][-1][0] == 6 and found["stats"].new_tokens == (6,)
     assert runs.run("plain")["tokens"].tolist() == 4 * [2, 3, 1]  # the state is read once
+
+
+def test_a_copy_counts_what_it_reads_and_writes():
+    """Of the best round, by a clock that says when each begins and ends."""
+    seconds = [5.0] * (bandwidth.COPY_ROUNDS - 1) + [2.0]
+    ticks = itertools.accumulate(itertools.chain(*((1.0, one) for one in seconds)))
+    rate = bandwidth.copier(4096, lambda: next(ticks))()
+    assert rate == 2 * 4096 * bandwidth.COPIES / 2.0

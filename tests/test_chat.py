@@ -200,7 +200,7 @@ def test_what_ends_a_chunk_is_told_and_what_was_said_kept(chatty, monkeypatch):
     conversation = tsjax.Conversation(chatty, **how)
     ran = conversation_module.run
 
-    def failing(model, request, interrupt):
+    def failing(model, request, interrupt, watched):
         news = ran(model, request, interrupt)
         yield next(news)
         yield next(news)

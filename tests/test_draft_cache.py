@@ -139,14 +139,20 @@ def poison(draft):
     return draft.replace(k=k, v=v)
 
 
-@functools.partial(jax.jit, static_argnames=("num_sinks", "max_rows", "most_new", "once", "block"))
+@functools.partial(
+    jax.jit, static_argnames=("num_sinks", "max_rows", "most_new", "once", "block", "at_once")
+)
 def refresh(
-    draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None, once=False, block=None
-):
-    """`block` slots of the whole cache are looked at together when all are chosen."""
+    draft, kv, query, num_sinks=SINKS, max_rows=MAX_ROWS, most_new=None, once=False, block=None,
+    at_once=False,
+):  # fmt: skip
+    """`block` slots of the whole cache are looked at together when all are chosen. Rows slide one
+    by one, or `at_once` as on a GPU."""
     draft = poison(draft).replace(query=tuple(query))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla, "BLOCK", block or xla.BLOCK)
+        if at_once:
+            patch.setattr(partial_cache, "for_each_row", lambda _, write, *arrays: write(*arrays))
         return refresh_draft_cache(
             draft, kv, num_sinks=num_sinks, max_rows=max_rows, most_new=most_new, once=once
         )
@@ -163,7 +169,7 @@ def read_positions(draft, text, layer, b, head):
     return positions.tolist()
 
 
-def run(steps, seed=0, share=None, parts=1, block=None, **sizes):
+def run(steps, seed=0, share=None, parts=1, block=None, at_once=False, **sizes):
     """Refreshes with the rule alongside; how often each row chose.
 
     steps[step][b] says how many tokens a row commits, the first step its prompt. With a `share`
@@ -193,7 +199,7 @@ def run(steps, seed=0, share=None, parts=1, block=None, **sizes):
                 order += new
         before, query, length = draft, text.queries(), [len(order) for order in orders[0]]
         kv = text.dealt_out(orders, parts) if plain else text.lacking(orders)
-        draft = jax.device_get(refresh(before, kv, query, block=block, **sizes))
+        draft = jax.device_get(refresh(before, kv, query, block=block, at_once=at_once, **sizes))
         np.testing.assert_array_equal(draft.query, query)
         for b, rule in enumerate(rules):
             is_new = length[b] > rule.seen
@@ -237,6 +243,9 @@ CASES = {  # what is committed, and how it is chosen
     "no sinks": ([[30, 4, 0], *[[1, 0, 1]] * 40], dict(num_sinks=0, max_rows=1)),
     "many sinks": ([[30, 4, 0], *RANDOM], dict(num_sinks=M - MAX_ROWS)),
     "once": ([[22, 17, 3], *RANDOM], dict(once=True)),
+    "as on a GPU": ([[22, 17, 3], *RANDOM], dict(at_once=True)),
+    "as on a GPU, once": ([[22, 17, 3], *RANDOM], dict(once=True, at_once=True)),
+    "as on a GPU, in parts": ([[40, 17, 3], *RANDOM], dict(parts=5, at_once=True)),
     "about the budget": ([[M - 1, M, M + 1], *[[2, 3, MAX_ROWS]] * 12], {}),
     "nearly the budget": ([[M - MAX_ROWS, M - MAX_ROWS + 1, 0], *[[2, 3, M]] * 12], {}),
 }

@@ -6,6 +6,7 @@ The tokens are checked against a decoder in NumPy that shares nothing with tsjax
 """
 
 import dataclasses
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -26,6 +27,7 @@ from helpers import (
 import tsjax
 from tsjax.host import run as host_run
 from tsjax.host import saving
+from tsjax.host.chunks import seconds_per_chunk
 
 PROMPT = [1, 2, 3]
 RAGGED = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]
@@ -284,6 +286,25 @@ def test_chunks_of_a_stream_join_to_the_result(talker):
         reasons = [c.finish_reason[row] for c in chunks if c.finish_reason[row] is not None]
         assert reasons == [result.finish_reason[row]]
         assert "".join(chunk.text[row] for chunk in chunks) == text
+
+
+def test_only_runs_that_nobody_reads_along_have_long_chunks_on_a_gpu(talker, monkeypatch):
+    """And none that the host cuts."""
+    seconds = []
+
+    def told(_, *given):
+        seconds.append((seconds_per_chunk("gpu", *given), seconds_per_chunk("cpu", *given)))
+        return seconds[-1][1]
+
+    monkeypatch.setattr(host_run, "seconds_per_chunk", told)
+    streamer = SimpleNamespace(put=lambda _: None, end=lambda: None)
+    for settings in (
+        {}, {"streamer": streamer}, {"stop_strings": "never said"},
+        {"repetition_detection": (1, 4, 9)},
+    ):  # fmt: skip
+        tsjax.generate(talker, "a tin", max_new_tokens=2, **settings)
+    list(tsjax.stream(talker, "a tin", max_new_tokens=2))
+    assert seconds == [(1.0, 0.2), *[(0.2, 0.2)] * 4]
 
 
 def test_finish_reason_comes_with_the_last_tokens_of_its_row(one_step_chunks):

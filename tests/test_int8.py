@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from helpers import tiny_config, tiny_model
 
 import tsjax
+from pallas_kernels import product
 from tsjax.model import params as params_module
 from tsjax.model.int8 import Int8Matrix, as_int8
 from tsjax.model.transformer import int8_weights
@@ -63,6 +65,23 @@ def test_each_output_has_its_scale(shape, inputs, dtype, rng):
     step = np.asarray(found.scales, np.float64).max() * 1e-5
     np.testing.assert_allclose(values_of(found), rounded(matrix, inputs), rtol=1e-6, atol=step)
     assert np.abs(np.asarray(found.values, int)).max() == 127
+
+
+def test_only_exact_products_go_without_the_highest_precision():
+    """XLA's: of int8 and 16 bits, in float32. The bits are those of the highest."""
+
+    def precision(dtype, in_int8: bool) -> str:
+        weights = (
+            as_int8(jnp.ones((8, 16)), 1) if in_int8 else Int8Matrix(jnp.ones((8, 16), dtype), None)
+        )
+        run = functools.partial(product, implementation="xla", scales=weights.scales)
+        text = jax.jit(run).lower(jnp.ones((1, 16), dtype), weights.values).as_text()
+        (found,) = re.findall(r"precision = \[(\w+), \1\]", text)
+        return found
+
+    kinds = ("bfloat16", "float16", "float32")
+    assert [precision(kind, True) for kind in kinds] == ["DEFAULT", "DEFAULT", "HIGHEST"]
+    assert [precision(kind, False) for kind in kinds] == ["HIGHEST"] * 3
 
 
 @pytest.mark.parametrize("tied", [False, True])

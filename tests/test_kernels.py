@@ -332,23 +332,65 @@ def test_cache_scores_is_split_as_the_cache(mode, K, G, rng):
 
 
 def test_tuned_block_sizes_take_the_place_of_the_rule(monkeypatch, tmp_path):
+    """At every capacity, those of the nearest one."""
     shape = dict(B=1, T=3, N=8, K=2, S=1000, H=64, dtype=jnp.bfloat16)
-    rule = attention_triton.default_blocks(**shape)
-    line = {"rows": 32, "slots": 128, "parts": 7, "warps": 8, "stages": 2}
-    table = {"tree_attention": {attention_specs.tuned_key(**shape): line}}
+    chip = device.Gpu("NVIDIA Test-GPU", cores=132, capability=9.0)
+    rule = attention_triton.default_blocks(chip, **shape)
+    near, far = (
+        {"rows": 32, "slots": slots, "parts": 7, "warps": 8, "stages": 2} for slots in (128, 32)
+    )
+    lines = {
+        attention_specs.tuned_key(**{**shape, "S": S}): x for S, x in ((1024, near), (2**17, far))
+    }
     (tmp_path / "tuned").mkdir()
-    (tmp_path / "tuned" / "nvidia_test_gpu.json").write_text(json.dumps(table))
+    (tmp_path / "tuned" / "nvidia_test_gpu.json").write_text(json.dumps({"tree_attention": lines}))
     monkeypatch.setattr(device.resources, "files", lambda _: tmp_path)
     monkeypatch.setitem(device.SAME_MULTIPROCESSORS, "its_sister.json", "nvidia_test_gpu.json")
-    measured = tuple(line.values())
-    kinds = {"NVIDIA Test-GPU": measured, "Its Sister": measured, "another": rule}
-    for name, expected in kinds.items():
-        device.table.cache_clear()
-        monkeypatch.setattr(device, "gpu", lambda name=name: (name, device.DEFAULT_CORES))
-        assert attention_triton.default_blocks(**shape) == expected
-    other = attention_triton.default_blocks(**{**shape, "T": 40})
+    device.table.cache_clear()
+    for kind, expected in ((chip.kind, near), ("Its Sister", near), ("another", rule._asdict())):
+        blocks = attention_triton.default_blocks(chip._replace(kind=kind), **shape)
+        assert blocks._asdict() == expected
+    for S, line in ((8192, near), (16_384, far), (200_000, far)):
+        found = attention_triton.default_blocks(chip, **{**shape, "S": S})
+        assert found._asdict() == line
+    few = attention_triton.default_blocks(chip, **{**shape, "S": 300})
+    assert few._asdict() == {**near, "parts": 4}  # no more than there are blocks of slots
+    other = attention_triton.default_blocks(chip, **{**shape, "T": 40})
     assert other.rows == 128  # a shape without a line follows the rule
     device.table.cache_clear()
+
+
+@pytest.mark.parametrize("T, K, G", [(512, 2, 6), (512, 4, 7), (101, 32, 1), (16, 8, 4)])
+def test_hopper_reads_three_blocks_ahead(T, K, G):
+    """Of tiles of 64 rows and more, where nothing was measured: an A100 has no room for it."""
+    shape = dict(B=1, T=T, N=K * G, K=K, S=9000, H=128, dtype="bfloat16")
+    stages = {
+        capability: attention_triton.default_blocks(
+            device.Gpu("another", 132, capability), **shape
+        ).stages
+        for capability in (8.0, 9.0, 10.0)
+    }
+    assert stages == {8.0: 2, 9.0: 3, 10.0: 2}
+    assert (
+        attention_triton.default_blocks(
+            device.Gpu(None, 132, 9.0), **{**shape, "dtype": "float32"}
+        ).stages
+        == 2
+    )
+
+
+@kernels
+def test_one_part_needs_no_merge(rng):
+    """It gives what the merge gives, here with a rest that weighs nothing."""
+    inputs = make_inputs(rng, B=2, T=5, K=2, G=3, S=40, H=24, length=(40, 7))
+    B, _, N, H = inputs[0].shape
+    rest = jnp.ones((B, N, H)), jnp.full((B, N), -1e30)
+    run = functools.partial(attention_triton.tree_attention, blocks=attention_blocks(16, 16, 1))
+    alone, by_merge = (run(*inputs, *more, interpret=True) for more in ((), rest))
+    for one, other in zip(alone, by_merge, strict=True):
+        assert relative_error(one, other) < LARGEST_ERROR
+    names = [kernel_names(lower_for_cuda(run, *inputs, *more).as_text()) for more in ((), rest)]
+    assert names == [{"tsjax_tree_attention"}, ATTENTION_KERNELS]
 
 
 # --- transformations -------------------------------------------------------------------------

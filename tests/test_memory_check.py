@@ -16,7 +16,7 @@ import tsjax
 from tools import aot
 from tsjax.decoding.programs import programs
 from tsjax.decoding.start import memory_bytes, temporary_bytes
-from tsjax.host import sizes
+from tsjax.host import asking, sizes
 from tsjax.host.info import MEMORY_SHARES
 from tsjax.methods import METHODS, auto
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
@@ -26,11 +26,14 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDED = json.loads((ROOT / "benchmarks/results/aot/aot.json").read_text())["cases"]
 # Plain decoding, and TokenSwift with the paper's settings, on one device.
 STEPS = [case for case in RECORDED if re.fullmatch(r"step \S+ (plain|tokenswift)", case)]
-# A pass of 512 tokens of each row, compiled for an A100 by jax 0.10.2: model, rows, bytes.
+# A pass of so many tokens, compiled for an A100 by jax 0.10.2: model, tokens, bytes.
 PREFILLS = [
-    ("llama3.1-8b", 1, 113_810_692),
-    ("llama2-7b-yarn-128k", 1, 298_360_064),
-    ("qwen2.5-1.5b", 1, 46_614_808),
+    ("llama3.1-8b", 512, 113_810_692),
+    ("llama3.1-8b", 2048, 458_259_972),
+    ("llama2-7b-yarn-128k", 512, 298_360_064),
+    ("llama2-7b-yarn-128k", 2048, 1_193_311_744),
+    ("qwen2.5-1.5b", 512, 46_614_808),
+    ("qwen2.5-1.5b", 2048, 178_286_084),
 ]
 
 
@@ -51,10 +54,10 @@ def test_a_step_needs_about_what_the_compiler_for_an_a100_says(case):
     assert needed <= estimate <= 2 * needed + 100e6
 
 
-@pytest.mark.parametrize(("model", "rows", "needed"), PREFILLS)
-def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, rows, needed):
+@pytest.mark.parametrize(("model", "width", "needed"), PREFILLS)
+def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, width, needed):
     cfg = tsjax.DecodeConfig(tsjax.model_preset(model))
-    estimate = temporary_bytes(cfg, rows, 32_768, prefill_width=512)
+    estimate = temporary_bytes(cfg, 1, 32_768, width)
     assert needed <= estimate <= 2 * needed + 100e6
 
 
@@ -90,6 +93,31 @@ def test_what_makes_it_larger():
     assert chosen == 262_144 * 32 * 8 * (4 + 4)  # of each key a score and an integer
     no_pass = tsjax.DecodeConfig(model, tsjax.TokenSwift(draft_from="verified_state"))
     assert needed(no_pass, capacity=262_144) == needed(no_pass, capacity=131_072)
+
+
+# --- how wide a prefill is -----------------------------------------------------------------------
+
+
+def test_passes_of_a_prefill_are_wide_on_a_gpu_where_that_fits(monkeypatch):
+    """Of all rows together; by the width that was asked for, and for as many slots."""
+    model, text = tiny_model(), [1] * 5200
+    monkeypatch.setattr(asking, "own_device", lambda params: Device(platform))
+
+    def widths(rows=1, **given):
+        given = {"exceed_max_positions": True} | given
+        settings = {"max_new_tokens": 4}
+        return asking.make_request(model, [text] * rows, None, settings, **given).prefill_widths[0]
+
+    platform, narrow = "cpu", [*[512] * 10, 128]
+    assert widths() == narrow
+    platform = "gpu"
+    assert widths() == [2048] * 3
+    assert widths(prefill_width=512) == widths(capacity=5250) == narrow
+    assert widths(rows=2) == [*[1024] * 5, 128] and widths(rows=4) == narrow
+    monkeypatch.setattr(
+        sizes, "memory_shortage", lambda one, _: "short" if 2048 in one.prefill_widths[0] else None
+    )
+    assert widths() == narrow
 
 
 # --- what a user is told -----------------------------------------------------------------------

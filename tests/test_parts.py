@@ -4,6 +4,8 @@
 NumPy arrays say where each token belongs; attention is that to a cache that is not dealt out.
 """
 
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -12,8 +14,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import tree_attention
+from tsjax.model import cache as cache_module
 from tsjax.model import parts as rule
-from tsjax.model.cache import KVCache, write_at_once, write_rows
+from tsjax.model.cache import KVCache, write_rows
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -29,9 +32,13 @@ def dealt(tokens, parts):
     return found.astype(np.float32)
 
 
-@jax.jit
-def written(cache, k, v, start):
-    return write_rows(cache, (k,), (v,), start, after=jnp.zeros(1))
+@functools.partial(jax.jit, static_argnames="at_once")
+def written(cache, k, v, start, at_once=False):
+    """Row by row, or all `at_once` as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (cache_module, rule) if at_once else ():
+            patch.setattr(module, "for_each_row", lambda _, write, *arrays: write(*arrays))
+        return write_rows(cache, (k,), (v,), start, after=jnp.zeros(1))
 
 
 taken = jax.jit(rule.taken_by_part, static_argnames="parts")
@@ -57,9 +64,8 @@ def test_rows_are_written_where_they_belong(parts, capacity, writes):
         k, v = map(jnp.asarray, new)
         at = jnp.asarray(start, jnp.int32)
         cache, earlier = written(cache, k, v, at), cache
-        if parts == 1:  # as a GPU writes them
-            once = jax.jit(write_at_once)(earlier.k[0], jnp.swapaxes(k, 1, 2), at)
-            np.testing.assert_array_equal(once, cache.k[0])
+        once = written(earlier, k, v, at, at_once=True)
+        np.testing.assert_array_equal(once.k[0], cache.k[0])
         length = start + np.minimum(kept, rows)
         every = np.broadcast_to(np.arange(capacity, dtype=np.int32), (B, K, capacity))
         for text, buffer in zip(texts, (cache.k[0], cache.v[0]), strict=True):

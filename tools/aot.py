@@ -19,7 +19,6 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools import gpu_program
+from tools.registers import kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -42,7 +42,8 @@ class Step(NamedTuple):
     rows: int = 1  # of the batch
     passes: int = 1
     revive: str | None = None  # of a lazy prefill
-    program: str = "decode"  # a chunk of decode steps, or a part of a lazy prefill
+    program: str = "decode"  # a chunk of steps, a pass of the prefill, a part of a lazy one
+    width: int = 512  # of a pass of the prefill
     draft_weights: str = "model"  # those that draft
 
 
@@ -57,11 +58,16 @@ STEPS = {
     "step qwen2.5-1.5b plain, 64 rows on 2 devices": Step(
         "qwen2.5-1.5b", (2, 1, 1), method="autoregressive", capacity=8192, rows=64
     ),
+    "step qwen2.5-1.5b magicdec, 8 rows": Step("qwen2.5-1.5b", method="magicdec", rows=8),
+    "step qwen2.5-1.5b plain, 8 rows in 2 parts": Step(
+        "qwen2.5-1.5b", (1, 1, 2), method="autoregressive", rows=8
+    ),
     "step qwen2.5-1.5b tokenswift": Step("qwen2.5-1.5b"),
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
+    "step llama3.1-8b heads alone": Step("llama3.1-8b", method="heads alone"),
     "step llama3.1-8b magicdec": Step("llama3.1-8b", method="magicdec"),
     "step llama3.1-8b triforce": Step("llama3.1-8b", method="triforce"),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
@@ -70,6 +76,17 @@ STEPS = {
     "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", (1, 2, 1)),
     "step llama3.1-8b lazily": Step("llama3.1-8b", method="autoregressive", revive="on_demand"),
     "step llama3.1-8b lazily, tokenswift": Step("llama3.1-8b", revive="in_batches"),
+    **{
+        f"prefill {model} by {width}": Step(
+            model, method="autoregressive", capacity=32_768, program="prefill", width=width
+        )
+        for model, width in (
+            ("llama3.1-8b", 512),
+            ("llama3.1-8b", 2048),
+            ("llama2-7b-yarn-128k", 2048),
+            ("qwen2.5-1.5b", 2048),
+        )
+    },  # fmt: skip
     "fill_stage llama3.1-8b": Step(
         "llama3.1-8b", method="autoregressive", revive="on_demand", program="fill_stage"
     ),
@@ -255,7 +272,7 @@ def settings_of(step: Step, target: str):
     from tsjax.methods.devices import device_of, estimated
 
     config = tsjax.model_preset(step.model)
-    method = METHODS[step.method]()
+    method = tsjax.Autoregressive() if step.method == "heads alone" else METHODS[step.method]()
     if step.method == "tokenswift":
         config = dataclasses.replace(config, num_draft_heads=3)
         method = tsjax.preset(step.model).method if step.model in PAPER else method
@@ -268,10 +285,12 @@ def settings_of(step: Step, target: str):
                 draft_rest=True,
             )
         method = dataclasses.replace(method, draft_weights=step.draft_weights)
-    if step.method == "auto":
+    if step.method in ("auto", "heads alone"):
         config = dataclasses.replace(config, num_draft_heads=3)
         costs = estimated(config, device_of("gpu", target), 1)
         method = choose(config, costs, step.capacity)
+        if step.method == "heads alone":
+            method = tsjax.LikelyTree(width=16, pass_widths=(1, 8), heads=True, costs=costs)
     sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
     prefill = prefill and prefill.resolved(config, 32_768)
@@ -287,6 +306,7 @@ def lower_step(step: Step, target: str):
 
     from tools import gpu_targets
     from tsjax.decoding.programs import programs
+    from tsjax.decoding.reading import UNREAD, reading_config
     from tsjax.decoding.sampling import sampling_values
     from tsjax.decoding.start import init_state
     from tsjax.model.cache import CACHE_AXES, WHOLE_AXES, Cache, KVCache
@@ -343,6 +363,10 @@ def lower_step(step: Step, target: str):
     with gpu_targets.abstract_gpu(target):
         if step.program == "decode":
             traced = compiled.decode.trace(params, state, steps, cfg=cfg)
+        elif step.program == "prefill":
+            state = state.replace(**dict.fromkeys(UNREAD))
+            how = dict(part=0, width=step.width, cfg=reading_config(cfg))
+            traced = compiled.read_part.trace(params, state, steps, **how)
         elif step.program == "fill_stage":
             traced = compiled.read_part.trace(params, state, steps, part=1, width=512, cfg=cfg)
         else:
@@ -353,8 +377,6 @@ def lower_step(step: Step, target: str):
     return lowered, [cache.k[0].sharding.shard_shape(cache.k[0].shape) for cache in caches]
 
 
-# 16 bytes at a time, to registers or to shared memory.
-WIDE_LOADS = r"ld\.global\S*\.(v4\.[bf]32|v2\.b64)|cp\.async\.c[ag]\S* .*, (0x10|16)"
 PAPER = ("llama2-7b-yarn-128k", "llama3.1-8b", "qwen2.5-1.5b", "qwen2.5-14b")
 
 
@@ -424,50 +446,6 @@ def compile_case(case: str, target: str, **environment: str) -> dict:
     if done.returncode:
         raise RuntimeError(f"{case} for {target}: {done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def kernels(dump: Path) -> list[dict]:
-    """What ptxas and the PTX say about each of this project's kernels."""
-    shared: dict[str, int] = {}
-    for file in dump.glob("*thunk_sequence.txt"):
-        lines = re.findall(r"\] (\S+) grid: .*shared_memory: (\d+) bytes", file.read_text())
-        shared.update((name, int(size)) for name, size in lines)
-    found = []
-    for file in sorted(dump.glob("*.ptx")):
-        text = file.read_text()
-        for name in re.findall(r"\.visible \.entry (\w*tsjax_\w+)", text):
-            (arch,) = re.findall(r"\.target (\w+)", text)
-            ptxas = [find_ptxas(), "-v", f"-arch={arch}", str(file), "-o", str(dump / "cubin")]
-            done = subprocess.run(ptxas, capture_output=True, text=True, check=True)
-            report = done.stdout + done.stderr
-            instructions = [line.strip() for line in text.splitlines()]
-
-            def count(pattern: str, instructions=instructions) -> int:
-                return sum(bool(re.search(pattern, line)) for line in instructions)
-
-            found.append(
-                {
-                    "name": name[name.index("tsjax_") :],
-                    "arch": arch,
-                    "registers": max(map(int, re.findall(r"Used (\d+) registers", report))),
-                    "spilled_bytes": sum(map(int, re.findall(r"(\d+) bytes spill", report))),
-                    "shared_bytes": shared.get(name),
-                    "mma": count(r"mma\.sync"),
-                    "wgmma": count(r"wgmma\.mma_async"),
-                    "wide_loads": count(WIDE_LOADS),
-                    "narrow_loads": count(r"ld\.global|cp\.async\.c[ag]"),
-                }
-            )
-            found[-1]["narrow_loads"] -= found[-1]["wide_loads"]
-    return found
-
-
-def find_ptxas() -> str:
-    found = shutil.which("ptxas")
-    packaged = sorted(Path(sys.prefix).glob("lib/python3*/site-packages/nvidia/*/bin/ptxas"))
-    if not found and not packaged:
-        raise FileNotFoundError("ptxas: install a CUDA toolkit, or nvidia-cuda-nvcc-cu12 by pip")
-    return found or str(packaged[0])
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,8 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh
 
+from pallas_kernels import device
+
 FOLDER = Path(__file__).resolve().parent / "targets"
 KINDS = {"a100": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
 CORES = {"a100": 108, "h100": 132, "h200": 132}
@@ -24,14 +26,27 @@ def devices(target: str, count: int = 1):
     return topology.devices
 
 
+CAPABILITIES = {"a100": 8.0, "h100": 9.0, "h200": 9.0}
+
+
+def chip(target: str) -> device.Gpu:
+    return device.Gpu(KINDS[target], CORES[target], CAPABILITIES[target])
+
+
+@contextlib.contextmanager
 def abstract_gpu(target: str):
-    """A context to lower in: from jax 0.11 on, Pallas asks the mesh for the GPU."""
+    """A context to lower in: kernels are cut as on that GPU, by what was measured on it. From jax
+    0.11 on, Pallas asks the mesh for the GPU."""
+    with device.assumed(chip(target)), _abstract_mesh(chip(target)):
+        yield
+
+
+def _abstract_mesh(chip: device.Gpu):
     if not hasattr(jax.sharding, "AbstractDevice"):
         return contextlib.nullcontext()
-    capability = "8.0" if target == "a100" else "9.0"
 
     class Device(jax.sharding.AbstractDevice):
-        compute_capability = capability
+        compute_capability = str(chip.capability)
 
-    device = Device(device_kind=KINDS[target], num_cores=CORES[target], platform="gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    one = Device(device_kind=chip.kind, num_cores=chip.cores, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=one))

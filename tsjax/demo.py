@@ -28,9 +28,9 @@ from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.tree import SOURCES
 from tsjax.files.checkpoint import Model, load
 from tsjax.files.tokenizer import Detokenizer, encode
+from tsjax.host.bandwidth import read_rate
 from tsjax.host.generation import stream
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.measuring import read_rate
 from tsjax.host.result import RunStats, StreamChunk
 from tsjax.methods import Auto, Autoregressive
 from tsjax.methods.devices import plain_bytes

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times block sizes for every key of the kernels' `specs.py`, and writes the table of the best.
 
-Knows which block sizes are worth a try. A kept one is clearly faster than the rule's.
+Knows which block sizes are worth a try. Of the best one and the rule's, the table has the rule's if
+the best is not clearly faster: a line serves other capacities too, where nothing nearer is.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ def tree_candidates(default, rows: int, slots: int) -> list:
         blocks(parts=2 * default.parts),
         blocks(warps=other_warps),
         blocks(stages=other_stages),
+        blocks(stages=4),
         blocks(slots=128, stages=other_stages),
         blocks(slots=128, warps=other_warps),
         blocks(slots=32, warps=other_warps),
@@ -133,7 +135,9 @@ class TuneCase:
             rule, rows = scores.default_blocks, ()
         else:
             rule, rows = attention.default_blocks, (spec.T,)
-        return rule(spec.B, *rows, spec.K * spec.G, spec.K, spec.S, spec.H, spec.dtype)
+        return rule(
+            device.gpu(), spec.B, *rows, spec.K * spec.G, spec.K, spec.S, spec.H, spec.dtype
+        )
 
     def candidates(self) -> list:
         if self.op == "cache_scores":
@@ -255,7 +259,7 @@ def tune_one(case: TuneCase, bandwidth: float, effort: programs.Effort, is_gpu: 
 
 
 def tune(args, is_gpu: bool, effort: programs.Effort, budget, document: dict) -> None:
-    device.tuned = lambda op, shape: None  # the default is the rule, not an earlier table
+    device.tuned = lambda chip, op, shape: None  # the default is the rule, not an earlier table
     name = device.file_name(jax.devices()[0].device_kind)
     table: dict[str, dict] = {"tree_attention": {}, "cache_scores": {}}
     document["file"] = name
@@ -282,8 +286,7 @@ def tune(args, is_gpu: bool, effort: programs.Effort, budget, document: dict) ->
                 f"{len(row['tried'])} tried, {len(row['failed'])} failed",
                 flush=True,
             )
-            if row["kept"]:
-                table[case.op][case.key] = row["best"]
+            table[case.op][case.key] = row["best" if row["kept"] else "default"]
         report.save(document, args.out, "tune")
         write_table(table, name, args.out, is_gpu)
     write_table(table, name, args.out, is_gpu)

@@ -43,34 +43,35 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def default_blocks(B: int, N: int, K: int, S: int, H: int, dtype) -> Blocks:
-    """What was measured on this GPU, or what docs/kernels.md derives."""
-    if measured := device.tuned("cache_scores", tuned_key(B, N, K, S, H, dtype)):
-        return Blocks(**measured)
-    _, cores = device.gpu()
-    slots = 64
-    parts = device.even_parts(B * K, 2 * cores, most=min(128, -(-S // slots)))
-    return Blocks(slots=slots, parts=parts, warps=4, stages=2)
+def default_blocks(chip: device.Gpu, B: int, N: int, K: int, S: int, H: int, dtype) -> Blocks:
+    """What was measured on a GPU, or what docs/kernels.md derives."""
+    if measured := device.tuned(chip, "cache_scores", tuned_key(B, N, K, S, H, dtype)):
+        blocks = Blocks(**measured)  # of another capacity, perhaps
+        return blocks._replace(parts=min(blocks.parts, -(-S // blocks.slots)))
+    slots, stages = 64, 3 if chip.is_hopper and jnp.dtype(dtype) != jnp.float32 else 2
+    parts = device.even_parts(B * K, 2 * chip.cores, most=min(128, -(-S // slots)))
+    return Blocks(slots=slots, parts=parts, warps=4, stages=stages)
 
 
 def cache_scores(q, k_cache, *others, mode: str, blocks=None, interpret=False):
     """As `api.cache_scores`, but "softmax" is summed over each kv head's queries only."""
     check_supported("cache_scores", q.dtype, q.shape[2])
     group = q.shape[1] // k_cache.shape[1]
-    return _on_each_device(mode, len(others) > 1, group, blocks, interpret)(q, k_cache, *others)
+    on_each = _on_each_device(mode, len(others) > 1, group, blocks, device.gpu(), interpret)
+    return on_each(q, k_cache, *others)
 
 
 @functools.cache
-def _on_each_device(mode: str, with_totals: bool, group: int, blocks, interpret: bool):
+def _on_each_device(mode: str, with_totals: bool, group: int, blocks, chip, interpret: bool):
     scores = dict(dot=_dot_scores, softmax=_softmax_scores)[mode]
     totals = ", b (k g)" if with_totals else ""
     split = on_each_device(f"b (k g) h, b k s h, b{totals} -> b k s", group=group)
-    return jax.jit(split(functools.partial(scores, blocks=blocks, interpret=interpret)))
+    return jax.jit(split(functools.partial(scores, blocks=blocks, chip=chip, interpret=interpret)))
 
 
-def _dot_scores(q, k_cache, length, *, blocks, interpret):
+def _dot_scores(q, k_cache, length, *, blocks, interpret, chip=None):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
-    blocks = blocks or default_blocks(B, N, K, S, H, q.dtype)
+    blocks = blocks or default_blocks(chip or device.gpu(), B, N, K, S, H, q.dtype)
     summed = q if N == K else jnp.sum(q.reshape(B, K, N // K, H).astype(jnp.float32), axis=2)
     (scores,) = launch(
         functools.partial(_dot, blocks=blocks),
@@ -83,9 +84,9 @@ def _dot_scores(q, k_cache, length, *, blocks, interpret):
     return scores
 
 
-def _softmax_scores(q, k_cache, length, log_totals=None, *, blocks, interpret):
+def _softmax_scores(q, k_cache, length, log_totals=None, *, blocks, interpret, chip=None):
     (B, N, H), (_, K, S, _) = q.shape, k_cache.shape
-    blocks = blocks or default_blocks(B, N, K, S, H, q.dtype)
+    blocks = blocks or default_blocks(chip or device.gpu(), B, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
     options: dict[str, Any] = dict(warps=blocks.warps, stages=blocks.stages, interpret=interpret)
     if log_totals is None:

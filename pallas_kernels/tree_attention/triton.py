@@ -6,7 +6,8 @@ read once for each block of rows. What a block of rows attends to, the fresh row
 first `length` slots of the cache, is cut into blocks of slots and shared out evenly among
 `Blocks.parts` programs, so that one row of a batch fills the chip. Each part leaves a softmax of
 its own (peak, total, weighted sum); the second kernel merges those parts that had work, and the
-summary of slots that are elsewhere if there is one. No atomics: two runs give the same bits.
+summary of slots that are elsewhere if there is one. Where one part does it all, as in prefills on
+an H100, there is no second kernel. No atomics: two runs give the same bits.
 """
 
 from __future__ import annotations
@@ -51,21 +52,29 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def default_blocks(B: int, T: int, N: int, K: int, S: int, H: int, dtype) -> Blocks:
-    """What was measured on this GPU, or what docs/kernels.md derives."""
-    if measured := device.tuned("tree_attention", tuned_key(B, T, N, K, S, H, dtype)):
-        return Blocks(**measured)
-    _, cores = device.gpu()
+def default_blocks(
+    chip: device.Gpu, B: int, T: int, N: int, K: int, S: int, H: int, dtype
+) -> Blocks:
+    """What was measured on a GPU, or what docs/kernels.md derives."""
+    if measured := device.tuned(chip, "tree_attention", tuned_key(B, T, N, K, S, H, dtype)):
+        blocks = Blocks(**measured)  # of another capacity, perhaps
+        return blocks._replace(parts=min(blocks.parts, _most_parts(T, S, blocks.slots)))
     rows, slots = min(padded(T * N // K), 128), 64
-    if dtype == jnp.float32:  # not for the matrix units, so the tiles live in registers
+    if chip.is_hopper and rows == 128 and H <= 64:
+        slots = 128
+    if jnp.dtype(dtype) == jnp.float32:  # not for the matrix units, so the tiles live in registers
         rows, slots = min(rows, 32), 16
     warps = 8 if rows == 128 else 4
-    stages = 3 if rows <= 32 and slots == 64 else 2
+    stages = 3 if slots >= 64 and (rows <= 32 or chip.is_hopper) else 2
     row_blocks = pl.cdiv(T * N // K, rows)
-    places = cores * (1 if rows == 128 else 2)
-    most = min(MOST_PARTS, pl.cdiv(T, slots) + pl.cdiv(S, slots))
-    parts = device.even_parts(B * K * row_blocks, places, most)
+    places = chip.cores * (1 if rows == 128 else 2)
+    parts = device.even_parts(B * K * row_blocks, places, _most_parts(T, S, slots))
     return Blocks(rows=rows, slots=slots, parts=parts, warps=warps, stages=stages)
+
+
+def _most_parts(T: int, S: int, slots: int) -> int:
+    """As many as there are blocks of slots in a full cache."""
+    return min(MOST_PARTS, pl.cdiv(T, slots) + pl.cdiv(S, slots))
 
 
 def tree_attention(
@@ -79,48 +88,52 @@ def tree_attention(
         raise NotImplementedError("ranks")
     mask = jnp.broadcast_to(tree_mask, (B, T, T)).astype(jnp.int8)
     rest = () if mean is None else (mean, log_total)
-    attention = _on_each_device(N // k_cache.shape[1], bool(rest), blocks, interpret)
+    attention = _on_each_device(N // k_cache.shape[1], bool(rest), blocks, device.gpu(), interpret)
     return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest)
 
 
 @functools.cache
-def _on_each_device(group: int, with_rest: bool, blocks, interpret: bool):
+def _on_each_device(group: int, with_rest: bool, blocks, chip, interpret: bool):
     rest = ", b (k g) h, b (k g)" if with_rest else ""
     split = on_each_device(
         f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{rest} "
         "-> b t (k g) h, b t (k g)",
         group=group,
     )
-    return jax.jit(split(functools.partial(_attention, blocks=blocks, interpret=interpret)))
+    attention = functools.partial(_attention, blocks=blocks, chip=chip, interpret=interpret)
+    return jax.jit(split(attention))
 
 
-def _attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest, blocks, interpret):
+def _attention(
+    q, k_cache, v_cache, length, k_new, v_new, mask, *rest, blocks, interpret, chip=None
+):
     (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
-    blocks = blocks or default_blocks(B, T, N, K, S, H, q.dtype)
+    blocks = blocks or default_blocks(chip or device.gpu(), B, T, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
     # Rows of the mask begin where wide loads can.
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, -T % blocks.slots)))
     rows = pl.cdiv(T * (N // K), blocks.rows) * blocks.rows
-    attend = functools.partial(_attend, blocks=blocks)
+    results = [((B, T, N, H), q.dtype), ((B, T, N), jnp.float32)]
+    alone = blocks.parts == 1 and not rest
+    of_parts = (blocks.parts, B, K, rows)
+    outputs = [((*of_parts, H), jnp.float32), *[(of_parts, jnp.float32)] * 2]
     parts = launch(
-        attend,
+        functools.partial(_attend, blocks=blocks, alone=alone),
         length, q, k_cache, v_cache, k_new, v_new, mask,
         grid=(rows // blocks.rows, blocks.parts, B * K),
-        outputs=[
-            ((blocks.parts, B, K, rows, H), jnp.float32),
-            ((blocks.parts, B, K, rows), jnp.float32),
-            ((blocks.parts, B, K, rows), jnp.float32),
-        ],
+        outputs=results if alone else outputs,
         warps=blocks.warps, stages=blocks.stages, name="tsjax_tree_attention",
         interpret=interpret,
     )  # fmt: skip
+    if alone:
+        return tuple(parts)
     columns = min(padded(H), max(16, MERGE_SIZE // padded(blocks.parts)))
     merge = functools.partial(_merge, fresh=T, blocks=blocks, columns=columns)
     out, log_totals = launch(
         merge,
         length, *parts, *rest,
         grid=(T * N // K, pl.cdiv(H, columns), B * K),
-        outputs=[((B, T, N, H), q.dtype), ((B, T, N), jnp.float32)],
+        outputs=results,
         warps=4, stages=1, name="tsjax_tree_attention_merge",
         interpret=interpret,
     )  # fmt: skip
@@ -141,11 +154,11 @@ def _attend(
     k_cache_ref, v_cache_ref,  # [B, K, S, H]
     k_new_ref, v_new_ref,  # [B, T, K, H]
     mask_ref,  # [B, T, T padded to whole blocks of slots]
-    # outputs
-    out_ref,  # [parts, B, K, rows, H]
-    peak_ref, total_ref,  # [parts, B, K, rows]
-    *,
+    # outputs: out [parts, B, K, rows, H], peak and total [parts, B, K, rows]
+    # or, of one part that is `alone`: merged [B, T, N, H], log_totals [B, T, N]
+    *refs,
     blocks: Blocks,
+    alone: bool,
 ):  # fmt: skip
     _, T, N, H = q_ref.shape
     K = k_cache_ref.shape[1]
@@ -161,7 +174,8 @@ def _attend(
     row_of_q, is_row = quotient(rows, G), rows < T * G
     columns = steps(padded(H))[None, :]
     is_column = columns < H
-    q_index = b, row_of_q[:, None], (head * G + remainder(rows, G))[:, None], columns
+    query_head = head * G + remainder(rows, G)
+    q_index = b, row_of_q[:, None], query_head[:, None], columns
     q = load(q_ref, q_index, is_row[:, None] & is_column)
     scale = H**-0.5 * LOG2_E  # powers of two are what the chip computes
 
@@ -208,6 +222,14 @@ def _attend(
     attend_whole, attend_ragged = (functools.partial(attend_cache, whole=w) for w in (True, False))
     carry = lax.fori_loop(first_cached, ragged, attend_whole, carry)
     out, peak, total = lax.fori_loop(ragged, last, attend_ragged, carry)
+    if alone:
+        merged_ref, log_totals_ref = refs
+        merged = (out / total[:, None]).astype(merged_ref.dtype)
+        store(merged_ref, q_index, merged, is_row[:, None] & is_column)
+        log_total = peak * scale / LOG2_E + jnp.log(total)
+        store(log_totals_ref, (b, row_of_q, query_head), log_total, is_row)
+        return
+    out_ref, peak_ref, total_ref = refs
     worked = first < last
     store(out_ref, (part, b, head, rows[:, None], columns), out, worked & is_column)
     store(peak_ref, (part, b, head, rows), peak * scale, worked)

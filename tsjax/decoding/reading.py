@@ -20,6 +20,9 @@ from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
 
+# Of a state, what differs from run to run and no pass reads: without it all runs share programs.
+UNREAD = ("memory", "stats", "sampling", "last_seen", "counts", "logprobs")
+
 
 def parts(cfg: DecodeConfig, known) -> list:
     """How many of `known` tokens, at most, each part reads; of an int or of [B].

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import log_probs_of
@@ -21,7 +22,6 @@ from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import best_with_score, distribution, step_noise, with_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.tree import NO_NODE, DraftTree
-from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import final_norm, unembed
@@ -56,18 +56,17 @@ def verify_tree(
             return run(widths[0], *inputs)
         nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
         narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
-        shapes = jax.eval_shape(lambda: run_padded(widths[0], *inputs))
-        verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        for index, width in enumerate(widths):
-            one = functools.partial(lambda width, _, *inputs: run_padded(width, *inputs), width)
-            verdict = run_if(narrowest == index, one, verdict, *inputs)
+        # No cache comes out of it, so none is copied. On a GPU it is part of a graph, where a loop
+        # for each width would ask the host (compiled, not run on one yet).
+        branches = [functools.partial(run_padded, width) for width in widths]
+        verdict = lax.switch(narrowest, branches, *inputs)
         return verdict.replace(rows=_apart(verdict.rows, cfg.model.num_layers))
 
 
 def _together(rows: Rows) -> Rows:
     """`rows` with one array [B, T, layers, ...] in place of one for each layer.
 
-    A loop then hands on a few arrays instead of a few for each layer, which a CPU takes long for.
+    A branch then hands on a few arrays instead of a few for each layer, which a CPU takes long for.
     """
 
     def joined(of_layers):

@@ -7,6 +7,7 @@ Knows what a user may pass and what the model allows. Runs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -26,7 +27,7 @@ from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
 from tsjax.host.costs import measured_on
 from tsjax.host.prefix import Prefix, check_prefix
-from tsjax.host.processes import check_same, check_shared
+from tsjax.host.processes import check_same, check_shared, own_device
 from tsjax.host.prompts import prompt_of, prompt_rows, refuse_deep, refuse_tracing, tokenizer_of
 from tsjax.host.request import Request
 from tsjax.host.result import no_log_probs
@@ -48,7 +49,7 @@ def make_request(
     method: Any = None,
     prefill: Any = None,
     capacity: int | None = None,
-    prefill_width: int = 512,
+    prefill_width: int | None = None,
     exceed_max_positions: bool = False,
     resume_from: str | os.PathLike | None = None,
     corpus: Corpus | None = None,
@@ -64,7 +65,8 @@ def make_request(
     prompt, settings = prompt_of(model, prompt, settings)
     refuse_unknown_settings(settings)
     lazy = _resolve_prefill(prefill)
-    check_int(prefill_width, "prefill_width", 1)
+    if prefill_width is not None:
+        check_int(prefill_width, "prefill_width", 1)
     if config is not None:
         wanted = "a tsjax.GenerationConfig; for a HuggingFace one use GenerationConfig.from_hf"
         check_type(config, GenerationConfig, "config", wanted)
@@ -162,13 +164,22 @@ def _fresh(
     return Texts(prompts, made, single and answers == 1, config, [None] * count, logprobs)
 
 
-def _that_fits(request: Request, model: Model, capacity: int | None, prefill_width: int) -> Request:
-    """With its sizes; where memory is short, with each text read by itself, and without an int8
-    copy that nobody asked for."""
+def _that_fits(
+    request: Request, model: Model, capacity: int | None, prefill_width: int | None
+) -> Request:
+    """With its sizes; where memory is short, with narrow passes of a prefill, each text read by
+    itself, and without an int8 copy that nobody asked for."""
 
     def sized(measured: Measured) -> Request:
-        return _sized(request, model, measured, capacity, prefill_width)
+        return _sized(request, model, measured, capacity, width)
 
+    if prefill_width is None and request.decode.prefill is None:
+        width = sizes.wide_prefill(own_device(model.params).platform, len(request.rows))
+        with contextlib.suppress(BadValue):  # slots that were asked for may not hold its last pass
+            found = sized(request.measured)
+            if not sizes.memory_shortage(found, model):
+                return found
+    width = prefill_width or sizes.NARROW_PREFILL
     found = sized(request.measured)
     shortage = sizes.memory_shortage(found, model)
     if shortage and found.of_rows is not None:  # a text that is read once needs a cache for that
@@ -194,7 +205,8 @@ def _sized(
         pairs = zip(map(len, rows), request.prompt_length, strict=True)
         made = max(length - prompt for length, prompt in pairs)
     longest = max(map(len, rows)) if lazy is None else max(request.prompt_length)
-    once = lazy is None and mesh_of(model.params) is None and longest - known > prefill_width
+    some = longest - known > min(prefill_width, sizes.NARROW_PREFILL)
+    once = some and lazy is None and mesh_of(model.params) is None
     counts = parts(decode, longest)
     request = dataclasses.replace(
         request,

@@ -20,12 +20,13 @@ import numpy as np
 
 from tsjax.errors import NotEnoughMemory
 from tsjax.host import peers, processes
+from tsjax.host.bandwidth import reader
 from tsjax.host.bench_question import BOUND, Prepared, Question, prepare
 from tsjax.host.costs import measured_on
 from tsjax.host.generation import generate
 from tsjax.host.info import PACKAGES, facts
 from tsjax.host.interrupt import Interrupted
-from tsjax.host.measuring import device_in, reader
+from tsjax.host.measuring import device_in
 from tsjax.host.memory import SCOPES
 from tsjax.host.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, times_by_position
 from tsjax.host.plots import plot

@@ -113,7 +113,7 @@ class Conversation:
         interrupt, said, news = Interrupt(), [], None
         writer = Detokenizer(self.model.tokenizer, context=request.rows[0])
         try:
-            for news in run(self.model, request, interrupt):
+            for news in run(self.model, request, interrupt, watched=True):
                 piece = writer.push(news.tokens[0])
                 said.append(piece + (writer.flush() if news.last else ""))
                 if said[-1]:

@@ -49,7 +49,7 @@ def generate(
     streamer: Any = None,
     progress: bool = False,
     capacity: int | None = None,
-    prefill_width: int = 512,
+    prefill_width: int | None = None,
     exceed_max_positions: bool = False,
     save_to: str | os.PathLike | None = None,
     save_every: int = 1000,
@@ -86,7 +86,8 @@ def generate(
       capacity: cache slots per row; by default the next power of two (from 32768 on the next
         multiple of it) that holds prompt and new tokens. Runs of one capacity share one compiled
         program.
-      prefill_width: prompt tokens per pass of the prefill.
+      prefill_width: prompt tokens per pass of the prefill; None for 512, on a GPU for up to 2,048
+        of all rows together where memory allows.
       exceed_max_positions: allow prompt and new tokens beyond what the model was made for.
       save_to: a file that receives prompt, settings and tokens every `save_every` tokens, when
         interrupted and at the end. A write that fails is a warning, and the result says so. One run
@@ -144,7 +145,7 @@ def _generated(
         try:
             if streamer is not None:
                 streamer.put(request.prompts[0])
-            for news in run(model, request, interrupt):
+            for news in run(model, request, interrupt, watched=streamer is not None):
                 if streamer is not None:
                     for token in news.tokens[0]:
                         streamer.put(np.asarray([token]))
@@ -174,7 +175,7 @@ def stream(
     method: Any = None,
     prefill: Any = "full",
     capacity: int | None = None,
-    prefill_width: int = 512,
+    prefill_width: int | None = None,
     exceed_max_positions: bool = False,
     on_interrupt: str = "raise",
     corpus: Corpus | None = None,
@@ -202,7 +203,7 @@ def stream(
 def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[StreamChunk]:
     interrupt, news, tokenizer = Interrupt(), None, tokenizer_of(model)
     writers = [Detokenizer(tokenizer, context=row) for row in request.rows if tokenizer]
-    for news in run(model, request, interrupt):
+    for news in run(model, request, interrupt, watched=True):
         rows = list(zip(news.tokens, news.reasons, news.newly_ended, strict=True))
         text = [
             writer.push(new) + (writer.flush() if ended else "")

@@ -24,11 +24,11 @@ from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host import processes
 from tsjax.host.asking import make_request
+from tsjax.host.chunks import SECONDS_PER_CHUNK
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.request import Request
 from tsjax.host.run import (
-    SECONDS_PER_CHUNK,
     HostRows,
     Seen,
     begin_run,

@@ -54,7 +54,6 @@ PROGRAM_BYTES, PROGRAM_BYTES_OF_GPU, PROGRAM_LAYERS = 2**22, 2**30, 4
 # budget is spent; all parts in turn, in so many rounds.
 CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 3, 0.02
 REPETITIONS = 2
-MOST_READ, ROW = 2**28, 1024  # bytes of an array that is read, and its numbers that are one sum
 
 Clock = Callable[[], float]
 
@@ -231,23 +230,6 @@ def compile_all(parts: Iterable[Part]) -> None:
     """Side by side, as XLA leaves the other threads alone while it compiles."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda part: part.compile(), parts))
-
-
-def read_rate(nbytes: float, clock: Clock = time.perf_counter) -> float:
-    """Bytes per second at which sums read an array of so many bytes, again and again.
-
-    An array that fits into a cache is read from there, as are so few weights in every step.
-    """
-    return reader(nbytes, clock)()
-
-
-def reader(nbytes: float, clock: Clock = time.perf_counter) -> Callable[[], float]:
-    """What measures `read_rate` each time it is called, compiled once."""
-    rows = max(int(min(nbytes, MOST_READ)) // (4 * ROW), 1)
-    data, sums = jnp.ones((rows, ROW), jnp.float32), jnp.zeros((rows,), jnp.float32)
-    part = Timed(jax.jit, lambda sums, data: sums + data.sum(1), sums, lambda context: (data,))
-    part.compile()
-    return lambda: data.nbytes / fastest([(part, 0)], clock)[part, 0]
 
 
 class Parts:

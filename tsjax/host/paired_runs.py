@@ -76,9 +76,15 @@ class Runs:
             name: dataclasses.replace(request, capacity=capacity)
             for name, request in requests.items()
         }
-        interrupt, watch = Interrupt(), Stopwatch()
-        with interrupt, watch:
-            self._read = jax.block_until_ready(start_run(model, self.requests[PLAIN], interrupt))
+        interrupt, watch, plain = Interrupt(), Stopwatch(), self.requests[PLAIN]
+        with interrupt:
+            # A pass of each width, as what a device does at the first start of a program is not all
+            # compiling: a GPU loads it, and makes its graph.
+            widths = [[*dict.fromkeys(part)] for part in plain.prefill_widths]
+            few = dataclasses.replace(plain, prefill_widths=widths)
+            jax.block_until_ready(start_run(model, few, interrupt))
+            with watch:
+                self._read = jax.block_until_ready(start_run(model, plain, interrupt))
         interrupt.finish(None, "raise")
         self.prefill_seconds = watch.seconds
         self.compile_seconds = dict.fromkeys(methods, 0.0)

@@ -27,7 +27,7 @@ def read(
     model: Model,
     prompt: Any = None,
     *,
-    prefill_width: int = 512,
+    prefill_width: int | None = None,
     capacity: int | None = None,
     exceed_max_positions: bool = False,
     prefix: Prefix | None = None,

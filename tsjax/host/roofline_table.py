@@ -21,7 +21,7 @@ from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import read_config
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.weight_files import EMBEDDED
-from tsjax.host.measuring import MOST_READ, read_rate
+from tsjax.host.bandwidth import MOST_READ, read_rate
 from tsjax.host.trace import read_bench
 from tsjax.methods import Autoregressive, NGram, TokenSwift
 from tsjax.methods.auto import choose

@@ -18,13 +18,14 @@ import numpy as np
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
 from tsjax.decoding.programs import programs
-from tsjax.decoding.reading import reading_config
+from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.sampling import sampling_values
 from tsjax.decoding.start import with_method
 from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
+from tsjax.host.chunks import seconds_per_chunk
 from tsjax.host.compilation import Stopwatch, try_to_keep_programs
 from tsjax.host.costs import contradicts, forget
 from tsjax.host.interrupt import Interrupt
@@ -36,7 +37,6 @@ from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
 
-SECONDS_PER_CHUNK = 0.2
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
 STEPS_TO_DOUBT = 256  # plain ones, of all rows, before they say something of the table of costs
 LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
@@ -74,13 +74,15 @@ def run(
     interrupt: Interrupt,
     begun: DecodeState | None = None,
     program: Callable[..., DecodeState] | None = None,
+    watched: bool = False,
 ) -> Iterator[News]:
     """Yields the News of each chunk of steps; the last one has every finish reason filled in.
 
     A state that has `begun` already, as `start_run` fills it, is used up. `program` runs the chunks
-    in place of `decode`, for measurements. The interrupt is entered until there are news.
+    in place of `decode`, for measurements. The interrupt is entered until there are news. What a
+    reader watches has them several times a second.
     """
-    going = _run(model, request, interrupt, begun, program)
+    going = _run(model, request, interrupt, begun, program, watched)
     while True:
         with interrupt:
             news = next(going, None)
@@ -90,12 +92,9 @@ def run(
 
 
 def _run(
-    model: Model,
-    request: Request,
-    interrupt: Interrupt,
-    begun: DecodeState | None,
-    program: Callable[..., DecodeState] | None,
-) -> Iterator[News]:
+    model: Model, request: Request, interrupt: Interrupt, begun: DecodeState | None,
+    program: Callable[..., DecodeState] | None, watched: bool,
+) -> Iterator[News]:  # fmt: skip
     chunk_of_steps = program or programs_of(model).decode
     prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
     with prefilling:
@@ -110,6 +109,7 @@ def _run(
     rows, judge = HostRows(model, request), Judge(model, request, state)
     decode, lesson = request.decode, None
     earlier: StepStats | None = None  # the counters until the method changed last
+    wanted = seconds_per_chunk(processes.own_device(model.params).platform, request, watched)
     while True:
         if not interrupt.requested and rows.running:
             with decoding:
@@ -117,7 +117,7 @@ def _run(
                 state.kv.length.block_until_ready()
                 interrupt.meet()
             seconds = processes.first_says(decoding.last)
-            steps = _next_chunk(steps, seconds)
+            steps = _next_chunk(steps, seconds / wanted)
         read = rows.read(seen := Seen.of(state), interrupt.requested)
         counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
@@ -440,10 +440,8 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
     """Yields the state before each pass of the prefill and after the last one."""
     compiled, cfg = programs_of(model), reading_config(request.decode)
     yield state
-    # What differs from run to run and no pass reads: all runs share the programs.
-    unread = ("memory", "stats", "sampling", "last_seen", "counts", "logprobs")
-    aside = {name: getattr(state, name) for name in unread}
-    state = state.replace(**dict.fromkeys(unread))
+    aside = {name: getattr(state, name) for name in UNREAD}
+    state = state.replace(**dict.fromkeys(UNREAD))
     for part, widths in enumerate(request.prefill_widths):
         start = request.prefix_length
         for width in widths:
@@ -498,7 +496,8 @@ def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
     return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
 
 
-def _next_chunk(steps: int, elapsed: float) -> int:
-    """Chunks grow until one takes long enough not to matter and short enough to be interrupted."""
-    wanted = int(steps * SECONDS_PER_CHUNK / max(elapsed, 1e-6))
+def _next_chunk(steps: int, share: float) -> int:
+    """Chunks grow until one takes long enough not to matter and short enough to be interrupted;
+    `share` is what the last one took of that time."""
+    wanted = int(steps / max(share, 1e-6))
     return max(1, min(wanted, 4 * steps))

@@ -24,6 +24,7 @@ from tsjax.model.sharding import mesh_of
 SMALLEST_CAPACITY = 2048
 LARGEST_DOUBLING = 32768
 SMALLEST_PREFILL = 16
+NARROW_PREFILL, WIDE_PREFILL = 512, 2048
 
 
 def check_positions(request: Request) -> None:
@@ -60,6 +61,13 @@ def capacity_of(request: Request, wanted: int | None, prefill_width: int) -> int
     )
     check(wanted >= needed, "capacity", wanted, enough)
     return wanted
+
+
+def wide_prefill(platform: str, rows: int) -> int:
+    """Tokens per pass of a prefill where memory allows: so many rows of all texts fill a GPU."""
+    if platform != "gpu":
+        return NARROW_PREFILL
+    return max(NARROW_PREFILL, WIDE_PREFILL >> (rows - 1).bit_length())
 
 
 def widths_of(count: int, width: int) -> list[int]:

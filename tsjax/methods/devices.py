@@ -31,8 +31,8 @@ class Reach(NamedTuple):
       kernel: seconds of a start.
       step: seconds of a step beside its pass: the sampling, the commit, the loop.
       int8_bytes: how many bytes take as long to read as a weight in int8.
-      token: seconds of a row's choice of a token, for each one of the vocabulary, beside reading the
-        scores: of noise and logarithms, where arithmetic is dear.
+      token: seconds of a row's choice of a token, for each one of the vocabulary, beside reading
+        the scores: of noise and logarithms, where arithmetic is dear.
     """
 
     products: tuple[tuple[int, float], ...]

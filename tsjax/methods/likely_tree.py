@@ -53,7 +53,6 @@ from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, of_kinds, source_numbers
 from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, Rates, chances, first_rates, learned
-from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
 from tsjax.typing import Array, Bool, Float, Int
 
@@ -295,15 +294,10 @@ class LikelyTree(OnPartialCache):
     def _of_heads(self, model: ModelConfig, params: Params, state: DecodeState) -> Paths:
         """From the verified hidden state."""
         number, weights = self._num_heads(model), weights_for(self, params)
-
-        def run(_, hidden: Float[Array, "B D"], root: Int[Array, "B 1"], row) -> Offered:
-            noise, heads = noise_after(model, state, row, 0, number), params.heads[:number]
-            drafter = Drafter(model, weights, heads, state, CHILDREN)
-            return Offered(*from_heads(drafter.by_heads(hidden, root, noise)))
-
-        nothing = nothing_offered(state.root.shape[0], len(grid(number)), number)
-        inputs = state.memory.hidden, state.root[:, None], (state.row_key, state.length)
-        tokens, kinds = run_if(jnp.any(state.running), run, nothing, *inputs)
+        noise = noise_after(model, state, (state.row_key, state.length), 0, number)
+        drafter = Drafter(model, weights, params.heads[:number], state, CHILDREN)
+        ranked = drafter.by_heads(state.memory.hidden, state.root[:, None], noise)
+        tokens, kinds = from_heads(ranked)
         return of_kinds(tokens, kinds, "heads")
 
     # --- learning --------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pallas_kernels import Summary, best_slots, cache_scores, tree_attention
 from pallas_kernels.best_slots.xla import firsts_above
 from tsjax.config import ModelConfig
 from tsjax.decoding.sampling import last_by_digits, sortable
-from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers, for_each_row
+from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers
 from tsjax.model.control_flow import run_if
 from tsjax.model.parts import (
     counts_by_part,
@@ -30,6 +30,7 @@ from tsjax.model.parts import (
     positions_by_part,
     taken_by_part,
 )
+from tsjax.model.writing import for_each_row, scattered
 from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 # Of each layer; -inf where there is no key. Of a cache that is dealt out, as its rows are.
@@ -286,7 +287,12 @@ def _slid(
             rows = jnp.where(fresh[b][None, None, :, None], moved, old)
             return lax.dynamic_update_slice(buffer, rows, (b, zero, first[b], zero))
 
-        return for_each_row(one, buffer)
+        def at_once(buffer, source):
+            tokens = start[:, None] + jnp.clip(wanted, 0, max_rows - 1)
+            new = jnp.take_along_axis(source, tokens[:, None, :, None], axis=2, mode="clip")
+            return scattered(buffer, new, index[None] + jnp.where(fresh, first[:, None], M))
+
+        return for_each_row(one, at_once, buffer, source)
 
     return tuple(map(write, buffers, committed, slides))
 

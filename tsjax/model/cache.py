@@ -8,7 +8,7 @@ row, at any start. Nothing is ever shifted or compacted inside the whole one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple, TypeVar
 
 import flax.struct
@@ -21,6 +21,7 @@ from pallas_kernels import Summary
 from tsjax.config import ModelConfig
 from tsjax.model.parts import write_by_part
 from tsjax.model.sharding import named_sharding, parts_of
+from tsjax.model.writing import for_each_row, write_at_once
 from tsjax.typing import Array, Float, Int, Shaped
 
 CACHE_AXES = ("cache_rows", "cache_heads", None, "head_dim")  # of rows by parts.py
@@ -143,12 +144,7 @@ def write_rows(
             row = lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
             return lax.dynamic_update_slice(buffer, row, (b, zero, slot[b], zero))
 
-        if len(rows) == 1:
-            return one(jnp.int32(0), buffer)
-        return lax.platform_dependent(
-            buffer, rows, slot, cuda=write_at_once,
-            default=lambda buffer, *_: for_each_row(one, buffer),
-        )  # fmt: skip
+        return for_each_row(one, write_at_once, buffer, rows, slot)
 
     with jax.named_scope("write_rows"):
         k, v = list(cache.k), list(cache.v)
@@ -157,25 +153,6 @@ def write_rows(
             k[layer] = write(k[layer], k_rows[index], slot)
             v[layer] = write(v[layer], v_rows[index], slot)
         return cache.replace(k=tuple(k), v=tuple(v))
-
-
-def write_at_once(
-    buffer: Float[Array, "B K slots H"], rows: Float[Array, "B K T H"], start: Int[Array, "B"]
-) -> Float[Array, "B K slots H"]:
-    """Rows of all texts in place, by one scatter: on a GPU a loop's turn is the host's."""
-    b = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
-    slots = start[:, None] + jnp.arange(rows.shape[2], dtype=jnp.int32)[None]
-    kept = buffer.at[b, :, slots]
-    return kept.set(jnp.swapaxes(rows, 1, 2), unique_indices=True, mode="promise_in_bounds")
-
-
-def for_each_row(
-    one: Callable[[Int[Array, ""], Array], Array], buffer: Float[Array, "B K slots H"]
-) -> Float[Array, "B K slots H"]:
-    """one(b, buffer) for every batch row b, in place."""
-    if buffer.shape[0] == 1:
-        return one(jnp.int32(0), buffer)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(buffer.shape[0]), one, buffer)
 
 
 def zero_after(x: Shaped[Array, "..."]) -> Int[Array, ""]:

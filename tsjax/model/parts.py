@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_kernels import Summary, tree_attention
 from pallas_kernels.dispatch import on_each_device
+from tsjax.model.writing import for_each_row, write_at_once
 from tsjax.typing import Array, Bool, Float, Int, Shaped
 
 
@@ -138,7 +139,7 @@ def _write(buffer, rows, slots):
         new = jnp.where(index[None, None, :, None] >= 0, new, old)
         return lax.dynamic_update_slice(buffer, new, (b, zero, first, zero))
 
-    return lax.fori_loop(jnp.int32(0), jnp.int32(buffer.shape[0]), one, buffer)
+    return for_each_row(one, write_at_once, buffer, rows, slots)
 
 
 def taken_by_part(
