@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from benchmarks import expected, front, gpu_tables, real_tables, speedup_tables
 from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
+from benchmarks.rows_table import rows_on_a_cpu
 from benchmarks.table_parts import head, of_gpu, read, source
 
 
@@ -346,6 +347,7 @@ SECTIONS = {
     ("README.md", "front"): front.table,
     ("docs/benchmarks.md", "real-models"): real_tables.table,
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
+    ("docs/benchmarks.md", "rows-on-a-cpu"): rows_on_a_cpu,
     ("docs/benchmarks.md", "speedup"): speedup_tables.speedup,
     ("docs/drafts.md", "rows"): speedup_tables.price_of_rows,
     ("docs/drafts.md", "at-100k"): expected.at_100k,

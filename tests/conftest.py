@@ -210,7 +210,7 @@ def programs_are_given_back():
 def no_clock(monkeypatch):
     """What `Auto` chooses does not depend on how busy the machine is: costs are the formula's."""
 
-    def estimate(params, cfg, batch):
+    def estimate(params, cfg, batch, longest):
         return devices.estimated(cfg, devices.CPU, batch)
 
     from tsjax.host import costs

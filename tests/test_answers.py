@@ -223,7 +223,7 @@ def test_a_result_says_how_it_was_made(tmp_path):
 
 def test_a_pickled_result_says_the_same_and_leaves_its_model_behind(tmp_path):
     model = tiny_model(vocab_size=len(TOKENS), path=save_tokenizer(tmp_path))
-    how = dict(SAMPLED, logprobs=2, method=tsjax.NGram(suffix_length=4), **SIZES)
+    how = dict(SAMPLED, logprobs=2, method=tsjax.NGram.paper(suffix_length=4), **SIZES)
     result = tsjax.generate(model, "the hat", keep_prefix=True, **how)
     content = pickle.dumps(result)
     again = pickle.loads(content)

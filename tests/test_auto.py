@@ -16,7 +16,7 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Measured, Tried
 from tsjax.host.repetition import mean_repeat
 from tsjax.methods import Auto, Autoregressive, LikelyTree, NGram, TokenSwift, auto
-from tsjax.methods.auto import begin, best_with_passes, choose, options
+from tsjax.methods.auto import best_with_passes, choose, opening, options
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.devices import CPU, GPUS, estimated
 
@@ -234,7 +234,7 @@ def test_a_run_begins_with_the_text_and_heads_that_promise_more():
     for new_tokens in (1, 257, None):
         begun = measured(LLAMA, "cpu", 1000, costs=FREE_ROWS, new_tokens=new_tokens)
         found = Auto().next(begun)
-        assert (found.places, found.draft_passes, found.heads) == (auto.PLACES, 0, True)
+        assert (found.places, found.draft_passes, found.heads) == (auto.LOOKED_AT, 0, True)
         dear = FREE_ROWS._replace(heads=10.0)
         assert not Auto().next(begun._replace(costs=dear)).heads
 
@@ -263,7 +263,7 @@ CHEAP = table(
     (1, 10.0), (8, 12.0), (16, 16.0), per_token=0.5, overhead=4.0, heads=1.0,
     int8=Int8Costs(Line(2.0), 1.0),
 )  # fmt: skip
-BEGUN, PASSES = begin(LLAMA, CHEAP, 20), best_with_passes(LLAMA, CHEAP, 20)
+BEGUN, PASSES = opening(LLAMA, CHEAP, 20), best_with_passes(LLAMA, CHEAP, 20)
 PROMISED = PASSES.promise(LLAMA, CHEAP, 20).seconds_per_token
 SHALLOW = LikelyTree(width=2, pass_widths=(1,), places=4, costs=CHEAP)
 LONG = 1e9  # seconds since the method was taken
@@ -275,7 +275,7 @@ def tried(method, seconds, context=20, tokens_per_step=2.0):
 
 def drafting(model, costs, context, seconds, current=None, **changes):
     """A run of which each token takes so long."""
-    current = current or begin(model, costs, context)
+    current = current or opening(model, costs, context)
     facts = dict(steps=64, tokens=100, seconds=100 * seconds, costs=costs) | changes
     return measured(model, "cpu", context, current=current, **facts)
 

@@ -54,10 +54,11 @@ def let_auto_choose(method, monkeypatch, drafting, plain):
 
     monkeypatch.setattr(run, "Stopwatch", Stopwatch)
     monkeypatch.setattr(Auto, "next", next_method)
-    monkeypatch.setattr(auto, "begin", lambda *_, **__: method)
+    monkeypatch.setattr(auto, "opening", lambda *_, **__: method)
     monkeypatch.setattr(auto, "best_with_passes", lambda *_, **__: method)
     monkeypatch.setattr(auto, "SHORT_RUN", 0)
     monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 6)
+    monkeypatch.setattr(auto, "TRIAL_STEPS", 1)
     monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 5)
     monkeypatch.setattr(run, "FIRST_CHUNK", 5)
     return told
@@ -141,7 +142,7 @@ def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
     model, said_plainly, monkeypatch
 ):
     told = let_auto_choose(DRAFTING, monkeypatch, [50.0, 1.0], [5.0])
-    monkeypatch.setattr(auto, "TRIALS_COST", 20.0)  # of so short a run
+    monkeypatch.setattr(auto, "TRIALS_COST", 0.2)  # of so short a run
     rates, with_method = [], run.with_method
 
     def watched(state, cfg, *rest):

@@ -14,7 +14,7 @@ import pytest
 from helpers import tiny_config, tiny_model
 
 import tsjax
-from tsjax.host import costs, measuring
+from tsjax.host import costs, measuring, run
 from tsjax.host.costs import costs_of
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.devices import CPU, estimated
@@ -34,7 +34,7 @@ TABLE = Costs(  # by which plain decoding is the fastest
 )
 
 
-class Said(measuring.Part):
+class Said(measuring.Clocked):
     """A part whose seconds are said here, some of them for each token of context."""
 
     def __init__(self, line):
@@ -320,6 +320,7 @@ def test_a_table_that_plain_steps_contradict_is_measured_anew(
     slow = tuple((rows, Line(factor * line.seconds, 0.0)) for rows, line in TABLE.passes)
     table = TABLE._replace(passes=slow, overhead=0.0)
     monkeypatch.setattr(costs, "measure", lambda *given: calls.append(given) or table)
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, *_: 64)
     settings = dict(max_new_tokens=900, capacity=1024, prefill_width=16, do_sample=True)
     for _ in range(2):
         tsjax.generate(MODEL, [1, 2], method="auto", **settings)

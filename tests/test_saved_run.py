@@ -60,7 +60,7 @@ def test_the_method_comes_back(model, method, tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_its_method(model, tmp_path):
-    path, method = tmp_path / "run.json", tsjax.NGram(num_ngrams=0)
+    path, method = tmp_path / "run.json", tsjax.NGram.paper(num_ngrams=0)
     saved_by(model, path, method=method)
     again = tsjax.generate(model, resume_from=path, max_new_tokens=9, save_to=path)
     assert again.stats.method == read_run(path).method == method
@@ -76,7 +76,8 @@ def test_the_command_resumes_with_the_saved_method(tmp_path, capsys):
     begin = ["generate", tsjax.EMBEDDED, "Once", "--max-new-tokens", "3", "--save-to", path]
     assert main([*begin, "--method", "ngram", "--method-options", "num_ngrams=0"]) == 0
     go_on = ["generate", tsjax.EMBEDDED, "--resume-from", path, "--json"]
-    for more, num_ngrams in (["--max-new-tokens", "5"], 0), (["--method", "ngram"], 20):
+    other = ["--method", "ngram", "--method-options", "num_ngrams=20"]
+    for more, num_ngrams in (["--max-new-tokens", "5"], 0), (other, 20):
         capsys.readouterr()
         assert main([*go_on, *more]) == 0
         assert json.loads(capsys.readouterr().out)["stats"]["method"]["num_ngrams"] == num_ngrams

@@ -258,7 +258,6 @@ OF_NGRAMS = [  # argument, value, and what the message says would be right
     ("num_ngrams", 1025, "an integer, at most 1024"),
     ("num_ngrams", True, "an integer, at least 0"),
     ("ngram_size", 1, "an integer, at least 2"),
-    ("ngram_slots", 19, "at least num_ngrams=20"),
     ("ngram_delay", 2**31, "an integer, at most 2147483647"),
     ("suffix_length", "16", "an integer, at least 0"),
 ]

@@ -162,6 +162,11 @@ class Method:
         """Whether `draft` wants `params.drafts`, the model in int8."""
         return False
 
+    @property
+    def drafts_from_text_alone(self) -> bool:
+        """Whether it drafts, and no pass of a model does."""
+        return False
+
     def promise(self, model: ModelConfig, costs: Any, context: float) -> Promise | None:
         """What a step finds and takes at `context` tokens, by `costs`, a tsjax.Costs; None where
         that is not known."""

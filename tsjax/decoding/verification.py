@@ -14,7 +14,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import log_probs_of
@@ -22,6 +21,7 @@ from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import best_with_score, distribution, step_noise, with_noise
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.tree import NO_NODE, DraftTree
+from tsjax.model.control_flow import run_one_of
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import final_norm, unembed
@@ -56,10 +56,8 @@ def verify_tree(
             return run(widths[0], *inputs)
         nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
         narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
-        # No cache comes out of it, so none is copied. On a GPU it is part of a graph, where a loop
-        # for each width would ask the host (compiled, not run on one yet).
         branches = [functools.partial(run_padded, width) for width in widths]
-        verdict = lax.switch(narrowest, branches, *inputs)
+        verdict = run_one_of(narrowest, branches, *inputs)  # no cache comes out: none is copied
         return verdict.replace(rows=_apart(verdict.rows, cfg.model.num_layers))
 
 

@@ -26,8 +26,9 @@ from tsjax.errors import BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
 from tsjax.host.costs import measured_on
+from tsjax.host.measuring import device_in
 from tsjax.host.prefix import Prefix, check_prefix
-from tsjax.host.processes import check_same, check_shared, own_device
+from tsjax.host.processes import check_same, check_shared
 from tsjax.host.prompts import prompt_of, prompt_rows, refuse_deep, refuse_tracing, tokenizer_of
 from tsjax.host.request import Request
 from tsjax.host.result import no_log_probs
@@ -174,7 +175,7 @@ def _that_fits(
         return _sized(request, model, measured, capacity, width)
 
     if prefill_width is None and request.decode.prefill is None:
-        width = sizes.wide_prefill(own_device(model.params).platform, len(request.rows))
+        width = sizes.wide_prefill(device_in(model.params)[0], len(request.rows))
         with contextlib.suppress(BadValue):  # slots that were asked for may not hold its last pass
             found = sized(request.measured)
             if not sizes.memory_shortage(found, model):

@@ -121,11 +121,11 @@ def measure(
 class Share(NamedTuple):
     """A part, and how many times its seconds count."""
 
-    part: Part
+    part: Clocked
     times: float = 1.0
 
 
-class Part:
+class Clocked:
     """What is measured: a program, or several in turn."""
 
     def compile(self) -> None:
@@ -137,7 +137,7 @@ class Part:
         raise NotImplementedError
 
 
-class InTurn(Part):
+class InTurn(Clocked):
     """Programs that are called one after the other, each with inputs of its own, and each with what
     the last one gave."""
 
@@ -163,7 +163,7 @@ class InTurn(Part):
         return min(times)
 
 
-class Timed(Part):
+class Timed(Clocked):
     """A small part of a step, which a program repeats.
 
     `step(carry, *inputs)` gives the next carry; `inputs` are those at a context.
@@ -204,7 +204,7 @@ class Timed(Part):
         return min(times)
 
 
-def fastest(jobs: Sequence[tuple[Part, int]], clock: Clock) -> dict[tuple[Part, int], float]:
+def fastest(jobs: Sequence[tuple[Clocked, int]], clock: Clock) -> dict[tuple[Clocked, int], float]:
     """The seconds of each part at its context. What disturbs a round need not disturb the next."""
     rounds = [[part.seconds(at, clock) for part, at in jobs] for _ in range(REPETITIONS)]
     return dict(zip(jobs, map(min, zip(*rounds, strict=True)), strict=True))
@@ -226,7 +226,7 @@ def device_in(params: Params) -> tuple[str, str]:
     return device.platform, device.device_kind
 
 
-def compile_all(parts: Iterable[Part]) -> None:
+def compile_all(parts: Iterable[Clocked]) -> None:
     """Side by side, as XLA leaves the other threads alone while it compiles."""
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda part: part.compile(), parts))
@@ -290,10 +290,11 @@ class Parts:
         In one part, where no layer is left out; then nothing stays in a cache that does not stay
         there in a step.
         """
-        end = self.tokens(1, in_int8=in_int8)
+        end = self._choosing(1, in_int8)
         if self.layers == self._cfg.num_layers:
-            return [Share(self._in_turn(rows, in_int8, end.part))]
-        return [Share(self._in_turn(rows, in_int8), self._cfg.num_layers / self.layers), end]
+            return [Share(self._in_turn(rows, in_int8, end))]
+        times = self._cfg.num_layers / self.layers
+        return [Share(self._in_turn(rows, in_int8), times), Share(end)]
 
     def _hidden(self, rows: int) -> jax.Array:
         return self._zeros((rows, self._cfg.embed_dim), self._cfg.dtype)
@@ -323,9 +324,12 @@ class Parts:
         hidden = self._hidden(rows)
         return InTurn(calls, (hidden, hidden[:, :1]))
 
-    @functools.cache  # noqa: B019, as long as the table is made
     def tokens(self, rows: int, *, in_int8: bool = False) -> Share:
         """From the last layer's output to the tokens of a pass, with their noise."""
+        return Share(self._choosing(rows, in_int8))
+
+    @functools.cache  # noqa: B019, as long as the table is made
+    def _choosing(self, rows: int, in_int8: bool) -> InTurn:
         program = self._jit(functools.partial(_choose_tokens, cfg=self._cfg))
         seeds = self._zeros((), jnp.uint32)
 
@@ -333,7 +337,7 @@ class Parts:
             weights = self._int8 if in_int8 else self._weights
             return [(program, (weights.replace(layers=()), seeds))]
 
-        return Share(InTurn(calls, self._hidden(rows)))
+        return InTurn(calls, self._hidden(rows))
 
     def choice(self) -> Share:
         """The partial cache, chosen anew in all layers."""

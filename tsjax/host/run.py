@@ -38,7 +38,7 @@ from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
 
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
-STEPS_TO_DOUBT = 256  # plain ones, of all rows, before they say something of the table of costs
+STEPS_TO_DOUBT = 256  # of all rows, before they say something of the table of costs
 LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
@@ -167,7 +167,7 @@ class Judge:
     def __init__(self, model: Model, request: Request, state: DecodeState):
         self._model, self._request, self._doubts = model, request, False
         self._reviving = self._is_reviving(state)
-        self._prompts = np.asarray(request.prompt_length)
+        self._prompts, self._context = np.asarray(request.prompt_length), request.measured.context
         self._tried: dict[Method, Tried] = {}
         self._begin(Known.of(state))
 
@@ -176,16 +176,15 @@ class Judge:
         self._first, self._last, self._since = True, known, 0.0
         self._seconds = self._steps = self._tokens = 0.0
 
-    def next(self, current: Method, state: DecodeState, seconds: float, compiling: float) -> Method:
-        """The method that drafts the next chunk; `seconds` are those of the last one, those of
-        `compiling` of all so far."""
+    def next(self, current: Method, state: DecodeState, took: float, compiling: float) -> Method:
+        """The method that drafts the next chunk; the last one `took` so many seconds."""
         now, last = Known.of(state), self._last
         self._reviving, was_reviving = self._is_reviving(state), self._reviving
         if self._reviving or was_reviving:  # while it revives, steps end early
             self._begin(now)
         elif not self._first:
             steps = now.steps - last.steps  # each of which some rows take
-            spent = seconds * np.sum(steps) / max(np.max(steps), 1)
+            spent = took * np.sum(steps) / max(np.max(steps), 1)
             if self._seconds > LATELY * len(steps):
                 self._seconds, self._steps, self._tokens = (
                     x / 2 for x in (self._seconds, self._steps, self._tokens)
@@ -217,14 +216,12 @@ class Judge:
         return chosen
 
     def _doubt(self, measured: Measured) -> None:
-        """A table that the run contradicts is not kept."""
-        if measured.current != Autoregressive() or measured.steps < STEPS_TO_DOUBT:
-            return
-        per_step = measured.seconds / measured.steps
-        if not self._doubts and contradicts(measured.costs, per_step, measured.context):
+        """A table that the run contradicts is not kept: no step takes less than a plain one."""
+        enough = measured.steps >= STEPS_TO_DOUBT and not self._doubts
+        per_step = measured.seconds / max(measured.steps, 1)
+        if enough and contradicts(measured.costs, per_step, measured.context):
             self._doubts = True
-            begun = self._request.measured
-            forget(self._model.params, self._model.cfg, begun.batch, begun.context)
+            forget(self._model.params, self._model.cfg, measured.batch, self._context)
 
     def _is_reviving(self, state: DecodeState) -> bool:
         lazy, model = self._request.decode.prefill, self._request.decode.model

@@ -30,7 +30,7 @@ UNSURE = 0.15  # so much less may plain steps take than the table says; and so m
 # the run's time that may cost. A text that begins to repeat itself is worth more, unless it is what
 # is drafted from already.
 TRIAL_STEPS, TRIALS_COST, TRIALS_COST_OF_REPEATS = 96, 0.01, 0.1
-WIDEST, PLACES = 64, 8  # rows of a tree; earlier places of the last token
+WIDEST, LOOKED_AT = 64, 8  # rows of a tree; earlier places of the last token
 PASSES = (1, 2, 4)
 # Small partial caches that see the rest summed up, and the paper's.
 PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
@@ -77,7 +77,7 @@ class Auto(Method):
         costs = self.costs or costs_for(measured)
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
-            return begin(measured.model, costs, measured.context, corpus=measured.corpus)
+            return opening(measured.model, costs, measured.context, corpus=measured.corpus)
         return follow(measured, costs)
 
 
@@ -114,16 +114,12 @@ def follow(measured: Measured, costs: Costs) -> Method:
         if saved > measured.compiling + UNSURE * trial:
             return most
 
-    repeats = measured.repeats >= LONG_MATCH and not drafts_from_text_alone(current)
+    repeats = measured.repeats >= LONG_MATCH and not current.drafts_from_text_alone
     budget = (TRIALS_COST_OF_REPEATS if repeats else TRIALS_COST) * measured.since
     for rival, seconds in known.items():
         if trial * max(seconds / here - 1, UNSURE) <= budget:
             return rival
     return current
-
-
-def drafts_from_text_alone(method: Method) -> bool:
-    return isinstance(method, LikelyTree) and not method.draft_passes
 
 
 def _promises(measured: Measured, costs: Costs) -> dict[Method, float]:
@@ -158,7 +154,7 @@ class Choice(NamedTuple):
 
 def choose(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False) -> LikelyTree:
     """What promises most: passes of the model where it is 5% more than from the text alone."""
-    begun = begin(model, costs, context, corpus=corpus)
+    begun = opening(model, costs, context, corpus=corpus)
     drafts = best_with_passes(model, costs, context, corpus=corpus)
 
     def seconds(option: LikelyTree) -> float:
@@ -167,7 +163,9 @@ def choose(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = F
     return drafts if seconds(drafts) * PROMISES < seconds(begun) else begun
 
 
-def begin(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False) -> LikelyTree:
+def opening(
+    model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False
+) -> LikelyTree:
     """Drafts from the text, and from heads where they promise more."""
     return _best(options(model, costs, context, corpus=corpus), model, costs, context)
 
@@ -192,7 +190,7 @@ def options(
 ) -> Iterator[LikelyTree]:
     """What can be chosen: drafts from the text and the heads, or with `passes` of the model too."""
     widths = costs.widths(context, WIDEST)
-    sizes: dict[str, Any] = dict(width=widths[-1], pass_widths=widths[:-1], places=PLACES)
+    sizes: dict[str, Any] = dict(width=widths[-1], pass_widths=widths[:-1], places=LOOKED_AT)
     sizes |= {"corpus": corpus, "costs": costs}
     heads = (False, True) if model.num_draft_heads else (False,)
     if not passes:

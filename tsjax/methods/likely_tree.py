@@ -123,6 +123,10 @@ class LikelyTree(OnPartialCache):
     def wants_costs(self) -> bool:
         return self.costs is None
 
+    @property
+    def drafts_from_text_alone(self) -> bool:
+        return not self.draft_passes
+
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:
             return measured.current

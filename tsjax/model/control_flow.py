@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+
+from tsjax.typing import Array, Int
 
 
 def run_if(wanted, function: Callable[..., Any], carry, *inputs):
@@ -24,3 +27,28 @@ def run_if(wanted, function: Callable[..., Any], carry, *inputs):
         return function(carry, *held)
 
     return lax.fori_loop(jnp.int32(0), jnp.asarray(wanted, jnp.int32), body, carry)
+
+
+def run_one_of(number: Int[Array, ""], branches: Sequence[Callable], *inputs: Any) -> Any:
+    """What the branch of this number makes of the inputs.
+
+    On a GPU a conditional, which is part of a graph where a loop would ask the host (compiled, not
+    run on one yet). Elsewhere loops: what is in a conditional XLA joins with what is around it, and
+    sums then round otherwise than in a step without.
+    """
+
+    def by_loops(number, *inputs):
+        shapes = jax.eval_shape(lambda: branches[0](*inputs))
+        found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        for index, branch in enumerate(branches):
+
+            def run(_, *inputs, branch=branch):
+                return branch(*inputs)
+
+            found = run_if(number == index, run, found, *inputs)
+        return found
+
+    def by_conditional(number, *inputs):
+        return lax.switch(number, branches, *inputs)
+
+    return lax.platform_dependent(number, *inputs, cuda=by_conditional, default=by_loops)
