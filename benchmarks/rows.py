@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,7 +70,8 @@ def main(argv: Sequence[str]) -> None:
         name = f"rows-{os.path.basename(args.model).split('.gguf')[0]}-{args.dtype}"
     else:
         document["products"] = [of_products(kind, args.rounds) for kind in KINDS]
-        models = {label: random_model(shape) for label, shape in SHAPES.items()}
+        configs = {label: config_of(shape) for label, shape in SHAPES.items()}
+        models = {label: (random_params(cfg), cfg) for label, cfg in configs.items()}
         name = "rows"
     document["passes"] = [
         row
@@ -89,13 +91,12 @@ def instructions() -> list[str]:
     return [flag for flag in wanted if flag in flags]
 
 
-def random_model(shape: dict[str, Any]) -> tuple[Any, tsjax.ModelConfig]:
+def config_of(shape: dict[str, Any]) -> tsjax.ModelConfig:
     heads = shape["embed_dim"] // 64
-    cfg = tsjax.ModelConfig(
+    return tsjax.ModelConfig(
         **shape, num_heads=heads, num_kv_heads=heads // 2, head_dim=64, max_positions=32_768,
         norm_eps=1e-5,
     )  # fmt: skip
-    return random_params(cfg), cfg
 
 
 def timed(calls: dict[int, Callable[[], Any]], rounds: int) -> dict[int, list[float]]:
@@ -142,11 +143,12 @@ def of_products(kind: str, rounds: int) -> dict[str, Any]:
 
 
 def of_model(label: str, params, cfg, contexts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    begun = time.perf_counter()
-    costs = measure(params, cfg, 1, 2 * max(contexts))
-    to_measure, table = time.perf_counter() - begun, []
-    for context in contexts:
+    begun, table = time.perf_counter(), []
+    tables = [measure(params, cfg, 1, 2 * max(contexts))]
+    to_measure = time.perf_counter() - begun
+    for context in contexts:  # a table before and after each, as the machine's speed drifts
         found = timed(whole_passes(params, cfg, context), rounds)
+        tables.append(measure(params, cfg, 1, 2 * max(contexts)))
         row: dict[str, Any] = {
             "model": label, "dtype": cfg.dtype, "context": context,
             "seconds_to_measure": to_measure,
@@ -154,7 +156,7 @@ def of_model(label: str, params, cfg, contexts: Sequence[int], rounds: int) -> l
         }  # fmt: skip
         for rows in ROWS:
             ms = 1e3 * summary(found[rows])["median"]
-            said = 1e3 * costs.of_pass(rows, context)
+            said = 1e3 * statistics.mean(one.of_pass(rows, context) for one in tables[-2:])
             over = ratios(found[rows], found[1])
             row["rows"][rows] = {"ms": ms, "table_ms": said, "off": said / ms - 1, "over_one": over}
         print(label, context, *(

@@ -97,11 +97,22 @@ GPUS = {
 # (benchmarks/results/cpu/rows.json): bytes on a pass of one row, operations on what further rows
 # add. There reading and computing add up. Wider types have half of the operations.
 CPU = Device(
-    bytes_per_second=4.5e10,
-    operations_per_second=1.2e12,
+    bytes_per_second=3.5e10,
+    operations_per_second=1.0e12,
     memory=math.inf,
     reach=Reach(
-        ((1, 1.0),), 1.0, (1, 1), 1.0, 0.6, 0.5, False, ((math.inf, 0),), 0.0, 2e-4, 1.5, 3e-9
+        products=((1, 1.0),),
+        product_operations=1.0,
+        tiles=(1, 1),
+        attention_bytes=1.0,
+        attention_operations=0.9,
+        wide_operations=0.5,
+        overlaps=False,
+        kernels=((math.inf, 0),),
+        kernel=0.0,
+        step=2e-4,
+        int8_bytes=1.5,
+        token=8e-9,
     ),
 )
 MOST_ROWS = 256  # of the passes in an estimated table
