@@ -349,6 +349,7 @@ SECTIONS = {
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
     ("docs/benchmarks.md", "rows-on-a-cpu"): rows_on_a_cpu,
     ("docs/benchmarks.md", "speedup"): speedup_tables.speedup,
+    ("docs/drafts.md", "auto"): real_tables.auto_by_prompt,
     ("docs/drafts.md", "rows"): speedup_tables.price_of_rows,
     ("docs/drafts.md", "at-100k"): expected.at_100k,
     ("docs/benchmarks.md", "measured"): measured,
