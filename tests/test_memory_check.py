@@ -101,7 +101,7 @@ def test_what_makes_it_larger():
 def test_passes_of_a_prefill_are_wide_on_a_gpu_where_that_fits(monkeypatch):
     """Of all rows together; by the width that was asked for, and for as many slots."""
     model, text = tiny_model(), [1] * 5200
-    monkeypatch.setattr(asking, "own_device", lambda params: Device(platform))
+    monkeypatch.setattr(asking, "device_in", lambda params: (platform, "any"))
 
     def widths(rows=1, **given):
         given = {"exceed_max_positions": True} | given
@@ -142,8 +142,8 @@ def refusal(monkeypatch, platform="gpu", method: Any = "autoregressive", **chang
 
 
 def test_the_parts_are_named_and_add_up(monkeypatch):
-    text = refusal(monkeypatch, method=tsjax.TokenSwift(draft_budget=64))
-    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift(draft_budget=64))
+    text = refusal(monkeypatch, method=tsjax.TokenSwift.paper(draft_budget=64))
+    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift.paper(draft_budget=64))
     cache = cache_bytes(cfg.model, 1, 262_144)
     method = memory_bytes(cfg, 1, 262_144, 0)
     temporary = temporary_bytes(cfg, 1, 262_144, 16)
@@ -244,7 +244,7 @@ def test_a_copy_of_an_earlier_run_gives_way(monkeypatch):
 
 
 def test_rows_that_lie_on_several_devices_count_once():
-    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift(draft_budget=64))
+    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift.paper(draft_budget=64))
     mesh = jax.make_mesh((4, 1), ("data", "model"))
     one, four = (temporary_bytes(cfg, rows, 2048, 16) for rows in (2, 8))
     assert temporary_bytes(cfg, 8, 2048, 16, mesh) == one < four
