@@ -273,7 +273,7 @@ def presets(monkeypatch):
     cfg = helpers.tiny_config(num_layers=1, dtype="float32")
     monkeypatch.setattr(bench_question, "model_preset", {"shape": cfg}.__getitem__)
     monkeypatch.setattr(bench_question, "model_preset_names", lambda: ("shape",))
-    swift = tsjax.TokenSwift(draft_budget=32, num_sinks=2, num_ngrams=0, suffix_length=0)
+    swift = tsjax.TokenSwift.paper(draft_budget=32, num_sinks=2, num_ngrams=0, suffix_length=0)
     monkeypatch.setattr(bench_question, "preset_names", lambda: ("shape",))
     monkeypatch.setattr(
         bench_question, "preset", lambda name: tsjax.preset("llama3.1-8b")._replace(method=swift)

@@ -209,21 +209,23 @@ def test_auto_does_without_a_copy_in_int8_that_does_not_fit(monkeypatch):
     )
     model = tiny_model(embed_dim=64, num_layers=2, mlp_dim=4096)
     monkeypatch.setattr(auto, "SHORT_RUN", 1)
-    asked = dict(method=tsjax.Auto(costs=costs), max_new_tokens=8, capacity=128, prefill_width=16)
-    chosen = tsjax.generate(model, [1, 2, 3], **asked).stats.method
-    assert chosen.wants_int8
-    poor = tsjax.Model(model.params, cfg=model.cfg)
+    asked = dict(max_new_tokens=8, capacity=128, prefill_width=16)
     needed, shortage = [], sizes.memory_shortage
 
     def counted(one, of):
-        needed.append(of.bytes_for(one.decode.method))
+        needed.append(of.int8_bytes if one.may_want_int8 else 0)
         return "no room" if needed[-1] else shortage(one, of)
 
     monkeypatch.setattr(sizes, "memory_shortage", counted)
-    found = tsjax.generate(poor, [1, 2, 3], **asked).stats.method
-    assert not found.wants_int8 and needed[0] > 0 and needed[1] == 0
+    found = tsjax.generate(model, [1, 2, 3], method=tsjax.Auto(costs=costs), **asked)
+    assert len(found.tokens[0]) == 8 and needed[0] > 0 and needed[1] == 0
+    in_int8 = tsjax.LikelyTree(draft_passes=1, draft_weights="int8", costs=costs)
     with pytest.raises(MemoryError, match="no room"):
-        tsjax.generate(poor, [1, 2, 3], **{**asked, "method": chosen})
+        tsjax.generate(model, [1, 2, 3], method=in_int8, **asked)
+    needed.clear()
+    monkeypatch.setattr(auto, "SHORT_RUN", 8)
+    tsjax.generate(model, [1, 2, 3], method=tsjax.Auto(costs=costs), **asked)
+    assert needed == [0], "so short a run tries no passes"
 
 
 def test_a_copy_of_an_earlier_run_gives_way(monkeypatch):

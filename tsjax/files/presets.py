@@ -27,7 +27,7 @@ class Preset(NamedTuple):
 def preset(name: str) -> Preset:
     """How the paper generates with a model, such as "llama3.1-8b"."""
     fields = _named("generation.json", name, "preset")
-    return Preset(GenerationConfig(**fields["generation"]), TokenSwift(**fields["tokenswift"]))
+    return Preset(GenerationConfig(**fields["generation"]), TokenSwift.paper(**fields["tokenswift"]))
 
 
 def training_preset(name: str) -> HeadTraining:

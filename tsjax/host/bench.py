@@ -105,7 +105,7 @@ def too_wide(asked: Prepared) -> Iterator[str]:
     model, longest = asked.model, max(asked.question.lengths)
     costs = estimated(model.cfg, device_of(*device_in(model.params)), 1)
     for name, method in asked.methods.items():
-        if method.chooses or method.wants_costs:
+        if method.chooses or method.wants_costs or method.takes_draft_model:
             continue
         begun = method.next(measured_on(method, model, longest, 1))
         rows = begun.sizes(model.cfg).width

@@ -29,7 +29,7 @@ from tsjax.host.plots import check_plot
 from tsjax.host.prompts import encode_text, tokenizer_of
 from tsjax.host.trace import read_trace
 from tsjax.input_files import read_text
-from tsjax.methods import METHODS
+from tsjax.methods import METHODS, TokenSwift
 from tsjax.model.params import abstract_params, random_params
 from tsjax.model.sharding import mesh_of
 
@@ -179,8 +179,9 @@ def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
 def _method(name: str, question: Question) -> Method:
     if name == PLAIN:
         return Autoregressive()
-    if name == "tokenswift" and question.simulate and question.model in preset_names():
-        return preset(question.model).method
+    if name == "tokenswift" and question.simulate:  # what a trace was made with
+        known = question.model in preset_names()
+        return preset(question.model).method if known else TokenSwift.paper()
     return METHODS[name]()
 
 
