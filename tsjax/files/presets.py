@@ -27,7 +27,8 @@ class Preset(NamedTuple):
 def preset(name: str) -> Preset:
     """How the paper generates with a model, such as "llama3.1-8b"."""
     fields = _named("generation.json", name, "preset")
-    return Preset(GenerationConfig(**fields["generation"]), TokenSwift.paper(**fields["tokenswift"]))
+    method = TokenSwift.paper(**fields["tokenswift"])
+    return Preset(GenerationConfig(**fields["generation"]), method)
 
 
 def training_preset(name: str) -> HeadTraining:
