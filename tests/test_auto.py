@@ -265,6 +265,7 @@ CHEAP = table(
 )  # fmt: skip
 BEGUN, PASSES = opening(LLAMA, CHEAP, 20), best_with_passes(LLAMA, CHEAP, 20)
 PROMISED = PASSES.promise(LLAMA, CHEAP, 20).seconds_per_token
+OTHER_PASSES = dataclasses.replace(PASSES, places=4)
 SHALLOW = LikelyTree(width=2, pass_widths=(1,), places=4, costs=CHEAP)
 LONG = 1e9  # seconds since the method was taken
 
@@ -290,6 +291,7 @@ BOTH = (tried(PLAIN, 24.0), tried(PASSES, 26.0))
         (BEGUN, PROMISED * 1.04, (), 0, BEGUN),
         (BEGUN, PROMISED * 1.06, (), 0, PASSES),
         (BEGUN, PROMISED * 1.06, (tried(PASSES, 40.0),), 0, BEGUN),
+        (BEGUN, PROMISED * 1.06, (tried(OTHER_PASSES, 40.0),), 0, BEGUN),  # nor others of them
         (BEGUN, 21.3, (tried(PASSES, 40.0),), 0, BEGUN),
         (BEGUN, 21.5, (tried(PASSES, 40.0),), 0, PLAIN),
         (PLAIN, 24.0, (tried(BEGUN, 30.0),), 0, PASSES),

@@ -182,12 +182,12 @@ def test_a_resumed_run_says_the_same_by_any_table(tmp_path):
 
 def test_a_run_goes_on_with_passes_that_promise_more(said_plainly, model):
     """Begun with the text alone; by the table passes in int8 take hardly any time."""
-    costs = table((1, 1.0), (8, 1.0), int8=Int8Costs(Line(0.0), 0.0))
+    costs = table((1, 1e-9), (8, 1e-9), int8=Int8Costs(Line(0.0), 0.0))
     seen = []
 
     class Watched(Auto):
-        def next(self, measured):
-            seen.append((measured, super().next(measured)))
+        def next(self, measured):  # as where its programs are kept
+            seen.append((measured, super().next(measured._replace(compiling=0.0))))
             return seen[-1][1]
 
     wanted = dict(SETTINGS, max_new_tokens=300)
@@ -197,8 +197,7 @@ def test_a_run_goes_on_with_passes_that_promise_more(said_plainly, model):
     left, compiling = [(one.tokens_left, one.compiling) for one, _ in seen][-1]
     made = len(found.tokens[0])
     assert 0 <= left <= made / 2 + 20 and compiling > 0
-    after = [said for measured, said in seen if measured.steps >= 64]
-    assert after and {type(said).__name__ for said in after} <= {"LikelyTree", "Autoregressive"}
+    assert any(said.wants_int8 and said.draft_passes for _, said in seen)
 
 
 @pytest.mark.wide

@@ -98,6 +98,13 @@ void merge(Sums to, int64_t r, float peak, float total, const float* out, int64_
   to.peak[r] = most;
 }
 
+// Which fresh rows each of the fresh rows of a group sees: of these the first `reach`, and at most so
+// many.
+struct Seen {
+  std::vector<std::vector<int32_t>> by_row;
+  int64_t reach = 0, most = 0;
+};
+
 // Some rows of one kv head: what they may see, and where it lies.
 template <class T>
 struct Rows {
@@ -154,14 +161,15 @@ struct Rows {
     }
   }
 
-  // Which fresh rows each of the fresh rows of the group sees.
-  std::vector<std::vector<int32_t>> seen() const {
-    std::vector<std::vector<int32_t>> seen;
+  Seen seen() const {
+    Seen seen;
     for (int64_t t = fresh_row(0); t <= fresh_row(rows - 1); t++) {
       const bool* mask = arrays.mask + (b * arrays.rows_T + t) * arrays.rows_T;
-      auto& of_row = seen.emplace_back();
+      auto& of_row = seen.by_row.emplace_back();
       for (int64_t u = 0; u < arrays.rows_T; u++)
         if (mask[u]) of_row.push_back(static_cast<int32_t>(u));
+      if (!of_row.empty()) seen.reach = std::max<int64_t>(seen.reach, of_row.back() + 1);
+      seen.most = std::max<int64_t>(seen.most, of_row.size());
     }
     return seen;
   }
@@ -264,11 +272,7 @@ struct Group : Rows<T> {
   void add_tail(SumsOf sums_of) {
     const int64_t cached_slots = committed % BLOCK, start = committed - cached_slots;
     const auto seen = this->seen();
-    int64_t fresh_rows = 0, most_places = 0;
-    for (const auto& of_row : seen) {
-      if (!of_row.empty()) fresh_rows = std::max<int64_t>(fresh_rows, of_row.back() + 1);
-      most_places = std::max<int64_t>(most_places, cached_slots + of_row.size());
-    }
+    const int64_t fresh_rows = seen.reach, most_places = cached_slots + seen.most;
     // All that any row of the group sees, in order; the scores of all rows with it.
     const int64_t all = cached_slots + fresh_rows, most = (all + BLOCK - 1) / BLOCK * BLOCK;
     float* memory = scratch<1>(rows * most + most * width + MOST_ROWS * most);
@@ -302,7 +306,7 @@ struct Group : Rows<T> {
         int64_t where[MOST_ROWS][BLOCK];
         int count[MOST_ROWS];
         for (int64_t i = 0; i < R; i++) {
-          const auto& of_row = seen[fresh_row(r + i) - fresh_row(0)];
+          const auto& of_row = seen.by_row[fresh_row(r + i) - fresh_row(0)];
           int64_t places = cached_slots + static_cast<int64_t>(of_row.size());
           count[i] = static_cast<int>(std::clamp<int64_t>(places - place, 0, BLOCK));
           for (int j = 0; j < count[i]; j++) {

@@ -166,13 +166,9 @@ struct PairGroup : Rows<bfloat16> {
   void add_tail(SumsOf sums_of) {
     const int64_t cached_slots = committed % BLOCK, start = committed - cached_slots;
     const auto seen = this->seen();
-    int64_t fresh_rows = 0, most_places = 0;
-    for (const auto& of_row : seen) {
-      if (!of_row.empty()) fresh_rows = std::max<int64_t>(fresh_rows, of_row.back() + 1);
-      most_places = std::max<int64_t>(most_places, cached_slots + of_row.size());
-    }
+    const int64_t fresh_rows = seen.reach, most_places = cached_slots + seen.most;
     auto seen_by = [&](int64_t r) -> const std::vector<int32_t>& {
-      return seen[fresh_row(r) - fresh_row(0)];
+      return seen.by_row[fresh_row(r) - fresh_row(0)];
     };
     // Whether it sees all before its last one, as in a text: then its places are those of all.
     auto in_a_line = [&](int64_t r) {

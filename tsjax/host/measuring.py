@@ -240,10 +240,10 @@ class Parts:
     def __init__(self, params: Params, cfg: ModelConfig, batch: int, longest: int):
         self._cfg, self._batch, self._mesh = cfg, batch, mesh_of(params)
         self._weights = params.model
-        device = next(iter(jax.tree.leaves(params)[0].devices()))
-        on_cpu = device.platform == "cpu"
+        platform, _ = device_in(params)
+        on_cpu = platform == "cpu"
         self.rows = ROWS_OF_CPU if on_cpu else ROWS_OF_GPU
-        options = compiler_options(device.platform, cfg.dtype)
+        options = compiler_options(platform, cfg.dtype)
         self._jit = functools.partial(jax.jit, compiler_options=options)
 
         leaves = jax.tree.leaves(params.model.layers[0])

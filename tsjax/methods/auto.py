@@ -103,11 +103,7 @@ def follow(measured: Measured, costs: Costs) -> Method:
         return best
 
     trial = TRIAL_STEPS * measured.batch * here * plain_step
-    promised = {
-        rival: seconds
-        for rival, seconds in _promises(measured, costs).items()
-        if rival not in {current, *known}
-    }
+    promised = _promises(measured, costs, {current, *known})
     most = min(promised, key=promised.__getitem__, default=current)
     if here > PROMISES * promised.get(most, here):
         saved = (here - promised[most]) * plain_step * measured.tokens_left
@@ -122,20 +118,21 @@ def follow(measured: Measured, costs: Costs) -> Method:
     return current
 
 
-def _promises(measured: Measured, costs: Costs) -> dict[Method, float]:
-    """What might take less, and the plain steps that a token of it is expected to take."""
+def _promises(measured: Measured, costs: Costs, known: set[Method]) -> dict[Method, float]:
+    """What is unknown, and the plain steps that a token of it is expected to take. Passes are known
+    once any were tried: as the context grows, others of them promise a little more."""
     model, context = measured.model, measured.context
+    plain, found = Autoregressive(), {}
     if is_short(measured.new_tokens):
-        return {}
-    # What a step of drafts takes beside its passes, no table knows.
-    found: dict[Method, float] = {Autoregressive(): 1 - UNSURE}
-    drafts = best_with_passes(model, costs, context, corpus=measured.corpus)
-    known = [measured.current, *(tried.method for tried in measured.tried)]
-    depth = max(method.sizes(model).depth for method in known if method is not None)
-    if drafts.sizes(model).depth <= depth:  # as the buffers are
-        found[drafts] = drafts.promise(model, costs, context).seconds_per_token / costs.plain(
-            context
-        )
+        return found
+    if plain not in known:  # what a step of drafts takes beside its passes, no table knows
+        found[plain] = 1 - UNSURE
+    if all(method == plain or method.drafts_from_text_alone for method in known):
+        drafts = best_with_passes(model, costs, context, corpus=measured.corpus)
+        deepest = max(one.sizes(model).depth for one in known)  # as the buffers are
+        if drafts not in known and drafts.sizes(model).depth <= deepest:
+            seconds = drafts.promise(model, costs, context).seconds_per_token
+            found[drafts] = seconds / costs.plain(context)
     return found
 
 
