@@ -73,10 +73,10 @@ def measure(
     # The programs that others end with first, so that these find them.
     first = [share.part for share in (in_int8[0], choice, tokens, few_tokens)]
     compile_all(first)
-    compile_all({*at_both, *at_one} - {*first})
+    compile_all(part for part in dict.fromkeys([*at_both, *at_one]) if part not in first)
     near, far = parts.contexts
-    jobs = {*itertools.product(at_both, (near, far)), *((part, near) for part in at_one)}
-    seconds = fastest([*jobs], clock)
+    jobs = [*itertools.product(at_both, (near, far)), *((part, near) for part in at_one)]
+    seconds = fastest([*dict.fromkeys(jobs)], clock)
 
     def at(context: int, shares: Sequence[Share]) -> float:
         return sum(times * seconds[part, context] for part, times in shares)
@@ -229,8 +229,9 @@ def device_in(params: Params) -> tuple[str, str]:
 
 
 def compile_all(parts: Iterable[Clocked]) -> None:
-    """Side by side, as XLA leaves the other threads alone while it compiles."""
-    with ThreadPoolExecutor() as pool:
+    """Side by side, as XLA leaves the other threads alone while it compiles. Several processes run
+    what they compile together, so they do it in one order."""
+    with ThreadPoolExecutor(1 if processes.are_several() else None) as pool:
         list(pool.map(lambda part: part.compile(), parts))
 
 
