@@ -16,7 +16,7 @@ from helpers import tiny_config, tiny_model
 import tsjax
 from tsjax.host import costs, measuring, run
 from tsjax.host.costs import costs_of
-from tsjax.methods.cost_model import Costs, Int8Costs, Line
+from tsjax.methods.cost_model import Costs, Int8Costs, Line, as_costs
 from tsjax.methods.devices import CPU, estimated
 from tsjax.model.cache import init_cache
 from tsjax.model.params import abstract_params
@@ -100,6 +100,8 @@ def test_the_table_is_the_sum_of_its_parts(monkeypatch):
     found = table_of(monkeypatch, wrong)  # noise makes no part cheaper than a smaller one
     assert found.passes[1][1] == Line(6.0, 0.25) and found.choice.per_token == 0
     assert found.passes[2][1] == Line(8 * 6.0, 0.25), "nor dearer than its rows one by one"
+    found = table_of(monkeypatch, SECONDS | {1: (-100.0, 0.25), "tokens": (0.0, 0.0)})
+    assert as_costs(found).of_pass(1, 0) > 0, "weights take time, whatever noise says"
 
 
 class Memory:

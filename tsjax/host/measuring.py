@@ -55,6 +55,7 @@ PROGRAM_BYTES, PROGRAM_BYTES_OF_GPU, PROGRAM_LAYERS = 2**22, 2**30, 4
 # budget is spent; all parts in turn, in so many rounds.
 CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 7, 0.02
 REPETITIONS = 2
+LEAST_OF_WEIGHTS = 0.001  # of the shorter context's seconds: noise may not say that there are none
 
 Clock = Callable[[], float]
 
@@ -84,7 +85,7 @@ def measure(
     def line(*shares: Share) -> Line:
         first, last = at(near, shares), at(far, shares)
         slope = max((last - first) / (far - near), 0.0)
-        return Line(max(first - slope * near, 0.0), slope)
+        return Line(max(first - slope * near, LEAST_OF_WEIGHTS * first), slope)
 
     one_row = at(near, [tokens])
     per_row = max(at(near, [few_tokens]) - one_row, 0.0) / (FEW - 1)
