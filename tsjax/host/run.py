@@ -2,7 +2,7 @@
 """A run: the state is filled, and chunks of steps run until every row has ended.
 
 Knows the device's programs, clocks, and what the host reads after a chunk. Does not know how a step
-works, nor when drafts pay: methods say how to go on, a row ends by its own rules.
+works, nor which method goes on; a row ends by its own rules.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
+from tsjax.decoding.method import Autoregressive, Method
 from tsjax.decoding.programs import programs
 from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.sampling import sampling_values
@@ -27,9 +27,9 @@ from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.chunks import seconds_per_chunk
 from tsjax.host.compilation import Stopwatch, try_to_keep_programs
-from tsjax.host.costs import contradicts, forget
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.repetition import Loops, mean_repeat
+from tsjax.host.judge import Judge, length_of
+from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
 from tsjax.methods.corpus import CorpusIndex
@@ -38,8 +38,6 @@ from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
 
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
-STEPS_TO_DOUBT = 256  # of all rows, before they say something of the table of costs
-LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 _REASONS = {EOS: "eos", LENGTH: "length"}
 
 
@@ -161,84 +159,6 @@ def params_for(
     )
 
 
-class Judge:
-    """Asks the method how to go on, by what its steps have found and how long they took."""
-
-    def __init__(self, model: Model, request: Request, state: DecodeState):
-        self._model, self._request, self._doubts = model, request, False
-        self._reviving = self._is_reviving(state)
-        self._prompts, self._context = np.asarray(request.prompt_length), request.measured.context
-        self._tried: dict[Method, Tried] = {}
-        self._begin(Known.of(state))
-
-    def _begin(self, known: Known) -> None:
-        """From here on steps are judged; the first chunk is not, as what it does comes once."""
-        self._first, self._last, self._since = True, known, 0.0
-        self._seconds = self._steps = self._tokens = 0.0
-
-    def next(self, current: Method, state: DecodeState, took: float, compiling: float) -> Method:
-        """The method that drafts the next chunk; the last one `took` so many seconds."""
-        now, last = Known.of(state), self._last
-        self._reviving, was_reviving = self._is_reviving(state), self._reviving
-        if self._reviving or was_reviving:  # while it revives, steps end early
-            self._begin(now)
-        elif not self._first:
-            steps = now.steps - last.steps  # each of which some rows take
-            spent = took * np.sum(steps) / max(np.max(steps), 1)
-            if self._seconds > LATELY * len(steps):
-                self._seconds, self._steps, self._tokens = (
-                    x / 2 for x in (self._seconds, self._steps, self._tokens)
-                )
-            self._seconds, self._since = self._seconds + spent, self._since + spent
-            self._steps += np.sum(steps)
-            self._tokens += np.sum(now.length - last.length)
-        self._first, self._last = False, now
-        context, made = int(np.mean(now.length)), np.mean(now.length - self._prompts)
-        measured = self._request.measured._replace(
-            current=current,
-            context=context,
-            steps=int(self._steps),
-            tokens=int(self._tokens),
-            seconds=float(self._seconds),
-            since=float(self._since),
-            tried=tuple(self._tried.values()),
-            repeats=mean_repeat(processes.on_host(state.tokens), now.length),
-            tokens_left=float(min(self._request.config.max_new_tokens - made, made)),
-            compiling=processes.first_says(compiling / (1 + len(self._tried))),
-        )
-        self._doubt(measured)
-        chosen = self._request.method.next(measured)
-        if chosen != current:
-            if self._tokens:
-                per_token, per_step = self._seconds / self._tokens, self._tokens / self._steps
-                self._tried[current] = Tried(current, per_token, context, per_step)
-            self._begin(now._replace(steps=np.zeros_like(now.steps)))
-        return chosen
-
-    def _doubt(self, measured: Measured) -> None:
-        """A table that the run contradicts is not kept: no step takes less than a plain one."""
-        enough = measured.steps >= STEPS_TO_DOUBT and not self._doubts
-        per_step = measured.seconds / max(measured.steps, 1)
-        if enough and contradicts(measured.costs, per_step, measured.context):
-            self._doubts = True
-            forget(self._model.params, self._model.cfg, measured.batch, self._context)
-
-    def _is_reviving(self, state: DecodeState) -> bool:
-        lazy, model = self._request.decode.prefill, self._request.decode.model
-        return lazy is not None and lazy.is_reviving(model, state)
-
-
-class Known(NamedTuple):
-    """What the host reads of each row after a chunk."""
-
-    steps: np.ndarray
-    length: np.ndarray
-
-    @classmethod
-    def of(cls, state: DecodeState) -> Known:
-        return cls(np.array(processes.on_host(state.stats.steps)), _length(state))
-
-
 class Seen(NamedTuple):
     """What the host reads of a state, as NumPy arrays."""
 
@@ -252,7 +172,7 @@ class Seen(NamedTuple):
     def of(cls, state: DecodeState) -> Seen:
         of_tokens = state.tokens, state.sources, state.finish, state.logprobs
         tokens, sources, finish, told = processes.on_host(of_tokens)
-        return cls(tokens, sources, _length(state), finish, told)
+        return cls(tokens, sources, length_of(state), finish, told)
 
     def row(self, row: int) -> Seen:
         """One of them, as a batch of one."""
@@ -461,11 +381,6 @@ def programs_of(model: Model) -> Any:
     if device.platform == "gpu":
         try_to_keep_programs()
     return programs(device.platform, model.cfg.dtype)
-
-
-def _length(state: DecodeState) -> np.ndarray:
-    """`state.length` on the host, where it takes no program."""
-    return processes.on_host(state.kv.length) + 1
 
 
 def _on_host(stats: StepStats) -> StepStats:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a run goes on: its method is asked, by what the steps have found and how long they took.
+
+Knows counters and clocks. Does not know when drafts pay: the method says.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from tsjax.decoding.method import Method, Tried
+from tsjax.decoding.state import DecodeState
+from tsjax.files.checkpoint import Model
+from tsjax.host import processes
+from tsjax.host.costs import contradicts, forget
+from tsjax.host.repetition import mean_repeat
+from tsjax.host.request import Request
+
+STEPS_TO_DOUBT = 256  # of all rows, before they say something of the table of costs
+LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
+
+
+class Judge:
+    """Asks the method how to go on, by what its steps have found and how long they took."""
+
+    def __init__(self, model: Model, request: Request, state: DecodeState):
+        self._model, self._request, self._doubts = model, request, False
+        self._reviving = self._is_reviving(state)
+        self._prompts, self._context = np.asarray(request.prompt_length), request.measured.context
+        self._tried: dict[Method, Tried] = {}
+        self._begin(Known.of(state))
+
+    def _begin(self, known: Known) -> None:
+        """From here on steps are judged; the first chunk is not, as what it does comes once."""
+        self._first, self._last, self._since = True, known, 0.0
+        self._seconds = self._steps = self._tokens = 0.0
+
+    def next(self, current: Method, state: DecodeState, took: float, compiling: float) -> Method:
+        """The method that drafts the next chunk; the last one `took` so many seconds."""
+        now, last = Known.of(state), self._last
+        self._reviving, was_reviving = self._is_reviving(state), self._reviving
+        if self._reviving or was_reviving:  # while it revives, steps end early
+            self._begin(now)
+        elif not self._first:
+            steps = now.steps - last.steps  # each of which some rows take
+            spent = took * np.sum(steps) / max(np.max(steps), 1)
+            if self._seconds > LATELY * len(steps):
+                self._seconds, self._steps, self._tokens = (
+                    x / 2 for x in (self._seconds, self._steps, self._tokens)
+                )
+            self._seconds, self._since = self._seconds + spent, self._since + spent
+            self._steps += np.sum(steps)
+            self._tokens += np.sum(now.length - last.length)
+        self._first, self._last = False, now
+        context, made = int(np.mean(now.length)), np.mean(now.length - self._prompts)
+        measured = self._request.measured._replace(
+            current=current,
+            context=context,
+            steps=int(self._steps),
+            tokens=int(self._tokens),
+            seconds=float(self._seconds),
+            since=float(self._since),
+            tried=tuple(self._tried.values()),
+            repeats=mean_repeat(processes.on_host(state.tokens), now.length),
+            tokens_left=float(min(self._request.config.max_new_tokens - made, made)),
+            compiling=processes.first_says(compiling / (1 + len(self._tried))),
+        )
+        self._doubt(measured)
+        chosen = self._request.method.next(measured)
+        if chosen != current:
+            if self._tokens:
+                per_token, per_step = self._seconds / self._tokens, self._tokens / self._steps
+                self._tried[current] = Tried(current, per_token, context, per_step)
+            self._begin(now._replace(steps=np.zeros_like(now.steps)))
+        return chosen
+
+    def _doubt(self, measured: Measured) -> None:
+        """A table that the run contradicts is not kept: no step takes less than a plain one."""
+        enough = measured.steps >= STEPS_TO_DOUBT and not self._doubts
+        per_step = measured.seconds / max(measured.steps, 1)
+        if enough and contradicts(measured.costs, per_step, measured.context):
+            self._doubts = True
+            forget(self._model.params, self._model.cfg, measured.batch, self._context)
+
+    def _is_reviving(self, state: DecodeState) -> bool:
+        lazy, model = self._request.decode.prefill, self._request.decode.model
+        return lazy is not None and lazy.is_reviving(model, state)
+
+
+class Known(NamedTuple):
+    """What the host reads of each row after a chunk."""
+
+    steps: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def of(cls, state: DecodeState) -> Known:
+        return cls(np.array(processes.on_host(state.stats.steps)), length_of(state))
+
+
+def length_of(state: DecodeState) -> np.ndarray:
+    """`state.length` on the host, where it takes no program."""
+    return processes.on_host(state.kv.length) + 1
