@@ -5,15 +5,13 @@ The tokenizers are built here: a byte-level one (Llama 3, Qwen) and two with a s
 them with byte tokens (Llama 2, Mistral).
 """
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from tsjax.files.tokenizer import Detokenizer, decode_text, load_tokenizer
-from tsjax.files.weight_files import embedded_folder
 
 SAMPLE = "Hello world, naïve 日本語 😀 👩‍👩‍👧 \u202e x  y\n"
 
@@ -132,37 +130,3 @@ def test_load_tokenizer_loads_once(tmp_path):
     loaded = load_tokenizer(str(tmp_path))
     assert loaded.encode(SAMPLE) == TOKENIZERS["byte_level"].encode(SAMPLE)
     assert load_tokenizer(str(tmp_path)) is loaded
-
-
-# --- the embedded model's, without transformers --------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def plain_and_whole():
-    folder = embedded_folder()
-    return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-
-
-@settings(max_examples=40)
-@given(text=st.text(), start=st.booleans(), skip=st.booleans())
-def test_the_plain_tokenizer_is_that_of_transformers(plain_and_whole, text, start, skip):
-    plain, whole = plain_and_whole
-    text = f"{text} <|end_of_text|>{text}"
-    ids = plain.encode(text, add_special_tokens=start)
-    assert ids == whole.encode(text, add_special_tokens=start)
-    decode = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
-    assert plain.decode(ids, **decode) == whole.decode(ids, **decode)
-    assert plain.decode(np.asarray(ids)) == whole.decode(ids)
-
-
-def test_the_plain_tokenizer_has_the_same_vocabulary_and_asks_transformers_for_the_rest(
-    plain_and_whole,
-):
-    plain, whole = plain_and_whole
-    assert "_whole" not in vars(plain), "nothing above needed transformers"
-    assert plain.get_vocab() == whole.get_vocab() and len(plain) == len(whole)
-    assert plain.added_tokens_decoder == whole.added_tokens_decoder
-    assert plain.eos_token == whole.eos_token
-    assert plain(["Once upon", "a"])["input_ids"] == whole(["Once upon", "a"])["input_ids"]
-    with pytest.raises(AttributeError, match="no_such_thing"):
-        _ = plain.no_such_thing

@@ -81,9 +81,10 @@ class Model(flax.struct.PyTreeNode):
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The HuggingFace tokenizer of the model's folder, loaded once.
+        """The tokenizer of the model's folder, loaded once, under the names of transformers.
 
-        A FileNotFoundError if there is none, a ValueError if it is damaged.
+        What it lacks, transformers has: its error then says how to load that. A FileNotFoundError
+        if there is no tokenizer, a ValueError if it is damaged.
         """
         if self.path is None:
             raise BadValue("this model has no path, so it has no tokenizer; pass token ids")

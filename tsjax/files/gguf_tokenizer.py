@@ -9,10 +9,11 @@ tokenizers, which runs them; neither torch nor transformers is needed. Does not 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tsjax.config import check_int
 from tsjax.errors import BadValue, NotSupported
+from tsjax.files.plain_tokenizer import Described, add_special_tokens
 
 BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"  # tokenizer.ggml.model
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # tokenizer.ggml.token_type
@@ -22,7 +23,7 @@ SPACE = "\u2581"  # stands for a space in a vocabulary of SentencePiece
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_WORDS_AND_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_WORDS_AND_REST}"
+QWEN2_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_WORDS_AND_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -30,7 +31,7 @@ _TEKKEN = (
 )
 _SPLITS = {
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2_WORDS),
     "tekken": _TEKKEN,
 }
 _AS_GPT2 = ("gpt-2", "mpt", "olmo", "jais", "default")
@@ -46,13 +47,6 @@ _SPECIAL = {
     "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }  # fmt: skip
-
-
-class Described(NamedTuple):
-    """A tokenizer, and what the class of transformers is told beside it."""
-
-    tokenizer: Any  # tokenizers.Tokenizer
-    settings: dict[str, Any]
 
 
 def has_tokenizer(fields: Mapping[str, Any]) -> bool:
@@ -94,6 +88,7 @@ def described(fields: Mapping[str, Any]) -> Described:
         if index is not None:
             check_int(index, f"tokenizer.ggml.{key}", 0, len(tokens) - 1)
             settings[name] = tokens[index]
+    add_special_tokens(tokenizer, settings, [])
     _begin_and_end(tokenizer, fields, settings)
     template = fields.get("tokenizer.chat_template")
     if template is not None:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids and, piece by piece, back.
 
-Knows HuggingFace tokenizers; transformers is imported only when one is loaded, and for the embedded
-model and GGUF files only if something is asked that tokenizers does not tell. Does not know models.
-Whatever those libraries raise, Rust's panics too, becomes a ValueError that names the tokenizer's
-folder.
+Knows HuggingFace's tokenizers: the usual ones by the package tokenizers, the others by
+transformers, which takes seconds to import. usual_tokenizer.py says which. Does not know models.
+Whatever those libraries raise, Rust's panics too, becomes a ValueError that names the folder.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import functools
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,8 @@ import numpy as np
 from tsjax.errors import NoSuchFile
 from tsjax.files import gguf_tokenizer
 from tsjax.files.gguf_files import is_gguf, read_headers
-from tsjax.files.weight_files import embedded_folder
+from tsjax.files.plain_tokenizer import PlainTokenizer
+from tsjax.files.usual_tokenizer import NeedsTransformers, described_folder
 from tsjax.input_files import filtered_log, parsing, require_file
 
 REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
@@ -58,14 +58,10 @@ def _load_tokenizer(path: str, state: _State) -> Any:
     for name, *_ in state:
         require_file(os.path.join(path, name))
     with parsing(path, _DAMAGED):
-        whole = functools.partial(_whole_tokenizer, path)
-        if path == embedded_folder():
-            import tokenizers
-
-            plain = tokenizers.Tokenizer.from_file(os.path.join(path, "tokenizer.json"))
-            tokenizer = PlainTokenizer(path, plain, whole)
-        else:
-            tokenizer = whole()
+        try:
+            tokenizer = PlainTokenizer(path, described_folder(path))
+        except NeedsTransformers:
+            tokenizer = _by_transformers(path)
         _visible_and_byte_tokens(tokenizer)  # is read later, while tokens are made
         return tokenizer
 
@@ -76,70 +72,17 @@ def _load_from_gguf(path: str, state: tuple[int, int, int]) -> Any:
     if not gguf_tokenizer.has_tokenizer(fields):
         raise NoSuchFile(f"{path!r} has no tokenizer: pass token ids instead of text")
     with parsing(path, _DAMAGED):
-        plain, settings = gguf_tokenizer.described(fields)
-        whole = functools.partial(_in_transformers, path, plain, settings)
-        tokenizer = PlainTokenizer(path, plain, whole)
+        tokenizer = PlainTokenizer(path, gguf_tokenizer.described(fields))
         _visible_and_byte_tokens(tokenizer)
         return tokenizer
 
 
-def _transformers() -> Any:
+def _by_transformers(path: str) -> Any:
     # Whoever imports transformers for a tokenizer need not hear that it found no torch.
     with filtered_log("transformers", lambda record: "PyTorch was not" not in record.getMessage()):
         import transformers
-    return transformers
-
-
-def _whole_tokenizer(path: str) -> Any:
-    load = _transformers().AutoTokenizer.from_pretrained
+    load = transformers.AutoTokenizer.from_pretrained
     return load(path, local_files_only=True, trust_remote_code=False)
-
-
-def _in_transformers(path: str, plain: Any, settings: Mapping[str, Any]) -> Any:
-    kind = _transformers().PreTrainedTokenizerFast
-    return kind(
-        tokenizer_object=plain, name_or_path=path, clean_up_tokenization_spaces=False, **settings
-    )
-
-
-class PlainTokenizer:
-    """A tokenizer that needs no more than the package tokenizers.
-
-    To import transformers takes longer than a first token. Whatever is not here is asked of its
-    class for the same tokenizer, which `whole` makes then.
-    """
-
-    def __init__(self, path: str, plain: Any, whole: Callable[[], Any]):
-        self.name_or_path = path
-        self._plain, self._make_whole = plain, whole
-        self.added_tokens_decoder = plain.get_added_tokens_decoder()
-
-    def encode(self, text: str, add_special_tokens: bool = True, verbose: bool = True) -> list[int]:
-        return self._plain.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def decode(
-        self, ids: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: Any = None
-    ) -> str:
-        ids = np.atleast_1d(ids).tolist()
-        return self._plain.decode(ids, skip_special_tokens=skip_special_tokens)
-
-    def get_vocab(self) -> dict[str, int]:
-        return self._plain.get_vocab()
-
-    def __len__(self) -> int:
-        return self._plain.get_vocab_size()
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        return self._whole(*args, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # what copies and pickles look for
-            raise AttributeError(name)
-        return getattr(self._whole, name)
-
-    @functools.cached_property
-    def _whole(self) -> Any:
-        return self._make_whole()
 
 
 def _folder_state(path: str) -> _State:

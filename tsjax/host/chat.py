@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chats: messages become token ids by the checkpoint's own template.
 
-Knows what a chat is, and HuggingFace's templates, which transformers runs in jinja2's sandbox. Does
-not know how an answer is made.
+Knows what a chat is, and HuggingFace's templates, which run in jinja2's sandbox. Does not know how
+an answer is made.
 """
 
 from __future__ import annotations
