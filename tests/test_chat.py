@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chats by the checkpoint's template, conversations, and the commands for both."""
 
+import contextlib
 import io
 import json
+import os
+import re
+import subprocess
 import sys
 
 import jax
@@ -11,6 +15,7 @@ from helpers import TOKENS, save_tokenizer, tiny_model
 
 import tsjax
 from tsjax.__main__ import main
+from tsjax.commands.chat_sampling import settings_for_chat
 from tsjax.files.tokenizer import load_tokenizer
 from tsjax.host import conversation as conversation_module
 from tsjax.host.chat import chat_prompt
@@ -44,14 +49,15 @@ CHATS = [
     [USER, {"role": "assistant", "content": "thin/th a"}, USER],
 ]
 SIZES = dict(capacity=256, prefill_width=16)
+GREEDY = ["--no-do-sample"]
 
 
-def with_template(folder, template: str | None):
+def with_template(folder, template: str | None, **fields):
     """A model whose folder has a tokenizer with this template."""
     save_tokenizer(folder)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
-    model = tiny_model(vocab_size=len(TOKENS))
+    model = tiny_model(vocab_size=len(TOKENS), **fields)
     tsjax.save(model, folder / "model")
     for file in folder.glob("*.*"):
         (folder / "model" / file.name).write_bytes(file.read_bytes())
@@ -152,6 +158,11 @@ def test_a_text_is_given_once_and_in_its_form(arguments, message, chatty):
         tsjax.generate(chatty, **arguments)
 
 
+def said_in(text: str) -> str:
+    """Without line ends, and without what is said of a character that a limit has divided."""
+    return text.replace("\n", "").replace("\ufffd", "")
+
+
 # --- conversations -------------------------------------------------------------------------------
 
 
@@ -226,10 +237,53 @@ def test_an_answer_is_as_long_as_there_are_positions(tmp_path):
     list(conversation.say("the tea"))
     stats = conversation.result.stats
     assert stats.prompt_tokens[0] + stats.new_tokens[0] == 64
-    with pytest.raises(ValueError, match="fewer than the model's 64 positions; begin anew"):
-        conversation.say("in")
+    for ask in (lambda: conversation.say("in"), conversation.more):
+        with pytest.raises(ValueError, match="fewer than the model's 64 positions; begin anew"):
+            ask()
+    assert not conversation.can_go_on
     conversation.forget()
     list(conversation.say("in"))
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_an_answer_goes_on_as_if_its_limit_had_been_larger(sampled, chatty):
+    """By its tokens: the text of some of them would come back as others."""
+    how: dict = dict(eos_token_id=(), repetition_penalty=1.3, presence_penalty=0.5, **SIZES)
+    how |= dict(do_sample=True, temperature=1.5, seed=5) if sampled else {}
+    conversation = tsjax.Conversation(chatty, max_new_tokens=7, logprobs=0, **how)
+    pieces = [*conversation.say("the tea"), *conversation.more()]
+    cut = conversation.more()  # as if Ctrl-C had come
+    pieces.append(next(cut))
+    cut.close()
+    count = len(conversation.result.tokens[0])
+    assert 14 < count < 21 and conversation.result.finish_reason == ["interrupted"]
+    pieces += conversation.more()
+    count += 7
+    whole = tsjax.generate(chatty, messages=[USER], max_new_tokens=count, logprobs=0, **how)
+    assert conversation.result.tokens[0].tolist() == whole.tokens[0].tolist()
+    assert len(conversation.result.logprobs[0].raw) == count
+    assert said_in("".join(pieces)) == said_in(whole.text)
+    said = {"role": "assistant", "content": whole.text.strip()}
+    assert conversation.messages == [USER, said]
+    # Read once: but for the last token, which no prefill reads.
+    stats = conversation.result.stats
+    assert stats.prefix_tokens == stats.prompt_tokens[0] + count - 8
+
+
+def test_only_what_was_cut_short_goes_on(chatty):
+    conversation = tsjax.Conversation(chatty, max_new_tokens=3, eos_token_id=(), **SIZES)
+    with pytest.raises(ValueError, match="there is no answer to go on with"):
+        conversation.more()
+    list(conversation.say("the tea"))
+    assert conversation.can_go_on
+    with pytest.raises(ValueError, match="text=''"):
+        conversation.say("")
+    list(conversation.more())
+    conversation.forget()
+    assert not conversation.can_go_on
+    conversation = tsjax.Conversation(chatty, eos_token_id=tuple(range(len(TOKENS))))
+    list(conversation.say("the tea"))
+    assert conversation.result.finish_reason == ["eos"] and not conversation.can_go_on
 
 
 # --- commands ------------------------------------------------------------------------------------
@@ -237,12 +291,12 @@ def test_an_answer_is_as_long_as_there_are_positions(tmp_path):
 
 def test_generate_chat_answers_a_message(chatty, capsys):
     argv = ["generate", chatty.path, "--chat", "the tea", "--max-new-tokens", "5", "--json"]
-    assert main(argv) == 0
-    found = json.loads(capsys.readouterr().out)
-    messages = [{"role": "user", "content": "the tea"}]
-    alone = tsjax.generate(chatty, messages=messages, max_new_tokens=5)
-    assert found["tokens"] == [alone.tokens[0].tolist()]
-    assert found["prompt"] == [chat_prompt(chatty, messages).tolist()]
+    for flags, how in ([], dict(do_sample=True, temperature=0.7, top_p=0.95)), (GREEDY, {}):
+        assert main([*argv, *flags]) == 0
+        found = json.loads(capsys.readouterr().out)
+        alone = tsjax.generate(chatty, messages=[USER], max_new_tokens=5, **how)
+        assert found["tokens"] == [alone.tokens[0].tolist()]
+        assert found["prompt"] == [chat_prompt(chatty, [USER]).tolist()]
     assert main([*argv, "--system", "in"]) == 0
     assert main(["generate", chatty.path, "the", "--chat", "in"]) == 2
     assert "give the prompt once" in capsys.readouterr().err
@@ -250,27 +304,130 @@ def test_generate_chat_answers_a_message(chatty, capsys):
     assert "--system is not valid without --chat" in capsys.readouterr().err
 
 
+def talk(model, lines, monkeypatch, *flags) -> int:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+    return main(["chat", model.path, "--eos-token-id", "-1", *flags])
+
+
 def test_chat_is_a_conversation(chatty, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the tea\n\nhas\n/new\nthe tea\n/quit\n"))
-    argv = ["chat", chatty.path, "--max-new-tokens", "8", "--eos-token-id", "-1"]
-    assert main(argv) == 0
+    lines = ["the tea", "", "has", "/new", "the tea", "/quit"]
+    assert talk(chatty, lines, monkeypatch, "--max-new-tokens", "8", *GREEDY) == 0
     conversation = tsjax.Conversation(chatty, max_new_tokens=8, eos_token_id=())
     said = ["".join(conversation.say(text)) for text in ("the tea", "has")]
-    assert capsys.readouterr().out == "".join(text + "\n" for text in [*said, said[0]])
+    out, err = capsys.readouterr()
+    assert out == "".join(text + "\n" for text in [*said, said[0]])
+    assert err.splitlines()[0] == "[model: 100000 positions; greedy; /help lists commands]"
+    assert err.splitlines()[1] == "[8 tokens; /more goes on]"
+
+
+def test_chat_goes_on_and_tells(chatty, capsys, monkeypatch, tmp_path):
+    file = str(tmp_path / "said.json")
+    lines = ["the tea", "/more", "/stats", f"/save {file}", "/system in", "/new", f"/load {file}"]
+    lines += ["//has", "/save /no/such/folder/x", "/load " + chatty.path, "/more now", "/help"]
+    assert talk(chatty, lines, monkeypatch, "--max-new-tokens", "4", "--seed", "3") == 0
+    out, err = capsys.readouterr()
+    how = dict(eos_token_id=(), do_sample=True, temperature=0.7, top_p=0.95, seed=3)
+    whole = tsjax.generate(chatty, messages=[USER], max_new_tokens=8, **how).text
+    messages = [USER, {"role": "assistant", "content": whole.strip()}]
+    assert json.loads((tmp_path / "said.json").read_text()) == messages
+    asked = [*messages, {"role": "user", "content": "/has"}]
+    last = tsjax.generate(chatty, messages=asked, max_new_tokens=4, **how).text
+    assert said_in(out) == said_in(whole + last)
+    for part in (
+        "[8 tokens; /more goes on]", "[last answer: 8 tokens, ", "1.00 tokens/step, length]",
+        "[conversation: 8 tokens, ", " of 100000 positions used", "top_p 0.95, seed 3]",
+        f"[2 messages written to {file}]", "[begun anew, with this system message]",
+        "[begun anew]", f"[2 messages from {file}]", "folder '/no/such/folder' does not exist",
+        "is a folder; it must be a file", "tsjax: write /more", "\n  /save FILE    writes",
+    ):  # fmt: skip
+        assert part in err, part
+
+
+def test_no_mistake_ends_a_chat(tmp_path, capsys, monkeypatch):
+    """Neither an unknown command, which is not sent, nor a message that is too long."""
+    model = with_template(tmp_path, CHATML, max_positions=128)
+    lines = ["/nwe", "the tea " * 99, "/more", "the tea", "/more", "/more", "/more"]
+    assert talk(model, lines, monkeypatch, "--max-new-tokens", "50") == 0
+    told = capsys.readouterr().err.splitlines()[1:]
+    for line, part in zip(
+        told,
+        ("there is no /nwe: see /help", "tsjax: prompt of ", "there is no answer to go on with",
+         "[50 tokens; /more goes on]", "[100 tokens; /more goes on]", "128 positions are full",
+         "fewer than the model's 128 positions; begin anew"),
+        strict=True,
+    ):  # fmt: skip
+        assert part in line
+
+
+def test_each_conversation_has_a_seed_of_its_own(chatty, capsys, monkeypatch):
+    assert talk(chatty, ["/stats", "/new", "/stats"], monkeypatch) == 0
+    seeds = [line for line in capsys.readouterr().err.splitlines() if "seed" in line]
+    assert len(seeds) == 2 == len(set(seeds))
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "settings"),
+    [
+        (None, {}, dict(do_sample=True, temperature=0.7, top_p=0.95)),
+        (None, dict(temperature=1.5), dict(do_sample=True, temperature=1.5, top_p=0.95)),
+        (None, dict(do_sample=False), dict(do_sample=False)),
+        # As transformers reads it, top_k too; lengths and stop tokens stay the caller's.
+        (dict(do_sample=True, min_p=0.1, eos_token_id=2, max_new_tokens=9),
+         dict(min_new_tokens=10), dict(do_sample=True, min_p=0.1, top_k=50, min_new_tokens=10)),
+        (dict(do_sample=False, repetition_penalty=1.1, temperature=0.6), {},
+         dict(repetition_penalty=1.1)),
+        (dict(repetition_penalty=1.1, temperature=0.6), {},
+         dict(do_sample=True, repetition_penalty=1.1, temperature=0.6, top_p=0.95)),
+        (dict(do_sample=True, num_beams=4), {},
+         dict(do_sample=True, temperature=0.7, top_p=0.95)),
+    ],
+)  # fmt: skip
+def test_a_chat_samples_as_its_checkpoint_says(file, flags, settings, tmp_path, capsys):
+    if file is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(file))
+    assert settings_for_chat(str(tmp_path), flags) == settings
+    assert ("num_beams=4" in capsys.readouterr().err) == ("num_beams" in (file or {}))
 
 
 def test_ctrl_c_between_pieces_ends_the_answer_alone(chatty, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the tea\nhas\n/quit\n"))
-    said = tsjax.Conversation.say
+    said, texts = tsjax.Conversation.say, ["the tea"]
 
     def struck(self, text):
-        for index, piece in enumerate(said(self, text)):
-            if text == "the tea" and index:
-                raise KeyboardInterrupt
-            yield piece
+        answer = said(self, text)
+        if not texts or text != texts.pop():
+            return answer
+        return strike_after_one(answer)
+
+    def strike_after_one(answer):
+        with contextlib.closing(answer):
+            yield next(answer)
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(tsjax.Conversation, "say", struck)
-    argv = ["chat", chatty.path, "--max-new-tokens", "90", "--eos-token-id", "-1"]
-    assert main(argv) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.endswith(" [ended]") and second
+    lines = ["the tea", "/more", "has", "/quit"]
+    assert talk(chatty, lines, monkeypatch, "--max-new-tokens", "40", *GREEDY) == 0
+    out, err = capsys.readouterr()
+    assert re.search(r"\[ended after \d+ tokens; /more goes on\]", err)
+    # It ended after some tokens, and 40 more came.
+    count = int(re.findall(r"(\d+) tokens; /more", err)[1])
+    whole = tsjax.generate(chatty, messages=[USER], max_new_tokens=count, eos_token_id=()).text
+    assert said_in(out).startswith(said_in(whole)) and 40 < count < 80
+
+
+def test_a_paste_is_one_message():
+    """In a terminal, by readline: what lies between the marks of a paste."""
+    pty, readline = pytest.importorskip("pty"), pytest.importorskip("readline")
+    if "GNU" not in (readline.__doc__ or ""):
+        pytest.skip("libedit knows no bracketed paste")
+    code = "from tsjax.commands.chat import _edit_lines; _edit_lines(); print([input('> ')])"
+    terminal, inside = pty.openpty()
+    told, sent = b"", False
+    how: dict = dict(stdin=inside, stdout=inside, env={**os.environ, "TERM": "xterm"})
+    with subprocess.Popen([sys.executable, "-c", code], **how) as process:
+        os.close(inside)
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while piece := os.read(terminal, 1024):
+                told += piece
+                if b"\x1b[?2004h" in told and not sent:  # the terminal is asked for marks
+                    sent = os.write(terminal, b"\x1b[200~the\ntea\x1b[201~\r") > 0
+    assert process.returncode == 0 and rb"['the\ntea']" in told

@@ -316,10 +316,10 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_370,
-    "tsjax/commands": 1_010,
+    "tsjax/commands": 1_230,
     "tsjax/decoding": 2_960,
     "tsjax/files": 3_600,
-    "tsjax/host": 6_790,
+    "tsjax/host": 6_840,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 4_620,
     "tsjax/model": 1_395,
@@ -328,7 +328,7 @@ MOST_LINES_OF_FOLDER = {
     "convert": 510,
     "benchmarks": 10_260,
     "tools": 6_240,
-    "tests": 23_600,
+    "tests": 23_730,
     "examples": 330,
 }
 

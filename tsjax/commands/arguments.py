@@ -134,12 +134,13 @@ def keep_programs_as_asked(args: argparse.Namespace) -> None:
         enable_compilation_cache(args.compilation_cache)
 
 
-def add_settings(parser: argparse.ArgumentParser) -> None:
+def add_settings(parser: argparse.ArgumentParser, elsewhere: Sequence[str] = ()) -> None:
+    """Those whose default the command says `elsewhere` are shown without one."""
     group = parser.add_argument_group("what to generate")
     for field in dataclasses.fields(tsjax.GenerationConfig):
         flag, text = flag_of(field.name), SETTING_HELP[field.name]
         if field.name == "do_sample":
-            group.add_argument(flag, action="store_true", default=None, help=text)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         elif field.name in ("suppress_tokens", "eos_token_id"):
             add(group, f"{flag} ID", text, type=int, nargs="+")
         elif field.name == "stop_strings":
@@ -148,7 +149,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
             group.add_argument(flag, type=int, nargs=3, metavar=("MIN", "MAX", "TIMES"), help=text)
         else:
             kind = float if isinstance(field.default, float) else int
-            default = "" if field.default is None else f" (default: {field.default})"
+            is_told = field.default is not None and field.name not in elsewhere
+            default = f" (default: {field.default})" if is_told else ""
             add(group, f"{flag} N", text + default, type=kind)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import tsjax
 from tsjax.commands import arguments as cli
+from tsjax.commands.chat_sampling import check_for_chat, sampling_in_words, settings_for_chat
 from tsjax.config import DTYPES, check
 from tsjax.errors import BadValue
 from tsjax.files.presets import preset, preset_names
@@ -72,7 +73,8 @@ def add_generate(commands: Any) -> None:
     text = "sampling and TokenSwift settings of the paper for a model, which other flags override: "
     text += ", ".join(preset_names())
     cli.add(parser, "--preset NAME", text, choices=preset_names())
-    text = "a message to answer, by the checkpoint's chat template; - reads stdin"
+    text = "a message to answer, by the checkpoint's chat template, sampled as tsjax chat does; "
+    text += "- reads stdin"
     cli.add(parser, "--chat MESSAGE", text)
     cli.add(parser, "--system TEXT", "with --chat, the system's message before it")
     text = (
@@ -166,6 +168,11 @@ def _messages(args: argparse.Namespace) -> list[dict[str, str]] | None:
     return [*before, {"role": "user", "content": said}]
 
 
+def _samples_as_a_chat(args: argparse.Namespace) -> bool:
+    """As the checkpoint says; a preset and a run that is resumed say it themselves."""
+    return args.chat is not None and args.preset is None and args.resume_from is None
+
+
 def _generate(args: argparse.Namespace) -> int:
     if args.prompts is not None:
         return _generate_many(args)
@@ -176,7 +183,10 @@ def _generate(args: argparse.Namespace) -> int:
     method, prefill = _method(args), _prefill(args)
     config = None if args.preset is None else preset(args.preset).config
     # Refuses a wrong value before the model is read.
-    (config or tsjax.GenerationConfig()).replace(**settings)
+    if _samples_as_a_chat(args):
+        check_for_chat(settings)
+    else:
+        (config or tsjax.GenerationConfig()).replace(**settings)
     if args.save_to is not None:
         check_place(args.save_to, "--save-to")
     with cli.joined(args):
@@ -200,6 +210,9 @@ def _generated(
     if args.resume_from is not None:
         several = len(read_run(args.resume_from).prompts) > 1
     quiet = args.json or args.progress or several
+    if _samples_as_a_chat(args):
+        settings = settings_for_chat(model.path, settings)
+        cli.tell_once(f"[{sampling_in_words(settings)}]")
     if messages is not None:
         settings["messages"] = messages
     result = tsjax.generate(

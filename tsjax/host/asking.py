@@ -131,6 +131,35 @@ def make_request(
     return _that_fits(request, model, capacity, prefill_width)
 
 
+def longer_request(
+    model: Model,
+    request: Request,
+    made: np.ndarray,
+    max_new_tokens: int,
+    *,
+    prefix: Prefix | None = None,
+    logprobs: list[LogProbs] | None = None,
+    capacity: int | None = None,
+    prefill_width: int | None = None,
+) -> Request:
+    """One row of `made` tokens goes on, to `max_new_tokens`, as if that had been the limit before.
+    `prefix` is what was read of it, and `logprobs` those of what was made."""
+    rows = [np.concatenate([request.prompts[0], made])]
+    context = request.prompt_length[0] + max_new_tokens // 2
+    measured, was = measured_on(request.method, model, context, 1, max_new_tokens), request.measured
+    request = dataclasses.replace(
+        request,
+        rows=rows,
+        finish_reason=[None],
+        config=request.config.replace(max_new_tokens=max_new_tokens),
+        measured=measured._replace(corpus=was.corpus, draft_model=was.draft_model),
+        prefix=prefix,
+        prefix_length=0 if prefix is None else prefix.shared_with(rows),
+        logprobs=logprobs,
+    )
+    return _that_fits(request, model, capacity, prefill_width)
+
+
 class Texts(NamedTuple):
     """What rows begin with: as fields of Request, but for `made`, the tokens after each prompt."""
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from tsjax.config import GENERATION_NAMES, GenerationConfig, check, refuse_unknown
+from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
-from tsjax.host.asking import make_request
+from tsjax.host.asking import longer_request, make_request
 from tsjax.host.chat import chat_prompt
 from tsjax.host.generation import result_of
 from tsjax.host.interrupt import Interrupt
@@ -65,6 +66,8 @@ class Conversation:
             self.messages.append({"role": "system", "content": system})
         self.result: GenerationResult | None = None
         self.prefix: Prefix | None = None
+        self._cut: Request | None = None  # of an answer that can go on
+        self._limit = 0  # tokens that `say` allowed it, as `more` does each time
         self._answering: Callable[[], Generator[str] | None] = lambda: None
 
     def check(self) -> None:
@@ -76,7 +79,7 @@ class Conversation:
     def forget(self) -> None:
         """Begins anew, with the system's message."""
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
-        self.prefix = None
+        self.prefix = self._cut = None
 
     def say(self, text: str) -> Generator[str]:
         """Yields the answer piece by piece, and then keeps it.
@@ -84,60 +87,102 @@ class Conversation:
         Ctrl-C ends the answer: what was said of it is kept, and tsjax.Interrupted is raised.
         """
         check(isinstance(text, str) and bool(text), "text", text, "a text that is not empty")
-        before = self._answering()
-        if before is not None:  # an answer that nobody has heard to its end
-            before.close()
+        self._end_answer()
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = chat_prompt(self.model, asked, **self._template)
         settings = {**self._longest_answer(len(prompt)), **self._settings}
         request = make_request(
             self.model, prompt, self._config, settings, prefix=self.prefix, **self._how
         )
+        self._limit = request.config.max_new_tokens
+        return self._begin(asked, request)
+
+    def more(self) -> Generator[str]:
+        """Goes on with the last answer where max_new_tokens or Ctrl-C has cut it, from its exact
+        tokens: it becomes what a larger limit would have made. Yields what is new, as `say` does,
+        of as many tokens as `say` may yield."""
+        self._end_answer()
+        if self._cut is None or self.result is None:
+            raise BadValue("there is no answer to go on with: the last one was not cut short")
+        made, how = self.result.tokens[0], self._how
+        most = min(self._limit, self._left(self.tokens_in_context))
+        request = longer_request(
+            self.model, self._cut, made, len(made) + most, prefix=self.prefix,
+            logprobs=self.result.logprobs, capacity=how.get("capacity"),
+            prefill_width=how.get("prefill_width"),
+        )  # fmt: skip
+        return self._begin(self.messages[:-1], request)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the last answer was cut short, and `more` goes on with it."""
+        room = self.tokens_in_context < self.model.cfg.max_positions
+        return self._cut is not None and (room or bool(self._how.get("exceed_max_positions")))
+
+    def _begin(self, asked: list[dict[str, Any]], request: Request) -> Generator[str]:
         answer = self._answer(asked, request)
         # Weakly: one that the caller leaves ends there.
         self._answering = weakref.ref(answer)
         return answer
 
+    def _end_answer(self) -> None:
+        """One that nobody has heard to its end."""
+        before = self._answering()
+        if before is not None:
+            before.close()
+
     def _longest_answer(self, prompt: int) -> dict[str, int]:
         """By the positions that are left, where nobody said how long it may be."""
         if self._config is not None or "max_new_tokens" in self._settings:
             return {}
-        left = self.model.cfg.max_positions - prompt
+        return {"max_new_tokens": min(ANSWER_TOKENS, self._left(prompt))}
+
+    def _left(self, tokens: int) -> int:
+        """How many tokens may follow so many."""
         if self._how.get("exceed_max_positions"):
-            left = ANSWER_TOKENS
-        remedy = f"fewer than the model's {prompt + left} positions; begin anew: forget(), or /new"
-        check(left > 0, "messages", f"a conversation of {prompt} tokens", remedy)
-        return {"max_new_tokens": min(ANSWER_TOKENS, left)}
+            return 2**31 - 1 - tokens
+        most = self.model.cfg.max_positions
+        remedy = f"fewer than the model's {most} positions; begin anew: forget(), or /new"
+        check(tokens < most, "messages", f"a conversation of {tokens} tokens", remedy)
+        return most - tokens
 
     def _answer(self, asked: list[dict[str, Any]], request: Request) -> Generator[str]:
-        interrupt, said, news = Interrupt(), [], None
+        interrupt, news = Interrupt(), None
         writer = Detokenizer(self.model.tokenizer, context=request.rows[0])
         try:
             for news in run(self.model, request, interrupt, watched=True):
-                piece = writer.push(news.tokens[0])
-                said.append(piece + (writer.flush() if news.last else ""))
-                if said[-1]:
-                    yield said[-1]
+                piece = writer.push(news.tokens[0]) + (writer.flush() if news.last else "")
+                if piece:
+                    yield piece
         except GeneratorExit:  # the caller leaves
-            self._keep(asked, said, request, news)
+            self._keep(asked, request, news)
             raise
         except BaseException:  # within a chunk, which has used up what the model has read
-            self._keep(asked, said, request, news, lost=True)
+            self._keep(asked, request, news, lost=True)
             raise
-        self._keep(asked, said, request, news)
+        self._keep(asked, request, news)
         interrupt.finish(self.result, "raise")
 
     def _keep(
-        self, asked: list[dict[str, Any]], said: list[str], request: Request, news: News | None,
-        lost: bool = False,
-    ) -> None:  # fmt: skip
+        self, asked: list[dict[str, Any]], request: Request, news: News | None, lost: bool = False
+    ) -> None:
         """What was said is part of the conversation, whatever ended it."""
         if news is None:
             return
-        self.messages = [*asked, {"role": "assistant", "content": "".join(said).strip()}]
         news = dataclasses.replace(news, reasons=[why or "interrupted" for why in news.reasons])
         self.result = result_of(self.model, request, news)
+        self.messages = [*asked, {"role": "assistant", "content": str(self.result.text).strip()}]
         self.prefix = None if lost else kept_prefix(self.model, request, news)
+        # Without what was read before, which is in the new prefix.
+        request = dataclasses.replace(request, prefix=None, prefix_length=0)
+        self._cut = request if news.reasons[0] in ("length", "interrupted") else None
+
+    @property
+    def tokens_in_context(self) -> int:
+        """Of the last prompt and its answer."""
+        if self.result is None:
+            return 0
+        return sum(self.result.stats.prompt_tokens) + sum(self.result.stats.new_tokens)
 
     @property
     def tokens_read_anew(self) -> int:
