@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``import tsjax`` loads JAX and little else."""
+"""``import tsjax`` loads hardly anything; the first public name loads JAX and little else."""
 
 import subprocess
 import sys
@@ -23,10 +23,33 @@ def said(code: str) -> list[str]:
     return done.stdout.split()
 
 
+def test_the_package_is_there_before_jax():
+    code = (
+        "import sys, tsjax; assert tsjax.__version__ and not hasattr(tsjax, '__wrapped__');"
+        f"print(*(m for m in ('jax', 'numpy', 'flax', *{HEAVY}) if m in sys.modules))"
+    )
+    assert said(code) == []
+
+
+def test_each_public_name_is_found():
+    """By itself, in a list of names, with a star, and with the folders that it needs."""
+    code = (
+        "import sys, pickle, tsjax; first = tsjax.GenerationConfig; assert 'jax' in sys.modules;"
+        "from tsjax import load, save as other; import tsjax.public as public; star = {};"
+        "exec('from tsjax import *', star); assert pickle.loads(pickle.dumps(first)) is first;"
+        "assert {*public.__all__} <= {*dir(tsjax)} and tsjax.__all__ is public.__all__;"
+        "assert all(getattr(tsjax, n) is getattr(public, n) is star[n] for n in tsjax.__all__);"
+        "assert tsjax.files.tokenizer.encode and isinstance(first(), tsjax.GenerationConfig);"
+        "print(hasattr(tsjax, 'no_such_name'), load is tsjax.load)"
+    )
+    assert said(code) == ["False", "True"]
+
+
 def test_heavy_packages_stay_unloaded_and_no_backend_starts():
     """The caller sets platforms and device counts after the import, before the first array."""
     code = (
-        f"import sys, tsjax, pallas_kernels; print(*(m for m in {HEAVY} if m in sys.modules));"
+        "import sys, pallas_kernels; from tsjax import load;"
+        f"print(*(m for m in {HEAVY} if m in sys.modules));"
         "import tsjax_convert; print('torch' in sys.modules);"
         "import jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices('cpu')))"
     )

@@ -5,8 +5,8 @@ python -m tools.api_page            writes docs/api.md
 python -m tools.api_page --check    exits with 1 if that would change it
 
 Reads sources and imports none of them, so the page is the same for every version of Python and jax.
-Names, headings and their order are those of each package's __init__.py. Knows how docstrings are
-written here. Does not know what any name is for.
+Names, headings and their order are those of tsjax/public.py and pallas_kernels/__init__.py. Knows
+how docstrings are written here. Does not know what any name is for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TITLE = """\
 `import tsjax` has these names, `import pallas_kernels` those under "Kernels". What is not here
 may change without notice. This page is made from the docstrings by `python -m tools.api_page`.
 """
-HEADINGS = {"tsjax": "", "pallas_kernels": "Kernels"}  # above the first comment
+HEADINGS = {"tsjax.public": "", "pallas_kernels": "Kernels"}  # above the first comment
 DIRECTIVES = ("# ruff:", "# isort:", "# fmt:", "# pyright:")  # comments for tools
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 ITEM = re.compile(r"  ([\w*][\w*, .]*): ")
