@@ -13,7 +13,7 @@ from test_auto import DEAR_ROWS, PLAIN, table
 
 import tsjax
 from tsjax.decoding.method import Tried
-from tsjax.host import costs, run
+from tsjax.host import costs, judge, run
 from tsjax.host.saved_run import read_run
 from tsjax.methods import Auto, LikelyTree, NGram, auto
 from tsjax.methods.cost_model import Int8Costs, Line
@@ -129,7 +129,7 @@ def test_a_method_is_judged_from_its_second_chunk_on_and_remembered(monkeypatch)
 @pytest.mark.wide
 def test_what_was_long_ago_counts_less(model, monkeypatch):
     """Half of it is forgotten after two seconds of each row; `since` forgets nothing."""
-    monkeypatch.setattr(run, "LATELY", 2.0)
+    monkeypatch.setattr(judge, "LATELY", 2.0)
     told = let_auto_choose(DRAFTING, monkeypatch, [2.0], [5.0])
     tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
     judged = [so_far for so_far, _ in told[1:6]]
@@ -143,17 +143,17 @@ def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
 ):
     told = let_auto_choose(DRAFTING, monkeypatch, [50.0, 1.0], [5.0])
     monkeypatch.setattr(auto, "TRIALS_COST", 0.2)  # of so short a run
-    rates, with_method = [], run.with_method
+    rates, begun_anew = [], run.begun_anew
 
-    def watched(state, cfg, *rest):
+    def watched(model, state, decode, lesson):
         """Copies, as what a step was given is gone after it."""
-        after = with_method(state, cfg, *rest)
+        after = begun_anew(model, state, decode, lesson)
         for memory in (state.memory, after.memory):
             if memory:
                 rates.append(jax.tree.map(np.array, memory.rates))
         return after
 
-    monkeypatch.setattr(run, "with_method", watched)
+    monkeypatch.setattr(run, "begun_anew", watched)
     found = tsjax.generate(model, ROWS, method=Auto(costs=PER_STEP), **SETTINGS)
     assert [row.tolist() for row in found.tokens] == said_plainly
     assert spells(method for _, method in told) == [DRAFTING, PLAIN, DRAFTING]

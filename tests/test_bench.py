@@ -18,9 +18,9 @@ import tsjax
 from tsjax.__main__ import main
 from tsjax.host import bandwidth, bench_question, peers
 from tsjax.host import bench as bench_module
+from tsjax.host.device_programs import programs_of
 from tsjax.host.paired_runs import Runs
 from tsjax.host.progress import TimeLeft, in_words
-from tsjax.host.run import programs_of
 from tsjax.methods.devices import plain_bytes
 
 QUICK = ["--lengths", "16", "--new-tokens", "24", "--rounds", "1", "--settings", "greedy"]

@@ -8,7 +8,7 @@ from lazy_oracle import LazyOracle
 
 import tsjax
 from tsjax.host import compression
-from tsjax.host.run import programs_of
+from tsjax.host.device_programs import programs_of
 
 PROMPT = np.random.default_rng(3).integers(0, 61, 45)
 

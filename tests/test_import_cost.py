@@ -4,6 +4,10 @@
 import subprocess
 import sys
 
+import pytest
+
+from tsjax.__main__ import KNOWN_COMMANDS, parser_for
+
 HEAVY = (
     "torch",
     "transformers",
@@ -29,6 +33,23 @@ def test_the_package_is_there_before_jax():
         f"print(*(m for m in ('jax', 'numpy', 'flax', *{HEAVY}) if m in sys.modules))"
     )
     assert said(code) == []
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["no-such-command"], []])
+def test_the_command_line_answers_before_jax(argv):
+    code = (
+        "import contextlib, sys; from tsjax.__main__ import main\n"
+        "with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):\n"
+        f"    try: main({argv})\n"
+        "    except SystemExit: pass\n"
+        f"print(*(m for m in ('jax', 'numpy', *{HEAVY}) if m in sys.modules))"
+    )
+    assert said(code) == []
+
+
+@pytest.mark.parametrize("name", KNOWN_COMMANDS)
+def test_a_command_says_in_one_line_what_help_says_without_it(name):
+    assert parser_for([name]).format_help() == parser_for([]).format_help()
 
 
 def test_each_public_name_is_found():

@@ -316,8 +316,8 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_370,
-    "tsjax/commands": 1_230,
+    "tsjax": 1_380,
+    "tsjax/commands": 1_240,
     "tsjax/decoding": 2_960,
     "tsjax/files": 3_600,
     "tsjax/host": 6_840,
@@ -329,7 +329,7 @@ MOST_LINES_OF_FOLDER = {
     "convert": 510,
     "benchmarks": 10_260,
     "tools": 6_240,
-    "tests": 23_730,
+    "tests": 23_770,
     "examples": 330,
 }
 

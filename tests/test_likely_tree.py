@@ -17,7 +17,7 @@ import pytest
 from helpers import chain_model, tiny_config, tiny_model
 
 import tsjax
-from tsjax.decoding.start import with_method
+from tsjax.decoding.start import first_memory
 from tsjax.decoding.tree import NO_NODE, cut, grow_tree
 from tsjax.methods import likely_growth, rates
 from tsjax.methods.likely_tree import LikelyTree
@@ -216,12 +216,11 @@ def test_rates_outlive_a_change_of_method():
     lesson = method.lesson(last.memory)
     other = dataclasses.replace(method, draft_passes=1, draft_budget=32)
     cfg = tsjax.DecodeConfig(model=model.cfg, method=other)
-    begun = with_method(last, cfg, None, lesson)
-    assert np.array_equal(begun.memory.rates.values, last.memory.rates.values)
-    assert not np.array_equal(begun.memory.rates.values, rates.first_rates().values)
-    assert (
-        with_method(last, cfg).memory.rates.values.tolist() == rates.first_rates().values.tolist()
-    )
+    how = dict(cfg=cfg, batch=1, capacity=last.tokens.shape[1], mesh=None)
+    (taught, _), (fresh, _) = first_memory(lesson, **how), first_memory(None, **how)
+    assert np.array_equal(taught.rates.values, last.memory.rates.values)
+    assert not np.array_equal(taught.rates.values, rates.first_rates().values)
+    assert fresh.rates.values.tolist() == rates.first_rates().values.tolist()
 
 
 def test_wrong_settings_and_what_a_model_lacks():
@@ -234,5 +233,5 @@ def test_wrong_settings_and_what_a_model_lacks():
         LikelyTree(heads=True).sizes(tiny_config())
     with pytest.raises(ValueError, match="corpus=True needs params with a corpus"):
         states(tiny_model(), LikelyTree(corpus=True, costs=FREE), [1, 2, 3], 1)
-    with pytest.raises(ValueError, match="costs=None is not valid in a step"):
+    with pytest.raises(ValueError, match="costs=None is not valid in a state"):
         states(tiny_model(), LikelyTree(), [1, 2, 3], 1)

@@ -8,33 +8,39 @@ could not be saved; an interrupted run prints what it has and exits with 130.
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import sys
 from collections.abc import Sequence
 
-import jax
-
 import tsjax
-from tsjax.commands.arguments import Parser, flag_of, keep_programs_as_asked, tell
-from tsjax.commands.chat import add_chat
-from tsjax.commands.check import add_check
-from tsjax.commands.generate import add_generate
-from tsjax.commands.measuring import add_bench, add_demo, add_info, add_roofline
-from tsjax.commands.train_heads import add_train_heads
+from tsjax.commands.parser import Parser, tell
 from tsjax.config import GENERATION_NAMES, HABITS
 
-OF_MODELS = add_generate, add_chat, add_check
-OF_MACHINES = add_demo, add_bench, add_roofline, add_info
-# What a wrong argument, a damaged file, a missing package or too little memory raise.
-EXPECTED_ERRORS = ValueError, TypeError, OSError, ImportError, MemoryError, NotImplementedError
-EXPECTED_ERRORS += (jax.errors.JaxRuntimeError,)
+# Command -> its module, which is loaded, and jax with it, when it is asked for; and its one line in
+# --help.
+KNOWN_COMMANDS = {
+    "generate": ("generate", "continue a text with a HuggingFace or tsjax checkpoint"),
+    "chat": ("chat", "talk with a checkpoint in a terminal"),
+    "check": ("check", "compare a saved run's tokens with plain decoding"),
+    "train-heads": ("train_heads", "train draft heads for a checkpoint"),
+    "demo": ("measuring", "a first look, with nothing downloaded"),
+    "bench": ("measuring", "measure methods, lengths and sampling of a checkpoint side by side"),
+    "roofline": (
+        "measuring",
+        "the least time of a run by memory, and what each method is expected to take",
+    ),
+    "info": ("measuring", "the machine, and what of tsjax is used on it"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
-    args, unknown = _parser().parse_known_args(argv)
+    args, unknown = parser_for(argv).parse_known_args(argv)
     args.argv = argv
+    from tsjax.commands.arguments import keep_programs_as_asked
+
     if unknown:
         args.parser.error(_unknown_arguments(args, unknown))
     try:
@@ -44,15 +50,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except EXPECTED_ERRORS as error:
+    except _expected_errors() as error:
         tell(f"tsjax: error: {' '.join(str(error).split())}")
         return 2
     except KeyboardInterrupt:
         return 130
 
 
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """What a wrong argument, a damaged file, a missing package or too little memory raise."""
+    from jax.errors import JaxRuntimeError
+
+    usual = ValueError, TypeError, OSError, ImportError, MemoryError, NotImplementedError
+    return *usual, JaxRuntimeError
+
+
 def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     """What to write instead of a flag that other programs have."""
+    from tsjax.commands.arguments import flag_of
+
     for word in unknown if args.parser.prog.endswith(" generate") else ():
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("-") and name in HABITS:
@@ -62,14 +78,20 @@ def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     return f"unrecognized arguments: {' '.join(unknown)}"
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """Knows the flags of the command that is named, and of the others what they are for."""
     parser = Parser(
         prog="tsjax", description="Long text generation in JAX. tsjax COMMAND --help tells more."
     )
     parser.add_argument("--version", action="version", version=f"tsjax {tsjax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in (*OF_MODELS, add_train_heads, *OF_MACHINES):
-        add(commands)
+    asked = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module, text) in KNOWN_COMMANDS.items():
+        if name == asked:
+            found = importlib.import_module(f"tsjax.commands.{module}")
+            getattr(found, f"add_{name.replace('-', '_')}")(commands)
+        else:
+            commands.add_parser(name, help=text)
     return parser
 
 

@@ -7,7 +7,8 @@ Each operation has its kernel in its own folder, native.cc, and how it is called
 from pallas_kernels.native.build import Library as Library
 from pallas_kernels.native.build import Status as Status
 from pallas_kernels.native.build import check_supported as check_supported
+from pallas_kernels.native.build import cpu as cpu
 from pallas_kernels.native.build import library as library
 from pallas_kernels.native.build import status as status
 
-__all__ = ["Library", "Status", "check_supported", "library", "status"]
+__all__ = ["Library", "Status", "check_supported", "cpu", "library", "status"]

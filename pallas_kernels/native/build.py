@@ -68,6 +68,11 @@ class Library:
     def __repr__(self) -> str:
         return f"Library({self._digest!r})"
 
+    @property
+    def registered(self) -> tuple[str, ...]:
+        """The functions that XLA knows so far."""
+        return tuple(sorted(name.removesuffix(f"_{self._digest}") for name in self._registered))
+
     def target(self, function: str) -> str:
         """The name of a function in programs; XLA knows it from here on."""
         name = f"{function}_{self._digest}"
@@ -176,13 +181,13 @@ def _key(compiler: str, flags: Sequence[str]) -> str:
     parts = (
         *(part for item in sources().items() for part in item),
         real, str(facts.st_size), str(facts.st_mtime_ns),
-        *flags, jax.__version__, metadata.version("jaxlib"), _cpu(),
+        *flags, jax.__version__, metadata.version("jaxlib"), cpu(),
     )  # fmt: skip
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _cpu() -> str:
+def cpu() -> str:
     """What -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

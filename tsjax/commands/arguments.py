@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 import tsjax
+from tsjax.commands.parser import tell
 from tsjax.config import GENERATION_NAMES, check, refuse_unknown
 from tsjax.errors import BadValue
 from tsjax.host import layout, processes
@@ -54,10 +55,6 @@ MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
 MOST_SHOWN = 5
 
 
-def tell(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def tell_once(line: str) -> None:
     """Where several processes run together, the first one says it."""
     if processes.is_first():
@@ -66,16 +63,6 @@ def tell_once(line: str) -> None:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the whole usage; no abbreviated names."""
-
-    def __init__(self, **options: Any):
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def add(parser: Any, flag: str, text: str, **options: Any) -> None:

@@ -31,6 +31,11 @@ class DecodeConfig:
         return self.method.sizes(self.model)
 
     @property
+    def in_steps(self) -> DecodeConfig:
+        """As steps are compiled for it; a state is begun for the whole config."""
+        return dataclasses.replace(self, method=self.method.in_steps())
+
+    @property
     def rows_ahead(self) -> int:
         """Slots after the longest text that steps may write to in vain."""
         return max(self.sizes.depth, self.prefill.rows_ahead if self.prefill else 0)

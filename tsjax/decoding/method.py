@@ -181,6 +181,10 @@ class Method:
         device."""
         return ()
 
+    def in_steps(self) -> Method:
+        """As its steps are compiled: without settings that its memory holds as arrays."""
+        return self
+
     def read(self, model: ModelConfig, params: Params, memory: Memory, state: DecodeState):
         """The memory with all known tokens, of which it may know some.
 

@@ -15,7 +15,7 @@ from tsjax.decoding.logprobs import text_log_probs
 from tsjax.decoding.reading import finish_part, read_made, read_part
 from tsjax.decoding.replaying import replay
 from tsjax.decoding.simulating import simulate
-from tsjax.decoding.start import adopt, begin, fill_row, grown, spread
+from tsjax.decoding.start import adopt, begin, fill_row, first_memory, grown, spread
 from tsjax.decoding.step import decode
 from tsjax.model.logits import hidden_states, logits
 
@@ -27,6 +27,7 @@ def programs(platform: str, dtype: str) -> SimpleNamespace:
     jit = functools.partial(jax.jit, compiler_options=compiler_options(platform, dtype))
     return SimpleNamespace(
         begin=jit(begin, static_argnames=("cfg", "prompt_capacity", "mesh")),
+        first_memory=jit(first_memory, static_argnames=("cfg", "batch", "capacity", "mesh")),
         adopt=jit(adopt, donate_argnames=("state",)),
         fill_row=jit(fill_row, donate_argnames=("state",)),
         grown=jit(grown, static_argnames=("capacity",)),

@@ -168,7 +168,7 @@ def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:
 def fill_row(state: DecodeState, other: DecodeState, row) -> DecodeState:
     """The state whose `row` (traced) is the only row of another state of the same capacity.
 
-    Memory and counters stay as they are: begin them anew (`with_method`).
+    Memory and counters stay as they are: begin them anew (`first_memory`).
     """
 
     def written(whole, one):
@@ -225,18 +225,9 @@ def init_stats(cfg: DecodeConfig, batch: int) -> StepStats:
     )
 
 
-def with_method(state: DecodeState, cfg: DecodeConfig, mesh=None, lesson=None) -> DecodeState:
-    """The state as another method begins with it: its memory knows no more than the `lesson` of
-    one before, if there is any; counters are 0."""
-    batch, capacity = state.tokens.shape
-    begin = _first_memory if mesh is None else _first_memory_on_mesh
-    memory, stats = begin(lesson, cfg=cfg, batch=batch, capacity=capacity, mesh=mesh)
-    state = state.replace(memory=memory, stats=stats)
-    return state if mesh is None else _on_each_device(state, mesh)
-
-
-def _first_memory(lesson, *, cfg: DecodeConfig, batch: int, capacity: int, mesh):
-    """What a method begins with, and its counters; on each device of a mesh."""
+def first_memory(lesson, *, cfg: DecodeConfig, batch: int, capacity: int, mesh):
+    """What a method begins with, and its counters, on each device of a mesh. It knows no more than
+    the `lesson` of one before, if there is any."""
     memory = _empty_memory(cfg, batch, capacity, mesh)
     if lesson is not None:
         memory = cfg.method.taught(memory, lesson)
@@ -247,10 +238,6 @@ def _first_memory(lesson, *, cfg: DecodeConfig, batch: int, capacity: int, mesh)
 def _empty_memory(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> Memory:
     memory = cfg.method.init(cfg.model, batch, capacity, mesh)
     return memory if cfg.prefill is None else cfg.prefill.begin_memory(memory)
-
-
-# Compiled, as devices of other processes are out of reach of single operations.
-_first_memory_on_mesh = jax.jit(_first_memory, static_argnames=("cfg", "batch", "capacity", "mesh"))
 
 
 def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int, prompt_capacity: int) -> int:

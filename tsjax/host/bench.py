@@ -23,6 +23,7 @@ from tsjax.host import peers, processes
 from tsjax.host.bandwidth import reader
 from tsjax.host.bench_question import BOUND, Prepared, Question, prepare
 from tsjax.host.costs import measured_on
+from tsjax.host.device_programs import programs_of
 from tsjax.host.generation import generate
 from tsjax.host.info import PACKAGES, facts
 from tsjax.host.interrupt import Interrupted
@@ -31,7 +32,7 @@ from tsjax.host.memory import SCOPES
 from tsjax.host.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, times_by_position
 from tsjax.host.plots import plot
 from tsjax.host.progress import TimeLeft, in_words
-from tsjax.host.run import programs_of
+from tsjax.host.telling import doing
 from tsjax.host.timing import Rounds, fill, ratios, summary
 from tsjax.methods.devices import device_of, estimated, plain_bytes
 
@@ -46,8 +47,8 @@ def write(line: str) -> None:
     print(line, flush=True)
 
 
-def note(line: str) -> None:
-    if processes.is_first():
+def note(line: str, quiet: bool = False) -> None:
+    if processes.is_first() and not quiet:
         print(line, file=sys.stderr, flush=True)
 
 
@@ -72,7 +73,7 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
     }  # fmt: skip
     code = 0
     for line in too_wide(asked):
-        note(f"tsjax: {line}")
+        note(f"tsjax: {line}", question.quiet)
     for gone in document["left_out"]:
         write(f"left out: {gone['method']}: {gone['error']}")
     try:
@@ -144,8 +145,9 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
         where = {"context": cell[0], "setting": setting}
         calls: dict[str, Callable[[], Any]] = {}
         try:
-            runs = _runs(asked, prompt, setting)
-            calls = _calls(asked, runs, prompt, setting, peer, leave_out)
+            with doing("preparing the runs"):
+                runs = _runs(asked, prompt, setting)
+                calls = _calls(asked, runs, prompt, setting, peer, leave_out)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             if processes.are_several() and not isinstance(error, NotEnoughMemory):
                 raise  # the others know nothing of it
@@ -169,21 +171,25 @@ def _take_turns(
     """Fills `found`, and tells the time left now and then."""
     last, rounds, warm_up = time.monotonic(), question.rounds, question.warm_up
     together = processes.are_several()  # an error of one ends all
-    for kind, seconds in fill(found, calls, rounds, warm_up, keep_errors=not together):
-        left.add((kind, cell), seconds)
-        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
-            last = time.monotonic()
-            note(progress_line(left, kind, cell))
+    with doing("measuring", left.total, "runs") as work:
+        work.done(left.made)
+        for kind, seconds in fill(found, calls, rounds, warm_up, keep_errors=not together):
+            left.add((kind, cell), seconds)
+            work.done(left.made)
+            if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+                last = time.monotonic()
+                note(progress_line(left, kind, cell), question.quiet)
     for kind in found.failed:
         left.drop((kind, cell))
-    note(progress_line(left, "", cell))
+    note(progress_line(left, "", cell), question.quiet)
 
 
 def _peer(asked: Prepared, leave_out: Callable[..., None]) -> peers.Peer | None:
     if not asked.question.peers or asked.left_out:
         return None
     try:
-        return peers.Peer(str(asked.model.path), asked.model.cfg.dtype)
+        with doing("loading transformers' model"):
+            return peers.Peer(str(asked.model.path), asked.model.cfg.dtype)
     except Exception as error:  # of whatever kind: it is theirs
         for name in PEERS:
             leave_out(name, error)
@@ -201,7 +207,8 @@ def _written(asked: Prepared) -> np.ndarray:
     missing = max(asked.question.lengths) - len(asked.beginning)
     if missing <= 0:
         return asked.beginning
-    note(f"[the model writes a text of {missing:,} tokens to begin with]")
+    told = f"[the model writes a text of {missing:,} tokens to begin with]"
+    note(told, asked.question.quiet)
     settings = {**SETTINGS["sampled"], "eos_token_id": (), "max_new_tokens": missing}
     written = generate(asked.model, asked.beginning, exceed_max_positions=True, **settings)
     return np.concatenate([asked.beginning, written.tokens[0]])

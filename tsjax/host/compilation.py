@@ -15,11 +15,13 @@ import platform
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.monitoring
+from jax.experimental.compilation_cache import compilation_cache
 
 import pallas_kernels
 from pallas_kernels.cache_folder import cache_folder
@@ -27,6 +29,7 @@ from tsjax.errors import NotWritable
 from tsjax.files.locked_files import lock
 from tsjax.files.whole_files import place_of
 
+_chosen: Path | None = None  # by `enable_compilation_cache`
 COMPILING = "/jax/core/compile/"  # how the events of tracing, lowering and compiling begin
 MOST_BYTES = 4 * 2**30  # of the default folder; the least recently used go first
 
@@ -96,6 +99,7 @@ def enable_compilation_cache(folder: str | os.PathLike) -> None:
     os.makedirs(place, exist_ok=True)
     if not os.access(place, os.W_OK | os.X_OK):
         raise NotWritable(errno.EACCES, os.strerror(errno.EACCES), place)
+    choose_folder(Path(place))
     jax.config.update("jax_enable_compilation_cache", True)
     jax.config.update("jax_compilation_cache_dir", place)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -152,6 +156,52 @@ def programs_folder() -> Path | None:
     """Where commands keep compiled programs; None for nowhere."""
     folder = cache_folder()
     return folder and folder / "programs"
+
+
+def choose_folder(place: Path | None) -> None:
+    """Where finished programs are kept whole; None for the user's cache folder, where jax has none
+    of its own."""
+    global _chosen
+    _chosen = place
+
+
+def executables_folder() -> Path | None:
+    """Where finished programs are kept whole; None for nowhere, and where jax was told of a folder
+    that is not ours."""
+    config: Any = jax.config
+    if not config.jax_enable_compilation_cache:
+        return None
+    if _chosen is not None:
+        return _chosen
+    folder = None if config.jax_compilation_cache_dir else programs_folder()
+    return folder and folder / "whole"
+
+
+@contextlib.contextmanager
+def without_jaxs_folder() -> Iterator[None]:
+    """Compiles anew what jax has kept: of a program that it read from there not all can be taken
+    out again."""
+    config: Any = jax.config
+    if not (config.jax_compilation_cache_dir and config.jax_enable_compilation_cache):
+        yield
+        return
+    config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def counted_as_compiling() -> Iterator[None]:
+    """What is read in place of compiling, as a Stopwatch sees it."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        _INTERVALS.add(begin, time.perf_counter())
 
 
 @functools.cache

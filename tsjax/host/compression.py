@@ -19,8 +19,8 @@ from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.start import init_state
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
+from tsjax.host.device_programs import programs_of
 from tsjax.host.prompts import prompt_row
-from tsjax.host.run import programs_of
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT, kept
 from tsjax.model.logits import hidden_states

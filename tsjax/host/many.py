@@ -17,7 +17,6 @@ from tsjax.config import GenerationConfig, check, check_int, check_type
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive
-from tsjax.decoding.start import with_method
 from tsjax.decoding.state import RUNNING, DecodeState
 from tsjax.errors import BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
@@ -25,19 +24,11 @@ from tsjax.files.tokenizer import Detokenizer
 from tsjax.host import processes
 from tsjax.host.asking import make_request
 from tsjax.host.chunks import SECONDS_PER_CHUNK
+from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.request import Request
-from tsjax.host.run import (
-    HostRows,
-    Seen,
-    begin_run,
-    kept_on_device,
-    params_for,
-    programs_of,
-    start_run,
-    stopped_in,
-)
+from tsjax.host.run import HostRows, Seen, begin_run, begun_anew, params_for, start_run, stopped_in
 from tsjax.host.sizes import check_memory
 from tsjax.methods import resolve_method
 from tsjax.model.sharding import mesh_of
@@ -256,8 +247,7 @@ class _Many:
     def _learn_anew(self) -> None:
         """The method's memory, of the rows as they are now; counters begin again."""
         assert self._state is not None and self._decode is not None
-        begun = with_method(self._state, self._decode, self._mesh)
-        self._state = kept_on_device(self._model, begun)
+        self._state = begun_anew(self._model, self._state, self._decode)
 
     def _go_on(self, interrupt: Interrupt) -> list[Answer]:
         """A chunk of steps, at most until a row ends; the answers that are whole then."""
@@ -268,7 +258,7 @@ class _Many:
         begun, before = time.perf_counter(), _most_steps(state)
         params = params_for(self._model, decode.method)
         chunk = programs_of(self._model).decode
-        state = chunk(params, state, self._steps, at_least, cfg=decode)
+        state = chunk(params, state, self._steps, at_least, cfg=decode.in_steps)
         state.kv.length.block_until_ready()
         interrupt.meet()
         seconds = processes.first_says(time.perf_counter() - begun)

@@ -19,7 +19,6 @@ import numpy as np
 
 from tsjax.config import GenerationConfig
 from tsjax.decoding.method import Method
-from tsjax.decoding.start import with_method
 from tsjax.files.checkpoint import Model
 from tsjax.host.asking import make_request
 from tsjax.host.compilation import Stopwatch
@@ -27,9 +26,8 @@ from tsjax.host.generation import run_stats
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.memory import forget_peak, peak_memory
 from tsjax.host.request import Request
-from tsjax.host.run import News, run, start_run
+from tsjax.host.run import News, begun_anew, run, start_run
 from tsjax.host.timing import ratios, summary
-from tsjax.model.sharding import mesh_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": dict(
@@ -99,7 +97,7 @@ class Runs:
         request, interrupt = self.requests[name], Interrupt()
         forget_peak()
         copied = jax.tree.map(jnp.copy, self._read)
-        state = with_method(copied, request.decode, mesh_of(self.model.params))
+        state = begun_anew(self.model, copied, request.decode)
         # What was read has the longest run's.
         state = state.replace(max_length=jnp.asarray(request.max_length, jnp.int32))
         made = [(0, 0, 0.0)]  # after each chunk: tokens, steps, seconds

@@ -21,12 +21,14 @@ from tsjax.decoding.replaying import init_replay
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.asking import make_request
+from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompts import check_row
 from tsjax.host.resuming import check_same_model, check_same_processors
-from tsjax.host.run import programs_of, start_run
+from tsjax.host.run import start_run
 from tsjax.host.saved_run import read_run
+from tsjax.host.telling import doing
 
 STEPS_PER_CALL = 32  # after which the progress bar moves and Ctrl-C is heard
 
@@ -128,9 +130,13 @@ def check_run(
         row[first : first + len(tokens)] = tokens
     found, given = init_replay(state), jnp.asarray(given)
     step = programs_of(model).replay
-    with progress_bar(progress, longest, "tok") as bar:
+    with (
+        doing("checking", longest, "tokens") as work,
+        progress_bar(progress, longest, "tok") as bar,
+    ):
         for done in range(0, longest, STEPS_PER_CALL):
             steps = min(STEPS_PER_CALL, longest - done)
+            work.done(done)
             state, found = step(model.params, state, given, found, steps, cfg=request.decode)
             found.choice.block_until_ready()
             bar.update(steps)

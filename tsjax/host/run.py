@@ -9,29 +9,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.decoding.programs import programs
 from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.sampling import sampling_values
-from tsjax.decoding.start import with_method
 from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.chunks import seconds_per_chunk
-from tsjax.host.compilation import Stopwatch, try_to_keep_programs
+from tsjax.host.compilation import Stopwatch
+from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.judge import Judge, length_of
 from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
+from tsjax.host.telling import doing
 from tsjax.methods.corpus import CorpusIndex
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
@@ -98,7 +99,8 @@ def _run(
     with prefilling:
         # First: rounding takes memory as well.
         corpus, draft_model = request.corpus, request.draft_model
-        index = None if corpus is None else corpus.on(jax.tree.leaves(model.params)[0])
+        with doing("indexing the corpus"):
+            index = None if corpus is None else corpus.on(jax.tree.leaves(model.params)[0])
         second = None if draft_model is None else draft_model.weights_beside(model)
         params = params_for(model, request.decode.method, index, second)
         state = (
@@ -111,7 +113,7 @@ def _run(
     while True:
         if not interrupt.requested and rows.running:
             with decoding:
-                state = chunk_of_steps(params, state, steps, cfg=decode)
+                state = chunk_of_steps(params, state, steps, cfg=decode.in_steps)
                 state.kv.length.block_until_ready()
                 interrupt.meet()
             seconds = processes.first_says(decoding.last)
@@ -139,9 +141,8 @@ def _run(
             lesson = lesson if learned is None else learned
             decode = dataclasses.replace(decode, method=method)
             params = params_for(model, method, index, second)
-            # A copy, as the memory that takes it up is donated to its first steps.
-            taught = jax.tree.map(jnp.copy, lesson)
-            state = kept_on_device(model, with_method(state, decode, mesh_of(model.params), taught))
+            with decoding:
+                state = begun_anew(model, state, decode, lesson)
         state = rows.stop(state)
 
 
@@ -281,15 +282,19 @@ class HostRows:
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
     """Allocates the state and prefills it. A prompt that several rows have is read once."""
     alone = request if request.of_rows is None else _each_text_once(request)
-    state = begin_run(model, alone)
-    if request.prefix is not None and request.prefix_length:
-        state = programs_of(model).adopt(state, request.prefix.cache)
-    for begun in _read(model, alone, state):
-        state = begun
-        interrupt.meet()
-        if interrupt.requested:
-            break  # the rows are reported as interrupted, no step runs on this state
-        state.kv.length.block_until_ready()
+    texts, longest = len(alone.rows), max(map(len, alone.rows)) - request.prefix_length
+    what = "reading the prompt" if texts == 1 else f"reading {texts} prompts"
+    with doing(what, longest, "tokens") as work:
+        state = begin_run(model, alone)
+        if request.prefix is not None and request.prefix_length:
+            state = programs_of(model).adopt(state, request.prefix.cache)
+        for begun, count in _read(model, alone, state):
+            state = begun
+            interrupt.meet()
+            if interrupt.requested:
+                break  # the rows are reported as interrupted, no step runs on this state
+            state.kv.length.block_until_ready()
+            work.done(min(count, longest))
     if request.of_rows is None:
         return state
     of_rows = np.asarray(request.of_rows, np.int32)
@@ -339,6 +344,20 @@ def begin_run(model: Model, request: Request) -> DecodeState:
     return kept_on_device(model, state)
 
 
+def begun_anew(
+    model: Model, state: DecodeState, decode: DecodeConfig, lesson: Any = None
+) -> DecodeState:
+    """The state as another method begins with it: its memory knows no more than the `lesson` of
+    one before, if there is any; counters are 0."""
+    batch, capacity = state.tokens.shape
+    # A copy, as the memory that takes it up is donated to its first steps.
+    taught, mesh = jax.tree.map(jnp.copy, lesson), mesh_of(model.params)
+    memory, stats = programs_of(model).first_memory(
+        taught, cfg=decode, batch=batch, capacity=capacity, mesh=mesh
+    )
+    return kept_on_device(model, state.replace(memory=memory, stats=stats))
+
+
 def kept_on_device(model: Model, state: DecodeState) -> DecodeState:
     """On the model's device for good: programs are compiled anew for arrays that are not. What lies
     on a mesh is placed already."""
@@ -353,10 +372,11 @@ def stopped_in(state: DecodeState, rows: np.ndarray) -> DecodeState:
     return state.replace(finish=jnp.where(rows, jnp.int8(STOPPED), state.finish))
 
 
-def _read(model: Model, request: Request, state: DecodeState) -> Iterator[DecodeState]:
-    """Yields the state before each pass of the prefill and after the last one."""
+def _read(model: Model, request: Request, state: DecodeState) -> Iterator[tuple[DecodeState, int]]:
+    """Yields the state before each pass of the prefill and after the last one, and how many tokens
+    of each row this part of it has read."""
     compiled, cfg = programs_of(model), reading_config(request.decode)
-    yield state
+    yield state, 0
     aside = {name: getattr(state, name) for name in UNREAD}
     state = state.replace(**dict.fromkeys(UNREAD))
     for part, widths in enumerate(request.prefill_widths):
@@ -364,23 +384,15 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[Decode
         for width in widths:
             state = compiled.read_part(model.params, state, start, part=part, width=width, cfg=cfg)
             start += width
-            yield state.replace(**aside)
+            yield state.replace(**aside), start - request.prefix_length
         if part < len(request.prefill_widths) - 1:
             state = compiled.finish_part(model.params, state, part=part, cfg=cfg)
-            yield state.replace(**aside)
+            yield state.replace(**aside), 0
     start, cfg = 0, dataclasses.replace(request.decode, method=Autoregressive())
     for width in request.made_widths:
         state = compiled.read_made(model.params, state, start, width=width, cfg=cfg)
         start += width
-        yield state.replace(**aside)
-
-
-def programs_of(model: Model) -> Any:
-    """The compiled functions for the device where a model lies."""
-    device = processes.own_device(model.params)
-    if device.platform == "gpu":
-        try_to_keep_programs()
-    return programs(device.platform, model.cfg.dtype)
+        yield state.replace(**aside), start
 
 
 def _on_host(stats: StepStats) -> StepStats:

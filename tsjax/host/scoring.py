@@ -18,8 +18,9 @@ from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
+from tsjax.host.device_programs import programs_of
 from tsjax.host.prompts import check_row, prompt_rows
-from tsjax.host.run import programs_of
+from tsjax.host.telling import doing
 
 WIDTH = 512  # tokens of a pass
 
@@ -69,7 +70,11 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
         most = f"at most the model's {model.cfg.max_positions} positions with its prompt"
         check(len(row) <= model.cfg.max_positions, f"continuation[{index}]", len(row), most)
     processes.check_same("score", [row.tobytes() for row in rows], logprobs)
-    told = [_of_row(model, *pair, logprobs) for pair in zip(rows, ends, strict=True)]
+    told, count = [], 0
+    with doing("scoring", sum(map(len, rows)), "tokens") as work:
+        for row, end in zip(rows, ends, strict=True):
+            told.append(_of_row(model, row, end, logprobs))
+            work.done(count := count + len(row))
     for index, one in enumerate(told):
         if np.isnan(one.raw).any():
             raise Failed(

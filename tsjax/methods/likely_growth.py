@@ -61,35 +61,43 @@ class Prices(NamedTuple):
     one_pass: Float[Array, ""]
 
 
-def prices_of(
-    method: OnPartialCache, costs: Costs, widths: Sequence[int], state: DecodeState
-) -> Prices:
-    """At the mean length of the rows that run."""
-    running = jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
-    context = jnp.sum(jnp.where(state.running, state.kv.length, 0)).astype(jnp.float32)
-    context = context / running
+class PriceList(NamedTuple):
+    """Seconds, and seconds for each token of context: of a step with each of the pass widths, of a
+    plain one, and of a pass that drafts. Arrays, so that other seconds make no other program."""
 
-    def at(seconds: Callable[[float], float], length: Float[Array, ""]) -> Float[Array, ""]:
-        """`seconds` is linear in the context."""
-        begun, far = seconds(0.0), seconds(FAR_CONTEXT)
-        return jnp.float32(begun) + jnp.float32((far - begun) / FAR_CONTEXT) * length
+    begun: Float[Array, "widths+2"]
+    per_token: Float[Array, "widths+2"]
 
-    def of_rows(rows: int) -> Float[Array, ""]:
-        return at(lambda context: costs.of_pass(rows, context) + costs.overhead, context)
+    def at(self, method: OnPartialCache, state: DecodeState) -> Prices:
+        """At the mean length of the rows that run."""
+        running = jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
+        context = jnp.sum(jnp.where(state.running, state.kv.length, 0)).astype(jnp.float32)
+        slots = context = context / running
+        if method.draft_choice != "all":
+            slots = jnp.minimum(context, method.draft_budget)
+        of_steps = self.begun[:-1] + self.per_token[:-1] * context
+        return Prices(
+            rows=of_steps[:-1],
+            plain=of_steps[-1],
+            one_row=(of_steps[-2] - of_steps[-1]) / (method.width - 1),
+            one_pass=self.begun[-1] + self.per_token[-1] * slots,
+        )
 
-    slots = context
-    if method.draft_choice != "all":
-        slots = jnp.minimum(context, method.draft_budget)
-    one_pass = at(lambda slots: costs.of_draft_pass(slots, method.wants_int8), slots)
-    if method.draft_rest:  # which reads the partial cache once more
-        one_pass += at(lambda slots: costs.of_pass(1, slots) - costs.of_pass(1, 0), slots)
-    plain, widest = of_rows(1), of_rows(widths[-1])
-    return Prices(
-        rows=jnp.stack(list(map(of_rows, widths))),
-        plain=plain,
-        one_row=(widest - plain) / (widths[-1] - 1),
-        one_pass=one_pass,
-    )
+
+def price_list(method: OnPartialCache, costs: Costs, widths: Sequence[int]) -> PriceList:
+    def of_pass(slots: float) -> float:
+        seconds = costs.of_draft_pass(slots, method.wants_int8)
+        if method.draft_rest:  # which reads the partial cache once more
+            seconds += costs.of_pass(1, slots) - costs.of_pass(1, 0)
+        return seconds
+
+    def of_step(rows: int) -> Callable[[float], float]:
+        return lambda context: costs.of_pass(rows, context) + costs.overhead
+
+    lines = [*map(of_step, widths), of_step(1), of_pass]  # each is linear in the context
+    begun, far = ([line(context) for line in lines] for context in (0.0, FAR_CONTEXT))
+    slopes = [(end - begin) / FAR_CONTEXT for begin, end in zip(begun, far, strict=True)]
+    return PriceList(jnp.asarray(begun, jnp.float32), jnp.asarray(slopes, jnp.float32))
 
 
 class Pace(NamedTuple):
@@ -207,6 +215,7 @@ class Learned(flax.struct.PyTreeNode):
       cache: for passes of the model on few tokens.
       hidden: last layer's output for the last committed token; zero before there is one.
       table: of prompt and output.
+      prices: what rows and passes take.
       offered: what the last step could have drafted.
       rates: how often drafts of each kind were right.
       pace: of the last steps.
@@ -216,6 +225,7 @@ class Learned(flax.struct.PyTreeNode):
     cache: DraftCache | None
     hidden: Float[Array, "B D"] | None
     table: NgramTable | None
+    prices: PriceList
     offered: Offered
     rates: Rates
     pace: Pace

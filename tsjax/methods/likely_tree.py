@@ -33,7 +33,7 @@ from tsjax.methods.likely_growth import (
     gain_of_pass,
     judged,
     nothing_offered,
-    prices_of,
+    price_list,
     right_beforehand,
 )
 from tsjax.methods.likely_sources import (
@@ -83,7 +83,7 @@ class LikelyTree(OnPartialCache):
       corpus: whether `params.corpus`, earlier texts, is drafted from; `generate(corpus=...)` says
         it.
       costs: what rows and passes take; `generate` fills in what it has measured on the device, and
-        `choose_method` does. A step cannot be compiled without.
+        `choose_method` does. A state cannot be made without.
     """
 
     sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
@@ -127,6 +127,9 @@ class LikelyTree(OnPartialCache):
     def drafts_from_text_alone(self) -> bool:
         return not self.draft_passes
 
+    def in_steps(self) -> Method:
+        return dataclasses.replace(self, costs=None)  # the memory has them
+
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:
             return measured.current
@@ -156,6 +159,12 @@ class LikelyTree(OnPartialCache):
         return min(model.num_draft_heads, MOST_HEADS) if self.heads else 0
 
     def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Learned:
+        if self.costs is None:
+            raise BadValue(
+                "costs=None is not valid in a state: tsjax.generate and "
+                "tsjax.choose_method(method, model, context) choose them, or give "
+                "LikelyTree(costs=...)"
+            )
         cache = hidden = table = None
         if self.draft_passes:
             cache = self.new_cache(model, batch, capacity, mesh, room=self.draft_passes - 1)
@@ -167,6 +176,7 @@ class LikelyTree(OnPartialCache):
             cache=cache,
             hidden=hidden,
             table=table,
+            prices=price_list(self, self.costs, self.sizes(model).pass_widths),
             offered=nothing_offered(batch, self._num_paths(model), self.sizes(model).depth),
             rates=first_rates(model.head_accuracy or ()),
             pace=Pace(jnp.float32(0), jnp.float32(0)),
@@ -226,13 +236,7 @@ class LikelyTree(OnPartialCache):
     ) -> tuple[Learned, DraftTree]:
         with jax.named_scope("draft"):
             memory, sizes = state.memory, self.sizes(model)
-            if self.costs is None:
-                raise BadValue(
-                    "costs=None is not valid in a step: tsjax.generate and "
-                    "tsjax.choose_method(method, model, context) choose them, or give "
-                    "LikelyTree(costs=...)"
-                )
-            prices = prices_of(self, self.costs, sizes.pass_widths, state)
+            prices = memory.prices.at(self, state)
             pace, groups, spent = memory.pace.worth(prices, state), [], jnp.float32(0)
             if self.places:
                 groups += from_text(state, memory.table, self.places, sizes.depth)

@@ -29,9 +29,10 @@ from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host import processes
+from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.host.progress import progress_bar
-from tsjax.host.run import programs_of
+from tsjax.host.telling import doing
 from tsjax.input_files import parsing
 from tsjax.model.sharding import mesh_of, named_sharding, placed
 from tsjax.training import loss, saved
@@ -140,11 +141,12 @@ def train_heads(
         vocab_size=model.cfg.vocab_size, tokenizer=lambda: model.tokenizer,
         whole_books=whole_books, data_dtype=data_dtype,
     )  # fmt: skip
-    train, held = read(data), None
-    if isinstance(held_out, float | int):
-        train, held = train.split(held_out, settings.seed)
-    elif held_out is not None:
-        held = read(held_out, argument="held_out")
+    with doing("reading the texts"):
+        train, held = read(data), None
+        if isinstance(held_out, float | int):
+            train, held = train.split(held_out, settings.seed)
+        elif held_out is not None:
+            held = read(held_out, argument="held_out")
     identity = {"model": model_fingerprint(model), "data": train.fingerprint}
     identity |= {"settings": dataclasses.asdict(settings)}
     processes.check_same("train_heads", identity, checkpoint and os.path.basename(checkpoint))
@@ -273,10 +275,12 @@ class _Run:
         )
         check(needed < 0.8 * memory, "cache_hidden", True, wanted)
         hidden = np.empty((total, length, self.cfg.embed_dim), dtype)
-        for first in range(0, total, self.micro):
-            numbers = [number % total for number in range(first, first + self.micro)]
-            fresh = self._hidden(self._place(self.train.sequences(numbers)))
-            hidden[numbers] = processes.on_host(fresh)
+        with doing("computing hidden states", total, "sequences") as work:
+            for first in range(0, total, self.micro):
+                work.done(first)
+                numbers = [number % total for number in range(first, first + self.micro)]
+                fresh = self._hidden(self._place(self.train.sequences(numbers)))
+                hidden[numbers] = processes.on_host(fresh)
         return hidden
 
     def step(self, interrupt: Interrupt) -> Record | None:
@@ -316,15 +320,18 @@ class _Run:
     def evaluate(self, held_out: TrainingCorpus) -> list[Record]:
         count, vocab = self.settings.num_heads + 1, self.cfg.vocab_size
         losses, hits = np.zeros(count), np.zeros((count, TOP), np.int64)
-        for first in range(0, len(held_out), self.micro):
-            numbers = range(first, min(first + self.micro, len(held_out)))
-            tokens = self._place(held_out.sequences(numbers))
-            measured = training_programs().measure_heads(
-                self.state.heads, self._params.model, self._hidden(tokens), tokens, **self._static
-            )
-            metrics = processes.on_host(measured)
-            losses += np.asarray(metrics.loss, np.float64)
-            hits += np.asarray(metrics.hits)
+        with doing("evaluating", len(held_out), "sequences") as work:
+            for first in range(0, len(held_out), self.micro):
+                work.done(first)
+                numbers = range(first, min(first + self.micro, len(held_out)))
+                tokens = self._place(held_out.sequences(numbers))
+                measured = training_programs().measure_heads(
+                    self.state.heads, self._params.model, self._hidden(tokens), tokens,
+                    **self._static,
+                )  # fmt: skip
+                metrics = processes.on_host(measured)
+                losses += np.asarray(metrics.loss, np.float64)
+                hits += np.asarray(metrics.hits)
         records = []
         for head in range(count):
             labels = len(held_out) * (self.settings.sequence_length - 1 - head)
