@@ -23,6 +23,9 @@ ROWS = {
     "tsjax.configs": 0,
     "tsjax.config": 1,
     "tsjax.errors": -1,
+    # Told of from everywhere, from before jax is loaded.
+    "tsjax.host.telling": -1,
+    "tsjax.host.line_writer": 0,
     "tsjax.input_files": 0,
     "tsjax.typing": 1,
     "tsjax.model": 2,
@@ -316,11 +319,11 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_380,
-    "tsjax/commands": 1_240,
+    "tsjax": 1_390,
+    "tsjax/commands": 1_260,
     "tsjax/decoding": 2_960,
     "tsjax/files": 3_600,
-    "tsjax/host": 6_840,
+    "tsjax/host": 7_730,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 4_620,
     "tsjax/model": 1_395,
@@ -329,7 +332,7 @@ MOST_LINES_OF_FOLDER = {
     "convert": 510,
     "benchmarks": 10_260,
     "tools": 6_240,
-    "tests": 23_770,
+    "tests": 24_230,
     "examples": 330,
 }
 

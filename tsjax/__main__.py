@@ -8,6 +8,7 @@ could not be saved; an interrupted run prints what it has and exits with 130.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import re
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 import tsjax
 from tsjax.commands.parser import Parser, tell
 from tsjax.config import GENERATION_NAMES, HABITS
+from tsjax.host.line_writer import told_on_stderr
+from tsjax.host.telling import doing
 
 # Command -> its module, which is loaded, and jax with it, when it is asked for; and its one line in
 # --help.
@@ -37,9 +40,16 @@ KNOWN_COMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
-    args, unknown = parser_for(argv).parse_known_args(argv)
-    args.argv = argv
-    from tsjax.commands.arguments import keep_programs_as_asked
+    # To read the flags takes jax, which is worth a line.
+    with contextlib.nullcontext() if "--quiet" in argv else told_on_stderr():
+        return _done(argv)
+
+
+def _done(argv: list[str]) -> int:
+    with doing("starting"):
+        args, unknown = parser_for(argv).parse_known_args(argv)
+        args.argv = argv
+        from tsjax.commands.arguments import keep_programs_as_asked
 
     if unknown:
         args.parser.error(_unknown_arguments(args, unknown))

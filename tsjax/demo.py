@@ -305,7 +305,7 @@ def paint(line: Iterable[Glyph], colour: bool) -> str:
     return "".join(painted)
 
 
-def beside(pair: Sequence[list[Glyph]], half: int, colour: bool) -> str:
+def side_by_side(pair: Sequence[list[Glyph]], half: int, colour: bool) -> str:
     left, right = pair
     return paint(left, colour) + " " * (half - line_width(left)) + BETWEEN + paint(right, colour)
 
@@ -322,9 +322,9 @@ def frame(columns: Sequence[Column], width: int, height: int, colour: bool = Tru
     texts = [lines[-count:] + [[]] * (count - len(lines)) for lines in texts]
     rule = "-" * (2 * half + len(BETWEEN))
     return [
-        beside(titles, half, colour), rule,
-        *(beside(pair, half, colour) for pair in zip(*texts, strict=True)),
-        rule, beside(figures, half, colour), *key,
+        side_by_side(titles, half, colour), rule,
+        *(side_by_side(pair, half, colour) for pair in zip(*texts, strict=True)),
+        rule, side_by_side(figures, half, colour), *key,
     ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from tsjax.host.generation import generate, stream, forward
 from tsjax.config import GenerationConfig
 from tsjax.files.presets import preset
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
+from tsjax.host.telling import Progress
 from tsjax.host.interrupt import Interrupted
 from tsjax.errors import TsjaxError
 
@@ -80,7 +81,7 @@ from tsjax.host.compilation import enable_compilation_cache
 __all__ = [  # noqa: RUF022
     "load", "save", "Model", "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
     "generate", "stream", "forward", "GenerationConfig", "preset",
-    "GenerationResult", "RunStats", "StreamChunk", "Interrupted", "TsjaxError",
+    "GenerationResult", "RunStats", "StreamChunk", "Progress", "Interrupted", "TsjaxError",
     "LogitsProcessor", "token_bias", "bad_words", "allowed_tokens",
     "LogProbs", "score", "Scored",
     "Conversation", "read", "Prefix", "generate_many", "Answer",

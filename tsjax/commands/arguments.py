@@ -24,6 +24,7 @@ from tsjax.config import GENERATION_NAMES, check, refuse_unknown
 from tsjax.errors import BadValue
 from tsjax.host import layout, processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
+from tsjax.host.telling import listening
 from tsjax.methods import METHODS, resolve_method
 
 SETTING_HELP = {
@@ -61,6 +62,12 @@ def tell_once(line: str) -> None:
         tell(line)
 
 
+def tell_unless_quiet(args: argparse.Namespace, line: str) -> None:
+    """Figures and the like, which are no errors."""
+    if not args.quiet:
+        tell_once(line)
+
+
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
@@ -88,6 +95,7 @@ def command(commands: Any, name: str, run: Any, text: str, about: str, examples:
         name, help=text, description=about, epilog=examples, formatter_class=raw
     )
     parser.set_defaults(run=run, parser=parser)
+    add_switch(parser, "--quiet", "nothing on stderr but errors: neither what is done nor figures")
     return parser
 
 
@@ -192,6 +200,7 @@ def joined(args: argparse.Namespace) -> Iterator[None]:
         if not processes.is_first():
             nowhere = silent.enter_context(open(os.devnull, "w"))
             silent.enter_context(contextlib.redirect_stdout(nowhere))
+            silent.enter_context(listening(None))
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:  # jax has both for that

@@ -25,6 +25,7 @@ from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
+from tsjax.host.telling import doing, seconds_of_process
 from tsjax.input_files import read_text
 from tsjax.methods import METHODS, resolve_method
 
@@ -212,7 +213,7 @@ def _generated(
     quiet = args.json or args.progress or several
     if _samples_as_a_chat(args):
         settings = settings_for_chat(model.path, settings)
-        cli.tell_once(f"[{sampling_in_words(settings)}]")
+        cli.tell_unless_quiet(args, f"[{sampling_in_words(settings)}]")
     if messages is not None:
         settings["messages"] = messages
     result = tsjax.generate(
@@ -225,7 +226,7 @@ def _generated(
         on_interrupt="return",
         corpus=corpus,
         draft_model=second,
-        progress=args.progress and processes.is_first(),
+        progress=args.progress and not args.quiet and processes.is_first(),
         **cli.given_of(args, names),
         **settings,
     )
@@ -237,11 +238,14 @@ def _generated(
             print(f"--- {number}\n{said}")
     elif args.progress:
         print(result.text if tokenizer is not None else result.tokens)
-    cli.tell_once(
-        f"[{sum(stats.new_tokens)} tokens, {stats.tokens_per_second:.1f} tokens/s, "
-        f"{stats.tokens_per_step:.2f} tokens/step, prefill {stats.prefill_seconds:.2f} s, "
-        f"compiling {stats.compile_seconds:.1f} s, {', '.join(result.finish_reason)}]"
+    count = sum(stats.new_tokens)
+    figures = (
+        f"[{count:,} tokens, {stats.tokens_per_second:.1f} tokens/s, "
+        f"{count / seconds_of_process():.1f} since the command began, "
+        f"{stats.tokens_per_step:.2f} tokens/step, waited {stats.compile_seconds:.1f} s for "
+        f"compiling, {', '.join(result.finish_reason)}]"
     )
+    cli.tell_unless_quiet(args, figures)
     go_on = f"[go on with --resume-from {args.save_to}]" if args.save_to is not None else ""
     return cli.exit_code(args, result, "interrupted" in result.finish_reason, go_on)
 
@@ -266,9 +270,13 @@ def _generate_many(args: argparse.Namespace) -> int:
     rows = cli.given_of(args, ("rows",))
     more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
     answering = Answering(model, args.prompts, args.out, config, **more)
-    with progress_bar(args.progress, answering.waiting, "answers") as bar:
+    with (
+        doing("answering", answering.waiting, "prompts") as work,
+        progress_bar(args.progress and not args.quiet, answering.waiting, "answers") as bar,
+    ):
         try:
-            for _ in answering:
+            for count, _ in enumerate(answering, 1):
+                work.done(count)
                 bar.update(1)
         except (tsjax.Interrupted, KeyboardInterrupt):
             cli.tell("[go on with the same command]")
@@ -276,10 +284,11 @@ def _generate_many(args: argparse.Namespace) -> int:
     done = answering.done
     if args.json:
         print(json.dumps(dataclasses.asdict(done)))
-    cli.tell(
+    figures = (
         f"[{done.lines} prompts, {done.before} answered before, {done.tokens} tokens now, "
         f"{len(done.failed)} failed]"
     )
+    cli.tell_unless_quiet(args, figures)
     if done.failed:
         shown = ", ".join(map(str, done.failed[: cli.MOST_SHOWN]))
         cli.tell(f"tsjax: error: these lines could not be answered: {shown}; why is in {args.out}")

@@ -120,6 +120,7 @@ def _bench(args: argparse.Namespace) -> int:
     }
     question = Question(
         peers=not args.no_peers,
+        quiet=args.quiet,
         simulate=args.simulate_acceptance,
         **cli.given_of(args, names),
         **lists,

@@ -105,17 +105,18 @@ def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: A
         model,
         settings=settings,
         held_out=held_out,
-        progress=processes.is_first(),
+        progress=processes.is_first() and not args.quiet,
         on_interrupt="return",
         **cli.given_of(args, names),
     )
     if trained.skipped:
         count, first = len(trained.skipped), trained.skipped[0]
-        cli.tell_once(f"[{count} texts are shorter than a sequence, such as {first}]")
+        cli.tell_unless_quiet(args, f"[{count} texts are shorter than a sequence, such as {first}]")
     for record in trained.evaluation:
         who = f"head {record['head']}" if record["head"] else "model "
         guess = f"{record['skip_bigram'][0]:.1%} by the best guess from counts"
-        cli.tell_once(f"[{who}: {record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}]")
+        said = f"{record['top1']:.1%} right, {guess}; loss {record['loss']:.3f}"
+        cli.tell_unless_quiet(args, f"[{who}: {said}]")
     last = trained.history[-1] if trained.history else {}
     document = {
         "save_to": args.save_to,

@@ -41,6 +41,8 @@ from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tokenizer import load_tokenizer
 from tsjax.files.whole_files import check_writable, own_place, path_of
+from tsjax.host.line_writer import told_as
+from tsjax.host.telling import Progress, doing
 from tsjax.input_files import parsing, read_json, require_file
 from tsjax.model.params import (
     Params,
@@ -88,11 +90,13 @@ class Model(flax.struct.PyTreeNode):
         """
         if self.path is None:
             raise BadValue("this model has no path, so it has no tokenizer; pass token ids")
-        return load_tokenizer(self.path)
+        with doing("making the tokenizer"):
+            return load_tokenizer(self.path)
 
     @functools.cached_property
     def _with_int8(self) -> Params:
-        return with_int8_drafts(self.params, self.cfg)
+        with doing("rounding to int8"):
+            return jax.block_until_ready(with_int8_drafts(self.params, self.cfg))
 
     def params_for(self, method: Method) -> Params:
         """The arrays that a method's steps take. A copy in int8 is made once and stays until
@@ -176,6 +180,7 @@ def load(
     heads: str | os.PathLike | None = None,
     allow_pickle: bool = False,
     on_tensor: Callable[[str, int], object] | None = None,
+    progress: bool | Callable[[Progress], object] = False,
 ) -> Model:
     """Loads a HuggingFace folder (safetensors), a hub id, a GGUF file or a tsjax checkpoint.
 
@@ -187,10 +192,19 @@ def load(
         checkpoint; a hub id of a folder.
       allow_pickle: reads pickled torch weights (needs torch) where there are no safetensors.
       on_tensor: called with the path and the bytes of every array read from HuggingFace files.
+      progress: True tells on stderr what takes long; a function gets each `Progress`.
     """
     mesh = usable_mesh(mesh)
     if dtype is not None:
         check_dtype(dtype)
+    with told_as(progress), doing("loading"):
+        return _loaded(path, dtype, mesh, heads, allow_pickle, on_tensor)
+
+
+def _loaded(
+    path: str | os.PathLike, dtype: str | None, mesh: jax.sharding.Mesh | None,
+    heads: str | os.PathLike | None, allow_pickle: bool, on_tensor: Callable | None,
+) -> Model:  # fmt: skip
     folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
     attached = open_heads(heads, allow_pickle=allow_pickle) if heads is not None else None
 
@@ -200,11 +214,14 @@ def load(
     if mesh is not None and jax.process_count() > 1:
         part = lambda spec: held_here(spec.shape, placement(spec, mesh))  # noqa: E731
 
-    def place(tensors) -> None:
-        for entry, array in tensors:
-            arrays[entry.path] = placed(array, placement(entry.spec, mesh))
-            if on_tensor is not None:
-                on_tensor(entry.path, array.nbytes)
+    def place(tensors, total: int) -> None:
+        count = 0
+        with doing("loading", total, "bytes") as work:
+            for entry, array in tensors:
+                arrays[entry.path] = placed(array, placement(entry.spec, mesh))
+                work.done(count := count + array.nbytes)
+                if on_tensor is not None:
+                    on_tensor(entry.path, array.nbytes)
 
     if is_tsjax(folder):
         cfg, stop_ids = read_description(folder)
@@ -217,13 +234,19 @@ def load(
         check_dtype(cfg.dtype)
         stop_ids = read_stop_ids(folder)
         own = cfg.with_heads(0) if attached else cfg
-        place(huggingface.read_model(own, weights, part=part))
+        place(huggingface.read_model(own, weights, part=part), _bytes_of(own))
     if attached:
         cfg = huggingface.with_heads_of(cfg, attached)
-        place(huggingface.read_heads(cfg, attached, part=part))
+        heads_alone = _bytes_of(cfg) - _bytes_of(cfg.with_heads(0))
+        place(huggingface.read_heads(cfg, attached, part=part), heads_alone)
     treedef = jax.tree.structure(declare_params(cfg), is_leaf=is_spec)
     params = treedef.unflatten(arrays[entry.path] for entry in huggingface.entries(cfg))
     return Model(params, cfg=cfg, stop_ids=stop_ids, path=folder)
+
+
+def _bytes_of(cfg: ModelConfig) -> int:
+    specs = jax.tree.leaves(declare_params(cfg), is_leaf=is_spec)
+    return sum(math.prod(spec.shape) * jnp.dtype(spec.dtype).itemsize for spec in specs)
 
 
 def save(model: Model, path: str | os.PathLike, *, overwrite: bool = False) -> None:
@@ -420,7 +443,8 @@ def _load_arrays(path: str, cfg: ModelConfig, mesh, version: int) -> dict[str, j
         )
         for name, spec in specs.items()
     }
-    arrays = read_arrays(path, abstract)
+    with doing("loading", _bytes_of(cfg), "bytes"):  # all at once, so nothing is counted
+        arrays = read_arrays(path, abstract)
     if any(arrays[name].dtype != leaf.dtype for name, leaf in abstract.items()):
         raise BadValue(
             f"{path!r} was not read as {cfg.dtype}: enable x64 with JAX_ENABLE_X64=1 or "

@@ -50,6 +50,7 @@ class Question:
       model: a checkpoint; with `simulate` the name of a preset.
       peers: whether transformers runs too, where it can.
       simulate: a file with accepted lengths, see `read_trace`.
+      quiet: no lines about the time left.
     """
 
     model: str
@@ -67,6 +68,7 @@ class Question:
     peer_tokens: int = PEER_TOKENS
     plot: str | None = None
     simulate: str | None = None
+    quiet: bool = False
 
     def __post_init__(self):
         wanted = one_of((PLAIN, *METHODS))

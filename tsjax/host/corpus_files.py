@@ -15,6 +15,7 @@ from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import Model
 from tsjax.host.prompts import encode_text
 from tsjax.host.saved_run import read_run
+from tsjax.host.telling import doing
 from tsjax.input_files import read_text
 from tsjax.methods.corpus import Corpus
 
@@ -27,13 +28,15 @@ def read_corpus(model: Model, *files: str | os.PathLike) -> Corpus:
     """
     check(bool(files), "files", files, "one file or more")
     rows = []
-    for file in files:
-        name = os.fspath(file)
-        if name.endswith(".json"):
-            run = read_run(name, "files")
-            rows += map(np.concatenate, zip(run.prompts, run.tokens, strict=True))
-        else:
-            if not os.path.exists(name):
-                raise NoSuchFile(f"files={name!r} is not valid: no such file")
-            rows.append(encode_text(model, read_text(name), f"the text of {name!r}"))
-    return Corpus(rows)
+    with doing("reading the corpus", len(files), "files") as work:
+        for count, file in enumerate(files):
+            work.done(count)
+            name = os.fspath(file)
+            if name.endswith(".json"):
+                run = read_run(name, "files")
+                rows += map(np.concatenate, zip(run.prompts, run.tokens, strict=True))
+            else:
+                if not os.path.exists(name):
+                    raise NoSuchFile(f"files={name!r} is not valid: no such file")
+                rows.append(encode_text(model, read_text(name), f"the text of {name!r}"))
+        return Corpus(rows)

@@ -25,6 +25,7 @@ from tsjax.host import processes
 from tsjax.host.compilation import kind_of_machine
 from tsjax.host.info import cores
 from tsjax.host.measuring import context_bucket, device_in, measure
+from tsjax.host.telling import doing
 from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
 from tsjax.methods.auto import Choice, is_short
@@ -83,7 +84,11 @@ def costs_of(params: Params, cfg: ModelConfig, batch: int, context: float) -> Co
         # Several processes measure together: each may have another file, and they have to agree.
         together = processes.are_several()
         kept = None if together else _read(key)
-        _KNOWN[key] = measure(params, cfg, batch, longest) if kept is None else kept
+        if kept is None:
+            with doing("measuring"):
+                _KNOWN[key] = measure(params, cfg, batch, longest)
+        else:
+            _KNOWN[key] = kept
         if kept is None and not together:
             _write(key, _KNOWN[key])
     return _KNOWN[key]

@@ -7,10 +7,11 @@ checked everything a user passed, and `run` yields what is new after each chunk 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -25,16 +26,19 @@ from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.asking import make_request
+from tsjax.host.device_programs import programs_of
 from tsjax.host.info import facts
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
+from tsjax.host.line_writer import told_as
 from tsjax.host.prefix import Prefix
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompts import check_row, tokenizer_of
 from tsjax.host.reading import kept_prefix
 from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
-from tsjax.host.run import News, programs_of, run
+from tsjax.host.run import News, run
 from tsjax.host.saving import Saving
+from tsjax.host.telling import Progress, doing
 from tsjax.methods.corpus import Corpus
 from tsjax.model.logits import logits
 
@@ -47,7 +51,7 @@ def generate(
     method: Any = None,
     prefill: Any = None,
     streamer: Any = None,
-    progress: bool = False,
+    progress: bool | Callable[[Progress], object] = False,
     capacity: int | None = None,
     prefill_width: int | None = None,
     exceed_max_positions: bool = False,
@@ -82,7 +86,7 @@ def generate(
         is resumed, and else "full".
       streamer: an object with put(ids) and end(), as HuggingFace's streamers; single prompts only.
         It gets the prompt and then the tokens that this call makes.
-      progress: show a progress bar with tokens/s and tokens/step on stderr.
+      progress: True for lines and a bar on stderr; a function gets each `Progress`.
       capacity: cache slots per row; by default the next power of two (from 32768 on the next
         multiple of it) that holds prompt and new tokens. Runs of one capacity share one compiled
         program.
@@ -100,8 +104,7 @@ def generate(
         over prompts ends, too; "return" returns it. Its finish_reason is "interrupted" where a
         row had not ended. A second Ctrl-C raises KeyboardInterrupt at once.
       corpus: earlier texts to draft from, for method="auto" and tsjax.LikelyTree: an output for the
-        same prompt, templates. It changes no token. It is not saved with a run; a run that is
-        resumed takes it anew.
+        same prompt, templates. It changes no token; a run that is resumed takes it anew.
       draft_model: a second model of the same vocabulary, for method="draft_model" and
         tsjax.TriForce. It changes no token; a run that is resumed takes it anew.
       logits_processor: a function (logits [V], tokens [C], length) -> logits of what comes after
@@ -121,18 +124,19 @@ def generate(
         SIGTERM; a handler of your own for the signal is called before.
     """
     check_on_interrupt(on_interrupt)
-    request = make_request(
-        model, prompt, config, settings, method=method, prefill=prefill, capacity=capacity,
-        prefill_width=prefill_width, exceed_max_positions=exceed_max_positions,
-        resume_from=resume_from, corpus=corpus, draft_model=draft_model,
-        logits_processor=logits_processor, prefix=prefix,
-    )  # fmt: skip
-    how = streamer, progress, save_to, save_every, on_interrupt, keep_prefix
-    return _generated(model, request, *how)
+    with told_as(progress):
+        request = make_request(
+            model, prompt, config, settings, method=method, prefill=prefill, capacity=capacity,
+            prefill_width=prefill_width, exceed_max_positions=exceed_max_positions,
+            resume_from=resume_from, corpus=corpus, draft_model=draft_model,
+            logits_processor=logits_processor, prefix=prefix,
+        )  # fmt: skip
+        how = streamer, progress is True, save_to, save_every, on_interrupt, keep_prefix
+        return _generated(model, request, *how)
 
 
 def _generated(
-    model: Model, request: Request, streamer: Any, progress: bool, save_to: Any, save_every: int,
+    model: Model, request: Request, streamer: Any, with_bar: bool, save_to: Any, save_every: int,
     on_interrupt: str, keep_prefix: bool,
 ) -> GenerationResult:  # fmt: skip
     """What a run makes, while others are told of it: a streamer, a bar, a file."""
@@ -141,7 +145,7 @@ def _generated(
     _check_streamer(streamer, request)
     interrupt, saving = Interrupt(), Saving(model, request, save_to, save_every)
     news = None
-    with interrupt, saving, _bar(request, progress) as bar:
+    with interrupt, saving, _Told(request, with_bar) as told:
         try:
             if streamer is not None:
                 streamer.put(request.prompts[0])
@@ -149,8 +153,7 @@ def _generated(
                 if streamer is not None:
                     for token in news.tokens[0]:
                         streamer.put(np.asarray([token]))
-                bar.set_postfix_str(_figures(news), refresh=False)
-                bar.update(sum(map(len, news.tokens)))
+                told.tell(news)
                 saving.save(news, last=False)
         except BaseException:  # a streamer fails, a second Ctrl-C comes, another process has ended
             if news is not None:  # what was made is saved
@@ -182,6 +185,7 @@ def stream(
     draft_model: Model | None = None,
     logits_processor: Any = None,
     prefix: Prefix | None = None,
+    progress: bool | Callable[[Progress], object] = False,
     **settings: Any,
 ) -> Iterator[StreamChunk]:
     """As `generate`, but an iterator of StreamChunk: the new tokens and text as they come.
@@ -189,15 +193,26 @@ def stream(
     Arguments are checked at the call, not at the first chunk. Ctrl-C or SIGTERM during a chunk
     makes it the last one, with finish_reason "interrupted"; the following next() raises
     tsjax.Interrupted, or with on_interrupt="return" ends the stream. Between chunks signals
-    are not handled.
+    are not handled. `progress` tells what takes long until a chunk is there; there is no bar.
     """
     check_on_interrupt(on_interrupt)
-    request = make_request(
-        model, prompt, config, settings, method=method, prefill=prefill, capacity=capacity,
-        prefill_width=prefill_width, exceed_max_positions=exceed_max_positions, corpus=corpus,
-        draft_model=draft_model, logits_processor=logits_processor, prefix=prefix,
-    )  # fmt: skip
-    return _stream(model, request, on_interrupt)
+    with told_as(progress):
+        request = make_request(
+            model, prompt, config, settings, method=method, prefill=prefill, capacity=capacity,
+            prefill_width=prefill_width, exceed_max_positions=exceed_max_positions, corpus=corpus,
+            draft_model=draft_model, logits_processor=logits_processor, prefix=prefix,
+        )  # fmt: skip
+    return _told_each(_stream(model, request, on_interrupt), progress)
+
+
+def _told_each(chunks: Iterator[StreamChunk], progress: Any) -> Iterator[StreamChunk]:
+    """What is at work is told until a chunk is there, not while its reader has it."""
+    while True:
+        with told_as(progress):
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
 
 
 def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[StreamChunk]:
@@ -255,13 +270,34 @@ def _check_streamer(streamer: Any, request: Request) -> None:
         raise BadValue(f"streamer takes one row, the prompt has {rows}: use tsjax.stream")
 
 
-def _bar(request: Request, wanted: bool) -> Any:
-    """Over the tokens of all rows."""
-    total = len(request.rows) * request.config.max_new_tokens
-    made = sum(map(len, request.rows)) - sum(request.prompt_length)  # by a run that is resumed
-    # tqdm's own rate would count the seconds of compiling.
-    parts = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
-    return progress_bar(wanted, total, "tok", initial=made, bar_format=parts)
+class _Told(contextlib.ExitStack):
+    """Tells how many tokens of all rows are made, by a bar or as a work. Begins with the first
+    news: before, other works are told."""
+
+    def __init__(self, request: Request, with_bar: bool):
+        super().__init__()
+        self._with_bar, self._bar, self._work = with_bar, None, None
+        self._total = len(request.rows) * request.config.max_new_tokens
+        # By a run that is resumed.
+        self._made = sum(map(len, request.rows)) - sum(request.prompt_length)
+
+    def tell(self, news: News) -> None:
+        new = sum(map(len, news.tokens))
+        if self._with_bar:
+            if self._bar is None:
+                self._bar = self.enter_context(self._begun_bar())
+            self._bar.set_postfix_str(_figures(news), refresh=False)
+            self._bar.update(new)
+            return
+        self._made += new
+        if self._work is None:
+            self._work = self.enter_context(doing("writing", self._total, "tokens"))
+        self._work.done(self._made)
+
+    def _begun_bar(self) -> Any:
+        # tqdm's own rate would count the seconds of compiling.
+        parts = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+        return progress_bar(True, self._total, "tok", initial=self._made, bar_format=parts)
 
 
 def _figures(news: News) -> str:
