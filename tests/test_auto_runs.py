@@ -145,9 +145,9 @@ def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
     monkeypatch.setattr(auto, "TRIALS_COST", 0.2)  # of so short a run
     rates, begun_anew = [], run.begun_anew
 
-    def watched(model, state, decode, lesson):
+    def watched(model, state, decode, *lesson):
         """Copies, as what a step was given is gone after it."""
-        after = begun_anew(model, state, decode, lesson)
+        after = begun_anew(model, state, decode, *lesson)
         for memory in (state.memory, after.memory):
             if memory:
                 rates.append(jax.tree.map(np.array, memory.rates))
@@ -159,7 +159,7 @@ def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
     assert spells(method for _, method in told) == [DRAFTING, PLAIN, DRAFTING]
     assert not found.stats.gave_up
     assert found.stats.accepted + sum(found.stats.steps) == found.stats.computed_tokens == 120
-    left, returned = rates
+    _, left, returned = rates
     assert np.array_equal(left.tried, returned.tried)
     assert np.array_equal(left.right, returned.right)
     assert not np.array_equal(left.tried, first_rates().tried)
@@ -241,9 +241,7 @@ def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
     choice = tsjax.choose_method("tokenswift", model, 3 + 10)
     assert isinstance(choice.method, LikelyTree) and choice.method.draft_passes == 0
     assert choice.step_cost == pytest.approx(1 + 0.5 / 7) and choice.costs.origin == "measured"
-    for new_tokens, origin in ((20, "estimated"), (257, "measured")):
-        result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=new_tokens)
-        assert result.stats.method.costs.origin == origin
+    result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=20)
     assert result.stats.method == choice.method
     kept = tsjax.choose_method(NGram.paper(), model, 13)
     assert kept.method == NGram.paper() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)

@@ -323,7 +323,7 @@ MOST_LINES_OF_FOLDER = {
     "tsjax/commands": 1_260,
     "tsjax/decoding": 2_960,
     "tsjax/files": 3_600,
-    "tsjax/host": 7_730,
+    "tsjax/host": 8_140,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 4_620,
     "tsjax/model": 1_395,
@@ -332,7 +332,7 @@ MOST_LINES_OF_FOLDER = {
     "convert": 510,
     "benchmarks": 10_260,
     "tools": 6_240,
-    "tests": 24_230,
+    "tests": 24_330,
     "examples": 330,
 }
 

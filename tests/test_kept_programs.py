@@ -121,7 +121,7 @@ def test_the_least_recently_used_go_first(folder, monkeypatch):
     paths = kept(folder)
     for age, path in enumerate(paths):
         os.utime(path, (1000 - age, 1000 - age))
-    monkeypatch.setattr(kept_programs, "MOST_BYTES", paths[0].stat().st_size)
+    monkeypatch.setattr(kept_programs, "MOST_WHOLE", paths[0].stat().st_size)
     kept_programs._remove_the_oldest(folder)
     assert kept(folder) == paths[:1]
 

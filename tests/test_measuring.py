@@ -54,7 +54,7 @@ SECONDS = {
 }  # fmt: skip
 
 
-def table_of(monkeypatch, seconds, heads=2, times=1.0):
+def table_of(monkeypatch, seconds, heads=2, times=1.0, at_once=True):
     class FakeParts:
         contexts, rows = (500, 4500), (1, 4, 8, 16)
 
@@ -73,7 +73,13 @@ def table_of(monkeypatch, seconds, heads=2, times=1.0):
 
     monkeypatch.setattr(measuring, "Parts", FakeParts)
     cfg = tiny_config(num_layers=2, num_draft_heads=heads)
-    return measuring.measure(MODEL.params, cfg, 1, 4096)
+    if at_once:
+        return measuring.measure(MODEL.params, cfg, 1, 4096)
+    going = measuring.pieces(MODEL.params, cfg, 1, 4096)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            next(going)
+    return end.value.value
 
 
 def test_the_table_is_the_sum_of_its_parts(monkeypatch):
@@ -304,8 +310,45 @@ def test_nothing_is_measured_for_methods_that_do_not_ask(folder):
     _, calls = folder
     tsjax.generate(MODEL, [1, 2], max_new_tokens=4)
     assert tsjax.choose_method(tsjax.Auto(costs=TABLE), MODEL, 100).costs == TABLE
-    found = tsjax.generate(MODEL, [1, 2], method="auto", max_new_tokens=4)
-    assert not calls and found.stats.method.costs.origin == "estimated", "so short a run is"
+    for known in (False, True):
+        found = tsjax.generate(MODEL, [1, 2], method="auto", max_new_tokens=400)
+        assert found.stats.method.costs.origin == ("measured" if known else "estimated")
+        assert len(calls) == known, "not before a run"
+        of_model(context=202)
+
+
+# --- in pieces ---------------------------------------------------------------------------------
+
+
+def test_a_run_measures_in_pieces(folder, monkeypatch):
+    """As many as its seconds allow; then it goes on by the table, and so do later ones."""
+    now, made = [0.0], []
+
+    def some(*given):
+        for number in range(5):
+            now[0] += 0.25
+            made.append(number)
+            yield
+        return TABLE
+
+    monkeypatch.setattr(costs, "pieces", some)
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+    one_piece = costs.PIECE / costs.MEASURING_SHARE
+    measuring_within = costs.Measuring(MODEL, True, 1, 100)
+    for elapsed, count in ((0, 0), (0.9, 0), (1.1, 1), (1.5, 1), (2.0, 2), (3.5, 4)):
+        assert measuring_within.go_on(elapsed * one_piece) is None and len(made) == count
+    assert measuring_within.go_on(100 * one_piece) == TABLE and len(made) == 5
+    assert measuring_within.go_on(200 * one_piece) is None and len(made) == 5, "once"
+    _, calls = folder
+    assert of_model() == TABLE and not calls
+    for not_wanted in (costs.Measuring(MODEL, False, 1, 100),):
+        assert not_wanted.go_on(1e9) is None and len(made) == 5
+    monkeypatch.setattr(costs, "available_bytes", lambda device: 0)
+    assert costs.Measuring(MODEL, True, 1, 100).go_on(1e9) is None and len(made) == 5
+
+
+def test_pieces_make_the_table_of_one_go(monkeypatch):
+    assert table_of(monkeypatch, SECONDS) == table_of(monkeypatch, SECONDS, at_once=False)
 
 
 # --- a table that a run contradicts ------------------------------------------------------------
@@ -325,6 +368,7 @@ def test_a_table_that_plain_steps_contradict_is_measured_anew(
     monkeypatch.setattr(run, "_next_chunk", lambda steps, *_: 64)
     settings = dict(max_new_tokens=900, capacity=1024, prefill_width=16, do_sample=True)
     for _ in range(2):
+        of_model(context=452)
         tsjax.generate(MODEL, [1, 2], method="auto", **settings)
         kept = place.exists() and len(list(place.iterdir()))
         assert bool(kept) == (measured == 1)

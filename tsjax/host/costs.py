@@ -10,6 +10,8 @@ import contextlib
 import hashlib
 import json
 import os
+import time
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,20 @@ from tsjax.files.whole_files import write_text
 from tsjax.host import processes
 from tsjax.host.compilation import kind_of_machine
 from tsjax.host.info import cores
-from tsjax.host.measuring import context_bucket, device_in, measure
+from tsjax.host.measuring import context_bucket, device_in, measure, pieces
+from tsjax.host.memory import available_bytes
 from tsjax.host.telling import doing
 from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
-from tsjax.methods.auto import Choice, is_short
+from tsjax.methods.auto import Choice
 from tsjax.methods.cost_model import Costs, as_costs
 from tsjax.methods.devices import device_of, estimated
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
+# Of a run's seconds those that measuring may take, by pieces that take about so many; and bytes
+# that have to be free for its buffers.
+MEASURING_SHARE, PIECE, ROOM = 0.02, 0.3, 2**31
 TOO_FAST = 0.7  # of a plain step by the table
 _KNOWN: dict[str, Costs] = {}  # by what `_key` says
 
@@ -64,34 +70,78 @@ def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) ->
 def measured_on(
     method: Method, model: Model, context: int, batch: int, new_tokens: int | None = None
 ) -> Measured:
-    """What is known before the first step; the costs where the method wants them, and the run is
-    not too short to measure them."""
+    """What is known before the first step; the costs where the method wants them, and they were
+    measured before. Else a formula says them, and a long run measures them in pieces."""
     platform, kind = device_in(model.params)
-    wanted = method.wants_costs and not is_short(new_tokens)
-    costs = costs_of(model.params, model.cfg, batch, context) if wanted else None
+    costs = known_costs(model.params, model.cfg, batch, context) if method.wants_costs else None
     return Measured(model.cfg, platform, kind, context, batch, new_tokens, costs=costs)
 
 
 def costs_of(params: Params, cfg: ModelConfig, batch: int, context: float) -> Costs:
     """The table of a model on the device where it lies, for runs whose rows have `context` tokens
     on average: known, from the file, or measured now."""
-    leaves = jax.tree.leaves(params)
-    if any(isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array) for leaf in leaves):
+    if not _can_run(params):
         return estimated(cfg, device_of(*device_in(params)), batch)
-    longest = context_bucket(int(2 * context))
-    key = json.dumps(_key(params, cfg, batch, longest), sort_keys=True)
-    if key not in _KNOWN:
-        # Several processes measure together: each may have another file, and they have to agree.
-        together = processes.are_several()
-        kept = None if together else _read(key)
-        if kept is None:
-            with doing("measuring"):
-                _KNOWN[key] = measure(params, cfg, batch, longest)
-        else:
+    found = known_costs(params, cfg, batch, context)
+    if found is None:
+        with doing("measuring"):
+            found = measure(params, cfg, batch, context_bucket(int(2 * context)))
+        _keep(found, params, cfg, batch, context)
+    return found
+
+
+def _can_run(params: Params) -> bool:
+    leaves = jax.tree.leaves(params)
+    return all(isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) for leaf in leaves)
+
+
+def known_costs(params: Params, cfg: ModelConfig, batch: int, context: float) -> Costs | None:
+    """What was measured before, in this process or another one."""
+    if not _can_run(params):
+        return None
+    key = _key(params, cfg, batch, context)
+    # Several processes may have other files each, and they have to agree.
+    if key not in _KNOWN and not processes.are_several():
+        kept = _read(key)
+        if kept is not None:
             _KNOWN[key] = kept
-        if kept is None and not together:
-            _write(key, _KNOWN[key])
-    return _KNOWN[key]
+    return _KNOWN.get(key)
+
+
+def _keep(costs: Costs, params: Params, cfg: ModelConfig, batch: int, context: float) -> None:
+    key = _key(params, cfg, batch, context)
+    _KNOWN[key] = costs
+    if not processes.are_several():
+        _write(key, costs)
+
+
+class Measuring:
+    """The table of costs, measured in pieces within a run that wants one and has none: for what is
+    left of it, and for later runs."""
+
+    def __init__(self, model: Model, wanted: bool, batch: int, context: float):
+        free = available_bytes(processes.own_device(model.params)) if wanted else 0
+        self._given = model.params, model.cfg, batch, context
+        self._wanted = wanted and not processes.are_several() and (free is None or free > ROOM)
+        self._going: Generator[None, None, Costs] | None = None
+        self._spent = 0.0
+
+    def go_on(self, elapsed: float) -> Costs | None:
+        """A few pieces, as far as the run's seconds allow; the table, when it is whole."""
+        while self._wanted and self._spent + PIECE <= MEASURING_SHARE * elapsed:
+            *of_model, context = self._given
+            if self._going is None:
+                self._going = pieces(*of_model, context_bucket(int(2 * context)))
+            begun = time.perf_counter()
+            try:
+                with doing("measuring"):
+                    next(self._going)
+            except StopIteration as end:
+                self._wanted, self._going = False, None
+                _keep(end.value, *self._given)
+                return end.value
+            self._spent += time.perf_counter() - begun
+        return None
 
 
 def contradicts(costs: Costs | None, seconds: float, context: float) -> bool:
@@ -106,7 +156,7 @@ def contradicts(costs: Costs | None, seconds: float, context: float) -> bool:
 
 def forget(params: Params, cfg: ModelConfig, batch: int, context: float) -> None:
     """The next run measures anew."""
-    key = json.dumps(_key(params, cfg, batch, context_bucket(int(2 * context))), sort_keys=True)
+    key = _key(params, cfg, batch, context)
     _KNOWN.pop(key, None)
     file = _file(key)
     if file is not None:
@@ -114,10 +164,10 @@ def forget(params: Params, cfg: ModelConfig, batch: int, context: float) -> None
             file.unlink()
 
 
-def _key(params: Params, cfg: ModelConfig, batch: int, longest: int) -> dict[str, Any]:
+def _key(params: Params, cfg: ModelConfig, batch: int, context: float) -> str:
     """All that the seconds depend on."""
     mesh = mesh_of(params)
-    return {
+    facts = {
         "device": device_in(params),
         "mesh": None if mesh is None else dict(mesh.shape),
         "cpus": cores(),
@@ -126,10 +176,11 @@ def _key(params: Params, cfg: ModelConfig, batch: int, longest: int) -> dict[str
         "jax": jax.__version__,
         "tsjax": tsjax_version(),
         "measured": 4,  # grows when other things are measured
-        "longest": longest,
+        "longest": context_bucket(int(2 * context)),
         "model": cfg.to_dict(),
         "batch": batch,
     }
+    return json.dumps(facts, sort_keys=True)
 
 
 def _file(key: str) -> Path | None:

@@ -21,6 +21,7 @@ from tsjax.host import kept_programs, processes
 from tsjax.host.compilation import counted_as_compiling, try_to_keep_programs, without_jaxs_folder
 from tsjax.host.telling import doing
 
+config: Any = jax.config
 STATIC = ("cfg", "prompt_capacity", "mesh", "capacity", "part", "width", "count", "batch")
 
 
@@ -64,11 +65,11 @@ class Call(NamedTuple):
         static = tuple(self.static.items())
         return static, tree, tuple(map(_form_of, leaves)), kept_programs.settings()
 
-    def device(self) -> jax.Device | None:
+    def device(self) -> Any:
         """The one device where all arrays lie; None where they lie on several."""
         placed = {leaf.sharding for leaf in self.leaves if isinstance(leaf, jax.Array)}
         devices = {device for sharding in placed for device in sharding.device_set}
-        if not devices and jax.config.jax_default_device is None:
+        if not devices and config.jax_default_device is None:
             devices = {jax.devices()[0]}
         return devices.pop() if len(devices) == 1 and not processes.are_several() else None
 
@@ -99,6 +100,7 @@ class Program:
     def __init__(self, name: str, jitted: Any):
         self.name, self._jitted = name, jitted
         self._known: dict[Any, Callable] = {}  # by form; those that jax keeps are the jitted one
+        self._loaded: dict[str, Callable] = {}  # by words, before anybody has called them
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         call = Call.of(given, named)
@@ -119,25 +121,38 @@ class Program:
         words, device = self.words(call), call.device()
         if words is None or device is None:
             return self._jitted
-        with counted_as_compiling():
-            found = kept_programs.read(words, device)
-        return self.make(call, words) if found is None else found
+        found = self._loaded.pop(words, None)
+        if found is None:
+            with counted_as_compiling():
+                found = kept_programs.read_program(words, device)
+        if found is None:
+            with doing("compiling"):
+                found = self.make(call, words)
+        return found
+
+    def load(self, words: str, device: Any) -> None:
+        """From disk, if it is there, for the next one who calls it."""
+        found = kept_programs.read_program(words, device)
+        if found is not None:
+            self._loaded[words] = found
 
     def make(self, call: Call, words: str) -> Callable:
         """Compiles it, of arrays or of shapes, and keeps it."""
-        with doing("compiling"), counted_as_compiling():
+        with counted_as_compiling():
             lowered = self._jitted.lower(*call.given, **call.named, **call.static)
             with without_jaxs_folder():
                 found = lowered.compile()
-            kept_programs.write(words, found)
+            kept_programs.keep_program(words, found)
         return found
 
     def words(self, call: Call) -> str | None:
         """What it is kept by; None where it is not."""
-        if kept_programs.safe_folder() is None or jax.config.jax_disable_jit:
-            return None
         device = call.device()
-        if device is None:
+        return None if device is None else self.words_for(call, device)
+
+    def words_for(self, call: Call, device: Any) -> str | None:
+        """As `words`, for arrays on a device, or their shapes."""
+        if kept_programs.safe_folder() is None or config.jax_disable_jit:
             return None
         try:
             return kept_programs.words_of(self.name, call.static, call.arguments, device)

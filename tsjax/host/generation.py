@@ -325,6 +325,7 @@ def run_stats(request: Request, news: News) -> RunStats:
         gave_up=news.gave_up,
         prompt_computed=news.prompt_computed,
         compile_seconds=news.compile_seconds,
+        beside_seconds=news.beside_seconds,
         prefix_tokens=request.prefix_length,
     )
 

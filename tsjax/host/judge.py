@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tsjax.decoding.method import Method, Tried
+from tsjax.decoding.method import Measured, Method, Tried
 from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
@@ -23,9 +23,14 @@ LATELY = 10.0  # seconds of a row after which half of what was measured is forgo
 
 
 class Judge:
-    """Asks the method how to go on, by what its steps have found and how long they took."""
+    """Asks the method how to go on, by what its steps have found and how long they took.
 
-    def __init__(self, model: Model, request: Request, state: DecodeState):
+    A run may have to wait for the method that it is to begin with; that one is wanted until then.
+    """
+
+    def __init__(self, model: Model, request: Request, state: DecodeState, begun: bool):
+        self.costs = request.measured.costs  # another table, when it is measured
+        self._to_begin = None if begun else request.decode.method
         self._model, self._request, self._doubts = model, request, False
         self._reviving = self._is_reviving(state)
         self._prompts, self._context = np.asarray(request.prompt_length), request.measured.context
@@ -38,7 +43,8 @@ class Judge:
         self._seconds = self._steps = self._tokens = 0.0
 
     def next(self, current: Method, state: DecodeState, took: float, compiling: float) -> Method:
-        """The method that drafts the next chunk; the last one `took` so many seconds."""
+        """The method that is to draft the next chunk; the last one `took` so many seconds. What
+        was waited for `compiling` says what another program would take."""
         now, last = Known.of(state), self._last
         self._reviving, was_reviving = self._is_reviving(state), self._reviving
         if self._reviving or was_reviving:  # while it revives, steps end early
@@ -57,6 +63,7 @@ class Judge:
         context, made = int(np.mean(now.length)), np.mean(now.length - self._prompts)
         measured = self._request.measured._replace(
             current=current,
+            costs=self.costs,
             context=context,
             steps=int(self._steps),
             tokens=int(self._tokens),
@@ -68,13 +75,21 @@ class Judge:
             compiling=processes.first_says(compiling / (1 + len(self._tried))),
         )
         self._doubt(measured)
-        chosen = self._request.method.next(measured)
-        if chosen != current:
-            if self._tokens:
-                per_token, per_step = self._seconds / self._tokens, self._tokens / self._steps
-                self._tried[current] = Tried(current, per_token, context, per_step)
-            self._begin(now._replace(steps=np.zeros_like(now.steps)))
-        return chosen
+        return self._to_begin or self._request.method.next(measured)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the run goes on by the method that it was to begin with, or has done."""
+        return self._to_begin is None
+
+    def moved(self, current: Method) -> None:
+        """Another method goes on in place of the current one."""
+        self._to_begin, now = None, self._last
+        if self._tokens:
+            per_token, per_step = self._seconds / self._tokens, self._tokens / self._steps
+            context = int(np.mean(now.length))
+            self._tried[current] = Tried(current, per_token, context, per_step)
+        self._begin(now._replace(steps=np.zeros_like(now.steps)))
 
     def _doubt(self, measured: Measured) -> None:
         """A table that the run contradicts is not kept: no step takes less than a plain one."""

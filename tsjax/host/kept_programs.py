@@ -17,7 +17,6 @@ import os
 import pickle
 import platform
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -29,14 +28,14 @@ import numpy as np
 from jax.experimental import serialize_executable
 
 import pallas_kernels
-import tsjax
 from pallas_kernels import native
 from tsjax.files.whole_files import replacing
 from tsjax.host.compilation import executables_folder
 from tsjax.host.info import cores
 
-MOST_BYTES = 2 * 2**30  # of one folder; the least recently used go first
+MOST_WHOLE = 2 * 2**30  # of one folder; the least recently used go first
 ENDING = ".program"
+TSJAX = Path(__file__).parent.parent
 OURS = ("tsjax", "pallas_kernels", "numpy", "jax", "ml_dtypes", "builtins")
 # Settings of jax that say where things are kept and what is told, and not what is computed.
 ASIDE = ("cache", "log", "dump", "traceback", "transfer", "explain", "preemption", "distributed")
@@ -46,12 +45,12 @@ class NotKept(Exception):
     """What a program depends on cannot be told in words that another process would find."""
 
 
-def read(words: str, device: jax.Device) -> jax.stages.Compiled | None:
+def read_program(words: str, device: Any) -> jax.stages.Compiled | None:
     """The program that depends on this, for its device; None where there is none that is whole."""
     folder = safe_folder()
     if folder is None:
         return None
-    path = folder / _name(words)
+    path = folder / name_of(words)
     try:
         digest, content = _parts(path.read_bytes())
         if hashlib.sha256(content).digest() != digest:
@@ -72,10 +71,10 @@ def read(words: str, device: jax.Device) -> jax.stages.Compiled | None:
 
 def is_kept(words: str) -> bool:
     folder = safe_folder()
-    return folder is not None and (folder / _name(words)).exists()
+    return folder is not None and (folder / name_of(words)).exists()
 
 
-def write(words: str, program: jax.stages.Compiled) -> bool:
+def keep_program(words: str, program: jax.stages.Compiled) -> bool:
     """Whether it is kept; where it cannot be, the next process makes it anew."""
     folder = safe_folder()
     if folder is None:
@@ -95,7 +94,7 @@ def write(words: str, program: jax.stages.Compiled) -> bool:
     ):
         return False
     with contextlib.suppress(OSError):
-        with replacing(folder / _name(words)) as part:
+        with replacing(folder / name_of(words)) as part:
             Path(part).write_bytes(hashlib.sha256(content).digest() + content)
         _remove_the_oldest(folder)
         return True
@@ -106,7 +105,8 @@ def _parts(content: bytes) -> tuple[bytes, bytes]:
     return content[:32], content[32:]
 
 
-def _name(words: str) -> str:
+def name_of(words: str) -> str:
+    """Of its file."""
     return hashlib.sha256(words.encode()).hexdigest()[:40] + ENDING
 
 
@@ -134,7 +134,7 @@ def _remove_the_oldest(folder: Path) -> None:
             found.append((facts.st_mtime, facts.st_size, path))
     left = sum(size for _, size, _ in found)
     for _, size, path in sorted(found):
-        if left <= MOST_BYTES:
+        if left <= MOST_WHOLE:
             return
         with contextlib.suppress(OSError):
             path.unlink()
@@ -144,7 +144,7 @@ def _remove_the_oldest(folder: Path) -> None:
 # --- what a program depends on -------------------------------------------------------------------
 
 
-def words_of(function: str, static: Any, arguments: Any, device: jax.Device) -> str:
+def words_of(function: str, static: Any, arguments: Any, device: Any) -> str:
     """All that a program depends on; NotKept where another process could not say the same."""
     leaves, tree = jax.tree.flatten(arguments)
     # What holds no arrays is a part of the tree: it is told as what is static is.
@@ -203,11 +203,11 @@ def _named(thing: Any) -> str:
 
 def settings() -> tuple[Any, ...]:
     """Of jax, in this thread."""
-    return tuple(getattr(jax.config, name, None) for name in _setting_names())
+    return tuple(getattr(jax.config, name, None) for name in setting_names())
 
 
 @functools.cache
-def _setting_names() -> tuple[str, ...]:
+def setting_names() -> tuple[str, ...]:
     names = sorted(jax.config.values)
     return tuple(name for name in names if not any(part in name for part in ASIDE))
 
@@ -232,11 +232,7 @@ def of_process(device: str) -> tuple[str, ...]:
 def _code() -> str:
     """A digest of the sources that programs are made of."""
     digest = hashlib.sha256()
-    for path in _sources(tsjax.__path__, pallas_kernels.__path__):
-        digest.update(path.name.encode() + path.read_bytes())
+    for root in (TSJAX, Path(pallas_kernels.__file__).parent):
+        for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json")):
+            digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
-
-
-def _sources(*roots: Sequence[str]) -> Iterator[Path]:
-    for root in (Path(place) for places in roots for place in places):
-        yield from sorted(path for path in root.rglob("*") if path.suffix in (".py", ".json"))

@@ -14,7 +14,7 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -64,7 +64,22 @@ def measure(
     params: Params, cfg: ModelConfig, batch: int, longest: int, clock: Clock = time.perf_counter
 ) -> Costs:
     """The table of seconds for runs of `batch` rows of up to `longest` tokens."""
+    going = pieces(params, cfg, batch, longest, clock, at_once=True)
+    while True:
+        try:
+            next(going)
+        except StopIteration as end:
+            return end.value
+
+
+def pieces(
+    params: Params, cfg: ModelConfig, batch: int, longest: int, clock: Clock = time.perf_counter,
+    *, at_once: bool = False,
+) -> Generator[None, None, Costs]:  # fmt: skip
+    """As `measure`, in pieces of a fraction of a second: a run may go on after each. What is
+    measured `at_once` is compiled side by side."""
     parts = Parts(params, cfg, batch, longest)
+    yield
     passes = {rows: parts.passes(rows) for rows in parts.rows}
     in_int8, choice = parts.passes(1, in_int8=True), parts.choice()
     tokens, few_tokens = parts.tokens(1), parts.tokens(FEW)
@@ -73,11 +88,20 @@ def measure(
     at_one = [share.part for share in (tokens, few_tokens, *int8_tokens)]
     # The programs that others end with first, so that these find them.
     first = [share.part for share in (in_int8[0], choice, tokens, few_tokens)]
-    compile_all(first)
-    compile_all(part for part in dict.fromkeys([*at_both, *at_one]) if part not in first)
+    rest = [part for part in dict.fromkeys([*at_both, *at_one]) if part not in first]
+    for some in (first, rest) if at_once else [[part] for part in (*first, *rest)]:
+        compile_all(some)
+        yield
     near, far = parts.contexts
-    jobs = [*itertools.product(at_both, (near, far)), *((part, near) for part in at_one)]
-    seconds = fastest([*dict.fromkeys(jobs)], clock)
+    jobs = dict.fromkeys(
+        [*itertools.product(at_both, (near, far)), *((part, near) for part in at_one)]
+    )
+    seconds: dict[tuple[Clocked, int], float] = {}
+    # What disturbs a round need not disturb the next.
+    for part, context in [*jobs] * REPETITIONS:
+        found = part.seconds(context, clock)
+        seconds[part, context] = min(found, seconds.get((part, context), found))
+        yield
 
     def at(context: int, shares: Sequence[Share]) -> float:
         return sum(times * seconds[part, context] for part, times in shares)
@@ -205,12 +229,6 @@ class Timed(Clocked):
         while len(times) < MOST_CALLS and count * sum(times) < BUDGET:
             times.append(call(count))
         return min(times)
-
-
-def fastest(jobs: Sequence[tuple[Clocked, int]], clock: Clock) -> dict[tuple[Clocked, int], float]:
-    """The seconds of each part at its context. What disturbs a round need not disturb the next."""
-    rounds = [[part.seconds(at, clock) for part, at in jobs] for _ in range(REPETITIONS)]
-    return dict(zip(jobs, map(min, zip(*rounds, strict=True)), strict=True))
 
 
 def context_bucket(longest: int) -> int:

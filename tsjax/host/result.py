@@ -44,7 +44,8 @@ class RunStats:
     # Of a lazy prefill: the share of the prompt's tokens that each stage has computed so far, the
     # layers between two cuts being a stage. () where the whole prompt is computed.
     prompt_computed: tuple[float, ...] = ()
-    compile_seconds: float = 0.0  # of prefill and decoding; includes reading kept programs
+    compile_seconds: float = 0.0  # waited for; includes reading kept programs
+    beside_seconds: float = 0.0  # in which others were compiled beside the run
     prefix_tokens: int = 0  # of each prompt, that a prefix had read before
 
     @property

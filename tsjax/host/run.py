@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,19 @@ from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.sampling import sampling_values
+from tsjax.decoding.start import init_stats
 from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
+from tsjax.host.beside import BESIDE
 from tsjax.host.chunks import seconds_per_chunk
 from tsjax.host.compilation import Stopwatch
+from tsjax.host.costs import Measuring
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.judge import Judge, length_of
+from tsjax.host.moving import PLAINLY, Moves, plainly
 from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
@@ -59,6 +63,7 @@ class News:
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
+    beside_seconds: float
     gave_up: bool
     prompt_computed: tuple[float, ...]
 
@@ -95,20 +100,26 @@ def _run(
     program: Callable[..., DecodeState] | None, watched: bool,
 ) -> Iterator[News]:  # fmt: skip
     chunk_of_steps = program or programs_of(model).decode
-    prefilling, decoding, steps = Stopwatch(), Stopwatch(), 1
+    prefilling, decoding, steps, beside = Stopwatch(), Stopwatch(), 1, BESIDE.seconds
     with prefilling:
         # First: rounding takes memory as well.
         corpus, draft_model = request.corpus, request.draft_model
         with doing("indexing the corpus"):
             index = None if corpus is None else corpus.on(jax.tree.leaves(model.params)[0])
         second = None if draft_model is None else draft_model.weights_beside(model)
-        params = params_for(model, request.decode.method, index, second)
-        state = (
-            start_run(model, request, interrupt) if begun is None else kept_on_device(model, begun)
-        )
-    rows, judge = HostRows(model, request), Judge(model, request, state)
-    decode, lesson = request.decode, None
-    earlier: StepStats | None = None  # the counters until the method changed last
+        moves = Moves(model, lambda method: params_for(model, method, index, second))
+        decode, lesson = request.decode, None
+        earlier: StepStats | None = None  # the counters until the method changed last
+        if begun is not None:
+            state = kept_on_device(model, begun)
+        elif request.method.chooses:
+            decode, state, earlier = _begun_where_ready(model, request, interrupt, moves)
+        else:
+            state = start_run(model, request, interrupt)
+        params = params_for(model, decode.method, index, second)
+    rows, judge = HostRows(model, request), Judge(model, request, state, decode == request.decode)
+    wants = request.method.wants_costs and request.measured.costs is None
+    measuring = Measuring(model, wants, len(request.rows), request.measured.context)
     wanted = seconds_per_chunk(processes.own_device(model.params).platform, request, watched)
     while True:
         if not interrupt.requested and rows.running:
@@ -127,23 +138,42 @@ def _run(
             prefill_seconds=prefilling.seconds,
             decode_seconds=decoding.seconds,
             compile_seconds=prefilling.compiling + decoding.compiling,
-            gave_up=decode != request.decode and decode.method == Autoregressive(),
+            beside_seconds=BESIDE.seconds - beside,
+            gave_up=judge.has_begun and decode != request.decode and decode.method == PLAINLY,
             prompt_computed=_prompt_computed(state),
         )
         if not rows.running:
             return
         if (broken := rows.broken(seen)) is not None:
             raise broken
-        method = judge.next(decode.method, state, seconds, decoding.compiling)
-        if method != decode.method:
-            earlier, steps = counts, FIRST_CHUNK
-            learned = decode.method.lesson(state.memory)
-            lesson = lesson if learned is None else learned
-            decode = dataclasses.replace(decode, method=method)
+        judge.costs = measuring.go_on(decoding.seconds) or judge.costs
+        waited = 0.0 if moves.are_beside else decoding.compiling
+        method = judge.next(decode.method, state, seconds, waited)
+        other = dataclasses.replace(decode, method=method)
+        learned = decode.method.lesson(state.memory)
+        learned = lesson if learned is None else learned
+        if other != decode and moves.is_ready(other, state, learned):
+            judge.moved(decode.method)
+            lesson = learned
+            earlier, steps, decode = counts, FIRST_CHUNK, other
             params = params_for(model, method, index, second)
             with decoding:
                 state = begun_anew(model, state, decode, lesson)
         state = rows.stop(state)
+
+
+def _begun_where_ready(
+    model: Model, request: Request, interrupt: Interrupt, moves: Moves
+) -> tuple[DecodeConfig, DecodeState, StepStats | None]:
+    """By the method that is wanted, where its programs are there; else plainly, with counters of
+    the wanted one that are 0. The prompt is read by the programs of plain decoding."""
+    decode = plainly(request.decode)
+    state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
+    wanted = request.decode
+    if wanted == decode or not moves.is_ready(wanted, state):
+        none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
+        return decode, state, none
+    return wanted, begun_anew(model, state, wanted), None
 
 
 def params_for(

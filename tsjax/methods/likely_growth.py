@@ -68,7 +68,7 @@ class PriceList(NamedTuple):
     begun: Float[Array, "widths+2"]
     per_token: Float[Array, "widths+2"]
 
-    def at(self, method: OnPartialCache, state: DecodeState) -> Prices:
+    def at(self, method: OnPartialCache, widest: int, state: DecodeState) -> Prices:
         """At the mean length of the rows that run."""
         running = jnp.maximum(jnp.sum(state.running), 1).astype(jnp.float32)
         context = jnp.sum(jnp.where(state.running, state.kv.length, 0)).astype(jnp.float32)
@@ -79,7 +79,7 @@ class PriceList(NamedTuple):
         return Prices(
             rows=of_steps[:-1],
             plain=of_steps[-1],
-            one_row=(of_steps[-2] - of_steps[-1]) / (method.width - 1),
+            one_row=(of_steps[-2] - of_steps[-1]) / (widest - 1),
             one_pass=self.begun[-1] + self.per_token[-1] * slots,
         )
 

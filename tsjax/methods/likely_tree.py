@@ -236,7 +236,7 @@ class LikelyTree(OnPartialCache):
     ) -> tuple[Learned, DraftTree]:
         with jax.named_scope("draft"):
             memory, sizes = state.memory, self.sizes(model)
-            prices = memory.prices.at(self, state)
+            prices = memory.prices.at(self, self.width, state)
             pace, groups, spent = memory.pace.worth(prices, state), [], jnp.float32(0)
             if self.places:
                 groups += from_text(state, memory.table, self.places, sizes.depth)

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run can move to: to methods whose programs are there. Others are compiled beside it.
+
+Knows which programs a method takes. Does not know which method is wanted, nor who compiles.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Autoregressive
+from tsjax.decoding.start import first_memory
+from tsjax.decoding.state import DecodeState
+from tsjax.files.checkpoint import Model
+from tsjax.host import kept_programs, processes
+from tsjax.host.beside import BESIDE, Asked
+from tsjax.host.device_programs import Call, programs_of
+from tsjax.model.params import Params
+from tsjax.model.sharding import mesh_of
+
+PLAINLY = Autoregressive()
+
+
+class Moves:
+    """The methods that one run, or one batch, goes over to."""
+
+    def __init__(self, model: Model, params: Callable[[Any], Params]):
+        """`params` gives a method's arrays."""
+        self._model, self._params = model, params
+        device = processes.own_device(model.params)
+        kept, alone = kept_programs.safe_folder() is not None, mesh_of(model.params) is None
+        # Else what is not compiled yet is compiled when it is called.
+        self.are_beside = kept and alone and device == jax.devices(device.platform)[0]
+        self._asked: dict[Any, list[Asked]] = {}
+        self._loading: dict[Any, threading.Thread] = {}
+
+    def is_ready(self, decode: DecodeConfig, state: DecodeState, lesson: Any = None) -> bool:
+        """Whether a state can go on by it at once; else its programs are asked for, or read from
+        disk meanwhile, and the answer is another one later. What nobody can compile beside the run
+        is compiled when it is called."""
+        BESIDE.look()
+        key = decode, jax.tree.structure(lesson)
+        if key not in self._asked:
+            self._asked[key] = self._programs(decode, state, lesson)
+        missing = [one for one in self._asked[key] if not kept_programs.is_kept(one.words)]
+        BESIDE.ask(missing)
+        if missing:
+            return False
+        if key not in self._loading:
+            self._loading[key] = threading.Thread(target=self._load, args=(self._asked[key],))
+            self._loading[key].start()
+        return not self._loading[key].is_alive()
+
+    def _load(self, asked: list[Asked]) -> None:
+        """In a thread: to read a large program takes a second."""
+        for one in asked:
+            program = getattr(programs_of(self._model), one.name)
+            program.load(one.words, jax.devices(one.platform)[0])
+
+    def _programs(self, decode: DecodeConfig, state: DecodeState, lesson: Any) -> list[Asked]:
+        """Those that can be compiled beside a run."""
+        if not self.are_beside:
+            return []
+        device = processes.own_device(self._model.params)
+        batch, capacity = state.tokens.shape
+        how = {"cfg": decode, "batch": batch, "capacity": capacity, "mesh": None}
+        memory, stats = jax.eval_shape(functools.partial(first_memory, **how), lesson)
+        begun = state.replace(memory=memory, stats=stats)
+        calls = {
+            "first_memory": Call.of((lesson,), how),
+            "decode": Call.of((self._params(decode.method), begun, 1), {"cfg": decode.in_steps}),
+        }
+        found = []
+        for name, call in calls.items():
+            program, call = getattr(programs_of(self._model), name), call.abstract()
+            words = program.words_for(call, device)
+            if words is not None:
+                found.append(Asked(name, device.platform, self._model.cfg.dtype, call, words))
+        return found
+
+
+def plainly(decode: DecodeConfig) -> DecodeConfig:
+    return dataclasses.replace(decode, method=PLAINLY)
