@@ -129,13 +129,12 @@ class Measuring:
     def go_on(self, elapsed: float) -> Costs | None:
         """A few pieces, as far as the run's seconds allow; the table, when it is whole."""
         while self._wanted and self._spent + PIECE <= MEASURING_SHARE * elapsed:
-            *of_model, context = self._given
-            if self._going is None:
-                self._going = pieces(*of_model, context_bucket(int(2 * context)))
-            begun = time.perf_counter()
+            params, cfg, batch, context = self._given
+            going = self._going or pieces(params, cfg, batch, context_bucket(int(2 * context)))
+            self._going, begun = going, time.perf_counter()
             try:
                 with doing("measuring"):
-                    next(self._going)
+                    next(going)
             except StopIteration as end:
                 self._wanted, self._going = False, None
                 _keep(end.value, *self._given)
