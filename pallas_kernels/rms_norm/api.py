@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOATS
-from pallas_kernels.rms_norm import native, reference, triton
+from pallas_kernels.rms_norm import native, reference
 from pallas_kernels.typing import Array, Float, accumulation_dtype
 
 
@@ -86,8 +86,13 @@ def implementations(eps: float, *, adds: bool = False) -> tuple[dispatch.Impleme
     def of(module):
         return functools.partial(getattr(module, name), eps=eps)
 
+    def on_gpu(*arrays):
+        from pallas_kernels.rms_norm import triton  # which takes a tenth of a second to import
+
+        return of(triton)(*arrays)
+
     return (
-        dispatch.Implementation("triton", "cuda", of(triton)),
+        dispatch.Implementation("triton", "cuda", on_gpu),
         dispatch.Implementation("native", "cpu", of(native)),
         dispatch.Implementation("xla", None, of(reference)),
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOATS
-from pallas_kernels.rotary import reference, triton
+from pallas_kernels.rotary import reference
 from pallas_kernels.typing import Array, DTypeLike, Float, accumulation_dtype
 
 
@@ -63,10 +63,13 @@ def rotary_heads(
 
 
 def implementations(dtype: DTypeLike) -> tuple[dispatch.Implementation, ...]:
+    def on_gpu(*arrays):
+        from pallas_kernels.rotary import triton  # which takes a tenth of a second to import
+
+        return triton.rotary_heads(*arrays, dtype=dtype)
+
     return (
-        dispatch.Implementation(
-            "triton", "cuda", functools.partial(triton.rotary_heads, dtype=dtype)
-        ),
+        dispatch.Implementation("triton", "cuda", on_gpu),
         dispatch.Implementation(
             "xla", None, functools.partial(reference.rotary_heads, dtype=dtype)
         ),

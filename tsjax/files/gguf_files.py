@@ -10,6 +10,7 @@ Does not know tokenizers (gguf_tokenizer.py).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -172,7 +173,21 @@ class _Reader:
             found = np.frombuffer(self._bytes(count * struct.calcsize(code)), np.dtype(code))
             return found.tolist()
         self._fits(count, 8)
+        if kind == _STRING:
+            return self._strings(count)
         return [self._value(kind, depth + 1) for _ in range(count)]
+
+    def _strings(self, count: int) -> list[str]:
+        """As `_string` of each; there are hundreds of thousands in a vocabulary."""
+        content, at, found = self._content, self._at, []
+        size, length_of = len(content), struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > size or at + 8 + (length := length_of(content, at)[0]) > size:
+                raise BadValue("it is cut off, or a length in it is wrong")
+            begin, at = at + 8, at + 8 + length
+            found.append(content[begin:at].decode("utf-8", "surrogateescape"))
+        self._at = at
+        return found
 
     def _number(self, code: str) -> Any:
         (value,) = struct.unpack("<" + code, self._bytes(struct.calcsize("<" + code)))
@@ -287,7 +302,7 @@ def read_headers(path: str) -> list[Header]:
     """Of the file, or of all of its parts, the first one first."""
     match = _PART.fullmatch(path)
     if match is None:
-        headers = [Header(path)]
+        files = [path]
     else:
         count = int(match["count"])
         files = [f"{match['name']}-{n:05d}-of-{count:05d}{GGUF}" for n in range(1, count + 1)]
@@ -295,12 +310,27 @@ def read_headers(path: str) -> list[Header]:
         if absent or not files:
             missing = ", ".join(listed(absent))
             raise NoSuchFile(f"{path!r} is one of {count} parts: missing {missing}")
-        headers = [Header(file) for file in files]
+    headers = [*_headers(tuple((file, _stamp(file)) for file in files))]
     parts = headers[0].fields.get("split.count", 1)
     if parts not in (0, len(headers)):
         wanted = f"it is one of {parts} parts, NAME-00001-of-{parts:05d}.gguf and so on"
         raise BadValue(f"{headers[0].file!r} is not whole: {wanted}")
     return headers
+
+
+@functools.lru_cache(maxsize=1)
+def _headers(files: tuple[tuple[str, Any], ...]) -> tuple[Header, ...]:
+    """Weights, tokenizer and stop tokens of a model are asked for one after the other; its header
+    takes longer to read than a tokenizer to make."""
+    return tuple(Header(file) for file, _ in files)
+
+
+def _stamp(file: str) -> Any:
+    """Another one when the file has changed."""
+    with contextlib.suppress(OSError):  # which Header tells of
+        facts = os.stat(file)
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns
+    return None
 
 
 def open_gguf(path: str) -> tuple[dict[str, Any], Weights]:

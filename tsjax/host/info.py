@@ -22,7 +22,6 @@ import jax
 from pallas_kernels import native
 from pallas_kernels.cache_folder import cache_folder
 from pallas_kernels.device import table, table_file
-from pallas_kernels.operations import implementations
 from tsjax.host.compilation import programs_folder
 from tsjax.input_files import reason
 
@@ -97,6 +96,8 @@ class Info:
 
 
 def info() -> Info:
+    from pallas_kernels.operations import implementations  # those of GPUs take time to import
+
     devices: list[Any] = []
     trouble = None
     try:
