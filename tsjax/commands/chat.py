@@ -51,7 +51,7 @@ def add_chat(commands: Any) -> None:
     cli.add(parser, "--system TEXT", "the system's message")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     text = "how to decode; the text is the same"
-    cli.add(parser, "--method", text, choices=sorted(METHODS), default="autoregressive")
+    cli.add(parser, "--method", text, choices=sorted(METHODS), default="auto")
     text = "fields of the method"
     cli.add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
     cli.add_switch(
@@ -77,7 +77,7 @@ def _chat(args: argparse.Namespace) -> int:
     chat = _Chat(model, how, sampling)
     chat.begin(_of_system(args.system))
     name, most = os.path.basename(os.path.normpath(args.model)), model.cfg.max_positions
-    cli.tell(f"[{name}: {most} positions; {sampling}; /help lists commands]")
+    cli.tell_unless_quiet(args, f"[{name}: {most} positions; {sampling}; /help lists commands]")
     shows = sys.stdin.isatty()
     if shows:
         _edit_lines()

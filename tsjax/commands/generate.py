@@ -239,11 +239,12 @@ def _generated(
     elif args.progress:
         print(result.text if tokenizer is not None else result.tokens)
     count = sum(stats.new_tokens)
+    beside = f" (and {stats.beside_seconds:.1f} s beside the run)" if stats.beside_seconds else ""
     figures = (
         f"[{count:,} tokens, {stats.tokens_per_second:.1f} tokens/s, "
         f"{count / seconds_of_process():.1f} since the command began, "
         f"{stats.tokens_per_step:.2f} tokens/step, waited {stats.compile_seconds:.1f} s for "
-        f"compiling, {', '.join(result.finish_reason)}]"
+        f"compiling{beside}, {', '.join(result.finish_reason)}]"
     )
     cli.tell_unless_quiet(args, figures)
     go_on = f"[go on with --resume-from {args.save_to}]" if args.save_to is not None else ""

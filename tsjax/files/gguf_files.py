@@ -271,10 +271,23 @@ def _rows(
     if kind.name in _PLAIN:
         found = raw.view(jnp.dtype(kind.dtype))
     else:
-        gguf = _package()
-        with np.errstate(all="ignore"):  # numbers that are not finite are told of later
-            found = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[kind.name])
+        found = _widened(raw, kind).reshape(count, -1)
     return found if columns is None else found[:, columns]
+
+
+_AT_ONCE = 2**16  # numbers: the package's results in between stay in a processor's cache
+
+
+def _widened(raw: np.ndarray, kind: _Kind) -> np.ndarray:
+    """The numbers of blocks, of which the package takes fewer at a time than is fast."""
+    gguf, blocks = _package(), raw.reshape(-1, kind.block_bytes)
+    found, count = np.empty((len(blocks), kind.block), np.float32), _AT_ONCE // kind.block
+    with np.errstate(all="ignore"):  # numbers that are not finite are told of later
+        for begin in range(0, len(blocks), count):
+            some = blocks[begin : begin + count].reshape(1, -1)
+            wide = gguf.quants.dequantize(some, gguf.GGMLQuantizationType[kind.name])
+            found[begin : begin + count] = wide.reshape(-1, kind.block)
+    return found
 
 
 def _out_of_pairs(stored: StoredTensor, heads: int) -> StoredTensor:

@@ -100,7 +100,7 @@ class Program:
     def __init__(self, name: str, jitted: Any):
         self.name, self._jitted = name, jitted
         self._known: dict[Any, Callable] = {}  # by form; those that jax keeps are the jitted one
-        self._loaded: dict[str, Callable] = {}  # by words, before anybody has called them
+        self._whole: dict[str, Callable] = {}  # of them those that are kept, by words
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         call = Call.of(given, named)
@@ -121,20 +121,23 @@ class Program:
         words, device = self.words(call), call.device()
         if words is None or device is None:
             return self._jitted
-        found = self._loaded.pop(words, None)
-        if found is None:
+        if not self.has(words):
             with counted_as_compiling():
-                found = kept_programs.read_program(words, device)
-        if found is None:
+                self.load(words, device)
+        if not self.has(words):
             with doing("compiling"):
-                found = self.make(call, words)
-        return found
+                self._whole[words] = self.make(call, words)
+        return self._whole[words]
+
+    def has(self, words: str) -> bool:
+        """Whether it is in memory."""
+        return words in self._whole
 
     def load(self, words: str, device: Any) -> None:
-        """From disk, if it is there, for the next one who calls it."""
+        """From disk, if it is there."""
         found = kept_programs.read_program(words, device)
         if found is not None:
-            self._loaded[words] = found
+            self._whole[words] = found
 
     def make(self, call: Call, words: str) -> Callable:
         """Compiles it, of arrays or of shapes, and keeps it."""

@@ -16,7 +16,6 @@ import numpy as np
 from tsjax.config import GenerationConfig, check, check_int, check_type
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.state import RUNNING, DecodeState
 from tsjax.errors import BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
@@ -26,6 +25,7 @@ from tsjax.host.asking import make_request
 from tsjax.host.chunks import SECONDS_PER_CHUNK
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
+from tsjax.host.moving import Moves, plainly
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.request import Request
 from tsjax.host.run import HostRows, Seen, begin_run, begun_anew, params_for, start_run, stopped_in
@@ -132,7 +132,10 @@ class _Many:
         self._rows: list[_Row | None] = [None] * rows
         self._count, self._spent, self._steps = 0, False, FEWEST_STEPS
         self._state: DecodeState | None = None
+        # What is wanted, and what the rows go on by until its programs are there.
+        self._wanted: Request | None = None
         self._decode: DecodeConfig | None = None
+        self._moves = Moves(model, lambda method: params_for(model, method))
         self._failed: list[Answer] = []
         self._broken: Exception | None = None  # what the iterable raised
         self._tokenizer = tokenizer_of(model)
@@ -217,13 +220,13 @@ class _Many:
     def _begin(self, row: int, begun: _Row, interrupt: Interrupt) -> None:
         """Reads a prompt by itself, and puts what comes of it into a row of the batch."""
         programs, request = programs_of(self._model), begun.request
-        if self._decode is None:
-            self._decode = request.decode
+        if self._wanted is None:
+            self._wanted = request
         capacity = request.capacity
         if self._state is not None:
             capacity = max(capacity, self._state.tokens.shape[1])
         # Read with a plain method's state, which has no memory to be thrown away.
-        plain = dataclasses.replace(self._decode, method=Autoregressive())
+        plain = plainly(self._wanted.decode)
         request = dataclasses.replace(request, decode=plain, capacity=capacity)
         alone = start_run(self._model, request, interrupt)
         if self._state is None:
@@ -246,11 +249,22 @@ class _Many:
 
     def _learn_anew(self) -> None:
         """The method's memory, of the rows as they are now; counters begin again."""
-        assert self._state is not None and self._decode is not None
+        assert self._state is not None
+        self._decode = self._decode_by()
         self._state = begun_anew(self._model, self._state, self._decode)
+
+    def _decode_by(self) -> DecodeConfig:
+        """What is wanted, or plain decoding where its programs are compiled beside the run."""
+        assert self._wanted is not None and self._state is not None
+        decode = self._wanted.decode
+        if self._wanted.method.chooses and not self._moves.is_ready(decode, self._state):
+            return plainly(decode)
+        return decode
 
     def _go_on(self, interrupt: Interrupt) -> list[Answer]:
         """A chunk of steps, at most until a row ends; the answers that are whole then."""
+        if self._decode != self._decode_by():
+            self._learn_anew()
         state, decode = self._state, self._decode
         assert state is not None and decode is not None
         running = sum(row is not None for row in self._rows)

@@ -21,7 +21,7 @@ from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
 from tsjax.host import kept_programs, processes
 from tsjax.host.beside import BESIDE, Asked
-from tsjax.host.device_programs import Call, programs_of
+from tsjax.host.device_programs import Call, Program, programs_of
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
@@ -46,23 +46,26 @@ class Moves:
         disk meanwhile, and the answer is another one later. What nobody can compile beside the run
         is compiled when it is called."""
         BESIDE.look()
-        key = decode, jax.tree.structure(lesson)
+        key = decode, state.tokens.shape, jax.tree.structure(lesson)
         if key not in self._asked:
             self._asked[key] = self._programs(decode, state, lesson)
-        missing = [one for one in self._asked[key] if not kept_programs.is_kept(one.words)]
+        absent = [one for one in self._asked[key] if not self._program(one).has(one.words)]
+        missing = [one for one in absent if not kept_programs.is_kept(one.words)]
         BESIDE.ask(missing)
-        if missing:
-            return False
+        if missing or not absent:
+            return not missing
         if key not in self._loading:
-            self._loading[key] = threading.Thread(target=self._load, args=(self._asked[key],))
+            self._loading[key] = threading.Thread(target=self._load, args=(absent,))
             self._loading[key].start()
         return not self._loading[key].is_alive()
 
-    def _load(self, asked: list[Asked]) -> None:
+    def _program(self, asked: Asked) -> Program:
+        return getattr(programs_of(self._model), asked.name)
+
+    def _load(self, absent: list[Asked]) -> None:
         """In a thread: to read a large program takes a second."""
-        for one in asked:
-            program = getattr(programs_of(self._model), one.name)
-            program.load(one.words, jax.devices(one.platform)[0])
+        for one in absent:
+            self._program(one).load(one.words, jax.devices(one.platform)[0])
 
     def _programs(self, decode: DecodeConfig, state: DecodeState, lesson: Any) -> list[Asked]:
         """Those that can be compiled beside a run."""
