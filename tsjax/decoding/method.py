@@ -76,7 +76,11 @@ class Measured(NamedTuple):
       since: seconds, summed over the rows, since this method was taken.
       tried: what is known of others that drafted before in this run.
       repeats: how many of the last tokens stood together before, the mean of the rows.
-      tokens_left: that a row is expected to get: as many as it has, at most what it may still get.
+      first: the method that the run was to begin with and waits for; None once it has begun.
+      moving: seconds that moving to it takes.
+      foretold: the share of the last tokens that what stands in the text before has foretold.
+      tokens_left: that a row is expected to get: as many as it has, 128 at least, at most what it
+        may still get.
       compiling: seconds that the programs of a method took to compile in this run, on average.
       costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
         them.
@@ -98,6 +102,9 @@ class Measured(NamedTuple):
     since: float = 0.0
     tried: tuple[Tried, ...] = ()
     repeats: int = 0
+    first: Method | None = None
+    moving: float = 0.0
+    foretold: float = 0.0
     tokens_left: float = math.inf
     compiling: float = 0.0
     costs: Any = None

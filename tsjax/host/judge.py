@@ -15,22 +15,24 @@ from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.costs import contradicts, forget
-from tsjax.host.repetition import mean_repeat
+from tsjax.host.repetition import Foretold, mean_repeat
 from tsjax.host.request import Request
 
 STEPS_TO_DOUBT = 256  # of all rows, before they say something of the table of costs
+USUAL = 128  # tokens that an answer has at least, for all that is known at its start
 LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 
 
 class Judge:
     """Asks the method how to go on, by what its steps have found and how long they took.
 
-    A run may have to wait for the method that it is to begin with; that one is wanted until then.
+    A run that is to begin with a method may have to wait for it.
     """
 
     def __init__(self, model: Model, request: Request, state: DecodeState, begun: bool):
         self.costs = request.measured.costs  # another table, when it is measured
         self._to_begin = None if begun else request.decode.method
+        self._foretold = Foretold(request.prompt_length)
         self._model, self._request, self._doubts = model, request, False
         self._reviving = self._is_reviving(state)
         self._prompts, self._context = np.asarray(request.prompt_length), request.measured.context
@@ -42,9 +44,12 @@ class Judge:
         self._first, self._last, self._since = True, known, 0.0
         self._seconds = self._steps = self._tokens = 0.0
 
-    def next(self, current: Method, state: DecodeState, took: float, compiling: float) -> Method:
+    def next(
+        self, current: Method, state: DecodeState, took: float, compiling: float, moving: float
+    ) -> Method:
         """The method that is to draft the next chunk; the last one `took` so many seconds. What
-        was waited for `compiling` says what another program would take."""
+        was waited for `compiling` says what another program would take; to go over to the one that
+        the run was to begin with takes so many seconds of `moving`."""
         now, last = Known.of(state), self._last
         self._reviving, was_reviving = self._is_reviving(state), self._reviving
         if self._reviving or was_reviving:  # while it revives, steps end early
@@ -61,6 +66,7 @@ class Judge:
             self._tokens += np.sum(now.length - last.length)
         self._first, self._last = False, now
         context, made = int(np.mean(now.length)), np.mean(now.length - self._prompts)
+        tokens, waits = processes.on_host(state.tokens), self._to_begin is not None
         measured = self._request.measured._replace(
             current=current,
             costs=self.costs,
@@ -70,12 +76,15 @@ class Judge:
             seconds=float(self._seconds),
             since=float(self._since),
             tried=tuple(self._tried.values()),
-            repeats=mean_repeat(processes.on_host(state.tokens), now.length),
-            tokens_left=float(min(self._request.config.max_new_tokens - made, made)),
+            repeats=mean_repeat(tokens, now.length),
+            first=self._to_begin,
+            moving=moving,
+            foretold=self._foretold.read(tokens, now.length) if waits else 0.0,
+            tokens_left=float(min(self._request.config.max_new_tokens - made, max(made, USUAL))),
             compiling=processes.first_says(compiling / (1 + len(self._tried))),
         )
         self._doubt(measured)
-        return self._to_begin or self._request.method.next(measured)
+        return self._request.method.next(measured)
 
     @property
     def has_begun(self) -> bool:

@@ -70,8 +70,16 @@ def read_program(words: str, device: Any) -> jax.stages.Compiled | None:
 
 
 def is_kept(words: str) -> bool:
+    return bytes_of(words) > 0
+
+
+def bytes_of(words: str) -> int:
+    """Of its file; 0 where there is none."""
     folder = safe_folder()
-    return folder is not None and (folder / name_of(words)).exists()
+    try:
+        return 0 if folder is None else (folder / name_of(words)).stat().st_size
+    except OSError:
+        return 0
 
 
 def keep_program(words: str, program: jax.stages.Compiled) -> bool:

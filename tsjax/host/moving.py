@@ -26,6 +26,7 @@ from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
 PLAINLY = Autoregressive()
+SECONDS_PER_BYTE = 1e-7  # to read a program: XLA links it anew, at 10 MB in a second
 
 
 class Moves:
@@ -41,23 +42,38 @@ class Moves:
         self._asked: dict[Any, list[Asked]] = {}
         self._loading: dict[Any, threading.Thread] = {}
 
+    def is_there(self, decode: DecodeConfig, state: DecodeState, lesson: Any = None) -> bool:
+        """Whether a state can go on by it at no cost. Programs that this machine does not have are
+        asked for. What nobody can compile beside the run is compiled when it is called."""
+        absent = self._absent(decode, state, lesson)
+        BESIDE.ask([one for one in absent if not kept_programs.is_kept(one.words)])
+        return not absent
+
     def is_ready(self, decode: DecodeConfig, state: DecodeState, lesson: Any = None) -> bool:
-        """Whether a state can go on by it at once; else its programs are asked for, or read from
-        disk meanwhile, and the answer is another one later. What nobody can compile beside the run
-        is compiled when it is called."""
-        BESIDE.look()
-        key = decode, state.tokens.shape, jax.tree.structure(lesson)
-        if key not in self._asked:
-            self._asked[key] = self._programs(decode, state, lesson)
-        absent = [one for one in self._asked[key] if not self._program(one).has(one.words)]
-        missing = [one for one in absent if not kept_programs.is_kept(one.words)]
-        BESIDE.ask(missing)
-        if missing or not absent:
-            return not missing
+        """As `is_there`; what is on disk is read meanwhile, and the answer is another one later."""
+        if self.is_there(decode, state, lesson):
+            return True
+        absent = self._absent(decode, state, lesson)
+        if not all(kept_programs.is_kept(one.words) for one in absent):
+            return False
+        key = tuple(one.words for one in absent)
         if key not in self._loading:
             self._loading[key] = threading.Thread(target=self._load, args=(absent,))
             self._loading[key].start()
         return not self._loading[key].is_alive()
+
+    def seconds(self, decode: DecodeConfig, state: DecodeState) -> float:
+        """That it takes to read what is on disk, and not in memory."""
+        absent = self._absent(decode, state, None)
+        return SECONDS_PER_BYTE * sum(kept_programs.bytes_of(one.words) for one in absent)
+
+    def _absent(self, decode: DecodeConfig, state: DecodeState, lesson: Any) -> list[Asked]:
+        """Its programs that are not in memory."""
+        BESIDE.look()
+        key = decode, state.tokens.shape, jax.tree.structure(lesson)
+        if key not in self._asked:
+            self._asked[key] = self._programs(decode, state, lesson)
+        return [one for one in self._asked[key] if not self._program(one).has(one.words)]
 
     def _program(self, asked: Asked) -> Program:
         return getattr(programs_of(self._model), asked.name)

@@ -6,11 +6,15 @@ Knows tokens as they come. Does not know a run.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+
 import numpy as np
 
 from tsjax.host.request import Request
 
 LONGEST_REPEAT = 16
+LOOKED_BACK, FEWEST_LOOKED_AT = 64, 16  # tokens of a row
 
 
 class Loops:
@@ -50,6 +54,28 @@ class Loops:
             if (self._repeated[row] >= enough).any() and token not in self._stop_ids:
                 return index + 1
         return None
+
+
+class Foretold:
+    """How often what stood before after the same two or three tokens has foretold the next one: the
+    share of the last tokens that were made, of all rows."""
+
+    def __init__(self, prompt_length: Sequence[int]):
+        self._prompts, self._known = prompt_length, [0] * len(prompt_length)
+        self._after: list[dict[tuple[int, ...], int]] = [{} for _ in prompt_length]
+        self._right: deque[bool] = deque(maxlen=LOOKED_BACK * len(prompt_length))
+
+    def read(self, tokens: np.ndarray, length: np.ndarray) -> float:
+        for row, (after, prompt) in enumerate(zip(self._after, self._prompts, strict=True)):
+            text, begin = tokens[row, : length[row]].tolist(), self._known[row]
+            for at in range(max(begin, 2), len(text)):
+                keys = [tuple(text[at - size : at]) for size in (3, 2) if size <= at]
+                if at >= prompt:
+                    found = next((after[key] for key in keys if key in after), None)
+                    self._right.append(found == text[at])
+                after.update(dict.fromkeys(keys, text[at]))
+            self._known[row] = len(text)
+        return sum(self._right) / max(len(self._right), FEWEST_LOOKED_AT)
 
 
 def mean_repeat(tokens: np.ndarray, length: np.ndarray) -> int:

@@ -148,7 +148,8 @@ def _run(
             raise broken
         judge.costs = measuring.go_on(decoding.seconds) or judge.costs
         waited = 0.0 if moves.are_beside else decoding.compiling
-        method = judge.next(decode.method, state, seconds, waited)
+        moving = 0.0 if judge.has_begun else moves.seconds(request.decode, state)
+        method = judge.next(decode.method, state, seconds, waited, moving)
         other = dataclasses.replace(decode, method=method)
         learned = decode.method.lesson(state.memory)
         learned = lesson if learned is None else learned
@@ -165,12 +166,12 @@ def _run(
 def _begun_where_ready(
     model: Model, request: Request, interrupt: Interrupt, moves: Moves
 ) -> tuple[DecodeConfig, DecodeState, StepStats | None]:
-    """By the method that is wanted, where its programs are there; else plainly, with counters of
-    the wanted one that are 0. The prompt is read by the programs of plain decoding."""
+    """By the method that is wanted, where its programs are in memory; else plainly, with counters
+    of the wanted one that are 0. The prompt is read by the programs of plain decoding."""
     decode = plainly(request.decode)
     state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
     wanted = request.decode
-    if wanted == decode or not moves.is_ready(wanted, state):
+    if wanted == decode or not moves.is_there(wanted, state):
         none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
         return decode, state, none
     return wanted, begun_anew(model, state, wanted), None

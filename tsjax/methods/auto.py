@@ -78,7 +78,23 @@ class Auto(Method):
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
             return opening(measured.model, costs, measured.context, corpus=measured.corpus)
+        if measured.first is not None:
+            return measured.first if begins_to_pay(measured, costs) else measured.current
         return follow(measured, costs)
+
+
+def begins_to_pay(measured: Measured, costs: Costs) -> bool:
+    """Whether a run that goes on plainly gains by the method that it was to begin with, and more
+    than moving to it takes: by what that one promises, or by what the text has foretold so far."""
+    assert measured.first is not None
+    model, context, right = measured.model, measured.context, measured.foretold
+    plain = costs.plain(context)
+    promise = measured.first.promise(model, costs, context)
+    promised = [plain if promise is None else promise.seconds_per_token]
+    for width in measured.first.sizes(model).pass_widths:
+        tokens = sum(right**depth for depth in range(width))
+        promised.append((costs.of_pass(width, context) + costs.overhead) / tokens)
+    return (plain - min(promised)) * measured.tokens_left > measured.moving
 
 
 def is_short(new_tokens: int | None) -> bool:
