@@ -26,7 +26,8 @@ from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
 PLAINLY = Autoregressive()
-SECONDS_PER_BYTE = 1e-7  # to read a program: XLA links it anew, at 10 MB in a second
+# To read a program, which XLA links anew: 10 MB in a second, beside a run that wants all cores.
+SECONDS_PER_BYTE = 2e-7
 
 
 class Moves:
