@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import selectors
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -53,6 +52,8 @@ def main(argv: Sequence[str]) -> None:
         given = [one for one in prompts_of("report", KINDS[case])]
         for kind, number, prompt in given[: args.prompts * len(KINDS[case])]:
             for kept, rounds in ((False, args.cold), (True, args.rounds)):
+                if not rounds:
+                    continue
                 row = measured(args.model, args.dtype, prompt, CASES[case], kept, rounds)
                 found.append({"case": case, "kind": kind, "number": number, "kept": kept} | row)
                 print(line_of(found[-1]), file=sys.stderr)
@@ -136,7 +137,3 @@ def wait_for_programs(folder: Path) -> None:
     time.sleep(0.5)
     while [*folder.rglob(".*.lock")] and time.monotonic() < end:
         time.sleep(0.5)
-
-
-def median_ratio(rows: Sequence[dict[str, Any]]) -> float:
-    return statistics.median(row["plain_over_auto"]["median"] for row in rows)

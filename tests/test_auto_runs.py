@@ -9,11 +9,12 @@ import jax
 import numpy as np
 import pytest
 from helpers import chain, chain_model, tiny_model
-from test_auto import DEAR_ROWS, PLAIN, table
+from test_auto import DEAR_ROWS, LLAMA, PLAIN, table
 
 import tsjax
-from tsjax.decoding.method import Tried
+from tsjax.decoding.method import Measured, Tried
 from tsjax.host import costs, judge, run
+from tsjax.host.repetition import Foretold
 from tsjax.host.saved_run import read_run
 from tsjax.methods import Auto, LikelyTree, NGram, auto
 from tsjax.methods.cost_model import Int8Costs, Line
@@ -240,8 +241,39 @@ def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
     monkeypatch.setattr(costs, "measure", lambda *_: table((1, 1.0), (8, 1.5)))
     choice = tsjax.choose_method("tokenswift", model, 3 + 10)
     assert isinstance(choice.method, LikelyTree) and choice.method.draft_passes == 0
-    assert choice.step_cost == pytest.approx(1 + 0.5 / 7) and choice.costs.origin == "measured"
+    assert choice.step_cost == pytest.approx(1) and choice.costs.origin == "measured"
+    assert choice.method.pass_widths == (1, 4, 8) and choice.method.width == 16
     result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=20)
     assert result.stats.method == choice.method
     kept = tsjax.choose_method(NGram.paper(), model, 13)
     assert kept.method == NGram.paper() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)
+
+
+def test_a_run_begins_with_drafts_where_they_save_more_than_reading_their_program():
+    """By what was promised, or by what the text has foretold; for what is left of the run."""
+    prices = table((1, 1.0), (4, 1.1), (8, 1.2), (16, 1.4))
+    first = LikelyTree(width=16, pass_widths=(1, 4, 8), costs=prices)
+    of_run = dict(current=PLAIN, first=first, costs=prices)
+    measured = Measured(LLAMA, "cpu", "cpu", 100, 1, **of_run)
+    for foretold, left, moving, begins in (
+        (0.0, 100, 0.0, True),  # it is in memory, and the prior promises something
+        (0.0, 100, 30.0, False),
+        (0.0, 1000, 30.0, True),
+        (0.9, 100, 30.0, True),
+        (0.9, 100, 100.0, False),
+        (0.2, 100, 30.0, False),
+    ):
+        now = measured._replace(foretold=foretold, tokens_left=left, moving=moving)
+        assert (Auto().next(now) == first) == begins, (foretold, left, moving)
+
+
+def test_what_the_text_foretells():
+    """The share of the last tokens that stood after the same two or three before."""
+    said = Foretold([4])
+    text = np.asarray([[1, 2, 3, 4, *[1, 2, 3, 4] * 10, *range(10, 30)]])
+    assert said.read(text, np.asarray([4])) == 0
+    assert said.read(text, np.asarray([8])) == pytest.approx(2 / 16), "of few it is sure of little"
+    assert said.read(text, np.asarray([44])) == pytest.approx(38 / 40)
+    assert said.read(text, np.asarray([64])) == pytest.approx(38 / 60)
+    both = Foretold([4, 4])
+    assert both.read(np.repeat(text, 2, 0), np.asarray([24, 24])) == pytest.approx(18 / 20)

@@ -4,7 +4,6 @@
 import subprocess
 import sys
 import time
-import types
 
 import jax
 import pytest
@@ -37,16 +36,6 @@ class Later(beside.Helper):
         return self._left <= 0
 
 
-class AtOnce:
-    """A thread that has ended when it has started."""
-
-    def __init__(self, target, args):
-        self.start = lambda: target(*args)
-
-    def is_alive(self):
-        return False
-
-
 @pytest.fixture
 def helper(folder, monkeypatch):  # noqa: F811
     def new_process(kind=Later):
@@ -57,7 +46,6 @@ def helper(folder, monkeypatch):  # noqa: F811
         return found
 
     monkeypatch.setattr(run, "_next_chunk", lambda steps, share: 4)
-    monkeypatch.setattr(moving, "threading", types.SimpleNamespace(Thread=AtOnce))
     monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 10_000)
     new_process()
     return new_process

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Room -> row.
 ROWS = {
-    "pallas_kernels": 0,
+    "pallas_kernels": 3_190,
     "tsjax.configs": 0,
     "tsjax.config": 1,
     "tsjax.errors": -1,
@@ -322,17 +322,17 @@ MOST_LINES_OF_FOLDER = {
     "tsjax": 1_390,
     "tsjax/commands": 1_260,
     "tsjax/decoding": 2_960,
-    "tsjax/files": 3_600,
-    "tsjax/host": 8_140,
+    "tsjax/files": 3_630,
+    "tsjax/host": 8_190,
     "tsjax/lazy": 1_130,
-    "tsjax/methods": 4_620,
+    "tsjax/methods": 4_630,
     "tsjax/model": 1_395,
     "tsjax/training": 1_290,
-    "pallas_kernels": 3_180,
+    "pallas_kernels": 3_190,
     "convert": 510,
-    "benchmarks": 10_260,
+    "benchmarks": 10_350,
     "tools": 6_240,
-    "tests": 24_330,
+    "tests": 24_500,
     "examples": 330,
 }
 

@@ -122,8 +122,7 @@ class Program:
         if words is None or device is None:
             return self._jitted
         if not self.has(words):
-            with counted_as_compiling():
-                self.load(words, device)
+            self.load(words, device)
         if not self.has(words):
             with doing("compiling"):
                 self._whole[words] = self.make(call, words)
@@ -135,7 +134,8 @@ class Program:
 
     def load(self, words: str, device: Any) -> None:
         """From disk, if it is there."""
-        found = kept_programs.read_program(words, device)
+        with doing("reading a program"), counted_as_compiling():
+            found = kept_programs.read_program(words, device)
         if found is not None:
             self._whole[words] = found
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +25,7 @@ from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 
 PLAINLY = Autoregressive()
-# To read a program, which XLA links anew: 10 MB in a second, beside a run that wants all cores.
-SECONDS_PER_BYTE = 2e-7
+SECONDS_PER_BYTE = 1e-7  # to read a program, which XLA links anew: 10 MB in a second
 
 
 class Moves:
@@ -41,7 +39,6 @@ class Moves:
         # Else what is not compiled yet is compiled when it is called.
         self.are_beside = kept and alone and device == jax.devices(device.platform)[0]
         self._asked: dict[Any, list[Asked]] = {}
-        self._loading: dict[Any, threading.Thread] = {}
 
     def is_there(self, decode: DecodeConfig, state: DecodeState, lesson: Any = None) -> bool:
         """Whether a state can go on by it at no cost. Programs that this machine does not have are
@@ -51,17 +48,16 @@ class Moves:
         return not absent
 
     def is_ready(self, decode: DecodeConfig, state: DecodeState, lesson: Any = None) -> bool:
-        """As `is_there`; what is on disk is read meanwhile, and the answer is another one later."""
+        """As `is_there`; what is on disk is read now. To read it beside the run would take more:
+        both want all cores."""
         if self.is_there(decode, state, lesson):
             return True
         absent = self._absent(decode, state, lesson)
         if not all(kept_programs.is_kept(one.words) for one in absent):
             return False
-        key = tuple(one.words for one in absent)
-        if key not in self._loading:
-            self._loading[key] = threading.Thread(target=self._load, args=(absent,))
-            self._loading[key].start()
-        return not self._loading[key].is_alive()
+        for one in absent:
+            self._program(one).load(one.words, jax.devices(one.platform)[0])
+        return self.is_there(decode, state, lesson)
 
     def seconds(self, decode: DecodeConfig, state: DecodeState) -> float:
         """That it takes to read what is on disk, and not in memory."""
@@ -78,11 +74,6 @@ class Moves:
 
     def _program(self, asked: Asked) -> Program:
         return getattr(programs_of(self._model), asked.name)
-
-    def _load(self, absent: list[Asked]) -> None:
-        """In a thread: to read a large program takes a second."""
-        for one in absent:
-            self._program(one).load(one.words, jax.devices(one.platform)[0])
 
     def _programs(self, decode: DecodeConfig, state: DecodeState, lesson: Any) -> list[Asked]:
         """Those that can be compiled beside a run."""

@@ -147,13 +147,14 @@ def _run(
         if (broken := rows.broken(seen)) is not None:
             raise broken
         judge.costs = measuring.go_on(decoding.seconds) or judge.costs
-        waited = 0.0 if moves.are_beside else decoding.compiling
         moving = 0.0 if judge.has_begun else moves.seconds(request.decode, state)
-        method = judge.next(decode.method, state, seconds, waited, moving)
+        method = judge.next(decode.method, state, seconds, decoding.compiling, moving)
         other = dataclasses.replace(decode, method=method)
         learned = decode.method.lesson(state.memory)
         learned = lesson if learned is None else learned
-        if other != decode and moves.is_ready(other, state, learned):
+        with decoding:  # reading programs
+            moves_on = other != decode and moves.is_ready(other, state, learned)
+        if moves_on:
             judge.moved(decode.method)
             lesson = learned
             earlier, steps, decode = counts, FIRST_CHUNK, other

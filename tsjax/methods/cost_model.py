@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from tsjax.config import check
 from tsjax.errors import BadValue
 
-# Twice the rows may take so many times as long, or right drafts do not pay; and a width is worth
-# compiling where the next wider one takes so many times as long.
-DOUBLE_PAYS, NARROWER_SAVES = 1.5, 1.03
+# Twice the rows may take so many times as long, or right drafts do not pay; and a narrower width is
+# worth compiling where the next wider one that is takes so many times as long.
+DOUBLE_PAYS, NARROWER_SAVES = 1.5, 1.2
 
 
 class Line(NamedTuple):
@@ -79,21 +79,19 @@ class Costs(NamedTuple):
 
     def widths(self, context: float, most: int) -> tuple[int, ...]:
         """Powers of two as widths of passes that right drafts pay for, ascending from 1: twice as
-        many rows as long as they take at most half as long again, and no width that saves less than
-        a narrow step's noise beside the next."""
+        many rows as long as they take at most half as long again, and no width that saves little
+        beside the next: each makes a program larger to compile and to read."""
         widths = [1, 2]
         while widths[-1] < most:
             wide, wider = (self.of_pass(rows, context) for rows in (widths[-1], 2 * widths[-1]))
             if wider > DOUBLE_PAYS * wide:
                 break
             widths.append(2 * widths[-1])
-        seconds = [self.of_pass(rows, context) for rows in widths]
-        kept = [
-            rows
-            for rows, here, wider in zip(widths[1:], seconds[1:], seconds[2:], strict=False)
-            if wider > NARROWER_SAVES * here
-        ]
-        return (1, *kept, widths[-1])
+        kept = widths[-1:]
+        for rows in widths[-2:0:-1]:
+            if self.of_pass(kept[0], context) > NARROWER_SAVES * self.of_pass(rows, context):
+                kept.insert(0, rows)
+        return (1, *kept)
 
     def plain(self, context: float) -> float:
         """Seconds of a step of plain decoding."""
