@@ -15,6 +15,7 @@ from benchmarks import expected, front, gpu_tables, real_tables, speedup_tables
 from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
+from benchmarks.start_table import starts
 from benchmarks.table_parts import head, of_gpu, read, source
 
 
@@ -344,6 +345,7 @@ BEGUN = {
 
 SECTIONS = {
     ("docs/compilation.md", "beginnings"): beginnings,
+    ("docs/compilation.md", "starts"): starts,
     ("README.md", "front"): front.table,
     ("docs/benchmarks.md", "real-models"): real_tables.table,
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,

@@ -57,8 +57,8 @@ def main(argv: Sequence[str]) -> None:
                 row = measured(args.model, args.dtype, prompt, CASES[case], kept, rounds)
                 found.append({"case": case, "kind": kind, "number": number, "kept": kept} | row)
                 print(line_of(found[-1]), file=sys.stderr)
-    document = {"command": f"python -m benchmarks start --model {name}", "model": name}
-    report.write(document | {"dtype": args.dtype, "rows": found}, args.out, f"start-{name}")
+    document = {"model": name, "dtype": args.dtype, "rows": found}
+    report.write(document, args.out, f"start-{name}")
 
 
 def line_of(row: dict[str, Any]) -> str:

@@ -251,17 +251,16 @@ def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
 
 def test_a_run_begins_with_drafts_where_they_save_more_than_reading_their_program():
     """By what was promised, or by what the text has foretold; for what is left of the run."""
-    prices = table((1, 1.0), (4, 1.1), (8, 1.2), (16, 1.4))
-    first = LikelyTree(width=16, pass_widths=(1, 4, 8), costs=prices)
-    of_run = dict(current=PLAIN, first=first, costs=prices)
-    measured = Measured(LLAMA, "cpu", "cpu", 100, 1, **of_run)
+    prices = table((1, 1.0), (2, 1.0), (4, 1.1), (8, 1.2), (16, 1.4))
+    first = LikelyTree(width=16, pass_widths=(1, 2, 4, 8), costs=prices)
+    measured = Measured(LLAMA, "cpu", "cpu", 100, 1, current=PLAIN, first=first, costs=prices)
     for foretold, left, moving, begins in (
-        (0.0, 100, 0.0, True),  # it is in memory, and the prior promises something
-        (0.0, 100, 30.0, False),
-        (0.0, 1000, 30.0, True),
+        (0.0, 100, 0.0, True),  # it is in memory, and the prior promises 1.2 tokens for a step
+        (0.0, 100, 9.0, False),
+        (0.0, 1000, 9.0, True),
         (0.9, 100, 30.0, True),
-        (0.9, 100, 100.0, False),
-        (0.2, 100, 30.0, False),
+        (0.9, 100, 50.0, False),
+        (0.2, 100, 9.0, False),
     ):
         now = measured._replace(foretold=foretold, tokens_left=left, moving=moving)
         assert (Auto().next(now) == first) == begins, (foretold, left, moving)

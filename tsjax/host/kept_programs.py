@@ -52,15 +52,15 @@ def read_program(words: str, device: Any) -> jax.stages.Compiled | None:
         return None
     path = folder / name_of(words)
     try:
-        digest, content = _parts(path.read_bytes())
+        found = path.read_bytes()
+        digest, content = found[:32], found[32:]
         if hashlib.sha256(content).digest() != digest:
             raise ValueError("it was cut or changed")
         functions, *program = pickle.loads(content)
         for function in functions:  # XLA has to know a kernel before a program that calls it
             native.library().target(function)
-        found = serialize_executable.deserialize_and_load(*program, execution_devices=[device])
         os.utime(path)  # so that it is not among the least recently used
-        return found
+        return serialize_executable.deserialize_and_load(*program, execution_devices=[device])
     except FileNotFoundError:
         return None
     except Exception:  # by another jax, say, or of another machine: it is made anew, and replaced
@@ -93,13 +93,7 @@ def keep_program(words: str, program: jax.stages.Compiled) -> bool:
         functions = ()
     try:
         content = pickle.dumps((functions, *serialize_executable.serialize(program)))
-    except (
-        ValueError,
-        NotImplementedError,
-        TypeError,
-        pickle.PicklingError,
-        jax.errors.JaxRuntimeError,
-    ):
+    except Exception:  # of a device, say, whose programs cannot be taken out
         return False
     with contextlib.suppress(OSError):
         with replacing(folder / name_of(words)) as part:
@@ -107,10 +101,6 @@ def keep_program(words: str, program: jax.stages.Compiled) -> bool:
         _remove_the_oldest(folder)
         return True
     return False
-
-
-def _parts(content: bytes) -> tuple[bytes, bytes]:
-    return content[:32], content[32:]
 
 
 def name_of(words: str) -> str:
@@ -136,7 +126,7 @@ def _is_ours_alone(folder: Path) -> bool:
 
 def _remove_the_oldest(folder: Path) -> None:
     found = []
-    for path in folder.glob(f"*{ENDING}"):
+    for path in folder.glob(f"*{ENDING}*"):  # also what a killed process was writing
         with contextlib.suppress(OSError):
             facts = path.stat()
             found.append((facts.st_mtime, facts.st_size, path))
@@ -184,9 +174,8 @@ def told(value: Any) -> str:
     if isinstance(value, enum.Enum):
         return f"{name}.{value.name}"
     if isinstance(value, np.ndarray):
-        return (
-            f"{name}({value.dtype}, {value.shape}, {hashlib.sha256(value.tobytes()).hexdigest()})"
-        )
+        contents = hashlib.sha256(value.tobytes()).hexdigest()
+        return f"{name}({value.dtype}, {value.shape}, {contents})"
     if dataclasses.is_dataclass(value):
         fields = (
             f"{field.name}={told(getattr(value, field.name))}"
@@ -223,7 +212,8 @@ def setting_names() -> tuple[str, ...]:
 @functools.cache
 def of_process(device: str) -> tuple[str, ...]:
     """What does not change while a process runs."""
-    kernels = native.status(try_now=True).path if device == "cpu" else None
+    path = native.status(try_now=True).path if device == "cpu" else None
+    kernels = path and Path(path).name  # of their contents
     versions = (module.__version__ for module in (jax, jaxlib, flax, np))
     environment = sorted(
         f"{name}={value}"

@@ -30,6 +30,7 @@ UNSURE = 0.15  # so much less may plain steps take than the table says; and so m
 # the run's time that may cost. A text that begins to repeat itself is worth more, unless it is what
 # is drafted from already.
 TRIAL_STEPS, TRIALS_COST, TRIALS_COST_OF_REPEATS = 96, 0.01, 0.1
+MOVES_FOR = 2  # times the seconds of moving: answers end before they were to, and texts change
 WIDEST, LOOKED_AT = 64, 8  # rows of a tree; earlier places of the last token
 PASSES = (1, 2, 4)
 # Small partial caches that see the rest summed up, and the paper's.
@@ -44,13 +45,15 @@ PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
 class Auto(Method):
     """Chooses by what the parts of a step take on this machine, and by what drafts find in a run.
 
-    A run begins with a LikelyTree that drafts from the text, which costs little. The seconds of its
-    tokens then say whether plain decoding, or passes of the model that draft, would take less: what
-    promises clearly more is tried, and what takes the least goes on.
+    A run begins with a LikelyTree that drafts from the text, which costs little; plainly, until its
+    program is there and pays. The seconds of its tokens then say whether plain decoding, or passes
+    of the model that draft, would take less: what promises clearly more is tried, and what takes
+    the least goes on.
 
     Attributes:
-      costs: the table to choose by; None measures one on the device, at the first run of more than
-        256 new tokens of a model on a machine, and keeps it in the user's cache folder.
+      costs: the table to choose by; None for the one that was measured on the device and kept in
+        the user's cache folder. Until there is one a formula says the seconds, and a long run
+        measures them between its chunks of steps.
     """
 
     sources: ClassVar[tuple[str, ...]] = LIKELY_SOURCES
@@ -78,8 +81,8 @@ class Auto(Method):
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
             return opening(measured.model, costs, measured.context, corpus=measured.corpus)
-        if measured.first is not None:
-            return measured.first if begins_to_pay(measured, costs) else measured.current
+        if measured.first is not None and begins_to_pay(measured, costs):
+            return measured.first
         return follow(measured, costs)
 
 
@@ -94,7 +97,7 @@ def begins_to_pay(measured: Measured, costs: Costs) -> bool:
     for width in measured.first.sizes(model).pass_widths:
         tokens = sum(right**depth for depth in range(width))
         promised.append((costs.of_pass(width, context) + costs.overhead) / tokens)
-    return (plain - min(promised)) * measured.tokens_left > measured.moving
+    return (plain - min(promised)) * measured.tokens_left > MOVES_FOR * measured.moving
 
 
 def is_short(new_tokens: int | None) -> bool:
@@ -119,7 +122,8 @@ def follow(measured: Measured, costs: Costs) -> Method:
         return best
 
     trial = TRIAL_STEPS * measured.batch * here * plain_step
-    promised = _promises(measured, costs, {current, *known})
+    first = set() if measured.first is None else {measured.first}
+    promised = _promises(measured, costs, {current, *known} | first)
     most = min(promised, key=promised.__getitem__, default=current)
     if here > PROMISES * promised.get(most, here):
         saved = (here - promised[most]) * plain_step * measured.tokens_left
