@@ -164,6 +164,10 @@ class Beside:
         beside("compiling" if self._helper else None, made, len(self._asked))
 
     @property
+    def is_working(self) -> bool:
+        return self._helper is not None
+
+    @property
     def seconds(self) -> float:
         """In which something was compiled."""
         return self._seconds + (time.monotonic() - self._since if self._helper else 0.0)

@@ -146,7 +146,8 @@ def _run(
             return
         if (broken := rows.broken(seen)) is not None:
             raise broken
-        judge.costs = measuring.go_on(decoding.seconds) or judge.costs
+        if not BESIDE.is_working:  # which would disturb it
+            judge.costs = measuring.go_on(decoding.seconds) or judge.costs
         moving = 0.0 if judge.has_begun else moves.seconds(request.decode, state)
         method = judge.next(decode.method, state, seconds, decoding.compiling, moving)
         other = dataclasses.replace(decode, method=method)
