@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Room -> row.
 ROWS = {
-    "pallas_kernels": 3_190,
+    "pallas_kernels": 0,
     "tsjax.configs": 0,
     "tsjax.config": 1,
     "tsjax.errors": -1,
@@ -319,7 +319,7 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_390,
+    "tsjax": 1_400,
     "tsjax/commands": 1_260,
     "tsjax/decoding": 2_960,
     "tsjax/files": 3_630,
@@ -330,7 +330,7 @@ MOST_LINES_OF_FOLDER = {
     "tsjax/training": 1_290,
     "pallas_kernels": 3_190,
     "convert": 510,
-    "benchmarks": 10_350,
+    "benchmarks": 10_390,
     "tools": 6_240,
     "tests": 24_500,
     "examples": 330,

@@ -19,7 +19,7 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 import jax
 
@@ -29,6 +29,7 @@ from tsjax.decoding.tree import SOURCES
 from tsjax.files.checkpoint import Model, load
 from tsjax.files.tokenizer import Detokenizer, encode
 from tsjax.host.bandwidth import read_rate
+from tsjax.host.beside import BESIDE
 from tsjax.host.generation import stream
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.result import RunStats, StreamChunk
@@ -172,17 +173,26 @@ def warm_up(
     began = time.perf_counter()
     print("Compiling both methods ...", end=" ", file=out, flush=True)
     moves = method.chooses
-    columns = start(model, prompt, config, Rehearsal(method) if moves else method)
-    for column, methods in zip(columns, (1, REHEARSED if moves else 1), strict=True):
-        for chunk in itertools.islice(column.chunks, methods * WARM_UP_CHUNKS):
-            if chunk.finish_reason == ["interrupted"]:
-                raise KeyboardInterrupt
+
+    def rehearse() -> None:
+        columns = start(model, prompt, config, Rehearsal(method) if moves else method)
+        for column, methods in zip(columns, (1, REHEARSED if moves else 1), strict=True):
+            for chunk in itertools.islice(column.chunks, methods * WARM_UP_CHUNKS):
+                if chunk.finish_reason == ["interrupted"]:
+                    raise KeyboardInterrupt
+
+    rehearse()
+    if BESIDE.is_working:  # what is compiled beside the first rehearsal is there for the next
+        BESIDE.finish()
+        rehearse()
     print(f"{time.perf_counter() - began:.0f} s", file=out, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rehearsal(Method):
     """Goes on with plain decoding and with drafts in turn, as `method` may: both get compiled."""
+
+    chooses: ClassVar[bool] = True
 
     method: Method
 

@@ -25,9 +25,10 @@ from tsjax.files.locked_files import lock
 from tsjax.host import kept_programs
 from tsjax.host.compilation import choose_folder, executables_folder
 from tsjax.host.device_programs import Call, programs_on
-from tsjax.host.telling import beside
+from tsjax.host.telling import beside, doing
 
 LEAST_PRIORITY = 19
+WAITS = 0.05  # seconds between two looks
 START = "import sys; sys.path[:0] = sys.argv[1:]; from tsjax.host.beside import serve; serve()"
 
 
@@ -162,6 +163,13 @@ class Beside:
             self._helper = OtherProcess(asked) if on_cpu else OtherThread(asked)
         made = sum(map(kept_programs.is_kept, self._asked)) if self._helper else 0
         beside("compiling" if self._helper else None, made, len(self._asked))
+
+    def finish(self) -> None:
+        """Waits until all is compiled that was asked for."""
+        with doing("compiling"):
+            while self.is_working:
+                time.sleep(WAITS)
+                self.look()
 
     @property
     def is_working(self) -> bool:

@@ -40,52 +40,52 @@ class Moves:
         self.are_beside = kept and alone and device == jax.devices(device.platform)[0]
         self._asked: dict[Any, list[Asked]] = {}
 
-    def is_there(self, decode: DecodeConfig, state: DecodeState, lesson: Any = None) -> bool:
+    def is_there(self, decode: DecodeConfig, state: DecodeState) -> bool:
         """Whether a state can go on by it at no cost. Programs that this machine does not have are
         asked for. What nobody can compile beside the run is compiled when it is called."""
-        absent = self._absent(decode, state, lesson)
+        absent = self._absent(decode, state)
         BESIDE.ask([one for one in absent if not kept_programs.is_kept(one.words)])
         return not absent
 
-    def is_ready(self, decode: DecodeConfig, state: DecodeState, lesson: Any = None) -> bool:
+    def is_ready(self, decode: DecodeConfig, state: DecodeState) -> bool:
         """As `is_there`; what is on disk is read now. To read it beside the run would take more:
         both want all cores."""
-        if self.is_there(decode, state, lesson):
+        if self.is_there(decode, state):
             return True
-        absent = self._absent(decode, state, lesson)
+        absent = self._absent(decode, state)
         if not all(kept_programs.is_kept(one.words) for one in absent):
             return False
         for one in absent:
             self._program(one).load(one.words, jax.devices(one.platform)[0])
-        return self.is_there(decode, state, lesson)
+        return self.is_there(decode, state)
 
     def seconds(self, decode: DecodeConfig, state: DecodeState) -> float:
         """That it takes to read what is on disk, and not in memory."""
-        absent = self._absent(decode, state, None)
+        absent = self._absent(decode, state)
         return SECONDS_PER_BYTE * sum(kept_programs.bytes_of(one.words) for one in absent)
 
-    def _absent(self, decode: DecodeConfig, state: DecodeState, lesson: Any) -> list[Asked]:
+    def _absent(self, decode: DecodeConfig, state: DecodeState) -> list[Asked]:
         """Its programs that are not in memory."""
         BESIDE.look()
-        key = decode, state.tokens.shape, jax.tree.structure(lesson)
+        key = decode, state.tokens.shape
         if key not in self._asked:
-            self._asked[key] = self._programs(decode, state, lesson)
+            self._asked[key] = self._programs(decode, state)
         return [one for one in self._asked[key] if not self._program(one).has(one.words)]
 
     def _program(self, asked: Asked) -> Program:
         return getattr(programs_of(self._model), asked.name)
 
-    def _programs(self, decode: DecodeConfig, state: DecodeState, lesson: Any) -> list[Asked]:
+    def _programs(self, decode: DecodeConfig, state: DecodeState) -> list[Asked]:
         """Those that can be compiled beside a run."""
         if not self.are_beside:
             return []
         device = processes.own_device(self._model.params)
         batch, capacity = state.tokens.shape
         how = {"cfg": decode, "batch": batch, "capacity": capacity, "mesh": None}
-        memory, stats = jax.eval_shape(functools.partial(first_memory, **how), lesson)
+        memory, stats = jax.eval_shape(functools.partial(first_memory, **how), None)
         begun = state.replace(memory=memory, stats=stats)
         calls = {
-            "first_memory": Call.of((lesson,), how),
+            "first_memory": Call.of((None,), how),
             "decode": Call.of((self._params(decode.method), begun, 1), {"cfg": decode.in_steps}),
         }
         found = []

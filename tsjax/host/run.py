@@ -151,13 +151,12 @@ def _run(
         moving = 0.0 if judge.has_begun else moves.seconds(request.decode, state)
         method = judge.next(decode.method, state, seconds, decoding.compiling, moving)
         other = dataclasses.replace(decode, method=method)
-        learned = decode.method.lesson(state.memory)
-        learned = lesson if learned is None else learned
         with decoding:  # reading programs
-            moves_on = other != decode and moves.is_ready(other, state, learned)
+            moves_on = other != decode and moves.is_ready(other, state)
         if moves_on:
             judge.moved(decode.method)
-            lesson = learned
+            learned = decode.method.lesson(state.memory)
+            lesson = lesson if learned is None else learned
             earlier, steps, decode = counts, FIRST_CHUNK, other
             params = params_for(model, method, index, second)
             with decoding:
@@ -384,10 +383,13 @@ def begun_anew(
     one before, if there is any; counters are 0."""
     batch, capacity = state.tokens.shape
     # A copy, as the memory that takes it up is donated to its first steps.
-    taught, mesh = jax.tree.map(jnp.copy, lesson), mesh_of(model.params)
+    lesson, mesh = jax.tree.map(jnp.copy, lesson), mesh_of(model.params)
+    # On a mesh it is taught in the program: devices of other processes are out of reach elsewhere.
     memory, stats = programs_of(model).first_memory(
-        taught, cfg=decode, batch=batch, capacity=capacity, mesh=mesh
+        None if mesh is None else lesson, cfg=decode, batch=batch, capacity=capacity, mesh=mesh
     )
+    if mesh is None and lesson is not None:
+        memory = decode.method.taught(memory, lesson)
     return kept_on_device(model, state.replace(memory=memory, stats=stats))
 
 
