@@ -207,7 +207,7 @@ def test_the_command_line_keeps_programs(checkpoint, tmp_path):
     assert kept
     second = run_command(*command, "--json", **cache)
     assert programs_in(tmp_path) == kept, "the same programs are found again"
-    assert "compiling, length]" in second.stderr.splitlines()[-1]
+    assert " s for compiling" in second.stderr.splitlines()[-1]
     for done in (first, second):
         assert json.loads(done.stdout)["stats"]["compile_seconds"] > 0
 

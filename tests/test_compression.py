@@ -41,7 +41,7 @@ def test_self_information_keeps_what_the_model_did_not_expect(model):
 @pytest.mark.wide
 def test_prompts_of_any_length_and_those_of_about_a_length_share_their_programs(model):
     of_run = programs_of(model)
-    programs = of_run.read_part, of_run.finish_part, compression._information
+    programs = of_run.read_part, of_run.finish_part
 
     def compressed(length):
         prompt = np.resize(PROMPT, length)
@@ -50,7 +50,8 @@ def test_prompts_of_any_length_and_those_of_about_a_length_share_their_programs(
             assert len(found) == -(-length // 2) and found[-1] == prompt[-1]
             whole = tsjax.compress_prompt(model, prompt, 1.0, by=by)
             np.testing.assert_array_equal(whole, prompt)
-        return [program._cache_size() for program in programs]
+        known = [len(program._known) for program in programs]
+        return [*known, compression._information._cache_size()]
 
     assert compressed(2) == compressed(1) == compressed(64)
     assert compressed(65) == compressed(99) == compressed(128)

@@ -108,7 +108,7 @@ ROWS = {
         (5, 3, 1, 2, 16), (75,), second=True,
     ),
     "auto": Row(
-        tsjax.Auto(costs=MIXED_COSTS), (90, 6, 0, 0), (0, 1, 5, 0)
+        tsjax.Auto(costs=MIXED_COSTS), (95, 2, 1, 0), (0, 2, 3, 0)
     ),
     "any_tree": Row(AnyTree(), (44, 12, 5, 1, 3), (23, 27)),
 }  # fmt: skip
