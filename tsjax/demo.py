@@ -19,7 +19,7 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 import jax
 
@@ -191,8 +191,6 @@ def warm_up(
 @dataclasses.dataclass(frozen=True)
 class Rehearsal(Method):
     """Goes on with plain decoding and with drafts in turn, as `method` may: both get compiled."""
-
-    chooses: ClassVar[bool] = True
 
     method: Method
 
