@@ -253,7 +253,9 @@ def test_a_run_begins_with_drafts_where_they_save_more_than_reading_their_progra
     """By what was promised, or by what the text has foretold; for what is left of the run."""
     prices = table((1, 1.0), (2, 1.0), (4, 1.1), (8, 1.2), (16, 1.4))
     first = LikelyTree(width=16, pass_widths=(1, 2, 4, 8), costs=prices)
-    measured = Measured(LLAMA, "cpu", "cpu", 100, 1, current=PLAIN, first=first, costs=prices)
+    known = dict(current=PLAIN, first=first, costs=prices, steps=16)
+    measured = Measured(LLAMA, "cpu", "cpu", 100, 1, **known)
+    assert Auto().next(measured._replace(steps=15)) == PLAIN, "what a plain step takes comes first"
     for foretold, left, moving, begins in (
         (0.0, 100, 0.0, True),  # it is in memory, and the prior promises 1.2 tokens for a step
         (0.0, 100, 9.0, False),

@@ -167,12 +167,14 @@ def _run(
 def _begun_where_ready(
     model: Model, request: Request, interrupt: Interrupt, moves: Moves
 ) -> tuple[DecodeConfig, DecodeState, StepStats | None]:
-    """By the method that is wanted, where its programs are in memory; else plainly, with counters
-    of the wanted one that are 0. The prompt is read by the programs of plain decoding."""
+    """By the method that is wanted, where its programs are in memory and a plain step's seconds were
+    measured; else plainly, with counters of the wanted one that are 0. The prompt is read by the
+    programs of plain decoding."""
     decode = plainly(request.decode)
     state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
     wanted = request.decode
-    if wanted == decode or not moves.is_there(wanted, state):
+    unknown = moves.are_beside and request.method.wants_costs and request.measured.costs is None
+    if wanted == decode or unknown or not moves.is_there(wanted, state):
         none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
         return decode, state, none
     return wanted, begun_anew(model, state, wanted), None

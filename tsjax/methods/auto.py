@@ -30,6 +30,7 @@ UNSURE = 0.15  # so much less may plain steps take than the table says; and so m
 # the run's time that may cost. A text that begins to repeat itself is worth more, unless it is what
 # is drafted from already.
 TRIAL_STEPS, TRIALS_COST, TRIALS_COST_OF_REPEATS = 96, 0.01, 0.1
+PLAIN_STEPS = 16  # of a row, after which it is known what a plain one takes
 MOVES_FOR = 2  # times the seconds of moving: answers end before they were to, and texts change
 WIDEST, LOOKED_AT = 64, 8  # rows of a tree; earlier places of the last token
 PASSES = (1, 2, 4)
@@ -81,7 +82,8 @@ class Auto(Method):
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
             return opening(measured.model, costs, measured.context, corpus=measured.corpus)
-        if measured.first is not None and begins_to_pay(measured, costs):
+        waited = measured.steps >= PLAIN_STEPS * measured.batch
+        if measured.first is not None and waited and begins_to_pay(measured, costs):
             return measured.first
         return follow(measured, costs)
 
