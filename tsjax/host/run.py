@@ -167,9 +167,9 @@ def _run(
 def _begun_where_ready(
     model: Model, request: Request, interrupt: Interrupt, moves: Moves
 ) -> tuple[DecodeConfig, DecodeState, StepStats | None]:
-    """By the method that is wanted, where its programs are in memory and a plain step's seconds were
-    measured; else plainly, with counters of the wanted one that are 0. The prompt is read by the
-    programs of plain decoding."""
+    """By the method that is wanted, where its programs are in memory and a plain step's seconds
+    were measured; else plainly, with counters of the wanted one that are 0. The prompt is read by
+    the programs of plain decoding."""
     decode = plainly(request.decode)
     state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
     wanted = request.decode
