@@ -82,11 +82,11 @@ def bytes_of(words: str) -> int:
         return 0
 
 
-def keep_program(words: str, program: jax.stages.Compiled) -> bool:
-    """Whether it is kept; where it cannot be, the next process makes it anew."""
+def keep_program(words: str, program: jax.stages.Compiled) -> None:
+    """Where it cannot be kept, the next process makes it anew."""
     folder = safe_folder()
     if folder is None:
-        return False
+        return
     try:
         functions = native.library().registered
     except NotImplementedError:
@@ -94,13 +94,11 @@ def keep_program(words: str, program: jax.stages.Compiled) -> bool:
     try:
         content = pickle.dumps((functions, *serialize_executable.serialize(program)))
     except Exception:  # of a device, say, whose programs cannot be taken out
-        return False
+        return
     with contextlib.suppress(OSError):
         with replacing(folder / name_of(words)) as part:
             Path(part).write_bytes(hashlib.sha256(content).digest() + content)
         _remove_the_oldest(folder)
-        return True
-    return False
 
 
 def name_of(words: str) -> str:
