@@ -43,6 +43,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     monkeypatch.setattr(line_writer, "SECONDS_UNTOLD", 1.0)
+    monkeypatch.setattr(line_writer, "SECONDS_BETWEEN", 2.0)
     return Clock()
 
 
