@@ -9,6 +9,7 @@ implementation.
 
 from pallas_kernels.best_slots.api import best_slots as best_slots
 from pallas_kernels.cache_scores.api import cache_scores as cache_scores
+from pallas_kernels.gate.api import gated as gated
 from pallas_kernels.product.api import product as product
 from pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm
 from pallas_kernels.rms_norm.api import rms_norm as rms_norm
@@ -20,6 +21,6 @@ from pallas_kernels.tree_attention.api import decode_attention as decode_attenti
 from pallas_kernels.tree_attention.api import tree_attention as tree_attention
 
 __all__ = [
-    "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores", "decode_attention", "product",
-    "rms_norm", "rotary_heads", "rotate", "tree_attention",
+    "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores", "decode_attention", "gated",
+    "product", "rms_norm", "rotary_heads", "rotate", "tree_attention",
 ]  # fmt: skip

@@ -67,6 +67,18 @@ def check_arrays(
                 raise ValueError(f"{name} of type {arrays[name].dtype} is not valid: {word}")
 
 
+def check_live(live: jax.Array | None, rows: jax.Array) -> None:
+    """Refuses what does not say of rows [B, T, ...] how many of each batch row are wanted."""
+    if live is None:
+        return
+    wanted = rows.shape[:1]
+    if rows.ndim < 3 or live.shape != wanted or live.dtype != jnp.int32:
+        raise ValueError(
+            f"live of shape {live.shape} and type {live.dtype} is not valid: {wanted} of int32, for "
+            f"rows [B, T, ...]; got rows {rows.shape}"
+        )
+
+
 def check_length(length, capacity: int) -> None:
     """Refuses lengths outside 0 .. capacity where they are known, not in a traced program."""
     if isinstance(length, Tracer):

@@ -30,6 +30,11 @@ class Implementation(NamedTuple):
     run: Callable
 
 
+def of_all_rows(run: Callable) -> Callable:
+    """An implementation that computes all rows, whatever its last operand says of them."""
+    return lambda *arrays: run(*arrays[:-1])
+
+
 def serving(implementations: Sequence[Implementation], platform: str) -> list[Implementation]:
     """Those that can be compiled for a platform ("cpu", "cuda", ...), in the order of choice."""
     return [one for one in implementations if one.platform in (platform, None)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pallas_kernels import native, triton
 from pallas_kernels.cache_scores.api import IMPLEMENTATIONS as CACHE_SCORES
 from pallas_kernels.dispatch import serving
+from pallas_kernels.gate.api import implementations as gates
 from pallas_kernels.product.api import IMPLEMENTATIONS as PRODUCT
 from pallas_kernels.rms_norm.api import implementations as rms_norms
 from pallas_kernels.rotary.api import implementations as rotary_heads
@@ -18,6 +19,7 @@ OPERATIONS = {
     "rms_norm": rms_norms(eps=0.0),
     "add_rms_norm": rms_norms(eps=0.0, adds=True),
     "rotary_heads": rotary_heads("float32"),
+    "gated": gates("float32"),
 }
 
 

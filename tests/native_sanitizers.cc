@@ -9,7 +9,9 @@
 #include "cache_scores/native.cc"
 #include "product/native.cc"
 #include "best_slots/native.cc"
+#include "gate/native.cc"
 #include "rms_norm/native.cc"
+#include "rotary/native.cc"
 #include "tree_attention/native.cc"
 
 namespace {
@@ -52,14 +54,15 @@ bool attention(int64_t B, int64_t T_, int64_t K, int64_t G, int64_t S, int64_t H
   auto k_new = normal<T>(B * T_ * K * H), v_new = normal<T>(B * T_ * K * H);
   auto mean = normal<T>(B * K * G * H);
   auto log_total = normal<float>(B * K * G);
-  std::vector<int32_t> length(B), slots(B * S), rows(B * T_, 5);
+  std::vector<int32_t> length(B), slots(B * S), rows(B * T_, 5), live(B);
+  for (auto& n : live) n = static_cast<int32_t>(up_to(T_ + 1));
   for (auto& n : length) n = static_cast<int32_t>(up_to(S + 1));
   for (auto& rank : slots) rank = static_cast<int32_t>(up_to(9));
   std::unique_ptr<bool[]> mask(new bool[B * T_ * T_]);
   for (int64_t i = 0; i < B * T_ * T_; i++) {
     mask[i] = i / T_ % T_ == i % T_ || (i % T_ < i / T_ % T_ && up_to(2));
   }
-  bool with_rest = up_to(2), with_ranks = up_to(2);
+  bool with_rest = up_to(2), with_ranks = up_to(2), some_live = up_to(2);
   std::vector<T> outs[2];
   for (int i = 0; i < 2; i++) {
     outs[i].resize(q.size());
@@ -67,7 +70,7 @@ bool attention(int64_t B, int64_t T_, int64_t K, int64_t G, int64_t S, int64_t H
     tsjax::attention::Arrays<T> arrays{
         q.data(), k.data(), v.data(), k_new.data(), v_new.data(), length.data(), mask.get(),
         with_rest ? mean.data() : nullptr, log_total.data(), with_ranks ? slots.data() : nullptr,
-        rows.data(), outs[i].data(), log_totals.data(), B, T_, K * G, K, S, H};
+        rows.data(), some_live ? live.data() : nullptr, outs[i].data(), log_totals.data(), B, T_, K * G, K, S, H};
     Threads pool(i ? 4 : 1);
     tsjax::attention::attend(pool, arrays);
   }
@@ -111,11 +114,13 @@ bool products(int64_t R, int64_t O, int64_t I) {
   auto rows = normal<T>(R * I);
   auto scales = normal<float>(O);
   std::vector<Weight> weights(O * I);
+  std::vector<int32_t> live{static_cast<int32_t>(up_to(R + 1))};
+  const tsjax::Live some{up_to(2) ? live.data() : nullptr, R};
   for (auto& weight : weights) weight = Weight{static_cast<decltype(Weight{}.bits)>(up_to(100))};
   std::vector<float> outs[2];
   for (int i = 0; i < 2; i++) {
     outs[i].resize(R * O);
-    tsjax::product::Arrays<T> arrays{rows.data(), outs[i].data(), R, O, I};
+    tsjax::product::Arrays<T> arrays{rows.data(), outs[i].data(), R, O, I, some};
     Threads pool(i ? 4 : 1);
     tsjax::product::multiply(pool, arrays, weights.data(), scales.data());
   }
@@ -135,7 +140,7 @@ int main() {
     std::vector<float> outs[2];
     for (int i = 0; i < 2; i++) {
       outs[i].resize(T * O);
-      tsjax::product::Arrays<float> arrays{rows.data(), outs[i].data(), T, O, I};
+      tsjax::product::Arrays<float> arrays{rows.data(), outs[i].data(), T, O, I, {nullptr, 1}};
       Threads pool(i ? 4 : 1);
       tsjax::product::multiply(pool, arrays, floats.data(), static_cast<float*>(nullptr));
     }

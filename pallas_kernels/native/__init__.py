@@ -6,9 +6,10 @@ Each operation has its kernel in its own folder, native.cc, and how it is called
 
 from pallas_kernels.native.build import Library as Library
 from pallas_kernels.native.build import Status as Status
+from pallas_kernels.native.build import all_rows as all_rows
 from pallas_kernels.native.build import check_supported as check_supported
 from pallas_kernels.native.build import cpu as cpu
 from pallas_kernels.native.build import library as library
 from pallas_kernels.native.build import status as status
 
-__all__ = ["Library", "Status", "check_supported", "cpu", "library", "status"]
+__all__ = ["Library", "Status", "all_rows", "check_supported", "cpu", "library", "status"]

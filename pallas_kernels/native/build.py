@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.cache_folder import cache_folder
 
@@ -90,6 +91,11 @@ def check_supported(dtype, *, head_dim: int = 8) -> None:
         raise NotImplementedError(f"type {dtype}: only {', '.join(DTYPES)}")
     if head_dim % 8:
         raise NotImplementedError(f"head_dim {head_dim}: a multiple of 8")
+
+
+def all_rows() -> tuple[jax.Array]:
+    """The operand `live` of a kernel that computes all rows."""
+    return (jnp.zeros((0,), jnp.int32),)
 
 
 _lock = threading.Lock()

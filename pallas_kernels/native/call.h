@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "simd.h"
+#include "rows.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace tsjax {
@@ -25,6 +25,7 @@ class Array {
   explicit Array(const XLA_FFI_Buffer* buffer) : buffer_(buffer) {}
 
   int64_t dim(int64_t axis) const { return buffer_->dims[axis]; }
+  int64_t last() const { return dim(buffer_->rank - 1); }
   int64_t size() const {
     int64_t size = 1;
     for (int64_t axis = 0; axis < buffer_->rank; axis++) size *= dim(axis);
@@ -91,6 +92,11 @@ class Call {
 
   XLA_FFI_CallFrame* frame_;
 };
+
+// The operand that says which rows [B, T, ...] are wanted: [B], or empty for all.
+inline Live live_of(const Array& counts, const Array& rows) {
+  return {counts.data<int32_t>(), counts.size() ? rows.dim(1) : 1};
+}
 
 // How many of each a kernel takes.
 struct Counts {

@@ -94,6 +94,14 @@ inline int64_t tile_of(int64_t rows, int64_t most) {
   return (rows + tiles - 1) / tiles;
 }
 
+// Rows [B, T] of which each batch row wants the first so many; nullptr: all.
+struct Live {
+  const int32_t* counts;
+  int64_t T;
+
+  bool has(int64_t row) const { return !counts || row % T < counts[row / T]; }
+};
+
 // H numbers take this many floats: whole vectors.
 inline int64_t padded(int64_t H) { return (H + W - 1) / W * W; }
 

@@ -46,6 +46,14 @@ inline void from_float(float x, bfloat16* to) {  // to the nearest, ties to even
   to->bits = is_nan ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
 }
 
+// What T makes of a number.
+template <class T, class From>
+inline float rounded(From x) {
+  T number;
+  from_float(to_float(x), &number);
+  return to_float(number);
+}
+
 #if defined(__AVX512F__)
 
 using Vector = __m512;

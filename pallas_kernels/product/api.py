@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import FLOATS
+from pallas_kernels.checks import FLOATS, check_live
 from pallas_kernels.product import native, xla
-from pallas_kernels.typing import Array, Float, Num, accumulation_dtype
+from pallas_kernels.typing import Array, Float, Int, Num, accumulation_dtype
 
 
 def product(
@@ -17,6 +17,7 @@ def product(
     weights: Num[Array, "O I"],
     *,
     scales: Float[Array, "O"] | None = None,
+    live: Int[Array, "B"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows O"]:
     """Each row's products with the weights of each output, summed over I.
@@ -25,6 +26,8 @@ def product(
       rows: with any axes before I.
       weights: in the rows' type, or int8 with `scales`.
       scales: of each output, what one step of its int8 weights is worth; in the type of the sums.
+      live: of rows [B, T, I], how many of each batch row are wanted, the first ones; what the others
+        get is unspecified. The native kernel leaves them out.
       implementation: "native" (on a CPU) or "xla" to have that one or an error; None for the first
         that serves.
 
@@ -35,8 +38,9 @@ def product(
     rows, weights = jnp.asarray(rows), jnp.asarray(weights)
     scales = None if scales is None else jnp.asarray(scales)
     _check(rows, weights, scales)
+    check_live(live, rows)
     with jax.named_scope("product"):
-        return dispatch.run(IMPLEMENTATIONS, (rows, weights, scales), name=implementation)
+        return dispatch.run(IMPLEMENTATIONS, (rows, weights, scales, live), name=implementation)
 
 
 def _check(rows: Array, weights: Array, scales: Array | None) -> None:
@@ -64,5 +68,5 @@ def _check(rows: Array, weights: Array, scales: Array | None) -> None:
 
 IMPLEMENTATIONS = (
     dispatch.Implementation("native", "cpu", native.product),
-    dispatch.Implementation("xla", None, xla.product),
+    dispatch.Implementation("xla", None, dispatch.of_all_rows(xla.product)),
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -15,8 +16,10 @@ from pallas_kernels.dispatch import MARKED, mark_of
 from pallas_kernels.product import xla
 
 
-def on_each_device(kernel: Callable, *, lead: int, with_scales: bool) -> Callable:
-    """`kernel(rows, weights[, scales])` for rows with `lead` axes before the last.
+def on_each_device(
+    kernel: Callable, *, lead: int, with_scales: bool, with_live: bool
+) -> Callable:
+    """`kernel(rows, weights[, scales][, live])` for rows with `lead` axes before the last.
 
     Weights split by outputs give sums split alike; those split by inputs give parts of sums.
     """
@@ -39,17 +42,20 @@ def on_each_device(kernel: Callable, *, lead: int, with_scales: bool) -> Callabl
             return NamedSharding(mesh, PartitionSpec(*spec))
 
         scales = [sharding(outputs)] * with_scales
-        wanted = (sharding(), sharding(*rows[:lead], inputs), sharding(outputs, inputs), *scales)
+        live = [sharding(rows[0])] * with_live
+        given = sharding(*rows[:lead], inputs), sharding(outputs, inputs)
+        wanted = (sharding(), *given, *scales, *live)
         return mesh, on_device, sharding(*rows[:lead], outputs), wanted
 
     axes = " ".join(f"r{axis}" for axis in range(lead))
-    scales = ", o" if with_scales else ""
+    others = ", o" * with_scales + ", r0" * with_live
     split.def_partition(
         partition,
-        sharding_rule=f"{MARKED}{axes} i, o i{scales} -> {axes} o",
+        sharding_rule=f"{MARKED}{axes} i, o i{others} -> {axes} o",
         reduction_factors=("i",),
     )
-    return jax.jit(_fold_batches(lambda *arrays: split(marked.mark(), *arrays)))
+    folded = _fold_batches(lambda *arrays: split(marked.mark(), *arrays), with_live)
+    return jax.jit(folded)
 
 
 def _axes(names) -> tuple[str, ...]:
@@ -57,18 +63,25 @@ def _axes(names) -> tuple[str, ...]:
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
-def _fold_batches(kernel):
+def _fold_batches(kernel, with_live: bool):
     """`kernel` with a rule for jax.vmap: batches of rows are more rows, batches of weights are
     XLA's."""
     function = custom_vmap(lambda *arrays: kernel(*arrays))
 
     @function.def_vmap
-    def rule(size, batched, rows, *weights):
-        if any(batched[1:]):
-            axes = [0 if is_batched else None for is_batched in batched]
+    def rule(size, batched, rows, *others):
+        weights, live = (others[:-1], others[-1:]) if with_live else (others, ())
+        if any(batched[1 : 1 + len(weights)]):
+            axes = [0 if is_batched else None for is_batched in batched[: 1 + len(weights)]]
             return jax.vmap(xla.product, in_axes=axes)(rows, *weights), True
+        if with_live:
+            rows, *live = (
+                array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+                for array, is_batched in zip((rows, *live), (batched[0], batched[-1]), strict=True)
+            )
+            live = [live[0].reshape(-1)]
         flat = rows.reshape(-1, *rows.shape[2:]) if rows.ndim > 2 else rows
-        sums = function(flat, *weights)
+        sums = function(flat, *weights, *live)
         return sums.reshape(*rows.shape[:-1], sums.shape[-1]), True
 
     return function

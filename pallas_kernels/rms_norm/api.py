@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import FLOATS
+from pallas_kernels.checks import FLOATS, check_live
 from pallas_kernels.rms_norm import native, reference
-from pallas_kernels.typing import Array, Float, accumulation_dtype
+from pallas_kernels.typing import Array, Float, Int, accumulation_dtype
 
 
 def rms_norm(
@@ -19,6 +19,7 @@ def rms_norm(
     weight: Float[Array, "D"],
     eps: float,
     *,
+    live: Int[Array, "B"] | None = None,
     implementation: str | None = None,
 ) -> Float[Array, "*rows D"]:
     """rows / rms(rows) * weight over the last axis, in the rows' type.
@@ -30,13 +31,16 @@ def rms_norm(
       rows: with any axes before D.
       weight: in the rows' type.
       eps: is added to the mean square.
+      live: of rows [B, T, D], how many of each batch row are wanted, the first ones; what the others
+        get is unspecified. The native kernel leaves them out.
       implementation: "triton", "native" or "xla" to have that one or an error; None for the first
         that serves.
     """
     rows, weight = jnp.asarray(rows), jnp.asarray(weight)
     _check(rows, weight)
+    check_live(live, rows)
     with jax.named_scope("rms_norm"):
-        return dispatch.run(implementations(eps), (rows, weight), name=implementation)
+        return dispatch.run(implementations(eps), (rows, weight, live), name=implementation)
 
 
 def add_rms_norm(
@@ -45,15 +49,18 @@ def add_rms_norm(
     weight: Float[Array, "D"],
     eps: float,
     *,
+    live: Int[Array, "B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
     """rows + update, in the rows' type, and the norms of these sums as `rms_norm` gives them.
 
     Args:
       update: what a layer adds to its rows; in the rows' type or the type of sums.
+      live: see `rms_norm`.
     """
     rows, update, weight = jnp.asarray(rows), jnp.asarray(update), jnp.asarray(weight)
     _check(rows, weight)
+    check_live(live, rows)
     if update.shape != rows.shape or update.dtype not in (
         rows.dtype,
         accumulation_dtype(rows.dtype),
@@ -64,7 +71,7 @@ def add_rms_norm(
         )
     with jax.named_scope("rms_norm"):
         found = implementations(eps, adds=True)
-        return dispatch.run(found, (rows, update, weight), name=implementation)
+        return dispatch.run(found, (rows, update, weight, live), name=implementation)
 
 
 def _check(rows: Array, weight: Array) -> None:
@@ -92,7 +99,7 @@ def implementations(eps: float, *, adds: bool = False) -> tuple[dispatch.Impleme
         return of(triton)(*arrays)
 
     return (
-        dispatch.Implementation("triton", "cuda", on_gpu),
+        dispatch.Implementation("triton", "cuda", dispatch.of_all_rows(on_gpu)),
         dispatch.Implementation("native", "cpu", of(native)),
-        dispatch.Implementation("xla", None, of(reference)),
+        dispatch.Implementation("xla", None, dispatch.of_all_rows(of(reference))),
     )

@@ -14,8 +14,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_kernels.dispatch import MARKED, mark_of
 
 
-def on_each_device(kernel: Callable, definition: Callable, *, lead: int, adds: bool) -> Callable:
-    """`kernel(rows, weight)`; with `adds`, `kernel(rows, update, weight)`, which gives two arrays.
+def on_each_device(
+    kernel: Callable, definition: Callable, *, lead: int, adds: bool, with_live: bool = False
+) -> Callable:
+    """`kernel(rows, weight[, live])`; with `adds`, `kernel(rows, update, weight[, live])`, which
+    gives two arrays.
 
     Rows with `lead` axes before the last are split by these; the last is whole on every device.
     `definition` serves several weights under jax.vmap.
@@ -27,28 +30,34 @@ def on_each_device(kernel: Callable, definition: Callable, *, lead: int, adds: b
     def partition(mesh, arg_shapes, result_shape):
         spec = (*arg_shapes[1].sharding.spec, *(None,) * lead)[:lead]
         rows, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (spec, ()))
-        given = (rows,) * count
-        return mesh, marked.kernel, given if adds else rows, (whole, *given, whole)
+        given, live = (rows,) * count, (NamedSharding(mesh, PartitionSpec(spec[0])),) * with_live
+        return mesh, marked.kernel, given if adds else rows, (whole, *given, whole, *live)
 
     axes = " ".join(f"r{axis}" for axis in range(lead))
     given = ", ".join([f"{axes} d"] * count)
-    split.def_partition(
-        partition, sharding_rule=f"{MARKED}{given}, d -> {given}", need_replication_factors=("d",)
-    )
+    live = ", r0" * with_live
+    rule = f"{MARKED}{given}, d{live} -> {given}"
+    split.def_partition(partition, sharding_rule=rule, need_replication_factors=("d",))
     function = custom_vmap(lambda *arrays: split(marked.mark(), *arrays))
 
     @function.def_vmap
     def rule(size, batched, *arrays):
-        if batched[-1]:
-            axes = [0 if is_batched else None for is_batched in batched]
-            out = jax.vmap(definition, in_axes=axes)(*arrays)
+        if batched[count]:
+            axes = [0 if is_batched else None for is_batched in batched[: count + 1]]
+            out = jax.vmap(definition, in_axes=axes)(*arrays[: count + 1])
         else:
-            whole = [
-                array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
-                for array, is_batched in zip(arrays[:-1], batched, strict=False)
-            ]
-            flat = (array.reshape(-1, *array.shape[2:]) for array in whole)
-            out = function(*flat, arrays[-1])
+
+            def flat(arrays, batched):
+                for array, is_batched in zip(arrays, batched, strict=True):
+                    whole = array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+                    yield whole.reshape(-1, *whole.shape[2:])
+
+            rows, live = slice(count), slice(count + 1, None)
+            out = function(
+                *flat(arrays[rows], batched[rows]),
+                arrays[count],
+                *flat(arrays[live], batched[live]),
+            )
             out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
         return out, jax.tree.map(lambda _: True, out)
 

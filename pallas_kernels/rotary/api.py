@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import FLOATS
-from pallas_kernels.rotary import reference
-from pallas_kernels.typing import Array, DTypeLike, Float, accumulation_dtype
+from pallas_kernels.checks import FLOATS, check_live
+from pallas_kernels.rotary import native, reference
+from pallas_kernels.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 
 
 def rotate(
@@ -27,6 +27,7 @@ def rotary_heads(
     sin: Float[Array, "B T H//2"],
     dtype: DTypeLike,
     *,
+    live: Int[Array, "B"] | None = None,
     implementation: str | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """Queries, keys and values of fresh rows in `dtype`; queries and keys with rotary embedding.
@@ -35,7 +36,9 @@ def rotary_heads(
       fresh: of each kv head its query heads, its key and its value, P = N / K + 2 vectors; in
         `dtype` or its type of sums.
       cos, sin: of each row's angles, in the type of sums.
-      implementation: "triton" or "xla" to have that one or an error; None for the first that
+      live: how many of each batch row's rows are wanted, the first ones; what the others get is
+        unspecified. The native kernel leaves them out.
+      implementation: "triton", "native" or "xla" to have that one or an error; None for the first that
         serves.
     """
     fresh, cos, sin = jnp.asarray(fresh), jnp.asarray(cos), jnp.asarray(sin)
@@ -58,8 +61,10 @@ def rotary_heads(
         )
     if cos.dtype != wide or sin.dtype != wide:
         raise ValueError(f"cos of {cos.dtype} and sin of {sin.dtype} is not valid: {wide}")
+    check_live(live, fresh)
     with jax.named_scope("rotary"):
-        return dispatch.run(implementations(dtype), (fresh, cos, sin), name=implementation)
+        arrays = fresh, cos, sin, live
+        return dispatch.run(implementations(dtype), arrays, name=implementation)
 
 
 def implementations(dtype: DTypeLike) -> tuple[dispatch.Implementation, ...]:
@@ -68,9 +73,9 @@ def implementations(dtype: DTypeLike) -> tuple[dispatch.Implementation, ...]:
 
         return triton.rotary_heads(*arrays, dtype=dtype)
 
+    definition = functools.partial(reference.rotary_heads, dtype=dtype)
     return (
-        dispatch.Implementation("triton", "cuda", on_gpu),
-        dispatch.Implementation(
-            "xla", None, functools.partial(reference.rotary_heads, dtype=dtype)
-        ),
+        dispatch.Implementation("triton", "cuda", dispatch.of_all_rows(on_gpu)),
+        dispatch.Implementation("native", "cpu", functools.partial(native.rotary_heads, dtype=dtype)),
+        dispatch.Implementation("xla", None, dispatch.of_all_rows(definition)),
     )

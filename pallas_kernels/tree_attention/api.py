@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import dispatch
-from pallas_kernels.checks import check_arrays, check_length
+from pallas_kernels.checks import check_arrays, check_length, check_live
 from pallas_kernels.tree_attention import native, xla
 from pallas_kernels.typing import Array, Bool, Float, Int, Integer, accumulation_dtype
 
@@ -50,6 +50,7 @@ def tree_attention(
     *,
     ranks: Ranks | None = None,
     rest: Summary | None = None,
+    live: Int[Array, "B"] | None = None,
     with_log_totals: bool = False,
     implementation: str | None = None,
 ) -> Any:
@@ -69,6 +70,8 @@ def tree_attention(
       ranks: which committed slots a row sees; None is all of them. The Triton kernel has none.
       rest: slots that are not here; all rows of a query head see them as one slot with the value
         rest.mean and the score rest.log_total.
+      live: how many fresh rows of each batch row are wanted, the first ones; what the others get is
+        unspecified. The native kernel leaves them out.
       with_log_totals: to have both results, which together are a `Summary` of each row.
       implementation: "triton", "native" or "xla" to have that one or an error; None for the first
         that serves.
@@ -100,7 +103,8 @@ def tree_attention(
     check_length(arrays["length"], arrays["k_cache"].shape[2])
     mean, log_total = (None, None) if rest is None else _checked_rest(rest, arrays["q"])
     slots, rows = (None, None) if ranks is None else _checked_ranks(ranks, arrays)
-    operands = (*arrays.values(), mean, log_total, slots, rows)
+    check_live(live, arrays["q"])
+    operands = (*arrays.values(), mean, log_total, slots, rows, live)
     with jax.named_scope("tree_attention"):
         both = dispatch.run(IMPLEMENTATIONS, operands, name=implementation)
         return both if with_log_totals else both[0]
@@ -182,7 +186,7 @@ def _triton(*operands: Array | None) -> tuple[Array, Array]:
 
 
 IMPLEMENTATIONS = (
-    dispatch.Implementation("triton", "cuda", _triton),
+    dispatch.Implementation("triton", "cuda", dispatch.of_all_rows(_triton)),
     dispatch.Implementation("native", "cpu", native.tree_attention),
-    dispatch.Implementation("xla", None, xla.tree_attention),
+    dispatch.Implementation("xla", None, dispatch.of_all_rows(xla.tree_attention)),
 )

@@ -33,12 +33,14 @@ struct Arrays {
   const T* mean;  // nullptr without `rest`
   const float* log_total;
   const int32_t *slot_ranks, *row_ranks;  // nullptr without `ranks`
+  const int32_t* live;                    // nullptr where all fresh rows are wanted
   T* out;
   float* log_totals;
   int64_t B, rows_T, N, K, S, H;
 
   int64_t G() const { return N / K; }
   int64_t committed(int64_t b) const { return std::clamp<int64_t>(length[b], 0, S); }
+  int64_t wanted(int64_t b) const { return live ? std::clamp<int64_t>(live[b], 0, rows_T) : rows_T; }
   int64_t parts(int64_t b) const { return (committed(b) + rows_T - 1) / PART + 1; }
   // Row r of a kv head is the query head r % G of the fresh row r / G.
   int64_t query(int64_t b, int64_t k, int64_t r) const {
@@ -115,9 +117,9 @@ struct Rows {
 
   Rows(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first)
       : arrays(arrays), b(b), k(k), first(first), H(arrays.H) {
-    rows = std::min(GROUP, arrays.rows_T * arrays.G() - first);
+    rows = std::clamp<int64_t>(arrays.wanted(b) * arrays.G() - first, 0, GROUP);
     committed = arrays.committed(b);
-    if (arrays.slot_ranks) {
+    if (arrays.slot_ranks && rows) {
       const int32_t* ranks = arrays.row_ranks + b * arrays.rows_T;
       int64_t last = (first + rows - 1) / arrays.G();
       highest_rank = *std::max_element(ranks + first / arrays.G(), ranks + last + 1);
@@ -187,6 +189,15 @@ struct Rows {
       from_float(sums.out[r * width + h] / total, arrays.out + query * H + h);
     }
     arrays.log_totals[query] = (sums.peak[r] + std::log2(total)) * LN_2;
+  }
+
+  // Zeros for the rows of the group that nobody wants, which come last.
+  void write_unwanted() const {
+    for (int64_t r = rows; r < std::min(GROUP, arrays.rows_T * arrays.G() - first); r++) {
+      const int64_t query = arrays.query(b, k, first + r);
+      std::fill_n(arrays.out + query * H, H, T{});
+      arrays.log_totals[query] = 0.0f;
+    }
   }
 
  private:
@@ -354,18 +365,20 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
   using Group = GroupOf<T>;
   const int64_t H = arrays.H, width = Group::width_of(H), rows = arrays.rows_T * arrays.G();
   const int64_t groups = (rows + GROUP - 1) / GROUP, heads = arrays.B * arrays.K;
-  int64_t most_parts = 0, places = 0;
+  int64_t most_parts = 0, pairs = 0;
   for (int64_t b = 0; b < arrays.B; b++) {
     most_parts = std::max(most_parts, arrays.parts(b));
-    places += arrays.committed(b) + arrays.rows_T;
+    pairs += (arrays.committed(b) + arrays.rows_T) * arrays.wanted(b) * arrays.G();
   }
-  const bool worth_sharing = places * arrays.K * rows * H > WORTH_SHARING;
+  const bool worth_sharing = pairs * arrays.K * H > WORTH_SHARING;
 
   if (most_parts == 1 || heads * groups >= 8 * pool.num_threads()) {  // all parts in one task
     run_tasks(pool, heads * groups, worth_sharing, [arrays, groups, width](int64_t i) {
       const int64_t own = Group::memory(width), sums_size = Sums::size(GROUP, width);
       float* memory = scratch<0>(own + 2 * sums_size);
       Group group(arrays, i / groups / arrays.K, i / groups % arrays.K, i % groups * GROUP, memory);
+      group.write_unwanted();
+      if (!group.rows) return;
       Sums merged(memory + own, GROUP), sums(memory + own + sums_size, GROUP);
       merged.clear(group.rows, width);
       int64_t part = 0, last = group.committed / BLOCK * BLOCK / PART;
@@ -405,6 +418,8 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
     const int64_t own = Group::memory(width);
     float* memory = scratch<0>(own + size);
     Group group(arrays, b, k, group_index % groups * GROUP, memory);
+    if (part == 0) group.write_unwanted();
+    if (!group.rows) return;
     float* all = parts->sums.data() + group_index * most_parts * size;
     auto sums_of = [&](int64_t p) { return Sums(all + p * size, GROUP); };
     const int64_t last = group.committed / BLOCK * BLOCK / PART;
@@ -438,18 +453,18 @@ void run(const Call& call) {
   Arrays<T> arrays{
       numbers(0), numbers(1), numbers(2), numbers(4), numbers(5), integers(3),
       call.argument(6).data<bool>(), numbers(7), call.argument(8).data<float>(), integers(9),
-      integers(10), call.result(0).data<T>(), call.result(1).data<float>(),
+      integers(10), integers(11), call.result(0).data<T>(), call.result(1).data<float>(),
       q.dim(0), q.dim(1), q.dim(2), k_cache.dim(1), k_cache.dim(2), q.dim(3)};
   attend(call, arrays);
 }
 
 }  // namespace tsjax::attention
 
-// q, k_cache, v_cache, length, k_new, v_new, mask, mean, log_total, slot_ranks, row_ranks; the sums
-// and the totals' logarithms.
+// q, k_cache, v_cache, length, k_new, v_new, mask, mean, log_total, slot_ranks, row_ranks, live; the
+// sums and the totals' logarithms.
 extern "C" XLA_FFI_Error* tsjax_tree_attention(XLA_FFI_CallFrame* frame) {
   using namespace tsjax;
-  return answer(frame, {.arguments = 11, .results = 2}, [](const Call& call) {
+  return answer(frame, {.arguments = 12, .results = 2}, [](const Call& call) {
     call.argument(0).is<float>() ? attention::run<float>(call) : attention::run<bfloat16>(call);
   });
 }

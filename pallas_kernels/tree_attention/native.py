@@ -18,7 +18,7 @@ from pallas_kernels.dispatch import on_each_device
 
 def tree_attention(
     q, k_cache, v_cache, length, k_new, v_new, tree_mask,
-    mean=None, log_total=None, slot_ranks=None, row_ranks=None,
+    mean=None, log_total=None, slot_ranks=None, row_ranks=None, live=None,
 ):  # fmt: skip
     """Arguments as in `api.tree_attention`, those of `rest` and of `ranks` one by one; returns both
     results."""
@@ -27,16 +27,21 @@ def tree_attention(
     mask = jnp.broadcast_to(tree_mask, (B, T, T))
     rest = () if mean is None else (mean, log_total)
     ranks = () if slot_ranks is None else (slot_ranks, row_ranks)
-    attention = _on_each_device(N // k_cache.shape[1], bool(rest), bool(ranks), native.library())
-    return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest, *ranks)
+    some = () if live is None else (live,)
+    given = bool(rest), bool(ranks), bool(some)
+    attention = _on_each_device(N // k_cache.shape[1], *given, native.library())
+    return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest, *ranks, *some)
 
 
 @functools.cache
-def _on_each_device(group: int, with_rest: bool, with_ranks: bool, library: native.Library):
+def _on_each_device(
+    group: int, with_rest: bool, with_ranks: bool, with_live: bool, library: native.Library
+):
     rest = ", b (k g) h, b (k g)" if with_rest else ""
     ranks = ", b s, b t" if with_ranks else ""
+    live = ", b" if with_live else ""
     split = on_each_device(
-        f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{rest}{ranks} "
+        f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{rest}{ranks}{live} "
         "-> b t (k g) h, b t (k g)",
         group=group,
     )
@@ -49,7 +54,8 @@ def _on_each_device(group: int, with_rest: bool, with_ranks: bool, library: nati
 def _attention(
     q, k_cache, v_cache, length, k_new, v_new, mask, *others, with_rest, with_ranks, library
 ):
-    rest, ranks = others[: 2 * with_rest], others[2 * with_rest :]
+    rest, others = others[: 2 * with_rest], others[2 * with_rest :]
+    ranks, live = others[: 2 * with_ranks], others[2 * with_ranks :]
     no_rest = jnp.zeros((0,), q.dtype), jnp.zeros((0,), jnp.float32)
     no_ranks = jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.int32)
     results = (
@@ -60,6 +66,6 @@ def _attention(
     return tuple(
         call(
             q, k_cache, v_cache, length.astype(jnp.int32), k_new, v_new, mask,
-            *(rest or no_rest), *(ranks or no_ranks),
+            *(rest or no_rest), *(ranks or no_ranks), *(live or native.all_rows()),
         )
     )  # fmt: skip

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import product
+from pallas_kernels import gated, product
 from tsjax.config import RopeConfig
 from tsjax.model.int8 import Int8Matrix
 from tsjax.typing import Array, DTypeLike, Float, Int, accumulation_dtype
@@ -28,15 +28,19 @@ def linear(
     *,
     contract: int = 1,
     out_dtype: DTypeLike | None = None,
+    live: Int[Array, "B"] | None = None,
 ) -> Float[Array, "..."]:
-    """The sums of x [..., *I] * weight [*O, *I] over I, the last `contract` axes, + bias [*O]."""
+    """The sums of x [..., *I] * weight [*O, *I] over I, the last `contract` axes, + bias [*O].
+
+    `live` says of rows [B, T] how many of each batch row are wanted; None is all.
+    """
     lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
     scales = weight.scales.reshape(-1) if isinstance(weight, Int8Matrix) else None
     values = weight.values if isinstance(weight, Int8Matrix) else weight
     outer = values.shape[: values.ndim - contract]
     rows = x.reshape(*lead, math.prod(inner))
     matrix = values.reshape(math.prod(outer), math.prod(inner))
-    y = product(rows, matrix, scales=scales)
+    y = product(rows, matrix, scales=scales, live=live)
     y = y.reshape(*lead, *outer)
     if bias is not None:
         y = y + _with_rank(bias.astype(y.dtype), y.ndim)
@@ -51,11 +55,13 @@ def swiglu(
     down_bias: Float[Array, "D"] | None = None,
     *,
     out_dtype: DTypeLike | None = None,
+    live: Int[Array, "B"] | None = None,
 ) -> Float[Array, "*rows D"]:
     """down(silu(gate(x)) * up(x)): the feed-forward part of every supported family."""
-    opened = linear(x, gate_up, gate_up_bias)  # [*rows, F, 2]
-    hidden = jax.nn.silu(opened[..., 0]) * opened[..., 1]
-    return linear(hidden, down, down_bias, out_dtype=out_dtype)
+    wide = accumulation_dtype(x.dtype)
+    opened = linear(x, gate_up, gate_up_bias, out_dtype=wide, live=live)  # [*rows, F, 2]
+    hidden = gated(opened, x.dtype, live=live)
+    return linear(hidden, down, down_bias, out_dtype=out_dtype, live=live)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> Float[np.ndarray, "{head_dim//2}"]:

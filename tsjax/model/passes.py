@@ -42,6 +42,7 @@ def run_rows(
     *,
     cfg: ModelConfig,
     rest: tuple[Summary, ...] = (),
+    live: Int[Array, "B"] | None = None,
     with_attended: bool = False,
 ) -> Rows:
     """One pass of T rows that see the cached tokens and, where `mask` says, one another.
@@ -49,6 +50,8 @@ def run_rows(
     Args:
       mask: which row sees which.
       rest: of each layer, tokens that are not in the cache and that rows see summed up.
+      live: how many rows of each batch row are wanted, the first ones; None is all. What is there of
+        the others is unspecified.
       with_attended: whether to fill in Rows.attended.
     """
     return run_layers(
@@ -60,6 +63,7 @@ def run_rows(
         range(cfg.num_layers),
         cfg=cfg,
         rest=rest,
+        live=live,
         with_attended=with_attended,
     )
 
@@ -75,6 +79,7 @@ def run_layers(
     cfg: ModelConfig,
     ranks: Ranks | None = None,
     rest: tuple[Summary, ...] = (),
+    live: Int[Array, "B"] | None = None,
     with_attended: bool = False,
 ) -> Rows:
     """As `run_rows`, but `layers` only, on `hidden`, what the layer before them gave.
@@ -93,13 +98,17 @@ def run_layers(
             mixed, log_totals = _attention_by_part(*seen, parts=cache.parts)
         else:
             mixed, log_totals = _tree_attention(
-                *seen, ranks=ranks, rest=rest[layer] if rest else None, with_log_totals=True
+                *seen,
+                ranks=ranks,
+                rest=rest[layer] if rest else None,
+                live=live,
+                with_log_totals=True,
             )
         if with_attended:
             attended.append(Attended(q, Summary(mixed, log_totals)))
         return mixed
 
     hidden, k, v = apply_layers(
-        weights, hidden, positions=positions, attend=attend, cfg=cfg, layers=layers
+        weights, hidden, positions=positions, attend=attend, cfg=cfg, layers=layers, live=live
     )
     return Rows(hidden, k, v, tuple(queries), tuple(attended))

@@ -143,6 +143,7 @@ def apply_layers(
     attend: Attend,
     cfg: ModelConfig,
     layers: range | None = None,
+    live: Int[Array, "B"] | None = None,
 ) -> tuple[
     Float[Array, "B T D"], tuple[Float[Array, "B T K H"], ...], tuple[Float[Array, "B T K H"], ...]
 ]:
@@ -151,6 +152,8 @@ def apply_layers(
     Args:
       hidden: what the first of them takes: `embed`, or what the layer before it gave.
       attend: attention of one layer's fresh rows; it alone knows the cache and the mask.
+      live: how many rows of each batch row are wanted, the first ones; None is all. Of the others a
+        device may compute what it likes.
 
     Returns:
       hidden after the last of them, before the final norm, and the fresh keys and values, one
@@ -162,9 +165,9 @@ def apply_layers(
     for index in range(cfg.num_layers) if layers is None else layers:
         layer = weights.layers[index]
         with jax.named_scope("attention"):
-            x, q, k, v = _fresh(layer, x, update, cos, sin, cfg=cfg)
+            x, q, k, v = _fresh(layer, x, update, cos, sin, live, cfg=cfg)
             mixed = attend(index, q, k, v)
-        x, update = _after(layer, x, mixed, cfg=cfg)
+        x, update = _after(layer, x, mixed, live, cfg=cfg)
         keys.append(k)
         values.append(v)
     if update is not None:
@@ -181,6 +184,7 @@ def _fresh(
     update: Float[Array, "B T D"] | None,
     cos: Float[Array, "B T half"],
     sin: Float[Array, "B T half"],
+    live: Int[Array, "B"] | None,
     *,
     cfg: ModelConfig,
 ) -> tuple[
@@ -188,11 +192,12 @@ def _fresh(
 ]:
     """What a layer takes, which is x + update, and queries, keys and values of its rows."""
     if update is None:
-        normed = rms_norm(x, layer.attn_norm, cfg.norm_eps)
+        normed = rms_norm(x, layer.attn_norm, cfg.norm_eps, live=live)
     else:
-        x, normed = add_rms_norm(x, update, layer.attn_norm, cfg.norm_eps)
+        x, normed = add_rms_norm(x, update, layer.attn_norm, cfg.norm_eps, live=live)
     wide = accumulation_dtype(cfg.dtype)
-    fresh = linear(normed, layer.qkv, layer.qkv_bias, out_dtype=wide)  # [B, T, K, G + 2, H]
+    # [B, T, K, G + 2, H]
+    fresh = linear(normed, layer.qkv, layer.qkv_bias, out_dtype=wide, live=live)
     if cfg.qk_norm:
         fresh = fresh.astype(cfg.dtype)
         q = fresh[:, :, :, :-2].reshape(*x.shape[:2], cfg.num_heads, cfg.head_dim)
@@ -200,7 +205,7 @@ def _fresh(
         k = rotate(rms_norm(fresh[:, :, :, -2], layer.k_norm, cfg.norm_eps), cos, sin)
         v = fresh[:, :, :, -1]
     else:
-        q, k, v = rotary_heads(fresh, cos, sin, cfg.dtype)
+        q, k, v = rotary_heads(fresh, cos, sin, cfg.dtype, live=live)
     # What attention reads and what later goes to the cache are then the same arrays. XLA would
     # otherwise keep the wider sums of the product, of all layers, and make both from them.
     return x, *lax.optimization_barrier((q, k, v))
@@ -211,6 +216,7 @@ def _after(
     layer: LayerWeights,
     x: Float[Array, "B T D"],
     mixed: Float[Array, "B T N H"],
+    live: Int[Array, "B"] | None,
     *,
     cfg: ModelConfig,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
@@ -220,11 +226,11 @@ def _after(
     """
     wide = accumulation_dtype(cfg.dtype)
     with jax.named_scope("attention"):
-        mixed = linear(mixed, layer.o, layer.o_bias, contract=2, out_dtype=wide)
+        mixed = linear(mixed, layer.o, layer.o_bias, contract=2, out_dtype=wide, live=live)
     with jax.named_scope("mlp"):
-        x, normed = add_rms_norm(x, mixed, layer.mlp_norm, cfg.norm_eps)
+        x, normed = add_rms_norm(x, mixed, layer.mlp_norm, cfg.norm_eps, live=live)
         biases = layer.gate_up_bias, layer.down_bias
-        return x, swiglu(normed, layer.gate_up, layer.down, *biases, out_dtype=wide)
+        return x, swiglu(normed, layer.gate_up, layer.down, *biases, out_dtype=wide, live=live)
 
 
 def embed(weights: ModelWeights, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
