@@ -13,7 +13,7 @@ import pytest
 from kernel_cases import define_norm, make_heads, make_norm, place, relative_error
 from kernel_programs import in_numpy, kernel_names, lower_for_cuda, unmasked_accesses
 
-from pallas_kernels import add_rms_norm, native, rms_norm, rotary_heads
+from pallas_kernels import add_rms_norm, gated, native, rms_norm, rotary_heads
 from pallas_kernels.operations import implementations
 from pallas_kernels.rms_norm import triton as norm_triton
 from pallas_kernels.rotary import triton as rotary_triton
@@ -229,6 +229,44 @@ def test_heads_that_do_not_fit_are_refused(fresh, angles, dtype, message):
         rotary_heads(np.ones((1, 2, 3, fresh, 8), "f"), angles, angles, dtype)
 
 
+# --- gates -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LARGEST_ERROR)
+@pytest.mark.parametrize("shape", [(2, 3, 37), (1, 1, 16), (5, 40)])
+@pytest.mark.parametrize("wide", [True, False])
+def test_gates(dtype, shape, wide, rng):
+    """Of large numbers too; and each row alone has the same bits."""
+    opened = rng.standard_normal((*shape, 2)) * np.exp(rng.uniform(-3, 4, shape))[..., None]
+    opened = jnp.asarray(opened, "float32" if wide else dtype)
+    gate, up = np.moveaxis(np.asarray(opened.astype(dtype), float), -1, 0)
+    with np.errstate(over="ignore"):
+        wanted = gate / (1 + np.exp(-gate)) * up
+    smallest = float(jnp.finfo(dtype).tiny) * (1 + np.abs(up))  # below it digits are lost
+    found = gated(opened, dtype)
+    for one in (found, gated(opened, dtype, implementation="xla")):
+        assert one.dtype == dtype and one.shape == shape
+        error = np.abs(np.asarray(one, float) - wanted)
+        assert (error <= LARGEST_ERROR[dtype] * np.abs(wanted) + smallest).all()
+    if HAS_COMPILER and dtype != "float16" and len(shape) == 3:
+        for b, t in np.ndindex(shape[:2]):
+            alone = gated(opened[b : b + 1, t : t + 1], dtype)
+            np.testing.assert_array_equal(alone[0, 0], found[b, t])
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((2, 3), "float32", r"\(2, 3\) is not valid: \[\.\.\., F, 2\]"),
+        ((4, 2), "int32", "with dtype int32 is not valid: dtype is one of"),
+        ((4, 2), "float64", "float32 with dtype float64 is not valid"),
+    ],
+)
+def test_gates_that_do_not_fit_are_refused(shape, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        gated(np.ones(shape, "f"), dtype)
+
+
 # --- the switch ------------------------------------------------------------------------------
 
 
@@ -238,8 +276,9 @@ def test_kernels_are_switched_off_by_name(named, monkeypatch, rng):
     monkeypatch.setenv("TSJAX_NO_TRITON", named)
     off = ("rms_norm", "rotary_heads") if named == "all" else named.split(", ")
     for name, found in implementations("cuda").items():
-        is_off = named == "all" or name == "product" or name.removeprefix("add_") in off
-        assert ("triton" in found) != is_off
+        has_one = name not in ("product", "gated")
+        is_off = named == "all" or name.removeprefix("add_") in off
+        assert ("triton" in found) == (has_one and not is_off)
     rows, _, weight = make_norm(rng, (2, 64), "bfloat16")
     text = lower_for_cuda(functools.partial(rms_norm, eps=EPS), rows, weight).as_text()
     assert not kernel_names(text)

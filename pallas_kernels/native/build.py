@@ -93,6 +93,16 @@ def check_supported(dtype, *, head_dim: int = 8) -> None:
         raise NotImplementedError(f"head_dim {head_dim}: a multiple of 8")
 
 
+def serves(dtype, *, head_dim: int) -> bool:
+    """Whether a model with such arrays runs by these kernels, where it lies on a CPU."""
+    try:
+        check_supported(dtype, head_dim=head_dim)
+        library()
+    except NotImplementedError:
+        return False
+    return True
+
+
 def all_rows() -> tuple[jax.Array]:
     """The operand `live` of a kernel that computes all rows."""
     return (jnp.zeros((0,), jnp.int32),)

@@ -33,4 +33,6 @@ def _product(rows, weights, *given, with_scales, library):
     scales, live = given[:with_scales], given[with_scales:]
     result = jax.ShapeDtypeStruct((*rows.shape[:-1], weights.shape[0]), jnp.float32)
     call = jax.ffi.ffi_call(library.target("tsjax_product"), result)
-    return call(rows, weights, *(scales or (jnp.zeros((0,), jnp.float32),)), *(live or native.all_rows()))
+    return call(
+        rows, weights, *(scales or (jnp.zeros((0,), jnp.float32),)), *(live or native.all_rows())
+    )

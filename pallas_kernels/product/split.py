@@ -16,9 +16,7 @@ from pallas_kernels.dispatch import MARKED, mark_of
 from pallas_kernels.product import xla
 
 
-def on_each_device(
-    kernel: Callable, *, lead: int, with_scales: bool, with_live: bool
-) -> Callable:
+def on_each_device(kernel: Callable, *, lead: int, with_scales: bool, with_live: bool) -> Callable:
     """`kernel(rows, weights[, scales][, live])` for rows with `lead` axes before the last.
 
     Weights split by outputs give sums split alike; those split by inputs give parts of sums.

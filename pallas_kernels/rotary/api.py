@@ -76,6 +76,8 @@ def implementations(dtype: DTypeLike) -> tuple[dispatch.Implementation, ...]:
     definition = functools.partial(reference.rotary_heads, dtype=dtype)
     return (
         dispatch.Implementation("triton", "cuda", dispatch.of_all_rows(on_gpu)),
-        dispatch.Implementation("native", "cpu", functools.partial(native.rotary_heads, dtype=dtype)),
+        dispatch.Implementation(
+            "native", "cpu", functools.partial(native.rotary_heads, dtype=dtype)
+        ),
         dispatch.Implementation("xla", None, dispatch.of_all_rows(definition)),
     )

@@ -31,8 +31,6 @@ def _kernel(group: int, with_live: bool, dtype, library: native.Library):
 
 def _heads(fresh, cos, sin, *live, dtype, library):
     B, T, K, P, H = fresh.shape
-    queries, keys = (
-        jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (K * (P - 2), K)
-    )
+    queries, keys = (jax.ShapeDtypeStruct((B, T, heads, H), dtype) for heads in (K * (P - 2), K))
     call = jax.ffi.ffi_call(library.target("tsjax_rotary_heads"), (queries, keys, keys))
     return tuple(call(fresh, cos, sin, *(live or native.all_rows())))

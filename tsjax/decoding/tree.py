@@ -38,7 +38,7 @@ class DraftTree(flax.struct.PyTreeNode):
     sources: Bool[Array, "B T sources"]
 
     def narrowed(self, width: int) -> DraftTree:
-        """The first `width` nodes: the same tree if it has drafted no more than width - 1."""
+        """The first `width` nodes: the same tree if its `reach` is no more than that."""
         return DraftTree(
             self.tokens[:, :width], self.path[:, :width, :width], self.sources[:, :width]
         )
@@ -65,6 +65,12 @@ class DraftTree(flax.struct.PyTreeNode):
     def drafted(self) -> Int[Array, "B"]:
         """Nodes that a source filled."""
         return jnp.sum(self.depths > 0, axis=1, dtype=jnp.int32)
+
+    @property
+    def reach(self) -> Int[Array, "B"]:
+        """Nodes up to the last one that a source filled, the root included."""
+        index = jnp.arange(1, self.tokens.shape[1] + 1, dtype=jnp.int32)
+        return jnp.max(jnp.where(self.depths > 0, index, 1), axis=1)
 
 
 def merge_paths(

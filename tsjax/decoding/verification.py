@@ -36,29 +36,66 @@ def verify_tree(
 
     `noise` [B, n, V] is that of the first n positions from state.length on; drafts are chosen with
     the same noise as tokens, only then do they meet. Where the method has several pass widths, the
-    narrowest that holds the trees of all batch rows runs; what lies beyond it is unspecified.
+    narrowest that holds the trees of all batch rows is decided; what lies beyond it is unspecified.
     """
-    widths = (*cfg.sizes.pass_widths[:-1], tree.tokens.shape[1])
+    with jax.named_scope("verify"):
+        if cfg.leaves_out_rows:
+            return _one_pass(params, state, tree, noise, cfg=cfg)
+        return _pass_of_a_width(params, state, tree, noise, cfg=cfg)
+
+
+def _one_pass(
+    params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
+) -> Verdict:
+    """The layers are there once, and leave out what no draft fills; what follows them, which is
+    small, is there for each width."""
+    live = jnp.where(state.running, tree.reach, 0)
+    alone = state.kv.length.shape == (1,) and tree.tokens.shape == (1, 1)
+    rows = pass_over(params, state, tree, cfg=cfg, live=None if alone else live)
+
+    def decided(width: int, tree, hidden, noise, length, row_key):
+        begun = state.replace(kv=state.kv.replace(length=length), row_key=row_key)
+        some = Rows(hidden[:, :width], (), (), ())
+        verdict = judge(params.model, begun, tree.narrowed(width), some, noise, cfg)
+        return verdict.replace(rows=None)
+
+    inputs = tree, rows.hidden, noise, state.kv.length, state.row_key
+    return _of_width(decided, tree, live, inputs, cfg=cfg).replace(rows=rows)
+
+
+def _pass_of_a_width(
+    params: Params, state: DecodeState, tree: DraftTree, noise, *, cfg: DecodeConfig
+) -> Verdict:
+    """For each width a pass of its own."""
+    several = len(cfg.sizes.pass_widths) > 1
 
     def run(width: int, tree, noise, length, row_key):
         begun = state.replace(kv=state.kv.replace(length=length), row_key=row_key)
         tree = tree.narrowed(width)
-        return judge(params.model, begun, tree, pass_over(params, begun, tree, cfg=cfg), noise, cfg)
+        rows = pass_over(params, begun, tree, cfg=cfg)
+        verdict = judge(params.model, begun, tree, rows, noise, cfg)
+        return verdict.replace(rows=_together(verdict.rows)) if several else verdict
 
-    def run_padded(width: int, *inputs):
-        verdict = run(width, *inputs)
-        verdict = verdict.replace(rows=_together(verdict.rows))
-        return jax.tree.map(lambda x: _padded(x, widths[-1]), verdict)
+    live = jnp.where(state.running, tree.reach, 0)
+    inputs = tree, noise, state.kv.length, state.row_key  # what a pass begins with
+    verdict = _of_width(run, tree, live, inputs, cfg=cfg)
+    if not several:
+        return verdict
+    return verdict.replace(rows=_apart(verdict.rows, cfg.model.num_layers))
 
-    inputs = (tree, noise, state.kv.length, state.row_key)  # what a pass begins with
-    with jax.named_scope("verify"):
-        if len(widths) == 1:
-            return run(widths[0], *inputs)
-        nodes = 1 + jnp.max(jnp.where(state.running, tree.drafted, 0))
-        narrowest = jnp.sum(nodes > jnp.asarray(widths[:-1]))
-        branches = [functools.partial(run_padded, width) for width in widths]
-        verdict = run_one_of(narrowest, branches, *inputs)  # no cache comes out: none is copied
-        return verdict.replace(rows=_apart(verdict.rows, cfg.model.num_layers))
+
+def _of_width(run, tree: DraftTree, live, inputs, *, cfg: DecodeConfig):
+    """What `run` gives for the narrowest width that holds all trees, as long as for the widest."""
+    widths = (*cfg.sizes.pass_widths[:-1], tree.tokens.shape[1])
+    if len(widths) == 1:
+        return run(widths[0], *inputs)
+
+    def padded(width: int, *inputs):
+        return jax.tree.map(lambda x: _padded(x, widths[-1]), run(width, *inputs))
+
+    narrowest = jnp.sum(jnp.max(live) > jnp.asarray(widths[:-1]))
+    branches = [functools.partial(padded, width) for width in widths]
+    return run_one_of(narrowest, branches, *inputs)  # no cache comes out: none is copied
 
 
 def _together(rows: Rows) -> Rows:
@@ -94,7 +131,10 @@ def _padded(x, width: int):
     return jnp.pad(x, missing)
 
 
-def pass_over(params: Params, state: DecodeState, tree: DraftTree, *, cfg: DecodeConfig) -> Rows:
+def pass_over(
+    params: Params, state: DecodeState, tree: DraftTree, *, cfg: DecodeConfig, live=None
+) -> Rows:
+    """`live` [B]: how many nodes of each row are wanted, the first ones; None is all."""
     positions = state.kv.length[:, None] + tree.depths
     return run_rows(
         params.model,
@@ -103,6 +143,7 @@ def pass_over(params: Params, state: DecodeState, tree: DraftTree, *, cfg: Decod
         positions,
         tree.mask,
         cfg=cfg.model,
+        live=live,
         with_attended=cfg.sizes.with_attended,
     )
 

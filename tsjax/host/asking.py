@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pallas_kernels import native
 from tsjax.config import GenerationConfig, check, check_int, check_type, refuse_unknown_settings
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
@@ -116,7 +117,7 @@ def make_request(
         single=texts.single,
         config=config,
         method=method,
-        decode=DecodeConfig(model=model.cfg, prefill=lazy),
+        decode=DecodeConfig(model.cfg, prefill=lazy, leaves_out_rows=_leaves_out_rows(model)),
         measured=measured._replace(corpus=corpus is not None, draft_model=second),
         stop_ids=_stop_ids(config, model),
         prompt_capacity=0 if lazy is None else prompt_capacity,
@@ -271,6 +272,12 @@ def _shared_texts(rows: list[np.ndarray]) -> tuple[int, ...] | None:
     places: dict[bytes, int] = {}
     of_rows = tuple(places.setdefault(row.tobytes(), len(places)) for row in rows)
     return of_rows if 2 * len(places) <= len(rows) else None
+
+
+def _leaves_out_rows(model: Model) -> bool:
+    """Whether the kernels where the model lies leave out rows that nobody wants."""
+    on_cpu = device_in(model.params)[0] == "cpu"
+    return on_cpu and native.serves(model.cfg.dtype, head_dim=model.cfg.head_dim)
 
 
 def _resolve_prefill(prefill: Any) -> LazyPrefill | None:
