@@ -74,8 +74,8 @@ def check_live(live: jax.Array | None, rows: jax.Array) -> None:
     wanted = rows.shape[:1]
     if rows.ndim < 3 or live.shape != wanted or live.dtype != jnp.int32:
         raise ValueError(
-            f"live of shape {live.shape} and type {live.dtype} is not valid: {wanted} of int32, for "
-            f"rows [B, T, ...]; got rows {rows.shape}"
+            f"live of shape {live.shape} and type {live.dtype} is not valid: {wanted} of int32, "
+            f"for rows [B, T, ...]; got rows {rows.shape}"
         )
 
 

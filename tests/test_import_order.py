@@ -321,18 +321,18 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_400,
     "tsjax/commands": 1_260,
-    "tsjax/decoding": 2_960,
+    "tsjax/decoding": 2_990,
     "tsjax/files": 3_630,
-    "tsjax/host": 8_190,
+    "tsjax/host": 8_200,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 4_630,
-    "tsjax/model": 1_395,
+    "tsjax/model": 1_420,
     "tsjax/training": 1_290,
-    "pallas_kernels": 3_190,
+    "pallas_kernels": 3_440,
     "convert": 510,
     "benchmarks": 10_390,
     "tools": 6_240,
-    "tests": 24_500,
+    "tests": 24_720,
     "examples": 330,
 }
 

@@ -26,8 +26,8 @@ def product(
       rows: with any axes before I.
       weights: in the rows' type, or int8 with `scales`.
       scales: of each output, what one step of its int8 weights is worth; in the type of the sums.
-      live: of rows [B, T, I], how many of each batch row are wanted, the first ones; what the others
-        get is unspecified. The native kernel leaves them out.
+      live: of rows [B, T, I], how many of each batch row are wanted, the first ones; what the
+        others get is unspecified. The native kernel leaves them out.
       implementation: "native" (on a CPU) or "xla" to have that one or an error; None for the first
         that serves.
 

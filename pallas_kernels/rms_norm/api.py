@@ -31,8 +31,8 @@ def rms_norm(
       rows: with any axes before D.
       weight: in the rows' type.
       eps: is added to the mean square.
-      live: of rows [B, T, D], how many of each batch row are wanted, the first ones; what the others
-        get is unspecified. The native kernel leaves them out.
+      live: of rows [B, T, D], how many of each batch row are wanted, the first ones; what the
+        others get is unspecified. The native kernel leaves them out.
       implementation: "triton", "native" or "xla" to have that one or an error; None for the first
         that serves.
     """

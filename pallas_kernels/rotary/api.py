@@ -38,8 +38,8 @@ def rotary_heads(
       cos, sin: of each row's angles, in the type of sums.
       live: how many of each batch row's rows are wanted, the first ones; what the others get is
         unspecified. The native kernel leaves them out.
-      implementation: "triton", "native" or "xla" to have that one or an error; None for the first that
-        serves.
+      implementation: "triton", "native" or "xla" to have that one or an error; None for the first
+        that serves.
     """
     fresh, cos, sin = jnp.asarray(fresh), jnp.asarray(cos), jnp.asarray(sin)
     dtype = jnp.dtype(dtype)
@@ -73,11 +73,10 @@ def implementations(dtype: DTypeLike) -> tuple[dispatch.Implementation, ...]:
 
         return triton.rotary_heads(*arrays, dtype=dtype)
 
+    on_cpu = functools.partial(native.rotary_heads, dtype=dtype)
     definition = functools.partial(reference.rotary_heads, dtype=dtype)
     return (
         dispatch.Implementation("triton", "cuda", dispatch.of_all_rows(on_gpu)),
-        dispatch.Implementation(
-            "native", "cpu", functools.partial(native.rotary_heads, dtype=dtype)
-        ),
+        dispatch.Implementation("native", "cpu", on_cpu),
         dispatch.Implementation("xla", None, dispatch.of_all_rows(definition)),
     )

@@ -20,8 +20,8 @@ class DecodeConfig:
     model: ModelConfig
     method: Method = Autoregressive()
     prefill: Any = None  # a LazyPrefill with its cuts named; None computes the whole prompt
-    # Whether the device's kernels leave out the rows that a step does not want: then one pass serves
-    # for all widths. Elsewhere each width has a pass of its own.
+    # Whether the device's kernels leave out the rows that a step does not want: then one pass is
+    # there for all widths. Elsewhere each width has its own.
     leaves_out_rows: bool = False
 
     def __post_init__(self):

@@ -50,8 +50,8 @@ def run_rows(
     Args:
       mask: which row sees which.
       rest: of each layer, tokens that are not in the cache and that rows see summed up.
-      live: how many rows of each batch row are wanted, the first ones; None is all. What is there of
-        the others is unspecified.
+      live: how many rows of each batch row are wanted, the first ones; None is all. What there is
+        of the others is unspecified.
       with_attended: whether to fill in Rows.attended.
     """
     return run_layers(

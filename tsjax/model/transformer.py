@@ -196,7 +196,7 @@ def _fresh(
     else:
         x, normed = add_rms_norm(x, update, layer.attn_norm, cfg.norm_eps, live=live)
     wide = accumulation_dtype(cfg.dtype)
-    # [B, T, K, G + 2, H]
+    # Of each kv head its query heads, its key and its value.
     fresh = linear(normed, layer.qkv, layer.qkv_bias, out_dtype=wide, live=live)
     if cfg.qk_norm:
         fresh = fresh.astype(cfg.dtype)
