@@ -29,7 +29,7 @@ def implementations(platform: str) -> dict[str, tuple[str, ...]]:
     A case that one refuses goes to the next. Kernels for CPUs are compiled here if need be, and
     left out where this machine cannot have them; so are those for GPUs that are switched off.
     """
-    without_native = platform == "cpu" and not _has_native()
+    without_native = platform == "cpu" and native.status(try_now=True).state != "ready"
 
     def absent(operation: str) -> set[str]:
         folder = operation.split(",")[0].removeprefix("add_")
@@ -40,7 +40,3 @@ def implementations(platform: str) -> dict[str, tuple[str, ...]]:
         name: tuple(one.name for one in serving(choices, platform) if one.name not in absent(name))
         for name, choices in OPERATIONS.items()
     }
-
-
-def _has_native() -> bool:
-    return native.status(try_now=True).state == "ready"

@@ -18,6 +18,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as before
 
 import tsjax
+from pallas_kernels.stored_blocks.api import BLOCK_TYPES, widened
 from tsjax.files import gguf_files
 from tsjax.files.gguf_files import Header
 from tsjax.files.tokenizer import load_tokenizer
@@ -64,7 +65,8 @@ def test_it_is_the_folder_that_it_was_made_of(family, kind, changes, dtype, tmp_
     same(tsjax.load(path, dtype=dtype), wanted, "llama" if family == "mistral" else None)
 
 
-KINDS = [kind for kind in Types if gguf_files._PLAIN.get(kind.name) is None]
+ONE_BLOCK = {"hidden_size": 256, "intermediate_size": 256}
+KINDS = [kind for kind in Types if kind.value not in gguf_files._PLAIN]
 
 
 def can_be_read(kind: Types) -> bool:
@@ -75,8 +77,27 @@ def can_be_read(kind: Types) -> bool:
     return True
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if can_be_read(kind)])
+@pytest.fixture
+def without_kernels(monkeypatch):
+    monkeypatch.setattr(gguf_files.native, "on_host", lambda: None)
+    gguf_files._kind.cache_clear()
+    yield
+    gguf_files._kind.cache_clear()
+
+
+READ = [kind for kind in KINDS if can_be_read(kind)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in READ if kind.name in BLOCK_TYPES])
+def test_types_are_known_as_the_package_knows_them(kind, without_kernels, tmp_path, rng):
+    block = BLOCK_TYPES[kind.name]
+    assert (block.numbers, block.nbytes) == gguf.GGML_QUANT_SIZES[kind] and block.code == kind
+    test_any_part_of_any_type_is_that_part_of_the_whole(kind, tmp_path, rng)
+
+
+@pytest.mark.parametrize("kind", READ)
 def test_any_part_of_any_type_is_that_part_of_the_whole(kind, tmp_path, rng):
+    """By the kernels in C++ where they know it: the bits that the package gives."""
     block, size = gguf.GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (6, 2 * size), np.uint8)
     writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
@@ -90,7 +111,11 @@ def test_any_part_of_any_type_is_that_part_of_the_whole(kind, tmp_path, rng):
     assert (stored.shape, stored.dtype) == ((6, 2 * block), "float32")
     with np.errstate(all="ignore"):
         whole = gguf.quants.dequantize(raw, kind)
-    np.testing.assert_array_equal(stored.rows(0, 6), whole)
+    found = stored.rows(0, 6)
+    np.testing.assert_array_equal(found, whole)
+    np.testing.assert_array_equal(
+        np.signbit(found) & (found == 0), np.signbit(whole) & (whole == 0)
+    )
     np.testing.assert_array_equal(stored.rows(2, 5, slice(3, block + 1)), whole[2:5, 3 : block + 1])
 
 
@@ -373,12 +398,25 @@ def test_tensors_are_compared_with_the_settings(tmp_path):
         tsjax.load(path)
 
 
-def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch, capsys):
-    path = gguf_fixtures.make(tmp_path / "m.gguf")
+def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch, capsys, request):
+    """It is wanted for rare types, and where there are no kernels."""
+    common = gguf_fixtures.make(tmp_path / "common.gguf", kind=Types.Q8_0)
+    rare = gguf_fixtures.make(tmp_path / "rare.gguf", kind=Types.TQ1_0, **ONE_BLOCK)
     gguf_files._kind.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert convert([str(path), str(tmp_path / "out"), "--quiet"]) == 2
-    assert "pip install 'tsjax[gguf]'" in capsys.readouterr().err
+    if gguf_files.native.on_host():
+        assert tsjax.load(common).cfg.num_layers
+    request.getfixturevalue("without_kernels")
+    for path in (common, rare):
+        assert convert([str(path), str(tmp_path / "out"), "--quiet"]) == 2
+        assert "pip install 'tsjax[gguf]'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not gguf_files.native.on_host(), reason="they are in C++")
+@pytest.mark.parametrize("blocks", [np.zeros((2, 35), np.uint8), np.zeros((2, 34), np.int8)])
+def test_blocks_that_do_not_fit_are_refused(blocks):
+    with pytest.raises(ValueError, match=r"is not valid: \[R, n \* 34\] of uint8"):
+        widened(blocks, "Q8_0")
 
 
 def test_what_is_no_model_is_named(tmp_path):

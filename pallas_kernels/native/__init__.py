@@ -10,7 +10,18 @@ from pallas_kernels.native.build import all_rows as all_rows
 from pallas_kernels.native.build import check_supported as check_supported
 from pallas_kernels.native.build import cpu as cpu
 from pallas_kernels.native.build import library as library
+from pallas_kernels.native.build import on_host as on_host
 from pallas_kernels.native.build import serves as serves
 from pallas_kernels.native.build import status as status
 
-__all__ = ["Library", "Status", "all_rows", "check_supported", "cpu", "library", "serves", "status"]
+__all__ = [
+    "Library",
+    "Status",
+    "all_rows",
+    "check_supported",
+    "cpu",
+    "library",
+    "on_host",
+    "serves",
+    "status",
+]

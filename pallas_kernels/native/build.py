@@ -23,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata, resources
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,12 @@ class Library:
         """The functions that XLA knows so far."""
         return tuple(sorted(name.removesuffix(f"_{self._digest}") for name in self._registered))
 
+    def function(self, name: str, arguments: Sequence[Any]) -> Any:
+        """A function that Python calls, and no program; it returns an int."""
+        found = getattr(self._loaded, name)
+        found.argtypes = arguments
+        return found
+
     def target(self, function: str) -> str:
         """The name of a function in programs; XLA knows it from here on."""
         name = f"{function}_{self._digest}"
@@ -119,12 +125,22 @@ def library() -> Library:
     global _library, _status
     with _lock:
         if _status.state == "not tried":
-            _library, _status = _find()
-            if _status.state == "failed":
-                _say(f"{_status.reason}; plain XLA runs, which is slower")
+            if os.environ.get(SWITCH) != "0" and (backend := jax.default_backend()) != "cpu":
+                _status = Status("off", f"the default device is a {backend}")
+            else:
+                _library, _status = _found()
+                if _status.state == "failed":
+                    _say(f"{_status.reason}; plain XLA runs, which is slower")
         if _library is None:
             raise NotImplementedError(_status.reason)
         return _library
+
+
+def on_host() -> Library | None:
+    """The kernels for what no device computes, beside a GPU too; None where they are not to be
+    had."""
+    with _lock:
+        return _found()[0]
 
 
 def status(*, try_now: bool = False) -> Status:
@@ -137,11 +153,10 @@ def status(*, try_now: bool = False) -> Status:
     return _status
 
 
-def _find() -> tuple[Library | None, Status]:
+@functools.cache
+def _found() -> tuple[Library | None, Status]:
     if os.environ.get(SWITCH) == "0":
         return None, Status("off", f"{SWITCH}=0")
-    if jax.default_backend() != "cpu":
-        return None, Status("off", f"the default device is a {jax.default_backend()}")
     compiler = find_compiler()
     if compiler is None:
         tried = os.environ.get(COMPILER) or ", ".join(COMPILERS)

@@ -35,9 +35,8 @@ def on_each_device(
 
     axes = " ".join(f"r{axis}" for axis in range(lead))
     given = ", ".join([f"{axes} d"] * count)
-    live = ", r0" * with_live
-    rule = f"{MARKED}{given}, d{live} -> {given}"
-    split.def_partition(partition, sharding_rule=rule, need_replication_factors=("d",))
+    dimensions = f"{MARKED}{given}, d{', r0' * with_live} -> {given}"
+    split.def_partition(partition, sharding_rule=dimensions, need_replication_factors=("d",))
     function = custom_vmap(lambda *arrays: split(marked.mark(), *arrays))
 
     @function.def_vmap

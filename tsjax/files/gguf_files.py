@@ -3,7 +3,8 @@
 
 A file is a header (version, counts, settings by name, the tensors' names, shapes, types and places)
 and the tensors' bytes. The header is read here, each length checked against the file before it is
-believed; numbers are dequantised by the gguf package, a block of rows at a time. What comes out is
+believed; numbers are widened a block of rows at a time, by a kernel in C++, or by the gguf package
+where there is none or it does not know their type. What comes out is
 what a HuggingFace folder would say: the content of a config.json, and tensors under its names.
 Does not know tokenizers (gguf_tokenizer.py).
 """
@@ -24,6 +25,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import native
+from pallas_kernels.stored_blocks.api import BLOCK_TYPES, widened
 from tsjax.errors import BadValue, NoSuchFile, NotInstalled, NotSupported
 from tsjax.files.weight_files import GGUF, StoredTensor, Version, Weights, read_pieces, version_of
 from tsjax.input_files import listed, parsing, require_file
@@ -225,11 +228,20 @@ class _Kind:
     dtype: str
 
 
-_PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Types that NumPy has, by their numbers in files.
+_PLAIN = {
+    0: _Kind("F32", 1, 4, "float32"), 1: _Kind("F16", 1, 2, "float16"),
+    28: _Kind("F64", 1, 8, "float64"), 30: _Kind("BF16", 1, 2, "bfloat16"),
+}  # fmt: skip
 
 
 @functools.cache
 def _kind(code: int) -> _Kind:
+    if code in _PLAIN:
+        return _PLAIN[code]
+    for name, block in BLOCK_TYPES.items():
+        if block.code == code and native.on_host():
+            return _Kind(name, block.numbers, block.nbytes, "float32")
     gguf = _package()
     try:
         kind = gguf.GGMLQuantizationType(code)
@@ -237,8 +249,6 @@ def _kind(code: int) -> _Kind:
     except (ValueError, KeyError):
         wanted = "the gguf package does not know it; a newer one may"
         raise NotSupported(f"tensors of type {code}: {wanted}") from None
-    if kind.name in _PLAIN:
-        return _Kind(kind.name, 1, block_bytes, _PLAIN[kind.name])
     if re.fullmatch(r"I\d+", kind.name):
         return _Kind(kind.name, 1, block_bytes, kind.name)
     try:
@@ -253,8 +263,8 @@ def _package() -> Any:
         import gguf
     except ImportError as error:
         raise NotInstalled(
-            "GGUF files are dequantised by the gguf package, which is not installed; "
-            "pip install 'tsjax[gguf]'"
+            "GGUF files with numbers of this type, or without a C++ compiler, are read by the gguf "
+            "package, which is not installed; pip install 'tsjax[gguf]'"
         ) from error
     return gguf
 
@@ -268,7 +278,7 @@ def _rows(
         return _rows(file, name, version, place, (1, *shape), row_bytes, kind, 0, 1)[0][start:stop]
     begin, count = place + start * row_bytes, stop - start
     raw = read_pieces(file, name, version, [begin], count * row_bytes).reshape(count, row_bytes)
-    if kind.name in _PLAIN:
+    if kind in _PLAIN.values():
         found = raw.view(jnp.dtype(kind.dtype))
     else:
         found = _widened(raw, kind).reshape(count, -1)
@@ -280,6 +290,8 @@ _AT_ONCE = 2**16  # numbers: the package's results in between stay in a processo
 
 def _widened(raw: np.ndarray, kind: _Kind) -> np.ndarray:
     """The numbers of blocks, of which the package takes fewer at a time than is fast."""
+    if kind.name in BLOCK_TYPES and native.on_host():
+        return widened(raw, kind.name)
     gguf, blocks = _package(), raw.reshape(-1, kind.block_bytes)
     found, count = np.empty((len(blocks), kind.block), np.float32), _AT_ONCE // kind.block
     with np.errstate(all="ignore"):  # numbers that are not finite are told of later
