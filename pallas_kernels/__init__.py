@@ -15,6 +15,7 @@ from pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm
 from pallas_kernels.rms_norm.api import rms_norm as rms_norm
 from pallas_kernels.rotary.api import rotary_heads as rotary_heads
 from pallas_kernels.rotary.api import rotate as rotate
+from pallas_kernels.threshold.api import threshold as threshold
 from pallas_kernels.tree_attention.api import Ranks as Ranks
 from pallas_kernels.tree_attention.api import Summary as Summary
 from pallas_kernels.tree_attention.api import decode_attention as decode_attention
@@ -22,5 +23,6 @@ from pallas_kernels.tree_attention.api import tree_attention as tree_attention
 
 __all__ = [
     "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores", "decode_attention", "gated",
-    "product", "rms_norm", "rotary_heads", "rotate", "tree_attention",
+    "product", "rms_norm", "rotary_heads", "rotate", "threshold",
+    "tree_attention",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from pallas_kernels.gate.api import implementations as gates
 from pallas_kernels.product.api import IMPLEMENTATIONS as PRODUCT
 from pallas_kernels.rms_norm.api import implementations as rms_norms
 from pallas_kernels.rotary.api import implementations as rotary_heads
+from pallas_kernels.threshold.api import IMPLEMENTATIONS as THRESHOLD
 from pallas_kernels.tree_attention.api import IMPLEMENTATIONS as TREE_ATTENTION
 
 OPERATIONS = {
@@ -20,6 +21,7 @@ OPERATIONS = {
     "add_rms_norm": rms_norms(eps=0.0, adds=True),
     "rotary_heads": rotary_heads("float32"),
     "gated": gates("float32"),
+    "threshold": THRESHOLD,
 }
 
 

@@ -10,11 +10,14 @@ import pytest
 from helpers import define_process, define_warp, softmax
 from test_sampling import choose, draw_logits, make_config, make_values, run_warp
 
+from pallas_kernels import native, threshold
+from pallas_kernels.threshold.xla import last_by_digits
 from tsjax import row_keys
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.processors import first_last_seen
-from tsjax.decoding.sampling import largest, last_by_digits, nucleus, sortable
+from tsjax.decoding.sampling import largest, nucleus, sortable
 
+HAS_KERNELS = native.status(try_now=True).state == "ready"
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 # --- largest and nucleus: ties ---------------------------------------------------------------
@@ -37,6 +40,46 @@ def test_a_threshold_is_found_in_digits(digit, unroll, dtype, rng):
         found = last_by_digits(counted, lambda n: n >= k, keys, digit=digit, unroll=unroll)
         expected = np.take_along_axis(np.sort(x, axis=1), 33 - k, axis=1)
         np.testing.assert_array_equal(keys >= found, x >= expected)
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "uint64"])
+@pytest.mark.parametrize("shape", [(1, 1, 70_000), (3, 5, 37), (4, 1), (9,)])
+def test_a_threshold_is_the_last_that_masses_allow(dtype, shape, rng):
+    """By all implementations, of keys that share their first digits too; and under vmap."""
+    with jax.enable_x64(dtype == "uint64"):
+        bits = rng.integers(0, 32, shape)  # that are left of a key
+        keys = rng.integers(0, 2**32, shape, np.uint64) >> bits.astype(np.uint64)
+        masses = rng.integers(0, 2**32 // shape[-1], shape, np.uint64, endpoint=True)
+        for given in (masses, None):
+            whole = np.ones_like(keys) if given is None else given
+            most = (whole.sum(-1, keepdims=True) * rng.random((*shape[:-1], 1))).astype(np.uint64)
+            order = np.argsort(keys, axis=-1)
+            ordered = np.take_along_axis(keys, order, -1)
+            below = np.cumsum(np.take_along_axis(whole, order, -1), axis=-1)
+            # The first key with which they are too many; equal keys lie above or below together.
+            first = np.argmax(below > most, axis=-1)[..., None]
+            wanted = np.take_along_axis(ordered, first, -1).astype(dtype)
+            arrays = [None if x is None else jnp.asarray(x, dtype) for x in (keys, most, given)]
+            names = ["xla", None] + ["native"] * (HAS_KERNELS and dtype == "uint32")
+            for name in names:
+                found = jax.jit(threshold, static_argnames="implementation")
+                np.testing.assert_array_equal(found(*arrays, implementation=name), wanted)
+            if len(shape) == 3:
+                found = jax.vmap(threshold, (0, 0, None if given is None else 0))(*arrays)
+                np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("most", "masses", "message"),
+    [
+        (np.ones((2,), np.uint32), None, r"keys \(2, 3\), most \(2,\)"),
+        (np.ones((2, 1), np.uint32), np.ones((2, 2), np.uint32), r"most \(2, 1\), masses \(2, 2\)"),
+        (np.ones((2, 1), np.int32), None, "of int32, uint32 is not valid: uint32 or uint64"),
+    ],
+)
+def test_a_threshold_of_what_does_not_fit_is_refused(most, masses, message):
+    with pytest.raises(ValueError, match=message):
+        threshold(np.ones((2, 3), np.uint32), most, masses)
 
 
 TIED = st.lists(

@@ -10,14 +10,14 @@ position p is a function of the row's key and p alone, so any method that asks f
 gets the same one.
 
 Truncations never sort the vocabulary. A threshold on a monotone integer image of the logits is
-found digit by digit, which is exact and needs one pass over the vocabulary per digit. Probabilities
-are those of law.py: whatever runs beside a row, the same tokens are removed.
+found digit by digit, which is exact. Probabilities are those of law.py: whatever runs beside a row,
+the same tokens are removed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import threshold
 from tsjax.config import GenerationConfig
 from tsjax.decoding.law import counts, exp_minus, law_of, total
 from tsjax.decoding.noise import position_noise
@@ -38,7 +39,7 @@ from tsjax.decoding.processors import (
     penalise_counts,
     penalise_repetition,
 )
-from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, Num, UInt, accumulation_dtype
+from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, UInt, accumulation_dtype
 
 WHOLE_CONTEXT = 2**30  # as a repetition window
 
@@ -372,7 +373,8 @@ def _indices(scores: Float[Array, "*rows V"]) -> Int[Array, "*rows V"]:
 def largest(x: Float[Array, "*rows V"], k: int | Int[Array, ""]) -> Bool[Array, "*rows V"]:
     """Mask of the k largest entries along the last axis; entries equal to the k-th all belong."""
     keys = sortable(x)
-    return keys >= last_that_holds(lambda t: (keys >= t).astype(jnp.int32), lambda n: n >= k, keys)
+    others = jnp.broadcast_to(x.shape[-1] - jnp.asarray(k), (*x.shape[:-1], 1))
+    return keys >= threshold(keys, others.astype(keys.dtype))
 
 
 @jax.jit
@@ -389,12 +391,7 @@ def nucleus(
     # Keys are made after masses, so that they and the weights are never in memory together.
     logits, masses = lax.optimization_barrier((logits, masses))
     keys = sortable(logits)
-    most = ((1 - top_p) * whole).astype(masses.dtype)
-
-    def below(threshold):
-        return jnp.where(keys < threshold, masses, 0)
-
-    return keys >= last_that_holds(below, lambda mass: mass <= most, keys)
+    return keys >= threshold(keys, ((1 - top_p) * whole).astype(masses.dtype), masses)
 
 
 def sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
@@ -405,50 +402,3 @@ def sortable(x: Float[Array, "*rows V"]) -> UInt[Array, "*rows V"]:
     bits = lax.bitcast_convert_type(positive_zero, unsigned)
     bits = jnp.where(bits >= sign, ~bits, bits | sign)
     return jnp.where(jnp.isnan(x), ~jnp.zeros_like(bits), bits)
-
-
-Terms = Callable[[UInt[Array, "*rows 1"]], Num[Array, "*rows V"]]
-Holds = Callable[[Num[Array, "*rows 1"]], Bool[Array, "*rows 1"]]
-
-
-def last_that_holds(
-    terms: Terms, holds: Holds, keys: UInt[Array, "*rows V"]
-) -> UInt[Array, "*rows 1"]:
-    """The largest threshold for which the sum of its terms `holds`: true up to some point.
-
-    A CPU looks for it bit by bit. A GPU waits for memory and for the start of each kernel: it takes
-    four bits at a time, in one pass over the keys, and no loop.
-    """
-    return lax.platform_dependent(
-        cpu=lambda: last_by_digits(terms, holds, keys, digit=1),
-        default=lambda: last_by_digits(terms, holds, keys, digit=4, unroll=True),
-    )
-
-
-def last_by_digits(
-    terms: Terms, holds: Holds, keys: UInt[Array, "*rows V"], *, digit: int, unroll: bool = False
-) -> UInt[Array, "*rows 1"]:
-    """As `last_that_holds`, with passes that find `digit` bits each."""
-    bits = 8 * keys.dtype.itemsize
-
-    def body(i, threshold):
-        shift = jnp.asarray(bits - digit, keys.dtype) - jnp.asarray(digit * i, keys.dtype)
-        values = (jnp.asarray(value, keys.dtype) for value in range(1, 2**digit))
-        sums = _sums([terms(threshold | (value << shift)) for value in values])
-        # It holds for the first few of them: their number is the digit.
-        found = sum((holds(one).astype(keys.dtype) for one in sums), jnp.zeros_like(threshold))
-        return threshold | (found << shift)
-
-    begun = jnp.zeros((*keys.shape[:-1], 1), keys.dtype)
-    return lax.fori_loop(0, bits // digit, body, begun, unroll=unroll)
-
-
-def _sums(arrays: list[Num[Array, "*rows V"]]) -> list[Num[Array, "*rows 1"]]:
-    """The sum of each along the last axis, in one pass over what they are made of."""
-    axis, zero = arrays[0].ndim - 1, jnp.zeros((), arrays[0].dtype)
-
-    def add(some, others):
-        return tuple(map(lax.add, some, others))
-
-    sums = lax.reduce(tuple(arrays), (zero,) * len(arrays), add, (axis,))
-    return [lax.expand_dims(one, (axis,)) for one in sums]

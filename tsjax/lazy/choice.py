@@ -9,9 +9,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cache_scores
+from pallas_kernels import cache_scores, threshold
 from tsjax.decoding.noise import uniform
-from tsjax.decoding.sampling import last_that_holds, sortable
+from tsjax.decoding.sampling import sortable
 from tsjax.lazy.settings import kept
 from tsjax.lazy.state import LazyPlan, PromptState
 from tsjax.model.cache import KVCache
@@ -91,9 +91,8 @@ def best_tokens(scores, candidates, count):
     Exact whatever P is: the lowest score that is taken is found digit by digit.
     """
     count, keys = count[:, None], jnp.where(candidates, sortable(scores), 0)
-    lowest = last_that_holds(
-        lambda threshold: (keys >= threshold).astype(jnp.int32), lambda n: n >= count, keys
-    )
+    others = jnp.maximum(keys.shape[1] - count, 0)
+    lowest = threshold(keys, others.astype(keys.dtype))
     above, equal = keys > lowest, candidates & (keys == lowest)
     room = count - jnp.sum(above, axis=1, keepdims=True, dtype=jnp.int32)
     return above | (equal & (jnp.cumsum(equal, axis=1, dtype=jnp.int32) <= room))

@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from pallas_kernels import Summary, best_slots, cache_scores, tree_attention
 from pallas_kernels.best_slots.xla import firsts_above
+from pallas_kernels.threshold.xla import last_by_digits
 from tsjax.config import ModelConfig
-from tsjax.decoding.sampling import last_by_digits, sortable
+from tsjax.decoding.sampling import sortable
 from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers
 from tsjax.model.control_flow import run_if
 from tsjax.model.parts import (
