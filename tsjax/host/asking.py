@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pallas_kernels import native
 from tsjax.config import GenerationConfig, check, check_int, check_type, refuse_unknown_settings
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
@@ -38,6 +37,7 @@ from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
 from tsjax.methods import resolve_method
 from tsjax.methods.corpus import Corpus
+from tsjax.methods.devices import leaves_out_rows
 from tsjax.model.sharding import mesh_of
 from tsjax.typing import accumulation_dtype
 
@@ -117,7 +117,11 @@ def make_request(
         single=texts.single,
         config=config,
         method=method,
-        decode=DecodeConfig(model.cfg, prefill=lazy, leaves_out_rows=_leaves_out_rows(model)),
+        decode=DecodeConfig(
+            model=model.cfg,
+            prefill=lazy,
+            leaves_out_rows=leaves_out_rows(device_in(model.params)[0], model.cfg),
+        ),
         measured=measured._replace(corpus=corpus is not None, draft_model=second),
         stop_ids=_stop_ids(config, model),
         prompt_capacity=0 if lazy is None else prompt_capacity,
@@ -272,12 +276,6 @@ def _shared_texts(rows: list[np.ndarray]) -> tuple[int, ...] | None:
     places: dict[bytes, int] = {}
     of_rows = tuple(places.setdefault(row.tobytes(), len(places)) for row in rows)
     return of_rows if 2 * len(places) <= len(rows) else None
-
-
-def _leaves_out_rows(model: Model) -> bool:
-    """Whether the kernels where the model lies leave out rows that nobody wants."""
-    on_cpu = device_in(model.params)[0] == "cpu"
-    return on_cpu and native.serves(model.cfg.dtype, head_dim=model.cfg.head_dim)
 
 
 def _resolve_prefill(prefill: Any) -> LazyPrefill | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Generator
@@ -111,8 +112,28 @@ def known_costs(params: Params, cfg: ModelConfig, batch: int, context: float) ->
 def _keep(costs: Costs, params: Params, cfg: ModelConfig, batch: int, context: float) -> None:
     key = _key(params, cfg, batch, context)
     _KNOWN[key] = costs
-    if not processes.are_several():
-        _write(key, costs)
+    file = _file(key)
+    if file is not None and not processes.are_several():
+        _write(file, {"key": json.loads(key), "costs": costs})
+
+
+def plain_seconds(model: Model, batch: int, context: float) -> float | None:
+    """What a plain step took in an earlier run; None where none was long enough."""
+    file = _file(_key(model.params, model.cfg, batch, context), ".plain.json")
+    if file is None or processes.are_several() or not _can_run(model.params):
+        return None
+    try:
+        seconds = float(read_json(os.fspath(file))["seconds"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return seconds if 0 < seconds < math.inf else None
+
+
+def keep_plain_seconds(model: Model, batch: int, context: float, seconds: float) -> None:
+    """For later runs, which need not find out whether their drafts pay by plain steps of theirs."""
+    file = _file(_key(model.params, model.cfg, batch, context), ".plain.json")
+    if file is not None and not processes.are_several():
+        _write(file, {"seconds": seconds})
 
 
 class Measuring:
@@ -174,7 +195,7 @@ def _key(params: Params, cfg: ModelConfig, batch: int, context: float) -> str:
         "flags": os.environ.get("XLA_FLAGS", ""),
         "jax": jax.__version__,
         "tsjax": tsjax_version(),
-        "measured": 4,  # grows when other things are measured
+        "measured": 5,  # grows when other things are measured
         "longest": context_bucket(int(2 * context)),
         "model": cfg.to_dict(),
         "batch": batch,
@@ -182,10 +203,10 @@ def _key(params: Params, cfg: ModelConfig, batch: int, context: float) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
-def _file(key: str) -> Path | None:
+def _file(key: str, ending: str = ".json") -> Path | None:
     folder = cache_folder()
     name = hashlib.sha256(key.encode()).hexdigest()[:20]
-    return None if folder is None else folder / "costs" / f"{name}.json"
+    return None if folder is None else folder / "costs" / f"{name}{ending}"
 
 
 def _read(key: str) -> Costs | None:
@@ -200,11 +221,8 @@ def _read(key: str) -> Costs | None:
         return None
 
 
-def _write(key: str, costs: Costs) -> None:
+def _write(file: Path, content: Any) -> None:
     """Where nothing can be written, the next process measures again."""
-    file = _file(key)
-    if file is None:
-        return
     with contextlib.suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps({"key": json.loads(key), "costs": costs}, indent=1))
+        write_text(file, json.dumps(content, indent=1))

@@ -53,8 +53,8 @@ MOST_WEIGHTS, CACHE_BYTES = 2**27, 2**28
 PROGRAM_BYTES, PROGRAM_BYTES_OF_GPU, PROGRAM_LAYERS = 2**22, 2**30, 4
 # A small part is repeated in one call for that long; each part is called so often or until its
 # budget is spent; all parts in turn, in so many rounds.
-CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.02, 64, 7, 0.02
-REPETITIONS = 2
+CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.01, 64, 3, 0.01
+REPETITIONS = 5
 LEAST_OF_WEIGHTS = 0.001  # of the shorter context's seconds: noise may not say that there are none
 
 Clock = Callable[[], float]
@@ -141,6 +141,7 @@ def pieces(
         overhead=formula.overhead,
         origin="measured",
         int8=Int8Costs(one_row=line(*in_int8), heads=candidates(at(near, int8_tokens))),
+        any_rows=formula.any_rows,
     )
 
 

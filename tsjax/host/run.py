@@ -28,11 +28,11 @@ from tsjax.host import processes
 from tsjax.host.beside import BESIDE
 from tsjax.host.chunks import seconds_per_chunk
 from tsjax.host.compilation import Stopwatch
-from tsjax.host.costs import Measuring
+from tsjax.host.costs import Measuring, plain_seconds
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.judge import Judge, length_of
-from tsjax.host.moving import PLAINLY, Moves, plainly
+from tsjax.host.judge import PLAINLY, Judge, length_of
+from tsjax.host.moving import Moves, plainly
 from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
@@ -167,17 +167,23 @@ def _run(
 def _begun_where_ready(
     model: Model, request: Request, interrupt: Interrupt, moves: Moves
 ) -> tuple[DecodeConfig, DecodeState, StepStats | None]:
-    """By the method that is wanted, where its programs are in memory and a plain step's seconds
-    were measured; else plainly, with counters of the wanted one that are 0. The prompt is read by
-    the programs of plain decoding."""
+    """By the method that is wanted, where its programs are there and it is known from earlier what
+    a plain step takes; else plainly, with counters of the wanted one that are 0. The prompt is read
+    by the programs of plain decoding."""
     decode = plainly(request.decode)
     state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
     wanted = request.decode
-    unknown = moves.are_beside and request.method.wants_costs and request.measured.costs is None
-    if wanted == decode or unknown or not moves.is_there(wanted, state):
+    if wanted == decode or _is_unknown(model, request, moves) or not moves.is_ready(wanted, state):
         none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
         return decode, state, none
     return wanted, begun_anew(model, state, wanted), None
+
+
+def _is_unknown(model: Model, request: Request, moves: Moves) -> bool:
+    """Whether plain steps have to say first what they take."""
+    if not (moves.are_beside and request.method.wants_costs) or request.measured.costs is not None:
+        return False
+    return plain_seconds(model, len(request.rows), request.measured.context) is None
 
 
 def params_for(

@@ -18,6 +18,7 @@ from tsjax.errors import BadValue
 # Twice the rows may take so many times as long, or right drafts do not pay; and a narrower width is
 # worth compiling where the next wider one that is takes so many times as long.
 DOUBLE_PAYS, NARROWER_SAVES = 1.5, 1.2
+MOST_OF_ANY = 16  # rows, beyond which a CPU takes longer than right drafts save
 
 
 class Line(NamedTuple):
@@ -50,6 +51,8 @@ class Costs(NamedTuple):
       overhead: seconds for the rest of a step.
       origin: "measured" on the device, or "estimated" by a formula from the device's name.
       int8: of drafting with the model in int8; None where that is not offered.
+      any_rows: whether a program takes as few rows as a step wants, at their price; else it has a
+        body for each width.
     """
 
     passes: tuple[tuple[int, Line], ...]
@@ -60,6 +63,7 @@ class Costs(NamedTuple):
     overhead: float
     origin: str
     int8: Int8Costs | None = None
+    any_rows: bool = False
 
     def of_pass(self, rows: int, context: float) -> float:
         """Seconds of a pass of N rows over caches of `context` tokens."""
@@ -78,9 +82,15 @@ class Costs(NamedTuple):
         return self.int8.heads if in_int8 and self.int8 is not None else self.heads
 
     def widths(self, context: float, most: int) -> tuple[int, ...]:
-        """Powers of two as widths of passes that right drafts pay for, ascending from 1: twice as
-        many rows as long as they take at most half as long again, and no width that saves little
-        beside the next: each makes a program larger to compile and to read."""
+        """Powers of two as widths of passes, ascending from 1.
+
+        Where a program takes any rows, always the same, so that another table is no other program:
+        steps choose by the price. Elsewhere those that right drafts pay for, twice as many rows as
+        long as they take at most half as long again, and none that saves little beside the next:
+        each makes a program larger to compile and to read.
+        """
+        if self.any_rows:
+            return tuple(2**i for i in range(min(most, MOST_OF_ANY).bit_length()))
         widths = [1, 2]
         while widths[-1] < most:
             wide, wider = (self.of_pass(rows, context) for rows in (widths[-1], 2 * widths[-1]))
@@ -102,8 +112,9 @@ def as_costs(value: Any) -> Costs:
     """The table from nested lists, as a file has them. ValueError for what is none."""
     wanted = "a tsjax.Costs: two passes or more, the first of one row, and seconds of 0 or more"
     try:
-        passes, heads, choice, suffix, ngrams, overhead, origin, *int8 = value
-        (int8,) = int8 or [None]  # a table from before there was any
+        passes, heads, choice, suffix, ngrams, overhead, origin, *others = value
+        # A table from before there were such.
+        int8, any_rows = [*others, *[None, False][len(others) :]]
         if int8 is not None:
             one_row, int8_heads = int8
             int8 = Int8Costs(_line(one_row), float(int8_heads))
@@ -116,6 +127,7 @@ def as_costs(value: Any) -> Costs:
             overhead=float(overhead),
             origin=origin,
             int8=int8,
+            any_rows=bool(any_rows),
         )
     except (TypeError, ValueError) as error:
         raise BadValue(f"costs={value!r:.80} is not valid: {wanted}") from error

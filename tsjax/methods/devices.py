@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from pallas_kernels import native
 from tsjax.config import OWN_VOCABULARY, ModelConfig
 from tsjax.decoding.method import Measured
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
@@ -126,6 +127,11 @@ SCORE_PASSES, CHOICE_KERNELS, CHOSEN_SLOTS = 20, 12, 4096
 NGRAM_KERNELS = 40  # entering n-grams and looking them up
 
 
+def leaves_out_rows(platform: str, model: ModelConfig) -> bool:
+    """Whether the kernels of a device leave out the rows that a step does not want."""
+    return platform == "cpu" and native.serves(model.dtype, head_dim=model.head_dim)
+
+
 def costs_for(measured: Measured) -> Costs:
     """What the host has measured, or else what the formula gives for its device."""
     device = device_of(measured.platform, measured.device_kind)
@@ -237,6 +243,7 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
         int8=Int8Costs(
             pass_line(model, device, 1, batch, reach.int8_bytes), of_heads(reach.int8_bytes)
         ),
+        any_rows=device is CPU and leaves_out_rows("cpu", model),
     )
 
 
