@@ -107,6 +107,11 @@ def test_a_promise_by_hand(drafts_per_second, context, weights):
 # --- the choice ------------------------------------------------------------------------------
 
 
+def test_a_program_that_takes_any_rows_is_the_same_for_all_prices():
+    for passes in (((1, 1.0), (128, 1.0)), ((1, 1.0), (8, 4.0))):
+        assert table(*passes, any_rows=True).widths(0, 64) == (1, 2, 4, 8, 16)
+
+
 @pytest.mark.parametrize(
     ("passes", "widths"),
     [
@@ -331,6 +336,20 @@ def test_what_is_unknown_is_tried_where_it_saves_more_than_to_compile_it(compili
         compiling=500 - may_lose + compiling - 100,
     )  # fmt: skip
     assert PROMISED + 1.0 > 1.05 * PROMISED and Auto().next(so_far) == follows
+
+
+@pytest.mark.parametrize(("seconds", "follows"), [(26.8, BEGUN), (27.1, PLAIN)])
+@pytest.mark.parametrize("new_tokens", [100, None])
+def test_plain_steps_of_an_earlier_run_are_remembered(seconds, follows, new_tokens):
+    """A tenth longer than they were; in a short run, too. The table is moved to them."""
+    slow = CHEAP.with_plain(31.0, 20)
+    so_far = drafting(
+        LLAMA, slow, 20, seconds, BEGUN, new_tokens=new_tokens, plain=tried(PLAIN, 24.0),
+        tried=(tried(PASSES, 40.0),),
+    )  # fmt: skip
+    assert Auto().next(so_far) == follows
+    begun = Auto().next(so_far._replace(current=None, tried=()))
+    assert begun == BEGUN and begun.costs == CHEAP != slow
 
 
 def test_a_short_run_tries_nothing():

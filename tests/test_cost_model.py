@@ -127,7 +127,18 @@ def test_a_table_from_lists():
     with_int8 = MIXED._replace(int8=Int8Costs(Line(1.0, 0.5), 2.0))
     found = as_costs(lists(with_int8))
     assert found == with_int8 and isinstance(found.int8, Int8Costs)
-    assert as_costs(lists(MIXED)[:-1]) == MIXED, "of a run that was saved before there was int8"
+    any_rows = with_int8._replace(any_rows=True)
+    assert as_costs(lists(any_rows)) == any_rows
+    for fewer in (1, 2):
+        assert as_costs(lists(MIXED)[:-fewer]) == MIXED, "of a run that was saved before"
+
+
+def test_a_table_is_moved_to_what_a_plain_step_took():
+    moved = MIXED.with_plain(30.0, 20)
+    assert moved.plain(20) == 30.0
+    for rows in (2, 4, 10):
+        assert moved.of_pass(rows, 20) == MIXED.of_pass(rows, 20) + 6
+    assert MIXED.with_plain(1e-9, 20).of_pass(1, 0) > 0
 
 
 # --- the estimate ----------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that nobody wants: to leave them out changes no bit of the others."""
 
+import dataclasses
 import functools
 import re
 
@@ -16,7 +17,7 @@ import pallas_kernels as kernels
 import tsjax
 from pallas_kernels import Ranks, Summary, native
 from tsjax.decoding.programs import programs
-from tsjax.host.asking import _leaves_out_rows
+from tsjax.methods.devices import leaves_out_rows
 
 pytestmark = pytest.mark.skipif(
     not native.serves("float32", head_dim=8), reason="only the kernels in C++ leave rows out"
@@ -174,8 +175,8 @@ def test_a_program_of_several_widths_has_its_layers_once():
 
 
 def test_generate_knows_which_kernels_leave_out_rows(monkeypatch):
-    for dtype, wanted in (("float32", True), ("float64", False)):
-        with jax.enable_x64(True):
-            assert _leaves_out_rows(tiny_model(dtype=dtype)) == wanted
+    cfg = tiny_model().cfg
+    assert leaves_out_rows("cpu", cfg) and not leaves_out_rows("gpu", cfg)
+    assert not leaves_out_rows("cpu", dataclasses.replace(cfg, dtype="float64"))
     monkeypatch.setattr(native.build, "_library", None)
-    assert not _leaves_out_rows(tiny_model())
+    assert not leaves_out_rows("cpu", cfg)

@@ -97,6 +97,7 @@ def test_the_table_is_the_sum_of_its_parts(monkeypatch):
         overhead=formula.overhead,
         origin="measured",
         int8=Int8Costs(Line(2.5, 0.25), 1.5 + 2 * 1.0),
+        any_rows=formula.any_rows,
     )  # fmt: skip
     without = table_of(monkeypatch, SECONDS, heads=0)
     assert without.heads == without.int8.heads == 0
@@ -349,6 +350,29 @@ def test_a_run_measures_in_pieces(folder, monkeypatch):
 
 def test_pieces_make_the_table_of_one_go(monkeypatch):
     assert table_of(monkeypatch, SECONDS) == table_of(monkeypatch, SECONDS, at_once=False)
+
+
+# --- what a plain step takes -------------------------------------------------------------------
+
+
+def test_what_a_plain_step_took_is_kept_for_later_runs(folder, monkeypatch):
+    """Of runs as long and of as many rows; what cannot be read is not believed."""
+    settings = dict(max_new_tokens=300, capacity=1024, prefill_width=16)
+    assert costs.earlier_plain(MODEL, 1, 152) is None
+    monkeypatch.setattr(run, "_next_chunk", lambda steps, *_: 16)
+    tsjax.generate(MODEL, [1, 2], **settings)
+    kept = costs.earlier_plain(MODEL, 1, 152)
+    assert kept.method == tsjax.Autoregressive() and 0 < kept.seconds < 10 and kept.context > 128
+    assert costs.earlier_plain(MODEL, 2, 152) is None is costs.earlier_plain(MODEL, 1, 5000)
+    assert costs.measured_on(tsjax.Auto(), MODEL, 152, 1).plain == kept
+    assert costs.measured_on(tsjax.Auto(costs=TABLE), MODEL, 152, 1).plain is None
+    (file,) = folder[0].iterdir()
+    for content in ("", "[]", '{"seconds": -1, "context": 1}', '{"seconds": 1}'):
+        file.write_text(content)
+        assert costs.earlier_plain(MODEL, 1, 152) is None
+    monkeypatch.setenv("TSJAX_CACHE", "")
+    costs.keep_plain(MODEL, 1, 152, 1.0, 9)
+    assert costs.earlier_plain(MODEL, 1, 152) is None
 
 
 # --- a table that a run contradicts ------------------------------------------------------------

@@ -84,6 +84,7 @@ class Measured(NamedTuple):
       compiling: seconds that the programs of a method took to compile in this run, on average.
       costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
         them.
+      plain: plain decoding as an earlier run knew it; None where none did.
       int8_fits: whether there is memory for a copy of the model in int8.
       corpus: whether there are earlier texts to draft from.
       draft_model: the config of the second model of the call, None without one.
@@ -108,6 +109,7 @@ class Measured(NamedTuple):
     tokens_left: float = math.inf
     compiling: float = 0.0
     costs: Any = None
+    plain: Tried | None = None
     int8_fits: bool = True
     corpus: bool = False
     draft_model: ModelConfig | None = None
@@ -247,3 +249,6 @@ class Autoregressive(Method):
         batch = state.root.shape[0]
         nothing = jnp.zeros((batch, 0, 0), jnp.int32), jnp.zeros((batch, 0), jnp.int32)
         return (), merge_paths(state.root, *nothing, width=1, num_sources=len(self.sources))
+
+
+PLAINLY = Autoregressive()

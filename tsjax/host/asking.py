@@ -117,11 +117,7 @@ def make_request(
         single=texts.single,
         config=config,
         method=method,
-        decode=DecodeConfig(
-            model=model.cfg,
-            prefill=lazy,
-            leaves_out_rows=leaves_out_rows(device_in(model.params)[0], model.cfg),
-        ),
+        decode=_decode_config(model, lazy),
         measured=measured._replace(corpus=corpus is not None, draft_model=second),
         stop_ids=_stop_ids(config, model),
         prompt_capacity=0 if lazy is None else prompt_capacity,
@@ -276,6 +272,11 @@ def _shared_texts(rows: list[np.ndarray]) -> tuple[int, ...] | None:
     places: dict[bytes, int] = {}
     of_rows = tuple(places.setdefault(row.tobytes(), len(places)) for row in rows)
     return of_rows if 2 * len(places) <= len(rows) else None
+
+
+def _decode_config(model: Model, lazy: LazyPrefill | None) -> DecodeConfig:
+    leaves_out = leaves_out_rows(device_in(model.params)[0], model.cfg)
+    return DecodeConfig(model=model.cfg, prefill=lazy, leaves_out_rows=leaves_out)
 
 
 def _resolve_prefill(prefill: Any) -> LazyPrefill | None:

@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from pallas_kernels.cache_folder import cache_folder
 from tsjax.config import ModelConfig
-from tsjax.decoding.method import Autoregressive, Measured, Method
+from tsjax.decoding.method import PLAINLY, Measured, Method, Tried
 from tsjax.files.checkpoint import Model, tsjax_version
 from tsjax.files.whole_files import write_text
 from tsjax.host import processes
@@ -61,7 +61,7 @@ def choose_method(method: Any, model: Model, context: int, *, batch: int = 1) ->
     """
     method = resolve_method(method)
     costs = getattr(method, "costs", None) or costs_of(model.params, model.cfg, batch, context)
-    measured = measured_on(Autoregressive(), model, context, batch)._replace(costs=costs)
+    measured = measured_on(PLAINLY, model, context, batch)._replace(costs=costs)
     chosen = method.next(measured)
     promise = chosen.promise(model.cfg, costs, context)
     step_cost = None if promise is None else promise.seconds / costs.plain(context)
@@ -75,7 +75,8 @@ def measured_on(
     measured before. Else a formula says them, and a long run measures them in pieces."""
     platform, kind = device_in(model.params)
     costs = known_costs(model.params, model.cfg, batch, context) if method.wants_costs else None
-    return Measured(model.cfg, platform, kind, context, batch, new_tokens, costs=costs)
+    plain = earlier_plain(model, batch, context) if method.wants_costs else None
+    return Measured(model.cfg, platform, kind, context, batch, new_tokens, costs=costs, plain=plain)
 
 
 def costs_of(params: Params, cfg: ModelConfig, batch: int, context: float) -> Costs:
@@ -117,23 +118,31 @@ def _keep(costs: Costs, params: Params, cfg: ModelConfig, batch: int, context: f
         _write(file, {"key": json.loads(key), "costs": costs})
 
 
-def plain_seconds(model: Model, batch: int, context: float) -> float | None:
-    """What a plain step took in an earlier run; None where none was long enough."""
-    file = _file(_key(model.params, model.cfg, batch, context), ".plain.json")
-    if file is None or processes.are_several() or not _can_run(model.params):
+def earlier_plain(model: Model, batch: int, context: float) -> Tried | None:
+    """Plain decoding as an earlier run knew it; None where none was long enough."""
+    file = _plain_file(model, batch, context)
+    if file is None:
         return None
     try:
-        seconds = float(read_json(os.fspath(file))["seconds"])
+        kept = read_json(os.fspath(file))
+        seconds, at = float(kept["seconds"]), int(kept["context"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return seconds if 0 < seconds < math.inf else None
+    return Tried(PLAINLY, seconds, at, 1.0) if 0 < seconds < math.inf else None
 
 
-def keep_plain_seconds(model: Model, batch: int, context: float, seconds: float) -> None:
-    """For later runs, which need not find out whether their drafts pay by plain steps of theirs."""
-    file = _file(_key(model.params, model.cfg, batch, context), ".plain.json")
-    if file is not None and not processes.are_several():
-        _write(file, {"seconds": seconds})
+def keep_plain(model: Model, batch: int, context: float, seconds: float, at: int) -> None:
+    """What a plain step took `at` so many tokens, for later runs like this one, which then need
+    none of their own to know whether drafts pay."""
+    file = _plain_file(model, batch, context)
+    if file is not None:
+        _write(file, {"seconds": seconds, "context": at})
+
+
+def _plain_file(model: Model, batch: int, context: float) -> Path | None:
+    if processes.are_several() or not _can_run(model.params):
+        return None
+    return _file(_key(model.params, model.cfg, batch, context), ".plain.json")
 
 
 class Measuring:

@@ -10,19 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tsjax.decoding.method import Autoregressive, Measured, Method, Tried
+from tsjax.decoding.method import PLAINLY, Measured, Method, Tried
 from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
-from tsjax.host.costs import contradicts, forget, keep_plain_seconds, plain_seconds
+from tsjax.host.costs import contradicts, forget, keep_plain
 from tsjax.host.repetition import Foretold, mean_repeat
 from tsjax.host.request import Request
 
-PLAINLY = Autoregressive()
 STEPS_TO_KEEP = 16, 128  # of a row, after which what a plain one takes is kept
 STEPS_TO_DOUBT = 256  # of all rows, before they say something of the table of costs
 USUAL = 128  # tokens that an answer has at least, for all that is known at its start
-REMEMBERED = 1.1  # times what a plain step took in an earlier run: a machine's speed drifts
 LATELY = 10.0  # seconds of a row after which half of what was measured is forgotten
 
 
@@ -40,9 +38,7 @@ class Judge:
         self._reviving = self._is_reviving(state)
         self._prompts, self._context = np.asarray(request.prompt_length), request.measured.context
         self._tried: dict[Method, Tried] = {}
-        batch, chooses = len(request.rows), request.method.chooses
-        self._plain = plain_seconds(model, batch, self._context) if chooses else None
-        self._to_keep = [steps * batch for steps in STEPS_TO_KEEP]
+        self._to_keep = [steps * len(request.rows) for steps in STEPS_TO_KEEP]
         self._begin(Known.of(state))
 
     def _begin(self, known: Known) -> None:
@@ -81,7 +77,7 @@ class Judge:
             tokens=int(self._tokens),
             seconds=float(self._seconds),
             since=float(self._since),
-            tried=self._all_tried(),
+            tried=tuple(self._tried.values()),
             repeats=mean_repeat(tokens, now.length),
             first=self._to_begin,
             moving=moving,
@@ -93,19 +89,12 @@ class Judge:
         self._remember(measured)
         return self._request.method.next(measured)
 
-    def _all_tried(self) -> tuple[Tried, ...]:
-        """And plain decoding, as an earlier run knew it."""
-        if self._plain is None or PLAINLY in self._tried:
-            return (*self._tried.values(),)
-        earlier = Tried(PLAINLY, REMEMBERED * self._plain, int(self._context), 1.0)
-        return (*self._tried.values(), earlier)
-
     def _remember(self, measured: Measured) -> None:
         """For later runs, what a plain step took."""
         if measured.current == PLAINLY and self._to_keep and measured.steps >= self._to_keep[0]:
             self._to_keep.pop(0)
             seconds = measured.seconds / measured.steps
-            keep_plain_seconds(self._model, measured.batch, self._context, seconds)
+            keep_plain(self._model, measured.batch, self._context, seconds, measured.context)
 
     @property
     def has_begun(self) -> bool:

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 
 from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import PLAINLY
 from tsjax.decoding.start import first_memory
 from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
 from tsjax.host import kept_programs, processes
 from tsjax.host.beside import BESIDE, Asked
 from tsjax.host.device_programs import Call, Program, programs_of
-from tsjax.host.judge import PLAINLY
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.decoding.method import Autoregressive, Method
+from tsjax.decoding.method import PLAINLY, Method
 from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.sampling import sampling_values
 from tsjax.decoding.start import init_stats
@@ -28,10 +28,10 @@ from tsjax.host import processes
 from tsjax.host.beside import BESIDE
 from tsjax.host.chunks import seconds_per_chunk
 from tsjax.host.compilation import Stopwatch
-from tsjax.host.costs import Measuring, plain_seconds
+from tsjax.host.costs import Measuring
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.judge import PLAINLY, Judge, length_of
+from tsjax.host.judge import Judge, length_of
 from tsjax.host.moving import Moves, plainly
 from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
@@ -173,17 +173,16 @@ def _begun_where_ready(
     decode = plainly(request.decode)
     state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
     wanted = request.decode
-    if wanted == decode or _is_unknown(model, request, moves) or not moves.is_ready(wanted, state):
+    if wanted == decode or _is_unknown(request, moves) or not moves.is_ready(wanted, state):
         none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
         return decode, state, none
     return wanted, begun_anew(model, state, wanted), None
 
 
-def _is_unknown(model: Model, request: Request, moves: Moves) -> bool:
+def _is_unknown(request: Request, moves: Moves) -> bool:
     """Whether plain steps have to say first what they take."""
-    if not (moves.are_beside and request.method.wants_costs) or request.measured.costs is not None:
-        return False
-    return plain_seconds(model, len(request.rows), request.measured.context) is None
+    known = request.measured.costs is not None or request.measured.plain is not None
+    return moves.are_beside and request.method.wants_costs and not known
 
 
 def params_for(
@@ -431,7 +430,7 @@ def _read(model: Model, request: Request, state: DecodeState) -> Iterator[tuple[
         if part < len(request.prefill_widths) - 1:
             state = compiled.finish_part(model.params, state, part=part, cfg=cfg)
             yield state.replace(**aside), 0
-    start, cfg = 0, dataclasses.replace(request.decode, method=Autoregressive())
+    start, cfg = 0, dataclasses.replace(request.decode, method=PLAINLY)
     for width in request.made_widths:
         state = compiled.read_made(model.params, state, start, width=width, cfg=cfg)
         start += width

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from tsjax.config import ModelConfig
-from tsjax.decoding.method import Autoregressive, Measured, Method, Sizes
+from tsjax.decoding.method import PLAINLY, Measured, Method, Sizes
 from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs, as_costs
 from tsjax.methods.devices import costs_for
@@ -30,6 +30,7 @@ UNSURE = 0.15  # so much less may plain steps take than the table says; and so m
 # the run's time that may cost. A text that begins to repeat itself is worth more, unless it is what
 # is drafted from already.
 TRIAL_STEPS, TRIALS_COST, TRIALS_COST_OF_REPEATS = 96, 0.01, 0.1
+DRIFTS = 1.1  # plain steps that one took in an earlier run: a machine's speed drifts
 PLAIN_STEPS = 16  # of a row, after which it is known what a plain one takes
 MOVES_FOR = 2  # times the seconds of moving: answers end before they were to, and texts change
 WIDEST, LOOKED_AT = 64, 8  # rows of a tree; earlier places of the last token
@@ -78,7 +79,8 @@ class Auto(Method):
         )
 
     def next(self, measured: Measured) -> Method:
-        costs = self.costs or costs_for(measured)
+        costs, plain = self.costs or costs_for(measured), measured.plain
+        costs = costs if plain is None else costs.with_plain(plain.seconds, plain.context)
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
             return opening(measured.model, costs, measured.context, corpus=measured.corpus)
@@ -119,6 +121,8 @@ def follow(measured: Measured, costs: Costs) -> Method:
         for tried in measured.tried
         if tried.method != current
     }
+    if measured.plain is not None and current != PLAINLY and PLAINLY not in known:
+        known[PLAINLY] = DRIFTS
     best = min(known, key=known.__getitem__, default=current)
     if best != current and here > BETTER * known[best]:
         return best
@@ -144,12 +148,12 @@ def _promises(measured: Measured, costs: Costs, known: set[Method]) -> dict[Meth
     """What is unknown, and the plain steps that a token of it is expected to take. Passes are known
     once any were tried: as the context grows, others of them promise a little more."""
     model, context = measured.model, measured.context
-    plain, found = Autoregressive(), {}
+    found = {}
     if is_short(measured.new_tokens):
         return found
-    if plain not in known:  # what a step of drafts takes beside its passes, no table knows
-        found[plain] = 1 - UNSURE
-    if all(method == plain or method.drafts_from_text_alone for method in known):
+    if PLAINLY not in known:  # what a step of drafts takes beside its passes, no table knows
+        found[PLAINLY] = 1 - UNSURE
+    if all(method == PLAINLY or method.drafts_from_text_alone for method in known):
         drafts = best_with_passes(model, costs, context, corpus=measured.corpus)
         deepest = max(one.sizes(model).depth for one in known)  # as the buffers are
         if drafts not in known and drafts.sizes(model).depth <= deepest:

@@ -18,6 +18,7 @@ from tsjax.errors import BadValue
 # Twice the rows may take so many times as long, or right drafts do not pay; and a narrower width is
 # worth compiling where the next wider one that is takes so many times as long.
 DOUBLE_PAYS, NARROWER_SAVES = 1.5, 1.2
+LEAST = 1e-6  # seconds of any pass
 MOST_OF_ANY = 16  # rows, beyond which a CPU takes longer than right drafts save
 
 
@@ -102,6 +103,16 @@ class Costs(NamedTuple):
             if self.of_pass(kept[0], context) > NARROWER_SAVES * self.of_pass(rows, context):
                 kept.insert(0, rows)
         return (1, *kept)
+
+    def with_plain(self, seconds: float, context: float) -> Costs:
+        """The table for a machine on which a plain step takes so long at `context` tokens: what
+        differs does so for any rows."""
+        more = seconds - self.plain(context)
+        shifted = (
+            (rows, line._replace(seconds=max(line.seconds + more, LEAST)))
+            for rows, line in self.passes
+        )
+        return self._replace(passes=tuple(shifted))
 
     def plain(self, context: float) -> float:
         """Seconds of a step of plain decoding."""
