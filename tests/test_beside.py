@@ -65,8 +65,8 @@ def decoded(monkeypatch):
     return used
 
 
-def auto_says(model):
-    found = tsjax.generate(model, PROMPT, method=AUTO, **{**SETTINGS, "max_new_tokens": 40})
+def auto_says(model, method=AUTO):
+    found = tsjax.generate(model, PROMPT, method=method, **{**SETTINGS, "max_new_tokens": 40})
     return found.tokens[0].tolist(), found.stats
 
 
@@ -85,6 +85,19 @@ def test_a_run_begins_plainly_and_goes_over(helper, made, decoded):  # noqa: F81
     tokens, stats = auto_says(model)
     assert tokens == plain and decoded[-1] == "tree" and "decode" not in made
     assert stats.beside_seconds == 0
+
+
+def test_other_prices_make_no_other_program(helper, decoded):
+    model, costs = tiny_model(vocab_size=67), MIXED_COSTS._replace(any_rows=True)
+    tokens, _ = auto_says(model, tsjax.Auto(costs=costs))
+    assert "tree" in decoded
+    helper()
+    decoded.clear()
+    kept = sorted(kept_programs.safe_folder().iterdir())
+    dearer = costs.with_plain(3 * costs.plain(20), 20)
+    found, stats = auto_says(model, tsjax.Auto(costs=dearer))
+    assert found == tokens and {*decoded} == {"tree"} and stats.beside_seconds == 0
+    assert sorted(kept_programs.safe_folder().iterdir()) == kept
 
 
 def test_what_is_compiled_for_a_run_that_ends_first_is_there_for_the_next(helper, decoded):

@@ -35,7 +35,7 @@ class DecodeConfig:
 
     @property
     def in_steps(self) -> DecodeConfig:
-        """As steps are compiled for it; a state is begun for the whole config."""
+        """As steps are compiled for it, and what they begin with where no lazy prefill does."""
         return dataclasses.replace(self, method=self.method.in_steps())
 
     @property

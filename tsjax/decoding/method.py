@@ -191,8 +191,12 @@ class Method:
         return ()
 
     def in_steps(self) -> Method:
-        """As its steps are compiled: without settings that its memory holds as arrays."""
+        """As its programs are compiled: some settings are arrays of its memory (`priced`)."""
         return self
+
+    def priced(self, model: ModelConfig, memory: Memory) -> Memory:
+        """The memory that `in_steps().init` gave, with the settings that it left out."""
+        return memory
 
     def read(self, model: ModelConfig, params: Params, memory: Memory, state: DecodeState):
         """The memory with all known tokens, of which it may know some.

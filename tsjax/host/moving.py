@@ -80,7 +80,8 @@ class Moves:
             return []
         device = processes.own_device(self._model.params)
         batch, capacity = state.tokens.shape
-        how = {"cfg": decode, "batch": batch, "capacity": capacity, "mesh": None}
+        cfg = first_memory_config(decode, None)
+        how = {"cfg": cfg, "batch": batch, "capacity": capacity, "mesh": None}
         memory, stats = jax.eval_shape(functools.partial(first_memory, **how), None)
         begun = state.replace(memory=memory, stats=stats)
         calls = {
@@ -94,6 +95,12 @@ class Moves:
             if words is not None:
                 found.append(Asked(name, device.platform, self._model.cfg.dtype, call, words))
         return found
+
+
+def first_memory_config(decode: DecodeConfig, mesh: Any) -> DecodeConfig:
+    """For what the program of a first memory is compiled: any prices, where the host can put in
+    others. On a mesh it cannot, and a lazy prefill has a memory of its own."""
+    return decode if mesh is not None or decode.prefill is not None else decode.in_steps
 
 
 def plainly(decode: DecodeConfig) -> DecodeConfig:

@@ -32,7 +32,7 @@ from tsjax.host.costs import Measuring
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.judge import Judge, length_of
-from tsjax.host.moving import Moves, plainly
+from tsjax.host.moving import Moves, first_memory_config, plainly
 from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
@@ -392,9 +392,12 @@ def begun_anew(
     # A copy, as the memory that takes it up is donated to its first steps.
     lesson, mesh = jax.tree.map(jnp.copy, lesson), mesh_of(model.params)
     # On a mesh it is taught in the program: devices of other processes are out of reach elsewhere.
+    given = first_memory_config(decode, mesh)
     memory, stats = programs_of(model).first_memory(
-        None if mesh is None else lesson, cfg=decode, batch=batch, capacity=capacity, mesh=mesh
+        None if mesh is None else lesson, cfg=given, batch=batch, capacity=capacity, mesh=mesh
     )
+    if given != decode:
+        memory = decode.method.priced(decode.model, memory)
     if mesh is None and lesson is not None:
         memory = decode.method.taught(memory, lesson)
     return kept_on_device(model, state.replace(memory=memory, stats=stats))

@@ -119,6 +119,12 @@ class Costs(NamedTuple):
         return self.of_pass(1, context) + self.overhead
 
 
+# Of programs that take others as arrays.
+ANY_COSTS = Costs(
+    ((1, Line(1.0)), (2, Line(1.0))), 0.0, Line(0.0), Line(0.0), 0.0, 0.0, "estimated"
+)
+
+
 def as_costs(value: Any) -> Costs:
     """The table from nested lists, as a file has them. ValueError for what is none."""
     wanted = "a tsjax.Costs: two passes or more, the first of one row, and seconds of 0 or more"

@@ -20,7 +20,7 @@ from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree, cut, grow_tree
 from tsjax.errors import BadValue
 from tsjax.methods.corpus import PLACES
-from tsjax.methods.cost_model import Costs, as_costs
+from tsjax.methods.cost_model import ANY_COSTS, Costs, as_costs
 from tsjax.methods.devices import costs_for
 from tsjax.methods.history import enter, enter_few, init_table
 from tsjax.methods.likely_growth import (
@@ -128,7 +128,12 @@ class LikelyTree(OnPartialCache):
         return not self.draft_passes
 
     def in_steps(self) -> Method:
-        return dataclasses.replace(self, costs=None)  # the memory has them
+        return dataclasses.replace(self, costs=ANY_COSTS)
+
+    def priced(self, model: ModelConfig, memory: Learned) -> Learned:
+        assert self.costs is not None
+        prices = price_list(self, self.costs, self.sizes(model).pass_widths)
+        return memory.replace(prices=prices)
 
     def next(self, measured: Measured) -> Method:
         if measured.current is not None:
