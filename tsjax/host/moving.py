@@ -88,6 +88,8 @@ class Moves:
             "first_memory": Call.of((None,), how),
             "decode": Call.of((self._params(decode.method), begun, 1), {"cfg": decode.in_steps}),
         }
+        if decode.method == PLAINLY:  # nothing: compiled at once where it is wanted
+            calls.pop("first_memory")
         found = []
         for name, call in calls.items():
             program, call = getattr(programs_of(self._model), name), call.abstract()

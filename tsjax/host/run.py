@@ -31,7 +31,7 @@ from tsjax.host.compilation import Stopwatch
 from tsjax.host.costs import Measuring
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.judge import Judge, length_of
+from tsjax.host.judge import USUAL, Judge, length_of
 from tsjax.host.moving import Moves, first_memory_config, plainly
 from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, repeat_numbers
@@ -167,13 +167,17 @@ def _run(
 def _begun_where_ready(
     model: Model, request: Request, interrupt: Interrupt, moves: Moves
 ) -> tuple[DecodeConfig, DecodeState, StepStats | None]:
-    """By the method that is wanted, where its programs are there and it is known from earlier what
-    a plain step takes; else plainly, with counters of the wanted one that are 0. The prompt is read
-    by the programs of plain decoding."""
+    """By the method that is wanted, where its programs are in memory, or on disk and worth reading,
+    and it is known from earlier what a plain step takes; else plainly, with counters of the wanted
+    one that are 0. The prompt is read by the programs of plain decoding."""
     decode = plainly(request.decode)
     state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
     wanted = request.decode
-    if wanted == decode or _is_unknown(request, moves) or not moves.is_ready(wanted, state):
+    known = wanted != decode and not _is_unknown(request, moves)
+    more = moves.seconds(wanted, state) - moves.seconds(decode, state)  # to read
+    if known and _pays_at_once(request, max(more, 0.0)):
+        known = moves.is_ready(wanted, state)
+    if not known or not moves.is_there(wanted, state):
         none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
         return decode, state, none
     return wanted, begun_anew(model, state, wanted), None
@@ -183,6 +187,15 @@ def _is_unknown(request: Request, moves: Moves) -> bool:
     """Whether plain steps have to say first what they take."""
     known = request.measured.costs is not None or request.measured.plain is not None
     return moves.are_beside and request.method.wants_costs and not known
+
+
+def _pays_at_once(request: Request, moving: float) -> bool:
+    """Whether drafts promise more in a usual answer than reading their programs takes."""
+    wanted, left = request.decode.method, min(request.config.max_new_tokens, USUAL)
+    begun = request.measured._replace(
+        current=PLAINLY, first=wanted, moving=moving, tokens_left=float(left)
+    )
+    return request.method.next(begun) == wanted
 
 
 def params_for(

@@ -84,7 +84,7 @@ class Auto(Method):
         costs = costs if measured.int8_fits else costs._replace(int8=None)
         if measured.current is None:
             return opening(measured.model, costs, measured.context, corpus=measured.corpus)
-        waited = measured.steps >= PLAIN_STEPS * measured.batch
+        waited = plain is not None or measured.steps >= PLAIN_STEPS * measured.batch
         if measured.first is not None and waited and begins_to_pay(measured, costs):
             return measured.first
         return follow(measured, costs)
