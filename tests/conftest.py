@@ -108,6 +108,7 @@ def pytest_configure(config: pytest.Config) -> None:
         native.status(try_now=True)
     keep_programs()
     leave_works_untold()
+    remember_no_plain_steps()
 
 
 def leave_works_untold() -> None:
@@ -115,6 +116,13 @@ def leave_works_untold() -> None:
     from tsjax.host import line_writer
 
     line_writer.SECONDS_UNTOLD = line_writer.SECONDS_BETWEEN = float("inf")
+
+
+def remember_no_plain_steps() -> None:
+    """Else a test's Auto would know how fast another test's run was; see test_measuring.py."""
+    from tsjax.host import judge
+
+    judge.STEPS_TO_KEEP = ()
 
 
 MOST_KEPT = 2**30  # bytes

@@ -14,7 +14,7 @@ import pytest
 from helpers import tiny_config, tiny_model
 
 import tsjax
-from tsjax.host import costs, measuring, run
+from tsjax.host import costs, judge, measuring, run
 from tsjax.host.costs import costs_of
 from tsjax.methods.cost_model import Costs, Int8Costs, Line, as_costs
 from tsjax.methods.devices import CPU, estimated
@@ -357,6 +357,7 @@ def test_pieces_make_the_table_of_one_go(monkeypatch):
 
 def test_what_a_plain_step_took_is_kept_for_later_runs(folder, monkeypatch):
     """Of runs as long and of as many rows; what cannot be read is not believed."""
+    monkeypatch.setattr(judge, "STEPS_TO_KEEP", (16, 128))
     settings = dict(max_new_tokens=300, capacity=1024, prefill_width=16)
     assert costs.earlier_plain(MODEL, 1, 152) is None
     monkeypatch.setattr(run, "_next_chunk", lambda steps, *_: 16)

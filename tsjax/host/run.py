@@ -175,7 +175,7 @@ def _begun_where_ready(
     wanted = request.decode
     known = wanted != decode and not _is_unknown(request, moves)
     more = moves.seconds(wanted, state) - moves.seconds(decode, state)  # to read
-    if known and _pays_at_once(request, max(more, 0.0)):
+    if known and more > 0 and _pays_at_once(request, more):
         known = moves.is_ready(wanted, state)
     if not known or not moves.is_there(wanted, state):
         none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
@@ -189,11 +189,14 @@ def _is_unknown(request: Request, moves: Moves) -> bool:
     return moves.are_beside and request.method.wants_costs and not known
 
 
+ENOUGH_STEPS = 2**30  # for a method to know what a plain one takes
+
+
 def _pays_at_once(request: Request, moving: float) -> bool:
     """Whether drafts promise more in a usual answer than reading their programs takes."""
     wanted, left = request.decode.method, min(request.config.max_new_tokens, USUAL)
     begun = request.measured._replace(
-        current=PLAINLY, first=wanted, moving=moving, tokens_left=float(left)
+        current=PLAINLY, first=wanted, moving=moving, tokens_left=float(left), steps=ENOUGH_STEPS
     )
     return request.method.next(begun) == wanted
 
