@@ -27,9 +27,19 @@ from tsjax.host.compilation import choose_folder, executables_folder
 from tsjax.host.device_programs import Call, programs_on
 from tsjax.host.telling import beside, doing
 
-LEAST_PRIORITY = 19
 WAITS = 0.05  # seconds between two looks
-START = "import sys; sys.path[:0] = sys.argv[1:]; from tsjax.host.beside import serve; serve()"
+# Of the least priority before it imports anything: that takes longer than to compile a step.
+START = """
+import os, sys
+os.nice(19)
+try:
+    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+except (AttributeError, OSError):
+    pass
+sys.path[:0] = sys.argv[1:]
+from tsjax.host.beside import serve
+serve()
+"""
 
 
 class Asked(NamedTuple):
@@ -103,7 +113,6 @@ class OtherProcess(Helper):
 
 def serve() -> None:
     """What that process does."""
-    os.nice(LEAST_PRIORITY)
     folder, settings = pickle.load(sys.stdin.buffer)
     for name, value in settings.items():
         if getattr(jax.config, name, None) != value:
