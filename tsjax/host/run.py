@@ -174,9 +174,10 @@ def _begun_where_ready(
     state = start_run(model, dataclasses.replace(request, decode=decode), interrupt)
     wanted = request.decode
     known = wanted != decode and not _is_unknown(request, moves)
-    more = moves.seconds(wanted, state) - moves.seconds(decode, state)  # to read
-    if known and more > 0 and _pays_at_once(request, more):
-        known = moves.is_ready(wanted, state)
+    if known:
+        more = moves.seconds(wanted, state) - moves.seconds(decode, state)  # to read
+        if more > 0 and _pays_at_once(request, more):
+            moves.is_ready(wanted, state)
     if not known or not moves.is_there(wanted, state):
         none = jax.tree.map(np.zeros_like, init_stats(wanted, len(request.rows)))
         return decode, state, none
