@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The static settings: frozen, hashable dataclasses that a jitted function may take as constants.
 
-Knows the shape of a model and what a user may ask of `generate` and `train_heads`. Does not know
-arrays, checkpoints or where a setting came from. Every message names the argument, its value and
-what would be right. The letters of dimensions are in typing.py.
+Knows the shape of a model and what a user may ask of `generate`; what one may ask of training is in
+training_config.py. Does not know arrays, checkpoints or where a setting came from. Every message
+names the argument, its value and what would be right. The letters of dimensions are in typing.py.
 """
 
 from __future__ import annotations
@@ -154,6 +154,41 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class OneLayer:
+    """The shape of a drafter: a decoder layer of the model's own heads that reads what the model
+    has computed. `tsjax train-drafter` makes one.
+
+    Attributes:
+      mlp_dim: of its feed-forward part.
+      words: how many tokens it can say, the most frequent ones; others it cannot draft.
+      taps: after how many of the model's layers it reads.
+      window: tokens that it sees, the last ones.
+      rope: its own rotary embedding: distances are at most the window.
+      tap_norms: whether each tap is normed before they are fused.
+      accuracy: how often each of its drafts in a row was right when those before were, on held-out
+        text; () if nobody has measured it. It changes no token.
+    """
+
+    mlp_dim: int
+    words: int
+    taps: tuple[int, ...]
+    window: int = 512
+    rope: RopeConfig = RopeConfig()
+    tap_norms: bool = True
+    accuracy: tuple[float, ...] = ()
+
+    def __post_init__(self):
+        check_fields(self, prefix="drafter ")
+        for name in ("taps", "accuracy"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for tap in self.taps:
+            check_int(tap, "drafter taps", 0)
+        check(bool(self.taps), "drafter taps", self.taps, "numbers of layers, at least one")
+        for share in self.accuracy:
+            check_float(share, "drafter accuracy", 0.0, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """One decoder-only transformer. Families differ by the flags at the end and nothing else."""
 
@@ -179,6 +214,7 @@ class ModelConfig:
     # it. It tells method="tokenswift" what the heads are worth and changes no token.
     head_accuracy: tuple[float, ...] = ()
     head_kind: str = CHAINED  # of the draft heads: one of HEAD_KINDS
+    drafter: OneLayer | None = None  # that came with the checkpoint
 
     def __post_init__(self):
         check_fields(self, may_be_0=("num_draft_heads",))
@@ -194,6 +230,10 @@ class ModelConfig:
         wanted = f"a share from 0 to 1 for each of {self.num_draft_heads} heads, or ()"
         check(len(shares) in (0, self.num_draft_heads), "head_accuracy", shares, wanted)
         object.__setattr__(self, "head_accuracy", shares)
+        if self.drafter is not None:
+            layers = f"at most the model's num_layers={self.num_layers}"
+            deepest = max(self.drafter.taps)
+            check(deepest <= self.num_layers, "drafter taps", self.drafter.taps, layers)
 
     @property
     def group_size(self) -> int:
@@ -205,17 +245,25 @@ class ModelConfig:
         return dataclasses.replace(self, num_draft_heads=count, head_kind=kind, head_accuracy=())
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the kind of heads where it is the first one, as files had it before others."""
+        """Without the kind of heads where it is the first one, and without a drafter where there is
+        none, as files had it before others."""
         fields = dataclasses.asdict(self)
         if self.head_kind == CHAINED:
             del fields["head_kind"]
+        if self.drafter is None:
+            del fields["drafter"]
         return fields
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         refuse_unknown(list(fields), known, "model config field")
-        return cls(**{**fields, "rope": RopeConfig(**fields.get("rope", {}))})
+        drafter = fields.get("drafter")
+        if drafter is not None:
+            rope = RopeConfig(**drafter["rope"])
+            drafter = OneLayer(**{**drafter, "rope": rope})
+        rope = RopeConfig(**fields.get("rope", {}))
+        return cls(**{**fields, "rope": rope, "drafter": drafter})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,67 +458,3 @@ def _plain(value: Any) -> Any:
     """NumPy and JAX scalars and arrays, and lists of them, as Python numbers and tuples."""
     value = value.tolist() if hasattr(value, "tolist") else value
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadTraining:
-    """How heads are trained. The defaults are TokenSwift's Table 9 (all models but the 14B one).
-
-    Where the table is silent the defaults are those of the published code: Adam's epsilon, weights
-    that start from a normal distribution, gradients clipped to norm 1, no decay of norms. `of_kind`
-    has the defaults for Medusa's heads.
-    """
-
-    num_heads: int = 3
-    sequence_length: int = 8192  # tokens
-    steps: int = 200
-    batch_size: int = 120  # sequences per step
-    micro_batch: int = 3  # sequences per pass, for each part of a mesh's "data" axis
-    learning_rate: float = 5e-3  # the highest: after the warm-up it falls to 0 as a cosine
-    warmup_steps: int = 50
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.999
-    max_grad_norm: float = 1.0  # 0: off
-    init_scale: float = 0.02  # standard deviation of the first weights
-    chunk_tokens: int = 1024  # positions of a micro-batch whose logits exist at a time
-    seed: int = 0  # first weights and order of the sequences
-    head_kind: str = CHAINED  # one of HEAD_KINDS
-    loss_decay: float = 1.0  # what a head's loss counts, for 1 of the head before it
-
-    def __post_init__(self):
-        shares = ("beta1", "beta2", "loss_decay")
-        check_fields(self, may_be_0=("warmup_steps", "seed"), up_to_1=shares)
-        check(self.head_kind in HEAD_KINDS, "head_kind", self.head_kind, one_of(HEAD_KINDS))
-        check(self.loss_decay > 0, "loss_decay", self.loss_decay, "above 0; 1.0 counts all alike")
-        for name in ("beta1", "beta2"):
-            check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
-        length, heads, warmup = self.sequence_length, self.num_heads, self.warmup_steps
-        wanted = f"at least {heads + 2}: the label of head {heads} is {heads + 1} tokens further"
-        check(length >= heads + 2, "sequence_length", length, wanted)
-        check(warmup < self.steps, "warmup_steps", warmup, f"less than steps={self.steps}")
-
-    @classmethod
-    def of_kind(cls, kind: str, **changes: Any) -> HeadTraining:
-        """The defaults for heads of that kind.
-
-        For parallel ones those of Medusa's published code, where it says something: each head's
-        loss counts 0.8 of the one before, matrices begin at zero, nothing decays, 40 warm-up steps,
-        sequences of 4,096 tokens. Four heads, as no published tree uses a fifth.
-        """
-        check(kind in HEAD_KINDS, "head_kind", kind, one_of(HEAD_KINDS))
-        medusa = dict(
-            num_heads=4, sequence_length=4096, learning_rate=2e-3, warmup_steps=40,
-            weight_decay=0.0, init_scale=0.0, loss_decay=0.8,
-        )  # fmt: skip
-        return cls(**{**(medusa if kind != CHAINED else {}), "head_kind": kind, **changes})
-
-    @property
-    def loss_weights(self) -> tuple[float, ...]:
-        """What each head's mean loss counts."""
-        return tuple(self.loss_decay**i for i in range(self.num_heads))
-
-    @property
-    def labels(self) -> tuple[int, ...]:
-        """Labels per sequence of each head: head i (from 1) at position t has token t + 1 + i."""
-        return tuple(self.sequence_length - 1 - i for i in range(1, self.num_heads + 1))

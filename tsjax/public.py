@@ -59,7 +59,7 @@ from tsjax.host.replay import check_run, RunCheck, Departure
 
 # Training of draft heads
 from tsjax.training.run import train_heads, TrainedHeads
-from tsjax.config import HeadTraining
+from tsjax.training_config import HeadTraining
 from tsjax.files.presets import training_preset
 
 # For JAX programs: pure functions of arrays

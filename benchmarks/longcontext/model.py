@@ -195,7 +195,7 @@ def _block(q, k, v, start, seen: int):
 def logits_of(weights, tokens, positions, cfg):
     """[B, T, V], with no cache."""
     hidden = embed(weights, tokens)
-    hidden, _, _ = apply_layers(weights, hidden, positions=positions, attend=attention, cfg=cfg)
+    hidden, *_ = apply_layers(weights, hidden, positions=positions, attend=attention, cfg=cfg)
     return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
 
 

@@ -52,7 +52,7 @@ def causal_attention(layer: int, q, k, v):
 
 def token_logits(weights, inputs, positions, cfg, attend=causal_attention):
     """[B, T, V], with no cache."""
-    hidden, _, _ = apply_layers(
+    hidden, *_ = apply_layers(
         weights, embed(weights, inputs), positions=positions, attend=attend, cfg=cfg
     )
     return unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)

@@ -36,6 +36,7 @@ class Sizes(NamedTuple):
         the narrowest that holds its tree.
       positions: depths that count in `RunStats.alpha`; 0 for all.
       with_attended: whether `learn` reads `verdict.rows.attended`.
+      with_taps: whether it reads `verdict.rows.taps`, what the model's drafter reads.
     """
 
     width: int = 1
@@ -44,6 +45,7 @@ class Sizes(NamedTuple):
     narrower: tuple[int, ...] = ()
     positions: int = 0
     with_attended: bool = False
+    with_taps: bool = False
 
     @property
     def pass_widths(self) -> tuple[int, ...]:

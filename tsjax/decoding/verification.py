@@ -145,6 +145,7 @@ def pass_over(
         cfg=cfg.model,
         live=live,
         with_attended=cfg.sizes.with_attended,
+        taps=cfg.model.drafter.taps if cfg.sizes.with_taps and cfg.model.drafter else (),
     )
 
 

@@ -13,8 +13,9 @@ import importlib.resources
 import json
 from typing import Any, NamedTuple
 
-from tsjax.config import GenerationConfig, HeadTraining, ModelConfig, check
+from tsjax.config import GenerationConfig, ModelConfig, check
 from tsjax.methods import TokenSwift
+from tsjax.training_config import HeadTraining
 
 
 class Preset(NamedTuple):

@@ -54,6 +54,7 @@ class Costs(NamedTuple):
       int8: of drafting with the model in int8; None where that is not offered.
       any_rows: whether a program takes as few rows as a step wants, at their price; else it has a
         body for each width.
+      one_layer: of a draft of the one-layer drafter; 0 for a model without one.
     """
 
     passes: tuple[tuple[int, Line], ...]
@@ -65,6 +66,7 @@ class Costs(NamedTuple):
     origin: str
     int8: Int8Costs | None = None
     any_rows: bool = False
+    one_layer: float = 0.0
 
     def of_pass(self, rows: int, context: float) -> float:
         """Seconds of a pass of N rows over caches of `context` tokens."""
@@ -131,7 +133,7 @@ def as_costs(value: Any) -> Costs:
     try:
         passes, heads, choice, suffix, ngrams, overhead, origin, *others = value
         # A table from before there were such.
-        int8, any_rows = [*others, *[None, False][len(others) :]]
+        int8, any_rows, one_layer = [*others, *[None, False, 0.0][len(others) :]]
         if int8 is not None:
             one_row, int8_heads = int8
             int8 = Int8Costs(_line(one_row), float(int8_heads))
@@ -145,11 +147,12 @@ def as_costs(value: Any) -> Costs:
             origin=origin,
             int8=int8,
             any_rows=bool(any_rows),
+            one_layer=float(one_layer),
         )
     except (TypeError, ValueError) as error:
         raise BadValue(f"costs={value!r:.80} is not valid: {wanted}") from error
     lines = (costs.choice, costs.suffix, *(line for _, line in costs.passes))
-    seconds = [costs.heads, costs.ngrams, costs.overhead, *itertools.chain(*lines)]
+    seconds = [costs.heads, costs.one_layer, costs.ngrams, costs.overhead, *itertools.chain(*lines)]
     seconds += [] if costs.int8 is None else [*costs.int8.one_row, costs.int8.heads]
     widths = [rows for rows, _ in costs.passes]
     check(all(math.isfinite(x) and x >= 0 for x in seconds), "costs", value, wanted)

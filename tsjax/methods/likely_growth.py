@@ -20,9 +20,15 @@ from tsjax.decoding.tree import first_with, shared
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.history import NgramTable
 from tsjax.methods.likely_sources import grid
-from tsjax.methods.model_drafts import PASS_IS_RIGHT, PASS_WITH_REST_IS_RIGHT, heads_are_right
+from tsjax.methods.model_drafts import (
+    PASS_IS_RIGHT,
+    PASS_WITH_REST_IS_RIGHT,
+    drafts_are_right,
+    heads_are_right,
+)
 from tsjax.methods.ngram import TEXT_IS_RIGHT
 from tsjax.methods.on_partial_cache import OnPartialCache
+from tsjax.methods.one_layer import LayerMemory
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths
 from tsjax.methods.rates import KINDS, NO_DRAFT, PASS_AXES, Rates, chances
@@ -52,21 +58,23 @@ def nothing_offered(batch: int, paths: int, depth: int) -> Offered:
 
 
 class Prices(NamedTuple):
-    """Seconds of a step with each of the pass widths, of a plain one, of a row more in it, and of
-    a pass that drafts."""
+    """Seconds of a step with each of the pass widths, of a plain one, of a row more in it, of a
+    pass that drafts, and of a draft of the one-layer drafter."""
 
     rows: Float[Array, "widths"]
     plain: Float[Array, ""]
     one_row: Float[Array, ""]
     one_pass: Float[Array, ""]
+    one_layer: Float[Array, ""]
 
 
 class PriceList(NamedTuple):
     """Seconds, and seconds for each token of context: of a step with each of the pass widths, of a
-    plain one, and of a pass that drafts. Arrays, so that other seconds make no other program."""
+    plain one, of a pass that drafts, and of a draft of the one-layer drafter. Arrays, so that other
+    seconds make no other program."""
 
-    begun: Float[Array, "widths+2"]
-    per_token: Float[Array, "widths+2"]
+    begun: Float[Array, "widths+3"]
+    per_token: Float[Array, "widths+3"]
 
     def at(self, method: OnPartialCache, widest: int, state: DecodeState) -> Prices:
         """At the mean length of the rows that run."""
@@ -75,12 +83,13 @@ class PriceList(NamedTuple):
         slots = context = context / running
         if method.draft_choice != "all":
             slots = jnp.minimum(context, method.draft_budget)
-        of_steps = self.begun[:-1] + self.per_token[:-1] * context
+        of_steps = self.begun[:-2] + self.per_token[:-2] * context
         return Prices(
             rows=of_steps[:-1],
             plain=of_steps[-1],
             one_row=(of_steps[-2] - of_steps[-1]) / (widest - 1),
-            one_pass=self.begun[-1] + self.per_token[-1] * slots,
+            one_pass=self.begun[-2] + self.per_token[-2] * slots,
+            one_layer=self.begun[-1],
         )
 
 
@@ -94,7 +103,8 @@ def price_list(method: OnPartialCache, costs: Costs, widths: Sequence[int]) -> P
     def of_step(rows: int) -> Callable[[float], float]:
         return lambda context: costs.of_pass(rows, context) + costs.overhead
 
-    lines = [*map(of_step, widths), of_step(1), of_pass]  # each is linear in the context
+    # Each is linear in the context.
+    lines = [*map(of_step, widths), of_step(1), of_pass, lambda context: costs.one_layer]
     begun, far = ([line(context) for line in lines] for context in (0.0, FAR_CONTEXT))
     slopes = [(end - begin) / FAR_CONTEXT for begin, end in zip(begun, far, strict=True)]
     return PriceList(jnp.asarray(begun, jnp.float32), jnp.asarray(slopes, jnp.float32))
@@ -118,12 +128,12 @@ class Pace(NamedTuple):
 
 
 def right_beforehand(
-    model: ModelConfig, *, text: bool, passes: int, with_rest: bool, heads: int
+    model: ModelConfig, *, text: bool, passes: int, with_rest: bool, heads: int, drafter: int
 ) -> list[float]:
     """How likely each draft is before anything is known of a run, the likeliest first."""
     begun, found = 1.0, [TEXT_IS_RIGHT] if text else []
-    right = PASS_WITH_REST_IS_RIGHT if with_rest else PASS_IS_RIGHT
-    for _ in range(passes):
+    of_pass = PASS_WITH_REST_IS_RIGHT if with_rest else PASS_IS_RIGHT
+    for right in [of_pass] * passes + drafts_are_right(model, drafter):
         found += [begun * right, *(begun * (1 - right) * share for share in OTHERS_ARE_RIGHT)]
         begun *= right
     of_heads = heads_are_right(model, heads, passes > 0)
@@ -151,13 +161,13 @@ def gain_of_pass(
     found: Float[Array, "B"] | float,
     prices: Prices,
     pace: Float[Array, ""],
+    of_best: slice = slice(KINDS.passes, KINDS.passes + PASS_AXES[1]),
 ) -> Float[Array, ""]:
     """Seconds that the best token of a pass is expected to save beyond a draft that has been
     `found`, with that chance, less those of its row.
 
-    It is judged only where it is likely enough, which the pass will say.
+    It is judged only where it is likely enough, which the pass will say. `of_best` are its kinds.
     """
-    of_best = slice(KINDS.passes, KINDS.passes + PASS_AXES[1])
     tried, values = rates.tried[of_best], rates.values[of_best]
     better = survival[:, None] * values[None] - jnp.reshape(found, (-1, 1))
     saved = jnp.maximum(better * pace - prices.one_row, 0)
@@ -214,6 +224,7 @@ class Learned(flax.struct.PyTreeNode):
     Attributes:
       cache: for passes of the model on few tokens.
       hidden: last layer's output for the last committed token; zero before there is one.
+      layer: of the one-layer drafter.
       table: of prompt and output.
       prices: what rows and passes take.
       offered: what the last step could have drafted.
@@ -224,6 +235,7 @@ class Learned(flax.struct.PyTreeNode):
 
     cache: DraftCache | None
     hidden: Float[Array, "B D"] | None
+    layer: LayerMemory | None
     table: NgramTable | None
     prices: PriceList
     offered: Offered

@@ -22,6 +22,7 @@ from tsjax.methods.rates import (
     GAPS,
     HEAD_AXES,
     KINDS,
+    LAYER_AXES,
     LONGEST,
     NO_DRAFT,
     PASS_AXES,
@@ -109,6 +110,20 @@ def penalised(tokens: Int[Array, "B R J"], state: DecodeState) -> Int[Array, "B 
     return (seen >= (state.length - window)[:, None, None]).astype(jnp.int32)
 
 
+def kinds_of_layer(candidates: Candidates, depth: int) -> Int[Array, "B best_of"]:
+    """Of a draft of the one-layer drafter: by its depth, rank, and the gap to the best other."""
+    index, gap = jnp.arange(CHILDREN)[None], gaps(candidates.scores)
+    kinds = kind_number(KINDS.layer, LAYER_AXES, depth, index, between(GAPS, gap))
+    return jnp.where(candidates.possible, kinds, NO_DRAFT)
+
+
+def best_of_layer(depth: int) -> slice:
+    """The kinds of its best candidates at a depth."""
+    depths, ranks, gaps = LAYER_AXES
+    first = KINDS.layer + min(depth, depths - 1) * ranks * gaps
+    return slice(first, first + gaps)
+
+
 def kinds_of_pass(candidates: Candidates) -> Int[Array, "B best_of"]:
     """By whether a candidate is the best one, and the gap to the other one."""
     index = jnp.arange(CHILDREN)[None]
@@ -124,8 +139,16 @@ def gaps(scores: Float[Array, "B best_of"]) -> Float[Array, "B best_of"]:
 
 
 def from_passes(found: list[Candidates]) -> Paths:
+    return as_chain(found, [kinds_of_pass(one) for one in found])
+
+
+def from_layer(found: list[Candidates]) -> Paths:
+    return as_chain(found, [kinds_of_layer(one, depth) for depth, one in enumerate(found)])
+
+
+def as_chain(found: list[Candidates], kinds: list[Int[Array, "B best_of"]]) -> Paths:
     """The path of the best candidates, and the others each as the end of a path."""
-    passes, kinds = len(found), [kinds_of_pass(one) for one in found]
+    passes = len(found)
     best = jnp.stack([one.tokens[:, 0] for one in found], axis=1)
     of_best = jnp.stack([kind[:, 0] for kind in kinds], axis=1)
     tokens, all_kinds = [best], [of_best]

@@ -39,17 +39,21 @@ from tsjax.methods.likely_growth import (
 from tsjax.methods.likely_sources import (
     CHILDREN,
     LIKELY_SOURCES,
+    best_of_layer,
     from_corpus,
     from_heads,
+    from_layer,
     from_passes,
     from_text,
     grid,
     heads_after,
+    kinds_of_layer,
     kinds_of_pass,
 )
 from tsjax.methods.model_drafts import Candidates, Drafter, newest, noise_after, weights_for
 from tsjax.methods.ngram import fading_window
 from tsjax.methods.on_partial_cache import OnPartialCache
+from tsjax.methods.one_layer import LayerMemory, draft_chain, init_layer_memory, with_path
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, of_kinds, source_numbers
 from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, Rates, chances, first_rates, learned
@@ -58,7 +62,7 @@ from tsjax.typing import Array, Bool, Float, Int
 
 EXPLORES = 32  # steps after which a pass runs although it does not seem to pay
 PAIR = 2  # tokens of an n-gram: one that is known, and what follows it
-MOST_DEPTH = 24
+MOST_DEPTH, MOST_LAYER_DRAFTS = 24, 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,6 +82,8 @@ class LikelyTree(OnPartialCache):
       draft_passes: the most passes on the partial cache in a step; 0 runs none.
       heads: whether the model's draft heads draft too, after the last pass; without passes, from
         the verified hidden state.
+      drafter: tokens in a row that the model's one-layer drafter drafts at most; a step leaves out
+        those that do not seem to pay. Not with passes or heads.
       draft_budget, draft_choice, num_sinks, draft_refresh, draft_rest, draft_weights: see
         TokenSwift.
       corpus: whether `params.corpus`, earlier texts, is drafted from; `generate(corpus=...)` says
@@ -94,6 +100,7 @@ class LikelyTree(OnPartialCache):
     places: int = 16
     draft_passes: int = 0
     heads: bool = False
+    drafter: int = 0
     draft_budget: int = 512
     draft_choice: str = "importance"
     num_sinks: int = 16
@@ -105,19 +112,26 @@ class LikelyTree(OnPartialCache):
 
     def __post_init__(self):
         object.__setattr__(self, "pass_widths", as_tuples(self.pass_widths))
-        check_fields(self, may_be_0=("places", "draft_passes", "num_sinks"))
+        check_fields(self, may_be_0=("places", "draft_passes", "drafter", "num_sinks"))
         check_int(self.width, "width", 2, 4096)
         check(isinstance(self.pass_widths, tuple), "pass_widths", self.pass_widths, "a tuple")
         for width in self.pass_widths:
             check_int(width, "pass_widths", 1)
         check_int(self.places, "places", 0, 1024)
         check_int(self.draft_passes, "draft_passes", 0, 64)
-        something = "1 or more, without draft_passes, heads and a corpus"
-        drafts = self.places or self.draft_passes or self.heads or self.corpus
+        check_int(self.drafter, "drafter", 0, MOST_LAYER_DRAFTS)
+        alone = "0, with draft_passes or heads"
+        check(not (self.drafter and self.of_passes_or_heads), "drafter", self.drafter, alone)
+        something = "1 or more, without draft_passes, heads, a drafter and a corpus"
+        drafts = self.places or self.of_passes_or_heads or self.drafter or self.corpus
         check(bool(drafts), "places", self.places, something)
         self.check_cache()
         if self.costs is not None:
             object.__setattr__(self, "costs", as_costs(self.costs))
+
+    @property
+    def of_passes_or_heads(self) -> bool:
+        return self.draft_passes > 0 or self.heads
 
     @property
     def wants_costs(self) -> bool:
@@ -143,12 +157,15 @@ class LikelyTree(OnPartialCache):
 
     def sizes(self, model: ModelConfig) -> Sizes:
         levels = self.draft_passes + self._num_heads(model)
+        drafter = self._num_drafts(model)
         return Sizes(
             width=self.width,
-            depth=max(levels, min(self.width - 1, MOST_DEPTH) if self._text else 0),
-            levels=min(levels, 1),  # a pass that runs makes the noise of what lies deeper
+            depth=max(levels, drafter, min(self.width - 1, MOST_DEPTH) if self._text else 0),
+            # A pass that runs makes the noise of what lies deeper.
+            levels=drafter or min(levels, 1),
             narrower=self.pass_widths,
             with_attended=self.draft_passes > 0 and self.draft_rest,
+            with_taps=drafter > 0,
         )
 
     @property
@@ -163,6 +180,14 @@ class LikelyTree(OnPartialCache):
             )
         return min(model.num_draft_heads, MOST_HEADS) if self.heads else 0
 
+    def _num_drafts(self, model: ModelConfig) -> int:
+        if self.drafter and model.drafter is None:
+            raise BadValue(
+                f"drafter={self.drafter} needs a one-layer drafter, and the model has none: load "
+                "one with tsjax.load(..., drafter=...), or leave it out"
+            )
+        return self.drafter
+
     def init(self, model: ModelConfig, batch: int, capacity: int, mesh: Any) -> Learned:
         if self.costs is None:
             raise BadValue(
@@ -170,29 +195,35 @@ class LikelyTree(OnPartialCache):
                 "tsjax.choose_method(method, model, context) choose them, or give "
                 "LikelyTree(costs=...)"
             )
-        cache = hidden = table = None
+        cache = hidden = layer = table = None
+        drafts, longest = self._num_drafts(model), self.sizes(model).depth + 1
         if self.draft_passes:
             cache = self.new_cache(model, batch, capacity, mesh, room=self.draft_passes - 1)
         elif self._num_heads(model):
             hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
+        if drafts:
+            layer = init_layer_memory(model, batch, drafts, longest)
         if self.places:
             table = init_table(batch, model.vocab_size, self.places)
         return Learned(
             cache=cache,
             hidden=hidden,
+            layer=layer,
             table=table,
             prices=price_list(self, self.costs, self.sizes(model).pass_widths),
             offered=nothing_offered(batch, self._num_paths(model), self.sizes(model).depth),
-            rates=first_rates(model.head_accuracy or ()),
+            rates=first_rates(
+                model.head_accuracy, () if model.drafter is None else model.drafter.accuracy
+            ),
             pace=Pace(jnp.float32(0), jnp.float32(0)),
             spent=jnp.float32(0),
         )
 
     def _num_paths(self, model: ModelConfig) -> int:
         of_text, of_corpus = 1 + self.places, PLACES if self.corpus else 0
-        of_passes, heads = 1 + (CHILDREN - 1) * self.draft_passes, self._num_heads(model)
+        chain, heads = self.draft_passes + self._num_drafts(model), self._num_heads(model)
         found = of_corpus + (of_text if self.places else 0) + (len(grid(heads)) if heads else 0)
-        return found + (of_passes if self.draft_passes else 0)
+        return found + (1 + (CHILDREN - 1) * chain if chain else 0)
 
     def read(
         self, model: ModelConfig, params: Params, memory: Learned, state: DecodeState
@@ -218,12 +249,18 @@ class LikelyTree(OnPartialCache):
     def _promise_of(self, passes: int, model: ModelConfig, costs: Costs, context: float) -> Promise:
         heads = self._num_heads(model) if passes == self.draft_passes else 0
         found = right_beforehand(
-            model, text=self._text, passes=passes, with_rest=self.draft_rest, heads=heads
+            model,
+            text=self._text,
+            passes=passes,
+            with_rest=self.draft_rest,
+            heads=heads,
+            drafter=self._num_drafts(model),
         )
         drafting = self.pass_seconds(costs, context, passes)
         drafting += costs.of_heads(self.wants_int8) if heads else 0.0
+        drafting += costs.one_layer * self.drafter
         drafting += costs.suffix.at(context) + costs.ngrams if self.places else 0.0
-        positions = self.draft_passes + self._num_heads(model)
+        positions = self.draft_passes + self._num_heads(model) + self.drafter
 
         def of_width(width: int) -> Promise:
             tokens = 1 + sum(found[: width - 1])
@@ -256,6 +293,13 @@ class LikelyTree(OnPartialCache):
                 groups.append(from_passes(ranked[: self.draft_passes]))
                 if len(ranked) > self.draft_passes:
                     groups.append(heads_after(groups[-1], ranked[self.draft_passes :]))
+            elif self.drafter:
+                found = best_by_depth(memory.rates, groups)
+                layer, ranked, spent = self._run_layer(
+                    model, params, state, noise, prices, pace, found
+                )
+                memory = memory.replace(layer=layer)
+                groups.append(from_layer(ranked))
             elif sizes.levels:
                 groups.append(self._of_heads(model, params, state))
             kinds = jnp.where(
@@ -304,6 +348,36 @@ class LikelyTree(OnPartialCache):
         spent = functools.reduce(jnp.add, (jnp.where(ran, prices.one_pass, 0) for ran in runs))
         return cache, ranked, spent
 
+    def _run_layer(
+        self,
+        model: ModelConfig,
+        params: Params,
+        state: DecodeState,
+        noise: Noise,
+        prices: Prices,
+        pace: Float[Array, ""],
+        found: Float[Array, "B J"],
+    ) -> tuple[LayerMemory, list[Candidates], Float[Array, ""]]:
+        """As `_run_passes`, of the one-layer drafter."""
+        memory = state.memory
+        explores = jnp.max(state.stats.steps) % EXPLORES == 0
+        runs: list[Bool[Array, ""]] = []
+
+        def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
+            best = (kinds_of_layer(one, at)[:, :1, None] for at, one in enumerate(ranked))
+            right = (chances(memory.rates, kinds)[:, 0, 0] for kinds in best)
+            survival = functools.reduce(jnp.multiply, right, state.running.astype(jnp.float32))
+            known = found[:, depth] if depth < found.shape[1] else 0.0
+            gain = gain_of_pass(memory.rates, survival, known, prices, pace, best_of_layer(depth))
+            runs.append((gain > prices.one_layer) | (explores if depth == 0 else False))
+            return runs[-1]
+
+        layer, ranked = draft_chain(
+            model, params, state, memory.layer, noise, self.drafter, CHILDREN, wanted
+        )
+        spent = functools.reduce(jnp.add, (jnp.where(ran, prices.one_layer, 0) for ran in runs))
+        return layer, ranked, spent
+
     def _of_heads(self, model: ModelConfig, params: Params, state: DecodeState) -> Paths:
         """From the verified hidden state."""
         number, weights = self._num_heads(model), weights_for(self, params)
@@ -318,17 +392,20 @@ class LikelyTree(OnPartialCache):
     def learn(self, model, params, memory, state, verdict, acceptance) -> Learned:
         with jax.named_scope("learn"):
             most, table = self.sizes(model).depth + 1, memory.table
-            hidden, cache = memory.hidden, memory.cache
+            hidden, layer, cache = memory.hidden, memory.layer, memory.cache
             if table is not None:
                 table = enter_few(table, state.tokens, self._known(state) - PAIR + 1, most)
             if hidden is not None:
                 hidden = newest(verdict.rows.hidden, hidden, state, acceptance)
+            if layer is not None:
+                layer = with_path(layer, state, verdict, acceptance)
             if cache is not None:
                 cache = self.kept(model, params, cache, state, verdict, acceptance, most)
             offered, tokens = memory.offered, jnp.sum(state.emitted).astype(jnp.float32)
             return memory.replace(
                 cache=cache,
                 hidden=hidden,
+                layer=layer,
                 table=table,
                 rates=learned(memory.rates, offered.kinds, *judged(offered, state)),
                 pace=memory.pace.after(memory.spent, tokens),

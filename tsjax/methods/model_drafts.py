@@ -39,6 +39,7 @@ from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Shaped
 HEAD_IS_RIGHT = {"partial_cache": 0.83, "verified_state": 0.65}
 PASS_IS_RIGHT, PASS_WITH_REST_IS_RIGHT = 0.8, 0.87
 SHARE_AMONG = (0.7, 0.88, 1.0)  # the best one, the best two, the best three
+DRAFT_IS_RIGHT = 0.5  # of a one-layer drafter of which nothing is known
 
 
 def tokens_of_chain(right: float, length: int) -> float:
@@ -51,6 +52,12 @@ def heads_are_right(model: ModelConfig, count: int, after_a_pass: bool) -> list[
     if model.head_accuracy:
         return [min(share / SHARE_AMONG[0], 1.0) for share in model.head_accuracy[:count]]
     return [HEAD_IS_RIGHT["partial_cache" if after_a_pass else "verified_state"]] * count
+
+
+def drafts_are_right(model: ModelConfig, count: int) -> list[float]:
+    """How often each of the first drafts in a row of the one-layer drafter is right."""
+    known = model.drafter.accuracy[:count] if model.drafter is not None else ()
+    return [*known, *[known[-1] if known else DRAFT_IS_RIGHT] * (count - len(known))]
 
 
 class Candidates(flax.struct.PyTreeNode):

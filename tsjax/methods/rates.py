@@ -31,6 +31,7 @@ SHARES = (0.3, 0.6, 0.9)  # ... by the share of the matches that go on like this
 GAPS = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0)  # ... by the gap between two scores
 WIDE_GAPS = (0.5, 1.5, 3.0)
 MOST_HEADS, RANKS = 4, 3
+LAYER_DEPTHS = 4  # of the one-layer drafter that are told apart
 
 
 class Kinds(NamedTuple):
@@ -40,13 +41,15 @@ class Kinds(NamedTuple):
     corpus: int
     passes: int
     heads: int
+    layer: int
     count: int
 
 
 TEXT_AXES = (len(LONGEST) + 1, len(SHARES) + 1, 2)  # match, share, whether a penalty acts on it
 PASS_AXES = (2, len(GAPS) + 1)  # whether it is the best one, gap
 HEAD_AXES = (MOST_HEADS, RANKS, len(WIDE_GAPS) + 1)  # depth, rank, gap
-_SIZES = [int(np.prod(axes)) for axes in (TEXT_AXES, TEXT_AXES, PASS_AXES, HEAD_AXES)]
+LAYER_AXES = (LAYER_DEPTHS, RANKS, len(GAPS) + 1)  # depth, rank, gap
+_SIZES = [int(np.prod(axes)) for axes in (TEXT_AXES, TEXT_AXES, PASS_AXES, HEAD_AXES, LAYER_AXES)]
 KINDS = Kinds(0, *itertools.accumulate(_SIZES))
 
 
@@ -64,19 +67,27 @@ class Rates(flax.struct.PyTreeNode):
         return jnp.minimum(self.right / self.tried, MOST_RATE)
 
 
-def first_rates(head_accuracy: tuple[float, ...] = ()) -> Rates:
-    """What is assumed before a run; `head_accuracy`: how often each head's best token is right."""
+def first_rates(
+    head_accuracy: tuple[float, ...] = (), layer_accuracy: tuple[float, ...] | None = None
+) -> Rates:
+    """What is assumed before a run; how often each head's best token is right, and each draft in a
+    row of the one-layer drafter."""
     longest = np.asarray([0.10, 0.20, 0.32, 0.45, 0.58, 0.70, 0.82, 0.92])
     text = longest[:, None, None] * np.asarray([0.3, 0.6, 0.85, 1.0])[:, None] * [1.0, 0.5]
     best = np.asarray([0.35, 0.45, 0.55, 0.65, 0.75, 0.82, 0.90, 0.95])
     other = np.asarray([0.30, 0.25, 0.20, 0.15, 0.10, 0.06, 0.03, 0.02])
     passes = np.stack([best, other])
-    accuracy = np.full(MOST_HEADS, 0.5)
-    known = head_accuracy[:MOST_HEADS]
-    accuracy[: len(known)] = known
+
+    def known(accuracy: tuple[float, ...] | None, depths: int) -> np.ndarray:
+        shares, accuracy = np.full(depths, 0.5), accuracy or ()
+        shares[: len(accuracy)] = accuracy[:depths]
+        return shares[:, None, None]
+
     by_gap = np.asarray([[0.7, 0.9, 1.2, 1.6], [0.4, 0.3, 0.2, 0.1], [0.25, 0.2, 0.1, 0.05]])
-    heads = accuracy[:, None, None] * by_gap
-    values = np.concatenate([x.ravel() for x in (text, text, passes, heads)])
+    heads = known(head_accuracy, MOST_HEADS) * by_gap
+    # Of a pass half of the best candidates are right.
+    layer = known(layer_accuracy, LAYER_DEPTHS) / 0.5 * np.stack([best, other, other / 2])
+    values = np.concatenate([x.ravel() for x in (text, text, passes, heads, layer)])
     values = np.clip(values, 0.01, MOST_RATE).astype(np.float32)
     return Rates(
         tried=jnp.full(values.shape, TRUST, jnp.float32), right=jnp.asarray(TRUST * values)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.config import ModelConfig
+from tsjax.model.drafter import DrafterWeights, declare_drafter
 from tsjax.model.heads import Head, declare_heads
 from tsjax.model.int8 import as_int8
 from tsjax.model.sharding import named_sharding, placed, usable_mesh
@@ -24,7 +25,8 @@ from tsjax.model.transformer import ModelWeights, ParamSpec, declare_model, int8
 
 
 class Params(flax.struct.PyTreeNode):
-    """All trained arrays: the frozen model and its draft heads (an empty tuple without heads).
+    """All trained arrays: the frozen model, its draft heads (an empty tuple without heads) and its
+    one-layer drafter (None without one).
 
     Attributes:
       drafts: the model in int8, for methods that draft with it: see `with_int8_drafts`.
@@ -34,6 +36,7 @@ class Params(flax.struct.PyTreeNode):
 
     model: ModelWeights
     heads: tuple[Head, ...] = ()
+    drafter: DrafterWeights | None = None
     drafts: ModelWeights | None = None
     corpus: Any = None
     draft_model: ModelWeights | None = None
@@ -41,7 +44,7 @@ class Params(flax.struct.PyTreeNode):
 
 def declare_params(cfg: ModelConfig) -> Params:
     """Shape, type and logical axes of every parameter: init, sharding, loading, checks read it."""
-    return Params(model=declare_model(cfg), heads=declare_heads(cfg))
+    return Params(model=declare_model(cfg), heads=declare_heads(cfg), drafter=declare_drafter(cfg))
 
 
 def is_spec(leaf) -> bool:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ class Rows(NamedTuple):
     v: tuple[Float[Array, "B T K H"], ...]
     query: tuple[Float[Array, "B T K H"], ...]
     attended: tuple[Attended, ...] = ()  # with T after B
+    taps: tuple[Float[Array, "B T D"], ...] = ()  # after the layers that were asked for
 
 
 def run_rows(
@@ -44,6 +46,7 @@ def run_rows(
     rest: tuple[Summary, ...] = (),
     live: Int[Array, "B"] | None = None,
     with_attended: bool = False,
+    taps: Sequence[int] = (),
 ) -> Rows:
     """One pass of T rows that see the cached tokens and, where `mask` says, one another.
 
@@ -53,6 +56,7 @@ def run_rows(
       live: how many rows of each batch row are wanted, the first ones; None is all. What there is
         of the others is unspecified.
       with_attended: whether to fill in Rows.attended.
+      taps: after how many layers to fill in Rows.taps.
     """
     return run_layers(
         weights,
@@ -65,6 +69,7 @@ def run_rows(
         rest=rest,
         live=live,
         with_attended=with_attended,
+        taps=taps,
     )
 
 
@@ -81,6 +86,7 @@ def run_layers(
     rest: tuple[Summary, ...] = (),
     live: Int[Array, "B"] | None = None,
     with_attended: bool = False,
+    taps: Sequence[int] = (),
 ) -> Rows:
     """As `run_rows`, but `layers` only, on `hidden`, what the layer before them gave.
 
@@ -108,7 +114,14 @@ def run_layers(
             attended.append(Attended(q, Summary(mixed, log_totals)))
         return mixed
 
-    hidden, k, v = apply_layers(
-        weights, hidden, positions=positions, attend=attend, cfg=cfg, layers=layers, live=live
+    hidden, k, v, tapped = apply_layers(
+        weights,
+        hidden,
+        positions=positions,
+        attend=attend,
+        cfg=cfg,
+        layers=layers,
+        live=live,
+        taps=taps,
     )
-    return Rows(hidden, k, v, tuple(queries), tuple(attended))
+    return Rows(hidden, k, v, tuple(queries), tuple(attended), tapped)

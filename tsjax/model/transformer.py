@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -144,8 +144,12 @@ def apply_layers(
     cfg: ModelConfig,
     layers: range | None = None,
     live: Int[Array, "B"] | None = None,
+    taps: Sequence[int] = (),
 ) -> tuple[
-    Float[Array, "B T D"], tuple[Float[Array, "B T K H"], ...], tuple[Float[Array, "B T K H"], ...]
+    Float[Array, "B T D"],
+    tuple[Float[Array, "B T K H"], ...],
+    tuple[Float[Array, "B T K H"], ...],
+    tuple[Float[Array, "B T D"], ...],
 ]:
     """One pass of `layers`, by default all, over T rows.
 
@@ -154,25 +158,28 @@ def apply_layers(
       attend: attention of one layer's fresh rows; it alone knows the cache and the mask.
       live: how many rows of each batch row are wanted, the first ones; None is all. Of the others a
         device may compute what it likes.
+      taps: numbers of layers; what there is after so many of the model is returned.
 
     Returns:
-      hidden after the last of them, before the final norm, and the fresh keys and values, one
-      array per layer.
+      hidden after the last of them, before the final norm, the fresh keys and values, one array
+      per layer, and one for each of the taps.
     """
     x, update = hidden, None  # of the layer before, not yet added: the next norm does it
     cos, sin = rotary_angles(positions, cfg.rope, cfg.head_dim, cfg.dtype)
-    keys, values = [], []
+    keys, values, after = [], [], {}
     for index in range(cfg.num_layers) if layers is None else layers:
         layer = weights.layers[index]
         with jax.named_scope("attention"):
             x, q, k, v = _fresh(layer, x, update, cos, sin, live, cfg=cfg)
             mixed = attend(index, q, k, v)
-        x, update = _after(layer, x, mixed, live, cfg=cfg)
+        after[index] = x
+        x, update = layer_output(layer, x, mixed, live, cfg=cfg)
         keys.append(k)
         values.append(v)
     if update is not None:
         x = x + update.astype(x.dtype)
-    return x, tuple(keys), tuple(values)
+    after[cfg.num_layers if layers is None else layers.stop] = x
+    return x, tuple(keys), tuple(values), tuple(after[tap] for tap in taps)
 
 
 # All layers are alike. What is jitted in a program is traced and lowered once for all of them; XLA
@@ -212,7 +219,7 @@ def _fresh(
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
-def _after(
+def layer_output(
     layer: LayerWeights,
     x: Float[Array, "B T D"],
     mixed: Float[Array, "B T N H"],

@@ -22,11 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tsjax.config import OWN_VOCABULARY, HeadTraining, ModelConfig
+from tsjax.config import OWN_VOCABULARY, ModelConfig
 from tsjax.model.heads import Head, declare_heads, run_heads
 from tsjax.model.layers import linear
 from tsjax.model.params import inputs_first, join
 from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembedding
+from tsjax.training_config import HeadTraining
 from tsjax.typing import accumulation_dtype
 
 TOP = 3  # accuracies are counted for the 1, 2 ... TOP most probable tokens

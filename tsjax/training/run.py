@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import CHAINED, HeadTraining, check, check_int, check_type, refuse_unknown
+from tsjax.config import CHAINED, check, check_int, check_type, refuse_unknown
 from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
@@ -44,6 +44,7 @@ from tsjax.training.corpus import (
 )
 from tsjax.training.loss import TOP, cast_heads
 from tsjax.training.saved import Record
+from tsjax.training_config import HeadTraining
 
 # Settings that runs saved by an older tsjax do not name.
 DEFAULTS_OF_OLD_RUNS = {"head_kind": CHAINED, "loss_decay": 1.0}

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafts of the one-layer drafter: its memory, and its candidates for the next tokens.
+
+Knows how its keys and values are kept, and how its rows follow the verified ones. Does not know
+what becomes of the candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import flax.struct
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import tree_attention
+from tsjax.config import ModelConfig
+from tsjax.decoding.method import Noise
+from tsjax.decoding.sampling import best_few, score_choices
+from tsjax.decoding.state import Acceptance, DecodeState, Verdict
+from tsjax.methods.model_drafts import Candidates, no_candidates
+from tsjax.model.control_flow import run_if
+from tsjax.model.drafter import draft_rows, fused, words_logits
+from tsjax.model.params import Params
+from tsjax.model.transformer import embed
+from tsjax.model.writing import for_each_row, scattered
+from tsjax.typing import Array, Bool, Float, Int
+
+
+class LayerMemory(flax.struct.PyTreeNode):
+    """What the drafter saw of a run, the last tokens.
+
+    Attributes:
+      k, v: of its rows, turned by their positions. Slots at `held` and beyond are unspecified.
+      held: rows that count.
+      next: the slot of the next rows. They lie together: where they would not fit before the end of
+        the window, they begin at slot 0, and what is left behind them no longer counts.
+      taps: of the last step's path; those at `fresh` and beyond are unspecified.
+      fresh: how many rows the drafter has not seen yet.
+    """
+
+    k: Float[Array, "B K slots H"]
+    v: Float[Array, "B K slots H"]
+    held: Int[Array, "B"]
+    next: Int[Array, "B"]
+    taps: Float[Array, "B J n D"]
+    fresh: Int[Array, "B"]
+
+
+def init_layer_memory(model: ModelConfig, batch: int, drafts: int, longest: int) -> LayerMemory:
+    """Knows nothing yet. `drafts` in a row; a step commits at most `longest` rows."""
+    shape = model.drafter
+    assert shape is not None
+    slots = max(shape.window, longest) + drafts
+    buffer = jnp.zeros((batch, model.num_kv_heads, slots, model.head_dim), model.dtype)
+    none = jnp.zeros((batch,), jnp.int32)
+    return LayerMemory(
+        k=buffer,
+        v=jnp.zeros_like(buffer),
+        held=none,
+        next=none,
+        taps=jnp.zeros((batch, longest, len(shape.taps), model.embed_dim), model.dtype),
+        fresh=none,
+    )
+
+
+def with_path(
+    memory: LayerMemory, state: DecodeState, verdict: Verdict, acceptance: Acceptance
+) -> LayerMemory:
+    """With what the model has computed for the committed path, for the next step."""
+    b = jnp.arange(state.emitted.shape[0])[:, None]
+    taps = jnp.stack([tap[b, acceptance.path] for tap in verdict.rows.taps], axis=2)
+    return memory.replace(taps=taps, fresh=state.emitted)
+
+
+def draft_chain(
+    model: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    memory: LayerMemory,
+    noise: Noise,
+    number: int,
+    best_of: int,
+    wanted: Callable[[int, list[Candidates]], Bool[Array, ""]],
+) -> tuple[LayerMemory, list[Candidates]]:
+    """The memory with the fresh rows, and the candidates of up to `number` depths, each after the
+    best ones before it. A depth is drafted where it is `wanted`, by what comes before.
+
+    Where nothing is fresh, as before the first step, no candidate is possible.
+    """
+    memory, states = _read(model, params, state, memory)
+    some = memory.fresh > 0
+    best, ranked = state.root[:, None], []
+    ran = jnp.any(some & state.running)
+    slots = memory.k, memory.v
+    none = no_candidates((best.shape[0], best_of), noise.dtype)
+    for depth in range(number):
+        ran &= wanted(depth, ranked)
+        inputs = best, states, memory.held, noise
+
+        def deeper(carry, best, states, held, noise, depth=depth):
+            (k, v), _, _ = carry
+            if depth:
+                states, k, v = _follow(model, params, state, best, states, held, k, v, depth)
+            found = _ranked(model, params, state, best, states, noise, best_of)
+            return (k, v), found, states
+
+        slots, found, states = run_if(ran, deeper, (slots, none, states), *inputs)
+        possible = found.possible & some[:, None]
+        found = found.replace(scores=jnp.where(possible, found.scores, -jnp.inf))
+        ranked.append(found)
+        best = jnp.concatenate([best, found.tokens[:, :1]], axis=1)
+    k, v = slots
+    return memory.replace(k=k, v=v), ranked
+
+
+def _read(
+    model: ModelConfig, params: Params, state: DecodeState, memory: LayerMemory
+) -> tuple[LayerMemory, Float[Array, "B 1 D"]]:
+    """The memory with the fresh rows, and the state of the last of them."""
+    b, fresh, longest = jnp.arange(memory.fresh.shape[0]), memory.fresh, memory.taps.shape[1]
+    index = jnp.arange(longest, dtype=jnp.int32)[None]
+    positions = (state.kv.length - fresh)[:, None] + index
+    following = jnp.take_along_axis(
+        state.tokens, jnp.minimum(positions + 1, state.tokens.shape[1] - 1), axis=1
+    )
+    causal = jnp.tril(jnp.ones((longest, longest), bool))
+
+    def attend(q, k, v):
+        return tree_attention(q, memory.k, memory.v, memory.held, k, v, causal, live=fresh)
+
+    states = fused(params.drafter, memory.taps, cfg=model, live=fresh)
+    states, k, v = draft_rows(
+        params.drafter,
+        states,
+        embed(params.model, following),
+        positions,
+        attend,
+        cfg=model,
+        live=fresh,
+    )
+    window = max(model.drafter.window, longest)
+    fits = memory.next + longest <= window
+    start = jnp.where(fits, memory.next, 0)
+    held = jnp.maximum(jnp.where(fits, memory.held, memory.next), start + fresh)
+    some = fresh > 0
+    memory = memory.replace(
+        k=_written(memory.k, k, start, fresh),
+        v=_written(memory.v, v, start, fresh),
+        held=jnp.where(some, held, memory.held),
+        next=jnp.where(some, start + fresh, memory.next),
+    )
+    return memory, states[b, jnp.maximum(fresh - 1, 0)][:, None]
+
+
+def _follow(
+    model: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    best: Int[Array, "B known"],
+    states: Float[Array, "B 1 D"],
+    held: Int[Array, "B"],
+    k: Float[Array, "B K slots H"],
+    v: Float[Array, "B K slots H"],
+    depth: int,
+):
+    """The next states, after the last of the `best` drafts, and the buffers with their rows beyond
+    what counts."""
+    length, alone = held + depth - 1, jnp.ones((1, 1), bool)
+
+    def attend(q, k_new, v_new):
+        return tree_attention(q, k, v, length, k_new, v_new, alone)
+
+    positions = state.kv.length[:, None] + depth - 1
+    embedded = embed(params.model, best[:, -1:])
+    states, k_new, v_new = draft_rows(
+        params.drafter, states, embedded, positions, attend, cfg=model
+    )
+    one = jnp.ones_like(held)
+    return states, _written(k, k_new, length, one), _written(v, v_new, length, one)
+
+
+def _written(
+    buffer: Float[Array, "B K slots H"],
+    rows: Float[Array, "B T K H"],
+    start: Int[Array, "B"],
+    count: Int[Array, "B"],
+) -> Float[Array, "B K slots H"]:
+    """The buffer with the first `count` of the rows from slot `start` on."""
+    T = rows.shape[1]
+    rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)
+    kept = (jnp.arange(T)[None] < count[:, None])[:, None, :, None]
+
+    def one(b, buffer):
+        at = (b, jnp.int32(0), start[b], jnp.int32(0))
+        old = lax.dynamic_slice(buffer, at, (1, *rows.shape[1:]))
+        row = lax.dynamic_slice_in_dim(rows, b, 1, axis=0)
+        keep = lax.dynamic_slice_in_dim(kept, b, 1, axis=0)
+        return lax.dynamic_update_slice(buffer, jnp.where(keep, row, old), at)
+
+    def at_once(buffer, rows):
+        slots = start[:, None] + jnp.arange(T, dtype=jnp.int32)
+        return scattered(buffer, rows, jnp.where(kept[:, 0, :, 0], slots, buffer.shape[2]))
+
+    return for_each_row(one, at_once, buffer, rows)
+
+
+def _ranked(
+    model: ModelConfig,
+    params: Params,
+    state: DecodeState,
+    best: Int[Array, "B known"],
+    states: Float[Array, "B 1 D"],
+    noise: Noise,
+    best_of: int,
+) -> Candidates:
+    """Candidates by the drafter's logits, processed as the model's own will be."""
+    depth, size = best.shape[1] - 1, model.vocab_size
+    said = words_logits(params.drafter, states, cfg=model)
+    logits = jnp.full((*said.shape[:2], size), -jnp.inf, said.dtype)
+    logits = logits.at[:, :, params.drafter.words].set(said)
+    ancestors = None
+    if depth:
+        positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)
+        ancestors = best[:, None, 1:], positions[:, None]
+    depths = jnp.full((best.shape[0], 1), depth, jnp.int32)
+    scores = score_choices(logits, state.text, depths, noise, state.sampling, ancestors)
+    values, tokens = best_few(scores[:, 0], best_of)
+    return Candidates(tokens, values)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static settings of training: what a user may ask of `train_heads`.
+
+Does not know arrays, texts or files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tsjax.config import CHAINED, HEAD_KINDS, check, check_fields, one_of
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTraining:
+    """How heads are trained. The defaults are TokenSwift's Table 9 (all models but the 14B one).
+
+    Where the table is silent the defaults are those of the published code: Adam's epsilon, weights
+    that start from a normal distribution, gradients clipped to norm 1, no decay of norms. `of_kind`
+    has the defaults for Medusa's heads.
+    """
+
+    num_heads: int = 3
+    sequence_length: int = 8192  # tokens
+    steps: int = 200
+    batch_size: int = 120  # sequences per step
+    micro_batch: int = 3  # sequences per pass, for each part of a mesh's "data" axis
+    learning_rate: float = 5e-3  # the highest: after the warm-up it falls to 0 as a cosine
+    warmup_steps: int = 50
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    max_grad_norm: float = 1.0  # 0: off
+    init_scale: float = 0.02  # standard deviation of the first weights
+    chunk_tokens: int = 1024  # positions of a micro-batch whose logits exist at a time
+    seed: int = 0  # first weights and order of the sequences
+    head_kind: str = CHAINED  # one of HEAD_KINDS
+    loss_decay: float = 1.0  # what a head's loss counts, for 1 of the head before it
+
+    def __post_init__(self):
+        shares = ("beta1", "beta2", "loss_decay")
+        check_fields(self, may_be_0=("warmup_steps", "seed"), up_to_1=shares)
+        check(self.head_kind in HEAD_KINDS, "head_kind", self.head_kind, one_of(HEAD_KINDS))
+        check(self.loss_decay > 0, "loss_decay", self.loss_decay, "above 0; 1.0 counts all alike")
+        for name in ("beta1", "beta2"):
+            check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
+        length, heads, warmup = self.sequence_length, self.num_heads, self.warmup_steps
+        wanted = f"at least {heads + 2}: the label of head {heads} is {heads + 1} tokens further"
+        check(length >= heads + 2, "sequence_length", length, wanted)
+        check(warmup < self.steps, "warmup_steps", warmup, f"less than steps={self.steps}")
+
+    @classmethod
+    def of_kind(cls, kind: str, **changes: Any) -> HeadTraining:
+        """The defaults for heads of that kind.
+
+        For parallel ones those of Medusa's published code, where it says something: each head's
+        loss counts 0.8 of the one before, matrices begin at zero, nothing decays, 40 warm-up steps,
+        sequences of 4,096 tokens. Four heads, as no published tree uses a fifth.
+        """
+        check(kind in HEAD_KINDS, "head_kind", kind, one_of(HEAD_KINDS))
+        medusa = dict(
+            num_heads=4, sequence_length=4096, learning_rate=2e-3, warmup_steps=40,
+            weight_decay=0.0, init_scale=0.0, loss_decay=0.8,
+        )  # fmt: skip
+        return cls(**{**(medusa if kind != CHAINED else {}), "head_kind": kind, **changes})
+
+    @property
+    def loss_weights(self) -> tuple[float, ...]:
+        """What each head's mean loss counts."""
+        return tuple(self.loss_decay**i for i in range(self.num_heads))
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Labels per sequence of each head: head i (from 1) at position t has token t + 1 + i."""
+        return tuple(self.sequence_length - 1 - i for i in range(1, self.num_heads + 1))
