@@ -21,7 +21,7 @@ import numpy as np
 
 from tsjax.config import CHAINED, ModelConfig, check
 from tsjax.errors import BadValue
-from tsjax.files import checkpoint, huggingface, weight_files
+from tsjax.files import adapters, checkpoint, huggingface, weight_files
 from tsjax.files.config_files import config_to_hf, read_stop_ids
 from tsjax.files.gguf_files import is_gguf, read_headers
 from tsjax.files.gguf_tokenizer import special_ids_of
@@ -80,7 +80,7 @@ def open_source(
     if heads is None:
         arrays = huggingface.read_model(cfg, weights, apart=True)
         return Source(cfg, stop_ids, folder, arrays)
-    adapter = checkpoint.open_heads(heads, allow_pickle=allow_pickle)
+    adapter = adapters.open_heads(heads, allow_pickle=allow_pickle)
     own = huggingface.read_model(cfg.with_heads(0), weights, apart=True)
     cfg = huggingface.with_heads_of(cfg, adapter)
     arrays = itertools.chain(own, huggingface.read_heads(cfg, adapter))
@@ -164,6 +164,7 @@ def to_hf(
         if draft_heads == DROP_HEADS:
             cfg = cfg.with_heads(0)
     config = {**config_to_hf(cfg), **_special_ids(source)}
+    cfg = dataclasses.replace(cfg, drafter=None)  # it has a folder of its own
     kept = {entry.path for entry in huggingface.entries(cfg)}
     arrays = ((entry, array) for entry, array in source.arrays if entry.path in kept)
     with checkpoint.new_folder(dst, overwrite=overwrite) as folder:

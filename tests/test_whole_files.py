@@ -12,7 +12,7 @@ from helpers import tiny_model
 import tsjax
 import tsjax_convert
 from tsjax.__main__ import main
-from tsjax.files import checkpoint, whole_files
+from tsjax.files import adapters, whole_files
 from tsjax.input_files import kind_of
 
 
@@ -62,7 +62,7 @@ def test_checkpoints_heads_and_runs_clear_theirs(ended, tmp_path):
     leave(tmp_path, "run.json", ended)
     model = tiny_model(num_draft_heads=1)
     tsjax.save(model, tmp_path / "model")
-    checkpoint.write_heads(model, os.fspath(tmp_path / "heads.safetensors"))
+    adapters.write_heads(model, os.fspath(tmp_path / "heads.safetensors"))
     tsjax.generate(model, [1, 2, 3], max_new_tokens=2, save_to=tmp_path / "run.json")
     assert sorted(os.listdir(tmp_path)) == ["heads.safetensors", "model", "run.json"]
 

@@ -244,6 +244,11 @@ class ModelConfig:
         kind = kind if count else CHAINED
         return dataclasses.replace(self, num_draft_heads=count, head_kind=kind, head_accuracy=())
 
+    @property
+    def alone(self) -> ModelConfig:
+        """The model without draft heads and drafter."""
+        return dataclasses.replace(self.with_heads(0), drafter=None)
+
     def to_dict(self) -> dict[str, Any]:
         """Without the kind of heads where it is the first one, and without a drafter where there is
         none, as files had it before others."""

@@ -26,7 +26,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -34,9 +33,10 @@ from tsjax.config import DTYPES, ModelConfig, check, check_int
 from tsjax.decoding.method import Method
 from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import huggingface, weight_files
+from tsjax.files.adapters import add_words, open_heads
 from tsjax.files.config_files import read_stop_ids
+from tsjax.files.drafter_files import open_drafter
 from tsjax.files.gguf_files import is_gguf
-from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tokenizer import load_tokenizer
@@ -178,6 +178,7 @@ def load(
     dtype: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     heads: str | os.PathLike | None = None,
+    drafter: str | os.PathLike | None = None,
     allow_pickle: bool = False,
     on_tensor: Callable[[str, int], object] | None = None,
     progress: bool | Callable[[Progress], object] = False,
@@ -190,6 +191,8 @@ def load(
       mesh: places every array as sharding.py says; None puts them on the default device.
       heads: a folder or file with draft heads, TokenSwift's or Medusa's, which replace those of the
         checkpoint; a hub id of a folder.
+      drafter: a folder with a one-layer drafter, which replaces that of the checkpoint; a hub id of
+        a folder.
       allow_pickle: reads pickled torch weights (needs torch) where there are no safetensors.
       on_tensor: called with the path and the bytes of every array read from HuggingFace files.
       progress: True tells on stderr what takes long; a function gets each `Progress`.
@@ -198,12 +201,13 @@ def load(
     if dtype is not None:
         check_dtype(dtype)
     with told_as(progress), doing("loading"):
-        return _loaded(path, dtype, mesh, heads, allow_pickle, on_tensor)
+        return _loaded(path, dtype, mesh, heads, drafter, allow_pickle, on_tensor)
 
 
 def _loaded(
     path: str | os.PathLike, dtype: str | None, mesh: jax.sharding.Mesh | None,
-    heads: str | os.PathLike | None, allow_pickle: bool, on_tensor: Callable | None,
+    heads: str | os.PathLike | None, drafter: str | os.PathLike | None, allow_pickle: bool,
+    on_tensor: Callable | None,
 ) -> Model:  # fmt: skip
     folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
     attached = open_heads(heads, allow_pickle=allow_pickle) if heads is not None else None
@@ -239,9 +243,18 @@ def _loaded(
         cfg = huggingface.with_heads_of(cfg, attached)
         heads_alone = _bytes_of(cfg) - _bytes_of(cfg.with_heads(0))
         place(huggingface.read_heads(cfg, attached, part=part), heads_alone)
+    if drafter is not None:
+        found = open_drafter(drafter, cfg)
+        cfg = dataclasses.replace(cfg, drafter=found.shape)
+        place(huggingface.read_drafter(cfg, found.tensors, part=part), _bytes_of_drafter(cfg))
+        add_words(arrays, cfg, found.words, mesh)
     treedef = jax.tree.structure(declare_params(cfg), is_leaf=is_spec)
     params = treedef.unflatten(arrays[entry.path] for entry in huggingface.entries(cfg))
     return Model(params, cfg=cfg, stop_ids=stop_ids, path=folder)
+
+
+def _bytes_of_drafter(cfg: ModelConfig) -> int:
+    return _bytes_of(cfg) - _bytes_of(dataclasses.replace(cfg, drafter=None))
 
 
 def _bytes_of(cfg: ModelConfig) -> int:
@@ -273,21 +286,9 @@ def refuse_several(call: str) -> None:
         raise BadValue(f"{call} is not valid among {count} processes: {alone}")
 
 
-def write_heads(model: Model, file: str) -> None:
-    """Replaces a file with the model's draft heads, as TokenSwift's or Medusa's code names them."""
-    tensors = {
-        tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
-        for entry, leaf in named_arrays(model)
-        if entry.path.startswith("heads.")
-        for tensor in entry.tensors
-    }
-    weight_files.write_safetensors(file, named_in(MEDUSA, tensors))
-
-
 def named_arrays(model: Model) -> list[tuple[Entry, jax.Array]]:
     """Every array of the model with its names, in the order of the declaration."""
-    trained = model.params.replace(drafts=None)
-    return [*zip(huggingface.entries(model.cfg), jax.tree.leaves(trained), strict=True)]
+    return huggingface.named_leaves(model.cfg, model.params)
 
 
 def is_tsjax(folder: str) -> bool:
@@ -323,22 +324,6 @@ def read_version(folder: str) -> int:
         wanted = f"this tsjax reads {SEPARATE_INPUTS_FIRST} and {FORMAT_VERSION}"
         raise BadValue(f"{path!r} has format_version={version!r}; {wanted}")
     return version
-
-
-def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
-    """The weight files of an adapter, or of a checkpoint with heads in it."""
-    if os.path.isdir(path) or not os.path.exists(path):
-        path = weight_files.find_folder(path, allow_pickle=allow_pickle)
-        pickled = os.path.join(path, MEDUSA_PICKLE)
-        has_others = any(name.endswith(".safetensors") for name in os.listdir(path))
-        path = pickled if os.path.exists(pickled) and not has_others else path
-    weights = weight_files.open_weights(os.fspath(path), allow_pickle=allow_pickle)
-    if not find_heads(weights):
-        found = ", ".join(sorted(weights)[:5])
-        wanted = "it holds no model.medusa_layers.* (TokenSwift's heads) and no K.0.linear.* or "
-        wanted += f"blocks.K.layers.0.* (Medusa's); it has {found}"
-        raise BadValue(f"heads={os.fspath(path)!r} is not valid: {wanted}")
-    return weights
 
 
 def check_dtype(dtype: str) -> None:

@@ -22,7 +22,8 @@ from tsjax.config import ModelConfig
 from tsjax.files.checkpoint import Model
 from tsjax.files.huggingface import Tensor, entries
 
-CHANGES_NO_TOKEN = ("num_draft_heads", "head_kind", "head_accuracy", "family", "max_positions")
+CHANGES_NO_TOKEN = ("num_draft_heads", "head_kind", "head_accuracy", "drafter", "family")
+CHANGES_NO_TOKEN += ("max_positions",)
 
 
 def model_fingerprint(model: Model) -> str:
@@ -31,7 +32,7 @@ def model_fingerprint(model: Model) -> str:
     settings = {name: settings[name] for name in settings.keys() - {*CHANGES_NO_TOKEN}}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     leaves = jax.tree.leaves(model.params.model)
-    pairs = zip(entries(model.cfg.with_heads(0)), leaves, strict=True)
+    pairs = zip(entries(model.cfg.alone), leaves, strict=True)
     samples = {t.key: _sample(t, leaf) for entry, leaf in pairs for t in entry.tensors}
     for key, values in sorted(jax.device_get(samples).items()):
         digest.update(key.encode())
@@ -85,7 +86,7 @@ def fingerprint_of_norms(model: Model, cfg: ModelConfig | None = None) -> str:
 def fingerprint_of_first_rows(model: Model) -> str:
     """The fingerprint in training checkpoints of format 1."""
     weights = model.params.model
-    digest = hashlib.sha256(fingerprint_of_norms(model, model.cfg.with_heads(0)).encode())
+    digest = hashlib.sha256(fingerprint_of_norms(model, model.cfg.alone).encode())
     # Of q and down the first 16 inputs, which came before the outputs then.
     queries = np.moveaxis(np.asarray(weights.layers[0].qkv[:, :-2, :, :16]), -1, 0)
     for array in (weights.embed[:16], queries, weights.layers[-1].down[:, :16].T):

@@ -28,7 +28,7 @@ from tsjax.files.gguf_files import is_gguf, open_gguf
 from tsjax.files.head_files import find_heads
 from tsjax.files.weight_files import StoredTensor, Weights, open_weights, raise_all
 from tsjax.input_files import listed, parsing, read_json
-from tsjax.model.params import declare_params, is_spec
+from tsjax.model.params import Params, declare_params, is_spec
 from tsjax.model.transformer import ParamSpec
 
 # HuggingFace's name of each tensor and the path in Params. The tensors of one path lie together
@@ -64,6 +64,22 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("medusa_head.{i}.0.linear.weight", "heads.{i}.block"),
     ("medusa_head.{i}.0.linear.bias", "heads.{i}.block_bias"),
     ("medusa_head.{i}.1.weight", "heads.{i}.unembed"),
+    # A one-layer drafter's, after a prefix: EAGLE-3's names, and one for the norms of its taps.
+    ("drafter.fc.weight", "drafter.fuse"),
+    ("drafter.midlayer.input_layernorm.weight", "drafter.token_norm"),
+    ("drafter.midlayer.hidden_norm.weight", "drafter.layer.attn_norm"),
+    ("drafter.midlayer.self_attn.q_proj.weight", "drafter.layer.qkv"),
+    ("drafter.midlayer.self_attn.k_proj.weight", "drafter.layer.qkv"),
+    ("drafter.midlayer.self_attn.v_proj.weight", "drafter.layer.qkv"),
+    ("drafter.midlayer.self_attn.o_proj.weight", "drafter.layer.o"),
+    ("drafter.midlayer.post_attention_layernorm.weight", "drafter.layer.mlp_norm"),
+    ("drafter.midlayer.mlp.gate_proj.weight", "drafter.layer.gate_up"),
+    ("drafter.midlayer.mlp.up_proj.weight", "drafter.layer.gate_up"),
+    ("drafter.midlayer.mlp.down_proj.weight", "drafter.layer.down"),
+    ("drafter.norm.weight", "drafter.out_norm"),
+    ("drafter.lm_head.weight", "drafter.unembed"),
+    ("drafter.d2t", "drafter.words"),
+    ("drafter.tap_norms", "drafter.tap_norms"),
 )
 
 TYPE_OF_GGUF = "bfloat16"  # quantised numbers have fewer bits
@@ -140,6 +156,12 @@ def entries(cfg: ModelConfig) -> list[Entry]:
         names = [key.replace("{i}", number) for key, place in TABLE if place == general]
         found.append(Entry(path, spec, _tensors(names, spec)))
     return found
+
+
+def named_leaves(cfg: ModelConfig, params: Params) -> list[tuple[Entry, jax.Array]]:
+    """Every array of a model with its names, in the order of the declaration."""
+    trained = params.replace(drafts=None)
+    return [*zip(entries(cfg), jax.tree.leaves(trained), strict=True)]
 
 
 def _tensors(names: list[str], spec: ParamSpec) -> tuple[Tensor, ...]:
@@ -224,7 +246,7 @@ def read_model(
     if heads and (heads.kind != CHAINED or not cfg.num_draft_heads):
         found = {name: found[name] for name in found if name not in heads.names}
         found |= heads.tensors if cfg.num_draft_heads else {}
-    wanted = entries(cfg)
+    wanted = [entry for entry in entries(cfg) if not entry.path.startswith("drafter.")]
     if apart:
         wanted = [tensor for entry in wanted for tensor in entry.apart()]
     return _read(wanted, weights, found, part)
@@ -237,6 +259,18 @@ def read_heads(
     heads = find_heads(weights)
     found = heads.tensors if heads else {}
     return _read([e for e in entries(cfg) if e.path.startswith("heads.")], weights, found, part)
+
+
+def read_drafter(
+    cfg: ModelConfig, tensors: Weights, *, part: Wanted | None = None
+) -> Iterator[tuple[Entry, np.ndarray]]:
+    """What a file holds of the drafter that `cfg` names: its words it does not hold as they are,
+    and their matrix only where it is not the model's."""
+    absent = {"drafter.words"}
+    if "drafter.lm_head.weight" not in tensors:
+        absent.add("drafter.unembed")
+    wanted = [e for e in entries(cfg) if e.path.startswith("drafter.") and e.path not in absent]
+    return _read(wanted, tensors, tensors, part)
 
 
 def _read(

@@ -24,7 +24,8 @@ import numpy as np
 from tsjax.config import check
 from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import stored_arrays
-from tsjax.files.checkpoint import Model, write_heads
+from tsjax.files.adapters import write_heads
+from tsjax.files.checkpoint import Model
 from tsjax.files.weight_files import write_safetensors
 from tsjax.files.whole_files import (
     check_writable,

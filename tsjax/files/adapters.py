@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft heads and drafters in files of their own, beside a model's checkpoint.
+
+Knows the arrays of Params that they are. Does not know names (head_files.py, drafter_files.py).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tsjax.config import ModelConfig
+from tsjax.errors import BadValue
+from tsjax.files import weight_files
+from tsjax.files.drafter_files import write_drafter
+from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
+from tsjax.files.huggingface import named_leaves
+from tsjax.model.params import declare_params, placement
+from tsjax.model.sharding import placed
+from tsjax.model.transformer import unembedding
+
+
+def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
+    """The weight files of an adapter, or of a checkpoint with heads in it."""
+    if os.path.isdir(path) or not os.path.exists(path):
+        path = weight_files.find_folder(path, allow_pickle=allow_pickle)
+        pickled = os.path.join(path, MEDUSA_PICKLE)
+        has_others = any(name.endswith(".safetensors") for name in os.listdir(path))
+        path = pickled if os.path.exists(pickled) and not has_others else path
+    weights = weight_files.open_weights(os.fspath(path), allow_pickle=allow_pickle)
+    if not find_heads(weights):
+        found = ", ".join(sorted(weights)[:5])
+        wanted = "it holds no model.medusa_layers.* (TokenSwift's heads) and no K.0.linear.* or "
+        wanted += f"blocks.K.layers.0.* (Medusa's); it has {found}"
+        raise BadValue(f"heads={os.fspath(path)!r} is not valid: {wanted}")
+    return weights
+
+
+def write_heads(model: Any, file: str) -> None:
+    """Replaces a file with the model's draft heads, as TokenSwift's or Medusa's code names them."""
+    tensors = {
+        tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
+        for entry, leaf in named_leaves(model.cfg, model.params)
+        if entry.path.startswith("heads.")
+        for tensor in entry.tensors
+    }
+    weight_files.write_safetensors(file, named_in(MEDUSA, tensors))
+
+
+def add_words(arrays: dict[str, jax.Array], cfg: ModelConfig, words: np.ndarray, mesh: Any) -> None:
+    """The tokens that a drafter can say, and where its file has none their rows of the model."""
+    specs = declare_params(cfg).drafter
+    assert specs is not None
+    arrays["drafter.words"] = placed(words, placement(specs.words, mesh))
+    if "drafter.unembed" not in arrays:
+        matrix = arrays.get("model.unembed", arrays["model.embed"])
+        place = placement(specs.unembed, mesh)
+        arrays["drafter.unembed"] = jax.device_put(matrix[arrays["drafter.words"]], place)
+
+
+def write_drafter_of(model: Any, folder: str) -> None:
+    """Writes or replaces a model's drafter. Rows of the model's own matrix are left out."""
+    drafter = model.params.drafter
+    assert drafter is not None
+    own = unembedding(model.params.model)[drafter.words]
+    is_own = bool(jnp.array_equal(own, drafter.unembed))
+    left_out = {"drafter.words", *(["drafter.unembed"] if is_own else [])}
+    tensors = {
+        tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
+        for entry, leaf in named_leaves(model.cfg, model.params)
+        if entry.path.startswith("drafter.") and entry.path not in left_out
+        for tensor in entry.tensors
+    }
+    write_drafter(folder, model.cfg, tensors, np.asarray(drafter.words))
