@@ -156,7 +156,7 @@ class RopeConfig:
 @dataclasses.dataclass(frozen=True)
 class OneLayer:
     """The shape of a drafter: a decoder layer of the model's own heads that reads what the model
-    has computed. `tsjax train-drafter` makes one.
+    has computed. `tsjax train-drafter` makes one; a published head of EAGLE-3 is one.
 
     Attributes:
       mlp_dim: of its feed-forward part.
@@ -165,6 +165,7 @@ class OneLayer:
       window: tokens that it sees, the last ones.
       rope: its own rotary embedding: distances are at most the window.
       tap_norms: whether each tap is normed before they are fused.
+      norm_before_residual: whether its layer adds to the normed state in place of the state.
       accuracy: how often each of its drafts in a row was right when those before were, on held-out
         text; () if nobody has measured it. It changes no token.
     """
@@ -175,6 +176,7 @@ class OneLayer:
     window: int = 512
     rope: RopeConfig = RopeConfig()
     tap_norms: bool = True
+    norm_before_residual: bool = False
     accuracy: tuple[float, ...] = ()
 
     def __post_init__(self):

@@ -111,7 +111,8 @@ def draft_rows(
         fresh = linear(both, layer.qkv, out_dtype=accumulation_dtype(cfg.dtype), live=live)
         cos, sin = rotary_angles(positions, cfg.drafter.rope, cfg.head_dim, cfg.dtype)
         q, k, v = rotary_heads(fresh, cos, sin, cfg.dtype, live=live)
-        x, update = layer_output(layer, states, attend(q, k, v), live, cfg=cfg)
+        taken = state if cfg.drafter.norm_before_residual else states
+        x, update = layer_output(layer, taken, attend(q, k, v), live, cfg=cfg)
         return x + update.astype(x.dtype), k, v
 
 
