@@ -311,7 +311,24 @@ def zeros(*shape):
         ("vllm", of_layer(attention_bias=True), {}, r"attention_bias=True \(only False\)"),
         ("eagle", {"hidden_act": "gelu"}, {}, "hidden_act='gelu'"),
         ("eagle", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, {}, "rope type 'dynamic'"),
-        ("eagle", {"eagle_config": {"use_last_layernorm": False}}, {}, "use_last_layernorm=False"),
+        (
+            "eagle",
+            {
+                "eagle_config": {
+                    "use_mtp_layernorm": True,
+                    "use_aux_hidden_state": False,
+                    "use_last_layernorm": False,
+                    "use_input_layernorm_in_first_layer": False,
+                },
+                "qkv_bias": True,
+                "mlp_bias": True,
+                "is_causal": False,
+                "logit_scale": 2.0,
+            },
+            {},
+            "use_mtp_layernorm=True.*qkv_bias=True.*mlp_bias=True.*use_aux_hidden_state=False.*"
+            "use_last_layernorm=False.*is_causal=False.*first_layer=False.*logit_scale=2.0",
+        ),
         ("vllm", {"norm_before_residual": ...}, {}, "norm_before_residual=None is not valid: true"),
         ("vllm", {"speculators_model_type": "peagle"}, {}, "speculators_model_type='peagle'"),
         ("vllm", {"transformer_layer_config": ...}, {}, "transformer_layer_config=None"),
