@@ -382,7 +382,7 @@ def test_tsjaxs_own_files_have_to_fit_too(base, tmp_path):
         ({"head_dim": 16}, "head_dim=16 is not valid: 8, as the model has it"),
         ({"tsjax_drafter": {**own, "taps": [LAYERS + 1]}}, "at most the model's num_layers=8"),
         ({"tsjax_drafter": {**own, "heads": 3}}, "is damaged: .*'heads'"),
-        ({"tsjax_drafter": {**own, "tap_norms": True}}, "missing in .*: drafter.tap_norms"),
+        ({"tsjax_drafter": {**own, "token_in_state": True}}, "missing in .*: drafter.tap_norms"),
     ):
         file.write_text(json.dumps({**good, **change}))
         with pytest.raises(ValueError, match=message):

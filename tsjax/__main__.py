@@ -28,6 +28,7 @@ KNOWN_COMMANDS = {
     "chat": ("chat", "talk with a checkpoint in a terminal"),
     "check": ("check", "compare a saved run's tokens with plain decoding"),
     "train-heads": ("train_heads", "train draft heads for a checkpoint"),
+    "train-drafter": ("train_drafter", "train a one-layer drafter for a checkpoint"),
     "demo": ("measuring", "a first look, with nothing downloaded"),
     "bench": ("measuring", "measure methods, lengths and sampling of a checkpoint side by side"),
     "roofline": (

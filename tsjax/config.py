@@ -164,7 +164,8 @@ class OneLayer:
       taps: after how many of the model's layers it reads.
       window: tokens that it sees, the last ones.
       rope: its own rotary embedding: distances are at most the window.
-      tap_norms: whether each tap is normed before they are fused.
+      token_in_state: whether a token's embedding goes into the state, taps are normed, and the
+        last row's state is turned into the next: so are those that tsjax trains, and EAGLE-3's not.
       norm_before_residual: whether its layer adds to the normed state in place of the state.
       accuracy: how often each of its drafts in a row was right when those before were, on held-out
         text; () if nobody has measured it. It changes no token.
@@ -175,7 +176,7 @@ class OneLayer:
     taps: tuple[int, ...]
     window: int = 512
     rope: RopeConfig = RopeConfig()
-    tap_norms: bool = True
+    token_in_state: bool = True
     norm_before_residual: bool = False
     accuracy: tuple[float, ...] = ()
 

@@ -57,9 +57,11 @@ from tsjax.host.compression import compress_prompt
 # Saved runs
 from tsjax.host.replay import check_run, RunCheck, Departure
 
-# Training of draft heads
+# Training of draft heads and drafters
 from tsjax.training.run import train_heads, TrainedHeads
-from tsjax.training_config import HeadTraining
+from tsjax.training.drafter_run import train_drafter, TrainedDrafter
+from tsjax.training_config import HeadTraining, DrafterTraining
+from tsjax.config import OneLayer
 from tsjax.files.presets import training_preset
 
 # For JAX programs: pure functions of arrays
@@ -95,6 +97,7 @@ __all__ = [  # noqa: RUF022
     "LazyPrefill", "compress_prompt",
     "check_run", "RunCheck", "Departure",
     "train_heads", "TrainedHeads", "HeadTraining", "training_preset",
+    "train_drafter", "TrainedDrafter", "DrafterTraining", "OneLayer",
     "DecodeConfig", "init_state", "prefill", "decode", "decode_step", "DecodeState", "StepStats",
     "row_keys", "sampling_values", "Params", "init_params", "with_int8_drafts",
     "sample", "verify", "Verified", "token_noise", "warped_logits",

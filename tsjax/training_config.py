@@ -73,3 +73,46 @@ class HeadTraining:
     def labels(self) -> tuple[int, ...]:
         """Labels per sequence of each head: head i (from 1) at position t has token t + 1 + i."""
         return tuple(self.sequence_length - 1 - i for i in range(1, self.num_heads + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterTraining:
+    """How a one-layer drafter is trained.
+
+    Attributes:
+      steps: of the optimiser; 0 where a time says when it is over.
+      step_tokens: of the texts of a step.
+      depth: drafts in a row that are trained.
+      every: drafts after the first are trained from one in so many positions.
+      learning_rate: the highest: after the warm-up it falls to a twentieth as a cosine.
+      depth_weight: what a draft's loss counts, for 1 of the draft before it.
+      temperature: at which it is to agree with the model.
+      variation: what total variation, the drafts that would be wrong, counts in the loss; the
+        cross-entropy has the rest.
+      seed: of the first weights and of the order of the texts.
+    """
+
+    steps: int = 0
+    step_tokens: int = 1024
+    depth: int = 4
+    every: int = 4
+    learning_rate: float = 2e-3
+    warmup_steps: int = 50
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+    depth_weight: float = 0.8
+    temperature: float = 0.7
+    variation: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self):
+        shares = ("beta1", "beta2", "depth_weight", "variation")
+        check_fields(self, may_be_0=("steps", "warmup_steps", "seed"), up_to_1=shares)
+        for name in ("beta1", "beta2"):
+            check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
+        for name in ("temperature", "learning_rate", "max_grad_norm", "depth_weight"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
+        check(self.step_tokens >= 256, "step_tokens", self.step_tokens, "at least 256")
+        check(128 % self.every == 0, "every", self.every, "a divisor of 128")
+        check(self.depth <= 16, "depth", self.depth, "at most 16")

@@ -53,6 +53,7 @@ SETTING_HELP = {
     "for near-ties)",
 }
 MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
+DRAFTER_HELP = "a folder with a one-layer drafter of the model: tsjax train-drafter makes one"
 MOST_SHOWN = 5
 
 

@@ -17,7 +17,7 @@ from tsjax.decoding.replaying import replay
 from tsjax.decoding.simulating import simulate
 from tsjax.decoding.start import adopt, begin, fill_row, first_memory, grown, spread
 from tsjax.decoding.step import decode
-from tsjax.model.logits import hidden_states, logits
+from tsjax.model.logits import hidden_states, logits, tapped_states
 
 
 @functools.cache
@@ -41,6 +41,7 @@ def programs(platform: str, dtype: str) -> SimpleNamespace:
         replay=jit(replay, static_argnames=("cfg",), donate_argnames=("state", "found")),
         simulate=jit(simulate, static_argnames=("cfg",), donate_argnames=("state",)),
         hidden_states=jit(hidden_states, static_argnames=("cfg", "width")),
+        tapped_states=jit(tapped_states, static_argnames=("cfg", "taps", "width")),
         logits=jit(logits, static_argnames=("cfg", "width")),
         log_probs=jit(text_log_probs, static_argnames=("cfg", "count", "width")),
     )

@@ -244,7 +244,7 @@ def _loaded(
         heads_alone = _bytes_of(cfg) - _bytes_of(cfg.with_heads(0))
         place(huggingface.read_heads(cfg, attached, part=part), heads_alone)
     if drafter is not None:
-        found = open_drafter(drafter, cfg)
+        found = open_drafter(drafter, cfg, embed=arrays["model.embed"], allow_pickle=allow_pickle)
         cfg = dataclasses.replace(cfg, drafter=found.shape)
         place(huggingface.read_drafter(cfg, found.tensors, part=part), _bytes_of_drafter(cfg))
         add_words(arrays, cfg, found.words, mesh)

@@ -137,7 +137,7 @@ def _published_shape(raw: Mapping[str, Any], cfg: ModelConfig) -> OneLayer:
         taps=_taps(raw, nested, cfg.num_layers),
         window=min(of_layer.max_positions, WINDOW),
         rope=of_layer.rope,
-        tap_norms=False,
+        token_in_state=False,
         norm_before_residual=residual,
     )
 

@@ -64,7 +64,7 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("medusa_head.{i}.0.linear.weight", "heads.{i}.block"),
     ("medusa_head.{i}.0.linear.bias", "heads.{i}.block_bias"),
     ("medusa_head.{i}.1.weight", "heads.{i}.unembed"),
-    # A one-layer drafter's, after a prefix: EAGLE-3's names, and one for the norms of its taps.
+    # A one-layer drafter's, after a prefix: EAGLE-3's names, and what only ours have.
     ("drafter.fc.weight", "drafter.fuse"),
     ("drafter.midlayer.input_layernorm.weight", "drafter.token_norm"),
     ("drafter.midlayer.hidden_norm.weight", "drafter.layer.attn_norm"),
@@ -80,6 +80,9 @@ TABLE: tuple[tuple[str, str], ...] = (
     ("drafter.lm_head.weight", "drafter.unembed"),
     ("drafter.d2t", "drafter.words"),
     ("drafter.tap_norms", "drafter.tap_norms"),
+    ("drafter.token.weight", "drafter.token"),
+    ("drafter.carry.weight", "drafter.carry"),
+    ("drafter.carry_norm.weight", "drafter.carry_norm"),
 )
 
 TYPE_OF_GGUF = "bfloat16"  # quantised numbers have fewer bits

@@ -22,7 +22,7 @@ from tsjax.host.compilation import counted_as_compiling, try_to_keep_programs, w
 from tsjax.host.telling import doing
 
 config: Any = jax.config
-STATIC = ("cfg", "prompt_capacity", "mesh", "capacity", "part", "width", "count", "batch")
+STATIC = ("cfg", "prompt_capacity", "mesh", "capacity", "part", "width", "count", "batch", "taps")
 
 
 def programs_of(model: Model) -> Any:

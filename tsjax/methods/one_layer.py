@@ -20,7 +20,7 @@ from tsjax.decoding.sampling import best_few, score_choices
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.methods.model_drafts import Candidates, no_candidates
 from tsjax.model.control_flow import run_if
-from tsjax.model.drafter import draft_rows, fused, words_logits
+from tsjax.model.drafter import carried, draft_rows, fused, words_logits
 from tsjax.model.params import Params
 from tsjax.model.transformer import embed
 from tsjax.model.writing import for_each_row, scattered
@@ -171,6 +171,7 @@ def _follow(
     def attend(q, k_new, v_new):
         return tree_attention(q, k, v, length, k_new, v_new, alone)
 
+    states = carried(params.drafter, states, cfg=model)
     positions = state.kv.length[:, None] + depth - 1
     embedded = embed(params.model, best[:, -1:])
     states, k_new, v_new = draft_rows(

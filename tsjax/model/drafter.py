@@ -27,7 +27,8 @@ from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 class DrafterWeights(flax.struct.PyTreeNode):
     """The layer reads the norms of a token's embedding and of a state, one after the other; only
-    the state goes past it. `tap_norms` are None where taps are fused as they are."""
+    the state goes past it. In EAGLE-3's there are no norms of taps, the token does not go into the
+    state, and the last row's state is the next one as it is: what is for that is None."""
 
     fuse: Any  # [D, n, D]: a state from n taps
     token_norm: Any  # [D]
@@ -36,6 +37,9 @@ class DrafterWeights(flax.struct.PyTreeNode):
     unembed: Any  # [W, D], of the words that it can say
     words: Any  # [W] int32, which tokens these are
     tap_norms: Any = None  # [n, D]
+    token: Any = None  # [D, D]: what a state gets from its token
+    carry: Any = None  # [D, D]: the state of the next row, from the norm of the last one's
+    carry_norm: Any = None  # [D]
 
 
 def declare_drafter(cfg: ModelConfig) -> DrafterWeights | None:
@@ -61,6 +65,10 @@ def declare_drafter(cfg: ModelConfig) -> DrafterWeights | None:
         gate_up=matrix((F, 2, D), ("mlp", None, "embed"), parts=(1, 1)),
         down=matrix((D, F), ("embed", "mlp")),
     )
+    own = {}
+    if shape.token_in_state:
+        mixing = matrix((D, D), ("embed", "embed"))
+        own = {"tap_norms": norm(taps), "token": mixing, "carry": mixing, "carry_norm": norm()}
     return DrafterWeights(
         fuse=matrix((D, taps, D), ("embed", None, "embed"), inputs=2),
         token_norm=norm(),
@@ -68,7 +76,7 @@ def declare_drafter(cfg: ModelConfig) -> DrafterWeights | None:
         out_norm=norm(),
         unembed=matrix((W, D), ("vocab", "embed")),
         words=ParamSpec((W,), ("vocab",), "int32", "zeros"),
-        tap_norms=norm(taps) if shape.tap_norms else None,
+        **own,
     )
 
 
@@ -83,6 +91,15 @@ def fused(
         ]
         taps = jnp.stack(normed, axis=2)
     return linear(taps, weights.fuse, contract=2, live=live)
+
+
+def carried(
+    weights: DrafterWeights, states: Float[Array, "B T D"], *, cfg: ModelConfig
+) -> Float[Array, "B T D"]:
+    """States for the next rows, from those of the last ones."""
+    if weights.carry is None:
+        return states
+    return linear(rms_norm(states, weights.carry_norm, cfg.norm_eps), weights.carry)
 
 
 def draft_rows(
@@ -106,6 +123,8 @@ def draft_rows(
     layer = weights.layer
     with jax.named_scope("drafter"):
         token = rms_norm(embedded, weights.token_norm, cfg.norm_eps, live=live)
+        if weights.token is not None:
+            states = states + linear(token, weights.token, live=live)
         state = rms_norm(states, layer.attn_norm, cfg.norm_eps, live=live)
         both = jnp.concatenate([token, state], axis=2)
         fresh = linear(both, layer.qkv, out_dtype=accumulation_dtype(cfg.dtype), live=live)

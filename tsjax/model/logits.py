@@ -21,6 +21,13 @@ def hidden_states(params: Params, tokens, *, cfg: ModelConfig, width: int = 512)
 
     Runs `width` rows at a time against a cache of its own, so no T x T array exists.
     """
+    return tapped_states(params, tokens, cfg=cfg, taps=(cfg.num_layers,), width=width)[:, :, 0]
+
+
+def tapped_states(
+    params: Params, tokens, *, cfg: ModelConfig, taps: tuple[int, ...], width: int = 512
+):
+    """As `hidden_states`, what there is after so many layers: [B, T, taps, D]."""
     batch, length = tokens.shape
     width = min(width, length)
     chunks = -(-length // width)
@@ -29,16 +36,16 @@ def hidden_states(params: Params, tokens, *, cfg: ModelConfig, width: int = 512)
 
     def body(cache, tokens):
         positions = cache.length[:, None] + jnp.arange(width, dtype=jnp.int32)
-        rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg)
+        rows = run_rows(params.model, cache, tokens, positions, causal, cfg=cfg, taps=taps)
         cache = write_rows(cache, rows.k, rows.v, cache.length, after=rows.hidden)
-        return cache.replace(length=cache.length + width), rows.hidden
+        return cache.replace(length=cache.length + width), jnp.stack(rows.taps, axis=2)
 
     rows = jnp.swapaxes(padded.reshape(batch, chunks, width), 0, 1)
     cache = init_cache(cfg, batch, chunks * width)
     # Or else XLA takes a long time to find out what attention to an empty cache comes to.
     cache = cache.replace(length=lax.optimization_barrier(cache.length))
-    _, hidden = lax.scan(body, cache, rows)
-    return jnp.swapaxes(hidden, 0, 1).reshape(batch, chunks * width, -1)[:, :length]
+    _, found = lax.scan(body, cache, rows)
+    return jnp.swapaxes(found, 0, 1).reshape(batch, chunks * width, len(taps), -1)[:, :length]
 
 
 def logits(params: Params, tokens, *, cfg: ModelConfig, width: int = 512):

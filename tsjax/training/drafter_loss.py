@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a drafter of one layer is trained by: pure functions of arrays.
 
-Knows the loss and how a drafter is unrolled at all positions of a text at once. Does not know
-texts, files, optimisers or how long a run lasts.
+Knows the loss, how a drafter is unrolled at all positions of a text at once, and the optimiser.
+Does not know files or how long a run lasts.
 
 A drafter that starts at position p drafts the tokens p + 2, p + 3, ...: its row j, from 0, stands
 for position p + j and takes the text's own token p + j + 1, as a draft matters only where those
@@ -13,7 +13,7 @@ after that.
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
 
 import flax.struct
 import jax
@@ -21,36 +21,53 @@ import jax.numpy as jnp
 
 from pallas_kernels import rms_norm
 from tsjax.config import ModelConfig
-from tsjax.model.drafter import DrafterWeights, draft_rows, fused
+from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits
 from tsjax.model.layers import linear
 from tsjax.model.transformer import ModelWeights, final_norm, unembedding
-from tsjax.typing import Array, Float, Int, accumulation_dtype
+from tsjax.training_config import DrafterTraining
+from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 NEVER = -1e30  # the score of what a row does not see
-OF_VARIATION = 0.9  # what total variation counts in the loss; cross-entropy has the rest
 
 
-class Batch(flax.struct.PyTreeNode):
-    """Pieces of texts: what the model computed for them, and what it says next.
+class Pieces(flax.struct.PyTreeNode):
+    """Pieces of texts, and what the model computed for them.
 
     Attributes:
       taps: of the model's layers.
       last: the last layer's output, before the final norm.
-      tokens: of the pieces.
       ends: tokens of each piece; what follows is unspecified.
-      first: of each piece, the first token whose drafts count.
+      firsts: of each piece, the first token whose drafts count.
     """
 
     taps: Float[Array, "N P n D"]
     last: Float[Array, "N P D"]
     tokens: Int[Array, "N P"]
     ends: Int[Array, "N"]
-    first: Int[Array, "N"]
+    firsts: Int[Array, "N"]
+
+
+def cut(states, tokens, ends, prompts, *, pieces: int, taps: int) -> Pieces:
+    """`states` [B, T, layers, D] of texts: the first `taps` of the layers, and the last one."""
+
+    def apart(x):
+        return x.reshape(x.shape[0] * pieces, -1, *x.shape[2:])
+
+    size = tokens.shape[1] // pieces
+    begins = jnp.arange(pieces, dtype=jnp.int32)[None] * size
+
+    def within(place):
+        return jnp.clip(place[:, None] - begins, 0, size).reshape(-1)
+
+    states = apart(states)
+    return Pieces(
+        states[:, :, :taps], states[:, :, -1], apart(tokens), within(ends), within(prompts)
+    )
 
 
 class Agreement(flax.struct.PyTreeNode):
-    """Sums over positions, for each of J drafts in a row: what is minimised, the share of the
-    model's distribution that the drafter's covers, and how many were counted."""
+    """Sums over positions, for each of J drafts in a row: what is minimised, what the drafter's
+    distribution has in common with the model's, and how many were counted."""
 
     loss: Float[Array, "J"]
     overlap: Float[Array, "J"]
@@ -80,6 +97,8 @@ def unrolled(
         if row == 1:
             states, places = states[:, starts], starts
             rows = rows.from_starts(starts)
+        if row:
+            states = carried(weights, states, cfg=cfg)
         following = jnp.roll(embedded, -(row + 1), axis=1)[:, places]
         positions = jnp.broadcast_to(places[None] + row, states.shape[:2])
         states, _, _ = draft_rows(weights, states, following, positions, rows.attend, cfg=cfg)
@@ -123,68 +142,160 @@ class _Rows:
         return mixed.reshape(N, A, heads, H)
 
 
-def measure(
+def agreement(
     weights: DrafterWeights,
     model: ModelWeights,
-    batch: Batch,
-    temperature: Any,
+    pieces: Pieces,
     starts: Int[Array, "A"],
     *,
-    depth: int,
+    settings: DrafterTraining,
     cfg: ModelConfig,
 ) -> Agreement:
-    """How far `depth` drafts in a row agree with what the model says, at a temperature; all but the
-    first ones of drafters that start at `starts`."""
-    states = unrolled(weights, model.embed, batch.taps, batch.tokens, starts, depth, cfg=cfg)
-    wanted = said_by_model(weights, model, batch.last, temperature, cfg=cfg)
-    places, found = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32), []
+    """Of drafts in a row; all but the first ones of drafters that start at `starts`."""
+    states = unrolled(
+        weights, model.embed, pieces.taps, pieces.tokens, starts, settings.depth, cfg=cfg
+    )
+    wanted = said_by_model(weights, model, pieces.last, settings.temperature, cfg=cfg)
+    places, found = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32), []
     for row, state in enumerate(states):
         if row == 1:
             places = starts
         # What the model says after token p + row + 1, where there is such a token.
         at = places[None] + row + 1
-        counts = (at < batch.ends[:, None]) & (at + 1 >= batch.first[:, None])
+        counts = (at < pieces.ends[:, None]) & (at + 1 >= pieces.firsts[:, None])
         said = jnp.roll(wanted, -(row + 1), axis=1)[:, places]
         normed = rms_norm(state, weights.out_norm, cfg.norm_eps)
-        loss, overlap = _loss(normed, weights.unembed, said, counts, temperature, cfg)
+        loss, overlap = _loss(normed, weights.unembed, said, counts, settings, cfg)
         found.append(Agreement(loss, overlap, jnp.sum(counts, dtype=jnp.float32)))
     return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
 
 def said_by_model(weights, model: ModelWeights, last, temperature, *, cfg: ModelConfig):
     """The model's distribution over the drafter's words, in the model's type."""
-    normed = final_norm(model, last, cfg=cfg)
-    logits = linear(
-        normed, unembedding(model)[weights.words], out_dtype=accumulation_dtype(cfg.dtype)
-    )
+    normed, wide = final_norm(model, last, cfg=cfg), accumulation_dtype(cfg.dtype)
+    logits = linear(normed, unembedding(model)[weights.words], out_dtype=wide)
     return jax.nn.softmax(logits / temperature, axis=-1).astype(cfg.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _loss(normed, matrix, said, counts, temperature, cfg):
-    return _loss_and_slope(normed, matrix, said, counts, temperature, cfg)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _loss(normed, matrix, said, counts, settings: DrafterTraining, cfg: ModelConfig):
+    """The loss of states with what the model says, and what both have in common. The matrix is
+    frozen. The gradient is computed together with the loss, so logits are computed once."""
+    return _loss_and_slope(normed, matrix, said, counts, settings, cfg)[0]
 
 
-def _loss_and_slope(normed, matrix, said, counts, temperature, cfg):
-    wide = accumulation_dtype(cfg.dtype)
-    logits = jnp.einsum("npd,wd->npw", normed, matrix, preferred_element_type=wide) / temperature
-    log_shares = jax.nn.log_softmax(logits, axis=-1)
+def _loss_and_slope(normed, matrix, said, counts, settings, cfg):
+    wide, of_variation = accumulation_dtype(cfg.dtype), settings.variation
+    logits = jnp.einsum("npd,wd->npw", normed, matrix, preferred_element_type=wide)
+    log_shares = jax.nn.log_softmax(logits / settings.temperature, axis=-1)
     shares, said = jnp.exp(log_shares), said.astype(wide)
     entropy = -jnp.sum(said * log_shares, axis=-1)
     overlap = jnp.sum(jnp.minimum(said, shares), axis=-1)
-    each = OF_VARIATION * (1 - overlap) + (1 - OF_VARIATION) * entropy
-    less = (shares < said).astype(wide)  # more of it is more overlap
-    gain = shares * (less - jnp.sum(shares * less, axis=-1, keepdims=True))
-    slope = (1 - OF_VARIATION) * (shares - said) - OF_VARIATION * gain
-    slope = jnp.where(counts[..., None], slope / temperature, 0).astype(normed.dtype)
+    each = of_variation * (1 - overlap) + (1 - of_variation) * entropy
+    slope = (1 - of_variation) * (shares - said)
+    if of_variation:
+        less = (shares < said).astype(wide)  # more of it is more in common
+        gain = shares * (less - jnp.sum(shares * less, axis=-1, keepdims=True))
+        slope -= of_variation * gain
+    slope = jnp.where(counts[..., None], slope / settings.temperature, 0).astype(normed.dtype)
     slope = jnp.einsum("npw,wd->npd", slope, matrix)
     total = jnp.sum(jnp.where(counts, each, 0)), jnp.sum(jnp.where(counts, overlap, 0))
     return total, slope
 
 
-def _loss_backward(cfg, slope, cotangents):
-    factor = cotangents[0].astype(slope.dtype)
-    return slope * factor, None, None, None, None
+def _loss_backward(settings, cfg, slope, cotangents):
+    return slope * cotangents[0].astype(slope.dtype), None, None, None
 
 
 _loss.defvjp(_loss_and_slope, _loss_backward)
+
+
+def objective(weights, model, pieces: Pieces, starts, *, settings: DrafterTraining, cfg):
+    """The mean loss of each draft in a row, summed by weight; and the agreement."""
+    found = agreement(weights, model, pieces, starts, settings=settings, cfg=cfg)
+    weight = jnp.asarray([settings.depth_weight**row for row in range(settings.depth)])
+    each = found.loss / jnp.maximum(found.counted, 1)
+    return jnp.sum(each * weight.astype(each.dtype)), found
+
+
+# --- how often drafts are right ------------------------------------------------------------------
+
+PLACES_AT_ONCE = 128  # whose logits over the whole vocabulary exist at a time
+
+
+class Drafted(flax.struct.PyTreeNode):
+    """Attributes:
+    right: whether all drafts in a row up to each are what the model draws with the same noise.
+    counted: whether a drafter starts there whose drafts are all known.
+    """
+
+    right: Bool[Array, "N P J"]
+    counted: Bool[Array, "N P"]
+
+
+def drafted(
+    weights: DrafterWeights,
+    model: ModelWeights,
+    pieces: Pieces,
+    *,
+    settings: DrafterTraining,
+    cfg: ModelConfig,
+) -> Drafted:
+    """How drafts in a row would fare after each token, where the text goes on as it does."""
+    N, P = pieces.tokens.shape
+    places = jnp.arange(P, dtype=jnp.int32)
+    states = unrolled(
+        weights, model.embed, pieces.taps, pieces.tokens, places, settings.depth, cfg=cfg
+    )
+    drawn, noise = _drawn(weights, model, pieces.last, settings.temperature, cfg)
+    so_far, right = jnp.ones((N, P), bool), []
+    for row, state in enumerate(states):
+        logits = words_logits(weights, state, cfg=cfg) / settings.temperature
+        said = jnp.argmax(logits + jnp.roll(noise, -(row + 1), axis=1), axis=-1)
+        so_far &= weights.words[said] == jnp.roll(drawn, -(row + 1), axis=1)
+        right.append(so_far)
+    begins = (places + settings.depth)[None]
+    counted = (begins < pieces.ends[:, None]) & (places[None] + 2 >= pieces.firsts[:, None])
+    return Drafted(jnp.stack(right, axis=-1), counted)
+
+
+def _drawn(weights, model: ModelWeights, last, temperature: float, cfg: ModelConfig):
+    """What the model draws after each token, and the noise that decided it, of the words."""
+    N, P, D = last.shape
+    blocks = last.reshape(-1, min(PLACES_AT_ONCE, P), D)
+
+    def one(number, block):
+        normed, wide = final_norm(model, block, cfg=cfg), accumulation_dtype(cfg.dtype)
+        logits = linear(normed, unembedding(model), out_dtype=wide) / temperature
+        noise = jax.random.gumbel(jax.random.fold_in(jax.random.key(0), number), logits.shape, wide)
+        return jnp.argmax(logits + noise, axis=-1), noise[:, weights.words]
+
+    numbers = jnp.arange(len(blocks), dtype=jnp.uint32)
+    drawn, noise = jax.lax.map(lambda each: one(*each), (numbers, blocks))
+    return drawn.reshape(N, P).astype(jnp.int32), noise.reshape(N, P, -1)
+
+
+# --- the optimiser -------------------------------------------------------------------------------
+
+
+def update(weights, moments, gradient, rate, *, settings: DrafterTraining):
+    """One step of Adam at that rate: weights, moments, and the norm of the gradient."""
+    import optax
+
+    norm = optax.global_norm(gradient)
+    changes, moments = optimiser(settings).update(gradient, moments, weights)
+    changes = jax.tree.map(lambda change: -rate * change, changes)
+    return optax.apply_updates(weights, changes), moments, norm
+
+
+def optimiser(settings: DrafterTraining):
+    import optax
+
+    clip = optax.clip_by_global_norm(settings.max_grad_norm)
+    return optax.chain(clip, optax.scale_by_adam(settings.beta1, settings.beta2))
+
+
+def rate_at(settings: DrafterTraining, step: int, share: float) -> float:
+    """The learning rate of a step, from 0, after a share of the run."""
+    warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    return settings.learning_rate * warm * (0.05 + 0.475 * (1 + math.cos(math.pi * min(share, 1))))

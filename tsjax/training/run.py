@@ -16,7 +16,6 @@ import math
 import operator
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -24,16 +23,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import CHAINED, check, check_int, check_type, refuse_unknown
-from tsjax.errors import BadValue
+from tsjax.config import check, check_int, check_type, refuse_unknown
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
-from tsjax.host.progress import progress_bar
 from tsjax.host.telling import doing
-from tsjax.input_files import parsing
 from tsjax.model.sharding import mesh_of, named_sharding, placed
 from tsjax.training import loss, saved
 from tsjax.training.corpus import (
@@ -44,10 +40,9 @@ from tsjax.training.corpus import (
 )
 from tsjax.training.loss import TOP, cast_heads
 from tsjax.training.saved import Record
+from tsjax.training.steps import restored, take_steps
 from tsjax.training_config import HeadTraining
 
-# Settings that runs saved by an older tsjax do not name.
-DEFAULTS_OF_OLD_RUNS = {"head_kind": CHAINED, "loss_decay": 1.0}
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
 
 
@@ -133,7 +128,7 @@ def train_heads(
     micro = _sequences_per_pass(model, settings)
     # Before the folder is looked at, in which the first one may still be writing.
     processes.check_same("train_heads", settings, save_to is None, resume, cache_hidden)
-    folder = saved.check_folder(save_to, resume)
+    folder = saved.check_folder(save_to, resume, saved.FILES_OF_HEADS)
     checkpoint = saved.latest(folder) if folder is not None and resume else None
     if checkpoint is not None:  # before the data is read, which may take long
         saved.read_document(checkpoint)
@@ -151,13 +146,13 @@ def train_heads(
     identity = {"model": model_fingerprint(model), "data": train.fingerprint}
     identity |= {"settings": dataclasses.asdict(settings)}
     processes.check_same("train_heads", identity, checkpoint and os.path.basename(checkpoint))
-    interrupt, saving = Interrupt(), saved.RunFolder(folder, identity)
+    interrupt, saving = Interrupt(), saved.RunFolder(folder, identity, saved.write_heads_of)
     with interrupt:
         run = _Run(model, settings, train, micro, cache_hidden)
-        history = _restore(run, checkpoint, identity) if checkpoint is not None else []
+        history = restored(run, checkpoint, identity) if checkpoint is not None else []
         saving.begin(history)
-        _take_steps(run, history, saving, save_every, interrupt, progress, on_step)
-        finished = len(history) == settings.steps
+        take_steps(run, history, saving, save_every, interrupt, progress, on_step)
+        finished = run.is_over(history)
         evaluation = run.evaluate(held) if held is not None and finished else []
         interrupt.meet()
     saving.finish(history, evaluation)
@@ -168,34 +163,6 @@ def train_heads(
     )  # fmt: skip
     interrupt.finish(trained, on_interrupt)
     return trained
-
-
-def _take_steps(
-    run: _Run, history: list[Record], saving: saved.RunFolder, save_every: int,
-    interrupt: Interrupt, progress: bool, on_step: Callable[[Record], object] | None,
-) -> None:  # fmt: skip
-    """The steps that are missing in `history`, until the last one or an interrupt."""
-    steps = run.settings.steps
-    try:
-        with progress_bar(progress, steps, "step", initial=len(history)) as bar:
-            while len(history) < steps:
-                record = run.step(interrupt)
-                if record is None:
-                    break
-                history.append(record)
-                bar.set_postfix_str(_figures(record), refresh=False)
-                bar.update()
-                saving.note(record)
-                if on_step is not None:
-                    on_step(record)
-                if len(history) % save_every == 0 and len(history) < steps:
-                    saving.save(run, history)
-    except BaseException:  # on_step fails, a second Ctrl-C comes, another process has ended
-        if run.is_whole and run.state.steps == len(history) > 0:  # what was made is saved
-            saving.save(run, history, alone=processes.are_several())
-        raise
-    if history:
-        saving.save(run, history)
 
 
 def _sequences_per_pass(model: Model, settings: HeadTraining) -> int:
@@ -249,6 +216,23 @@ class _Run:
         self.state = _State(heads, moments, 0)
         self._static = {"cfg": self.cfg, "chunk_tokens": settings.chunk_tokens}
         self._cache = self._compute_hidden() if cached else None
+
+    @property
+    def total(self) -> int:
+        """The steps that it is to take."""
+        return self.settings.steps
+
+    def is_over(self, history: list[Record]) -> bool:
+        return len(history) == self.total
+
+    def figures(self, record: Record) -> str:
+        """What the progress bar says after a step."""
+        heads = zip(*(record[f"top{k + 1}"] for k in range(TOP)), strict=True)
+        tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
+        return f"loss {record['loss']:.3f}, top-1/2/3 % {tops}"
+
+    def fingerprint_of_format_1(self) -> str:
+        return fingerprint_of_first_rows(self.model)
 
     def _everywhere(self, tree):
         """On every device of the mesh, or on the model's one."""
@@ -363,6 +347,10 @@ class _Run:
         self.state = _State(tree["heads"], tree["adam"], steps)
 
     @property
+    def steps(self) -> int:
+        return self.state.steps
+
+    @property
     def is_whole(self) -> bool:
         """Whether no step was torn apart by an exception after it had given its arrays away."""
         return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
@@ -376,50 +364,3 @@ def _shares(hits: np.ndarray, labels) -> dict[str, Any]:
     """top1, top2 ...: hits [..., TOP] as shares of the labels."""
     shares = np.asarray(hits, np.float64).T / labels
     return {f"top{k + 1}": shares[k].tolist() for k in range(TOP)}
-
-
-def _figures(record: Record) -> str:
-    """What the progress bar says after a step."""
-    heads = zip(*(record[f"top{k + 1}"] for k in range(TOP)), strict=True)
-    tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
-    return f"loss {record['loss']:.3f}, top-1/2/3 % {tops}"
-
-
-def _restore(run: _Run, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
-    """Gives the run the arrays of a checkpoint; returns the history up to there."""
-    document = saved.read_document(checkpoint)
-    if document["format"] == saved.OLD_FINGERPRINT:
-        what = "is of an older tsjax: only the model's norms and some of its rows were compared"
-        warnings.warn(f"{checkpoint!r} {what}", stacklevel=3)
-        identity = {**identity, "model": fingerprint_of_first_rows(run.model)}
-    with parsing(checkpoint, " is damaged"):
-        wrong = _differences(document, identity)
-        history = [_checked_record(*numbered) for numbered in enumerate(document["history"], 1)]
-        whole = len(history) == document["step"]
-    if wrong or not whole:
-        what = "was made with " + "; ".join(wrong) if wrong else "has an incomplete history"
-        raise BadValue(f"resume=True is not valid: the run in {checkpoint!r} {what}")
-    arrays = saved.read_state(checkpoint, run.arrays(), document["format"])
-    run.restore(arrays, len(history))
-    return history
-
-
-def _checked_record(step: int, record: Record) -> Record:
-    check(record["step"] == step, "history", record["step"], f"the record of step {step}")
-    for value in record["head_losses"]:
-        check(isinstance(value, float | int), "head_losses", value, "a number")
-    return record
-
-
-def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    before = {**DEFAULTS_OF_OLD_RUNS, **then["settings"]}
-    wrong = [
-        f"{name}={before.get(name)!r}, now {value!r}"
-        for name, value in now["settings"].items()
-        if before.get(name) != value
-    ]
-    if then["model"] != now["model"]:
-        wrong.append("another model (or type)")
-    if then["data"] != now["data"]:
-        wrong.append("other data")
-    return wrong

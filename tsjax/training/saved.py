@@ -2,7 +2,7 @@
 """A training run saved in a folder, so that it can go on after a kill.
 
     checkpoint/step-00000050/   the newest complete one: arrays.safetensors and run.json
-    heads.safetensors           the heads, as an adapter
+    heads.safetensors           the heads, as an adapter; of a drafter what drafter_files.py says
     metrics.jsonl               one line per step
     summary.json, loss.png      at the end
 
@@ -24,8 +24,9 @@ import numpy as np
 from tsjax.config import check
 from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import stored_arrays
-from tsjax.files.adapters import write_heads
+from tsjax.files.adapters import write_drafter_of, write_heads
 from tsjax.files.checkpoint import Model
+from tsjax.files.drafter_files import CONFIG, FILE
 from tsjax.files.weight_files import write_safetensors
 from tsjax.files.whole_files import (
     check_writable,
@@ -48,7 +49,8 @@ CHECKPOINTS, ARRAYS_FILE, DOCUMENT = "checkpoint", "arrays.safetensors", "run.js
 ORBAX_ARRAYS = "arrays"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
-FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT, HEADS}
+FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT}
+FILES_OF_HEADS, FILES_OF_DRAFTER = FILES | {HEADS}, FILES | {CONFIG, FILE, "text"}
 _STEP = re.compile(r"step-(\d{8})")
 
 Record = dict[str, Any]
@@ -60,9 +62,14 @@ class RunFolder(Writing):
     Of several processes the first one does, but for one that is left `alone`.
     """
 
-    def __init__(self, folder: str | None, identity: Mapping[str, Any]):
+    def __init__(
+        self,
+        folder: str | None,
+        identity: Mapping[str, Any],
+        write_result: Callable[[str, Model], object],
+    ):
         super().__init__(stacklevel=5)
-        self._folder, self._identity = folder, identity
+        self._folder, self._identity, self._write_result = folder, identity, write_result
 
     def _write(
         self, what: str, write: Callable[..., object], *args: Any, alone: bool = False
@@ -84,7 +91,7 @@ class RunFolder(Writing):
         document = {**self._identity, "history": history}
         checkpoint = len(history), arrays, document, alone
         written = self._write("checkpoint", write_checkpoint, *checkpoint, alone=alone)
-        written &= self._write("heads", _write_heads, trained, alone=alone)
+        written &= self._write("result", self._write_result, trained, alone=alone)
         self.unsaved = not written
 
     def finish(self, history: list[Record], evaluation: list[Record]) -> None:
@@ -100,8 +107,9 @@ class RunFolder(Writing):
         self.unsaved = bool(processes.first_says(self.unsaved))  # the others wait for that
 
 
-def check_folder(save_to: Any, resume: bool) -> str | None:
-    """The folder of a run, made if there is none; refused if it could not be the run's."""
+def check_folder(save_to: Any, resume: bool, files: set[str]) -> str | None:
+    """The folder of a run, made if there is none; refused if it could not be the run's, which
+    writes these files."""
     if save_to is None:
         check(not resume, "resume", resume, "save_to names the folder of the run")
         return None
@@ -116,10 +124,10 @@ def check_folder(save_to: Any, resume: bool) -> str | None:
         remedy = "pass resume=True (--resume) to go on with it, or choose another folder"
         raise AlreadyThere(f"{wrong}: it holds a run; {remedy}")
     found = os.listdir(folder) if os.path.isdir(folder) else []
-    others = set(map(final_name, found)) - FILES  # a kill may leave what was being written
+    others = set(map(final_name, found)) - files  # a kill may leave what was being written
     if others:
         raise AlreadyThere(f"{wrong}: it has {min(others)!r}; choose a folder of its own")
-    for name in FILES - {CHECKPOINTS}:
+    for name in files - {CHECKPOINTS, "text"}:
         place_of(os.path.join(folder, name), "save_to")
     check_writable(folder, f"{wrong}: a folder that can be written")
     return folder
@@ -231,7 +239,11 @@ def append_metrics(folder: str, record: Mapping[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def _write_heads(folder: str, trained: Model) -> None:
+def write_drafter_in(folder: str, trained: Model) -> None:
+    write_drafter_of(trained, folder)
+
+
+def write_heads_of(folder: str, trained: Model) -> None:
     write_heads(trained, os.path.join(folder, HEADS))
 
 
@@ -240,16 +252,17 @@ def _write_summary(folder: str, summary: Mapping[str, Any]) -> None:
 
 
 def _plot_losses(folder: str, history: Sequence[Mapping[str, Any]]) -> None:
-    """The heads' losses over the steps, as a PNG. Needs matplotlib."""
+    """The losses of each head, or draft in a row, over the steps, as a PNG. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     steps = [record["step"] for record in history]
-    for head in range(len(history[0]["head_losses"])):
-        losses = [record["head_losses"][head] for record in history]
-        axes.plot(steps, losses, label=f"head {head + 1}")
-    axes.set(xlabel="step", ylabel="cross-entropy (nats)", title="Draft heads")
+    name, what = ("head_losses", "head") if "head_losses" in history[0] else ("losses", "draft")
+    for number in range(len(history[0][name])):
+        losses = [record[name][number] for record in history]
+        axes.plot(steps, losses, label=f"{what} {number + 1}")
+    axes.set(xlabel="step", ylabel="loss", title=f"Loss of each {what}")
     axes.grid(alpha=0.3)
     axes.legend()
     with replacing(os.path.join(folder, PLOT)) as temporary:

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tsjax train-drafter`: a one-layer drafter for a checkpoint, from the checkpoint's own text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+import tsjax
+from tsjax.commands import arguments as cli
+from tsjax.config import DTYPES, GENERATION_NAMES
+from tsjax.host import processes
+from tsjax.training.drafter_run import SETTING_NAMES, TOKENS, shape_for
+from tsjax.training_config import DrafterTraining
+
+TRAINING_HELP = {
+    "steps": "steps of the optimiser, in place of --minutes",
+    "step_tokens": "tokens of the texts of a step",
+    "depth": "drafts in a row that are trained",
+    "every": "train drafts after the first from one in so many positions",
+    "learning_rate": "the highest, after the warm-up",
+    "warmup_steps": "steps until it is reached",
+    "beta1": "Adam's",
+    "beta2": "Adam's",
+    "max_grad_norm": "clip gradients to this norm",
+    "depth_weight": "what a draft's loss counts, for 1 of the draft before it",
+    "variation": "what total variation counts in the loss; cross-entropy has the rest",
+    "seed": "of the first weights and of the order of the texts",
+}
+OF_TEXT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
+EXAMPLES = """examples:
+  tsjax train-drafter model.gguf --save-to drafter --minutes 60
+  tsjax train-drafter model.gguf --save-to drafter --minutes 60 --resume
+  tsjax train-drafter ./qwen --save-to drafter --minutes 10 --temperature 1 --min-p 0.1 \\
+      --repetition-penalty 1.2 --repetition-window 1024 --prompts mine.txt
+  tsjax generate model.gguf "Once" --drafter drafter --method auto
+"""
+
+
+def add_train_drafter(commands: Any) -> None:
+    text = "train a one-layer drafter for a checkpoint"
+    about = (
+        "The model writes text of its own, and a drafter of one layer learns from it to say what "
+        "the model will; the model stays as it is. Figures go to stderr, the last line is JSON."
+    )
+    parser = cli.command(commands, "train-drafter", _train_drafter, text, about, EXAMPLES)
+    cli.add(parser, "model", cli.MODEL_HELP)
+    text = "receives the text, checkpoints, metrics and the drafter; --drafter DIR takes it"
+    cli.add(parser, "--save-to DIR", text, required=True)
+    cli.add(parser, "--minutes N", "in all, writing text included", type=float)
+    cli.add_switch(parser, "--resume", "go on with the training in that folder")
+    cli.add(parser, "--data DIR", "text that was written before, in place of writing some")
+    cli.add(parser, "--prompts FILE", "what the model is asked: one prompt a line, or JSON")
+    cli.add(parser, "--tokens N", "of text to write, at most", default=TOKENS)
+    cli.add(parser, "--words N", "tokens that the drafter can say, the most frequent", type=int)
+    cli.add(parser, "--mlp-dim N", "of its feed-forward part", type=int)
+    cli.add_switch(parser, "--cache-hidden", "keep what the model computes in host memory")
+    cli.add(parser, "--evaluate-every STEPS", "steps between evaluations", default=200)
+    cli.add(parser, "--save-every STEPS", "steps between checkpoints", default=100)
+    cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    cli.add_mesh(parser)
+    cli.add_cache(parser)
+    group = parser.add_argument_group("how the text is drawn, as the drafter is to be used")
+    for field in dataclasses.fields(tsjax.GenerationConfig):
+        if field.name in OF_TEXT:
+            kind = int if field.name in ("top_k", "repetition_window") else float
+            default = 0.7 if field.name == "temperature" else field.default
+            text = f"{cli.SETTING_HELP[field.name]} (default: {default})"
+            group.add_argument(cli.flag_of(field.name), type=kind, metavar="N", help=text)
+    cli.add_switch(group, "--greedy", "the most probable tokens, in place of sampling")
+    group = parser.add_argument_group("how to train")
+    for field in dataclasses.fields(DrafterTraining):
+        if field.name != "temperature":
+            text = f"{TRAINING_HELP[field.name]} (default: {field.default})"
+            flag = cli.flag_of(field.name)
+            group.add_argument(flag, type=type(field.default), metavar="N", help=text)
+
+
+def _train_drafter(args: argparse.Namespace) -> int:
+    drawn = cli.given_of(args, [name for name in GENERATION_NAMES if name in OF_TEXT])
+    if args.greedy:
+        sampling = tsjax.GenerationConfig(**drawn)
+    else:
+        sampling = tsjax.GenerationConfig(do_sample=True, **{"temperature": 0.7, **drawn})
+    with cli.joined(args):
+        return _trained(args, sampling)
+
+
+def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh))
+    shape = dataclasses.replace(shape_for(model.cfg), **cli.given_of(args, ("words", "mlp_dim")))
+    names = ("save_to", "minutes", "resume", "data", "prompts", "tokens", "cache_hidden",
+             "evaluate_every", "save_every")  # fmt: skip
+    settings = [name for name in SETTING_NAMES if name != "temperature"]
+    trained = tsjax.train_drafter(
+        model,
+        sampling=sampling,
+        shape=shape,
+        progress=processes.is_first() and not args.quiet,
+        on_interrupt="return",
+        **cli.given_of(args, [*names, *settings]),
+    )
+    for name, found in (("all", trained.evaluation), *trained.evaluation.get("by", {}).items()):
+        if "tokens_per_step" in found:
+            right = ", ".join(f"{share:.0%}" for share in found["right"])
+            said = f"{found['tokens_per_step']:.2f} tokens a step, drafts right {right}"
+            cli.tell_unless_quiet(args, f"[{name}: {said}; {found['chains']} chains]")
+    last = trained.history[-1] if trained.history else {}
+    document = {
+        "save_to": args.save_to,
+        "finish_reason": trained.finish_reason,
+        "steps": len(trained.history),
+        "loss": last.get("loss"),
+        "tokens_per_step": trained.evaluation.get("tokens_per_step"),
+        "right": trained.evaluation.get("right"),
+    }
+    print(json.dumps(document))
+    go_on = "[go on with the same command and --resume]" if trained.history else ""
+    return cli.exit_code(args, trained, trained.finish_reason == "interrupted", go_on)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A drafter's first weights by least squares: what taps and a token, each through a matrix, say of
+the model's next state. A few texts are enough, and drafts are often right before any training.
+
+Knows arrays alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tsjax.training.drafter_loss import Pieces
+
+RIDGE = 1e-3  # of the features' mean square: what a weight has to be worth
+EPSILON = 1e-6
+
+
+def fitted(
+    batches: Callable[[], Iterable[Pieces]], embed: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Matrices for the taps [D, n, D], the token [D, D] and the last row's state [D, D].
+
+    Args:
+      batches: the same ones each time.
+      embed: the model's embedding.
+    """
+    sums = None
+    for pieces in batches():
+        new = _sums_of_first_rows(pieces, embed)
+        sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
+    both = _solved(*sums)  # [(n + 1) D, D]
+    sums = None
+    for pieces in batches():
+        new = _sums_of_next_rows(pieces, embed, both)
+        sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
+    carry, size = _solved(*sums), both.shape[1]
+    taps = both[:-size].reshape(-1, size, size)  # [n, inputs, outputs]
+    return jnp.transpose(taps, (2, 0, 1)), both[-size:].T, carry.T
+
+
+def _normed(x):
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON)
+
+
+def _after(x, places: int):
+    """What stands so many places further."""
+    return jnp.roll(x, -places, axis=1)
+
+
+def _features(pieces: Pieces, embed):
+    N, P, n, D = pieces.taps.shape
+    taps = _normed(pieces.taps).reshape(N, P, n * D)
+    return jnp.concatenate([taps, _after(_normed(embed[pieces.tokens]), 1)], axis=-1)
+
+
+def _known(pieces: Pieces, places: int):
+    """Where a drafter starts whose token so many places further is known."""
+    at = jnp.arange(pieces.tokens.shape[1])[None]
+    return (at + places < pieces.ends[:, None]) & (at + 2 >= pieces.firsts[:, None])
+
+
+def _products(features, wanted, counts):
+    features = jnp.where(counts[..., None], features, 0)
+
+    def product(x, y):
+        return jnp.einsum("npi,npj->ij", x, y, precision=lax.Precision.HIGHEST)
+
+    return product(features, features), product(features, wanted)
+
+
+@jax.jit
+def _sums_of_first_rows(pieces: Pieces, embed):
+    wanted = _after(_normed(pieces.last), 1)
+    return _products(_features(pieces, embed), wanted, _known(pieces, 1))
+
+
+@jax.jit
+def _sums_of_next_rows(pieces: Pieces, embed, both):
+    size = both.shape[1]
+    states = _normed(_features(pieces, embed) @ both)
+    of_token = _after(_normed(embed[pieces.tokens]), 2) @ both[-size:]
+    wanted = _after(_normed(pieces.last), 2) - of_token
+    return _products(states, wanted, _known(pieces, 2))
+
+
+@jax.jit
+def _solved(squares, products):
+    ridge = RIDGE * jnp.trace(squares) / len(squares)
+    return jnp.linalg.solve(squares + ridge * jnp.eye(len(squares)), products)
