@@ -83,10 +83,21 @@ def looping_model(*, seed: int = 2, mesh=None, stop_ids=(), path=None, **changes
         embed=jnp.eye(V, dtype=cfg.dtype), unembed=jnp.asarray(table.T, cfg.dtype)
     )
     params = params.replace(model=weights)
+    if params.drafter is not None:
+        params = params.replace(drafter=_knowing_drafter(params, cfg.drafter.words, cfg.dtype))
     if mesh is not None:
         placed = tsjax.init_params(cfg, mesh=mesh)
         params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, placed)
     return tsjax.Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
+
+
+def _knowing_drafter(params: tsjax.Params, words: int, dtype: str):
+    """It knows what mostly follows each token, of all tokens but a few; its layer is random."""
+    V = len(params.model.embed)
+    said = np.random.default_rng(1).permutation(V)[:words].astype(np.int32)
+    return params.drafter.replace(
+        token=jnp.eye(V, dtype=dtype), words=jnp.asarray(said), unembed=params.model.unembed[said]
+    )
 
 
 def chain_model(successor: Mapping[int, int], *, vocab_size: int = VOCAB, **kwargs) -> tsjax.Model:

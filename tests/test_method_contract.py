@@ -53,10 +53,11 @@ class Row(NamedTuple):
     heads: int = 0
     head_kind: str = "chained"
     second: bool = False  # whether there is a second model
+    drafter: tsjax.OneLayer | None = None
 
     def model(self, dtype: str = "float64", mesh=None) -> tsjax.Model:
         heads = {"num_draft_heads": self.heads, "head_kind": self.head_kind} if self.heads else {}
-        return looping_model(dtype=dtype, mesh=mesh, **heads)
+        return looping_model(dtype=dtype, mesh=mesh, drafter=self.drafter, **heads)
 
     @property
     def call(self) -> dict[str, Any]:
@@ -94,6 +95,11 @@ ROWS = {
             num_sinks=3, draft_refresh=None, draft_weights="int8", costs=CHEAP_ROWS,
         ),
         (1, 3, 16, 8, 3, *(0,) * 11), (71, 5, 5, 0), heads=2,
+    ),
+    "one_layer": Row(
+        tsjax.LikelyTree(width=8, pass_widths=(1, 4), drafter=3, places=0, costs=CHEAP_ROWS),
+        (28, 23, 4, 4), (43, 0, 0, 0),
+        drafter=tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=9),
     ),
     "magicdec": Row(
         tsjax.MagicDec(draft_choice="snapkv", draft_passes=2, draft_budget=36, num_sinks=1),

@@ -96,8 +96,8 @@ class DrafterTraining:
     step_tokens: int = 1024
     depth: int = 4
     every: int = 4
-    learning_rate: float = 2e-3
-    warmup_steps: int = 50
+    learning_rate: float = 3e-4
+    warmup_steps: int = 20
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float = 1.0
@@ -113,6 +113,5 @@ class DrafterTraining:
             check(getattr(self, name) < 1, name, getattr(self, name), "below 1")
         for name in ("temperature", "learning_rate", "max_grad_norm", "depth_weight"):
             check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
-        check(self.step_tokens >= 256, "step_tokens", self.step_tokens, "at least 256")
         check(128 % self.every == 0, "every", self.every, "a divisor of 128")
         check(self.depth <= 16, "depth", self.depth, "at most 16")

@@ -30,7 +30,7 @@ from tsjax.decoding.programs import compiler_options
 from tsjax.decoding.sampling import best, nucleus
 from tsjax.host import processes
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
-from tsjax.methods.devices import device_of, estimated
+from tsjax.methods.devices import device_of, drafter_share, estimated
 from tsjax.methods.partial_cache import DraftCache, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache, cache_bytes, init_cache
 from tsjax.model.int8 import as_int8
@@ -143,6 +143,8 @@ def pieces(
         origin="measured",
         int8=Int8Costs(one_row=line(*in_int8), heads=candidates(at(near, int8_tokens))),
         any_rows=formula.any_rows,
+        # Its weights by those of a pass, and the choice of a token.
+        one_layer=drafter_share(cfg) * lines[0][1].seconds + (per_row if cfg.drafter else 0.0),
     )
 
 

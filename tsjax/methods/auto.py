@@ -35,6 +35,7 @@ PLAIN_STEPS = 16  # of a row, after which it is known what a plain one takes
 MOVES_FOR = 2  # times the seconds of moving: answers end before they were to, and texts change
 WIDEST, LOOKED_AT = 64, 8  # rows of a tree; earlier places of the last token
 PASSES = (1, 2, 4)
+DRAFTS = (2, 4)  # in a row, of a one-layer drafter
 # Small partial caches that see the rest summed up, and the paper's.
 PARTIAL_CACHES: tuple[dict[str, Any], ...] = (
     {"draft_budget": 512, "draft_refresh": 8},
@@ -189,7 +190,7 @@ def choose(model: ModelConfig, costs: Costs, context: float, *, corpus: bool = F
 def opening(
     model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False
 ) -> LikelyTree:
-    """Drafts from the text, and from heads where they promise more."""
+    """Drafts from the text, and from heads or a drafter where they promise more."""
     return _best(options(model, costs, context, corpus=corpus), model, costs, context)
 
 
@@ -211,13 +212,16 @@ def _best(
 def options(
     model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False, passes: bool = False
 ) -> Iterator[LikelyTree]:
-    """What can be chosen: drafts from the text and the heads, or with `passes` of the model too."""
+    """What can be chosen: drafts from the text and from heads or a drafter, or with `passes` of the
+    model too."""
     widths = costs.widths(context, WIDEST)
     sizes: dict[str, Any] = dict(width=widths[-1], pass_widths=widths[:-1], places=LOOKED_AT)
     sizes |= {"corpus": corpus, "costs": costs}
     heads = (False, True) if model.num_draft_heads else (False,)
     if not passes:
         yield from (LikelyTree(heads=one, **sizes) for one in heads)
+        if model.drafter is not None:
+            yield from (LikelyTree(drafter=number, **sizes) for number in DRAFTS)
         return
     for cache, number, one in itertools.product(PARTIAL_CACHES, PASSES, heads):
         found = LikelyTree(draft_passes=number, heads=one, **cache, **sizes)

@@ -244,7 +244,18 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
             pass_line(model, device, 1, batch, reach.int8_bytes), of_heads(reach.int8_bytes)
         ),
         any_rows=device is CPU and leaves_out_rows("cpu", model),
+        one_layer=drafter_share(model) * lines[0].seconds,
     )
+
+
+def drafter_share(model: ModelConfig) -> float:
+    """Weights that a draft of the one-layer drafter reads, for 1 of a pass of the model; 0 without
+    one."""
+    if model.drafter is None:
+        return 0.0
+    attention = 3 * model.head_dim * (model.num_heads + model.num_kv_heads)
+    of_layer = attention + 3 * model.drafter.mlp_dim + 2 * model.embed_dim + model.drafter.words
+    return model.embed_dim * of_layer / sum(_weights(model))
 
 
 def _size(model: ModelConfig) -> int:

@@ -139,18 +139,29 @@ def _read(
         cfg=model,
         live=fresh,
     )
-    window = max(model.drafter.window, longest)
-    fits = memory.next + longest <= window
-    start = jnp.where(fits, memory.next, 0)
-    held = jnp.maximum(jnp.where(fits, memory.held, memory.next), start + fresh)
-    some = fresh > 0
-    memory = memory.replace(
-        k=_written(memory.k, k, start, fresh),
-        v=_written(memory.v, v, start, fresh),
-        held=jnp.where(some, held, memory.held),
-        next=jnp.where(some, start + fresh, memory.next),
-    )
+    memory = with_rows(memory, k, v, fresh, model.drafter.window)
     return memory, states[b, jnp.maximum(fresh - 1, 0)][:, None]
+
+
+def with_rows(
+    memory: LayerMemory,
+    k: Float[Array, "B J K H"],
+    v: Float[Array, "B J K H"],
+    count: Int[Array, "B"],
+    window: int,
+) -> LayerMemory:
+    """With the first `count` of these rows, by the rule of LayerMemory."""
+    longest = k.shape[1]
+    fits = memory.next + longest <= max(window, longest)
+    start = jnp.where(fits, memory.next, 0)
+    held = jnp.maximum(jnp.where(fits, memory.held, memory.next), start + count)
+    some = count > 0
+    return memory.replace(
+        k=_written(memory.k, k, start, count),
+        v=_written(memory.v, v, start, count),
+        held=jnp.where(some, held, memory.held),
+        next=jnp.where(some, start + count, memory.next),
+    )
 
 
 def _follow(

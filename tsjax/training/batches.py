@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of whole texts of like lengths, in an order that follows from a seed.
+"""Texts as the model reads them, batches of like lengths, and as a drafter learns from them: one
+stream of tokens in rows of one length, whatever the texts' lengths are.
 
-Knows token ids and lengths alone. A text is seen whole by the model and in pieces by the drafter.
+Knows token ids, lengths and an order that follows from a seed. What the model computes comes from a
+function that is handed in.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,73 +17,122 @@ import numpy as np
 from tsjax.training.corpus import Order
 from tsjax.training.own_text import Text
 
-# A text takes the next of these lengths: each is a shape of its own, which is compiled.
+# A text takes the next of these lengths: each is a program of its own. Of longer ones the rest is
+# left out.
 LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-LONGEST_PIECE = 1024  # of a text, that a drafter sees at once
+ROW = 512  # tokens that a drafter sees at once
+MODEL_TOKENS = 2048  # of texts that the model reads at once
+MIXED = 64  # rows of the stream that are dealt out to steps in another order
+
+States = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] -> what the model computes [B, T, ...]
 
 
-class TokenBatch(NamedTuple):
-    """Attributes:
-    tokens: [B, T], padded on the right with zeros.
-    ends: [B], tokens of each.
-    prompts: [B], how many of them are the prompt's.
-    texts: whose they are; fewer than B in an odd batch.
+class Rows(NamedTuple):
+    """Rows of a stream.
+
+    Attributes:
+      states: what the model computed for each token.
+      tokens: of the texts.
+      own: whether the token that follows is the model's, not the prompt's.
+      place: of each token in the answer; below 0 in the prompt.
+      kind: number of the text's kind.
     """
 
-    tokens: np.ndarray
-    ends: np.ndarray
-    prompts: np.ndarray
-    texts: Sequence[Text]
+    states: np.ndarray  # [N, P, layers, D]
+    tokens: np.ndarray  # the others [N, P]
+    own: np.ndarray
+    place: np.ndarray
+    kind: np.ndarray
 
     @property
-    def pieces(self) -> int:
-        """Of each text, of one length."""
-        return -(-self.tokens.shape[1] // LONGEST_PIECE)
+    def text(self) -> np.ndarray:
+        """Of each token the number of its text in the row."""
+        begins = np.diff(self.place, axis=1, prepend=self.place[:, :1] - 1) != 1
+        return np.cumsum(begins, axis=1, dtype=np.int32)
 
 
-class Batches:
-    """Texts that lie together in batches of about `step_tokens`, and the batches' order."""
+class Stream:
+    """The tokens of texts, one text after the other, over and over in a new order.
 
-    def __init__(self, texts: Sequence[Text], step_tokens: int, seed: int, *, parts: int = 1):
-        self._texts, self._parts = texts, parts
-        self._groups = _grouped([len(text.ids) for text in texts], step_tokens, parts)
+    Each pass over the texts takes batches of like lengths in an order by seed and pass.
+    """
+
+    def __init__(self, texts: Sequence[Text], states: States, seed: int, *, parts: int = 1,
+                 cached: bool = False):  # fmt: skip
+        """`parts`: texts of a batch are a multiple of it. `cached`: what the model has computed
+        once is kept."""
+        self._texts = [text._replace(ids=text.ids[: LENGTHS[-1]]) for text in texts]
+        self._states, self._seed = states, seed
+        self._groups = _grouped([len(text.ids) for text in self._texts], parts)
+        self._sizes = [sum(len(self._texts[i].ids) for i in group[2]) for group in self._groups]
         self._order = Order(len(self._groups), seed)
+        self._kept: dict[int, Rows] | None = {} if cached else None
+        self.kinds = tuple(dict.fromkeys(text.kind for text in self._texts))
+        self.tokens = sum(self._sizes)  # of one pass
 
-    def __len__(self) -> int:
-        return len(self._groups)
+    def rows(self, count: int, first: int = 0) -> Iterator[Rows]:
+        """`count` rows for each step, from the `first` on, without end. Of MIXED rows in a row each
+        step gets some, so that it meets several texts."""
+        mixed = -(-MIXED // count) * count
+        steps = mixed // count
+        for number, several in enumerate(self._in_turn(mixed, first // steps), first // steps):
+            order = np.random.default_rng([self._seed, number]).permutation(mixed)
+            for step in range(first % steps, steps):
+                here = order[step * count : (step + 1) * count]
+                yield Rows(*(x[here] for x in several))
+            first = 0
 
-    def number(self, index: int) -> int:
-        """Which batch is the n-th from the beginning of a run."""
+    def _in_turn(self, count: int, first: int) -> Iterator[Rows]:
+        """So many rows at a time, from the `first` time on."""
+        tokens = count * ROW
+        index, skipped = 0, first * tokens
+        while skipped >= (size := self._sizes[self._number(index)]):
+            skipped, index = skipped - size, index + 1
+        parts: list[Rows] = []
+        while True:
+            while sum(len(part.tokens) for part in parts) < skipped + tokens:
+                parts.append(self._group(self._number(index)))
+                index += 1
+            joined = Rows(*map(np.concatenate, zip(*parts, strict=True)))
+            some = Rows(*(x[skipped : skipped + tokens] for x in joined))
+            parts, skipped = [Rows(*(x[skipped + tokens :] for x in joined))], 0
+            yield Rows(*(x.reshape(count, ROW, *x.shape[1:]) for x in some))
+
+    def _number(self, index: int) -> int:
         (number,) = self._order.numbers(index, 1)
         return number
 
-    def __getitem__(self, index: int) -> TokenBatch:
-        """The n-th batch from the beginning of a run."""
-        return self.group(self.number(index))
-
-    def group(self, number: int) -> TokenBatch:
+    def _group(self, number: int) -> Rows:
+        """A batch of texts as one row of tokens."""
+        if self._kept is not None and number in self._kept:
+            return self._kept[number]
         length, rows, members = self._groups[number]
         tokens = np.zeros((rows, length), np.int32)
-        ends, prompts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        texts = [self._texts[i] for i in members]
-        for row, text in enumerate(texts):
-            ids = text.ids[:length]
+        for row, member in enumerate(members):
+            ids = self._texts[member].ids
             tokens[row, : len(ids)] = ids
-            ends[row], prompts[row] = len(ids), min(text.prompt, len(ids))
-        return TokenBatch(tokens, ends, prompts, texts)
+        states = self._states(tokens)
+        found = []
+        for row, member in enumerate(members):
+            text = self._texts[member]
+            size = len(text.ids)
+            place = np.arange(size, dtype=np.int32) - text.prompt
+            kind = np.full(size, self.kinds.index(text.kind), np.int32)
+            found.append(Rows(states[row, :size], text.ids, place >= -1, place, kind))
+        joined = Rows(*map(np.concatenate, zip(*found, strict=True)))
+        if self._kept is not None:
+            self._kept[number] = joined
+        return joined
 
 
-def _grouped(
-    lengths: Sequence[int], step_tokens: int, parts: int
-) -> list[tuple[int, int, list[int]]]:
-    """Length, rows and the texts of each batch: texts by length, so many as make a step."""
+def _grouped(lengths: Sequence[int], parts: int) -> list[tuple[int, int, list[int]]]:
+    """Length, rows and the texts of each batch: texts by length, so many as a pass takes."""
     taken: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        length = next((n for n in LENGTHS if n >= lengths[index]), LENGTHS[-1])
-        taken.setdefault(length, []).append(index)
+        taken.setdefault(next(n for n in LENGTHS if n >= lengths[index]), []).append(index)
     groups = []
     for length, members in taken.items():
-        rows = -(-max(step_tokens // length, 1) // parts) * parts
+        rows = -(-max(MODEL_TOKENS // length, 1) // parts) * parts
         groups += [(length, rows, members[i : i + rows]) for i in range(0, len(members), rows)]
     return groups
 

@@ -31,38 +31,31 @@ NEVER = -1e30  # the score of what a row does not see
 
 
 class Pieces(flax.struct.PyTreeNode):
-    """Pieces of texts, and what the model computed for them.
+    """Rows of a stream of texts, and what the model computed for them.
 
     Attributes:
       taps: of the model's layers.
       last: the last layer's output, before the final norm.
-      ends: tokens of each piece; what follows is unspecified.
-      firsts: of each piece, the first token whose drafts count.
+      text: of each token the number of its text in the row.
+      own: whether the token that follows is the model's, not the prompt's.
     """
 
     taps: Float[Array, "N P n D"]
     last: Float[Array, "N P D"]
     tokens: Int[Array, "N P"]
-    ends: Int[Array, "N"]
-    firsts: Int[Array, "N"]
+    text: Int[Array, "N P"]
+    own: Bool[Array, "N P"]
+
+    def known(self, places: Int[Array, "A"], more: int) -> Bool[Array, "N A"]:
+        """Where so many tokens further there is one of the same text; what the model says after
+        that one is `ahead` of it."""
+        inside = (places + more < self.tokens.shape[1])[None]
+        return inside & (ahead(self.text, more)[:, places] == self.text[:, places])
 
 
-def cut(states, tokens, ends, prompts, *, pieces: int, taps: int) -> Pieces:
-    """`states` [B, T, layers, D] of texts: the first `taps` of the layers, and the last one."""
-
-    def apart(x):
-        return x.reshape(x.shape[0] * pieces, -1, *x.shape[2:])
-
-    size = tokens.shape[1] // pieces
-    begins = jnp.arange(pieces, dtype=jnp.int32)[None] * size
-
-    def within(place):
-        return jnp.clip(place[:, None] - begins, 0, size).reshape(-1)
-
-    states = apart(states)
-    return Pieces(
-        states[:, :, :taps], states[:, :, -1], apart(tokens), within(ends), within(prompts)
-    )
+def ahead(x, places: int):
+    """What stands so many places further, along the second axis."""
+    return jnp.roll(x, -places, axis=1)
 
 
 class Agreement(flax.struct.PyTreeNode):
@@ -77,8 +70,7 @@ class Agreement(flax.struct.PyTreeNode):
 def unrolled(
     weights: DrafterWeights,
     embed: Float[Array, "V D"],
-    taps: Float[Array, "N P n D"],
-    tokens: Int[Array, "N P"],
+    pieces: Pieces,
     starts: Int[Array, "A"],
     depth: int,
     *,
@@ -90,16 +82,16 @@ def unrolled(
     The last positions lack tokens: what is there is unspecified.
     """
     assert cfg.drafter is not None
-    places = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    states, embedded, found = fused(weights, taps, cfg=cfg), embed[tokens], []
-    rows = _Rows(places, cfg.drafter.window, [], [])
+    places = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
+    states, embedded, found = fused(weights, pieces.taps, cfg=cfg), embed[pieces.tokens], []
+    rows = _Rows(pieces.text, places, cfg.drafter.window, [], [])
     for row in range(depth):
         if row == 1:
             states, places = states[:, starts], starts
             rows = rows.from_starts(starts)
         if row:
             states = carried(weights, states, cfg=cfg)
-        following = jnp.roll(embedded, -(row + 1), axis=1)[:, places]
+        following = ahead(embedded, row + 1)[:, places]
         positions = jnp.broadcast_to(places[None] + row, states.shape[:2])
         states, _, _ = draft_rows(weights, states, following, positions, rows.attend, cfg=cfg)
         found.append(states)
@@ -110,11 +102,13 @@ class _Rows:
     """Keys and values of the rows so far: the first ones of all positions, and those that drafters
     add which start at `places`."""
 
-    def __init__(self, places: Int[Array, "A"], window: int, keys: list, values: list):
-        self._places, self._window, self._keys, self._values = places, window, keys, values
+    def __init__(self, text: Int[Array, "N P"], places: Int[Array, "A"], window: int, keys: list,
+                 values: list):  # fmt: skip
+        self._text, self._places, self._window = text, places, window
+        self._keys, self._values = keys, values
 
     def from_starts(self, starts: Int[Array, "A"]) -> _Rows:
-        return _Rows(starts, self._window, self._keys, self._values)
+        return _Rows(self._text, starts, self._window, self._keys, self._values)
 
     def attend(self, q, k, v):
         """Attention to the first rows of all positions up to a drafter's start, and to its own rows
@@ -125,11 +119,12 @@ class _Rows:
         K, P, wide = k.shape[2], self._keys[0].shape[1], accumulation_dtype(q.dtype)
         grouped = q.reshape(N, A, K, heads // K, H)
         behind = self._places[:, None] - jnp.arange(P, dtype=jnp.int32)[None]
-        seen = (behind >= 0) & (behind < self._window)
+        seen = ((behind >= 0) & (behind < self._window))[None]
+        seen &= self._text[:, self._places, None] == self._text[:, None]
         of_all = jnp.einsum(
             "nakgh,nskh->nkgas", grouped, self._keys[0], preferred_element_type=wide
         )
-        scores = [jnp.where(seen, of_all, NEVER)]
+        scores = [jnp.where(seen[:, None, None], of_all, NEVER)]
         for key in self._keys[1:]:
             own = jnp.einsum("nakgh,nakh->nkga", grouped, key)
             scores.append(own[..., None].astype(wide))
@@ -152,18 +147,14 @@ def agreement(
     cfg: ModelConfig,
 ) -> Agreement:
     """Of drafts in a row; all but the first ones of drafters that start at `starts`."""
-    states = unrolled(
-        weights, model.embed, pieces.taps, pieces.tokens, starts, settings.depth, cfg=cfg
-    )
+    states = unrolled(weights, model.embed, pieces, starts, settings.depth, cfg=cfg)
     wanted = said_by_model(weights, model, pieces.last, settings.temperature, cfg=cfg)
     places, found = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32), []
     for row, state in enumerate(states):
         if row == 1:
             places = starts
-        # What the model says after token p + row + 1, where there is such a token.
-        at = places[None] + row + 1
-        counts = (at < pieces.ends[:, None]) & (at + 1 >= pieces.firsts[:, None])
-        said = jnp.roll(wanted, -(row + 1), axis=1)[:, places]
+        counts = pieces.known(places, row + 1) & ahead(pieces.own, row + 1)[:, places]
+        said = ahead(wanted, row + 1)[:, places]
         normed = rms_norm(state, weights.out_norm, cfg.norm_eps)
         loss, overlap = _loss(normed, weights.unembed, said, counts, settings, cfg)
         found.append(Agreement(loss, overlap, jnp.sum(counts, dtype=jnp.float32)))
@@ -244,18 +235,15 @@ def drafted(
     """How drafts in a row would fare after each token, where the text goes on as it does."""
     N, P = pieces.tokens.shape
     places = jnp.arange(P, dtype=jnp.int32)
-    states = unrolled(
-        weights, model.embed, pieces.taps, pieces.tokens, places, settings.depth, cfg=cfg
-    )
+    states = unrolled(weights, model.embed, pieces, places, settings.depth, cfg=cfg)
     drawn, noise = _drawn(weights, model, pieces.last, settings.temperature, cfg)
     so_far, right = jnp.ones((N, P), bool), []
     for row, state in enumerate(states):
         logits = words_logits(weights, state, cfg=cfg) / settings.temperature
-        said = jnp.argmax(logits + jnp.roll(noise, -(row + 1), axis=1), axis=-1)
-        so_far &= weights.words[said] == jnp.roll(drawn, -(row + 1), axis=1)
+        said = jnp.argmax(logits + ahead(noise, row + 1), axis=-1)
+        so_far &= weights.words[said] == ahead(drawn, row + 1)
         right.append(so_far)
-    begins = (places + settings.depth)[None]
-    counted = (begins < pieces.ends[:, None]) & (places[None] + 2 >= pieces.firsts[:, None])
+    counted = pieces.known(places, settings.depth) & ahead(pieces.own, 1)
     return Drafted(jnp.stack(right, axis=-1), counted)
 
 
@@ -277,6 +265,9 @@ def _drawn(weights, model: ModelWeights, last, temperature: float, cfg: ModelCon
 
 # --- the optimiser -------------------------------------------------------------------------------
 
+# What least squares have found needs small steps; the rest of the layer begins from nothing.
+FITTED, OF_FITTED = ("fuse", "token", "carry"), 0.1
+
 
 def update(weights, moments, gradient, rate, *, settings: DrafterTraining):
     """One step of Adam at that rate: weights, moments, and the norm of the gradient."""
@@ -284,7 +275,8 @@ def update(weights, moments, gradient, rate, *, settings: DrafterTraining):
 
     norm = optax.global_norm(gradient)
     changes, moments = optimiser(settings).update(gradient, moments, weights)
-    changes = jax.tree.map(lambda change: -rate * change, changes)
+    slower = {name: OF_FITTED * getattr(changes, name) for name in FITTED}
+    changes = jax.tree.map(lambda change: -rate * change, changes.replace(**slower))
     return optax.apply_updates(weights, changes), moments, norm
 
 

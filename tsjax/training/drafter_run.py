@@ -43,7 +43,7 @@ from tsjax.model.params import is_spec
 from tsjax.model.sharding import everywhere, mesh_of, named_sharding, placed
 from tsjax.model.transformer import ParamSpec, unembedding
 from tsjax.training import drafter_loss, least_squares, saved
-from tsjax.training.batches import Batches, TokenBatch, fingerprint_of, most_frequent
+from tsjax.training.batches import ROW, Rows, Stream, fingerprint_of, most_frequent
 from tsjax.training.own_text import Text, read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
@@ -252,7 +252,6 @@ def drafter_programs() -> SimpleNamespace:
 
     static = ("settings", "cfg")
     return SimpleNamespace(
-        cut=jax.jit(drafter_loss.cut, static_argnames=("pieces", "taps")),
         gradient=jax.jit(gradient, static_argnames=static),
         drafted=jax.jit(drafted, static_argnames=static),
         update=jax.jit(
@@ -287,16 +286,17 @@ class _Run:
         self.mesh, self.spent, self._seconds = mesh_of(model.params), 0.0, seconds
         self.accuracy: tuple[float, ...] = ()
         parts = self.mesh.shape.get("data", 1) if self.mesh is not None else 1
-        self._batches = Batches(learned, settings.step_tokens, settings.seed, parts=parts)
-        self._held = Batches(held, settings.step_tokens, settings.seed, parts=parts)
+        check_rows(settings.step_tokens, parts)
+        make = functools.partial(Stream, states=self._states, seed=settings.seed, parts=parts)
+        self._learned, self._held = make(learned, cached=cached), make(held)
+        self._rows = self._learned.rows(settings.step_tokens // ROW)
         words = most_frequent(learned, self.cfg.vocab_size, shape.words)
         self._params = model.params.replace(heads=(), drafter=None)
         matrix = unembedding(self._params.model)
         frozen = {"words": self._everywhere(jnp.asarray(words))}
         self._frozen = frozen | {"unembed": self._everywhere(matrix[frozen["words"]])}
-        self._kept: dict[int, Any] | None = {} if cached else None
         with doing("fitting the first weights"):
-            fitted = least_squares.fitted(self._first_batches, self._params.model.embed)
+            fitted = least_squares.fitted(self._first_rows, self._params.model.embed)
         weights = first_weights(self.cfg, self._params.model, fitted, settings.seed)
         weights = self._everywhere(weights)
         moments = self._everywhere(drafter_loss.optimiser(settings).init(weights))
@@ -333,43 +333,37 @@ class _Run:
         names = ("batch", *(None,) * (array.ndim - 1))
         return placed(array, named_sharding(array.shape, names, self.mesh))
 
-    def _pieces(self, batch: TokenBatch) -> drafter_loss.Pieces:
+    def _states(self, tokens: np.ndarray) -> np.ndarray:
+        """What the model computes for texts: the taps, and the last layer's output."""
         assert self.cfg.drafter is not None
-        tokens, ends, prompts = map(self._place, batch[:3])
-        taps = self.cfg.drafter.taps
+        taps = (*self.cfg.drafter.taps, self.cfg.num_layers)
         states = programs_of(self.model).tapped_states(
-            self._params, tokens, cfg=self.cfg.alone, taps=(*taps, self.cfg.num_layers)
+            self._params, self._place(tokens), cfg=self.cfg.alone, taps=taps
         )
-        return drafter_programs().cut(
-            states, tokens, ends, prompts, pieces=batch.pieces, taps=len(taps)
-        )
+        return processes.on_host(states)
 
-    def _first_batches(self) -> Iterator[drafter_loss.Pieces]:
+    def _pieces(self, rows: Rows) -> drafter_loss.Pieces:
+        states, place = rows.states, self._place
+        return drafter_loss.Pieces(
+            place(states[:, :, :-1]), place(states[:, :, -1]), place(rows.tokens),
+            place(rows.text), place(rows.own),
+        )  # fmt: skip
+
+    def _first_rows(self) -> Iterator[drafter_loss.Pieces]:
         """About so many tokens as least squares take."""
-        tokens = 0
-        for index in range(len(self._batches)):
-            if tokens >= FITTED_TOKENS:
-                return
-            yield self._learned(index)
-            tokens += int(self._batches[index].ends.sum())
-
-    def _learned(self, index: int) -> drafter_loss.Pieces:
-        """The n-th batch from the beginning of the run."""
-        if self._kept is None:
-            return self._pieces(self._batches[index])
-        number = self._batches.number(index)
-        if number not in self._kept:
-            self._kept[number] = jax.device_get(self._pieces(self._batches.group(number)))
-        return self._kept[number]
+        most = min(FITTED_TOKENS, self._learned.tokens)
+        steps = range(max(1, most // self.settings.step_tokens))
+        rows_of_steps = self._learned.rows(self.settings.step_tokens // ROW)
+        for _, rows in zip(steps, rows_of_steps, strict=False):
+            yield self._pieces(rows)
 
     def step(self, interrupt: Interrupt) -> Record | None:
         if interrupt.requested:
             return None
         began, settings, share = time.perf_counter(), self.settings, self._share
         weights, moments, steps = self.state
-        pieces = self._learned(steps)
-        size = pieces.tokens.shape[1]
-        starts = np.arange(size // settings.every, dtype=np.int32) * settings.every
+        pieces = self._pieces(next(self._rows))
+        starts = np.arange(ROW // settings.every, dtype=np.int32) * settings.every
         starts += steps % settings.every
         programs, static = drafter_programs(), {"settings": settings, "cfg": self.cfg}
         gradient, found = programs.gradient(
@@ -412,39 +406,35 @@ class _Run:
     def evaluation(self, most: int | None = None) -> dict[str, Any]:
         """On held-out text, or about so many tokens of it."""
         found = collections.defaultdict(lambda: np.zeros(self.settings.depth + 1))
-        tokens = 0
-        with doing("evaluating", len(self._held), "batches") as work:
-            for number in range(len(self._held)):
-                work.done(number)
-                batch = self._held.group(number)
-                self._add_drafted(batch, found)
-                tokens += int(batch.ends.sum())
-                if most is not None and tokens >= most:
-                    break
+        tokens, step_tokens = self._held.tokens, self.settings.step_tokens
+        tokens = tokens if most is None else min(most, tokens)
+        steps = max(1, tokens // step_tokens)
+        with doing("evaluating", steps * step_tokens, "tokens") as work:
+            rows_of_steps = self._held.rows(step_tokens // ROW)
+            for number, rows in zip(range(steps), rows_of_steps, strict=False):
+                work.done(number * step_tokens)
+                self._add_drafted(rows, found)
         every = _told(found.pop("all"))
         return {**every, "by": {name: _told(sums) for name, sums in found.items()}}
 
-    def _add_drafted(self, batch: TokenBatch, found: dict[str, np.ndarray]) -> None:
+    def _add_drafted(self, rows: Rows, found: dict[str, np.ndarray]) -> None:
         """Sums, for all and by kind and place, of how often drafts up to each depth were right."""
         drafted = processes.on_host(
             drafter_programs().drafted(
-                self.state.weights, self._frozen, self._params.model, self._pieces(batch),
+                self.state.weights, self._frozen, self._params.model, self._pieces(rows),
                 settings=self.settings, cfg=self.cfg,
             )
         )  # fmt: skip
-        rows, length = batch.tokens.shape
-        right = drafted.right.reshape(rows, length, -1)
-        counted = drafted.counted.reshape(rows, length)
-        for row, text in enumerate(batch.texts):
-            where = np.flatnonzero(counted[row])
-            sums = np.column_stack([right[row, where], np.ones(len(where))])
-            found["all"] += sums.sum(axis=0)
-            found[text.kind] += sums.sum(axis=0)
-            places = where + 2 - text.prompt
-            for first, end in zip(OUTPUT_PLACES, (*OUTPUT_PLACES[1:], np.inf), strict=True):
-                here = (places >= first) & (places < end)
-                if here.any():
-                    found[f"from {first}"] += sums[here].sum(axis=0)
+        chains = drafted.right.shape[2] + 1
+        right = np.concatenate([drafted.right, np.ones((*rows.tokens.shape, 1))], axis=2)
+        counted = drafted.counted.reshape(-1)
+        right = right.reshape(-1, chains)[counted]
+        kind, place = rows.kind.reshape(-1)[counted], rows.place.reshape(-1)[counted] + 2
+        found["all"] += right.sum(axis=0)
+        for number, name in enumerate(self._held.kinds):
+            found[name] += right[kind == number].sum(axis=0)
+        for first, end in zip(OUTPUT_PLACES, (*OUTPUT_PLACES[1:], np.inf), strict=True):
+            found[f"from {first}"] += right[(place >= first) & (place < end)].sum(axis=0)
 
     def arrays(self) -> dict[str, jax.Array]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
@@ -459,6 +449,7 @@ class _Run:
         leaves = [arrays[name] for name in self.arrays()]
         tree = jax.tree.unflatten(jax.tree.structure(self._tree()), leaves)
         self.state = _State(tree["drafter"], tree["adam"], steps)
+        self._rows = self._learned.rows(self.settings.step_tokens // ROW, steps)
 
     @property
     def is_whole(self) -> bool:
@@ -472,6 +463,11 @@ class _Run:
             params=self._params.replace(heads=self.model.params.heads, drafter=weights),
             cfg=dataclasses.replace(self.cfg, drafter=drafter),
         )
+
+
+def check_rows(step_tokens: int, parts: int) -> None:
+    wanted = f"a multiple of {ROW * parts}, {ROW} tokens for each of {parts} parts of the mesh"
+    check(step_tokens % (ROW * parts) == 0, "step_tokens", step_tokens, wanted)
 
 
 def _told(sums: np.ndarray) -> dict[str, Any]:

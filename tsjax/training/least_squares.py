@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.training.drafter_loss import Pieces
+from tsjax.training.drafter_loss import Pieces, ahead
 
 RIDGE = 1e-3  # of the features' mean square: what a weight has to be worth
 EPSILON = 1e-6
@@ -48,21 +48,15 @@ def _normed(x):
     return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPSILON)
 
 
-def _after(x, places: int):
-    """What stands so many places further."""
-    return jnp.roll(x, -places, axis=1)
-
-
 def _features(pieces: Pieces, embed):
     N, P, n, D = pieces.taps.shape
     taps = _normed(pieces.taps).reshape(N, P, n * D)
-    return jnp.concatenate([taps, _after(_normed(embed[pieces.tokens]), 1)], axis=-1)
+    return jnp.concatenate([taps, ahead(_normed(embed[pieces.tokens]), 1)], axis=-1)
 
 
-def _known(pieces: Pieces, places: int):
-    """Where a drafter starts whose token so many places further is known."""
-    at = jnp.arange(pieces.tokens.shape[1])[None]
-    return (at + places < pieces.ends[:, None]) & (at + 2 >= pieces.firsts[:, None])
+def _counts(pieces: Pieces, places: int):
+    every = jnp.arange(pieces.tokens.shape[1])
+    return pieces.known(every, places) & ahead(pieces.own, 1)
 
 
 def _products(features, wanted, counts):
@@ -76,17 +70,17 @@ def _products(features, wanted, counts):
 
 @jax.jit
 def _sums_of_first_rows(pieces: Pieces, embed):
-    wanted = _after(_normed(pieces.last), 1)
-    return _products(_features(pieces, embed), wanted, _known(pieces, 1))
+    wanted = ahead(_normed(pieces.last), 1)
+    return _products(_features(pieces, embed), wanted, _counts(pieces, 1))
 
 
 @jax.jit
 def _sums_of_next_rows(pieces: Pieces, embed, both):
     size = both.shape[1]
     states = _normed(_features(pieces, embed) @ both)
-    of_token = _after(_normed(embed[pieces.tokens]), 2) @ both[-size:]
-    wanted = _after(_normed(pieces.last), 2) - of_token
-    return _products(states, wanted, _known(pieces, 2))
+    of_token = ahead(_normed(embed[pieces.tokens]), 2) @ both[-size:]
+    wanted = ahead(_normed(pieces.last), 2) - of_token
+    return _products(states, wanted, _counts(pieces, 2))
 
 
 @jax.jit

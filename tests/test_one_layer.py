@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one-layer drafter in a run: what it sees, and that it drafts what its training computes.
+
+That tokens stay those of plain decoding is in test_method_contract.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import looping_model, tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tsjax
+from tsjax.decoding.start import init_state
+from tsjax.errors import BadValue
+from tsjax.methods import one_layer
+from tsjax.model.drafter import words_logits
+from tsjax.model.logits import tapped_states
+from tsjax.training import drafter_loss
+from tsjax.training.drafter_loss import Pieces
+
+LINE = tsjax.Line(1.0)
+CHEAP = tsjax.Costs(
+    passes=((1, LINE), (64, tsjax.Line(1.01))), heads=0.0, choice=LINE, suffix=LINE, ngrams=0.0,
+    overhead=0.0, origin="measured", any_rows=True,
+)  # fmt: skip
+PROMPT = [3, 14, 1, 5, 9, 2, 6]
+
+
+def model_with_drafter(window: int = 64, **changes) -> tsjax.Model:
+    shape = tsjax.OneLayer(mlp_dim=32, words=20, taps=(0, 1, 2), window=window)
+    model = tiny_model(drafter=shape, num_layers=2, **changes)
+    said = np.random.default_rng(5).permutation(model.cfg.vocab_size)[:20].astype(np.int32)
+    drafter = model.params.drafter.replace(words=jnp.asarray(said))
+    return model.replace(params=model.params.replace(drafter=drafter))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "number"))
+def drafts(params, state, *, cfg, number):
+    """What the drafter would say in this state, and the last step's first candidates."""
+    model, noise = cfg.model, jnp.zeros((len(state.tokens), number, cfg.model.vocab_size))
+    always = lambda depth, ranked: jnp.bool_(True)  # noqa: E731
+    _, ranked = one_layer.draft_chain(
+        model, params, state, state.memory.layer, noise, number, 3, always
+    )
+    return [one.tokens for one in ranked], [one.scores for one in ranked]
+
+
+def run_of(model, steps: int, method, prompts=(PROMPT,)):
+    cfg = tsjax.DecodeConfig(model.cfg, method)
+    longest = max(map(len, prompts))
+    tokens = np.zeros((len(prompts), longest), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+    lengths = np.asarray([len(prompt) for prompt in prompts], np.int32)
+    state = init_state(
+        tokens, lengths, cfg=cfg, capacity=128, max_length=np.full(len(prompts), 120, np.int32)
+    )
+    state = tsjax.prefill(model.params, state, width=16, cfg=cfg)
+    step = jax.jit(tsjax.decode_step, static_argnames="cfg")
+    for _ in range(steps):
+        state = step(model.params, state, cfg=cfg)
+    return cfg, state
+
+
+@pytest.mark.parametrize("drafted", [0, 3], ids=["plain steps", "drafting steps"])
+def test_a_run_drafts_what_training_computes(drafted):
+    """After steps of any number of tokens: the drafter has read all tokens since the run began, so
+    its chain is what training unrolls at that place of the text."""
+    model = model_with_drafter() if drafted == 0 else loop_with_drafter()
+    method = tsjax.LikelyTree(places=0, drafter=3, width=1 + max(drafted, 1), costs=CHEAP)
+    cfg, state = run_of(model, 9, method)
+    if drafted:
+        assert int(state.length[0]) > len(PROMPT) + 12  # several tokens came in one step
+    tokens, scores = drafts(model.params, state, cfg=cfg, number=3)
+    length = int(state.length[0])
+    text = np.asarray(state.tokens[0, :length])
+    text = np.concatenate([text, [int(one[0, 0]) for one in tokens]])[None].astype(np.int32)
+    first = len(PROMPT) - 1  # the first place that a step computes
+    taps = tapped_states(model.params, text, cfg=model.cfg.alone, taps=model.cfg.drafter.taps)
+    pieces = Pieces(
+        taps[:, first:], taps[:, first:, -1], jnp.asarray(text[:, first:]),
+        jnp.zeros_like(text[:, first:]), jnp.ones_like(text[:, first:], bool),
+    )  # fmt: skip
+    places = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
+    states = drafter_loss.unrolled(
+        model.params.drafter, model.params.model.embed, pieces, places, 3, cfg=model.cfg
+    )
+    for row, found in enumerate(states):
+        wanted = words_logits(model.params.drafter, found, cfg=model.cfg)
+        wanted = np.asarray(wanted)[0, length - 2 - first]
+        order = np.argsort(-wanted, kind="stable")[:3]
+        words = np.asarray(model.params.drafter.words)
+        np.testing.assert_allclose(scores[row][0], wanted[order], rtol=1e-3, atol=1e-3)
+        assert np.asarray(tokens[row][0]).tolist() == words[order].tolist()
+
+
+def loop_with_drafter() -> tsjax.Model:
+    return looping_model(
+        drafter=tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=64), num_layers=2
+    )
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 5), st.integers(5, 12), st.lists(st.integers(0, 5), max_size=25))
+def test_the_window_holds_the_last_rows(longest, window, counts):
+    """Against a list: of each row that counts one copy, none older than the window, and none lost
+    but those at its end that a block does not fit over."""
+    counts = [min(count, longest) for count in counts]
+    shape = tsjax.OneLayer(mlp_dim=4, words=2, taps=(0,), window=window)
+    cfg = tiny_model(drafter=shape).cfg
+    memory = one_layer.init_layer_memory(cfg, 1, 2, longest)
+    written, held = 0, []
+    K, H = cfg.num_kv_heads, cfg.head_dim
+    for count in counts:
+        numbers = np.arange(written + 1, written + 1 + longest, dtype=np.float32)
+        rows = np.broadcast_to(numbers[None, :, None, None], (1, longest, K, H))
+        memory = one_layer.with_rows(memory, rows, rows, jnp.asarray([count]), window)
+        written += count
+        held = np.asarray(memory.k)[0, 0, : int(memory.held[0]), 0].tolist()
+        assert len(set(held)) == len(held) and 0 not in held
+        assert all(written - max(window, longest) < number <= written for number in held)
+        surely = range(written - max(window - 2 * longest, 0) + 1, written + 1)
+        assert {number for number in surely if number > 0} <= set(held)
+
+
+def test_rows_of_a_batch_draft_as_alone():
+    """Rows of other lengths and other numbers of fresh tokens."""
+    model = loop_with_drafter()
+    method = tsjax.LikelyTree(places=0, drafter=3, width=4, costs=CHEAP)
+    prompts = (PROMPT, [4, 4, 5])
+    cfg, together = run_of(model, 6, method, prompts)
+    tokens, scores = drafts(model.params, together, cfg=cfg, number=3)
+    for row, prompt in enumerate(prompts):
+        cfg, alone = run_of(model, 6, method, (prompt,))
+        some, theirs = drafts(model.params, alone, cfg=cfg, number=3)
+        for depth in range(3):
+            assert tokens[depth][row].tolist() == some[depth][0].tolist()
+            np.testing.assert_allclose(scores[depth][row], theirs[depth][0], rtol=1e-4)
+
+
+def test_what_it_needs_is_said_before_anything_runs():
+    with pytest.raises(BadValue, match="drafter=2 needs a one-layer drafter"):
+        tsjax.generate(tiny_model(), [1, 2], method=tsjax.LikelyTree(drafter=2), max_new_tokens=2)
+    with pytest.raises(BadValue, match="drafter=2 is not valid: 0, with draft_passes or heads"):
+        tsjax.LikelyTree(drafter=2, draft_passes=1)
+    with pytest.raises(BadValue, match="drafter taps=\\(0, 9\\) is not valid: at most"):
+        tiny_model(drafter=tsjax.OneLayer(mlp_dim=4, words=2, taps=(0, 9)))
