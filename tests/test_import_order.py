@@ -22,6 +22,7 @@ ROWS = {
     "pallas_kernels": 0,
     "tsjax.configs": 0,
     "tsjax.config": 1,
+    "tsjax.training_config": 2,
     "tsjax.errors": -1,
     # Told of from everywhere, from before jax is loaded.
     "tsjax.host.telling": -1,
@@ -319,20 +320,20 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_400,
-    "tsjax/commands": 1_260,
+    "tsjax": 1_520,
+    "tsjax/commands": 1_390,
     "tsjax/decoding": 2_990,
-    "tsjax/files": 3_640,
-    "tsjax/host": 8_280,
+    "tsjax/files": 4_000,
+    "tsjax/host": 8_290,
     "tsjax/lazy": 1_130,
-    "tsjax/methods": 4_690,
-    "tsjax/model": 1_420,
-    "tsjax/training": 1_290,
+    "tsjax/methods": 5_080,
+    "tsjax/model": 1_600,
+    "tsjax/training": 2_700,
     "pallas_kernels": 3_690,
     "convert": 510,
     "benchmarks": 10_390,
     "tools": 6_240,
-    "tests": 24_890,
+    "tests": 26_000,
     "examples": 330,
 }
 

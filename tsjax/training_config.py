@@ -7,6 +7,7 @@ Does not know arrays, texts or files.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from tsjax.config import CHAINED, HEAD_KINDS, check, check_fields, one_of
 
@@ -96,14 +97,14 @@ class DrafterTraining:
     step_tokens: int = 1024
     depth: int = 4
     every: int = 4
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     warmup_steps: int = 20
     beta1: float = 0.9
     beta2: float = 0.95
     max_grad_norm: float = 1.0
     depth_weight: float = 0.8
     temperature: float = 0.7
-    variation: float = 0.0
+    variation: float = 0.9
     seed: int = 0
 
     def __post_init__(self):

@@ -12,10 +12,11 @@ import tsjax
 from tsjax.commands import arguments as cli
 from tsjax.config import DTYPES, GENERATION_NAMES
 from tsjax.host import processes
-from tsjax.training.drafter_run import SETTING_NAMES, TOKENS, shape_for
+from tsjax.training.drafter_run import DRAFTER_SETTINGS, OWN_TOKENS
+from tsjax.training.drafter_steps import shape_for
 from tsjax.training_config import DrafterTraining
 
-TRAINING_HELP = {
+DRAFTER_TRAINING_HELP = {
     "steps": "steps of the optimiser, in place of --minutes",
     "step_tokens": "tokens of the texts of a step",
     "depth": "drafts in a row that are trained",
@@ -30,7 +31,7 @@ TRAINING_HELP = {
     "seed": "of the first weights and of the order of the texts",
 }
 OF_TEXT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
-EXAMPLES = """examples:
+DRAFTER_EXAMPLES = """examples:
   tsjax train-drafter model.gguf --save-to drafter --minutes 60
   tsjax train-drafter model.gguf --save-to drafter --minutes 60 --resume
   tsjax train-drafter ./qwen --save-to drafter --minutes 10 --temperature 1 --min-p 0.1 \\
@@ -45,7 +46,7 @@ def add_train_drafter(commands: Any) -> None:
         "The model writes text of its own, and a drafter of one layer learns from it to say what "
         "the model will; the model stays as it is. Figures go to stderr, the last line is JSON."
     )
-    parser = cli.command(commands, "train-drafter", _train_drafter, text, about, EXAMPLES)
+    parser = cli.command(commands, "train-drafter", _train_drafter, text, about, DRAFTER_EXAMPLES)
     cli.add(parser, "model", cli.MODEL_HELP)
     text = "receives the text, checkpoints, metrics and the drafter; --drafter DIR takes it"
     cli.add(parser, "--save-to DIR", text, required=True)
@@ -53,7 +54,7 @@ def add_train_drafter(commands: Any) -> None:
     cli.add_switch(parser, "--resume", "go on with the training in that folder")
     cli.add(parser, "--data DIR", "text that was written before, in place of writing some")
     cli.add(parser, "--prompts FILE", "what the model is asked: one prompt a line, or JSON")
-    cli.add(parser, "--tokens N", "of text to write, at most", default=TOKENS)
+    cli.add(parser, "--tokens N", "of text to write, at most", default=OWN_TOKENS)
     cli.add(parser, "--words N", "tokens that the drafter can say, the most frequent", type=int)
     cli.add(parser, "--mlp-dim N", "of its feed-forward part", type=int)
     cli.add_switch(parser, "--cache-hidden", "keep what the model computes in host memory")
@@ -73,7 +74,7 @@ def add_train_drafter(commands: Any) -> None:
     group = parser.add_argument_group("how to train")
     for field in dataclasses.fields(DrafterTraining):
         if field.name != "temperature":
-            text = f"{TRAINING_HELP[field.name]} (default: {field.default})"
+            text = f"{DRAFTER_TRAINING_HELP[field.name]} (default: {field.default})"
             flag = cli.flag_of(field.name)
             group.add_argument(flag, type=type(field.default), metavar="N", help=text)
 
@@ -93,7 +94,7 @@ def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
     shape = dataclasses.replace(shape_for(model.cfg), **cli.given_of(args, ("words", "mlp_dim")))
     names = ("save_to", "minutes", "resume", "data", "prompts", "tokens", "cache_hidden",
              "evaluate_every", "save_every")  # fmt: skip
-    settings = [name for name in SETTING_NAMES if name != "temperature"]
+    settings = [name for name in DRAFTER_SETTINGS if name != "temperature"]
     trained = tsjax.train_drafter(
         model,
         sampling=sampling,

@@ -19,9 +19,9 @@ from tsjax.files import weight_files
 from tsjax.files.drafter_files import write_drafter
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
 from tsjax.files.huggingface import named_leaves
+from tsjax.model.drafter import words_rows
 from tsjax.model.params import declare_params, placement
 from tsjax.model.sharding import placed
-from tsjax.model.transformer import unembedding
 
 
 def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
@@ -66,7 +66,7 @@ def write_drafter_of(model: Any, folder: str) -> None:
     """Writes or replaces a model's drafter. Rows of the model's own matrix are left out."""
     drafter = model.params.drafter
     assert drafter is not None
-    own = unembedding(model.params.model)[drafter.words]
+    own = words_rows(model.params.model, drafter.words)
     is_own = bool(jnp.array_equal(own, drafter.unembed))
     left_out = {"drafter.words", *(["drafter.unembed"] if is_own else [])}
     tensors = {

@@ -32,10 +32,10 @@ from tsjax.files.weight_files import (
 from tsjax.files.whole_files import write_text
 from tsjax.input_files import parsing, read_json
 
-CONFIG, FILE = "config.json", "model.safetensors"
-OWN = "tsjax_drafter"  # in the config: what it says of a drafter that tsjax has trained
+DRAFTER_CONFIG, DRAFTER_FILE = "config.json", "model.safetensors"
+OWN_SHAPE = "tsjax_drafter"  # in the config: what it says of a drafter that tsjax has trained
 PREFIX = "drafter."  # of the tensors in the table
-WORDS = "d2t"  # of each word, how far its token's number lies above its own
+WORD_NUMBERS = "d2t"  # of each word, how far its token's number lies above its own
 MATRIX = "lm_head.weight"  # absent where the words' rows are the model's own
 EMBEDDINGS = "embed_tokens.weight"  # in published files: a copy of the model's
 
@@ -43,9 +43,9 @@ EMBEDDINGS = "embed_tokens.weight"  # in published files: a copy of the model's
 KIND, LAYER = "speculators_model_type", "transformer_layer_config"
 LAYER_NAMES = "layers.0.", "midlayer."  # begin the names of the layer's tensors, either of them
 TELLING = "midlayer.hidden_norm.weight"  # no other kind of drafter has it
-UNREAD = "t2d", "verifier_norm.weight", "verifier_lm_head.weight"  # of use to training alone
+NOT_READ = "t2d", "verifier_norm.weight", "verifier_lm_head.weight"  # of use to training alone
 TAPS = "eagle_aux_hidden_state_layer_ids"
-WINDOW = 2048  # at most: they were trained on texts about as long
+WIDEST_WINDOW = 2048  # at most: they were trained on texts about as long
 # Settings of which one value is what `draft_rows` computes; files say nothing where they mean it.
 _ONLY: dict[str, Any] = {
     "num_hidden_layers": 1,
@@ -80,20 +80,22 @@ def open_drafter(
     embeddings in the file are compared with `embed`, the model's; without it they are refused."""
     folder = find_folder(path, allow_pickle=allow_pickle)
     wrong = f"drafter={os.fspath(path)!r} is not valid"
-    file = os.path.join(folder, CONFIG)
+    file = os.path.join(folder, DRAFTER_CONFIG)
     if not os.path.exists(file):
-        raise NoSuchFile(f"{wrong}: the folder has no {CONFIG}; tsjax train-drafter makes one")
+        raise NoSuchFile(
+            f"{wrong}: the folder has no {DRAFTER_CONFIG}; tsjax train-drafter makes one"
+        )
     raw, weights = read_json(file), dict(open_weights(folder, allow_pickle=allow_pickle))
-    if OWN in raw:
+    if OWN_SHAPE in raw:
         with parsing(file, " is damaged", argument="drafter"):
-            shape = _shape(raw[OWN])
+            shape = _shape(raw[OWN_SHAPE])
             _check_model(raw, cfg)
     else:
         weights = _in_table(weights)
         if TELLING not in weights:
             raise BadValue(
-                f"{wrong}: {CONFIG} says nothing of a one-layer drafter ({OWN}), and the weights "
-                f"are no head of EAGLE-3, which has {TELLING}"
+                f"{wrong}: {DRAFTER_CONFIG} says nothing of a one-layer drafter ({OWN_SHAPE}), and "
+                f"the weights are no head of EAGLE-3, which has {TELLING}"
             )
         with parsing(file, " does not fit", argument="drafter"):
             shape = _published_shape(raw, cfg)
@@ -102,13 +104,13 @@ def open_drafter(
         if EMBEDDINGS in weights:
             _check_embeddings(weights.pop(EMBEDDINGS), embed, wrong)
     words = _words(weights, shape.words, cfg.vocab_size, wrong)
-    tensors = {PREFIX + name: tensor for name, tensor in weights.items() if name != WORDS}
+    tensors = {PREFIX + name: tensor for name, tensor in weights.items() if name != WORD_NUMBERS}
     return FoundDrafter(shape, words, tensors)
 
 
 def _in_table(weights: Weights) -> dict[str, StoredTensor]:
     """Tensors of a published head by their names in the table, without those that are not read."""
-    read = {name: tensor for name, tensor in weights.items() if name not in UNREAD}
+    read = {name: tensor for name, tensor in weights.items() if name not in NOT_READ}
     return {name.replace(*LAYER_NAMES): tensor for name, tensor in read.items()}
 
 
@@ -135,7 +137,7 @@ def _published_shape(raw: Mapping[str, Any], cfg: ModelConfig) -> OneLayer:
         mlp_dim=of_layer.mlp_dim,
         words=raw.get("draft_vocab_size") or cfg.vocab_size,
         taps=_taps(raw, nested, cfg.num_layers),
-        window=min(of_layer.max_positions, WINDOW),
+        window=min(of_layer.max_positions, WIDEST_WINDOW),
         rope=of_layer.rope,
         token_in_state=False,
         norm_before_residual=residual,
@@ -160,10 +162,10 @@ def _taps(raw: Mapping[str, Any], nested: Mapping[str, Any], layers: int) -> tup
         if nested.get(TAPS) is not None:
             raise NotSupported(
                 f"{TAPS}={nested[TAPS]!r} in eagle_config, which published code counts in two "
-                f"ways; write it at the top of {CONFIG}, as how many layers come before each"
+                f"ways; write it at the top of {DRAFTER_CONFIG}: how many layers come before each"
             )
         given = [2, layers // 2, layers - 3]
-        wanted += f"; {CONFIG} has to say it for a model of {layers} layers"
+        wanted += f"; {DRAFTER_CONFIG} has to say it for a model of {layers} layers"
     check(isinstance(given, list) and given == sorted({*given}), TAPS, given, wanted)
     return tuple(given)
 
@@ -201,18 +203,20 @@ def _model_sizes(cfg: ModelConfig) -> dict[str, int]:
 
 
 def _words(weights: Weights, count: int, vocab_size: int, wrong: str) -> np.ndarray:
-    stored = weights.get(WORDS)
+    stored = weights.get(WORD_NUMBERS)
     if stored is None and count == vocab_size:
         return np.arange(count, dtype=np.int32)
     if stored is None or stored.shape != (count,):
         found = "nothing" if stored is None else f"shape {stored.shape}"
         raise BadValue(
-            f"{wrong}: {WORDS} should have one number for each of {count} words: {found}"
+            f"{wrong}: {WORD_NUMBERS} should have one number for each of {count} words: {found}"
         )
     words = _read_integers(stored) + np.arange(count)
     good = words.min() >= 0 and words.max() < vocab_size and len(np.unique(words)) == count
     if not good:
-        raise BadValue(f"{wrong}: {WORDS} does not name {count} of the model's {vocab_size} tokens")
+        raise BadValue(
+            f"{wrong}: {WORD_NUMBERS} does not name {count} of the model's {vocab_size} tokens"
+        )
     return words.astype(np.int32)
 
 
@@ -233,8 +237,8 @@ def write_drafter(
     assert cfg.drafter is not None
     os.makedirs(folder, exist_ok=True)
     named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
-    named[WORDS] = words.astype(np.int64) - np.arange(len(words))
-    write_safetensors(os.path.join(folder, FILE), named)
+    named[WORD_NUMBERS] = words.astype(np.int64) - np.arange(len(words))
+    write_safetensors(os.path.join(folder, DRAFTER_FILE), named)
     document = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_model_sizes(cfg),
@@ -243,6 +247,6 @@ def write_drafter(
         "rms_norm_eps": cfg.norm_eps,
         "rope_theta": cfg.drafter.rope.theta,
         "torch_dtype": cfg.dtype,
-        OWN: dataclasses.asdict(cfg.drafter),
+        OWN_SHAPE: dataclasses.asdict(cfg.drafter),
     }
-    write_text(os.path.join(folder, CONFIG), json.dumps(document, indent=2) + "\n")
+    write_text(os.path.join(folder, DRAFTER_CONFIG), json.dumps(document, indent=2) + "\n")

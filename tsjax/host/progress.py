@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def progress_bar(wanted: bool, total: int, unit: str, **options: Any) -> Any:
+def progress_bar(wanted: bool, total: int | None, unit: str, **options: Any) -> Any:
     """A tqdm bar on stderr, which does nothing where it is not wanted."""
     from tqdm import tqdm
 

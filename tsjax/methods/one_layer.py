@@ -18,9 +18,10 @@ from tsjax.config import ModelConfig
 from tsjax.decoding.method import Noise
 from tsjax.decoding.sampling import best_few, score_choices
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
+from tsjax.errors import BadValue
 from tsjax.methods.model_drafts import Candidates, no_candidates
 from tsjax.model.control_flow import run_if
-from tsjax.model.drafter import carried, draft_rows, fused, words_logits
+from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits
 from tsjax.model.params import Params
 from tsjax.model.transformer import embed
 from tsjax.model.writing import for_each_row, scattered
@@ -45,6 +46,12 @@ class LayerMemory(flax.struct.PyTreeNode):
     next: Int[Array, "B"]
     taps: Float[Array, "B J n D"]
     fresh: Int[Array, "B"]
+
+
+def drafter_of(params: Params) -> DrafterWeights:
+    if params.drafter is None:
+        raise BadValue("params is not valid: the model's config has a drafter, and they have none")
+    return params.drafter
 
 
 def init_layer_memory(model: ModelConfig, batch: int, drafts: int, longest: int) -> LayerMemory:
@@ -129,9 +136,9 @@ def _read(
     def attend(q, k, v):
         return tree_attention(q, memory.k, memory.v, memory.held, k, v, causal, live=fresh)
 
-    states = fused(params.drafter, memory.taps, cfg=model, live=fresh)
+    states = fused(drafter_of(params), memory.taps, cfg=model, live=fresh)
     states, k, v = draft_rows(
-        params.drafter,
+        drafter_of(params),
         states,
         embed(params.model, following),
         positions,
@@ -139,6 +146,7 @@ def _read(
         cfg=model,
         live=fresh,
     )
+    assert model.drafter is not None
     memory = with_rows(memory, k, v, fresh, model.drafter.window)
     return memory, states[b, jnp.maximum(fresh - 1, 0)][:, None]
 
@@ -182,11 +190,11 @@ def _follow(
     def attend(q, k_new, v_new):
         return tree_attention(q, k, v, length, k_new, v_new, alone)
 
-    states = carried(params.drafter, states, cfg=model)
+    states = carried(drafter_of(params), states, cfg=model)
     positions = state.kv.length[:, None] + depth - 1
     embedded = embed(params.model, best[:, -1:])
     states, k_new, v_new = draft_rows(
-        params.drafter, states, embedded, positions, attend, cfg=model
+        drafter_of(params), states, embedded, positions, attend, cfg=model
     )
     one = jnp.ones_like(held)
     return states, _written(k, k_new, length, one), _written(v, v_new, length, one)
@@ -228,9 +236,9 @@ def _ranked(
 ) -> Candidates:
     """Candidates by the drafter's logits, processed as the model's own will be."""
     depth, size = best.shape[1] - 1, model.vocab_size
-    said = words_logits(params.drafter, states, cfg=model)
+    said = words_logits(drafter_of(params), states, cfg=model)
     logits = jnp.full((*said.shape[:2], size), -jnp.inf, said.dtype)
-    logits = logits.at[:, :, params.drafter.words].set(said)
+    logits = logits.at[:, :, drafter_of(params).words].set(said)
     ancestors = None
     if depth:
         positions = state.length[:, None] + jnp.arange(depth, dtype=jnp.int32)

@@ -15,19 +15,19 @@ from typing import NamedTuple
 import numpy as np
 
 from tsjax.training.corpus import Order
-from tsjax.training.own_text import Text
+from tsjax.training.own_text import OwnText
 
 # A text takes the next of these lengths: each is a program of its own. Of longer ones the rest is
 # left out.
-LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-ROW = 512  # tokens that a drafter sees at once
+TEXT_LENGTHS = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+ROW_TOKENS = 512  # tokens that a drafter sees at once
 MODEL_TOKENS = 2048  # of texts that the model reads at once
 MIXED = 64  # rows of the stream that are dealt out to steps in another order
 
 States = Callable[[np.ndarray], np.ndarray]  # tokens [B, T] -> what the model computes [B, T, ...]
 
 
-class Rows(NamedTuple):
+class StreamRows(NamedTuple):
     """Rows of a stream.
 
     Attributes:
@@ -57,20 +57,20 @@ class Stream:
     Each pass over the texts takes batches of like lengths in an order by seed and pass.
     """
 
-    def __init__(self, texts: Sequence[Text], states: States, seed: int, *, parts: int = 1,
+    def __init__(self, texts: Sequence[OwnText], states: States, seed: int, *, parts: int = 1,
                  cached: bool = False):  # fmt: skip
         """`parts`: texts of a batch are a multiple of it. `cached`: what the model has computed
         once is kept."""
-        self._texts = [text._replace(ids=text.ids[: LENGTHS[-1]]) for text in texts]
+        self._texts = [text._replace(ids=text.ids[: TEXT_LENGTHS[-1]]) for text in texts]
         self._states, self._seed = states, seed
         self._groups = _grouped([len(text.ids) for text in self._texts], parts)
         self._sizes = [sum(len(self._texts[i].ids) for i in group[2]) for group in self._groups]
         self._order = Order(len(self._groups), seed)
-        self._kept: dict[int, Rows] | None = {} if cached else None
+        self._kept: dict[int, StreamRows] | None = {} if cached else None
         self.kinds = tuple(dict.fromkeys(text.kind for text in self._texts))
         self.tokens = sum(self._sizes)  # of one pass
 
-    def rows(self, count: int, first: int = 0) -> Iterator[Rows]:
+    def rows(self, count: int, first: int = 0) -> Iterator[StreamRows]:
         """`count` rows for each step, from the `first` on, without end. Of MIXED rows in a row each
         step gets some, so that it meets several texts."""
         mixed = -(-MIXED // count) * count
@@ -79,30 +79,30 @@ class Stream:
             order = np.random.default_rng([self._seed, number]).permutation(mixed)
             for step in range(first % steps, steps):
                 here = order[step * count : (step + 1) * count]
-                yield Rows(*(x[here] for x in several))
+                yield StreamRows(*(x[here] for x in several))
             first = 0
 
-    def _in_turn(self, count: int, first: int) -> Iterator[Rows]:
+    def _in_turn(self, count: int, first: int) -> Iterator[StreamRows]:
         """So many rows at a time, from the `first` time on."""
-        tokens = count * ROW
+        tokens = count * ROW_TOKENS
         index, skipped = 0, first * tokens
         while skipped >= (size := self._sizes[self._number(index)]):
             skipped, index = skipped - size, index + 1
-        parts: list[Rows] = []
+        parts: list[StreamRows] = []
         while True:
             while sum(len(part.tokens) for part in parts) < skipped + tokens:
                 parts.append(self._group(self._number(index)))
                 index += 1
-            joined = Rows(*map(np.concatenate, zip(*parts, strict=True)))
-            some = Rows(*(x[skipped : skipped + tokens] for x in joined))
-            parts, skipped = [Rows(*(x[skipped + tokens :] for x in joined))], 0
-            yield Rows(*(x.reshape(count, ROW, *x.shape[1:]) for x in some))
+            joined = StreamRows(*map(np.concatenate, zip(*parts, strict=True)))
+            some = StreamRows(*(x[skipped : skipped + tokens] for x in joined))
+            parts, skipped = [StreamRows(*(x[skipped + tokens :] for x in joined))], 0
+            yield StreamRows(*(x.reshape(count, ROW_TOKENS, *x.shape[1:]) for x in some))
 
     def _number(self, index: int) -> int:
         (number,) = self._order.numbers(index, 1)
         return number
 
-    def _group(self, number: int) -> Rows:
+    def _group(self, number: int) -> StreamRows:
         """A batch of texts as one row of tokens."""
         if self._kept is not None and number in self._kept:
             return self._kept[number]
@@ -118,8 +118,8 @@ class Stream:
             size = len(text.ids)
             place = np.arange(size, dtype=np.int32) - text.prompt
             kind = np.full(size, self.kinds.index(text.kind), np.int32)
-            found.append(Rows(states[row, :size], text.ids, place >= -1, place, kind))
-        joined = Rows(*map(np.concatenate, zip(*found, strict=True)))
+            found.append(StreamRows(states[row, :size], text.ids, place >= -1, place, kind))
+        joined = StreamRows(*map(np.concatenate, zip(*found, strict=True)))
         if self._kept is not None:
             self._kept[number] = joined
         return joined
@@ -129,7 +129,7 @@ def _grouped(lengths: Sequence[int], parts: int) -> list[tuple[int, int, list[in
     """Length, rows and the texts of each batch: texts by length, so many as a pass takes."""
     taken: dict[int, list[int]] = {}
     for index in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        taken.setdefault(next(n for n in LENGTHS if n >= lengths[index]), []).append(index)
+        taken.setdefault(next(n for n in TEXT_LENGTHS if n >= lengths[index]), []).append(index)
     groups = []
     for length, members in taken.items():
         rows = -(-max(MODEL_TOKENS // length, 1) // parts) * parts
@@ -137,7 +137,7 @@ def _grouped(lengths: Sequence[int], parts: int) -> list[tuple[int, int, list[in
     return groups
 
 
-def fingerprint_of(texts: Sequence[Text]) -> str:
+def fingerprint_of(texts: Sequence[OwnText]) -> str:
     digest = hashlib.sha256()
     for text in texts:
         digest.update(f"{text.number} {text.prompt} ".encode())
@@ -145,7 +145,7 @@ def fingerprint_of(texts: Sequence[Text]) -> str:
     return digest.hexdigest()[:16]
 
 
-def most_frequent(texts: Sequence[Text], vocab_size: int, count: int) -> np.ndarray:
+def most_frequent_tokens(texts: Sequence[OwnText], vocab_size: int, count: int) -> np.ndarray:
     """The tokens that answers have most, in ascending order; of equal ones the lower."""
     counts = np.zeros(vocab_size, np.int64)
     for text in texts:

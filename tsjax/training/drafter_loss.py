@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import flax.struct
 import jax
@@ -21,13 +22,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import rms_norm
 from tsjax.config import ModelConfig
-from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits
+from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits, words_rows
 from tsjax.model.layers import linear
 from tsjax.model.transformer import ModelWeights, final_norm, unembedding
 from tsjax.training_config import DrafterTraining
 from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
-NEVER = -1e30  # the score of what a row does not see
+NOT_SEEN = -1e30  # the score of what a row does not see
 
 
 class Pieces(flax.struct.PyTreeNode):
@@ -124,7 +125,7 @@ class _Rows:
         of_all = jnp.einsum(
             "nakgh,nskh->nkgas", grouped, self._keys[0], preferred_element_type=wide
         )
-        scores = [jnp.where(seen[:, None, None], of_all, NEVER)]
+        scores = [jnp.where(seen[:, None, None], of_all, NOT_SEEN)]
         for key in self._keys[1:]:
             own = jnp.einsum("nakgh,nakh->nkga", grouped, key)
             scores.append(own[..., None].astype(wide))
@@ -156,15 +157,15 @@ def agreement(
         counts = pieces.known(places, row + 1) & ahead(pieces.own, row + 1)[:, places]
         said = ahead(wanted, row + 1)[:, places]
         normed = rms_norm(state, weights.out_norm, cfg.norm_eps)
-        loss, overlap = _loss(normed, weights.unembed, said, counts, settings, cfg)
-        found.append(Agreement(loss, overlap, jnp.sum(counts, dtype=jnp.float32)))
+        both: Any = _loss(normed, weights.unembed, said, counts, settings, cfg)
+        found.append(Agreement(both[0], both[1], jnp.sum(counts, dtype=jnp.float32)))
     return jax.tree.map(lambda *each: jnp.stack(each), *found)
 
 
 def said_by_model(weights, model: ModelWeights, last, temperature, *, cfg: ModelConfig):
     """The model's distribution over the drafter's words, in the model's type."""
     normed, wide = final_norm(model, last, cfg=cfg), accumulation_dtype(cfg.dtype)
-    logits = linear(normed, unembedding(model)[weights.words], out_dtype=wide)
+    logits = linear(normed, words_rows(model, weights.words), out_dtype=wide)
     return jax.nn.softmax(logits / temperature, axis=-1).astype(cfg.dtype)
 
 
@@ -241,26 +242,32 @@ def drafted(
     for row, state in enumerate(states):
         logits = words_logits(weights, state, cfg=cfg) / settings.temperature
         said = jnp.argmax(logits + ahead(noise, row + 1), axis=-1)
-        so_far &= weights.words[said] == ahead(drawn, row + 1)
+        so_far &= said == ahead(drawn, row + 1)
         right.append(so_far)
     counted = pieces.known(places, settings.depth) & ahead(pieces.own, 1)
     return Drafted(jnp.stack(right, axis=-1), counted)
 
 
 def _drawn(weights, model: ModelWeights, last, temperature: float, cfg: ModelConfig):
-    """What the model draws after each token, and the noise that decided it, of the words."""
+    """Which of the words the model draws after each token, or their number for another token, and
+    the noise that decided it. The best of the others is drawn as one token of all their weight."""
     N, P, D = last.shape
-    blocks = last.reshape(-1, min(PLACES_AT_ONCE, P), D)
+    blocks, W = last.reshape(-1, min(PLACES_AT_ONCE, P), D), len(weights.words)
 
     def one(number, block):
         normed, wide = final_norm(model, block, cfg=cfg), accumulation_dtype(cfg.dtype)
         logits = linear(normed, unembedding(model), out_dtype=wide) / temperature
-        noise = jax.random.gumbel(jax.random.fold_in(jax.random.key(0), number), logits.shape, wide)
-        return jnp.argmax(logits + noise, axis=-1), noise[:, weights.words]
+        words, most = logits[:, weights.words], jnp.max(logits, axis=-1, keepdims=True)
+        of_words, of_all = (jnp.sum(jnp.exp(x - most), axis=-1) for x in (words, logits))
+        others = jnp.log(jnp.maximum(of_all - of_words, 1e-30)) + most[:, 0]
+        key = jax.random.fold_in(jax.random.key(0), number)
+        noise = jax.random.gumbel(key, (len(block), W + 1), wide)
+        scores = jnp.concatenate([words, others[:, None]], axis=1) + noise
+        return jnp.argmax(scores, axis=-1), noise[:, :W]
 
     numbers = jnp.arange(len(blocks), dtype=jnp.uint32)
     drawn, noise = jax.lax.map(lambda each: one(*each), (numbers, blocks))
-    return drawn.reshape(N, P).astype(jnp.int32), noise.reshape(N, P, -1)
+    return drawn.reshape(N, P), noise.reshape(N, P, W)
 
 
 # --- the optimiser -------------------------------------------------------------------------------
@@ -269,18 +276,19 @@ def _drawn(weights, model: ModelWeights, last, temperature: float, cfg: ModelCon
 FITTED, OF_FITTED = ("fuse", "token", "carry"), 0.1
 
 
-def update(weights, moments, gradient, rate, *, settings: DrafterTraining):
+def adam_step(weights, moments, gradient, rate, *, settings: DrafterTraining):
     """One step of Adam at that rate: weights, moments, and the norm of the gradient."""
     import optax
 
     norm = optax.global_norm(gradient)
-    changes, moments = optimiser(settings).update(gradient, moments, weights)
+    changes, moments = adam(settings).update(gradient, moments, weights)
+    assert isinstance(changes, DrafterWeights)
     slower = {name: OF_FITTED * getattr(changes, name) for name in FITTED}
     changes = jax.tree.map(lambda change: -rate * change, changes.replace(**slower))
     return optax.apply_updates(weights, changes), moments, norm
 
 
-def optimiser(settings: DrafterTraining):
+def adam(settings: DrafterTraining):
     import optax
 
     clip = optax.clip_by_global_norm(settings.max_grad_norm)

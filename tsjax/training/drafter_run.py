@@ -2,30 +2,20 @@
 """train_drafter(): the host side of training a one-layer drafter.
 
 Knows the phases, own text first, then steps until a number or a time; checkpoints, progress and
-interrupts. Does not know how a loss is computed (drafter_loss.py) or how text is written
-(own_text.py).
+interrupts. Does not know what a step does (drafter_steps.py) or how text is written (own_text.py).
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, NamedTuple
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from tsjax.config import (
     GenerationConfig,
-    ModelConfig,
     OneLayer,
-    RopeConfig,
     check,
     check_float,
     check_int,
@@ -35,30 +25,20 @@ from tsjax.config import (
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.host import processes
-from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
-from tsjax.host.telling import doing
-from tsjax.model.drafter import DrafterWeights, declare_drafter
-from tsjax.model.params import is_spec
-from tsjax.model.sharding import everywhere, mesh_of, named_sharding, placed
-from tsjax.model.transformer import ParamSpec, unembedding
-from tsjax.training import drafter_loss, least_squares, saved
-from tsjax.training.batches import ROW, Rows, Stream, fingerprint_of, most_frequent
-from tsjax.training.own_text import Text, read_asked, read_own_text, write_own_text
+from tsjax.training import saved
+from tsjax.training.batches import fingerprint_of
+from tsjax.training.drafter_steps import DrafterSteps, shape_for
+from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
 from tsjax.training_config import DrafterTraining
-from tsjax.typing import accumulation_dtype
 
-SETTING_NAMES = tuple(field.name for field in dataclasses.fields(DrafterTraining))
+DRAFTER_SETTINGS = tuple(field.name for field in dataclasses.fields(DrafterTraining))
 TEXT = "text"  # the folder of the model's own text in that of a run
 OF_WRITING = 0.4  # of the time, what writing text takes where nothing else is asked for
-TOKENS = 2_000_000  # of own text, at most, where nothing else is asked for
+OWN_TOKENS = 2_000_000  # of own text, at most, where nothing else is asked for
 HELD_OUT = 20  # one text in so many is not learned from
-FITTED_TOKENS = 65_536  # that the first weights are fitted to
-EVALUATED_TOKENS = 16_384  # of these texts, while it trains
-WORDS, NARROWER_MLP = 8192, 2  # of a drafter: its words, and its MLP is the model's by so much
-OUTPUT_PLACES = (0, 256, 512, 1024, 2048, 4096)  # where evaluation begins a new row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +73,7 @@ def train_drafter(
     minutes: float | None = None,
     data: str | os.PathLike | None = None,
     prompts: str | os.PathLike | None = None,
-    tokens: int = TOKENS,
+    tokens: int = OWN_TOKENS,
     sampling: GenerationConfig | None = None,
     shape: OneLayer | None = None,
     settings: DrafterTraining | None = None,
@@ -110,20 +90,17 @@ def train_drafter(
 
     Args:
       model: from `tsjax.load`; on a mesh it is used as it lies there.
-      save_to: a folder for the text, checkpoints, metrics, and the drafter, which
-        `tsjax.load(path, drafter=save_to)` takes. A run that was ended while it wrote text goes on
-        with the same call.
-      minutes: until it ends; 0.4 of them, at most, go into writing text. Without it the settings
-        say how many steps.
+      save_to: a folder for text, checkpoints, metrics and the drafter, which
+        `tsjax.load(path, drafter=save_to)` takes. What was ended while it wrote text goes on with
+        the same call.
+      minutes: until it ends, 0.4 of them at most for writing text; else the settings' steps.
       data: a folder of text that was written before; by default it is in `save_to`.
-      prompts: what the model is asked: a JSON file like configs/asked.json, or one prompt a line.
+      prompts: what it is asked: a JSON file like configs/asked.json, or one prompt a line.
       tokens: of text to write, at most.
-      sampling: how the text is drawn, penalties included; temperature 0.7 by default. As the
-        drafter is to be used.
+      sampling: how the text is drawn, as the drafter is to be used; temperature 0.7 by default.
       shape: of the drafter; by default made for the model.
       settings: a DrafterTraining; `changes`, its fields, override it one by one.
-      cache_hidden: keep what the model computes for the texts in host memory: faster when the same
-        texts come several times.
+      cache_hidden: keep what the model computes for the texts in host memory.
       evaluate_every: steps between evaluations on held-out text.
       resume: go on with the run in `save_to`.
       progress: show a progress bar on stderr.
@@ -133,45 +110,36 @@ def train_drafter(
     check_on_interrupt(on_interrupt)
     check_type(model, Model, "model", "what tsjax.load returns")
     processes.check_shared(model.params)
-    refuse_unknown(list(changes), SETTING_NAMES, "argument")
     sampling = sampling or GenerationConfig(do_sample=True, temperature=0.7)
     check_type(sampling, GenerationConfig, "sampling", "a tsjax.GenerationConfig")
-    if settings is None:
-        settings = DrafterTraining(temperature=sampling.temperature if sampling.do_sample else 1.0)
-    settings = dataclasses.replace(settings, **changes)
-    check_int(save_every, "save_every", 1)
-    check_int(evaluate_every, "evaluate_every", 1)
-    check_int(tokens, "tokens", 1)
-    if minutes is None:
-        check(settings.steps > 0, "steps", settings.steps, "at least 1, or give minutes")
-    else:
-        check_float(minutes, "minutes", 0.0, 1e6)
-        check(settings.steps == 0, "steps", settings.steps, "0 with minutes: one of both")
+    settings = _settings(settings, changes, sampling, minutes)
+    counts = {"save_every": save_every, "evaluate_every": evaluate_every, "tokens": tokens}
+    for name, value in counts.items():
+        check_int(value, name, 1)
     asked = read_asked(prompts)
     folder = saved.check_folder(save_to, resume, saved.FILES_OF_DRAFTER)
     assert folder is not None
     checkpoint = saved.latest(folder) if resume else None
-    seconds = None if minutes is None else 60 * minutes
-    began = time.monotonic()
+    seconds, began = minutes and 60 * minutes, time.monotonic()
     if data is None:
+        writing, for_writing = os.path.join(folder, TEXT), seconds and OF_WRITING * seconds
         texts = write_own_text(
-            model, os.path.join(folder, TEXT), asked, sampling=sampling, tokens=tokens,
-            seconds=None if seconds is None else OF_WRITING * seconds,
-        )  # fmt: skip
+            model, writing, asked, sampling=sampling, tokens=tokens, seconds=for_writing
+        )
     else:
         texts = read_own_text(os.fspath(data))
     check(len(texts) > 1, "data", data, "a folder with at least two texts of the model's own")
-    if seconds is not None and checkpoint is None:
+    if seconds and checkpoint is None:
         seconds = max(seconds - (time.monotonic() - began), 1.0)
-    held = texts[::HELD_OUT]
-    learned = [text for index, text in enumerate(texts) if index % HELD_OUT]
+    learned, held = _apart(texts)
     shape = shape or shape_for(model.cfg)
     identity = {"model": model_fingerprint(model), "data": fingerprint_of(texts)}
     identity |= {"settings": {**dataclasses.asdict(settings), "shape": _plain(shape)}}
     interrupt = Interrupt()
     saving = saved.RunFolder(folder, identity, saved.write_drafter_in)
     with interrupt:
-        run = _Run(model, shape, settings, learned, held, seconds, cache_hidden, evaluate_every)
+        learning = learned, held, seconds, cache_hidden, evaluate_every
+        run = DrafterSteps(model, shape, settings, *learning)
         history = restored(run, checkpoint, identity) if checkpoint is not None else []
         run.spent = sum(record["seconds"] for record in history)
         saving.begin(history)
@@ -183,301 +151,38 @@ def train_drafter(
         run.accuracy = tuple(evaluation["right"])
         saving.save(run, history)
     saving.finish(history, evaluation)
-    reason = ("steps" if minutes is None else "time") if finished else "interrupted"
-    trained = TrainedDrafter(
-        run.trained_model(), history, evaluation, reason, settings, tuple(saving.problems),
-        saving.unsaved,
-    )  # fmt: skip
+    reason = ("time" if minutes else "steps") if finished else "interrupted"
+    told = history, evaluation, reason, settings, tuple(saving.problems), saving.unsaved
+    trained = TrainedDrafter(run.trained_model(), *told)
     interrupt.finish(trained, on_interrupt)
     return trained
+
+
+def _settings(
+    settings: DrafterTraining | None,
+    changes: Mapping[str, Any],
+    sampling: GenerationConfig,
+    minutes: float | None,
+) -> DrafterTraining:
+    refuse_unknown(list(changes), DRAFTER_SETTINGS, "argument")
+    if settings is None:
+        settings = DrafterTraining(temperature=sampling.temperature if sampling.do_sample else 1.0)
+    settings = dataclasses.replace(settings, **changes)
+    if minutes is None:
+        check(settings.steps > 0, "steps", settings.steps, "at least 1, or give minutes")
+    else:
+        check_float(minutes, "minutes", 0.0, 1e6)
+        check(settings.steps == 0, "steps", settings.steps, "0 with minutes: one of both")
+    return settings
+
+
+def _apart(texts: list[OwnText]) -> tuple[list[OwnText], list[OwnText]]:
+    """What is learned from, and what is held out."""
+    learned = [text for index, text in enumerate(texts) if index % HELD_OUT]
+    return learned, texts[::HELD_OUT]
 
 
 def _plain(shape: OneLayer) -> dict[str, Any]:
     """As JSON gives it back."""
     fields = dataclasses.asdict(shape)
     return {name: list(x) if isinstance(x, tuple) else x for name, x in fields.items()}
-
-
-def shape_for(cfg: ModelConfig) -> OneLayer:
-    """A drafter for a model: early, in the middle, and where the model's own logits come from."""
-    layers = cfg.num_layers
-    wide = max(cfg.embed_dim, cfg.mlp_dim // NARROWER_MLP)
-    return OneLayer(
-        mlp_dim=-(-wide // 64) * 64,
-        words=min(WORDS, cfg.vocab_size),
-        taps=(layers // 4, layers // 2, layers),
-        rope=RopeConfig(theta=10_000.0),
-    )
-
-
-def first_weights(
-    cfg: ModelConfig, model: Any, fitted: tuple[Any, Any, Any], seed: int
-) -> DrafterWeights:
-    """In the optimiser's type: what least squares found for taps, token and the last row's state;
-    the rest of the layer adds nothing yet. The words' rows and the norm before them are the
-    model's."""
-    specs = declare_drafter(cfg)
-    assert specs is not None
-    rng, dtype = np.random.default_rng(seed), accumulation_dtype(cfg.dtype)
-
-    def make(spec: ParamSpec):
-        if spec.init != "normal":
-            return jnp.ones(spec.shape, dtype)
-        return jnp.asarray(rng.normal(scale=0.02, size=spec.shape), dtype)
-
-    specs = specs.replace(unembed=None, words=None)
-    weights = jax.tree.map(make, specs, is_leaf=is_spec)
-    fuse, token, carry = (x.astype(dtype) for x in fitted)
-    layer = weights.layer.replace(
-        o=jnp.zeros_like(weights.layer.o), down=jnp.zeros_like(weights.layer.down)
-    )
-    out_norm = model.final_norm.astype(dtype)
-    return weights.replace(fuse=fuse, token=token, carry=carry, layer=layer, out_norm=out_norm)
-
-
-@functools.cache
-def drafter_programs() -> SimpleNamespace:
-    """What the steps run, compiled."""
-
-    def gradient(weights, frozen, model, pieces, starts, *, settings, cfg):
-        def loss(weights):
-            whole = _whole(weights, frozen, cfg)
-            return drafter_loss.objective(whole, model, pieces, starts, settings=settings, cfg=cfg)
-
-        return jax.grad(loss, has_aux=True)(weights)
-
-    def drafted(weights, frozen, model, pieces, *, settings, cfg):
-        whole = _whole(weights, frozen, cfg)
-        return drafter_loss.drafted(whole, model, pieces, settings=settings, cfg=cfg)
-
-    static = ("settings", "cfg")
-    return SimpleNamespace(
-        gradient=jax.jit(gradient, static_argnames=static),
-        drafted=jax.jit(drafted, static_argnames=static),
-        update=jax.jit(
-            drafter_loss.update, static_argnames="settings", donate_argnames=("weights", "moments")
-        ),
-    )
-
-
-def _whole(weights: DrafterWeights, frozen: Mapping[str, Any], cfg: ModelConfig) -> DrafterWeights:
-    """The drafter in the model's type, as a step takes it."""
-    weights = jax.tree.map(lambda x: x.astype(cfg.dtype), weights)
-    return weights.replace(**frozen)
-
-
-class _State(NamedTuple):
-    """What a step replaces, in one assignment: a signal in between finds all of it or nothing."""
-
-    weights: Any
-    moments: Any
-    steps: int
-
-
-class _Run:
-    """The arrays of a run and what is done with them: a `Training`."""
-
-    def __init__(
-        self, model: Model, shape: OneLayer, settings: DrafterTraining, learned: Sequence[Text],
-        held: Sequence[Text], seconds: float | None, cached: bool, evaluate_every: int,
-    ):  # fmt: skip
-        self.model, self.settings, self._every = model, settings, evaluate_every
-        self.cfg = dataclasses.replace(model.cfg, drafter=shape)
-        self.mesh, self.spent, self._seconds = mesh_of(model.params), 0.0, seconds
-        self.accuracy: tuple[float, ...] = ()
-        parts = self.mesh.shape.get("data", 1) if self.mesh is not None else 1
-        check_rows(settings.step_tokens, parts)
-        make = functools.partial(Stream, states=self._states, seed=settings.seed, parts=parts)
-        self._learned, self._held = make(learned, cached=cached), make(held)
-        self._rows = self._learned.rows(settings.step_tokens // ROW)
-        words = most_frequent(learned, self.cfg.vocab_size, shape.words)
-        self._params = model.params.replace(heads=(), drafter=None)
-        matrix = unembedding(self._params.model)
-        frozen = {"words": self._everywhere(jnp.asarray(words))}
-        self._frozen = frozen | {"unembed": self._everywhere(matrix[frozen["words"]])}
-        with doing("fitting the first weights"):
-            fitted = least_squares.fitted(self._first_rows, self._params.model.embed)
-        weights = first_weights(self.cfg, self._params.model, fitted, settings.seed)
-        weights = self._everywhere(weights)
-        moments = self._everywhere(drafter_loss.optimiser(settings).init(weights))
-        self.state = _State(weights, moments, 0)
-
-    @property
-    def total(self) -> int | None:
-        return self.settings.steps or None
-
-    @property
-    def steps(self) -> int:
-        return self.state.steps
-
-    @property
-    def _share(self) -> float:
-        """Of the run, what is over."""
-        if self._seconds is not None:
-            return self.spent / self._seconds
-        return self.steps / self.settings.steps
-
-    def is_over(self, history: list[Record]) -> bool:
-        return self._share >= 1
-
-    def _everywhere(self, tree):
-        """On every device of the mesh, or on the model's one."""
-        device = jax.tree.leaves(self._params)[0].sharding
-        whole = device if self.mesh is None else everywhere(self.mesh)
-        return jax.tree.map(lambda x: jax.device_put(x, whole), tree)
-
-    def _place(self, array: np.ndarray) -> jax.Array:
-        """One batch, its texts shared out over the mesh."""
-        if self.mesh is None:
-            return jax.device_put(array, jax.tree.leaves(self._params)[0].sharding)
-        names = ("batch", *(None,) * (array.ndim - 1))
-        return placed(array, named_sharding(array.shape, names, self.mesh))
-
-    def _states(self, tokens: np.ndarray) -> np.ndarray:
-        """What the model computes for texts: the taps, and the last layer's output."""
-        assert self.cfg.drafter is not None
-        taps = (*self.cfg.drafter.taps, self.cfg.num_layers)
-        states = programs_of(self.model).tapped_states(
-            self._params, self._place(tokens), cfg=self.cfg.alone, taps=taps
-        )
-        return processes.on_host(states)
-
-    def _pieces(self, rows: Rows) -> drafter_loss.Pieces:
-        states, place = rows.states, self._place
-        return drafter_loss.Pieces(
-            place(states[:, :, :-1]), place(states[:, :, -1]), place(rows.tokens),
-            place(rows.text), place(rows.own),
-        )  # fmt: skip
-
-    def _first_rows(self) -> Iterator[drafter_loss.Pieces]:
-        """About so many tokens as least squares take."""
-        most = min(FITTED_TOKENS, self._learned.tokens)
-        steps = range(max(1, most // self.settings.step_tokens))
-        rows_of_steps = self._learned.rows(self.settings.step_tokens // ROW)
-        for _, rows in zip(steps, rows_of_steps, strict=False):
-            yield self._pieces(rows)
-
-    def step(self, interrupt: Interrupt) -> Record | None:
-        if interrupt.requested:
-            return None
-        began, settings, share = time.perf_counter(), self.settings, self._share
-        weights, moments, steps = self.state
-        pieces = self._pieces(next(self._rows))
-        starts = np.arange(ROW // settings.every, dtype=np.int32) * settings.every
-        starts += steps % settings.every
-        programs, static = drafter_programs(), {"settings": settings, "cfg": self.cfg}
-        gradient, found = programs.gradient(
-            weights, self._frozen, self._params.model, pieces, starts, **static
-        )
-        rate = drafter_loss.rate_at(settings, steps, share)
-        weights, moments, norm = programs.update(
-            weights, moments, gradient, np.float32(rate), settings=settings
-        )
-        found, norm = processes.on_host((found, norm))
-        self.state = _State(weights, moments, steps + 1)
-        interrupt.meet()
-        counted = np.maximum(found.counted, 1)
-        losses = (found.loss / counted).tolist()
-        weighs = [settings.depth_weight**row for row in range(settings.depth)]
-        record: Record = {
-            "step": steps + 1,
-            "learning_rate": rate,
-            "loss": float(np.dot(weighs, losses)),
-            "losses": losses,
-            "overlap": (found.overlap / counted).tolist(),
-            "tokens": int(found.counted[0]),
-            "gradient_norm": float(norm),
-        }
-        if (steps + 1) % self._every == 0:
-            record["tokens_per_step"] = self.evaluation(EVALUATED_TOKENS)["tokens_per_step"]
-        record["seconds"] = time.perf_counter() - began
-        self.spent += record["seconds"]
-        return record
-
-    def figures(self, record: Record) -> str:
-        overlap = "/".join(f"{100 * share:.0f}" for share in record["overlap"])
-        told = f"loss {record['loss']:.3f}, in common {overlap}%"
-        self._last = record.get("tokens_per_step", getattr(self, "_last", None))
-        told += f", {self._last:.2f} tokens a step" if self._last is not None else ""
-        if self._seconds is not None:
-            told += f", {max(self._seconds - self.spent, 0) / 60:.1f} minutes left"
-        return told
-
-    def evaluation(self, most: int | None = None) -> dict[str, Any]:
-        """On held-out text, or about so many tokens of it."""
-        found = collections.defaultdict(lambda: np.zeros(self.settings.depth + 1))
-        tokens, step_tokens = self._held.tokens, self.settings.step_tokens
-        tokens = tokens if most is None else min(most, tokens)
-        steps = max(1, tokens // step_tokens)
-        with doing("evaluating", steps * step_tokens, "tokens") as work:
-            rows_of_steps = self._held.rows(step_tokens // ROW)
-            for number, rows in zip(range(steps), rows_of_steps, strict=False):
-                work.done(number * step_tokens)
-                self._add_drafted(rows, found)
-        every = _told(found.pop("all"))
-        return {**every, "by": {name: _told(sums) for name, sums in found.items()}}
-
-    def _add_drafted(self, rows: Rows, found: dict[str, np.ndarray]) -> None:
-        """Sums, for all and by kind and place, of how often drafts up to each depth were right."""
-        drafted = processes.on_host(
-            drafter_programs().drafted(
-                self.state.weights, self._frozen, self._params.model, self._pieces(rows),
-                settings=self.settings, cfg=self.cfg,
-            )
-        )  # fmt: skip
-        chains = drafted.right.shape[2] + 1
-        right = np.concatenate([drafted.right, np.ones((*rows.tokens.shape, 1))], axis=2)
-        counted = drafted.counted.reshape(-1)
-        right = right.reshape(-1, chains)[counted]
-        kind, place = rows.kind.reshape(-1)[counted], rows.place.reshape(-1)[counted] + 2
-        found["all"] += right.sum(axis=0)
-        for number, name in enumerate(self._held.kinds):
-            found[name] += right[kind == number].sum(axis=0)
-        for first, end in zip(OUTPUT_PLACES, (*OUTPUT_PLACES[1:], np.inf), strict=True):
-            found[f"from {first}"] += right[(place >= first) & (place < end)].sum(axis=0)
-
-    def arrays(self) -> dict[str, jax.Array]:
-        leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
-        return {
-            jax.tree_util.keystr(keys, simple=True, separator="."): leaf for keys, leaf in leaves
-        }
-
-    def _tree(self) -> dict[str, Any]:
-        return {"drafter": self.state.weights, "adam": self.state.moments}
-
-    def restore(self, arrays: Mapping[str, jax.Array], steps: int) -> None:
-        leaves = [arrays[name] for name in self.arrays()]
-        tree = jax.tree.unflatten(jax.tree.structure(self._tree()), leaves)
-        self.state = _State(tree["drafter"], tree["adam"], steps)
-        self._rows = self._learned.rows(self.settings.step_tokens // ROW, steps)
-
-    @property
-    def is_whole(self) -> bool:
-        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._tree()))
-
-    def trained_model(self) -> Model:
-        assert self.cfg.drafter is not None
-        drafter = dataclasses.replace(self.cfg.drafter, accuracy=self.accuracy)
-        weights = _whole(self.state.weights, self._frozen, self.cfg)
-        return self.model.replace(
-            params=self._params.replace(heads=self.model.params.heads, drafter=weights),
-            cfg=dataclasses.replace(self.cfg, drafter=drafter),
-        )
-
-
-def check_rows(step_tokens: int, parts: int) -> None:
-    wanted = f"a multiple of {ROW * parts}, {ROW} tokens for each of {parts} parts of the mesh"
-    check(step_tokens % (ROW * parts) == 0, "step_tokens", step_tokens, wanted)
-
-
-def _told(sums: np.ndarray) -> dict[str, Any]:
-    """Tokens of a step with a chain of drafts, and how often each was right when those before were;
-    from how often all were right up to each depth, and the number of chains."""
-    chains = max(float(sums[-1]), 1.0)
-    so_far = np.concatenate([[chains], sums[:-1]])
-    right = so_far[1:] / np.maximum(so_far[:-1], 1.0)
-    return {
-        "tokens_per_step": 1 + float(sums[:-1].sum()) / chains,
-        "right": right.tolist(),
-        "chains": int(sums[-1]),
-    }

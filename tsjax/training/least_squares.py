@@ -7,6 +7,7 @@ Knows arrays alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ RIDGE = 1e-3  # of the features' mean square: what a weight has to be worth
 EPSILON = 1e-6
 
 
-def fitted(
+def first_matrices(
     batches: Callable[[], Iterable[Pieces]], embed: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Matrices for the taps [D, n, D], the token [D, D] and the last row's state [D, D].
@@ -29,18 +30,19 @@ def fitted(
       batches: the same ones each time.
       embed: the model's embedding.
     """
-    sums = None
-    for pieces in batches():
-        new = _sums_of_first_rows(pieces, embed)
-        sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
-    both = _solved(*sums)  # [(n + 1) D, D]
-    sums = None
-    for pieces in batches():
-        new = _sums_of_next_rows(pieces, embed, both)
-        sums = new if sums is None else jax.tree.map(jnp.add, sums, new)
-    carry, size = _solved(*sums), both.shape[1]
+
+    def solution(sums_of: Callable[[Pieces], Any]) -> jax.Array:
+        return _solved(*functools.reduce(_added, map(sums_of, batches())))
+
+    both = solution(lambda pieces: _sums_of_first_rows(pieces, embed))  # [(n + 1) D, D]
+    carry = solution(lambda pieces: _sums_of_next_rows(pieces, embed, both))
+    size = both.shape[1]
     taps = both[:-size].reshape(-1, size, size)  # [n, inputs, outputs]
     return jnp.transpose(taps, (2, 0, 1)), both[-size:].T, carry.T
+
+
+def _added(one, other):
+    return jax.tree.map(jnp.add, one, other)
 
 
 def _normed(x):

@@ -37,12 +37,12 @@ OWN_KIND = "prompt"  # of prompts that a user gives line by line
 ANSWER = "text"  # in a template: a part of an earlier answer
 FIRST_ANSWERS = 8  # until there are so many, prompts that need one wait
 # Tokens of the answers, one of these each: most are short, and a few are long.
-LENGTHS = (400, 800, 800, 1200, 1200, 2000, 4000)
+ANSWER_LENGTHS = (400, 800, 800, 1200, 1200, 2000, 4000)
 LONGEST_QUOTE = 1200  # characters of an earlier answer
 _NAME = re.compile(r"(\d{6})-([a-z]+)-(\d+)\.npy")
 
 
-class Text(NamedTuple):
+class OwnText(NamedTuple):
     """Token ids of a prompt and what followed it."""
 
     number: int
@@ -51,7 +51,7 @@ class Text(NamedTuple):
     ids: np.ndarray
 
 
-class Asked(NamedTuple):
+class Questions(NamedTuple):
     """What a model is asked: templates by kind, and the words that fill them."""
 
     kinds: Mapping[str, list[str]]
@@ -73,29 +73,29 @@ class Asked(NamedTuple):
         return any("{" + ANSWER + "}" in template for template in self.kinds[kind])
 
 
-def read_asked(path: str | os.PathLike | None) -> Asked:
+def read_asked(path: str | os.PathLike | None) -> Questions:
     """What the package asks, or what a file says: JSON of the same form, or a prompt a line."""
     if path is None:
         place = importlib.resources.files("tsjax.configs") / "asked.json"
         raw = json.loads(place.read_text(encoding="utf-8"))
-        return Asked(raw["kinds"], raw["words"])
+        return Questions(raw["kinds"], raw["words"])
     path = os.fspath(path)
     if not os.path.exists(path):
         raise NoSuchFile(f"prompts={path!r}: there is no such file")
     if path.endswith(".json"):
         raw = read_json(path)
         with parsing(path, " is not valid", argument="prompts"):
-            asked = Asked(dict(raw["kinds"]), dict(raw.get("words", {})))
+            asked = Questions(dict(raw["kinds"]), dict(raw.get("words", {})))
             _check_asked(asked)
         return asked
     with parsing(path, " is not valid", argument="prompts"), open(path, encoding="utf-8") as file:
         lines = [line.strip() for line in file if line.strip()]
         if not lines:
             raise BadValue("the file has no line of text")
-    return Asked({OWN_KIND: [re.sub(r"[{}]", "", line) for line in lines]}, {})
+    return Questions({OWN_KIND: [re.sub(r"[{}]", "", line) for line in lines]}, {})
 
 
-def _check_asked(asked: Asked) -> None:
+def _check_asked(asked: Questions) -> None:
     for kind, templates in asked.kinds.items():
         check(bool(re.fullmatch("[a-z]+", kind)), "kind", kind, "small letters")
         check(bool(templates), kind, templates, "a list of prompts, at least one")
@@ -109,14 +109,14 @@ def _check_asked(asked: Asked) -> None:
 def write_own_text(
     model: Model,
     folder: str,
-    asked: Asked,
+    asked: Questions,
     *,
     sampling: GenerationConfig,
     tokens: int,
     seconds: float | None = None,
     rows: int = 16,
     seed: int = 0,
-) -> list[Text]:
+) -> list[OwnText]:
     """Adds answers to the folder until it has so many tokens of them, or the time is over; returns
     all of them. Answers that run then are ended.
 
@@ -132,7 +132,7 @@ def write_own_text(
     writing = _Writing(model, folder, asked, texts, seed, tokens, seconds)
     with doing("writing text", tokens, "tokens") as work:
         work.done(writing.written)
-        longest = max(LENGTHS) + LONGEST_QUOTE
+        longest = max(ANSWER_LENGTHS) + LONGEST_QUOTE
         capacity = min(longest, model.cfg.max_positions)
         answers = generate_many(
             model, writing.prompts(), rows=rows, capacity=capacity, prefill_width=64,
@@ -143,7 +143,6 @@ def write_own_text(
                 writing.keep(answer)
                 work.done(min(writing.written, tokens))
             if writing.over:
-                answers.close()
                 break
     return sorted(writing.texts)
 
@@ -152,8 +151,8 @@ class _Writing:
     """The prompts of one call, and the answers that are kept."""
 
     def __init__(
-        self, model: Model, folder: str, asked: Asked, texts: list[Text], seed: int, tokens: int,
-        seconds: float | None,
+        self, model: Model, folder: str, asked: Questions, texts: list[OwnText], seed: int,
+        tokens: int, seconds: float | None,
     ):  # fmt: skip
         self._model, self._folder, self._asked, self._seed = model, folder, asked, seed
         self._tokens, self._ends = tokens, None if seconds is None else time.monotonic() + seconds
@@ -177,7 +176,7 @@ class _Writing:
             kind, prompt = self._asked.prompt(number, self._seed, self._quote(number))
             ids = self._as_ids(prompt)
             self._open[index] = number, kind, ids
-            most = random.Random(f"length {self._seed} {number}").choice(LENGTHS)
+            most = random.Random(f"length {self._seed} {number}").choice(ANSWER_LENGTHS)
             room = self._model.cfg.max_positions - len(ids)
             yield {"ids": ids, "seed": number, "max_new_tokens": max(1, min(most, room))}
             index += 1
@@ -198,7 +197,7 @@ class _Writing:
     def keep(self, answer: Any) -> None:
         number, kind, prompt = self._open.pop(answer.index)
         ids = np.concatenate([prompt, answer.tokens]).astype(np.int32)
-        text = Text(number, kind, len(prompt), ids)
+        text = OwnText(number, kind, len(prompt), ids)
         with replacing(os.path.join(self._folder, _file_of(text))) as temporary:
             with open(temporary, "wb") as file:
                 np.save(file, ids)
@@ -206,11 +205,11 @@ class _Writing:
         self.written += len(answer.tokens)
 
 
-def _file_of(text: Text) -> str:
+def _file_of(text: OwnText) -> str:
     return f"{text.number:06d}-{text.kind}-{text.prompt}.npy"
 
 
-def read_own_text(folder: str) -> list[Text]:
+def read_own_text(folder: str) -> list[OwnText]:
     """All answers in a folder, in their order."""
     found = []
     for name in sorted(os.listdir(folder)):
@@ -221,7 +220,7 @@ def read_own_text(folder: str) -> list[Text]:
                 wanted = "[tokens] integers, more than the prompt's"
                 good = ids.ndim == 1 and ids.dtype == np.int32 and len(ids) > int(match[3])
                 check(good, "ids", f"{ids.dtype} {ids.shape}", wanted)
-            found.append(Text(int(match[1]), match[2], int(match[3]), ids))
+            found.append(OwnText(int(match[1]), match[2], int(match[3]), ids))
     return found
 
 

@@ -143,24 +143,22 @@ def train_heads(
             train, held = train.split(held_out, settings.seed)
         elif held_out is not None:
             held = read(held_out, argument="held_out")
-    identity = {"model": model_fingerprint(model), "data": train.fingerprint}
-    identity |= {"settings": dataclasses.asdict(settings)}
+    identity = {"model": model_fingerprint(model), "data": train.fingerprint,
+                "settings": dataclasses.asdict(settings)}  # fmt: skip
     processes.check_same("train_heads", identity, checkpoint and os.path.basename(checkpoint))
     interrupt, saving = Interrupt(), saved.RunFolder(folder, identity, saved.write_heads_of)
+    old = functools.partial(fingerprint_of_first_rows, model)
     with interrupt:
         run = _Run(model, settings, train, micro, cache_hidden)
-        history = restored(run, checkpoint, identity) if checkpoint is not None else []
+        history = restored(run, checkpoint, identity, old) if checkpoint is not None else []
         saving.begin(history)
         take_steps(run, history, saving, save_every, interrupt, progress, on_step)
         finished = run.is_over(history)
         evaluation = run.evaluate(held) if held is not None and finished else []
         interrupt.meet()
     saving.finish(history, evaluation)
-    reason, problems = "steps" if finished else "interrupted", tuple(saving.problems)
-    trained = TrainedHeads(
-        run.trained_model(), history, evaluation, reason, settings, train.skipped, problems,
-        saving.unsaved,
-    )  # fmt: skip
+    told = history, evaluation, "steps" if finished else "interrupted", settings, train.skipped
+    trained = TrainedHeads(run.trained_model(), *told, tuple(saving.problems), saving.unsaved)
     interrupt.finish(trained, on_interrupt)
     return trained
 
@@ -230,9 +228,6 @@ class _Run:
         heads = zip(*(record[f"top{k + 1}"] for k in range(TOP)), strict=True)
         tops = " ".join("/".join(f"{100 * share:.0f}" for share in head) for head in heads)
         return f"loss {record['loss']:.3f}, top-1/2/3 % {tops}"
-
-    def fingerprint_of_format_1(self) -> str:
-        return fingerprint_of_first_rows(self.model)
 
     def _everywhere(self, tree):
         """On every device of the mesh, or on the model's one."""

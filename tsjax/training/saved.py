@@ -26,7 +26,7 @@ from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.files import stored_arrays
 from tsjax.files.adapters import write_drafter_of, write_heads
 from tsjax.files.checkpoint import Model
-from tsjax.files.drafter_files import CONFIG, FILE
+from tsjax.files.drafter_files import DRAFTER_CONFIG, DRAFTER_FILE
 from tsjax.files.weight_files import write_safetensors
 from tsjax.files.whole_files import (
     check_writable,
@@ -50,7 +50,7 @@ ORBAX_ARRAYS = "arrays"
 METRICS, SUMMARY, PLOT = "metrics.jsonl", "summary.json", "loss.png"
 HEADS = "heads.safetensors"
 FILES = {CHECKPOINTS, METRICS, SUMMARY, PLOT}
-FILES_OF_HEADS, FILES_OF_DRAFTER = FILES | {HEADS}, FILES | {CONFIG, FILE, "text"}
+FILES_OF_HEADS, FILES_OF_DRAFTER = FILES | {HEADS}, FILES | {DRAFTER_CONFIG, DRAFTER_FILE, "text"}
 _STEP = re.compile(r"step-(\d{8})")
 
 Record = dict[str, Any]
@@ -94,7 +94,7 @@ class RunFolder(Writing):
         written &= self._write("result", self._write_result, trained, alone=alone)
         self.unsaved = not written
 
-    def finish(self, history: list[Record], evaluation: list[Record]) -> None:
+    def finish(self, history: list[Record], evaluation: Any) -> None:
         self.begin(history)
         last = history[-1] if history else None
         summary = {"steps": len(history), "last": last, "evaluation": evaluation}

@@ -60,8 +60,6 @@ class Training(Protocol):
 
     def trained_model(self) -> Any: ...
 
-    def fingerprint_of_format_1(self) -> str: ...
-
 
 def take_steps(
     run: Training, history: list[Record], saving: saved.RunFolder, save_every: int,
@@ -90,13 +88,18 @@ def take_steps(
         saving.save(run, history)
 
 
-def restored(run: Training, checkpoint: str, identity: Mapping[str, Any]) -> list[Record]:
+def restored(
+    run: Training,
+    checkpoint: str,
+    identity: Mapping[str, Any],
+    fingerprint_of_format_1: Callable[[], str] | None = None,
+) -> list[Record]:
     """Gives the run the arrays of a checkpoint; returns the history up to there."""
     document = saved.read_document(checkpoint)
-    if document["format"] == saved.OLD_FINGERPRINT:
+    if document["format"] == saved.OLD_FINGERPRINT and fingerprint_of_format_1 is not None:
         what = "is of an older tsjax: only the model's norms and some of its rows were compared"
         warnings.warn(f"{checkpoint!r} {what}", stacklevel=3)
-        identity = {**identity, "model": run.fingerprint_of_format_1()}
+        identity = {**identity, "model": fingerprint_of_format_1()}
     with parsing(checkpoint, " is damaged"):
         wrong = _differences(document, identity)
         history = [_checked_record(*numbered) for numbered in enumerate(document["history"], 1)]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training of one-layer drafters: the stream of texts, the first weights, the loss, a run."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tsjax
+from tsjax.training import batches, drafter_loss, least_squares
+from tsjax.training.batches import ROW_TOKENS, Stream
+from tsjax.training.drafter_loss import Pieces
+from tsjax.training.own_text import OwnText
+
+# --- the stream ----------------------------------------------------------------------------------
+
+
+def texts_of(lengths) -> list[OwnText]:
+    """Each token says whose it is and where it stands."""
+    return [
+        OwnText(n, "kind" + "ab"[n % 2], 3, (1000 * n + np.arange(length)).astype(np.int32))
+        for n, length in enumerate(lengths)
+    ]
+
+
+def stream_of(lengths, **options) -> Stream:
+    return Stream(texts_of(lengths), lambda tokens: tokens[..., None, None] + 0.5, 3, **options)
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(4, 700), min_size=2, max_size=12), st.integers(1, 3))
+def test_each_token_comes_once_in_a_pass(lengths, count):
+    stream, MIXED = stream_of(lengths), batches.MIXED
+    whole = (
+        -(-MIXED // count) * count * ROW_TOKENS
+    )  # tokens of the steps that are mixed with each other
+    passes = -(-whole // stream.tokens)
+    steps = [*itertools.islice(stream.rows(count), whole // (count * ROW_TOKENS))]
+    assert all(step.tokens.shape == (count, ROW_TOKENS) for step in steps)
+    found = np.concatenate([step.tokens.ravel() for step in steps])
+    seen = np.bincount(np.unique(found, return_counts=True)[1])
+    assert len(found) == whole and seen[: passes - 1].sum() == 0 and len(seen) == passes + 1
+    for step in steps:
+        np.testing.assert_array_equal(step.states[..., 0, 0], step.tokens + 0.5)
+        np.testing.assert_array_equal(step.place, step.tokens % 1000 - 3)
+        np.testing.assert_array_equal(step.own, step.tokens % 1000 >= 2)
+        kinds = np.asarray(stream.kinds)[step.kind]
+        assert (kinds == np.where(step.tokens // 1000 % 2, "kindb", "kinda")).all()
+        follows = np.diff(step.tokens, axis=1) == 1  # within a text
+        np.testing.assert_array_equal(np.diff(step.text, axis=1) == 0, follows)
+
+
+@pytest.mark.parametrize("first", [1, 31, 32, 33, 70])
+def test_a_stream_goes_on_where_it_was(first):
+    lengths = [50, 300, 900, 1500, 20]
+    wanted = itertools.islice(stream_of(lengths).rows(2), first, first + 3)
+    found = itertools.islice(stream_of(lengths, cached=True).rows(2, first), 3)
+    for one, other in zip(found, wanted, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+# --- the first weights and the loss --------------------------------------------------------------
+
+
+def random_pieces(model, *, seed: int = 0, places: int = 32) -> Pieces:
+    """Two rows, the second of two texts."""
+    rng, D = np.random.default_rng(seed), model.cfg.embed_dim
+    tokens = rng.integers(0, model.cfg.vocab_size, (2, places))
+    text = np.zeros((2, places), np.int32)
+    text[1, 13:] = 1
+    own = np.ones((2, places), bool)
+    own[0, :4] = own[1, 13:16] = False
+    states = rng.standard_normal((2, places, 4, D)).astype(np.float32)
+    return Pieces(*map(jnp.asarray, (states[:, :, :3], states[:, :, 3], tokens, text, own)))
+
+
+def drafter_model(**changes) -> tsjax.Model:
+    shape = tsjax.OneLayer(mlp_dim=32, words=12, taps=(0, 1, 2), window=8)
+    model = tiny_model(drafter=shape, num_layers=2, **changes)
+    words = np.random.default_rng(1).permutation(model.cfg.vocab_size)[:12].astype(np.int32)
+    drafter = model.params.drafter.replace(words=jnp.asarray(words))
+    return model.replace(params=model.params.replace(drafter=drafter))
+
+
+def normed(x):
+    x = np.asarray(x, np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + least_squares.EPSILON)
+
+
+def test_the_first_weights_are_those_of_least_squares():
+    """In float64, row by row of a plain loop."""
+    model = drafter_model()
+    several = [random_pieces(model, seed=seed, places=60) for seed in range(8)]
+    embed = np.asarray(model.params.model.embed)
+    features, wanted, later = [], [], []
+    for pieces in several:
+        taps, last = normed(pieces.taps), normed(pieces.last)
+        words = normed(embed[np.asarray(pieces.tokens)])
+        for n, p in itertools.product(range(2), range(58)):
+            text = np.asarray(pieces.text)[n]
+            if not np.asarray(pieces.own)[n, p + 1]:
+                continue
+            row = np.concatenate([taps[n, p].ravel(), words[n, p + 1]])
+            if text[p] == text[p + 1]:
+                features.append(row)
+                wanted.append(last[n, p + 1])
+            if text[p] == text[p + 2]:
+                later.append((row, words[n, p + 2], last[n, p + 2]))
+        # The last place but one has a token after it too, but none after that.
+        for n in range(2):
+            row = np.concatenate([taps[n, 58].ravel(), words[n, 59]])
+            features.append(row)
+            wanted.append(last[n, 59])
+
+    def solved(X, Y):
+        X, Y = np.stack(X), np.stack(Y)
+        ridge = least_squares.RIDGE * np.trace(X.T @ X) / X.shape[1]
+        return np.linalg.solve(X.T @ X + ridge * np.eye(X.shape[1]), X.T @ Y)
+
+    both = solved(features, wanted)
+    D = model.cfg.embed_dim
+    states = [normed(row @ both) for row, _, _ in later]
+    carry = solved(states, [y - word @ both[-D:] for _, word, y in later])
+    fuse, token, found = least_squares.first_matrices(lambda: several, model.params.model.embed)
+    taps = both[:-D].reshape(3, D, D).transpose(2, 0, 1)
+    np.testing.assert_allclose(fuse, taps, atol=2e-3)
+    np.testing.assert_allclose(token, both[-D:].T, atol=2e-3)
+    np.testing.assert_allclose(found, carry.T, atol=2e-3)
+
+
+@pytest.mark.parametrize("variation", [0.0, 0.9])
+def test_the_gradient_is_that_of_the_loss(variation):
+    """By hand it is computed together with the loss; here by differences, in float64."""
+    with jax.enable_x64(True):
+        model = drafter_model(dtype="float64")
+        pieces = random_pieces(model)
+        pieces = pieces.replace(taps=pieces.taps.astype(float), last=pieces.last.astype(float))
+        chosen = tsjax.DrafterTraining(depth=3, every=4, variation=variation, temperature=0.8)
+        starts = jnp.arange(1, 32, 4, dtype=jnp.int32)
+
+        def loss(drafter):
+            return drafter_loss.objective(
+                drafter, model.params.model, pieces, starts, settings=chosen, cfg=model.cfg
+            )[0]
+
+        drafter = model.params.drafter
+        frozen = {"unembed": drafter.unembed, "words": drafter.words}
+        trained = drafter.replace(unembed=None, words=None)
+        gradient = jax.grad(lambda some: loss(some.replace(**frozen)))(trained)
+        rng = np.random.default_rng(3)
+        for _ in range(4):
+            way = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape)), trained)
+
+            def at(by, way=way):
+                some = jax.tree.map(lambda x, d: x + by * d, trained, way)
+                return float(loss(some.replace(**frozen)))
+
+            moved = (at(1e-6) - at(-1e-6)) / 2e-6
+            along = sum(map(jnp.vdot, jax.tree.leaves(gradient), jax.tree.leaves(way)))
+            np.testing.assert_allclose(moved, float(along), rtol=2e-4)
+
+
+def test_what_counts_in_the_loss_stays_within_a_text():
+    """Other text after a text's end, and another prompt, change nothing of what is counted."""
+    model = drafter_model()
+    pieces, chosen = random_pieces(model), tsjax.DrafterTraining(depth=3, every=4)
+    starts = jnp.arange(0, 32, 4, dtype=jnp.int32)
+
+    def measured(pieces):
+        return drafter_loss.agreement(
+            model.params.drafter, model.params.model, pieces, starts, settings=chosen,
+            cfg=model.cfg,
+        )  # fmt: skip
+
+    only_first = pieces.replace(own=pieces.own.at[0].set(False).at[1, 13:].set(False))
+    other = random_pieces(model, seed=9)
+    changed = jax.tree.map(lambda x, y: x.at[1, 13:].set(y[1, 13:]), only_first, other)
+    changed = changed.replace(text=pieces.text, own=only_first.own)
+    for one, two in zip(jax.tree.leaves(measured(only_first)), jax.tree.leaves(measured(changed)),
+                        strict=True):  # fmt: skip
+        np.testing.assert_allclose(one, two, rtol=1e-6)
+    counted = measured(pieces).counted.tolist()
+    text, own = np.asarray(pieces.text), np.asarray(pieces.own)
+    for row, found in enumerate(counted):
+        places = range(32) if row == 0 else range(0, 32, 4)
+        some = [(n, p) for n, p in itertools.product(range(2), places) if p + row + 1 < 32]
+        assert found == sum(
+            text[n, p] == text[n, p + row + 1] and own[n, p + row + 1] for n, p in some
+        )
