@@ -28,7 +28,7 @@ from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.training import saved
 from tsjax.training.batches import fingerprint_of
-from tsjax.training.drafter_steps import DrafterSteps, shape_for
+from tsjax.training.drafter_steps import DrafterSteps, check_rows, parts_of_data, shape_for
 from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
@@ -113,6 +113,7 @@ def train_drafter(
     sampling = sampling or GenerationConfig(do_sample=True, temperature=0.7)
     check_type(sampling, GenerationConfig, "sampling", "a tsjax.GenerationConfig")
     settings = _settings(settings, changes, sampling, minutes)
+    check_rows(settings.step_tokens, parts_of_data(model))
     counts = {"save_every": save_every, "evaluate_every": evaluate_every, "tokens": tokens}
     for name, value in counts.items():
         check_int(value, name, 1)

@@ -131,8 +131,7 @@ class DrafterSteps:
         self.cfg = dataclasses.replace(model.cfg, drafter=shape)
         self.mesh, self.spent, self._seconds = mesh_of(model.params), 0.0, seconds
         self.accuracy: tuple[float, ...] = ()
-        parts = self.mesh.shape.get("data", 1) if self.mesh is not None else 1
-        check_rows(settings.step_tokens, parts)
+        parts = parts_of_data(model)
         make = functools.partial(Stream, states=self._states, seed=settings.seed, parts=parts)
         self._learned, self._held = make(learned, cached=cached), make(held)
         self._rows = self._learned.rows(settings.step_tokens // ROW_TOKENS)
@@ -308,6 +307,11 @@ class DrafterSteps:
             params=self._params.replace(heads=self.model.params.heads, drafter=weights),
             cfg=dataclasses.replace(self.cfg, drafter=drafter),
         )
+
+
+def parts_of_data(model: Model) -> int:
+    mesh = mesh_of(model.params)
+    return mesh.shape.get("data", 1) if mesh is not None else 1
 
 
 def check_rows(step_tokens: int, parts: int) -> None:
