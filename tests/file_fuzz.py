@@ -35,8 +35,8 @@ from tsjax.files.tokenizer import Detokenizer, encode, load_tokenizer
 from tsjax.host import resuming
 from tsjax.input_files import read_text
 from tsjax.training import corpus
-from tsjax.training import run as training
 from tsjax.training import saved as saved_training
+from tsjax.training.steps import restored
 
 # What a damaged file may end in.
 OURS = (BadValue, NotSupported, NoSuchFile)
@@ -87,7 +87,7 @@ def run_of_training(kept: Path) -> Kind:
     run = SimpleNamespace(arrays=lambda: like, restore=lambda arrays, steps: None)
 
     def restore(folder, file):
-        training._restore(run, str(folder), identity)  # pyright: ignore
+        restored(run, str(folder), identity)  # pyright: ignore
 
     return Kind(saved, files_in(saved), restore)
 

@@ -116,11 +116,9 @@ def test_rates_follow_what_was_right():
 
 
 def test_kinds_do_not_overlap():
-    sizes = [rates.TEXT_AXES, rates.TEXT_AXES, rates.PASS_AXES, rates.HEAD_AXES]
+    sizes = [rates.TEXT_AXES, rates.TEXT_AXES, rates.PASS_AXES, rates.HEAD_AXES, rates.LAYER_AXES]
     numbers = []
-    for first, axes in zip(
-        (KINDS.text, KINDS.corpus, KINDS.passes, KINDS.heads), sizes, strict=True
-    ):
+    for first, axes in zip(KINDS[:-1], sizes, strict=True):
         every = np.indices(axes).reshape(len(axes), -1)
         numbers += np.asarray(rates.kind_number(first, axes, *every)).tolist()
     assert sorted(numbers) == list(range(KINDS.count))
@@ -132,7 +130,8 @@ def test_a_pass_is_worth_what_it_finds_beyond_the_text():
     begun = rates.first_rates()
     values = np.asarray(begun.values)[KINDS.passes : KINDS.passes + rates.PASS_AXES[1]]
     prices = likely_growth.Prices(rows=jnp.zeros(1), plain=jnp.float32(1),
-                                one_row=jnp.float32(0.3), one_pass=jnp.float32(0))  # fmt: skip
+                                one_row=jnp.float32(0.3), one_pass=jnp.float32(0),
+                                one_layer=jnp.float32(0))  # fmt: skip
     survival = jnp.asarray([0.9, 0.5], jnp.float32)
     for found in (0.0, 0.3, 0.98):
         expected = sum(np.maximum((s * values - found) * 2 - 0.3, 0).mean() for s in (0.9, 0.5))
@@ -200,7 +199,7 @@ def test_the_width_follows_the_price():
     chance = jnp.asarray([[1.0, 0.9, 0.8, 0.3, 0.2, 0.1, 0.05, 0.0]])
     for row in (0.01, 0.15, 0.4, 0.85, 0.95):
         rows = jnp.asarray([1.0 + row * (n - 1) for n in (1, 2, 4, 8)], jnp.float32)
-        prices = likely_growth.Prices(rows, jnp.float32(1.0), jnp.float32(row), jnp.float32(0.1))
+        prices = likely_growth.Prices(rows, *map(jnp.float32, (1.0, row, 0.1, 0.1)))
         nodes, seconds = likely_growth.best_width(
             sizes.pass_widths, chance, prices, jnp.float32(1.0), jnp.asarray([True])
         )

@@ -158,7 +158,7 @@ def test_a_run_that_failed_and_was_resumed_is_the_run_that_did_not(model, whole,
     again = train(model, save_to=tmp_path, resume=True)  # it has ended: nothing is left to do
     assert_same_run(again, whole)
     assert os.stat(saved_training.latest(str(tmp_path))).st_ino == kept.st_ino, "never removed"
-    assert set(os.listdir(tmp_path)) <= saved_training.FILES
+    assert set(os.listdir(tmp_path)) <= saved_training.FILES_OF_HEADS
 
 
 def in_a_process(code: str, *arguments: str) -> subprocess.CompletedProcess:
@@ -235,7 +235,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(model, whole, tmp_path, mon
 def test_the_folder_has_metrics_summary_and_plot(model, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     trained = train(model, save_to=tmp_path / "run", held_out=0.2)
-    assert set(os.listdir(tmp_path / "run")) == saved_training.FILES
+    assert set(os.listdir(tmp_path / "run")) == saved_training.FILES_OF_HEADS
     assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["steps"] == 7 and summary["settings"]["learning_rate"] == 5e-3

@@ -71,8 +71,8 @@ class Stream:
         self.tokens = sum(self._sizes)  # of one pass
 
     def rows(self, count: int, first: int = 0) -> Iterator[StreamRows]:
-        """`count` rows for each step, from the `first` on, without end. Of MIXED rows, or as many as
-        the texts have, each step gets some, so that it meets several texts."""
+        """`count` rows for each step, from the `first` on, without end. Of MIXED rows, or as many
+        as the texts have, each step gets some, so that it meets several texts."""
         mixed = max(1, min(MIXED, self.tokens // ROW_TOKENS) // count) * count
         steps = mixed // count
         for number, several in enumerate(self._in_turn(mixed, first // steps), first // steps):

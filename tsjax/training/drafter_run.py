@@ -28,7 +28,7 @@ from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.training import saved
 from tsjax.training.batches import fingerprint_of
-from tsjax.training.drafter_steps import DrafterSteps, check_rows, parts_of_data, shape_for
+from tsjax.training.drafter_steps import DrafterSteps, check_rows, shape_for
 from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
@@ -113,7 +113,7 @@ def train_drafter(
     sampling = sampling or GenerationConfig(do_sample=True, temperature=0.7)
     check_type(sampling, GenerationConfig, "sampling", "a tsjax.GenerationConfig")
     settings = _settings(settings, changes, sampling, minutes)
-    check_rows(settings.step_tokens, parts_of_data(model))
+    check_rows(settings.step_tokens, model)
     counts = {"save_every": save_every, "evaluate_every": evaluate_every, "tokens": tokens}
     for name, value in counts.items():
         check_int(value, name, 1)
@@ -146,11 +146,10 @@ def train_drafter(
         saving.begin(history)
         take_steps(run, history, saving, save_every, interrupt, progress, on_step)
         finished = run.is_over(history)
-        evaluation = run.evaluation() if finished else {}
+        evaluation = run.last_evaluation() if finished else {}
         interrupt.meet()
     if evaluation:
-        run.accuracy = tuple(evaluation["right"])
-        saving.save(run, history)
+        saving.save(run, history)  # with its accuracy
     saving.finish(history, evaluation)
     reason = ("time" if minutes else "steps") if finished else "interrupted"
     told = history, evaluation, reason, settings, tuple(saving.problems), saving.unsaved

@@ -247,6 +247,12 @@ class DrafterSteps:
             told += f", {max(self._seconds - self.spent, 0) / 60:.1f} minutes left"
         return told
 
+    def last_evaluation(self) -> dict[str, Any]:
+        """Of all held-out text; the drafter says from then on how often it was right."""
+        found = self.evaluation()
+        self.accuracy = tuple(found["right"])
+        return found
+
     def evaluation(self, most: int | None = None) -> dict[str, Any]:
         """On held-out text, or about so many tokens of it."""
         found = collections.defaultdict(lambda: np.zeros(self.settings.depth + 1))
@@ -314,7 +320,8 @@ def parts_of_data(model: Model) -> int:
     return mesh.shape.get("data", 1) if mesh is not None else 1
 
 
-def check_rows(step_tokens: int, parts: int) -> None:
+def check_rows(step_tokens: int, model: Model) -> None:
+    parts = parts_of_data(model)
     wanted = f"a multiple of {ROW_TOKENS * parts}, {ROW_TOKENS} for each of {parts} parts of a mesh"
     check(step_tokens % (ROW_TOKENS * parts) == 0, "step_tokens", step_tokens, wanted)
 
