@@ -114,8 +114,9 @@ def restored(
 
 def _checked_record(step: int, record: Record) -> Record:
     check(record["step"] == step, "history", record["step"], f"the record of step {step}")
-    for value in record.get("head_losses", [record["loss"]]):
-        check(isinstance(value, float | int), "head_losses", value, "a number")
+    name = "head_losses" if "head_losses" in record else "losses"  # of drafts in a row
+    for value in record[name]:
+        check(isinstance(value, float | int), name, value, "a number")
     return record
 
 
