@@ -20,6 +20,7 @@ import tsjax
 from tsjax.decoding.start import first_memory
 from tsjax.decoding.tree import NO_NODE, cut, grow_tree
 from tsjax.methods import likely_growth, rates
+from tsjax.methods.likely_sources import best_of_pass
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.rates import KINDS, MOST_RATE, NO_DRAFT, REMEMBERED, TRUST
 
@@ -136,7 +137,9 @@ def test_a_pass_is_worth_what_it_finds_beyond_the_text():
     for found in (0.0, 0.3, 0.98):
         expected = sum(np.maximum((s * values - found) * 2 - 0.3, 0).mean() for s in (0.9, 0.5))
         known = jnp.full(2, found, jnp.float32)
-        gain = likely_growth.gain_of_pass(begun, survival, known, prices, jnp.float32(2))
+        gain = likely_growth.gain_of_pass(
+            begun, survival, known, prices, jnp.float32(2), best_of_pass(0)
+        )
         assert float(gain) == pytest.approx(expected, rel=1e-5)
     assert expected == 0
 

@@ -46,7 +46,7 @@ def drafts(params, state, *, cfg, number):
     """What the drafter would say in this state, and the last step's first candidates."""
     model, noise = cfg.model, jnp.zeros((len(state.tokens), number, cfg.model.vocab_size))
     always = lambda depth, ranked: jnp.bool_(True)  # noqa: E731
-    _, ranked = one_layer.draft_chain(
+    _, ranked, _ = one_layer.draft_chain(
         model, params, state, state.memory.layer, noise, number, 3, always
     )
     return [one.tokens for one in ranked], [one.scores for one in ranked]

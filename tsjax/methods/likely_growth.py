@@ -31,7 +31,7 @@ from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.one_layer import LayerMemory
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths
-from tsjax.methods.rates import KINDS, NO_DRAFT, PASS_AXES, Rates, chances
+from tsjax.methods.rates import KINDS, NO_DRAFT, Rates, chances
 from tsjax.typing import Array, Bool, Float, Int
 
 FORGETS = 0.98  # of a pace the share that is left after a step
@@ -161,7 +161,7 @@ def gain_of_pass(
     found: Float[Array, "B"] | float,
     prices: Prices,
     pace: Float[Array, ""],
-    of_best: slice = slice(KINDS.passes, KINDS.passes + PASS_AXES[1]),
+    of_best: slice,
 ) -> Float[Array, ""]:
     """Seconds that the best token of a pass is expected to save beyond a draft that has been
     `found`, with that chance, less those of its row.

@@ -117,8 +117,13 @@ def kinds_of_layer(candidates: Candidates, depth: int) -> Int[Array, "B best_of"
     return jnp.where(candidates.possible, kinds, NO_DRAFT)
 
 
+def best_of_pass(depth: int) -> slice:
+    """The kinds of a pass's best candidates."""
+    return slice(KINDS.passes, KINDS.passes + PASS_AXES[1])
+
+
 def best_of_layer(depth: int) -> slice:
-    """The kinds of its best candidates at a depth."""
+    """The kinds of the one-layer drafter's best candidates at a depth."""
     depths, ranks, gaps = LAYER_AXES
     first = KINDS.layer + min(depth, depths - 1) * ranks * gaps
     return slice(first, first + gaps)

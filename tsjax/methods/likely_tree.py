@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import jax
@@ -40,6 +41,7 @@ from tsjax.methods.likely_sources import (
     CHILDREN,
     LIKELY_SOURCES,
     best_of_layer,
+    best_of_pass,
     from_corpus,
     from_heads,
     from_layer,
@@ -333,20 +335,35 @@ class LikelyTree(OnPartialCache):
         memory, weights = state.memory, weights_for(self, params)
         heads, passes = params.heads[: self._num_heads(model)], self.draft_passes
         drafter = Drafter(model, weights, heads, state, CHILDREN, passes, self.draft_rest)
-        explores = jnp.max(state.stats.steps) % EXPLORES == 0
-
-        def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
-            """Whether a pass promises to save more than it takes."""
-            best = (kinds_of_pass(one)[:, :1, None] for one in ranked)
-            right = (chances(memory.rates, kinds)[:, 0, 0] for kinds in best)
-            survival = functools.reduce(jnp.multiply, right, state.running.astype(jnp.float32))
-            known = found[:, depth] if depth < found.shape[1] else 0.0
-            gain = gain_of_pass(memory.rates, survival, known, prices, pace)
-            return (gain > prices.one_pass) | (explores if depth == 0 else False)
-
+        wanted = self._that_pays(state, found, prices, pace, prices.one_pass, best_of_pass)
         cache, ranked, runs = drafter.run(memory.cache, state.root[:, None], noise, wanted)
         spent = functools.reduce(jnp.add, (jnp.where(ran, prices.one_pass, 0) for ran in runs))
         return cache, ranked, spent
+
+    def _that_pays(
+        self,
+        state: DecodeState,
+        found: Float[Array, "B J"],
+        prices: Prices,
+        pace: Float[Array, ""],
+        price: Float[Array, ""],
+        best_of: Callable[[int], slice],
+        kinds_of: Callable[[Candidates, int], Int[Array, "B best_of"]] | None = None,
+    ) -> Callable[[int, list[Candidates]], Bool[Array, ""]]:
+        """Whether a draft at a depth, after the candidates before it, promises to save more than
+        its `price`; at the first depth it runs now and then to see."""
+        rates, explores = state.memory.rates, jnp.max(state.stats.steps) % EXPLORES == 0
+        kinds_of = kinds_of or (lambda one, depth: kinds_of_pass(one))
+
+        def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
+            best = (kinds_of(one, at)[:, :1, None] for at, one in enumerate(ranked))
+            right = (chances(rates, kinds)[:, 0, 0] for kinds in best)
+            survival = functools.reduce(jnp.multiply, right, state.running.astype(jnp.float32))
+            known = found[:, depth] if depth < found.shape[1] else 0.0
+            gain = gain_of_pass(rates, survival, known, prices, pace, best_of(depth))
+            return (gain > price) | (explores if depth == 0 else False)
+
+        return wanted
 
     def _run_layer(
         self,
@@ -358,25 +375,15 @@ class LikelyTree(OnPartialCache):
         pace: Float[Array, ""],
         found: Float[Array, "B J"],
     ) -> tuple[LayerMemory, list[Candidates], Float[Array, ""]]:
-        """As `_run_passes`, of the one-layer drafter."""
-        memory = state.memory
-        explores = jnp.max(state.stats.steps) % EXPLORES == 0
-        runs: list[Bool[Array, ""]] = []
-
-        def wanted(depth: int, ranked: list[Candidates]) -> Bool[Array, ""]:
-            best = (kinds_of_layer(one, at)[:, :1, None] for at, one in enumerate(ranked))
-            right = (chances(memory.rates, kinds)[:, 0, 0] for kinds in best)
-            survival = functools.reduce(jnp.multiply, right, state.running.astype(jnp.float32))
-            known = found[:, depth] if depth < found.shape[1] else 0.0
-            gain = gain_of_pass(memory.rates, survival, known, prices, pace, best_of_layer(depth))
-            runs.append((gain > prices.one_layer) | (explores if depth == 0 else False))
-            return runs[-1]
-
-        layer, ranked = draft_chain(
-            model, params, state, memory.layer, noise, self.drafter, CHILDREN, wanted
+        """As `_run_passes`, of the one-layer drafter. Its first row runs in any case."""
+        wanted = self._that_pays(
+            state, found, prices, pace, prices.one_layer, best_of_layer, kinds_of_layer
         )
-        spent = functools.reduce(jnp.add, (jnp.where(ran, prices.one_layer, 0) for ran in runs))
-        return layer, ranked, spent
+        layer, ranked, runs = draft_chain(
+            model, params, state, state.memory.layer, noise, self.drafter, CHILDREN, wanted
+        )
+        spent = (jnp.where(ran, prices.one_layer, 0) for ran in runs[1:])
+        return layer, ranked, functools.reduce(jnp.add, spent, prices.one_layer)
 
     def _of_heads(self, model: ModelConfig, params: Params, state: DecodeState) -> Paths:
         """From the verified hidden state."""

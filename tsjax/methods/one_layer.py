@@ -89,20 +89,22 @@ def draft_chain(
     number: int,
     best_of: int,
     wanted: Callable[[int, list[Candidates]], Bool[Array, ""]],
-) -> tuple[LayerMemory, list[Candidates]]:
-    """The memory with the fresh rows, and the candidates of up to `number` depths, each after the
-    best ones before it. A depth is drafted where it is `wanted`, by what comes before.
+) -> tuple[LayerMemory, list[Candidates], list[Bool[Array, ""]]]:
+    """The memory with the fresh rows, the candidates of up to `number` depths, each after the best
+    ones before it, and which depths were drafted: all until one is not `wanted`, by what comes
+    before it.
 
     Where nothing is fresh, as before the first step, no candidate is possible.
     """
     memory, states = _read(model, params, state, memory)
     some = memory.fresh > 0
-    best, ranked = state.root[:, None], []
+    best, ranked, runs = state.root[:, None], [], []
     ran = jnp.any(some & state.running)
     slots = memory.k, memory.v
     none = no_candidates((best.shape[0], best_of), noise.dtype)
     for depth in range(number):
         ran &= wanted(depth, ranked)
+        runs.append(ran)
         inputs = best, states, memory.held, noise
 
         def deeper(carry, best, states, held, noise, depth=depth):
@@ -118,7 +120,7 @@ def draft_chain(
         ranked.append(found)
         best = jnp.concatenate([best, found.tokens[:, :1]], axis=1)
     k, v = slots
-    return memory.replace(k=k, v=v), ranked
+    return memory.replace(k=k, v=v), ranked, runs
 
 
 def _read(
