@@ -78,7 +78,7 @@ def open_drafter(
 ) -> FoundDrafter:
     """The drafter in a folder, for a model of that shape. Of its weights nothing is read yet, but
     embeddings in the file are compared with `embed`, the model's; without it they are refused."""
-    folder = find_folder(path, allow_pickle=allow_pickle)
+    folder = find_folder(path, allow_pickle=allow_pickle, argument="drafter")
     wrong = f"drafter={os.fspath(path)!r} is not valid"
     file = os.path.join(folder, DRAFTER_CONFIG)
     if not os.path.exists(file):

@@ -278,7 +278,9 @@ def embedded_folder() -> str:
     return os.fspath(Path(__file__).resolve().parent.parent / EMBEDDED_FOLDER)
 
 
-def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
+def find_folder(
+    path: str | os.PathLike, *, allow_pickle: bool = False, argument: str = "path"
+) -> str:
     """A folder or a GGUF file as it is, or the local snapshot of a hub id, downloaded if need be.
 
     EMBEDDED names the model that comes with this package.
@@ -292,10 +294,10 @@ def find_folder(path: str | os.PathLike, *, allow_pickle: bool = False) -> str:
         return os.path.abspath(name)
     if os.path.exists(name):
         wanted = f"a checkpoint is a folder or a file ending in {GGUF}"
-        raise BadValue(f"path={name!r} is not valid: {wanted}, this is {kind_of(name)}")
+        raise BadValue(f"{argument}={name!r} is not valid: {wanted}, this is {kind_of(name)}")
     if name.endswith(GGUF):
-        raise NoSuchFile(f"path={name!r}: there is no such file")
-    missing = f"path={name!r}: there is no such folder, and"
+        raise NoSuchFile(f"{argument}={name!r}: there is no such file")
+    missing = f"{argument}={name!r}: there is no such folder, and"
     if not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
         raise NoSuchFile(f"{missing} it is not a hub id (organisation/name)")
     import huggingface_hub

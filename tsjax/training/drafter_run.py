@@ -169,7 +169,9 @@ def _settings(
         settings = DrafterTraining(temperature=sampling.temperature if sampling.do_sample else 1.0)
     settings = dataclasses.replace(settings, **changes)
     if minutes is None:
-        check(settings.steps > 0, "steps", settings.steps, "at least 1, or give minutes")
+        check(
+            settings.steps > 0, "steps", settings.steps, "at least 1, or give minutes (--minutes)"
+        )
     else:
         check_float(minutes, "minutes", 0.0, 1e6)
         check(settings.steps == 0, "steps", settings.steps, "0 with minutes: one of both")

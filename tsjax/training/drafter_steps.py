@@ -265,7 +265,7 @@ class DrafterSteps:
                 work.done(number * step_tokens)
                 self._add_drafted(rows, found)
         every = _told(found.pop("all"))
-        return {**every, "by": {name: _told(sums) for name, sums in found.items()}}
+        return {**every, "by": {name: _told(sums) for name, sums in found.items() if sums[-1]}}
 
     def _add_drafted(self, rows: StreamRows, found: dict[str, np.ndarray]) -> None:
         """Sums, for all and by kind and place, of how often drafts up to each depth were right."""
