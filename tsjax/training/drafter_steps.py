@@ -140,7 +140,8 @@ class DrafterSteps:
         rows = words_rows(self._params.model, jnp.asarray(words))
         self._frozen = self._everywhere({"words": jnp.asarray(words), "unembed": rows})
         with doing("fitting the first weights"):
-            fitted = least_squares.first_matrices(self._first_rows, self._params.model.embed)
+            pieces = [*self._first_rows()]  # both sums go over them
+            fitted = least_squares.first_matrices(lambda: pieces, self._params.model.embed)
         weights = first_weights(self.cfg, self._params.model, fitted, settings.seed)
         weights = self._everywhere(weights)
         moments = self._everywhere(drafter_loss.adam(settings).init(weights))
