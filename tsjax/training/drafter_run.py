@@ -120,26 +120,25 @@ def train_drafter(
     asked = read_asked(prompts)
     folder = saved.check_folder(save_to, resume, saved.FILES_OF_DRAFTER)
     assert folder is not None
-    checkpoint = saved.latest(folder) if resume else None
+    checkpoint, source = saved.latest(folder) if resume else None, os.path.join(folder, TEXT)
     seconds, began = minutes and 60 * minutes, time.monotonic()
-    if data is None:
-        writing, for_writing = os.path.join(folder, TEXT), seconds and OF_WRITING * seconds
-        texts = write_own_text(
-            model, writing, asked, sampling=sampling, tokens=tokens, seconds=for_writing
-        )
-    else:
-        texts = read_own_text(os.fspath(data))
+    if data is None and checkpoint is None:
+        most = seconds and OF_WRITING * seconds
+        how: dict[str, Any] = {"sampling": sampling, "tokens": tokens, "seconds": most}
+        texts = write_own_text(model, source, asked, **how)
+    else:  # a training that goes on learns from the text that it began with
+        texts = read_own_text(source if data is None else os.fspath(data))
     check(len(texts) > 1, "data", data, "a folder with at least two texts of the model's own")
-    if seconds and checkpoint is None:
-        seconds = max(seconds - (time.monotonic() - began), 1.0)
-    learned, held = _apart(texts)
+    if seconds:
+        wrote = time.monotonic() - began if checkpoint is None or data else OF_WRITING * seconds
+        seconds = max(seconds - wrote, 1.0)
     shape = shape or shape_for(model.cfg)
     identity = {"model": model_fingerprint(model), "data": fingerprint_of(texts)}
     identity |= {"settings": {**dataclasses.asdict(settings), "shape": _plain(shape)}}
     interrupt = Interrupt()
     saving = saved.RunFolder(folder, identity, saved.write_drafter_in)
     with interrupt:
-        learning = learned, held, seconds, cache_hidden, evaluate_every
+        learning = *_apart(texts), seconds, cache_hidden, evaluate_every
         run = DrafterSteps(model, shape, settings, *learning)
         history = restored(run, checkpoint, identity) if checkpoint is not None else []
         run.spent = sum(record["seconds"] for record in history)
@@ -148,8 +147,8 @@ def train_drafter(
         finished = run.is_over(history)
         evaluation = run.last_evaluation() if finished else {}
         interrupt.meet()
-    if evaluation:
-        saving.save(run, history)  # with its accuracy
+    if evaluation:  # the drafter then says how often it was right
+        saving.save(run, history)
     saving.finish(history, evaluation)
     reason = ("time" if minutes else "steps") if finished else "interrupted"
     told = history, evaluation, reason, settings, tuple(saving.problems), saving.unsaved
