@@ -120,7 +120,7 @@ def run_of(folder: Path):
     summary = json.loads((folder / "summary.json").read_text())
     del summary["last"]["seconds"]
     assert os.listdir(folder / "checkpoint") == ["step-00000004"]
-    assert set(os.listdir(folder)) == saved_training.FILES  # nothing of a killed process
+    assert set(os.listdir(folder)) == saved_training.FILES_OF_HEADS  # nothing of a killed process
     return numbers(read_metrics(folder)), summary, (folder / "heads.safetensors").read_bytes()
 
 
