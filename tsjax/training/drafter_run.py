@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.training import saved
 from tsjax.training.batches import fingerprint_of
-from tsjax.training.drafter_steps import DrafterSteps, check_rows, shape_for
+from tsjax.training.drafter_steps import Clock, DrafterSteps, check_rows, shape_for
 from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
@@ -48,8 +47,9 @@ class TrainedDrafter:
     Attributes:
       model: the model with its new drafter, in the model's type.
       history: one record per step: step (from 1), learning_rate, loss, losses and overlap of each
-        draft in a row (what its distribution has in common with the model's), tokens, seconds; and
-        after an evaluation "tokens_per_step" of a chain, of held-out text.
+        draft in a row (what its distribution has in common with the model's), tokens, seconds,
+        elapsed (of the run, the writing included); and after an evaluation "tokens_per_step" of a
+        chain, of held-out text.
       evaluation: on all held-out text: "tokens_per_step" and "right" (how often each draft in a row
         was right when those before were), over all and by kind of text and place in the output.
       finish_reason: "steps", "time" or "interrupted".
@@ -93,7 +93,8 @@ def train_drafter(
       save_to: a folder for text, checkpoints, metrics and the drafter, which
         `tsjax.load(path, drafter=save_to)` takes. What was ended while it wrote text goes on with
         the same call.
-      minutes: until it ends, 0.4 of them at most for writing text; else the settings' steps.
+      minutes: until it ends, 0.4 of them at most for writing text; else the settings' steps. The
+        evaluation at the end comes on top.
       data: a folder of text that was written before; by default it is in `save_to`.
       prompts: what it is asked: a JSON file like configs/asked.json, or one prompt a line.
       tokens: of text to write, at most.
@@ -121,27 +122,27 @@ def train_drafter(
     folder = saved.check_folder(save_to, resume, saved.FILES_OF_DRAFTER)
     assert folder is not None
     checkpoint, source = saved.latest(folder) if resume else None, os.path.join(folder, TEXT)
-    seconds, began = minutes and 60 * minutes, time.monotonic()
+    clock = Clock(minutes and 60 * minutes)
     if data is None and checkpoint is None:
-        most = seconds and OF_WRITING * seconds
+        most = clock.ends and OF_WRITING * clock.ends
         how: dict[str, Any] = {"sampling": sampling, "tokens": tokens, "seconds": most}
         texts = write_own_text(model, source, asked, **how)
     else:  # a training that goes on learns from the text that it began with
         texts = read_own_text(source if data is None else os.fspath(data))
     check(len(texts) > 1, "data", data, "a folder with at least two texts of the model's own")
-    if seconds:
-        wrote = time.monotonic() - began if checkpoint is None or data else OF_WRITING * seconds
-        seconds = max(seconds - wrote, 1.0)
     shape = shape or shape_for(model.cfg)
     identity = {"model": model_fingerprint(model), "data": fingerprint_of(texts)}
     identity |= {"settings": {**dataclasses.asdict(settings), "shape": _plain(shape)}}
     interrupt = Interrupt()
     saving = saved.RunFolder(folder, identity, saved.write_drafter_in)
     with interrupt:
-        learning = *_apart(texts), seconds, cache_hidden, evaluate_every
-        run = DrafterSteps(model, shape, settings, *learning)
-        history = restored(run, checkpoint, identity) if checkpoint is not None else []
-        run.spent = sum(record["seconds"] for record in history)
+        learning = *_apart(texts), cache_hidden, evaluate_every
+        run, history = DrafterSteps(model, shape, settings, clock, *learning), []
+        if checkpoint is not None:
+            history = restored(run, checkpoint, identity)
+            clock.go_on(history)
+        else:
+            run.fit(interrupt)
         saving.begin(history)
         take_steps(run, history, saving, save_every, interrupt, progress, on_step)
         finished = run.is_over(history)

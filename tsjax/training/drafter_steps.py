@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -36,30 +36,33 @@ from tsjax.training.saved import Record
 from tsjax.training_config import DrafterTraining
 from tsjax.typing import accumulation_dtype
 
-FITTED_TOKENS = 65_536  # that the first weights are fitted to
+# Tokens that the first weights are fitted to: all where what the model computes is kept, as it is
+# needed anyway; else at most so many. What a state becomes is fitted to the last of them.
+FITTED_TOKENS, FITTED_STATES = 262_144, 65_536
 EVALUATED_TOKENS = 16_384  # of held-out text, while it trains
-MOST_WORDS, NARROWER_MLP = 8192, 2  # of a drafter: its words, and its MLP is the model's by so much
+# Of a drafter: its MLP is the model's by so much; its words' rows are about as large as its layer,
+# in whole thousands, as each draft reads both.
+NARROWER_MLP, MOST_WORDS, WORDS_STEP = 2, 8192, 1024
 OUTPUT_PLACES = (0, 256, 512, 1024, 2048, 4096)  # where evaluation begins a new row
 
 
 def shape_for(cfg: ModelConfig) -> OneLayer:
     """A drafter for a model: early, in the middle, and where the model's own logits come from."""
-    layers = cfg.num_layers
-    wide = max(cfg.embed_dim, cfg.mlp_dim // NARROWER_MLP)
+    layers, mlp_dim = cfg.num_layers, max(cfg.embed_dim, cfg.mlp_dim // NARROWER_MLP)
+    mlp_dim = -(-mlp_dim // 64) * 64
+    vectors = cfg.head_dim * (3 * cfg.num_heads + 4 * cfg.num_kv_heads) + 3 * mlp_dim
+    words = max(1, min(MOST_WORDS, vectors) // WORDS_STEP) * WORDS_STEP
     return OneLayer(
-        mlp_dim=-(-wide // 64) * 64,
-        words=min(MOST_WORDS, cfg.vocab_size),
+        mlp_dim=mlp_dim,
+        words=min(words, cfg.vocab_size),
         taps=(layers // 4, layers // 2, layers),
         rope=RopeConfig(theta=10_000.0),
     )
 
 
-def first_weights(
-    cfg: ModelConfig, model: Any, fitted: tuple[Any, Any, Any], seed: int
-) -> DrafterWeights:
-    """In the optimiser's type: what least squares found for taps, token and the last row's state;
-    the rest of the layer adds nothing yet. The words' rows and the norm before them are the
-    model's."""
+def first_weights(cfg: ModelConfig, model: Any, seed: int) -> DrafterWeights:
+    """In the optimiser's type. The layer adds nothing to its state yet; the words' rows and the
+    norm before them are the model's."""
     specs = declare_drafter(cfg)
     assert specs is not None
     rng, dtype = np.random.default_rng(seed), accumulation_dtype(cfg.dtype)
@@ -71,12 +74,10 @@ def first_weights(
 
     specs = specs.replace(unembed=None, words=None)
     weights = jax.tree.map(make, specs, is_leaf=is_spec)
-    fuse, token, carry = (x.astype(dtype) for x in fitted)
     layer = weights.layer.replace(
         o=jnp.zeros_like(weights.layer.o), down=jnp.zeros_like(weights.layer.down)
     )
-    out_norm = model.final_norm.astype(dtype)
-    return weights.replace(fuse=fuse, token=token, carry=carry, layer=layer, out_norm=out_norm)
+    return weights.replace(layer=layer, out_norm=model.final_norm.astype(dtype))
 
 
 @functools.cache
@@ -112,6 +113,39 @@ def _whole(weights: DrafterWeights, frozen: Mapping[str, Any], cfg: ModelConfig)
     return weights.replace(**frozen)
 
 
+class Clock:
+    """Of a run that may end at a time: what it has taken, without the pauses between its parts.
+
+    Attributes:
+      ends: seconds that it takes in all; None where it has a number of steps.
+    """
+
+    def __init__(self, ends: float | None):
+        self.ends, self._before, self._began = ends, 0.0, time.monotonic()
+        self._first: float | None = None  # when its first step began
+
+    @property
+    def elapsed(self) -> float:
+        return self._before + time.monotonic() - self._began
+
+    @property
+    def share(self) -> float:
+        """Of the time for steps, what is over."""
+        if self.ends is None or self._first is None:
+            return 0.0
+        return (self.elapsed - self._first) / max(self.ends - self._first, 1.0)
+
+    def note(self, record: Record) -> None:
+        """A step was taken."""
+        if self._first is None:
+            self._first = record["elapsed"] - record["seconds"]
+
+    def go_on(self, history: Sequence[Record]) -> None:
+        """With a run that has taken these steps."""
+        self.note(history[0])
+        self._before = history[-1]["elapsed"]
+
+
 class _State(NamedTuple):
     """What a step replaces, in one assignment: a signal in between finds all of it or nothing."""
 
@@ -124,12 +158,12 @@ class DrafterSteps:
     """The arrays of a run and what is done with them: a `Training`."""
 
     def __init__(
-        self, model: Model, shape: OneLayer, settings: DrafterTraining, learned: Sequence[OwnText],
-        held: Sequence[OwnText], seconds: float | None, cached: bool, evaluate_every: int,
+        self, model: Model, shape: OneLayer, settings: DrafterTraining, clock: Clock,
+        learned: Sequence[OwnText], held: Sequence[OwnText], cached: bool, evaluate_every: int,
     ):  # fmt: skip
         self.model, self.settings, self._every = model, settings, evaluate_every
         self.cfg = dataclasses.replace(model.cfg, drafter=shape)
-        self.mesh, self.spent, self._seconds = mesh_of(model.params), 0.0, seconds
+        self.mesh, self._clock, self._cached = mesh_of(model.params), clock, cached
         self.accuracy: tuple[float, ...] = ()
         parts = parts_of_data(model)
         make = functools.partial(Stream, states=self._states, seed=settings.seed, parts=parts)
@@ -139,13 +173,33 @@ class DrafterSteps:
         self._params = model.params.replace(heads=(), drafter=None)
         rows = words_rows(self._params.model, jnp.asarray(words))
         self._frozen = self._everywhere({"words": jnp.asarray(words), "unembed": rows})
-        with doing("fitting the first weights"):
-            pieces = [*self._first_rows()]  # both sums go over them
-            fitted = least_squares.first_matrices(lambda: pieces, self._params.model.embed)
-        weights = first_weights(self.cfg, self._params.model, fitted, settings.seed)
+        self._begin_with(first_weights(self.cfg, self._params.model, settings.seed))
+
+    def _begin_with(self, weights: DrafterWeights) -> None:
         weights = self._everywhere(weights)
-        moments = self._everywhere(drafter_loss.adam(settings).init(weights))
+        moments = self._everywhere(drafter_loss.adam(self.settings).init(weights))
         self.state = _State(weights, moments, 0)
+
+    def fit(self, interrupt: Interrupt) -> None:
+        """The first weights of taps, token and the last row's state, by least squares."""
+        step_tokens, tokens = self.settings.step_tokens, self._learned.tokens
+        steps = max(1, (tokens if self._cached else min(FITTED_TOKENS, tokens)) // step_tokens)
+
+        def batches():
+            with doing("fitting the first weights", steps * step_tokens, "tokens") as work:
+                rows_of_steps = self._learned.rows(step_tokens // ROW_TOKENS)
+                for number, rows in zip(range(steps), rows_of_steps, strict=False):
+                    if interrupt.requested:
+                        return
+                    yield self._pieces(rows)
+                    work.done((number + 1) * step_tokens)
+
+        kept = max(1, FITTED_STATES // step_tokens)
+        fitted = least_squares.first_matrices(batches(), self._params.model.embed, kept)
+        if fitted is not None:
+            wide = accumulation_dtype(self.cfg.dtype)
+            named = zip(drafter_loss.FITTED, (x.astype(wide) for x in fitted), strict=True)
+            self._begin_with(self.state.weights.replace(**dict(named)))
 
     @property
     def total(self) -> int | None:
@@ -157,10 +211,10 @@ class DrafterSteps:
 
     @property
     def _share(self) -> float:
-        """Of the run, what is over."""
-        if self._seconds is not None:
-            return self.spent / self._seconds
-        return self.steps / self.settings.steps
+        """Of the steps, what is over."""
+        if self._clock.ends is None:
+            return self.steps / self.settings.steps
+        return self._clock.share
 
     def is_over(self, history: list[Record]) -> bool:
         return self._share >= 1
@@ -194,18 +248,10 @@ class DrafterSteps:
             place(rows.text), place(rows.own),
         )  # fmt: skip
 
-    def _first_rows(self) -> Iterator[drafter_loss.Pieces]:
-        """About so many tokens as least squares take."""
-        most = min(FITTED_TOKENS, self._learned.tokens)
-        steps = range(max(1, most // self.settings.step_tokens))
-        rows_of_steps = self._learned.rows(self.settings.step_tokens // ROW_TOKENS)
-        for _, rows in zip(steps, rows_of_steps, strict=False):
-            yield self._pieces(rows)
-
     def step(self, interrupt: Interrupt) -> Record | None:
         if interrupt.requested:
             return None
-        began, settings, share = time.perf_counter(), self.settings, self._share
+        began, settings, share = self._clock.elapsed, self.settings, self._share
         weights, moments, steps = self.state
         pieces = self._pieces(next(self._rows))
         starts = np.arange(ROW_TOKENS // settings.every, dtype=np.int32) * settings.every
@@ -235,8 +281,9 @@ class DrafterSteps:
         }
         if (steps + 1) % self._every == 0:
             record["tokens_per_step"] = self.evaluation(EVALUATED_TOKENS)["tokens_per_step"]
-        record["seconds"] = time.perf_counter() - began
-        self.spent += record["seconds"]
+        record["elapsed"] = self._clock.elapsed
+        record["seconds"] = record["elapsed"] - began
+        self._clock.note(record)
         return record
 
     def figures(self, record: Record) -> str:
@@ -244,8 +291,8 @@ class DrafterSteps:
         told = f"loss {record['loss']:.3f}, in common {overlap}%"
         self._last = record.get("tokens_per_step", getattr(self, "_last", None))
         told += f", {self._last:.2f} tokens a step" if self._last is not None else ""
-        if self._seconds is not None:
-            told += f", {max(self._seconds - self.spent, 0) / 60:.1f} minutes left"
+        if self._clock.ends is not None:
+            told += f", {max(self._clock.ends - record['elapsed'], 0) / 60:.1f} minutes left"
         return told
 
     def last_evaluation(self) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A drafter's first weights by least squares: what taps and a token, each through a matrix, say of
-the model's next state. A few texts are enough, and drafts are often right before any training.
+the model's next state. Drafts are often right before any training; the more text, the more often.
 
 Knows arrays alone.
 """
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -22,20 +23,24 @@ EPSILON = 1e-6
 
 
 def first_matrices(
-    batches: Callable[[], Iterable[Pieces]], embed: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Matrices for the taps [D, n, D], the token [D, D] and the last row's state [D, D].
+    batches: Iterable[Pieces], embed: Any, kept: int
+) -> tuple[jax.Array, jax.Array, jax.Array] | None:
+    """Matrices for the taps [D, n, D], the token [D, D] and the last row's state [D, D]; None
+    without a batch.
 
     Args:
-      batches: the same ones each time.
+      batches: each is read once. The last `kept` of them say what a state becomes.
       embed: the model's embedding.
     """
-
-    def solution(sums_of: Callable[[Pieces], Any]) -> jax.Array:
-        return _solved(*functools.reduce(_added, map(sums_of, batches())))
-
-    both = solution(lambda pieces: _sums_of_first_rows(pieces, embed))  # [(n + 1) D, D]
-    carry = solution(lambda pieces: _sums_of_next_rows(pieces, embed, both))
+    sums, last = [], collections.deque[Pieces](maxlen=kept)
+    for pieces in batches:
+        sums = [functools.reduce(_added, [*sums, _sums_of_first_rows(pieces, embed)])]
+        last.append(pieces)
+    if not sums:
+        return None
+    both = _solved(*sums[0])  # [(n + 1) D, D]
+    nexts = (_sums_of_next_rows(pieces, embed, both) for pieces in last)
+    carry = _solved(*functools.reduce(_added, nexts))
     size = both.shape[1]
     taps = both[:-size].reshape(-1, size, size)  # [n, inputs, outputs]
     return jnp.transpose(taps, (2, 0, 1)), both[-size:].T, carry.T
