@@ -19,7 +19,15 @@ from hypothesis import strategies as st
 
 import tsjax
 from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
-from tsjax.training import batches, drafter_loss, drafter_run, least_squares, own_text
+from tsjax.training import (
+    batches,
+    drafter_evaluation,
+    drafter_loss,
+    drafter_run,
+    drafter_steps,
+    least_squares,
+    own_text,
+)
 from tsjax.training.batches import ROW_TOKENS, Stream
 from tsjax.training.drafter_loss import Pieces
 from tsjax.training.own_text import OwnText
@@ -199,6 +207,28 @@ def test_what_counts_in_the_loss_stays_within_a_text():
         assert found == sum(
             text[n, p] == text[n, p + row + 1] and own[n, p + row + 1] for n, p in some
         )
+
+
+def test_steps_go_from_what_was_right_to_the_token_after_it():
+    accepted = np.asarray([[2, 9, 9, 0, 1, 9, 3, 9]])
+    counted = np.asarray([[True, True, True, True, True, False, False, True]])
+    met = drafter_evaluation.stepped(accepted, counted)
+    # 0 and its two, 3, 4 and its one; 6 is no place for a step, 7 ends the row.
+    assert np.flatnonzero(met[0]).tolist() == [0, 3, 4, 7]
+
+
+def test_a_clock_leaves_out_pauses_and_what_comes_before_the_steps(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(drafter_steps.time, "monotonic", lambda: now[0])
+    clock = drafter_steps.Elapsed(60.0)
+    now[0] = 120.0  # text was written
+    assert (clock.elapsed, clock.share) == (20.0, 0.0)
+    history = [{"elapsed": 30.0, "seconds": 10.0}, {"elapsed": 40.0, "seconds": 10.0}]
+    now[0] = 1000.0
+    resumed = drafter_steps.Elapsed(60.0)
+    resumed.go_on(history)
+    now[0] = 1010.0
+    assert (resumed.elapsed, resumed.share) == (50.0, 0.75)
 
 
 # --- own text, and a run of all ------------------------------------------------------------------

@@ -27,10 +27,11 @@ from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.training import saved
 from tsjax.training.batches import fingerprint_of
-from tsjax.training.drafter_steps import Clock, DrafterSteps, check_rows, shape_for
+from tsjax.training.drafter_steps import Elapsed, DrafterSteps, shape_for
 from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
+from tsjax.training.tapped_texts import check_rows
 from tsjax.training_config import DrafterTraining
 
 DRAFTER_SETTINGS = tuple(field.name for field in dataclasses.fields(DrafterTraining))
@@ -122,7 +123,7 @@ def train_drafter(
     folder = saved.check_folder(save_to, resume, saved.FILES_OF_DRAFTER)
     assert folder is not None
     checkpoint, source = saved.latest(folder) if resume else None, os.path.join(folder, TEXT)
-    clock = Clock(minutes and 60 * minutes)
+    clock = Elapsed(minutes and 60 * minutes)
     if data is None and checkpoint is None:
         most = clock.ends and OF_WRITING * clock.ends
         how: dict[str, Any] = {"sampling": sampling, "tokens": tokens, "seconds": most}

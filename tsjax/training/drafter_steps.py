@@ -7,7 +7,6 @@ what a run's folder is.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import time
@@ -19,20 +18,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import ModelConfig, OneLayer, RopeConfig, check
+from tsjax.config import ModelConfig, OneLayer, RopeConfig
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
-from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.telling import doing
 from tsjax.model.drafter import DrafterWeights, declare_drafter, words_rows
 from tsjax.model.params import is_spec
-from tsjax.model.sharding import everywhere, mesh_of, named_sharding, placed
+from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import ParamSpec
 from tsjax.training import drafter_loss, least_squares
-from tsjax.training.batches import ROW_TOKENS, Stream, StreamRows, most_frequent_tokens
+from tsjax.training.batches import ROW_TOKENS, most_frequent_tokens
+from tsjax.training.drafter_evaluation import evaluated
 from tsjax.training.own_text import OwnText
 from tsjax.training.saved import Record
+from tsjax.training.tapped_texts import TappedTexts
 from tsjax.training_config import DrafterTraining
 from tsjax.typing import accumulation_dtype
 
@@ -43,7 +43,6 @@ EVALUATED_TOKENS = 16_384  # of held-out text, while it trains
 # Of a drafter: its MLP is the model's by so much; its words' rows are about as large as its layer,
 # in whole thousands, as each draft reads both.
 NARROWER_MLP, MOST_WORDS, WORDS_STEP = 2, 8192, 1024
-OUTPUT_PLACES = (0, 256, 512, 1024, 2048, 4096)  # where evaluation begins a new row
 
 
 def shape_for(cfg: ModelConfig) -> OneLayer:
@@ -91,14 +90,9 @@ def drafter_programs() -> SimpleNamespace:
 
         return jax.grad(loss, has_aux=True)(weights)
 
-    def drafted(weights, frozen, model, pieces, *, settings, cfg):
-        whole = _whole(weights, frozen, cfg)
-        return drafter_loss.drafted(whole, model, pieces, settings=settings, cfg=cfg)
-
     static = ("settings", "cfg")
     return SimpleNamespace(
         gradient=jax.jit(gradient, static_argnames=static),
-        drafted=jax.jit(drafted, static_argnames=static),
         update=jax.jit(
             drafter_loss.adam_step,
             static_argnames="settings",
@@ -113,7 +107,7 @@ def _whole(weights: DrafterWeights, frozen: Mapping[str, Any], cfg: ModelConfig)
     return weights.replace(**frozen)
 
 
-class Clock:
+class Elapsed:
     """Of a run that may end at a time: what it has taken, without the pauses between its parts.
 
     Attributes:
@@ -158,40 +152,41 @@ class DrafterSteps:
     """The arrays of a run and what is done with them: a `Training`."""
 
     def __init__(
-        self, model: Model, shape: OneLayer, settings: DrafterTraining, clock: Clock,
+        self, model: Model, shape: OneLayer, settings: DrafterTraining, clock: Elapsed,
         learned: Sequence[OwnText], held: Sequence[OwnText], cached: bool, evaluate_every: int,
     ):  # fmt: skip
         self.model, self.settings, self._every = model, settings, evaluate_every
         self.cfg = dataclasses.replace(model.cfg, drafter=shape)
-        self.mesh, self._clock, self._cached = mesh_of(model.params), clock, cached
+        self.mesh, self._clock = mesh_of(model.params), clock
         self.accuracy: tuple[float, ...] = ()
-        parts = parts_of_data(model)
-        make = functools.partial(Stream, states=self._states, seed=settings.seed, parts=parts)
-        self._learned, self._held = make(learned, cached=cached), make(held)
-        self._rows = self._learned.rows(settings.step_tokens // ROW_TOKENS)
+        how = settings.step_tokens, settings.seed
+        self._learned = TappedTexts(model, self.cfg, learned, *how, cached)
+        self._held = TappedTexts(model, self.cfg, held, *how)
+        self._rows = self._learned.rows()
         words = most_frequent_tokens(learned, self.cfg.vocab_size, shape.words)
         self._params = model.params.replace(heads=(), drafter=None)
         rows = words_rows(self._params.model, jnp.asarray(words))
         self._frozen = self._everywhere({"words": jnp.asarray(words), "unembed": rows})
         self._begin_with(first_weights(self.cfg, self._params.model, settings.seed))
 
-    def _begin_with(self, weights: DrafterWeights) -> None:
+    def _begin_with(self, weights: Any) -> None:
         weights = self._everywhere(weights)
         moments = self._everywhere(drafter_loss.adam(self.settings).init(weights))
         self.state = _State(weights, moments, 0)
 
     def fit(self, interrupt: Interrupt) -> None:
         """The first weights of taps, token and the last row's state, by least squares."""
-        step_tokens, tokens = self.settings.step_tokens, self._learned.tokens
-        steps = max(1, (tokens if self._cached else min(FITTED_TOKENS, tokens)) // step_tokens)
+        learned, step_tokens = self._learned, self.settings.step_tokens
+        steps = learned.steps
+        if not learned.cached:
+            steps = max(1, min(steps, FITTED_TOKENS // step_tokens))
 
         def batches():
             with doing("fitting the first weights", steps * step_tokens, "tokens") as work:
-                rows_of_steps = self._learned.rows(step_tokens // ROW_TOKENS)
-                for number, rows in zip(range(steps), rows_of_steps, strict=False):
+                for number, (_, pieces) in zip(range(steps), learned.rows(), strict=False):
                     if interrupt.requested:
                         return
-                    yield self._pieces(rows)
+                    yield pieces
                     work.done((number + 1) * step_tokens)
 
         kept = max(1, FITTED_STATES // step_tokens)
@@ -225,35 +220,12 @@ class DrafterSteps:
         whole = device if self.mesh is None else everywhere(self.mesh)
         return jax.tree.map(lambda x: jax.device_put(x, whole), tree)
 
-    def _place(self, array: np.ndarray) -> jax.Array:
-        """One batch, its texts shared out over the mesh."""
-        if self.mesh is None:
-            return jax.device_put(array, jax.tree.leaves(self._params)[0].sharding)
-        names = ("batch", *(None,) * (array.ndim - 1))
-        return placed(array, named_sharding(array.shape, names, self.mesh))
-
-    def _states(self, tokens: np.ndarray) -> np.ndarray:
-        """What the model computes for texts: the taps, and the last layer's output."""
-        assert self.cfg.drafter is not None
-        taps = (*self.cfg.drafter.taps, self.cfg.num_layers)
-        states = programs_of(self.model).tapped_states(
-            self._params, self._place(tokens), cfg=self.cfg.alone, taps=taps
-        )
-        return processes.on_host(states)
-
-    def _pieces(self, rows: StreamRows) -> drafter_loss.Pieces:
-        states, place = rows.states, self._place
-        return drafter_loss.Pieces(
-            place(states[:, :, :-1]), place(states[:, :, -1]), place(rows.tokens),
-            place(rows.text), place(rows.own),
-        )  # fmt: skip
-
     def step(self, interrupt: Interrupt) -> Record | None:
         if interrupt.requested:
             return None
         began, settings, share = self._clock.elapsed, self.settings, self._share
         weights, moments, steps = self.state
-        pieces = self._pieces(next(self._rows))
+        _, pieces = next(self._rows)
         starts = np.arange(ROW_TOKENS // settings.every, dtype=np.int32) * settings.every
         starts += steps % settings.every
         programs, static = drafter_programs(), {"settings": settings, "cfg": self.cfg}
@@ -280,7 +252,8 @@ class DrafterSteps:
             "gradient_norm": float(norm),
         }
         if (steps + 1) % self._every == 0:
-            record["tokens_per_step"] = self.evaluation(EVALUATED_TOKENS)["tokens_per_step"]
+            some = self.evaluation(max(1, EVALUATED_TOKENS // settings.step_tokens))
+            record["tokens_per_step"] = some["tokens_per_step"]
         record["elapsed"] = self._clock.elapsed
         record["seconds"] = record["elapsed"] - began
         self._clock.note(record)
@@ -297,42 +270,14 @@ class DrafterSteps:
 
     def last_evaluation(self) -> dict[str, Any]:
         """Of all held-out text; the drafter says from then on how often it was right."""
-        found = self.evaluation()
+        found = self.evaluation(None)
         self.accuracy = tuple(found["right"])
         return found
 
-    def evaluation(self, most: int | None = None) -> dict[str, Any]:
-        """On held-out text, or about so many tokens of it."""
-        found = collections.defaultdict(lambda: np.zeros(self.settings.depth + 1))
-        tokens, step_tokens = self._held.tokens, self.settings.step_tokens
-        tokens = tokens if most is None else min(most, tokens)
-        steps = max(1, tokens // step_tokens)
-        with doing("evaluating", steps * step_tokens, "tokens") as work:
-            rows_of_steps = self._held.rows(step_tokens // ROW_TOKENS)
-            for number, rows in zip(range(steps), rows_of_steps, strict=False):
-                work.done(number * step_tokens)
-                self._add_drafted(rows, found)
-        every = _told(found.pop("all"))
-        return {**every, "by": {name: _told(sums) for name, sums in found.items() if sums[-1]}}
-
-    def _add_drafted(self, rows: StreamRows, found: dict[str, np.ndarray]) -> None:
-        """Sums, for all and by kind and place, of how often drafts up to each depth were right."""
-        drafted = processes.on_host(
-            drafter_programs().drafted(
-                self.state.weights, self._frozen, self._params.model, self._pieces(rows),
-                settings=self.settings, cfg=self.cfg,
-            )
-        )  # fmt: skip
-        chains = drafted.right.shape[2] + 1
-        right = np.concatenate([drafted.right, np.ones((*rows.tokens.shape, 1))], axis=2)
-        counted = drafted.counted.reshape(-1)
-        right = right.reshape(-1, chains)[counted]
-        kind, place = rows.kind.reshape(-1)[counted], rows.place.reshape(-1)[counted] + 2
-        found["all"] += right.sum(axis=0)
-        for number, name in enumerate(self._held.kinds):
-            found[name] += right[kind == number].sum(axis=0)
-        for first, end in zip(OUTPUT_PLACES, (*OUTPUT_PLACES[1:], np.inf), strict=True):
-            found[f"from {first}"] += right[(place >= first) & (place < end)].sum(axis=0)
+    def evaluation(self, steps: int | None) -> dict[str, Any]:
+        """On held-out text, or so many steps of it."""
+        drafter = _whole(self.state.weights, self._frozen, self.cfg)
+        return evaluated(drafter, self._held, self.settings, steps)
 
     def arrays(self) -> dict[str, jax.Array]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
@@ -347,7 +292,7 @@ class DrafterSteps:
         leaves = [arrays[name] for name in self.arrays()]
         tree = jax.tree.unflatten(jax.tree.structure(self._tree()), leaves)
         self.state = _State(tree["drafter"], tree["adam"], steps)
-        self._rows = self._learned.rows(self.settings.step_tokens // ROW_TOKENS, steps)
+        self._rows = self._learned.rows(steps)
 
     @property
     def is_whole(self) -> bool:
@@ -361,27 +306,3 @@ class DrafterSteps:
             params=self._params.replace(heads=self.model.params.heads, drafter=weights),
             cfg=dataclasses.replace(self.cfg, drafter=drafter),
         )
-
-
-def parts_of_data(model: Model) -> int:
-    mesh = mesh_of(model.params)
-    return mesh.shape.get("data", 1) if mesh is not None else 1
-
-
-def check_rows(step_tokens: int, model: Model) -> None:
-    parts = parts_of_data(model)
-    wanted = f"a multiple of {ROW_TOKENS * parts}, {ROW_TOKENS} for each of {parts} parts of a mesh"
-    check(step_tokens % (ROW_TOKENS * parts) == 0, "step_tokens", step_tokens, wanted)
-
-
-def _told(sums: np.ndarray) -> dict[str, Any]:
-    """Tokens of a step with a chain of drafts, and how often each was right when those before were;
-    from how often all were right up to each depth, and the number of chains."""
-    chains = max(float(sums[-1]), 1.0)
-    so_far = np.concatenate([[chains], sums[:-1]])
-    right = so_far[1:] / np.maximum(so_far[:-1], 1.0)
-    return {
-        "tokens_per_step": 1 + float(sums[:-1].sum()) / chains,
-        "right": right.tolist(),
-        "chains": int(sums[-1]),
-    }
