@@ -20,6 +20,7 @@ MODULES = {
     "start": "start",
     "real_models": "real_models",
     "real_long": "real_long",
+    "drafter": "drafter",
     "longrun": "longrun",
     "soak": "soak",
     "tokens_per_step": "tokens_per_step",

@@ -27,7 +27,7 @@ from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.training import saved
 from tsjax.training.batches import fingerprint_of
-from tsjax.training.drafter_steps import Elapsed, DrafterSteps, shape_for
+from tsjax.training.drafter_steps import DrafterSteps, Elapsed, shape_for
 from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_own_text
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
