@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 import tsjax
 from tsjax.decoding.start import init_state
 from tsjax.errors import BadValue
-from tsjax.methods import one_layer
+from tsjax.methods import correction, one_layer
+from tsjax.methods.correction import LEARNED_AT_ONCE
 from tsjax.model.drafter import words_logits
 from tsjax.model.logits import tapped_states
 from tsjax.training import drafter_loss
@@ -74,7 +75,8 @@ def test_a_run_drafts_what_training_computes(drafted):
     """After steps of any number of tokens: the drafter has read all tokens since the run began, so
     its chain is what training unrolls at that place of the text."""
     model = model_with_drafter() if drafted == 0 else loop_with_drafter()
-    method = tsjax.LikelyTree(places=0, drafter=3, width=1 + max(drafted, 1), costs=CHEAP)
+    width = 1 + max(drafted, 1)
+    method = tsjax.LikelyTree(places=0, drafter=3, adapt=False, width=width, costs=CHEAP)
     cfg, state = run_of(model, 9, method)
     if drafted:
         assert int(state.length[0]) > len(PROMPT) + 12  # several tokens came in one step
@@ -105,6 +107,64 @@ def loop_with_drafter() -> tsjax.Model:
     return looping_model(
         drafter=tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=64), num_layers=2
     )
+
+
+def delta_rule(matrix, states, wanted):
+    """Row by row, in float64."""
+    for state, target in zip(states, wanted, strict=True):
+        missing = target - (state + matrix @ state)
+        matrix = matrix + LEARNED_AT_ONCE * np.outer(missing, state) / len(state)
+    return matrix
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.floats(0, 1))
+def test_a_correction_learns_as_row_by_row(seed, rows, alike):
+    """Also of rows that are alike, where each leaves little to learn for the next; and of those
+    alone that count."""
+    rng = np.random.default_rng(seed)
+    states, wanted = rng.standard_normal((2, 2, rows, 6))
+    states = alike * states[:, :1] + (1 - alike) * states
+    matrix, counts = rng.standard_normal((2, 6, 6)), rng.random((2, rows)) < 0.7
+    with jax.enable_x64(True):
+        found = correction.after_rows(*map(jnp.asarray, (matrix, states, wanted, counts)))
+    for b in range(2):
+        some = counts[b]
+        expected = delta_rule(matrix[b], states[b, some], wanted[b, some])
+        np.testing.assert_allclose(found[b], expected, atol=1e-9)
+
+
+def test_a_run_learns_from_each_row_that_the_model_has_answered():
+    """Its matrix is that of a plain loop over the text: each row's state as training computes it,
+    and the model's state a token later."""
+    model = loop_with_drafter()
+    method = tsjax.LikelyTree(places=0, drafter=3, width=4, costs=CHEAP)
+    cfg, state = run_of(model, 9, method)
+    first, length = len(PROMPT) - 1, int(state.length[0])
+    text = state.tokens[:1, :length]
+    taps = tapped_states(model.params, text, cfg=model.cfg.alone, taps=model.cfg.drafter.taps)
+    pieces = Pieces(
+        taps[:, first:], taps[:, first:, -1], text[:, first:], jnp.zeros_like(text[:, first:]),
+        jnp.ones_like(text[:, first:], bool),
+    )  # fmt: skip
+    places = jnp.arange(pieces.tokens.shape[1], dtype=jnp.int32)
+    (said,) = drafter_loss.unrolled(
+        model.params.drafter, model.params.model.embed, pieces, places, 1, cfg=model.cfg
+    )
+    normed = [np.asarray(correction.normed_state(x, np.float32)[0]) for x in (said, pieces.last)]
+    # A step's rows are read by the next step's drafts.
+    known = length - 1 - int(state.emitted[0]) - first
+    expected = delta_rule(np.zeros((model.cfg.embed_dim,) * 2), normed[0][: known - 1],
+                          normed[1][1:known])  # fmt: skip
+    assert known > 10 and np.abs(expected).max() > 0.01
+    np.testing.assert_allclose(state.memory.layer.correction[0], expected, atol=2e-4)
+
+
+def test_a_published_head_does_not_learn():
+    shape = tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), token_in_state=False)
+    model = tiny_model(drafter=shape, num_layers=2)
+    _, state = run_of(model, 1, tsjax.LikelyTree(drafter=2, costs=CHEAP))
+    assert state.memory.layer.correction is None
 
 
 @settings(max_examples=30)

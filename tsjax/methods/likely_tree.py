@@ -55,7 +55,13 @@ from tsjax.methods.likely_sources import (
 from tsjax.methods.model_drafts import Candidates, Drafter, newest, noise_after, weights_for
 from tsjax.methods.ngram import fading_window
 from tsjax.methods.on_partial_cache import OnPartialCache
-from tsjax.methods.one_layer import LayerMemory, draft_chain, init_layer_memory, with_path
+from tsjax.methods.one_layer import (
+    LayerMemory,
+    can_adapt,
+    draft_chain,
+    init_layer_memory,
+    with_path,
+)
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, of_kinds, source_numbers
 from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, Rates, chances, first_rates, learned
@@ -86,6 +92,8 @@ class LikelyTree(OnPartialCache):
         the verified hidden state.
       drafter: tokens in a row that the model's one-layer drafter drafts at most; a step leaves out
         those that do not seem to pay. Not with passes or heads.
+      adapt: whether the drafter learns from what it missed in the run. One that tsjax has trained
+        does; another's states are not those of the model, and it stays as it is.
       draft_budget, draft_choice, num_sinks, draft_refresh, draft_rest, draft_weights: see
         TokenSwift.
       corpus: whether `params.corpus`, earlier texts, is drafted from; `generate(corpus=...)` says
@@ -103,6 +111,7 @@ class LikelyTree(OnPartialCache):
     draft_passes: int = 0
     heads: bool = False
     drafter: int = 0
+    adapt: bool = True
     draft_budget: int = 512
     draft_choice: str = "importance"
     num_sinks: int = 16
@@ -204,7 +213,8 @@ class LikelyTree(OnPartialCache):
         elif self._num_heads(model):
             hidden = jnp.zeros((batch, model.embed_dim), model.dtype)
         if drafts:
-            layer = init_layer_memory(model, batch, drafts, longest)
+            adapt = self.adapt and can_adapt(model)
+            layer = init_layer_memory(model, batch, drafts, longest, adapt)
         if self.places:
             table = init_table(batch, model.vocab_size, self.places)
         return Learned(

@@ -19,13 +19,14 @@ from tsjax.decoding.method import Noise
 from tsjax.decoding.sampling import best_few, score_choices
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.errors import BadValue
+from tsjax.methods.correction import after_rows, corrected, normed_state
 from tsjax.methods.model_drafts import Candidates, no_candidates
 from tsjax.model.control_flow import run_if
 from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits
 from tsjax.model.params import Params
 from tsjax.model.transformer import embed
 from tsjax.model.writing import for_each_row, scattered
-from tsjax.typing import Array, Bool, Float, Int
+from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 
 class LayerMemory(flax.struct.PyTreeNode):
@@ -38,6 +39,8 @@ class LayerMemory(flax.struct.PyTreeNode):
         the window, they begin at slot 0, and what is left behind them no longer counts.
       taps: of the last step's path; those at `fresh` and beyond are unspecified.
       fresh: how many rows the drafter has not seen yet.
+      correction: what its states are corrected by; None where it does not learn.
+      last: the normed state of its last row, of which the model has said nothing yet.
     """
 
     k: Float[Array, "B K slots H"]
@@ -46,6 +49,15 @@ class LayerMemory(flax.struct.PyTreeNode):
     next: Int[Array, "B"]
     taps: Float[Array, "B J n D"]
     fresh: Int[Array, "B"]
+    correction: Float[Array, "B D D"] | None = None
+    last: Float[Array, "B D"] | None = None
+
+
+def can_adapt(model: ModelConfig) -> bool:
+    """Whether the drafter's states are to be what the model's last layer gives next: those that
+    tsjax trains are, where they also read that layer."""
+    shape = model.drafter
+    return shape is not None and shape.token_in_state and shape.taps[-1] == model.num_layers
 
 
 def drafter_of(params: Params) -> DrafterWeights:
@@ -54,13 +66,16 @@ def drafter_of(params: Params) -> DrafterWeights:
     return params.drafter
 
 
-def init_layer_memory(model: ModelConfig, batch: int, drafts: int, longest: int) -> LayerMemory:
-    """Knows nothing yet. `drafts` in a row; a step commits at most `longest` rows."""
+def init_layer_memory(
+    model: ModelConfig, batch: int, drafts: int, longest: int, adapt: bool = False
+) -> LayerMemory:
+    """Knows nothing yet. `drafts` in a row; a step commits at most `longest` rows. `adapt`: it
+    learns what its states miss."""
     shape = model.drafter
     assert shape is not None
     slots = max(shape.window, longest) + drafts
     buffer = jnp.zeros((batch, model.num_kv_heads, slots, model.head_dim), model.dtype)
-    none = jnp.zeros((batch,), jnp.int32)
+    none, D, wide = jnp.zeros((batch,), jnp.int32), model.embed_dim, accumulation_dtype(model.dtype)
     return LayerMemory(
         k=buffer,
         v=jnp.zeros_like(buffer),
@@ -68,6 +83,8 @@ def init_layer_memory(model: ModelConfig, batch: int, drafts: int, longest: int)
         next=none,
         taps=jnp.zeros((batch, longest, len(shape.taps), model.embed_dim), model.dtype),
         fresh=none,
+        correction=jnp.zeros((batch, D, D), wide) if adapt else None,
+        last=jnp.zeros((batch, D), wide) if adapt else None,
     )
 
 
@@ -111,6 +128,8 @@ def draft_chain(
             (k, v), _, _ = carry
             if depth:
                 states, k, v = _follow(model, params, state, best, states, held, k, v, depth)
+            if memory.correction is not None:
+                states = corrected(memory.correction, states)
             found = _ranked(model, params, state, best, states, noise, best_of)
             return (k, v), found, states
 
@@ -149,8 +168,25 @@ def _read(
         live=fresh,
     )
     assert model.drafter is not None
+    if memory.correction is not None:
+        memory = _taught(memory, states)
     memory = with_rows(memory, k, v, fresh, model.drafter.window)
     return memory, states[b, jnp.maximum(fresh - 1, 0)][:, None]
+
+
+def _taught(memory: LayerMemory, states: Float[Array, "B J D"]) -> LayerMemory:
+    """With what the model has said after the last row that was read, and after the fresh ones but
+    their last."""
+    assert memory.correction is not None and memory.last is not None
+    wide, fresh = memory.correction.dtype, memory.fresh
+    normed = jnp.concatenate([memory.last[:, None], normed_state(states, wide)], axis=1)
+    wanted = normed_state(memory.taps[:, :, -1], wide)
+    index = jnp.arange(states.shape[1], dtype=jnp.int32)[None]
+    counts = (index < fresh[:, None]) & ((index > 0) | (memory.held > 0)[:, None])
+    return memory.replace(
+        correction=after_rows(memory.correction, normed[:, :-1], wanted, counts),
+        last=jnp.take_along_axis(normed, fresh[:, None, None], axis=1)[:, 0],
+    )
 
 
 def with_rows(
