@@ -99,6 +99,25 @@ def methods_of(model: tsjax.Model, second: tsjax.Model | None, costs: Costs) -> 
     }
     if second is not None:
         found |= {"second model": tsjax.DraftModel(), "triforce": tsjax.TriForce()}
+    # Tokens per step of trees of so many rows, where all rows are judged: they take no time.
+    row = costs.passes[0][1]
+    every = functools.partial(
+        tsjax.LikelyTree, pass_widths=(),
+        costs=costs._replace(passes=((1, row), (2, row)), one_layer=0.0, heads=0.0),
+    )  # fmt: skip
+    found["16 rows, text"] = every(width=16, places=8)
+    if model.cfg.num_draft_heads:
+        found["16 rows, heads"] = every(width=16, places=0, heads=True)
+    if model.cfg.drafter is not None:
+        narrow = functools.partial(text, width=6, pass_widths=(1, 2, 3, 4), drafter=4)
+        found |= {
+            "drafter": narrow(places=0), "drafter and text": narrow(),
+            "drafter and text, not learning": narrow(adapt=False),
+        }  # fmt: skip
+        for rows in (5, 8, 16):
+            tree = functools.partial(every, width=rows, places=0, drafter=4)
+            found[f"{rows} rows, drafter"] = tree()
+            found[f"{rows} rows, drafter not learning"] = tree(adapt=False)
     return found
 
 
@@ -106,6 +125,11 @@ def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("real_models", __doc__)
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file or a folder")
     parser.add_argument("--second", type=Path, help="a smaller model that drafts")
+    parser.add_argument("--drafter", type=Path, help="a one-layer drafter for it")
+    parser.add_argument("--heads", type=Path, help="draft heads for it")
+    parser.add_argument(
+        "--name", help="of the result's file; by default the model's and its type's"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--half", choices=HALVES, default="report")
     kinds = [*read_json(PROMPTS)["kinds"]]
@@ -120,11 +144,11 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.threads and importlib.util.find_spec("torch") is None:
         parser.error("--threads: there is no torch; --threads 0 does without")
-    name = f"real-{args.model.stem}-{args.dtype}"
+    name = args.name or f"real-{args.model.stem}-{args.dtype}"
     if args.show:
         show(read_json(args.out / f"{name}.json")["cells"])
         return
-    model = tsjax.load(args.model, dtype=args.dtype)
+    model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter, heads=args.heads)
     second = None if args.second is None else tsjax.load(args.second, dtype=args.dtype)
     costs = costs_of(model.params, model.cfg, 1, args.tokens)
     methods = methods_of(model, second, costs)

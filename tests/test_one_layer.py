@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsjax
-from tsjax.decoding.start import init_state
+from tsjax.decoding.start import first_memory, init_state
 from tsjax.errors import BadValue
 from tsjax.methods import correction, one_layer
 from tsjax.methods.correction import LEARNED_AT_ONCE
@@ -158,6 +158,17 @@ def test_a_run_learns_from_each_row_that_the_model_has_answered():
                           normed[1][1:known])  # fmt: skip
     assert known > 10 and np.abs(expected).max() > 0.01
     np.testing.assert_allclose(state.memory.layer.correction[0], expected, atol=2e-4)
+
+
+def test_what_it_has_learned_outlives_a_change_of_method():
+    model = loop_with_drafter()
+    method = tsjax.LikelyTree(places=0, drafter=3, width=4, costs=CHEAP)
+    _, state = run_of(model, 6, method)
+    cfg = tsjax.DecodeConfig(model.cfg, tsjax.LikelyTree(drafter=1, costs=CHEAP))
+    how = dict(cfg=cfg, batch=1, capacity=state.tokens.shape[1], mesh=None)
+    memory, _ = first_memory(method.lesson(state.memory), **how)
+    found = np.asarray(memory.layer.correction)
+    assert found.any() and np.array_equal(found, state.memory.layer.correction)
 
 
 def test_a_published_head_does_not_learn():

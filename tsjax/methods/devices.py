@@ -254,7 +254,9 @@ def drafter_share(model: ModelConfig) -> float:
     if model.drafter is None:
         return 0.0
     attention = 3 * model.head_dim * (model.num_heads + model.num_kv_heads)
-    of_layer = attention + 3 * model.drafter.mlp_dim + 2 * model.embed_dim + model.drafter.words
+    # Of the token, of the last row's state, and what it learns in the run, in four bytes.
+    square = (2 + 4 / _size(model)) * model.embed_dim
+    of_layer = attention + 3 * model.drafter.mlp_dim + square + model.drafter.words
     return model.embed_dim * of_layer / sum(_weights(model))
 
 

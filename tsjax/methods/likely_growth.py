@@ -218,6 +218,14 @@ def judged(
     return tried & (first_with(both, J) == jnp.arange(R)[None, :, None]), right
 
 
+class Lesson(flax.struct.PyTreeNode):
+    """What a tree hands on to the next one of the run: how often drafts were right, and what the
+    one-layer drafter has learned."""
+
+    rates: Rates
+    correction: Float[Array, "B D D"] | None
+
+
 class Learned(flax.struct.PyTreeNode):
     """LikelyTree's memory; None where the settings do not need it.
 

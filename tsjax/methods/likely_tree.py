@@ -26,6 +26,7 @@ from tsjax.methods.devices import costs_for
 from tsjax.methods.history import enter, enter_few, init_table
 from tsjax.methods.likely_growth import (
     Learned,
+    Lesson,
     Offered,
     Pace,
     Prices,
@@ -64,7 +65,7 @@ from tsjax.methods.one_layer import (
 )
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, of_kinds, source_numbers
-from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, Rates, chances, first_rates, learned
+from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, chances, first_rates, learned
 from tsjax.model.params import Params
 from tsjax.typing import Array, Bool, Float, Int
 
@@ -428,8 +429,13 @@ class LikelyTree(OnPartialCache):
                 pace=memory.pace.after(memory.spent, tokens),
             )
 
-    def lesson(self, memory: Learned) -> Rates:
-        return memory.rates
+    def lesson(self, memory: Learned) -> Lesson:
+        return Lesson(memory.rates, None if memory.layer is None else memory.layer.correction)
 
     def taught(self, memory: Learned, lesson: Any) -> Learned:
-        return memory.replace(rates=lesson) if isinstance(lesson, Rates) else memory
+        if not isinstance(lesson, Lesson):
+            return memory
+        layer = memory.layer
+        if layer is not None and layer.correction is not None and lesson.correction is not None:
+            layer = layer.replace(correction=lesson.correction)
+        return memory.replace(rates=lesson.rates, layer=layer)
