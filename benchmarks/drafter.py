@@ -14,21 +14,31 @@ Texts stay in the folder: what was ended goes on, and another drafter is asked a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 import tsjax
 from benchmarks import report
 from benchmarks.real_models import PROMPTS, described
+from tsjax.decoding.sampling import step_noise
+from tsjax.host.costs import costs_of
+from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_json
+from tsjax.methods.likely_sources import CHILDREN
+from tsjax.methods.one_layer import draft_chain
 from tsjax.training.drafter_evaluation import evaluated
 from tsjax.training.own_text import Questions, write_own_text
 from tsjax.training.saved import SUMMARY
 from tsjax.training.tapped_texts import TappedTexts
 
 LONG_KINDS = "story", "code", "reasoning"  # what long texts begin with
-STEP_TOKENS = 1024
+STEP_TOKENS, DRAFTS, CONTEXT = 1024, 4, 512
 
 
 def main(argv: Sequence[str]) -> None:
@@ -41,6 +51,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--long", type=int, default=48_000, help="tokens of long texts; 0: none")
     parser.add_argument("--longest", type=int, default=8000, help="tokens of a long text")
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--rounds", type=int, default=50, help="of the timing")
     args = parser.parse_args(argv)
     model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter)
     assert model.cfg.drafter is not None
@@ -55,6 +66,8 @@ def main(argv: Sequence[str]) -> None:
         endless = dataclasses.replace(answers, eos_token_id=())
         lengths = (args.longest,)
         document["long"] = measured(model, args.texts / "long", args.long, endless, lengths)
+    document["cost"] = chain_cost(model, args.rounds)
+    print(f"a chain of {DRAFTS} drafts for 1 of a plain step: {document['cost']['ratio']}")
     for name in ("answers", "long"):
         if name in document:
             show(name, document[name])
@@ -87,6 +100,45 @@ def measured(
     found = evaluated(model.params.drafter, tapped, settings)
     written = sum(len(text.ids) - text.prompt for text in texts)
     return {"texts": len(texts), "tokens": written, **found}
+
+
+def chain_cost(model: tsjax.Model, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a greedy plain step and of four drafts in a row, with the reading of two fresh
+    tokens, after some hundred tokens."""
+    costs = costs_of(model.params, model.cfg, 1, CONTEXT)
+    method = tsjax.LikelyTree(places=0, drafter=DRAFTS, costs=costs)
+    prompt = np.asarray([np.resize(model.tokenizer("A long story. ")["input_ids"], CONTEXT)])
+    states = {}
+    for name, one in {"plain step": tsjax.Autoregressive(), "chain": method}.items():
+        cfg = tsjax.DecodeConfig(model.cfg, one)
+        state = tsjax.init_state(
+            prompt, [CONTEXT], cfg=cfg, capacity=2 * CONTEXT, max_length=[2 * CONTEXT],
+        )  # fmt: skip
+        state = tsjax.prefill(model.params, state, width=64, cfg=cfg)
+        states[name] = cfg, tsjax.decode_step(model.params, state, cfg=cfg)
+
+    def chain(params, state):
+        noise = step_noise(
+            state.row_key, state.length, DRAFTS, model.cfg.vocab_size, state.sampling
+        )
+        memory = state.memory.layer.replace(fresh=state.memory.layer.fresh + 1)
+        always = lambda depth, ranked: jnp.bool_(True)  # noqa: E731
+        _, ranked, _ = draft_chain(
+            model.cfg, params, state, memory, noise, DRAFTS, CHILDREN, always
+        )
+        return [one.tokens for one in ranked]
+
+    def step(params, state):
+        new = tsjax.decode_step(params, state, cfg=states["plain step"][0])
+        return new.length, new.tokens
+
+    calls = {
+        name: functools.partial(jax.jit(call), model.params, states[name][1])
+        for name, call in {"plain step": step, "chain": chain}.items()
+    }
+    seconds = interleaved(calls, rounds).seconds
+    ms = {name: summary([1e3 * one for one in found]) for name, found in seconds.items()}
+    return {"ms": ms, "ratio": ratios(seconds["chain"], seconds["plain step"])}
 
 
 def show(name: str, found: dict[str, Any]) -> None:

@@ -98,7 +98,7 @@ ROWS = {
     ),
     "one_layer": Row(
         tsjax.LikelyTree(width=8, pass_widths=(1, 4), drafter=3, places=0, costs=CHEAP_ROWS),
-        (28, 23, 4, 4), (43, 0, 0, 0),
+        (29, 20, 7, 3), (43, 0, 0, 0),
         drafter=tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=9),
     ),
     "magicdec": Row(
