@@ -103,8 +103,8 @@ def measured(
 
 
 def chain_cost(model: tsjax.Model, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a greedy plain step and of four drafts in a row, with the reading of two fresh
-    tokens, after some hundred tokens."""
+    """Milliseconds of a greedy plain step and of four drafts in a row, two fresh tokens that they
+    read first included, after some hundred tokens."""
     costs = costs_of(model.params, model.cfg, 1, CONTEXT)
     method = tsjax.LikelyTree(places=0, drafter=DRAFTS, costs=costs)
     prompt = np.asarray([np.resize(model.tokenizer("A long story. ")["input_ids"], CONTEXT)])

@@ -217,6 +217,18 @@ def test_steps_go_from_what_was_right_to_the_token_after_it():
     assert np.flatnonzero(met[0]).tolist() == [0, 3, 4, 7]
 
 
+def test_the_expected_speedup_is_that_of_the_best_chain():
+    line = tsjax.Line
+    costs = tsjax.Costs(
+        ((1, line(0.8)), (2, line(1.0)), (3, line(1.2))), 0.0, line(0.0), line(0.0), 0.0, 0.2,
+        "measured", one_layer=0.1,
+    )  # fmt: skip
+    # One draft brings 1.6 tokens in 1.3 plain steps, two bring 1.9 in 1.6.
+    found = drafter_evaluation.expected_speedup([0.6, 0.5], costs, 10.0)
+    assert found == pytest.approx(1.6 / 1.3)
+    assert drafter_evaluation.expected_speedup([0.1, 0.1], costs, 10.0) == 1.0
+
+
 def test_a_clock_leaves_out_pauses_and_what_comes_before_the_steps(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(drafter_steps.time, "monotonic", lambda: now[0])
@@ -301,7 +313,7 @@ def test_a_run_leaves_a_drafter_that_loads(trained):
     folder, found = trained
     assert found.finish_reason == "steps" and not found.problems
     assert [record["step"] for record in found.history] == [1, 2, 3, 4]
-    assert found.history[2]["tokens_per_step"] > 1
+    assert found.history[2]["tokens_per_step"] > 1 and found.history[2]["speedup"] >= 1
     right = found.evaluation["right"]
     assert found.evaluation["tokens_per_step"] == pytest.approx(1 + right[0] * (1 + right[1]))
     assert {"story", "from 0"} <= found.evaluation["by"].keys()

@@ -108,6 +108,11 @@ def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
             right = ", ".join(f"{share:.0%}" for share in found["right"])
             said = f"{found['tokens_per_step']:.2f} tokens a step, drafts right {right}"
             cli.tell_unless_quiet(args, f"[{name}: {said}; {found['chains']} chains]")
+    if "speedup" in trained.evaluation:
+        gain = f"{trained.evaluation['speedup']:.2f}x plain decoding"
+        cli.tell_unless_quiet(
+            args, f"[expected on this machine: {gain}, before it learns in a run]"
+        )
     last = trained.history[-1] if trained.history else {}
     document = {
         "save_to": args.save_to,
@@ -116,6 +121,7 @@ def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
         "loss": last.get("loss"),
         "tokens_per_step": trained.evaluation.get("tokens_per_step"),
         "right": trained.evaluation.get("right"),
+        "speedup": trained.evaluation.get("speedup"),
     }
     print(json.dumps(document))
     go_on = "[go on with the same command and --resume]" if trained.history else ""

@@ -7,6 +7,9 @@ Knows what a run would do with the drafts: it steps from what was right to the t
 from __future__ import annotations
 
 import collections
+import itertools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,6 +17,7 @@ import numpy as np
 
 from tsjax.host import processes
 from tsjax.host.telling import doing
+from tsjax.methods.cost_model import Costs
 from tsjax.model.drafter import DrafterWeights
 from tsjax.training import drafter_loss
 from tsjax.training.batches import StreamRows
@@ -71,6 +75,17 @@ def stepped(accepted: np.ndarray, counted: np.ndarray) -> np.ndarray:
             met[row, place] = counted[row, place]
             place += 1 + (int(accepted[row, place]) if counted[row, place] else 0)
     return met
+
+
+def expected_speedup(right: Sequence[float], costs: Costs, context: float) -> float:
+    """How many times faster than plain decoding steps with a chain of drafts are, of as many as do
+    best, by what passes and drafts take; 1 where none pays."""
+    plain, best, tokens = costs.plain(context), 1.0, 1.0
+    for drafts, survived in enumerate(itertools.accumulate(right, operator.mul), 1):
+        tokens += survived
+        drafting = drafts * costs.one_layer + costs.overhead
+        best = max(best, tokens * plain / (costs.of_pass(drafts + 1, context) + drafting))
+    return best
 
 
 def _told(sums: np.ndarray) -> dict[str, Any]:

@@ -50,9 +50,10 @@ class TrainedDrafter:
       history: one record per step: step (from 1), learning_rate, loss, losses and overlap of each
         draft in a row (what its distribution has in common with the model's), tokens, seconds,
         elapsed (of the run, the writing included); and after an evaluation "tokens_per_step" of a
-        chain, of held-out text.
+        chain, of held-out text, and "speedup", what that is expected to gain on this machine.
       evaluation: on all held-out text: "tokens_per_step" and "right" (how often each draft in a row
-        was right when those before were), over all and by kind of text and place in the output.
+        was right when those before were), over all and by kind of text and place in the output;
+        and "speedup".
       finish_reason: "steps", "time" or "interrupted".
       problems: what could not be written, and why.
       unsaved: whether `save_to` lacks the last checkpoint or the drafter.

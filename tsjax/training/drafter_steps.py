@@ -21,6 +21,7 @@ import numpy as np
 from tsjax.config import ModelConfig, OneLayer, RopeConfig
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
+from tsjax.host.costs import costs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.telling import doing
 from tsjax.model.drafter import DrafterWeights, declare_drafter, words_rows
@@ -29,7 +30,7 @@ from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import ParamSpec
 from tsjax.training import drafter_loss, least_squares
 from tsjax.training.batches import ROW_TOKENS, most_frequent_tokens
-from tsjax.training.drafter_evaluation import evaluated
+from tsjax.training.drafter_evaluation import evaluated, expected_speedup
 from tsjax.training.own_text import OwnText
 from tsjax.training.saved import Record
 from tsjax.training.tapped_texts import TappedTexts
@@ -40,6 +41,7 @@ from tsjax.typing import accumulation_dtype
 # needed anyway; else at most so many. What a state becomes is fitted to the last of them.
 FITTED_TOKENS, FITTED_STATES = 262_144, 65_536
 EVALUATED_TOKENS = 16_384  # of held-out text, while it trains
+PRICED_CONTEXT = 1024  # tokens of the run whose speed is told
 # Of a drafter: its MLP is the model's by so much; its words' rows are about as large as its layer,
 # in whole thousands, as each draft reads both.
 NARROWER_MLP, MOST_WORDS, WORDS_STEP = 2, 8192, 1024
@@ -159,6 +161,7 @@ class DrafterSteps:
         self.cfg = dataclasses.replace(model.cfg, drafter=shape)
         self.mesh, self._clock = mesh_of(model.params), clock
         self.accuracy: tuple[float, ...] = ()
+        self._evaluated: Record = {}  # the last record with an evaluation
         how = settings.step_tokens, settings.seed
         self._learned = TappedTexts(model, self.cfg, learned, *how, cached)
         self._held = TappedTexts(model, self.cfg, held, *how)
@@ -253,7 +256,7 @@ class DrafterSteps:
         }
         if (steps + 1) % self._every == 0:
             some = self.evaluation(max(1, EVALUATED_TOKENS // settings.step_tokens))
-            record["tokens_per_step"] = some["tokens_per_step"]
+            record |= {name: some[name] for name in ("tokens_per_step", "speedup")}
         record["elapsed"] = self._clock.elapsed
         record["seconds"] = record["elapsed"] - began
         self._clock.note(record)
@@ -262,8 +265,9 @@ class DrafterSteps:
     def figures(self, record: Record) -> str:
         overlap = "/".join(f"{100 * share:.0f}" for share in record["overlap"])
         told = f"loss {record['loss']:.3f}, in common {overlap}%"
-        self._last = record.get("tokens_per_step", getattr(self, "_last", None))
-        told += f", {self._last:.2f} tokens a step" if self._last is not None else ""
+        self._evaluated = record if "speedup" in record else self._evaluated
+        if last := self._evaluated:
+            told += f", {last['tokens_per_step']:.2f} tokens a step, {last['speedup']:.2f}x here"
         if self._clock.ends is not None:
             told += f", {max(self._clock.ends - record['elapsed'], 0) / 60:.1f} minutes left"
         return told
@@ -277,7 +281,9 @@ class DrafterSteps:
     def evaluation(self, steps: int | None) -> dict[str, Any]:
         """On held-out text, or so many steps of it."""
         drafter = _whole(self.state.weights, self._frozen, self.cfg)
-        return evaluated(drafter, self._held, self.settings, steps)
+        found = evaluated(drafter, self._held, self.settings, steps)
+        costs = costs_of(self._params, self.cfg, 1, PRICED_CONTEXT)
+        return {**found, "speedup": expected_speedup(found["right"], costs, PRICED_CONTEXT)}
 
     def arrays(self) -> dict[str, jax.Array]:
         leaves, _ = jax.tree_util.tree_flatten_with_path(self._tree())
