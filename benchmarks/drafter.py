@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,16 @@ import tsjax
 from benchmarks import report
 from benchmarks.real_models import PROMPTS, described
 from tsjax.decoding.sampling import step_noise
+from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
+from tsjax.host.paired_runs import PLAIN, Runs, times_by_position
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_json
 from tsjax.methods.likely_sources import CHILDREN
 from tsjax.methods.one_layer import draft_chain
 from tsjax.training.drafter_evaluation import evaluated
-from tsjax.training.own_text import Questions, write_own_text
+from tsjax.training.drafter_run import TEXT
+from tsjax.training.own_text import Questions, read_own_text, write_own_text
 from tsjax.training.saved import SUMMARY
 from tsjax.training.tapped_texts import TappedTexts
 
@@ -66,6 +70,7 @@ def main(argv: Sequence[str]) -> None:
         endless = dataclasses.replace(answers, eos_token_id=())
         lengths = (args.longest,)
         document["long"] = measured(model, args.texts / "long", args.long, endless, lengths)
+        document["along"] = along(model, args.longest, answers)
     document["cost"] = chain_cost(model, args.rounds)
     print(f"a chain of {DRAFTS} drafts for 1 of a plain step: {document['cost']['ratio']}")
     for name in ("answers", "long"):
@@ -77,8 +82,9 @@ def main(argv: Sequence[str]) -> None:
 def training_of(drafter: Path) -> dict[str, Any]:
     """What the training said of itself at its end."""
     summary = read_json(drafter / SUMMARY)
-    last = summary["last"]
+    last, texts = summary["last"], read_own_text(os.fspath(drafter / TEXT))
     return {
+        "text_tokens": sum(len(text.ids) - text.prompt for text in texts),
         "settings": summary["settings"], "steps": summary["steps"], "seconds": last["elapsed"],
         "held_out": summary["evaluation"],
     }  # fmt: skip
@@ -100,6 +106,31 @@ def measured(
     found = evaluated(model.params.drafter, tapped, settings)
     written = sum(len(text.ids) - text.prompt for text in texts)
     return {"texts": len(texts), "tokens": written, **found}
+
+
+def along(model: tsjax.Model, new: int, sampling: tsjax.GenerationConfig) -> list[dict[str, Any]]:
+    """Whole runs past the end of a text, all rows judged: tokens of a step by place."""
+    free = costs_of(model.params, model.cfg, 1, CONTEXT)
+    row = free.passes[0][1]
+    free = free._replace(passes=((1, row), (2, row)), one_layer=0.0)
+    tree = functools.partial(
+        tsjax.LikelyTree, width=DRAFTS + 1, pass_widths=(), places=0, drafter=DRAFTS, costs=free
+    )
+    methods = {"learning": tree(), "not learning": tree(adapt=False), PLAIN: tsjax.Autoregressive()}
+    how = {"do_sample": True, "temperature": sampling.temperature}
+    rows = []
+    for kind in LONG_KINDS:
+        prompt = read_json(PROMPTS)["kinds"][kind][-1]
+        ids = np.asarray(chat_prompt(model, [{"role": "user", "content": prompt}]))
+        most = min(new, model.cfg.max_positions - len(ids))
+        runs = Runs(model, ids, how, methods, dict.fromkeys(methods, most))
+        found = {name: runs.run(name) for name in methods}
+        for name, one in found.items():
+            same = one["tokens"].tolist() == found[PLAIN]["tokens"].tolist()
+            rows.append({"text": kind, "method": name, "same_tokens": same,
+                         **times_by_position([one["made"]])})  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
 
 
 def chain_cost(model: tsjax.Model, rounds: int) -> dict[str, Any]:
