@@ -30,7 +30,7 @@ def chains() -> str:
     for name, title in (("answers", "answers"), ("long", "long texts")):
         found = document[name]
         for place, one in [("all", found), *found["by"].items()]:
-            what = KINDS.get(place, place).replace("from ", "from token ")
+            what = str(KINDS.get(place, place)).replace("from ", "from token ")
             right = ", ".join(f"{share:.0%}" for share in one["right"])
             lines.append(
                 f"| {title}: {what} | {one['tokens_per_step']:.2f} | {right} | {one['chains']:,} |"
@@ -42,8 +42,8 @@ def chains() -> str:
         f"{NAMES[document['model']['name']]}, {document['dtype']}, temperature "
         f"{document['temperature']}: a chain of four drafts, nothing learned in the run. "
         "The answers are to the reporting half of the prompts; long texts go on past their end. "
-        f"The drafter was trained for {training['steps']:,} steps, {minutes:.0f} minutes in all, on "
-        f"{text:,} tokens of the model's own text. A chain of four takes "
+        f"The drafter was trained for {training['steps']:,} steps, {minutes:.0f} minutes, on "
+        f"{text:,} tokens of the model's own text. A chain takes "
         f"{cost['ratio']['median']:.2f} plain steps ({chain:.2f} of {plain:.2f} ms)."
     )
     return "\n".join([*lines, "", f"{note} Made by {source(document)}."])
@@ -74,7 +74,9 @@ def _kinds(cells: list[dict]) -> dict[str, str]:
 
 def _counted(cells: list[dict]) -> str:
     names = _known(cells, COUNTED)
-    lines = head("tokens of a step, every row judged | " + " | ".join(map(COUNTED.get, names)))
+    lines = head(
+        "tokens of a step, every row judged | " + " | ".join(COUNTED[name] for name in names)
+    )
     for kind, title in _kinds(cells).items():
         found = [_mean([row["tokens_per_step"] for row in _rows_of(cells, kind, name)])
                  for name in names]  # fmt: skip
@@ -84,7 +86,7 @@ def _counted(cells: list[dict]) -> str:
 
 def _timed(cells: list[dict]) -> str:
     names = _known(cells, TIMED)
-    lines = head("speed over plain decoding | plain | " + " | ".join(map(TIMED.get, names)))
+    lines = head("speed over plain decoding | plain | " + " | ".join(TIMED[name] for name in names))
     for kind, title in _kinds(cells).items():
         plain = [row["ms_per_token"]["median"] for row in _rows_of(cells, kind, PLAIN)]
         found = [
