@@ -11,7 +11,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from benchmarks import expected, front, gpu_tables, real_tables, speedup_tables
+from benchmarks import drafter_tables, expected, front, gpu_tables, real_tables, speedup_tables
 from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
@@ -354,6 +354,9 @@ SECTIONS = {
     ("docs/drafts.md", "auto"): real_tables.auto_by_prompt,
     ("docs/drafts.md", "rows"): speedup_tables.price_of_rows,
     ("docs/drafts.md", "at-100k"): expected.at_100k,
+    ("docs/one_layer.md", "drafter-chains"): drafter_tables.chains,
+    ("docs/one_layer.md", "drafter-runs"): drafter_tables.runs,
+    ("docs/one_layer.md", "drafter-along"): drafter_tables.along_a_text,
     ("docs/benchmarks.md", "measured"): measured,
     ("docs/benchmarks.md", "tokens-per-step"): tokens_per_step,
     ("docs/tokenswift.md", "partial-cache"): partial_cache,
