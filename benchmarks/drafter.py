@@ -41,7 +41,7 @@ from tsjax.training.own_text import Questions, read_own_text, write_own_text
 from tsjax.training.saved import SUMMARY
 from tsjax.training.tapped_texts import TappedTexts
 
-LONG_KINDS = "story", "code", "reasoning"  # what long texts begin with
+LONG_KINDS = "story", "code"  # what long runs begin with
 STEP_TOKENS, DRAFTS, CONTEXT = 1024, 4, 512
 
 
@@ -52,8 +52,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--texts", type=Path, required=True, help="folder that receives texts")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--answers", type=int, default=36_000, help="tokens of answers")
-    parser.add_argument("--long", type=int, default=48_000, help="tokens of long texts; 0: none")
-    parser.add_argument("--longest", type=int, default=8000, help="tokens of a long text")
+    parser.add_argument("--long", type=int, default=8000, help="tokens of a long run; 0: none")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--rounds", type=int, default=50, help="of the timing")
     args = parser.parse_args(argv)
@@ -64,18 +63,15 @@ def main(argv: Sequence[str]) -> None:
         "shape": dataclasses.asdict(dataclasses.replace(model.cfg.drafter, accuracy=())),
         "training": training_of(args.drafter),
     }  # fmt: skip
-    answers, lengths = tsjax.GenerationConfig(do_sample=True, temperature=args.temperature), ()
-    document["answers"] = measured(model, args.texts / "answers", args.answers, answers, lengths)
-    if args.long:
-        endless = dataclasses.replace(answers, eos_token_id=())
-        lengths = (args.longest,)
-        document["long"] = measured(model, args.texts / "long", args.long, endless, lengths)
-        document["along"] = along(model, args.longest, answers)
     document["cost"] = chain_cost(model, args.rounds)
-    print(f"a chain of {DRAFTS} drafts for 1 of a plain step: {document['cost']['ratio']}")
-    for name in ("answers", "long"):
-        if name in document:
-            show(name, document[name])
+    print(
+        f"a chain of {DRAFTS} drafts for 1 of a plain step: {document['cost']['ratio']}", flush=True
+    )
+    sampling = tsjax.GenerationConfig(do_sample=True, temperature=args.temperature)
+    document["answers"] = measured(model, args.texts, args.answers, sampling)
+    show(document["answers"])
+    if args.long:
+        document["along"] = along(model, args.long, sampling)
     report.write(document, args.out, f"drafter-{args.model.stem}-{args.dtype}")
 
 
@@ -91,14 +87,12 @@ def training_of(drafter: Path) -> dict[str, Any]:
 
 
 def measured(
-    model: tsjax.Model, folder: Path, tokens: int, sampling: tsjax.GenerationConfig,
-    lengths: Sequence[int],
-) -> dict[str, Any]:  # fmt: skip
+    model: tsjax.Model, folder: Path, tokens: int, sampling: tsjax.GenerationConfig
+) -> dict[str, Any]:
     every = read_json(PROMPTS)["kinds"]
-    kinds = LONG_KINDS if lengths else tuple(every)
-    asked = Questions({kind: every[kind][len(every[kind]) // 2 :] for kind in kinds}, {})
+    half = {kind: prompts[len(prompts) // 2 :] for kind, prompts in every.items()}
     texts = write_own_text(
-        model, str(folder), asked, sampling=sampling, tokens=tokens, lengths=lengths
+        model, str(folder), Questions(half, {}), sampling=sampling, tokens=tokens
     )
     settings = tsjax.DrafterTraining(temperature=sampling.temperature)
     tapped = TappedTexts(model, model.cfg, texts, STEP_TOKENS, settings.seed)
@@ -119,7 +113,7 @@ def along(model: tsjax.Model, new: int, sampling: tsjax.GenerationConfig) -> lis
     methods = {"learning": tree(), "not learning": tree(adapt=False), PLAIN: tsjax.Autoregressive()}
     how = {"do_sample": True, "temperature": sampling.temperature}
     rows = []
-    for kind in LONG_KINDS[:2]:
+    for kind in LONG_KINDS:
         prompt = read_json(PROMPTS)["kinds"][kind][-1]
         ids = np.asarray(chat_prompt(model, [{"role": "user", "content": prompt}]))
         most = min(new, model.cfg.max_positions - len(ids))
@@ -172,9 +166,9 @@ def chain_cost(model: tsjax.Model, rounds: int) -> dict[str, Any]:
     return {"ms": ms, "ratio": ratios(seconds["chain"], seconds["plain step"])}
 
 
-def show(name: str, found: dict[str, Any]) -> None:
-    print(f"{name}: {found['texts']} texts, {found['tokens']:,} tokens")
+def show(found: dict[str, Any]) -> None:
+    print(f"{found['texts']} answers, {found['tokens']:,} tokens")
     for place, one in [("all", found), *found["by"].items()]:
         right = " ".join(f"{share:.2f}" for share in one["right"])
         print(f"  {place:12}{one['tokens_per_step']:6.2f} tokens a step of {one['chains']:6,}, "
-              f"drafts right {right}")  # fmt: skip
+              f"drafts right {right}", flush=True)  # fmt: skip

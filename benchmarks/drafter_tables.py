@@ -26,22 +26,19 @@ MODEL = "smollm2-135m-bfloat16"
 def chains() -> str:
     """By kind of prompt and by place, without learning in the run."""
     document = read(f"drafter-{MODEL}")
-    lines = head("text | tokens of a step | drafts right, each where those before were | steps")
-    for name, title in (("answers", "answers"), ("long", "long texts")):
-        found = document[name]
-        for place, one in [("all", found), *found["by"].items()]:
-            what = str(KINDS.get(place, place)).replace("from ", "from token ")
-            right = ", ".join(f"{share:.0%}" for share in one["right"])
-            lines.append(
-                f"| {title}: {what} | {one['tokens_per_step']:.2f} | {right} | {one['chains']:,} |"
-            )
+    lines = head("answers | tokens of a step | drafts right, each where those before were | steps")
+    found = document["answers"]
+    for place, one in [("all", found), *found["by"].items()]:
+        what = str(KINDS.get(place, place)).replace("from ", "from token ")
+        right = ", ".join(f"{share:.0%}" for share in one["right"])
+        lines.append(f"| {what} | {one['tokens_per_step']:.2f} | {right} | {one['chains']:,} |")
     training, cost = document["training"], document["cost"]
     minutes, text = training["seconds"] / 60, training["text_tokens"]
     chain, plain = (cost["ms"][name]["median"] for name in ("chain", "plain step"))
     note = (
         f"{NAMES[document['model']['name']]}, {document['dtype']}, temperature "
         f"{document['temperature']}: a chain of four drafts, nothing learned in the run. "
-        "The answers are to the reporting half of the prompts; long texts go on past their end. "
+        "The answers are to the reporting half of the prompts. "
         f"The drafter was trained for {training['steps']:,} steps, {minutes:.0f} minutes, on "
         f"{text:,} tokens of the model's own text. A chain takes "
         f"{cost['ratio']['median']:.2f} plain steps ({chain:.2f} of {plain:.2f} ms)."

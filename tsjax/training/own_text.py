@@ -17,7 +17,7 @@ import os
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,7 +116,6 @@ def write_own_text(
     seconds: float | None = None,
     rows: int = 16,
     seed: int = 0,
-    lengths: Sequence[int] = (),
 ) -> list[OwnText]:
     """Adds answers to the folder until it has so many tokens of them, or the time is over; returns
     all of them. Answers that run then are ended.
@@ -124,18 +123,16 @@ def write_own_text(
     Args:
       sampling: how they are drawn, penalties included; lengths and seeds are of each answer.
       rows: answers that are written side by side.
-      lengths: one of these is the most that an answer has; ANSWER_LENGTHS by default.
     """
     os.makedirs(folder, exist_ok=True)
     _check_record(folder, model, sampling, seed)
     texts = read_own_text(folder)
     if sum(len(text.ids) - text.prompt for text in texts) >= tokens:
         return texts
-    lengths = lengths or ANSWER_LENGTHS
-    writing = _Writing(model, folder, asked, texts, seed, tokens, seconds, lengths)
+    writing = _Writing(model, folder, asked, texts, seed, tokens, seconds)
     with doing("writing text", tokens, "tokens") as work:
         work.done(writing.written)
-        longest = max(lengths) + LONGEST_QUOTE
+        longest = max(ANSWER_LENGTHS) + LONGEST_QUOTE
         capacity = min(longest, model.cfg.max_positions)
         answers = generate_many(
             model, writing.prompts(), rows=rows, capacity=capacity, prefill_width=64,
@@ -155,11 +152,11 @@ class _Writing:
 
     def __init__(
         self, model: Model, folder: str, asked: Questions, texts: list[OwnText], seed: int,
-        tokens: int, seconds: float | None, lengths: Sequence[int],
+        tokens: int, seconds: float | None,
     ):  # fmt: skip
         self._model, self._folder, self._asked, self._seed = model, folder, asked, seed
         self._tokens, self._ends = tokens, None if seconds is None else time.monotonic() + seconds
-        self.texts, self._lengths = texts, lengths
+        self.texts = texts
         self.written = sum(len(text.ids) - text.prompt for text in texts)
         self._open: dict[int, tuple[int, str, np.ndarray]] = {}
 
@@ -179,7 +176,7 @@ class _Writing:
             kind, prompt = self._asked.prompt(number, self._seed, self._quote(number))
             ids = self._as_ids(prompt)
             self._open[index] = number, kind, ids
-            most = random.Random(f"length {self._seed} {number}").choice(self._lengths)
+            most = random.Random(f"length {self._seed} {number}").choice(ANSWER_LENGTHS)
             room = self._model.cfg.max_positions - len(ids)
             yield {"ids": ids, "seed": number, "max_new_tokens": max(1, min(most, room))}
             index += 1
