@@ -198,6 +198,14 @@ def test_parts_do_what_they_say(layers, monkeypatch):
     assert part.run(part.calls(0)).tolist() == np.argmax(noise, axis=2).tolist()
 
 
+def test_a_model_with_a_drafter_is_measured_by_few_layers(monkeypatch):
+    monkeypatch.setattr(measuring, "PROGRAM_LAYERS", 1)
+    shape = tsjax.OneLayer(mlp_dim=16, words=8, taps=(0, 2, 4))
+    model = tiny_model(num_layers=4, drafter=shape)
+    found = measuring.measure(model.params, model.cfg, 1, 64)
+    assert 0 < found.one_layer < found.plain(64)
+
+
 @pytest.mark.parametrize(("longest", "bucket"), [(1, 1024), (1025, 4096), (10**7, 2**18)])
 def test_runs_of_about_one_length_have_one_table(longest, bucket):
     assert measuring.context_bucket(longest) == bucket
