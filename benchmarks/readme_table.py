@@ -355,7 +355,6 @@ SECTIONS = {
     ("docs/drafts.md", "rows"): speedup_tables.price_of_rows,
     ("docs/drafts.md", "at-100k"): expected.at_100k,
     ("docs/one_layer.md", "drafter-chains"): drafter_tables.chains,
-    ("docs/one_layer.md", "drafter-runs"): drafter_tables.runs,
     ("docs/one_layer.md", "drafter-along"): drafter_tables.along_a_text,
     ("docs/benchmarks.md", "measured"): measured,
     ("docs/benchmarks.md", "tokens-per-step"): tokens_per_step,
