@@ -248,7 +248,8 @@ def measured(
             }
     return {
         **where, "answer_tokens": new, "prompt_tokens": len(ids), "read_bytes": read,
-        "bound_ms": summary(bound) if bound else None, "text": figures(results[PLAIN][0]["tokens"].tolist()),
+        "bound_ms": summary(bound) if bound else None,
+        "text": figures(results[PLAIN][0]["tokens"].tolist()),
         "rows": rows, "left_out": left_out,
     }  # fmt: skip
 
