@@ -117,9 +117,17 @@ OF_DRAFTS = (
         "likely_tree_forgets_at_once",
         "The rates that a method has learned are not handed on to the next one.",
         "tsjax/methods",
-        "return memory.replace(rates=lesson) if isinstance(lesson, Rates) else memory",
-        "return memory",
+        "return memory.replace(rates=lesson.rates, layer=layer)",
+        "return memory.replace(layer=layer)",
         ("tests/test_likely_tree.py::test_rates_outlive_a_change_of_method",),
+    ),
+    Change(
+        "a_correction_learns_all_at_once",
+        "What rows of a step miss is learned as if none were before it.",
+        "tsjax/methods",
+        "missing = solve_triangular(alike, missing, lower=True, unit_diagonal=True)",
+        "missing = missing * 1.0",
+        ("tests/test_one_layer.py::test_a_correction_learns_as_row_by_row",),
     ),
     # --- passes, heads and second models ---------------------------------------------------------
     Change(
