@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How far drafts of a trained one-layer drafter come, by kind of prompt and place in the output.
 
-The model answers the reporting half of prompts.json, and writes long texts past their ends. Along
-both the drafter drafts four tokens in a row, and steps go from what was right to the token after
-it, as in a run. No step is timed: `real_models --drafter` does that.
+The model answers the reporting half of prompts.json; along the answers the drafter drafts four
+tokens in a row, and steps go from what was right to the token after it, as in a run, but it learns
+nothing on the way. Then whole runs go past the end of a text, learning and not. No step is timed:
+`real_models --drafter` does that.
 
     python -m benchmarks drafter --model smollm2-135m.gguf --drafter drafter --texts texts \\
         --out benchmarks/results/cpu
@@ -20,22 +21,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.real_models import PROMPTS, described
-from tsjax.decoding.programs import compiler_options
-from tsjax.decoding.sampling import step_noise
+from benchmarks.real_models import PROMPTS, described, free_rows
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.paired_runs import PLAIN, Runs, times_by_position
-from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_json
-from tsjax.methods.likely_sources import CHILDREN
-from tsjax.methods.one_layer import draft_chain
 from tsjax.training.drafter_evaluation import evaluated
 from tsjax.training.drafter_run import TEXT
 from tsjax.training.own_text import Questions, read_own_text, write_own_text
@@ -43,7 +37,7 @@ from tsjax.training.saved import SUMMARY
 from tsjax.training.tapped_texts import TappedTexts
 
 LONG_KINDS = "story", "code"  # what long runs begin with
-STEP_TOKENS, DRAFTS, CONTEXT = 1024, 4, 512
+STEP_TOKENS, DRAFTS = 1024, 4
 
 
 def main(argv: Sequence[str]) -> None:
@@ -52,11 +46,9 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--drafter", type=Path, required=True, help="of train-drafter")
     parser.add_argument("--texts", type=Path, required=True, help="folder that receives texts")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    text = "tokens of answers; 0 times drafts instead"
-    parser.add_argument("--answers", type=int, default=36_000, help=text)
+    parser.add_argument("--answers", type=int, default=36_000, help="tokens of answers")
     parser.add_argument("--long", type=int, default=8000, help="tokens of a long run; 0: none")
     parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--rounds", type=int, default=50, help="of the timing")
     args = parser.parse_args(argv)
     model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter)
     assert model.cfg.drafter is not None
@@ -66,10 +58,6 @@ def main(argv: Sequence[str]) -> None:
         "training": training_of(args.drafter),
     }  # fmt: skip
     sampling = tsjax.GenerationConfig(do_sample=True, temperature=args.temperature)
-    if not args.answers:
-        document["cost"] = chain_cost(model, args.rounds)
-        report.write(document, args.out, f"drafter-cost-{args.model.stem}-{args.dtype}")
-        return
     document["answers"] = measured(model, args.texts, args.answers, sampling)
     show(document["answers"])
     if args.long:
@@ -106,9 +94,7 @@ def measured(
 
 def along(model: tsjax.Model, new: int, sampling: tsjax.GenerationConfig) -> list[dict[str, Any]]:
     """Whole runs past the end of a text, all rows judged: tokens of a step by place."""
-    free = costs_of(model.params, model.cfg, 1, CONTEXT)
-    row = free.passes[0][1]
-    free = free._replace(passes=((1, row), (2, row)), one_layer=0.0)
+    free = free_rows(costs_of(model.params, model.cfg, 1, new))
     tree = functools.partial(
         tsjax.LikelyTree, width=DRAFTS + 1, pass_widths=(), places=0, drafter=DRAFTS, costs=free
     )
@@ -128,48 +114,6 @@ def along(model: tsjax.Model, new: int, sampling: tsjax.GenerationConfig) -> lis
             rows.append({"text": kind, "method": name, "same_tokens": same, **places})
             print(rows[-1], flush=True)
     return rows
-
-
-def chain_cost(model: tsjax.Model, rounds: int) -> dict[str, Any]:
-    """Milliseconds of a greedy plain step and of four drafts in a row, two fresh tokens that they
-    read first included, after some hundred tokens."""
-    costs = costs_of(model.params, model.cfg, 1, CONTEXT)
-    method = tsjax.LikelyTree(places=0, drafter=DRAFTS, costs=costs)
-    prompt = np.asarray([np.resize(model.tokenizer("A long story. ")["input_ids"], CONTEXT)])
-    states = {}
-    for name, one in {"plain step": tsjax.Autoregressive(), "chain": method}.items():
-        cfg = tsjax.DecodeConfig(model.cfg, one)
-        state = tsjax.init_state(
-            prompt, [CONTEXT], cfg=cfg, capacity=2 * CONTEXT, max_length=[2 * CONTEXT],
-        )  # fmt: skip
-        state = tsjax.prefill(model.params, state, width=64, cfg=cfg)
-        states[name] = cfg, tsjax.decode_step(model.params, state, cfg=cfg)
-
-    def chain(params, state):
-        noise = step_noise(
-            state.row_key, state.length, DRAFTS, model.cfg.vocab_size, state.sampling
-        )
-        memory = state.memory.layer.replace(fresh=state.memory.layer.fresh + 1)
-        always = lambda depth, ranked: jnp.bool_(True)  # noqa: E731
-        _, ranked, _ = draft_chain(
-            model.cfg, params, state, memory, noise, DRAFTS, CHILDREN, always
-        )
-        return [one.tokens for one in ranked]
-
-    def step(params, state):
-        new = tsjax.decode_step(params, state, cfg=states["plain step"][0])
-        return new.length, new.tokens
-
-    options = compiler_options(jax.default_backend(), model.cfg.dtype)
-    calls = {
-        name: functools.partial(
-            jax.jit(call, compiler_options=options), model.params, states[name][1]
-        )
-        for name, call in {"plain step": step, "chain": chain}.items()
-    }
-    seconds = interleaved(calls, rounds).seconds
-    ms = {name: summary([1e3 * one for one in found]) for name, found in seconds.items()}
-    return {"ms": ms, "ratio": ratios(seconds["chain"], seconds["plain step"])}
 
 
 def show(found: dict[str, Any]) -> None:

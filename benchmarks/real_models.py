@@ -99,12 +99,7 @@ def methods_of(model: tsjax.Model, second: tsjax.Model | None, costs: Costs) -> 
     }
     if second is not None:
         found |= {"second model": tsjax.DraftModel(), "triforce": tsjax.TriForce()}
-    # Tokens per step of trees of so many rows, where all rows are judged: they take no time.
-    row = costs.passes[0][1]
-    every = functools.partial(
-        tsjax.LikelyTree, pass_widths=(),
-        costs=costs._replace(passes=((1, row), (2, row)), one_layer=0.0, heads=0.0),
-    )  # fmt: skip
+    every = functools.partial(tsjax.LikelyTree, pass_widths=(), costs=free_rows(costs))
     found["16 rows, text"] = every(width=16, places=8)
     if model.cfg.num_draft_heads:
         found["16 rows, heads"] = every(width=16, places=0, heads=True)
@@ -119,6 +114,12 @@ def methods_of(model: tsjax.Model, second: tsjax.Model | None, costs: Costs) -> 
             found[f"{rows} rows, drafter"] = tree()
             found[f"{rows} rows, drafter not learning"] = tree(adapt=False)
     return found
+
+
+def free_rows(costs: Costs) -> Costs:
+    """Prices by which every row of a tree is judged: none takes time, nor do drafts."""
+    row = costs.passes[0][1]
+    return costs._replace(passes=((1, row), (2, row)), one_layer=0.0, heads=0.0)
 
 
 def main(argv: Sequence[str]) -> None:
