@@ -3,13 +3,15 @@
 
 The model answers the reporting half of prompts.json; along the answers the drafter drafts four
 tokens in a row, and steps go from what was right to the token after it, as in a run, but it learns
-nothing on the way. Then whole runs go past the end of a text, learning and not. No step is timed:
-`real_models --drafter` does that.
+nothing on the way. Then whole runs go past the end of a text, learning and not. What a chain of
+drafts takes is measured as for the table of costs; no run is timed: `real_models --drafter` does
+that.
 
     python -m benchmarks drafter --model smollm2-135m.gguf --drafter drafter --texts texts \\
         --out benchmarks/results/cpu
 
 Texts stay in the folder: what was ended goes on, and another drafter is asked about the same.
+`--answers 0 --long 0` measures what a chain takes, and nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from benchmarks import report
 from benchmarks.real_models import PROMPTS, described, free_rows
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
+from tsjax.host.measuring import measure
 from tsjax.host.paired_runs import PLAIN, Runs, times_by_position
+from tsjax.host.timing import ratios, summary
 from tsjax.input_files import read_json
 from tsjax.training.drafter_evaluation import evaluated
 from tsjax.training.drafter_run import TEXT
@@ -38,6 +42,7 @@ from tsjax.training.tapped_texts import TappedTexts
 
 LONG_KINDS = "story", "code"  # what long runs begin with
 STEP_TOKENS, DRAFTS = 1024, 4
+PRICED_CONTEXT, TABLES = 512, 5
 
 
 def main(argv: Sequence[str]) -> None:
@@ -46,7 +51,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--drafter", type=Path, required=True, help="of train-drafter")
     parser.add_argument("--texts", type=Path, required=True, help="folder that receives texts")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--answers", type=int, default=36_000, help="tokens of answers")
+    parser.add_argument("--answers", type=int, default=36_000, help="tokens of answers; 0: none")
     parser.add_argument("--long", type=int, default=8000, help="tokens of a long run; 0: none")
     parser.add_argument("--temperature", type=float, default=0.7)
     args = parser.parse_args(argv)
@@ -55,14 +60,31 @@ def main(argv: Sequence[str]) -> None:
     document: dict[str, Any] = {
         "model": described(args.model), "dtype": args.dtype, "temperature": args.temperature,
         "shape": dataclasses.asdict(dataclasses.replace(model.cfg.drafter, accuracy=())),
-        "training": training_of(args.drafter),
+        "training": training_of(args.drafter), "price": priced(model),
     }  # fmt: skip
     sampling = tsjax.GenerationConfig(do_sample=True, temperature=args.temperature)
-    document["answers"] = measured(model, args.texts, args.answers, sampling)
-    show(document["answers"])
+    if args.answers:
+        document["answers"] = measured(model, args.texts, args.answers, sampling)
+        show(document["answers"])
     if args.long:
         document["along"] = along(model, args.long, sampling)
-    report.write(document, args.out, f"drafter-{args.model.stem}-{args.dtype}")
+    what = "drafter" if args.answers or args.long else "drafter-price"
+    report.write(document, args.out, f"{what}-{args.model.stem}-{args.dtype}")
+
+
+def priced(model: tsjax.Model) -> dict[str, Any]:
+    """A chain of drafts beside a plain step, by several tables of costs."""
+    tables = [measure(model.params, model.cfg, 1, 2 * PRICED_CONTEXT) for _ in range(TABLES)]
+    chains = [DRAFTS * table.one_layer for table in tables]
+    plain = [table.plain(PRICED_CONTEXT) for table in tables]
+    found = {
+        "context": PRICED_CONTEXT,
+        "chain_ms": summary([1e3 * seconds for seconds in chains]),
+        "plain_ms": summary([1e3 * seconds for seconds in plain]),
+        "in_plain_steps": ratios(chains, plain),
+    }
+    print(f"a chain of {DRAFTS}: {found}", flush=True)
+    return found
 
 
 def training_of(drafter: Path) -> dict[str, Any]:

@@ -356,6 +356,8 @@ SECTIONS = {
     ("docs/drafts.md", "at-100k"): expected.at_100k,
     ("docs/one_layer.md", "drafter-chains"): drafter_tables.chains,
     ("docs/one_layer.md", "drafter-along"): drafter_tables.along_a_text,
+    ("docs/one_layer.md", "drafter-compared"): drafter_tables.compared,
+    ("docs/one_layer.md", "drafter-prices"): drafter_tables.prices,
     ("docs/benchmarks.md", "measured"): measured,
     ("docs/benchmarks.md", "tokens-per-step"): tokens_per_step,
     ("docs/tokenswift.md", "partial-cache"): partial_cache,

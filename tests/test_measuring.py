@@ -206,6 +206,20 @@ def test_a_model_with_a_drafter_is_measured_by_few_layers(monkeypatch):
     assert 0 < found.one_layer < found.plain(64)
 
 
+def test_a_chain_of_drafts_reads_its_weights_from_memory():
+    """As in a step, which has read the whole model before them."""
+    shape = tsjax.OneLayer(mlp_dim=16, words=8, taps=(12,))
+    model = tiny_model(num_layers=12, drafter=shape)
+    layers, drafter = map(jax.tree.leaves, (model.params.model.layers, model.params.drafter))
+    nbytes = sum(array.nbytes for array in drafter)
+    memory = Memory(2 * nbytes, [*layers, *drafter])
+    parts = measuring.Parts(model.params, model.cfg, 1, 64)
+    parts._jit = memory.program
+    part = parts.chain(parts.passes(1)[0].part).part
+    part._program = lambda count, carry, inputs: (memory.read(drafter), carry)[1]
+    assert part.seconds(40, lambda: memory.now) == pytest.approx(1e-9 * nbytes)
+
+
 @pytest.mark.parametrize(("longest", "bucket"), [(1, 1024), (1025, 4096), (10**7, 2**18)])
 def test_runs_of_about_one_length_have_one_table(longest, bucket):
     assert measuring.context_bucket(longest) == bucket

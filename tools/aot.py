@@ -68,6 +68,7 @@ STEPS = {
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
     "step llama3.1-8b heads alone": Step("llama3.1-8b", method="heads alone"),
+    "step llama3.1-8b drafter": Step("llama3.1-8b", method="drafter"),
     "step llama3.1-8b magicdec": Step("llama3.1-8b", method="magicdec"),
     "step llama3.1-8b triforce": Step("llama3.1-8b", method="triforce"),
     "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
@@ -132,6 +133,43 @@ PASSES = {
     for model in ("llama3.1-8b", "qwen2.5-1.5b", "llama2-7b-yarn-128k")
     for rows, capacity in ((1, 4096), (64, 106_496))
 }
+
+
+# A chain of drafts of a one-layer drafter, as the table of costs has it.
+CHAINS = {f"chain {model}": model for model in ("llama3.1-8b", "qwen2.5-1.5b")}
+
+
+def lower_chain(model: str, target: str):
+    """A chain of drafts, from shapes alone."""
+    import jax
+    import jax.numpy as jnp
+
+    import tsjax
+    from tools import gpu_targets
+    from tsjax.decoding.programs import compiler_options
+    from tsjax.host.measuring import before_a_chain, drafted
+    from tsjax.model.params import declare_params, is_spec
+    from tsjax.training.drafter_steps import shape_for
+
+    cfg = tsjax.model_preset(model)
+    cfg = dataclasses.replace(cfg, drafter=shape_for(cfg))
+    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
+
+    def aval(x):
+        kind = jnp.dtype(x.dtype) if isinstance(x.dtype, str) else x.dtype  # some are of keys
+        return jax.ShapeDtypeStruct(x.shape, kind, sharding=sharding)
+
+    params = jax.tree.map(aval, declare_params(cfg), is_leaf=is_spec)
+    params = params.replace(model=params.model.replace(layers=()))
+    given = jax.tree.map(aval, jax.eval_shape(lambda: before_a_chain(cfg, 1, None)))
+    program = jax.jit(
+        drafted, static_argnames="cfg", donate_argnames="memory",
+        compiler_options=compiler_options("gpu", cfg.dtype),
+    )  # fmt: skip
+    memory, state = given
+    with gpu_targets.abstract_gpu(target):
+        traced = program.trace(memory, params, state, cfg=cfg)
+        return traced.lower(lowering_platforms=("cuda",))
 
 
 def lower_pass(one: Pass, target: str):
@@ -270,9 +308,10 @@ def settings_of(step: Step, target: str):
     from tsjax.methods import METHODS
     from tsjax.methods.auto import choose
     from tsjax.methods.devices import device_of, estimated
+    from tsjax.training.drafter_steps import shape_for
 
     config = tsjax.model_preset(step.model)
-    method = tsjax.Autoregressive() if step.method == "heads alone" else METHODS[step.method]()
+    method = METHODS.get(step.method, tsjax.Autoregressive)()
     if step.method == "tokenswift":
         config = dataclasses.replace(config, num_draft_heads=3)
         method = tsjax.preset(step.model).method if step.model in PAPER else method
@@ -285,6 +324,10 @@ def settings_of(step: Step, target: str):
                 draft_rest=True,
             )
         method = dataclasses.replace(method, draft_weights=step.draft_weights)
+    if step.method == "drafter":
+        config = dataclasses.replace(config, drafter=shape_for(config))
+        costs = estimated(config, device_of("gpu", target), 1)
+        method = tsjax.LikelyTree(width=16, pass_widths=(1, 8), drafter=4, costs=costs)
     if step.method in ("auto", "heads alone"):
         config = dataclasses.replace(config, num_draft_heads=3)
         costs = estimated(config, device_of("gpu", target), 1)
@@ -391,6 +434,8 @@ def figures(case: str, target: str, dump: Path) -> dict:
         lowered, caches = lower_step(steps[case], target)
     elif case in PASSES:
         lowered, caches = lower_pass(PASSES[case], target), []
+    elif case in CHAINS:
+        lowered, caches = lower_chain(CHAINS[case], target), []
     elif case in TRAINING:
         lowered, caches = lower_training(TRAINING[case], target), []
     else:
@@ -415,7 +460,7 @@ def figures(case: str, target: str, dump: Path) -> dict:
         weights, cores = matrices(steps[case].model), CORES[target]
         found["program"] = gpu_program.figures(program, hlo, weights, cores)
         found["work"] = gpu_program.work(hlo)
-    if case in PASSES:
+    if case in PASSES or case in CHAINS:
         found["work"] = gpu_program.work(compiled.as_text())
     found["kernels"] = kernels(dump)
     return found

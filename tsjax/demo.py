@@ -28,6 +28,7 @@ from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.tree import SOURCES
 from tsjax.files.checkpoint import Model, load
 from tsjax.files.tokenizer import Detokenizer, encode
+from tsjax.files.weight_files import EMBEDDED
 from tsjax.host.bandwidth import read_rate
 from tsjax.host.beside import BESIDE
 from tsjax.host.generation import stream
@@ -139,7 +140,7 @@ def run_demo(
     """
     same = dict(max_new_tokens=tokens, min_new_tokens=tokens, seed=seed)
     configs = {name: GenerationConfig(**same, **STYLES[name]) for name in STYLES}
-    model = load(path, dtype="float32")
+    model = load(path, dtype="float32", drafter=EMBEDDED if path == EMBEDDED else None)
     for name in settings:  # what is wrong is said before anything is printed
         start(model, prompt, configs[name], method)
     live = can_redraw(plain, out.isatty(), os.environ)

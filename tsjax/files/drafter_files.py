@@ -23,6 +23,7 @@ from tsjax.config import DTYPES, ModelConfig, OneLayer, RopeConfig, check, check
 from tsjax.errors import BadValue, NoSuchFile, NotSupported
 from tsjax.files.config_files import model_config
 from tsjax.files.weight_files import (
+    EMBEDDED,
     StoredTensor,
     Weights,
     find_folder,
@@ -33,6 +34,7 @@ from tsjax.files.whole_files import write_text
 from tsjax.input_files import parsing, read_json
 
 DRAFTER_CONFIG, DRAFTER_FILE = "config.json", "model.safetensors"
+OF_EMBEDDED = "drafter"  # its folder in that of the embedded model
 OWN_SHAPE = "tsjax_drafter"  # in the config: what it says of a drafter that tsjax has trained
 PREFIX = "drafter."  # of the tensors in the table
 WORD_NUMBERS = "d2t"  # of each word, how far its token's number lies above its own
@@ -79,6 +81,8 @@ def open_drafter(
     """The drafter in a folder, for a model of that shape. Of its weights nothing is read yet, but
     embeddings in the file are compared with `embed`, the model's; without it they are refused."""
     folder = find_folder(path, allow_pickle=allow_pickle, argument="drafter")
+    if os.fspath(path) == EMBEDDED:
+        folder = os.path.join(folder, OF_EMBEDDED)
     wrong = f"drafter={os.fspath(path)!r} is not valid"
     file = os.path.join(folder, DRAFTER_CONFIG)
     if not os.path.exists(file):

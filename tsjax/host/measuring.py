@@ -24,13 +24,20 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from tsjax.config import OWN_VOCABULARY, ModelConfig
+from tsjax.config import OWN_VOCABULARY, GenerationConfig, ModelConfig
+from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.noise import position_noise, row_keys
 from tsjax.decoding.programs import compiler_options
-from tsjax.decoding.sampling import best, nucleus
+from tsjax.decoding.sampling import best, nucleus, sampling_values
+from tsjax.decoding.start import init_state
+from tsjax.decoding.state import DecodeState
 from tsjax.host import processes
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
-from tsjax.methods.devices import device_of, drafter_share, estimated
+from tsjax.methods.devices import device_of, estimated
+from tsjax.methods.likely_sources import CHILDREN
+from tsjax.methods.model_drafts import noise_after
+from tsjax.methods.one_layer import LayerMemory, can_adapt, draft_chain, init_layer_memory
 from tsjax.methods.partial_cache import DraftCache, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache, cache_bytes, init_cache
 from tsjax.model.int8 import as_int8
@@ -56,6 +63,8 @@ PROGRAM_BYTES, PROGRAM_BYTES_OF_GPU, PROGRAM_LAYERS = 2**22, 2**30, 4
 CALL_SECONDS, MOST_REPEATS, MOST_CALLS, BUDGET = 0.01, 64, 3, 0.01
 REPETITIONS = 5
 USUAL_TOP_P = 0.95
+# Of the one-layer drafter: drafts in a row, and the tokens of a step that it reads before them.
+CHAIN, READ = 4, 2
 LEAST_OF_WEIGHTS = 0.001  # of the shorter context's seconds: noise may not say that there are none
 
 Clock = Callable[[], float]
@@ -85,8 +94,9 @@ def pieces(
     in_int8, choice = parts.passes(1, in_int8=True), parts.choice()
     tokens, few_tokens = parts.tokens(1), parts.tokens(FEW)
     int8_tokens = [parts.tokens(1, in_int8=True)] if cfg.num_draft_heads else []
+    chains = [parts.chain(passes[1][0].part)] if cfg.drafter is not None else []
     at_both = [share.part for share in itertools.chain(*passes.values(), in_int8, [choice])]
-    at_one = [share.part for share in (tokens, few_tokens, *int8_tokens)]
+    at_one = [share.part for share in (tokens, few_tokens, *int8_tokens, *chains)]
     # The programs that others end with first, so that these find them.
     first = [share.part for share in (in_int8[0], choice, tokens, few_tokens)]
     rest = [part for part in dict.fromkeys([*at_both, *at_one]) if part not in first]
@@ -143,8 +153,7 @@ def pieces(
         origin="measured",
         int8=Int8Costs(one_row=line(*in_int8), heads=candidates(at(near, int8_tokens))),
         any_rows=formula.any_rows,
-        # Its weights by those of a pass, and the choice of a token.
-        one_layer=drafter_share(cfg) * lines[0][1].seconds + (per_row if cfg.drafter else 0.0),
+        one_layer=at(near, chains) / CHAIN,
     )
 
 
@@ -195,12 +204,16 @@ class InTurn(Clocked):
 
 
 class Timed(Clocked):
-    """A small part of a step, which a program repeats.
+    """A small part of a step, which a program repeats; or, where it reads what would stay in a
+    processor's cache, does once after `before`.
 
     `step(carry, *inputs)` gives the next carry; `inputs` are those at a context.
     """
 
-    def __init__(self, jit: Callable, step: Callable, carry: Any, inputs: Callable[[int], tuple]):
+    def __init__(
+        self, jit: Callable, step: Callable, carry: Any, inputs: Callable[[int], tuple],
+        before: Clocked | None = None,
+    ):  # fmt: skip
         def repeat(count, carry, inputs):
             def body(index, carry):
                 # Else XLA would compute before the loop what is the same in each turn.
@@ -211,7 +224,7 @@ class Timed(Clocked):
 
         places = jax.tree.map(lambda x: x.sharding, carry)
         self._program = jit(repeat, donate_argnums=(1,), out_shardings=places)
-        self._carry, self._inputs = carry, inputs
+        self._carry, self._inputs, self._before = carry, inputs, before
 
     def compile(self) -> None:
         lowered = self._program.lower(np.int32(1), self._carry, self._inputs(0))
@@ -219,6 +232,8 @@ class Timed(Clocked):
 
     def seconds(self, context: int, clock: Clock) -> float:
         inputs = self._inputs(context)
+
+        times: list[float]
 
         def call(count: int) -> float:
             begun = clock()
@@ -228,8 +243,14 @@ class Timed(Clocked):
             return processes.first_says((clock() - begun) / count)
 
         call(1)
+        if self._before is not None:
+            times = []
+            while len(times) < MOST_CALLS:
+                self._before.seconds(context, clock)
+                times.append(call(1))
+            return statistics.median(times)
         count = min(max(int(CALL_SECONDS / max(call(1), 1e-9)), 1), MOST_REPEATS)
-        times: list[float] = []
+        times = []
         while len(times) < MOST_CALLS and count * sum(times) < BUDGET:
             times.append(call(count))
         return min(times)
@@ -262,11 +283,12 @@ class Parts:
     """The parts of a step: a model's own weights, on buffers of its shapes that hold zeros."""
 
     def __init__(self, params: Params, cfg: ModelConfig, batch: int, longest: int):
+        self._params, self._with_drafter = params, cfg
         cfg = dataclasses.replace(cfg, drafter=None)  # it reads more layers than some parts have
         self._cfg, self._batch, self._mesh = cfg, batch, mesh_of(params)
         self._weights = params.model
         platform, _ = device_in(params)
-        on_cpu = platform == "cpu"
+        self._on_cpu = on_cpu = platform == "cpu"
         self.rows = ROWS_OF_CPU if on_cpu else ROWS_OF_GPU
         options = compiler_options(platform, cfg.dtype)
         self._jit = functools.partial(jax.jit, compiler_options=options)
@@ -379,6 +401,47 @@ class Parts:
 
         part = Timed(self._jit, _choose_anew, draft, inputs)
         return Share(part, self._cfg.num_layers / layers)
+
+    def chain(self, pass_before: Clocked) -> Share:
+        """Drafts of the one-layer drafter in a row, with its window full: what it reads before
+        them, and what it learns there, included."""
+        cfg = self._with_drafter
+        memory, state = before_a_chain(cfg, self._batch, self._mesh)
+        memory = self._placed(jax.tree.map(jnp.copy, memory))  # to be donated
+        step = functools.partial(drafted, cfg=cfg)
+        # A GPU's cache holds less than a drafter, and one call would be the host's time.
+        before = pass_before if self._on_cpu else None
+        weights = self._weights.replace(layers=(), unembed=None)
+        inputs = Params(weights, drafter=self._params.drafter), state
+        return Share(Timed(self._jit, step, memory, lambda context: inputs, before))
+
+
+def before_a_chain(cfg: ModelConfig, batch: int, mesh: Any) -> tuple[LayerMemory, DecodeState]:
+    """The one-layer drafter with its window full, and what else it drafts from: nothing that no
+    draft reads."""
+    lengths = np.full(batch, 2 * READ, np.int32)
+    asked = GenerationConfig(do_sample=True, top_p=USUAL_TOP_P)
+    state = init_state(
+        np.zeros((batch, 2 * READ), np.int32), lengths, max_length=lengths + CHAIN,
+        cfg=DecodeConfig(cfg, Autoregressive()), capacity=4 * CHAIN, mesh=mesh,
+        sampling=sampling_values(asked, (), cfg.vocab_size, cfg.dtype),
+    )  # fmt: skip
+    memory = init_layer_memory(cfg, batch, CHAIN, CHAIN + 1, adapt=can_adapt(cfg))
+    assert cfg.drafter is not None
+    full = jnp.full_like(memory.held, cfg.drafter.window - READ)
+    memory = memory.replace(held=full, next=full, fresh=jnp.full_like(full, READ))
+    return memory, state.replace(kv=state.kv.replace(k=(), v=()))
+
+
+def drafted(memory: LayerMemory, params: Params, state: DecodeState, *, cfg: ModelConfig):
+    """The memory after a chain of drafts, as it was but for what they wrote."""
+    noise = noise_after(cfg, state, (state.row_key, state.length), 0, CHAIN)
+    always: Any = lambda depth, ranked: jnp.bool_(True)  # noqa: E731
+    after, ranked, _ = draft_chain(cfg, params, state, memory, noise, CHAIN, CHILDREN, always)
+    # It reads as much the next time, and nothing is left out that nobody reads.
+    said = sum(jnp.sum(one.tokens) for one in ranked)
+    held = memory.held + 0 * said
+    return after.replace(held=held, next=held)
 
 
 def _layers(carry, weights: ModelWeights, cache: KVCache, *, cfg: ModelConfig):
