@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands: tokenizer, train, heads, export."""
+"""The commands: stories, tokenizer, train, heads, export, drafter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import numpy as np
 
 import tsjax
 
-from . import folder, stories, texts, training
+from . import drafter, folder, stories, texts, training
 
 ABOUT = """\
 Train the small English model of this repository, from the root of a checkout:
@@ -26,11 +26,13 @@ Train the small English model of this repository, from the root of a checkout:
   python -m tools.embedded_model train --work WORK --out OUT --minutes 120
   python -m tools.embedded_model heads --work WORK --out OUT
   python -m tools.embedded_model export --work WORK --out OUT
+  python -m tools.embedded_model drafter --work WORK --out OUT
 
 FILE is a chat model that writes stories into TEXTS, a folder of UTF-8 text files with blank lines
 between paragraphs; any such folder will do. WORK receives the tokenizer, the token ids and
 checkpoints, OUT the model in HuggingFace's format with its card, and with draft heads as soon as
-there are some. What a GPU has trained can be exported on another machine (`--no-export`).
+there are some. What a GPU has trained can be exported on another machine (`--no-export`). The drafter is of
+the model that is embedded: it learns from what that writes.
 """
 
 # Where a device differs from the defaults of Settings, which are for a CPU.
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run = {
             "stories": make_stories, "tokenizer": make_tokenizer, "train": train, "heads": heads,
-            "export": export,
+            "export": export, "drafter": make_drafter,
         }  # fmt: skip
         run[args.command](args, argv)
     except (ValueError, OSError, FloatingPointError) as error:
@@ -120,6 +122,12 @@ def parser() -> argparse.ArgumentParser:
     three = commands.add_parser("export", help="write the model folder from the best checkpoint")
     three.add_argument("--work", type=Path, required=True)
     three.add_argument("--out", type=Path, required=True)
+
+    five = commands.add_parser("drafter", help="train a one-layer drafter for the embedded model")
+    five.add_argument("--work", type=Path, required=True, help="receives text and checkpoints")
+    five.add_argument("--out", type=Path, required=True, help="receives the drafter")
+    five.add_argument("--minutes", type=float, default=10, help="default 10")
+    five.add_argument("--tokens", type=int, default=400_000, help="of text, at most")
     return top
 
 
@@ -223,6 +231,12 @@ def export(args: argparse.Namespace, argv: list[str]) -> None:
     shape = {name: run["shape"][name] for name in SHAPE}
     trainer = make_trainer(args.work, shape, training.Settings(**run["settings"]))
     print(folder.export(args.work, args.out, trainer))
+
+
+def make_drafter(args: argparse.Namespace, argv: list[str]) -> None:
+    measured = folder.measured_with()
+    shown = {"command": command(argv), **measured, **measured["versions"]}
+    print(drafter.make_drafter(args.work, args.out, args.minutes, args.tokens, shown))
 
 
 def command(argv: list[str]) -> str:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
-from jax.scipy.linalg import solve_triangular
 
+from pallas_kernels import product
 from tsjax.typing import Array, Bool, DTypeLike, Float
 
 # Of what is missing in a state, what is there when the same state comes again. Chosen on SmolLM2's
@@ -32,7 +32,7 @@ def corrected(
 ) -> Float[Array, "B T D"]:
     """States with what was missing in states like them."""
     normed = normed_state(states, correction.dtype)
-    return (normed + jnp.einsum("boi,bti->bto", correction, normed)).astype(states.dtype)
+    return (normed + _products(correction, normed)).astype(states.dtype)
 
 
 def after_rows(
@@ -49,8 +49,36 @@ def after_rows(
     """
     size = states.shape[-1]
     states = jnp.where(counts[..., None], states, 0)
-    said = states + jnp.einsum("boi,bji->bjo", correction, states)
+    said = states + _products(correction, states)
     missing = jnp.where(counts[..., None], wanted - said, 0)
     alike = jnp.einsum("bji,bki->bjk", states, states) * (LEARNED_AT_ONCE / size)
-    missing = solve_triangular(alike, missing, lower=True, unit_diagonal=True)
-    return correction + jnp.einsum("bjo,bji->boi", missing, states) * (LEARNED_AT_ONCE / size)
+    missing = jnp.einsum("bjk,bko->bjo", _solving(alike), missing)
+    missing = missing * (LEARNED_AT_ONCE / size)
+    # A sum for each entry, so that the matrix is read and written once.
+    for row in range(states.shape[1]):
+        correction = correction + missing[:, row, :, None] * states[:, row, None, :]
+    return correction
+
+
+def _solving(alike: Float[Array, "B J J"]) -> Float[Array, "B J J"]:
+    """The inverse of 1 + L, where L is what of `alike` lies below the diagonal.
+
+    That is the sum of all (-L)^k, of which those from J on are zero, and so the product of all
+    1 + (-L)^(2^i). LAPACK would begin threads that wait for more, and take the cores of a step.
+    """
+    size = alike.shape[-1]
+    power = -jnp.tril(alike, -1)
+    inverse = jnp.eye(size, dtype=alike.dtype) + power
+    for _ in range(max(size - 1, 1).bit_length() - 1):
+        power = power @ power
+        inverse = inverse + inverse @ power
+    return inverse
+
+
+def _products(
+    correction: Float[Array, "B D D"], states: Float[Array, "B T D"]
+) -> Float[Array, "B T D"]:
+    """Of each text's states with its matrix."""
+    if correction.shape[0] == 1:  # which the kernels know
+        return product(states[0], correction[0])[None]
+    return jnp.einsum("boi,bti->bto", correction, states)

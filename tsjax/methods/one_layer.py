@@ -133,7 +133,7 @@ def draft_chain(
             found = _ranked(model, params, state, best, states, noise, best_of)
             return (k, v), found, states
 
-        slots, found, states = run_if(ran, deeper, (slots, none, states), *inputs)
+        slots, found, states = run_if(ran, deeper, (slots, none, states), *inputs, small=True)
         possible = found.possible & some[:, None]
         found = found.replace(scores=jnp.where(possible, found.scores, -jnp.inf))
         ranked.append(found)

@@ -13,20 +13,31 @@ from jax import lax
 from tsjax.typing import Array, Int
 
 
-def run_if(wanted, function: Callable[..., Any], carry, *inputs):
+def run_if(wanted, function: Callable[..., Any], carry, *inputs, small: bool = False):
     """function(carry, *inputs) if the traced boolean `wanted` holds, else `carry`.
 
     A loop of one pass or none: for a conditional XLA copies the buffers that a branch reads. Of
     what does not change in a loop it computes all it can before the loop, wanted or not, so
     `inputs` pass a barrier that does; what `function` takes from elsewhere has to be combined with
     them before it costs anything.
+
+    A `small` carry may be copied. On a GPU it then is a conditional, which is part of a graph where
+    a loop would ask the host (compiled, not run on one yet).
     """
 
-    def body(index, carry):
-        _, held = lax.optimization_barrier((index, inputs))
-        return function(carry, *held)
+    def by_loop(wanted, carry, *inputs):
+        def body(index, carry):
+            _, held = lax.optimization_barrier((index, inputs))
+            return function(carry, *held)
 
-    return lax.fori_loop(jnp.int32(0), jnp.asarray(wanted, jnp.int32), body, carry)
+        return lax.fori_loop(jnp.int32(0), jnp.asarray(wanted, jnp.int32), body, carry)
+
+    def by_conditional(wanted, carry, *inputs):
+        return lax.cond(wanted, function, lambda carry, *_: carry, carry, *inputs)
+
+    if not small:
+        return by_loop(wanted, carry, *inputs)
+    return lax.platform_dependent(wanted, carry, *inputs, cuda=by_conditional, default=by_loop)
 
 
 def run_one_of(number: Int[Array, ""], branches: Sequence[Callable], *inputs: Any) -> Any:
