@@ -134,6 +134,14 @@ def test_a_correction_learns_as_row_by_row(seed, rows, alike):
         np.testing.assert_allclose(found[b], expected, atol=1e-9)
 
 
+def test_learning_calls_nothing_that_begins_threads():
+    """LAPACK's threads wait for more work, and take a CPU's cores from the rest of a step."""
+    shapes = (1, 8, 8), (1, 5, 8), (1, 5, 8)
+    given = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    learned = jax.jit(correction.after_rows).lower(*given, jax.ShapeDtypeStruct((1, 5), bool))
+    assert "lapack" not in learned.compile().as_text()
+
+
 def test_a_run_learns_from_each_row_that_the_model_has_answered():
     """Its matrix is that of a plain loop over the text: each row's state as training computes it,
     and the model's state a token later."""

@@ -147,7 +147,7 @@ def lower_chain(model: str, target: str):
     import tsjax
     from tools import gpu_targets
     from tsjax.decoding.programs import compiler_options
-    from tsjax.host.measuring import before_a_chain, drafted
+    from tsjax.host.measuring import CHAIN, before_a_chain, drafted
     from tsjax.model.params import declare_params, is_spec
     from tsjax.training.drafter_steps import shape_for
 
@@ -167,8 +167,9 @@ def lower_chain(model: str, target: str):
         compiler_options=compiler_options("gpu", cfg.dtype),
     )  # fmt: skip
     memory, state = given
+    noise = jax.ShapeDtypeStruct((1, CHAIN, cfg.vocab_size), jnp.float32, sharding=sharding)
     with gpu_targets.abstract_gpu(target):
-        traced = program.trace(memory, params, state, cfg=cfg)
+        traced = program.trace(memory, params, state, noise, cfg=cfg)
         return traced.lower(lowering_platforms=("cuda",))
 
 

@@ -36,7 +36,6 @@ from tsjax.host import processes
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 from tsjax.methods.devices import device_of, estimated
 from tsjax.methods.likely_sources import CHILDREN
-from tsjax.methods.model_drafts import noise_after
 from tsjax.methods.one_layer import LayerMemory, can_adapt, draft_chain, init_layer_memory
 from tsjax.methods.partial_cache import DraftCache, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache, cache_bytes, init_cache
@@ -412,7 +411,9 @@ class Parts:
         # A GPU's cache holds less than a drafter, and one call would be the host's time.
         before = pass_before if self._on_cpu else None
         weights = self._weights.replace(layers=(), unembed=None)
-        inputs = Params(weights, drafter=self._params.drafter), state
+        # The noise of a step is there: the choice of tokens counts it.
+        noise = self._zeros((CHAIN, cfg.vocab_size), accumulation_dtype(cfg.dtype))
+        inputs = Params(weights, drafter=self._params.drafter), state, noise
         return Share(Timed(self._jit, step, memory, lambda context: inputs, before))
 
 
@@ -433,9 +434,10 @@ def before_a_chain(cfg: ModelConfig, batch: int, mesh: Any) -> tuple[LayerMemory
     return memory, state.replace(kv=state.kv.replace(k=(), v=()))
 
 
-def drafted(memory: LayerMemory, params: Params, state: DecodeState, *, cfg: ModelConfig):
+def drafted(
+    memory: LayerMemory, params: Params, state: DecodeState, noise: jax.Array, *, cfg: ModelConfig
+) -> LayerMemory:
     """The memory after a chain of drafts, as it was but for what they wrote."""
-    noise = noise_after(cfg, state, (state.row_key, state.length), 0, CHAIN)
     always: Any = lambda depth, ranked: jnp.bool_(True)  # noqa: E731
     after, ranked, _ = draft_chain(cfg, params, state, memory, noise, CHAIN, CHILDREN, always)
     # It reads as much the next time, and nothing is left out that nobody reads.
