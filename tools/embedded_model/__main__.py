@@ -31,8 +31,8 @@ Train the small English model of this repository, from the root of a checkout:
 FILE is a chat model that writes stories into TEXTS, a folder of UTF-8 text files with blank lines
 between paragraphs; any such folder will do. WORK receives the tokenizer, the token ids and
 checkpoints, OUT the model in HuggingFace's format with its card, and with draft heads as soon as
-there are some. What a GPU has trained can be exported on another machine (`--no-export`). The drafter is of
-the model that is embedded: it learns from what that writes.
+there are some. What a GPU has trained can be exported on another machine (`--no-export`). The
+drafter is the embedded model's: it learns from what that model writes.
 """
 
 # Where a device differs from the defaults of Settings, which are for a CPU.

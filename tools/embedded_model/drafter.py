@@ -21,9 +21,16 @@ MOST_BYTES = 10**6
 CARD = """\
 # The small English model's drafter
 
-One layer with an MLP of {mlp}, which reads the model's last layer, keeps its last {window} rows and can say {words:,} tokens: {nbytes:,} bytes. `tsjax.load(tsjax.EMBEDDED, drafter=tsjax.EMBEDDED)` loads it, and `tsjax demo` uses it; for a model as small as this no drafts pay but those of a text that repeats itself.
+One layer with an MLP of {mlp}, which reads the model's last layer, keeps its last {window} rows and
+can say {words:,} tokens: {nbytes:,} bytes.
+`tsjax.load(tsjax.EMBEDDED, drafter=tsjax.EMBEDDED)` loads it, and `tsjax demo` uses it. For a model
+as small as this no drafts pay but those of a text that repeats itself.
 
-It learned from {tokens:,} tokens of the model's own text (temperature {temperature}), {steps:,} steps, {minutes:.0f} minutes in all, by `{command}` on {device} (python {python}, jax {jax}, {date}). On held-out text of that kind a step finds {found:.2f} tokens with a chain of four drafts, without learning in the run; each is right in {right} of the cases where those before it are.
+It learned from {tokens:,} tokens of the model's own text (temperature {temperature}), {steps:,}
+steps, {minutes:.0f} minutes in all, by `{command}`
+on {device} (python {python}, jax {jax}, {date}). On held-out text of that kind a step finds
+{found:.2f} tokens with a chain of four drafts, nothing learned in the run; a draft is right in
+{right} of the cases where those before it are.
 """
 
 

@@ -125,6 +125,9 @@ LOGITS_PASSES = 3
 # copied, the paper's budget.
 SCORE_PASSES, CHOICE_KERNELS, CHOSEN_SLOTS = 20, 12, 4096
 NGRAM_KERNELS = 40  # entering n-grams and looking them up
+DRAFT_KERNELS = (
+    61  # of a draft of the one-layer drafter, with a quarter of what a chain begins with
+)
 
 
 def leaves_out_rows(platform: str, model: ModelConfig) -> bool:
@@ -244,8 +247,13 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
             pass_line(model, device, 1, batch, reach.int8_bytes), of_heads(reach.int8_bytes)
         ),
         any_rows=device is CPU and leaves_out_rows("cpu", model),
-        one_layer=drafter_share(model) * lines[0].seconds,
+        one_layer=_one_layer(model, reach, lines[0].seconds),
     )
+
+
+def _one_layer(model: ModelConfig, reach: Reach, of_pass: float) -> float:
+    share = drafter_share(model)
+    return share * of_pass + DRAFT_KERNELS * reach.kernel if share else 0.0
 
 
 def drafter_share(model: ModelConfig) -> float:
