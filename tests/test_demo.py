@@ -2,6 +2,7 @@
 """tsjax demo: the layout on made-up text, and the command in a pipe and in a terminal."""
 
 import dataclasses
+import io
 import os
 import re
 import signal
@@ -171,6 +172,20 @@ def test_one_of_them_alone(name, checkpoint, capsys):
     out = capsys.readouterr().out
     assert out.count("same tokens") == 1 and demo.describe(name) in out
     assert "\x1b" not in out and "\r" not in out and " GB/s" in out
+
+
+@pytest.mark.parametrize("path", [tsjax.EMBEDDED, "another"])
+def test_the_embedded_model_is_shown_with_its_drafter(path, monkeypatch):
+    asked = {}
+
+    def load(path, **how):
+        asked.update(how)
+        raise LookupError(path)
+
+    monkeypatch.setattr(demo, "load", load)
+    with pytest.raises(LookupError):
+        demo.run_demo(path, out=io.StringIO())
+    assert asked["drafter"] == (tsjax.EMBEDDED if path == tsjax.EMBEDDED else None)
 
 
 def test_ctrl_c_stops_both_and_shows_the_table(checkpoint, capsys, monkeypatch):

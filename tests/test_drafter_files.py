@@ -4,6 +4,7 @@ would compute something else is refused."""
 
 import dataclasses
 import json
+import os
 
 import hf_fixtures
 import jax
@@ -14,9 +15,10 @@ from helpers import oracle_hidden
 
 import tsjax
 from tsjax.files.adapters import write_drafter_of
-from tsjax.files.drafter_files import open_drafter
+from tsjax.files.drafter_files import OF_EMBEDDED, open_drafter
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.huggingface import read_drafter
+from tsjax.files.weight_files import embedded_folder
 from tsjax.model.cache import init_cache
 from tsjax.model.drafter import draft_rows, fused, words_logits
 from tsjax.model.passes import run_rows
@@ -387,3 +389,22 @@ def test_tsjaxs_own_files_have_to_fit_too(base, tmp_path):
         file.write_text(json.dumps({**good, **change}))
         with pytest.raises(ValueError, match=message):
             tsjax.load(base, drafter=tmp_path / "own")
+
+
+def test_the_embedded_model_has_one():
+    """Of at most 1 MB; without what the text says, and without learning, it finds tokens."""
+    folder = os.path.join(embedded_folder(), OF_EMBEDDED)
+    assert sum(file.stat().st_size for file in os.scandir(folder)) <= 10**6
+    model = tsjax.load(tsjax.EMBEDDED, dtype="float32", drafter=tsjax.EMBEDDED)
+    row = tsjax.Line(1.0)
+    free = tsjax.Costs(((1, row), (8, row)), 0.0, row, row, 0.0, 0.0, "measured", any_rows=True)
+    tree = tsjax.LikelyTree(width=5, pass_widths=(), places=0, drafter=4, adapt=False, costs=free)
+    config = tsjax.GenerationConfig(
+        max_new_tokens=120, min_new_tokens=120, do_sample=True, temperature=0.8
+    )
+    found, plain = (
+        tsjax.generate(model, "Once upon a time", config=config, method=method)
+        for method in (tree, "autoregressive")
+    )
+    assert found.tokens[0].tolist() == plain.tokens[0].tolist()
+    assert found.stats.tokens_per_step > 1.2

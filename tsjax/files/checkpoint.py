@@ -192,7 +192,7 @@ def load(
       heads: a folder or file with draft heads, TokenSwift's or Medusa's, which replace those of the
         checkpoint; a hub id of a folder.
       drafter: a folder with a one-layer drafter, which replaces that of the checkpoint; a hub id of
-        a folder.
+        a folder, or EMBEDDED for that of the embedded model.
       allow_pickle: reads pickled torch weights (needs torch) where there are no safetensors.
       on_tensor: called with the path and the bytes of every array read from HuggingFace files.
       progress: True tells on stderr what takes long; a function gets each `Progress`.

@@ -282,7 +282,8 @@ class DrafterSteps:
         """On held-out text, or so many steps of it."""
         drafter = _whole(self.state.weights, self._frozen, self.cfg)
         found = evaluated(drafter, self._held, self.settings, steps)
-        costs = costs_of(self._params, self.cfg, 1, PRICED_CONTEXT)
+        params = self._params.replace(drafter=drafter)
+        costs = costs_of(params, self.cfg, 1, PRICED_CONTEXT)
         return {**found, "speedup": expected_speedup(found["right"], costs, PRICED_CONTEXT)}
 
     def arrays(self) -> dict[str, jax.Array]:
