@@ -148,6 +148,16 @@ def test_the_first_weights_are_those_of_least_squares():
     np.testing.assert_allclose(found, carry.T, atol=2e-3)
 
 
+def test_the_first_weights_are_none_of_the_models():
+    """Whose arrays would be gone after a step."""
+    shape = tsjax.OneLayer(mlp_dim=16, words=8, taps=(0, 2))
+    model = tiny_model(num_layers=2)  # in float32, as what is trained
+    cfg = dataclasses.replace(model.cfg, drafter=shape)
+    weights = drafter_steps.first_weights(cfg, model.params.model, 0)
+    theirs = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(model.params)}
+    assert not theirs & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(weights)}
+
+
 @pytest.mark.parametrize("variation", [0.0, 0.9])
 def test_the_gradient_is_that_of_the_loss(variation):
     """By hand it is computed together with the loss; here by differences, in float64."""

@@ -78,7 +78,8 @@ def first_weights(cfg: ModelConfig, model: Any, seed: int) -> DrafterWeights:
     layer = weights.layer.replace(
         o=jnp.zeros_like(weights.layer.o), down=jnp.zeros_like(weights.layer.down)
     )
-    return weights.replace(layer=layer, out_norm=model.final_norm.astype(dtype))
+    # A copy in any type: steps give up the arrays that they replace.
+    return weights.replace(layer=layer, out_norm=jnp.array(model.final_norm, dtype))
 
 
 @functools.cache
