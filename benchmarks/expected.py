@@ -135,7 +135,7 @@ def less_often_right(bias: float) -> Iterator[None]:
         patch.object(likely_growth, "TEXT_IS_RIGHT", bias * likely_growth.TEXT_IS_RIGHT),
         patch.object(likely_growth, "PASS_WITH_REST_IS_RIGHT", bias * right),
         patch.object(
-            likely_growth, "OTHERS_ARE_RIGHT", [others * x for x in likely_growth.OTHERS_ARE_RIGHT]
+            likely_growth, "OTHERS_OF_PASS", [others * x for x in likely_growth.OTHERS_OF_PASS]
         ),
         patch.object(model_drafts, "HEAD_IS_RIGHT", heads),
     ):

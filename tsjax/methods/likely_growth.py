@@ -35,9 +35,10 @@ from tsjax.methods.rates import KINDS, NO_DRAFT, Rates, chances
 from tsjax.typing import Array, Bool, Float, Int
 
 FORGETS = 0.98  # of a pace the share that is left after a step
-# Assumed before a run: of the share of a pass that its best candidate leaves, what the others get;
-# and of what the three best candidates of a head get, the share of each.
-OTHERS_ARE_RIGHT, RANK_IS_RIGHT = (0.4, 0.2), (0.7, 0.18, 0.12)
+# Assumed before a run: of the share that the best candidate of a pass leaves, what the others get;
+# that of the one-layer drafter, as it was for SmolLM2; and of what the three best candidates of a
+# head get, the share of each.
+OTHERS_OF_PASS, OTHERS_OF_LAYER, RANK_IS_RIGHT = (0.4, 0.2), (0.17, 0.07), (0.7, 0.18, 0.12)
 FAR_CONTEXT = float(2**20)
 
 
@@ -133,8 +134,10 @@ def right_beforehand(
     """How likely each draft is before anything is known of a run, the likeliest first."""
     begun, found = 1.0, [TEXT_IS_RIGHT] if text else []
     of_pass = PASS_WITH_REST_IS_RIGHT if with_rest else PASS_IS_RIGHT
-    for right in [of_pass] * passes + drafts_are_right(model, drafter):
-        found += [begun * right, *(begun * (1 - right) * share for share in OTHERS_ARE_RIGHT)]
+    of_passes = [(of_pass, OTHERS_OF_PASS)] * passes
+    of_layer = [(right, OTHERS_OF_LAYER) for right in drafts_are_right(model, drafter)]
+    for right, others in of_passes + of_layer:
+        found += [begun * right, *(begun * (1 - right) * share for share in others)]
         begun *= right
     of_heads = heads_are_right(model, heads, passes > 0)
     for depth in range(1, heads + 1):
