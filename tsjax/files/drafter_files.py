@@ -93,6 +93,7 @@ def open_drafter(
     if OWN_SHAPE in raw:
         with parsing(file, " is damaged", argument="drafter"):
             shape = _shape(raw[OWN_SHAPE])
+        with parsing(file, " does not fit", argument="drafter"):
             _check_model(raw, cfg)
     else:
         weights = _in_table(weights)
