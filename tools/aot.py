@@ -407,7 +407,7 @@ def compile_case(case: str, target: str, **environment: str) -> dict:
 
 def main(argv: list[str]) -> int:
     if argv == ["--list"]:
-        print("\n".join([*kernel_cases(), *STEPS, *SCALING, *PASSES]))
+        print("\n".join([*kernel_cases(), *STEPS, *SCALING, *PASSES, *CHAINS]))
         return 0
     case, target = argv
     # From jax 0.11 on, PTX is dumped only for emitters that are named.
