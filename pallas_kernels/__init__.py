@@ -10,6 +10,8 @@ implementation.
 from pallas_kernels.best_slots.api import best_slots as best_slots
 from pallas_kernels.cache_scores.api import cache_scores as cache_scores
 from pallas_kernels.gate.api import gated as gated
+from pallas_kernels.narrow_product.api import narrow_product as narrow_product
+from pallas_kernels.narrow_product.matrix import NarrowMatrix as NarrowMatrix
 from pallas_kernels.product.api import product as product
 from pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm
 from pallas_kernels.rms_norm.api import rms_norm as rms_norm
@@ -22,7 +24,7 @@ from pallas_kernels.tree_attention.api import decode_attention as decode_attenti
 from pallas_kernels.tree_attention.api import tree_attention as tree_attention
 
 __all__ = [
-    "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores", "decode_attention", "gated",
-    "product", "rms_norm", "rotary_heads", "rotate", "threshold",
-    "tree_attention",
+    "NarrowMatrix", "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores",
+    "decode_attention", "gated", "narrow_product", "product", "rms_norm", "rotary_heads", "rotate",
+    "threshold", "tree_attention",
 ]  # fmt: skip

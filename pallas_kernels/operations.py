@@ -7,6 +7,7 @@ from pallas_kernels import native, triton
 from pallas_kernels.cache_scores.api import IMPLEMENTATIONS as CACHE_SCORES
 from pallas_kernels.dispatch import serving
 from pallas_kernels.gate.api import implementations as gates
+from pallas_kernels.narrow_product.api import IMPLEMENTATIONS as NARROW_PRODUCT
 from pallas_kernels.product.api import IMPLEMENTATIONS as PRODUCT
 from pallas_kernels.rms_norm.api import implementations as rms_norms
 from pallas_kernels.rotary.api import implementations as rotary_heads
@@ -17,6 +18,7 @@ OPERATIONS = {
     "tree_attention": TREE_ATTENTION,
     **{f"cache_scores, {mode}": CACHE_SCORES[mode] for mode in CACHE_SCORES},
     "product": PRODUCT,
+    "narrow_product": NARROW_PRODUCT,
     "rms_norm": rms_norms(eps=0.0),
     "add_rms_norm": rms_norms(eps=0.0, adds=True),
     "rotary_heads": rotary_heads("float32"),
