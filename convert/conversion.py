@@ -2,7 +2,7 @@
 """The conversions as functions. Every one writes a new folder, whole or not at all.
 
 Knows which files a converted folder has. Does not know the names and layouts of the tensors: they
-are one table in tsjax/files/huggingface.py, which is read in both directions.
+are one table in tsjax/files/tensor_names.py, which is read in both directions.
 """
 
 from __future__ import annotations
@@ -21,12 +21,19 @@ import numpy as np
 
 from tsjax.config import CHAINED, ModelConfig, check
 from tsjax.errors import BadValue
-from tsjax.files import adapters, checkpoint, huggingface, weight_files
+from tsjax.files import (
+    adapters,
+    checkpoint,
+    checkpoint_folders,
+    huggingface,
+    tensor_names,
+    weight_files,
+)
 from tsjax.files.config_files import config_to_hf, read_stop_ids
 from tsjax.files.gguf_files import is_gguf, read_headers
 from tsjax.files.gguf_tokenizer import special_ids_of
 from tsjax.files.head_files import MEDUSA, MEDUSA_FILE, VLLM_FILE, head_config, named_in
-from tsjax.files.huggingface import Entry, Tensor
+from tsjax.files.tensor_names import Entry, Tensor
 from tsjax.input_files import read_json
 
 MERGE_HEADS, DROP_HEADS = "merge", "drop"
@@ -119,7 +126,7 @@ def to_tsjax(
       on_tensor: called with the path and the bytes of every array read.
     """
     checkpoint.refuse_several("converting")
-    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
+    checkpoint_folders.check_new_folder(dst, "dst", overwrite=overwrite)
     model = checkpoint.load(
         src, dtype=dtype, heads=heads, allow_pickle=allow_pickle, on_tensor=on_tensor
     )
@@ -150,7 +157,7 @@ def to_hf(
       The others are as for to_tsjax.
     """
     shard_bytes = parse_size(max_shard_size)
-    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
+    checkpoint_folders.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
     if cfg.num_draft_heads:
@@ -165,16 +172,16 @@ def to_hf(
             cfg = cfg.with_heads(0)
     config = {**config_to_hf(cfg), **_special_ids(source)}
     cfg = dataclasses.replace(cfg, drafter=None)  # it has a folder of its own
-    kept = {entry.path for entry in huggingface.entries(cfg)}
+    kept = {entry.path for entry in tensor_names.entries(cfg)}
     arrays = ((entry, array) for entry, array in source.arrays if entry.path in kept)
-    with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
-        named = [tensor for entry in huggingface.entries(cfg) for tensor in entry.tensors]
+    with checkpoint_folders.new_folder(dst, overwrite=overwrite) as folder:
+        named = [tensor for entry in tensor_names.entries(cfg) for tensor in entry.tensors]
         tensors, item = tensors_of(arrays, on_tensor), jnp.dtype(cfg.dtype).itemsize
         num_params = _write_shards(folder, named, tensors, shard_bytes, item)
         for _ in source.arrays:  # those left out; with the last one comes the warning about NaN
             pass
         _write_json(os.path.join(folder, "config.json"), config)
-        checkpoint.copy_companions(source.folder, folder)
+        checkpoint_folders.copy_companions(source.folder, folder)
         generation = os.path.join(folder, "generation_config.json")
         if not os.path.exists(generation):
             _write_json(generation, _special_ids(source))
@@ -199,7 +206,7 @@ def export_heads(
         have one.
       The others are as for to_tsjax.
     """
-    checkpoint.check_new_folder(dst, "dst", overwrite=overwrite)
+    checkpoint_folders.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
     if not cfg.num_draft_heads:
@@ -211,7 +218,7 @@ def export_heads(
     file = HEADS_FILE
     if cfg.head_kind != CHAINED:
         file = MEDUSA_FILE if layout == MEDUSA else VLLM_FILE
-    with checkpoint.new_folder(dst, overwrite=overwrite) as folder:
+    with checkpoint_folders.new_folder(dst, overwrite=overwrite) as folder:
         weight_files.write_safetensors(os.path.join(folder, file), tensors)
         if cfg.head_kind != CHAINED:  # their code reads it
             _write_json(os.path.join(folder, "config.json"), head_config(layout, cfg))

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from tsjax.files import huggingface, weight_files
 from tsjax.files.checkpoint import Model, load, save
 from tsjax.files.config_files import model_config
-from tsjax.files.huggingface import entries
+from tsjax.files.tensor_names import Entry, entries
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
 
@@ -156,7 +156,7 @@ def test_heads_are_found_and_attached(base_heads, prefix, as_file, tmp_path):
 # --- threads that read -----------------------------------------------------------------------
 
 
-def read(folder) -> Iterator[tuple[huggingface.Entry, np.ndarray]]:
+def read(folder) -> Iterator[tuple[Entry, np.ndarray]]:
     cfg, weights = huggingface.open_checkpoint(os.fspath(folder))
     return huggingface.read_model(cfg, weights)
 

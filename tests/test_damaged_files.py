@@ -26,7 +26,7 @@ import tsjax_convert
 import tsjax_convert.__main__
 from tsjax.__main__ import main
 from tsjax.errors import BadValue, NotSupported
-from tsjax.files import huggingface
+from tsjax.files import tensor_names
 from tsjax.files.checkpoint import load, save
 from tsjax.files.tokenizer import encode, load_tokenizer
 from tsjax.host.prompts import tokenizer_of
@@ -195,13 +195,13 @@ def test_wrong_values_name_file_and_field(field, tmp_path):
 @pytest.fixture
 def declared(monkeypatch):
     """Declaring more than there can be is an error here, where it would take all memory."""
-    entries = huggingface.entries
+    entries = tensor_names.entries
 
     def few(cfg):
         assert max(cfg.num_layers, cfg.num_draft_heads) < 1000
         return entries(cfg)
 
-    monkeypatch.setattr(huggingface, "entries", few)
+    monkeypatch.setattr(tensor_names, "entries", few)
 
 
 def test_counts_are_compared_with_the_files(tmp_path, declared):

@@ -19,7 +19,7 @@ from tokenizers import pre_tokenizers as before
 
 import tsjax
 from pallas_kernels.stored_blocks.api import BLOCK_TYPES, widened
-from tsjax.files import gguf_files
+from tsjax.files import gguf_files, gguf_numbers
 from tsjax.files.gguf_files import Header
 from tsjax.files.tokenizer import load_tokenizer
 from tsjax.model.sharding import parts_of
@@ -66,7 +66,7 @@ def test_it_is_the_folder_that_it_was_made_of(family, kind, changes, dtype, tmp_
 
 
 ONE_BLOCK = {"hidden_size": 256, "intermediate_size": 256}
-KINDS = [kind for kind in Types if kind.value not in gguf_files._PLAIN]
+KINDS = [kind for kind in Types if kind.value not in gguf_numbers._PLAIN]
 
 
 def can_be_read(kind: Types) -> bool:
@@ -80,9 +80,9 @@ def can_be_read(kind: Types) -> bool:
 @pytest.fixture
 def without_kernels(monkeypatch):
     monkeypatch.setattr(gguf_files.native, "on_host", lambda: None)
-    gguf_files._kind.cache_clear()
+    gguf_numbers.kind_of_code.cache_clear()
     yield
-    gguf_files._kind.cache_clear()
+    gguf_numbers.kind_of_code.cache_clear()
 
 
 READ = [kind for kind in KINDS if can_be_read(kind)]
@@ -123,7 +123,7 @@ def test_rows_in_pairs_are_read_from_anywhere(rng):
     rows = rng.standard_normal((32, 5), np.float32)
     pairs = gguf_fixtures.paired(rows, 4)
     stored = gguf_files.StoredTensor("q", "", rows.shape, "float32", lambda a, b, c: pairs[a:b])
-    read = gguf_files._out_of_pairs(stored, 4).rows
+    read = gguf_numbers.out_of_pairs(stored, 4).rows
     for start, stop in itertools.combinations(range(33), 2):
         np.testing.assert_array_equal(read(start, stop), rows[start:stop])
 
@@ -402,7 +402,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch, capsys,
     """It is wanted for rare types, and where there are no kernels."""
     common = gguf_fixtures.make(tmp_path / "common.gguf", kind=Types.Q8_0)
     rare = gguf_fixtures.make(tmp_path / "rare.gguf", kind=Types.TQ1_0, **ONE_BLOCK)
-    gguf_files._kind.cache_clear()
+    gguf_numbers.kind_of_code.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     if gguf_files.native.on_host():
         assert tsjax.load(common).cfg.num_layers

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import math
 import numbers
 import os
@@ -42,6 +43,17 @@ def check_type(value: Any, kind: type, argument: str, wanted: str) -> None:
 
 def one_of(names: Iterable[str]) -> str:
     return f"one of {', '.join(map(repr, names))}"
+
+
+# How a matrix may be stored in few bits: GGUF's names, with the numbers that they stand for.
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+WEIGHTS = ("float", "int8", "int4", "stored")  # how a loaded model may hold its matrices
+WIDE = ""  # the format of what is stored in the model's type
+# The matrices of a layer, by the parameter that they lie in; each has a format.
+LAYER_MATRICES = {
+    "qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",),
+}  # fmt: skip
+NUM_LAYER_MATRICES = sum(map(len, LAYER_MATRICES.values()))
 
 
 # What users of other programs type from habit, and what to write here. The command line says the
@@ -218,6 +230,9 @@ class ModelConfig:
     head_accuracy: tuple[float, ...] = ()
     head_kind: str = CHAINED  # of the draft heads: one of HEAD_KINDS
     drafter: OneLayer | None = None  # that came with the checkpoint
+    # Of each layer the formats of LAYER_MATRICES; one entry stands for all layers, () for wide ones.
+    layer_formats: tuple[tuple[str, ...], ...] = ()
+    unembed_format: str = WIDE  # with another it has an array of its own, also if it is tied
 
     def __post_init__(self):
         check_fields(self, may_be_0=("num_draft_heads",))
@@ -237,6 +252,30 @@ class ModelConfig:
             layers = f"at most the model's num_layers={self.num_layers}"
             deepest = max(self.drafter.taps)
             check(deepest <= self.num_layers, "drafter taps", self.drafter.taps, layers)
+        formats = tuple(map(tuple, self.layer_formats))
+        object.__setattr__(self, "layer_formats", formats)
+        names = {len(layer) for layer in formats}
+        enough = len(formats) in (0, 1) or len(formats) >= self.num_layers
+        wanted = f"{NUM_LAYER_MATRICES} formats for each layer, or for all"
+        check(enough and names <= {NUM_LAYER_MATRICES}, "layer_formats", formats, wanted)
+        for name in {self.unembed_format, *(name for layer in formats for name in layer)}:
+            check(name in (*FORMATS, WIDE), "format", name, one_of((*FORMATS, WIDE)))
+
+    def formats_of(self, layer: int) -> dict[str, list[str]]:
+        """Of each of LAYER_MATRICES."""
+        some = self.layer_formats or ((WIDE,) * NUM_LAYER_MATRICES,)
+        names = iter(some[layer if len(some) > 1 else 0])
+        return {place: [next(names) for _ in parts] for place, parts in LAYER_MATRICES.items()}
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether a matrix is stored in few bits."""
+        return any({self.unembed_format, *itertools.chain(*self.layer_formats)})
+
+    @property
+    def as_wide(self) -> ModelConfig:
+        """The same model with all matrices in its type."""
+        return dataclasses.replace(self, layer_formats=(), unembed_format=WIDE)
 
     @property
     def group_size(self) -> int:
@@ -253,13 +292,15 @@ class ModelConfig:
         return dataclasses.replace(self.with_heads(0), drafter=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the kind of heads where it is the first one, and without a drafter where there is
-        none, as files had it before others."""
+        """Without the kind of heads where it is the first one, and without a drafter or formats
+        where there are none, as files had it before others."""
         fields = dataclasses.asdict(self)
         if self.head_kind == CHAINED:
             del fields["head_kind"]
         if self.drafter is None:
             del fields["drafter"]
+        if not self.is_narrow:
+            del fields["layer_formats"], fields["unembed_format"]
         return fields
 
     @classmethod

@@ -28,7 +28,7 @@ def narrow_product(
 
     Args:
       rows: with any axes before I.
-      matrix: weights of four or eight bits, in groups with scales; all its inputs are one axis here.
+      matrix: weights of four or eight bits, in groups with scales; its inputs are one axis here.
       live: of rows [B, T, I], how many of each batch row are wanted, the first ones; what the
         others get is unspecified. The native kernel leaves them out.
       implementation: "native" (on a CPU, for rows in bfloat16 and float32) or "xla", which makes

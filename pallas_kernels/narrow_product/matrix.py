@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels.typing import Array, Float, Integer
+from pallas_kernels.typing import Array, Float, Integer, Shaped
 
 PANEL = 16  # outputs that lie together: as many as a vector of AVX-512 has sums
 WIDE = 256  # inputs that share a scale where groups have steps
@@ -29,7 +29,7 @@ class Format(NamedTuple):
     The product and the sum are rounded to float32. Those of one group share scale and least.
 
     Attributes:
-      bits: of q, an integer from 0 on: 4 or 8.
+      bits: of q, an integer from 0 on: 4, 5, 6 or 8.
       zero: the q of a weight that is its least.
       group: inputs that share a scale: 32 or 16.
       two_levels: whether a scale is float32(of WIDE inputs, a float16) * (of the group, an int8);
@@ -44,18 +44,18 @@ class Format(NamedTuple):
     with_least: bool = False
 
 
-# The types of GGUF's blocks. Their numbers are kept exactly; of 5 and 6 bits q takes 8.
+# The types of GGUF's blocks, with their numbers exactly; of 2 and 3 bits q takes 4.
 FORMATS = {
     "Q4_0": Format(4, 8),
     "Q4_1": Format(4, 0, with_least=True),
-    "Q5_0": Format(8, 16),
-    "Q5_1": Format(8, 0, with_least=True),
+    "Q5_0": Format(5, 16),
+    "Q5_1": Format(5, 0, with_least=True),
     "Q8_0": Format(8, 128),
     "Q2_K": Format(4, 0, group=16, two_levels=True, with_least=True),
     "Q3_K": Format(4, 4, group=16, two_levels=True),
     "Q4_K": Format(4, 0, two_levels=True, with_least=True),
-    "Q5_K": Format(8, 0, two_levels=True, with_least=True),
-    "Q6_K": Format(8, 32, group=16, two_levels=True),
+    "Q5_K": Format(5, 0, two_levels=True, with_least=True),
+    "Q6_K": Format(6, 32, group=16, two_levels=True),
 }
 
 
@@ -66,15 +66,16 @@ FORMATS = {
 )
 @dataclasses.dataclass(frozen=True)
 class NarrowMatrix:
-    """Weights [*outputs, *inputs] of four or eight bits, in groups along the inputs.
+    """Weights [*outputs, *inputs] of four to eight bits, in groups along the inputs.
 
     Outputs lie in panels of 16, and of these the weights of a few inputs lie side by side, so that
     a processor multiplies 16 outputs at a time. Panels and groups that are not full have zeros.
 
     Attributes:
       values: q. uint8 [P, G, 16 * group * bits / 8]. Of a panel and a group: four inputs after
-        four, of each output, [group / 4, 16, 4]; with four bits eight inputs after eight,
-        [group / 8, 16, 4], the first four of them in the lower bits and the others in the upper.
+        four, of each output, [group / 4, 16, 4]. With fewer than eight bits eight inputs after
+        eight, [group / 8, 16, 4], the first four of them in the lower bits and the others in the
+        upper; then for each further bit a bit of each, [group / 8, 2, 16, 4], 64 in 8 bytes.
       scales: float16 [P, G, 16]; with two levels [P, I / 256, 16].
       steps: int8 [P, G, 16] with two levels, else None.
       least, least_steps: as `scales` and `steps`; None without.
@@ -98,34 +99,59 @@ class NarrowMatrix:
 
     def numbers(self) -> Float[Array, "O I"]:
         """The weights in float32; NumPy's arrays give one of NumPy, with the same bits."""
-        xp: Any = np if isinstance(self.values, np.ndarray) else jnp
-        found = integers(self).astype(np.float32) * self._of_each(self.scales, self.steps)
+        return self.rows(None)[: math.prod(self.outputs)]
+
+    def rows(self, outputs: Integer[Array, "n"] | None) -> Float[Array, "n I"]:
+        """Those of some outputs; None for all, and those that panels have after them."""
+        found = self._integers(outputs).astype(np.float32)
+        found = found * self._of_each(self.scales, self.steps, outputs)
         if self.least is not None:
-            least = self._of_each(self.least, self.least_steps)
-            if xp is jnp:  # or XLA might round once, where the definition rounds twice
+            least = self._of_each(self.least, self.least_steps, outputs)
+            if not isinstance(found, np.ndarray):
+                # XLA might round once, where the definition rounds twice.
                 found, least = lax.optimization_barrier((found, least))
             found = found + least
-        return found[: math.prod(self.outputs), : math.prod(self.inputs)]
+        return found[:, : math.prod(self.inputs)]
 
-    def _of_each(self, level: Array, steps: Array | None) -> Float[Array, "O I"]:
+    def _integers(self, outputs: Integer[Array, "n"] | None) -> Integer[Array, "n stored"]:
+        """q - zero in int32."""
+        xp: Any = np if isinstance(self.values, np.ndarray) else jnp
+        format, some = self.format, self.values.shape[:2]
+        end = PANEL * format.group // (1 if format.bits == 8 else 2)
+        four = self.values[:, :, :end].reshape(*some, -1, PANEL, 1, 4)
+        four = _out_of_panels(four, 3, outputs)  # [n, G, group / 4 or / 8, 1, 4]
+        if format.bits < 8:
+            four = xp.concatenate([four & 15, four >> 4], axis=3)
+        planes = self.values[:, :, end:].reshape(*some, -1, format.group // 8, 2, 8)
+        for plane in range(planes.shape[2]):  # 4 bits of each output
+            bits = planes[:, :, plane]
+            bits = xp.stack([bits & 15, bits >> 4], axis=-1).reshape(*bits.shape[:-1], PANEL)
+            bits = _out_of_panels(bits, 4, outputs)[..., None] >> np.arange(4, dtype=np.uint8)
+            four = four | (bits & 1) << (4 + plane)
+        return four.reshape(len(four), -1).astype(np.int32) - format.zero
+
+    def _of_each(
+        self, level: Array, steps: Array | None, outputs: Integer[Array, "n"] | None
+    ) -> Float[Array, "n stored"]:
         xp: Any = np if isinstance(level, np.ndarray) else jnp
-        found = level.astype(np.float32)
+        found = _out_of_panels(level, 2, outputs).astype(np.float32)
         if steps is not None:
             found = xp.repeat(found, WIDE // self.format.group, axis=1)
-            found = found * steps.astype(np.float32)
-        return xp.repeat(found.swapaxes(1, 2).reshape(-1, found.shape[1]), self.format.group, axis=1)
+            found = found * _out_of_panels(steps, 2, outputs).astype(np.float32)
+        return xp.repeat(found, self.format.group, axis=1)
 
 
-def integers(matrix: NarrowMatrix) -> Integer[Array, "O I"]:
-    """q - zero in int32 of each output and input that is stored."""
-    values, format = matrix.values, matrix.format
-    xp: Any = np if isinstance(values, np.ndarray) else jnp
-    panels, groups, _ = values.shape
-    four = values.reshape(panels, groups, -1, PANEL, 1, 4)
-    if format.bits == 4:
-        four = xp.concatenate([four & 15, four >> 4], axis=4)
-    rows = four.transpose(0, 3, 1, 2, 4, 5).reshape(panels * PANEL, -1)
-    return rows.astype(np.int32) - format.zero
+def _out_of_panels(
+    array: Shaped[Array, "P ..."], axis: int, outputs: Integer[Array, "n"] | None
+) -> Shaped[Array, "n ..."]:
+    """What each output has; `axis` has those of a panel."""
+    if outputs is None:
+        apart: Any = jnp.moveaxis if isinstance(array, jax.Array) else np.moveaxis
+        array = apart(array, axis, 1)
+        return array.reshape(-1, *array.shape[2:])
+    index: list[Any] = [slice(None)] * array.ndim
+    index[0], index[axis] = outputs // PANEL, outputs % PANEL
+    return array[tuple(index)]
 
 
 def shapes_of(format: Format, outputs: int, inputs: int) -> dict[str, tuple[tuple, str]]:
@@ -147,6 +173,15 @@ def stored_inputs(inputs: int) -> int:
     return -(-inputs // ENTRIES) * ENTRIES
 
 
+def empty_parts(format: Format, outputs: int, inputs: int) -> dict[str, np.ndarray]:
+    """Arrays for what `packed` takes, row by row."""
+    shapes = shapes_of(format, outputs, inputs)
+    return {
+        name: np.empty((outputs, inputs if name == "values" else shape[1]), dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
 def packed(
     format: Format,
     outputs: tuple[int, ...],
@@ -158,16 +193,26 @@ def packed(
     least_steps: np.ndarray | None = None,
 ) -> NarrowMatrix:
     """A matrix of NumPy's arrays from q [O, I] and what its groups have, [O, groups] each."""
-    O, I = values.shape
-    missing = -O % PANEL, stored_inputs(I) - I
+    count, width = values.shape
+    missing = -count % PANEL, stored_inputs(width) - width
     if any(missing):
         values = np.pad(values, [(0, missing[0]), (0, missing[1])], constant_values=format.zero)
-    if format.bits == 4:
-        eight = values.reshape(len(values), -1, 2, 4)
-        values = (eight[:, :, 0] | eight[:, :, 1] << 4).reshape(len(values), -1)
-    words = np.ascontiguousarray(values).view(np.uint32).reshape(-1, PANEL, values.shape[1] // 4)
-    groups = stored_inputs(I) // format.group
-    panels = np.ascontiguousarray(words.swapaxes(1, 2)).view(np.uint8).reshape(len(words), groups, -1)
+    groups = stored_inputs(width) // format.group
+    words = np.ascontiguousarray(values).view(np.uint32)  # four inputs each
+    words = words.reshape(-1, PANEL, words.shape[1]).swapaxes(1, 2)  # [P, I / 4, 16]
+    if format.bits == 8:
+        parts = [np.ascontiguousarray(words)]
+    else:
+        low = words & np.uint32(0x0F0F0F0F)
+        parts = [low[:, 0::2] | low[:, 1::2] << 4]
+    for plane in range(4, format.bits if format.bits < 8 else 4):
+        # The product brings a bit of each byte together, in the order of the bytes.
+        bits = (words >> plane & np.uint32(0x01010101)) * np.uint32(0x01020408) >> 24
+        bits = bits.astype(np.uint8)
+        parts.append(bits[..., 0::2] | bits[..., 1::2] << 4)
+    of_each = [np.ascontiguousarray(part).view(np.uint8) for part in parts]
+    of_each = [part.reshape(len(words), groups, -1) for part in of_each]
+    panels = np.concatenate(of_each, axis=2) if parts[1:] else of_each[0]
 
     def of_groups(array: np.ndarray | None) -> np.ndarray | None:
         if array is None:
@@ -175,15 +220,15 @@ def packed(
         array = np.pad(array, [(0, missing[0]), (0, 0)])
         return np.ascontiguousarray(array.reshape(-1, PANEL, array.shape[1]).swapaxes(1, 2))
 
-    of_each = [of_groups(array) for array in (scales, steps, least, least_steps)]
-    return NarrowMatrix(panels, *of_each, format, tuple(outputs), tuple(inputs))
+    levels = [of_groups(array) for array in (scales, steps, least, least_steps)]
+    return NarrowMatrix(panels, *levels, format, tuple(outputs), tuple(inputs))
 
 
 def rounded(matrix: Float[np.ndarray, "O I"], name: str) -> dict[str, np.ndarray]:
     """What `packed` takes, of the numbers of "Q8_0" or "Q4_1" that are nearest to these."""
-    O, I = matrix.shape
-    wide = np.pad(matrix.astype(np.float32), [(0, 0), (0, stored_inputs(I) - I)])
-    groups = wide.reshape(O, -1, FORMATS[name].group)
+    count, width = matrix.shape
+    wide = np.pad(matrix.astype(np.float32), [(0, 0), (0, stored_inputs(width) - width)])
+    groups = wide.reshape(count, -1, FORMATS[name].group)
     if name == "Q8_0":
         scales = (np.abs(groups).max(axis=2) / 127).astype(np.float16)
         least, most, zero = None, 127, 128
@@ -198,7 +243,7 @@ def rounded(matrix: Float[np.ndarray, "O I"], name: str) -> dict[str, np.ndarray
     step = scales[:, :, None].astype(np.float32)
     q = np.rint(shifted / np.where(step > 0, step, np.float32(1)))
     q = np.clip(q, -min(zero, most), most) + zero
-    found = {"values": q.astype(np.uint8).reshape(O, -1)[:, :I], "scales": scales}
+    found = {"values": q.astype(np.uint8).reshape(count, -1)[:, :width], "scales": scales}
     return found if least is None else found | {"least": least}
 
 

@@ -44,7 +44,7 @@ def widened(blocks: np.ndarray, name: str) -> np.ndarray:
 
 
 def taken_apart(blocks: np.ndarray, name: str) -> dict[str, np.ndarray]:
-    """What `narrow_product.matrix.packed` takes of such blocks: integers [R, n], and of their groups
+    """What `narrow_product.matrix.packed` takes of such blocks: integers [R, n], and of groups
     scales and what else the type has. They make the same numbers."""
     kind, format = _checked(blocks, name), FORMATS[name]
     count, n = len(blocks), blocks.shape[1] // kind.nbytes

@@ -18,10 +18,12 @@ from tsjax.errors import BadValue
 from tsjax.files import weight_files
 from tsjax.files.drafter_files import write_drafter
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
-from tsjax.files.huggingface import named_leaves
-from tsjax.model.drafter import words_rows
-from tsjax.model.params import declare_params, placement
+from tsjax.files.tensor_names import entries, named_leaves
+from tsjax.model.params import declare_params, is_spec, placement
 from tsjax.model.sharding import placed
+from tsjax.model.transformer import ModelWeights, unembedding_rows
+
+TABLES = ("model.embed", "model.unembed")  # paths of what has a row for each token
 
 
 def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
@@ -57,16 +59,19 @@ def add_words(arrays: dict[str, jax.Array], cfg: ModelConfig, words: np.ndarray,
     assert specs is not None
     arrays["drafter.words"] = placed(words, placement(specs.words, mesh))
     if "drafter.unembed" not in arrays:
-        matrix = arrays.get("model.unembed", arrays["model.embed"])
-        place = placement(specs.unembed, mesh)
-        arrays["drafter.unembed"] = jax.device_put(matrix[arrays["drafter.words"]], place)
+        model = declare_params(cfg).model
+        own = {e.path: arrays[e.path] for e in entries(cfg) if e.path.startswith(TABLES)}
+        tree = jax.tree.structure((model.embed, model.unembed), is_leaf=is_spec)
+        embed, unembed = tree.unflatten(own.values())
+        rows = unembedding_rows(ModelWeights(embed, (), None, unembed), arrays["drafter.words"])
+        arrays["drafter.unembed"] = jax.device_put(rows, placement(specs.unembed, mesh))
 
 
 def write_drafter_of(model: Any, folder: str) -> None:
     """Writes or replaces a model's drafter. Rows of the model's own matrix are left out."""
     drafter = model.params.drafter
     assert drafter is not None
-    own = words_rows(model.params.model, drafter.words)
+    own = unembedding_rows(model.params.model, drafter.words)
     is_own = bool(jnp.array_equal(own, drafter.unembed))
     left_out = {"drafter.words", *(["drafter.unembed"] if is_own else [])}
     tensors = {

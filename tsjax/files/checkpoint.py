@@ -12,15 +12,13 @@ Knows devices and folders. Does not know HuggingFace's names (huggingface.py) or
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import json
 import math
 import os
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.struct
@@ -29,21 +27,20 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from tsjax.config import DTYPES, ModelConfig, check, check_int
+from tsjax.config import DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
 from tsjax.decoding.method import Method
-from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
-from tsjax.files import huggingface, weight_files
+from tsjax.errors import BadValue
+from tsjax.files import huggingface, tensor_names, weight_files
 from tsjax.files.adapters import add_words, open_heads
+from tsjax.files.checkpoint_folders import DESCRIPTION, copy_companions, new_folder
 from tsjax.files.config_files import read_stop_ids
 from tsjax.files.drafter_files import open_drafter
-from tsjax.files.gguf_files import is_gguf
-from tsjax.files.huggingface import Entry
 from tsjax.files.stored_arrays import list_arrays, read_arrays
+from tsjax.files.tensor_names import Entry
 from tsjax.files.tokenizer import load_tokenizer
-from tsjax.files.whole_files import check_writable, own_place, path_of
 from tsjax.host.line_writer import told_as
 from tsjax.host.telling import Progress, doing
-from tsjax.input_files import parsing, read_json, require_file
+from tsjax.input_files import parsing, read_json
 from tsjax.model.params import (
     Params,
     declare_params,
@@ -58,13 +55,7 @@ from tsjax.model.transformer import ModelWeights, ParamSpec
 
 FORMAT_VERSION = 2
 SEPARATE_INPUTS_FIRST = 1  # the version of separate q, k, v, gate and up, each [inputs, outputs]
-DESCRIPTION = "tsjax.json"
 ARRAYS = "params"
-
-# What a folder may hold beside weights and config.json, and what goes along with the weights.
-COMPANIONS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-COMPANIONS += ("merges.txt", "special_tokens_map.json", "added_tokens.json")
-COMPANIONS += ("chat_template.jinja", "chat_template.json", "generation_config.json")
 
 
 class Model(flax.struct.PyTreeNode):
@@ -101,8 +92,8 @@ class Model(flax.struct.PyTreeNode):
     def params_for(self, method: Method) -> Params:
         """The arrays that a method's steps take. A copy in int8 is made once and stays until
         `drop_copies`."""
-        wanted = method.wants_int8 and self.params.drafts is None
-        return self._with_int8 if wanted else self.params
+        missing = self.params.drafts is None and not self.cfg.is_narrow
+        return self._with_int8 if method.wants_int8 and missing else self.params
 
     def weights_beside(self, other: Model) -> ModelWeights:
         """Its weights, without heads, where another model's lie, whole on each device of a mesh."""
@@ -141,8 +132,9 @@ class Model(flax.struct.PyTreeNode):
 
     @property
     def int8_bytes(self) -> int:
-        """Of the copy in int8, where one has to be made."""
-        if self.params.drafts is not None or "_with_int8" in vars(self):
+        """Of the copy in int8, where one has to be made: a narrow model drafts with itself."""
+        is_there = self.params.drafts is not None or "_with_int8" in vars(self)
+        if is_there or self.cfg.is_narrow:
             return 0
         weights, specs = self.params.model, declare_params(self.cfg).model
         leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(weights), strict=True)
@@ -155,7 +147,8 @@ class Model(flax.struct.PyTreeNode):
 
     @property
     def num_params(self) -> int:
-        return sum(leaf.size for _, leaf in named_arrays(self))
+        """As the wide model has them."""
+        return sum(math.prod(entry.spec.shape) for entry in tensor_names.entries(self.cfg.as_wide))
 
 
 def _where(old: Any, new: Any) -> Any:
@@ -177,6 +170,7 @@ def load(
     *,
     dtype: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    weights: str | None = None,
     heads: str | os.PathLike | None = None,
     drafter: str | os.PathLike | None = None,
     allow_pickle: bool = False,
@@ -189,6 +183,10 @@ def load(
       path: the folder or file, or organisation/name on the hub. Of a GGUF in parts any of them.
       dtype: one of config.DTYPES; None keeps the checkpoint's own, and of GGUF is bfloat16.
       mesh: places every array as sharding.py says; None puts them on the default device.
+      weights: how the matrices are held. "float": in `dtype`; "int8" and "int4": rounded in groups
+        of 32 inputs, at 4 bits all but the vocabulary's, which has 8; "stored": as the blocks of a
+        GGUF file are, with the same numbers. None: as a tsjax checkpoint has them, else "float".
+        Norms, biases, the embedding's rows, heads and drafters stay in `dtype`.
       heads: a folder or file with draft heads, TokenSwift's or Medusa's, which replace those of the
         checkpoint; a hub id of a folder.
       drafter: a folder with a one-layer drafter, which replaces that of the checkpoint; a hub id of
@@ -200,14 +198,16 @@ def load(
     mesh = usable_mesh(mesh)
     if dtype is not None:
         check_dtype(dtype)
+    if weights is not None:
+        check(weights in WEIGHTS, "weights", weights, one_of(WEIGHTS))
     with told_as(progress), doing("loading"):
-        return _loaded(path, dtype, mesh, heads, drafter, allow_pickle, on_tensor)
+        return _loaded(path, dtype, mesh, weights, heads, drafter, allow_pickle, on_tensor)
 
 
 def _loaded(
     path: str | os.PathLike, dtype: str | None, mesh: jax.sharding.Mesh | None,
-    heads: str | os.PathLike | None, drafter: str | os.PathLike | None, allow_pickle: bool,
-    on_tensor: Callable | None,
+    weights: str | None, heads: str | os.PathLike | None, drafter: str | os.PathLike | None,
+    allow_pickle: bool, on_tensor: Callable | None,
 ) -> Model:  # fmt: skip
     folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
     attached = open_heads(heads, allow_pickle=allow_pickle) if heads is not None else None
@@ -218,39 +218,58 @@ def _loaded(
     if mesh is not None and jax.process_count() > 1:
         part = lambda spec: held_here(spec.shape, placement(spec, mesh))  # noqa: E731
 
-    def place(tensors, total: int) -> None:
-        count = 0
+    def place(tensors, cfg: ModelConfig, total: int) -> None:
+        count, specs = 0, {entry.path: entry.spec for entry in tensor_names.entries(cfg)}
         with doing("loading", total, "bytes") as work:
-            for entry, array in tensors:
-                arrays[entry.path] = placed(array, placement(entry.spec, mesh))
-                work.done(count := count + array.nbytes)
+            for entry, found in tensors:
+                named = tensor_names.arrays_of(entry.path, found)
+                for name, array in named.items():
+                    arrays[name] = placed(array, placement(specs[name], mesh))
+                nbytes = sum(array.nbytes for array in named.values())
+                work.done(count := count + nbytes)
                 if on_tensor is not None:
-                    on_tensor(entry.path, array.nbytes)
+                    on_tensor(entry.path, nbytes)
 
     if is_tsjax(folder):
         cfg, stop_ids = read_description(folder)
         cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
         check_dtype(cfg.dtype)
+        wanted = _weights_of_saved(cfg, weights, folder)
         version = read_version(folder)
         arrays |= _load_arrays(os.path.join(folder, ARRAYS), cfg, mesh, version)
+        if wanted != cfg:
+            cfg, wide = wanted, tensor_names.rounded_arrays(wanted, arrays)
+            place(wide, cfg, _bytes_of(cfg))
     else:
-        cfg, weights = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
+        cfg, stored = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
+        cfg = tensor_names.with_weights(cfg, weights, stored, folder)
         stop_ids = read_stop_ids(folder)
         own = cfg.with_heads(0) if attached else cfg
-        place(huggingface.read_model(own, weights, part=part), _bytes_of(own))
+        place(huggingface.read_model(own, stored, part=part), own, _bytes_of(own))
     if attached:
         cfg = huggingface.with_heads_of(cfg, attached)
         heads_alone = _bytes_of(cfg) - _bytes_of(cfg.with_heads(0))
-        place(huggingface.read_heads(cfg, attached, part=part), heads_alone)
+        place(huggingface.read_heads(cfg, attached, part=part), cfg, heads_alone)
     if drafter is not None:
         found = open_drafter(drafter, cfg, embed=arrays["model.embed"], allow_pickle=allow_pickle)
         cfg = dataclasses.replace(cfg, drafter=found.shape)
-        place(huggingface.read_drafter(cfg, found.tensors, part=part), _bytes_of_drafter(cfg))
+        place(huggingface.read_drafter(cfg, found.tensors, part=part), cfg, _bytes_of_drafter(cfg))
         add_words(arrays, cfg, found.words, mesh)
     treedef = jax.tree.structure(declare_params(cfg), is_leaf=is_spec)
-    params = treedef.unflatten(arrays[entry.path] for entry in huggingface.entries(cfg))
+    params = treedef.unflatten(arrays[entry.path] for entry in tensor_names.entries(cfg))
     return Model(params, cfg=cfg, stop_ids=stop_ids, path=folder)
+
+
+def _weights_of_saved(cfg: ModelConfig, weights: str | None, folder: str) -> ModelConfig:
+    """A tsjax checkpoint's settings with its matrices held as they are wanted."""
+    if weights is None or (weights == "stored" and cfg.is_narrow):
+        return cfg
+    wanted = tensor_names.with_weights(cfg.as_wide, weights, {}, folder)
+    if cfg.is_narrow and wanted != cfg:
+        holds = f"{folder!r} holds narrow weights, and the wide ones are lost"
+        raise BadValue(f"weights={weights!r} is not valid: {holds}; leave it out")
+    return wanted
 
 
 def _bytes_of_drafter(cfg: ModelConfig) -> int:
@@ -288,7 +307,7 @@ def refuse_several(call: str) -> None:
 
 def named_arrays(model: Model) -> list[tuple[Entry, jax.Array]]:
     """Every array of the model with its names, in the order of the declaration."""
-    return huggingface.named_leaves(model.cfg, model.params)
+    return tensor_names.named_leaves(model.cfg, model.params)
 
 
 def is_tsjax(folder: str) -> bool:
@@ -335,63 +354,6 @@ def check_dtype(dtype: str) -> None:
         )
 
 
-def check_new_folder(path: Any, argument: str = "path", *, overwrite: bool) -> str:
-    """The place of a folder to write, behind all links; refused before it takes any work where
-    something else is there."""
-    name = path_of(path, argument, "a folder, which may be new")
-    target, wrong = os.path.realpath(name), f"{argument}={name!r} is not valid"
-    if os.path.lexists(target):
-        names = os.listdir(target) if os.path.isdir(target) else ["a file"]
-        if names and not {DESCRIPTION, "config.json", "heads.safetensors"} & set(names):
-            raise AlreadyThere(f"{wrong}: it is not a checkpoint folder, and not overwritten")
-        if not overwrite:
-            remedy = "choose another place, or pass overwrite=True (--overwrite)"
-            raise AlreadyThere(f"{wrong}: it exists; {remedy}")
-    parent = os.path.dirname(target)
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    check_writable(parent, f"{wrong}: a folder in a place that can be written")
-    return target
-
-
-@contextlib.contextmanager
-def new_folder(path: str | os.PathLike, *, overwrite: bool) -> Iterator[str]:
-    """A temporary folder beside `path`, which takes its place when the block ends without error."""
-    target = check_new_folder(path, overwrite=overwrite)
-    parent, name = os.path.split(target)
-    os.makedirs(parent, exist_ok=True)
-    fresh = own_place(os.path.join(parent, f".{name}.writing-"))
-    old = os.path.join(parent, f".{name}.replaced-{os.getpid()}")
-    os.mkdir(fresh)
-    try:
-        yield fresh
-        exists = os.path.lexists(target)
-        if exists:
-            os.replace(target, old)  # a folder with files in it cannot be replaced in one call
-        try:
-            os.replace(fresh, target)
-        except OSError:
-            if exists:
-                os.replace(old, target)
-            raise
-        if exists:
-            shutil.rmtree(old)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-
-
-def copy_companions(source: str | None, folder: str) -> None:
-    """Puts the tokenizer and what else belongs to it into a new folder."""
-    if source is not None and is_gguf(source):
-        with contextlib.suppress(NoSuchFile):  # there is none
-            load_tokenizer(source).save_pretrained(folder)
-        return
-    for name in COMPANIONS:
-        if source is not None and os.path.exists(file := os.path.join(source, name)):
-            require_file(file)
-            shutil.copyfile(file, os.path.join(folder, name))
-
-
 def tsjax_version() -> str:
     try:
         return importlib.metadata.version("tsjax")
@@ -416,7 +378,7 @@ def _load_arrays(path: str, cfg: ModelConfig, mesh, version: int) -> dict[str, j
     stored = list_arrays(path)
     with parsing(path, " does not fit the config"):  # before anything is declared
         huggingface.check_counts(cfg, len(stored), ("num_layers", "num_draft_heads"))
-    named = huggingface.entries(cfg)
+    named = tensor_names.entries(cfg)
     is_old = version == SEPARATE_INPUTS_FIRST
     specs = {entry.path: entry.spec for entry in named}
     specs = {path: s for e in named for path, s in _parts(e).items()} if is_old else specs

@@ -20,7 +20,7 @@ import numpy as np
 
 from tsjax.config import ModelConfig
 from tsjax.files.checkpoint import Model
-from tsjax.files.huggingface import Tensor, entries
+from tsjax.files.tensor_names import Tensor, entries
 
 CHANGES_NO_TOKEN = ("num_draft_heads", "head_kind", "head_accuracy", "drafter", "family")
 CHANGES_NO_TOKEN += ("max_positions",)

@@ -3,10 +3,9 @@
 
 A file is a header (version, counts, settings by name, the tensors' names, shapes, types and places)
 and the tensors' bytes. The header is read here, each length checked against the file before it is
-believed; numbers are widened a block of rows at a time, by a kernel in C++, or by the gguf package
-where there is none or it does not know their type. What comes out is
-what a HuggingFace folder would say: the content of a config.json, and tensors under its names.
-Does not know tokenizers (gguf_tokenizer.py).
+believed. What comes out is what a HuggingFace folder would say: the content of a config.json, and
+tensors under its names. Does not know types of numbers (gguf_numbers.py) or tokenizers
+(gguf_tokenizer.py).
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ import struct
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import native
-from pallas_kernels.stored_blocks.api import BLOCK_TYPES, widened
-from tsjax.errors import BadValue, NoSuchFile, NotInstalled, NotSupported
-from tsjax.files.weight_files import GGUF, StoredTensor, Version, Weights, read_pieces, version_of
+from tsjax.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.files.gguf_numbers import kind_of_code, out_of_pairs, stored_tensor
+from tsjax.files.weight_files import GGUF, StoredTensor, Weights, version_of
 from tsjax.input_files import listed, parsing, require_file
 
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -97,7 +94,7 @@ class Header:
             self.tensors = {info.name: self._stored(info, begin, size) for info in infos}
 
     def _stored(self, info: _Info, begin: int, size: int) -> StoredTensor:
-        kind = _kind(info.code)
+        kind = kind_of_code(info.code)
         *rows, columns = info.shape
         if columns % kind.block:
             whole = f"whole blocks of {kind.block}"
@@ -106,10 +103,8 @@ class Header:
         place, nbytes = begin + info.offset, math.prod(rows) * row_bytes
         if place + nbytes > size:
             raise BadValue(f"{info.name} ends {place + nbytes - size} bytes behind the file")
-        read = functools.partial(
-            _rows, self.file, info.name, self.version, place, info.shape, row_bytes, kind
-        )
-        return StoredTensor(info.name, self.file, info.shape, kind.dtype, read)
+        where = self.file, info.name, self.version, place
+        return stored_tensor(*where, info.shape, row_bytes, kind)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,112 +205,6 @@ class _Reader:
             raise BadValue("it is cut off, or a length in it is wrong")
 
 
-# --- numbers ---------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """A type of tensors.
-
-    Attributes:
-      block, block_bytes: numbers that are stored together, and in how many bytes.
-      dtype: of what `rows` gives; not one of DTYPES for types that no model has.
-    """
-
-    name: str
-    block: int
-    block_bytes: int
-    dtype: str
-
-
-# Types that NumPy has, by their numbers in files.
-_PLAIN = {
-    0: _Kind("F32", 1, 4, "float32"), 1: _Kind("F16", 1, 2, "float16"),
-    28: _Kind("F64", 1, 8, "float64"), 30: _Kind("BF16", 1, 2, "bfloat16"),
-}  # fmt: skip
-
-
-@functools.cache
-def _kind(code: int) -> _Kind:
-    if code in _PLAIN:
-        return _PLAIN[code]
-    for name, block in BLOCK_TYPES.items():
-        if block.code == code and native.on_host():
-            return _Kind(name, block.numbers, block.nbytes, "float32")
-    gguf = _package()
-    try:
-        kind = gguf.GGMLQuantizationType(code)
-        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        wanted = "the gguf package does not know it; a newer one may"
-        raise NotSupported(f"tensors of type {code}: {wanted}") from None
-    if re.fullmatch(r"I\d+", kind.name):
-        return _Kind(kind.name, 1, block_bytes, kind.name)
-    try:
-        gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), kind)
-    except NotImplementedError:
-        raise NotSupported(f"the gguf package does not dequantise {kind.name}") from None
-    return _Kind(kind.name, block, block_bytes, "float32")
-
-
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError as error:
-        raise NotInstalled(
-            "GGUF files with numbers of this type, or without a C++ compiler, are read by the gguf "
-            "package, which is not installed; pip install 'tsjax[gguf]'"
-        ) from error
-    return gguf
-
-
-def _rows(
-    file: str, name: str, version: Version, place: int, shape: tuple[int, ...], row_bytes: int,
-    kind: _Kind, start: int, stop: int, columns: slice | None = None,
-) -> np.ndarray:  # fmt: skip
-    """A vector is a single row, of which a part is wanted."""
-    if len(shape) == 1:
-        return _rows(file, name, version, place, (1, *shape), row_bytes, kind, 0, 1)[0][start:stop]
-    begin, count = place + start * row_bytes, stop - start
-    raw = read_pieces(file, name, version, [begin], count * row_bytes).reshape(count, row_bytes)
-    if kind in _PLAIN.values():
-        found = raw.view(jnp.dtype(kind.dtype))
-    else:
-        found = _widened(raw, kind).reshape(count, -1)
-    return found if columns is None else found[:, columns]
-
-
-_AT_ONCE = 2**16  # numbers: the package's results in between stay in a processor's cache
-
-
-def _widened(raw: np.ndarray, kind: _Kind) -> np.ndarray:
-    """The numbers of blocks, of which the package takes fewer at a time than is fast."""
-    if kind.name in BLOCK_TYPES and native.on_host():
-        return widened(raw, kind.name)
-    gguf, blocks = _package(), raw.reshape(-1, kind.block_bytes)
-    found, count = np.empty((len(blocks), kind.block), np.float32), _AT_ONCE // kind.block
-    with np.errstate(all="ignore"):  # numbers that are not finite are told of later
-        for begin in range(0, len(blocks), count):
-            some = blocks[begin : begin + count].reshape(1, -1)
-            wide = gguf.quants.dequantize(some, gguf.GGMLQuantizationType[kind.name])
-            found[begin : begin + count] = wide.reshape(-1, kind.block)
-    return found
-
-
-def _out_of_pairs(stored: StoredTensor, heads: int) -> StoredTensor:
-    """Rows of q or k whose heads hold first the first number of each pair, then the second ones."""
-    head_dim = stored.shape[0] // heads
-
-    def rows(start: int, stop: int, columns: slice | None = None) -> np.ndarray:
-        first, last = start // head_dim, -(-stop // head_dim)  # whole heads
-        found = stored.rows(first * head_dim, last * head_dim, columns)
-        pairs = found.reshape(last - first, head_dim // 2, 2, -1)
-        apart = pairs.swapaxes(1, 2).reshape(found.shape)
-        return apart[start - first * head_dim : stop - first * head_dim]
-
-    return dataclasses.replace(stored, rows=rows)
-
-
 # --- what HuggingFace would say --------------------------------------------------------------
 
 
@@ -376,7 +265,7 @@ def open_gguf(path: str) -> tuple[dict[str, Any], Weights]:
         for name, stored in tensors.items():
             for part, heads in split.items():
                 if part in name and stored.shape[0] % (2 * heads) == 0:  # others are refused
-                    stored = _out_of_pairs(stored, heads)
+                    stored = out_of_pairs(stored, heads)
             weights[_their_name(name)] = stored
         weights.pop(_FREQUENCIES, None)
     return raw, weights

@@ -39,6 +39,9 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str  # one of DTYPES, or whatever the file calls it
     rows: Callable[..., np.ndarray]  # reads rows start..stop, in any thread; of a slice of columns
+    kind: str = ""  # how a GGUF file calls the type of its numbers
+    # Of rows start..stop what `narrow_product.matrix.packed` takes: where they are stored so.
+    apart: Callable[[int, int], dict[str, np.ndarray]] | None = None
 
     def __str__(self) -> str:
         return f"{self.name} in {self.file}"

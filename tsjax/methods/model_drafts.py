@@ -26,6 +26,7 @@ from tsjax.methods.partial_cache import DraftCache, summarize_rest
 from tsjax.model.cache import write_rows
 from tsjax.model.control_flow import run_if
 from tsjax.model.heads import Head, run_heads, unembed_with_heads
+from tsjax.model.narrow import is_narrow
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import ModelWeights, final_norm
@@ -76,8 +77,8 @@ def no_candidates(shape: tuple[int, int], dtype: DTypeLike) -> Candidates:
 
 
 def weights_for(method: Method, params: Params) -> ModelWeights:
-    """Those that a method drafts with."""
-    if not method.wants_int8:
+    """Those that a method drafts with. A narrow model drafts with itself."""
+    if not method.wants_int8 or is_narrow(params.model):
         return params.model
     if params.drafts is None:
         raise BadValue(

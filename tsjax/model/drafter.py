@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels import rms_norm, rotary_heads
 from tsjax.config import ModelConfig
 from tsjax.model.layers import linear, rotary_angles
-from tsjax.model.transformer import LayerWeights, ModelWeights, ParamSpec, layer_output, unembedding
+from tsjax.model.transformer import LayerWeights, ParamSpec, layer_output
 from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
@@ -133,12 +133,6 @@ def draft_rows(
         taken = state if cfg.drafter.norm_before_residual else states
         x, update = layer_output(layer, taken, attend(q, k, v), live, cfg=cfg)
         return x + update.astype(x.dtype), k, v
-
-
-def words_rows(model: ModelWeights, words: Int[Array, "W"]) -> Float[Array, "W D"]:
-    """The rows of the model's own matrix for these tokens."""
-    matrix: Any = unembedding(model)
-    return matrix[words]
 
 
 def words_logits(

@@ -9,20 +9,24 @@ bfloat16 arrays accumulate in float32.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import gated, product
+from pallas_kernels import NarrowMatrix, gated, narrow_product, product
 from tsjax.config import RopeConfig
 from tsjax.model.int8 import Int8Matrix
 from tsjax.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 
+Matrix = Float[Array, "..."] | Int8Matrix | NarrowMatrix
+Weight = Matrix | tuple[Matrix, ...]  # in one piece, or in several
+
 
 def linear(
     x: Float[Array, "..."],
-    weight: Float[Array, "..."] | Int8Matrix,
+    weight: Weight,
     bias: Float[Array, "..."] | None = None,
     *,
     contract: int = 1,
@@ -31,32 +35,47 @@ def linear(
 ) -> Float[Array, "..."]:
     """The sums of x [..., *I] * weight [*O, *I] over I, the last `contract` axes, + bias [*O].
 
+    A weight in several pieces gives theirs side by side along the second axis of O.
     `live` says of rows [B, T] how many of each batch row are wanted; None is all.
     """
     lead, inner = x.shape[: x.ndim - contract], x.shape[x.ndim - contract :]
-    scales = weight.scales.reshape(-1) if isinstance(weight, Int8Matrix) else None
-    values = weight.values if isinstance(weight, Int8Matrix) else weight
-    outer = values.shape[: values.ndim - contract]
     rows = x.reshape(*lead, math.prod(inner))
-    matrix = values.reshape(math.prod(outer), math.prod(inner))
-    y = product(rows, matrix, scales=scales, live=live)
-    y = y.reshape(*lead, *outer)
+    pieces = weight if isinstance(weight, tuple) else (weight,)
+    sums = [_sums(rows, piece, contract, live) for piece in pieces]
+    y = jnp.concatenate(sums, axis=len(lead) + 1) if sums[1:] else sums[0]
     if bias is not None:
         y = y + _with_rank(bias.astype(y.dtype), y.ndim)
     return y.astype(out_dtype or x.dtype)
 
 
+def _sums(
+    rows: Float[Array, "*lead I"], weight: Matrix, contract: int, live: Int[Array, "B"] | None
+) -> Float[Array, "..."]:
+    """[*lead, *O]."""
+    if isinstance(weight, NarrowMatrix):
+        return narrow_product(rows, weight, live=live).reshape(*rows.shape[:-1], *weight.outputs)
+    scales = weight.scales.reshape(-1) if isinstance(weight, Int8Matrix) else None
+    values: Any = weight.values if isinstance(weight, Int8Matrix) else weight
+    outer = values.shape[: values.ndim - contract]
+    matrix = values.reshape(math.prod(outer), rows.shape[-1])
+    y = product(rows, matrix, scales=scales, live=live)
+    return y.reshape(*rows.shape[:-1], *outer)
+
+
 def swiglu(
     x: Float[Array, "*rows D"],
-    gate_up: Float[Array, "F 2 D"] | Int8Matrix,
-    down: Float[Array, "D F"] | Int8Matrix,
+    gate_up: Weight,
+    down: Weight,
     gate_up_bias: Float[Array, "F 2"] | None = None,
     down_bias: Float[Array, "D"] | None = None,
     *,
     out_dtype: DTypeLike | None = None,
     live: Int[Array, "B"] | None = None,
 ) -> Float[Array, "*rows D"]:
-    """down(silu(gate(x)) * up(x)): the feed-forward part of every supported family."""
+    """down(silu(gate(x)) * up(x)): the feed-forward part of every supported family.
+
+    gate_up is [F, 2, D], down [D, F].
+    """
     wide = accumulation_dtype(x.dtype)
     opened = linear(x, gate_up, gate_up_bias, out_dtype=wide, live=live)  # [*rows, F, 2]
     hidden = gated(opened, x.dtype, live=live)

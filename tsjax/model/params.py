@@ -20,7 +20,7 @@ from tsjax.config import ModelConfig
 from tsjax.model.drafter import DrafterWeights, declare_drafter
 from tsjax.model.heads import Head, declare_heads
 from tsjax.model.int8 import as_int8
-from tsjax.model.sharding import named_sharding, placed, usable_mesh
+from tsjax.model.sharding import named_sharding, placed, usable_mesh, wanted_axes
 from tsjax.model.transformer import ModelWeights, ParamSpec, declare_model, int8_weights
 
 
@@ -56,7 +56,7 @@ def placement(spec: ParamSpec, mesh=None):
     if not mesh:
         return None
     pairs = zip(spec.shape, spec.axes, strict=True)
-    units = [size // spec.group if axis == "heads" else size for size, axis in pairs]
+    units = [size // spec.group if axis and wanted_axes(axis) else size for size, axis in pairs]
     return named_sharding(units, spec.axes, mesh)
 
 

@@ -18,10 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import add_rms_norm, rms_norm, rotary_heads, rotate
-from tsjax.config import ModelConfig
+from pallas_kernels import NarrowMatrix, add_rms_norm, rms_norm, rotary_heads, rotate
+from tsjax.config import WIDE, ModelConfig
 from tsjax.model.int8 import Int8Matrix
-from tsjax.model.layers import linear, rotary_angles, swiglu
+from tsjax.model.layers import Matrix, linear, rotary_angles, swiglu
+from tsjax.model.narrow import declared
 from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
@@ -36,10 +37,10 @@ class ParamSpec:
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # logical axis of each dimension, see sharding.py
     dtype: str
-    init: str = "normal"  # "normal", "ones" or "zeros"
+    init: str = "normal"  # "normal", "ones" or "zeros"; "bits" of an array of a NarrowMatrix
     inputs: int = 0  # axes that a product sums over; the embedding, which is looked up, has none
     parts: tuple[int, ...] = ()  # along the second axis, where several parameters lie together
-    group: int = 1  # neighbours along the axis "heads" that stay on one device
+    group: int = 1  # neighbours along the axis that is split that stay on one device
 
     @property
     def part_shapes(self) -> list[tuple[int, ...]]:
@@ -48,7 +49,10 @@ class ParamSpec:
 
 
 class LayerWeights(flax.struct.PyTreeNode):
-    """One layer. Biases and q/k norms are None where the family has none."""
+    """One layer. Biases and q/k norms are None where the family has none.
+
+    A matrix may be a NarrowMatrix, and one of several parts a tuple: see `narrow.declared`.
+    """
 
     attn_norm: Any  # [D]
     qkv: Any  # [K, G + 2, H, D]: of each kv head its query heads, its key and its value
@@ -65,7 +69,7 @@ class LayerWeights(flax.struct.PyTreeNode):
 
 
 class ModelWeights(flax.struct.PyTreeNode):
-    """The whole model; `unembed` is None when the embedding is shared."""
+    """The whole model; `unembed` is None where the embedding itself makes the logits."""
 
     embed: Any  # [V, D]
     layers: tuple[LayerWeights, ...]
@@ -88,15 +92,19 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
     def bias(shape, axes, flag, parts=()):
         return ParamSpec(shape, axes, cfg.dtype, "zeros", parts=parts) if flag else None
 
-    def layer():
+    def layer(index: int):
+        formats = cfg.formats_of(index)
+        fresh = matrix((K, G + 2, H, D), ("kv_heads", None, "head_dim", "embed"), parts=qkv)
+        # A device that has a kv head has all its query heads, as attention is split so.
+        out = matrix((D, N, H), ("embed", "heads", "head_dim"), inputs=2, group=G)
+        opened = matrix((F, 2, D), ("mlp", None, "embed"), parts=gate_up)
         return LayerWeights(
             attn_norm=norm(D, "embed"),
-            qkv=matrix((K, G + 2, H, D), ("kv_heads", None, "head_dim", "embed"), parts=qkv),
-            # A device that has a kv head has all its query heads, as attention is split so.
-            o=matrix((D, N, H), ("embed", "heads", "head_dim"), inputs=2, group=G),
+            qkv=declared(fresh, formats["qkv"]),
+            o=declared(out, formats["o"]),
             mlp_norm=norm(D, "embed"),
-            gate_up=matrix((F, 2, D), ("mlp", None, "embed"), parts=gate_up),
-            down=matrix((D, F), ("embed", "mlp")),
+            gate_up=declared(opened, formats["gate_up"]),
+            down=declared(matrix((D, F), ("embed", "mlp")), formats["down"]),
             qkv_bias=bias((K, G + 2, H), ("kv_heads", None, "head_dim"), cfg.qkv_bias, qkv),
             o_bias=bias((D,), ("embed",), cfg.out_bias),
             gate_up_bias=bias((F, 2), ("mlp", None), cfg.mlp_bias, gate_up),
@@ -105,11 +113,13 @@ def declare_model(cfg: ModelConfig) -> ModelWeights:
             k_norm=norm(H, "head_dim") if cfg.qk_norm else None,
         )
 
+    tied = cfg.tie_embeddings and cfg.unembed_format == WIDE
+    unembed = declared(matrix((V, D), ("vocab", "embed")), [cfg.unembed_format])
     return ModelWeights(
         embed=matrix((V, D), ("vocab", "embed"), inputs=0),
-        layers=tuple(layer() for _ in range(cfg.num_layers)),
+        layers=tuple(layer(index) for index in range(cfg.num_layers)),
         final_norm=norm(D, "embed"),
-        unembed=None if cfg.tie_embeddings else matrix((V, D), ("vocab", "embed")),
+        unembed=None if tied else unembed,
     )
 
 
@@ -267,6 +277,14 @@ def unembed(
         return linear(normed, unembedding(weights), out_dtype=accumulation_dtype(cfg.dtype))
 
 
-def unembedding(weights: ModelWeights) -> Float[Array, "V D"] | Int8Matrix:
+def unembedding(weights: ModelWeights) -> Matrix:
     """The matrix that logits are made with."""
     return weights.embed if weights.unembed is None else weights.unembed
+
+
+def unembedding_rows(weights: ModelWeights, tokens: Int[Array, "n"]) -> Float[Array, "n D"]:
+    """Its rows of these tokens, in the model's type."""
+    matrix: Any = unembedding(weights)
+    if isinstance(matrix, NarrowMatrix):
+        return matrix.rows(tokens).astype(weights.embed.dtype)
+    return matrix[tokens]

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import rms_norm
 from tsjax.config import ModelConfig
-from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits, words_rows
+from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits
 from tsjax.model.layers import linear
-from tsjax.model.transformer import ModelWeights, final_norm, unembedding
+from tsjax.model.transformer import ModelWeights, final_norm, unembedding, unembedding_rows
 from tsjax.training_config import DrafterTraining
 from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
@@ -165,7 +165,7 @@ def agreement(
 def said_by_model(weights, model: ModelWeights, last, temperature, *, cfg: ModelConfig):
     """The model's distribution over the drafter's words, in the model's type."""
     normed, wide = final_norm(model, last, cfg=cfg), accumulation_dtype(cfg.dtype)
-    logits = linear(normed, words_rows(model, weights.words), out_dtype=wide)
+    logits = linear(normed, unembedding_rows(model, weights.words), out_dtype=wide)
     return jax.nn.softmax(logits / temperature, axis=-1).astype(cfg.dtype)
 
 

@@ -24,10 +24,10 @@ from tsjax.host import processes
 from tsjax.host.costs import costs_of
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.telling import doing
-from tsjax.model.drafter import DrafterWeights, declare_drafter, words_rows
+from tsjax.model.drafter import DrafterWeights, declare_drafter
 from tsjax.model.params import is_spec
 from tsjax.model.sharding import everywhere, mesh_of
-from tsjax.model.transformer import ParamSpec
+from tsjax.model.transformer import ParamSpec, unembedding_rows
 from tsjax.training import drafter_loss, least_squares
 from tsjax.training.batches import ROW_TOKENS, most_frequent_tokens
 from tsjax.training.drafter_evaluation import evaluated, expected_speedup
@@ -169,7 +169,7 @@ class DrafterSteps:
         self._rows = self._learned.rows()
         words = most_frequent_tokens(learned, self.cfg.vocab_size, shape.words)
         self._params = model.params.replace(heads=(), drafter=None)
-        rows = words_rows(self._params.model, jnp.asarray(words))
+        rows = unembedding_rows(self._params.model, jnp.asarray(words))
         self._frozen = self._everywhere({"words": jnp.asarray(words), "unembed": rows})
         self._begin_with(first_weights(self.cfg, self._params.model, settings.seed))
 

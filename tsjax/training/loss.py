@@ -22,11 +22,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_kernels import NarrowMatrix
 from tsjax.config import OWN_VOCABULARY, ModelConfig
 from tsjax.model.heads import Head, declare_heads, run_heads
 from tsjax.model.layers import linear
 from tsjax.model.params import inputs_first, join
-from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembedding
+from tsjax.model.transformer import (
+    ModelWeights,
+    ParamSpec,
+    final_norm,
+    unembedding,
+    unembedding_rows,
+)
 from tsjax.training_config import HeadTraining
 from tsjax.typing import accumulation_dtype
 
@@ -63,8 +70,9 @@ def init_heads(
             return jnp.full(spec.shape, 1 if spec.init == "ones" else 0, dtype)
         if "vocab" in spec.axes:
             assert weights is not None
-            matrix: Any = unembedding(weights)
-            return jnp.array(matrix, dtype, copy=True)  # a step gives its heads away
+            tokens = jnp.arange(cfg.vocab_size)
+            # A copy: a step gives its heads away.
+            return jnp.array(unembedding_rows(weights, tokens), dtype)
         drawn = [rng.normal(scale=settings.init_scale, size=s.shape) for s in inputs_first(spec)]
         return jnp.asarray(join(spec, drawn, numpy=np), dtype)
 
@@ -226,7 +234,10 @@ def _loss_and_slope(normed, labels, valid, matrix, cfg, trains_matrix, *, slope=
         product = functools.partial(
             jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=wide
         )
-        slope_of_states = product("bcv,vd->bcd", excess, matrix).astype(normed.dtype)
+        wide_matrix = matrix
+        if isinstance(matrix, NarrowMatrix):
+            wide_matrix = matrix.numbers().astype(normed.dtype)
+        slope_of_states = product("bcv,vd->bcd", excess, wide_matrix).astype(normed.dtype)
         if not trains_matrix:
             return metrics, (slope_of_states, None)
         slope_of_matrix = product("bcv,bcd->vd", excess, normed)
