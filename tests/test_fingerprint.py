@@ -163,8 +163,9 @@ def test_it_is_that_of_the_huggingface_tensors(tmp_path):
     model = tsjax.load(tmp_path / "hf")
     cfg = dataclasses.asdict(model.cfg)
     left_out = ("num_draft_heads", "head_kind", "head_accuracy", "family", "max_positions")
-    # The last four are as by default.
-    for name in (*left_out, "dtype", "tie_embeddings", "qk_norm", "drafter"):
+    # The others are as by default.
+    defaults = ("dtype", "tie_embeddings", "qk_norm", "drafter", "layer_formats", "unembed_format")
+    for name in (*left_out, *defaults):
         del cfg[name]
     digest = hashlib.sha256(
         json.dumps(cfg | {"rope": {"theta": 500000.0}}, sort_keys=True).encode()

@@ -79,7 +79,7 @@ def can_be_read(kind: Types) -> bool:
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    monkeypatch.setattr(gguf_files.native, "on_host", lambda: None)
+    monkeypatch.setattr(gguf_numbers.native, "on_host", lambda: None)
     gguf_numbers.kind_of_code.cache_clear()
     yield
     gguf_numbers.kind_of_code.cache_clear()
@@ -404,7 +404,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch, capsys,
     rare = gguf_fixtures.make(tmp_path / "rare.gguf", kind=Types.TQ1_0, **ONE_BLOCK)
     gguf_numbers.kind_of_code.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
-    if gguf_files.native.on_host():
+    if gguf_numbers.native.on_host():
         assert tsjax.load(common).cfg.num_layers
     request.getfixturevalue("without_kernels")
     for path in (common, rare):
@@ -412,7 +412,7 @@ def test_the_package_is_named_where_it_is_missing(tmp_path, monkeypatch, capsys,
         assert "pip install 'tsjax[gguf]'" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not gguf_files.native.on_host(), reason="they are in C++")
+@pytest.mark.skipif(not gguf_numbers.native.on_host(), reason="they are in C++")
 @pytest.mark.parametrize("blocks", [np.zeros((2, 35), np.uint8), np.zeros((2, 34), np.int8)])
 def test_blocks_that_do_not_fit_are_refused(blocks):
     with pytest.raises(ValueError, match=r"is not valid: \[R, n \* 34\] of uint8"):

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROWS = {
     "pallas_kernels": 0,
     "tsjax.configs": 0,
+    "tsjax.habits": 0,
     "tsjax.config": 1,
     "tsjax.training_config": 2,
     "tsjax.errors": -1,
@@ -320,17 +321,17 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_520,
+    "tsjax": 1_580,
     "tsjax/commands": 1_400,
     "tsjax/decoding": 2_990,
-    "tsjax/files": 4_010,
+    "tsjax/files": 4_280,
     "tsjax/host": 8_350,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 5_250,
-    "tsjax/model": 1_610,
+    "tsjax/model": 1_730,
     "tsjax/training": 2_870,
-    "pallas_kernels": 3_690,
-    "convert": 510,
+    "pallas_kernels": 4_850,
+    "convert": 530,
     "benchmarks": 10_740,
     "tools": 6_370,
     "tests": 26_000,

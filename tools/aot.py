@@ -266,9 +266,10 @@ def lower_step(step: Step, target: str):
     from tsjax.decoding.start import init_state
     from tsjax.model.cache import CACHE_AXES, WHOLE_AXES, Cache, KVCache
     from tsjax.model.int8 import Int8Matrix
+    from tsjax.model.param_spec import ParamSpec
     from tsjax.model.params import Params, declare_params, is_spec
     from tsjax.model.sharding import named_sharding, usable_mesh
-    from tsjax.model.transformer import ParamSpec, int8_weights
+    from tsjax.model.transformer import int8_weights
 
     cfg, sampling = settings_of(step, target)
     config = cfg.model

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 
 import tsjax
 from tsjax.commands.parser import Parser, tell
-from tsjax.config import GENERATION_NAMES, HABITS
+from tsjax.config import GENERATION_NAMES
+from tsjax.habits import HABITS
 from tsjax.host.line_writer import told_on_stderr
 from tsjax.host.telling import doing
 

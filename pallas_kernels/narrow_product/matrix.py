@@ -106,11 +106,13 @@ class NarrowMatrix:
         found = self._integers(outputs).astype(np.float32)
         found = found * self._of_each(self.scales, self.steps, outputs)
         if self.least is not None:
-            least = self._of_each(self.least, self.least_steps, outputs)
+            # Taken off, as blocks have it: so are the signs of zeros theirs.
+            steps = None if self.least_steps is None else -self.least_steps
+            less = self._of_each(self.least if steps is not None else -self.least, steps, outputs)
             if not isinstance(found, np.ndarray):
                 # XLA might round once, where the definition rounds twice.
-                found, least = lax.optimization_barrier((found, least))
-            found = found + least
+                found, less = lax.optimization_barrier((found, less))
+            found = found - less
         return found[:, : math.prod(self.inputs)]
 
     def _integers(self, outputs: Integer[Array, "n"] | None) -> Integer[Array, "n stored"]:

@@ -159,10 +159,10 @@ void widen_all(const uint8_t* blocks, int64_t count, float* out) {
     const float of_scale = half(parts.scale), of_least = Block::WITH_LEAST ? half(parts.least) : 0.0f;
     for (int group = 0; group < Block::NUMBERS / Block::GROUP; group++) {
       const float scale = Block::TWO_LEVELS ? of_scale * parts.steps[group] : of_scale;
-      const float least = Block::TWO_LEVELS ? of_least * parts.least_steps[group] : of_least;
+      const float less = Block::TWO_LEVELS ? of_least * -parts.least_steps[group] : -of_least;
       for (int i = group * Block::GROUP; i < (group + 1) * Block::GROUP; i++) {
         const float x = static_cast<float>(parts.q[i] - Block::ZERO) * scale;
-        out[i] = Block::WITH_LEAST ? x + least : x;
+        out[i] = Block::WITH_LEAST ? x - less : x;
       }
     }
   }

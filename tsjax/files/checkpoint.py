@@ -41,6 +41,7 @@ from tsjax.files.tokenizer import load_tokenizer
 from tsjax.host.line_writer import told_as
 from tsjax.host.telling import Progress, doing
 from tsjax.input_files import parsing, read_json
+from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import (
     Params,
     declare_params,
@@ -51,7 +52,7 @@ from tsjax.model.params import (
     with_int8_drafts,
 )
 from tsjax.model.sharding import everywhere, held_here, mesh_of, placed, usable_mesh
-from tsjax.model.transformer import ModelWeights, ParamSpec
+from tsjax.model.transformer import ModelWeights
 
 FORMAT_VERSION = 2
 SEPARATE_INPUTS_FIRST = 1  # the version of separate q, k, v, gate and up, each [inputs, outputs]

@@ -140,7 +140,7 @@ def out_of_pairs(stored: StoredTensor, heads: int) -> StoredTensor:
 
     def wanted(found: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Of whole heads."""
-        pairs = found.reshape(-1, head_dim // 2, 2, found.shape[1])
+        pairs = found.reshape(-1, head_dim // 2, 2, *found.shape[1:])
         apart = pairs.swapaxes(1, 2).reshape(found.shape)
         first = start // head_dim * head_dim
         return apart[start - first : stop - first]

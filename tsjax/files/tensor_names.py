@@ -21,9 +21,9 @@ from tsjax.config import LAYER_MATRICES, NUM_LAYER_MATRICES, WIDE, ModelConfig
 from tsjax.errors import BadValue, NotSupported
 from tsjax.files.weight_files import Weights
 from tsjax.input_files import listed
-from tsjax.model.narrow import ARRAYS, pieces
+from tsjax.model.narrow import NARROW_ARRAYS, of_one_format
+from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import Params, declare_params, is_spec
-from tsjax.model.transformer import ParamSpec
 
 # HuggingFace's name of each tensor and the path in Params. The tensors of one path lie together
 # there, in this order, along the second axis. Matrices are [outputs, inputs] on both sides; here
@@ -165,7 +165,7 @@ def to_read(cfg: ModelConfig) -> list[Entry]:
         if not any(formats):
             found.append(entry)
             continue
-        some = pieces(entry.spec, formats)
+        some = of_one_format(entry.spec, formats)
         for number, (spec, name) in enumerate(some):
             stop = start + max(1, len(spec.parts))
             tensors = _tensors([tensor.key for tensor in entry.tensors[start:stop]], spec)
@@ -231,7 +231,7 @@ def arrays_of(path: str, found: np.ndarray | NarrowMatrix) -> dict[str, np.ndarr
     """The arrays of a parameter, by their paths in Params."""
     if not isinstance(found, NarrowMatrix):
         return {path: found}
-    pairs = ((f"{path}.{part}", getattr(found, part)) for part in ARRAYS)
+    pairs = ((f"{path}.{part}", getattr(found, part)) for part in NARROW_ARRAYS)
     return {name: array for name, array in pairs if array is not None}
 
 

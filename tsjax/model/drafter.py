@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from pallas_kernels import rms_norm, rotary_heads
 from tsjax.config import ModelConfig
 from tsjax.model.layers import linear, rotary_angles
-from tsjax.model.transformer import LayerWeights, ParamSpec, layer_output
+from tsjax.model.param_spec import ParamSpec
+from tsjax.model.transformer import LayerWeights, layer_output
 from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from pallas_kernels import add_rms_norm, rms_norm
 from tsjax.config import CHAINED, OWN_VOCABULARY, ModelConfig
 from tsjax.model.layers import linear
-from tsjax.model.transformer import ModelWeights, ParamSpec, final_norm, unembed
+from tsjax.model.param_spec import ParamSpec
+from tsjax.model.transformer import ModelWeights, final_norm, unembed
 from tsjax.typing import Array, Float, accumulation_dtype
 
 

@@ -11,26 +11,24 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from pallas_kernels import NarrowMatrix
 from pallas_kernels.narrow_product.matrix import FORMATS, shapes_of
 from tsjax.config import WIDE
+from tsjax.model.param_spec import ParamSpec
 from tsjax.model.sharding import wanted_axes
 
-if TYPE_CHECKING:
-    from tsjax.model.transformer import ParamSpec
-
-ARRAYS = ("values", "scales", "steps", "least", "least_steps")
+NARROW_ARRAYS = ("values", "scales", "steps", "least", "least_steps")
 
 
 def declared(spec: ParamSpec, formats: Sequence[str]) -> Any:
     """A parameter whose parts have these formats: the wide one, or a NarrowMatrix of arrays; where
     the formats of its parts differ a tuple of such, which lie together along the second axis."""
     found = [
-        piece if name == WIDE else _narrow(piece, name) for piece, name in pieces(spec, formats)
+        piece if name == WIDE else _narrow(piece, name) for piece, name in of_one_format(spec, formats)
     ]
     return tuple(found) if found[1:] else found[0]
 
@@ -41,7 +39,7 @@ def is_narrow(weights: Any) -> bool:
     return any(isinstance(leaf, NarrowMatrix) for leaf in leaves)
 
 
-def pieces(spec: ParamSpec, formats: Sequence[str]) -> list[tuple[ParamSpec, str]]:
+def of_one_format(spec: ParamSpec, formats: Sequence[str]) -> list[tuple[ParamSpec, str]]:
     """Neighbouring parts of one format, as a parameter each."""
     if not spec.parts:
         return [(spec, formats[0])]
@@ -74,4 +72,4 @@ def _narrow(spec: ParamSpec, name: str) -> NarrowMatrix:
         )  # fmt: skip
 
     specs = {part: array(*of_it) for part, of_it in arrays.items()}
-    return NarrowMatrix(*map(specs.get, ARRAYS), format, outputs, inputs)
+    return NarrowMatrix(*map(specs.get, NARROW_ARRAYS), format, outputs, inputs)

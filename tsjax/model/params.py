@@ -20,8 +20,9 @@ from tsjax.config import ModelConfig
 from tsjax.model.drafter import DrafterWeights, declare_drafter
 from tsjax.model.heads import Head, declare_heads
 from tsjax.model.int8 import as_int8
+from tsjax.model.param_spec import ParamSpec
 from tsjax.model.sharding import named_sharding, placed, usable_mesh, wanted_axes
-from tsjax.model.transformer import ModelWeights, ParamSpec, declare_model, int8_weights
+from tsjax.model.transformer import ModelWeights, declare_model, int8_weights
 
 
 class Params(flax.struct.PyTreeNode):
