@@ -43,6 +43,12 @@ class Format(NamedTuple):
     two_levels: bool = False
     with_least: bool = False
 
+    @property
+    def bits_of_weight(self) -> float:
+        """That are stored, with a weight's share of what its group has."""
+        of_group = 8 / self.group + 16 / WIDE if self.two_levels else 16 / self.group
+        return self.bits + of_group * (1 + self.with_least)
+
 
 # The types of GGUF's blocks, with their numbers exactly; of 2 and 3 bits q takes 4.
 FORMATS = {

@@ -20,7 +20,7 @@ import jax
 
 import tsjax
 from tsjax.commands.parser import tell
-from tsjax.config import GENERATION_NAMES, check, refuse_unknown
+from tsjax.config import GENERATION_NAMES, WEIGHTS, check, refuse_unknown
 from tsjax.errors import BadValue
 from tsjax.host import layout, processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
@@ -107,6 +107,11 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
         "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
     )
     add_switch(parser, "--distributed", text)
+
+
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    text = "matrices in few bits: rounded, or as a GGUF file stores them (default: float)"
+    add(parser, "--weights", text, choices=WEIGHTS)
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

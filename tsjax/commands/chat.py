@@ -50,6 +50,7 @@ def add_chat(commands: Any) -> None:
     cli.add(parser, "model", cli.MODEL_HELP)
     cli.add(parser, "--system TEXT", "the system's message")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    cli.add_weights(parser)
     cli.add(parser, "--drafter DIR", cli.DRAFTER_HELP)
     text = "how to decode; the text is the same"
     cli.add(parser, "--method", text, choices=sorted(METHODS), default="auto")
@@ -70,7 +71,7 @@ def commands_in_words() -> str:
 def _chat(args: argparse.Namespace) -> int:
     given, method = cli.settings_of(args), cli.named_method(args.method, args.method_options)
     check_for_chat(given)
-    model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter)
+    model = tsjax.load(args.model, dtype=args.dtype, weights=args.weights, drafter=args.drafter)
     settings = settings_for_chat(model.path, given)
     how = {"method": cli.with_options(method, args.method_options), **settings}
     how["exceed_max_positions"] = args.exceed_max_positions

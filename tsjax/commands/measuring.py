@@ -93,6 +93,7 @@ def add_bench(commands: Any) -> None:
     cli.add(parser, "--warm-up N", text, default=WARM_UP)
     cli.add(parser, "--settings NAME", f"{' and '.join(SETTINGS)} by default", nargs="+")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    cli.add_weights(parser)
     text = "prompts are its beginning; by default the model writes a text"
     cli.add(parser, "--text FILE", text)
     cli.add(parser, "--draft-model PATH", "a smaller checkpoint, for draft_model and triforce")
@@ -113,7 +114,16 @@ def add_bench(commands: Any) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
+    names = (
+        "model",
+        "new_tokens",
+        "rounds",
+        "dtype",
+        "weights",
+        "text",
+        "plot",
+        "exceed_max_positions",
+    )
     names += ("draft_model", "warm_up", "peer_tokens")
     lists: Any = {
         name: tuple(x) for name, x in cli.given_of(args, ("methods", "lengths", "settings")).items()
@@ -144,6 +154,7 @@ def add_roofline(commands: Any) -> None:
     cli.add(parser, "--new N", "new tokens of each row", default=100_000)
     cli.add(parser, "--batch N", "rows", default=1)
     cli.add(parser, "--dtype", "of weights and cache; the model's own by default", choices=DTYPES)
+    cli.add_weights(parser)
     text = "draft heads; by default those of the checkpoint, and the paper's 3 for a preset"
     cli.add(parser, "--heads N", text, type=int)
     text = (
@@ -156,7 +167,7 @@ def add_roofline(commands: Any) -> None:
 
 
 def _roofline(args: argparse.Namespace) -> int:
-    names = ("prompt", "new", "device", "batch", "dtype", "heads", "acceptance")
+    names = ("prompt", "new", "device", "batch", "dtype", "weights", "heads", "acceptance")
     show_roofline(roofline_of(args.model, **cli.given_of(args, names)), args.json)
     return 0
 

@@ -67,6 +67,7 @@ def add_train_heads(commands: Any) -> None:
     cli.add(parser, "--data-dtype", "type of the ids in .bin files", choices=TOKEN_DTYPES)
     cli.add_switch(parser, "--cache-hidden", "keep the model's hidden states in host memory")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    cli.add_weights(parser)
     cli.add_mesh(parser)
     text = "the paper's settings for a model, which other flags override: "
     text += ", ".join(training_preset_names())
@@ -99,7 +100,8 @@ def _train_heads(args: argparse.Namespace) -> int:
 
 
 def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: Any) -> int:
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh))
+    mesh = cli.mesh_of_sizes(args.mesh)
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights)
     names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
     trained = tsjax.train_heads(
         model,

@@ -328,12 +328,14 @@ def read_description(folder: str) -> tuple[ModelConfig, tuple[int, ...]]:
     return cfg, stop_ids
 
 
-def read_config(path: str | os.PathLike) -> ModelConfig:
-    """The settings of a checkpoint, draft heads counted; no array is read."""
+def read_config(path: str | os.PathLike, weights: str | None = None) -> ModelConfig:
+    """The settings of a checkpoint with its matrices held so, as for `load`, draft heads counted;
+    no array is read."""
     folder = weight_files.find_folder(path)
     if is_tsjax(folder):
-        return read_description(folder)[0]
-    return huggingface.open_checkpoint(folder)[0]
+        return _weights_of_saved(read_description(folder)[0], weights, folder)
+    cfg, stored = huggingface.open_checkpoint(folder)
+    return tensor_names.with_weights(cfg, weights, stored, folder)
 
 
 def read_version(folder: str) -> int:

@@ -201,6 +201,14 @@ def with_weights(cfg: ModelConfig, weights: str | None, stored: Weights, place: 
     )
 
 
+def weights_of(cfg: ModelConfig) -> str | None:
+    """Which of WEIGHTS holds such matrices; None for wide ones."""
+    if not cfg.is_narrow:
+        return None
+    names = (name for name in ROUNDED if with_weights(cfg, name, {}, "") == cfg)
+    return next(names, "stored")
+
+
 def _stored_formats(cfg: ModelConfig, weights: Weights) -> ModelConfig:
     """The model with each matrix as a GGUF file holds it."""
     unknown = []

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import DTYPES, ModelConfig, check, check_int, one_of
+from tsjax.config import DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.errors import NotEnoughMemory
 from tsjax.files.checkpoint import Model, check_dtype, load
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
+from tsjax.files.tensor_names import with_weights
 from tsjax.files.tokenizer import encode
 from tsjax.host import peers
 from tsjax.host.memory import available_bytes
@@ -61,6 +62,7 @@ class Question:
     warm_up: int = WARM_UP
     settings: tuple[str, ...] = tuple(SETTINGS)
     dtype: str | None = None
+    weights: str | None = None
     text: str | None = None
     draft_model: str | None = None
     exceed_max_positions: bool = False
@@ -100,6 +102,8 @@ class Question:
             check(name in SETTINGS, "--settings", name, one_of(SETTINGS))
         if self.dtype is not None:
             check(self.dtype in DTYPES, "--dtype", self.dtype, one_of(DTYPES))
+        if self.weights is not None:
+            check(self.weights in WEIGHTS, "--weights", self.weights, one_of(WEIGHTS))
         if self.plot is not None:
             check_plot(self.plot, "--plot")
         if self.simulate is not None:
@@ -152,7 +156,8 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
         text = {"name": "random words by Zipf's law"}
         why = "the weights are random ones in memory"
     else:
-        model = load(question.model, dtype=question.dtype, mesh=mesh)
+        held = {"dtype": question.dtype, "weights": question.weights}
+        model = load(question.model, mesh=mesh, **held)
         if question.draft_model is not None:
             second = load(question.draft_model, dtype=question.dtype)
         _check_methods(methods, model.cfg)
@@ -192,6 +197,7 @@ def _shape(question: Question) -> ModelConfig:
     cfg = model_preset(question.model).with_heads(SIMULATED_HEADS)
     cfg = dataclasses.replace(cfg, dtype=question.dtype or cfg.dtype)
     check_dtype(cfg.dtype)
+    cfg = with_weights(cfg, question.weights, {}, question.model)
     longest, most = max(question.lengths), cfg.max_positions - question.new_tokens
     fits = longest <= most or question.exceed_max_positions
     wanted = f"at most {most}, as the model has {cfg.max_positions} positions"

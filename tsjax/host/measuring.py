@@ -90,14 +90,15 @@ def pieces(
     parts = Parts(params, cfg, batch, longest)
     yield
     passes = {rows: parts.passes(rows) for rows in parts.rows}
-    in_int8, choice = parts.passes(1, in_int8=True), parts.choice()
+    in_int8 = [] if cfg.is_narrow else parts.passes(1, in_int8=True)  # it drafts with itself
+    choice = parts.choice()
     tokens, few_tokens = parts.tokens(1), parts.tokens(FEW)
-    int8_tokens = [parts.tokens(1, in_int8=True)] if cfg.num_draft_heads else []
+    int8_tokens = [parts.tokens(1, in_int8=True)] if in_int8 and cfg.num_draft_heads else []
     chains = [parts.chain(passes[1][0].part)] if cfg.drafter is not None else []
     at_both = [share.part for share in itertools.chain(*passes.values(), in_int8, [choice])]
     at_one = [share.part for share in (tokens, few_tokens, *int8_tokens, *chains)]
     # The programs that others end with first, so that these find them.
-    first = [share.part for share in (in_int8[0], choice, tokens, few_tokens)]
+    first = [share.part for share in (*in_int8[:1], choice, tokens, few_tokens)]
     rest = [part for part in dict.fromkeys([*at_both, *at_one]) if part not in first]
     for some in (first, rest) if at_once else [[part] for part in (*first, *rest)]:
         compile_all(some)
@@ -150,7 +151,9 @@ def pieces(
         ngrams=formula.ngrams,
         overhead=formula.overhead,
         origin="measured",
-        int8=Int8Costs(one_row=line(*in_int8), heads=candidates(at(near, int8_tokens))),
+        int8=Int8Costs(one_row=line(*in_int8), heads=candidates(at(near, int8_tokens)))
+        if in_int8
+        else None,
         any_rows=formula.any_rows,
         one_layer=at(near, chains) / CHAIN,
     )

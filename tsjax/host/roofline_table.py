@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tsjax.config import DTYPES, ModelConfig, check, check_int
+from tsjax.config import DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
 from tsjax.decoding.method import Method
 from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import read_config
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
+from tsjax.files.tensor_names import with_weights
 from tsjax.files.weight_files import EMBEDDED
 from tsjax.host.bandwidth import MOST_READ, read_rate
 from tsjax.host.trace import read_bench
@@ -98,6 +99,7 @@ def roofline_of(
     device: str | None = None,
     batch: int = 1,
     dtype: str | None = None,
+    weights: str | None = None,
     heads: int | None = None,
     acceptance: Sequence[str] = (),
 ) -> Roofline:
@@ -106,6 +108,7 @@ def roofline_of(
     Args:
       name: a checkpoint, EMBEDDED, or the name of a preset.
       device: one of DEVICES; None for the machine's own.
+      weights: how the matrices are held, as for tsjax.load.
       heads: draft heads; None for those of the checkpoint, or the paper's three for a preset.
       acceptance: of drafts, see `tokens_given`.
     """
@@ -118,8 +121,10 @@ def roofline_of(
         check(dtype in DTYPES, "--dtype", dtype, f"one of {', '.join(DTYPES)}")
     if device is not None:
         check(device in DEVICES, "--device", device, f"one of {', '.join(DEVICES)}")
+    if weights is not None:
+        check(weights in WEIGHTS, "--weights", weights, one_of(WEIGHTS))
     given = tokens_given(acceptance)
-    model = config_of(name)
+    model = config_of(name, weights)
     if heads is None and name in model_preset_names():
         heads = PAPER_HEADS
     model = dataclasses.replace(model, dtype=dtype or model.dtype)
@@ -217,12 +222,12 @@ def tokens_given(acceptance: Sequence[str]) -> dict[str, tuple[str, float]]:
     return found
 
 
-def config_of(name: str) -> ModelConfig:
-    """The shape of a preset, EMBEDDED, or a checkpoint."""
+def config_of(name: str, weights: str | None = None) -> ModelConfig:
+    """The shape of a preset, EMBEDDED, or a checkpoint, with its matrices held so."""
     if name in model_preset_names():
-        return model_preset(name)
+        return with_weights(model_preset(name), weights, {}, name)
     try:
-        return read_config(name)
+        return read_config(name, weights)
     except FileNotFoundError as error:
         known = f"{EMBEDDED}, {', '.join(model_preset_names())}"
         raise NoSuchFile(f"{error}; names that need no folder: {known}") from error

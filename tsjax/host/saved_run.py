@@ -43,6 +43,7 @@ class SavedRun:
     Attributes:
       fingerprint: of the model, see fingerprint.py.
       model_path: where the model was, None if it came from nowhere; it may have moved since.
+      weights: how the model's matrices were held, for tsjax.load; None for wide ones.
       method: as it was asked for.
       prefill: a lazy one, with its cuts named; None where the whole prompt was computed.
       tokens: those made so far, one array per row.
@@ -68,6 +69,7 @@ class SavedRun:
     processors: list[list[Any]] = dataclasses.field(default_factory=list)
     logprobs: list[LogProbs] | None = None
     version: str | None = None
+    weights: str | None = None
     is_old: bool = False
 
     @property
@@ -86,7 +88,12 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     document = {
         "format": _format_of(run),
         "tsjax": tsjax_version(),
-        "model": {"path": run.model_path, "dtype": run.dtype, "fingerprint": run.fingerprint},
+        "model": {
+            "path": run.model_path,
+            "dtype": run.dtype,
+            "fingerprint": run.fingerprint,
+            **({} if run.weights is None else {"weights": run.weights}),
+        },
         "method": _method_to_dict(run.method),
         "exceed_max_positions": run.exceed_max_positions,
         "single": run.single,
@@ -115,6 +122,7 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
             fingerprint=model["fingerprint"],
             model_path=None if is_old else model["path"],
             dtype=None if is_old else model["dtype"],
+            weights=model.get("weights"),
             method=None if is_old else _method_from_dict(saved["method"]),
             version=None if is_old else saved["tsjax"],
             is_old=is_old,
@@ -150,6 +158,7 @@ def _check_types(run: SavedRun) -> None:
         ("fingerprint", run.fingerprint, str, "a string"),
         ("path", run.model_path, str | None, "a string or null"),
         ("dtype", run.dtype, text, "a string"),
+        ("weights", run.weights, str | None, "a string or null"),
         ("version", run.version, text, "a string"),
         ("exceed_max_positions", run.exceed_max_positions, bool, "true or false"),
         ("single", run.single, bool, "true or false"),

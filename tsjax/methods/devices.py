@@ -7,11 +7,13 @@ the device in hand is better.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
 from pallas_kernels import native
-from tsjax.config import OWN_VOCABULARY, ModelConfig
+from pallas_kernels.narrow_product.matrix import FORMATS
+from tsjax.config import OWN_VOCABULARY, WIDE, ModelConfig
 from tsjax.decoding.method import Measured
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 
@@ -167,12 +169,14 @@ def pass_work(
         type has, as for drafts.
     """
     size = _size(model)
-    stored = size if weight_bytes is None else weight_bytes
     layers, vocabulary = _weights(model)
+    of_layers, of_vocabulary = _weight_bytes(model)
+    if weight_bytes is not None:
+        of_layers, of_vocabulary = weight_bytes * layers, weight_bytes * vocabulary
     all_rows, cached = batch * rows, batch * context * _cached(model)
     return {
-        "products": Work(stored * layers, 2 * all_rows * layers),
-        "logits": Work(stored * vocabulary, 2 * all_rows * vocabulary),
+        "products": Work(of_layers, 2 * all_rows * layers),
+        "logits": Work(of_vocabulary, 2 * all_rows * vocabulary),
         "attention": Work(size * cached, 2 * rows * model.group_size * cached),
         "tokens": Work(4 * LOGITS_PASSES * all_rows * model.vocab_size, 0.0),
     }
@@ -227,7 +231,7 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
     heads = model.num_draft_heads
     share, _ = _tile_of(reach, batch * max(heads, 1))
 
-    def of_heads(weight_bytes: float) -> float:
+    def of_heads(weight_bytes: float | None) -> float:
         """The heads' own matrices stay as they are."""
         read = pass_work(model, 1, 0, weight_bytes=weight_bytes)["logits"].bytes
         if model.head_kind == OWN_VOCABULARY:
@@ -237,13 +241,15 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
 
     return Costs(
         passes=tuple(passes),
-        heads=of_heads(_size(model)),
+        heads=of_heads(None),
         choice=_choice(model, device, batch),
         suffix=Line(0.1 * reach.step, batch * 64 / device.bytes_per_second),
         ngrams=0.1 * reach.step + NGRAM_KERNELS * reach.kernel,
         overhead=reach.step,
         origin="estimated",
-        int8=Int8Costs(
+        int8=None
+        if model.is_narrow  # it drafts with itself
+        else Int8Costs(
             pass_line(model, device, 1, batch, reach.int8_bytes), of_heads(reach.int8_bytes)
         ),
         any_rows=device is CPU and leaves_out_rows("cpu", model),
@@ -278,6 +284,24 @@ def _weights(model: ModelConfig) -> tuple[int, int]:
     attention = 2 * model.embed_dim * model.head_dim * (model.num_heads + model.num_kv_heads)
     layers = model.num_layers * (attention + 3 * model.embed_dim * model.mlp_dim)
     return layers, model.vocab_size * model.embed_dim
+
+
+def _weight_bytes(model: ModelConfig) -> tuple[float, float]:
+    """What they take."""
+    queries, kept = (n * model.head_dim for n in (model.num_heads, model.num_kv_heads))
+    # Of q, k, v, o, gate, up and down.
+    widths = (queries, kept, kept, queries, model.mlp_dim, model.mlp_dim, model.mlp_dim)
+    layers = 0.0
+    for layer in range(model.num_layers):
+        formats = itertools.chain(*model.formats_of(layer).values())
+        layers += sum(n * _bytes_in(name, model) for n, name in zip(widths, formats, strict=True))
+    vocabulary = model.vocab_size * model.embed_dim * _bytes_in(model.unembed_format, model)
+    return layers * model.embed_dim, vocabulary
+
+
+def _bytes_in(name: str, model: ModelConfig) -> float:
+    """Of a weight in a format."""
+    return _size(model) if name == WIDE else FORMATS[name].bits_of_weight / 8
 
 
 def _cached(model: ModelConfig) -> int:

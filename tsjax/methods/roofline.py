@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from tsjax.config import ModelConfig
+from tsjax.config import WIDE, ModelConfig
 from tsjax.decoding.method import Method, Promise
 from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
@@ -64,7 +64,8 @@ class Reads(NamedTuple):
 def reads(model: ModelConfig, context: float, batch: int = 1, in_int8: bool = False) -> Reads:
     """Of a step at `context` tokens; `in_int8` with the matrices in a byte for each weight."""
     work = pass_work(model, 1, context, batch, weight_bytes=1 if in_int8 else None)
-    table = 0.0 if model.tie_embeddings else pass_work(model, 1, 0)["logits"].bytes
+    is_same = model.tie_embeddings and model.unembed_format == WIDE
+    table = 0.0 if is_same else pass_work(model.as_wide, 1, 0)["logits"].bytes
     weights = work["products"].bytes + work["logits"].bytes
     return Reads(weights, work["attention"].bytes, table)
 
@@ -73,7 +74,7 @@ def has_room(
     model: ModelConfig, device: Device, context: float, batch: int = 1, *, in_int8: bool = False
 ) -> bool:
     """Whether weights and cache fit, `in_int8` with a copy of the matrices to draft with."""
-    copy = reads(model, 0, in_int8=True).weights if in_int8 else 0
+    copy = reads(model, 0, in_int8=True).weights if in_int8 and not model.is_narrow else 0
     return reads(model, context, batch).whole + copy <= USABLE * device.memory
 
 

@@ -28,7 +28,8 @@ def declared(spec: ParamSpec, formats: Sequence[str]) -> Any:
     """A parameter whose parts have these formats: the wide one, or a NarrowMatrix of arrays; where
     the formats of its parts differ a tuple of such, which lie together along the second axis."""
     found = [
-        piece if name == WIDE else _narrow(piece, name) for piece, name in of_one_format(spec, formats)
+        piece if name == WIDE else _narrow(piece, name)
+        for piece, name in of_one_format(spec, formats)
     ]
     return tuple(found) if found[1:] else found[0]
 

@@ -113,6 +113,8 @@ def init_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.02, mesh=None)
     rng = np.random.default_rng(seed)
 
     def make(spec: ParamSpec):
+        if spec.init == "bits":
+            return placed(_narrow_array(rng, spec, scale), placement(spec, mesh))
         if spec.init == "normal":
             parts = [rng.standard_normal(s.shape, np.float32) for s in inputs_first(spec)]
             values = join(spec, parts, numpy=np) * np.float32(scale)
@@ -124,15 +126,27 @@ def init_params(cfg: ModelConfig, seed: int = 0, scale: float = 0.02, mesh=None)
     return jax.tree.unflatten(treedef, [make(spec) for spec in specs])
 
 
+def _narrow_array(rng: Any, spec: ParamSpec, scale: float) -> np.ndarray:
+    """Of integers any, and levels that bring them to about the size of others."""
+    if spec.dtype == "uint8":
+        return rng.integers(0, 256, spec.shape, np.uint8)
+    value = 1 if spec.dtype == "int8" else scale / 64
+    return np.full(spec.shape, value, spec.dtype)
+
+
 def random_params(cfg: ModelConfig) -> Params:
     """As `init_params`, but made on the device, array by array; biases are random too."""
     specs, treedef = jax.tree.flatten(declare_params(cfg), is_leaf=is_spec)
-    leaves = [
-        jnp.ones(spec.shape, spec.dtype)
-        if spec.init == "ones"
-        else normal(index, spec.shape, spec.dtype, 0.02)
-        for index, spec in enumerate(specs)
-    ]
+    rng = np.random.default_rng(0)
+
+    def make(index: int, spec: ParamSpec) -> jax.Array:
+        if spec.init == "bits":
+            return jnp.asarray(_narrow_array(rng, spec, 0.02))
+        if spec.init == "ones":
+            return jnp.ones(spec.shape, spec.dtype)
+        return normal(index, spec.shape, spec.dtype, 0.02)
+
+    leaves = [make(index, spec) for index, spec in enumerate(specs)]
     return jax.tree.unflatten(treedef, leaves)
 
 
