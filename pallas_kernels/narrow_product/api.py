@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import FLOATS, check_live
-from pallas_kernels.narrow_product import reference
+from pallas_kernels.narrow_product import native, reference
 from pallas_kernels.narrow_product.matrix import NarrowMatrix, check_matrix
 from pallas_kernels.typing import Array, Float, Int
 
@@ -51,5 +51,6 @@ def narrow_product(
 
 
 IMPLEMENTATIONS = (
+    dispatch.Implementation("native", "cpu", native.narrow_product),
     dispatch.Implementation("xla", None, dispatch.of_all_rows(reference.narrow_product)),
 )

@@ -27,9 +27,9 @@ def on_each_device(kernel: Callable, *, lead: int, with_scales: bool, with_live:
     def partition(mesh, arg_shapes, result_shape):
         _, rows, weights, *_ = (array.sharding.spec for array in arg_shapes)
         outputs, inputs = (*weights, None, None)[:2]
-        taken = {*_axes(outputs), *_axes(inputs)}
+        taken = {*axes_of(outputs), *axes_of(inputs)}
         # Where rows lie by an axis that splits the weights, they come together.
-        rows = [None if taken & {*_axes(axes)} else axes for axes in rows]
+        rows = [None if taken & {*axes_of(axes)} else axes for axes in rows]
         rows = (*rows, *(None,) * (lead + 1 - len(rows)))
 
         def on_device(mark, *arrays):
@@ -52,18 +52,18 @@ def on_each_device(kernel: Callable, *, lead: int, with_scales: bool, with_live:
         sharding_rule=f"{MARKED}{axes} i, o i{others} -> {axes} o",
         reduction_factors=("i",),
     )
-    folded = _fold_batches(lambda *arrays: split(marked.mark(), *arrays), with_live)
+    folded = fold_batches(lambda *arrays: split(marked.mark(), *arrays), xla.product, with_live)
     return jax.jit(folded)
 
 
-def _axes(names) -> tuple[str, ...]:
+def axes_of(names) -> tuple[str, ...]:
     """The mesh axes of one entry of a PartitionSpec."""
     return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
-def _fold_batches(kernel, with_live: bool):
+def fold_batches(kernel: Callable, of_batched: Callable, with_live: bool) -> Callable:
     """`kernel` with a rule for jax.vmap: batches of rows are more rows, batches of weights are
-    XLA's."""
+    those of another product, which computes all rows."""
     function = custom_vmap(lambda *arrays: kernel(*arrays))
 
     @function.def_vmap
@@ -71,7 +71,7 @@ def _fold_batches(kernel, with_live: bool):
         weights, live = (others[:-1], others[-1:]) if with_live else (others, ())
         if any(batched[1 : 1 + len(weights)]):
             axes = [0 if is_batched else None for is_batched in batched[: 1 + len(weights)]]
-            return jax.vmap(xla.product, in_axes=axes)(rows, *weights), True
+            return jax.vmap(of_batched, in_axes=axes)(rows, *weights), True
         if with_live:
             rows, *live = (
                 array if is_batched else jnp.broadcast_to(array, (size, *array.shape))

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+// Products of rows with narrow weights on a CPU: each weight is read once, for all rows of a tile.
+//
+// A vector has W outputs of a panel. A sum takes group after group: what the entries of a group
+// times its integers add up to, times its scale, by fma(); then the least times the sum of the
+// entries. Of rows of bfloat16 these are sums of integers, exact in any order; of float32, of floats
+// in the order of the inputs. So a row has the same bits whatever other rows there are.
+
+#include "../native/call.h"
+#include "../native/rows.h"
+#include "../native/tasks.h"
+#include "words.h"
+
+namespace tsjax::narrow {
+
+constexpr int64_t WORTH_SHARING = 1 << 17;  // multiplications
+constexpr int64_t NEAR = 1 << 18;           // bytes of a block, which stays near the core
+constexpr int64_t MOST = REGISTERS == 32 ? 12 : 6;  // vectors of sums, beside as many of a group
+constexpr int64_t PANEL = 16;  // as in matrix.py, as are the two below
+constexpr int64_t WIDE = 256;
+constexpr int ENTRIES = 32;
+constexpr float TINY = 0x1p-100f;  // entries below it are multiplied as zeros
+
+inline int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
+
+// A number of each group: stored as such, or as steps of a wide one that 256 inputs share.
+struct Levels {
+  const half* numbers;
+  const int8_t* steps;
+
+  // Of W outputs, `part` of a panel, whose numbers and steps begin with the given ones.
+  template <int GROUP>
+  Vector of(int64_t number, int64_t step, int64_t group, int64_t part) const {
+    if (!steps) return load(numbers + number + group * PANEL + part);
+    const Vector wide = load(numbers + number + group / (WIDE / GROUP) * PANEL + part);
+    return wide * load(steps + step + group * PANEL + part);
+  }
+};
+
+struct Matrix {
+  const uint8_t* values;
+  Levels scales, least;
+  int64_t panels, groups, numbers;  // numbers of an output: as many as groups, or fewer
+  int32_t zero;
+};
+
+union Word {
+  int32_t integer;  // or four bytes
+  float number;
+};
+
+// Rows of a tile as they are multiplied: of each group its words, each for all R rows.
+template <class T>
+struct Packed;
+
+template <>
+struct Packed<bfloat16> {
+  using Sums = Words;
+
+  // The bytes of four inputs after four, what the sum begins with, the scale of the entries, and
+  // this times the sum of the integers.
+  template <int GROUP>
+  static constexpr int WORDS = GROUP / 4 + 3;
+
+  template <int GROUP>
+  static void take(const float* entries, int32_t zero, int64_t R, Word* to) {
+    int8_t integers[ENTRIES] = {};
+    float most = 0.0f, bad = 0.0f;
+    for (int i = 0; i < ENTRIES; i++) most = std::max(most, std::abs(entries[i]));
+    for (int i = 0; i < ENTRIES; i++) bad += entries[i] * 0.0f;  // NaN if one is not finite
+    const float step = most > TINY ? 127.0f / most : 0.0f, scale = most / 127.0f + bad;
+    for (int i = 0; bad == 0.0f && i < ENTRIES; i++) integers[i] = std::nearbyint(entries[i] * step);
+    for (int first = 0; first < ENTRIES; first += GROUP, to += R * WORDS<GROUP>) {
+      int32_t total = 0;
+      for (int i = 0; i < GROUP; i++) total += integers[first + i];
+      for (int i = 0; i < GROUP / 4; i++) std::memcpy(to + i * R, integers + first + 4 * i, 4);
+      to[GROUP / 4 * R].integer = -zero * total;
+      to[(GROUP / 4 + 1) * R].number = scale;
+      to[(GROUP / 4 + 2) * R].number = scale * total;
+    }
+  }
+
+  template <int GROUP>
+  static Sums first(const Word* row, int64_t R) { return set(row[GROUP / 4 * R].integer); }
+
+  template <int BITS, int R, int V>
+  static void add(Words bytes, const Word* row, int four, int32_t, int v, Sums (&sums)[V][R]) {
+    UNROLLED for (int r = 0; r < R; r++) {
+      sums[v][r] = add_dots<BITS>(bytes, set(row[four * R + r].integer), sums[v][r]);
+    }
+  }
+
+  template <int GROUP>
+  static Vector scaled(Sums sums, Vector scale, const Word* row, int64_t R, Vector total) {
+    return fma(to_floats(sums), scale * set(row[(GROUP / 4 + 1) * R].number), total);
+  }
+
+  template <int GROUP>
+  static float sum(const Word* row, int64_t R) { return row[(GROUP / 4 + 2) * R].number; }
+};
+
+template <>
+struct Packed<float> {
+  using Sums = Vector;
+
+  // The entries and their sum.
+  template <int GROUP>
+  static constexpr int WORDS = GROUP + 1;
+
+  template <int GROUP>
+  static void take(const float* entries, int32_t, int64_t R, Word* to) {
+    for (int first = 0; first < ENTRIES; first += GROUP, to += R * WORDS<GROUP>) {
+      float total = 0.0f;
+      for (int i = 0; i < GROUP; i++) total += to[i * R].number = entries[first + i];
+      to[GROUP * R].number = total;
+    }
+  }
+
+  template <int GROUP>
+  static Sums first(const Word*, int64_t) { return set(0.0f); }
+
+  template <int BITS, int R, int V>
+  static void add(Words bytes, const Word* row, int four, int32_t zero, int v, Sums (&sums)[V][R]) {
+    auto add_one = [&](Words integers, int i) {
+      const Vector weight = to_floats(integers) - set(static_cast<float>(zero));
+      UNROLLED for (int r = 0; r < R; r++) {
+        sums[v][r] = fma(weight, set(row[(4 * four + i) * R + r].number), sums[v][r]);
+      }
+    };
+    add_one(byte_of<0>(bytes), 0);
+    add_one(byte_of<1>(bytes), 1);
+    add_one(byte_of<2>(bytes), 2);
+    add_one(byte_of<3>(bytes), 3);
+  }
+
+  template <int GROUP>
+  static Vector scaled(Sums sums, Vector scale, const Word*, int64_t, Vector total) {
+    return fma(sums, scale, total);
+  }
+
+  template <int GROUP>
+  static float sum(const Word* row, int64_t R) { return row[GROUP * R].number; }
+};
+
+// The vectors of a tile with R rows: of several panels, or parts of one.
+constexpr int vectors_of(int64_t R) { return R * 4 <= MOST ? 4 : R * 2 <= MOST ? 2 : 1; }
+
+// out[places[r] * stride + ...] of R rows and V vectors: of the panels, from the part on.
+template <class T, int BITS, int GROUP, int R, int V, int P>
+void dot(const Word* rows, const Matrix& matrix, const int64_t (&panels)[P], int64_t part, float* out,
+         const int64_t* places, int64_t stride) {
+  using Rows = Packed<T>;
+  constexpr int64_t BYTES = PANEL * GROUP * BITS / 8;
+  const uint8_t* values[V];
+  int64_t number[V], step[V], output[V];
+  Vector totals[V][R];
+  UNROLLED for (int v = 0; v < V; v++) {
+    const int64_t panel = panels[v * P / V], from = part + v % (V / P) * W;
+    values[v] = matrix.values + panel * matrix.groups * BYTES + 4 * from;
+    number[v] = panel * matrix.numbers * PANEL + from;
+    step[v] = panel * matrix.groups * PANEL + from;
+    output[v] = panel * PANEL + from;
+    UNROLLED for (int r = 0; r < R; r++) totals[v][r] = set(0.0f);
+  }
+  for (int64_t g = 0; g < matrix.groups; g++, rows += R * Rows::template WORDS<GROUP>) {
+    typename Rows::Sums sums[V][R];
+    UNROLLED for (int v = 0; v < V; v++)
+      UNROLLED for (int r = 0; r < R; r++) sums[v][r] = Rows::template first<GROUP>(rows + r, R);
+    UNROLLED for (int i = 0; i < BYTES / (4 * PANEL); i++) {
+      UNROLLED for (int v = 0; v < V; v++) {
+        const Words bytes = load_words(values[v] + g * BYTES + i * 4 * PANEL);
+        if constexpr (BITS == 4) {
+          Rows::template add<BITS>(low_fours(bytes), rows, 2 * i, matrix.zero, v, sums);
+          Rows::template add<BITS>(high_fours(bytes), rows, 2 * i + 1, matrix.zero, v, sums);
+        } else {
+          Rows::template add<BITS>(bytes, rows, i, matrix.zero, v, sums);
+        }
+      }
+    }
+    UNROLLED for (int v = 0; v < V; v++) {
+      const Vector scale = matrix.scales.of<GROUP>(number[v], step[v], g, 0);
+      UNROLLED for (int r = 0; r < R; r++) {
+        totals[v][r] = Rows::template scaled<GROUP>(sums[v][r], scale, rows + r, R, totals[v][r]);
+      }
+      if (!matrix.least.numbers) continue;
+      const Vector least = matrix.least.of<GROUP>(number[v], step[v], g, 0);
+      UNROLLED for (int r = 0; r < R; r++) {
+        totals[v][r] = fma(least, set(Rows::template sum<GROUP>(rows + r, R)), totals[v][r]);
+      }
+    }
+  }
+  UNROLLED for (int v = 0; v < V; v++)
+    UNROLLED for (int r = 0; r < R; r++) store(out + places[r] * stride + output[v], totals[v][r]);
+}
+
+// All rows, packed in tiles, with some panels. Those computed at a time lie apart in memory: a core
+// reads a few long streams faster than many short ones.
+template <class T, int BITS, int GROUP>
+void dot_all(const Word* packed, const Matrix& matrix, const int64_t* places, int64_t rows,
+             int64_t first, int64_t count, float* out) {
+  const int64_t tile = tile_of(rows, MOST);
+  const int64_t size = matrix.groups * Packed<T>::template WORDS<GROUP>;
+  for (int64_t r = 0; r < rows; r += tile) {
+    for_number<MOST>(std::min(tile, rows - r), [&](auto R) {
+      constexpr int V = vectors_of(R), P = std::max<int>(1, V * W / PANEL);
+      const int64_t apart = pieces(count, P);
+      for (int64_t i = 0; i < apart; i++) {
+        int64_t panels[P];  // the last ones may be the same
+        for (int p = 0; p < P; p++) panels[p] = first + std::min(i + p * apart, count - 1);
+        for (int64_t part = 0; part < PANEL; part += V / P * W) {
+          dot<T, BITS, GROUP, R, V, P>(packed + r * size, matrix, panels, part, out, places + r,
+                                       matrix.panels * PANEL);
+        }
+      }
+    });
+  }
+}
+
+template <class T>
+struct Arrays {
+  const T* rows;
+  float* out;
+  int64_t R, I;
+  Live live;
+};
+
+// Rows side by side, zeros after their end.
+template <class T, int GROUP>
+void pack(const Arrays<T>& arrays, const int64_t* places, int64_t R, const Matrix& matrix, Word* to) {
+  constexpr int64_t SIZE = ENTRIES / GROUP * Packed<T>::template WORDS<GROUP>;
+  for (int64_t r = 0; r < R; r++) {
+    const T* row = arrays.rows + places[r] * arrays.I;
+    for (int64_t i = 0; i < matrix.groups * GROUP; i += ENTRIES) {
+      float entries[ENTRIES];
+      for (int j = 0; j < ENTRIES; j++) entries[j] = i + j < arrays.I ? to_float(row[i + j]) : 0.0f;
+      Packed<T>::template take<GROUP>(entries, matrix.zero, R, to + i / ENTRIES * SIZE * R + r);
+    }
+  }
+}
+
+template <class T, int BITS, int GROUP, class Pool>
+void multiply(Pool& pool, const Arrays<T>& arrays, const Matrix& matrix) {
+  // This thread's until the last task is done, as are the packed rows.
+  int64_t* places = scratch<2, int64_t>(arrays.R);
+  int64_t R = 0;
+  for (int64_t r = 0; r < arrays.R; r++)
+    if (arrays.live.has(r)) places[R++] = r;
+  const int64_t tile = R ? tile_of(R, MOST) : 1;
+  const int64_t size = matrix.groups * Packed<T>::template WORDS<GROUP>, I = matrix.groups * GROUP;
+  Word* packed = scratch<1, Word>(R * size);
+  run_tasks(pool, pieces(R, tile), R * I > WORTH_SHARING, [=](int64_t task) {
+    const int64_t r = task * tile;
+    pack<T, GROUP>(arrays, places + r, std::min(tile, R - r), matrix, packed + r * size);
+  });
+  // Blocks of panels, so that rows after the first tile find their weights near.
+  const int64_t near = std::max<int64_t>(1, NEAR * 8 / (PANEL * I * BITS));
+  const int64_t share = pieces(matrix.panels, 4 * pool.num_threads());
+  const int64_t block = R > tile ? std::min(near, share) : share;
+  auto work = [=](int64_t task) {
+    const int64_t first = task * block, count = std::min(block, matrix.panels - first);
+    const int64_t stride = matrix.panels * PANEL;
+    for (int64_t r = 0; R < arrays.R && r < arrays.R; r++) {
+      if (arrays.live.has(r)) continue;
+      std::fill_n(arrays.out + r * stride + first * PANEL, count * PANEL, 0.0f);
+    }
+    if (R) dot_all<T, BITS, GROUP>(packed, matrix, places, R, first, count, arrays.out);
+  };
+  run_tasks(pool, pieces(matrix.panels, block), R * matrix.panels * PANEL * I > WORTH_SHARING, std::move(work));
+}
+
+template <class T>
+void run(const Call& call) {
+  const Array rows = call.argument(0), values = call.argument(1), scales = call.argument(2);
+  auto levels = [&](int i) -> Levels {
+    return {call.argument(i).data<half>(), call.argument(i + 1).data<int8_t>()};
+  };
+  const int64_t bits = call.attribute<int64_t>(0), group = call.attribute<int64_t>(1);
+  const Matrix matrix{values.data<uint8_t>(), levels(2), levels(4), values.dim(0), values.dim(1),
+                      scales.dim(1), static_cast<int32_t>(call.attribute<int64_t>(2))};
+  const int64_t I = rows.last();
+  const Arrays<T> arrays{rows.data<T>(), call.result(0).data<float>(), rows.size() / I, I,
+                         live_of(call.argument(6), rows)};
+  if (bits == 4) {
+    group == 32 ? multiply<T, 4, 32>(call, arrays, matrix) : multiply<T, 4, 16>(call, arrays, matrix);
+  } else {
+    group == 32 ? multiply<T, 8, 32>(call, arrays, matrix) : multiply<T, 8, 16>(call, arrays, matrix);
+  }
+}
+
+}  // namespace tsjax::narrow
+
+// Rows, values, scales and steps, least and its steps, live; bits, group and zero; the products.
+extern "C" XLA_FFI_Error* tsjax_narrow_product(XLA_FFI_CallFrame* frame) {
+  using namespace tsjax;
+  return answer(frame, {.arguments = 7, .results = 1, .attributes = 3}, [](const Call& call) {
+    call.argument(0).is<float>() ? narrow::run<float>(call) : narrow::run<bfloat16>(call);
+  });
+}
