@@ -18,6 +18,7 @@ constexpr int64_t NEAR = 1 << 18;           // bytes of a block, which stays nea
 constexpr int64_t MOST = REGISTERS == 32 ? 12 : 6;  // vectors of sums, beside as many of a group
 constexpr int64_t PANEL = 16;  // as in matrix.py, as are the two below
 constexpr int64_t WIDE = 256;
+constexpr int HALF = 16;  // of the larger groups; the smaller are of one
 constexpr int ENTRIES = 32;
 constexpr float TINY = 0x1p-100f;  // entries below it are multiplied as zeros
 
@@ -27,22 +28,35 @@ inline int64_t pieces(int64_t size, int64_t of) { return (size + of - 1) / of; }
 struct Levels {
   const half* numbers;
   const int8_t* steps;
-
-  // Of W outputs, `part` of a panel, whose numbers and steps begin with the given ones.
-  template <int GROUP>
-  Vector of(int64_t number, int64_t step, int64_t group, int64_t part) const {
-    if (!steps) return load(numbers + number + group * PANEL + part);
-    const Vector wide = load(numbers + number + group / (WIDE / GROUP) * PANEL + part);
-    return wide * load(steps + step + group * PANEL + part);
-  }
 };
 
 struct Matrix {
   const uint8_t* values;
   Levels scales, least;
   int64_t panels, groups, numbers;  // numbers of an output: as many as groups, or fewer
+  int64_t group;
   int32_t zero;
 };
+
+// W outputs: a part of a panel.
+struct Column {
+  int64_t panel, part;
+};
+
+// A number of each of `count` groups, which begin 256 inputs: W floats each.
+[[gnu::noinline]] void widen(const Matrix& matrix, const Levels& levels, Column of, int64_t group,
+                             int64_t count, float* to) {
+  if (!levels.numbers) return;
+  const int64_t number = levels.steps ? group * matrix.group / WIDE : group;
+  const half* numbers = levels.numbers + (of.panel * matrix.numbers + number) * PANEL + of.part;
+  if (!levels.steps) {
+    for (int64_t g = 0; g < count; g++) store(to + g * W, load(numbers + g * PANEL));
+    return;
+  }
+  const Vector wide = load(numbers);
+  const int8_t* steps = levels.steps + (of.panel * matrix.groups + group) * PANEL + of.part;
+  for (int64_t g = 0; g < count; g++) store(to + g * W, wide * load(steps + g * PANEL));
+}
 
 union Word {
   int32_t integer;  // or four bytes
@@ -56,32 +70,37 @@ struct Packed;
 template <>
 struct Packed<bfloat16> {
   using Sums = Words;
+  static constexpr int64_t MOST_ROWS = MOST;
 
   // The bytes of four inputs after four, what the sum begins with, the scale of the entries, and
   // this times the sum of the integers.
-  template <int GROUP>
-  static constexpr int WORDS = GROUP / 4 + 3;
+  static constexpr int64_t words(int64_t group) { return group / 4 + 3; }
+  static constexpr int64_t AFTER_HALF = HALF / 4;
 
-  template <int GROUP>
-  static void take(const float* entries, int32_t zero, int64_t R, Word* to) {
+  static void take(const float* entries, const Matrix& matrix, int64_t R, Word* to) {
     int8_t integers[ENTRIES] = {};
     float most = 0.0f, bad = 0.0f;
     for (int i = 0; i < ENTRIES; i++) most = std::max(most, std::abs(entries[i]));
     for (int i = 0; i < ENTRIES; i++) bad += entries[i] * 0.0f;  // NaN if one is not finite
     const float step = most > TINY ? 127.0f / most : 0.0f, scale = most / 127.0f + bad;
     for (int i = 0; bad == 0.0f && i < ENTRIES; i++) integers[i] = std::nearbyint(entries[i] * step);
-    for (int first = 0; first < ENTRIES; first += GROUP, to += R * WORDS<GROUP>) {
+    for (int first = 0; first < ENTRIES; first += matrix.group) {
       int32_t total = 0;
-      for (int i = 0; i < GROUP; i++) total += integers[first + i];
-      for (int i = 0; i < GROUP / 4; i++) std::memcpy(to + i * R, integers + first + 4 * i, 4);
-      to[GROUP / 4 * R].integer = -zero * total;
-      to[(GROUP / 4 + 1) * R].number = scale;
-      to[(GROUP / 4 + 2) * R].number = scale * total;
+      for (int i = first; i < first + matrix.group; i++) total += integers[i];
+      for (int i = first; i < first + matrix.group; i += 4, to += R) std::memcpy(to, integers + i, 4);
+      to[0].integer = -matrix.zero * total;
+      to[R].number = scale;
+      to[2 * R].number = scale * total;
+      to += 3 * R;
     }
   }
 
-  template <int GROUP>
-  static Sums first(const Word* row, int64_t R) { return set(row[GROUP / 4 * R].integer); }
+  // Of a row whose group's entries lie before.
+  static Sums first(const Word* after) { return set(after->integer); }
+  static Vector scaled(Sums sums, Vector scale, const Word* after, int64_t R, Vector total) {
+    return fma(to_floats(sums), scale * set(after[R].number), total);
+  }
+  static float sum(const Word* after, int64_t R) { return after[2 * R].number; }
 
   template <int BITS, int R, int V>
   static void add(Words bytes, const Word* row, int four, int32_t, int v, Sums (&sums)[V][R]) {
@@ -89,35 +108,30 @@ struct Packed<bfloat16> {
       sums[v][r] = add_dots<BITS>(bytes, set(row[four * R + r].integer), sums[v][r]);
     }
   }
-
-  template <int GROUP>
-  static Vector scaled(Sums sums, Vector scale, const Word* row, int64_t R, Vector total) {
-    return fma(to_floats(sums), scale * set(row[(GROUP / 4 + 1) * R].number), total);
-  }
-
-  template <int GROUP>
-  static float sum(const Word* row, int64_t R) { return row[(GROUP / 4 + 2) * R].number; }
 };
 
 template <>
 struct Packed<float> {
   using Sums = Vector;
+  static constexpr int64_t MOST_ROWS = MOST / 2;
 
   // The entries and their sum.
-  template <int GROUP>
-  static constexpr int WORDS = GROUP + 1;
+  static constexpr int64_t words(int64_t group) { return group + 1; }
+  static constexpr int64_t AFTER_HALF = HALF;
 
-  template <int GROUP>
-  static void take(const float* entries, int32_t, int64_t R, Word* to) {
-    for (int first = 0; first < ENTRIES; first += GROUP, to += R * WORDS<GROUP>) {
+  static void take(const float* entries, const Matrix& matrix, int64_t R, Word* to) {
+    for (int first = 0; first < ENTRIES; first += matrix.group, to += R) {
       float total = 0.0f;
-      for (int i = 0; i < GROUP; i++) total += to[i * R].number = entries[first + i];
-      to[GROUP * R].number = total;
+      for (int i = first; i < first + matrix.group; i++, to += R) total += to->number = entries[i];
+      to->number = total;
     }
   }
 
-  template <int GROUP>
-  static Sums first(const Word*, int64_t) { return set(0.0f); }
+  static Sums first(const Word*) { return set(0.0f); }
+  static Vector scaled(Sums sums, Vector scale, const Word*, int64_t, Vector total) {
+    return fma(sums, scale, total);
+  }
+  static float sum(const Word* after, int64_t) { return after->number; }
 
   template <int BITS, int R, int V>
   static void add(Words bytes, const Word* row, int four, int32_t zero, int v, Sums (&sums)[V][R]) {
@@ -132,84 +146,92 @@ struct Packed<float> {
     add_one(byte_of<2>(bytes), 2);
     add_one(byte_of<3>(bytes), 3);
   }
-
-  template <int GROUP>
-  static Vector scaled(Sums sums, Vector scale, const Word*, int64_t, Vector total) {
-    return fma(sums, scale, total);
-  }
-
-  template <int GROUP>
-  static float sum(const Word* row, int64_t R) { return row[GROUP * R].number; }
 };
 
 // The vectors of a tile with R rows: of several panels, or parts of one.
 constexpr int vectors_of(int64_t R) { return R * 4 <= MOST ? 4 : R * 2 <= MOST ? 2 : 1; }
 
-// out[places[r] * stride + ...] of R rows and V vectors: of the panels, from the part on.
-template <class T, int BITS, int GROUP, int R, int V, int P>
-void dot(const Word* rows, const Matrix& matrix, const int64_t (&panels)[P], int64_t part, float* out,
-         const int64_t* places, int64_t stride) {
+// out[places[r] * stride + ...] of R rows and V columns.
+template <class T, int BITS, int R, int V>
+void dot(const Word* rows, const Matrix& matrix, const Column (&columns)[V], float* out,
+         const int64_t* places) {
   using Rows = Packed<T>;
-  constexpr int64_t BYTES = PANEL * GROUP * BITS / 8;
+  constexpr int64_t BYTES = PANEL * HALF * BITS / 8;  // of half a group
+  const int64_t group = matrix.group, groups = matrix.groups, after = Rows::words(group) - Rows::words(0);
+  const bool with_least = matrix.least.numbers;
+  alignas(64) float scales[V][WIDE / HALF * W], least[V][WIDE / HALF * W];
   const uint8_t* values[V];
-  int64_t number[V], step[V], output[V];
   Vector totals[V][R];
   UNROLLED for (int v = 0; v < V; v++) {
-    const int64_t panel = panels[v * P / V], from = part + v % (V / P) * W;
-    values[v] = matrix.values + panel * matrix.groups * BYTES + 4 * from;
-    number[v] = panel * matrix.numbers * PANEL + from;
-    step[v] = panel * matrix.groups * PANEL + from;
-    output[v] = panel * PANEL + from;
+    values[v] = matrix.values + columns[v].panel * groups * group / HALF * BYTES + 4 * columns[v].part;
     UNROLLED for (int r = 0; r < R; r++) totals[v][r] = set(0.0f);
   }
-  for (int64_t g = 0; g < matrix.groups; g++, rows += R * Rows::template WORDS<GROUP>) {
-    typename Rows::Sums sums[V][R];
-    UNROLLED for (int v = 0; v < V; v++)
-      UNROLLED for (int r = 0; r < R; r++) sums[v][r] = Rows::template first<GROUP>(rows + r, R);
-    UNROLLED for (int i = 0; i < BYTES / (4 * PANEL); i++) {
-      UNROLLED for (int v = 0; v < V; v++) {
-        const Words bytes = load_words(values[v] + g * BYTES + i * 4 * PANEL);
-        if constexpr (BITS == 4) {
-          Rows::template add<BITS>(low_fours(bytes), rows, 2 * i, matrix.zero, v, sums);
-          Rows::template add<BITS>(high_fours(bytes), rows, 2 * i + 1, matrix.zero, v, sums);
-        } else {
-          Rows::template add<BITS>(bytes, rows, i, matrix.zero, v, sums);
+  int64_t at = 0;
+  for (int64_t first = 0; first < groups; first += WIDE / group) {
+    const int64_t count = std::min(groups - first, WIDE / group);
+    for (int v = 0; v < V; v++) {
+      widen(matrix, matrix.scales, columns[v], first, count, scales[v]);
+      widen(matrix, matrix.least, columns[v], first, count, least[v]);
+    }
+    for (int64_t g = 0; g < count; g++) {
+      typename Rows::Sums sums[V][R];
+      UNROLLED for (int v = 0; v < V; v++)
+        UNROLLED for (int r = 0; r < R; r++) sums[v][r] = Rows::first(rows + after * R + r);
+      for (int64_t i = 0; i < group; i += HALF, at += BYTES, rows += R * Rows::AFTER_HALF) {
+        UNROLLED for (int i = 0; i < BYTES / (4 * PANEL); i++) {
+          UNROLLED for (int v = 0; v < V; v++) {
+            const Words bytes = load_words(values[v] + at + i * 4 * PANEL);
+            if constexpr (BITS == 4) {
+              Rows::template add<BITS>(low_fours(bytes), rows, 2 * i, matrix.zero, v, sums);
+              Rows::template add<BITS>(high_fours(bytes), rows, 2 * i + 1, matrix.zero, v, sums);
+            } else {
+              Rows::template add<BITS>(bytes, rows, i, matrix.zero, v, sums);
+            }
+          }
         }
       }
-    }
-    UNROLLED for (int v = 0; v < V; v++) {
-      const Vector scale = matrix.scales.of<GROUP>(number[v], step[v], g, 0);
-      UNROLLED for (int r = 0; r < R; r++) {
-        totals[v][r] = Rows::template scaled<GROUP>(sums[v][r], scale, rows + r, R, totals[v][r]);
+      UNROLLED for (int v = 0; v < V; v++) {
+        const Vector scale = load(scales[v] + g * W);
+        UNROLLED for (int r = 0; r < R; r++) {
+          totals[v][r] = Rows::scaled(sums[v][r], scale, rows + r, R, totals[v][r]);
+        }
       }
-      if (!matrix.least.numbers) continue;
-      const Vector least = matrix.least.of<GROUP>(number[v], step[v], g, 0);
-      UNROLLED for (int r = 0; r < R; r++) {
-        totals[v][r] = fma(least, set(Rows::template sum<GROUP>(rows + r, R)), totals[v][r]);
+      if (with_least) {
+        UNROLLED for (int v = 0; v < V; v++)
+          UNROLLED for (int r = 0; r < R; r++) {
+            totals[v][r] = fma(load(least[v] + g * W), set(Rows::sum(rows + r, R)), totals[v][r]);
+          }
       }
+      rows += R * Rows::words(0);
     }
   }
   UNROLLED for (int v = 0; v < V; v++)
-    UNROLLED for (int r = 0; r < R; r++) store(out + places[r] * stride + output[v], totals[v][r]);
+    UNROLLED for (int r = 0; r < R; r++) {
+      const int64_t output = columns[v].panel * PANEL + columns[v].part;
+      store(out + places[r] * matrix.panels * PANEL + output, totals[v][r]);
+    }
 }
 
 // All rows, packed in tiles, with some panels. Those computed at a time lie apart in memory: a core
 // reads a few long streams faster than many short ones.
-template <class T, int BITS, int GROUP>
+template <class T, int BITS>
 void dot_all(const Word* packed, const Matrix& matrix, const int64_t* places, int64_t rows,
              int64_t first, int64_t count, float* out) {
-  const int64_t tile = tile_of(rows, MOST);
-  const int64_t size = matrix.groups * Packed<T>::template WORDS<GROUP>;
+  constexpr int64_t MOST_ROWS = Packed<T>::MOST_ROWS;
+  const int64_t tile = tile_of(rows, MOST_ROWS);
+  const int64_t size = matrix.groups * Packed<T>::words(matrix.group);
   for (int64_t r = 0; r < rows; r += tile) {
-    for_number<MOST>(std::min(tile, rows - r), [&](auto R) {
+    for_number<MOST_ROWS>(std::min(tile, rows - r), [&](auto R) {
       constexpr int V = vectors_of(R), P = std::max<int>(1, V * W / PANEL);
       const int64_t apart = pieces(count, P);
       for (int64_t i = 0; i < apart; i++) {
-        int64_t panels[P];  // the last ones may be the same
-        for (int p = 0; p < P; p++) panels[p] = first + std::min(i + p * apart, count - 1);
         for (int64_t part = 0; part < PANEL; part += V / P * W) {
-          dot<T, BITS, GROUP, R, V, P>(packed + r * size, matrix, panels, part, out, places + r,
-                                       matrix.panels * PANEL);
+          Column columns[V];  // the last ones may be the same
+          for (int v = 0; v < V; v++) {
+            const int64_t panel = std::min(i + v * P / V * apart, count - 1);
+            columns[v] = {first + panel, part + v % (V / P) * W};
+          }
+          dot<T, BITS, R>(packed + r * size, matrix, columns, out, places + r);
         }
       }
     });
@@ -225,32 +247,33 @@ struct Arrays {
 };
 
 // Rows side by side, zeros after their end.
-template <class T, int GROUP>
+template <class T>
 void pack(const Arrays<T>& arrays, const int64_t* places, int64_t R, const Matrix& matrix, Word* to) {
-  constexpr int64_t SIZE = ENTRIES / GROUP * Packed<T>::template WORDS<GROUP>;
+  const int64_t size = ENTRIES / matrix.group * Packed<T>::words(matrix.group);
   for (int64_t r = 0; r < R; r++) {
     const T* row = arrays.rows + places[r] * arrays.I;
-    for (int64_t i = 0; i < matrix.groups * GROUP; i += ENTRIES) {
+    for (int64_t i = 0; i < matrix.groups * matrix.group; i += ENTRIES) {
       float entries[ENTRIES];
       for (int j = 0; j < ENTRIES; j++) entries[j] = i + j < arrays.I ? to_float(row[i + j]) : 0.0f;
-      Packed<T>::template take<GROUP>(entries, matrix.zero, R, to + i / ENTRIES * SIZE * R + r);
+      Packed<T>::take(entries, matrix, R, to + i / ENTRIES * size * R + r);
     }
   }
 }
 
-template <class T, int BITS, int GROUP, class Pool>
+template <class T, int BITS, class Pool>
 void multiply(Pool& pool, const Arrays<T>& arrays, const Matrix& matrix) {
   // This thread's until the last task is done, as are the packed rows.
   int64_t* places = scratch<2, int64_t>(arrays.R);
   int64_t R = 0;
   for (int64_t r = 0; r < arrays.R; r++)
     if (arrays.live.has(r)) places[R++] = r;
-  const int64_t tile = R ? tile_of(R, MOST) : 1;
-  const int64_t size = matrix.groups * Packed<T>::template WORDS<GROUP>, I = matrix.groups * GROUP;
+  const int64_t tile = R ? tile_of(R, Packed<T>::MOST_ROWS) : 1;
+  const int64_t I = matrix.groups * matrix.group;
+  const int64_t size = matrix.groups * Packed<T>::words(matrix.group);
   Word* packed = scratch<1, Word>(R * size);
   run_tasks(pool, pieces(R, tile), R * I > WORTH_SHARING, [=](int64_t task) {
     const int64_t r = task * tile;
-    pack<T, GROUP>(arrays, places + r, std::min(tile, R - r), matrix, packed + r * size);
+    pack<T>(arrays, places + r, std::min(tile, R - r), matrix, packed + r * size);
   });
   // Blocks of panels, so that rows after the first tile find their weights near.
   const int64_t near = std::max<int64_t>(1, NEAR * 8 / (PANEL * I * BITS));
@@ -263,7 +286,7 @@ void multiply(Pool& pool, const Arrays<T>& arrays, const Matrix& matrix) {
       if (arrays.live.has(r)) continue;
       std::fill_n(arrays.out + r * stride + first * PANEL, count * PANEL, 0.0f);
     }
-    if (R) dot_all<T, BITS, GROUP>(packed, matrix, places, R, first, count, arrays.out);
+    if (R) dot_all<T, BITS>(packed, matrix, places, R, first, count, arrays.out);
   };
   run_tasks(pool, pieces(matrix.panels, block), R * matrix.panels * PANEL * I > WORTH_SHARING, std::move(work));
 }
@@ -274,17 +297,14 @@ void run(const Call& call) {
   auto levels = [&](int i) -> Levels {
     return {call.argument(i).data<half>(), call.argument(i + 1).data<int8_t>()};
   };
-  const int64_t bits = call.attribute<int64_t>(0), group = call.attribute<int64_t>(1);
   const Matrix matrix{values.data<uint8_t>(), levels(2), levels(4), values.dim(0), values.dim(1),
-                      scales.dim(1), static_cast<int32_t>(call.attribute<int64_t>(2))};
+                      scales.dim(1), call.attribute<int64_t>(1),
+                      static_cast<int32_t>(call.attribute<int64_t>(2))};
   const int64_t I = rows.last();
   const Arrays<T> arrays{rows.data<T>(), call.result(0).data<float>(), rows.size() / I, I,
                          live_of(call.argument(6), rows)};
-  if (bits == 4) {
-    group == 32 ? multiply<T, 4, 32>(call, arrays, matrix) : multiply<T, 4, 16>(call, arrays, matrix);
-  } else {
-    group == 32 ? multiply<T, 8, 32>(call, arrays, matrix) : multiply<T, 8, 16>(call, arrays, matrix);
-  }
+  call.attribute<int64_t>(0) == 4 ? multiply<T, 4>(call, arrays, matrix)
+                                  : multiply<T, 8>(call, arrays, matrix);
 }
 
 }  // namespace tsjax::narrow
