@@ -262,6 +262,8 @@ def check_matrix(matrix: NarrowMatrix, inputs: int) -> None:
         raise ValueError(
             f"shapes do not fit together: rows [..., {inputs}], weights of {matrix.inputs} inputs"
         )
+    if matrix.format.two_levels and inputs % WIDE:
+        raise ValueError(f"{inputs} inputs are not valid for {matrix.format}: a multiple of {WIDE}")
     wanted = shapes_of(matrix.format, outputs, inputs)
     for name in ("values", "scales", "steps", "least", "least_steps"):
         array, asked = getattr(matrix, name), wanted.get(name)

@@ -148,8 +148,13 @@ struct Packed<float> {
   }
 };
 
-// The vectors of a tile with R rows: of several panels, or parts of one.
-constexpr int vectors_of(int64_t R) { return R * 4 <= MOST ? 4 : R * 2 <= MOST ? 2 : 1; }
+// The vectors of a tile with R rows: a panel's or two panels', or some of a panel's. More panels at a
+// time would be more streams from memory than come by themselves, as each has up to five arrays.
+constexpr int vectors_of(int64_t R) {
+  int64_t vectors = std::max<int64_t>(2, PANEL / W);
+  while (vectors > 1 && R * vectors > MOST) vectors /= 2;
+  return vectors;
+}
 
 // out[places[r] * stride + ...] of R rows and V columns.
 template <class T, int BITS, int R, int V>

@@ -12,6 +12,7 @@ from pallas_kernels.narrow_product.matrix import ENTRIES, NarrowMatrix, stored_i
 from pallas_kernels.typing import Array, Float, accumulation_dtype
 
 MOST = 127  # of an entry that is rounded
+TINY = 2.0**-100  # where all of 32 entries are below it they are multiplied as zeros
 
 
 def narrow_product(rows: Float[Array, "*rows I"], matrix: NarrowMatrix) -> Float[Array, "*rows O"]:
@@ -32,7 +33,7 @@ def as_multiplied(rows: Float[Array, "*rows I"]) -> Float[Array, "*rows I"]:
     groups = jnp.pad(rows.astype(jnp.float32), padding)
     groups = groups.reshape(*rows.shape[:-1], math.ceil(count / ENTRIES), ENTRIES)
     largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
-    steps = jnp.where(largest > 0, MOST / largest, 0)
+    steps = jnp.where(largest > TINY, MOST / largest, 0)
     found = jnp.round(groups * steps) * (largest / MOST)
     return found.reshape(*rows.shape[:-1], -1)[..., :count]
 
