@@ -160,6 +160,9 @@ def to_hf(
     checkpoint_folders.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
     cfg = source.cfg
+    if cfg.is_narrow:
+        theirs = "and a HuggingFace folder of the wide ones would not be the same model"
+        raise BadValue(f"src={os.fspath(src)!r} holds narrow weights, {theirs}")
     if cfg.num_draft_heads:
         check(
             draft_heads in (MERGE_HEADS, DROP_HEADS),

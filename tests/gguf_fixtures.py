@@ -4,6 +4,8 @@ quantised tensors mean; none of the code under test writes them."""
 
 import json
 import re
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -36,19 +38,40 @@ def paired(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.stack([first, second], axis=2).reshape(rows.shape)
 
 
+# Where blocks of 256 have their scales, as the package does not write them.
+SCALES = {Types.Q2_K: (80, 82), Types.Q3_K: (108,), Types.Q4_K: (0, 2), Types.Q5_K: (0, 2)}
+SCALES[Types.Q6_K] = (208,)
+
+
+def blocks(array: np.ndarray, kind: Types) -> np.ndarray:
+    """An array as bytes of a type; of blocks of 256 any, with small scales, and always the same."""
+    if kind not in SCALES:
+        return gguf.quants.quantize(array, kind)
+    _, size = gguf.GGML_QUANT_SIZES[kind]
+    shape = (*array.shape[:-1], array.shape[-1] // 256, size)
+    rng = np.random.default_rng(zlib.crc32(array.tobytes()))
+    found = rng.integers(0, 256, shape, np.uint8)
+    for place in SCALES[kind]:
+        scales = rng.uniform(1e-4, 2e-4, shape[:-1]).astype(np.float16)
+        found[..., place : place + 2] = scales[..., None].view(np.uint8)
+    return found.reshape(*array.shape[:-1], -1)
+
+
 def stored(array: np.ndarray, kind: Types) -> np.ndarray:
     """What of an array in float32 the file holds: the numbers that the type has."""
     if array.ndim == 1 or kind == Types.F32:
         return array
-    return gguf.quants.dequantize(gguf.quants.quantize(array, kind), kind)
+    return gguf.quants.dequantize(blocks(array, kind), kind)
 
 
 def make(
-    path: Path, family: str = "llama", kind: Types = Types.F32, fields=(), extra=(), parts: int = 1,
-    tokenizer: Path | None = None, **changes,
+    path: Path, family: str = "llama", kind: Types | Callable[[str], Types] = Types.F32,
+    fields=(), extra=(), parts: int = 1, tokenizer: Path | None = None, **changes,
 ) -> Path:  # fmt: skip
     """A GGUF file, and beside it the HuggingFace folder that it must be read as (`path` without its
-    ending). `fields` are settings of its own, `extra` tensors."""
+    ending). `kind` may say of each tensor another one by HuggingFace's name; `fields` are settings
+    of its own, `extra` tensors."""
+    kind_of = kind if callable(kind) else lambda name: kind
     raw = hf_fixtures.config(family, **{**SIZES, **changes})
     content = hf_fixtures.tensors(raw)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,26 +96,33 @@ def make(
         add_tokenizer(writer, json.loads((tokenizer / "tokenizer.json").read_text()))
     for name, array in content.items():
         split = {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2])
-        turned = paired(array, split) if split and written == "llama" else array
-        put(writer, their_name(name), turned, kind)
+        in_pairs = split if written == "llama" else None
+        put(writer, their_name(name), array, kind_of(name), in_pairs)
     for name, array in dict(extra).items():
         writer.add_tensor(name, array)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    read_as = {name: stored(array, kind) for name, array in content.items()}
+    read_as = {name: stored(array, kind_of(name)) for name, array in content.items()}
     hf_fixtures.write(path.with_suffix(""), raw, read_as)
     return path
 
 
-def put(writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Types) -> None:
+def put(
+    writer: gguf.GGUFWriter, name: str, array: np.ndarray, kind: Types, heads: int | None = None
+) -> None:
+    """With `heads` its rows lie in pairs."""
+
+    def turned(rows: np.ndarray) -> np.ndarray:
+        return paired(rows, heads) if heads else rows
+
     if array.ndim == 1 or kind == Types.F32:
-        writer.add_tensor(name, array)
+        writer.add_tensor(name, turned(array))
     elif kind == Types.F16:
-        writer.add_tensor(name, array.astype(np.float16))
+        writer.add_tensor(name, turned(array.astype(np.float16)))
     else:
-        writer.add_tensor(name, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        writer.add_tensor(name, turned(blocks(array, kind)), raw_dtype=kind)
 
 
 def add(writer: gguf.GGUFWriter, name: str, value) -> None:

@@ -113,8 +113,7 @@ class NarrowMatrix:
         found = found * self._of_each(self.scales, self.steps, outputs)
         if self.least is not None:
             # Taken off, as blocks have it: so are the signs of zeros theirs.
-            steps = None if self.least_steps is None else -self.least_steps
-            less = self._of_each(self.least if steps is not None else -self.least, steps, outputs)
+            less = self._of_each(self.least, self.least_steps, outputs, negative=True)
             if not isinstance(found, np.ndarray):
                 # XLA might round once, where the definition rounds twice.
                 found, less = lax.optimization_barrier((found, less))
@@ -139,13 +138,17 @@ class NarrowMatrix:
         return four.reshape(len(four), -1).astype(np.int32) - format.zero
 
     def _of_each(
-        self, level: Array, steps: Array | None, outputs: Integer[Array, "n"] | None
-    ) -> Float[Array, "n stored"]:
+        self, level: Array, steps: Array | None, outputs: Integer[Array, "n"] | None,
+        negative: bool = False,
+    ) -> Float[Array, "n stored"]:  # fmt: skip
         xp: Any = np if isinstance(level, np.ndarray) else jnp
         found = _out_of_panels(level, 2, outputs).astype(np.float32)
         if steps is not None:
             found = xp.repeat(found, WIDE // self.format.group, axis=1)
-            found = found * _out_of_panels(steps, 2, outputs).astype(np.float32)
+            times = _out_of_panels(steps, 2, outputs).astype(np.float32)
+            found = found * (0 - times if negative else times)
+        elif negative:
+            found = -found
         return xp.repeat(found, self.format.group, axis=1)
 
 

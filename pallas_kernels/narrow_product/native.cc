@@ -161,17 +161,17 @@ template <class T, int BITS, int R, int V>
 void dot(const Word* rows, const Matrix& matrix, const Column (&columns)[V], float* out,
          const int64_t* places) {
   using Rows = Packed<T>;
-  constexpr int64_t BYTES = PANEL * HALF * BITS / 8;  // of half a group
+  constexpr int64_t BYTES = PANEL * HALF * (BITS == 8 ? 8 : 4) / 8;  // of half a group
   const int64_t group = matrix.group, groups = matrix.groups, after = Rows::words(group) - Rows::words(0);
+  const int64_t size = PANEL * group * BITS / 8, plane = PANEL * group / 8;  // bytes of a group
   const bool with_least = matrix.least.numbers;
   alignas(64) float scales[V][WIDE / HALF * W], least[V][WIDE / HALF * W];
   const uint8_t* values[V];
   Vector totals[V][R];
   UNROLLED for (int v = 0; v < V; v++) {
-    values[v] = matrix.values + columns[v].panel * groups * group / HALF * BYTES + 4 * columns[v].part;
+    values[v] = matrix.values + columns[v].panel * groups * size;
     UNROLLED for (int r = 0; r < R; r++) totals[v][r] = set(0.0f);
   }
-  int64_t at = 0;
   for (int64_t first = 0; first < groups; first += WIDE / group) {
     const int64_t count = std::min(groups - first, WIDE / group);
     for (int v = 0; v < V; v++) {
@@ -182,19 +182,28 @@ void dot(const Word* rows, const Matrix& matrix, const Column (&columns)[V], flo
       typename Rows::Sums sums[V][R];
       UNROLLED for (int v = 0; v < V; v++)
         UNROLLED for (int r = 0; r < R; r++) sums[v][r] = Rows::first(rows + after * R + r);
-      for (int64_t i = 0; i < group; i += HALF, at += BYTES, rows += R * Rows::AFTER_HALF) {
+      for (int64_t half = 0; half < group / HALF; half++, rows += R * Rows::AFTER_HALF) {
         UNROLLED for (int i = 0; i < BYTES / (4 * PANEL); i++) {
           UNROLLED for (int v = 0; v < V; v++) {
-            const Words bytes = load_words(values[v] + at + i * 4 * PANEL);
-            if constexpr (BITS == 4) {
-              Rows::template add<BITS>(low_fours(bytes), rows, 2 * i, matrix.zero, v, sums);
-              Rows::template add<BITS>(high_fours(bytes), rows, 2 * i + 1, matrix.zero, v, sums);
-            } else {
+            const uint8_t* from = values[v] + half * BYTES + i * 4 * PANEL;
+            const Words bytes = load_words(from + 4 * columns[v].part);
+            if constexpr (BITS == 8) {
               Rows::template add<BITS>(bytes, rows, i, matrix.zero, v, sums);
+            } else {
+              // Of further bits the one of each, 16 bytes for the two vectors.
+              const uint8_t* bits = values[v] + PANEL * group / 2 + (half * BYTES / 64 + i) * PANEL;
+              Words low = low_fours(bytes), high = high_fours(bytes);
+              UNROLLED for (int bit = 4; bit < BITS; bit++, bits += plane) {
+                low = with_bits(low, bits + columns[v].part / 2, 1 << bit);
+                high = with_bits(high, bits + (PANEL + columns[v].part) / 2, 1 << bit);
+              }
+              Rows::template add<BITS>(low, rows, 2 * i, matrix.zero, v, sums);
+              Rows::template add<BITS>(high, rows, 2 * i + 1, matrix.zero, v, sums);
             }
           }
         }
       }
+      UNROLLED for (int v = 0; v < V; v++) values[v] += size;
       UNROLLED for (int v = 0; v < V; v++) {
         const Vector scale = load(scales[v] + g * W);
         UNROLLED for (int r = 0; r < R; r++) {
@@ -308,8 +317,12 @@ void run(const Call& call) {
   const int64_t I = rows.last();
   const Arrays<T> arrays{rows.data<T>(), call.result(0).data<float>(), rows.size() / I, I,
                          live_of(call.argument(6), rows)};
-  call.attribute<int64_t>(0) == 4 ? multiply<T, 4>(call, arrays, matrix)
-                                  : multiply<T, 8>(call, arrays, matrix);
+  switch (call.attribute<int64_t>(0)) {
+    case 4: return multiply<T, 4>(call, arrays, matrix);
+    case 5: return multiply<T, 5>(call, arrays, matrix);
+    case 6: return multiply<T, 6>(call, arrays, matrix);
+    default: return multiply<T, 8>(call, arrays, matrix);
+  }
 }
 
 }  // namespace tsjax::narrow

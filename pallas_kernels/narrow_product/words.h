@@ -20,7 +20,7 @@ inline __m256i add_dots(__m256i bytes, __m256i others, __m256i sums) {
 #if defined(__AVXVNNI__)
   return _mm256_dpbusd_avx_epi32(sums, bytes, others);
 #else
-  if (BITS == 4) {  // sums of two products have 16 bits
+  if (BITS < 8) {  // sums of two products have 16 bits
     const __m256i pairs = _mm256_maddubs_epi16(bytes, others);
     return _mm256_add_epi32(sums, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
   }
@@ -31,6 +31,18 @@ inline __m256i add_dots(__m256i bytes, __m256i others, __m256i sums) {
   sums = _mm256_add_epi32(sums, _mm256_madd_epi16(even, other_even));
   return _mm256_add_epi32(sums, _mm256_madd_epi16(odd, other_odd));
 #endif
+}
+
+// `number` more in the bytes whose bits are set.
+inline __m256i with_bits(__m256i x, const uint8_t* bits, int number) {
+  int32_t mask;
+  std::memcpy(&mask, bits, sizeof mask);
+  const __m256i byte_of_each = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202,
+                                                 0x0303030303030303);
+  const __m256i bit_of_each = _mm256_set1_epi64x(0x8040201008040201);
+  const __m256i found = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(mask), byte_of_each), bit_of_each);
+  const __m256i is_set = _mm256_cmpeq_epi8(found, bit_of_each);
+  return _mm256_or_si256(x, _mm256_and_si256(is_set, _mm256_set1_epi8(number)));
 }
 
 #endif
@@ -60,6 +72,17 @@ inline Words add_dots(Words bytes, Words others, Words sums) {
   };
   const __m256i low = of_half(std::integral_constant<int, 0>());
   const __m256i high = of_half(std::integral_constant<int, 1>());
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#endif
+}
+inline Words with_bits(Words x, const uint8_t* bits, int number) {
+#if defined(__AVX512BW__)
+  uint64_t mask;
+  std::memcpy(&mask, bits, sizeof mask);
+  return _mm512_mask_add_epi8(x, mask, x, _mm512_set1_epi8(number));
+#else
+  const __m256i low = with_bits(_mm512_extracti64x4_epi64(x, 0), bits, number);
+  const __m256i high = with_bits(_mm512_extracti64x4_epi64(x, 1), bits + 4, number);
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 #endif
 }
@@ -108,7 +131,7 @@ inline Words add_dots(Words bytes, Words others, Words sums) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
   return vusdotq_s32(sums, u, s);
 #elif defined(__ARM_FEATURE_DOTPROD)
-  if (BITS == 4) return vdotq_s32(sums, vreinterpretq_s8_u8(u), s);
+  if (BITS < 8) return vdotq_s32(sums, vreinterpretq_s8_u8(u), s);
   const uint8x16_t bit = vdupq_n_u8(128);  // of bytes less 128, which have a sign
   sums = vdotq_s32(sums, vreinterpretq_s8_u8(veorq_u8(u, bit)), s);
   return vsubq_s32(sums, vdotq_s32(set(0), vreinterpretq_s8_u8(bit), s));
@@ -122,6 +145,13 @@ inline Words add_dots(Words bytes, Words others, Words sums) {
   };
   return vaddq_s32(sums, vpaddq_s32(pairs(u_low, s_low), pairs(u_high, s_high)));
 #endif
+}
+inline Words with_bits(Words x, const uint8_t* bits, int number) {
+  const uint8x16_t of_each = vcombine_u8(vdup_n_u8(bits[0]), vdup_n_u8(bits[1]));
+  const uint8x8_t one = vcreate_u8(0x8040201008040201);
+  const uint8x16_t is_set = vtstq_u8(of_each, vcombine_u8(one, one));
+  const uint8x16_t more = vandq_u8(is_set, vdupq_n_u8(number));
+  return vorrq_s32(x, vreinterpretq_s32_u8(more));
 }
 inline Vector load(const half* from) {
   const uint16x4_t bits = vld1_u16(reinterpret_cast<const uint16_t*>(from));

@@ -124,7 +124,7 @@ def _bench(args: argparse.Namespace) -> int:
         "plot",
         "exceed_max_positions",
     )
-    names += ("draft_model", "warm_up", "peer_tokens")
+    names += ("exceed_max_positions", "draft_model", "warm_up", "peer_tokens")
     lists: Any = {
         name: tuple(x) for name, x in cli.given_of(args, ("methods", "lengths", "settings")).items()
     }

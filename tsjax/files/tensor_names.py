@@ -19,8 +19,7 @@ from pallas_kernels import NarrowMatrix
 from pallas_kernels.narrow_product.matrix import FORMATS, packed, rounded
 from tsjax.config import LAYER_MATRICES, NUM_LAYER_MATRICES, WIDE, ModelConfig
 from tsjax.errors import BadValue, NotSupported
-from tsjax.files.weight_files import Weights
-from tsjax.input_files import listed
+from tsjax.files.weight_files import StoredTensor, Weights
 from tsjax.model.narrow import NARROW_ARRAYS, of_one_format
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import Params, declare_params, is_spec
@@ -211,13 +210,13 @@ def weights_of(cfg: ModelConfig) -> str | None:
 
 def _stored_formats(cfg: ModelConfig, weights: Weights) -> ModelConfig:
     """The model with each matrix as a GGUF file holds it."""
-    unknown = []
+    unknown: dict[str, StoredTensor] = {}  # one of each type
 
     def of(key: str) -> str:
         stored = weights.get(key)
         if stored is None or stored.apart is not None or stored.kind in NOT_IN_BLOCKS:
             return stored.kind if stored is not None and stored.apart is not None else WIDE
-        unknown.append(f"{stored} is of type {stored.kind}")
+        unknown.setdefault(stored.kind, stored)
         return WIDE
 
     keys = {entry.path: [tensor.key for tensor in entry.tensors] for entry in entries(cfg.as_wide)}
@@ -228,9 +227,10 @@ def _stored_formats(cfg: ModelConfig, weights: Weights) -> ModelConfig:
     (unembed,) = keys["model.embed" if cfg.tie_embeddings else "model.unembed"]
     found = dataclasses.replace(cfg, layer_formats=layers, unembed_format=of(unembed))
     if unknown:
+        types = "; ".join(f"{kind}, as {stored}" for kind, stored in unknown.items())
         raise NotSupported(
-            f"weights='stored': {'; '.join(listed(unknown))}. These have no narrow form here that "
-            "keeps their numbers; weights='int8' rounds all matrices, 'float' widens them"
+            f"weights='stored' is not valid: no narrow form here keeps the numbers of {types}; "
+            "'int8' rounds all matrices, 'float' widens them"
         )
     return found
 
