@@ -7,6 +7,7 @@
 #include <random>
 
 #include "cache_scores/native.cc"
+#include "narrow_product/native.cc"
 #include "product/native.cc"
 #include "best_slots/native.cc"
 #include "gate/native.cc"
@@ -127,6 +128,31 @@ bool products(int64_t R, int64_t O, int64_t I) {
   return same(outs[0], outs[1]);
 }
 
+template <class T, int BITS>
+bool narrow_products(int64_t R, int64_t P, int64_t wide, int64_t group) {
+  const bool steps = up_to(2), with_least = up_to(2);
+  const int64_t I = 256 * wide, G = I / group, S = steps ? wide : G;
+  auto rows = normal<T>(R * I);
+  std::vector<uint8_t> values(P * I * 2 * BITS);
+  std::vector<tsjax::half> numbers(P * S * 16);
+  std::vector<int8_t> of_groups(P * G * 16);
+  for (auto& value : values) value = up_to(256);
+  for (auto& number : numbers) number.bits = 0x3000 + up_to(1000);
+  for (auto& step : of_groups) step = up_to(100);
+  std::vector<int32_t> live{static_cast<int32_t>(up_to(R + 1))};
+  const tsjax::narrow::Levels levels{numbers.data(), steps ? of_groups.data() : nullptr};
+  const tsjax::narrow::Levels least = with_least ? levels : tsjax::narrow::Levels{};
+  const tsjax::narrow::Matrix matrix{values.data(), levels, least, P, G, S, group, 8};
+  std::vector<float> outs[2];
+  for (int i = 0; i < 2; i++) {
+    outs[i].resize(R * P * 16);
+    tsjax::narrow::Arrays<T> arrays{rows.data(), outs[i].data(), R, I, {live.data(), R}};
+    Threads pool(i ? 4 : 1);
+    tsjax::narrow::multiply<T, BITS>(pool, arrays, matrix);
+  }
+  return same(outs[0], outs[1]);
+}
+
 }  // namespace
 
 int main() {
@@ -147,6 +173,11 @@ int main() {
     well = well && same(outs[0], outs[1]);
     well = well && best_slots(B, K, 40 * S);
     well = well && products<tsjax::bfloat16, tsjax::bfloat16>(T, O, I);
+    const int64_t panels = 1 + up_to(9), wide = 1 + up_to(3), group = 16 << up_to(2);
+    well = well && narrow_products<tsjax::bfloat16, 4>(T, panels, wide, group) &&
+           narrow_products<tsjax::bfloat16, 6>(T, panels, wide, group) &&
+           narrow_products<tsjax::bfloat16, 8>(T, panels, wide, group) &&
+           narrow_products<float, 4>(T, panels, wide, group);
     auto weight = normal<float>(I);
     std::vector<float> normed(T * I);
     for (int64_t r = 0; r < T; r++) {

@@ -45,9 +45,8 @@ def make_matrix(rng, name, outputs, inputs):
         product = of_scale[o, i // format.group] * np.float32(int(q[o, i]) - format.zero)
         wanted[o, i] = product + of_least[o, i // format.group]
         sizes[o, i] = abs(product) + abs(of_least[o, i // format.group])
-    matrix = matrices.packed(
-        format, (outputs,), (inputs,), q, scales, steps, least, least_steps
-    )  # fmt: skip
+    sizes_of = (outputs,), (inputs,)
+    matrix = matrices.packed(format, *sizes_of, q, scales, steps, least, least_steps)
     return matrix, wanted, sizes
 
 

@@ -3,6 +3,8 @@
 // All of them compute the same integers.
 #pragma once
 
+#include <type_traits>
+
 #include "../native/simd.h"
 
 namespace tsjax {
