@@ -17,6 +17,7 @@ MODULES = {
     "cpu": "cpu",
     "speedup": "speedup",
     "rows": "rows",
+    "narrow": "narrow",
     "start": "start",
     "real_models": "real_models",
     "real_long": "real_long",
