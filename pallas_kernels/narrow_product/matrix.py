@@ -211,6 +211,7 @@ def packed(
     groups = stored_inputs(width) // format.group
     words = np.ascontiguousarray(values).view(np.uint32)  # four inputs each
     words = words.reshape(-1, PANEL, words.shape[1]).swapaxes(1, 2)  # [P, I / 4, 16]
+    parts: list[Any]
     if format.bits == 8:
         parts = [np.ascontiguousarray(words)]
     else:
@@ -232,7 +233,8 @@ def packed(
         return np.ascontiguousarray(array.reshape(-1, PANEL, array.shape[1]).swapaxes(1, 2))
 
     levels = [of_groups(array) for array in (scales, steps, least, least_steps)]
-    return NarrowMatrix(panels, *levels, format, tuple(outputs), tuple(inputs))
+    arrays: list[Any] = [panels, *levels]
+    return NarrowMatrix(*arrays, format=format, outputs=tuple(outputs), inputs=tuple(inputs))
 
 
 def rounded(matrix: Float[np.ndarray, "O I"], name: str) -> dict[str, np.ndarray]:

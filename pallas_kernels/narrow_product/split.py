@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     def matrix_of(self, *arrays: jax.Array) -> NarrowMatrix:
         """With all outputs of the panels."""
         there = dict(zip(self.names, arrays, strict=True))
-        absent = dict.fromkeys(("steps", "least", "least_steps"))
+        absent: dict[str, Any] = dict.fromkeys(("steps", "least", "least_steps"))
         sizes = (self.panels * PANEL,), (self.inputs,)
         return NarrowMatrix(**absent | there, format=self.format, outputs=sizes[0], inputs=sizes[1])
 

@@ -156,8 +156,8 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
         text = {"name": "random words by Zipf's law"}
         why = "the weights are random ones in memory"
     else:
-        held = {"dtype": question.dtype, "weights": question.weights}
-        model = load(question.model, mesh=mesh, **held)
+        how = question.dtype, question.weights
+        model = load(question.model, dtype=how[0], weights=how[1], mesh=mesh)
         if question.draft_model is not None:
             second = load(question.draft_model, dtype=question.dtype)
         _check_methods(methods, model.cfg)

@@ -55,12 +55,12 @@ def of_one_format(spec: ParamSpec, formats: Sequence[str]) -> list[tuple[ParamSp
 def _narrow(spec: ParamSpec, name: str) -> NarrowMatrix:
     format, count = FORMATS[name], len(spec.shape) - spec.inputs
     outputs, inputs = spec.shape[:count], spec.shape[count:]
-    arrays = shapes_of(format, math.prod(outputs), math.prod(inputs))
+    shapes = shapes_of(format, math.prod(outputs), math.prod(inputs))
     axes = spec.axes[0], spec.axes[count]
     # What a device has is whole in each of the arrays, and as the wide matrix would be split.
     whole = [spec.shape[0] // spec.group, spec.shape[count] // spec.group]
     units = [
-        math.gcd(one, *(shape[axis] for shape, _ in arrays.values()))
+        math.gcd(one, *(shape[axis] for shape, _ in shapes.values()))
         for axis, one in enumerate(whole)
     ]
     split = [axis if axis and wanted_axes(axis) else None for axis in axes]
@@ -72,5 +72,6 @@ def _narrow(spec: ParamSpec, name: str) -> NarrowMatrix:
             group=groups[0] if groups else 1,
         )  # fmt: skip
 
-    specs = {part: array(*of_it) for part, of_it in arrays.items()}
-    return NarrowMatrix(*map(specs.get, NARROW_ARRAYS), format, outputs, inputs)
+    specs = {part: array(*of_it) for part, of_it in shapes.items()}
+    arrays: list[Any] = [specs.get(part) for part in NARROW_ARRAYS]
+    return NarrowMatrix(*arrays, format=format, outputs=outputs, inputs=inputs)

@@ -234,10 +234,9 @@ def _loss_and_slope(normed, labels, valid, matrix, cfg, trains_matrix, *, slope=
         product = functools.partial(
             jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=wide
         )
-        wide_matrix = matrix
         if isinstance(matrix, NarrowMatrix):
-            wide_matrix = matrix.numbers().astype(normed.dtype)
-        slope_of_states = product("bcv,vd->bcd", excess, wide_matrix).astype(normed.dtype)
+            matrix = matrix.numbers().astype(normed.dtype)
+        slope_of_states = product("bcv,vd->bcd", excess, matrix).astype(normed.dtype)
         if not trains_matrix:
             return metrics, (slope_of_states, None)
         slope_of_matrix = product("bcv,bcd->vd", excess, normed)
