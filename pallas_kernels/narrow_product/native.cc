@@ -184,7 +184,7 @@ void pack(const Arrays<T>& arrays, const int64_t* places, int64_t R, const Matri
     const T* row = arrays.rows + places[r] * arrays.I;
     for (int64_t i = 0; i < matrix.inputs(); i += ENTRIES) {
       float entries[ENTRIES];
-      for (int j = 0; j < ENTRIES; j++) entries[j] = i + j < arrays.I ? to_float(row[i + j]) : 0.0f;
+      as_floats(row + i, 0, 1, std::min<int64_t>(arrays.I - i, ENTRIES), ENTRIES, entries);
       Packed<T>::take(entries, matrix.group, matrix.zero, R, to + i / ENTRIES * size * R + r);
     }
   }

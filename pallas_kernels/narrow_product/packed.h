@@ -33,12 +33,19 @@ struct Packed<bfloat16> {
   static constexpr int64_t MORE = 3;
 
   static void take(const float* entries, int64_t group, int32_t zero, int64_t R, Word* to) {
-    int8_t integers[ENTRIES] = {};
-    float most = 0.0f, bad = 0.0f;
-    for (int i = 0; i < ENTRIES; i++) most = std::max(most, std::abs(entries[i]));
-    for (int i = 0; i < ENTRIES; i++) bad += entries[i] * 0.0f;  // NaN if one is not finite
-    const float step = most > TINY ? 127.0f / most : 0.0f, scale = most / 127.0f + bad;
-    for (int i = 0; bad == 0.0f && i < ENTRIES; i++) integers[i] = std::nearbyint(entries[i] * step);
+    Vector most = set(0.0f), bad = set(0.0f);
+    for (int i = 0; i < ENTRIES; i += W) {
+      const Vector some = load(entries + i);
+      most = max(most, max(some, set(0.0f) - some));
+      bad = fma(some, set(0.0f), bad);  // NaN if one is not finite
+    }
+    const float spoilt = tsjax::sum(bad), large = largest(most);
+    const Vector step = set(large > TINY && spoilt == 0.0f ? 127.0f / large : 0.0f);
+    float whole[ENTRIES];
+    int8_t integers[ENTRIES];
+    for (int i = 0; i < ENTRIES; i += W) store(whole + i, round(load(entries + i) * step));
+    for (int i = 0; i < ENTRIES; i++) integers[i] = spoilt == 0.0f ? whole[i] : 0.0f;
+    const float scale = large / 127.0f + spoilt;
     for (int first = 0; first < ENTRIES; first += group) {
       int32_t total = 0;
       for (int i = first; i < first + group; i++) total += integers[i];
