@@ -101,7 +101,7 @@ void dot(const Word* rows, const Matrix& matrix, const Column (&columns)[V], flo
         UNROLLED for (int i = 0; i < BYTES / (4 * PANEL); i++) {
           UNROLLED for (int v = 0; v < V; v++) {
             const uint8_t* from = values[v] + h * BYTES + i * 4 * PANEL + 4 * columns[v].from;
-            if (V * W <= PANEL) prefetch(from + AHEAD);  // one stream is slower than two
+            prefetch(from + AHEAD);  // streams end with their pages, every few microseconds
             const Words bytes = load_words(from);
             if constexpr (BITS == 8) {
               Rows::template add<BITS>(bytes, rows, i, matrix.zero, v, sums);

@@ -46,10 +46,12 @@ class Layout(NamedTuple):
 
     def matrix_of(self, *arrays: jax.Array) -> NarrowMatrix:
         """With all outputs of the panels."""
-        there = dict(zip(self.names, arrays, strict=True))
-        absent: dict[str, Any] = dict.fromkeys(("steps", "least", "least_steps"))
-        sizes = (self.panels * PANEL,), (self.inputs,)
-        return NarrowMatrix(**absent | there, format=self.format, outputs=sizes[0], inputs=sizes[1])
+        values, scales, *others = arrays
+        there = dict(zip(self.names[2:], others, strict=True))
+        steps, least, least_steps = map(there.get, ("steps", "least", "least_steps"))
+        outputs, inputs = (self.panels * PANEL,), (self.inputs,)
+        of_groups = scales, steps, least, least_steps
+        return NarrowMatrix(values, *of_groups, self.format, outputs, inputs)
 
     @property
     def unit(self) -> int:
