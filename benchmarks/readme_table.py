@@ -11,7 +11,15 @@ import argparse
 import functools
 from collections.abc import Sequence
 
-from benchmarks import drafter_tables, expected, front, gpu_tables, real_tables, speedup_tables
+from benchmarks import (
+    drafter_tables,
+    expected,
+    front,
+    gpu_tables,
+    narrow_tables,
+    real_tables,
+    speedup_tables,
+)
 from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
@@ -348,6 +356,8 @@ SECTIONS = {
     ("docs/compilation.md", "starts"): starts,
     ("README.md", "front"): front.table,
     ("docs/benchmarks.md", "real-models"): real_tables.table,
+    ("docs/models.md", "narrow-speed"): narrow_tables.speed,
+    ("docs/models.md", "narrow-quality"): narrow_tables.quality,
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
     ("docs/benchmarks.md", "rows-on-a-cpu"): rows_on_a_cpu,
     ("docs/benchmarks.md", "speedup"): speedup_tables.speedup,

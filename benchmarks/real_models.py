@@ -31,6 +31,7 @@ from benchmarks import report
 from benchmarks.cpu import seconds_to_read
 from benchmarks.text_figures import figures
 from tools.facts import sha256_of
+from tsjax.config import WEIGHTS
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.paired_runs import PLAIN, Runs, compared
@@ -132,6 +133,7 @@ def main(argv: Sequence[str]) -> None:
         "--name", help="of the result's file; by default the model's and its type's"
     )
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--weights", default="float", choices=WEIGHTS)
     parser.add_argument("--half", choices=HALVES, default="report")
     kinds = [*read_json(PROMPTS)["kinds"]]
     parser.add_argument("--kinds", nargs="+", choices=kinds, default=kinds)
@@ -149,7 +151,8 @@ def main(argv: Sequence[str]) -> None:
     if args.show:
         show(read_json(args.out / f"{name}.json")["cells"])
         return
-    model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter, heads=args.heads)
+    how: dict[str, Any] = {"drafter": args.drafter, "heads": args.heads}
+    model = tsjax.load(args.model, dtype=args.dtype, weights=args.weights, **how)
     second = None if args.second is None else tsjax.load(args.second, dtype=args.dtype)
     costs = costs_of(model.params, model.cfg, 1, args.tokens)
     methods = methods_of(model, second, costs)
@@ -160,6 +163,7 @@ def main(argv: Sequence[str]) -> None:
         "model": described(args.model), "second": args.second and described(args.second),
         "dtype": args.dtype, "settings": SETTINGS,
         "prompts_sha256": hashlib.sha256(PROMPTS.read_bytes()).hexdigest(),
+        **({} if args.weights == "float" else {"weights": args.weights}),
     }  # fmt: skip
     document = report.series(args.out, name, asked, "cells")
     document["costs"] = costs

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
+from tsjax.config import WEIGHTS
 from tsjax.files.head_files import LAYOUTS, MEDUSA
 
 from . import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
@@ -61,6 +62,11 @@ def parser() -> argparse.ArgumentParser:
         help="type of the arrays in DST (default: as in SRC)",
     )
     p.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        help="of a tsjax checkpoint: matrices in few bits, rounded or as a GGUF file stores them",
+    )
+    p.add_argument(
         "--heads", metavar="PATH", help="draft heads to attach, TokenSwift's or Medusa's"
     )
     heads = p.add_mutually_exclusive_group()
@@ -100,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     if args.draft_heads and args.to != "hf":
         parser().error("--merge-heads and --drop-heads go with --to hf")
+    if args.weights and (args.to == "hf" or args.heads_only):
+        parser().error("--weights goes with --to tsjax")
     # The work is NumPy's and the disk's; a GPU would only add a copy to its memory and back.
     jax.config.update("jax_platforms", "cpu")
     try:
@@ -125,7 +133,7 @@ def run(args: argparse.Namespace) -> None:
             sizes = {"draft_heads": args.draft_heads, "max_shard_size": args.max_shard_size}
             written = to_hf(args.src, args.dst, **sizes, **options)
         else:
-            written = to_tsjax(args.src, args.dst, **options)
+            written = to_tsjax(args.src, args.dst, weights=args.weights, **options)
     checked = ""
     if args.verify:
         with progress_bar("verifying", args.quiet) as bar:

@@ -110,6 +110,7 @@ def to_tsjax(
     dst: str | os.PathLike,
     *,
     dtype: str | None = None,
+    weights: str | None = None,
     heads: str | os.PathLike | None = None,
     allow_pickle: bool = False,
     overwrite: bool = False,
@@ -120,6 +121,7 @@ def to_tsjax(
     Args:
       src, dst: where from and where to.
       dtype: of the arrays written; None keeps the checkpoint's own.
+      weights: how the matrices are held, as for tsjax.load.
       heads: an adapter with draft heads to attach.
       allow_pickle: reads pickled torch weights where there are no safetensors.
       overwrite: replaces a checkpoint at dst.
@@ -128,8 +130,9 @@ def to_tsjax(
     checkpoint.refuse_several("converting")
     checkpoint_folders.check_new_folder(dst, "dst", overwrite=overwrite)
     model = checkpoint.load(
-        src, dtype=dtype, heads=heads, allow_pickle=allow_pickle, on_tensor=on_tensor
-    )
+        src, dtype=dtype, weights=weights, heads=heads, allow_pickle=allow_pickle,
+        on_tensor=on_tensor,
+    )  # fmt: skip
     checkpoint.save(model, dst, overwrite=overwrite)
     return _written(dst, model.num_params)
 
@@ -251,6 +254,8 @@ def verify(
         opened = open_source(dst)
         written = opened.arrays
         expected = open_source(src, dtype=opened.cfg.dtype, heads=heads, allow_pickle=allow_pickle)
+        if opened.cfg.is_narrow:
+            return _verify_arrays(src, dst, heads, allow_pickle)
     different, count = [], 0
     wanted = tensors_of(expected.arrays, None)
     for tensor, array in tensors_of(written, on_tensor):
@@ -261,6 +266,25 @@ def verify(
     if different:
         raise BadValue(f"{os.fspath(dst)!r} differs from its source in {', '.join(different)}")
     return count
+
+
+def _verify_arrays(
+    src: str | os.PathLike, dst: str | os.PathLike, heads: Any, allow_pickle: bool
+) -> int:
+    """As `verify`, of narrow weights, which HuggingFace's tensors do not have."""
+    written = checkpoint.load(dst)
+    how = {"dtype": written.cfg.dtype, "weights": tensor_names.held_as(written.cfg)}
+    again = checkpoint.load(src, heads=heads, allow_pickle=allow_pickle, **how)
+    pairs = [checkpoint.named_arrays(model) for model in (written, again)]
+    same = [
+        (entry.path, _same_bits(np.asarray(one), np.asarray(other)))
+        for (entry, one), (_, other) in zip(*pairs, strict=True)
+    ]
+    different = [path for path, is_same in same if not is_same]
+    if different or written.cfg != again.cfg:
+        names = ", ".join(different) or "its settings"
+        raise BadValue(f"{os.fspath(dst)!r} differs from its source in {names}")
+    return len(same)
 
 
 def _adapter_in(folder: str | os.PathLike) -> str | None:

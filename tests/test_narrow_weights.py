@@ -20,7 +20,7 @@ from tsjax.config import FORMATS as NAMES
 from tsjax.errors import NotSupported
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.methods.devices import pass_work
-from tsjax_convert import to_hf, to_tsjax
+from tsjax_convert import to_hf, to_tsjax, verify
 
 LARGE = {"hidden_size": 256, "intermediate_size": 512}  # whole blocks of 256
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -152,6 +152,10 @@ def test_checkpoints_keep_them(folder, tmp_path):
     assert again.cfg == model.cfg
     for one, other in zip(*map(jax.tree.leaves, (again.params, model.params)), strict=True):
         np.testing.assert_array_equal(one, other)
+    to_tsjax(folder, tmp_path / "written", weights="int4")
+    assert verify(folder, tmp_path / "written") == len(jax.tree.leaves(model.params))
+    to_tsjax(folder, tmp_path / "written", weights="int8", overwrite=True)
+    assert tsjax.load(tmp_path / "written").cfg.unembed_format == "Q8_0"
     with pytest.raises(ValueError, match="src=.* holds narrow weights"):
         to_hf(tmp_path / "narrow", tmp_path / "hf")
     swapped = model.with_params(back.params)

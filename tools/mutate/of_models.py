@@ -65,6 +65,38 @@ OF_MODELS = (
         "return Int8Matrix(values, jnp.squeeze(scales, axes) / 2)",
         ("tests/test_int8.py::test_each_output_has_its_scale",),
     ),
+    Change(
+        "pieces_of_a_narrow_parameter_swapped",
+        "Where parts of a parameter have several formats, the second tensor goes into the first.",
+        "tsjax/files/tensor_names.py",
+        "path, start = f\"{entry.path}.{number}\" if some[1:] else entry.path, stop",
+        "path, start = f\"{entry.path}.{number}\" if some[1:] else entry.path, start",
+        ("tests/test_narrow_weights.py::test_stored_blocks_keep_their_numbers[mixed]",),
+    ),
+    Change(
+        "rows_of_heads_stay_in_pairs",
+        "Stored blocks of Llama's queries and keys keep the order that the file has.",
+        "tsjax/files/gguf_numbers.py",
+        "return {part: wanted(array, start, stop) for part, array in found.items()}",
+        "return {part: array[: stop - start] for part, array in found.items()}",
+        ("tests/test_narrow_weights.py::test_stored_blocks_keep_their_numbers[mixed]",),
+    ),
+    Change(
+        "a_narrow_model_gets_an_int8_copy",
+        "Drafts in int8 round a model that is narrow already.",
+        "tsjax/files/checkpoint.py",
+        "missing = self.params.drafts is None and not self.cfg.is_narrow",
+        "missing = self.params.drafts is None",
+        ("tests/test_narrow_weights.py::test_methods_say_what_plain_decoding_says[int8-float32]",),
+    ),
+    Change(
+        "narrow_bytes_not_counted",
+        "The formula of costs takes narrow weights for wide ones.",
+        "tsjax/methods/devices.py",
+        "return _size(model) if name == WIDE else FORMATS[name].bits_of_weight / 8",
+        "return _size(model)",
+        ("tests/test_narrow_weights.py::test_costs_count_what_a_pass_reads[int8]",),
+    ),
     # --- parts of a cache, on a mesh -------------------------------------------------------------
     Change(
         "wrong_slot_on_a_mesh",

@@ -200,7 +200,7 @@ def with_weights(cfg: ModelConfig, weights: str | None, stored: Weights, place: 
     )
 
 
-def weights_of(cfg: ModelConfig) -> str | None:
+def held_as(cfg: ModelConfig) -> str | None:
     """Which of WEIGHTS holds such matrices; None for wide ones."""
     if not cfg.is_narrow:
         return None

@@ -16,7 +16,7 @@ from tsjax.decoding.processors import LogitsProcessor
 from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
-from tsjax.files.tensor_names import weights_of
+from tsjax.files.tensor_names import held_as
 from tsjax.host.prompts import check_row, prompt_rows
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
@@ -55,8 +55,8 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
     elif run.dtype != model.cfg.dtype:
         then, now = f"dtype={run.dtype!r}", repr(model.cfg.dtype)
         raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
-    elif run.weights != weights_of(model.cfg):
-        then, now = f"weights={run.weights!r}", repr(weights_of(model.cfg))
+    elif run.weights != held_as(model.cfg):
+        then, now = f"weights={run.weights!r}", repr(held_as(model.cfg))
         raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
     else:
         same = run.fingerprint == model_fingerprint(model)

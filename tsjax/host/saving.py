@@ -16,7 +16,7 @@ from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.locked_files import WriterLock
-from tsjax.files.tensor_names import weights_of
+from tsjax.files.tensor_names import held_as
 from tsjax.files.whole_files import check_place
 from tsjax.host import processes
 from tsjax.host.request import Request
@@ -102,7 +102,7 @@ class Saving(Writing):
             fingerprint=self._fingerprint,
             model_path=self._model.path,
             dtype=self._model.cfg.dtype,
-            weights=weights_of(self._model.cfg),
+            weights=held_as(self._model.cfg),
             method=self._request.method,
             prefill=self._request.decode.prefill,
             exceed_max_positions=self._request.exceed_max_positions,
