@@ -14,10 +14,11 @@ import pytest
 from gguf import GGMLQuantizationType as Types
 
 import tsjax
-from pallas_kernels import NarrowMatrix
+from pallas_kernels import NarrowMatrix, native
 from pallas_kernels.narrow_product.matrix import FORMATS
 from tsjax.config import FORMATS as NAMES
-from tsjax.errors import NotSupported
+from tsjax.errors import NotInstalled, NotSupported
+from tsjax.files import gguf_numbers
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.methods.devices import pass_work
 from tsjax_convert import to_hf, to_tsjax, verify
@@ -58,6 +59,7 @@ def test_the_formats_have_one_list():
     assert tuple(FORMATS) == NAMES
 
 
+@pytest.mark.skipif(not native.on_host(), reason="C++ takes blocks apart")
 @pytest.mark.parametrize("kind", [*(getattr(Types, name) for name in NAMES), mixed])
 def test_stored_blocks_keep_their_numbers(kind, tmp_path):
     """Bit for bit those of the package, in the rows and columns of the wide model."""
@@ -184,6 +186,17 @@ def test_what_cannot_be_is_said(folder, tmp_path):
     path = gguf_fixtures.make(tmp_path / "rare.gguf", kind=Types.TQ1_0, **LARGE)
     with pytest.raises(NotSupported, match=r"weights='stored' is .* TQ1_0, as blk.*'int8' rounds"):
         tsjax.load(path, weights="stored")
+
+
+def test_without_a_compiler(tmp_path, monkeypatch):
+    """Blocks stay together; what the gguf package widens can be rounded."""
+    path = gguf_fixtures.make(tmp_path / "m.gguf", kind=Types.Q8_0)
+    gguf_numbers.kind_of_code.cache_clear()
+    monkeypatch.setattr(native, "on_host", lambda: None)
+    with pytest.raises(NotInstalled, match="weights='stored' needs the kernels in C"):
+        tsjax.load(path, weights="stored")
+    assert tsjax.load(path, weights="int8").cfg.is_narrow
+    gguf_numbers.kind_of_code.cache_clear()
 
 
 @pytest.mark.parametrize("weights", ["float", "int8", "int4"])

@@ -18,7 +18,7 @@ import numpy as np
 from pallas_kernels import NarrowMatrix
 from pallas_kernels.narrow_product.matrix import FORMATS, packed, rounded
 from tsjax.config import LAYER_MATRICES, NUM_LAYER_MATRICES, WIDE, ModelConfig
-from tsjax.errors import BadValue, NotSupported
+from tsjax.errors import BadValue, NotInstalled, NotSupported
 from tsjax.files.weight_files import StoredTensor, Weights
 from tsjax.model.narrow import NARROW_ARRAYS, of_one_format
 from tsjax.model.param_spec import ParamSpec
@@ -226,6 +226,11 @@ def _stored_formats(cfg: ModelConfig, weights: Weights) -> ModelConfig:
     )
     (unembed,) = keys["model.embed" if cfg.tie_embeddings else "model.unembed"]
     found = dataclasses.replace(cfg, layer_formats=layers, unembed_format=of(unembed))
+    if unknown.keys() & {*FORMATS}:
+        raise NotInstalled(
+            "weights='stored' needs the kernels in C++ to take blocks apart; `tsjax info` says why "
+            "there are none. weights='int8' does without"
+        )
     if unknown:
         types = "; ".join(f"{kind}, as {stored}" for kind, stored in unknown.items())
         raise NotSupported(
