@@ -209,7 +209,7 @@ def _generated(
     corpus = None if args.corpus is None else tsjax.read_corpus(model, *args.corpus)
     second = None
     if args.draft_model is not None:
-        second = tsjax.load(args.draft_model, dtype=args.dtype)
+        second = tsjax.load(args.draft_model, dtype=args.dtype, weights=args.weights)
     several = settings.get("num_return_sequences", 1) > 1
     if args.resume_from is not None:
         several = len(read_run(args.resume_from).prompts) > 1

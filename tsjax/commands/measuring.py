@@ -184,6 +184,7 @@ def add_info(commands: Any) -> None:
     cli.add(parser, "--mesh DATA,MODEL[,SLOTS]", text)
     text = "with --mesh, a checkpoint or the name of a preset"
     cli.add(parser, "--model NAME", text, default=tsjax.EMBEDDED)
+    cli.add_weights(parser)
     cli.add(parser, "--context N", "with --mesh, tokens of each text", default=131_072)
     cli.add(parser, "--rows N", "with --mesh, texts side by side", default=1)
 
@@ -193,11 +194,12 @@ def _info(args: argparse.Namespace) -> int:
         check_int(args.context, "--context", 1)
         check_int(args.rows, "--rows", 1)
         sizes = layout.sizes_of(args.mesh)
-        found = layout.layout(args.model, config_of(args.model), sizes, args.context, args.rows)
+        model = config_of(args.model, args.weights)
+        found = layout.layout(args.model, model, sizes, args.context, args.rows)
         as_json = {**dataclasses.asdict(found), "parts": [one._asdict() for one in found.parts]}
         print(json.dumps(as_json) if args.json else "\n".join(layout.layout_lines(found)))
         return 0
-    alone = ("model", "context", "rows")
+    alone = ("model", "weights", "context", "rows")
     given = [name for name in alone if getattr(args, name) != args.parser.get_default(name)]
     if given:
         raise BadValue(f"{cli.flag_of(given[0])} is not valid without --mesh DATA,MODEL[,SLOTS]")

@@ -159,7 +159,7 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
         how = question.dtype, question.weights
         model = load(question.model, dtype=how[0], weights=how[1], mesh=mesh)
         if question.draft_model is not None:
-            second = load(question.draft_model, dtype=question.dtype)
+            second = load(question.draft_model, dtype=how[0], weights=how[1])
         _check_methods(methods, model.cfg)
         ids, text = _beginning(question, model, longest)
         why = peers.why_not(model.path) if mesh is None else "it runs on no mesh"
