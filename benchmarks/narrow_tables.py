@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The docs' tables of narrow weights: what a token takes, and what held-out text says of them."""
+"""The docs' table of narrow weights: what a token takes, and what held-out text says of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from benchmarks.narrow import PEER, WEIGHTS
 from benchmarks.real_tables import NAMES
 from benchmarks.table_parts import RESULTS, head, source
 
-TITLES = {"float": "`float` (bfloat16)", **{name: f"`{name}`" for name in WEIGHTS[1:]}}
+TITLES = {"float32": "float32", "float": "`float`", PEER: f"{PEER}, the file's"}
+TITLES |= {name: f"`{name}`" for name in WEIGHTS[1:]}
 
 
 def _documents(ending: str) -> list[dict]:
@@ -18,52 +19,50 @@ def _documents(ending: str) -> list[dict]:
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
-def speed() -> str:
-    """By model and way, at each context."""
-    lines = head("model | matrices | read a token | at tokens | a token | over `float` | "
-                 "over llama.cpp | 8 rows, of one")  # fmt: skip
-    documents = _documents("")
-    for document in documents:
+def table() -> str:
+    """By model and way: what a token takes at each context, and what texts say."""
+    columns = ["model", "matrices", "read a token"]
+    documents, judged = _documents(""), _documents("-quality")
+    contexts = sorted({at["context"] for one in documents for at in one["decoding"]})
+    texts = [*dict.fromkeys(one["text"] for document in judged for one in document["quality"])]
+    for context in contexts:
+        columns += [f"at {context:,} tokens", "over `float`, llama.cpp"]
+    columns += ["8 rows", *(f"perplexity, {text}" for text in texts), "same token"]
+    lines = head(" | ".join(columns))
+    for document, quality in zip(documents, judged, strict=True):
         model = NAMES[document["model"] + ".gguf"].removesuffix("-Instruct")
-        for at in document["decoding"]:
-            for way in (*WEIGHTS, PEER):
-                if way not in at["ways"]:
-                    continue
-                one, rows = at["ways"][way], at["ways"][way]["rows_ms"]
-                nbytes = document["bytes"].get(way)
-                over = [one["speed_over_float"], one["speed_over_peer"]]
-                cells = [
-                    model, TITLES.get(way, f"{way}, the file's"),
-                    "" if nbytes is None else f"{nbytes / 1e6:,.0f} MB", f"{at['context']:,}",
-                    f"{one['ms']:.1f} ms",
-                    *("" if x is None else f"{x['median']:.2f}x" for x in over),
-                    "" if rows is None else f"{rows['8'] / rows['1']:.1f}",
-                ]  # fmt: skip
-                lines.append(f"| {' | '.join(cells)} |")
+        for way in ("float32", *WEIGHTS, PEER):
+            nbytes = document["bytes"].get(way)
+            cells = [model, TITLES[way], "" if nbytes is None else f"{nbytes / 1e6:,.0f} MB"]
+            at = {one["context"]: one["ways"].get(way) for one in document["decoding"]}
+            for context in contexts:
+                cells += _speed(at.get(context))
+            rows = (at[contexts[0]] or {}).get("rows_ms")
+            cells.append(f"{rows['8'] / rows['1']:.1f}" if rows else "")
+            cells += _quality([one for one in quality["quality"] if one["way"] == way], texts)
+            lines.append(f"| {' | '.join(cells)} |")
     peers = {at["peer"]["commit"] for one in documents for at in one["decoding"] if "peer" in at}
     note = (
-        "Plain decoding after random tokens, medians of rounds in turn; `8 rows` are a pass "
-        f"of eight against a pass of one. llama.cpp {', '.join(sorted(peers))} by llama-bench, "
-        "compiled on this machine for its processor, on the same file and threads. Made by "
+        "Plain decoding after random tokens, medians of rounds in turn; 8 rows: of a pass of one. "
+        f"llama.cpp {', '.join(sorted(peers))} by llama-bench, compiled for this processor, on the "
+        "same file and threads. Perplexity in windows of 512 tokens of texts that nothing was "
+        "chosen by, and how often the most likely token is that of float32, which has the file's "
+        "own numbers, as has `stored`. Made by "
     )
-    return "\n".join([*lines, "", f"{note}{'; '.join(map(source, documents))}."])
+    made = map(source, (*documents, *judged))
+    return "\n".join([*lines, "", f"{note}{'; '.join(made)}."])
 
 
-def quality() -> str:
-    lines = head("model | matrices | text | perplexity | over float32 | same most likely token")
-    documents = _documents("-quality")
-    for document in documents:
-        model = NAMES[document["model"] + ".gguf"].removesuffix("-Instruct")
-        exact = {one["text"]: one for one in document["quality"] if one["way"] == "float32"}
-        for one in document["quality"]:
-            ratio = one["perplexity"] / exact[one["text"]]["perplexity"] - 1
-            cells = [
-                model, TITLES.get(one["way"], "float32"), one["text"], f"{one['perplexity']:.3f}",
-                f"{ratio:+.2%}", f"{one['agreement']:.1%}",
-            ]  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
-    note = (
-        "Windows of 512 tokens of texts that no setting was chosen by. float32 is the file's own "
-        "numbers, widened; `stored` are the same numbers, with rows that are rounded. Made by "
-    )
-    return "\n".join([*lines, "", f"{note}{'; '.join(map(source, documents))}."])
+def _speed(one: dict | None) -> list[str]:
+    if one is None:
+        return ["", ""]
+    over = [one[f"speed_over_{other}"]["median"] for other in ("float", "peer")]
+    return [f"{one['ms']:.1f} ms", f"{over[0]:.2f}x, {over[1]:.2f}x"]
+
+
+def _quality(found: list[dict], texts: list[str]) -> list[str]:
+    if not found:
+        return [""] * (len(texts) + 1)
+    by_text = {one["text"]: one for one in found}
+    same = ", ".join(f"{by_text[text]['agreement']:.1%}" for text in texts)
+    return [*(f"{by_text[text]['perplexity']:.2f}" for text in texts), same]

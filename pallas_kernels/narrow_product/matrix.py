@@ -20,6 +20,7 @@ from pallas_kernels.typing import Array, Float, Integer, Shaped
 
 PANEL = 16  # outputs that lie together: as many as a vector of AVX-512 has sums
 WIDE = 256  # inputs that share a scale where groups have steps
+AT_ONCE = 2**20  # weights that are packed at a time: what lies between stays in a cache
 ENTRIES = 32  # of a row, that are rounded together; inputs are stored in whole ones
 
 
@@ -208,23 +209,12 @@ def packed(
     missing = -count % PANEL, stored_inputs(width) - width
     if any(missing):
         values = np.pad(values, [(0, missing[0]), (0, missing[1])], constant_values=format.zero)
-    groups = stored_inputs(width) // format.group
-    words = np.ascontiguousarray(values).view(np.uint32)  # four inputs each
-    words = words.reshape(-1, PANEL, words.shape[1]).swapaxes(1, 2)  # [P, I / 4, 16]
-    parts: list[Any]
-    if format.bits == 8:
-        parts = [np.ascontiguousarray(words)]
-    else:
-        low = words & np.uint32(0x0F0F0F0F)
-        parts = [low[:, 0::2] | low[:, 1::2] << 4]
-    for plane in range(4, format.bits if format.bits < 8 else 4):
-        # The product brings a bit of each byte together, in the order of the bytes.
-        bits = (words >> plane & np.uint32(0x01010101)) * np.uint32(0x01020408) >> 24
-        bits = bits.astype(np.uint8)
-        parts.append(bits[..., 0::2] | bits[..., 1::2] << 4)
-    of_each = [np.ascontiguousarray(part).view(np.uint8) for part in parts]
-    of_each = [part.reshape(len(words), groups, -1) for part in of_each]
-    panels = np.concatenate(of_each, axis=2) if parts[1:] else of_each[0]
+    shape, dtype = shapes_of(format, count, width)["values"]
+    panels = np.empty(shape, dtype)
+    step = max(1, AT_ONCE // (PANEL * values.shape[1]))
+    for first in range(0, len(panels), step):
+        some = values[first * PANEL : (first + step) * PANEL]
+        panels[first : first + step] = _panels(some, format)
 
     def of_groups(array: np.ndarray | None) -> np.ndarray | None:
         if array is None:
@@ -237,27 +227,61 @@ def packed(
     return NarrowMatrix(*arrays, format=format, outputs=tuple(outputs), inputs=tuple(inputs))
 
 
+def _panels(values: np.ndarray, format: Format) -> np.ndarray:
+    """What `NarrowMatrix.values` has of q."""
+    words = np.ascontiguousarray(values).view(np.uint32)  # four inputs each
+    words = words.reshape(-1, PANEL, words.shape[1]).swapaxes(1, 2)  # [P, I / 4, 16]
+    parts: list[Any]
+    if format.bits == 8:
+        parts = [words]
+    else:
+        low = words & np.uint32(0x0F0F0F0F)
+        parts = [low[:, 0::2] | low[:, 1::2] << 4]
+    for plane in range(4, format.bits if format.bits < 8 else 4):
+        # The product brings a bit of each byte together, in the order of the bytes.
+        bits = (words >> plane & np.uint32(0x01010101)) * np.uint32(0x01020408) >> 24
+        bits = bits.astype(np.uint8)
+        parts.append(bits[..., 0::2] | bits[..., 1::2] << 4)
+    groups = values.shape[1] // format.group
+    of_each = [np.ascontiguousarray(part).view(np.uint8) for part in parts]
+    return np.concatenate([part.reshape(len(words), groups, -1) for part in of_each], axis=2)
+
+
 def rounded(matrix: Float[np.ndarray, "O I"], name: str) -> dict[str, np.ndarray]:
     """What `packed` takes, of the numbers of "Q8_0" or "Q4_1" that are nearest to these."""
-    count, width = matrix.shape
-    wide = np.pad(matrix.astype(np.float32), [(0, 0), (0, stored_inputs(width) - width)])
-    groups = wide.reshape(count, -1, FORMATS[name].group)
-    if name == "Q8_0":
-        scales = (np.abs(groups).max(axis=2) / 127).astype(np.float16)
-        least, most, zero = None, 127, 128
-        shifted = groups
-    elif name == "Q4_1":
-        least = groups.min(axis=2).astype(np.float16)
-        scales = ((groups.max(axis=2) - least) / 15).astype(np.float16)
-        most, zero = 15, 0
-        shifted = groups - least[:, :, None].astype(np.float32)
-    else:
+    if name not in ("Q8_0", "Q4_1"):
         raise ValueError(f"rounding to {name!r} is not valid: 'Q8_0' or 'Q4_1'")
-    step = scales[:, :, None].astype(np.float32)
-    q = np.rint(shifted / np.where(step > 0, step, np.float32(1)))
-    q = np.clip(q, -min(zero, most), most) + zero
-    found = {"values": q.astype(np.uint8).reshape(count, -1)[:, :width], "scales": scales}
-    return found if least is None else found | {"least": least}
+    found = empty_parts(FORMATS[name], *matrix.shape)
+    step = max(1, AT_ONCE // (8 * matrix.shape[1]))
+    for first in range(0, len(matrix), step):
+        rows = slice(first, first + step)
+        for part, array in _rounded_rows(matrix[rows], FORMATS[name]).items():
+            found[part][rows] = array
+    return found
+
+
+def _rounded_rows(matrix: Float[np.ndarray, "n I"], format: Format) -> dict[str, np.ndarray]:
+    count, width = matrix.shape
+    wide = np.zeros((count, stored_inputs(width)), np.float32)
+    wide[:, :width] = matrix
+    groups = wide.reshape(count, -1, format.group)
+    low, high = groups.min(axis=2), groups.max(axis=2)
+    found = {}
+    if format.with_least:
+        found["least"] = low.astype(np.float16)
+        groups -= found["least"][:, :, None].astype(np.float32)
+        least, most = 0, 2**format.bits - 1
+        scales = (high - found["least"]) / most
+    else:
+        most = 2 ** (format.bits - 1) - 1
+        least, scales = -most, np.maximum(high, -low) / most
+    found["scales"] = scales.astype(np.float16)
+    step = found["scales"].astype(np.float32)[:, :, None]
+    groups /= np.where(step > 0, step, np.float32(1))
+    np.clip(np.rint(groups, out=groups), least, most, out=groups)
+    groups += format.zero
+    found["values"] = wide.astype(np.uint8)[:, :width]
+    return found
 
 
 def check_matrix(matrix: NarrowMatrix, inputs: int) -> None:
