@@ -12,6 +12,10 @@ from pallas_kernels.cache_scores.api import cache_scores as cache_scores
 from pallas_kernels.gate.api import gated as gated
 from pallas_kernels.narrow_product.api import narrow_product as narrow_product
 from pallas_kernels.narrow_product.matrix import NarrowMatrix as NarrowMatrix
+from pallas_kernels.narrow_rows import NarrowRows as NarrowRows
+from pallas_kernels.narrow_rows import narrowed as narrowed
+from pallas_kernels.narrow_rows import rounded_rows as rounded_rows
+from pallas_kernels.narrow_rows import widened as widened
 from pallas_kernels.product.api import product as product
 from pallas_kernels.rms_norm.api import add_rms_norm as add_rms_norm
 from pallas_kernels.rms_norm.api import rms_norm as rms_norm
@@ -24,7 +28,7 @@ from pallas_kernels.tree_attention.api import decode_attention as decode_attenti
 from pallas_kernels.tree_attention.api import tree_attention as tree_attention
 
 __all__ = [
-    "NarrowMatrix", "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores",
-    "decode_attention", "gated", "narrow_product", "product", "rms_norm", "rotary_heads", "rotate",
-    "threshold", "tree_attention",
+    "NarrowMatrix", "NarrowRows", "Ranks", "Summary", "add_rms_norm", "best_slots", "cache_scores",
+    "decode_attention", "gated", "narrow_product", "narrowed", "product", "rms_norm",
+    "rotary_heads", "rotate", "rounded_rows", "threshold", "tree_attention", "widened",
 ]  # fmt: skip

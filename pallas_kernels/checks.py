@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from pallas_kernels.narrow_rows import NarrowRows
+
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 def check_arrays(
-    arrays: Mapping[str, jax.Array],
+    arrays: Mapping[str, Any],
     wanted: Mapping[str, str | Sequence[str]],
     *,
     floats: Sequence[str],
@@ -38,7 +41,7 @@ def check_arrays(
         for dims in choices[name]:
             letters = dims.split()
             pairs = list(zip(letters, array.shape, strict=False))
-            if len(letters) == array.ndim and all(sizes.get(d, n) == n for d, n in pairs):
+            if len(letters) == len(array.shape) and all(sizes.get(d, n) == n for d, n in pairs):
                 sizes.update(pairs)
                 break
         else:
@@ -56,15 +59,29 @@ def check_arrays(
     if first not in FLOATS:
         raise ValueError(f"{floats[0]} of type {first} is not valid: one of {', '.join(FLOATS)}")
     for name in floats:
-        if arrays[name].dtype != first:
+        array: Any = arrays[name]
+        if isinstance(array, NarrowRows):
+            _check_narrow(name, array)
+        elif array.dtype != first:
             raise ValueError(
-                f"{name} of type {arrays[name].dtype} is not valid: {', '.join(floats)} share one "
+                f"{name} of type {array.dtype} is not valid: {', '.join(floats)} share one "
                 f"type; got {types}"
             )
     for names, kind, word in ((integers, jnp.integer, "integers"), (bools, jnp.bool, "bool")):
         for name in names:
             if not jnp.issubdtype(arrays[name].dtype, kind):
                 raise ValueError(f"{name} of type {arrays[name].dtype} is not valid: {word}")
+
+
+def _check_narrow(name: str, rows: NarrowRows) -> None:
+    """Refuses what is not int8 with one exponent for each row."""
+    numbers, exponents = rows
+    wanted = (*numbers.shape[:-1], 1)
+    if exponents.shape != wanted or {numbers.dtype, exponents.dtype} != {jnp.dtype(jnp.int8)}:
+        raise ValueError(
+            f"{name} of narrow rows, {numbers.dtype} {numbers.shape} with exponents "
+            f"{exponents.dtype} {exponents.shape}, is not valid: int8, exponents {wanted}"
+        )
 
 
 def check_live(live: jax.Array | None, rows: jax.Array) -> None:

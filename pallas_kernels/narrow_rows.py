@@ -81,6 +81,17 @@ def widened(
     return (numbers.astype(wide) * scale.astype(wide)).astype(dtype)
 
 
+def slots_of(
+    cache: Float[Array, "B K S H"] | NarrowRows, start: Any, size: int, dtype: DTypeLike
+) -> Float[Array, "B K {size} H"]:
+    """Slots start .. start + size of a cache, widened."""
+
+    def some(x):
+        return lax.dynamic_slice_in_dim(x, start, size, axis=2)
+
+    return widened(jax.tree.map(some, cache), dtype)
+
+
 def rounded_rows(rows: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
     """What narrow rows are when they are widened again."""
     return widened(narrowed(rows), rows.dtype)

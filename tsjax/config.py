@@ -23,6 +23,7 @@ from tsjax.input_files import parsing, read_json
 
 LONGEST_NGRAM = 64  # of no_repeat_ngram_size
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+CACHES = ("same", "int8")  # in the model's type; in eight bits, which rounds each key and value
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 # Draft heads: TokenSwift's, each after the one before; Medusa's, side by side, with the model's
 # vocabulary matrix; the same, each with a matrix of its own.
@@ -201,6 +202,7 @@ class ModelConfig:
     # Of each layer the formats of LAYER_MATRICES; one entry stands for all, () for wide layers.
     layer_formats: tuple[tuple[str, ...], ...] = ()
     unembed_format: str = WIDE  # with another it has an array of its own, also if it is tied
+    cache: str = "same"  # how keys and values of committed tokens are held: one of CACHES
 
     def __post_init__(self):
         check_fields(self, may_be_0=("num_draft_heads",))
@@ -208,6 +210,7 @@ class ModelConfig:
         check(self.norm_eps > 0, "norm_eps", self.norm_eps, "a small positive number")
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even, for rotary embeddings")
         check(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        check(self.cache in CACHES, "cache", self.cache, one_of(CACHES))
         heads, kv_heads = self.num_heads, self.num_kv_heads
         check(heads % kv_heads == 0, "num_kv_heads", kv_heads, f"a divisor of num_heads={heads}")
         shares = tuple(self.head_accuracy)
@@ -260,8 +263,8 @@ class ModelConfig:
         return dataclasses.replace(self.with_heads(0), drafter=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Without the kind of heads where it is the first one, and without a drafter or formats
-        where there are none, as files had it before others."""
+        """Without the kind of heads where it is the first one, without a drafter or formats where
+        there are none, and without a cache of the model's type, as files had it before others."""
         fields = dataclasses.asdict(self)
         if self.head_kind == CHAINED:
             del fields["head_kind"]
@@ -269,6 +272,8 @@ class ModelConfig:
             del fields["drafter"]
         if not self.is_narrow:
             del fields["layer_formats"], fields["unembed_format"]
+        if self.cache == "same":
+            del fields["cache"]
         return fields
 
     @classmethod

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import dispatch
 from pallas_kernels.cache_scores import native, xla
 from pallas_kernels.checks import check_arrays, check_length
+from pallas_kernels.narrow_rows import NarrowRows, as_array
 from pallas_kernels.typing import Array, Float, Integer, accumulation_dtype
 
 MODES = ("dot", "softmax")
@@ -18,7 +20,7 @@ MODES = ("dot", "softmax")
 
 def cache_scores(
     q_last: Float[Array, "B N H"],
-    k_cache: Float[Array, "B K S H"],
+    k_cache: Float[Array, "B K S H"] | NarrowRows,
     length: Integer[Array, "B"],
     mode: str = "dot",
     *,
@@ -34,7 +36,7 @@ def cache_scores(
 
     Args:
       q_last: queries of one row.
-      k_cache: committed keys; N is a multiple of K.
+      k_cache: committed keys, wide or narrow; N is a multiple of K.
       length: committed slots of each batch row, at most S.
       mode: "dot" or "softmax".
       log_totals: float32 (float64 for float64 inputs), for "softmax": the logarithm of the
@@ -49,9 +51,7 @@ def cache_scores(
     """
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} is not valid: one of {', '.join(map(repr, MODES))}")
-    arrays = dict(
-        q_last=jnp.asarray(q_last), k_cache=jnp.asarray(k_cache), length=jnp.asarray(length)
-    )
+    arrays = dict(q_last=jnp.asarray(q_last), k_cache=as_array(k_cache), length=jnp.asarray(length))
     check_arrays(
         arrays,
         dict(q_last="B N H", k_cache="B K S H", length="B"),
@@ -82,7 +82,9 @@ def _checked_totals(log_totals: Array, mode: str, q: Array) -> Array:
     return log_totals
 
 
-def _triton(*arrays: Array, mode: str) -> Array:
+def _triton(*arrays: Any, mode: str) -> Array:
+    if isinstance(arrays[1], NarrowRows):
+        raise NotImplementedError("narrow rows are read by XLA")
     from pallas_kernels.cache_scores import triton
 
     return triton.cache_scores(*arrays, mode=mode)

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.dispatch import on_each_device
+from pallas_kernels.narrow_rows import NarrowRows
 
 
 def cache_scores(q_last, k_cache, length, log_totals=None, *, mode: str = "dot"):
     """As `api.cache_scores`, but "softmax" is summed over each kv head's queries only."""
     _, N, H = q_last.shape
+    if isinstance(k_cache, NarrowRows):
+        raise NotImplementedError("narrow rows")
     native.check_supported(q_last.dtype, head_dim=H)
     given = () if log_totals is None else (log_totals,)
     scores = _on_each_device(N // k_cache.shape[1], mode, bool(given), native.library())

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.narrow_rows import NarrowRows, widened
 from pallas_kernels.typing import Array, Float, Integer, accumulation_dtype
 
 
 def cache_scores(
     q_last: Float[Array, "B N H"],
-    k_cache: Float[Array, "B K S H"],
+    k_cache: Float[Array, "B K S H"] | NarrowRows,
     length: Integer[Array, "B"],
     mode: str = "dot",
     *,
@@ -19,6 +20,7 @@ def cache_scores(
     """Arguments and result as in `api.cache_scores`; costs by capacity."""
     (B, N, H), (_, K, S, _) = q_last.shape, k_cache.shape
     wide = accumulation_dtype(q_last.dtype)
+    k_cache = widened(k_cache, q_last.dtype)
     committed = (jnp.arange(S, dtype=length.dtype)[None] < length[:, None])[:, None]  # [B, 1, S]
     keys = jnp.where(committed[..., None], k_cache, 0).astype(wide)
     grouped = q_last.reshape(B, K, N // K, H).astype(wide)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.narrow_rows import slots_of
 from pallas_kernels.typing import accumulation_dtype
 
 BLOCK = 1024
@@ -73,7 +74,7 @@ def _block_scores(grouped, k_cache, length, index):
     S = k_cache.shape[2]
     block = min(BLOCK, S)
     start = jnp.minimum(jnp.int32(index) * block, S - block)
-    keys = lax.dynamic_slice_in_dim(k_cache, start, block, axis=2)
+    keys = slots_of(k_cache, start, block, grouped.dtype)
     dims = (((3,), (3,)), ((0, 1), (0, 1)))
     scores = lax.dot_general(
         grouped,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_arrays, check_length, check_live
+from pallas_kernels.narrow_rows import NarrowRows, as_array
 from pallas_kernels.tree_attention import native, xla
 from pallas_kernels.typing import Array, Bool, Float, Int, Integer, accumulation_dtype
 
@@ -41,8 +42,8 @@ class Ranks(NamedTuple):
 
 def tree_attention(
     q: Float[Array, "B T N H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_cache: Float[Array, "B K S H"] | NarrowRows,
+    v_cache: Float[Array, "B K S H"] | NarrowRows,
     length: Integer[Array, "B"],
     k_new: Float[Array, "B T K H"],
     v_new: Float[Array, "B T K H"],
@@ -62,7 +63,8 @@ def tree_attention(
 
     Args:
       q: queries.
-      k_cache, v_cache: committed keys and values; N is a multiple of K.
+      k_cache, v_cache: committed keys and values; N is a multiple of K. Narrow rows are read as
+        the numbers of q's type that they stand for; the Triton kernel reads none.
       length: committed slots of each batch row, at most S.
       k_new, v_new: keys and values of the fresh rows.
       tree_mask: tree_mask[t, u] or [b, t, u]: row t sees fresh row u. What a row gets that sees
@@ -84,7 +86,7 @@ def tree_attention(
         q=q, k_cache=k_cache, v_cache=v_cache, length=length, k_new=k_new, v_new=v_new,
         tree_mask=tree_mask,
     )  # fmt: skip
-    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    arrays = {name: as_array(array) for name, array in arrays.items()}
     check_arrays(
         arrays,
         dict(
@@ -141,8 +143,8 @@ def _checked_rest(rest: Summary, q: Array) -> Summary:
 
 def decode_attention(
     q: Float[Array, "B N H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_cache: Float[Array, "B K S H"] | NarrowRows,
+    v_cache: Float[Array, "B K S H"] | NarrowRows,
     length: Integer[Array, "B"],
     k_new: Float[Array, "B K H"],
     v_new: Float[Array, "B K H"],
@@ -156,7 +158,7 @@ def decode_attention(
     arrays = dict(
         q=q, k_cache=k_cache, v_cache=v_cache, length=length, k_new=k_new, v_new=v_new
     )  # fmt: skip
-    arrays = {name: jnp.asarray(array) for name, array in arrays.items()}
+    arrays = {name: as_array(array) for name, array in arrays.items()}
     check_arrays(
         arrays,
         dict(
@@ -179,7 +181,9 @@ def decode_attention(
     return out[:, 0]
 
 
-def _triton(*operands: Array | None) -> tuple[Array, Array]:
+def _triton(*operands: Any) -> tuple[Array, Array]:
+    if any(isinstance(one, NarrowRows) for one in operands):
+        raise NotImplementedError("narrow rows are read by XLA")
     from pallas_kernels.tree_attention import triton
 
     return triton.tree_attention(*operands)

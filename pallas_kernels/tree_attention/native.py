@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import native
 from pallas_kernels.dispatch import on_each_device
+from pallas_kernels.narrow_rows import NarrowRows
 
 
 def tree_attention(
@@ -23,6 +24,8 @@ def tree_attention(
     """Arguments as in `api.tree_attention`, those of `rest` and of `ranks` one by one; returns both
     results."""
     B, T, N, H = q.shape
+    if isinstance(k_cache, NarrowRows):
+        raise NotImplementedError("narrow rows")
     native.check_supported(q.dtype, head_dim=H)
     mask = jnp.broadcast_to(tree_mask, (B, T, T))
     rest = () if mean is None else (mean, log_total)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.narrow_rows import NarrowRows, widened
 from pallas_kernels.typing import Array, Bool, Float, Integer, accumulation_dtype
 
 
 def tree_attention(
     q: Float[Array, "B T N H"],
-    k_cache: Float[Array, "B K S H"],
-    v_cache: Float[Array, "B K S H"],
+    k_cache: Float[Array, "B K S H"] | NarrowRows,
+    v_cache: Float[Array, "B K S H"] | NarrowRows,
     length: Integer[Array, "B"],
     k_new: Float[Array, "B T K H"],
     v_new: Float[Array, "B T K H"],
@@ -26,6 +27,7 @@ def tree_attention(
     B, T, N, H = q.shape
     K, S = k_cache.shape[1:3]
     wide = accumulation_dtype(q.dtype)
+    k_cache, v_cache = widened(k_cache, q.dtype), widened(v_cache, q.dtype)
     committed = jnp.arange(S, dtype=length.dtype)[None] < length[:, None]  # [B, S]
     values = jnp.where(committed[:, None, :, None], v_cache, 0)
     k = jnp.concatenate([k_cache, jnp.swapaxes(k_new, 1, 2)], axis=2).astype(wide)

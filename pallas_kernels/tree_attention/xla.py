@@ -12,6 +12,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.narrow_rows import slots_of, widened
 from pallas_kernels.typing import accumulation_dtype
 
 LARGEST_BLOCK, SMALL_BLOCK = 4096, 512
@@ -63,8 +64,7 @@ def tree_attention(
         )
 
     def add_slice(start, size, committed, carry):
-        k = lax.dynamic_slice_in_dim(k_cache, start, size, axis=2)
-        v = lax.dynamic_slice_in_dim(v_cache, start, size, axis=2)
+        k, v = (slots_of(cache, start, size, q.dtype) for cache in (k_cache, v_cache))
         ranks = slot_ranks
         if ranks is not None:
             ranks = lax.dynamic_slice_in_dim(ranks, start, size, axis=1)
@@ -82,7 +82,8 @@ def tree_attention(
     carry = _fresh_rows(tile, k_new, v_new, tree_mask, mean, log_total)
     if at_once:
         slots = jnp.arange(S, dtype=jnp.int32)[None]
-        peak, total, out = add(k_cache, v_cache, slots < length[:, None], slot_ranks, carry)
+        k, v = widened(k_cache, q.dtype), widened(v_cache, q.dtype)
+        peak, total, out = add(k, v, slots < length[:, None], slot_ranks, carry)
     else:
         shortest, longest = jnp.min(length).astype(jnp.int32), jnp.max(length).astype(jnp.int32)
         whole = shortest // block

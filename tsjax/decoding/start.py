@@ -21,7 +21,7 @@ from tsjax.decoding.processors import first_counts, first_last_seen
 from tsjax.decoding.sampling import SamplingValues, sampling_values
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import BadValue
-from tsjax.model.cache import Cache, KVCache, cache_bytes, init_cache
+from tsjax.model.cache import Cache, KVCache, init_cache, keys_in_cache
 from tsjax.model.parts import by_text
 from tsjax.model.sharding import everywhere, named_sharding, parts_of
 from tsjax.typing import accumulation_dtype
@@ -150,7 +150,7 @@ def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
         buffer = buffer.at[:, :, :, :slots].set(known[:, :, :, :slots])
         return buffer.reshape(-1, *buffer.shape[2:])
 
-    k, v = (tuple(map(copied, *pair)) for pair in ((state.kv.k, cache.k), (state.kv.v, cache.v)))
+    k, v = jax.tree.map(copied, (state.kv.k, state.kv.v), (cache.k, cache.v))
     return state.replace(kv=state.kv.replace(k=k, v=v))
 
 
@@ -161,7 +161,7 @@ def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:
         known = jnp.take(by_text(known, cache.parts), of_rows, axis=1)
         return known.reshape(-1, *known.shape[2:])
 
-    k, v = (tuple(map(taken, buffers)) for buffers in (cache.k, cache.v))
+    k, v = jax.tree.map(taken, (cache.k, cache.v))
     return state.replace(kv=state.kv.replace(k=k, v=v))
 
 
@@ -189,8 +189,8 @@ def fill_row(state: DecodeState, other: DecodeState, row) -> DecodeState:
         return whole.reshape(-1, *whole.shape[2:])
 
     kv = state.kv.replace(
-        k=tuple(map(filled, state.kv.k, other.kv.k)),
-        v=tuple(map(filled, state.kv.v, other.kv.v)),
+        k=jax.tree.map(filled, state.kv.k, other.kv.k),
+        v=jax.tree.map(filled, state.kv.v, other.kv.v),
         length=written(state.kv.length, other.kv.length),
     )
     key = jax.random.wrap_key_data(data, impl=IMPLEMENTATION)
@@ -207,7 +207,7 @@ def grown(state: DecodeState, *, capacity: int) -> DecodeState:
         return jnp.pad(x, missing)
 
     slots = -(-capacity // state.kv.parts)
-    k, v = (tuple(longer(x, 2, slots) for x in buffers) for buffers in (state.kv.k, state.kv.v))
+    k, v = jax.tree.map(lambda x: longer(x, 2, slots), (state.kv.k, state.kv.v))
     kv = state.kv.replace(k=k, v=v)
     told = jax.tree.map(lambda x: longer(x, 1), state.logprobs)
     return state.replace(
@@ -299,9 +299,8 @@ def _choice_bytes(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> int:
     parts = jax.tree.leaves(memory, is_leaf=lambda part: isinstance(part, Cache))
     if not any(isinstance(part, Cache) for part in parts):
         return 0
-    size, wide = _sizes_of(model)
-    keys = cache_bytes(model, batch, capacity, mesh) // (2 * model.head_dim * size)
-    return 2 * wide * keys
+    _, wide = _sizes_of(model)
+    return 2 * wide * keys_in_cache(model, batch, capacity, mesh)
 
 
 def _sizes_of(model: ModelConfig) -> tuple[int, int]:

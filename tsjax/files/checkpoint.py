@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from tsjax.config import DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
+from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
 from tsjax.decoding.method import Method
 from tsjax.errors import BadValue
 from tsjax.files import huggingface, tensor_names, weight_files
@@ -172,6 +172,7 @@ def load(
     dtype: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
     weights: str | None = None,
+    cache: str | None = None,
     heads: str | os.PathLike | None = None,
     drafter: str | os.PathLike | None = None,
     allow_pickle: bool = False,
@@ -188,6 +189,9 @@ def load(
         of 32 inputs, at 4 bits all but the vocabulary's, which has 8; "stored": as the blocks of a
         GGUF file are, with the same numbers. None: as a tsjax checkpoint has them, else "float".
         Norms, biases, the embedding's rows, heads and drafters stay in `dtype`.
+      cache: how keys and values of the text are held. "same": in `dtype`. "int8": in eight bits,
+        with a power of two for each token and kv head, which rounds them for all methods alike.
+        None: as a tsjax checkpoint has it, else "same".
       heads: a folder or file with draft heads, TokenSwift's or Medusa's, which replace those of the
         checkpoint; a hub id of a folder.
       drafter: a folder with a one-layer drafter, which replaces that of the checkpoint; a hub id of
@@ -201,8 +205,16 @@ def load(
         check_dtype(dtype)
     if weights is not None:
         check(weights in WEIGHTS, "weights", weights, one_of(WEIGHTS))
+    if cache is not None:
+        check(cache in CACHES, "cache", cache, one_of(CACHES))
     with told_as(progress), doing("loading"):
-        return _loaded(path, dtype, mesh, weights, heads, drafter, allow_pickle, on_tensor)
+        model = _loaded(path, dtype, mesh, weights, heads, drafter, allow_pickle, on_tensor)
+        return model if cache in (None, model.cfg.cache) else with_cache(model, cache)
+
+
+def with_cache(model: Model, cache: str) -> Model:
+    """The same weights, with keys and values held otherwise."""
+    return model.replace(cfg=dataclasses.replace(model.cfg, cache=cache))
 
 
 def _loaded(

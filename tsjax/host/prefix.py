@@ -35,7 +35,7 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in (*self.cache.k, *self.cache.v))
+        return sum(rows.nbytes for rows in (*self.cache.k, *self.cache.v))
 
     def shared_with(self, prompts: list[np.ndarray]) -> int:
         """How many of its tokens all prompts begin with. The last token of a prompt is left out, as
@@ -54,3 +54,5 @@ def check_prefix(prefix: Any, model: Model) -> None:
     where = f"a prefix of {os.fspath(read_by)!r}" if read_by else "another model's"
     same = prefix._model is model or prefix._model.params is model.params
     check(same, "prefix", where, "one that tsjax.read made with this model: weights differ")
+    held, wanted = prefix._model.cfg.cache, model.cfg.cache
+    check(held == wanted, "prefix", f"one with cache={held!r}", f"one with cache={wanted!r}")

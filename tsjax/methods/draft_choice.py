@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import cache_scores
+from pallas_kernels import NarrowRows, cache_scores
 from tsjax.config import ModelConfig
 from tsjax.methods.partial_cache import Scores, importance
 from tsjax.model.cache import KVCache
@@ -49,7 +49,7 @@ def scores_by(
 
 
 def by_position(
-    keys: Float[Array, "R K S H"], count: Int[Array, "B"], parts: int = 1
+    keys: Float[Array, "R K S H"] | NarrowRows, count: Int[Array, "B"], parts: int = 1
 ) -> Float[Array, "R K S"]:
     """The later the better."""
     R, K, S, _ = keys.shape
@@ -96,7 +96,7 @@ def asked_by_window(
 
     @jax.jit  # traced once for all layers
     def of_layer(query, log_totals, keys, length):
-        R, K, S, H = keys.shape
+        R, K, S, _ = keys.shape
 
         def by_kv_head(x: Shaped[Array, "B W N ..."]):  # -> [R * K, WINDOW * N / K, ...]
             x = x.reshape(*x.shape[:2], K, -1, *x.shape[3:])
@@ -107,7 +107,7 @@ def asked_by_window(
         log_totals = jnp.where(exists[..., None], log_totals, jnp.inf)
         scores = cache_scores(
             by_kv_head(query),
-            keys.reshape(R * K, 1, S, H),
+            jax.tree.map(lambda x: x.reshape(R * K, 1, *x.shape[2:]), keys),
             jnp.repeat(counts_by_part(length, kv.parts), K),
             "softmax",
             log_totals=by_kv_head(log_totals),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from pallas_kernels import Summary, best_slots, cache_scores, tree_attention
+from pallas_kernels import NarrowRows, Summary, best_slots, cache_scores, tree_attention, widened
 from pallas_kernels.best_slots.xla import firsts_above
 from pallas_kernels.threshold.xla import last_by_digits
 from tsjax.config import ModelConfig
@@ -32,7 +32,7 @@ from tsjax.model.parts import (
     taken_by_part,
 )
 from tsjax.model.writing import for_each_row, scattered
-from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
+from tsjax.typing import Array, Bool, DTypeLike, Float, Int, accumulation_dtype
 
 # Of each layer; -inf where there is no key. Of a cache that is dealt out, as its rows are.
 Scores = tuple[Float[Array, "R K S"], ...]
@@ -256,7 +256,7 @@ class Slide(NamedTuple):
 
 def _slid(
     buffers: tuple[Float[Array, "B K slots H"], ...],
-    committed: tuple[Float[Array, "R K S H"], ...],
+    committed: tuple[Float[Array, "R K S H"] | NarrowRows, ...],
     slides: Sequence[Slide],
     rows: Bool[Array, "B"],
     max_rows: int,
@@ -279,18 +279,23 @@ def _slid(
             wanted = jnp.where(newest_first[:, None], count[:, None] - 1 - wanted, wanted)
         if parts > 1:
             tokens = jnp.broadcast_to((start[:, None] + index[None])[:, None], (B, K, max_rows))
-            source, start = taken_by_part(source, tokens, parts=parts), jnp.zeros_like(start)
+            source = jax.tree.map(lambda x: taken_by_part(x, tokens, parts=parts), source)
+            start = jnp.zeros_like(start)
 
         def one(b, buffer):
             old = lax.dynamic_slice(buffer, (b, zero, first[b], zero), (1, K, max_rows, H))
-            new = lax.dynamic_slice(source, (b, zero, start[b], zero), (1, K, max_rows, H))
+
+            def window(x):
+                return lax.dynamic_slice(x, (b, zero, start[b], zero), (1, K, max_rows, x.shape[3]))
+
+            new = widened(jax.tree.map(window, source), buffer.dtype)
             moved = jnp.take(new, jnp.clip(wanted[b], 0, max_rows - 1), axis=2)
             rows = jnp.where(fresh[b][None, None, :, None], moved, old)
             return lax.dynamic_update_slice(buffer, rows, (b, zero, first[b], zero))
 
         def at_once(buffer, source):
             tokens = start[:, None] + jnp.clip(wanted, 0, max_rows - 1)
-            new = jnp.take_along_axis(source, tokens[:, None, :, None], axis=2, mode="clip")
+            new = _taken(source, tokens[:, None], buffer.dtype)
             return scattered(buffer, new, index[None] + jnp.where(fresh, first[:, None], M))
 
         return for_each_row(one, at_once, buffer, source)
@@ -310,9 +315,10 @@ def _choose(
 
     def gathered(old, whole, slots):
         if kv.parts > 1:
-            chosen = taken_by_part(whole, slots, parts=kv.parts)
+            chosen = jax.tree.map(lambda x: taken_by_part(x, slots, parts=kv.parts), whole)
+            chosen = widened(chosen, old.dtype)
         else:
-            chosen = jnp.take_along_axis(whole, slots[..., None], axis=2, mode="clip")
+            chosen = _taken(whole, slots, old.dtype)
         chosen = jnp.where(rows[:, None, None, None], chosen, old[:, :, : draft.capacity])
         return lax.dynamic_update_slice_in_dim(old, chosen, 0, axis=2)
 
@@ -321,6 +327,19 @@ def _choose(
         v=tuple(map(gathered, draft.v, kv.v, chosen_slots)),
         newest=jnp.where(rows, draft.length, draft.newest),
     )
+
+
+def _taken(
+    whole: Float[Array, "B K S H"] | NarrowRows,
+    slots: Int[Array, "B heads count"],
+    dtype: DTypeLike,
+) -> Float[Array, "B K count H"]:
+    """The rows in these slots, of each head its own or the same of all."""
+
+    def taken(x):
+        return jnp.take_along_axis(x, slots[..., None], axis=2, mode="clip")
+
+    return widened(jax.tree.map(taken, whole), dtype)
 
 
 def important_slots(

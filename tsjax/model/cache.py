@@ -7,9 +7,10 @@ row, at any start. Nothing is ever shifted or compacted inside the whole one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import flax.struct
 import jax
@@ -17,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
-from pallas_kernels import Summary
+from pallas_kernels import NarrowRows, Summary, narrowed
 from tsjax.config import ModelConfig
 from tsjax.model.parts import write_by_part
 from tsjax.model.sharding import named_sharding, parts_of
 from tsjax.model.writing import for_each_row, write_at_once
-from tsjax.typing import Array, Float, Int, Shaped
+from tsjax.typing import Array, DTypeLike, Float, Int, Shaped
 
 CACHE_AXES = ("cache_rows", "cache_heads", None, "head_dim")  # of rows by parts.py
 WHOLE_AXES = ("batch", "cache_heads", None, "head_dim")  # of caches that are not dealt out
@@ -32,12 +33,13 @@ class Cache(flax.struct.PyTreeNode):
     """Keys and values that a pass may see.
 
     Attributes:
-      k, v: one array per layer. Slots at `length` and beyond are unspecified and are never read.
+      k, v: one array per layer, or one of narrow rows. Slots at `length` and beyond are
+        unspecified and are never read.
       length: tokens of each row.
     """
 
-    k: tuple[Float[Array, "B K S H"], ...]
-    v: tuple[Float[Array, "B K S H"], ...]
+    k: tuple[Float[Array, "B K S H"] | NarrowRows, ...]
+    v: tuple[Float[Array, "B K S H"] | NarrowRows, ...]
     length: Int[Array, "B"]
     parts: ClassVar[int] = 1  # over which tokens are dealt out
 
@@ -48,6 +50,9 @@ class Cache(flax.struct.PyTreeNode):
 
 class KVCache(Cache):
     """Keys and values of the committed tokens.
+
+    They are narrow where the model's config says cache="int8". What is written is then rounded
+    already (transformer.py), so it is the same numbers before and after.
 
     Attributes:
       absent: how many of them are not in a layer; None where all are in all. The rows of a layer
@@ -79,38 +84,63 @@ AnyCache = TypeVar("AnyCache", bound=Cache)
 
 
 def init_cache(cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | None = None) -> KVCache:
-    """An empty cache of `capacity` slots per row, or a few more, in the model's type."""
+    """An empty cache of `capacity` slots per row, or a few more, held as the config says."""
     parts = parts_of(mesh)
-    rows, slots = batch * parts, -(-capacity // parts)
+    declared = _rows_of_layer(cfg, batch, capacity, parts)
+
+    def empty(_: int):
+        return jax.tree.map(lambda x: _zeros(x.shape, x.dtype, mesh, CACHE_AXES), declared)
+
     return KVCache(
-        k=empty_buffers(cfg, rows, slots, mesh, CACHE_AXES),
-        v=empty_buffers(cfg, rows, slots, mesh, CACHE_AXES),
+        k=tuple(map(empty, range(cfg.num_layers))),
+        v=tuple(map(empty, range(cfg.num_layers))),
         length=jnp.zeros((batch,), jnp.int32),
         parts=parts,
     )
 
 
 def empty_buffers(
-    cfg: ModelConfig,
-    rows: int,
-    slots: int,
-    mesh: Mesh | None,
-    axes: Sequence[str | None] = WHOLE_AXES,
+    cfg: ModelConfig, rows: int, slots: int, mesh: Mesh | None
 ) -> tuple[Float[Array, "{rows} K {slots} H"], ...]:
+    """Each layer's keys, or its values, in the model's type, of a cache that is not dealt out."""
     shape = (rows, cfg.num_kv_heads, slots, cfg.head_dim)
+    return tuple(_zeros(shape, cfg.dtype, mesh, WHOLE_AXES) for _ in range(cfg.num_layers))
+
+
+def _zeros(shape: Sequence[int], dtype: DTypeLike, mesh: Mesh | None, axes: Sequence[str | None]):
     sharding = named_sharding(shape, axes, mesh) if mesh is not None else None
-    return tuple(jnp.zeros(shape, cfg.dtype, device=sharding) for _ in range(cfg.num_layers))
+    return jnp.zeros(shape, dtype, device=sharding)
+
+
+def _rows_of_layer(cfg: ModelConfig, batch: int, capacity: int, parts: int) -> Any:
+    """Shapes and types of what holds a layer's keys, and of what holds its values."""
+    shape = (batch * parts, cfg.num_kv_heads, -(-capacity // parts), cfg.head_dim)
+    if cfg.cache == "same":
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
+    shapes = shape, (*shape[:-1], 1)
+    return NarrowRows(*(jax.ShapeDtypeStruct(one, jnp.dtype(jnp.int8)) for one in shapes))
 
 
 def cache_bytes(
     cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | AbstractMesh | None = None
 ) -> int:
     """Bytes of the buffers of `init_cache`, on each device."""
-    parts = parts_of(mesh)
-    shape = (batch * parts, cfg.num_kv_heads, -(-capacity // parts), cfg.head_dim)
-    if mesh is not None:
-        shape = named_sharding(shape, CACHE_AXES, mesh).shard_shape(shape)
-    return 2 * cfg.num_layers * math.prod(shape) * jnp.dtype(cfg.dtype).itemsize
+
+    def bytes_of(x: jax.ShapeDtypeStruct) -> int:
+        whole = mesh is None
+        shape = x.shape if whole else named_sharding(x.shape, CACHE_AXES, mesh).shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    declared = jax.tree.leaves(_rows_of_layer(cfg, batch, capacity, parts_of(mesh)))
+    return 2 * cfg.num_layers * sum(map(bytes_of, declared))
+
+
+def keys_in_cache(
+    cfg: ModelConfig, batch: int, capacity: int, mesh: Mesh | AbstractMesh | None = None
+) -> int:
+    """How many keys the buffers of `init_cache` have, of all layers, on each device."""
+    one_byte = dataclasses.replace(cfg, cache="int8")
+    return cache_bytes(one_byte, batch, capacity, mesh) // (2 * (cfg.head_dim + 1))
 
 
 def write_rows(
@@ -134,8 +164,7 @@ def write_rows(
     start = start + zero_after(after)
     zero = jnp.int32(0)
 
-    @jax.jit  # traced once for all layers
-    def write(buffer, rows, slot):
+    def put(buffer, rows, slot):
         if cache.parts > 1:
             return write_by_part(buffer, rows, slot, parts=cache.parts)
         rows = jnp.swapaxes(rows, 1, 2).astype(buffer.dtype)  # [B, K, T, H]
@@ -145,6 +174,11 @@ def write_rows(
             return lax.dynamic_update_slice(buffer, row, (b, zero, slot[b], zero))
 
         return for_each_row(one, write_at_once, buffer, rows, slot)
+
+    @jax.jit  # traced once for all layers
+    def write(buffer, rows, slot):
+        rows = narrowed(rows) if isinstance(buffer, NarrowRows) else rows
+        return jax.tree.map(lambda buffer, rows: put(buffer, rows, slot), buffer, rows)
 
     with jax.named_scope("write_rows"):
         k, v = list(cache.k), list(cache.v)

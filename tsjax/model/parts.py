@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import Summary, tree_attention
+from pallas_kernels import NarrowRows, Summary, tree_attention
 from pallas_kernels.dispatch import on_each_device
 from tsjax.model.writing import for_each_row, write_at_once
 from tsjax.typing import Array, Bool, Float, Int, Shaped
@@ -66,8 +66,8 @@ def dealt_out(x: Shaped[Array, "B K PS"], parts: int) -> Shaped[Array, "PB K S"]
 
 def attention_by_part(
     q: Float[Array, "B T N H"],
-    k_cache: Float[Array, "PB K S H"],
-    v_cache: Float[Array, "PB K S H"],
+    k_cache: Float[Array, "PB K S H"] | NarrowRows,
+    v_cache: Float[Array, "PB K S H"] | NarrowRows,
     count: Int[Array, "B"],
     k_new: Float[Array, "B T K H"],
     v_new: Float[Array, "B T K H"],
@@ -101,12 +101,12 @@ def merged(found: Summary) -> Summary:
 
 
 def write_by_part(
-    buffer: Float[Array, "PB K S H"],
-    rows: Float[Array, "B T K H"],
+    buffer: Shaped[Array, "PB K S H"],
+    rows: Shaped[Array, "B T K H"],
     start: Int[Array, "B"],
     *,
     parts: int,
-) -> Float[Array, "PB K S H"]:
+) -> Shaped[Array, "PB K S H"]:
     """`buffer` with rows as tokens start[b] .. start[b] + T, and anything after them."""
     T = rows.shape[1]
     most = -(-T // parts)  # rows of a part
@@ -143,12 +143,12 @@ def _write(buffer, rows, slots):
 
 
 def taken_by_part(
-    buffer: Float[Array, "PB K S H"], positions: Int[Array, "B K count"], *, parts: int
-) -> Float[Array, "B K count H"]:
+    buffer: Shaped[Array, "PB K S H"], positions: Int[Array, "B K count"], *, parts: int
+) -> Shaped[Array, "B K count H"]:
     """What the tokens at `positions` have. Every device gets them all."""
     part, slot = jnp.mod(positions, parts), lax.div(positions, jnp.int32(parts))
     slots = for_each_part(slot, parts)[..., None]
     found = jnp.take_along_axis(buffer, slots, axis=2, mode="clip")
     found = by_text(found, parts)
     here = part[None] == jnp.arange(parts, dtype=jnp.int32)[:, None, None, None]
-    return jnp.sum(jnp.where(here[..., None], found, 0), axis=0)
+    return jnp.sum(jnp.where(here[..., None], found, 0), axis=0, dtype=buffer.dtype)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import NarrowMatrix, add_rms_norm, rms_norm, rotary_heads, rotate
+from pallas_kernels import NarrowMatrix, add_rms_norm, rms_norm, rotary_heads, rotate, rounded_rows
 from tsjax.config import WIDE, ModelConfig
 from tsjax.model.int8 import Int8Matrix
 from tsjax.model.layers import Matrix, linear, rotary_angles, swiglu
@@ -201,6 +201,8 @@ def _fresh(
         v = fresh[:, :, :, -1]
     else:
         q, k, v = rotary_heads(fresh, cos, sin, cfg.dtype, live=live)
+    if cfg.cache == "int8":  # once, so that drafts, attention and the cache see the same numbers
+        k, v = rounded_rows(k), rounded_rows(v)
     # What attention reads and what later goes to the cache are then the same arrays. XLA would
     # otherwise keep the wider sums of the product, of all layers, and make both from them.
     return x, *lax.optimization_barrier((q, k, v))

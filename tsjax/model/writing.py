@@ -8,15 +8,15 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.typing import Array, Float, Int
+from tsjax.typing import Array, Int, Shaped
 
 
 def for_each_row(
     one: Callable[[Int[Array, ""], Array], Array],
     at_once: Callable[..., Array],
-    buffer: Float[Array, "B K slots H"],
+    buffer: Shaped[Array, "B K slots H"],
     *inputs: Array,
-) -> Float[Array, "B K slots H"]:
+) -> Shaped[Array, "B K slots H"]:
     """one(b, buffer) for every batch row b, in place; on a GPU at_once(buffer, *inputs), which is
     the same by one scatter, as a loop's turn is the host's there."""
     if buffer.shape[0] == 1:
@@ -29,16 +29,16 @@ def for_each_row(
 
 
 def write_at_once(
-    buffer: Float[Array, "B K slots H"], rows: Float[Array, "B K T H"], start: Int[Array, "B"]
-) -> Float[Array, "B K slots H"]:
+    buffer: Shaped[Array, "B K slots H"], rows: Shaped[Array, "B K T H"], start: Int[Array, "B"]
+) -> Shaped[Array, "B K slots H"]:
     """Rows of all texts as slots start[b] .. start[b] + T, by one scatter."""
     index = jnp.arange(rows.shape[2], dtype=jnp.int32)
     return scattered(buffer, rows, start[:, None] + index[None])
 
 
 def scattered(
-    buffer: Float[Array, "B K slots H"], rows: Float[Array, "B K T H"], slots: Int[Array, "B T"]
-) -> Float[Array, "B K slots H"]:
+    buffer: Shaped[Array, "B K slots H"], rows: Shaped[Array, "B K T H"], slots: Int[Array, "B T"]
+) -> Shaped[Array, "B K slots H"]:
     """Each row of each text in its slot, no two in one; those beyond the end go nowhere."""
     b = jnp.arange(len(rows), dtype=jnp.int32)[:, None]
     kept = buffer.at[b, :, slots]

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""cache="int8": keys and values of the text in eight bits, with the tokens of plain decoding.
+
+The judge is plain decoding with the same cache, and of that a decoder without any cache whose keys
+and values are rounded where they are made. Runs are in float64, as in test_method_contract.py.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import PROMPTS, SIZES, fresh_state, looping_model, prefilled, tiny_config, tiny_model
+
+import tsjax
+from pallas_kernels import NarrowRows, cache_scores, narrowed, tree_attention, widened
+from tsjax.decoding.config import DecodeConfig
+from tsjax.errors import BadValue
+from tsjax.files.fingerprint import model_fingerprint
+from tsjax.model.cache import cache_bytes, init_cache, keys_in_cache, write_rows
+from tsjax.model.logits import logits
+from tsjax.model.passes import run_rows
+
+SETTINGS = dict(max_new_tokens=40, do_sample=True, temperature=0.8, seed=7)
+METHODS = {
+    "ngram": tsjax.NGram(num_ngrams=4, ngram_size=3, ngram_slots=5, suffix_length=6),
+    "tokenswift": tsjax.TokenSwift(
+        tree=(2, 2, 1), draft_passes=2, draft_budget=20, num_sinks=3, draft_refresh=5,
+        draft_rest=True, num_ngrams=2, ngram_size=3,
+    ),
+    "likely_tree": tsjax.LikelyTree(
+        width=8, draft_passes=2, heads=True, places=2, draft_budget=20, num_sinks=3,
+        draft_refresh=None,
+    ),
+    "magicdec": tsjax.MagicDec(
+        draft_choice="snapkv", draft_passes=2, draft_budget=36, num_sinks=1
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def narrow_model(**changes) -> tsjax.Model:
+    return looping_model(**{"dtype": "float64", "cache": "int8", "num_draft_heads": 2, **changes})
+
+
+def texts(result) -> list[list[int]]:
+    return [row.tolist() for row in result.tokens]
+
+
+@functools.cache
+def plain() -> list[list[int]]:
+    return texts(tsjax.generate(narrow_model(), PROMPTS, **SETTINGS, **SIZES))
+
+
+# --- what it holds ---------------------------------------------------------------------------
+
+
+def test_the_cache_takes_a_byte_for_a_number_and_one_for_a_row():
+    cfg = tiny_config(cache="int8", dtype="bfloat16")
+    cache = init_cache(cfg, 3, 40)
+    of_layer = 3 * cfg.num_kv_heads * 40 * (cfg.head_dim + 1)
+    assert cache_bytes(cfg, 3, 40) == 2 * cfg.num_layers * of_layer
+    assert sum(x.nbytes for x in (*cache.k, *cache.v)) == cache_bytes(cfg, 3, 40)
+    assert {x.dtype for x in jax.tree.leaves((cache.k, cache.v))} == {jnp.dtype(jnp.int8)}
+    assert cache.capacity == 40
+    for held in ("int8", "same"):
+        keys = keys_in_cache(tiny_config(cache=held), 3, 40)
+        assert keys == cfg.num_layers * cfg.num_kv_heads * 3 * 40
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_rows_are_written_as_those_of_a_wide_cache(parts):
+    rng, wide, narrow = np.random.default_rng(3), tiny_config(), tiny_config(cache="int8")
+    shape = (2, 5, wide.num_kv_heads, wide.head_dim)
+    k, v = (
+        [widened(narrowed(jnp.asarray(rng.normal(size=shape), jnp.float32)), jnp.float32)] * 2
+        for _ in "kv"
+    )
+    start = jnp.asarray([7, 2], jnp.int32)
+
+    def written(cfg):
+        cache = init_cache(cfg, 2 * parts, 24 // parts)
+        cache = cache.replace(parts=parts, length=jnp.zeros(2, jnp.int32))
+        return write_rows(cache, k, v, start, after=k[0])
+
+    found, wanted = written(narrow), written(wide)
+    for ours, theirs in zip((*found.k, *found.v), (*wanted.k, *wanted.v), strict=True):
+        assert isinstance(ours, NarrowRows)
+        np.testing.assert_array_equal(widened(ours, jnp.float32), theirs)
+
+
+def test_the_cache_of_a_prefilled_text_is_that_of_its_rounded_rows():
+    """To the bit those that a pass hands back, and that its rows see of one another."""
+    model = narrow_model()
+    cfg, text = DecodeConfig(model.cfg), [PROMPTS[0] * 3]
+    state = prefilled(model.params, fresh_state(model, text), cfg=cfg)
+    length = int(state.kv.length[0])
+    tokens, positions = np.asarray(text)[:, :length], np.arange(length, dtype=np.int32)[None]
+    causal, nothing = np.tril(np.ones((length, length), bool)), init_cache(model.cfg, 1, 8)
+    rows = run_rows(model.params.model, nothing, tokens, positions, causal, cfg=model.cfg)
+    for stored, made in zip((*state.kv.k, *state.kv.v), (*rows.k, *rows.v), strict=True):
+        held = np.swapaxes(widened(stored, jnp.float64)[:, :, :length], 1, 2)
+        np.testing.assert_array_equal(held, made)
+
+
+# --- what reads it ---------------------------------------------------------------------------
+
+KINDS = ("xla", "native")
+
+
+def attention_case(dtype: str, *, S: int, T: int, seed: int = 0):
+    B, K, G, H = 2, 2, 3, 16
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
+
+    k, v = (narrowed(normal(B, K, S, H)) for _ in "kv")
+    fresh = [widened(narrowed(normal(B, T, K, H)), dtype) for _ in "kv"]
+    mask = np.tril(rng.random((T, T)) < 0.6) | np.eye(T, dtype=bool)
+    length = jnp.asarray([S - 3, S // 2 + 1], jnp.int32)
+    return normal(B, T, K * G, H), k, v, length, *fresh, jnp.asarray(mask)
+
+
+def attention_in_numpy(q, k, v, length, k_new, v_new, mask):
+    q, k_new, v_new = (np.asarray(x, np.float64) for x in (q, k_new, v_new))
+    k, v = (np.asarray(x.numbers, np.float64) * 2.0 ** np.asarray(x.exponents) for x in (k, v))
+    B, T, N, H = q.shape
+    G, out = N // k.shape[1], np.zeros_like(q)
+    for b in range(B):
+        for t in range(T):
+            for n in range(N):
+                cached = k[b, n // G, : int(length[b])], v[b, n // G, : int(length[b])]
+                seen = np.asarray(mask)[t]
+                keys = np.concatenate([cached[0], k_new[b, seen, n // G]])
+                values = np.concatenate([cached[1], v_new[b, seen, n // G]])
+                weights = np.exp(keys @ q[b, t, n] * H**-0.5)
+                out[b, t, n] = weights @ values / weights.sum()
+    return out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("S, T", [(24, 1), (700, 5), (1500, 40)])
+def test_attention_reads_narrow_rows(kind, dtype, S, T):
+    q, k, v, *others = attention_case(dtype, S=S, T=T)
+    read = functools.partial(tree_attention, implementation=kind, with_log_totals=True)
+    found, logs = jax.jit(read)(q, k, v, *others)
+    tolerance = 2e-6 if dtype == "float32" else 2e-2
+    wanted = attention_in_numpy(q, k, v, *others)
+    np.testing.assert_allclose(np.asarray(found, np.float64), wanted, atol=tolerance)
+    # And to the bit as the same numbers in a wide cache.
+    same, same_logs = jax.jit(read)(q, widened(k, dtype), widened(v, dtype), *others)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(same, np.float32))
+    np.testing.assert_array_equal(logs, same_logs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["dot", "softmax"])
+def test_scores_read_narrow_rows(kind, dtype, mode):
+    q, k, _, length, *_ = attention_case(dtype, S=1300, T=1)
+    read = jax.jit(functools.partial(cache_scores, mode=mode, implementation=kind))
+    found, wanted = read(q[:, 0], k, length), read(q[:, 0], widened(k, dtype), length)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_without_numbers_is_seen_by_who_sees_it(kind):
+    q, k, v, length, *others = attention_case("float32", S=200, T=2)
+    broken = v._replace(exponents=v.exponents.at[0, 1, 150].set(-128))
+    found = tree_attention(q, k, broken, length, *others, implementation=kind)
+    heads = np.isnan(np.asarray(found)).any(axis=(1, 3))
+    np.testing.assert_array_equal(heads, [[False] * 3 + [True] * 3, [False] * 6])
+    unseen = v._replace(exponents=v.exponents.at[:, :, 198:].set(-128))
+    found = tree_attention(q, k, unseen, length, *others, implementation=kind)
+    assert np.all(np.isfinite(np.asarray(found)))
+
+
+def test_narrow_rows_of_other_shapes_or_types_are_refused():
+    q, k, v, *others = attention_case("float32", S=24, T=1)
+    for wrong in (
+        k._replace(exponents=k.exponents[..., 0]),
+        k._replace(exponents=k.exponents.astype(jnp.int32)),
+    ):
+        with pytest.raises(ValueError, match="k_cache of narrow rows"):
+            tree_attention(q, wrong, v, *others)
+
+
+# --- the same tokens -------------------------------------------------------------------------
+
+
+def test_a_pass_over_all_and_steps_by_one_say_the_same():
+    """What a row sees beside it in a pass is what it sees in the cache later."""
+    model, (prompt, *_) = narrow_model(), PROMPTS
+    text = np.asarray([[*prompt, *plain()[0]]])
+    at_once, by_one = (
+        logits(model.params, text, cfg=model.cfg, width=width) for width in (text.shape[1], 1)
+    )
+    np.testing.assert_allclose(at_once, by_one, atol=1e-9)
+    wide = logits(model.params, text, cfg=looping_model(dtype="float64").cfg.alone)
+    assert np.max(np.abs(np.asarray(wide) - np.asarray(by_one))) > 1e-6  # it does round
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_gives_the_tokens_of_plain_decoding(method):
+    found = tsjax.generate(narrow_model(), PROMPTS, method=METHODS[method], **SETTINGS, **SIZES)
+    assert texts(found) == plain()
+    assert found.stats.accepted > 0
+
+
+def test_a_text_alone_has_the_tokens_that_it_has_in_a_batch():
+    alone = tsjax.generate(
+        narrow_model(), PROMPTS[0], method=METHODS["likely_tree"], **SETTINGS, **SIZES
+    )
+    assert texts(alone) == plain()[:1]
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (1, 2, 2)])
+def test_a_mesh_gives_the_same_tokens(sizes):
+    axes = ("data", "model", "slots")[: len(sizes)]
+    mesh = jax.make_mesh(sizes, axes)
+    model = narrow_model(mesh=mesh)
+    found = tsjax.generate(model, PROMPTS, method=METHODS["tokenswift"], **SETTINGS, **SIZES)
+    assert texts(found) == plain()
+
+
+def test_a_saved_run_goes_on_with_the_same_cache_only(tmp_path):
+    model, path = narrow_model(), tmp_path / "run.json"
+    begin = {**SETTINGS, **SIZES, "max_new_tokens": 9, "save_to": path}
+    tsjax.generate(model, PROMPTS, **begin)
+    method = METHODS["likely_tree"]
+    rest = tsjax.generate(model, resume_from=path, max_new_tokens=40, method=method, **SIZES)
+    assert texts(rest) == plain()
+    with pytest.raises(ValueError):
+        tsjax.generate(narrow_model(cache="same"), resume_from=path, max_new_tokens=40)
+
+
+def test_a_prefix_serves_runs_with_the_same_cache_only():
+    model, (prompt, *_) = narrow_model(), PROMPTS
+    prefix = tsjax.read(model, prompt[:5])
+    assert prefix.nbytes == cache_bytes(model.cfg, 1, prefix.cache.capacity)
+    found = tsjax.generate(model, prompt, prefix=prefix, **SETTINGS, **SIZES)
+    assert texts(found) == plain()[:1]
+    other = model.replace(cfg=narrow_model(cache="same").cfg)
+    with pytest.raises(BadValue, match="cache='same'"):
+        tsjax.generate(other, prompt, prefix=prefix, **SETTINGS, **SIZES)
+
+
+def test_answers_to_one_prompt_share_what_it_read():
+    settings = {**SETTINGS, "num_return_sequences": 3}
+    model, (prompt, *_) = narrow_model(), PROMPTS
+    plainly = tsjax.generate(model, prompt, **settings, **SIZES)
+    drafted = tsjax.generate(model, prompt, method=METHODS["ngram"], **settings, **SIZES)
+    assert texts(drafted) == texts(plainly)
+
+
+def test_a_lazily_read_prompt_goes_on_as_plainly():
+    model, prompt = narrow_model(), [3, 1, 4, 1, 5, 9, 2, 6] * 4
+    lazy = tsjax.LazyPrefill(keep={1: 0.5})
+    both = [
+        texts(tsjax.generate(model, prompt, method=method, prefill=lazy, **SETTINGS))
+        for method in (tsjax.Autoregressive(), METHODS["tokenswift"])
+    ]
+    assert both[0] == both[1]
+
+
+# --- the setting -----------------------------------------------------------------------------
+
+
+def test_load_sets_it_and_files_keep_it(tmp_path):
+    model = tiny_model()
+    tsjax.save(model, tmp_path / "wide")
+    narrow = tsjax.load(tmp_path / "wide", cache="int8")
+    assert narrow.cfg.cache == "int8" and tsjax.load(tmp_path / "wide").cfg == model.cfg
+    tsjax.save(narrow, tmp_path / "narrow")
+    assert tsjax.load(tmp_path / "narrow").cfg == narrow.cfg
+    assert tsjax.load(tmp_path / "narrow", cache="same").cfg == model.cfg
+    with pytest.raises(BadValue, match="cache='int4'"):
+        tsjax.load(tmp_path / "wide", cache="int4")
+
+
+def test_it_is_part_of_the_fingerprint():
+    model = tiny_model()
+    narrow = model.replace(cfg=tiny_config(cache="int8"))
+    assert model_fingerprint(model) != model_fingerprint(narrow)
+    assert "cache" not in model.cfg.to_dict() and narrow.cfg.to_dict()["cache"] == "int8"
+    assert tsjax.ModelConfig.from_dict(narrow.cfg.to_dict()) == narrow.cfg
