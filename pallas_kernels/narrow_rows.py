@@ -102,6 +102,13 @@ def power_of_2(exponent: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
     return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
+def numbers_and_exponents(rows: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Rows as they are stored, and their exponents [*rows], none of rows that are not narrow."""
+    if not isinstance(rows, NarrowRows):
+        return rows, ()
+    return rows.numbers, (jnp.squeeze(rows.exponents, axis=-1),)
+
+
 def as_array(rows: Any) -> Any:
     """An array, or rows whose parts are arrays."""
     return jax.tree.map(jnp.asarray, rows) if isinstance(rows, NarrowRows) else jnp.asarray(rows)

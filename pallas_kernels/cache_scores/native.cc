@@ -15,7 +15,8 @@ constexpr int64_t WORTH_SHARING = 1 << 16;  // multiplications
 
 template <class T>
 struct Arrays {
-  const T *q, *k_cache;
+  const T* q;
+  Stored<T> k_cache;
   const int32_t* length;
   int64_t B, N, K, S, H;
 
@@ -43,11 +44,16 @@ void for_blocks(const Arrays<T>& arrays, int64_t head, int64_t part, float scale
   const int64_t end = std::min((part + 1) * PART, arrays.committed(b));
   for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
     const int64_t slots = std::min<int64_t>(BLOCK, end - slot);
-    const T* keys = arrays.k_cache + (head * arrays.S + slot) * H;
-    if (width == H && slots == BLOCK) {  // read where they lie
+    const int64_t row = head * arrays.S + slot;
+    const T* keys = arrays.k_cache.wide + row * H;
+    if (width == H && slots == BLOCK && !arrays.k_cache.is_narrow()) {  // read where they lie
       score_all(keys, slots);
     } else {
-      as_floats(keys, H, slots, H, width, copy);
+      if (arrays.k_cache.is_narrow()) {
+        arrays.k_cache.widen(row, slots, H, width, copy);
+      } else {
+        as_floats(keys, H, slots, H, width, copy);
+      }
       std::fill(copy + slots * width, copy + BLOCK * width, 0.0f);
       score_all(static_cast<const float*>(copy), int64_t{BLOCK});
     }
@@ -128,7 +134,7 @@ void score(Pool& pool, const Arrays<T>& arrays, bool softmax, const float* log_t
 template <class T>
 void run(const Call& call) {
   const Array q = call.argument(0), k_cache = call.argument(1);
-  Arrays<T> arrays{q.data<T>(), k_cache.data<T>(), call.argument(2).data<int32_t>(),
+  Arrays<T> arrays{q.data<T>(), cache_of<T>(k_cache, call.argument(4)), call.argument(2).data<int32_t>(),
                    q.dim(0), q.dim(1), k_cache.dim(1), k_cache.dim(2), q.dim(2)};
   score(call, arrays, call.attribute<bool>(0), call.argument(3).data<float>(),
         call.result(0).data<float>());
@@ -136,10 +142,10 @@ void run(const Call& call) {
 
 }  // namespace tsjax::scores
 
-// q_last, k_cache, length, log_totals; scores. Attribute: softmax.
+// q_last, k_cache, length, log_totals, exponents of k_cache; scores. Attribute: softmax.
 extern "C" XLA_FFI_Error* tsjax_cache_scores(XLA_FFI_CallFrame* frame) {
   using namespace tsjax;
-  return answer(frame, {.arguments = 4, .results = 1, .attributes = 1}, [](const Call& call) {
+  return answer(frame, {.arguments = 5, .results = 1, .attributes = 1}, [](const Call& call) {
     call.argument(0).is<float>() ? scores::run<float>(call) : scores::run<bfloat16>(call);
   });
 }

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "rows.h"
+#include "stored_rows.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace tsjax {
@@ -96,6 +96,13 @@ class Call {
 // The operand that says which rows [B, T, ...] are wanted: [B], or empty for all.
 inline Live live_of(const Array& counts, const Array& rows) {
   return {counts.data<int32_t>(), counts.size() ? rows.dim(1) : 1};
+}
+
+// A cache's rows and the operand with their exponents, which is empty for rows of T.
+template <class T>
+Stored<T> cache_of(const Array& rows, const Array& exponents) {
+  if (!exponents.size()) return rows.data<T>();
+  return {rows.data<int8_t>(), exponents.data<int8_t>()};
 }
 
 // How many of each a kernel takes.

@@ -27,7 +27,9 @@ constexpr int64_t WORTH_SHARING = 1 << 16;  // multiplications
 // The arrays as api.py describes them, and their sizes.
 template <class T>
 struct Arrays {
-  const T *q, *k_cache, *v_cache, *k_new, *v_new;
+  const T* q;
+  Stored<T> k_cache, v_cache;
+  const T *k_new, *v_new;
   const int32_t* length;
   const bool* mask;
   const T* mean;  // nullptr without `rest`
@@ -128,19 +130,16 @@ struct Rows {
 
   int64_t fresh_row(int64_t r) const { return (first + r) / arrays.G(); }
   const T* query(int64_t r) const { return arrays.q + arrays.query(b, k, first + r) * H; }
-  const T* cached(const T* cache, int64_t slot) const {
-    return cache + ((b * arrays.K + k) * arrays.S + slot) * H;
-  }
+  int64_t row_of(int64_t slot) const { return (b * arrays.K + k) * arrays.S + slot; }
+  const T* cached(const Stored<T>& cache, int64_t slot) const { return cache.wide + row_of(slot) * H; }
   const T* fresh(const T* rows, int64_t t) const {
     return rows + ((b * arrays.rows_T + t) * arrays.K + k) * H;
   }
   int64_t fresh_stride() const { return arrays.K * H; }
 
   // The block after this one of keys or values.
-  Next after(const T* cache, int64_t slot) const {
-    if (slot + 2 * BLOCK > committed) return {};
-    const T* block = cached(cache, slot + BLOCK);
-    return {reinterpret_cast<const char*>(block), static_cast<int64_t>(H * sizeof(T))};
+  Next after(const Stored<T>& cache, int64_t slot) const {
+    return slot + 2 * BLOCK > committed ? Next() : cache.from(row_of(slot + BLOCK), H);
   }
 
   int32_t rank(int64_t r) const { return arrays.row_ranks[b * arrays.rows_T + fresh_row(r)]; }
@@ -215,7 +214,8 @@ template <class T>
 struct Group : Rows<T> {
   using Base = Rows<T>;
   using Base::arrays, Base::b, Base::k, Base::first, Base::rows, Base::H, Base::committed;
-  using Base::cached, Base::fresh, Base::fresh_stride, Base::fresh_row, Base::after, Base::sees;
+  using Base::cached, Base::row_of, Base::after, Base::sees;
+  using Base::fresh, Base::fresh_stride, Base::fresh_row;
   int64_t width;
   float *q, *keys, *values, *turned, *weights;
 
@@ -235,18 +235,26 @@ struct Group : Rows<T> {
     }
   }
 
+  void copy(const Stored<T>& cache, int64_t slot, int64_t count, float* to) const {
+    if (cache.is_narrow()) {
+      cache.widen(row_of(slot), count, H, width, to);
+    } else {
+      as_floats(cached(cache, slot), H, count, H, width, to);
+    }
+  }
+
   // The blocks of a part that are full of committed slots.
   void add_whole_blocks(int64_t part, Sums sums) {
     int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
     for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
       if (!this->sees_some(slot)) continue;
-      const T *some_keys = cached(arrays.k_cache, slot), *some_values = cached(arrays.v_cache, slot);
       // Read where they lie, if that is possible and, for narrow types, if few rows read them.
-      if (width == H && (std::is_same_v<T, float> || rows <= MOST_ROWS)) {
-        add_block(some_keys, some_values, slot, sums);
+      const bool lie_wide = width == H && !arrays.k_cache.is_narrow() && !arrays.v_cache.is_narrow();
+      if (lie_wide && (std::is_same_v<T, float> || rows <= MOST_ROWS)) {
+        add_block(cached(arrays.k_cache, slot), cached(arrays.v_cache, slot), slot, sums);
       } else {
-        as_floats(some_keys, H, BLOCK, H, width, keys);
-        as_floats(some_values, H, BLOCK, H, width, values);
+        copy(arrays.k_cache, slot, BLOCK, keys);
+        copy(arrays.v_cache, slot, BLOCK, values);
         add_block<float>(keys, values, slot, sums);
       }
     }
@@ -290,13 +298,13 @@ struct Group : Rows<T> {
     float* scores = memory;
     float* floats = scores + rows * most;
     float* spread = floats + most * width;  // weights at the places of `floats`
-    as_floats(cached(arrays.v_cache, start), H, cached_slots, H, width, floats);
+    copy(arrays.v_cache, start, cached_slots, floats);
     as_floats(fresh(arrays.v_new, 0), fresh_stride(), fresh_rows, H, width,
               floats + cached_slots * width);
     for (int64_t place = 0; place < all; place += BLOCK) {
       int64_t from_cache = std::clamp<int64_t>(cached_slots - place, 0, BLOCK);
       int64_t from_fresh = std::min<int64_t>(BLOCK, all - place) - from_cache;
-      if (from_cache) as_floats(cached(arrays.k_cache, start + place), H, from_cache, H, width, keys);
+      if (from_cache) copy(arrays.k_cache, start + place, from_cache, keys);
       if (from_fresh) {
         const T* rows = fresh(arrays.k_new, place + from_cache - cached_slots);
         as_floats(rows, fresh_stride(), from_fresh, H, width, keys + from_cache * width);
@@ -447,24 +455,24 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
 
 template <class T>
 void run(const Call& call) {
-  const Array q = call.argument(0), k_cache = call.argument(1);
+  const Array q = call.argument(0), k_cache = call.argument(1), v_cache = call.argument(2);
   auto numbers = [&](int64_t i) { return call.argument(i).data<T>(); };
   auto integers = [&](int64_t i) { return call.argument(i).data<int32_t>(); };
   Arrays<T> arrays{
-      numbers(0), numbers(1), numbers(2), numbers(4), numbers(5), integers(3),
-      call.argument(6).data<bool>(), numbers(7), call.argument(8).data<float>(), integers(9),
-      integers(10), integers(11), call.result(0).data<T>(), call.result(1).data<float>(),
+      numbers(0), cache_of<T>(k_cache, call.argument(11)), cache_of<T>(v_cache, call.argument(12)),
+      numbers(4), numbers(5), integers(3), call.argument(6).data<bool>(), numbers(7),
+      call.argument(8).data<float>(), integers(9), integers(10), integers(13), call.result(0).data<T>(), call.result(1).data<float>(),
       q.dim(0), q.dim(1), q.dim(2), k_cache.dim(1), k_cache.dim(2), q.dim(3)};
   attend(call, arrays);
 }
 
 }  // namespace tsjax::attention
 
-// q, k_cache, v_cache, length, k_new, v_new, mask, mean, log_total, slot_ranks, row_ranks, live; the
-// sums and the totals' logarithms.
+// q, k_cache, v_cache, length, k_new, v_new, mask, mean, log_total, slot_ranks, row_ranks, exponents
+// of k_cache and of v_cache, live; the sums and the totals' logarithms.
 extern "C" XLA_FFI_Error* tsjax_tree_attention(XLA_FFI_CallFrame* frame) {
   using namespace tsjax;
-  return answer(frame, {.arguments = 12, .results = 2}, [](const Call& call) {
+  return answer(frame, {.arguments = 14, .results = 2}, [](const Call& call) {
     call.argument(0).is<float>() ? attention::run<float>(call) : attention::run<bfloat16>(call);
   });
 }

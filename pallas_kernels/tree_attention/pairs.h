@@ -120,9 +120,16 @@ struct PairGroup : Rows<bfloat16> {
       std::fill(to + H, to + width, bfloat16{0});
     }
   }
-  const bfloat16* whole(const bfloat16* block) const {
-    if (width == H) return block;
-    copy(block, H, BLOCK, copied);
+  void copy(const Stored<bfloat16>& cache, int64_t slot, int64_t count, bfloat16* to) const {
+    if (cache.is_narrow()) {
+      cache.widen(row_of(slot), count, H, width, to);
+    } else {
+      copy(cached(cache, slot), H, count, to);
+    }
+  }
+  const bfloat16* whole(const Stored<bfloat16>& cache, int64_t slot) const {
+    if (width == H && !cache.is_narrow()) return cached(cache, slot);
+    copy(cache, slot, BLOCK, copied);
     return copied;
   }
   void join_all(const bfloat16* values) const {
@@ -149,8 +156,8 @@ struct PairGroup : Rows<bfloat16> {
     int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
     for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
       if (!sees_some(slot)) continue;
-      turn_pairs(whole(cached(arrays.k_cache, slot)), width, turned);
-      join_all(whole(cached(arrays.v_cache, slot)));
+      turn_pairs(whole(arrays.k_cache, slot), width, turned);
+      join_all(whole(arrays.v_cache, slot));
       const int64_t tile = tile_of(rows, MOST_ROWS);
       for (int64_t r = 0, R; r < rows; r += R) {
         R = std::min(tile, rows - r);
@@ -180,10 +187,11 @@ struct PairGroup : Rows<bfloat16> {
     float* scored = scratch<1>(rows * most);
     bfloat16* values = scratch<2, bfloat16>((most + 1) * width);  // and zeros
     bfloat16* some = scratch<3, bfloat16>(BLOCK * width);
-    auto gather = [&](const bfloat16* cache, const bfloat16* rows, int64_t place, bfloat16* to) {
+    auto gather = [&](const Stored<bfloat16>& cache, const bfloat16* rows, int64_t place,
+                      bfloat16* to) {
       const int64_t from_cache = std::clamp<int64_t>(cached_slots - place, 0, BLOCK);
       const int64_t from_fresh = std::min<int64_t>(BLOCK, all - place) - from_cache;
-      if (from_cache) copy(cached(cache, start + place), H, from_cache, to);
+      if (from_cache) copy(cache, start + place, from_cache, to);
       if (from_fresh > 0) {
         copy(fresh(rows, place + from_cache - cached_slots), fresh_stride(), from_fresh,
              to + from_cache * width);
