@@ -165,6 +165,7 @@ def test_it_is_that_of_the_huggingface_tensors(tmp_path):
     left_out = ("num_draft_heads", "head_kind", "head_accuracy", "family", "max_positions")
     # The others are as by default.
     defaults = ("dtype", "tie_embeddings", "qk_norm", "drafter", "layer_formats", "unembed_format")
+    defaults += ("cache",)
     for name in (*left_out, *defaults):
         del cfg[name]
     digest = hashlib.sha256(

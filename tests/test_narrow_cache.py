@@ -224,6 +224,16 @@ def test_a_text_alone_has_the_tokens_that_it_has_in_a_batch():
     assert texts(alone) == plain()[:1]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_the_cpu_kernels_narrow_types_have_their_tokens_too(dtype):
+    """There a row has the same bits in any pass, so it is rounded to the same numbers."""
+    model, settings = narrow_model(dtype=dtype), {**SETTINGS, "max_new_tokens": 24}
+    plainly = tsjax.generate(model, PROMPTS, **settings, **SIZES)
+    for name in ("tokenswift", "likely_tree"):
+        drafted = tsjax.generate(model, PROMPTS, method=METHODS[name], **settings, **SIZES)
+        assert texts(drafted) == texts(plainly)
+
+
 @pytest.mark.parametrize("sizes", [(1, 2), (1, 2, 2)])
 def test_a_mesh_gives_the_same_tokens(sizes):
     axes = ("data", "model", "slots")[: len(sizes)]

@@ -23,9 +23,10 @@ import pytest
 from helpers import tiny_model
 from kernel_cases import define_both, make_inputs, place, random_tree, relative_error
 
-from pallas_kernels import Ranks, native, product, tree_attention
+from pallas_kernels import Ranks, narrowed, native, product, tree_attention
 from pallas_kernels.product.reference import product as product_reference
 from pallas_kernels.tree_attention import reference
+from tsjax.config import CACHES
 from tsjax.model.cache import init_cache, write_rows
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed
@@ -280,14 +281,16 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(dtype, data):
     "length, T",
     [(60, 9), *(pytest.param(*one, marks=pytest.mark.kernels) for one in ((5, 3), (1000, 40)))],
 )
-def test_a_row_of_a_whole_pass_has_the_bits_of_plain_decoding(dtype, length, T, rng):
+@pytest.mark.parametrize("held", CACHES)
+def test_a_row_of_a_whole_pass_has_the_bits_of_plain_decoding(dtype, length, T, held, rng):
     """Logits, keys and values: so drafts cannot change a token, in bfloat16 either."""
-    model = tiny_model(dtype=dtype, num_layers=2)
+    model = tiny_model(dtype=dtype, num_layers=2, cache=held)
     cfg, weights = model.cfg, model.params.model
     cache = init_cache(cfg, 1, length + T)
 
     def normal(buffer):
-        return jnp.asarray(rng.standard_normal(buffer.shape), dtype)
+        rows = jnp.asarray(rng.standard_normal(buffer.shape), dtype)
+        return rows if held == "same" else narrowed(rows)
 
     cache = cache.replace(
         k=tuple(map(normal, cache.k)), v=tuple(map(normal, cache.v)),

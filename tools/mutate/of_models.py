@@ -69,8 +69,8 @@ OF_MODELS = (
         "pieces_of_a_narrow_parameter_swapped",
         "Where parts of a parameter have several formats, the second tensor goes into the first.",
         "tsjax/files/tensor_names.py",
-        "path, start = f\"{entry.path}.{number}\" if some[1:] else entry.path, stop",
-        "path, start = f\"{entry.path}.{number}\" if some[1:] else entry.path, start",
+        'path, start = f"{entry.path}.{number}" if some[1:] else entry.path, stop',
+        'path, start = f"{entry.path}.{number}" if some[1:] else entry.path, start',
         ("tests/test_narrow_weights.py::test_stored_blocks_keep_their_numbers[mixed]",),
     ),
     Change(

@@ -69,6 +69,8 @@ class DraftCache(Cache):
       room: slots that committed tokens never take.
     """
 
+    k: tuple[Float[Array, "B K slots H"], ...]  # never narrow
+    v: tuple[Float[Array, "B K slots H"], ...]
     query: tuple[Float[Array, "B K H"], ...]
     newest: Int[Array, "B"]
     seen: Int[Array, "B"]

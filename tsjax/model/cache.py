@@ -117,8 +117,10 @@ def _rows_of_layer(cfg: ModelConfig, batch: int, capacity: int, parts: int) -> A
     shape = (batch * parts, cfg.num_kv_heads, -(-capacity // parts), cfg.head_dim)
     if cfg.cache == "same":
         return jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype))
-    shapes = shape, (*shape[:-1], 1)
-    return NarrowRows(*(jax.ShapeDtypeStruct(one, jnp.dtype(jnp.int8)) for one in shapes))
+    both: Any = (
+        jax.ShapeDtypeStruct(one, jnp.dtype(jnp.int8)) for one in (shape, (*shape[:-1], 1))
+    )
+    return NarrowRows(*both)
 
 
 def cache_bytes(
@@ -127,8 +129,9 @@ def cache_bytes(
     """Bytes of the buffers of `init_cache`, on each device."""
 
     def bytes_of(x: jax.ShapeDtypeStruct) -> int:
-        whole = mesh is None
-        shape = x.shape if whole else named_sharding(x.shape, CACHE_AXES, mesh).shard_shape(x.shape)
+        shape = x.shape
+        if mesh is not None:
+            shape = named_sharding(shape, CACHE_AXES, mesh).shard_shape(shape)
         return math.prod(shape) * x.dtype.itemsize
 
     declared = jax.tree.leaves(_rows_of_layer(cfg, batch, capacity, parts_of(mesh)))
