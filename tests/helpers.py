@@ -461,6 +461,7 @@ IN_PLACE = {"parameter", "get-tuple-element", "bitcast", "dynamic-update-slice",
 
 def operations(executable, array) -> list[str]:
     """The operations of a compiled program that yield an array of this shape and type."""
-    kind = {"float32": "f32", "bfloat16": "(?:f32|bf16)", "int32": "s32"}[str(array.dtype)]
+    names = {"float32": "f32", "bfloat16": "(?:f32|bf16)", "int32": "s32", "int8": "s8"}
+    kind = names[str(array.dtype)]
     shape = ",".join(map(str, array.shape))
     return re.findall(rf"= {kind}\[{shape}\]\S* ([a-z-]+)\(", executable.as_text())

@@ -322,10 +322,10 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_580,
-    "tsjax/commands": 1_420,
+    "tsjax/commands": 1_430,
     "tsjax/decoding": 2_990,
     "tsjax/files": 4_300,
-    "tsjax/host": 8_380,
+    "tsjax/host": 8_390,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 5_310,
     "tsjax/model": 1_790,

@@ -250,7 +250,7 @@ def test_a_saved_run_goes_on_with_the_same_cache_only(tmp_path):
     method = METHODS["likely_tree"]
     rest = tsjax.generate(model, resume_from=path, max_new_tokens=40, method=method, **SIZES)
     assert texts(rest) == plain()
-    with pytest.raises(ValueError):
+    with pytest.raises(BadValue, match="cache='int8'"):
         tsjax.generate(narrow_model(cache="same"), resume_from=path, max_new_tokens=40)
 
 

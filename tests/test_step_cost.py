@@ -30,9 +30,12 @@ NAMES = [
 
 
 @functools.cache
-def compiled(name: str, *, capacity: int, batch: int = 1, dtype: str = "float32"):
+def compiled(
+    name: str, *, capacity: int, batch: int = 1, dtype: str = "float32", cache: str = "same"
+):
     """The program of the loop over steps, and the state it takes."""
-    model, method = tiny_model(num_draft_heads=2, dtype=dtype), COST_METHODS[name]
+    model = tiny_model(num_draft_heads=2, dtype=dtype, cache=cache)
+    method = COST_METHODS[name]
     state = fresh_state(model, [[1, 2, 3]] * batch, method=method, capacity=capacity)
     cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
     steps = jnp.int32(8)
@@ -57,16 +60,17 @@ def ngram_table(state):
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "dtype"),
+    ("name", "batch", "dtype", "held"),
     [
-        ("partial_cache", 3, "bfloat16"),
-        pytest.param("ngram", 1, "float32", marks=pytest.mark.wide),
-        pytest.param("partial_cache", 1, "float32", marks=pytest.mark.wide),
+        ("partial_cache", 3, "bfloat16", "same"),
+        ("partial_cache", 3, "bfloat16", "int8"),
+        pytest.param("ngram", 1, "float32", "same", marks=pytest.mark.wide),
+        pytest.param("partial_cache", 1, "float32", "same", marks=pytest.mark.wide),
     ],
 )
-def test_no_step_copies_a_buffer(name, batch, dtype):
+def test_no_step_copies_a_buffer(name, batch, dtype, held):
     # Blocks and rows are a fixed amount of scratch memory; the cache has to be large beside it.
-    executable, state = compiled(name, capacity=262144, batch=batch, dtype=dtype)
+    executable, state = compiled(name, capacity=262144, batch=batch, dtype=dtype, cache=held)
     memory = executable.memory_analysis()
     cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
     assert memory.temp_size_in_bytes <= 0.05 * cache + scores_bytes(state)
@@ -76,16 +80,19 @@ def test_no_step_copies_a_buffer(name, batch, dtype):
         donated += sum(buffer.nbytes for buffer in cache.k + cache.v)
     assert memory.alias_size_in_bytes >= donated
 
-    found = operations(executable, state.kv.k[0])
-    assert found and set(found) <= IN_PLACE
-    # Each fusion of that shape is one of the writes, wrapped.
-    assert found.count("fusion") <= found.count("dynamic-update-slice")
+    for buffer in jax.tree.leaves(state.kv.k[0]):  # of narrow rows the exponents too
+        found = operations(executable, buffer)
+        assert found and set(found) <= IN_PLACE
+        # Each fusion of that shape is one of the writes, wrapped.
+        assert found.count("fusion") <= found.count("dynamic-update-slice")
     for buffer in (state.tokens, ngram_table(state).places):
         assert set(operations(executable, buffer)) <= IN_PLACE | {"scatter"}
     if cache is not None:
-        # Where it is chosen again, what was gathered is selected for the rows that need it.
-        found = operations(executable, cache.k[0])
-        assert found and set(found) <= IN_PLACE | {"select", "broadcast"}
+        # Where it is chosen again, what was gathered is selected for the rows that need it, and
+        # widened if the whole one is narrow.
+        found, widening = operations(executable, cache.k[0]), {"convert", "multiply"}
+        chosen = {"select", "broadcast"} | (widening if held == "int8" else set())
+        assert found and set(found) <= IN_PLACE | chosen
 
 
 SMALL = 2 * BLOCK  # a capacity that is larger than any block

@@ -20,7 +20,7 @@ import jax
 
 import tsjax
 from tsjax.commands.parser import tell
-from tsjax.config import GENERATION_NAMES, WEIGHTS, check, refuse_unknown
+from tsjax.config import CACHES, GENERATION_NAMES, WEIGHTS, check, refuse_unknown
 from tsjax.errors import BadValue
 from tsjax.host import layout, processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
@@ -112,6 +112,11 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 def add_weights(parser: argparse.ArgumentParser) -> None:
     text = "matrices in few bits: rounded, or as a GGUF file stores them (default: float)"
     add(parser, "--weights", text, choices=WEIGHTS)
+
+
+def add_kv_cache(parser: argparse.ArgumentParser) -> None:
+    text = "keys and values of the text in eight bits, which rounds them (default: same)"
+    add(parser, "--cache", text, choices=CACHES)
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:

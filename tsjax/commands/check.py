@@ -42,7 +42,7 @@ def _check(args: argparse.Namespace) -> int:
     if path is None:
         raise BadValue(f"run={args.saved!r} does not say where its model is: give --model PATH")
     check(args.dtype in (None, dtype), "--dtype", args.dtype, f"the run's, {dtype}")
-    model = tsjax.load(path, dtype=dtype, weights=saved.weights)
+    model = tsjax.load(path, dtype=dtype, weights=saved.weights, cache=saved.cache)
     found = tsjax.check_run(model, args.saved, progress=args.progress)
     below = {f"{lead:g}": found.num_below(lead) for lead in LEADS}
     nearest, names = found.nearest(cli.MOST_SHOWN), ("row", "index", "lead")

@@ -58,6 +58,9 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
     elif run.weights != held_as(model.cfg):
         then, now = f"weights={run.weights!r}", repr(held_as(model.cfg))
         raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
+    elif run.cache != model.cfg.cache:
+        then, now = f"cache={run.cache!r}", repr(model.cfg.cache)
+        raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
     else:
         same = run.fingerprint == model_fingerprint(model)
     if not same:

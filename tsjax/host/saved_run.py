@@ -44,6 +44,7 @@ class SavedRun:
       fingerprint: of the model, see fingerprint.py.
       model_path: where the model was, None if it came from nowhere; it may have moved since.
       weights: how the model's matrices were held, for tsjax.load; None for wide ones.
+      cache: how its keys and values were held, for tsjax.load.
       method: as it was asked for.
       prefill: a lazy one, with its cuts named; None where the whole prompt was computed.
       tokens: those made so far, one array per row.
@@ -70,6 +71,7 @@ class SavedRun:
     logprobs: list[LogProbs] | None = None
     version: str | None = None
     weights: str | None = None
+    cache: str = "same"
     is_old: bool = False
 
     @property
@@ -93,6 +95,7 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
             "dtype": run.dtype,
             "fingerprint": run.fingerprint,
             **({} if run.weights is None else {"weights": run.weights}),
+            **({} if run.cache == "same" else {"cache": run.cache}),
         },
         "method": _method_to_dict(run.method),
         "exceed_max_positions": run.exceed_max_positions,
@@ -123,6 +126,7 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
             model_path=None if is_old else model["path"],
             dtype=None if is_old else model["dtype"],
             weights=model.get("weights"),
+            cache=model.get("cache", "same"),
             method=None if is_old else _method_from_dict(saved["method"]),
             version=None if is_old else saved["tsjax"],
             is_old=is_old,
@@ -159,6 +163,7 @@ def _check_types(run: SavedRun) -> None:
         ("path", run.model_path, str | None, "a string or null"),
         ("dtype", run.dtype, text, "a string"),
         ("weights", run.weights, str | None, "a string or null"),
+        ("cache", run.cache, str, "a string"),
         ("version", run.version, text, "a string"),
         ("exceed_max_positions", run.exceed_max_positions, bool, "true or false"),
         ("single", run.single, bool, "true or false"),

@@ -103,6 +103,7 @@ class Saving(Writing):
             model_path=self._model.path,
             dtype=self._model.cfg.dtype,
             weights=held_as(self._model.cfg),
+            cache=self._model.cfg.cache,
             method=self._request.method,
             prefill=self._request.decode.prefill,
             exceed_max_positions=self._request.exceed_max_positions,

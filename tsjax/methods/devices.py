@@ -168,16 +168,17 @@ def pass_work(
       weight_bytes: of each weight that is read, where they are stored in fewer than the model's
         type has, as for drafts.
     """
-    size = _size(model)
     layers, vocabulary = _weights(model)
     of_layers, of_vocabulary = _weight_bytes(model)
     if weight_bytes is not None:
         of_layers, of_vocabulary = weight_bytes * layers, weight_bytes * vocabulary
-    all_rows, cached = batch * rows, batch * context * _cached(model)
+    all_rows, tokens = batch * rows, batch * context
     return {
         "products": Work(of_layers, 2 * all_rows * layers),
         "logits": Work(of_vocabulary, 2 * all_rows * vocabulary),
-        "attention": Work(size * cached, 2 * rows * model.group_size * cached),
+        "attention": Work(
+            tokens * _cache_bytes(model), 2 * rows * model.group_size * tokens * _cached(model)
+        ),
         "tokens": Work(4 * LOGITS_PASSES * all_rows * model.vocab_size, 0.0),
     }
 
@@ -309,6 +310,12 @@ def _cached(model: ModelConfig) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim
 
 
+def _cache_bytes(model: ModelConfig) -> float:
+    """What they take; of a narrow one, with each row's power of two."""
+    each = _size(model) if model.cache == "same" else 1 + 1 / model.head_dim
+    return each * _cached(model)
+
+
 def _tile_of(reach: Reach, rows: int) -> tuple[float, int]:
     """The share of the bandwidth that products of N rows reach, and the rows of their tiles."""
     for tile, share in reach.products:
@@ -329,7 +336,7 @@ def _attention_tiles(reach: Reach, rows: int) -> int:
 
 def _choice(model: ModelConfig, device: Device, batch: int) -> Line:
     """One reading of the keys for the scores, and what finds the highest ones."""
-    reach, cached = device.reach, batch * _cached(model) * _size(model)
+    reach, cached = device.reach, batch * _cache_bytes(model)
     keys = cached / 2 / (device.bytes_per_second * reach.attention_bytes)
     if not reach.overlaps:  # a CPU orders blocks of them: as long again
         return Line(reach.step, 2 * keys)
