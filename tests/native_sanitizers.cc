@@ -49,9 +49,31 @@ bool same(const std::vector<T>& a, const std::vector<T>& b) {
   return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
+// Rows of a cache, wide or narrow, each array of its exact size.
+template <class T>
+struct Cache {
+  std::vector<T> wide;
+  std::vector<int8_t> numbers, exponents;
+
+  Cache(int64_t rows, int64_t H, bool narrow) {
+    if (!narrow) {
+      wide = normal<T>(rows * H);
+      return;
+    }
+    for (int64_t i = 0; i < rows * H; i++) numbers.push_back(static_cast<int8_t>(up_to(255) - 127));
+    for (int64_t i = 0; i < rows; i++) exponents.push_back(static_cast<int8_t>(up_to(20) - 20));
+  }
+  tsjax::Stored<T> stored() const {
+    if (exponents.empty()) return wide.data();
+    return {numbers.data(), exponents.data()};
+  }
+};
+
 template <class T>
 bool attention(int64_t B, int64_t T_, int64_t K, int64_t G, int64_t S, int64_t H) {
-  auto q = normal<T>(B * T_ * K * G * H), k = normal<T>(B * K * S * H), v = normal<T>(B * K * S * H);
+  const bool narrow = up_to(2);
+  const Cache<T> k(B * K * S, H, narrow), v(B * K * S, H, narrow);
+  auto q = normal<T>(B * T_ * K * G * H);
   auto k_new = normal<T>(B * T_ * K * H), v_new = normal<T>(B * T_ * K * H);
   auto mean = normal<T>(B * K * G * H);
   auto log_total = normal<float>(B * K * G);
@@ -69,7 +91,7 @@ bool attention(int64_t B, int64_t T_, int64_t K, int64_t G, int64_t S, int64_t H
     outs[i].resize(q.size());
     std::vector<float> log_totals(B * T_ * K * G);
     tsjax::attention::Arrays<T> arrays{
-        q.data(), k.data(), v.data(), k_new.data(), v_new.data(), length.data(), mask.get(),
+        q.data(), k.stored(), v.stored(), k_new.data(), v_new.data(), length.data(), mask.get(),
         with_rest ? mean.data() : nullptr, log_total.data(), with_ranks ? slots.data() : nullptr,
         rows.data(), some_live ? live.data() : nullptr, outs[i].data(), log_totals.data(), B, T_, K * G, K, S, H};
     Threads pool(i ? 4 : 1);
@@ -80,7 +102,8 @@ bool attention(int64_t B, int64_t T_, int64_t K, int64_t G, int64_t S, int64_t H
 
 template <class T>
 bool scores(int64_t B, int64_t K, int64_t G, int64_t S, int64_t H) {
-  auto q = normal<T>(B * K * G * H), k = normal<T>(B * K * S * H);
+  auto q = normal<T>(B * K * G * H);
+  const Cache<T> k(B * K * S, H, up_to(2));
   auto totals = normal<float>(B * K * G);
   std::vector<int32_t> length(B);
   for (auto& n : length) n = static_cast<int32_t>(up_to(S + 1));
@@ -88,7 +111,7 @@ bool scores(int64_t B, int64_t K, int64_t G, int64_t S, int64_t H) {
   std::vector<float> outs[2];
   for (int i = 0; i < 2; i++) {
     outs[i].resize(B * K * S);
-    tsjax::scores::Arrays<T> arrays{q.data(), k.data(), length.data(), B, K * G, K, S, H};
+    tsjax::scores::Arrays<T> arrays{q.data(), k.stored(), length.data(), B, K * G, K, S, H};
     Threads pool(i ? 4 : 1);
     tsjax::scores::score(pool, arrays, softmax, given ? totals.data() : nullptr, outs[i].data());
   }
