@@ -6,7 +6,7 @@ llama.cpp on the same file and threads. Of texts: the perplexity of each, and ho
 likely token is that of the float32 model.
 
     python -m benchmarks narrow --model FILE --llama-bench PATH --out benchmarks/results/cpu
-    python -m benchmarks narrow --model FILE --texts FILE FILE --rounds 0 --out ...
+    python -m benchmarks narrow --model FILE --contexts 4000 16000 --int8-cache --out ...
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ import numpy as np
 
 import tsjax
 from benchmarks import report, rows
+from tsjax.files.checkpoint import with_cache
 from tsjax.host.info import cores
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_text
 
 WEIGHTS = ("float", "int8", "int4", "stored")
 ROWS = (1, 2, 4, 8, 16)
-PEER = "llama.cpp"
+PEER, INT8_CACHE = "llama.cpp", ", int8 cache"  # what it is called, and what a way is with one
 WINDOW = 512  # tokens that a text is read in at a time; the first is not counted
 
 
@@ -40,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("narrow", __doc__)
     parser.add_argument("--model", required=True, help="a GGUF file, or a HuggingFace folder")
     parser.add_argument("--weights", nargs="+", default=WEIGHTS, choices=WEIGHTS)
+    parser.add_argument("--int8-cache", action="store_true", help="each way with one as well")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 4000])
     parser.add_argument("--steps", type=int, default=64, help="tokens of a run")
@@ -58,6 +60,8 @@ def main(argv: Sequence[str]) -> None:
         name += "-quality"
     if args.rounds:
         models = {w: tsjax.load(args.model, dtype=args.dtype, weights=w) for w in args.weights}
+        if args.int8_cache:
+            models |= {w + INT8_CACHE: with_cache(model, "int8") for w, model in models.items()}
         document["bytes"] = {w: bytes_read(model) for w, model in models.items()}
         document["decoding"] = [of_context(models, context, args) for context in args.contexts]
     report.write(document, args.out, f"narrow-{name}")
@@ -132,6 +136,9 @@ def of_texts(args: Any) -> list[dict[str, Any]]:
     """By text and way: nats of a token, perplexity, and agreement with the float32 model."""
     ways = {"float32": dict(dtype="float32")}
     ways |= {name: dict(dtype=args.dtype, weights=name) for name in args.weights}
+    if args.int8_cache:
+        with_it = {way + INT8_CACHE: {**how, "cache": "int8"} for way, how in ways.items()}
+        ways |= {way: how for way, how in with_it.items() if "float32" not in way}
     best: dict[str, np.ndarray] = {}
     found: list[dict[str, Any]] = []
     for way, how in ways.items():
