@@ -185,6 +185,21 @@ def test_a_row_without_numbers_is_seen_by_who_sees_it(kind):
     assert np.all(np.isfinite(np.asarray(found)))
 
 
+def test_a_gpu_reads_them_by_xla():
+    """Its kernels read wide rows alone."""
+    q, k, v, *others = attention_case("float32", S=700, T=5)
+    scored = q[:, 0], k, others[0]
+    for read, inputs in ((tree_attention, (q, k, v, *others)), (cache_scores, scored)):
+
+        def program(read=read, inputs=inputs, **which):
+            traced = jax.jit(functools.partial(read, **which)).trace(*inputs)
+            return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+        assert "triton" not in program()
+        with pytest.raises(NotImplementedError, match="narrow rows"):
+            program(implementation="triton")
+
+
 def test_narrow_rows_of_other_shapes_or_types_are_refused():
     q, k, v, *others = attention_case("float32", S=24, T=1)
     for wrong in (
@@ -215,6 +230,17 @@ def test_every_method_gives_the_tokens_of_plain_decoding(method):
     found = tsjax.generate(narrow_model(), PROMPTS, method=METHODS[method], **SETTINGS, **SIZES)
     assert texts(found) == plain()
     assert found.stats.accepted > 0
+
+
+def test_where_rounding_changes_the_text_it_does_so_for_all_methods():
+    settings = {**SETTINGS, "max_new_tokens": 30, "do_sample": False, "temperature": 1.0}
+
+    def text(cache, method="autoregressive"):
+        model = tiny_model(dtype="float64", cache=cache, num_draft_heads=2)
+        return texts(tsjax.generate(model, PROMPTS, method=method, **settings, **SIZES))
+
+    assert text("int8") != text("same")
+    assert text("int8", METHODS["likely_tree"]) == text("int8")
 
 
 def test_a_text_alone_has_the_tokens_that_it_has_in_a_batch():
