@@ -8,6 +8,7 @@ MODULES = [
     "pallas_kernels.best_slots.reference",
     "pallas_kernels.cache_scores.reference",
     "pallas_kernels.narrow_product.reference",
+    "pallas_kernels.narrow_rows",
     "pallas_kernels.product.reference",
     "pallas_kernels.rms_norm.reference",
     "pallas_kernels.rotary.reference",

@@ -107,7 +107,9 @@ def empty_buffers(
     return tuple(_zeros(shape, cfg.dtype, mesh, WHOLE_AXES) for _ in range(cfg.num_layers))
 
 
-def _zeros(shape: Sequence[int], dtype: DTypeLike, mesh: Mesh | None, axes: Sequence[str | None]):
+def _zeros(
+    shape: Sequence[int], dtype: DTypeLike, mesh: Mesh | None, axes: Sequence[str | None]
+) -> Shaped[Array, "..."]:
     sharding = named_sharding(shape, axes, mesh) if mesh is not None else None
     return jnp.zeros(shape, dtype, device=sharding)
 
