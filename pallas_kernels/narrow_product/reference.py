@@ -38,6 +38,6 @@ def as_multiplied(rows: Float[Array, "*rows I"]) -> Float[Array, "*rows I"]:
     return found.reshape(*rows.shape[:-1], -1)[..., :count]
 
 
-@as_multiplied.defjvp
-def _derivative(primals, tangents):
-    return as_multiplied(*primals), tangents[0].astype(accumulation_dtype(tangents[0].dtype))
+as_multiplied.defjvps(
+    lambda tangent, found, rows: tangent.astype(accumulation_dtype(tangent.dtype))
+)
