@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.narrow import PEER, WEIGHTS
+from benchmarks.narrow import INT8_CACHE, PEER, WEIGHTS
 from benchmarks.real_tables import NAMES
 from benchmarks.table_parts import RESULTS, head, source
 
 TITLES = {"float32": "float32", "float": "`float`", PEER: f"{PEER}, the file's"}
 TITLES |= {name: f"`{name}`" for name in WEIGHTS[1:]}
+WITH_CACHE = "stored" + INT8_CACHE
+TITLES[WITH_CACHE] = '`stored`, `cache="int8"`'
 
 
 def _documents(ending: str) -> list[dict]:
@@ -31,7 +33,9 @@ def table() -> str:
     lines = head(" | ".join(columns))
     for document, quality in zip(documents, judged, strict=True):
         model = NAMES[document["model"] + ".gguf"].removesuffix("-Instruct")
-        for way in ("float32", *WEIGHTS, PEER):
+        for way in ("float32", *WEIGHTS, WITH_CACHE, PEER):
+            if way == WITH_CACHE and way not in {one["way"] for one in quality["quality"]}:
+                continue
             nbytes = document["bytes"].get(way)
             cells = [model, TITLES[way], "" if nbytes is None else f"{nbytes / 1e6:,.0f} MB"]
             at = {one["context"]: one["ways"].get(way) for one in document["decoding"]}
