@@ -31,7 +31,7 @@ class Format(NamedTuple):
 
     Attributes:
       bits: of q, an integer from 0 on: 4, 5, 6 or 8.
-      zero: the q of a weight that is its least.
+      zero: the q that stands for `least`, or for 0.
       group: inputs that share a scale: 32 or 16.
       two_levels: whether a scale is float32(of WIDE inputs, a float16) * (of the group, an int8);
         else it is a float16. So is least.
@@ -98,11 +98,6 @@ class NarrowMatrix:
     format: Format
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
-
-    @property
-    def width(self) -> int:
-        """Inputs that are stored."""
-        return self.values.shape[1] * self.format.group
 
     def numbers(self) -> Float[Array, "O I"]:
         """The weights in float32; NumPy's arrays give one of NumPy, with the same bits."""

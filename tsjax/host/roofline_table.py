@@ -302,6 +302,11 @@ def roofline_lines(found: Roofline) -> list[str]:
         "assumed: how often drafts are right is taken from the paper and from assumptions; "
         "--acceptance replaces it.",
     ]
+    if found.model.is_narrow and found.device is not CPU:
+        said.append(
+            "No GPU takes so little time with narrow weights yet: XLA makes a matrix wide at each "
+            "pass. Their bytes of memory hold."
+        )
     if not found.fits:
         end = reads(model, span.prompt + span.new, span.batch).whole
         said.append(
