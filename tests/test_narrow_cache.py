@@ -16,7 +16,7 @@ import pytest
 from helpers import PROMPTS, SIZES, fresh_state, looping_model, prefilled, tiny_config, tiny_model
 
 import tsjax
-from pallas_kernels import NarrowRows, cache_scores, narrowed, tree_attention, widened
+from pallas_kernels import NarrowRows, cache_scores, narrowed, native, tree_attention, widened
 from tsjax.decoding.config import DecodeConfig
 from tsjax.errors import BadValue
 from tsjax.files.fingerprint import model_fingerprint
@@ -113,7 +113,8 @@ def test_the_cache_of_a_prefilled_text_is_that_of_its_rounded_rows():
 
 # --- what reads it ---------------------------------------------------------------------------
 
-KINDS = ("xla", "native")
+NATIVE = pytest.mark.skipif(not native.on_host(), reason="no compiler, or it is switched off")
+KINDS = ("xla", pytest.param("native", marks=NATIVE))
 
 
 def attention_case(dtype: str, *, S: int, T: int, seed: int = 0):
