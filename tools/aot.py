@@ -46,6 +46,8 @@ class Step(NamedTuple):
     program: str = "decode"  # a chunk of steps, a pass of the prefill, a part of a lazy one
     width: int = 512  # of a pass of the prefill
     draft_weights: str = "model"  # those that draft
+    weights: str = "float"  # as tsjax.load has them
+    cache: str = "same"
 
 
 STEPS = {
@@ -67,6 +69,9 @@ STEPS = {
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
+    "step llama3.1-8b plain, int8": Step("llama3.1-8b", method="autoregressive", weights="int8"),
+    "step llama3.1-8b plain, int4": Step("llama3.1-8b", method="autoregressive", weights="int4"),
+    "step llama3.1-8b tokenswift, int8": Step("llama3.1-8b", weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
     "step llama3.1-8b heads alone": Step("llama3.1-8b", method="heads alone"),
     "step llama3.1-8b drafter": Step("llama3.1-8b", method="drafter"),
@@ -217,12 +222,14 @@ def settings_of(step: Step, target: str):
     """What the step decodes with, and how it samples."""
     import tsjax
     from tsjax.decoding.config import DecodeConfig
+    from tsjax.files.tensor_names import with_weights
     from tsjax.methods import METHODS
     from tsjax.methods.auto import choose
     from tsjax.methods.devices import device_of, estimated
     from tsjax.training.drafter_steps import shape_for
 
-    config = tsjax.model_preset(step.model)
+    config = with_weights(tsjax.model_preset(step.model), step.weights, {}, "")
+    config = dataclasses.replace(config, cache=step.cache)
     method = METHODS.get(step.method, tsjax.Autoregressive)()
     if step.method == "tokenswift":
         config = dataclasses.replace(config, num_draft_heads=3)
