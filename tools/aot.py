@@ -188,6 +188,7 @@ def kernel_cases() -> dict:
 
     from pallas_kernels.cache_scores import specs as scores
     from pallas_kernels.cache_scores.api import cache_scores
+    from pallas_kernels.narrow_product.matrix import FORMATS, shapes_of
     from pallas_kernels.tree_attention import specs as attention
     from pallas_kernels.tree_attention.api import tree_attention
 
@@ -199,7 +200,19 @@ def kernel_cases() -> dict:
         for mode in ("dot", "softmax"):
             run = functools.partial(cache_scores, mode=mode, implementation="triton")
             cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
+    for name, rows in (("Q8_0", 1), ("Q8_0", 64), ("Q4_1", 1), ("Q4_K", 64), ("Q5_0", 1), ("Q6_K", 8)):
+        shapes = {"rows": ((1, rows, 4096), "bfloat16"), **shapes_of(FORMATS[name], 6144, 4096)}
+        run = functools.partial(_narrow_product, format=FORMATS[name])
+        cases[f"narrow_product {name}, rows={rows}"] = run, shapes
     return cases
+
+
+def _narrow_product(rows, values, scales, steps=None, least=None, least_steps=None, *, format):
+    from pallas_kernels import NarrowMatrix, narrow_product
+
+    sizes = (values.shape[0] * 16,), rows.shape[-1:]
+    matrix = NarrowMatrix(values, scales, steps, least, least_steps, format, *sizes)
+    return narrow_product(rows, matrix, implementation="triton")
 
 
 def lower_kernel(case: str, target: str):

@@ -139,9 +139,10 @@ def work(hlo: str) -> dict:
                 found["attention"] += 4 * B * T * N * H * S
             if ours and "/tsjax_narrow_product/" in text:
                 result, given = text.split("constraints={")
-                (_, (_, R, O)), (_, (_, I)), *matrix = *_arrays(result)[:1], *_arrays(given)
+                (_, (_, rows, outputs)), *_ = _arrays(result)
+                (_, (_, inputs)), *matrix = _arrays(given)
                 found["weights"] += sum(WIDTHS[kind] * math.prod(shape) for kind, shape in matrix)
-                found["products"] += 2 * R * O * I
+                found["products"] += 2 * rows * outputs * inputs
             inside = bodies[called[1]] if called else {}
             for read, operations in [*_products(lines, [text]), *_products(inside)]:
                 found["weights"] += read

@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -111,7 +110,7 @@ def _multiply(
     blocks: Blocks,
 ):
     *refs, sums_ref = refs
-    (R, I), (P, G, _), format = rows_ref.shape, refs[0].shape, layout.format
+    (R, width), (P, G, _), format = rows_ref.shape, refs[0].shape, layout.format
     row = steps(blocks.rows, pl.program_id(0) * blocks.rows)
     output = steps(blocks.outputs, pl.program_id(1) * blocks.outputs)
     panel, place = quotient(output, PANEL), remainder(output, PANEL)
@@ -126,7 +125,7 @@ def _multiply(
         found, total = jnp.zeros_like(sums), jnp.zeros_like(sums)
         for entry, q in numbers.integers(group, is_group):
             inputs = (group * format.group + entry)[None, :]
-            inside = there if I % format.group == 0 else there & (inputs < I)
+            inside = there if width % format.group == 0 else there & (inputs < width)
             x = load(rows_ref, (row[:, None], inputs), inside)
             found += dot(_minus(q, format.zero).astype(x.dtype), x, transpose_b=True)
             if format.with_least:  # the rows' sums, lying as the products do
@@ -137,8 +136,9 @@ def _multiply(
         return sums
 
     def add(turn, sums):
+        group = jnp.asarray(turn, jnp.int32) * AT_ONCE
         for index in range(AT_ONCE):
-            sums = add_group(turn * AT_ONCE + index, sums)
+            sums = add_group(group + index, sums)
         return sums
 
     nothing = jnp.zeros((blocks.outputs, blocks.rows), jnp.float32)
@@ -169,7 +169,9 @@ class _Numbers(NamedTuple):
         size = self.format.group
 
         def of_each(name, index):
-            found = load(self.refs[name], (self.panel, index, self.place), self.is_output & is_group)
+            found = load(
+                self.refs[name], (self.panel, index, self.place), self.is_output & is_group
+            )
             return found.astype(jnp.float32)
 
         if not self.format.two_levels:
