@@ -200,7 +200,14 @@ def kernel_cases() -> dict:
         for mode in ("dot", "softmax"):
             run = functools.partial(cache_scores, mode=mode, implementation="triton")
             cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
-    for name, rows in (("Q8_0", 1), ("Q8_0", 64), ("Q4_1", 1), ("Q4_K", 64), ("Q5_0", 1), ("Q6_K", 8)):
+    for name, rows in (
+        ("Q8_0", 1),
+        ("Q8_0", 64),
+        ("Q4_1", 1),
+        ("Q4_K", 64),
+        ("Q5_0", 1),
+        ("Q6_K", 8),
+    ):
         shapes = {"rows": ((1, rows, 4096), "bfloat16"), **shapes_of(FORMATS[name], 6144, 4096)}
         run = functools.partial(_narrow_product, format=FORMATS[name])
         cases[f"narrow_product {name}, rows={rows}"] = run, shapes
