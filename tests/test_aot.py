@@ -241,7 +241,7 @@ def test_int8_drafts_read_half_the_bytes():
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_narrow_step_reads_narrow_weights(weights, target):
     """And has no other memory than a wide one."""
-    found = aot.compile_case(f"step llama3.1-8b plain, {weights}", target)
+    found = aot.compile_case(f"step llama3.1-8b plain, narrow {weights}", target)
     wide = aot.compile_case("step llama3.1-8b plain", target)
     cfg = with_weights(tsjax.model_preset("llama3.1-8b"), weights, {}, "")
     work = pass_work(cfg, 1, 0)

@@ -69,9 +69,13 @@ STEPS = {
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
-    "step llama3.1-8b plain, int8": Step("llama3.1-8b", method="autoregressive", weights="int8"),
-    "step llama3.1-8b plain, int4": Step("llama3.1-8b", method="autoregressive", weights="int4"),
-    "step llama3.1-8b tokenswift, int8": Step("llama3.1-8b", weights="int8"),
+    "step llama3.1-8b plain, narrow int8": Step(
+        "llama3.1-8b", method="autoregressive", weights="int8"
+    ),
+    "step llama3.1-8b plain, narrow int4": Step(
+        "llama3.1-8b", method="autoregressive", weights="int4"
+    ),
+    "step llama3.1-8b tokenswift, narrow int8": Step("llama3.1-8b", weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
     "step llama3.1-8b heads alone": Step("llama3.1-8b", method="heads alone"),
     "step llama3.1-8b drafter": Step("llama3.1-8b", method="drafter"),

@@ -304,8 +304,8 @@ def roofline_lines(found: Roofline) -> list[str]:
     ]
     if found.model.is_narrow and found.device is not CPU:
         said.append(
-            "No GPU takes so little time with narrow weights yet: XLA makes a matrix wide at each "
-            "pass. Their bytes of memory hold."
+            "The kernel for narrow weights was never run on a GPU: its time is by counted "
+            "instructions."
         )
     if not found.fits:
         end = reads(model, span.prompt + span.new, span.batch).whole
