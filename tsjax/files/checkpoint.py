@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
+from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known
 from tsjax.decoding.method import Method
 from tsjax.errors import BadValue
 from tsjax.files import huggingface, tensor_names, weight_files
@@ -203,18 +203,11 @@ def load(
     mesh = usable_mesh(mesh)
     if dtype is not None:
         check_dtype(dtype)
-    if weights is not None:
-        check(weights in WEIGHTS, "weights", weights, one_of(WEIGHTS))
-    if cache is not None:
-        check(cache in CACHES, "cache", cache, one_of(CACHES))
+    check_known(weights, "weights", WEIGHTS)
+    check_known(cache, "cache", CACHES)
     with told_as(progress), doing("loading"):
         model = _loaded(path, dtype, mesh, weights, heads, drafter, allow_pickle, on_tensor)
-        return model if cache in (None, model.cfg.cache) else with_cache(model, cache)
-
-
-def with_cache(model: Model, cache: str) -> Model:
-    """The same weights, with keys and values held otherwise."""
-    return model.replace(cfg=dataclasses.replace(model.cfg, cache=cache))
+        return model.replace(cfg=model.cfg.with_cache(cache))
 
 
 def _loaded(
@@ -340,14 +333,17 @@ def read_description(folder: str) -> tuple[ModelConfig, tuple[int, ...]]:
     return cfg, stop_ids
 
 
-def read_config(path: str | os.PathLike, weights: str | None = None) -> ModelConfig:
-    """The settings of a checkpoint with its matrices held so, as for `load`, draft heads counted;
+def read_config(
+    path: str | os.PathLike, weights: str | None = None, cache: str | None = None
+) -> ModelConfig:
+    """The settings of a checkpoint with its numbers held so, as for `load`, draft heads counted;
     no array is read."""
     folder = weight_files.find_folder(path)
     if is_tsjax(folder):
-        return _weights_of_saved(read_description(folder)[0], weights, folder)
+        cfg = read_description(folder)[0].with_cache(cache)
+        return _weights_of_saved(cfg, weights, folder)
     cfg, stored = huggingface.open_checkpoint(folder)
-    return tensor_names.with_weights(cfg, weights, stored, folder)
+    return tensor_names.with_weights(cfg.with_cache(cache), weights, stored, folder)
 
 
 def read_version(folder: str) -> int:
