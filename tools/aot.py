@@ -177,6 +177,22 @@ def training_bytes(found: list[dict]) -> int:
     return resident + max(one["temp_bytes"] + one["output_bytes"] for one in found)
 
 
+# Kernel cases that are compiled for narrow caches too.
+NARROW = (
+    "tree_attention llama3.1-8b t1",
+    "tree_attention llama3.1-8b t16",
+    "tree_attention llama3.1-8b t512",
+    "tree_attention llama2-7b t64",
+    "tree_attention llama3.2-1b t64",
+    "tree_attention head_dim 80",
+    "tree_attention float32 t64",
+    "cache_scores dot llama3.1-8b",
+    "cache_scores softmax llama3.1-8b",
+    "cache_scores softmax float32",
+)
+NARROW_CACHE = ", narrow cache"
+
+
 def kernel_cases() -> dict:
     """Case name -> (function of the public API, shapes and types of its arguments)."""
     import functools
@@ -194,7 +210,25 @@ def kernel_cases() -> dict:
         for mode in ("dot", "softmax"):
             run = functools.partial(cache_scores, mode=mode, implementation="triton")
             cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
+    for case in NARROW:
+        run, shapes = cases[case]
+        cases[case + NARROW_CACHE] = narrow_case(run, shapes)
     return cases
+
+
+def narrow_case(run, shapes: dict) -> tuple:
+    """A case with its cache in narrow rows, the exponents of which are further arguments."""
+    from pallas_kernels.narrow_rows import NarrowRows
+
+    caches = [name for name in shapes if name.endswith("_cache")]
+    numbers = {name: (shapes[name][0], "int8") for name in caches}
+    exponents = {f"{name}_exponents": ((*shapes[name][0][:-1], 1), "int8") for name in caches}
+
+    def narrow(**arrays):
+        rows = {name: NarrowRows(arrays[name], arrays.pop(f"{name}_exponents")) for name in caches}
+        return run(**{**arrays, **rows})
+
+    return narrow, {**shapes, **numbers, **exponents}
 
 
 def lower_kernel(case: str, target: str):

@@ -9,9 +9,8 @@ its own (peak, total, weighted sum); the second kernel merges those parts that h
 summary of slots that are elsewhere if there is one. Where one part does it all, as in prefills on
 an H100, there is no second kernel. No atomics: two runs give the same bits.
 
-Of narrow rows the numbers, which each type holds exactly, are what the products are made of. Their
-powers of two are for scores and weights, so the results have the bits that the same numbers in a
-wide cache would give.
+Of narrow rows the products take the numbers, which each type holds exactly, and scores and weights
+get their powers of two. So nothing is rounded that would not be for the same rows in a wide cache.
 """
 
 from __future__ import annotations
@@ -78,6 +77,16 @@ def default_blocks(
     return Blocks(rows=rows, slots=slots, parts=parts, warps=warps, stages=stages)
 
 
+def for_narrow_rows(blocks: Blocks, chip: device.Gpu, dtype) -> Blocks:
+    """Those of a wide cache, or what the compiler has registers for: it widens numbers beside the
+    products, and spilled those of float32 in stages and of 64 slots for an A100's largest tile."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return blocks._replace(stages=1)
+    if blocks.rows == 128 and not chip.is_hopper:
+        return blocks._replace(slots=min(blocks.slots, 32))
+    return blocks
+
+
 def _most_parts(T: int, S: int, slots: int) -> int:
     """As many as there are blocks of slots in a full cache."""
     return min(MOST_PARTS, pl.cdiv(T, slots) + pl.cdiv(S, slots))
@@ -123,7 +132,10 @@ def _attention(
     (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
     narrow = 2 if k_cache.dtype == jnp.int8 else 0
     exponents, rest = others[:narrow], others[narrow:]
-    blocks = blocks or default_blocks(chip or device.gpu(), B, T, N, K, S, H, q.dtype)
+    if blocks is None:
+        chip = chip or device.gpu()
+        blocks = default_blocks(chip, B, T, N, K, S, H, q.dtype)
+        blocks = for_narrow_rows(blocks, chip, q.dtype) if narrow else blocks
     length = jnp.minimum(length.astype(jnp.int32), S)
     # Rows of the mask begin where wide loads can.
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, -T % blocks.slots)))
