@@ -185,9 +185,11 @@ NARROW = (
     "tree_attention llama2-7b t64",
     "tree_attention llama3.2-1b t64",
     "tree_attention head_dim 80",
+    "tree_attention float32 t1",
     "tree_attention float32 t64",
     "cache_scores dot llama3.1-8b",
     "cache_scores softmax llama3.1-8b",
+    "cache_scores dot float32",
     "cache_scores softmax float32",
 )
 NARROW_CACHE = ", narrow cache"

@@ -98,9 +98,9 @@ def _softmax_scores(q, k_cache, length, *others, blocks, interpret, chip=None):
     exponents, log_totals = others[:narrow], others[narrow:]
     blocks = blocks or default_blocks(chip or device.gpu(), B, N, K, S, H, q.dtype)
     length = jnp.minimum(length.astype(jnp.int32), S)
-    # In stages the compiler widens more numbers to float32 than it has registers for.
-    stages = 1 if narrow and q.dtype == jnp.float32 else blocks.stages
-    options: dict[str, Any] = dict(warps=blocks.warps, stages=stages, interpret=interpret)
+    if narrow and q.dtype == jnp.float32:  # the compiler spilled numbers that it widened in stages
+        blocks = blocks._replace(stages=1, warps=8)
+    options: dict[str, Any] = dict(warps=blocks.warps, stages=blocks.stages, interpret=interpret)
     if log_totals:
         peak, total = log_totals[0] * math.log2(math.e), jnp.ones_like(log_totals[0])
     else:

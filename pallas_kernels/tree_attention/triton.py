@@ -81,7 +81,7 @@ def for_narrow_rows(blocks: Blocks, chip: device.Gpu, dtype) -> Blocks:
     """Those of a wide cache, or what the compiler has registers for: it widens numbers beside the
     products, and spilled those of float32 in stages and of 64 slots for an A100's largest tile."""
     if jnp.dtype(dtype) == jnp.float32:
-        return blocks._replace(stages=1)
+        return blocks._replace(stages=1, warps=8)
     if blocks.rows == 128 and not chip.is_hopper:
         return blocks._replace(slots=min(blocks.slots, 32))
     return blocks
