@@ -76,9 +76,13 @@ def widened(
     if not isinstance(rows, NarrowRows):
         return rows
     numbers, exponents = rows
-    scale = jnp.where(exponents == NO_NUMBERS, jnp.nan, power_of_2(exponents.astype(jnp.int32)))
     wide = jnp.promote_types(dtype, jnp.float32)
-    return (numbers.astype(wide) * scale.astype(wide)).astype(dtype)
+    return (numbers.astype(wide) * scales_of(exponents).astype(wide)).astype(dtype)
+
+
+def scales_of(exponents: Int[Array, "*rows"]) -> Float[Array, "*rows"]:
+    """What the numbers of rows are to be multiplied by, in float32."""
+    return jnp.where(exponents == NO_NUMBERS, jnp.nan, power_of_2(exponents.astype(jnp.int32)))
 
 
 def slots_of(

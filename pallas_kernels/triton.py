@@ -51,7 +51,7 @@ def check_dtype(operation: str, dtype) -> None:
 
 
 def check_supported(operation: str, dtype, head_dim: int) -> None:
-    """As `check_dtype`, for the heads of attention."""
+    """As `check_dtype`, for the heads of attention, whose rows may be int8: loads of 8 bytes."""
     check_dtype(operation, dtype)
     if head_dim > LARGEST_HEAD or head_dim % 8:
         raise NotImplementedError(
@@ -101,6 +101,11 @@ def dot(a, b, *, transpose_b: bool = False):
     to TF32."""
     exact = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return backend.dot(a, b, trans_b=transpose_b, precision=exact)
+
+
+def scaled(products, scales):
+    """Products [m, n], each column times its scale [n]; as they are where there are no scales."""
+    return products if scales is None else products * scales[None, :]
 
 
 def launch(

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import PROMPTS, SIZES, fresh_state, looping_model, prefilled, tiny_config, tiny_model
+from kernel_programs import kernel_names, lower_for_cuda
 
 import tsjax
 from pallas_kernels import NarrowRows, cache_scores, narrowed, native, tree_attention, widened
@@ -186,19 +187,13 @@ def test_a_row_without_numbers_is_seen_by_who_sees_it(kind):
     assert np.all(np.isfinite(np.asarray(found)))
 
 
-def test_a_gpu_reads_them_by_xla():
-    """Its kernels read wide rows alone."""
+def test_a_gpu_reads_them_by_its_kernels():
+    """No wide copy of a cache is made; test_narrow_triton.py has the kernels' numbers."""
     q, k, v, *others = attention_case("float32", S=700, T=5)
     scored = q[:, 0], k, others[0]
     for read, inputs in ((tree_attention, (q, k, v, *others)), (cache_scores, scored)):
-
-        def program(read=read, inputs=inputs, **which):
-            traced = jax.jit(functools.partial(read, **which)).trace(*inputs)
-            return traced.lower(lowering_platforms=("cuda",)).as_text()
-
-        assert "triton" not in program()
-        with pytest.raises(NotImplementedError, match="narrow rows"):
-            program(implementation="triton")
+        program = lower_for_cuda(read, *inputs).as_text()
+        assert kernel_names(program) and "x700x16xf32" not in program
 
 
 def test_narrow_rows_of_other_shapes_or_types_are_refused():

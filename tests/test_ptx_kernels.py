@@ -30,6 +30,7 @@ from pallas_kernels import triton as backend
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.narrow_product import triton as narrow_triton
 from pallas_kernels.narrow_product.split import Layout
+from pallas_kernels.narrow_rows import narrowed, numbers_and_exponents, widened
 from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rms_norm import triton as norm_triton
 from pallas_kernels.rotary import reference as rotary_reference
@@ -98,9 +99,12 @@ def simulated():
 
 
 def committed(simulation, cache, length):
-    """The cache [B, K, S, H], of which slots beyond the lengths may not be read."""
+    """The cache [B, K, S, H], or exponents [B, K, S], of which slots beyond the lengths may not be
+    read."""
     written = np.arange(cache.shape[2]) < np.asarray(length)[:, None]
-    return simulation.with_gaps(cache, written[:, None, :, None])
+    return simulation.with_gaps(
+        cache, written.reshape(-1, 1, cache.shape[2], *[1] * (cache.ndim - 3))
+    )
 
 
 # --- the kernels -----------------------------------------------------------------------------
@@ -117,24 +121,40 @@ ATTENTION = {
     "float16": (dict(T=5, K=1, G=4, H=128, S=100, length=[90], dtype=F16), None),
     "float32, 1 part": (dict(T=18, K=1, H=80, S=90, length=[85], dtype=F32), (16, 16, 1, 4, 2)),
 }  # fmt: skip
+NARROW_ATTENTION = {
+    "one row": (dict(B=2, T=1, K=2, G=6, H=64, S=200, length=[200, 77]), None),
+    "a tree": (dict(B=2, T=5, K=1, G=7, H=80, S=200, length=[200, 66]), None),
+    "large tiles": (dict(T=40, K=1, G=4, H=128, S=130, length=[121]), (128, 32, 2, 8, 2)),
+    "float16": (dict(T=5, K=1, G=4, H=128, S=100, length=[90], dtype=F16), None),
+    "float32": (dict(T=5, K=1, G=4, H=80, S=90, length=[85], dtype=F32), None),
+}
 ONE_PART = ("one part", "float32, 1 part")
 
 
 def run_attention(rng, shape, blocks=None, with_rest=False):
     inputs = make_inputs(rng, **{"dtype": BF16, **shape})
     rest = make_rest(rng, inputs) if with_rest else ()
-    q, k_cache, v_cache, length, *fresh, mask = inputs
+    found, calls = attention_of(inputs, rest, blocks)
+    expected = define_both(*inputs, rest=rest or None)
+    for one, other, dtype in zip(found, expected, (inputs[0].dtype, F32), strict=True):
+        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+    return calls
+
+
+def attention_of(inputs, rest=(), blocks=None):
+    """The results, and what was started; caches may be narrow."""
+    q, *caches, length, k_new, v_new, mask = inputs
+    (k_cache, k_exponents), (v_cache, v_exponents) = map(numbers_and_exponents, caches)
     with simulated() as simulation:
+        k_cache, v_cache, *exponents = (
+            committed(simulation, one, length)
+            for one in (k_cache, v_cache, *k_exponents, *v_exponents)
+        )
         found = attention_triton._attention(
-            q,
-            *(committed(simulation, cache, length) for cache in (k_cache, v_cache)),
-            length, *fresh, mask.astype(np.int8), *rest,
+            q, k_cache, v_cache, length, k_new, v_new, mask.astype(np.int8), *exponents, *rest,
             blocks=blocks and attention_triton.Blocks(*blocks), interpret=False,
         )  # fmt: skip
-    expected = define_both(*inputs, rest=rest or None)
-    for one, other, dtype in zip(found, expected, (q.dtype, F32), strict=True):
-        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
-    return simulation.calls
+    return found, simulation.calls
 
 
 @pytest.mark.parametrize("with_rest", [False, True], ids=["alone", "with a rest"])
@@ -145,6 +165,19 @@ def test_tree_attention(case, with_rest, rng):
     is_alone = case in ONE_PART and not with_rest
     assert [call.name for call in calls] == names[: 1 if is_alone else 2]
     assert all(one.written.all() for one in calls[-1].results)
+
+
+@pytest.mark.parametrize("case", NARROW_ATTENTION)
+def test_tree_attention_of_a_narrow_cache(case, rng):
+    """Here sums may have another order than those of a wide cache have."""
+    shape, blocks = NARROW_ATTENTION[case]
+    inputs = q, k, v, *others = make_inputs(rng, **{"dtype": BF16, **shape})
+    rest, k, v = make_rest(rng, inputs), narrowed(k), narrowed(v)
+    found, calls = attention_of((q, k, v, *others), rest, blocks)
+    assert all(one.written.all() for one in calls[-1].results)
+    expected = define_both(q, widened(k, F32), widened(v, F32), *others, rest=rest)
+    for one, other, dtype in zip(found, expected, (q.dtype, F32), strict=True):
+        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
 
 
 SCORES = {
@@ -158,16 +191,23 @@ SCORES = {
 
 def run_scores(rng, shape, blocks, mode):
     inputs = make_score_inputs(rng, **{"dtype": BF16, **shape})
-    q, k_cache, length = inputs
+    found, calls = scores_of(inputs, blocks, mode)
+    check_scores(found, inputs, mode)
+    return calls
+
+
+def scores_of(inputs, blocks, mode):
+    """The result, and what was started; the cache may be narrow."""
+    q, cache, length = inputs
     kernel = dict(dot=scores_triton._dot_scores, softmax=scores_triton._softmax_scores)[mode]
+    cache, exponents = numbers_and_exponents(cache)
     with simulated() as simulation:
         blocks = blocks and scores_triton.Blocks(*blocks)
-        cache = committed(simulation, k_cache, length)
-        found = kernel(q, cache, length, blocks=blocks, interpret=False)
+        cache, *exponents = (committed(simulation, one, length) for one in (cache, *exponents))
+        found = kernel(q, cache, length, *exponents, blocks=blocks, interpret=False)
     if mode == "softmax":
         found = jnp.sum(found, axis=1) / q.shape[1]
-    check_scores(found, inputs, mode)
-    return simulation.calls
+    return found, simulation.calls
 
 
 @pytest.mark.parametrize("mode", ["dot", "softmax"])
@@ -176,6 +216,16 @@ def test_cache_scores(case, mode, rng):
     calls = run_scores(rng, *SCORES[case], mode)
     assert len(calls) == (1 if mode == "dot" else 2)
     assert all(one.written.all() for call in calls for one in call.results)
+
+
+@pytest.mark.parametrize("mode", ["dot", "softmax"])
+@pytest.mark.parametrize("case", ["groups", "two parts", "float16", "float32"])
+def test_cache_scores_of_a_narrow_cache(case, mode, rng):
+    shape, blocks = SCORES[case]
+    q, k, length = make_score_inputs(rng, **{"dtype": BF16, **shape})
+    found, calls = scores_of((q, narrowed(k), length), blocks, mode)
+    assert all(one.written.all() for call in calls for one in call.results)
+    check_scores(found, (q, widened(narrowed(k), q.dtype), length), mode)
 
 
 def run_norm(rng, width, dtype, adds):

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tools import gpu_program
+from tools.aot_kernels import kernel_cases, lower_kernel
 from tools.aot_parts import CHAINS, PASSES, lower_chain, lower_pass
 from tools.registers import kernels
 
@@ -75,6 +76,10 @@ STEPS = {
     "step llama3.1-8b plain, narrow int4": Step(
         "llama3.1-8b", method="autoregressive", weights="int4"
     ),
+    "step llama3.1-8b plain, narrow int8 and cache": Step(
+        "llama3.1-8b", method="autoregressive", weights="int8", cache="int8"
+    ),
+    "step llama3.1-8b tokenswift, narrow cache": Step("llama3.1-8b", cache="int8"),
     "step llama3.1-8b tokenswift, narrow int8": Step("llama3.1-8b", weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
     "step llama3.1-8b heads alone": Step("llama3.1-8b", method="heads alone"),
@@ -186,62 +191,6 @@ def training_bytes(found: list[dict]) -> int:
     return resident + max(one["temp_bytes"] + one["output_bytes"] for one in found)
 
 
-def kernel_cases() -> dict:
-    """Case name -> (function of the public API, shapes and types of its arguments)."""
-    import functools
-
-    from pallas_kernels.cache_scores import specs as scores
-    from pallas_kernels.cache_scores.api import cache_scores
-    from pallas_kernels.narrow_product.matrix import FORMATS, shapes_of
-    from pallas_kernels.tree_attention import specs as attention
-    from pallas_kernels.tree_attention.api import tree_attention
-
-    cases = {}
-    for name, spec in attention.SPECS.items():
-        run = functools.partial(tree_attention, implementation="triton")
-        cases[f"tree_attention {name}"] = run, spec.shapes()
-    for name, spec in scores.SPECS.items():
-        for mode in ("dot", "softmax"):
-            run = functools.partial(cache_scores, mode=mode, implementation="triton")
-            cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
-    for name, rows in (
-        ("Q8_0", 1),
-        ("Q8_0", 64),
-        ("Q4_1", 1),
-        ("Q4_K", 64),
-        ("Q5_0", 1),
-        ("Q6_K", 8),
-    ):
-        shapes = {"rows": ((1, rows, 4096), "bfloat16"), **shapes_of(FORMATS[name], 6144, 4096)}
-        run = functools.partial(_narrow_product, format=FORMATS[name])
-        cases[f"narrow_product {name}, rows={rows}"] = run, shapes
-    return cases
-
-
-def _narrow_product(rows, values, scales, steps=None, least=None, least_steps=None, *, format):
-    from pallas_kernels import NarrowMatrix, narrow_product
-
-    sizes = (values.shape[0] * 16,), rows.shape[-1:]
-    matrix = NarrowMatrix(values, scales, steps, least, least_steps, format, *sizes)
-    return narrow_product(rows, matrix, implementation="triton")
-
-
-def lower_kernel(case: str, target: str):
-    import jax
-    import jax.numpy as jnp
-
-    from tools import gpu_targets
-
-    run, shapes = kernel_cases()[case]
-    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
-    arrays = {
-        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-        for name, (shape, dtype) in shapes.items()
-    }
-    with gpu_targets.abstract_gpu(target):
-        return jax.jit(run).trace(**arrays).lower(lowering_platforms=("cuda",))
-
-
 def settings_of(step: Step, target: str):
     """What the step decodes with, and how it samples."""
     import tsjax
@@ -340,8 +289,8 @@ def lower_step(step: Step, target: str):
         if isinstance(x, Cache):
             rest = jax.tree.map(place, x.replace(k=(), v=()))
             axes = CACHE_AXES if isinstance(x, KVCache) else WHOLE_AXES
-            buffers = {name: tuple(aval(b, axes) for b in getattr(x, name)) for name in "kv"}
-            return rest.replace(**buffers)
+            buffers = {name: getattr(x, name) for name in "kv"}
+            return rest.replace(**jax.tree.map(lambda buffer: aval(buffer, axes), buffers))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, Cache))
@@ -361,10 +310,16 @@ def lower_step(step: Step, target: str):
         lowered = traced.lower(lowering_platforms=("cuda",))
     partial = getattr(state.memory, "cache", None)
     caches = [state.kv] if partial is None else [state.kv, partial]
-    return lowered, [cache.k[0].sharding.shard_shape(cache.k[0].shape) for cache in caches]
+    buffers = [jax.tree.leaves(cache.k[0])[0] for cache in caches]  # of narrow rows the numbers
+    return lowered, [
+        (buffer.dtype.itemsize, buffer.sharding.shard_shape(buffer.shape)) for buffer in buffers
+    ]
 
 
 PAPER = ("llama2-7b-yarn-128k", "llama3.1-8b", "qwen2.5-1.5b", "qwen2.5-14b")
+
+
+KINDS = {1: "s8", 2: "bf16"}  # of a cache's numbers, by their bytes
 
 
 def figures(case: str, target: str, dump: Path) -> dict:
@@ -394,9 +349,11 @@ def figures(case: str, target: str, dump: Path) -> dict:
         seconds=round(time.perf_counter() - start, 1),
     )
     if caches:
-        text, cache = compiled.as_text(), caches[0]
-        shapes = "|".join(re.escape(f"bf16[{','.join(map(str, shape))}]") for shape in caches)
-        found["cache_bytes"] = 2 * 2 * math.prod(cache)  # of one layer
+        text, (size, cache) = compiled.as_text(), caches[0]
+        shapes = "|".join(
+            re.escape(f"{KINDS[size]}[{','.join(map(str, shape))}]") for size, shape in caches
+        )
+        found["cache_bytes"] = 2 * size * math.prod(cache)  # of one layer
         found["cache_copies"] = len(re.findall(rf"= ({shapes})\S* copy\(", text))
         found["sent"] = gpu_program.sent(text)
         found["kernels_called"] = sorted(set(re.findall(r"tsjax_\w+", text)))

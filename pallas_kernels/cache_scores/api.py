@@ -83,8 +83,6 @@ def _checked_totals(log_totals: Array, mode: str, q: Array) -> Array:
 
 
 def _triton(*arrays: Any, mode: str) -> Array:
-    if isinstance(arrays[1], NarrowRows):
-        raise NotImplementedError("narrow rows are read by XLA")
     from pallas_kernels.cache_scores import triton
 
     return triton.cache_scores(*arrays, mode=mode)

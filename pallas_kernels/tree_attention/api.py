@@ -64,7 +64,7 @@ def tree_attention(
     Args:
       q: queries.
       k_cache, v_cache: committed keys and values; N is a multiple of K. Narrow rows are read as
-        the numbers of q's type that they stand for; the Triton kernel reads none.
+        the numbers of q's type that they stand for.
       length: committed slots of each batch row, at most S.
       k_new, v_new: keys and values of the fresh rows.
       tree_mask: tree_mask[t, u] or [b, t, u]: row t sees fresh row u. What a row gets that sees
@@ -182,8 +182,6 @@ def decode_attention(
 
 
 def _triton(*operands: Any) -> tuple[Array, Array]:
-    if any(isinstance(one, NarrowRows) for one in operands):
-        raise NotImplementedError("narrow rows are read by XLA")
     from pallas_kernels.tree_attention import triton
 
     return triton.tree_attention(*operands)

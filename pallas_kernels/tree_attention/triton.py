@@ -8,6 +8,9 @@ first `length` slots of the cache, is cut into blocks of slots and shared out ev
 its own (peak, total, weighted sum); the second kernel merges those parts that had work, and the
 summary of slots that are elsewhere if there is one. Where one part does it all, as in prefills on
 an H100, there is no second kernel. No atomics: two runs give the same bits.
+
+Of narrow rows the products take the numbers, which each type holds exactly, and scores and weights
+get their powers of two. So nothing is rounded that would not be for the same rows in a wide cache.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import device
 from pallas_kernels.dispatch import on_each_device
+from pallas_kernels.narrow_rows import numbers_and_exponents, scales_of
 from pallas_kernels.tree_attention.specs import tuned_key
 from pallas_kernels.triton import (
     MASKED,
@@ -33,6 +37,7 @@ from pallas_kernels.triton import (
     padded,
     quotient,
     remainder,
+    scaled,
     steps,
     store,
 )
@@ -72,6 +77,16 @@ def default_blocks(
     return Blocks(rows=rows, slots=slots, parts=parts, warps=warps, stages=stages)
 
 
+def for_narrow_rows(blocks: Blocks, chip: device.Gpu, dtype) -> Blocks:
+    """Those of a wide cache, or what the compiler has registers for: it widens numbers beside the
+    products, and spilled those of float32 in stages and of 64 slots for an A100's largest tile."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return blocks._replace(stages=1, warps=8)
+    if blocks.rows == 128 and not chip.is_hopper:
+        return blocks._replace(slots=min(blocks.slots, 32))
+    return blocks
+
+
 def _most_parts(T: int, S: int, slots: int) -> int:
     """As many as there are blocks of slots in a full cache."""
     return min(MOST_PARTS, pl.cdiv(T, slots) + pl.cdiv(S, slots))
@@ -88,15 +103,22 @@ def tree_attention(
         raise NotImplementedError("ranks")
     mask = jnp.broadcast_to(tree_mask, (B, T, T)).astype(jnp.int8)
     rest = () if mean is None else (mean, log_total)
-    attention = _on_each_device(N // k_cache.shape[1], bool(rest), blocks, device.gpu(), interpret)
-    return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *rest)
+    k_cache, k_exponents = numbers_and_exponents(k_cache)
+    v_cache, v_exponents = numbers_and_exponents(v_cache)
+    exponents = (*k_exponents, *v_exponents)
+    if len(exponents) == 1:
+        raise NotImplementedError("of keys and values only one are narrow")
+    given = bool(exponents), bool(rest)
+    attention = _on_each_device(N // k_cache.shape[1], *given, blocks, device.gpu(), interpret)
+    return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *exponents, *rest)
 
 
 @functools.cache
-def _on_each_device(group: int, with_rest: bool, blocks, chip, interpret: bool):
+def _on_each_device(group: int, is_narrow: bool, with_rest: bool, blocks, chip, interpret: bool):
+    exponents = ", b k s, b k s" if is_narrow else ""
     rest = ", b (k g) h, b (k g)" if with_rest else ""
     split = on_each_device(
-        f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{rest} "
+        f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{exponents}{rest} "
         "-> b t (k g) h, b t (k g)",
         group=group,
     )
@@ -105,10 +127,15 @@ def _on_each_device(group: int, with_rest: bool, blocks, chip, interpret: bool):
 
 
 def _attention(
-    q, k_cache, v_cache, length, k_new, v_new, mask, *rest, blocks, interpret, chip=None
+    q, k_cache, v_cache, length, k_new, v_new, mask, *others, blocks, interpret, chip=None
 ):
     (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
-    blocks = blocks or default_blocks(chip or device.gpu(), B, T, N, K, S, H, q.dtype)
+    narrow = 2 if k_cache.dtype == jnp.int8 else 0
+    exponents, rest = others[:narrow], others[narrow:]
+    if blocks is None:
+        chip = chip or device.gpu()
+        blocks = default_blocks(chip, B, T, N, K, S, H, q.dtype)
+        blocks = for_narrow_rows(blocks, chip, q.dtype) if narrow else blocks
     length = jnp.minimum(length.astype(jnp.int32), S)
     # Rows of the mask begin where wide loads can.
     mask = jnp.pad(mask, ((0, 0), (0, 0), (0, -T % blocks.slots)))
@@ -119,7 +146,7 @@ def _attention(
     outputs = [((*of_parts, H), jnp.float32), *[(of_parts, jnp.float32)] * 2]
     parts = launch(
         functools.partial(_attend, blocks=blocks, alone=alone),
-        length, q, k_cache, v_cache, k_new, v_new, mask,
+        length, q, k_cache, v_cache, k_new, v_new, mask, *exponents,
         grid=(rows // blocks.rows, blocks.parts, B * K),
         outputs=results if alone else outputs,
         warps=blocks.warps, stages=blocks.stages, name="tsjax_tree_attention",
@@ -154,12 +181,14 @@ def _attend(
     k_cache_ref, v_cache_ref,  # [B, K, S, H]
     k_new_ref, v_new_ref,  # [B, T, K, H]
     mask_ref,  # [B, T, T padded to whole blocks of slots]
+    # and if they are narrow: exponents of k_cache and of v_cache [B, K, S]
     # outputs: out [parts, B, K, rows, H], peak and total [parts, B, K, rows]
     # or, of one part that is `alone`: merged [B, T, N, H], log_totals [B, T, N]
     *refs,
     blocks: Blocks,
     alone: bool,
 ):  # fmt: skip
+    exponents_refs, refs = refs[: -2 if alone else -3], refs[-2 if alone else -3 :]
     _, T, N, H = q_ref.shape
     K = k_cache_ref.shape[1]
     G = N // K
@@ -179,20 +208,6 @@ def _attend(
     q = load(q_ref, q_index, is_row[:, None] & is_column)
     scale = H**-0.5 * LOG2_E  # powers of two are what the chip computes
 
-    def attend(k, v, visible, carry):
-        """Adds some slots: all, or of each row those that are `visible`. Peaks are unscaled."""
-        out, peak, total = carry
-        scores = dot(q, k, transpose_b=True)
-        if visible is not None:
-            scores = jnp.where(visible, scores, MASKED)
-        new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
-        shrink = jnp.exp2((peak - new_peak) * scale)
-        weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
-        if visible is not None:
-            weights = jnp.where(visible, weights, 0.0)
-        total = total * shrink + jnp.sum(weights, axis=1)
-        return out * shrink[:, None] + dot(weights.astype(v.dtype), v), new_peak, total
-
     def attend_fresh(index, carry):
         other = steps(blocks.slots, index * blocks.slots)
         exists = other < T
@@ -201,7 +216,7 @@ def _attend(
         k, v = load(k_new_ref, at, inside), load(v_new_ref, at, inside)
         sees = b, row_of_q[:, None], other[None, :]
         visible = load(mask_ref, sees, is_row[:, None]) != 0
-        return attend(k, v, visible, carry)
+        return _add(q, k, v, visible, scale, carry)
 
     def attend_cache(index, carry, *, whole):
         slots = steps(blocks.slots, (index - fresh_blocks) * blocks.slots)
@@ -209,7 +224,10 @@ def _attend(
         at = b, head, slots[:, None], columns
         inside = committed[:, None] & is_column
         k, v = load(k_cache_ref, at, inside), load(v_cache_ref, at, inside)
-        return attend(k, v, None if whole else committed[None, :], carry)
+        scales = [scales_of(load(ref, (b, head, slots), committed)) for ref in exponents_refs]
+        visible = None if whole else committed[None, :]
+        k, v = k.astype(q.dtype), v.astype(q.dtype)
+        return _add(q, k, v, visible, scale, carry, *scales)
 
     nothing = (
         jnp.zeros((blocks.rows, padded(H)), jnp.float32),
@@ -234,6 +252,29 @@ def _attend(
     store(out_ref, (part, b, head, rows[:, None], columns), out, worked & is_column)
     store(peak_ref, (part, b, head, rows), peak * scale, worked)
     store(total_ref, (part, b, head, rows), total, worked)
+
+
+def _add(q, k, v, visible, scale, carry, k_scales=None, v_scales=None):
+    """Adds some slots to the softmax of each row of `q`: all, or of each row those that are
+    `visible`. Peaks are those of scores without `scale`; k_scales and v_scales belong to slots."""
+    out, peak, total = carry
+    scores = scaled(dot(q, k, transpose_b=True), k_scales)
+    if visible is not None:
+        scores = jnp.where(visible, scores, MASKED)
+    new_peak = jnp.maximum(peak, jnp.max(scores, axis=1))
+    shrink = jnp.exp2((peak - new_peak) * scale)
+    weights = jnp.exp2(scores * scale - (new_peak * scale)[:, None])
+    if visible is not None:
+        weights = jnp.where(visible, weights, 0.0)
+    total = total * shrink + jnp.sum(weights, axis=1)
+    return out * shrink[:, None] + _weighted(weights, v, v_scales), new_peak, total
+
+
+def _weighted(weights, v, scales):
+    """The sum of values, each times its weight and, if there are scales, its scale."""
+    if scales is not None and v.dtype == jnp.float16:  # weights * scales may be too small for it
+        v, scales = (v.astype(jnp.float32) * scales[:, None]).astype(v.dtype), None
+    return dot(scaled(weights, scales).astype(v.dtype), v)
 
 
 def _merge(
