@@ -58,9 +58,13 @@ def narrowed(rows: Float[Array, "*rows H"]) -> NarrowRows:
     is_16 = rows.dtype == jnp.float16
     lowest, highest = (FLOAT16_LOWEST, FLOAT16_HIGHEST) if is_16 else (LOWEST, HIGHEST)
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
-    broken = ~jnp.all(jnp.isfinite(wide), axis=-1, keepdims=True)
-    wide = jnp.where(broken, 0, wide)
-    share, exponent = jnp.frexp(jnp.max(jnp.abs(wide), axis=-1, keepdims=True))
+    # Bits of positive numbers are in their order, infinity and NaN after all others.
+    kind = jnp.int64 if wide.dtype == jnp.float64 else jnp.int32
+    bits = lax.bitcast_convert_type(jnp.abs(wide), kind)
+    largest = lax.bitcast_convert_type(jnp.max(bits, axis=-1, keepdims=True), wide.dtype)
+    broken = ~jnp.isfinite(largest)
+    wide, largest = jnp.where(broken, 0, wide), jnp.where(broken, 0, largest)
+    share, exponent = jnp.frexp(largest)
     exponent = exponent - 7 + (share * 128 > MOST)  # share is from 1/2 to 1, or 0
     exponent = jnp.clip(exponent.astype(jnp.int32), lowest, highest)
     numbers = jnp.round(wide * power_of_2(-exponent).astype(wide.dtype))

@@ -180,9 +180,13 @@ def write_rows(
 
         return for_each_row(one, write_at_once, buffer, rows, slot)
 
+    if isinstance(cache.k[0], NarrowRows):  # of all layers at once: each alone is small
+        stacked = narrowed(jnp.stack([*k_rows, *v_rows]))
+        rows = [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(2 * len(k_rows))]
+        k_rows, v_rows = rows[: len(k_rows)], rows[len(k_rows) :]
+
     @jax.jit  # traced once for all layers
     def write(buffer, rows, slot):
-        rows = narrowed(rows) if isinstance(buffer, NarrowRows) else rows
         return jax.tree.map(lambda buffer, rows: put(buffer, rows, slot), buffer, rows)
 
     with jax.named_scope("write_rows"):

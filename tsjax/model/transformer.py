@@ -202,7 +202,7 @@ def _fresh(
     else:
         q, k, v = rotary_heads(fresh, cos, sin, cfg.dtype, live=live)
     if cfg.cache == "int8":  # once, so that drafts, attention and the cache see the same numbers
-        k, v = rounded_rows(k), rounded_rows(v)
+        k, v = rounded_rows(jnp.stack([k, v]))
     # What attention reads and what later goes to the cache are then the same arrays. XLA would
     # otherwise keep the wider sums of the product, of all layers, and make both from them.
     return x, *lax.optimization_barrier((q, k, v))
