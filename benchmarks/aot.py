@@ -2,7 +2,7 @@
 """What the GPU's compiler makes of each kernel and of whole decode steps, on a machine without one.
 
     JAX_PLATFORMS=cpu python -m benchmarks aot --out benchmarks/results/aot
-    JAX_PLATFORMS=cpu python -m benchmarks aot --only train_heads --name train_heads --out ...
+    JAX_PLATFORMS=cpu python -m benchmarks aot --only narrow --name narrow --out ...
 
 Needs the CUDA plugin (see tools/aot.py). The document also says what a call has to do: bytes read
 once, operations, and the time that both take at least on a chip of the nominal speed.
@@ -11,6 +11,7 @@ Nothing is run on a GPU. One process per case, `--jobs` at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,15 +22,23 @@ from tools import aot
 CHIPS = {"a100": (2.039e12, 312e12), "h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
 
 
+BYTES = {"bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}  # of a number
+
+
 def work(case: str, shapes: dict) -> dict:
     """What one call has to read and compute; of a cache when it is full."""
-    (B, K, S, H), size = shapes["k_cache"][0], 4 if "float32" in case else 2
+    if case.startswith("narrow_product"):
+        (_, T, inputs), outputs = shapes["rows"][0], 16 * shapes["values"][0][0]
+        read = sum(math.prod(shape) * BYTES[dtype] for shape, dtype in shapes.values())
+        return _work(read, 2 * T * inputs * outputs, case)
+    (B, K, S, H), dtype = shapes["k_cache"]
+    row = H + 1 if dtype == "int8" else H * (4 if dtype == "float32" else 2)
     if case.startswith("tree_attention"):
         _, T, N, _ = shapes["q"][0]
-        cache, operations = 2 * B * K * S * H * size, 4 * B * T * N * S * H
+        cache, operations = 2 * B * K * S * row, 4 * B * T * N * S * H
     else:
         N, passes = shapes["q_last"][0][1], 2 if " softmax " in case else 1
-        cache, operations = passes * B * K * S * H * size, 2 * passes * B * N * S * H
+        cache, operations = passes * B * K * S * row, 2 * passes * B * N * S * H
         if passes == 1:
             operations = 2 * B * K * S * H  # the group's queries are added first
     return _work(cache, operations, case)

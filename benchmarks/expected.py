@@ -8,16 +8,18 @@ Knows presets, the formula of `tsjax.methods.devices`, and the runs that it is h
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator
 from unittest.mock import patch
 
 import tsjax
 from benchmarks.report import ROOT, use_configs
+from tsjax.files.tensor_names import with_weights
 from tsjax.methods import likely_growth, model_drafts
 from tsjax.methods.auto import choose
 from tsjax.methods.cost_model import Costs
-from tsjax.methods.devices import GPU_OF_THE_RUN, GPUS, Device, estimated, plain_bytes
+from tsjax.methods.devices import GPU, GPU_OF_THE_RUN, GPUS, Device, estimated, plain_bytes
 from tsjax.methods.roofline import USABLE, has_room
 
 MODELS = ("llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b")
@@ -91,6 +93,39 @@ def times() -> str:
         f"then how many times faster `tsjax.Auto()` expects to be without draft heads, and with "
         f"{HEADS}. bfloat16, one row, no sampling filters. No room: weights and cache exceed "
         f"{USABLE:.0%} of the chip's memory; drafts in int8 are offered where their copy fits too."
+    )
+    return "\n".join([*lines, "", note])
+
+
+NARROW = (
+    ("float", "same"),
+    ("int8", "same"),
+    ("int4", "same"),
+    ("float", "int8"),
+    ("int8", "int8"),
+)
+
+
+def narrow() -> str:
+    """Plain steps of Llama-3.1-8B with narrow weights and caches."""
+    use_configs()
+    model = tsjax.model_preset(MODELS[0])
+    lines = head(["weights", "cache", "chip", *(f"{length:,}" for length in LENGTHS)])
+    for weights, cache in NARROW:
+        one = dataclasses.replace(with_weights(model, weights, {}, ""), cache=cache)
+        for chip in ("A100 80GB", "H100", "H200", "RTX 4090"):
+            device = GPUS[CHIPS[chip]]
+            costs, cells = estimated(one, device, 1), []
+            for length in LENGTHS:
+                bound = 1e3 * plain_bytes(one, length) / device.bytes_per_second
+                found = f"{1e3 * costs.plain(length):.1f} ({bound:.1f}) ms"
+                cells.append(found if has_room(one, device, length) else "no room")
+            lines.append(row([f"`{weights}`", f"`{cache}`", chip, *cells]))
+    note = (
+        "Estimates, not measured: no GPU has run the kernels that read narrow weights and caches. "
+        f"{MODELS[0]}, milliseconds of a plain step, in brackets the bandwidth bound. A narrow "
+        f"weight is taken to need as long as {GPU.narrow_bytes} bytes at least, by the "
+        "instructions that were counted."
     )
     return "\n".join([*lines, "", note])
 

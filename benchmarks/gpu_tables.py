@@ -17,8 +17,8 @@ def plain_step(document: dict, row: dict) -> str:
     )
 
 
-def compiled() -> dict:
-    return json.loads((RESULTS.parent / "aot" / "aot.json").read_text())
+def compiled(name: str = "aot") -> dict:
+    return json.loads((RESULTS.parent / "aot" / f"{name}.json").read_text())
 
 
 # What a call is expected to reach of a chip before anything is measured; docs/kernels.md says why.
@@ -46,8 +46,8 @@ def paper() -> str:
     return "\n".join(lines)
 
 
-def registers() -> str:
-    document = compiled()
+def registers(document_name: str = "aot") -> str:
+    document = compiled(document_name)
     spilled, alike = 0, {}
     for name, case in document["cases"].items():
         if "bound_us" not in case:
@@ -141,12 +141,12 @@ def products() -> str:
 PADDED = "xla, few rows"  # as that commit called it
 
 
-def steps() -> str:
+def steps(document_name: str = "aot") -> str:
     lines = head(
         "step | weights, cache and state | temporary | copies of a cache | kernels in graphs | "
         "started by the host | loops that ask the host"
     )
-    for name, case in compiled()["cases"].items():
+    for name, case in compiled(document_name)["cases"].items():
         found = case["a100"]
         if "cache_copies" not in found:
             continue

@@ -26,7 +26,6 @@ import numpy as np
 
 import tsjax
 from benchmarks import report, rows
-from tsjax.files.checkpoint import with_cache
 from tsjax.host.info import cores
 from tsjax.host.timing import interleaved, ratios, summary
 from tsjax.input_files import read_text
@@ -61,7 +60,9 @@ def main(argv: Sequence[str]) -> None:
     if args.rounds:
         models = {w: tsjax.load(args.model, dtype=args.dtype, weights=w) for w in args.weights}
         if args.int8_cache:
-            models |= {w + INT8_CACHE: with_cache(model, "int8") for w, model in models.items()}
+            for name, model in [*models.items()]:
+                narrow = model.cfg.with_cache("int8")
+                models[name + INT8_CACHE] = model.replace(cfg=narrow)
         document["bytes"] = {w: bytes_read(model) for w, model in models.items()}
         document["decoding"] = [of_context(models, context, args) for context in args.contexts]
     report.write(document, args.out, f"narrow-{name}")

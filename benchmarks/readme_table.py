@@ -390,6 +390,9 @@ SECTIONS = {
     ("docs/kernels.md", "paper"): gpu_tables.paper,
     ("docs/kernels.md", "compiled"): gpu_tables.registers,
     ("docs/kernels.md", "steps"): gpu_tables.steps,
+    ("docs/kernels.md", "narrow-compiled"): functools.partial(gpu_tables.registers, "narrow"),
+    ("docs/kernels.md", "narrow-steps"): functools.partial(gpu_tables.steps, "narrow"),
+    ("docs/performance.md", "expected-narrow"): expected.narrow,
 }
 
 

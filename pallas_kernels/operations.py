@@ -40,7 +40,8 @@ def implementations(platform: str) -> dict[str, tuple[str, ...]]:
         off = {"triton"} if triton.switched_off(folder) else set()
         return off | ({"native"} if without_native else set())
 
-    return {
-        name: tuple(one.name for one in serving(choices, platform) if one.name not in absent(name))
-        for name, choices in OPERATIONS.items()
-    }
+    def present(operation: str, choices) -> tuple[str, ...]:
+        names = dict.fromkeys(one.name for one in serving(choices, platform))
+        return tuple(name for name in names if name not in absent(operation))
+
+    return {name: present(name, choices) for name, choices in OPERATIONS.items()}

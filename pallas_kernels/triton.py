@@ -27,7 +27,7 @@ LARGEST_HEAD = 128
 DTYPES = ("bfloat16", "float16", "float32")
 MASKED = -1e30  # a score: finite, so that exp2(MASKED - peak) is exactly 0 and no inf - inf arises
 
-OPERATIONS = ("tree_attention", "cache_scores", "rms_norm", "rotary_heads")
+OPERATIONS = ("tree_attention", "cache_scores", "rms_norm", "rotary_heads", "narrow_product")
 SWITCH = "TSJAX_NO_TRITON"
 
 

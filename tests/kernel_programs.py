@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jaxlib.mlir import ir
 
 from pallas_kernels.cache_scores import triton as scores_triton
+from pallas_kernels.narrow_product import triton as narrow_triton
 from pallas_kernels.rms_norm import triton as norm_triton
 from pallas_kernels.rotary import triton as rotary_triton
 from pallas_kernels.tree_attention import triton as attention_triton
@@ -134,7 +135,7 @@ def store(ref, index, value, inside):
     ref.array[at], ref.written[at] = value[inside], True
 
 
-KERNELS = (attention_triton, scores_triton, norm_triton, rotary_triton)
+KERNELS = (attention_triton, scores_triton, norm_triton, rotary_triton, narrow_triton)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from pallas_kernels.tree_attention.specs import SPECS
 from pallas_kernels.tree_attention.triton import default_blocks
 from tools import aot, gpu_targets
 from tsjax.decoding.start import temporary_bytes
+from tsjax.files.tensor_names import with_weights
 from tsjax.methods.devices import DRAFT_KERNELS, GPU, device_of, drafter_share, estimated, pass_work
 from tsjax.training.drafter_steps import shape_for
 
@@ -36,7 +37,9 @@ NARROW_OF_NARROW = {
     "tsjax_cache_scores_softmax": 9,
 }  # fmt: skip
 SHORT = {"tsjax_tree_attention_merge", "tsjax_rotary_heads"}  # read a few short rows of float32
+IN_FOURS = {"tsjax_narrow_product"}  # of each output four bytes lie side by side
 MATRIX = {"tsjax_tree_attention", "tsjax_cache_scores_totals", "tsjax_cache_scores_softmax"}
+MATRIX |= IN_FOURS
 
 
 def base_name(kernel: dict) -> str:
@@ -51,9 +54,10 @@ def check_kernels(found: dict, target: str, dtype: str, narrow_loads=NARROW, wid
         assert kernel["shared_bytes"] <= SHARED_LIMIT[target], kernel
         if base_name(kernel) in SHORT:
             continue
-        least = 2 if base_name(kernel) == "tsjax_rms_norm" else wide_loads
-        assert kernel["wide_loads"] >= least, kernel
-        assert kernel["narrow_loads"] <= narrow_loads[base_name(kernel)], kernel
+        if base_name(kernel) not in IN_FOURS:
+            least = 2 if base_name(kernel) == "tsjax_rms_norm" else wide_loads
+            assert kernel["wide_loads"] >= least, kernel
+            assert kernel["narrow_loads"] <= narrow_loads[base_name(kernel)], kernel
         uses_matrix_units = bool(kernel["mma"] or kernel["wgmma"])
         assert uses_matrix_units == (base_name(kernel) in MATRIX and dtype != "float32"), kernel
 
@@ -72,7 +76,7 @@ def test_kernel_with_64_bit_types_switched_on(kernel):
 
 def check_kernel(case: str, target: str, found: dict) -> None:
     _, shapes = aot.kernel_cases()[case]
-    (dtype,) = {dtype for name, (_, dtype) in shapes.items() if name.startswith("q")}
+    (dtype,) = {dtype for name, (_, dtype) in shapes.items() if name in ("q", "q_last", "rows")}
     is_narrow = case.endswith(aot.NARROW_CACHE)
     check_kernels(found, target, dtype, *((NARROW_OF_NARROW, 4) if is_narrow else ()))
     names = {base_name(kernel) for kernel in found["kernels"]}
@@ -89,6 +93,10 @@ def check_kernel(case: str, target: str, found: dict) -> None:
             assert any(k["wgmma"] for k in found["kernels"])
             # Three stages, as the target's table or the rule says: two take less.
             assert max(k["shared_bytes"] for k in found["kernels"]) > SHARED_LIMIT[target] / 2
+    elif case.startswith("narrow_product"):
+        assert names == IN_FOURS
+        weights = 6144 * 4096 * 2
+        assert found["temp_bytes"] < weights / 4, "sums of parts, and no wide weights"
     elif case.startswith("cache_scores dot"):
         assert names == {"tsjax_cache_scores"}
     else:
@@ -148,6 +156,8 @@ def check_step(case: str, found: dict) -> None:
         check_products(found["program"])  # what a drafter learns has the shape of a weight
     wanted = {"tsjax_tree_attention", "tsjax_tree_attention_merge"}
     wanted |= {"tsjax_rms_norm", "tsjax_rotary_heads"}
+    if step.weights != "float":
+        wanted.add("tsjax_narrow_product")
     if step.method in ("tokenswift", "auto", "triforce"):
         wanted.add("tsjax_cache_scores")
     if step.revive and step.program != "fill_stage":
@@ -232,6 +242,21 @@ def test_int8_drafts_read_half_the_bytes():
         found = aot.compile_case(f"step llama3.1-8b {case}", "a100")
         assert found["work"]["weights"] == pytest.approx(expected + heads, rel=0.02), case
     assert found["program"]["copied_weights"] == 0
+
+
+@pytest.mark.parametrize("target", ["a100", "h100"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_narrow_step_reads_narrow_weights(weights, target):
+    """And has no other memory than a wide one."""
+    found = aot.compile_case(f"step llama3.1-8b plain, narrow {weights}", target)
+    wide = aot.compile_case("step llama3.1-8b plain", target)
+    cfg = with_weights(tsjax.model_preset("llama3.1-8b"), weights, {}, "")
+    work = pass_work(cfg, 1, 0)
+    wanted = work["products"].bytes + work["logits"].bytes
+    assert found["work"]["weights"] == pytest.approx(wanted, rel=0.01)
+    assert wanted < dict(int8=9.2e9, int4=5.7e9)[weights]
+    assert found["temp_bytes"] < wide["temp_bytes"] + 4e6
+    check_products(found["program"])
 
 
 @pytest.mark.parametrize("model", aot.CHAINS.values())

@@ -69,9 +69,11 @@ def test_rivals_side_by_side(own, tmp_path, capsys):
 
 def test_cells_of_a_tiny_model(folder, capsys):
     argv = [folder, *TWO, "--lengths", "16", "--new-tokens", "24", "--rounds", "2"]
-    found, lines, err = run(capsys, *argv, "--no-peers", "--dtype", "float32")
+    more = ["--no-peers", "--dtype", "float32", "--cache", "int8"]
+    found, lines, err = run(capsys, *argv, *more)
+    assert (found["dtype"], found["weights"], found["cache"]) == ("float32", None, "int8")
     assert found["complete"] and not found["left_out"] and not found["simulated"]
-    assert found["command"] == "tsjax bench " + " ".join(argv) + " --no-peers --dtype float32"
+    assert found["command"] == "tsjax bench " + " ".join([*argv, *more])
     assert {"device", "cpus", "versions", "date"} <= set(found)
     cells = [(row["setting"], row["method"]) for row in found["rows"]]
     assert cells == [(s, m) for s in ("sampled", "greedy") for m in ("plain", "ngram")]
@@ -87,7 +89,7 @@ def test_cells_of_a_tiny_model(folder, capsys):
         assert sum(row["accepted_lengths"]) > 0  # steps
         assert ("speedup_over_plain" in row) == (method == "ngram")
         assert "by_position" not in row  # a short run
-        model = tsjax.load(folder, dtype="float32")
+        model = tsjax.load(folder, dtype="float32", cache="int8")
         assert row["bound_bytes"] == plain_bytes(model.cfg, 16 + 12)
     assert "[18 of 18 runs, the end: 16 tokens, greedy done]" in err  # 2 cells, 3 calls, 3 rounds
     assert re.search(r"\[9 of 18 runs, about \d+ s left: 16 tokens, sampled done\]", err)

@@ -16,6 +16,7 @@ import tsjax
 from tools import aot
 from tsjax.decoding.programs import programs
 from tsjax.decoding.start import memory_bytes, temporary_bytes
+from tsjax.files.tensor_names import with_weights
 from tsjax.host import asking, sizes
 from tsjax.host.info import MEMORY_SHARES
 from tsjax.methods import METHODS, auto
@@ -34,6 +35,7 @@ PREFILLS = [
     ("llama2-7b-yarn-128k", 2048, 1_193_311_744),
     ("qwen2.5-1.5b", 512, 46_614_808),
     ("qwen2.5-1.5b", 2048, 178_286_084),
+    ("llama3.1-8b, int8", 512, 338_205_956),
 ]
 
 
@@ -56,7 +58,9 @@ def test_a_step_needs_about_what_the_compiler_for_an_a100_says(case):
 
 @pytest.mark.parametrize(("model", "width", "needed"), PREFILLS)
 def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, width, needed):
-    cfg = tsjax.DecodeConfig(tsjax.model_preset(model))
+    name, _, weights = model.partition(", ")
+    model = with_weights(tsjax.model_preset(name), weights or "float", {}, "")
+    cfg = tsjax.DecodeConfig(model)
     estimate = temporary_bytes(cfg, 1, 32_768, width)
     assert needed <= estimate <= 2 * needed + 100e6
 

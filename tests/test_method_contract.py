@@ -54,10 +54,12 @@ class Row(NamedTuple):
     head_kind: str = "chained"
     second: bool = False  # whether there is a second model
     drafter: tsjax.OneLayer | None = None
+    cache: str = "same"
 
     def model(self, dtype: str = "float64", mesh=None) -> tsjax.Model:
         heads = {"num_draft_heads": self.heads, "head_kind": self.head_kind} if self.heads else {}
-        return looping_model(dtype=dtype, mesh=mesh, drafter=self.drafter, **heads)
+        more = {"drafter": self.drafter, "cache": self.cache, **heads}
+        return looping_model(dtype=dtype, mesh=mesh, **more)
 
     @property
     def call(self) -> dict[str, Any]:
@@ -85,6 +87,13 @@ ROWS = {
             suffix_alone=4, pass_widths=(5,),
         ),
         (3, 1, 21, 6, 2), (68, 18, 2), heads=2,
+    ),
+    "narrow_cache": Row(
+        tsjax.TokenSwift(
+            tree=(2, 2, 1), draft_passes=2, draft_budget=20, num_sinks=3, draft_refresh=5,
+            draft_rest=True, num_ngrams=2, ngram_size=3,
+        ),
+        (0, 2, 22, 8, 0, 0, 0, 0, 0), (69, 20, 4), heads=2, cache="int8",
     ),
     "medusa": Row(
         tsjax.Medusa(tree=12), (35, 16, 9, 2), (40, 0, 0), heads=3, head_kind="parallel"
@@ -143,8 +152,9 @@ def by_default(*names: str):
 
 
 @functools.cache
-def plain() -> tsjax.GenerationResult:
-    return tsjax.generate(looping_model(dtype="float64"), PROMPTS, **SETTINGS, **SIZES)
+def plain(cache: str = "same") -> tsjax.GenerationResult:
+    model = looping_model(dtype="float64", cache=cache)
+    return tsjax.generate(model, PROMPTS, **SETTINGS, **SIZES)
 
 
 def texts(result) -> list[list[int]]:
@@ -159,7 +169,8 @@ def decoded_by(row: Row, dtype: str) -> tsjax.DecodeConfig:
 
 
 def test_every_method_has_a_row():
-    assert set(ROWS) == {*METHODS, "one_layer"}  # LikelyTree with other drafts
+    # LikelyTree with other drafts, TokenSwift on other numbers.
+    assert set(ROWS) == {*METHODS, "one_layer", "narrow_cache"}
 
 
 # Runs of Auto are in test_auto_runs.py, those of AnyTree in test_any_tree.py; MagicDec's passes are
@@ -169,7 +180,8 @@ def test_the_tokens_and_log_probabilities_are_those_of_plain_decoding(row, monke
     """In chunks of all sizes; and as many drafts are right as were."""
     sizes = itertools.cycle([1, 3, 2])
     monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: next(sizes))
-    found, wanted = tsjax.generate(row.model(), PROMPTS, **row.call, **SETTINGS, **SIZES), plain()
+    found = tsjax.generate(row.model(), PROMPTS, **row.call, **SETTINGS, **SIZES)
+    wanted = plain(row.cache)
     assert texts(found) == texts(wanted)
     assert found.finish_reason == wanted.finish_reason
     assert set(wanted.finish_reason) == {"eos", "length"}
@@ -192,7 +204,7 @@ def test_a_saved_run_goes_on(row, begun, tmp_path):
     begin = {**SETTINGS, **SIZES, "max_new_tokens": 9, "save_to": path}
     tsjax.generate(model, PROMPTS, **first, **begin)
     rest = tsjax.generate(model, resume_from=path, max_new_tokens=40, **second, **SIZES)
-    assert texts(rest) == texts(plain())
+    assert texts(rest) == texts(plain(row.cache))
     if begun == "by itself":
         assert rest.stats.method == decoded_by(row, "float64").method
 

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import place
+from kernel_programs import in_numpy, lower_for_cuda, unmasked_accesses
 
 from pallas_kernels import narrow_product, native
 from pallas_kernels.narrow_product import matrix as matrices
+from pallas_kernels.narrow_product import triton, xla
 from pallas_kernels.narrow_product.matrix import FORMATS, NarrowMatrix
 from pallas_kernels.narrow_product.native import _narrow_product
 from pallas_kernels.narrow_product.reference import as_multiplied
@@ -75,9 +77,13 @@ def define_rows(rows):
 
 
 def check_product(found, rows, weights, sizes):
+    check_sums(found, define_rows(rows), weights, sizes)
+
+
+def check_sums(found, rows, weights, sizes):
     """Within the rounding of float32, of the sum of what was added."""
-    rows = define_rows(rows)
     assert found.dtype == jnp.float32
+    rows = np.asarray(rows, float)
     error = np.abs(np.asarray(found, float) - rows @ weights.astype(float).T)
     assert (error <= 1e-6 * (np.abs(rows) @ sizes.astype(float).T) + 1e-30).all()
 
@@ -148,6 +154,51 @@ def test_products(case):
     for implementation in ("xla", *["native"] * NATIVE):
         found = narrow_product(rows, matrix, implementation=implementation)
         check_product(found, rows, wanted, sizes)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_on_a_gpu(name, rng):
+    """Rows are multiplied as they are."""
+    inputs = 256 if FORMATS[name].two_levels else 300
+    matrix, wanted, sizes = make_matrix(rng, name, 70, inputs)
+    rows = make_rows(rng, 21, inputs)
+    blocks = triton.Blocks(64, 16, parts=2, warps=4, stages=3)
+    found = triton.narrow_product(rows, matrix, blocks=blocks, interpret=True)
+    check_sums(found, rows, wanted, sizes)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["Q4_1", "Q8_0", "Q5_K", "Q6_K"])
+def test_what_a_gpu_touches(name, rng):
+    """Nothing outside of an array."""
+    inputs = 256 if FORMATS[name].two_levels else 76
+    matrix, wanted, sizes = make_matrix(rng, name, 20, inputs)
+    layout, blocks = Layout.of(matrix), triton.Blocks(64, 16, parts=2, warps=4, stages=3)
+    rows = make_rows(rng, 3, inputs, dtype="float16")
+    with in_numpy():
+        settings = dict(layout=layout, blocks=blocks, chip=None, interpret=False)
+        found = triton._narrow_product(rows, *layout.arrays_of(matrix), **settings)
+    check_sums(found[:, :20], rows, wanted, sizes)
+
+
+@pytest.mark.kernels
+def test_what_a_gpu_is_given(rng):
+    matrix, wanted, sizes = make_matrix(rng, "Q4_1", 40, 300)
+    rows = make_rows(rng, 2, 64, 300)
+    lowered = lower_for_cuda(narrow_product, rows, matrix)
+    assert unmasked_accesses(lowered) == {"tsjax_narrow_product": []}
+    for others, why in (
+        (make_rows(rng, 2, 65, 300), "130 rows: up to 128"), (rows.astype("float32"), "float32")
+    ):  # fmt: skip
+        text = lower_for_cuda(narrow_product, others, matrix).as_text()
+        assert "tsjax_narrow_product" not in text
+        with pytest.raises(NotImplementedError, match=f"triton: {why}"):
+            lower_for_cuda(
+                functools.partial(narrow_product, implementation="triton"), others, matrix
+            )
+    # XLA's product there has weights of eight digits, as the rows have.
+    check_sums(xla.narrow_product(rows, matrix), rows, wanted, sizes * (2**-8 / 1e-6))
 
 
 @of_kernels

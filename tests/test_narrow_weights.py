@@ -5,6 +5,7 @@ The wide model with the same numbers, read by the gguf package, is the oracle.
 """
 
 import dataclasses
+import gc
 
 import gguf_fixtures
 import hf_fixtures
@@ -41,6 +42,10 @@ def wide_numbers(matrix) -> np.ndarray:
     if isinstance(matrix, NarrowMatrix):
         return np.asarray(matrix.numbers()).reshape(*matrix.outputs, *matrix.inputs)
     return np.asarray(matrix, np.float32)
+
+
+def bytes_of(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 
 
 def tokens_of(result) -> list[list[int]]:
@@ -164,6 +169,31 @@ def test_checkpoints_keep_them(folder, tmp_path):
     assert model_fingerprint(swapped) == model_fingerprint(model)
     fingerprints = {model_fingerprint(tsjax.load(folder, weights=w)) for w in (None, "int8")}
     assert len(fingerprints | {model_fingerprint(model)}) == 3
+
+
+def test_a_wide_checkpoint_is_rounded_layer_by_layer(tmp_path):
+    """What is held at a time, of all arrays of jax: narrow ones, and the wide ones of a layer."""
+    folder = hf_fixtures.make(tmp_path / "hf", num_hidden_layers=6)
+    model = tsjax.load(folder)
+    tsjax.save(model, tmp_path / "wide")
+    most = max(map(bytes_of, (model.params.model.embed, *model.params.model.layers)))
+    assert most < 0.4 * bytes_of(model.params)
+    del model
+
+    def live():
+        gc.collect()
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    before, narrow, beside = live(), [], []
+
+    def on_tensor(path, nbytes):
+        narrow.append(nbytes)
+        beside.append(live() - before - sum(narrow))
+
+    found = tsjax.load(tmp_path / "wide", weights="int8", on_tensor=on_tensor)
+    assert sum(narrow) == bytes_of(found.params)
+    assert max(beside) <= most
+    assert model_fingerprint(found) == model_fingerprint(tsjax.load(folder, weights="int8"))
 
 
 def test_saved_runs_know_them(folder, tmp_path):

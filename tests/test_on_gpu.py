@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
+from pallas_kernels import NarrowMatrix, narrow_product, narrowed, widened
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores.api import cache_scores
+from pallas_kernels.narrow_product.matrix import FORMATS, shapes_of
 from pallas_kernels.product import reference as product_reference
 from pallas_kernels.product.api import product
 from pallas_kernels.rms_norm import reference as norm_reference
@@ -169,6 +171,41 @@ def test_product(weights, rows):
     out = jax.jit(product)(given, matrix, scales=scales)
     assert out.dtype == jnp.float32 and out.shape == (rows, 6144)
     assert relative_error(out, product_reference.product(given, matrix, scales)) < 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 16, 101])
+@pytest.mark.parametrize("name", FORMATS)
+def test_narrow_product(name, rows):
+    """And a row has the bits that it has alone."""
+    key, format = jax.random.key(0), FORMATS[name]
+    arrays: dict = dict.fromkeys(("values", "scales", "steps", "least", "least_steps"))
+    for part, (shape, dtype) in shapes_of(format, 6144, 4096).items():
+        random = jax.random.normal if dtype == "float16" else jax.random.bits
+        arrays[part] = random(key, shape, dtype if dtype != "int8" else "uint8").astype(dtype)
+    matrix = NarrowMatrix(*arrays.values(), format, (6144,), (4096,))
+    given = jax.random.normal(key, (rows, 4096), "bfloat16")
+    out = compile_kernels(narrow_product, (given, matrix), "tsjax_narrow_product")(given, matrix)
+    weights = jax.jit(NarrowMatrix.numbers)(matrix)
+    assert relative_error(out, product_reference.product(given.astype("float32"), weights)) < 1e-5
+    assert jnp.array_equal(jax.jit(narrow_product)(given[-1:], matrix), out[-1:])
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b t1", "llama3.1-8b t101"])
+def test_narrow_caches(name):
+    """As the same numbers in a wide cache; of sums over int8 tiles the order may be another one."""
+    spec = attention_specs.SPECS[name]
+    arrays = attention_specs.inputs(spec, length=spec.S - 5)
+    caches = [jax.jit(narrowed)(arrays[cache]) for cache in ("k_cache", "v_cache")]
+    wide = [widened(cache, spec.dtype) for cache in caches]
+    (q, _, _, length, *others) = arrays.values()
+    given = q, *caches, length, *others
+    out = compile_kernels(tree_attention, given, "tsjax_tree_attention")(*given)
+    wanted = jax.jit(tree_attention)(q, *wide, length, *others)
+    assert relative_error(out, wanted) < ATTENTION_ERROR[spec.dtype]
+    for mode in SCORES_ERROR:
+        score = jax.jit(functools.partial(cache_scores, mode=mode))
+        found, wanted = score(q[:, 0], caches[0], length), score(q[:, 0], wide[0], length)
+        assert relative_error(found, wanted) < SCORES_ERROR[mode]
 
 
 def test_decode_attention_is_tree_attention_for_one_row():

@@ -24,9 +24,12 @@ from kernel_cases import (
     make_score_inputs,
     relative_error,
 )
+from test_narrow_product import check_sums, make_matrix
 
 from pallas_kernels import triton as backend
 from pallas_kernels.cache_scores import triton as scores_triton
+from pallas_kernels.narrow_product import triton as narrow_triton
+from pallas_kernels.narrow_product.split import Layout
 from pallas_kernels.narrow_rows import narrowed, numbers_and_exponents, widened
 from pallas_kernels.rms_norm import reference as norm_reference
 from pallas_kernels.rms_norm import triton as norm_triton
@@ -38,7 +41,7 @@ from tools.ptx.memory import Fault
 
 pytestmark = pytest.mark.aot
 
-KERNELS = (attention_triton, scores_triton, norm_triton, rotary_triton)
+KERNELS = (attention_triton, scores_triton, norm_triton, rotary_triton, narrow_triton)
 ERROR = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 1e-2}  # over the largest entry
 
 
@@ -245,6 +248,40 @@ def run_norm(rng, width, dtype, adds):
 def test_rms_norm(width, dtype, adds, rng):
     (call,) = run_norm(rng, width, dtype, adds)
     assert len(call.results) == 1 + adds and all(one.written.all() for one in call.results)
+
+
+NARROW = {  # format, outputs, inputs, rows
+    "Q8_0, ragged": ("Q8_0", 90, 300, 3),
+    "Q4_1": ("Q4_1", 64, 512, 1),
+    "Q4_1, many rows": ("Q4_1", 64, 512, 37),
+    "Q4_K": ("Q4_K", 30, 512, 5),
+    "Q5_1": ("Q5_1", 64, 256, 2),
+    "Q6_K": ("Q6_K", 40, 256, 17),
+}
+
+
+def run_narrow(matrix, rows, parts=2):
+    layout = Layout.of(matrix)
+    blocks = narrow_triton.default_blocks(narrow_triton.device.Gpu(), layout, len(rows))
+    settings = dict(layout=layout, chip=None, interpret=False)
+    settings["blocks"] = blocks._replace(parts=parts)
+    with simulated() as simulation:
+        found = narrow_triton._narrow_product(rows, *layout.arrays_of(matrix), **settings)
+    return found[:, : matrix.outputs[0]], simulation.calls
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("case", NARROW)
+def test_narrow_product(case, dtype, rng):
+    """And a row has the bits that it has alone."""
+    name, outputs, inputs, count = NARROW[case]
+    matrix, weights, sizes = make_matrix(rng, name, outputs, inputs)
+    rows = jnp.asarray(rng.standard_normal((count, inputs)), dtype)
+    found, (call,) = run_narrow(matrix, rows)
+    assert call.results[0].written.all()
+    check_sums(found, rows, weights, sizes)
+    alone, _ = run_narrow(matrix, rows[-1:])
+    np.testing.assert_array_equal(found[-1:], alone)
 
 
 def run_rotary(rng, head_dim, dtype, fresh_dtype):

@@ -111,6 +111,23 @@ def test_a_step_reads_what_its_passes_read():
         assert step_reads(promise_of(one_pass, model), model, 9000) == reads(model, 9000)
 
 
+def test_a_narrow_cache_takes_a_byte_for_a_number_and_partial_caches_do_not(capsys):
+    argv = ["llama3.1-8b", "--device", "a100", "--prompt", "8000", "--new", "2000", "--json"]
+    found = json.loads(said(capsys, *argv, "--weights", "int8", "--cache", "int8"))
+    weights, cache, table = counted("llama3.1-8b", 9000)
+    weights, narrow = weights * 8.5 / 16, cache / 2 * 129 / 128  # with each row's exponent
+    assert found["step_bytes"] == pytest.approx(
+        {"weights": weights, "cache": narrow, "embedding": table}
+    )
+    assert found["bounds"]["step_seconds"] == pytest.approx((weights + narrow) / A100)
+    model = tsjax.model_preset("llama3.1-8b").with_heads(3).with_cache("int8")
+    method, of_slots = tsjax.TokenSwift(draft_budget=512), counted("llama3.1-8b", 512)[1]
+    assert step_reads(promise_of(method, model), model, 9000).cache == pytest.approx(
+        narrow + of_slots
+    )
+    assert "as yet no time" in said(capsys, *argv[:-1], "--cache", "int8")
+
+
 def test_expected_times_are_means_over_the_run():
     model, device = tsjax.model_preset("llama3.1-8b").with_heads(3), GPUS["h100"]
     costs, span, method = estimated(model, device, 1), Span(1000, 32_000), tsjax.TokenSwift()

@@ -251,3 +251,5 @@ def test_a_checkpoint_of_format_1_is_read(family, changes, tmp_path):
     save(plain, tmp_path / "new")
     assert json.loads((tmp_path / "new" / "tsjax.json").read_text())["format_version"] == 2
     assert_same_trees(load(tmp_path / "new").params, plain.params)
+    rounded = [load(tmp_path / name, weights="int8").params for name in ("old", "new")]
+    assert_same_trees(*rounded)

@@ -56,13 +56,18 @@ def test_info_of_a_mesh(capsys):
     assert main([*argv, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["parts"][-1]["each"] == 2 * 2 * 80 * 8 * 128 * 1048576 // 16
+    assert main([*argv, "--json", "--cache", "int8"]) == 0
+    narrow = json.loads(capsys.readouterr().out)
+    assert narrow["parts"][-1]["each"] == 2 * 80 * 8 * (128 + 1) * 1048576 // 16
+    assert narrow["parts"][:-1] == found["parts"][:-1]
 
 
 def test_meshes_that_are_none_are_refused_and_what_goes_with_one(capsys):
     for sizes in ("", "2", "0,1", "1,2,3,4", "a,b", "1.5,2"):
         assert main(["info", "--mesh", sizes]) == 2
         assert "--mesh" in capsys.readouterr().err
-    for flag, value in (("--model", "qwen2.5-14b"), ("--context", "7"), ("--rows", "2")):
+    alone = {"--model": "qwen2.5-14b", "--cache": "int8", "--context": "7", "--rows": "2"}
+    for flag, value in alone.items():
         assert main(["info", flag, value]) == 2
         assert f"{flag} is not valid without --mesh" in capsys.readouterr().err
 

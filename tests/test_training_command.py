@@ -42,7 +42,7 @@ def books(tmp_path_factory) -> str:
 def test_the_command_trains_saves_and_resumes(checkpoint, books, tmp_path, capsys):
     run = str(tmp_path / "run")
     argv = ["train-heads", checkpoint, "--data", books, "--save-to", run, *FLAGS]
-    argv += ["--held-out", "0.2"]
+    argv += ["--held-out", "0.2", "--cache", "int8"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
     document = json.loads(out)
@@ -54,6 +54,8 @@ def test_the_command_trains_saves_and_resumes(checkpoint, books, tmp_path, capsy
     assert "it holds a run; pass resume=True (--resume)" in capsys.readouterr().err
     assert main([*argv, "--resume"]) == 0
     assert json.loads(capsys.readouterr().out) == document
+    assert main([*argv, "--resume", "--cache", "same"]) == 2
+    assert "another model" in capsys.readouterr().err
     assert main([*argv, "--resume", "--seed", "3"]) == 2
     assert "seed=0, now 3" in capsys.readouterr().err
 

@@ -46,6 +46,8 @@ class Step(NamedTuple):
     program: str = "decode"  # a chunk of steps, a pass of the prefill, a part of a lazy one
     width: int = 512  # of a pass of the prefill
     draft_weights: str = "model"  # those that draft
+    weights: str = "float"  # as tsjax.load has them
+    cache: str = "same"
 
 
 STEPS = {
@@ -67,6 +69,13 @@ STEPS = {
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
+    "step llama3.1-8b plain, narrow int8": Step(
+        "llama3.1-8b", method="autoregressive", weights="int8"
+    ),
+    "step llama3.1-8b plain, narrow int4": Step(
+        "llama3.1-8b", method="autoregressive", weights="int4"
+    ),
+    "step llama3.1-8b tokenswift, narrow int8": Step("llama3.1-8b", weights="int8"),
     "step llama3.1-8b auto": Step("llama3.1-8b", method="auto", draft_weights="int8"),
     "step llama3.1-8b heads alone": Step("llama3.1-8b", method="heads alone"),
     "step llama3.1-8b drafter": Step("llama3.1-8b", method="drafter"),
@@ -201,6 +210,7 @@ def kernel_cases() -> dict:
 
     from pallas_kernels.cache_scores import specs as scores
     from pallas_kernels.cache_scores.api import cache_scores
+    from pallas_kernels.narrow_product.matrix import FORMATS, shapes_of
     from pallas_kernels.tree_attention import specs as attention
     from pallas_kernels.tree_attention.api import tree_attention
 
@@ -212,10 +222,29 @@ def kernel_cases() -> dict:
         for mode in ("dot", "softmax"):
             run = functools.partial(cache_scores, mode=mode, implementation="triton")
             cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
+    for name, rows in (
+        ("Q8_0", 1),
+        ("Q8_0", 64),
+        ("Q4_1", 1),
+        ("Q4_K", 64),
+        ("Q5_0", 1),
+        ("Q6_K", 8),
+    ):
+        shapes = {"rows": ((1, rows, 4096), "bfloat16"), **shapes_of(FORMATS[name], 6144, 4096)}
+        run = functools.partial(_narrow_product, format=FORMATS[name])
+        cases[f"narrow_product {name}, rows={rows}"] = run, shapes
     for case in NARROW:
         run, shapes = cases[case]
         cases[case + NARROW_CACHE] = narrow_case(run, shapes)
     return cases
+
+
+def _narrow_product(rows, values, scales, steps=None, least=None, least_steps=None, *, format):
+    from pallas_kernels import NarrowMatrix, narrow_product
+
+    sizes = (values.shape[0] * 16,), rows.shape[-1:]
+    matrix = NarrowMatrix(values, scales, steps, least, least_steps, format, *sizes)
+    return narrow_product(rows, matrix, implementation="triton")
 
 
 def narrow_case(run, shapes: dict) -> tuple:
@@ -253,12 +282,14 @@ def settings_of(step: Step, target: str):
     """What the step decodes with, and how it samples."""
     import tsjax
     from tsjax.decoding.config import DecodeConfig
+    from tsjax.files.tensor_names import with_weights
     from tsjax.methods import METHODS
     from tsjax.methods.auto import choose
     from tsjax.methods.devices import device_of, estimated
     from tsjax.training.drafter_steps import shape_for
 
-    config = tsjax.model_preset(step.model)
+    config = with_weights(tsjax.model_preset(step.model), step.weights, {}, "")
+    config = dataclasses.replace(config, cache=step.cache)
     method = METHODS.get(step.method, tsjax.Autoregressive)()
     if step.method == "tokenswift":
         config = dataclasses.replace(config, num_draft_heads=3)

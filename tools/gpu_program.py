@@ -90,7 +90,11 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
     bodies = _computations(hlo)
     fusions = _fusions(hlo)
     named = {name.replace(".", "_") for name, body in fusions if any(_products(bodies[body]))}
-    products = [one for one in program.kernels if "gemm" in one.name or one.name in named]
+    products = [
+        one
+        for one in program.kernels
+        if "gemm" in one.name or "tsjax_narrow_product" in one.name or one.name in named
+    ]
     shapes = {shape for a, b in weights for shape in (f"{a},{b}", f"{b},{a}")}
     outside = _without_fusions(hlo)
     written = re.findall(r"= f32\[(\d+,\d+)\]", outside)
@@ -133,6 +137,12 @@ def work(hlo: str) -> dict:
                 (_, T, N, H), (B, K, S, _) = queries, cache
                 found["cache"] += 2 * B * K * S * H * WIDTHS[kind]
                 found["attention"] += 4 * B * T * N * H * S
+            if ours and "/tsjax_narrow_product/" in text:
+                result, given = text.split("constraints={")
+                (_, (_, rows, outputs)), *_ = _arrays(result)
+                (_, (_, inputs)), *matrix = _arrays(given)
+                found["weights"] += sum(WIDTHS[kind] * math.prod(shape) for kind, shape in matrix)
+                found["products"] += 2 * rows * outputs * inputs
             inside = bodies[called[1]] if called else {}
             for read, operations in [*_products(lines, [text]), *_products(inside)]:
                 found["weights"] += read

@@ -47,6 +47,11 @@ def one_of(names: Iterable[str]) -> str:
     return f"one of {', '.join(map(repr, names))}"
 
 
+def check_known(value: str | None, argument: str, names: Iterable[str]) -> None:
+    """None is not given, which is well."""
+    check(value is None or value in names, argument, value, one_of(names))
+
+
 # How a matrix may be stored in few bits: GGUF's names, with the numbers that they stand for.
 FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 WEIGHTS = ("float", "int8", "int4", "stored")  # how a loaded model may hold its matrices
@@ -247,6 +252,10 @@ class ModelConfig:
     def as_wide(self) -> ModelConfig:
         """The same model with all matrices in its type."""
         return dataclasses.replace(self, layer_formats=(), unembed_format=WIDE)
+
+    def with_cache(self, cache: str | None) -> ModelConfig:
+        """The same model with keys and values held so; None as they are."""
+        return dataclasses.replace(self, cache=self.cache if cache is None else cache)
 
     @property
     def group_size(self) -> int:

@@ -99,19 +99,24 @@ class NarrowMatrix:
     outputs: tuple[int, ...]
     inputs: tuple[int, ...]
 
-    def numbers(self) -> Float[Array, "O I"]:
-        """The weights in float32; NumPy's arrays give one of NumPy, with the same bits."""
-        return self.rows(None)[: math.prod(self.outputs)]
+    def numbers(self, *, rounded_twice: bool = True) -> Float[Array, "O I"]:
+        """The weights in float32; NumPy's arrays give one of NumPy, with the same bits.
 
-    def rows(self, outputs: Integer[Array, "n"] | None) -> Float[Array, "n I"]:
+        Without `rounded_twice` XLA may round the sum of a product and `least` once: one pass over
+        the weights makes them.
+        """
+        return self.rows(None, rounded_twice=rounded_twice)[: math.prod(self.outputs)]
+
+    def rows(
+        self, outputs: Integer[Array, "n"] | None, *, rounded_twice: bool = True
+    ) -> Float[Array, "n I"]:
         """Those of some outputs; None for all, and those that panels have after them."""
         found = self._integers(outputs).astype(np.float32)
         found = found * self._of_each(self.scales, self.steps, outputs)
         if self.least is not None:
             # Taken off, as blocks have it: so are the signs of zeros theirs.
             less = self._of_each(self.least, self.least_steps, outputs, negative=True)
-            if not isinstance(found, np.ndarray):
-                # XLA might round once, where the definition rounds twice.
+            if rounded_twice and not isinstance(found, np.ndarray):
                 found, less = lax.optimization_barrier((found, less))
             found = found - less
         return found[:, : math.prod(self.inputs)]

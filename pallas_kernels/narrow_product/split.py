@@ -8,11 +8,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
 
-from pallas_kernels.dispatch import MARKED, mark_of
+from pallas_kernels.dispatch import MARKED
 from pallas_kernels.narrow_product import reference
 from pallas_kernels.narrow_product.matrix import (
     ENTRIES,
@@ -22,7 +19,7 @@ from pallas_kernels.narrow_product.matrix import (
     NarrowMatrix,
     shapes_of,
 )
-from pallas_kernels.product.split import axes_of, fold_batches
+from pallas_kernels.product.split import split_product
 
 
 class Layout(NamedTuple):
@@ -67,42 +64,16 @@ class Layout(NamedTuple):
 def on_each_device(kernel: Callable, *, lead: int, layout: Layout, with_live: bool) -> Callable:
     """`kernel(rows, *arrays of the matrix[, live])` for rows with `lead` axes before the last.
 
-    Weights split by outputs, in whole panels, give sums split alike; those split by inputs, in
-    whole units, parts of sums.
+    Weights are split by outputs in whole panels, and by inputs in whole units.
     """
-    marked = mark_of(kernel)
-    split = custom_partitioning(marked.kernel)
-
-    def partition(mesh, arg_shapes, result_shape):
-        _, rows, values, *_ = (array.sharding.spec for array in arg_shapes)
-        outputs, inputs = (*values, None, None)[:2]
-        parts = math.prod(mesh.shape[axis] for axis in axes_of(inputs))
-        if layout.inputs % (layout.unit * parts):
-            inputs = None
-        taken = {*axes_of(outputs), *axes_of(inputs)}
-        # Where rows lie by an axis that splits the weights, they come together.
-        rows = [None if taken & {*axes_of(axes)} else axes for axes in rows]
-        rows = (*rows, *(None,) * (lead + 1 - len(rows)))
-
-        def on_device(mark, *arrays):
-            sums = kernel(*arrays)
-            return sums if inputs is None else lax.psum(sums, inputs)
-
-        def sharding(*spec):
-            return NamedSharding(mesh, PartitionSpec(*spec))
-
-        live = [sharding(rows[0])] * with_live
-        given = sharding(*rows[:lead], inputs), *[sharding(outputs, inputs)] * len(layout.names)
-        wanted = (sharding(), *given, *live)
-        return mesh, on_device, sharding(*rows[:lead], outputs), wanted
-
-    split.def_partition(partition, **_rule(lead, layout, with_live))
 
     def of_batched(rows, *arrays):
         return reference.narrow_product(rows, layout.matrix_of(*arrays))
 
-    folded = fold_batches(lambda *arrays: split(marked.mark(), *arrays), of_batched, with_live)
-    return jax.jit(folded)
+    how, arrays = _rule(lead, layout, with_live), (2,) * len(layout.names)
+    return split_product(
+        kernel, of_batched, how, lead=lead, arrays=arrays, with_live=with_live, unit=layout.unit
+    )
 
 
 def _rule(lead: int, layout: Layout, with_live: bool) -> dict[str, Any]:

@@ -109,17 +109,19 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     add_switch(parser, "--distributed", text)
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
+def add_held(parser: argparse.ArgumentParser) -> None:
+    """How the numbers of a model are held; `held_of` hands them on."""
     text = "matrices in few bits: rounded, or as a GGUF file stores them (default: float)"
     add(parser, "--weights", text, choices=WEIGHTS)
-
-
-def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     text = "keys and values of the text in eight bits, which rounds them (default: same)"
     add(parser, "--cache", text, choices=CACHES)
 
 
-def add_cache(parser: argparse.ArgumentParser) -> None:
+def held_of(args: argparse.Namespace) -> dict[str, Any]:
+    return given_of(args, ("weights", "cache"))
+
+
+def add_compilation_cache(parser: argparse.ArgumentParser) -> None:
     where, name = parser.add_mutually_exclusive_group(), "compilation_cache"
     default = programs_folder() or "nowhere, as TSJAX_CACHE is empty"
     text = f"keep compiled programs here (default: {default})"

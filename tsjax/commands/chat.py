@@ -50,8 +50,7 @@ def add_chat(commands: Any) -> None:
     cli.add(parser, "model", cli.MODEL_HELP)
     cli.add(parser, "--system TEXT", "the system's message")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
-    cli.add_weights(parser)
-    cli.add_kv_cache(parser)
+    cli.add_held(parser)
     cli.add(parser, "--drafter DIR", cli.DRAFTER_HELP)
     text = "how to decode; the text is the same"
     cli.add(parser, "--method", text, choices=sorted(METHODS), default="auto")
@@ -60,7 +59,7 @@ def add_chat(commands: Any) -> None:
     cli.add_switch(
         parser, "--exceed-max-positions", "allow more tokens than the model was made for"
     )
-    cli.add_cache(parser)
+    cli.add_compilation_cache(parser)
     cli.add_settings(parser, elsewhere=("max_new_tokens", "seed", *SAMPLING_NAMES))
 
 
@@ -72,8 +71,8 @@ def commands_in_words() -> str:
 def _chat(args: argparse.Namespace) -> int:
     given, method = cli.settings_of(args), cli.named_method(args.method, args.method_options)
     check_for_chat(given)
-    held = {"weights": args.weights, "cache": args.cache, "drafter": args.drafter}
-    model = tsjax.load(args.model, dtype=args.dtype, **held)
+    held = cli.held_of(args)
+    model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter, **held)
     settings = settings_for_chat(model.path, given)
     how = {"method": cli.with_options(method, args.method_options), **settings}
     how["exceed_max_positions"] = args.exceed_max_positions

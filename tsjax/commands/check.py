@@ -33,7 +33,7 @@ def add_check(commands: Any) -> None:
     cli.add(parser, "--dtype", "the run's, which is the default", choices=DTYPES)
     cli.add_switch(parser, "--progress", "progress bar on stderr")
     cli.add_switch(parser, "--json", "print one JSON document")
-    cli.add_cache(parser)
+    cli.add_compilation_cache(parser)
 
 
 def _check(args: argparse.Namespace) -> int:

@@ -49,8 +49,7 @@ def add_generate(commands: Any) -> None:
     cli.add(parser, "--prompt-file FILE", "read the prompt from a file")
     cli.add(parser, "--ids ID,ID,...", "the prompt as token ids")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
-    cli.add_weights(parser)
-    cli.add_kv_cache(parser)
+    cli.add_held(parser)
     text = (
         "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
         "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
@@ -98,7 +97,7 @@ def add_generate(commands: Any) -> None:
     cli.add(parser, "--save-to FILE", "save the run here, to resume it")
     cli.add(parser, "--save-every TOKENS", "tokens between two writes of that file", default=1000)
     cli.add(parser, "--resume-from FILE", "go on with a run saved there")
-    cli.add_cache(parser)
+    cli.add_compilation_cache(parser)
     cli.add_settings(parser)
 
 
@@ -201,7 +200,7 @@ def _generated(
     args: argparse.Namespace, prompt: Any, messages: Any, settings: dict[str, Any],
     config: Any, method: Any, prefill: Any,
 ) -> int:  # fmt: skip
-    more = {"weights": args.weights, "cache": args.cache, "drafter": args.drafter}
+    more = {"drafter": args.drafter, **cli.held_of(args)}
     model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh), **more)
     # A text needs it; ids are printed as they are without one.
     has_text = isinstance(prompt, str) or messages is not None
@@ -271,8 +270,8 @@ def _generate_many(args: argparse.Namespace) -> int:
     method = cli.named_method(args.method or "autoregressive", args.method_options)
     method = cli.with_options(method, args.method_options)
     check_place(args.out, "--out")
-    held = {"weights": args.weights, "cache": args.cache, "drafter": args.drafter}
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh), **held)
+    more = {"drafter": args.drafter, **cli.held_of(args)}
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh), **more)
     rows = cli.given_of(args, ("rows",))
     more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
     answering = Answering(model, args.prompts, args.out, config, **more)

@@ -58,7 +58,7 @@ def add_demo(commands: Any) -> None:
     cli.add_switch(parser, "--plain", "no colours and no redrawing, as without a terminal")
     text = "fields of TokenSwift, as in tsjax generate"
     cli.add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
-    cli.add_cache(parser)
+    cli.add_compilation_cache(parser)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -93,7 +93,7 @@ def add_bench(commands: Any) -> None:
     cli.add(parser, "--warm-up N", text, default=WARM_UP)
     cli.add(parser, "--settings NAME", f"{' and '.join(SETTINGS)} by default", nargs="+")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
-    cli.add_weights(parser)
+    cli.add_held(parser)
     text = "prompts are its beginning; by default the model writes a text"
     cli.add(parser, "--text FILE", text)
     cli.add(parser, "--draft-model PATH", "a smaller checkpoint, for draft_model and triforce")
@@ -110,21 +110,12 @@ def add_bench(commands: Any) -> None:
         "each step, or a file that tsjax bench wrote; weights are random ones of a preset's shape"
     )
     cli.add(parser, "--simulate-acceptance TRACE", text)
-    cli.add_cache(parser)
+    cli.add_compilation_cache(parser)
 
 
 def _bench(args: argparse.Namespace) -> int:
-    names = (
-        "model",
-        "new_tokens",
-        "rounds",
-        "dtype",
-        "weights",
-        "text",
-        "plot",
-        "exceed_max_positions",
-    )
-    names += ("exceed_max_positions", "draft_model", "warm_up", "peer_tokens")
+    names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
+    names += ("draft_model", "warm_up", "peer_tokens")
     lists: Any = {
         name: tuple(x) for name, x in cli.given_of(args, ("methods", "lengths", "settings")).items()
     }
@@ -132,6 +123,7 @@ def _bench(args: argparse.Namespace) -> int:
         peers=not args.no_peers,
         quiet=args.quiet,
         simulate=args.simulate_acceptance,
+        **cli.held_of(args),
         **cli.given_of(args, names),
         **lists,
     )
@@ -154,7 +146,7 @@ def add_roofline(commands: Any) -> None:
     cli.add(parser, "--new N", "new tokens of each row", default=100_000)
     cli.add(parser, "--batch N", "rows", default=1)
     cli.add(parser, "--dtype", "of weights and cache; the model's own by default", choices=DTYPES)
-    cli.add_weights(parser)
+    cli.add_held(parser)
     text = "draft heads; by default those of the checkpoint, and the paper's 3 for a preset"
     cli.add(parser, "--heads N", text, type=int)
     text = (
@@ -167,8 +159,9 @@ def add_roofline(commands: Any) -> None:
 
 
 def _roofline(args: argparse.Namespace) -> int:
-    names = ("prompt", "new", "device", "batch", "dtype", "weights", "heads", "acceptance")
-    show_roofline(roofline_of(args.model, **cli.given_of(args, names)), args.json)
+    names = ("prompt", "new", "device", "batch", "dtype", "heads", "acceptance")
+    given = {**cli.held_of(args), **cli.given_of(args, names)}
+    show_roofline(roofline_of(args.model, **given), args.json)
     return 0
 
 
@@ -184,7 +177,7 @@ def add_info(commands: Any) -> None:
     cli.add(parser, "--mesh DATA,MODEL[,SLOTS]", text)
     text = "with --mesh, a checkpoint or the name of a preset"
     cli.add(parser, "--model NAME", text, default=tsjax.EMBEDDED)
-    cli.add_weights(parser)
+    cli.add_held(parser)
     cli.add(parser, "--context N", "with --mesh, tokens of each text", default=131_072)
     cli.add(parser, "--rows N", "with --mesh, texts side by side", default=1)
 
@@ -194,12 +187,12 @@ def _info(args: argparse.Namespace) -> int:
         check_int(args.context, "--context", 1)
         check_int(args.rows, "--rows", 1)
         sizes = layout.sizes_of(args.mesh)
-        model = config_of(args.model, args.weights)
+        model = config_of(args.model, **cli.held_of(args))
         found = layout.layout(args.model, model, sizes, args.context, args.rows)
         as_json = {**dataclasses.asdict(found), "parts": [one._asdict() for one in found.parts]}
         print(json.dumps(as_json) if args.json else "\n".join(layout.layout_lines(found)))
         return 0
-    alone = ("model", "weights", "context", "rows")
+    alone = ("model", "weights", "cache", "context", "rows")
     given = [name for name in alone if getattr(args, name) != args.parser.get_default(name)]
     if given:
         raise BadValue(f"{cli.flag_of(given[0])} is not valid without --mesh DATA,MODEL[,SLOTS]")

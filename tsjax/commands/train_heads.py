@@ -67,12 +67,12 @@ def add_train_heads(commands: Any) -> None:
     cli.add(parser, "--data-dtype", "type of the ids in .bin files", choices=TOKEN_DTYPES)
     cli.add_switch(parser, "--cache-hidden", "keep the model's hidden states in host memory")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
-    cli.add_weights(parser)
+    cli.add_held(parser)
     cli.add_mesh(parser)
     text = "the paper's settings for a model, which other flags override: "
     text += ", ".join(training_preset_names())
     cli.add(parser, "--preset NAME", text, choices=training_preset_names())
-    cli.add_cache(parser)
+    cli.add_compilation_cache(parser)
     group = parser.add_argument_group("how to train")
     for field in dataclasses.fields(tsjax.HeadTraining):
         flag = cli.flag_of(field.name)
@@ -101,7 +101,7 @@ def _train_heads(args: argparse.Namespace) -> int:
 
 def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: Any) -> int:
     mesh = cli.mesh_of_sizes(args.mesh)
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=mesh, weights=args.weights)
+    model = tsjax.load(args.model, dtype=args.dtype, mesh=mesh, **cli.held_of(args))
     names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
     trained = tsjax.train_heads(
         model,

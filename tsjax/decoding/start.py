@@ -268,6 +268,8 @@ def temporary_bytes(
     if mesh is not None:  # rows of a batch may lie on several devices; the rest counts as whole
         (batch,) = named_sharding((batch,), ("batch",), mesh).shard_shape((batch,))
     prefill = _pass_bytes(model, batch * prefill_width, kept=2)
+    if model.is_narrow:  # XLA's products of many rows: a matrix is wide while it is multiplied
+        prefill += 2 * model.mlp_dim * model.embed_dim * _sizes_of(model)[0]
     step = _pass_bytes(model, batch * sizes.width, kept=kept)
     return max(prefill, step + max(_scoring_bytes(cfg, batch), choice))
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.struct
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
+from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known
 from tsjax.decoding.method import Method
 from tsjax.errors import BadValue
 from tsjax.files import huggingface, tensor_names, weight_files
@@ -203,18 +204,11 @@ def load(
     mesh = usable_mesh(mesh)
     if dtype is not None:
         check_dtype(dtype)
-    if weights is not None:
-        check(weights in WEIGHTS, "weights", weights, one_of(WEIGHTS))
-    if cache is not None:
-        check(cache in CACHES, "cache", cache, one_of(CACHES))
+    check_known(weights, "weights", WEIGHTS)
+    check_known(cache, "cache", CACHES)
     with told_as(progress), doing("loading"):
         model = _loaded(path, dtype, mesh, weights, heads, drafter, allow_pickle, on_tensor)
-        return model if cache in (None, model.cfg.cache) else with_cache(model, cache)
-
-
-def with_cache(model: Model, cache: str) -> Model:
-    """The same weights, with keys and values held otherwise."""
-    return model.replace(cfg=dataclasses.replace(model.cfg, cache=cache))
+        return model.replace(cfg=model.cfg.with_cache(cache))
 
 
 def _loaded(
@@ -248,11 +242,14 @@ def _loaded(
         cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
         check_dtype(cfg.dtype)
         wanted = _weights_of_saved(cfg, weights, folder)
-        version = read_version(folder)
-        arrays |= _load_arrays(os.path.join(folder, ARRAYS), cfg, mesh, version)
-        if wanted != cfg:
-            cfg, wide = wanted, tensor_names.rounded_arrays(wanted, arrays)
-            place(wide, cfg, _bytes_of(cfg))
+        where, version = os.path.join(folder, ARRAYS), read_version(folder)
+        if wanted == cfg:
+            found = _read(where, cfg, mesh, version)
+            with doing("loading", _bytes_of(cfg), "bytes"):  # all at once, so nothing is counted
+                arrays |= {entry.path: array for entry, array in found}
+        else:
+            wide, cfg = _read(where, cfg, None, version, by_layer=True), wanted
+            place(tensor_names.rounded_arrays(cfg, wide), cfg, _bytes_of(cfg))
     else:
         cfg, stored = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
@@ -340,14 +337,17 @@ def read_description(folder: str) -> tuple[ModelConfig, tuple[int, ...]]:
     return cfg, stop_ids
 
 
-def read_config(path: str | os.PathLike, weights: str | None = None) -> ModelConfig:
-    """The settings of a checkpoint with its matrices held so, as for `load`, draft heads counted;
+def read_config(
+    path: str | os.PathLike, weights: str | None = None, cache: str | None = None
+) -> ModelConfig:
+    """The settings of a checkpoint with its numbers held so, as for `load`, draft heads counted;
     no array is read."""
     folder = weight_files.find_folder(path)
     if is_tsjax(folder):
-        return _weights_of_saved(read_description(folder)[0], weights, folder)
+        cfg = read_description(folder)[0].with_cache(cache)
+        return _weights_of_saved(cfg, weights, folder)
     cfg, stored = huggingface.open_checkpoint(folder)
-    return tensor_names.with_weights(cfg, weights, stored, folder)
+    return tensor_names.with_weights(cfg.with_cache(cache), weights, stored, folder)
 
 
 def read_version(folder: str) -> int:
@@ -389,36 +389,43 @@ def _save_arrays(model: Model, path: str) -> None:
         ocp.save(path, arrays)
 
 
-def _load_arrays(path: str, cfg: ModelConfig, mesh, version: int) -> dict[str, jax.Array]:
+def _read(
+    path: str, cfg: ModelConfig, mesh, version: int, by_layer: bool = False
+) -> Iterator[tuple[Entry, jax.Array]]:
+    """Checks what a tsjax checkpoint has; its arrays are read by and by, all at once or those of
+    one layer after another."""
     stored = list_arrays(path)
     with parsing(path, " does not fit the config"):  # before anything is declared
         huggingface.check_counts(cfg, len(stored), ("num_layers", "num_draft_heads"))
-    named = tensor_names.entries(cfg)
-    is_old = version == SEPARATE_INPUTS_FIRST
-    specs = {entry.path: entry.spec for entry in named}
-    specs = {path: s for e in named for path, s in _parts(e).items()} if is_old else specs
-    _check_arrays(path, specs, stored)
+    named, is_old = tensor_names.entries(cfg), version == SEPARATE_INPUTS_FIRST
+    _check_arrays(path, _specs_of(named, is_old), stored)
+    layers = itertools.groupby(named, key=lambda entry: entry.path.rpartition(".")[0])
+    groups = ([*some] for _, some in layers) if by_layer else [named]
+    return itertools.chain.from_iterable(_read_some(path, some, is_old, mesh) for some in groups)
+
+
+def _read_some(
+    path: str, some: list[Entry], is_old: bool, mesh
+) -> Iterator[tuple[Entry, jax.Array]]:
     device = jax.sharding.SingleDeviceSharding(jnp.zeros(()).device)
     abstract = {
         name: jax.ShapeDtypeStruct(
             spec.shape, jnp.dtype(spec.dtype), sharding=placement(spec, mesh) or device
         )
-        for name, spec in specs.items()
+        for name, spec in _specs_of(some, is_old).items()
     }
-    with doing("loading", _bytes_of(cfg), "bytes"):  # all at once, so nothing is counted
-        arrays = read_arrays(path, abstract)
-    if any(arrays[name].dtype != leaf.dtype for name, leaf in abstract.items()):
-        raise BadValue(
-            f"{path!r} was not read as {cfg.dtype}: enable x64 with JAX_ENABLE_X64=1 or "
-            "jax.config.update; the context manager does not reach the threads that read"
-        )
-    if is_old:
-        for entry in named:  # the parts of one array at a time lie in memory twice
-            parts = [arrays.pop(name) for name in _parts(entry)]
-            arrays[entry.path] = jax.device_put(
-                join(entry.spec, parts), placement(entry.spec, mesh)
+    arrays = read_arrays(path, abstract)
+    for name, leaf in abstract.items():
+        if arrays[name].dtype != leaf.dtype:
+            raise BadValue(
+                f"{path!r} was not read as {leaf.dtype}: enable x64 with JAX_ENABLE_X64=1 or "
+                "jax.config.update; the context manager does not reach the threads that read"
             )
-    return arrays
+    for entry in some:
+        if is_old:  # the parts of one array at a time lie in memory twice
+            joined = join(entry.spec, [arrays.pop(name) for name in _parts(entry)])
+            arrays[entry.path] = jax.device_put(joined, placement(entry.spec, mesh))
+        yield entry, arrays.pop(entry.path)
 
 
 # The names of what lies together now.
@@ -435,6 +442,13 @@ def _parts(entry: Entry) -> dict[str, ParamSpec]:
     before, name = entry.path.rsplit(".", 1)
     names = [f"{before}.{part}" for part in _PARTS.get(name, (name,))]
     return dict(zip(names, inputs_first(entry.spec), strict=True))
+
+
+def _specs_of(some: list[Entry], is_old: bool) -> dict[str, ParamSpec]:
+    """What a checkpoint has for them, by the names there."""
+    if is_old:
+        return {name: spec for entry in some for name, spec in _parts(entry).items()}
+    return {entry.path: entry.spec for entry in some}
 
 
 def _check_arrays(where: str, specs: Mapping[str, ParamSpec], found: Mapping[str, Any]) -> None:

@@ -47,10 +47,13 @@ def list_arrays(path: str) -> Mapping[str, Any]:
 
 
 def read_arrays(path: str, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The arrays with the types and places that are asked for; list_arrays says what is there."""
+    """The arrays with the types and places that are asked for, some or all of those that
+    list_arrays found."""
     from orbax.checkpoint import v1 as ocp
 
-    with _quiet(), in_this_process(), parsing(path, " is damaged"):
+    context = in_this_process()
+    context.pytree.loading.partial_load = True
+    with _quiet(), context, parsing(path, " is damaged"):
         try:
             return ocp.load(path, dict(abstract))
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -249,20 +249,23 @@ def arrays_of(path: str, found: np.ndarray | NarrowMatrix) -> dict[str, np.ndarr
 
 
 def rounded_arrays(
-    cfg: ModelConfig, arrays: dict[str, jax.Array]
-) -> Iterator[tuple[Entry, NarrowMatrix]]:
-    """The narrow matrices of `cfg`, each made of the wide one, which is taken out of `arrays`."""
-    for entry in to_read(cfg):
-        if entry.format == WIDE:
-            continue
-        shared = entry.path == "model.unembed" and cfg.tie_embeddings
-        wide = arrays["model.embed"] if shared else arrays.pop(entry.path)
-        count = len(entry.spec.shape) - entry.spec.inputs
-        outputs, inputs = wide.shape[:count], wide.shape[count:]
-        matrix = np.asarray(wide).reshape(math.prod(outputs), -1)
-        del wide
-        parts = rounded(matrix, entry.format)
-        yield entry, packed(FORMATS[entry.format], outputs, inputs, **parts)
+    cfg: ModelConfig, wide: Iterable[tuple[Entry, jax.Array]]
+) -> Iterator[tuple[Entry, Any]]:
+    """The arrays of `cfg`, of those of the wide model: rounded, or as they are."""
+    held = {entry.path: entry for entry in to_read(cfg)}
+    for entry, array in wide:
+        yield held[entry.path], _held_as(held[entry.path], array)
+        if entry.path == "model.embed" and cfg.tie_embeddings and cfg.unembed_format != WIDE:
+            yield held["model.unembed"], _held_as(held["model.unembed"], array)
+
+
+def _held_as(entry: Entry, wide: jax.Array) -> Any:
+    if entry.format == WIDE:
+        return wide
+    count = len(entry.spec.shape) - entry.spec.inputs
+    outputs, inputs = wide.shape[:count], wide.shape[count:]
+    parts = rounded(np.asarray(wide).reshape(math.prod(outputs), -1), entry.format)
+    return packed(FORMATS[entry.format], outputs, inputs, **parts)
 
 
 def named_leaves(cfg: ModelConfig, params: Params) -> list[tuple[Entry, jax.Array]]:

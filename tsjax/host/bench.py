@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsjax.errors import NotEnoughMemory
+from tsjax.files.tensor_names import held_as
 from tsjax.host import peers, processes
 from tsjax.host.bandwidth import reader
 from tsjax.host.bench_question import BOUND, Prepared, Question, prepare
@@ -63,6 +64,7 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
     document: dict[str, Any] = {
         "command": command, **facts((*PACKAGES, "torch")), "model": question.model,
         "draft_model": question.draft_model, "dtype": asked.model.cfg.dtype,
+        "weights": held_as(asked.model.cfg), "cache": asked.model.cfg.cache,
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(asked.model.params)),
         "mesh": mesh and dict(mesh.shape), "processes": jax.process_count(),
         "simulated": asked.simulated, "new_tokens": question.new_tokens,

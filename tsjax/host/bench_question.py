@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
+from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known, one_of
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.errors import NotEnoughMemory
 from tsjax.files.checkpoint import Model, check_dtype, load
@@ -63,6 +63,7 @@ class Question:
     settings: tuple[str, ...] = tuple(SETTINGS)
     dtype: str | None = None
     weights: str | None = None
+    cache: str | None = None
     text: str | None = None
     draft_model: str | None = None
     exceed_max_positions: bool = False
@@ -100,10 +101,9 @@ class Question:
         check_int(self.peer_tokens, "--peer-tokens", 32)
         for name in self.settings:
             check(name in SETTINGS, "--settings", name, one_of(SETTINGS))
-        if self.dtype is not None:
-            check(self.dtype in DTYPES, "--dtype", self.dtype, one_of(DTYPES))
-        if self.weights is not None:
-            check(self.weights in WEIGHTS, "--weights", self.weights, one_of(WEIGHTS))
+        check_known(self.dtype, "--dtype", DTYPES)
+        check_known(self.weights, "--weights", WEIGHTS)
+        check_known(self.cache, "--cache", CACHES)
         if self.plot is not None:
             check_plot(self.plot, "--plot")
         if self.simulate is not None:
@@ -156,10 +156,10 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
         text = {"name": "random words by Zipf's law"}
         why = "the weights are random ones in memory"
     else:
-        how = question.dtype, question.weights
-        model = load(question.model, dtype=how[0], weights=how[1], mesh=mesh)
+        how: Any = {"dtype": question.dtype, "weights": question.weights}
+        model = load(question.model, cache=question.cache, mesh=mesh, **how)
         if question.draft_model is not None:
-            second = load(question.draft_model, dtype=how[0], weights=how[1])
+            second = load(question.draft_model, **how)
         _check_methods(methods, model.cfg)
         ids, text = _beginning(question, model, longest)
         why = peers.why_not(model.path) if mesh is None else "it runs on no mesh"
@@ -197,7 +197,7 @@ def _shape(question: Question) -> ModelConfig:
     cfg = model_preset(question.model).with_heads(SIMULATED_HEADS)
     cfg = dataclasses.replace(cfg, dtype=question.dtype or cfg.dtype)
     check_dtype(cfg.dtype)
-    cfg = with_weights(cfg, question.weights, {}, question.model)
+    cfg = with_weights(cfg.with_cache(question.cache), question.weights, {}, question.model)
     longest, most = max(question.lengths), cfg.max_positions - question.new_tokens
     fits = longest <= most or question.exceed_max_positions
     wanted = f"at most {most}, as the model has {cfg.max_positions} positions"

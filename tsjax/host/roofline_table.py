@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tsjax.config import DTYPES, WEIGHTS, ModelConfig, check, check_int, one_of
+from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known
 from tsjax.decoding.method import Method
 from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import read_config
@@ -100,6 +100,7 @@ def roofline_of(
     batch: int = 1,
     dtype: str | None = None,
     weights: str | None = None,
+    cache: str | None = None,
     heads: int | None = None,
     acceptance: Sequence[str] = (),
 ) -> Roofline:
@@ -108,7 +109,7 @@ def roofline_of(
     Args:
       name: a checkpoint, EMBEDDED, or the name of a preset.
       device: one of DEVICES; None for the machine's own.
-      weights: how the matrices are held, as for tsjax.load.
+      weights, cache: how matrices, and keys and values, are held, as for tsjax.load.
       heads: draft heads; None for those of the checkpoint, or the paper's three for a preset.
       acceptance: of drafts, see `tokens_given`.
     """
@@ -117,14 +118,12 @@ def roofline_of(
     check_int(batch, "--batch", 1)
     if heads is not None:
         check_int(heads, "--heads", 0)
-    if dtype is not None:
-        check(dtype in DTYPES, "--dtype", dtype, f"one of {', '.join(DTYPES)}")
-    if device is not None:
-        check(device in DEVICES, "--device", device, f"one of {', '.join(DEVICES)}")
-    if weights is not None:
-        check(weights in WEIGHTS, "--weights", weights, one_of(WEIGHTS))
+    check_known(dtype, "--dtype", DTYPES)
+    check_known(device, "--device", DEVICES)
+    check_known(weights, "--weights", WEIGHTS)
+    check_known(cache, "--cache", CACHES)
     given = tokens_given(acceptance)
-    model = config_of(name, weights)
+    model = config_of(name, weights, cache)
     if heads is None and name in model_preset_names():
         heads = PAPER_HEADS
     model = dataclasses.replace(model, dtype=dtype or model.dtype)
@@ -222,12 +221,12 @@ def tokens_given(acceptance: Sequence[str]) -> dict[str, tuple[str, float]]:
     return found
 
 
-def config_of(name: str, weights: str | None = None) -> ModelConfig:
-    """The shape of a preset, EMBEDDED, or a checkpoint, with its matrices held so."""
+def config_of(name: str, weights: str | None = None, cache: str | None = None) -> ModelConfig:
+    """The shape of a preset, EMBEDDED, or a checkpoint, with its numbers held so."""
     if name in model_preset_names():
-        return with_weights(model_preset(name), weights, {}, name)
+        return with_weights(model_preset(name).with_cache(cache), weights, {}, name)
     try:
-        return read_config(name, weights)
+        return read_config(name, weights, cache)
     except FileNotFoundError as error:
         known = f"{EMBEDDED}, {', '.join(model_preset_names())}"
         raise NoSuchFile(f"{error}; names that need no folder: {known}") from error
@@ -304,9 +303,11 @@ def roofline_lines(found: Roofline) -> list[str]:
     ]
     if found.model.is_narrow and found.device is not CPU:
         said.append(
-            "No GPU takes so little time with narrow weights yet: XLA makes a matrix wide at each "
-            "pass. Their bytes of memory hold."
+            "The kernel for narrow weights was never run on a GPU: its time is by counted "
+            "instructions."
         )
+    if found.model.cache == "int8":
+        said.append("A cache in eight bits saves memory, and as yet no time on any device.")
     if not found.fits:
         end = reads(model, span.prompt + span.new, span.batch).whole
         said.append(

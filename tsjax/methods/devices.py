@@ -34,6 +34,7 @@ class Reach(NamedTuple):
       kernel: seconds of a start.
       step: seconds of a step beside its pass: the sampling, the commit, the loop.
       int8_bytes: how many bytes take as long to read as a weight in int8.
+      narrow_bytes: as many bytes a narrow weight of the model takes at least.
       token: seconds of a row's choice of a token, for each one of the vocabulary, beside reading
         the scores: of noise and logarithms, where arithmetic is dear.
     """
@@ -49,6 +50,7 @@ class Reach(NamedTuple):
     kernel: float
     step: float
     int8_bytes: float = 1.0
+    narrow_bytes: float = 0.0
     token: float = 0.0
 
 
@@ -71,7 +73,9 @@ class Device(NamedTuple):
 # n-grams: `step` is rather too long. It is older, too, than the kernels for norms, and for queries
 # and keys: `kernels` are those of today's programs (tests/test_aot.py). Of an H200 (of 2026-11-26,
 # benchmarks/results/h200) are the share of products of one row, which were padded to eight before,
-# and `int8_bytes`, by the products of one row of a layer in its products.json.
+# and `int8_bytes`, by the products of one row of a layer in its products.json. `narrow_bytes` is by
+# counting: a weight of the kernel for narrow products takes eight (of 8 bits, on an A100) to twelve
+# instructions (of 4 bits, on an H100), and so 0.9 to 1.25 times as long as a byte.
 GPU = Reach(
     products=((1, 0.9), (8, 0.84), (16, 0.81), (64, 0.71), (128, 0.64)),
     product_operations=0.44,
@@ -84,6 +88,7 @@ GPU = Reach(
     kernel=2.2e-6,
     step=2.7e-4,
     int8_bytes=1.5,
+    narrow_bytes=1.25,
 )
 # As that run was: fewer rows than 8 were padded first, which took as long as six kernels more.
 GPU_OF_THE_RUN = GPU._replace(products=GPU.products[1:], kernels=((7, 20.1), (math.inf, 14)))
@@ -195,6 +200,10 @@ def pass_line(
     """Seconds of a pass by the formula: the sum of its parts, each at what bounds it."""
     reach = device.reach
     work = pass_work(model, rows, 1, batch, weight_bytes)
+    if model.is_narrow and weight_bytes is None:
+        for part, weights in zip(("products", "logits"), _weights(model), strict=True):
+            at_least = reach.narrow_bytes * weights
+            work[part] = work[part]._replace(bytes=max(work[part].bytes, at_least))
     share, all_rows = _tile_of(reach, batch * rows)
     padded = all_rows / (batch * rows)
 

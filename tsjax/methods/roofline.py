@@ -92,10 +92,11 @@ def step_reads(promise: Promise, model: ModelConfig, context: float, batch: int 
     """Bytes of the passes of a step: of its verification, and of those that draft.
 
     Heads, n-grams and searches count for nothing, nor do passes that a step may leave out.
+    Partial caches, which are those that drafting passes read, are in the model's type.
     """
     found = reads(model, context, batch)
     for each in promise.drafting or ():
-        one = reads(each.model, each.slots, batch, each.in_int8)
+        one = reads(each.model.with_cache("same"), each.slots, batch, each.in_int8)
         found = Reads(*(x + each.number * more for x, more in zip(found, one, strict=True)))
     return found
 
