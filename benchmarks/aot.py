@@ -31,13 +31,14 @@ def work(case: str, shapes: dict) -> dict:
         (_, T, inputs), outputs = shapes["rows"][0], 16 * shapes["values"][0][0]
         read = sum(math.prod(shape) * BYTES[dtype] for shape, dtype in shapes.values())
         return _work(read, 2 * T * inputs * outputs, case)
-    (B, K, S, H), size = shapes["k_cache"][0], 4 if "float32" in case else 2
+    (B, K, S, H), dtype = shapes["k_cache"]
+    row = H + 1 if dtype == "int8" else H * (4 if dtype == "float32" else 2)
     if case.startswith("tree_attention"):
         _, T, N, _ = shapes["q"][0]
-        cache, operations = 2 * B * K * S * H * size, 4 * B * T * N * S * H
+        cache, operations = 2 * B * K * S * row, 4 * B * T * N * S * H
     else:
         N, passes = shapes["q_last"][0][1], 2 if " softmax " in case else 1
-        cache, operations = passes * B * K * S * H * size, 2 * passes * B * N * S * H
+        cache, operations = passes * B * K * S * row, 2 * passes * B * N * S * H
         if passes == 1:
             operations = 2 * B * K * S * H  # the group's queries are added first
     return _work(cache, operations, case)

@@ -192,7 +192,7 @@ def test_narrow_product(name, rows):
 
 @pytest.mark.parametrize("name", ["llama3.1-8b t1", "llama3.1-8b t101"])
 def test_narrow_caches(name):
-    """The bits that the same numbers give in a wide cache."""
+    """As the same numbers in a wide cache; of sums over int8 tiles the order may be another one."""
     spec = attention_specs.SPECS[name]
     arrays = attention_specs.inputs(spec, length=spec.S - 5)
     caches = [jax.jit(narrowed)(arrays[cache]) for cache in ("k_cache", "v_cache")]
@@ -200,10 +200,12 @@ def test_narrow_caches(name):
     (q, _, _, length, *others) = arrays.values()
     given = q, *caches, length, *others
     out = compile_kernels(tree_attention, given, "tsjax_tree_attention")(*given)
-    assert jnp.array_equal(jax.jit(tree_attention)(q, *wide, length, *others), out)
+    wanted = jax.jit(tree_attention)(q, *wide, length, *others)
+    assert relative_error(out, wanted) < ATTENTION_ERROR[spec.dtype]
     for mode in SCORES_ERROR:
         score = jax.jit(functools.partial(cache_scores, mode=mode))
-        assert jnp.array_equal(score(q[:, 0], caches[0], length), score(q[:, 0], wide[0], length))
+        found, wanted = score(q[:, 0], caches[0], length), score(q[:, 0], wide[0], length)
+        assert relative_error(found, wanted) < SCORES_ERROR[mode]
 
 
 def test_decode_attention_is_tree_attention_for_one_row():
