@@ -181,7 +181,8 @@ def test_powers_of_two_may_come_later(dtype, T, G, H, beyond):
         k = k._replace(exponents=k.exponents.at[:, 1, 70:90].set(-120).at[:, :, 3].set(60))
     if beyond == "values":
         v = v._replace(exponents=v.exponents.at[:, :, 70:90].set(-120).at[:, 0, 3].set(-128))
-    seen = Ranks(jnp.arange(S)[None].repeat(2, 0), S - 2 - jnp.arange(2 * T).reshape(2, T))
+    slots, rows = np.arange(2 * S) % S, S - 2 - np.arange(2 * T)
+    seen = Ranks(*(jnp.asarray(x.reshape(2, -1), jnp.int32) for x in (slots, rows)))
     read = functools.partial(tree_attention, implementation="native", with_log_totals=True)
     for ranks in (None, seen):
         found = jax.jit(read)(q, k, v, *others, ranks=ranks)
