@@ -17,7 +17,9 @@ from helpers import PROMPTS, SIZES, fresh_state, looping_model, prefilled, tiny_
 from kernel_programs import kernel_names, lower_for_cuda
 
 import tsjax
-from pallas_kernels import NarrowRows, cache_scores, narrowed, native, tree_attention, widened
+from pallas_kernels import (
+    NarrowRows, Ranks, cache_scores, narrowed, native, tree_attention, widened,
+)  # fmt: skip
 from tsjax.decoding.config import DecodeConfig
 from tsjax.errors import BadValue
 from tsjax.files.fingerprint import model_fingerprint
@@ -118,9 +120,9 @@ NATIVE = pytest.mark.skipif(not native.on_host(), reason="no compiler, or it is 
 KINDS = ("xla", pytest.param("native", marks=NATIVE))
 
 
-def attention_case(dtype: str, *, S: int, T: int, seed: int = 0):
-    B, K, G, H = 2, 2, 3, 16
-    rng = np.random.default_rng(seed)
+def attention_case(dtype: str, *, S: int, T: int, G: int = 3, H: int = 16):
+    B, K = 2, 2
+    rng = np.random.default_rng(0)
 
     def normal(*shape):
         return jnp.asarray(rng.normal(size=shape), jnp.float32).astype(dtype)
@@ -163,6 +165,34 @@ def test_attention_reads_narrow_rows(kind, dtype, S, T):
     same, same_logs = jax.jit(read)(q, widened(k, dtype), widened(v, dtype), *others)
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(same, np.float32))
     np.testing.assert_array_equal(logs, same_logs)
+
+
+@NATIVE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("T, G, H", [(1, 1, 64), (1, 3, 96), (1, 7, 128), (3, 3, 40), (5, 2, 64)])
+@pytest.mark.parametrize("beyond", ["nothing", "keys", "values", "queries"])
+def test_powers_of_two_may_come_later(dtype, T, G, H, beyond):
+    """The kernels multiply numbers and then those, but for blocks where that might show."""
+    S = 300
+    q, k, v, *others = attention_case(dtype, S=S, T=T, G=G, H=H)
+    if beyond == "queries":  # so small that their products with numbers are no normal floats
+        q = jnp.where(jnp.arange(H) % 3 == 0, q, q * 2.0**-120).astype(dtype)
+        k = k._replace(exponents=k.exponents.at[:, :, 70:90].set(110))
+    if beyond == "keys":
+        k = k._replace(exponents=k.exponents.at[:, 1, 70:90].set(-120).at[:, :, 3].set(60))
+    if beyond == "values":
+        v = v._replace(exponents=v.exponents.at[:, :, 70:90].set(-120).at[:, 0, 3].set(-128))
+    slots, rows = np.arange(2 * S) % S, S - 2 - np.arange(2 * T)
+    seen = Ranks(*(jnp.asarray(x.reshape(2, -1), jnp.int32) for x in (slots, rows)))
+    read = functools.partial(tree_attention, implementation="native", with_log_totals=True)
+    for ranks in (None, seen):
+        found = jax.jit(read)(q, k, v, *others, ranks=ranks)
+        wanted = jax.jit(read)(q, widened(k, dtype), widened(v, dtype), *others, ranks=ranks)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+    score = jax.jit(functools.partial(cache_scores, implementation="native"))
+    found, wanted = (score(q[:, 0], x, others[0]) for x in (k, widened(k, dtype)))
+    np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -31,31 +31,38 @@ template <class T, class Use>
 void for_blocks(const Arrays<T>& arrays, int64_t head, int64_t part, float scale, Use use) {
   const int64_t H = arrays.H, G = arrays.G(), b = head / arrays.K, k = head % arrays.K;
   const int64_t width = padded(H);
-  float* q = scratch<0>(G * width + BLOCK * width + G * BLOCK);
-  float *copy = q + G * width, *scores = copy + BLOCK * width;
+  float* q = scratch<0>(G * width + BLOCK * width + G * BLOCK + BLOCK);
+  float *copy = q + G * width, *scores = copy + BLOCK * width, *powers = scores + G * BLOCK;
   as_floats(arrays.q + (b * arrays.N + k * G) * H, H, G, H, width, q);
   for (int64_t i = 0; i < G * width; i++) q[i] = q[i] * scale;
-  auto score_all = [&](const auto* keys, int64_t slots) {
+  const Stored<T>& cache = arrays.k_cache;
+  const bool numbers_first = width == H && cache.is_narrow() && are_moderate(q, G * width);
+  auto score_all = [&](const auto* keys, int64_t slots, Next next) {
+    const int64_t tile = tile_of(G, MOST_ROWS);
     for (int64_t g = 0, R; g < G; g += R) {
-      R = std::min(MOST_ROWS, G - g);
-      score_rows(R, q + g * width, keys, slots, width, scores + g * BLOCK, int64_t{BLOCK}, Next());
+      R = std::min(tile, G - g);
+      score_rows(R, q + g * width, keys, slots, width, scores + g * BLOCK, int64_t{BLOCK},
+                 g ? Next() : next);
     }
   };
   const int64_t end = std::min((part + 1) * PART, arrays.committed(b));
   for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
     const int64_t slots = std::min<int64_t>(BLOCK, end - slot);
     const int64_t row = head * arrays.S + slot;
-    const T* keys = arrays.k_cache.wide + row * H;
-    if (width == H && slots == BLOCK && !arrays.k_cache.is_narrow()) {  // read where they lie
-      score_all(keys, slots);
+    const bool whole = slots == BLOCK;
+    if (whole && numbers_first && cache.powers(row, 1.0f, powers)) {
+      score_all(cache.numbers + row * H, slots, cache.from(row + BLOCK, H));
+      times_powers(scores, G, powers);
+    } else if (whole && width == H && !cache.is_narrow()) {  // read where they lie
+      score_all(cache.wide + row * H, slots, cache.from(row + BLOCK, H));
     } else {
-      if (arrays.k_cache.is_narrow()) {
-        arrays.k_cache.widen(row, slots, H, width, copy);
+      if (cache.is_narrow()) {
+        cache.widen(row, slots, H, width, copy);
       } else {
-        as_floats(keys, H, slots, H, width, copy);
+        as_floats(cache.wide + row * H, H, slots, H, width, copy);
       }
       std::fill(copy + slots * width, copy + BLOCK * width, 0.0f);
-      score_all(static_cast<const float*>(copy), int64_t{BLOCK});
+      score_all(static_cast<const float*>(copy), int64_t{BLOCK}, Next());
     }
     for (int64_t g = 0; g < G; g++) {
       std::fill(scores + g * BLOCK + slots, scores + (g + 1) * BLOCK, ABSENT);

@@ -78,6 +78,12 @@ struct Next {
     if (!rows) return;
     for (int64_t i = 0; i < bytes; i += 64) prefetch(rows + row * bytes + i);
   }
+  // So many of the cache's lines, counted from the first row.
+  template <int COUNT>
+  void fetch_lines(int64_t line) const {
+    if (!rows) return;
+    UNROLLED for (int i = 0; i < COUNT; i++) prefetch(rows + (line + i) * 64);
+  }
 };
 
 // f(R), a constant of the compiler's, for `rows` of 1 to MOST.
@@ -196,6 +202,13 @@ inline void turned_scores(int64_t rows, const float* q, const float* turned, int
   for (; r < rows; r++) turned_scores_of<1>(q + r * width, turned, width, scores + r * BLOCK);
 }
 #endif
+
+// Scores [rows, BLOCK] of keys whose powers of two were left out.
+inline void times_powers(float* scores, int64_t rows, const float* powers) {
+  for (int64_t r = 0; r < rows; r++, scores += BLOCK) {
+    for (int s = 0; s < BLOCK; s += W) store(scores + s, load(scores + s) * load(powers + s));
+  }
+}
 
 // out[r * width + i] += weights[r * stride + slot] * values[slot * width + i], slot by slot, for i
 // below `width`, a multiple of W.

@@ -15,12 +15,12 @@
 #include "../native/call.h"
 #include "../native/rows.h"
 #include "../native/tasks.h"
+#include "sums.h"
 
 namespace tsjax::attention {
 
 constexpr int64_t PART = 1024, GROUP = 96;
 constexpr int64_t WORTH_TURNING = 256;  // numbers of a key, squared, for each row that reads it
-constexpr float NOTHING = -1e30f;  // the peak of nothing: finite, so that no inf - inf arises
 constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
 constexpr int64_t WORTH_SHARING = 1 << 16;  // multiplications
 
@@ -49,58 +49,6 @@ struct Arrays {
     return (b * rows_T + r / G()) * N + k * G() + r % G();
   }
 };
-
-// A running softmax of some rows. Scores are logarithms to base 2.
-struct Sums {
-  float *peak, *total, *out;
-
-  static int64_t size(int64_t rows, int64_t width) { return rows * (2 + width); }
-  Sums(float* memory, int64_t rows) : peak(memory), total(memory + rows), out(memory + 2 * rows) {}
-  void clear(int64_t rows, int64_t width) {
-    std::fill(peak, peak + rows, NOTHING);
-    std::fill(total, total + rows, 0.0f);
-    std::fill(out, out + rows * width, 0.0f);
-  }
-};
-
-void scale(float* out, int64_t width, float by) {
-  for (int64_t i = 0; i < width; i += W) store(out + i, load(out + i) * set(by));
-}
-
-// A block's scores of row r become weights; what was summed shrinks to the new peak. `weights` may be
-// the scores' own memory.
-template <class Number>
-void weigh(const float* scores, Number* weights, Sums sums, int64_t r, int64_t width) {
-  Vector most = load(scores);
-  for (int i = W; i < BLOCK; i += W) most = max(most, load(scores + i));
-  float peak = std::max(sums.peak[r], largest(most));
-  Vector total = set(0.0f);
-  for (int i = 0; i < BLOCK; i += W) {
-    Vector weight = power_of_2(load(scores + i) - set(peak));
-    store(weights + i, weight);
-    total = total + weight;
-  }
-  if (peak != sums.peak[r]) {
-    float shrink = power_of_2(sums.peak[r] - peak);
-    sums.total[r] = sums.total[r] * shrink;
-    scale(sums.out + r * width, width, shrink);
-    sums.peak[r] = peak;
-  }
-  sums.total[r] = sums.total[r] + sum(total);
-}
-
-// Adds a part that comes next to a row's sums.
-void merge(Sums to, int64_t r, float peak, float total, const float* out, int64_t width) {
-  float most = std::max(to.peak[r], peak);
-  float before = power_of_2(to.peak[r] - most), after = power_of_2(peak - most);
-  to.total[r] = to.total[r] * before;
-  to.total[r] = to.total[r] + total * after;
-  float* sums = to.out + r * width;
-  for (int64_t i = 0; i < width; i += W) {
-    store(sums + i, fma(load(out + i), set(after), load(sums + i) * set(before)));
-  }
-  to.peak[r] = most;
-}
 
 // Which fresh rows each of the fresh rows of a group sees: of these the first `reach`, and at most so
 // many.
@@ -217,22 +165,25 @@ struct Group : Rows<T> {
   using Base::cached, Base::row_of, Base::after, Base::sees;
   using Base::fresh, Base::fresh_stride, Base::fresh_row;
   int64_t width;
-  float *q, *keys, *values, *turned, *weights;
+  bool numbers_first;  // of narrow rows; the powers of two later
+  float *q, *keys, *values, *turned, *weights, *key_powers, *value_powers;
 
   static int64_t width_of(int64_t H) { return padded(H); }
   static int64_t memory(int64_t width) {
-    return GROUP * width + 3 * BLOCK * width + MOST_ROWS * BLOCK;
+    return GROUP * width + 3 * BLOCK * width + (MOST_ROWS + 2) * BLOCK;
   }
 
   Group(const Arrays<T>& arrays, int64_t b, int64_t k, int64_t first, float* memory)
       : Base(arrays, b, k, first), width(width_of(arrays.H)) {
     q = memory, keys = q + GROUP * width, values = keys + BLOCK * width;
     turned = values + BLOCK * width, weights = turned + BLOCK * width;
+    key_powers = weights + MOST_ROWS * BLOCK, value_powers = key_powers + BLOCK;
     float scale = LOG2_E / std::sqrt(static_cast<float>(H));
     for (int64_t r = 0; r < rows; r++) {
       const T* from = this->query(r);
       for (int64_t h = 0; h < width; h++) q[r * width + h] = h < H ? to_float(from[h]) * scale : 0.0f;
     }
+    numbers_first = arrays.k_cache.is_narrow() && are_moderate(q, rows * width);
   }
 
   void copy(const Stored<T>& cache, int64_t slot, int64_t count, float* to) const {
@@ -248,20 +199,33 @@ struct Group : Rows<T> {
     int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
     for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
       if (!this->sees_some(slot)) continue;
+      const auto &k = arrays.k_cache, &v = arrays.v_cache;
+      const int64_t row = row_of(slot);
       // Read where they lie, if that is possible and, for narrow types, if few rows read them.
-      const bool lie_wide = width == H && !arrays.k_cache.is_narrow() && !arrays.v_cache.is_narrow();
-      if (lie_wide && (std::is_same_v<T, float> || rows <= MOST_ROWS)) {
-        add_block(cached(arrays.k_cache, slot), cached(arrays.v_cache, slot), slot, sums);
+      const bool few = width == H && rows <= MOST_ROWS;
+      if (numbers_first && k.powers(row, 1.0f, key_powers) && v.powers(row, 1.0f, value_powers)) {
+        const int8_t *numbers = k.numbers + row * H, *others = v.numbers + row * H;
+        if (few) {
+          add_block(numbers, others, slot, sums, true);
+        } else {
+          as_floats(numbers, H, BLOCK, H, width, keys);
+          as_floats(others, H, BLOCK, H, width, values);
+          add_block<float>(keys, values, slot, sums, true);
+        }
+      } else if (!k.is_narrow() && width == H && (std::is_same_v<T, float> || few)) {
+        add_block(cached(k, slot), cached(v, slot), slot, sums);
       } else {
-        copy(arrays.k_cache, slot, BLOCK, keys);
-        copy(arrays.v_cache, slot, BLOCK, values);
+        copy(k, slot, BLOCK, keys);
+        copy(v, slot, BLOCK, values);
         add_block<float>(keys, values, slot, sums);
       }
     }
   }
 
+  // With `powers` the rows are without theirs, which are in key_powers and value_powers.
   template <class Number>
-  void add_block(const Number* some_keys, const Number* some_values, int64_t slot, Sums sums) {
+  void add_block(const Number* some_keys, const Number* some_values, int64_t slot, Sums sums,
+                 bool powers = false) {
     Next next_keys = after(arrays.k_cache, slot), next_values = after(arrays.v_cache, slot);
     [[maybe_unused]] const bool turns = width * width <= rows * WORTH_TURNING;
 #if defined(__AVX512F__)
@@ -278,8 +242,9 @@ struct Group : Rows<T> {
         score_rows(R, q + r * width, some_keys, int64_t{BLOCK}, width, weights, int64_t{BLOCK},
                    r ? Next() : next_keys);
       }
+      if (powers) times_powers(weights, R, key_powers);
       this->hide(weights, r, R, slot);
-      for (int64_t i = 0; i < R; i++) weigh(weights + i * BLOCK, weights + i * BLOCK, sums, r + i, width);
+      weigh(weights, weights, sums, r, R, width, powers ? value_powers : nullptr);
       add_values(R, weights, int64_t{BLOCK}, some_values, int64_t{BLOCK}, sums.out + r * width, width,
                  r ? Next() : next_values);
     }
@@ -345,7 +310,7 @@ struct Group : Rows<T> {
             if (visible && where[i][j] < cached_slots) visible = sees(r + i, start + where[i][j]);
             block[j] = visible ? scores[(r + i) * most + where[i][j]] : ABSENT;
           }
-          weigh(block, block, sums, r + i, width);
+          weigh(block, block, sums, r + i, 1, width);
           float* to = spread + i * most;
           std::fill(to + low, to + high, 0.0f);
           for (int j = 0; j < count[i]; j++) to[where[i][j]] = block[j];
@@ -410,16 +375,16 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
 
   // One task for each part; the last of a group's tasks merges them.
   struct Parts {
-    std::vector<float> sums;
+    std::unique_ptr<float[]> sums;  // each task clears its own
     std::vector<std::atomic<int32_t>> left;
-    Parts(int64_t floats, int64_t groups) : sums(floats), left(groups) {}
+    Parts(int64_t floats, int64_t groups) : sums(new float[floats]), left(groups) {}
   };
-  const int64_t size = Sums::size(GROUP, width);
+  const int64_t most_rows = std::min(GROUP, rows), size = Sums::size(most_rows, width);
   auto parts = std::make_shared<Parts>(heads * groups * most_parts * size, heads * groups);
   for (int64_t i = 0; i < heads * groups; i++) {
     parts->left[i] = static_cast<int32_t>(arrays.parts(i / groups / arrays.K));
   }
-  auto work = [arrays, parts, groups, most_parts, size, width](int64_t i) {
+  auto work = [arrays, parts, groups, most_parts, most_rows, size, width](int64_t i) {
     const int64_t group_index = i / most_parts, part = i % most_parts;
     const int64_t b = group_index / groups / arrays.K, k = group_index / groups % arrays.K;
     if (part >= arrays.parts(b)) return;
@@ -428,8 +393,8 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
     Group group(arrays, b, k, group_index % groups * GROUP, memory);
     if (part == 0) group.write_unwanted();
     if (!group.rows) return;
-    float* all = parts->sums.data() + group_index * most_parts * size;
-    auto sums_of = [&](int64_t p) { return Sums(all + p * size, GROUP); };
+    float* all = parts->sums.get() + group_index * most_parts * size;
+    auto sums_of = [&](int64_t p) { return Sums(all + p * size, most_rows); };
     const int64_t last = group.committed / BLOCK * BLOCK / PART;
     if (part < last) {
       sums_of(part).clear(group.rows, width);
@@ -440,7 +405,7 @@ void attend(Pool& pool, const Arrays<T>& arrays) {
       group.add_tail(sums_of);
     }
     if (parts->left[group_index].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    Sums merged(memory + own, GROUP);
+    Sums merged(memory + own, most_rows);
     merged.clear(group.rows, width);
     for (int64_t p = 0; p < arrays.parts(b); p++) {
       Sums one = sums_of(p);

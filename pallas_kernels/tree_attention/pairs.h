@@ -20,6 +20,16 @@ inline Pairs same_pair(const bfloat16* from) {  // in each place of a vector
   return _mm512_set1_epi32(pair);
 }
 
+#endif
+
+}  // namespace tsjax::attention
+
+#include "narrow_pairs.h"
+
+namespace tsjax::attention {
+
+#if defined(__AVX512BF16__)
+
 // The keys of a block turned: pair i of slot s at turned[2 * (i * BLOCK + s)].
 inline void turn_pairs(const bfloat16* keys, int64_t width, bfloat16* turned) {
   for (int64_t s = 0; s < BLOCK; s += W) {
@@ -57,7 +67,7 @@ inline void in_order(float* sums, int64_t width) {
 
 // What is wanted `next` is fetched all along, not at once: a core waits for so many lines.
 template <int R>
-void score_pairs(const bfloat16* q, const bfloat16* turned, int64_t width, float scale,
+void score_pairs(const bfloat16* q, const bfloat16* turned, int64_t width, const float* scales,
                  float* scores, Next next) {
   constexpr int C = BLOCK / W;
   Vector sums[R][C];
@@ -70,7 +80,7 @@ void score_pairs(const bfloat16* q, const bfloat16* turned, int64_t width, float
   }
   UNROLLED for (int r = 0; r < R; r++)
     UNROLLED for (int c = 0; c < C; c++) {
-      store(scores + r * BLOCK + c * W, sums[r][c] * set(scale));
+      store(scores + r * BLOCK + c * W, sums[r][c] * load(scales + c * W));
     }
 }
 
@@ -95,23 +105,28 @@ void add_joined(const bfloat16* weights, const bfloat16* joined, float* out, int
 
 struct PairGroup : Rows<bfloat16> {
   int64_t width;
-  float scale;
-  float* scores;  // of a tile
+  bool numbers_first;  // of narrow rows; the powers of two later
+  float *scores, *evenly;  // of a tile; what the scores of wide keys are multiplied by
+  float *scales, *powers;  // what those of narrow keys and the weights of narrow values are
   bfloat16 *q, *turned, *joined, *own, *copied, *weights;
 
   static int64_t width_of(int64_t H) { return (H + STEP - 1) / STEP * STEP; }
   static int64_t memory(int64_t width) {
-    return MOST_ROWS * BLOCK + (GROUP * width + 4 * BLOCK * width + MOST_ROWS * BLOCK) / 2;
+    return (FEW + 3) * BLOCK + (GROUP * width + 4 * BLOCK * width + FEW * BLOCK) / 2;
   }
 
   PairGroup(const Arrays<bfloat16>& arrays, int64_t b, int64_t k, int64_t first, float* memory)
       : Rows(arrays, b, k, first), width(width_of(arrays.H)), scores(memory) {
-    scale = LOG2_E / std::sqrt(static_cast<float>(H));
-    q = reinterpret_cast<bfloat16*>(scores + MOST_ROWS * BLOCK);
+    evenly = scores + FEW * BLOCK, scales = evenly + BLOCK, powers = scales + BLOCK;
+    std::fill(evenly, evenly + BLOCK, scale());
+    q = reinterpret_cast<bfloat16*>(powers + BLOCK);
     turned = q + GROUP * width, joined = turned + BLOCK * width, own = joined + BLOCK * width;
     copied = own + BLOCK * width, weights = copied + BLOCK * width;
     for (int64_t r = 0; r < rows; r++) copy(query(r), H, 1, q + r * width);
+    numbers_first = arrays.k_cache.is_narrow() && are_moderate(q, rows * width);
   }
+
+  float scale() const { return LOG2_E / std::sqrt(static_cast<float>(H)); }
 
   // Rows that lie `stride` apart, with zeros after their ends.
   void copy(const bfloat16* from, int64_t stride, int64_t count, bfloat16* to) const {
@@ -137,16 +152,13 @@ struct PairGroup : Rows<bfloat16> {
       join(values + s * width, values + (s + 1) * width, width, joined + s * width);
     }
   }
-  void score(int64_t r, int64_t R, Next next) const {
+  void score(int64_t r, int64_t R, const float* scales, Next next) const {
     for_number<MOST_ROWS>(R, [&](auto rows) {
-      score_pairs<rows>(q + r * width, turned, width, scale, scores, next);
+      score_pairs<rows>(q + r * width, turned, width, scales, scores, next);
     });
   }
-  // The scores of R rows become weights, with which values add to the sums.
+  // Adds values with the weights of R rows to their sums.
   void add(const bfloat16* values, int64_t r, int64_t R, Sums sums, Next next) const {
-    for (int64_t i = 0; i < R; i++) {
-      weigh(scores + i * BLOCK, weights + i * BLOCK, sums, r + i, width);
-    }
     for_number<MOST_ROWS>(R, [&](auto rows) {
       add_joined<rows>(weights, values, sums.out + r * width, width, next);
     });
@@ -155,17 +167,52 @@ struct PairGroup : Rows<bfloat16> {
   void add_whole_blocks(int64_t part, Sums sums) {
     int64_t end = std::min((part + 1) * PART, committed / BLOCK * BLOCK);
     for (int64_t slot = part * PART; slot < end; slot += BLOCK) {
-      if (!sees_some(slot)) continue;
+      if (!sees_some(slot) || add_numbers(slot, sums)) continue;
       turn_pairs(whole(arrays.k_cache, slot), width, turned);
       join_all(whole(arrays.v_cache, slot));
-      const int64_t tile = tile_of(rows, MOST_ROWS);
-      for (int64_t r = 0, R; r < rows; r += R) {
-        R = std::min(tile, rows - r);
-        score(r, R, r ? Next() : after(arrays.k_cache, slot));
-        hide(scores, r, R, slot);
-        add(joined, r, R, sums, r ? Next() : after(arrays.v_cache, slot));
-      }
+      add_block(slot, evenly, nullptr, sums);
     }
+  }
+
+  // The block whose keys were turned and whose values were joined.
+  void add_block(int64_t slot, const float* scales, const float* powers, Sums sums) const {
+    const int64_t tile = tile_of(rows, MOST_ROWS);
+    for (int64_t r = 0, R; r < rows; r += R) {
+      R = std::min(tile, rows - r);
+      score(r, R, scales, r ? Next() : after(arrays.k_cache, slot));
+      hide(scores, r, R, slot);
+      weigh(scores, weights, sums, r, R, width, powers);
+      add(joined, r, R, sums, r ? Next() : after(arrays.v_cache, slot));
+    }
+  }
+
+  // Adds a narrow block by its numbers, if that is possible.
+  bool add_numbers(int64_t slot, Sums sums) {
+#if defined(__AVX512VBMI__)
+    const auto &k = arrays.k_cache, &v = arrays.v_cache;
+    const int64_t row = row_of(slot);
+    if (!numbers_first || !k.powers(row, scale(), scales) || !v.powers(row, 1.0f, powers)) return false;
+    const int8_t* values = v.numbers + row * H;
+    int8_t* fours = reinterpret_cast<int8_t*>(copied);
+    turn_fours(k.numbers + row * H, H, fours);
+    if (rows > FEW) {
+      widen_turned(fours, width, turned);
+      widen_joined(values, H, width, joined);
+      add_block(slot, scales, powers, sums);
+      return true;
+    }
+    for_number<FEW>(rows, [&](auto rows) {
+      score_fours<rows>(q, fours, width, scales, scores, after(k, slot));
+    });
+    hide(scores, 0, rows, slot);
+    weigh(scores, weights, sums, 0, rows, width, powers);
+    for_number<FEW>(rows, [&](auto rows) {
+      add_narrow<rows>(weights, values, H, sums.out, width, after(v, slot));
+    });
+    return true;
+#else
+    return false;
+#endif
   }
 
   // As Group's.
@@ -205,7 +252,7 @@ struct PairGroup : Rows<bfloat16> {
       turn_pairs(some, width, turned);
       for (int64_t r = 0, R; r < rows; r += R) {
         R = std::min(MOST_ROWS, rows - r);
-        score(r, R, Next());
+        score(r, R, evenly, Next());
         for (int64_t i = 0; i < R; i++) {
           std::copy_n(scores + i * BLOCK, BLOCK, scored + (r + i) * most + place);
         }
@@ -249,6 +296,7 @@ struct PairGroup : Rows<bfloat16> {
           };
           for (int s = 0; s < BLOCK; s += 2) join(value(s), value(s + 1), width, own + s * width);
         }
+        weigh(scores, weights, sums, r, R, width);
         add(line ? joined : own, r, R, sums, Next());
       }
     }
