@@ -18,7 +18,13 @@ from kernel_programs import kernel_names, lower_for_cuda
 
 import tsjax
 from pallas_kernels import (
-    NarrowRows, Ranks, cache_scores, narrowed, native, tree_attention, widened,
+    NarrowRows,
+    Ranks,
+    cache_scores,
+    narrowed,
+    native,
+    tree_attention,
+    widened,
 )  # fmt: skip
 from tsjax.decoding.config import DecodeConfig
 from tsjax.errors import BadValue
@@ -189,7 +195,9 @@ def test_powers_of_two_may_come_later(dtype, T, G, H, beyond):
         found = jax.jit(read)(q, k, v, *others, ranks=ranks)
         wanted = jax.jit(read)(q, widened(k, dtype), widened(v, dtype), *others, ranks=ranks)
         for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+            np.testing.assert_array_equal(
+                np.asarray(one, np.float32), np.asarray(other, np.float32)
+            )
     score = jax.jit(functools.partial(cache_scores, implementation="native"))
     found, wanted = (score(q[:, 0], x, others[0]) for x in (k, widened(k, dtype)))
     np.testing.assert_array_equal(found, wanted)
