@@ -6,7 +6,7 @@ llama.cpp on the same file and threads. Of texts: the perplexity of each, and ho
 likely token is that of the float32 model.
 
     python -m benchmarks narrow --model FILE --llama-bench PATH --out benchmarks/results/cpu
-    python -m benchmarks narrow --model FILE --contexts 4000 16000 --int8-cache --out ...
+    python -m benchmarks narrow --model FILE --weights stored --contexts 4000 16000 --int8-cache
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def main(argv: Sequence[str]) -> None:
     if args.rounds:
         models = {w: tsjax.load(args.model, dtype=args.dtype, weights=w) for w in args.weights}
         if args.int8_cache:
-            for name, model in [*models.items()]:
-                narrow = model.cfg.with_cache("int8")
-                models[name + INT8_CACHE] = model.replace(cfg=narrow)
+            name += "-cache"
+            for way, model in [*models.items()]:
+                models[way + INT8_CACHE] = model.replace(cfg=model.cfg.with_cache("int8"))
         document["bytes"] = {w: bytes_read(model) for w, model in models.items()}
         document["decoding"] = [of_context(models, context, args) for context in args.contexts]
     report.write(document, args.out, f"narrow-{name}")
@@ -79,11 +79,13 @@ def of_context(models: dict[str, tsjax.Model], context: int, args: Any) -> dict[
     first = next(iter(models.values()))
     ids = np.random.default_rng(0).integers(0, first.cfg.vocab_size, context).tolist()
     seconds: dict[tuple[str, str], list[float]] = {}
+    texts = {name: tsjax.read(model, ids[:-1]) for name, model in models.items()}
 
     def plain(name: str, model: tsjax.Model) -> None:
         found = tsjax.generate(
-            model, ids, method="autoregressive", max_new_tokens=args.steps, eos_token_id=()
-        )
+            model, ids, prefix=texts[name], method="autoregressive", max_new_tokens=args.steps,
+            eos_token_id=(),
+        )  # fmt: skip
         per_token = found.stats.decode_seconds / found.stats.computed_tokens
         seconds.setdefault((name, "plain"), []).append(per_token)
 

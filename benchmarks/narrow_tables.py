@@ -70,3 +70,22 @@ def _quality(found: list[dict], texts: list[str]) -> list[str]:
     by_text = {one["text"]: one for one in found}
     same = ", ".join(f"{by_text[text]['agreement']:.1%}" for text in texts)
     return [*(f"{by_text[text]['perplexity']:.2f}" for text in texts), same]
+
+
+def cache_table() -> str:
+    """By model and length: a token with the cache in the model's type and in eight bits."""
+    lines = head(
+        'model | tokens before | `cache="same"` | `cache="int8"` | faster | 8 rows: faster'
+    )
+    documents = _documents("-cache")
+    for document in documents:
+        model = NAMES[document["model"] + ".gguf"].removesuffix("-Instruct")
+        for at in document["decoding"]:
+            wide, narrow = at["ways"]["stored"], at["ways"][WITH_CACHE]
+            by_rows = wide["rows_ms"]["8"] / narrow["rows_ms"]["8"]
+            lines.append(
+                f"| {model} | {at['context']:,} | {wide['ms']:.1f} ms | {narrow['ms']:.1f} ms "
+                f"| {wide['ms'] / narrow['ms']:.2f}x | {by_rows:.2f}x |"
+            )
+    note = "Weights as stored; medians of plain decoding in turn, and of passes of 8 rows. Made by "
+    return "\n".join([*lines, "", f"{note}{'; '.join(map(source, documents))}."])
