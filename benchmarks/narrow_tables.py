@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 
 from benchmarks.narrow import INT8_CACHE, PEER, WEIGHTS
-from benchmarks.real_tables import NAMES
+from benchmarks.real_tables import KINDS, NAMES, reported
+from benchmarks.real_tables import TITLES as METHODS
 from benchmarks.table_parts import RESULTS, head, source
 
 TITLES = {"float32": "float32", "float": "`float`", PEER: f"{PEER}, the file's"}
@@ -88,4 +89,35 @@ def cache_table() -> str:
                 f"| {wide['ms'] / narrow['ms']:.2f}x | {by_rows:.2f}x |"
             )
     note = "Weights as stored; medians of plain decoding in turn, and of passes of 8 rows. Made by "
+    return "\n".join([*lines, "", f"{note}{'; '.join(map(source, documents))}."])
+
+
+def drafts_table() -> str:
+    """What drafts gain over plain decoding of the narrow model, by kind of prompt."""
+    documents = [json.loads(file.read_text()) for file in RESULTS.glob("narrow-drafts-*.json")]
+    documents.sort(key=lambda one: [*NAMES].index(one["model"]["name"]))
+    methods = [*dict.fromkeys(
+        name for one in documents for row in reported(one) for name in row["methods"]
+    )][1:]  # fmt: skip
+    names = " | ".join(METHODS.get(name, name) for name in methods)
+    lines = head(f"model | prompts | plain decoding, per token | {names}")
+    for document in documents:
+        model = NAMES[document["model"]["name"]].removesuffix("-Instruct")
+        for row in reported(document):
+            found = [model, f"{KINDS[row['kind']]}: {row['prompts']}"]
+            found.append(f"{row['methods']['plain']['ms_per_token']:.1f} ms")
+            for name in methods:
+                gain = row["methods"][name]["over_plain"]
+                spread = f" ({gain['min']:.2f} to {gain['max']:.2f})"
+                found.append(f"{gain['median']:.2f}x{spread}")
+            lines.append(
+                f"| {model} | {KINDS[row['kind']]}: {row['prompts']} | {' | '.join(found)} |"
+            )
+    runs = [one for document in documents for cell in document["cells"] for one in cell["rows"]]
+    parted = sum(not one["same_tokens"] for one in runs)
+    note = (
+        "Weights as stored, temperature 0.7; over plain decoding of the same weights and prompt: "
+        f"the median, the least and the most. {parted} of {len(runs)} runs said other tokens than "
+        "plain decoding. Made by "
+    )
     return "\n".join([*lines, "", f"{note}{'; '.join(map(source, documents))}."])

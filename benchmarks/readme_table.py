@@ -358,6 +358,7 @@ SECTIONS = {
     ("docs/benchmarks.md", "real-models"): real_tables.table,
     ("docs/models.md", "narrow"): narrow_tables.table,
     ("docs/models.md", "narrow-cache"): narrow_tables.cache_table,
+    ("docs/models.md", "narrow-drafts"): narrow_tables.drafts_table,
     ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
     ("docs/benchmarks.md", "rows-on-a-cpu"): rows_on_a_cpu,
     ("docs/benchmarks.md", "speedup"): speedup_tables.speedup,
