@@ -9,7 +9,8 @@
 // cached or fresh. A place with the score -inf changes nothing, as if it were not there.
 //
 // Numbers are multiplied as floats; those of bfloat16 in pairs, where the processor does that
-// (pairs.h). T * G rows share a kv head, and each block of the cache is read once for GROUP of them. Tasks are
+// (pairs.h); those of narrow rows before their powers of two. T * G rows share a kv head, and each block
+// of the cache is read once for GROUP of them. Tasks are
 // parts where rows are few, and groups of rows, with all their parts, where there are many.
 
 #include "../native/call.h"
