@@ -17,7 +17,6 @@ from helpers import PROMPTS, SIZES, fresh_state, looping_model, prefilled, tiny_
 from kernel_programs import kernel_names, lower_for_cuda
 
 import tsjax
-<<<<<<< HEAD
 from pallas_kernels import (
     NarrowRows,
     Ranks,
@@ -27,10 +26,6 @@ from pallas_kernels import (
     tree_attention,
     widened,
 )  # fmt: skip
-=======
-from pallas_kernels import NarrowRows, cache_scores, narrowed, native, tree_attention, widened
-from pallas_kernels.tree_attention.api import Ranks
->>>>>>> fe2599b8411c93d38e0f3a986870d57ff4b10cac
 from tsjax.decoding.config import DecodeConfig
 from tsjax.errors import BadValue
 from tsjax.files.fingerprint import model_fingerprint
@@ -200,13 +195,7 @@ def test_powers_of_two_may_come_later(dtype, T, G, H, beyond):
         found = jax.jit(read)(q, k, v, *others, ranks=ranks)
         wanted = jax.jit(read)(q, widened(k, dtype), widened(v, dtype), *others, ranks=ranks)
         for one, other in zip(found, wanted, strict=True):
-<<<<<<< HEAD
-            np.testing.assert_array_equal(
-                np.asarray(one, np.float32), np.asarray(other, np.float32)
-            )
-=======
             np.testing.assert_array_equal(one.astype("float32"), other.astype("float32"))
->>>>>>> fe2599b8411c93d38e0f3a986870d57ff4b10cac
     score = jax.jit(functools.partial(cache_scores, implementation="native"))
     found, wanted = (score(q[:, 0], x, others[0]) for x in (k, widened(k, dtype)))
     np.testing.assert_array_equal(found, wanted)
