@@ -125,7 +125,7 @@ def test_a_narrow_cache_takes_a_byte_for_a_number_and_partial_caches_do_not(caps
     assert step_reads(promise_of(method, model), model, 9000).cache == pytest.approx(
         narrow + of_slots
     )
-    assert "as yet no time" in said(capsys, *argv[:-1], "--cache", "int8")
+    assert "No GPU has run" in said(capsys, *argv[:-1], "--cache", "int8")
 
 
 def test_expected_times_are_means_over_the_run():

@@ -303,11 +303,12 @@ def roofline_lines(found: Roofline) -> list[str]:
     ]
     if found.model.is_narrow and found.device is not CPU:
         said.append(
-            "The kernel for narrow weights was never run on a GPU: its time is by counted "
-            "instructions."
+            "No GPU has run the kernel for narrow weights: its time is by counted instructions."
         )
     if found.model.cache == "int8":
-        said.append("A cache in eight bits saves memory, and as yet no time on any device.")
+        of_cpu = "On a CPU a cache in eight bits gains less time than its bytes say."
+        of_gpu = "No GPU has run the kernels for a cache in eight bits."
+        said.append(of_cpu if found.device is CPU else of_gpu)
     if not found.fits:
         end = reads(model, span.prompt + span.new, span.batch).whole
         said.append(
