@@ -276,7 +276,7 @@ def test_kernels_are_switched_off_by_name(named, monkeypatch, rng):
     monkeypatch.setenv("TSJAX_NO_TRITON", named)
     off = ("rms_norm", "rotary_heads") if named == "all" else named.split(", ")
     for name, found in implementations("cuda").items():
-        has_one = name not in ("product", "narrow_product", "gated", "threshold")
+        has_one = name not in ("product", "gated", "threshold")
         is_off = named == "all" or name.removeprefix("add_") in off
         assert ("triton" in found) == (has_one and not is_off)
     rows, _, weight = make_norm(rng, (2, 64), "bfloat16")

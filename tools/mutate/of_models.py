@@ -18,7 +18,7 @@ OF_MODELS = (
         "rows_of_a_narrow_cache_rounded_late",
         "Keys and values are rounded in the cache alone: the rows of a pass see wider ones.",
         "tsjax/model/transformer.py",
-        "k, v = rounded_rows(k), rounded_rows(v)",
+        "k, v = rounded_rows(jnp.stack([k, v]))",
         "k, v = k, v",
         (
             "tests/test_narrow_cache.py::test_the_cache_of_a_prefilled_text_is_that_of_its_rounded_rows",
