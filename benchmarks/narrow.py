@@ -49,9 +49,10 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="of each text, its first ones")
     parser.add_argument("--llama-bench", help="the program of llama.cpp, to measure beside")
     args = parser.parse_args(argv)
-    name = os.path.basename(args.model).split(".gguf")[0]
+    model = os.path.basename(args.model).split(".gguf")[0]
+    name = model + ("-cache" if args.int8_cache else "")
     document: dict[str, Any] = {
-        "model": name, "dtype": args.dtype, "steps": args.steps, "rounds": args.rounds,
+        "model": model, "dtype": args.dtype, "steps": args.steps, "rounds": args.rounds,
         "instructions": rows.instructions(),
     }  # fmt: skip
     if args.texts:
@@ -60,9 +61,8 @@ def main(argv: Sequence[str]) -> None:
     if args.rounds:
         models = {w: tsjax.load(args.model, dtype=args.dtype, weights=w) for w in args.weights}
         if args.int8_cache:
-            name += "-cache"
-            for way, model in [*models.items()]:
-                models[way + INT8_CACHE] = model.replace(cfg=model.cfg.with_cache("int8"))
+            for way, one in [*models.items()]:
+                models[way + INT8_CACHE] = one.replace(cfg=one.cfg.with_cache("int8"))
         document["bytes"] = {w: bytes_read(model) for w, model in models.items()}
         document["decoding"] = [of_context(models, context, args) for context in args.contexts]
     report.write(document, args.out, f"narrow-{name}")

@@ -25,7 +25,8 @@ def _documents(ending: str) -> list[dict]:
 def table() -> str:
     """By model and way: what a token takes at each context, and what texts say."""
     columns = ["model", "matrices", "read a token"]
-    documents, judged = _documents(""), _documents("-quality")
+    documents, judged, cached = map(_documents, ("", "-quality", "-cache-quality"))
+    of_cache = {one["model"]: one["quality"] for one in cached}
     contexts = sorted({at["context"] for one in documents for at in one["decoding"]})
     texts = [*dict.fromkeys(one["text"] for document in judged for one in document["quality"])]
     for context in contexts:
@@ -35,8 +36,11 @@ def table() -> str:
     for document, quality in zip(documents, judged, strict=True):
         model = NAMES[document["model"] + ".gguf"].removesuffix("-Instruct")
         for way in ("float32", *WEIGHTS, WITH_CACHE, PEER):
-            if way == WITH_CACHE and way not in {one["way"] for one in quality["quality"]}:
-                continue
+            judgements = quality["quality"]
+            if way == WITH_CACHE:
+                judgements = of_cache.get(document["model"])
+                if judgements is None:
+                    continue
             nbytes = document["bytes"].get(way)
             cells = [model, TITLES[way], "" if nbytes is None else f"{nbytes / 1e6:,.0f} MB"]
             at = {one["context"]: one["ways"].get(way) for one in document["decoding"]}
@@ -44,7 +48,7 @@ def table() -> str:
                 cells += _speed(at.get(context))
             rows = (at[contexts[0]] or {}).get("rows_ms")
             cells.append(f"{rows['8'] / rows['1']:.1f}" if rows else "")
-            cells += _quality([one for one in quality["quality"] if one["way"] == way], texts)
+            cells += _quality([one for one in judgements if one["way"] == way], texts)
             lines.append(f"| {' | '.join(cells)} |")
     peers = {at["peer"]["commit"] for one in documents for at in one["decoding"] if "peer" in at}
     note = (
@@ -54,7 +58,7 @@ def table() -> str:
         "chosen by, and how often the most likely token is that of float32, which has the file's "
         "own numbers, as has `stored`. Made by "
     )
-    made = map(source, (*documents, *judged))
+    made = map(source, (*documents, *judged, *cached))
     return "\n".join([*lines, "", f"{note}{'; '.join(made)}."])
 
 

@@ -13,6 +13,7 @@ cache once (tokenswift: twice, the partial cache the first time) at the bandwidt
 the same run, and beside it at the one of the data sheet.
 
     python -m benchmarks step --model llama3.1-8b --out benchmarks/results/h200
+    python -m benchmarks step --model llama3.1-8b --weights int8 --cache int8 --out ...
 """
 
 from __future__ import annotations
@@ -32,8 +33,11 @@ from jax import lax
 import tsjax
 from benchmarks import report
 from benchmarks.draft import caught_up
+from pallas_kernels import narrowed
+from tsjax.config import CACHES
 from tsjax.decoding.programs import programs as decode_programs
 from tsjax.decoding.sampling import sampling_values
+from tsjax.files.tensor_names import ROUNDED, with_weights
 from tsjax.host.timing import interleaved, summary
 from tsjax.model.cache import KVCache, cache_bytes
 from tsjax.model.params import abstract_params, normal, random_params
@@ -132,11 +136,13 @@ class Machine:
         """Random keys and values in every slot."""
         self.kv = None
         shape = (1, self.model.num_kv_heads, self.capacity, self.model.head_dim)
-        layers = range(self.model.num_layers)
-        k, v = (
-            tuple(normal(1000 * part + i, shape, self.model.dtype) for i in layers)
-            for part in (1, 2)
-        )
+        layers, is_narrow = range(self.model.num_layers), self.model.cache == "int8"
+
+        def rows(index: int):
+            wide = normal(index, shape, self.model.dtype)
+            return jax.jit(narrowed)(wide) if is_narrow else wide
+
+        k, v = (tuple(rows(1000 * part + i) for i in layers) for part in (1, 2))
         self.kv = KVCache(k=k, v=v, length=int32([0]))
 
     def fill_if_lost(self) -> None:
@@ -388,6 +394,8 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("--model", default=MODELS[0], help=f"such as {', '.join(MODELS)}")
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="of the verify passes")
+    parser.add_argument("--weights", choices=("float", *ROUNDED), default="float")
+    parser.add_argument("--cache", choices=CACHES, default=CACHES[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, to see that it runs")
     report.add_budget(parser)
     args = parser.parse_args(argv)
@@ -400,10 +408,13 @@ def main(argv: Sequence[str]) -> None:
     model, preset = tsjax.model_preset(args.model), tsjax.preset(args.model)
     if args.quick:
         model, preset = tiny(model, preset)
+    model = with_weights(model, args.weights, {}, "").with_cache(args.cache)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit") if is_gpu else None
     contexts, too_long = fitting(args.contexts, model, limit)
-    name = f"step-{args.model}"
-    document = report.begun(is_gpu, model=args.model, dtype=model.dtype)
+    given = dict(weights=args.weights, cache=args.cache)
+    held = "-".join(f"{how}-{what}" for what, how in given.items() if how not in ("float", "same"))
+    name = f"step-{args.model}" + (held and f"-{held}")
+    document = report.begun(is_gpu, model=args.model, dtype=model.dtype, **given)
     document["rows"] += [
         {"context": n, "pass": what.kind, "rows": what.rows, "error": "does not fit the memory"}
         for n in too_long
