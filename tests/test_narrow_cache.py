@@ -26,12 +26,14 @@ from pallas_kernels import (
     tree_attention,
     widened,
 )  # fmt: skip
+from tsjax.config import CACHES
 from tsjax.decoding.config import DecodeConfig
 from tsjax.errors import BadValue
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.model.cache import cache_bytes, init_cache, keys_in_cache, write_rows
 from tsjax.model.logits import logits
 from tsjax.model.passes import run_rows
+from tsjax.model.transformer import key_powers
 
 SETTINGS = dict(max_new_tokens=40, do_sample=True, temperature=0.8, seed=7)
 METHODS = {
@@ -255,6 +257,27 @@ def test_a_pass_over_all_and_steps_by_one_say_the_same():
     np.testing.assert_allclose(at_once, by_one, atol=1e-9)
     wide = logits(model.params, text, cfg=looping_model(dtype="float64").cfg.alone)
     assert np.max(np.abs(np.asarray(wide) - np.asarray(by_one))) > 1e-6  # it does round
+
+
+def test_a_large_bias_of_keys_does_no_harm():
+    """As in Qwen2.5, whose queries make little of it: the keys' other numbers keep their bits."""
+    model = looping_model(dtype="float64", qkv_bias=True, num_draft_heads=0)
+    layers, pair = [], np.asarray([1, 1 + model.cfg.head_dim // 2])
+    for layer in model.params.model.layers:
+        bias = layer.qkv_bias.at[:, -2, pair[0]].set(300.0)
+        matrix = (6 * layer.qkv).at[:, :-2, pair].multiply(1e-3)
+        layers.append(layer.replace(qkv_bias=bias, qkv=matrix))
+    params = model.params.replace(model=model.params.model.replace(layers=tuple(layers)))
+    text = np.asarray([PROMPTS[0] * 4])
+    wide, narrow = (
+        np.asarray(logits(params, text, cfg=model.cfg.with_cache(cache))) for cache in CACHES
+    )
+    assert 1e-6 < np.std(narrow - wide) < 0.03 * np.std(wide)
+
+
+def test_powers_of_keys_are_those_of_pairs():
+    powers = np.asarray(key_powers(jnp.asarray([[0.0, 300.0, -3.9, 4.0], [0.1, 2.0, -9.0, 1e-3]])))
+    np.testing.assert_array_equal(powers, [[8, 512, 8, 512], [16, 8, 16, 8]])
 
 
 # TokenSwift's with n-grams is a row in test_method_contract.py.

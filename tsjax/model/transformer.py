@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import NarrowMatrix, add_rms_norm, rms_norm, rotary_heads, rotate, rounded_rows
+from pallas_kernels.narrow_rows import power_of_2
 from tsjax.config import WIDE, ModelConfig
 from tsjax.model.int8 import Int8Matrix
 from tsjax.model.layers import Matrix, linear, rotary_angles, swiglu
@@ -202,10 +203,28 @@ def _fresh(
     else:
         q, k, v = rotary_heads(fresh, cos, sin, cfg.dtype, live=live)
     if cfg.cache == "int8":  # once, so that drafts, attention and the cache see the same numbers
+        if layer.qkv_bias is not None:
+            powers = key_powers(layer.qkv_bias[:, -2]).astype(k.dtype)
+            k, q = k / powers, q * jnp.repeat(powers, cfg.group_size, axis=0)
         k, v = rounded_rows(jnp.stack([k, v]))
     # What attention reads and what later goes to the cache are then the same arrays. XLA would
     # otherwise keep the wider sums of the product, of all layers, and make both from them.
     return x, *lax.optimization_barrier((q, k, v))
+
+
+USUAL_KEY = 4.0  # about the largest number of a key without a bias, in models that we looked at
+
+
+def key_powers(bias: Float[Array, "K H"]) -> Float[Array, "K H"]:
+    """By what keys are divided and queries multiplied, so that a bias does not make a few numbers
+    so large that eight bits leave nothing of the others (Qwen2.5 has biases of 150).
+
+    Powers of two, which change no product; of both numbers that are rotated into each other the
+    same one.
+    """
+    size = jnp.max(jnp.abs(bias).reshape(len(bias), 2, -1), axis=1).astype(jnp.float32)
+    _, exponent = jnp.frexp(jnp.maximum(size, USUAL_KEY))
+    return jnp.tile(power_of_2(exponent), (1, 2))
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
