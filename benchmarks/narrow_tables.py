@@ -114,9 +114,7 @@ def drafts_table() -> str:
                 gain = row["methods"][name]["over_plain"]
                 spread = f" ({gain['min']:.2f} to {gain['max']:.2f})"
                 found.append(f"{gain['median']:.2f}x{spread}")
-            lines.append(
-                f"| {model} | {KINDS[row['kind']]}: {row['prompts']} | {' | '.join(found)} |"
-            )
+            lines.append(f"| {' | '.join(found)} |")
     runs = [one for document in documents for cell in document["cells"] for one in cell["rows"]]
     parted = sum(not one["same_tokens"] for one in runs)
     note = (
