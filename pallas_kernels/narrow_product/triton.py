@@ -36,7 +36,7 @@ from pallas_kernels.triton import (
 )
 from pallas_kernels.typing import Array, Bool, Float, Int
 
-MOST_ROWS = 128  # of more, as in prefills, XLA's product takes less time than reading saves
+MOST_ROWS = 128  # of more, as in prefills, XLA's product should take less time: never measured
 AT_ONCE = 4  # groups of a turn of the loop: their loads are under way together
 
 
