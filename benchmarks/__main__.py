@@ -34,8 +34,6 @@ MODULES = {
     "equality": "equality",
     "convert_memory": "convert_memory",
     "longcontext": "longcontext.evaluate",
-    "longcontext_texts": "longcontext.texts",
-    "longcontext_model": "longcontext.model",
     "longbench": "longcontext.longbench",
     "kernels": "kernels",
     "step": "step",

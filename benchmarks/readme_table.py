@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from benchmarks import (
     drafter_tables,
@@ -24,7 +25,7 @@ from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
 from benchmarks.start_table import starts
-from benchmarks.table_parts import head, of_gpu, read, source
+from benchmarks.table_parts import RESULTS, head, of_gpu, read, source
 
 
 def on_a_cpu() -> str:
@@ -249,85 +250,23 @@ def partial_cache() -> str:
     return "\n".join([*lines, "", note + source(document) + "."])
 
 
-def first_token() -> str:
-    document = read("ttft")
-    lines = head(
-        "prompt | schedule | first token | against a full prefill | by operations | of these"
-    )
-    for row in document["rows"]:
-        cells = "| | | |"
-        if "speedup" in row:
-            over = row["speedup"]
-            cells = (
-                f"| {over['median']:.2f}x ({over['min']:.2f} to {over['max']:.2f}) "
-                f"| {row['predicted']:.2f}x | {row['of_predicted']:.0%} |"
-            )
-        keep = ", ".join(f"{at}: {share:g}" for at, share in row.get("keep", {}).items())
-        name = row["schedule"] + (f", {{{keep}}}" if keep else "")
-        seconds = row["first_token_seconds"]["median"]
-        lines.append(f"| {row['prompt_tokens']:,} | {name} | {seconds:.2f} s {cells}")
-    model = document["model"]
-    note = (
-        f"Medians of interleaved rounds (smallest and largest ratio in brackets); "
-        f"the trained model of {model['num_layers']} layers of {model['embed_dim']}, in float32. "
-        "Made by "
-    )
-    return "\n".join([*lines, "", note + source(document) + "."])
-
-
-def whole_generations() -> str:
-    document = read("ttft")
-    lines = head(
-        "prompt | schedule | weights | revived | whole generation | against a full one | computed"
-    )
-    for case in document["generations"]:
-        for revived, run in case["runs"].items():
-            schedule, over, computed = "full", "", ""
-            if revived != "full":
-                schedule = case["schedule"]
-                over, computed = f"{run['speedup']['median']:.2f}x", percent(run["computed"])
-            lines.append(
-                f"| {case['prompt_tokens']:,} | {schedule} | {case['weights']} "
-                f"| {revived if over else ''} "
-                f"| {run['generation_seconds']['median']:.2f} s | {over} | {computed} |"
-            )
-    tokens = document["generations"][0]["new_tokens"]
-    note = f"The same run, {tokens} new tokens. Computed: of the prompt, in each stage, at the end."
-    return "\n".join([*lines, "", note])
-
-
-def percent(shares) -> str:
-    return ", ".join(f"{share:.0%}" for share in shares)
+def longcontext() -> list[dict[str, Any]]:
+    """The documents of `longcontext`, a model each."""
+    names = sorted(path.stem for path in RESULTS.glob("longcontext-*.json"))
+    return [read(name) for name in names]
 
 
 def longcontext_scores() -> str:
-    document = read("longcontext")
-    return f"{tables.scores(document)} Made by {source(document)}."
+    made = "; ".join(source(document) for document in longcontext())
+    return f"{tables.scores(longcontext())} Made by {made}."
 
 
 def longcontext_chosen() -> str:
-    return tables.chosen_settings(read("longcontext"))
-
-
-def longcontext_computed() -> str:
-    return tables.computed(read("longcontext"))
+    return tables.chosen_settings(longcontext())
 
 
 def longcontext_verdict() -> str:
-    return tables.verdict_text(read("longcontext"))
-
-
-def texts() -> str:
-    document = read("longcontext_texts")
-    lines = head("method | perplexity | loss added, nats per token")
-    for row in document["perplexity"]:
-        added = "" if row["method"] == "full" else f"{row['added']:.4f} ± {row['interval']:.4f}"
-        lines.append(f"| {row['method']} | {row['perplexity']:.1f} | {added} |")
-    note = (
-        f"Of {document['suffix']} tokens after {document['prompt']}, in {document['samples']} "
-        "texts; the difference text by text, with its 95% interval. Made by "
-    )
-    return "\n".join([*lines, "", note + source(document) + "."])
+    return tables.verdict_text(longcontext())
 
 
 def beginnings() -> str:
@@ -372,13 +311,9 @@ SECTIONS = {
     ("docs/benchmarks.md", "measured"): measured,
     ("docs/benchmarks.md", "tokens-per-step"): tokens_per_step,
     ("docs/tokenswift.md", "partial-cache"): partial_cache,
-    ("docs/lazyllm.md", "first-token"): first_token,
-    ("docs/lazyllm.md", "whole-generations"): whole_generations,
     ("docs/lazyllm.md", "longcontext-scores"): longcontext_scores,
     ("docs/lazyllm.md", "longcontext-chosen"): longcontext_chosen,
-    ("docs/lazyllm.md", "longcontext-computed"): longcontext_computed,
     ("docs/lazyllm.md", "longcontext-verdict"): longcontext_verdict,
-    ("docs/lazyllm.md", "texts"): texts,
     ("docs/tokenswift.md", "draft-weights"): draft_weights,
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/exactness.md", "near-ties"): near_ties,

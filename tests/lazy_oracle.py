@@ -94,13 +94,18 @@ class LazyOracle:
     def _choose(self, stage: int, scores, tokens, *, last_counts: bool) -> set[int]:
         lazy, n = self.lazy, self.n
         share = fractions.Fraction(str(dict(lazy.keep)[self.stages[stage].start]))
-        count = math.ceil(share * n)
+        count = max(math.ceil(share * n), min(lazy.at_least or 0, n))
         before = sorted(self.sets[stage - 1])
         value = {i: scores.get(i, 0.0) for i in before}
         if lazy.pool > 1:
             half = lazy.pool // 2
             near = range(-half, half + 1)
             value = {i: max(value.get(i + d, 0.0) for d in near) for i in before}
+        if lazy.block > 1:
+            blocks = Counter()
+            for i in before:
+                blocks[i // lazy.block] += value[i]
+            value = {i: blocks[i // lazy.block] for i in before}
         always = {i for i in before if i < lazy.sinks or i >= n - lazy.recent}
         if last_counts:
             always |= {i for i in before if i >= n - lazy.window}

@@ -11,7 +11,15 @@ import pytest
 from helpers import tiny_config
 
 import tsjax
-from tsjax.lazy.settings import LONGEST_PROMPT, cuts_for, kept, paper_cuts
+from tsjax.lazy.choice import goes_on
+from tsjax.lazy.settings import (
+    AUTO_AT_LEAST,
+    AUTO_SHARE,
+    LONGEST_PROMPT,
+    auto_cuts,
+    kept,
+    paper_cuts,
+)
 
 LLAMA2_7B = dict(
     vocab_size=32000, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=32, head_dim=128,
@@ -30,7 +38,6 @@ LLAMA2_7B = dict(
         (dict(keep=((2, 0.5), (2, 0.5))), "each layer once"),
         (dict(keep={}), r"keep=\(\) is not valid: 'paper', 'auto', or shares"),
         (dict(keep=0.5), r"keep=0.5 is not valid: 'paper', 'auto', or shares"),
-        (dict(keep="auto"), r"speedup=None is not valid"),
         (dict(keep="auto", speedup=0.5), r"speedup=0.5 is not valid"),
         (dict(keep={1: 0.5}, speedup=2), r"speedup=2 is not valid: left out unless keep='auto'"),
         (dict(revive="later"), r"revive='later' is not valid: one of 'in_batches'"),
@@ -38,6 +45,8 @@ LLAMA2_7B = dict(
         (dict(scores="random"), r"revive='in_batches' is not valid: 'never' or 'background'"),
         (dict(window=0), r"window=0"),
         (dict(pool=2), r"pool=2 is not valid: an odd number"),
+        (dict(block=0), r"block=0"),
+        (dict(at_least=-1), r"at_least=-1"),
         (dict(recent=1.5), r"recent=1.5"),
     ],
 )
@@ -52,7 +61,7 @@ def test_schedules_that_do_not_fit_are_refused():
     assert stages == (range(0, 4), range(4, 8), range(8, 9))
     for given, message in (
         (dict(prefill=lazy), "after layer 8, but the model has 8 layers: at most 7"),
-        (dict(prefill=tsjax.LazyPrefill()), "keep='paper' is not valid here"),
+        (dict(prefill=tsjax.LazyPrefill()), "keep='auto' is not valid here"),
         (dict(prefill=tsjax.LazyPrefill(keep={4: 0.5}, revive="on_demand"), method=tsjax.NGram()),
          "revive='on_demand' is not valid with method=NGram"),
     ):  # fmt: skip
@@ -82,7 +91,7 @@ def test_settings_are_compared_and_how_often_they_choose():
 
 def test_the_papers_schedule():
     assert paper_cuts(32) == ((9, 0.7), (19, 0.49), (28, 0.343))
-    lazy = tsjax.LazyPrefill().resolved(tiny_config(num_layers=32), 1000)
+    lazy = tsjax.LazyPrefill(keep="paper").resolved(tiny_config(num_layers=32), 1000)
     assert dict(lazy.keep) == {9: 0.7, 19: 0.49, 28: 0.343}
     for layers in range(4, 64):
         assert len(paper_cuts(layers)) == 3 and paper_cuts(layers)[-1][0] < layers
@@ -99,13 +108,13 @@ def operations(cfg, counts) -> fractions.Fraction:
     return total
 
 
-@hypothesis.given(st.floats(1.0, 2.6), st.integers(2, 80), st.integers(200, 100_000))
+@hypothesis.given(st.floats(1.0, 2.6), st.integers(2, 80), st.integers(200, 100_000), st.data())
 @hypothesis.settings(max_examples=20)
 def test_auto_is_the_latest_cut_with_the_largest_share_that_meets_the_factor(
-    speedup, layers, tokens
+    speedup, layers, tokens, data
 ):
     cfg = tiny_config(**{**LLAMA2_7B, "num_layers": layers})
-    earliest = math.ceil(7 * layers / 16)
+    earliest = data.draw(st.integers(1, layers - 1))
     whole = operations(cfg, [tokens] * layers)
 
     def factor(layer: int, hundredths: int) -> fractions.Fraction:
@@ -115,16 +124,33 @@ def test_auto_is_the_latest_cut_with_the_largest_share_that_meets_the_factor(
     late = [layer for layer in range(earliest, layers) if factor(layer, 2) >= speedup]
     if late:
         share = max(one for one in range(2, 101) if factor(late[-1], one) >= speedup)
-        assert cuts_for(speedup, cfg, tokens) == ((late[-1], share / 100),)
+        assert auto_cuts(cfg, tokens, earliest, speedup) == ((late[-1], share / 100),)
     else:
-        with pytest.raises(ValueError, match=f"no earlier than after layer {earliest};") as caught:
-            cuts_for(speedup, cfg, tokens)
+        with pytest.raises(ValueError, match=f"in its layer {earliest} and is not cut") as caught:
+            auto_cuts(cfg, tokens, earliest, speedup)
         assert f"at most {math.floor(100 * factor(earliest, 2)) / 100} with" in str(caught.value)
 
 
-def test_auto_refuses_what_it_cannot_meet():
-    lazy = tsjax.LazyPrefill(keep="auto", speedup=50)
+def test_auto_cuts_where_the_model_looks_things_up():
+    cfg = tiny_config(num_layers=8)
+    found = tsjax.LazyPrefill().resolved(cfg, 9000, 5)
+    assert found.cuts == ((5, AUTO_SHARE),) and found.at_least == AUTO_AT_LEAST
+    given = tsjax.LazyPrefill(at_least=7).resolved(cfg, 9000, 5)
+    assert given.at_least == 7 and tsjax.LazyPrefill(keep="paper").resolved(cfg, 9).at_least == 0
+    for looks_up in (None, 0, 8):
+        with pytest.raises(ValueError, match=f"looks_up={looks_up} is not valid: a layer from 1"):
+            tsjax.LazyPrefill().resolved(cfg, 9000, looks_up)
+    lazy = tsjax.LazyPrefill(speedup=50)
     with pytest.raises(ValueError, match=r"speedup=50 is not valid: .* at most 1\.9\d? with 8 "):
-        lazy.resolved(tiny_config(num_layers=8), 1000)
-    lazy = tsjax.LazyPrefill(keep="auto", speedup=2)
-    assert dict(lazy.resolved(tiny_config(**LLAMA2_7B), 4096).cuts) == {15: 0.06}
+        lazy.resolved(cfg, 1000, 4)
+    lazy = tsjax.LazyPrefill(speedup=2).resolved(tiny_config(**LLAMA2_7B), 4096, 14)
+    assert dict(lazy.cuts) == {15: 0.06}
+
+
+@hypothesis.given(st.integers(1, 3000), st.floats(1e-4, 1), st.integers(0, 600))
+@hypothesis.settings(max_examples=40)
+def test_so_many_go_on_at_least(tokens, share, at_least):
+    lazy = tsjax.LazyPrefill(keep={1: share}, at_least=at_least)
+    expected = max(kept(lazy.cuts[0][1], tokens), min(at_least, tokens))
+    assert goes_on(lazy, 1, tokens) == expected
+    assert goes_on(lazy, 1, jnp.asarray([tokens])).tolist() == [expected]

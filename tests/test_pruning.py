@@ -49,6 +49,7 @@ WIDE_OPTIONS = {
     "options": (dict(MANY, revive="on_demand", revive_rows=8), {}),
     "in batches, always": (dict(keep={1: 0.5, 2: 0.2}, choose_every=1, revive_rows=20), {}),
     "no revival, options": (dict(MANY, keep=CUTS, revive="never", recent=9), {}),
+    "blocks": (dict(keep=CUTS, block=4, at_least=23, revive_rows=6, choose_every=3), {}),
 }
 
 
@@ -68,7 +69,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 PROMPTS = prompts_of(53, 37, 5)
 # For `generate`, which compiles a program for each stage: three layers, and passes of one width.
-# The cuts are those of prefill="lazy", so that many tests share their programs.
+# The cuts are those of keep="paper", so that many tests share their programs.
 SHORT_CUTS = {1: 0.49, 2: 0.343}
 SIZES = dict(capacity=CAPACITY, prefill_width=64)
 
@@ -296,7 +297,8 @@ def test_no_step_copies_a_cache(revive):
 
 
 def test_names():
-    request = make_request(small(), PROMPTS[0], None, dict(max_new_tokens=4), prefill="lazy")
+    lazy = tsjax.LazyPrefill(keep="paper")
+    request = make_request(small(), PROMPTS[0], None, dict(max_new_tokens=4), prefill=lazy)
     assert request.decode.prefill is not None and dict(request.decode.prefill.keep) == SHORT_CUTS
 
 
@@ -305,12 +307,19 @@ def test_names():
     [
         (dict(prefill="lazily"), "prefill='lazily' is not valid: 'full', 'lazy' or"),
         (dict(prefill=0.5), "prefill=0.5 is not valid"),
+        (dict(prefill="lazy"), "keep='auto' is not valid: named cuts, or keep='paper', as"),
         (
             dict(prefill=dataclasses.replace(OFTEN, revive_rows=9), capacity=63, prefill_width=16),
             "at least 64 slots .* or revive_rows=9",
         ),
-        (dict(prefill=tsjax.LazyPrefill(sinks=54)), "sinks=54 .* at most the 53 tokens"),
-        (dict(prefill=tsjax.LazyPrefill(window=54)), "window=54 .* at most the 53 tokens"),
+        (
+            dict(prefill=tsjax.LazyPrefill(keep={1: 0.5}, sinks=54)),
+            "sinks=54 .* at most the 53 tokens",
+        ),
+        (
+            dict(prefill=tsjax.LazyPrefill(keep={1: 0.5}, window=54)),
+            "window=54 .* at most the 53 tokens",
+        ),
         (
             dict(prefill=tsjax.LazyPrefill(keep={0: 0.4}, revive="never")),
             "a cut before the first layer needs scores='random'",

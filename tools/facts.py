@@ -34,7 +34,6 @@ def facts() -> dict[str, Any]:
 RENAMED = {
     r"benchmarks/(?:bench_)?(\w+)\.py": r"-m benchmarks \1",
     r"benchmarks\.longcontext\.evaluate": "benchmarks longcontext",
-    r"benchmarks\.longcontext\.texts": "benchmarks longcontext_texts",
 }
 
 

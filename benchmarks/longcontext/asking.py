@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks a model in one of the ways of rivals.py: many prompts at once, or one with its times.
+"""Asks a model in one of the ways of rivals.py, and takes the times.
 
 Knows prompts and answers. Does not know what is right to say.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,8 @@ import numpy as np
 import tsjax
 from benchmarks.longcontext.rivals import Rival
 
-SLOTS = 64  # of which the cache has a multiple
-BATCH = 10  # prompts that are read together
+TOLD = 200  # of the first token's likeliest ones
+COMPARED = 20  # of the full prefill's, one by one; all others as one
 
 
 class Reply(NamedTuple):
@@ -30,6 +30,7 @@ class Reply(NamedTuple):
     seconds: float
     read: int  # tokens of the prompt, once it is compressed
     computed: tuple[float, ...]  # see tsjax.host.result.RunStats.prompt_computed
+    likely: dict[int, float]  # log-probabilities of the first token's likeliest
 
 
 def ask(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -> Reply:
@@ -37,14 +38,18 @@ def ask(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -
     if rival.compress is not None:
         prompt = rival.compress(model, prompt)
     before = time.perf_counter() - began
-    tokens, pieces, seconds, computed = [], [], [], ()
+    tokens, pieces, seconds, computed, likely = [], [], [], (), {}
     for chunk in tsjax.stream(model, prompt.tolist(), prefill=rival.prefill, **settings):
         tokens += chunk.tokens[0].tolist()
         pieces.append(chunk.text[0] if chunk.text else "")
         # The first chunk is one step.
         seconds.append(before + chunk.stats.prefill_seconds + chunk.stats.decode_seconds)
         computed = chunk.stats.prompt_computed
-    return Reply(tokens, "".join(pieces), seconds[0], seconds[-1], len(prompt), computed)
+        if chunk.logprobs and not likely:
+            told = chunk.logprobs[0]
+            likely = dict(zip(told.top_tokens[0].tolist(), told.top[0].tolist(), strict=True))
+    text = "".join(pieces)
+    return Reply(tokens, text, seconds[0], seconds[-1], len(prompt), computed, likely)
 
 
 def ask_compiled(model: tsjax.Model, rival: Rival, prompt: np.ndarray, **settings: Any) -> Reply:
@@ -71,38 +76,13 @@ def compilations() -> Iterator[list[str]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def capacity_of(longest: int, new: int) -> int:
-    """Cache slots for prompts and answers: few, as empty ones take time on a CPU."""
-    passes = 1 << (longest - 1).bit_length()  # at most what the prefill's passes cover
-    needed = max(longest + new + tsjax.LazyPrefill().revive_rows, passes)
-    return -(-needed // SLOTS) * SLOTS
-
-
-class Answers(NamedTuple):
-    tokens: list[list[int]]
-    computed: list[float]  # the mean share of the prompt that each stage computed
-
-
-def answers(
-    model: tsjax.Model, rival: Rival, prompts: Sequence[np.ndarray], new: int, room: int = 0
-) -> Answers:
-    """`new` tokens after each prompt, BATCH prompts at once.
-
-    Args:
-      room: for so many new tokens the cache has room, for calls to share their programs.
-    """
-    said, computed = [], []
-    for begin in range(0, len(prompts), BATCH):
-        batch = prompts[begin : begin + BATCH]
-        if rival.compress is not None:
-            batch = [rival.compress(model, prompt) for prompt in batch]
-        result = tsjax.generate(
-            model,
-            [row.tolist() for row in batch],
-            max_new_tokens=new,
-            prefill=rival.prefill,
-            capacity=capacity_of(max(map(len, batch)), max(new, room)),
-        )
-        said += result.tokens
-        computed.append(result.stats.prompt_computed)
-    return Answers(said, np.mean(computed, axis=0).tolist() if computed[0] else [])
+def divergence(full: dict[int, float], other: dict[int, float]) -> float:
+    """From the full prefill's distribution of the first token, in nats: over its COMPARED
+    likeliest tokens, and all others as one. A token that is not among the other's TOLD has at most
+    the probability of the last of them, and is counted with it."""
+    ids = sorted(full, key=lambda token: -full[token])[:COMPARED]
+    least = min(other.values())
+    p = np.exp([full[token] for token in ids])
+    q = np.exp([other.get(token, least) for token in ids])
+    p, q = (np.append(one, max(1e-9, 1 - one.sum())) for one in (p, q))
+    return max(0.0, float(np.sum(p * np.log(p / q))))

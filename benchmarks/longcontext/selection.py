@@ -2,7 +2,7 @@
 """Which tasks a model masters, and which setting of a family is the best for a target.
 
 The full prefill's score says which tasks are left out. The candidates of rivals.py are scored on
-the tasks for development alone, on prompts that are not met again.
+the half for development alone.
 """
 
 from __future__ import annotations
@@ -14,36 +14,47 @@ from typing import Any
 import jax
 import numpy as np
 
-import tsjax
-from benchmarks.longcontext.asking import answers
-from benchmarks.longcontext.rivals import FAMILIES, FULL, Rival, candidates, operations, solved
-from benchmarks.longcontext.tasks import PART_TOKENS, QUERIES, TASKS, VALUE_TOKENS, Example, score
-from benchmarks.longcontext.verdict import interval
-
-DEVELOPMENT = ("key_values", "late_query", "common_word")
-REPORTED = ("passkey", "multi_query", "long_copy", "variable_tracking")
-HALVES = ("development", "reported")  # whose prompts have seeds of their own
-LONGEST_ANSWER = max(PART_TOKENS, QUERIES * (1 + VALUE_TOKENS))
+from benchmarks.longcontext.asking import TOLD, ask, divergence
+from benchmarks.longcontext.rivals import (
+    FAMILIES,
+    FULL,
+    Asked,
+    Rival,
+    Setting,
+    candidates,
+    fixed_setting,
+    operations,
+    rival_of,
+    solved,
+)
+from benchmarks.longcontext.tasks import Example, Sources, examples_of
 
 Document = dict[str, Any]
+Save = Callable[[], object]
+ANSWER_ROOM = 128 + 64  # tokens of an answer, and rows of a revival
+
+# The full prefill's log-probabilities of the first token, by the example: kept for one process.
+_FULL: dict[tuple, dict[int, float]] = {}
 
 
-def examples_of(
-    task: str, length: int, samples: range, seed: int, half: str = "development"
-) -> list[Example]:
-    """Each sample has a seed, so more of them may follow later."""
-    return [
-        TASKS[task](np.random.default_rng([seed, HALVES.index(half), length, index]), length)
-        for index in samples
-    ]
+def ways_to_ask(example: Example, length: int, share: float = 1.0) -> dict[str, Any]:
+    """What all methods are asked with; the cache has the slots that the prompt may need. Answers
+    are as long whatever they say, for their times to be of as many tokens."""
+    slots = max(256, int(length * share) + 512) + ANSWER_ROOM
+    return {
+        "max_new_tokens": example.new_tokens, "eos_token_id": (), "logprobs": TOLD,
+        "capacity": -(-slots // 64) * 64,
+    }  # fmt: skip
 
 
-def scores_of(model: tsjax.Model, rival: Rival, examples: Sequence[Example]) -> list[float]:
-    """Of prompts that are read together."""
-    new = max(len(one.answer) for one in examples)
-    prompts = [one.prompt for one in examples]
-    said = answers(model, rival, prompts, new, LONGEST_ANSWER).tokens
-    return [score(one.answer, row) for one, row in zip(examples, said, strict=True)]
+def points_of(asked: Asked, rival: Rival, examples: Sequence[Example], length: int):
+    """Each example's score and the first token's log-probabilities."""
+    found = []
+    for example in examples:
+        how = ways_to_ask(example, length, rival.compress_share)
+        reply = ask(asked.model, rival, example.prompt, **how)
+        found.append((example.by(reply.text, example.answers), reply.likely))
+    return found
 
 
 def forget_programs() -> None:
@@ -57,21 +68,22 @@ def has(rows: list[dict[str, Any]], **place: Any) -> bool:
     return any(place.items() <= row.items() for row in rows)
 
 
-def measure_dense(model, document: Document, args, save: Callable[[], object]) -> None:
+def measure_dense(asked: Asked, sources: dict[str, Sources], document: Document, args, save: Save):
     """The full prefill's scores on prompts for development, which say what tasks are left out."""
-    places = [(task, args.develop_length) for task in DEVELOPMENT]
-    places += [(task, length) for length in args.samples for task in args.tasks]
-    for task, length in places:
-        if has(document["dense"], task=task, length=length):
-            continue
-        examples = examples_of(task, length, range(args.develop_samples), args.seed)
-        mean, half = interval(scores_of(model, FULL, examples))
-        row = {"task": task, "length": length, "score": mean, "interval": half}
-        row["left_out"] = mean < args.least_dense
-        document["dense"].append(row)
-        left_out = " left out" if row["left_out"] else ""
-        print(f"full, {task}, {length}: {100 * mean:.1f} +- {100 * half:.1f}{left_out}", flush=True)
-        save()
+    for length in dict.fromkeys([args.develop_length, *args.samples]):
+        for task in args.tasks:
+            if has(document["dense"], task=task, length=length) or args.budget.is_used_up:
+                continue
+            samples = range(args.develop_samples)
+            half = sources["development"]
+            examples = examples_of(half, task, length, samples, args.seed, "development")
+            scores = [score for score, _ in points_of(asked, FULL, examples, length)]
+            row = {"task": task, "length": length, "score": float(np.mean(scores))}
+            row["left_out"] = row["score"] < args.least_dense
+            document["dense"].append(row)
+            left_out = ", left out" if row["left_out"] else ""
+            print(f"full, {task}, {length}: {100 * row['score']:.1f}{left_out}", flush=True)
+            save()
 
 
 def mastered(document: Document, tasks: Sequence[str], length: int) -> list[str]:
@@ -79,69 +91,95 @@ def mastered(document: Document, tasks: Sequence[str], length: int) -> list[str]
     return [task for task in tasks if has(kept, task=task)]
 
 
-def develop(model, document: Document, args, save: Callable[[], object]) -> None:
-    """The scores of all candidates on the tasks that choose."""
-    length, cfg = args.develop_length, model.cfg
-    tasks = mastered(document, DEVELOPMENT, length)
+def develop(asked: Asked, sources: dict[str, Sources], document: Document, args, save: Save):
+    """The scores of all candidates on the half that chooses."""
+    length = args.develop_length
+    tasks = mastered(document, args.tasks, length)
     if not tasks:
-        raise SystemExit(
-            "no task is left to choose settings on: of "
-            f"{', '.join(DEVELOPMENT)} the full prefill masters none"
+        raise SystemExit("no task is left to choose settings on: the full prefill masters none")
+    examples = {
+        task: examples_of(
+            sources["development"], task, length, range(args.develop_samples), args.seed,
+            "development",
         )
-    for name, family in FAMILIES.items():
-        for target in args.targets:
-            for shape, cuts in candidates(cfg, family, length, target):
-                place = {"family": name, "target": target, "shape": listed(shape.powers)}
-                if has(document["candidates"], **place):
+        for task in tasks
+    }  # fmt: skip
+    for family in args.families:
+        for target in args.targets[FAMILIES[family].targets]:
+            found = candidates(asked, family, length, target)
+            for setting in found:
+                if has(document["candidates"], **setting) or args.budget.is_used_up:
                     continue
-                saved = operations(cfg, family.build(cuts, 0), length)
-                scores = {}
-                for task in tasks:
-                    examples = examples_of(task, length, range(args.develop_samples), args.seed)
-                    found = []
-                    for draw in range(min(family.draws, len(examples))):
-                        rival = family.build(cuts, draw)
-                        found += scores_of(model, rival, examples[draw :: family.draws])
-                    scores[task] = float(np.mean(found))
-                mean = float(np.mean(list(scores.values())))
-                place |= {"cuts": listed(cuts), "operations": saved}
-                document["candidates"].append(place | {"scores": scores, "score": mean})
-                print(f"{name}, {target}x, {dict(cuts)}: {100 * mean:.1f}", flush=True)
+                if len(found) > 1:
+                    candidate_scored(asked, setting, examples, document, length)
+                else:  # there is nothing to choose
+                    document["candidates"].append({**setting, "score": None, "divergence": None})
                 save()
                 forget_programs()
 
 
-def listed(pairs) -> list[list[float]]:
-    """As JSON gives them back."""
-    return [list(pair) for pair in pairs]
+def candidate_scored(asked: Asked, setting: Setting, examples, document: Document, length: int):
+    rival, scores, diverged = rival_of(asked, setting), {}, []
+    for task, some in examples.items():
+        found = points_of(asked, rival, some, length)
+        scores[task] = float(np.mean([score for score, _ in found]))
+        for index, (_, likely) in enumerate(found):
+            place = task, length, index
+            if place not in _FULL:
+                ((_, _FULL[place]),) = points_of(asked, FULL, some[index : index + 1], length)
+            diverged.append(divergence(_FULL[place], likely))
+    row = {
+        **setting, "operations": operations(asked.model.cfg, rival, length), "scores": scores,
+        "score": float(np.mean(list(scores.values()))), "divergence": float(np.mean(diverged)),
+    }  # fmt: skip
+    document["candidates"].append(row)
+    said = f"{setting['family']}, {setting['target']}x, {setting['cuts']}"
+    print(f"{said}: {100 * row['score']:.1f}, {row['divergence']:.3f} nats", flush=True)
 
 
 def chosen(document: Document, family: str, target: float) -> dict[str, Any] | None:
-    """The candidate with the best mean score; of equal ones the first, which cuts latest."""
-    rows = document["candidates"]
-    rows = [row for row in rows if (row["family"], row["target"]) == (family, target)]
-    return max(rows, key=lambda row: row["score"], default=None)
+    """The candidate with the best mean score; of equal ones the one that diverges least."""
+    named = FAMILIES[family].chosen_as or family
+    rows = [row for row in document["candidates"] if row["family"] == named]
+    rows = [row for row in rows if row["target"] == target]
+    if len(rows) < 2:
+        return rows[0] if rows else None
+    return max(rows, key=lambda row: (row["score"], -row["divergence"]))
 
 
-def settings_for(cfg: tsjax.ModelConfig, document: Document, length: int) -> list[dict[str, Any]]:
+def settings_for(asked: Asked, document: Document, args, length: int) -> list[Setting]:
     """Family by family and target by target, the chosen shape with its shares for this length."""
-    found: list[dict[str, Any]] = [{"family": "full", "target": None, "cuts": []}]
-    for name, family in FAMILIES.items():
-        if family.rule is not None:
-            found += [
-                {"family": name, "target": target, "cuts": listed(cuts)}
-                for target, cuts in family.rule(cfg, length, document["targets"])
-            ]
+    found: list[Setting] = [{"family": "full", "target": None, "cuts": []}]
+    for name in args.families:
+        family = FAMILIES[name]
+        if family.fixed:
+            found.append(fixed_setting(name, asked, length))
             continue
-        shapes = family.shapes(cfg.num_layers)
-        for target in document["targets"]:
+        for target in document["targets"][family.targets]:
             best = chosen(document, name, target)
-            named = [shape for shape in shapes if best and listed(shape.powers) == best["shape"]]
-            cuts = [solved(cfg, family, shape, length, target) for shape in named]
-            found += [
-                {"family": name, "target": target, "cuts": listed(one)} for one in cuts if one
-            ]
-        if family.falls_short and not has(found, family=name):
-            cuts = shapes[0].cuts(0.0)
-            found.append({"family": name, "target": None, "cuts": listed(cuts)})
+            if best is None:
+                continue
+            layers, block = [layer for layer, _ in best["cuts"]], best.get("block")
+            shares = [share for _, share in best["cuts"]]
+            for shape in family.shapes(asked):
+                same = [layer for layer, _ in shape.powers] == layers
+                if not same or dict(shape.more).get("block") != block:
+                    continue
+                setting = solved(asked, name, shape, length, target)
+                if setting is not None and falls_alike(setting, shares):
+                    found.append(setting)
+                    break
     return found
+
+
+def falls_alike(setting: Setting, shares: Sequence[float]) -> bool:
+    """Whether shares fall as steeply as others, which tells shapes with the same layers apart."""
+    mine = [share for _, share in setting["cuts"]]
+    if len(mine) < 2:
+        return True
+
+    def power(some: Sequence[float]) -> float:
+        return np.log(max(some[1], 1e-6)) / np.log(min(some[0], 0.999))
+
+    at_floor = min(mine[1], shares[1]) <= 0.02
+    return at_floor or abs(power(mine) - power(shares)) < 1

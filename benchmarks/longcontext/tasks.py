@@ -1,210 +1,312 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic tasks over token ids, of any length, each with the answers that are right.
+"""Tasks for models that speak English and Python, with prompts of any length.
 
-A small vocabulary of names, values and filler takes the place of words, so that a small model can
-learn to retrieve. Every task is a function (generator, length, questions) -> Example. Its context
-and the first question together have at most `length` tokens, and nearly as many; more questions
-about the same context are for training.
+Prose comes from a folder of books and code from one of Python modules, of which each half of the
+tasks has its own. A task is a function (sources, rng, length) -> Example: a prompt of at most
+`length` tokens and nearly as many, in the model's chat template where something is asked, and what
+is right to say next. An answer is begun for the model, as only what follows is of interest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import ast
+import difflib
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-BEGIN, PAIR, ASK, COUNT, PART, COPY, ORDER, GO = range(8)
-NAMES = range(16, 144)
-VALUES = range(144, 240)
-FILLER = range(240, 288)
-VOCAB = 288
-VALUE_TOKENS = 2  # of each value
-HOPS = 1
-QUERIES = 4  # answered one after the other
-PART_TOKENS = 16
+import tsjax
+from tsjax.files.tokenizer import encode
+from tsjax.host.chat import chat_prompt
 
-
-class Question(NamedTuple):
-    tokens: list[int]
-    answer: list[int]  # what greedy decoding is to say
-    depth: float = 0.0  # where in the context the answer lies, from 0 to 1
+HALVES = ("development", "reported")
+COLOURS = (
+    "amber", "azure", "black", "bronze", "copper", "crimson", "golden", "green", "grey", "indigo",
+    "ivory", "olive", "orange", "pearl", "purple", "scarlet", "silver", "tawny", "violet", "white",
+)  # fmt: skip
+THINGS = (
+    "anchor", "badger", "barrel", "beacon", "bridge", "candle", "castle", "cedar", "comet", "drum",
+    "eagle", "falcon", "garden", "hammer", "harbor", "island", "kettle", "ladder", "lantern",
+    "lemon", "marble", "meadow", "mirror", "needle", "oyster", "pepper", "pigeon", "rabbit",
+    "saddle", "signal", "spider", "statue", "temple", "ticket", "tunnel", "turtle", "valley",
+    "walnut", "whistle", "window",
+)  # fmt: skip
+SURNAMES = (
+    "Abernathy", "Birkett", "Calloway", "Dunmore", "Ellery", "Fairbank", "Gresham", "Hollis",
+    "Inskip", "Jardine", "Kestrel", "Lockwood", "Merrow", "Norwood", "Oakes", "Pemberly",
+)  # fmt: skip
+# What is told in the middle of a chapter, what is asked, and how the answer begins.
+FACTS = (
+    ("It was said in those days that Mr. {name} kept the {thing} money in a {colour} box.",
+     "What colour was the box in which Mr. {name} kept money?", "The box was", "colour"),
+    ("Mrs. {name} had, to every neighbour's wonder, taught her {colour} parrot to say '{thing}'.",
+     "Which word had Mrs. {name} taught her parrot to say?", "The word was '", "thing"),
+    ("The inn where Captain {name} lodged that winter was called the {colour} {thing}.",
+     "What was the inn called where Captain {name} stayed in winter?", "It was called the",
+     "colour thing"),
+    ("Old Doctor {name} would take no other fee than a {thing}, which he painted {colour}.",
+     "What did Doctor {name} take as his fee?", "His fee was a", "thing"),
+)  # fmt: skip
+MEMORY = "\n\nNow answer from the text above.\n"
+FENCE = "```"
 
 
 class Example(NamedTuple):
-    context: list[int]
-    questions: list[Question]
-
-    @property
-    def prompt(self) -> np.ndarray:
-        """The context and its first question, [P] int32."""
-        return np.asarray([*self.context, *self.questions[0].tokens], np.int32)
-
-    @property
-    def answer(self) -> np.ndarray:
-        """What is right to say after the prompt, [A] int32."""
-        return np.asarray(self.questions[0].answer, np.int32)
+    prompt: np.ndarray  # [P] int32
+    answers: tuple[str, ...]  # all of them are to be said
+    new_tokens: int
+    by: Callable[[str, Sequence[str]], float]  # what an answer scores, from 0 to 1
 
 
-def passkey(
-    rng: np.random.Generator, length: int, questions: int = 1, depth: float | None = None
-) -> Example:
-    """One name and its value in filler."""
-    del questions  # there is one
-    depth = rng.random() if depth is None else depth
-    (name,), (value,) = _names(rng, 1), _values(rng, 1)
-    needle, question = [PAIR, name, *value], [ASK, name]
-    room = max(0, length - len(needle) - len(question) - 1)
-    before = round(depth * room)
-    filler = _filler(rng, room)
-    context = [BEGIN, *filler[:before], *needle, *filler[before:]]
-    return Example(context, [Question(question, value, depth)])
+class Sources:
+    """Sentences of books and Python modules of one half, with the model that is asked."""
+
+    def __init__(self, model: tsjax.Model, books: Path, modules: Path, half: str):
+        self.model, odd = model, HALVES.index(half)
+        texts = [path.read_text(errors="replace") for path in sorted(books.glob("*.txt"))][odd::2]
+        code = sorted(modules.glob("*.py"))[odd::2]
+        self.modules = [path.read_text(errors="replace") for path in code]
+        if not texts or not code:
+            raise SystemExit(f"{books} has too few *.txt, or {modules} too few *.py: two of each")
+        self.sentences = [_sentences(text) for text in texts]
+
+    def ids(self, text: str) -> np.ndarray:
+        return encode(self.model.tokenizer, text, add_special_tokens=False)
+
+    def asked(self, text: str, answer: str) -> np.ndarray:
+        """The tokens of a question, and of an answer's beginning."""
+        chat = chat_prompt(self.model, [{"role": "user", "content": text}])
+        return np.concatenate([chat, self.ids(answer)])
+
+    def chapter(self, rng: np.random.Generator, tokens: int) -> list[str]:
+        """Sentences in a row of one book, at most so many tokens."""
+        book = self.sentences[int(rng.integers(len(self.sentences)))]
+        start = int(rng.integers(max(1, len(book) - tokens // 12)))
+        found, left = [], tokens
+        for sentence in book[start:]:
+            left -= len(self.ids(" " + sentence))
+            if left < 0:
+                break
+            found.append(sentence)
+        return found
+
+    def filled(self, rng, length: int, told: Sequence[str], question: str, answer: str):
+        """The prompt: a chapter with sentences `told` anywhere in it, and what is asked of it."""
+        fixed = len(self.asked(" ".join(told) + MEMORY + question, answer))
+        sentences = self.chapter(rng, length - fixed - 8)
+        places = np.sort(rng.integers(1, max(2, len(sentences)), size=len(told)))
+        for place, sentence in reversed(list(zip(places, told, strict=True))):
+            sentences.insert(int(place), sentence)
+        return self.asked(" ".join(sentences) + MEMORY + question, answer)
 
 
-def key_values(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """Names and values, nothing else; one is asked for."""
-    names, values = _pairs(rng, length - 3)
-    asked = rng.choice(len(names), size=min(questions, len(names)), replace=False)
-    return Example(
-        _spread(rng, _listed(names, values), length - 2),
-        [Question([ASK, names[i]], values[i], i / len(names)) for i in asked],
+def _sentences(text: str) -> list[str]:
+    body = " ".join(text.split())
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", body)[40:]  # without the title and the contents
+
+
+def share_said(text: str, answers: Sequence[str]) -> float:
+    """How many of the answers a text has, each at its first place as a whole word."""
+    said = text.casefold()
+    found = [re.search(rf"(?<!\w){re.escape(one.casefold())}(?!\w)", said) for one in answers]
+    return float(np.mean([one is not None for one in found]))
+
+
+def likeness(text: str, answers: Sequence[str]) -> float:
+    """How alike a text and the answer are, their spaces made one."""
+    said, wanted = (" ".join(one.split()) for one in (text.split(FENCE)[0], answers[0]))
+    return difflib.SequenceMatcher(None, said[: 2 * len(wanted)], wanted, autojunk=False).ratio()
+
+
+def first_line(text: str, answers: Sequence[str]) -> float:
+    return likeness(text.lstrip("\n").split("\n")[0], answers)
+
+
+def _keys(rng: np.random.Generator, count: int) -> list[str]:
+    pairs = rng.choice(len(COLOURS) * len(THINGS), size=count, replace=False)
+    return [f"{COLOURS[pair // len(THINGS)]} {THINGS[pair % len(THINGS)]}" for pair in pairs]
+
+
+def _numbers(rng: np.random.Generator, count: int) -> list[str]:
+    return [str(number) for number in rng.choice(90_000, size=count, replace=False) + 10_000]
+
+
+def _told(keys: Sequence[str], numbers: Sequence[str]) -> list[str]:
+    pairs = zip(keys, numbers, strict=True)
+    return [f"The secret number of the {key} is {number}." for key, number in pairs]
+
+
+def needle(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """One number in a chapter."""
+    (key,), (number,) = _keys(rng, 1), _numbers(rng, 1)
+    question = f"What is the secret number of the {key}?"
+    begun = f"The secret number of the {key} is "
+    prompt = sources.filled(rng, length, _told([key], [number]), question, begun)
+    return Example(prompt, (number,), 10, share_said)
+
+
+def keys(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """Nothing but names and numbers; one is asked for."""
+    names, numbers = _keys(rng, 800), _numbers(rng, 800)
+    lines, asked = [], int(rng.random() * (length - 100) / 18)
+    question = f"What is the secret number of the {names[asked % 800]}?"
+    begun = f"The secret number of the {names[asked % 800]} is "
+    left = length - len(sources.asked(MEMORY + question, begun)) - 8
+    told = _told(names, numbers)
+    for index in range(800):  # the one that is asked for goes in where it lies
+        left -= len(sources.ids(told[index] + "\n"))
+        if left < 0:
+            break
+        lines.append(told[index])
+    place = asked % len(lines)
+    question, begun = (one.replace(names[asked % 800], names[place]) for one in (question, begun))
+    prompt = sources.asked("\n".join(lines) + MEMORY + question, begun)
+    return Example(prompt, (numbers[place],), 10, share_said)
+
+
+def several(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """Four of eight numbers in a chapter, asked for at once."""
+    names, numbers = _keys(rng, 8), _numbers(rng, 8)
+    asked = rng.choice(8, size=4, replace=False)
+    listed = ", ".join(f"the {names[one]}" for one in asked)
+    question = (
+        f"What are the secret numbers of {listed}? Write one line for each, such as "
+        "'the pink house: 12345'."
     )
+    begun = f"the {names[asked[0]]}: "
+    prompt = sources.filled(rng, length, _told(names, numbers), question, begun)
+    return Example(prompt, tuple(numbers[one] for one in asked), 56, share_said)
 
 
-def multi_query(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """Several names are asked for at once, and answered one after the other.
-
-    When the first is answered, the prompt's last token has no reason to look for the others.
-    """
-    size = QUERIES + 2
-    names, values = _pairs(rng, length - size - 1)
-    found = []
-    for _ in range(questions):
-        asked = rng.choice(len(names), size=min(QUERIES, len(names)), replace=False)
-        answer = [token for i in asked for token in (names[i], *values[i])]
-        found.append(Question([ORDER, *(names[i] for i in asked), GO], answer))
-    return Example(_spread(rng, _listed(names, values), length - size), found)
+def variables(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """A number goes from name to name through a chapter; what has the last one?"""
+    names = [one.replace(" ", "_") for one in _keys(rng, 6)]
+    number, other = _numbers(rng, 2)
+    told = [f"Let {names[0]} = {number}.", f"Let {names[3]} = {other}."]
+    for before, after in ((0, 1), (3, 4), (1, 2), (4, 5)):
+        told.append(f"Let {names[after]} = {names[before]}.")
+    question = f"Which number is {names[2]} equal to, if you follow the 'Let' statements?"
+    begun = f"{names[2]} = {names[1]} = {names[0]} = "
+    return Example(sources.filled(rng, length, told, question, begun), (number,), 10, share_said)
 
 
-def late_query(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """A table at the start of the prompt says which names to give the values of.
-
-    The table is read while the answer is made; the prompt's last token asks for nothing.
-    """
-    del questions  # there is one table
-    table = QUERIES + 2
-    names, values = _pairs(rng, length - table - 2)
-    asked = rng.choice(len(names), size=min(QUERIES, len(names)), replace=False)
-    answer = [token for i in asked for token in (names[i], *values[i])]
-    pairs = _spread(rng, _listed(names, values), length - table - 1, begin=())
-    order = [ORDER, *(names[i] for i in asked)]
-    return Example([BEGIN, *order, *pairs], [Question([GO], answer)])
+def frequent(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """Which word is the most frequent in a long list."""
+    names = [THINGS[i] for i in rng.choice(len(THINGS), size=20, replace=False)]
+    weights = np.asarray([0.3, *[0.7 / 19] * 19])
+    question = "Which word occurs most often in the list above?"
+    begun = "The word that occurs most often is '"
+    room = length - len(sources.asked(MEMORY + question, begun)) - 8
+    words = [names[i] for i in rng.choice(20, size=room, p=weights)]
+    shorter = len(words) * room // (len(sources.ids(" ".join(words))) + 1)
+    listed = " ".join(words[: min(shorter, len(words)) - 4])
+    return Example(sources.asked(listed + MEMORY + question, begun), (names[0],), 6, share_said)
 
 
-def variable_tracking(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """A value goes from name to name; which value has the last name? Other chains lie between.
-
-    Questions after the first ask for any name of a chain.
-    """
-    chains = max(1, (length - 3) // (2 + VALUE_TOKENS + HOPS * 3))
-    names = _names(rng, min(chains * (HOPS + 1), len(NAMES)))
-    chains = len(names) // (HOPS + 1)
-    values = _values(rng, chains)
-    members = [names[chain * (HOPS + 1) : (chain + 1) * (HOPS + 1)] for chain in range(chains)]
-    queues = []
-    for mine, value in zip(members, values, strict=True):
-        steps = [[PAIR, after, before] for before, after in zip(mine, mine[1:], strict=False)]
-        queues.append([[PAIR, mine[0], *value], *steps])
-    statements = []
-    while any(queues):  # interleaved, each chain in its order
-        chain = int(rng.choice([i for i, steps in enumerate(queues) if steps]))
-        statements.append(queues[chain].pop(0))
-    found = []
-    for index in range(questions):
-        chain = int(rng.integers(chains))
-        hop = int(rng.integers(HOPS + 1)) if index else HOPS
-        found.append(Question([ASK, members[chain][hop]], values[chain]))
-    return Example(_spread(rng, statements, length - 2), found)
+def chapter(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """What a chapter tells by the way, asked for in other words."""
+    sentence, question, begun, wanted = FACTS[int(rng.integers(len(FACTS)))]
+    colour, thing = (str(rng.choice(some)) for some in (COLOURS, THINGS))
+    names = {"name": str(rng.choice(SURNAMES)), "colour": colour, "thing": thing}
+    answers = tuple(names[one] for one in wanted.split())
+    told, question = sentence.format(**names), question.format(**names)
+    return Example(sources.filled(rng, length, [told], question, begun), answers, 8, share_said)
 
 
-def common_word(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """Which name occurs most often: wide attention."""
-    del questions  # there is one
-    count = length - 2
-    names = _names(rng, 8)
-    share = max(2, count // 4)
-    others = np.resize(names[1:], count - share)  # each of them as often
-    words = rng.permutation([*[names[0]] * share, *others])
-    return Example([BEGIN, *words.tolist()], [Question([COUNT], [names[0]])])
+def next_line(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """The next line of a module, which uses a name from its beginning."""
+    for lines, counts in _long_modules(sources, rng, length):
+        ends = np.cumsum(counts)
+        first = {
+            name for i in range(len(lines)) if ends[i] < length // 5
+            for name in re.findall(r"^(?:import|from|def|class|)\s*(\w{4,})\b", lines[i])
+        }  # fmt: skip
+        fits = [
+            i for i in range(1, len(lines)) if 0.85 * length < ends[i - 1] <= length - 4
+            and len(lines[i].strip()) > 16 and first & set(re.findall(r"\w+", lines[i]))
+            and not lines[i].lstrip().startswith(("#", '"', "'"))
+        ]  # fmt: skip
+        if fits:
+            at = int(rng.choice(fits))
+            prompt = sources.ids("\n".join(lines[:at]) + "\n")
+            return Example(prompt[-length:], (lines[at].strip(),), 28, first_line)
+    raise SystemExit(f"no module is long enough for a prompt of {length} tokens")
 
 
-def long_copy(rng: np.random.Generator, length: int, questions: int = 1) -> Example:
-    """One of several paragraphs, named by its first token, word for word."""
-    number = max(1, (length - 3) // (PART_TOKENS + 2))
-    names = _names(rng, min(number, len(NAMES)))
-    texts = rng.choice(np.asarray(VALUES), size=(len(names), PART_TOKENS)).tolist()
-    parts = [[PART, name, *text] for name, text in zip(names, texts, strict=True)]
-    asked = rng.choice(len(names), size=min(questions, len(names)), replace=False)
-    return Example(
-        _spread(rng, parts, length - 2),
-        [Question([COPY, names[i]], texts[i], i / len(names)) for i in asked],
-    )
+def distant_edit(sources: Sources, rng: np.random.Generator, length: int) -> Example:
+    """A function of a module, to be written with another name in it, as the first line says."""
+    for lines, _ in _long_modules(sources, rng, length):
+        text = "\n".join(lines)
+        for node in _short_functions(text, rng):
+            source = ast.get_source_segment(text, node) or ""
+            names = [arg.arg for arg in node.args.args if arg.arg not in ("self", "cls")]
+            counts = {name: len(re.findall(rf"\b{name}\b", source)) for name in names}
+            named = [name for name, count in counts.items() if count > 2 and len(name) > 2]
+            if not named or len(sources.ids(source)) > 110:
+                continue
+            old, new = named[0], str(rng.choice(THINGS))
+            edited = re.sub(rf"\b{old}\b", new, source)
+            head, body = edited.split("(", 1)
+            note = f"In the function `{node.name}`, `{old}` is to be called `{new}`."
+            ask = f"Write the function `{node.name}` again, changed as the note at the top demands."
+            begun = f"{FENCE}python\n{head}("
+            room = length - len(sources.asked(f"{note}\n{FENCE}python\n{FENCE}\n{ask}", begun)) - 16
+            shown = _around(sources, lines, node, room)
+            if shown is None:
+                continue
+            question = f"{note}\n{FENCE}python\n{shown}\n{FENCE}\n{ask}"
+            new_tokens = min(120, len(sources.ids(body)) + 12)
+            return Example(sources.asked(question, begun), (body,), new_tokens, likeness)
+    raise SystemExit(f"no module is long enough for a prompt of {length} tokens")
 
 
-TASKS: dict[str, Callable[..., Example]] = {
-    "passkey": passkey,
-    "key_values": key_values,
-    "multi_query": multi_query,
-    "late_query": late_query,
-    "variable_tracking": variable_tracking,
-    "common_word": common_word,
-    "long_copy": long_copy,
-}
-RETRIEVAL = ("passkey", "key_values", "multi_query")
+def _long_modules(sources: Sources, rng, length: int) -> Iterator[tuple[list[str], list[int]]]:
+    """Modules of more than `length` tokens in any order: their lines, and the tokens of each."""
+    for index in rng.permutation(len(sources.modules)):
+        text = sources.modules[index]
+        if len(text) > 2 * length:
+            lines = text.splitlines()
+            counts = [len(sources.ids(line + "\n")) for line in lines]
+            if sum(counts) > length + 64:
+                yield lines, counts
 
 
-def score(answer: np.ndarray, said: Sequence[int] | np.ndarray) -> float:
-    """The share of the answer's values that were said at their places, or of all it consists of."""
-    said = np.asarray(said)[: len(answer)]
-    said = np.pad(said, (0, len(answer) - len(said)), constant_values=-1)
-    values = np.isin(answer, VALUES)
-    return float(np.mean((said == answer)[values if values.any() else ...]))
+def _short_functions(text: str, rng) -> list[ast.FunctionDef]:
+    try:
+        nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+    except SyntaxError:
+        return []
+    short = [node for node in nodes if 3 <= (node.end_lineno or 0) - node.lineno <= 9]
+    names = [node.name for node in nodes]
+    short = [node for node in short if names.count(node.name) == 1]
+    return [short[i] for i in rng.permutation(len(short))]
 
 
-def _names(rng: np.random.Generator, count: int) -> list[int]:
-    return rng.choice(np.asarray(NAMES), size=count, replace=False).tolist()
+def _around(sources: Sources, lines: list[str], node: ast.FunctionDef, room: int) -> str | None:
+    """Lines around a function, nearly as many as there is room for; None where they are too few."""
+    counts = np.cumsum([0, *(len(sources.ids(line + "\n")) for line in lines)])
+    begin, end = node.lineno - 1, node.end_lineno or node.lineno
+    if counts[-1] < room:
+        return None
+    last = int(np.searchsorted(counts, min(counts[-1], counts[end] + room // 2), "right")) - 1
+    first = int(np.searchsorted(counts, counts[last] - room, "left"))
+    return "\n".join(lines[first:last]) if first <= begin and last >= end else None
 
 
-def _values(rng: np.random.Generator, count: int) -> list[list[int]]:
-    return rng.choice(np.asarray(VALUES), size=(count, VALUE_TOKENS)).tolist()
+TASKS: dict[str, Callable[[Sources, np.random.Generator, int], Example]] = {
+    "needle": needle, "keys": keys, "several": several, "variables": variables,
+    "frequent": frequent, "chapter": chapter, "next_line": next_line, "distant_edit": distant_edit,
+}  # fmt: skip
 
 
-def _filler(rng: np.random.Generator, count: int) -> list[int]:
-    return rng.choice(np.asarray(FILLER), size=count).tolist()
-
-
-def _pairs(rng: np.random.Generator, length: int) -> tuple[list[int], list[list[int]]]:
-    count = max(1, min(length // (2 + VALUE_TOKENS), len(NAMES)))
-    return _names(rng, count), _values(rng, count)
-
-
-def _listed(names, values) -> list[list[int]]:
-    return [[PAIR, name, *value] for name, value in zip(names, values, strict=True)]
-
-
-def _spread(
-    rng: np.random.Generator,
-    statements: list[list[int]],
-    length: int,
-    begin: Sequence[int] = (BEGIN,),
-) -> list[int]:
-    """`length` tokens: the beginning, then the statements in their order, with filler anywhere
-    between them."""
-    room = max(0, length - len(begin) - sum(map(len, statements)))
-    before = np.bincount(
-        rng.integers(len(statements) + 1, size=room), minlength=len(statements) + 1
-    )
-    found = list(begin)
-    for count, statement in zip(before, [*statements, []], strict=True):
-        found += [*_filler(rng, count), *statement]
-    return found
+def examples_of(
+    sources: Sources, task: str, length: int, samples: range, seed: int, half: str
+) -> list[Example]:
+    """Each sample has a seed, so more of them may follow later."""
+    place = [seed, HALVES.index(half), list(TASKS).index(task), length]
+    return [
+        TASKS[task](sources, np.random.default_rng([*place, index]), length) for index in samples
+    ]

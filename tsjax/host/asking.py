@@ -26,6 +26,7 @@ from tsjax.errors import BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
 from tsjax.host.costs import measured_on
+from tsjax.host.lookups import lookups_of
 from tsjax.host.measuring import device_in
 from tsjax.host.prefix import Prefix, check_prefix
 from tsjax.host.processes import check_same, check_shared
@@ -90,7 +91,7 @@ def make_request(
     _check_against_model(config, model)
     prompt_capacity = sizes.capacity_bucket(max(lengths), sizes.SMALLEST_PREFILL)
     # For all prompts of a bucket alike, as every other setting is another program.
-    lazy = lazy and lazy.resolved(model.cfg, prompt_capacity)
+    lazy = lazy and _named_cuts(lazy, model, prompt_capacity)
     if run is not None:
         if prefill is not None:
             check_same_prefill(of_run, run, lazy)
@@ -251,6 +252,11 @@ def _sized(
     slots = sizes.capacity_of(request, capacity, prefill_width)
     fewer = min(request.prompt_capacity, slots)
     return dataclasses.replace(request, capacity=slots, prompt_capacity=fewer)
+
+
+def _named_cuts(lazy: LazyPrefill, model: Model, longest: int) -> LazyPrefill:
+    measures = lazy.keep == "auto" and model.cfg.num_layers > 1
+    return lazy.resolved(model.cfg, longest, lookups_of(model).layer if measures else None)
 
 
 def _check_lazy(

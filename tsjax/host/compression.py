@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import check, check_int, one_of
+from tsjax.config import check, check_int, one_of, refuse_unknown
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.start import init_state
 from tsjax.files.checkpoint import Model
@@ -27,6 +27,7 @@ from tsjax.model.logits import hidden_states
 from tsjax.model.transformer import final_norm, unembed
 
 BY = ("attention", "self_information")
+CHOICE = ("window", "pool", "block", "score_layers", "sinks", "recent")  # of LazyPrefill
 WIDTHS = 64, 512  # tokens of a pass: a power of two between these
 
 
@@ -37,7 +38,7 @@ def compress_prompt(
     *,
     by: str = "attention",
     layer: int | None = None,
-    pool: int | None = None,
+    **choice: Any,
 ) -> np.ndarray:
     """The ids of ceil(share * n) of a prompt's n tokens, in their order.
 
@@ -45,10 +46,13 @@ def compress_prompt(
       model: chooses the tokens; another one may read them.
       prompt: text or a row of token ids.
       by: "attention" as GemFilter (arXiv 2409.17422): those that the last token attends to most
-        after `layer` layers, by default 40% of them, with scores pooled over `pool` tokens, by
-        default 5. "self_information" as Selective Context: those that the model finds least
-        likely, each after what comes before it, and the first. The last one stays in any case.
+        after `layer` layers, by default 40% of them. "self_information" as Selective Context: those
+        that the model finds least likely, each after what comes before it, and the first. The last
+        one stays in any case.
+      choice: how attention chooses: window, pool (by default 5), block, score_layers, sinks and
+        recent, as of LazyPrefill.
     """
+    refuse_unknown(list(choice), CHOICE, "argument")
     processes.check_shared(model.params)
     row = prompt_row(model, prompt)
     check(by in BY, "by", by, one_of(BY))
@@ -57,14 +61,17 @@ def compress_prompt(
     longest = min(model.cfg.max_positions, LONGEST_PROMPT)
     check(len(row) <= longest, "prompt", f"{len(row)} tokens", f"at most {longest} tokens")
     if by == "self_information":
-        for name, value in (("layer", layer), ("pool", pool)):
+        for name, value in {"layer": layer, **choice}.items():
             check(value is None, name, value, "left out beside by='self_information'")
         return row[_least_likely(model, row, kept(share, len(row)))]
     check(model.cfg.num_layers > 1, "by", by, "'self_information' for a model of one layer")
     if layer is None:
         layer = max(1, round(0.4 * model.cfg.num_layers))
     check_int(layer, "layer", 1, model.cfg.num_layers - 1)
-    lazy = LazyPrefill(keep={layer: share}, revive="never", pool=5 if pool is None else pool)
+    lazy = LazyPrefill(keep={layer: share}, revive="never", **{"pool": 5, **choice})
+    for name in ("window", "sinks", "recent"):
+        value = getattr(lazy, name)
+        check(value <= len(row), name, value, f"at most the {len(row)} tokens of the prompt")
     return row[_most_attended(model, row, DecodeConfig(model=model.cfg, prefill=lazy))]
 
 

@@ -7,7 +7,6 @@ Knows what a table depends on, and the user's cache folder. Does not know how a 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -19,14 +18,13 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from pallas_kernels.cache_folder import cache_folder
 from tsjax.config import ModelConfig
 from tsjax.decoding.method import PLAINLY, Measured, Method, Tried
 from tsjax.files.checkpoint import Model, tsjax_version
-from tsjax.files.whole_files import write_text
 from tsjax.host import processes
 from tsjax.host.compilation import kind_of_machine
 from tsjax.host.info import cores
+from tsjax.host.measured_files import keep_measured, kept_measured, measured_file, write_measured
 from tsjax.host.measuring import context_bucket, device_in, measure, pieces
 from tsjax.host.memory import available_bytes
 from tsjax.host.telling import doing
@@ -113,9 +111,8 @@ def known_costs(params: Params, cfg: ModelConfig, batch: int, context: float) ->
 def _keep(costs: Costs, params: Params, cfg: ModelConfig, batch: int, context: float) -> None:
     key = _key(params, cfg, batch, context)
     _KNOWN[key] = costs
-    file = _file(key)
-    if file is not None and not processes.are_several():
-        _write(file, {"key": json.loads(key), "costs": costs})
+    if not processes.are_several():
+        keep_measured(key, {"costs": costs})
 
 
 def earlier_plain(model: Model, batch: int, context: float) -> Tried | None:
@@ -136,13 +133,13 @@ def keep_plain(model: Model, batch: int, context: float, seconds: float, at: int
     none of their own to know whether drafts pay."""
     file = _plain_file(model, batch, context)
     if file is not None:
-        _write(file, {"seconds": seconds, "context": at})
+        write_measured(file, {"seconds": seconds, "context": at})
 
 
 def _plain_file(model: Model, batch: int, context: float) -> Path | None:
     if processes.are_several() or not _can_run(model.params):
         return None
-    return _file(_key(model.params, model.cfg, batch, context), ".plain.json")
+    return measured_file(_key(model.params, model.cfg, batch, context), ".plain.json")
 
 
 class Measuring:
@@ -187,7 +184,7 @@ def forget(params: Params, cfg: ModelConfig, batch: int, context: float) -> None
     """The next run measures anew."""
     key = _key(params, cfg, batch, context)
     _KNOWN.pop(key, None)
-    file = _file(key)
+    file = measured_file(key)
     if file is not None:
         with contextlib.suppress(OSError):
             file.unlink()
@@ -212,26 +209,8 @@ def _key(params: Params, cfg: ModelConfig, batch: int, context: float) -> str:
     return json.dumps(facts, sort_keys=True)
 
 
-def _file(key: str, ending: str = ".json") -> Path | None:
-    folder = cache_folder()
-    name = hashlib.sha256(key.encode()).hexdigest()[:20]
-    return None if folder is None else folder / "costs" / f"{name}{ending}"
-
-
 def _read(key: str) -> Costs | None:
-    """None where there is no file, or one that cannot be read."""
-    file = _file(key)
-    if file is None:
-        return None
-    try:
-        kept = read_json(os.fspath(file))
-        return as_costs(kept["costs"]) if kept["key"] == json.loads(key) else None
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _write(file: Path, content: Any) -> None:
-    """Where nothing can be written, the next process measures again."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(content, indent=1))
+    kept = kept_measured(key)
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        return None if kept is None else as_costs(kept["costs"])
+    return None

@@ -6,13 +6,15 @@ Knows what rows attended to and what a prompt's state says. Computes no token.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import cache_scores, threshold
 from tsjax.decoding.noise import uniform
 from tsjax.decoding.sampling import sortable
-from tsjax.lazy.settings import kept
+from tsjax.lazy.settings import LazySettings, kept
 from tsjax.lazy.state import LazyPlan, PromptState
 from tsjax.model.cache import KVCache
 from tsjax.model.passes import Rows
@@ -62,27 +64,42 @@ def scores_of_each_other(plan: LazyPlan, rows: Rows, causal):
     return total
 
 
+def goes_on(lazy: LazySettings, stage: int, tokens):
+    """How many of a prompt's tokens take part in a stage after a cut; of an int or of [B]."""
+    xp, share = jnp if isinstance(tokens, jax.Array) else np, kept(lazy.cuts[stage - 1][1], tokens)
+    return xp.maximum(share, xp.minimum(lazy.at_least, tokens)) if lazy.at_least else share
+
+
 def chosen_for(plan: LazyPlan, stage: int, scores, among, prompt_length, committed, recent: int):
     """[B, P] bool: the prompt tokens that take part in a stage, by the scores of the one before.
 
-    Of prompt_length [B] tokens, kept(share) are chosen `among` some [B, P] that are also among the
+    Of prompt_length [B] tokens, `goes_on` are chosen `among` some [B, P] that are also among the
     first `committed` [B]; those beyond, of which the prompt's last token may be one, take part
     anyway.
     """
     lazy, position = plan.lazy, jnp.arange(among.shape[1])
     is_committed = position < committed[:, None]
     candidates = among & is_committed
+    takes_part = among & (position < prompt_length[:, None])
     if lazy.pool > 1:
-        takes_part = among & (position < prompt_length[:, None])
         scores = lax.reduce_window(
             jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
         )
+    if lazy.block > 1:
+        scores = sums_of_blocks(jnp.where(takes_part, scores, 0), lazy.block)
     always = (position < lazy.sinks) | (position >= prompt_length[:, None] - recent)
     always &= candidates
-    count = kept(lazy.cuts[stage - 1][1], prompt_length) - (prompt_length - committed)
+    count = goes_on(lazy, stage, prompt_length) - (prompt_length - committed)
     count = jnp.maximum(count, jnp.sum(always, axis=1, dtype=jnp.int32))
     best = best_tokens(jnp.where(always, jnp.inf, scores), candidates, count)
     return best | ~is_committed
+
+
+def sums_of_blocks(scores, block: int):
+    """[B, P]: each token has the sum of its block of so many, the last of which may be shorter."""
+    B, P = scores.shape
+    blocks = jnp.pad(scores, ((0, 0), (0, -P % block))).reshape(B, -1, block)
+    return jnp.repeat(jnp.sum(blocks, axis=2), block, axis=1)[:, :P]
 
 
 def best_tokens(scores, candidates, count):

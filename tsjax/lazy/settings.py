@@ -20,9 +20,9 @@ CHOOSE_EVERY = {"in_batches": 32, "on_demand": 1, "never": 1, "background": 1}
 REVIVE = tuple(CHOOSE_EVERY)
 SCORES = ("attention", "random")
 PAPER_CUTS, PAPER_SHARE = (0.3, 0.6, 0.9), 0.7  # of the layers; of the tokens that are left
-# After which part of the layers keep="auto" cuts at the earliest, and the smallest share that it
-# keeps. Nobody has measured an earlier cut that loses as little, or a smaller share.
-AUTO_EARLIEST, AUTO_LEAST_SHARE = (7, 16), 0.02
+# What keep="auto" keeps where no speed-up is asked for, and the smallest share otherwise; and so
+# many tokens in any case: a tenth of a short prompt is less than a question and what is around it.
+AUTO_SHARE, AUTO_LEAST_SHARE, AUTO_AT_LEAST = 0.1, 0.02, 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,10 +36,13 @@ class LazySettings:
       keep: the share of the prompt's tokens that goes on after a layer, counted from 1, such as
         {10: 0.7, 20: 0.49, 29: 0.343}; of n tokens, ceil(share * n), the last one always among
         them. After layer 0 means before the model. "paper" cuts three times, after 30, 60 and 90%
-        of the layers, to 70% of the tokens that are left. "auto" cuts once, as
-        late as 2% of the tokens still meet `speedup` by counting operations, but not before seven
-        sixteenths of the layers. It keeps the largest share that meets it there.
-      speedup: with keep="auto", how many times fewer operations the prompt is to take.
+        of the layers, to 70% of the tokens that are left. "auto" cuts once, where the model has
+        looked up what the prompt's end asks for, to a tenth of the tokens, but to 512 if these are
+        more (`at_least`). Which layer that is, a few prompts say that the model reads once, for
+        seconds.
+      speedup: with keep="auto", how many times fewer operations the prompt is to take: it then cuts
+        as late as 2% of the tokens still meet it, but not before that layer, and keeps the largest
+        share that meets it there.
       revive: what becomes of the others. "in_batches": with each choice, all cuts are made anew by
         the attention of the newest token, and of the tokens that are missing then, the
         `revive_rows` that it attends to most are computed from where they were left. New tokens see
@@ -59,11 +62,15 @@ class LazySettings:
         go on.
       pool: each token has the largest score of this many tokens around it; an odd number. Random
         scores are not pooled.
+      block: tokens go on in blocks of so many, those with the largest sums of scores; of the last
+        one that is chosen, as many as are left of the share. With 1 each token goes on by itself.
       score_layers: layers before the cut whose scores are added up, as far as their stage has them.
+      at_least: so many tokens go on in any case, or all of a prompt that has no more; None is 512
+        with keep="auto", and else 0.
       sinks, recent: how many of the first and of the last tokens of the prompt always go on.
     """
 
-    keep: Mapping[int, float] | Literal["paper", "auto"] = "paper"
+    keep: Mapping[int, float] | Literal["paper", "auto"] = "auto"
     speedup: float | None = None
     revive: Literal["in_batches", "on_demand", "never", "background"] = "in_batches"
     choose_every: int | None = None
@@ -71,7 +78,9 @@ class LazySettings:
     scores: Literal["attention", "random"] = "attention"
     window: int = 1
     pool: int = 1
+    block: int = 1
     score_layers: int = 1
+    at_least: int | None = None
     sinks: int = 0
     recent: int = 0
     seed: int = 0
@@ -83,16 +92,17 @@ class LazySettings:
             object.__setattr__(self, "keep", _checked_cuts(self.keep))
         known = not isinstance(self.keep, str) or self.keep in PRESETS
         check(known, "keep", self.keep, KEEP_WANTED)
-        if self.keep == "auto":
-            enough = _is_number(self.speedup) and cast(float, self.speedup) >= 1
-            check(enough, "speedup", self.speedup, "a number of at least 1, beside keep='auto'")
-        else:
-            check(self.speedup is None, "speedup", self.speedup, "left out unless keep='auto'")
+        if self.speedup is not None:
+            check(self.keep == "auto", "speedup", self.speedup, "left out unless keep='auto'")
+            enough = _is_number(self.speedup) and self.speedup >= 1
+            check(enough, "speedup", self.speedup, "a number of at least 1")
         for name, known in (("revive", REVIVE), ("scores", SCORES)):
             check(getattr(self, name) in known, name, getattr(self, name), one_of(known))
         check_fields(self, may_be_0=("sinks", "recent", "seed"))
         if self.choose_every is not None:
             check_int(self.choose_every, "choose_every", 1)
+        if self.at_least is not None:
+            check_int(self.at_least, "at_least", 0)
         check(self.pool % 2 == 1, "pool", self.pool, "an odd number")
         if self.scores == "random":
             wanted = "'never' or 'background' beside scores='random', which no token asks for"
@@ -110,20 +120,30 @@ class LazySettings:
         """`choose_every`, or what it is where nothing is said."""
         return self.choose_every or CHOOSE_EVERY[self.revive]
 
-    def resolved(self, cfg: ModelConfig, prompt_tokens: int) -> Self:
-        """The same with its cuts named, for a model and the longest prompt it is to read."""
+    def resolved(self, cfg: ModelConfig, prompt_tokens: int, looks_up: int | None = None) -> Self:
+        """The same with its cuts named, for a model and the longest prompt it is to read.
+
+        Args:
+          looks_up: with keep="auto", the layer after which the model has looked up what it is
+            asked for. `generate` measures it.
+        """
         keep: Any = self.keep
+        at_least = (
+            (AUTO_AT_LEAST if keep == "auto" else 0) if self.at_least is None else self.at_least
+        )
         cuts = not isinstance(keep, str) or cfg.num_layers > 1
         check(cuts, "keep", keep, "the model has no two layers to cut between")
         if keep == "paper":
             keep = paper_cuts(cfg.num_layers)
         elif keep == "auto":
-            assert self.speedup is not None
-            keep = cuts_for(self.speedup, cfg, prompt_tokens)
+            wanted = f"a layer from 1 to {cfg.num_layers - 1}, as keep='auto' does not measure here"
+            known = looks_up is not None and 1 <= looks_up < cfg.num_layers
+            check(known, "looks_up", looks_up, wanted)
+            keep = auto_cuts(cfg, prompt_tokens, cast(int, looks_up), self.speedup)
         rows, keep = min(self.revive_rows, prompt_tokens), dict(cast(Cuts, keep))
         return dataclasses.replace(
             self, keep=keep, speedup=None, revive_rows=rows,
-            choose_every=self.tokens_between_choices,
+            choose_every=self.tokens_between_choices, at_least=at_least,
         )  # fmt: skip
 
 
@@ -191,11 +211,11 @@ def prompt_flops(cfg: ModelConfig, tokens: int, cuts: Cuts = ()) -> float:
     return total
 
 
-def cuts_for(speedup: float, cfg: ModelConfig, tokens: int) -> Cuts:
-    """One cut, after the latest layer where the smallest share takes 1/speedup of the operations,
-    with the largest share in hundredths that does."""
-    sixteenths, of = AUTO_EARLIEST
-    earliest = -(-sixteenths * cfg.num_layers // of)
+def auto_cuts(cfg: ModelConfig, tokens: int, earliest: int, speedup: float | None) -> Cuts:
+    """One cut, not before the `earliest` layer: there to AUTO_SHARE, or as late as the smallest
+    share takes 1/speedup of the operations, with the largest share in hundredths that does."""
+    if speedup is None:
+        return ((earliest, AUTO_SHARE),)
     whole = prompt_flops(cfg, tokens)
 
     def gain(layer: int, hundredths: int) -> float:
@@ -212,6 +232,6 @@ def cuts_for(speedup: float, cfg: ModelConfig, tokens: int) -> Cuts:
     raise BadValue(
         f"speedup={speedup!r} is not valid: keep='auto' reaches at most "
         f"{math.floor(gain(earliest, least) * 100) / 100} with {cfg.num_layers} layers and a "
-        f"prompt of {tokens} tokens, as it cuts no earlier than after layer {earliest}; for more, "
-        "name the cuts by keep, and look at what that loses"
+        f"prompt of {tokens} tokens, as this model looks things up in its layer {earliest} and is "
+        "not cut before; for more, name the cuts by keep, and look at what that loses"
     )

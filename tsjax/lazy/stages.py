@@ -14,8 +14,7 @@ import numpy as np
 
 from pallas_kernels import Ranks
 from tsjax.decoding.state import DecodeState
-from tsjax.lazy.choice import chosen_for, scores_of, scores_of_each_other
-from tsjax.lazy.settings import kept
+from tsjax.lazy.choice import chosen_for, goes_on, scores_of, scores_of_each_other
 from tsjax.lazy.state import UNSEEN, LazyPlan, PromptState
 from tsjax.model.cache import KVCache, write_rows, zero_after
 from tsjax.model.params import Params
@@ -53,7 +52,7 @@ def choose_stage(plan: LazyPlan, params: Params, state: DecodeState, stage: int)
             with_attended=True,
         )  # fmt: skip
         scores = scores_of(plan, state.prompt, state.kv, stage, rows)
-        if lazy.pool > 1 and lazy.scores == "attention":
+        if (lazy.pool > 1 or lazy.block > 1) and lazy.scores == "attention":
             # They stay anyway, but lend their scores to those around them.
             b = jnp.arange(scores.shape[0])[:, None]
             scores = scores.at[b, positions].add(scores_of_each_other(plan, rows, causal))
@@ -76,7 +75,7 @@ def tokens_to_fill(plan: LazyPlan, stage: int, prompt_tokens):
     count = prompt_tokens
     if stage:
         always = xp.minimum(lazy.sinks + max(lazy.recent, lazy.window), count)
-        count = xp.maximum(kept(lazy.cuts[stage - 1][1], count), always)
+        count = xp.maximum(goes_on(lazy, stage, count), always)
     left = 1 if stage == plan.last_stage else lazy.window
     return xp.maximum(count - left, 0)
 
