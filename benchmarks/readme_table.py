@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 from benchmarks import (
     drafter_tables,
@@ -25,7 +24,7 @@ from benchmarks.longcontext import tables
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
 from benchmarks.start_table import starts
-from benchmarks.table_parts import RESULTS, head, of_gpu, read, source
+from benchmarks.table_parts import head, longcontext, of_gpu, read, source
 
 
 def on_a_cpu() -> str:
@@ -248,12 +247,6 @@ def partial_cache() -> str:
         "[benchmarks.md](benchmarks.md), the embedded model in float32. Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
-
-
-def longcontext() -> list[dict[str, Any]]:
-    """The documents of `longcontext`, a model each."""
-    names = sorted(path.stem for path in RESULTS.glob("longcontext-*.json"))
-    return [read(name) for name in names]
 
 
 def longcontext_scores() -> str:

@@ -14,6 +14,11 @@ def read(name: str) -> dict:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def longcontext() -> list[dict]:
+    """The documents of `longcontext`, a model each."""
+    return [read(path.stem) for path in sorted(RESULTS.glob("longcontext-*.json"))]
+
+
 def of_gpu(name: str) -> dict:
     """What was measured on the GPU that ran last."""
     return json.loads((RESULTS.parent / "h200" / f"{name}.json").read_text())

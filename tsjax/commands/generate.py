@@ -70,7 +70,7 @@ def add_generate(commands: Any) -> None:
         "the text; by default full, or that of the run that is resumed"
     )
     cli.add(parser, "--prefill", text, choices=("full", "lazy"))
-    text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or keep=auto speedup=2, say: "
+    text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or speedup=2, say: "
     text += ", ".join(cli.fields_of(tsjax.LazyPrefill))
     cli.add(parser, "--prefill-options NAME=VALUE", text, nargs="+", default=[])
     text = "sampling and TokenSwift settings of the paper for a model, which other flags override: "
