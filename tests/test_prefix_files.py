@@ -1,22 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefixes in files: the same rows and tokens come back, on any mesh; others are refused."""
 
+import io
 import json
+import sys
 
 import jax
 import numpy as np
 import pytest
-from helpers import SIZES, looping_model, tiny_model
+from helpers import SIZES, TOKENS, looping_model, save_tokenizer, tiny_model
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import tsjax
+from tsjax.__main__ import main
 from tsjax.errors import BadValue, NoSuchFile
-from tsjax.host import prefix_files
+from tsjax.host import conversation, prefix_files
 from tsjax.model.parts import by_text
 
 HOW = dict(do_sample=True, seed=5, max_new_tokens=12, **SIZES)
 PROMPT = (np.arange(80) * 7 % 24).tolist()
+TEMPLATE = "{% for m in messages %}{{ m.role + ' ' + m.content + ' in ' }}{% endfor %}"
 KINDS = [*({"dtype": name} for name in ("float32", "bfloat16", "float16")), {"cache": "int8"}]
 
 
@@ -108,7 +112,7 @@ def of_format(number):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (lambda file: file.unlink(), NoSuchFile, "no such file; a file that Prefix.save"),
+        (lambda file: file.unlink(), NoSuchFile, "no such file; what tsjax.read returns"),
         (lambda file: (file.unlink(), file.mkdir()), BadValue, "is a folder; it must be a file"),
         (lambda file: file.write_bytes(b""), BadValue, "whole header"),
         (lambda file: file.write_text("Once upon a time"), BadValue, "whole header"),
@@ -155,8 +159,11 @@ def test_damage_is_found_wherever_it_is(file):
             tsjax.read(model, prefix=file)
     for size in (len(whole) - 1, begin, begin - 1, 9, 3):
         file.write_bytes(whole[:size])
-        with pytest.raises(BadValue, match="a file that Prefix.save or tsjax read wrote"):
+        with pytest.raises(BadValue, match="a file that its save wrote"):
             tsjax.read(model, prefix=file)
+    file.write_bytes(whole + b"x")
+    with pytest.raises(BadValue, match=f"has {len(whole) + 1:,} bytes where .* {len(whole):,}"):
+        tsjax.read(model, prefix=file)
     file.write_bytes(whole)
     assert tsjax.read(model, prefix=file).length == 59
 
@@ -171,3 +178,75 @@ def test_a_file_that_cannot_be_written_whole_is_not_there(file, monkeypatch):
     with pytest.raises(OSError, match="no space left"):
         prefix.save(file)
     assert file.read_bytes() == whole and [*file.parent.iterdir()] == [file]
+
+
+# --- the command line ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Of a model for chats."""
+    folder = tmp_path_factory.mktemp("model")
+    tsjax.save(tiny_model(vocab_size=len(TOKENS)), folder / "m")
+    save_tokenizer(folder / "m")
+    (folder / "m" / "chat_template.jinja").write_text(TEMPLATE)
+    return str(folder / "m")
+
+
+def done(capsys, *argv) -> dict:
+    assert main([*map(str, argv)]) == 0
+    said = capsys.readouterr()
+    return {**json.loads(said.out or "{}"), "stderr": said.err}
+
+
+def test_commands_write_and_take_a_file(folder, tmp_path, capsys):
+    file, text = tmp_path / "text.prefix", "the tea has a lot of it " * 3
+    (tmp_path / "text").write_text(text)
+    how = "--max-new-tokens", 6, "--json"
+    said = done(capsys, "read", folder, "--prompt-file", tmp_path / "text", "--save-to", file)
+    assert f"; {file}: 0." in said["stderr"]
+    alone, found = (
+        done(capsys, "generate", folder, text + "in the hat", *how, *more)
+        for more in ((), ("--prefix", file))
+    )
+    assert found["tokens"] == alone["tokens"]
+    assert alone["stats"]["prefix_tokens"] == 0 and found["stats"]["prefix_tokens"] > 20
+    before = file.read_bytes()
+    more = "--prefix", file, "--save-to", file  # goes on with it, and replaces it
+    done(capsys, "read", folder, text + "in the hat", *more)
+    assert file.read_bytes()[-4:] != before[-4:]
+
+
+def test_a_chat_goes_on_from_a_file(folder, tmp_path, capsys, monkeypatch):
+    file, system = tmp_path / "text.prefix", ("--system", "the tea has a lot of it " * 3)
+    done(capsys, "read", folder, *system, "--save-to", file)
+    counts, run = [], conversation.result_of
+    for more in ((), ("--prefix", file)):
+        made = []
+        monkeypatch.setattr(
+            conversation, "result_of", lambda *of, made=made: made.append(run(*of)) or made[-1]
+        )
+        monkeypatch.setattr(sys, "stdin", io.StringIO("the tea\n/new\nthe hat\n/quit\n"))
+        how = "--max-new-tokens", "4", "--no-do-sample", *map(str, more)
+        assert main(["chat", folder, *system, *how]) == 0
+        counts.append([result.stats.prefix_tokens for result in made])
+    answers = capsys.readouterr().out.splitlines()
+    assert answers[:2] == answers[2:] and counts[0] == [0, 0] and min(counts[1]) > 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("read", "x", "a", "--ids", "1", "--save-to", "f"), "give the text once"),
+        (("read", "x", "--save-to", "f"), "give the text once"),
+        (("read", "x", "a", "--save-to", "."), "not a folder"),
+        (("read", "x", "a", "--save-to", "f", "--prefix", "none"), "no such file"),
+        (("generate", "x", "a", "--prefix", "none"), "no such file"),
+        (("generate", "x", "a", "--prefix", "none", "--prefill", "lazy"), "full, with --prefix"),
+        (("generate", "x", "--prompts", "f", "--out", "o", "--prefix", "none"), "left out with"),
+        (("chat", "x", "--prefix", "none"), "no such file"),
+    ],
+)
+def test_a_command_refuses_before_the_model_is_read(flags, message, capsys):
+    assert main([*flags]) == 2
+    assert message in capsys.readouterr().err

@@ -8,6 +8,7 @@ Nothing is read twice, and nothing is mapped: a mapped file that is cut off kill
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -36,6 +37,8 @@ PREFIX_FORMAT = 1
 # How safetensors calls the types of a cache, of tokens and of checksums.
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _CODES |= {"int8": "I8", "int32": "I32", "uint32": "U32"}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_WANTED = "what tsjax.read returns, or a file that its save wrote"
 _LONGEST_HEADER = 2**26
 _ABOUT, _METADATA, _TOKENS, _CHECKSUMS = "tsjax_prefix", "__metadata__", "tokens", "checksums"
 
@@ -82,17 +85,43 @@ def write_prefix(path: str | os.PathLike, model: Model, text: ReadText) -> None:
         os.fsync(file.fileno())
 
 
+class _Opened(NamedTuple):
+    """A file whose header is whole and of this format."""
+
+    name: str
+    header: dict[str, Any]
+    about: Any  # what the header says of the text
+    begin: int  # of the arrays
+    version: Version
+    sums: np.ndarray
+
+
 def read_prefix(path: str | os.PathLike, model: Model, slots_for: Callable[[int], int]) -> ReadText:
     """What a file holds, on the model's devices, in as many slots as `slots_for` its rows says. A
     file of another model is refused, and so is one that is damaged anywhere."""
-    name = os.fspath(path)
-    said = f"prefix={name!r}"
+    file = open_prefix(path)
+    said, read_by, length = f"prefix={file.name!r}", file.about["model"], file.about["length"]
     refuse_several(said)
-    wanted = "a file that Prefix.save or tsjax read wrote"
+    check_held_alike(said, read_by["dtype"], read_by["weights"], read_by["cache"], model.cfg)
+    if read_by["fingerprint"] != model_fingerprint(model):
+        known = f", which was loaded from {read_by['path']!r}" if read_by["path"] else ""
+        raise BadValue(f"{said} was read by another model: load that of the file{known}")
+    whole = _end(file.header)
+    with _parsing(file.name), doing("loading the prefix", whole, "bytes") as work:
+        if file.header != _header(file.about, file.header[_TOKENS]["shape"][0], model.cfg):
+            raise BadValue("its arrays are not those of its model")
+        arrays = _checked(file, work)
+        cache = _placed_rows(arrays, model, length, slots_for(length))
+        return ReadText(next(arrays), length, cache)
+
+
+def open_prefix(path: str | os.PathLike) -> _Opened:
+    """Reads the header, and refuses what this tsjax does not read."""
+    name = os.fspath(path)
     if not os.path.exists(name):
-        raise NoSuchFile(f"{said} is not valid: no such file; {wanted}, or what tsjax.read returns")
-    require_file(name)
-    with parsing(name, f" is not valid: {wanted}", argument="prefix"):
+        raise NoSuchFile(f"prefix={name!r} is not valid: no such file; {_WANTED}")
+    with _parsing(name):
+        require_file(name)
         with open(name, "rb") as file:
             encoded, version = _encoded_header(file), version_of(file)
         header, begin = json.loads(encoded), 8 + len(encoded)
@@ -104,18 +133,12 @@ def read_prefix(path: str | os.PathLike, model: Model, slots_for: Callable[[int]
         sums = read_pieces(name, _CHECKSUMS, version, [size - count], count).view(np.uint32)
         if zlib.crc32(encoded) != sums[0]:
             raise BadValue("its header is damaged: the checksum is another one")
-        read_by, length = about["model"], about["length"]
-        check_int(length, "length", 0)
-    check_held_alike(said, read_by["dtype"], read_by["weights"], read_by["cache"], model.cfg)
-    if read_by["fingerprint"] != model_fingerprint(model):
-        known = f", which was loaded from {read_by['path']!r}" if read_by["path"] else ""
-        raise BadValue(f"{said} was read by another model: load that of the file{known}")
-    with parsing(name, f" is not valid: {wanted}", argument="prefix"):
-        if header != _header(about, header[_TOKENS]["shape"][0], model.cfg):
-            raise BadValue("its arrays are not those of its model")
-        arrays = _checked(name, header, begin, version, sums)
-        cache = _placed_rows(arrays, model, length, slots_for(length))
-        return ReadText(next(arrays), length, cache)
+        check_int(about["length"], "length", 0)
+        return _Opened(name, header, about, begin, version, sums)
+
+
+def _parsing(name: str) -> contextlib.AbstractContextManager[None]:
+    return parsing(name, f" is not valid: {_WANTED}", argument="prefix")
 
 
 def _encoded_header(file: BinaryIO) -> bytes:
@@ -197,22 +220,14 @@ def _placed_rows(arrays: Iterator[np.ndarray], model: Model, length: int, slots:
     return KVCache(k=k, v=v, length=counted, parts=parts)
 
 
-def _checked(
-    file: str, header: dict[str, Any], begin: int, version: Version, sums: np.ndarray
-) -> Iterator[np.ndarray]:
+def _checked(file: _Opened, work: Any) -> Iterator[np.ndarray]:
     """The arrays but for the checksums, one after another."""
-    names = [name for name in header if name not in (_METADATA, _CHECKSUMS)]
-    with doing("loading the prefix", _end(header), "bytes") as work:
-        for name, expected in zip(names, sums[1:], strict=True):
-            found = _read(file, header, name, begin, version)
-            if zlib.crc32(found.reshape(-1).view(np.uint8).data) != expected:
-                raise BadValue(f"its {name} is damaged: the checksum is another one")
-            yield found
-            work.done(header[name]["data_offsets"][1])
-
-
-def _read(file: str, header: dict[str, Any], name: str, begin: int, version: Version) -> np.ndarray:
-    first, end = header[name]["data_offsets"]
-    dtype = next(one for one, code in _CODES.items() if code == header[name]["dtype"])
-    found = read_pieces(file, name, version, [begin + first], end - first)
-    return found.view(jnp.dtype(dtype)).reshape(header[name]["shape"])
+    names = [name for name in file.header if name not in (_METADATA, _CHECKSUMS)]
+    for name, expected in zip(names, file.sums[1:], strict=True):
+        place = file.header[name]
+        first, end = place["data_offsets"]
+        found = read_pieces(file.name, name, file.version, [file.begin + first], end - first)
+        if zlib.crc32(found.data) != expected:
+            raise BadValue(f"its {name} is damaged: the checksum is another one")
+        work.done(end)
+        yield found.view(jnp.dtype(_DTYPES[place["dtype"]])).reshape(place["shape"])
