@@ -19,6 +19,7 @@ MODULES = {
     "rows": "rows",
     "narrow": "narrow",
     "start": "start",
+    "prefixes": "prefixes",
     "real_models": "real_models",
     "real_long": "real_long",
     "drafter": "drafter",

@@ -21,6 +21,7 @@ from benchmarks import (
     speedup_tables,
 )
 from benchmarks.longcontext import tables
+from benchmarks.prefix_table import prefixes
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
 from benchmarks.start_table import starts
@@ -286,6 +287,7 @@ BEGUN = {
 SECTIONS = {
     ("docs/compilation.md", "beginnings"): beginnings,
     ("docs/compilation.md", "starts"): starts,
+    ("docs/generation.md", "prefixes"): prefixes,
     ("README.md", "front"): front.table,
     ("docs/benchmarks.md", "real-models"): real_tables.table,
     ("docs/models.md", "narrow"): narrow_tables.table,

@@ -125,6 +125,13 @@ def kinds(place: Path) -> dict[str, Kind]:
     runs.mkdir()
     tsjax.generate(model, [[1, 2], [3]], max_new_tokens=3, save_to=runs / "run.json")
 
+    texts = place / "texts"
+    texts.mkdir()
+    tsjax.read(model, [1, 2, 3, 4]).save(texts / "prefix.safetensors")
+
+    def load_prefix(folder, file):
+        tsjax.read(model, prefix=folder / file)
+
     def resume(folder, file):
         # A setting that is well-formed and does not fit the model is refused as an argument is.
         resuming.resumed_run(model, folder / file, None, {})
@@ -156,6 +163,7 @@ def kinds(place: Path) -> dict[str, Kind]:
         "description": Kind(ts, ["tsjax.json"] * 2, load),
         "arrays": Kind(ts, ["params" / path for path in files_in(ts / "params")], load),
         "run": Kind(runs, ["run.json"] * 2, resume),
+        "prefix": Kind(texts, ["prefix.safetensors"], load_prefix),
         "data": data_of_training(place / "data", hf),
         "training": run_of_training(place / "kept"),
     }

@@ -322,19 +322,19 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_580,
-    "tsjax/commands": 1_430,
+    "tsjax/commands": 1_520,
     "tsjax/decoding": 2_990,
-    "tsjax/files": 4_320,
-    "tsjax/host": 8_390,
+    "tsjax/files": 4_330,
+    "tsjax/host": 8_640,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 5_310,
     "tsjax/model": 1_800,
     "tsjax/training": 2_870,
     "pallas_kernels": 4_850,
     "convert": 550,
-    "benchmarks": 11_080,
-    "tools": 6_500,
-    "tests": 27_550,
+    "benchmarks": 11_290,
+    "tools": 6_520,
+    "tests": 27_810,
     "examples": 330,
 }
 

@@ -59,7 +59,8 @@ def test_the_three_lines_run(checkpoint, capsys):
 
 
 @pytest.mark.wide
-def test_the_page_about_generation_runs(checkpoint, capsys):
+def test_the_page_about_generation_runs(checkpoint, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it writes a file
     code = "\n".join(blocks("docs/generation.md", "python"))
     code = code.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
     exec(compile(code, "docs/generation.md", "exec"), {})

@@ -26,6 +26,7 @@ from tsjax.host.telling import doing
 # --help.
 KNOWN_COMMANDS = {
     "generate": ("generate", "continue a text with a HuggingFace or tsjax checkpoint"),
+    "read": ("read", "read a text once, for prompts that begin with it"),
     "chat": ("chat", "talk with a checkpoint in a terminal"),
     "check": ("check", "compare a saved run's tokens with plain decoding"),
     "train-heads": ("train_heads", "train draft heads for a checkpoint"),

@@ -102,6 +102,22 @@ OF_RUNS = (
         ("tests/test_answers.py::test_prompts_that_part_from_a_prefix_are_read_from_there",),
     ),
     Change(
+        "file_of_a_prefix_of_other_weights",
+        "A file of a prefix is taken whatever weights have read it.",
+        "tsjax/host/prefix_files.py",
+        'if read_by["fingerprint"] != model_fingerprint(model):',
+        'if not read_by["fingerprint"]:',
+        ("tests/test_prefix_files.py::test_a_file_of_another_model_is_refused[weights]",),
+    ),
+    Change(
+        "file_of_a_prefix_not_dealt_out",
+        "Rows of a prefix from a file lie in runs on a mesh that deals them out one by one.",
+        "tsjax/host/prefix_files.py",
+        "np.moveaxis(found.reshape(heads, -1, parts, width), 2, 0)",
+        "np.moveaxis(found.reshape(heads, parts, -1, width), 1, 0)",
+        ("tests/test_prefix_files.py::test_a_mesh_reads_and_writes_the_same_file[(2, 2)]",),
+    ),
+    Change(
         "stale_int8_copy",
         "A model that gets other weights drafts with the int8 copy of the old ones.",
         "tsjax/files/checkpoint.py",

@@ -25,6 +25,7 @@ from tsjax.errors import BadValue
 from tsjax.host import layout, processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.telling import listening
+from tsjax.input_files import read_text
 from tsjax.methods import METHODS, resolve_method
 
 SETTING_HELP = {
@@ -54,6 +55,7 @@ SETTING_HELP = {
 }
 MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
 DRAFTER_HELP = "a folder with a one-layer drafter of the model: tsjax train-drafter makes one"
+PREFIX_HELP = "a file that tsjax read wrote: what the prompt begins with of it is not read again"
 MOST_SHOWN = 5
 
 
@@ -119,6 +121,33 @@ def add_held(parser: argparse.ArgumentParser) -> None:
 
 def held_of(args: argparse.Namespace) -> dict[str, Any]:
     return given_of(args, ("weights", "cache"))
+
+
+def add_prompt(parser: argparse.ArgumentParser, text: str) -> None:
+    add(parser, "prompt", f"{text}; - reads stdin", nargs="?")
+    add(parser, "--prompt-file FILE", "read the prompt from a file")
+    add(parser, "--ids ID,ID,...", "the prompt as token ids")
+
+
+def prompt_of_flags(args: argparse.Namespace) -> Any:
+    """None where there is no such flag."""
+    if args.ids is not None:
+        try:
+            return [int(part) for part in args.ids.split(",")]
+        except ValueError:
+            raise BadValue(f"--ids {args.ids!r} is not valid: integers with commas") from None
+    if args.prompt_file is not None:
+        return read_text(args.prompt_file)
+    return sys.stdin.read() if args.prompt == "-" else args.prompt
+
+
+def messages_of_flags(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Those of --system and --chat."""
+    before = [] if args.system is None else [{"role": "system", "content": args.system}]
+    if args.chat is None:
+        return before
+    said = sys.stdin.read() if args.chat == "-" else args.chat
+    return [*before, {"role": "user", "content": said}]
 
 
 def add_compilation_cache(parser: argparse.ArgumentParser) -> None:

@@ -21,6 +21,7 @@ from tsjax.commands.chat_sampling import check_for_chat, sampling_in_words, sett
 from tsjax.config import DTYPES, SAMPLING_NAMES
 from tsjax.files.whole_files import check_place, write_text
 from tsjax.host.chat import check_chat
+from tsjax.host.prefix_files import open_prefix
 from tsjax.input_files import parsing, read_text
 from tsjax.methods import METHODS
 
@@ -49,6 +50,8 @@ def add_chat(commands: Any) -> None:
     parser = cli.command(commands, "chat", _chat, text, about, ABOUT_CHAT + commands_in_words())
     cli.add(parser, "model", cli.MODEL_HELP)
     cli.add(parser, "--system TEXT", "the system's message")
+    text = "what tsjax read wrote of the same --system: it is not read again"
+    cli.add(parser, "--prefix FILE", text)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
     cli.add(parser, "--drafter DIR", cli.DRAFTER_HELP)
@@ -71,11 +74,15 @@ def commands_in_words() -> str:
 def _chat(args: argparse.Namespace) -> int:
     given, method = cli.settings_of(args), cli.named_method(args.method, args.method_options)
     check_for_chat(given)
+    if args.prefix is not None:
+        open_prefix(args.prefix)
     held = cli.held_of(args)
     model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter, **held)
     settings = settings_for_chat(model.path, given)
     how = {"method": cli.with_options(method, args.method_options), **settings}
     how["exceed_max_positions"] = args.exceed_max_positions
+    if args.prefix is not None:
+        how["prefix"] = tsjax.read(model, prefix=args.prefix)
     sampling = sampling_in_words(settings)
     chat = _Chat(model, how, sampling)
     chat.begin(_of_system(args.system))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from typing import Any
 
 import tsjax
@@ -21,12 +20,12 @@ from tsjax.files.presets import preset, preset_names
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.files.whole_files import check_place
 from tsjax.host import processes
+from tsjax.host.prefix_files import open_prefix
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
 from tsjax.host.telling import doing, seconds_of_process
-from tsjax.input_files import read_text
 from tsjax.methods import METHODS, resolve_method
 
 EXAMPLES = """examples:
@@ -36,6 +35,8 @@ EXAMPLES = """examples:
   tsjax generate ./story-model "Once" --max-new-tokens 100000 --save-to run.json --progress
   tsjax generate ./story-model --resume-from run.json
   tsjax generate ./llama-3.1-8b --prompt-file start.txt --preset llama3.1-8b --max-new-tokens 20000
+  tsjax read ./story-model --prompt-file book.txt --save-to book.prefix
+  tsjax generate ./story-model --prompt-file book-and-question.txt --prefix book.prefix
   tsjax generate ./story-model "Once" --method ngram --method-options suffix_length=32
 """
 
@@ -45,9 +46,8 @@ def add_generate(commands: Any) -> None:
     about = "Continues a text and prints it as it comes. Figures go to stderr."
     parser = cli.command(commands, "generate", _generate, text, about, EXAMPLES)
     cli.add(parser, "model", cli.MODEL_HELP)
-    cli.add(parser, "prompt", "the text to continue; - reads stdin", nargs="?")
-    cli.add(parser, "--prompt-file FILE", "read the prompt from a file")
-    cli.add(parser, "--ids ID,ID,...", "the prompt as token ids")
+    cli.add_prompt(parser, "the text to continue")
+    cli.add(parser, "--prefix FILE", cli.PREFIX_HELP)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
     text = (
@@ -112,14 +112,7 @@ def _prompt(args: argparse.Namespace) -> Any:
             raise BadValue(f"--{flag} is not valid without --{needs}")
     if args.chat is not None or args.prompts is not None:
         return None
-    if args.ids is not None:
-        try:
-            return [int(part) for part in args.ids.split(",")]
-        except ValueError:
-            raise BadValue(f"--ids {args.ids!r} is not valid: integers with commas") from None
-    if args.prompt_file is not None:
-        return read_text(args.prompt_file)
-    return sys.stdin.read() if args.prompt == "-" else args.prompt
+    return cli.prompt_of_flags(args)
 
 
 def _method(args: argparse.Namespace) -> Any:
@@ -163,14 +156,6 @@ class _Printer:
         print(self.writer.flush() if self.writer is not None else "", flush=True)
 
 
-def _messages(args: argparse.Namespace) -> list[dict[str, str]] | None:
-    if args.chat is None:
-        return None
-    said = sys.stdin.read() if args.chat == "-" else args.chat
-    before = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*before, {"role": "user", "content": said}]
-
-
 def _samples_as_a_chat(args: argparse.Namespace) -> bool:
     """As the checkpoint says; a preset and a run that is resumed say it themselves."""
     return args.chat is not None and args.preset is None and args.resume_from is None
@@ -182,7 +167,7 @@ def _generate(args: argparse.Namespace) -> int:
     prompt, settings = _prompt(args), cli.settings_of(args)
     if settings.get("logprobs") is not None and not args.json:
         raise BadValue("--logprobs is not valid without --json: the text has no place for them")
-    messages = _messages(args)
+    messages = None if args.chat is None else cli.messages_of_flags(args)
     method, prefill = _method(args), _prefill(args)
     config = None if args.preset is None else preset(args.preset).config
     # Refuses a wrong value before the model is read.
@@ -190,6 +175,9 @@ def _generate(args: argparse.Namespace) -> int:
         check_for_chat(settings)
     else:
         (config or tsjax.GenerationConfig()).replace(**settings)
+    if args.prefix is not None:
+        check(args.prefill != "lazy", "--prefill", args.prefill, "full, with --prefix")
+        open_prefix(args.prefix)
     if args.save_to is not None:
         check_place(args.save_to, "--save-to")
     with cli.joined(args):
@@ -205,7 +193,7 @@ def _generated(
     # A text needs it; ids are printed as they are without one.
     has_text = isinstance(prompt, str) or messages is not None
     tokenizer = model.tokenizer if has_text else tokenizer_of(model)
-    names = ("exceed_max_positions", "save_to", "save_every", "resume_from")
+    names = ("exceed_max_positions", "save_to", "save_every", "resume_from", "prefix")
     corpus = None if args.corpus is None else tsjax.read_corpus(model, *args.corpus)
     second = None
     if args.draft_model is not None:
@@ -258,6 +246,7 @@ def _generate_many(args: argparse.Namespace) -> int:
     _prompt(args)
     if args.out is None:
         raise BadValue("--prompts needs --out FILE.jsonl, where the answers go")
+    check(args.prefix is None, "--prefix", args.prefix, "left out with --prompts")
     refused = ("save_to", "resume_from", "corpus", "draft_model")
     for name in refused:
         if getattr(args, name) is not None:

@@ -19,8 +19,9 @@ import jax
 import numpy as np
 
 from tsjax.config import ModelConfig
+from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
-from tsjax.files.tensor_names import Tensor, entries
+from tsjax.files.tensor_names import Tensor, entries, held_as
 
 CHANGES_NO_TOKEN = ("num_draft_heads", "head_kind", "head_accuracy", "drafter", "family")
 CHANGES_NO_TOKEN += ("max_positions",)
@@ -38,6 +39,17 @@ def model_fingerprint(model: Model) -> str:
         digest.update(key.encode())
         digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()[:16]
+
+
+def check_held_alike(
+    name: str, dtype: str | None, weights: str | None, cache: str, cfg: ModelConfig
+) -> None:
+    """Refuses a file of the same model with its numbers held otherwise; `tsjax.load` names how."""
+    then, now = (dtype, weights, cache), (cfg.dtype, held_as(cfg), cfg.cache)
+    for word, old, new in zip(("dtype", "weights", "cache"), then, now, strict=True):
+        if old != new:
+            remedy = f"load it with {word}={old!r}"
+            raise BadValue(f"{name} was saved with {word}={old!r}, the model has {new!r}: {remedy}")
 
 
 def _set_fields(settings: Any) -> dict[str, Any]:

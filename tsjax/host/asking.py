@@ -29,6 +29,7 @@ from tsjax.host.costs import measured_on
 from tsjax.host.lookups import lookups_of
 from tsjax.host.measuring import device_in
 from tsjax.host.prefix import Prefix, check_prefix
+from tsjax.host.prefix_files import read_prefix
 from tsjax.host.processes import check_same, check_shared
 from tsjax.host.prompts import prompt_of, prompt_rows, refuse_deep, refuse_tracing, tokenizer_of
 from tsjax.host.request import Request
@@ -58,7 +59,7 @@ def make_request(
     corpus: Corpus | None = None,
     draft_model: Model | None = None,
     logits_processor: Any = None,
-    prefix: Prefix | None = None,
+    prefix: Prefix | str | os.PathLike | None = None,
 ) -> Request:
     """The arguments of `generate`, see there."""
     check_type(model, Model, "model", "what tsjax.load returns")
@@ -106,11 +107,10 @@ def make_request(
         check_same_processors(of_run, run, processors)
     given = [[row.tobytes() for row in rows] for rows in (texts.prompts, texts.made)]
     check_same("generate", *given, config, type(method).__name__, lazy, capacity, prefill_width)
+    known = None if prefix is None else prefix_in_memory(prefix, model)
     context, rows = max(lengths) + config.max_new_tokens // 2, texts.rows
     measured = measured_on(method, model, context, len(rows), config.max_new_tokens)
     second = None if draft_model is None else draft_model.cfg
-    if prefix is not None:
-        check_prefix(prefix, model)
     request = Request(
         rows=rows,
         prompt_length=lengths,
@@ -126,8 +126,8 @@ def make_request(
         corpus=corpus,
         draft_model=draft_model,
         processors=processors,
-        prefix=prefix,
-        prefix_length=0 if prefix is None else prefix.shared_with(rows),
+        prefix=known,
+        prefix_length=0 if known is None else known.shared_with(rows),
         logprobs=texts.logprobs,
     )
     return _that_fits(request, model, capacity, prefill_width)
@@ -160,6 +160,14 @@ def longer_request(
         logprobs=logprobs,
     )
     return _that_fits(request, model, capacity, prefill_width)
+
+
+def prefix_in_memory(prefix: Any, model: Model) -> Prefix:
+    """What was read before, as it is or from its file, checked against the model."""
+    if isinstance(prefix, str | os.PathLike):
+        return Prefix(*read_prefix(prefix, model, sizes.capacity_bucket), _model=model)
+    check_prefix(prefix, model)
+    return prefix
 
 
 class Texts(NamedTuple):
@@ -259,9 +267,7 @@ def _named_cuts(lazy: LazyPrefill, model: Model, longest: int) -> LazyPrefill:
     return lazy.resolved(model.cfg, longest, lookups_of(model).layer if measures else None)
 
 
-def _check_lazy(
-    lazy: LazyPrefill, model: Model, prompts: list[np.ndarray], prefix: Prefix | None
-) -> None:
+def _check_lazy(lazy: LazyPrefill, model: Model, prompts: list[np.ndarray], prefix: Any) -> None:
     check_lazy_mesh(mesh_of(model.params))
     most = f"with a lazy prefill at most {LONGEST_PROMPT} tokens"
     for index, size in enumerate(map(len, prompts)):

@@ -7,6 +7,7 @@ Knows messages and what of them the model has read. Prints nothing.
 from __future__ import annotations
 
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -17,7 +18,7 @@ from tsjax.config import GENERATION_NAMES, GenerationConfig, check, refuse_unkno
 from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
-from tsjax.host.asking import longer_request, make_request
+from tsjax.host.asking import longer_request, make_request, prefix_in_memory
 from tsjax.host.chat import chat_prompt
 from tsjax.host.generation import result_of
 from tsjax.host.interrupt import Interrupt
@@ -48,11 +49,14 @@ class Conversation:
     """
 
     def __init__(
-        self, model: Model, *, system: str | None = None, template: dict | None = None, **arguments
-    ):
+        self, model: Model, *, system: str | None = None, template: dict | None = None,
+        prefix: Prefix | str | os.PathLike | None = None, **arguments
+    ):  # fmt: skip
         """`arguments` are those of `generate` that choose tokens: method, config, settings and so
         on. Where nobody says max_new_tokens, an answer has as many as there are positions left, at
-        most 1,024. `template` is for the chat template, {"enable_thinking": False} say."""
+        most 1,024. `template` is for the chat template, {"enable_thinking": False} say. `prefix` is
+        what was read before, or its file: of the same system message, or `conversation.prefix` of
+        one with the same beginning."""
         self.model, self._template = model, template or {}
         self._how = {name: arguments.pop(name) for name in OF_A_RUN if name in arguments}
         self._config = arguments.pop("config", None)
@@ -65,7 +69,8 @@ class Conversation:
         if system is not None:
             self.messages.append({"role": "system", "content": system})
         self.result: GenerationResult | None = None
-        self.prefix: Prefix | None = None
+        self._before = None if prefix is None else prefix_in_memory(prefix, model)
+        self.prefix = self._before
         self._cut: Request | None = None  # of an answer that can go on
         self._limit = 0  # tokens that `say` allowed it, as `more` does each time
         self._answering: Callable[[], Generator[str] | None] = lambda: None
@@ -79,7 +84,7 @@ class Conversation:
     def forget(self) -> None:
         """Begins anew, with the system's message."""
         self.messages = [m for m in self.messages[:1] if m["role"] == "system"]
-        self.prefix = self._cut = None
+        self.prefix, self._cut = self._before, None
 
     def say(self, text: str) -> Generator[str]:
         """Yields the answer piece by piece, and then keeps it.

@@ -62,7 +62,7 @@ def generate(
     corpus: Corpus | None = None,
     draft_model: Model | None = None,
     logits_processor: Any = None,
-    prefix: Prefix | None = None,
+    prefix: Prefix | str | os.PathLike | None = None,
     keep_prefix: bool = False,
     **settings: Any,
 ) -> GenerationResult:
@@ -111,8 +111,8 @@ def generate(
         the first `length` tokens, a tsjax.LogitsProcessor, or several of them in their order. They
         run in the compiled step, for every node of a draft tree, after the penalties and before the
         temperature. A run that is resumed takes the same ones anew.
-      prefix: a text that was read before (`tsjax.read`, or `keep_prefix`): what all prompts begin
-        with of it is not read again. It changes no token.
+      prefix: a text that was read before (`tsjax.read`, or `keep_prefix`), or the file that its
+        `save` wrote: what all prompts begin with of it is not read again. It changes no token.
       keep_prefix: keep what this run reads and writes as `result.prefix`, for a prompt that goes on
         with it; single prompts only.
 
@@ -184,7 +184,7 @@ def stream(
     corpus: Corpus | None = None,
     draft_model: Model | None = None,
     logits_processor: Any = None,
-    prefix: Prefix | None = None,
+    prefix: Prefix | str | os.PathLike | None = None,
     progress: bool | Callable[[Progress], object] = False,
     **settings: Any,
 ) -> Iterator[StreamChunk]:

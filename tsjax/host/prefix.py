@@ -14,6 +14,7 @@ import numpy as np
 
 from tsjax.config import check, check_type
 from tsjax.files.checkpoint import Model
+from tsjax.host.prefix_files import ReadText, write_prefix
 from tsjax.model.cache import KVCache
 
 
@@ -37,6 +38,12 @@ class Prefix:
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in (*self.cache.k, *self.cache.v))
 
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes or replaces a file that `prefix=` takes in its place, in any process with the same
+        model. It holds the text and what the model computed of it. A file that cannot be written
+        whole is not there."""
+        write_prefix(path, self._model, ReadText(self.tokens, self.length, self.cache))
+
     def shared_with(self, prompts: list[np.ndarray]) -> int:
         """How many of its tokens all prompts begin with. The last token of a prompt is left out, as
         no prefill reads it."""
@@ -49,7 +56,7 @@ class Prefix:
 
 
 def check_prefix(prefix: Any, model: Model) -> None:
-    check_type(prefix, Prefix, "prefix", "what tsjax.read returns")
+    check_type(prefix, Prefix, "prefix", "what tsjax.read returns, or a file of it")
     read_by = prefix._model.path
     where = f"a prefix of {os.fspath(read_by)!r}" if read_by else "another model's"
     same = prefix._model is model or prefix._model.params is model.params

@@ -6,16 +6,17 @@ Knows a run's state. What comes out is a Prefix.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import jax
 import numpy as np
 
-from tsjax.config import check
+from tsjax.config import check, check_type
 from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
-from tsjax.host.asking import make_request
+from tsjax.host.asking import make_request, prefix_in_memory
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.prefix import Prefix
 from tsjax.host.request import Request
@@ -30,17 +31,21 @@ def read(
     prefill_width: int | None = None,
     capacity: int | None = None,
     exceed_max_positions: bool = False,
-    prefix: Prefix | None = None,
+    prefix: Prefix | str | os.PathLike | None = None,
     messages: Any = None,
 ) -> Prefix:
     """Reads a text, for `generate(..., prefix=...)`: later prompts that begin with it are read from
-    where they differ. It changes no token.
+    where they differ. It changes no token. `prefix.save(FILE)` keeps it for other processes.
 
     Args:
       model, prompt, prefill_width, exceed_max_positions, messages: as of `generate`; one prompt.
       capacity: cache slots to keep; by default as many as a run of one token has.
-      prefix: what was read before.
+      prefix: what was read before, or its file. Without a prompt this is what comes back, in
+        memory: several runs then load the file once.
     """
+    if prompt is None and messages is None and prefix is not None:
+        check_type(model, Model, "model", "what tsjax.load returns")
+        return prefix_in_memory(prefix, model)
     request = make_request(
         model,
         prompt,

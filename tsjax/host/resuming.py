@@ -15,8 +15,7 @@ from tsjax.config import check
 from tsjax.decoding.processors import LogitsProcessor
 from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
-from tsjax.files.fingerprint import fingerprint_of_norms, model_fingerprint
-from tsjax.files.tensor_names import held_as
+from tsjax.files.fingerprint import check_held_alike, fingerprint_of_norms, model_fingerprint
 from tsjax.host.prompts import check_row, prompt_rows
 from tsjax.host.saved_run import SavedRun, read_run
 from tsjax.lazy.prefill import LazyPrefill
@@ -52,16 +51,8 @@ def check_same_model(name: str, run: SavedRun, model: Model, *, stacklevel: int)
         trouble = "is of an older tsjax: of the model only settings and norms were compared"
         warnings.warn(f"{name} {trouble}", stacklevel=stacklevel)
         same = run.fingerprint == fingerprint_of_norms(model)
-    elif run.dtype != model.cfg.dtype:
-        then, now = f"dtype={run.dtype!r}", repr(model.cfg.dtype)
-        raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
-    elif run.weights != held_as(model.cfg):
-        then, now = f"weights={run.weights!r}", repr(held_as(model.cfg))
-        raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
-    elif run.cache != model.cfg.cache:
-        then, now = f"cache={run.cache!r}", repr(model.cfg.cache)
-        raise BadValue(f"{name} was saved with {then}, the model has {now}: load it with {then}")
     else:
+        check_held_alike(name, run.dtype, run.weights, run.cache, model.cfg)
         same = run.fingerprint == model_fingerprint(model)
     if not same:
         other = "another model or dtype" if run.is_old else "another model"
