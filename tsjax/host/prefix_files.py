@@ -33,6 +33,7 @@ from tsjax.input_files import parsing, require_file
 from tsjax.model.cache import CACHE_AXES, KVCache, init_cache
 from tsjax.model.sharding import everywhere, mesh_of, named_sharding, parts_of, placed
 
+# Another one also where the same weights would have other keys or values in their caches.
 PREFIX_FORMAT = 1
 # How safetensors calls the types of a cache, of tokens and of checksums.
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
