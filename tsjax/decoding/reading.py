@@ -25,7 +25,8 @@ UNREAD = ("memory", "stats", "sampling", "last_seen", "counts", "logprobs")
 
 
 def parts(cfg: DecodeConfig, known) -> list:
-    """How many of `known` tokens, at most, each part reads; of an int or of [B].
+    """How many of `known` tokens, at most, each part reads; of an int or of [B]. Tokens that were
+    read before are not among them.
 
     The last known token of a row is read by no part: it is the root of the first step.
     """

@@ -137,11 +137,11 @@ def begin(
     return state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
 
 
-def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
+def adopt(state: DecodeState, cache: KVCache, length) -> DecodeState:
     """The state with a text that was read before at the beginning of each row.
 
-    `cache` is of one row. How much of it counts is the caller's to know; the rest is overwritten,
-    or unspecified.
+    `cache` is of one row. Its first `length` (traced) tokens count; the rest is overwritten, or
+    unspecified.
     """
     slots = min(cache.capacity, state.kv.capacity) // state.kv.parts
 
@@ -151,7 +151,11 @@ def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
         return buffer.reshape(-1, *buffer.shape[2:])
 
     k, v = jax.tree.map(copied, (state.kv.k, state.kv.v), (cache.k, cache.v))
-    return state.replace(kv=state.kv.replace(k=k, v=v))
+    kv = state.kv.replace(k=k, v=v)
+    if state.prompt is None:
+        return state.replace(kv=kv)
+    absent = state.kv.absent - length
+    return state.replace(kv=kv.replace(absent=absent), prompt=state.prompt.after_prefix(length))
 
 
 def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:

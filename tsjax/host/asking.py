@@ -33,6 +33,7 @@ from tsjax.host.prompts import prompt_of, prompt_rows, refuse_deep, refuse_traci
 from tsjax.host.request import Request
 from tsjax.host.result import no_log_probs
 from tsjax.host.resuming import check_same_prefill, check_same_processors, resumed_run
+from tsjax.host.saved_run import SavedRun
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
 from tsjax.methods import resolve_method
@@ -58,8 +59,10 @@ def make_request(
     draft_model: Model | None = None,
     logits_processor: Any = None,
     prefix: Prefix | None = None,
+    read_first: int = 0,
 ) -> Request:
-    """The arguments of `generate`, see there."""
+    """The arguments of `generate`, see there. With a lazy prefill the first `read_first` tokens,
+    those of a prefix that a saved run began with, are read as a whole."""
     check_type(model, Model, "model", "what tsjax.load returns")
     refuse_deep(prompt)
     refuse_tracing(model, prompt)
@@ -88,15 +91,15 @@ def make_request(
         method = "autoregressive" if draft_model is None else "draft_model"
     method, config, lengths = resolve_method(method), texts.config, [*map(len, texts.prompts)]
     _check_against_model(config, model)
-    prompt_capacity = sizes.capacity_bucket(max(lengths), sizes.SMALLEST_PREFILL)
-    # For all prompts of a bucket alike, as every other setting is another program.
-    lazy = lazy and lazy.resolved(model.cfg, prompt_capacity)
-    if run is not None:
+    if run is None:
+        lazy, prefix, known = _reading(model, texts, lazy, prefix, read_first)
+    else:
+        lazy, prefix, known = _reading_again(model, texts, lazy, prefix, run)
         if prefill is not None:
             check_same_prefill(of_run, run, lazy)
         lazy = run.prefill
     if lazy is not None:
-        _check_lazy(lazy, model, texts.prompts, prefix)
+        _check_lazy(lazy, model, texts.prompts, known)
     _check_corpus(corpus, method, model)
     _check_draft_model(draft_model, method, model)
     of_scores, most = accumulation_dtype(model.cfg.dtype), max(lengths) + config.max_new_tokens
@@ -108,8 +111,6 @@ def make_request(
     context, rows = max(lengths) + config.max_new_tokens // 2, texts.rows
     measured = measured_on(method, model, context, len(rows), config.max_new_tokens)
     second = None if draft_model is None else draft_model.cfg
-    if prefix is not None:
-        check_prefix(prefix, model)
     request = Request(
         rows=rows,
         prompt_length=lengths,
@@ -120,13 +121,13 @@ def make_request(
         decode=_decode_config(model, lazy),
         measured=measured._replace(corpus=corpus is not None, draft_model=second),
         stop_ids=_stop_ids(config, model),
-        prompt_capacity=0 if lazy is None else prompt_capacity,
+        prompt_capacity=0 if lazy is None else _bucket(max(lengths)),
         exceed_max_positions=exceed_max_positions,
         corpus=corpus,
         draft_model=draft_model,
         processors=processors,
         prefix=prefix,
-        prefix_length=0 if prefix is None else prefix.shared_with(rows),
+        prefix_length=known,
         logprobs=texts.logprobs,
     )
     return _that_fits(request, model, capacity, prefill_width)
@@ -148,6 +149,9 @@ def longer_request(
     rows = [np.concatenate([request.prompts[0], made])]
     context = request.prompt_length[0] + max_new_tokens // 2
     measured, was = measured_on(request.method, model, context, 1, max_new_tokens), request.measured
+    known = request.prefix_length  # of which a lazy prefill keeps all
+    if request.decode.prefill is None:
+        known = 0 if prefix is None else prefix.shared_with(rows)
     request = dataclasses.replace(
         request,
         rows=rows,
@@ -155,10 +159,55 @@ def longer_request(
         config=request.config.replace(max_new_tokens=max_new_tokens),
         measured=measured._replace(corpus=was.corpus, draft_model=was.draft_model),
         prefix=prefix,
-        prefix_length=0 if prefix is None else prefix.shared_with(rows),
+        prefix_length=known,
         logprobs=logprobs,
     )
     return _that_fits(request, model, capacity, prefill_width)
+
+
+class Reading(NamedTuple):
+    """How prompts are read: lazily, with the cuts named, or as a whole; and of what was read before
+    so many tokens."""
+
+    lazy: LazyPrefill | None
+    prefix: Prefix | None
+    known: int
+
+
+def _reading(
+    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, read_first: int
+) -> Reading:
+    """For a run that begins. Where a prefix leaves one token to each row, nothing can be pruned."""
+    if prefix is not None:
+        check_prefix(prefix, model)
+        read_first = prefix.shared_with(texts.prompts)
+    if lazy is None:
+        return Reading(None, prefix, read_first)
+    new = max(map(len, texts.prompts)) - read_first
+    if prefix is not None and new < 2:
+        return Reading(None, prefix, read_first)
+    # For all prompts of a bucket alike, as every other setting is another program.
+    return Reading(lazy.resolved(model.cfg, _bucket(new)), prefix, read_first)
+
+
+def _reading_again(
+    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, run: SavedRun
+) -> Reading:
+    """For a run that goes on: what a lazy one took as read before, it takes again. `lazy` is what
+    the caller says of the run."""
+    if prefix is not None:
+        check_prefix(prefix, model)
+    known = run.prefix_length
+    new = max(map(len, texts.prompts)) - known
+    lazy = lazy and lazy.resolved(model.cfg, _bucket(new))
+    if run.prefill is None:
+        return Reading(lazy, prefix, 0 if prefix is None else prefix.shared_with(texts.rows))
+    is_enough = prefix is not None and prefix.shared_with(texts.prompts) >= known
+    return Reading(lazy, prefix if is_enough else None, known)
+
+
+def _bucket(tokens: int) -> int:
+    return sizes.capacity_bucket(tokens, sizes.SMALLEST_PREFILL)
 
 
 class Texts(NamedTuple):
@@ -236,14 +285,16 @@ def _sized(
         pairs = zip(map(len, rows), request.prompt_length, strict=True)
         made = max(length - prompt for length, prompt in pairs)
     longest = max(map(len, rows)) if lazy is None else max(request.prompt_length)
+    first = known if lazy is not None and request.prefix is None else 0
     some = longest - known > min(prefill_width, sizes.NARROW_PREFILL)
     once = some and lazy is None and mesh_of(model.params) is None
-    counts = parts(decode, longest)
+    counts = parts(decode, longest - known)
     request = dataclasses.replace(
         request,
         decode=decode,
         measured=measured,
-        prefill_widths=[sizes.widths_of(int(count) - known, prefill_width) for count in counts],
+        prefill_widths=[sizes.widths_of(int(count), prefill_width) for count in counts],
+        prefix_widths=sizes.widths_of(first, prefill_width),
         made_widths=sizes.widths_of(made, lazy.most_made_at_once(prefill_width)) if lazy else [],
         of_rows=_shared_texts(rows) if once else None,
     )
@@ -254,7 +305,7 @@ def _sized(
 
 
 def _check_lazy(
-    lazy: LazyPrefill, model: Model, prompts: list[np.ndarray], prefix: Prefix | None
+    lazy: LazyPrefill, model: Model, prompts: list[np.ndarray], read_before: int
 ) -> None:
     check_lazy_mesh(mesh_of(model.params))
     most = f"with a lazy prefill at most {LONGEST_PROMPT} tokens"
@@ -263,8 +314,8 @@ def _check_lazy(
         wanted = f"at most the {size} tokens of the prompt in row {index}"
         for name in ("window", "sinks", "recent"):
             check(getattr(lazy, name) <= size, name, getattr(lazy, name), wanted)
-    if prefix is not None:
-        raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
+        new = f"at most the {size - read_before} tokens of row {index} after the prefix"
+        check(lazy.window <= size - read_before, "window", lazy.window, new)
 
 
 def _shared_texts(rows: list[np.ndarray]) -> tuple[int, ...] | None:

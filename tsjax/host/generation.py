@@ -112,7 +112,7 @@ def generate(
         run in the compiled step, for every node of a draft tree, after the penalties and before the
         temperature. A run that is resumed takes the same ones anew.
       prefix: a text that was read before (`tsjax.read`, or `keep_prefix`): what all prompts begin
-        with of it is not read again. It changes no token.
+        with of it is not read again. It changes no token, but a lazy prefill cuts what comes after.
       keep_prefix: keep what this run reads and writes as `result.prefix`, for a prompt that goes on
         with it; single prompts only.
 

@@ -106,6 +106,7 @@ class Saving(Writing):
             cache=self._model.cfg.cache,
             method=self._request.method,
             prefill=self._request.decode.prefill,
+            prefix_length=self._request.prefix_length if self._request.decode.prefill else 0,
             exceed_max_positions=self._request.exceed_max_positions,
             single=self._request.single,
             config=self._request.config,

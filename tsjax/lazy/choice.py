@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import cache_scores, threshold
 from tsjax.decoding.noise import uniform
 from tsjax.decoding.sampling import sortable
+from tsjax.decoding.state import DecodeState
 from tsjax.lazy.settings import kept
 from tsjax.lazy.state import LazyPlan, PromptState
 from tsjax.model.cache import KVCache
@@ -62,27 +63,28 @@ def scores_of_each_other(plan: LazyPlan, rows: Rows, causal):
     return total
 
 
-def chosen_for(plan: LazyPlan, stage: int, scores, among, prompt_length, committed, recent: int):
+def chosen_for(plan: LazyPlan, stage: int, scores, among, state: DecodeState, committed, recent):
     """[B, P] bool: the prompt tokens that take part in a stage, by the scores of the one before.
 
-    Of prompt_length [B] tokens, kept(share) are chosen `among` some [B, P] that are also among the
-    first `committed` [B]; those beyond, of which the prompt's last token may be one, take part
-    anyway.
+    Of the prompts' tokens after the prefix, kept(share) are chosen `among` some [B, P] that are
+    also among the first `committed` [B]. Those beyond, of which the prompt's last token may be one,
+    and those of the prefix take part anyway. The last `recent` (an int) are always chosen.
     """
-    lazy, position = plan.lazy, jnp.arange(among.shape[1])
-    is_committed = position < committed[:, None]
-    candidates = among & is_committed
+    lazy, position, prompt_length = plan.lazy, jnp.arange(among.shape[1]), state.prompt_length
+    prefix = state.prompt.prefix
+    is_committed, is_new = position < committed[:, None], position >= prefix
+    candidates = among & is_committed & is_new
     if lazy.pool > 1:
-        takes_part = among & (position < prompt_length[:, None])
+        takes_part = among & is_new & (position < prompt_length[:, None])
         scores = lax.reduce_window(
             jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
         )
     always = (position < lazy.sinks) | (position >= prompt_length[:, None] - recent)
     always &= candidates
-    count = kept(lazy.cuts[stage - 1][1], prompt_length) - (prompt_length - committed)
+    count = kept(lazy.cuts[stage - 1][1], prompt_length - prefix) - (prompt_length - committed)
     count = jnp.maximum(count, jnp.sum(always, axis=1, dtype=jnp.int32))
     best = best_tokens(jnp.where(always, jnp.inf, scores), candidates, count)
-    return best | ~is_committed
+    return best | ~is_committed | ~is_new
 
 
 def best_tokens(scores, candidates, count):

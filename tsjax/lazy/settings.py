@@ -35,7 +35,8 @@ class LazySettings:
     Attributes:
       keep: the share of the prompt's tokens that goes on after a layer, counted from 1, such as
         {10: 0.7, 20: 0.49, 29: 0.343}; of n tokens, ceil(share * n), the last one always among
-        them. After layer 0 means before the model. "paper" cuts three times, after 30, 60 and 90%
+        them. After layer 0 means before the model. What a prefix has read stays in all layers:
+        shares are of the tokens after it. "paper" cuts three times, after 30, 60 and 90%
         of the layers, to 70% of the tokens that are left. "auto" cuts once, as
         late as 2% of the tokens still meet `speedup` by counting operations, but not before seven
         sixteenths of the layers. It keeps the largest share that meets it there.
