@@ -58,6 +58,12 @@ class LazyOracle:
         self.logits = self._unembed(x[0])
         return self.logits
 
+    def complete(self) -> None:
+        """Whatever some layers lack of the prompt goes through them, in its order."""
+        for stage, layers in enumerate(self.stages):
+            missing = sorted(set(range(self.n)) - set(self.keys[layers.start]))
+            self._run_stage(stage, missing, seen=set(range(self.n)))
+
     def _prefill(self, prompt) -> np.ndarray:
         n, everything = self.n, set(range(self.n))
         self.sets = [everything]

@@ -26,8 +26,10 @@ from tsjax.decoding.start import init_state
 from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
+from tsjax.host import run as host_run
 from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
+from tsjax.host.reading import kept_prefix
 from tsjax.host.run import start_run
 from tsjax.lazy.choice import best_tokens
 from tsjax.lazy.revival import run_root
@@ -176,6 +178,55 @@ def test_after_a_prefix_cuts_choose_among_new_tokens(name):
         run = Run.after_prefix(model(), prompts, lazy, prefix)
         go_as_oracles(run, [LazyOracle(model(), prompt, lazy, 21) for prompt in prompts])
     assert not np.asarray(run.state.prompt.computed)[:, :, :21].any()
+
+
+@pytest.mark.parametrize("name", some_wide(["background"], ["paper", "no revival, options"]))
+def test_a_prefix_that_is_kept_is_a_whole_one(name):
+    """With all rows in the order of the text; where its end was stopped, with the first ones."""
+    lazy = tsjax.LazyPrefill(**(OPTIONS | WIDE_OPTIONS)[name][0])
+    prompt, told = [*PROMPTS[0], *PROMPTS[1]], []
+    how = dict(max_new_tokens=STEPS, prefill=lazy, prefill_width=16, capacity=CAPACITY)
+    with jax.enable_x64(True):
+        prefix = tsjax.read(model(), prompt[:10], prefill_width=16, capacity=CAPACITY)
+        how["prefix"] = prefix
+        oracle = LazyOracle(model(), prompt, lazy, 9)
+        result = tsjax.generate(model(), prompt, keep_prefix=True, progress=told.append, **how)
+        for token in result.tokens[0][:-1]:
+            assert token == np.argmax(oracle.logits)
+            oracle.step(token)
+        how.pop("max_new_tokens")
+        request = make_request(model(), prompt, None, dict(max_new_tokens=STEPS), **how)
+        *_, news = host_run.run(model(), request, Interrupt())
+        stopped = kept_prefix(model(), request, news, None)
+        assert_rows(stopped, oracle)
+        lacking = [i for i in range(len(prompt)) if any(i not in keys for keys in oracle.keys)]
+        assert stopped.length == lacking[0] and stopped.is_approximate
+        oracle.complete()
+        assert_rows(result.prefix, oracle)
+    assert result.prefix.length == len(prompt) + STEPS - 1
+    assert any("left out" in one.what and one.done == len(lacking) for one in told)
+
+
+def assert_rows(prefix, oracle):
+    """The first ones of a prefix are those of the oracle, in all layers."""
+    for ours, theirs in ((prefix.cache.k, oracle.keys), (prefix.cache.v, oracle.values)):
+        for buffer, rows in zip(ours, theirs, strict=True):
+            wanted = np.stack([rows[i] for i in range(prefix.length)], axis=1)
+            found = np.asarray(buffer)[0, :, : prefix.length]
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+
+
+def test_what_was_read_lazily_is_in_no_file(tmp_path):
+    path = tmp_path / "run.json"
+    kept = lazily(max_new_tokens=4, keep_prefix=True)
+    longer = [*PROMPTS[0], *kept.tokens[0].tolist(), 5, 6]
+    with pytest.raises(ValueError, match="save_to is not valid beside a prefix that a lazy"):
+        lazily(longer, max_new_tokens=4, prefix=kept.prefix, save_to=path)
+    again = lazily(longer, max_new_tokens=4, prefix=kept.prefix, prefill=None, keep_prefix=True)
+    assert again.prefix.is_approximate and again.stats.prefix_tokens == len(PROMPTS[0]) + 3
+    lazily(longer, max_new_tokens=4, save_to=path, prefill=None)
+    with pytest.raises(ValueError, match="resume_from is not valid beside a prefix that a lazy"):
+        tsjax.generate(small(), resume_from=path, max_new_tokens=5, prefix=kept.prefix, **SIZES)
 
 
 @pytest.mark.parametrize("revive", some_wide(["in_batches"], ["on_demand", "background"]))

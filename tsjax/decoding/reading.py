@@ -88,6 +88,18 @@ def finish_part(params: Params, state: DecodeState, *, part: int, cfg: DecodeCon
     return cfg.prefill.finish_part(params, state, part=part, cfg=cfg)
 
 
+def complete(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig) -> DecodeState:
+    """After a lazy prefill, one pass over what it has left out: the next `width` tokens, in all
+    layers that lack some of them."""
+    return cfg.prefill.complete(params, state, width=width, cfg=cfg)
+
+
+def slots_of_layers(state: DecodeState, *, cfg: DecodeConfig) -> dict[int, jax.Array]:
+    """After a lazy prefill, which slot has the token of each position [B, C], for each layer where
+    that is not the same."""
+    return cfg.prefill.slots_of_layers(state, cfg=cfg)
+
+
 def read_made(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):
     """After a lazy prefill, one pass over what a resumed run had made: its next `width` tokens."""
     return cfg.prefill.read_made(params, state, start, width=width, cfg=cfg)

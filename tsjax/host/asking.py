@@ -27,7 +27,7 @@ from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
 from tsjax.host.costs import measured_on
 from tsjax.host.measuring import device_in
-from tsjax.host.prefix import Prefix, check_prefix
+from tsjax.host.prefix import Prefix, check_prefix, check_prefix_is_read_alike
 from tsjax.host.processes import check_same, check_shared
 from tsjax.host.prompts import prompt_of, prompt_rows, refuse_deep, refuse_tracing, tokenizer_of
 from tsjax.host.request import Request
@@ -60,9 +60,11 @@ def make_request(
     logits_processor: Any = None,
     prefix: Prefix | None = None,
     read_first: int = 0,
+    least_to_prune: int = 0,
 ) -> Request:
     """The arguments of `generate`, see there. With a lazy prefill the first `read_first` tokens,
-    those of a prefix that a saved run began with, are read as a whole."""
+    those of a prefix that a saved run began with, are read as a whole, and all where fewer than
+    `least_to_prune` are new."""
     check_type(model, Model, "model", "what tsjax.load returns")
     refuse_deep(prompt)
     refuse_tracing(model, prompt)
@@ -92,12 +94,11 @@ def make_request(
     method, config, lengths = resolve_method(method), texts.config, [*map(len, texts.prompts)]
     _check_against_model(config, model)
     if run is None:
-        lazy, prefix, known = _reading(model, texts, lazy, prefix, read_first)
+        reading = _reading(model, texts, lazy, prefix, read_first, least_to_prune)
     else:
-        lazy, prefix, known = _reading_again(model, texts, lazy, prefix, run)
-        if prefill is not None:
-            check_same_prefill(of_run, run, lazy)
-        lazy = run.prefill
+        said = None if prefill is None else of_run
+        reading = _reading_again(model, texts, lazy, prefix, run, said)
+    lazy, prefix, known = reading
     if lazy is not None:
         _check_lazy(lazy, model, texts.prompts, known)
     _check_corpus(corpus, method, model)
@@ -175,8 +176,9 @@ class Reading(NamedTuple):
 
 
 def _reading(
-    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, read_first: int
-) -> Reading:
+    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, read_first: int,
+    least_to_prune: int,
+) -> Reading:  # fmt: skip
     """For a run that begins. Where a prefix leaves one token to each row, nothing can be pruned."""
     if prefix is not None:
         check_prefix(prefix, model)
@@ -184,26 +186,31 @@ def _reading(
     if lazy is None:
         return Reading(None, prefix, read_first)
     new = max(map(len, texts.prompts)) - read_first
-    if prefix is not None and new < 2:
+    is_short = 0 < least_to_prune and new < max(least_to_prune, lazy.window)
+    if is_short or (prefix is not None and new < 2):
         return Reading(None, prefix, read_first)
     # For all prompts of a bucket alike, as every other setting is another program.
     return Reading(lazy.resolved(model.cfg, _bucket(new)), prefix, read_first)
 
 
 def _reading_again(
-    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, run: SavedRun
-) -> Reading:
-    """For a run that goes on: what a lazy one took as read before, it takes again. `lazy` is what
-    the caller says of the run."""
+    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, run: SavedRun,
+    said_of: str | None,
+) -> Reading:  # fmt: skip
+    """For a run that goes on: what a lazy one took as read before, it takes again. Where the caller
+    says `lazy` of the run, it has to be so."""
     if prefix is not None:
         check_prefix(prefix, model)
     known = run.prefix_length
-    new = max(map(len, texts.prompts)) - known
-    lazy = lazy and lazy.resolved(model.cfg, _bucket(new))
+    if said_of is not None:
+        new = max(map(len, texts.prompts)) - known
+        check_same_prefill(said_of, run, lazy and lazy.resolved(model.cfg, _bucket(new)))
     if run.prefill is None:
-        return Reading(lazy, prefix, 0 if prefix is None else prefix.shared_with(texts.rows))
-    is_enough = prefix is not None and prefix.shared_with(texts.prompts) >= known
-    return Reading(lazy, prefix if is_enough else None, known)
+        known = 0 if prefix is None else prefix.shared_with(texts.rows)
+    elif prefix is not None and prefix.shared_with(texts.prompts) < known:
+        prefix = None
+    check_prefix_is_read_alike(prefix, known, "resume_from")
+    return Reading(run.prefill, prefix, known)
 
 
 def _bucket(tokens: int) -> int:

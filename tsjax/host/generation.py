@@ -165,7 +165,8 @@ def _generated(
         streamer.end()
     result = result_of(model, request, news, saving)
     if keep_prefix:
-        result = dataclasses.replace(result, prefix=kept_prefix(model, request, news))
+        prefix = kept_prefix(model, request, news, interrupt)
+        result = dataclasses.replace(result, prefix=prefix)
     interrupt.finish(result, on_interrupt)
     return result
 
@@ -256,8 +257,6 @@ def _check_keep_prefix(keep_prefix: Any, request: Request) -> None:
     if keep_prefix:
         rows = len(request.rows)
         check(rows == 1, "keep_prefix", keep_prefix, f"for one row alone; the call has {rows}")
-        whole = request.decode.prefill is None
-        check(whole, "keep_prefix", keep_prefix, "for prompts that are read whole, not lazily")
 
 
 def _check_streamer(streamer: Any, request: Request) -> None:

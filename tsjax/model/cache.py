@@ -198,6 +198,18 @@ def write_rows(
         return cache.replace(k=tuple(k), v=tuple(v))
 
 
+def in_slots(
+    buffer: Float[Array, "PB K S H"] | NarrowRows, slots: Int[Array, "B C"], *, parts: int
+) -> Float[Array, "PB K S H"] | NarrowRows:
+    """One layer's keys or values, with the row of slot slots[b, i] in slot i."""
+
+    def taken(x):
+        places = jnp.broadcast_to(slots[:, None], (len(slots), x.shape[1], slots.shape[1]))
+        return jnp.take_along_axis(x, places[..., None], axis=2, mode="clip")
+
+    return jax.tree.map(taken, buffer)
+
+
 def zero_after(x: Shaped[Array, "..."]) -> Int[Array, ""]:
     """An int32 zero that XLA can only know once x is computed."""
     first = x.ravel()[0].astype(jnp.float32)
