@@ -125,11 +125,13 @@ def test_a_lazy_prefill_is_refused_where_slots_are_split():
 
 def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeypatch):
     model, single = looping_model(mesh=mesh_of(1, 1, 4)), looping_model()
-    cache = init_cache(model.cfg, 3, 2048, mesh=usable_mesh(mesh_of(1, 1, 4)))
-    whole = cache_bytes(model.cfg, 3, 2048)
-    for device in range(4):
-        held = [buffer.addressable_shards[device].data for buffer in (*cache.k, *cache.v)]
-        assert sum(one.nbytes for one in held) == whole // 4
+    whole, mesh = cache_bytes(model.cfg, 3, 2048), usable_mesh(mesh_of(1, 1, 4))
+    in_program = jax.jit(init_cache, static_argnames=("cfg", "batch", "capacity", "mesh"))
+    for make in (init_cache, in_program):
+        cache = make(cfg=model.cfg, batch=3, capacity=2048, mesh=mesh)
+        for device in range(4):
+            held = [buffer.addressable_shards[device].data for buffer in (*cache.k, *cache.v)]
+            assert sum(one.nbytes for one in held) == whole // 4
     # With room for three quarters of what the cache of one device takes; a CPU's devices share.
     large = 262_144
     limit = UNMERGED + 3 * cache_bytes(single.cfg, 1, large) // 4

@@ -110,8 +110,11 @@ def empty_buffers(
 def _zeros(
     shape: Sequence[int], dtype: DTypeLike, mesh: Mesh | None, axes: Sequence[str | None]
 ) -> Shaped[Array, "..."]:
-    sharding = named_sharding(shape, axes, mesh) if mesh is not None else None
-    return jnp.zeros(shape, dtype, device=sharding)
+    if mesh is None:
+        return jnp.zeros(shape, dtype)
+    sharding = named_sharding(shape, axes, mesh)
+    # Twice: the first one places what is made at once, the second one what a program makes.
+    return lax.with_sharding_constraint(jnp.zeros(shape, dtype, device=sharding), sharding)
 
 
 def _rows_of_layer(cfg: ModelConfig, batch: int, capacity: int, parts: int) -> Any:
