@@ -21,7 +21,6 @@ from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.processors import check_processors
 from tsjax.decoding.reading import parts
-from tsjax.decoding.start import check_lazy_mesh
 from tsjax.errors import BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
@@ -100,7 +99,7 @@ def make_request(
         reading = _reading_again(model, texts, lazy, prefix, run, said)
     lazy, prefix, known = reading
     if lazy is not None:
-        _check_lazy(lazy, model, texts.prompts, known)
+        _check_lazy(lazy, texts.prompts, known)
     _check_corpus(corpus, method, model)
     _check_draft_model(draft_model, method, model)
     of_scores, most = accumulation_dtype(model.cfg.dtype), max(lengths) + config.max_new_tokens
@@ -311,10 +310,7 @@ def _sized(
     return dataclasses.replace(request, capacity=slots, prompt_capacity=fewer)
 
 
-def _check_lazy(
-    lazy: LazyPrefill, model: Model, prompts: list[np.ndarray], read_before: int
-) -> None:
-    check_lazy_mesh(mesh_of(model.params))
+def _check_lazy(lazy: LazyPrefill, prompts: list[np.ndarray], read_before: int) -> None:
     most = f"with a lazy prefill at most {LONGEST_PROMPT} tokens"
     for index, size in enumerate(map(len, prompts)):
         check(size <= LONGEST_PROMPT, "prompt", f"row {index} of {size} tokens", most)

@@ -126,7 +126,9 @@ def _in_order(model: Model, request: Request, state: DecodeState) -> DecodeState
     for layer, slots in compiled.slots_of_layers(bare, cfg=cfg).items():
         for buffers in k, v:
             before = buffers[layer]
-            buffers[layer] = compiled.in_slots(before, slots, parts=parts)
+            placed = jax.tree.map(lambda x: x.sharding, before)
+            after = jax.device_put(compiled.in_slots(before, slots, parts=parts), placed)
+            buffers[layer] = after
             jax.tree.map(lambda x: x.delete(), before)
     return state.replace(kv=state.kv.replace(k=tuple(k), v=tuple(v), absent=None))
 

@@ -16,6 +16,7 @@ from tsjax.decoding.state import DecodeState
 from tsjax.lazy.settings import kept
 from tsjax.lazy.state import LazyPlan, PromptState
 from tsjax.model.cache import KVCache
+from tsjax.model.parts import counts_by_part, for_each_part, in_order
 from tsjax.model.passes import Rows
 
 
@@ -33,17 +34,20 @@ def scores_of(plan: LazyPlan, prompt: PromptState, kv: KVCache, stage: int, rows
     for layer, attended in list(zip(layers, rows.attended, strict=True))[-lazy.score_layers :]:
         query, (_, log_totals) = attended
         for row in range(query.shape[1]):
-            total = total + cache_scores(
-                query[:, row], kv.k[layer], kv.rows_in(layer), "softmax",
-                log_totals=log_totals[:, row],
-            )  # fmt: skip
+            asks = (for_each_part(x[:, row], kv.parts) for x in (query, log_totals))
+            total = total + _by_slot(kv, layer, *asks)
     if stage == 0:
-        by_position = total[:, :P]
-    else:
-        slots = prompt.slots[stage - 1]
-        found = jnp.take_along_axis(total, jnp.minimum(slots, total.shape[1] - 1), axis=1)
-        by_position = jnp.where(slots < total.shape[1], found, 0)
-    return by_position
+        return total[:, :P]
+    slots, lacks = prompt.slots[stage - 1], prompt.order[stage - 1].shape[1]
+    found = jnp.take_along_axis(total, jnp.minimum(slots, lacks - 1), axis=1)
+    return jnp.where(slots < lacks, found, 0)
+
+
+def _by_slot(kv: KVCache, layer: int, query, log_totals):
+    """[B, C or more]: the attention that each slot of a layer gets from a query [PB, N, H]."""
+    count = counts_by_part(kv.rows_in(layer), kv.parts)
+    found = cache_scores(query, kv.k[layer], count, "softmax", log_totals=log_totals)
+    return in_order(found[:, None], kv.parts)[:, 0]
 
 
 def scores_of_each_other(plan: LazyPlan, rows: Rows, causal):
