@@ -2,7 +2,8 @@
 """LazyLLM in NumPy and float64, with sets and dictionaries: slow, and shares no code with tsjax.
 
 One prompt, token by token as the paper tells it: the prompt's last token goes through the layers
-with the others, sets are Python sets, and everything missing is revived at once.
+with the others, sets are Python sets, and everything missing is revived at once. Tokens of a prefix
+go through all layers first, and no cut is about them.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import tsjax
 class LazyOracle:
     """`sets`: per stage, the prompt tokens that the last step saw."""
 
-    def __init__(self, model: tsjax.Model, prompt: list[int], lazy: tsjax.LazyPrefill):
+    def __init__(self, model, prompt: list[int], lazy: tsjax.LazyPrefill, prefix: int = 0):
         self.model, self.cfg, self.lazy, self.n = model, model.cfg, lazy, len(prompt)
+        self.prefix = set(range(prefix))
         self.weights = jax.tree.map(lambda x: np.asarray(x, np.float64), model.params.model)
         cuts = [layer for layer, _ in lazy.keep]
         ends = [*cuts, self.cfg.num_layers]
@@ -56,15 +58,24 @@ class LazyOracle:
         self.logits = self._unembed(x[0])
         return self.logits
 
+    def complete(self) -> None:
+        """Whatever some layers lack of the prompt goes through them, in its order."""
+        for stage, layers in enumerate(self.stages):
+            missing = sorted(set(range(self.n)) - set(self.keys[layers.start]))
+            self._run_stage(stage, missing, seen=set(range(self.n)))
+
     def _prefill(self, prompt) -> np.ndarray:
         n, everything = self.n, set(range(self.n))
         self.sets = [everything]
         self.aux = {i: (0, self.weights.embed[token]) for i, token in enumerate(prompt)}
+        for stage in range(len(self.stages)):
+            self._run_stage(stage, sorted(self.prefix), seen=self.prefix)
         scores = {}
         for stage in range(len(self.stages)):
             if stage:
                 self.sets.append(self._choose(stage, scores, range(n), last_counts=True))
-            scores = self._run_stage(stage, sorted(self.sets[stage]), seen=self.sets[stage])
+            new = sorted(self.sets[stage] - self.prefix)
+            scores = self._run_stage(stage, new, seen=self.sets[stage])
         return self._unembed(self.aux[n - 1][1])
 
     def _run_stage(self, stage: int, positions: list[int], seen: set[int]):
@@ -92,10 +103,10 @@ class LazyOracle:
         self._run_stage(stage, rows, seen=have | set(rows))
 
     def _choose(self, stage: int, scores, tokens, *, last_counts: bool) -> set[int]:
-        lazy, n = self.lazy, self.n
+        lazy, n, new = self.lazy, self.n, self.n - len(self.prefix)
         share = fractions.Fraction(str(dict(lazy.keep)[self.stages[stage].start]))
-        count = max(math.ceil(share * n), min(lazy.at_least or 0, n))
-        before = sorted(self.sets[stage - 1])
+        count = max(math.ceil(share * new), min(lazy.at_least or 0, new))
+        before = sorted(self.sets[stage - 1] - self.prefix)
         value = {i: scores.get(i, 0.0) for i in before}
         if lazy.pool > 1:
             half = lazy.pool // 2
@@ -110,7 +121,7 @@ class LazyOracle:
         if last_counts:
             always |= {i for i in before if i >= n - lazy.window}
         order = sorted(before, key=lambda i: (i not in always, -value[i], i))
-        return set(order[: max(count, len(always))])
+        return self.prefix | set(order[: max(count, len(always))])
 
     def _layers(self, layers: range, positions: list[int], x, seen: set[int]):
         """The rows' output, and the attention from the last ones to each position."""

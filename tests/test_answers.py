@@ -157,7 +157,6 @@ def test_a_prefix_of_a_run_that_a_string_stopped(tmp_path, stop=7):
     [
         (lambda p: tsjax.generate(MODEL, PROMPT, prefix="text"), "what tsjax.read returns"),
         (lambda p: tsjax.generate(looping_model(seed=1), PROMPT, prefix=p), "weights differ"),
-        (lambda p: tsjax.generate(MODEL, PROMPT, prefix=p, prefill="lazy"), "lazy prefill"),
         (lambda p: tsjax.generate(MODEL, [PROMPT] * 2, keep_prefix=True), "one row alone"),
         (lambda p: tsjax.generate(MODEL, PROMPT, keep_prefix=1), "keep_prefix=1"),
         (lambda p: tsjax.read(MODEL, [PROMPT] * 2), "one prompt"),

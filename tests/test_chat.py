@@ -193,6 +193,30 @@ def test_what_was_read_is_not_read_again(tmp_path):
     assert conversation.messages == [] and conversation.prefix is None
 
 
+def test_a_lazy_prefill_prunes_long_turns_on_top_of_what_was_read(tmp_path):
+    model, long = with_template(tmp_path, CHATML), "the tea has a lot of it " * 4
+    how = dict(prefill=tsjax.LazyPrefill(keep={1: 0.4}, revive="never"), eos_token_id=())
+    how |= dict(SIZES, capacity=512)
+    conversation = tsjax.Conversation(model, max_new_tokens=6, **how)
+    list(conversation.say(long))
+    stats, kept = conversation.result.stats, conversation.prefix
+    assert stats.prompt_computed[1] < 0.45 and kept.length == stats.prompt_tokens[0] + 5
+    asked = [*conversation.messages, {"role": "user", "content": long}]
+    list(conversation.say(long))
+    stats = conversation.result.stats
+    assert stats.prefix_tokens > 60 and stats.prompt_computed[1] < 0.45
+    list(conversation.more())  # as a larger limit would have made it
+    wanted = tsjax.generate(model, messages=asked, prefix=kept, max_new_tokens=12, **how)
+    assert conversation.result.tokens[0].tolist() == wanted.tokens[0].tolist()
+    list(conversation.say("and"))  # a short turn, which is read as a whole
+    stats = conversation.result.stats
+    assert stats.prompt_computed == () and conversation.tokens_read_anew < 60
+    for _ in conversation.say(long):
+        break  # and leaves what is missing
+    before = sum(stats.prompt_tokens) - 1
+    assert before <= conversation.prefix.length < conversation.tokens_in_context - 40
+
+
 def test_what_was_said_is_kept_where_a_caller_leaves(chatty):
     conversation = tsjax.Conversation(chatty, max_new_tokens=100, eos_token_id=(), **SIZES)
     for _ in conversation.say("the tea"):

@@ -11,7 +11,7 @@ import tsjax
 from tsjax.decoding.reading import prefill
 from tsjax.decoding.start import init_state
 from tsjax.host import lookups
-from tsjax.host.lookups import PROMPTS, SHARES, Asking, Lookups, asking_prompt
+from tsjax.host.lookups import ASKING_PROMPTS, BEST_SHARES, Asking, Lookups, asking_prompt
 from tsjax.lazy.looking import last_attention
 
 PROMPT = np.random.default_rng(3).integers(0, 61, 45)
@@ -59,7 +59,7 @@ def test_what_is_among_the_best():
 
 def test_each_prompt_says_its_answer_once_and_ends_where_it_is_asked_for():
     tokenizer = tsjax.load(tsjax.EMBEDDED).tokenizer
-    for index in range(PROMPTS):
+    for index in range(ASKING_PROMPTS):
         one = asking_prompt(tokenizer, index)
         answer = tokenizer.decode(one.tokens[one.answer].tolist()).strip()
         text = tokenizer.decode(one.tokens.tolist())
@@ -76,7 +76,7 @@ def test_a_checkpoint_is_measured_once_and_cut_there(tmp_path, monkeypatch):
 
     def measure(model):
         measured.append(model)
-        return Lookups(((0.0,) * len(SHARES), (1.0,) * len(SHARES), (0.0,) * len(SHARES)))
+        return Lookups(((0.0,) * len(BEST_SHARES), (1.0,) * len(BEST_SHARES), (0.0,) * len(BEST_SHARES)))
 
     monkeypatch.setattr(lookups, "measure_lookups", measure)
     for _ in range(2):  # as two processes
@@ -93,4 +93,4 @@ def test_a_checkpoint_is_measured_once_and_cut_there(tmp_path, monkeypatch):
 def test_a_model_that_reads_nothing_is_told_so():
     model = tiny_model(num_layers=3)
     with pytest.raises(ValueError, match="keep='auto' is not valid: named cuts, or keep='paper'"):
-        tsjax.generate(model, [1, 2, 3], prefill="lazy")
+        tsjax.generate(model, [1, 2, 3], prefill=tsjax.LazyPrefill(at_least=2))

@@ -117,19 +117,47 @@ def test_many_prompts(monkeypatch):
         assert [one.tokens.tolist()] == alone
 
 
-def test_a_lazy_prefill_is_refused_where_slots_are_split():
-    model = looping_model(mesh=mesh_of(1, 2, 2))
-    with pytest.raises(ValueError, match=r"lazy prefill .*2 parts of slots.*'data' and 'model'"):
-        tsjax.generate(model, [1], max_new_tokens=2, prefill=tsjax.LazyPrefill(keep={1: 0.5}))
+REVIVALS = {
+    "in_batches": (1, 2, 2),
+    "never": (1, 1, 4),
+    "on_demand": (1, 1, 3),
+    "background": (2, 1, 2),
+}
+
+
+@pytest.mark.parametrize(
+    "revive", ["in_batches", *(pytest.param(one, marks=pytest.mark.wide) for one in REVIVALS)]
+)
+def test_a_lazy_prefill_where_slots_are_split(revive):
+    """Each layer deals out the tokens that it has; what is kept lies in the order of the text."""
+    lazy = tsjax.LazyPrefill(keep={1: 0.3}, revive=revive, choose_every=3, revive_rows=5)
+    prompts = [row * 8 for row in PROMPTS]
+    mesh, single = looping_model(mesh=mesh_of(*REVIVALS[revive])), looping_model()
+    how = dict(method=None, prefill=lazy)
+    assert texts(mesh, prompts, **how) == texts(single, prompts, **how)
+    last = []
+    for model in (mesh, single):
+        kept = tsjax.generate(
+            model, prompts[0], prefill=lazy, keep_prefix=True, max_new_tokens=7, **SIZES
+        )
+        longer = [*prompts[0], *kept.tokens[0].tolist(), *prompts[1]]
+        last.append(texts(model, [longer], prefix=kept.prefix, **how))
+        if model is mesh:
+            _, *split = REVIVALS[revive]
+            for held in kept.prefix.cache.k:  # also the first one, as the run had it
+                assert held.addressable_shards[0].data.nbytes * math.prod(split) == held.nbytes
+    assert last[0] == last[1]
 
 
 def test_each_device_holds_its_part_and_a_run_that_one_cannot_hold_works(monkeypatch):
     model, single = looping_model(mesh=mesh_of(1, 1, 4)), looping_model()
-    cache = init_cache(model.cfg, 3, 2048, mesh=usable_mesh(mesh_of(1, 1, 4)))
-    whole = cache_bytes(model.cfg, 3, 2048)
-    for device in range(4):
-        held = [buffer.addressable_shards[device].data for buffer in (*cache.k, *cache.v)]
-        assert sum(one.nbytes for one in held) == whole // 4
+    whole, mesh = cache_bytes(model.cfg, 3, 2048), usable_mesh(mesh_of(1, 1, 4))
+    in_program = jax.jit(init_cache, static_argnames=("cfg", "batch", "capacity", "mesh"))
+    for make in (init_cache, in_program):
+        cache = make(cfg=model.cfg, batch=3, capacity=2048, mesh=mesh)
+        for device in range(4):
+            held = [buffer.addressable_shards[device].data for buffer in (*cache.k, *cache.v)]
+            assert sum(one.nbytes for one in held) == whole // 4
     # With room for three quarters of what the cache of one device takes; a CPU's devices share.
     large = 262_144
     limit = UNMERGED + 3 * cache_bytes(single.cfg, 1, large) // 4

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import tree_attention
+from pallas_kernels import Ranks, tree_attention
 from tsjax.model import cache as cache_module
 from tsjax.model import parts as rule
 from tsjax.model.cache import KVCache, write_rows
@@ -102,9 +102,14 @@ def test_attention_is_that_of_the_whole_cache(parts):
         length = np.asarray(length, np.int32)
         beyond = (np.arange(S) >= length[:, None])[:, None, :, None]
         held = [dealt(np.where(beyond, np.nan, x), parts) for x in (k, v)]
-        wanted = tree_attention(q, k, v, length, k_new, v_new, mask, with_log_totals=True)
-        found = jax.jit(rule.attention_by_part, static_argnames="parts")(
-            q, *held, length, k_new, v_new, mask, parts=parts
-        )
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+        order = np.stack([rng.permutation(S) for _ in length]).astype(np.int32)
+        below = rng.integers(0, S, (4, T)).astype(np.int32)
+        for ranks in (None, Ranks(order, below)):
+            wanted = tree_attention(
+                q, k, v, length, k_new, v_new, mask, ranks=ranks, with_log_totals=True
+            )
+            found = jax.jit(rule.attention_by_part, static_argnames="parts")(
+                q, *held, length, k_new, v_new, mask, parts=parts, ranks=ranks
+            )
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)

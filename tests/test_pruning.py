@@ -26,7 +26,11 @@ from tsjax.decoding.start import init_state
 from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept
+from tsjax.host import run as host_run
 from tsjax.host.asking import make_request
+from tsjax.host.interrupt import Interrupt
+from tsjax.host.reading import kept_prefix
+from tsjax.host.run import start_run
 from tsjax.lazy.choice import best_tokens
 from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed
@@ -81,9 +85,12 @@ def small(dtype: str = "float32", **changes) -> tsjax.Model:
 class Run:
     """A prompt decoded step by step, with the logits of each step."""
 
-    def __init__(self, model, prompts, lazy, *, width=16, capacity=CAPACITY, prompt_capacity=64):
-        self.model = model
-        self.cfg = cfg = tsjax.DecodeConfig(model=model.cfg, prefill=lazy)
+    def __init__(self, model, cfg, state):
+        self.model, self.cfg, self.state = model, cfg, state
+
+    @classmethod
+    def of(cls, model, prompts, lazy, *, width=16, capacity=CAPACITY, prompt_capacity=64):
+        cfg = tsjax.DecodeConfig(model=model.cfg, prefill=lazy)
         length = np.asarray([len(row) for row in prompts])
         tokens = np.zeros((len(prompts), max(length)), np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
@@ -92,9 +99,16 @@ class Run:
             tokens, length, cfg=cfg, capacity=capacity, max_length=length + 50,
             prompt_capacity=prompt_capacity,
         )  # fmt: skip
-        self.state = jax.jit(prefill, static_argnames=("width", "cfg"))(
-            model.params, state, width=width, cfg=cfg
-        )
+        read = jax.jit(prefill, static_argnames=("width", "cfg"))
+        return cls(model, cfg, read(model.params, state, width=width, cfg=cfg))
+
+    @classmethod
+    def after_prefix(cls, model, prompts, lazy, prefix: tsjax.Prefix):
+        request = make_request(
+            model, prompts, None, dict(max_new_tokens=50), prefill=lazy, prefix=prefix,
+            prefill_width=16, capacity=CAPACITY,
+        )  # fmt: skip
+        return cls(model, request.decode, start_run(model, request, Interrupt()))
 
     def step(self) -> np.ndarray:
         """The logits [B, V] after the root, which the step then decides."""
@@ -128,18 +142,9 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
     lazy = tsjax.LazyPrefill(**options)
     with jax.enable_x64(True):
         prompts = PROMPTS if max(lazy.window, lazy.recent) <= 5 else PROMPTS[:2]
-        run = Run(model(), prompts, lazy, **sizes)
+        run = Run.of(model(), prompts, lazy, **sizes)
         begun = np.asarray(run.state.prompt.computed).sum((1, 2))
-        oracles = [LazyOracle(model(), prompt, lazy) for prompt in prompts]
-        for _ in range(STEPS):
-            logits = run.step()
-            for row, oracle in enumerate(oracles):
-                np.testing.assert_allclose(logits[row], oracle.logits, rtol=0, atol=1e-9)
-                if lazy.revive in ("on_demand", "never"):  # else new tokens see all that there is
-                    assert run.sets(row) == oracle.sets
-                root = int(run.state.root[row])
-                assert root == np.argmax(oracle.logits)
-                oracle.step(root)
+        go_as_oracles(run, [LazyOracle(model(), prompt, lazy) for prompt in prompts])
         prompt = run.state.prompt
         revived = np.asarray(prompt.computed).sum((1, 2)) - begun
         assert revived[0] == 0 and (revived[1:] > 0).all() == (lazy.revive != "never")
@@ -149,6 +154,93 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
             absent = np.asarray(run.state.kv.absent)[:, row]
             for stage, layers in enumerate(lazy.plan(run.cfg.model).stages):
                 assert set(absent[layers]) == {len(ids) - 1 - computed[stage].sum()}
+
+
+def go_as_oracles(run, oracles):
+    revive = oracles[0].lazy.revive
+    for _ in range(STEPS):
+        logits = run.step()
+        for row, oracle in enumerate(oracles):
+            np.testing.assert_allclose(logits[row], oracle.logits, rtol=0, atol=1e-9)
+            if revive in ("on_demand", "never"):  # else new tokens see all that there is
+                assert run.sets(row) == oracle.sets
+            root = int(run.state.root[row])
+            assert root == np.argmax(oracle.logits)
+            oracle.step(root)
+
+
+@pytest.mark.parametrize("name", some_wide(["paper"], ["in batches, options", "background"]))
+def test_after_a_prefix_cuts_choose_among_new_tokens(name):
+    lazy = tsjax.LazyPrefill(**OPTIONS[name][0])
+    begin = PROMPTS[0][:21]
+    prompts = [PROMPTS[0], [*begin, *PROMPTS[1][:17]], [*begin, 3, 1, 4, 1]]
+    with jax.enable_x64(True):
+        prefix = tsjax.read(model(), [*begin, 60], prefill_width=16, capacity=CAPACITY)
+        run = Run.after_prefix(model(), prompts, lazy, prefix)
+        go_as_oracles(run, [LazyOracle(model(), prompt, lazy, 21) for prompt in prompts])
+    assert not np.asarray(run.state.prompt.computed)[:, :, :21].any()
+
+
+@pytest.mark.parametrize("name", some_wide(["background"], ["paper", "no revival, options"]))
+def test_a_prefix_that_is_kept_is_a_whole_one(name):
+    """With all rows in the order of the text; where its end was stopped, with the first ones."""
+    lazy = tsjax.LazyPrefill(**(OPTIONS | WIDE_OPTIONS)[name][0])
+    prompt, told = [*PROMPTS[0], *PROMPTS[1]], []
+    how = dict(max_new_tokens=STEPS, prefill=lazy, prefill_width=16, capacity=CAPACITY)
+    with jax.enable_x64(True):
+        prefix = tsjax.read(model(), prompt[:10], prefill_width=16, capacity=CAPACITY)
+        how["prefix"] = prefix
+        oracle = LazyOracle(model(), prompt, lazy, 9)
+        result = tsjax.generate(model(), prompt, keep_prefix=True, progress=told.append, **how)
+        for token in result.tokens[0][:-1]:
+            assert token == np.argmax(oracle.logits)
+            oracle.step(token)
+        how.pop("max_new_tokens")
+        request = make_request(model(), prompt, None, dict(max_new_tokens=STEPS), **how)
+        *_, news = host_run.run(model(), request, Interrupt())
+        stopped = kept_prefix(model(), request, news, None)
+        assert_rows(stopped, oracle)
+        lacking = [i for i in range(len(prompt)) if any(i not in keys for keys in oracle.keys)]
+        assert stopped.length == lacking[0] and stopped.is_approximate
+        oracle.complete()
+        assert_rows(result.prefix, oracle)
+    assert result.prefix.length == len(prompt) + STEPS - 1
+    assert any("left out" in one.what and one.done == len(lacking) for one in told)
+
+
+def assert_rows(prefix, oracle):
+    """The first ones of a prefix are those of the oracle, in all layers."""
+    for ours, theirs in ((prefix.cache.k, oracle.keys), (prefix.cache.v, oracle.values)):
+        for buffer, rows in zip(ours, theirs, strict=True):
+            wanted = np.stack([rows[i] for i in range(prefix.length)], axis=1)
+            found = np.asarray(buffer)[0, :, : prefix.length]
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-9)
+
+
+def test_what_was_read_lazily_is_in_no_file(tmp_path):
+    path = tmp_path / "run.json"
+    kept = lazily(max_new_tokens=4, keep_prefix=True)
+    longer = [*PROMPTS[0], *kept.tokens[0].tolist(), 5, 6]
+    with pytest.raises(ValueError, match="save_to is not valid beside a prefix that a lazy"):
+        lazily(longer, max_new_tokens=4, prefix=kept.prefix, save_to=path)
+    again = lazily(longer, max_new_tokens=4, prefix=kept.prefix, prefill=None, keep_prefix=True)
+    assert again.prefix.is_approximate and again.stats.prefix_tokens == len(PROMPTS[0]) + 3
+    lazily(longer, max_new_tokens=4, save_to=path, prefill=None)
+    with pytest.raises(ValueError, match="resume_from is not valid beside a prefix that a lazy"):
+        tsjax.generate(small(), resume_from=path, max_new_tokens=5, prefix=kept.prefix, **SIZES)
+
+
+@pytest.mark.parametrize("revive", some_wide(["in_batches"], ["on_demand", "background"]))
+def test_after_a_prefix_to_keep_all_is_the_full_prefill(revive):
+    """And a prompt with one token after its prefix has nothing to prune."""
+    lazy = tsjax.LazyPrefill(keep={1: 1.0, 2: 1.0}, revive=revive, choose_every=4)
+    prefix = tsjax.read(small(), PROMPTS[0][:30], **SIZES)
+    settings = dict(max_new_tokens=20, prefix=prefix)
+    full, result = (lazily(prefill=one, **settings) for one in (None, lazy))
+    assert texts(result) == texts(full) and result.stats.prompt_computed == (1.0, 1.0, 1.0)
+    one = lazily(PROMPTS[0][:30], prefill=OFTEN, **settings)
+    assert one.stats.prompt_computed == () and one.stats.prefix_tokens == 29
+    assert texts(one) == texts(lazily(PROMPTS[0][:30], prefill=None, **settings))
 
 
 @pytest.mark.wide
@@ -200,10 +292,10 @@ def test_drafts_change_no_token(revive):
 @pytest.mark.wide
 def test_a_cut_before_the_model():
     lazy = tsjax.LazyPrefill(keep={0: 0.4}, revive="never", scores="random")
-    (kept,) = Run(small(), PROMPTS, lazy).sets(0)[1:]
+    (kept,) = Run.of(small(), PROMPTS, lazy).sets(0)[1:]
     assert len(kept) == 22 and 52 in kept
     other = dataclasses.replace(lazy, seed=1)
-    assert Run(small(), PROMPTS, other).sets(0)[1] != kept
+    assert Run.of(small(), PROMPTS, other).sets(0)[1] != kept
 
 
 @hypothesis.settings(max_examples=30)
@@ -307,7 +399,7 @@ def test_names():
     [
         (dict(prefill="lazily"), "prefill='lazily' is not valid: 'full', 'lazy' or"),
         (dict(prefill=0.5), "prefill=0.5 is not valid"),
-        (dict(prefill="lazy"), "keep='auto' is not valid: named cuts, or keep='paper', as"),
+        (dict(prefill=tsjax.LazyPrefill(at_least=9)), "keep=.auto. is not valid: named cuts, or"),
         (
             dict(prefill=dataclasses.replace(OFTEN, revive_rows=9), capacity=63, prefill_width=16),
             "at least 64 slots .* or revive_rows=9",

@@ -171,6 +171,23 @@ def test_a_run_that_is_stopped_while_it_reads_goes_on(model, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name", ["in batches", *(pytest.param(name, marks=pytest.mark.wide) for name in WIDE)]
+)
+def test_a_run_that_began_with_a_prefix_goes_on_without_it(model, name, tmp_path):
+    path, prompt = tmp_path / "run.json", PROMPTS[0]
+    lazy, prefix = tsjax.LazyPrefill(keep=CUTS, **RUNS[name][0]), tsjax.read(model, prompt[:30])
+    settings = dict(max_new_tokens=NEW, seed=4, **RUNS[name][1], **SIZES)
+    whole = tsjax.generate(model, prompt, prefill=lazy, prefix=prefix, **settings)
+    begun = settings | {"max_new_tokens": 7, "save_to": path}
+    tsjax.generate(model, prompt, prefill=lazy, prefix=prefix, **begun)
+    assert read_run(path).prefix_length == 29
+    for more in ({}, {"prefix": prefix}, {"prefix": tsjax.read(model, prompt[:9])}):
+        rest = tsjax.generate(model, resume_from=path, max_new_tokens=NEW, **more, **SIZES)
+        assert rows_of(rest) == rows_of(whole)
+    assert tsjax.check_run(model, path).departures == []
+
+
+@pytest.mark.parametrize(
     ("damage", "message"),
     [
         (None, "prefill"),
@@ -179,6 +196,7 @@ def test_a_run_that_is_stopped_while_it_reads_goes_on(model, tmp_path):
         ({"keep": "paper"}, "keep='paper' is not valid: shares by layer"),
         ({"window": 0}, "window=0"),
         ({"zzz": 1}, "zzz"),
+        ({"prefix_length": 2}, "prefix_length=2 is not valid: an integer, at most 1"),
     ],
     ids=repr,
 )

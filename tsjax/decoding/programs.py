@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import jax
 
 from tsjax.decoding.logprobs import text_log_probs
-from tsjax.decoding.reading import finish_part, read_made, read_part
+from tsjax.decoding.reading import complete, finish_part, read_made, read_part, slots_of_layers
 from tsjax.decoding.replaying import replay
 from tsjax.decoding.simulating import simulate
 from tsjax.decoding.start import adopt, begin, fill_row, first_memory, grown, spread
 from tsjax.decoding.step import decode
+from tsjax.model.cache import in_slots
 from tsjax.model.logits import hidden_states, logits, tapped_states
 
 
@@ -37,6 +38,9 @@ def programs(platform: str, dtype: str) -> SimpleNamespace:
         ),
         finish_part=jit(finish_part, static_argnames=("part", "cfg"), donate_argnames=("state",)),
         read_made=jit(read_made, static_argnames=("width", "cfg"), donate_argnames=("state",)),
+        complete=jit(complete, static_argnames=("width", "cfg"), donate_argnames=("state",)),
+        slots_of_layers=jit(slots_of_layers, static_argnames=("cfg",)),
+        in_slots=jit(in_slots, static_argnames=("parts",)),
         decode=jit(decode, static_argnames=("cfg",), donate_argnames=("state",)),
         replay=jit(replay, static_argnames=("cfg",), donate_argnames=("state", "found")),
         simulate=jit(simulate, static_argnames=("cfg",), donate_argnames=("state",)),

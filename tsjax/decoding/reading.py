@@ -25,7 +25,8 @@ UNREAD = ("memory", "stats", "sampling", "last_seen", "counts", "logprobs")
 
 
 def parts(cfg: DecodeConfig, known) -> list:
-    """How many of `known` tokens, at most, each part reads; of an int or of [B].
+    """How many of `known` tokens, at most, each part reads; of an int or of [B]. Tokens that were
+    read before are not among them.
 
     The last known token of a row is read by no part: it is the root of the first step.
     """
@@ -85,6 +86,18 @@ def finish_part(params: Params, state: DecodeState, *, part: int, cfg: DecodeCon
     if cfg.prefill is None:
         return state
     return cfg.prefill.finish_part(params, state, part=part, cfg=cfg)
+
+
+def complete(params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig) -> DecodeState:
+    """After a lazy prefill, one pass over what it has left out: the next `width` tokens, in all
+    layers that lack some of them."""
+    return cfg.prefill.complete(params, state, width=width, cfg=cfg)
+
+
+def slots_of_layers(state: DecodeState, *, cfg: DecodeConfig) -> dict[int, jax.Array]:
+    """After a lazy prefill, which slot has the token of each position [B, C], for each layer where
+    that is not the same."""
+    return cfg.prefill.slots_of_layers(state, cfg=cfg)
 
 
 def read_made(params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig):

@@ -23,7 +23,7 @@ from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
 from tsjax.errors import BadValue
 from tsjax.model.cache import Cache, KVCache, init_cache, keys_in_cache
 from tsjax.model.parts import by_text
-from tsjax.model.sharding import everywhere, named_sharding, parts_of
+from tsjax.model.sharding import everywhere, named_sharding
 from tsjax.typing import accumulation_dtype
 
 # Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
@@ -106,19 +106,9 @@ def init_state(
         memory=_empty_memory(cfg, batch, capacity, mesh),
     )
     if cfg.prefill is not None:
-        check_lazy_mesh(mesh)
         longest = width if prompt_capacity is None else prompt_capacity
         state = cfg.prefill.begin(state, longest, model)
     return state if mesh is None else _on_each_device(state, mesh)
-
-
-def check_lazy_mesh(mesh) -> None:
-    """ValueError where a lazy prefill would meet a cache that is dealt out."""
-    if parts_of(mesh) > 1:
-        raise BadValue(
-            f"a lazy prefill is not valid on a mesh with {parts_of(mesh)} parts of slots, as its "
-            "layers hold other tokens: use a mesh of 'data' and 'model', or read the whole prompt"
-        )
 
 
 def begin(
@@ -137,11 +127,11 @@ def begin(
     return state.replace(finish=jnp.where(ended, jnp.int8(STOPPED), state.finish))
 
 
-def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
+def adopt(state: DecodeState, cache: KVCache, length) -> DecodeState:
     """The state with a text that was read before at the beginning of each row.
 
-    `cache` is of one row. How much of it counts is the caller's to know; the rest is overwritten,
-    or unspecified.
+    `cache` is of one row. Its first `length` (traced) tokens count; the rest is overwritten, or
+    unspecified.
     """
     slots = min(cache.capacity, state.kv.capacity) // state.kv.parts
 
@@ -151,7 +141,11 @@ def adopt(state: DecodeState, cache: KVCache) -> DecodeState:
         return buffer.reshape(-1, *buffer.shape[2:])
 
     k, v = jax.tree.map(copied, (state.kv.k, state.kv.v), (cache.k, cache.v))
-    return state.replace(kv=state.kv.replace(k=k, v=v))
+    kv = state.kv.replace(k=k, v=v)
+    if state.prompt is None:
+        return state.replace(kv=kv)
+    absent = state.kv.absent - length
+    return state.replace(kv=kv.replace(absent=absent), prompt=state.prompt.after_prefix(length))
 
 
 def spread(state: DecodeState, cache: KVCache, of_rows) -> DecodeState:

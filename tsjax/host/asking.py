@@ -21,20 +21,20 @@ from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.processors import check_processors
 from tsjax.decoding.reading import parts
-from tsjax.decoding.start import check_lazy_mesh
 from tsjax.errors import BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
 from tsjax.host.costs import measured_on
 from tsjax.host.lookups import lookups_of
 from tsjax.host.measuring import device_in
-from tsjax.host.prefix import Prefix, check_prefix
+from tsjax.host.prefix import Prefix, check_prefix, check_prefix_is_read_alike
 from tsjax.host.prefix_files import read_prefix
 from tsjax.host.processes import check_same, check_shared
 from tsjax.host.prompts import prompt_of, prompt_rows, refuse_deep, refuse_tracing, tokenizer_of
 from tsjax.host.request import Request
 from tsjax.host.result import no_log_probs
 from tsjax.host.resuming import check_same_prefill, check_same_processors, resumed_run
+from tsjax.host.saved_run import SavedRun
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT
 from tsjax.methods import resolve_method
@@ -60,8 +60,12 @@ def make_request(
     draft_model: Model | None = None,
     logits_processor: Any = None,
     prefix: Prefix | str | os.PathLike | None = None,
+    read_first: int = 0,
+    least_to_prune: int = 0,
 ) -> Request:
-    """The arguments of `generate`, see there."""
+    """The arguments of `generate`, see there. With a lazy prefill the first `read_first` tokens,
+    those of a prefix that a saved run began with, are read as a whole, and all where fewer than
+    `least_to_prune` are new."""
     check_type(model, Model, "model", "what tsjax.load returns")
     refuse_deep(prompt)
     refuse_tracing(model, prompt)
@@ -90,15 +94,16 @@ def make_request(
         method = "autoregressive" if draft_model is None else "draft_model"
     method, config, lengths = resolve_method(method), texts.config, [*map(len, texts.prompts)]
     _check_against_model(config, model)
-    prompt_capacity = sizes.capacity_bucket(max(lengths), sizes.SMALLEST_PREFILL)
-    # For all prompts of a bucket alike, as every other setting is another program.
-    lazy = lazy and _named_cuts(lazy, model, prompt_capacity)
-    if run is not None:
-        if prefill is not None:
-            check_same_prefill(of_run, run, lazy)
-        lazy = run.prefill
+    if prefix is not None:
+        prefix = prefix_in_memory(prefix, model)
+    if run is None:
+        reading = _reading(model, texts, lazy, prefix, read_first, least_to_prune)
+    else:
+        said = None if prefill is None else of_run
+        reading = _reading_again(model, texts, lazy, prefix, run, said)
+    lazy, prefix, known = reading
     if lazy is not None:
-        _check_lazy(lazy, model, texts.prompts, prefix)
+        _check_lazy(lazy, texts.prompts, known)
     _check_corpus(corpus, method, model)
     _check_draft_model(draft_model, method, model)
     of_scores, most = accumulation_dtype(model.cfg.dtype), max(lengths) + config.max_new_tokens
@@ -107,7 +112,6 @@ def make_request(
         check_same_processors(of_run, run, processors)
     given = [[row.tobytes() for row in rows] for rows in (texts.prompts, texts.made)]
     check_same("generate", *given, config, type(method).__name__, lazy, capacity, prefill_width)
-    known = None if prefix is None else prefix_in_memory(prefix, model)
     context, rows = max(lengths) + config.max_new_tokens // 2, texts.rows
     measured = measured_on(method, model, context, len(rows), config.max_new_tokens)
     second = None if draft_model is None else draft_model.cfg
@@ -121,13 +125,13 @@ def make_request(
         decode=_decode_config(model, lazy),
         measured=measured._replace(corpus=corpus is not None, draft_model=second),
         stop_ids=_stop_ids(config, model),
-        prompt_capacity=0 if lazy is None else prompt_capacity,
+        prompt_capacity=0 if lazy is None else _bucket(max(lengths)),
         exceed_max_positions=exceed_max_positions,
         corpus=corpus,
         draft_model=draft_model,
         processors=processors,
-        prefix=known,
-        prefix_length=0 if known is None else known.shared_with(rows),
+        prefix=prefix,
+        prefix_length=known,
         logprobs=texts.logprobs,
     )
     return _that_fits(request, model, capacity, prefill_width)
@@ -149,6 +153,9 @@ def longer_request(
     rows = [np.concatenate([request.prompts[0], made])]
     context = request.prompt_length[0] + max_new_tokens // 2
     measured, was = measured_on(request.method, model, context, 1, max_new_tokens), request.measured
+    known = request.prefix_length  # of which a lazy prefill keeps all
+    if request.decode.prefill is None:
+        known = 0 if prefix is None else prefix.shared_with(rows)
     request = dataclasses.replace(
         request,
         rows=rows,
@@ -156,7 +163,7 @@ def longer_request(
         config=request.config.replace(max_new_tokens=max_new_tokens),
         measured=measured._replace(corpus=was.corpus, draft_model=was.draft_model),
         prefix=prefix,
-        prefix_length=0 if prefix is None else prefix.shared_with(rows),
+        prefix_length=known,
         logprobs=logprobs,
     )
     return _that_fits(request, model, capacity, prefill_width)
@@ -168,6 +175,53 @@ def prefix_in_memory(prefix: Any, model: Model) -> Prefix:
         return Prefix(*read_prefix(prefix, model, sizes.capacity_bucket), _model=model)
     check_prefix(prefix, model)
     return prefix
+
+
+class Reading(NamedTuple):
+    """How prompts are read: lazily, with the cuts named, or as a whole; and of what was read before
+    so many tokens."""
+
+    lazy: LazyPrefill | None
+    prefix: Prefix | None
+    known: int
+
+
+def _reading(
+    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, read_first: int,
+    least_to_prune: int,
+) -> Reading:  # fmt: skip
+    """For a run that begins. Where a prefix leaves one token to each row, nothing can be pruned."""
+    if prefix is not None:
+        read_first = prefix.shared_with(texts.prompts)
+    if lazy is None:
+        return Reading(None, prefix, read_first)
+    new = max(map(len, texts.prompts)) - read_first
+    is_short = 0 < least_to_prune and new < max(least_to_prune, lazy.window)
+    if is_short or (prefix is not None and new < 2):
+        return Reading(None, prefix, read_first)
+    return Reading(_named_cuts(lazy, model, new), prefix, read_first)
+
+
+def _reading_again(
+    model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, run: SavedRun,
+    said_of: str | None,
+) -> Reading:  # fmt: skip
+    """For a run that goes on: what a lazy one took as read before, it takes again. Where the caller
+    says `lazy` of the run, it has to be so."""
+    known = run.prefix_length
+    if said_of is not None:
+        new = max(map(len, texts.prompts)) - known
+        check_same_prefill(said_of, run, lazy and _named_cuts(lazy, model, new))
+    if run.prefill is None:
+        known = 0 if prefix is None else prefix.shared_with(texts.rows)
+    elif prefix is not None and prefix.shared_with(texts.prompts) < known:
+        prefix = None
+    check_prefix_is_read_alike(prefix, known, "resume_from")
+    return Reading(run.prefill, prefix, known)
+
+
+def _bucket(tokens: int) -> int:
+    return sizes.capacity_bucket(tokens, sizes.SMALLEST_PREFILL)
 
 
 class Texts(NamedTuple):
@@ -245,14 +299,16 @@ def _sized(
         pairs = zip(map(len, rows), request.prompt_length, strict=True)
         made = max(length - prompt for length, prompt in pairs)
     longest = max(map(len, rows)) if lazy is None else max(request.prompt_length)
+    first = known if lazy is not None and request.prefix is None else 0
     some = longest - known > min(prefill_width, sizes.NARROW_PREFILL)
     once = some and lazy is None and mesh_of(model.params) is None
-    counts = parts(decode, longest)
+    counts = parts(decode, longest - known)
     request = dataclasses.replace(
         request,
         decode=decode,
         measured=measured,
-        prefill_widths=[sizes.widths_of(int(count) - known, prefill_width) for count in counts],
+        prefill_widths=[sizes.widths_of(int(count), prefill_width) for count in counts],
+        prefix_widths=sizes.widths_of(first, prefill_width),
         made_widths=sizes.widths_of(made, lazy.most_made_at_once(prefill_width)) if lazy else [],
         of_rows=_shared_texts(rows) if once else None,
     )
@@ -262,21 +318,24 @@ def _sized(
     return dataclasses.replace(request, capacity=slots, prompt_capacity=fewer)
 
 
-def _named_cuts(lazy: LazyPrefill, model: Model, longest: int) -> LazyPrefill:
+def _named_cuts(lazy: LazyPrefill, model: Model, new: int) -> LazyPrefill | None:
+    """With its cuts named, for all prompts of a bucket alike, as every other setting is another
+    program. None where so few tokens are new that all would go on."""
     measures = lazy.keep == "auto" and model.cfg.num_layers > 1
-    return lazy.resolved(model.cfg, longest, lookups_of(model).layer if measures else None)
+    if measures and new <= lazy.least:
+        return None
+    return lazy.resolved(model.cfg, _bucket(new), lookups_of(model).layer if measures else None)
 
 
-def _check_lazy(lazy: LazyPrefill, model: Model, prompts: list[np.ndarray], prefix: Any) -> None:
-    check_lazy_mesh(mesh_of(model.params))
+def _check_lazy(lazy: LazyPrefill, prompts: list[np.ndarray], read_before: int) -> None:
     most = f"with a lazy prefill at most {LONGEST_PROMPT} tokens"
     for index, size in enumerate(map(len, prompts)):
         check(size <= LONGEST_PROMPT, "prompt", f"row {index} of {size} tokens", most)
         wanted = f"at most the {size} tokens of the prompt in row {index}"
         for name in ("window", "sinks", "recent"):
             check(getattr(lazy, name) <= size, name, getattr(lazy, name), wanted)
-    if prefix is not None:
-        raise BadValue("prefix is not valid with a lazy prefill: leave one of them out")
+        new = f"at most the {size - read_before} tokens of row {index} after the prefix"
+        check(lazy.window <= size - read_before, "window", lazy.window, new)
 
 
 def _shared_texts(rows: list[np.ndarray]) -> tuple[int, ...] | None:

@@ -29,6 +29,9 @@ from tsjax.host.result import GenerationResult
 from tsjax.host.run import News, run
 
 ANSWER_TOKENS = 1024
+# New tokens of a turn that a lazy prefill prunes, at least. The first choice of the default brings
+# so many back, and a pass over fewer takes about as long as reading the weights, pruned or not.
+LEAST_TO_PRUNE = 64
 OF_A_RUN = (
     "method", "prefill", "capacity", "prefill_width", "exceed_max_positions", "corpus",
     "draft_model", "logits_processor",
@@ -97,8 +100,9 @@ class Conversation:
         prompt = chat_prompt(self.model, asked, **self._template)
         settings = {**self._longest_answer(len(prompt)), **self._settings}
         request = make_request(
-            self.model, prompt, self._config, settings, prefix=self.prefix, **self._how
-        )
+            self.model, prompt, self._config, settings, prefix=self.prefix,
+            least_to_prune=LEAST_TO_PRUNE, **self._how,
+        )  # fmt: skip
         self._limit = request.config.max_new_tokens
         return self._begin(asked, request)
 
@@ -112,7 +116,8 @@ class Conversation:
         made, how = self.result.tokens[0], self._how
         most = min(self._limit, self._left(self.tokens_in_context))
         request = longer_request(
-            self.model, self._cut, made, len(made) + most, prefix=self.prefix,
+            self.model, self._cut, made, len(made) + most,
+            prefix=self.prefix,
             logprobs=self.result.logprobs, capacity=how.get("capacity"),
             prefill_width=how.get("prefill_width"),
         )  # fmt: skip
@@ -165,21 +170,23 @@ class Conversation:
         except BaseException:  # within a chunk, which has used up what the model has read
             self._keep(asked, request, news, lost=True)
             raise
-        self._keep(asked, request, news)
+        self._keep(asked, request, news, interrupt)
         interrupt.finish(self.result, "raise")
 
     def _keep(
-        self, asked: list[dict[str, Any]], request: Request, news: News | None, lost: bool = False
-    ) -> None:
+        self, asked: list[dict[str, Any]], request: Request, news: News | None,
+        interrupt: Interrupt | None = None, lost: bool = False,
+    ) -> None:  # fmt: skip
         """What was said is part of the conversation, whatever ended it."""
         if news is None:
             return
         news = dataclasses.replace(news, reasons=[why or "interrupted" for why in news.reasons])
         self.result = result_of(self.model, request, news)
         self.messages = [*asked, {"role": "assistant", "content": str(self.result.text).strip()}]
-        self.prefix = None if lost else kept_prefix(self.model, request, news)
+        before = request.prefix
+        self.prefix = before if lost else kept_prefix(self.model, request, news, interrupt)
         # Without what was read before, which is in the new prefix.
-        request = dataclasses.replace(request, prefix=None, prefix_length=0)
+        request = dataclasses.replace(request, prefix=None)
         self._cut = request if news.reasons[0] in ("length", "interrupted") else None
 
     @property

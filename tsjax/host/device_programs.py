@@ -22,7 +22,10 @@ from tsjax.host.compilation import counted_as_compiling, try_to_keep_programs, w
 from tsjax.host.telling import doing
 
 config: Any = jax.config
-STATIC = ("cfg", "prompt_capacity", "mesh", "capacity", "part", "width", "count", "batch", "taps")
+STATIC = (
+    "cfg", "prompt_capacity", "mesh", "capacity", "part", "width", "count", "batch", "taps",
+    "parts",
+)  # fmt: skip
 
 
 def programs_of(model: Model) -> Any:

@@ -112,7 +112,8 @@ def generate(
         run in the compiled step, for every node of a draft tree, after the penalties and before the
         temperature. A run that is resumed takes the same ones anew.
       prefix: a text that was read before (`tsjax.read`, or `keep_prefix`), or the file that its
-        `save` wrote: what all prompts begin with of it is not read again. It changes no token.
+        `save` wrote: what all prompts begin with of it is not read again. It changes no token, but
+        a lazy prefill cuts what comes after.
       keep_prefix: keep what this run reads and writes as `result.prefix`, for a prompt that goes on
         with it; single prompts only.
 
@@ -165,7 +166,8 @@ def _generated(
         streamer.end()
     result = result_of(model, request, news, saving)
     if keep_prefix:
-        result = dataclasses.replace(result, prefix=kept_prefix(model, request, news))
+        prefix = kept_prefix(model, request, news, interrupt)
+        result = dataclasses.replace(result, prefix=prefix)
     interrupt.finish(result, on_interrupt)
     return result
 
@@ -256,8 +258,6 @@ def _check_keep_prefix(keep_prefix: Any, request: Request) -> None:
     if keep_prefix:
         rows = len(request.rows)
         check(rows == 1, "keep_prefix", keep_prefix, f"for one row alone; the call has {rows}")
-        whole = request.decode.prefill is None
-        check(whole, "keep_prefix", keep_prefix, "for prompts that are read whole, not lazily")
 
 
 def _check_streamer(streamer: Any, request: Request) -> None:

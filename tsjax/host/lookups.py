@@ -27,19 +27,19 @@ from tsjax.host.measured_files import keep_measured, kept_measured
 from tsjax.host.telling import doing
 from tsjax.lazy.looking import last_attention
 
-PROMPTS, TOKENS = 8, 256  # of each kind half: enough for layers to differ, read in seconds
-SHARES = (0.02, 0.05, 0.1, 0.2)
+ASKING_PROMPTS, ASKING_TOKENS = 8, 256  # of each kind half: enough for layers to differ, read in seconds
+BEST_SHARES = (0.02, 0.05, 0.1, 0.2)
 # A cut comes after the first layer that finds, among a fifth of the tokens, those that get most
 # attention, this part of what the best layer finds.
 JUDGED_BY, NEARLY = 0.2, 0.9
-FORM = 1  # of the file; grows when other things are measured
+LOOKUPS_FORM = 1  # of the file; grows when other things are measured
 
-COLOURS = ("amber", "black", "blue", "golden", "green", "grey", "orange", "pink", "purple", "red",
+BOX_COLOURS = ("amber", "black", "blue", "golden", "green", "grey", "orange", "pink", "purple", "red",
            "silver", "white", "yellow")  # fmt: skip
-THINGS = ("anchor", "basket", "bridge", "candle", "castle", "drum", "engine", "garden", "hammer",
+LISTED_THINGS = ("anchor", "basket", "bridge", "candle", "castle", "drum", "engine", "garden", "hammer",
           "kettle", "ladder", "lantern", "mirror", "pencil", "saddle", "statue", "temple", "ticket",
           "tunnel", "window")  # fmt: skip
-PROSE = (
+TOLD_PROSE = (
     "The road went down to the river and along its bank.",
     "Nobody had seen so much rain since the spring.",
     "They talked for an hour about the price of corn.",
@@ -59,8 +59,8 @@ class Asking(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """Of what a prompt's last token asks for, the share that is among SHARES of the tokens, those
-    that it attends to most: [L][len(SHARES)], the mean over prompts."""
+    """Of what a prompt's last token asks for, the share that is among BEST_SHARES of the tokens, those
+    that it attends to most: [L][len(BEST_SHARES)], the mean over prompts."""
 
     found: tuple[tuple[float, ...], ...]
 
@@ -68,7 +68,7 @@ class Lookups(NamedTuple):
     def layer(self) -> int:
         """After which one, counted from 1, a cut loses least of it: the first that is as good as
         any. The last layer is left out, as no cut comes after it."""
-        judged = [row[SHARES.index(JUDGED_BY)] for row in self.found[:-1]]
+        judged = [row[BEST_SHARES.index(JUDGED_BY)] for row in self.found[:-1]]
         return 1 + next(i for i, part in enumerate(judged) if part >= NEARLY * max(judged))
 
 
@@ -94,7 +94,7 @@ class _Once:
 def _lookups(once: _Once) -> Lookups:
     model = once.model
     _tokenizer_of(model)  # before any compute
-    key = json.dumps({"lookups": FORM, "model": model_fingerprint(model)}, sort_keys=True)
+    key = json.dumps({"lookups": LOOKUPS_FORM, "model": model_fingerprint(model)}, sort_keys=True)
     kept = None if processes.are_several() else kept_measured(key)
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kept is not None:
@@ -115,7 +115,7 @@ def _tokenizer_of(model: Model) -> Any:
 
 
 def measure_lookups(model: Model) -> Lookups:
-    asking = [asking_prompt(_tokenizer_of(model), index) for index in range(PROMPTS)]
+    asking = [asking_prompt(_tokenizer_of(model), index) for index in range(ASKING_PROMPTS)]
     longest = max(len(one.tokens) for one in asking)
     width = 1 << (longest - 2).bit_length()
     cfg, lengths = DecodeConfig(model=model.cfg), np.asarray([len(one.tokens) for one in asking])
@@ -132,10 +132,10 @@ _last_attention = jax.jit(last_attention, static_argnames=("cfg",))
 
 
 def _among_best(weights: np.ndarray, one: Asking) -> np.ndarray:
-    """[L, SHARES]: which part of the answer's tokens is among the best of weights [L, C]."""
+    """[L, BEST_SHARES]: which part of the answer's tokens is among the best of weights [L, C]."""
     weights = weights[:, : len(one.tokens) - 1]
     ranks = np.argsort(np.argsort(-weights, axis=1, kind="stable"), axis=1)[:, one.answer]
-    counts = np.ceil(np.asarray(SHARES) * len(one.tokens))
+    counts = np.ceil(np.asarray(BEST_SHARES) * len(one.tokens))
     return (ranks[:, :, None] < counts).mean(axis=1)
 
 
@@ -143,8 +143,8 @@ def asking_prompt(tokenizer: Any, index: int) -> Asking:
     """The first half of the prompts are lists of numbers, of which one is asked for. In the others
     something is told by the way, and asked for in other words."""
     rng = np.random.default_rng(index)
-    colour, thing = str(rng.choice(COLOURS)), str(rng.choice(THINGS))
-    if index < PROMPTS // 2:
+    colour, thing = str(rng.choice(BOX_COLOURS)), str(rng.choice(LISTED_THINGS))
+    if index < ASKING_PROMPTS // 2:
         number = int(rng.integers(10_000, 100_000))
         told = f"The secret number of the {colour} {thing} is {number}."
         question = f"What is the secret number of the {colour} {thing}?"
@@ -154,12 +154,12 @@ def asking_prompt(tokenizer: Any, index: int) -> Asking:
         told = f"It was said that Mr. Birkett kept his {thing} in a {colour} box."
         question = f"What colour was the box in which Mr. Birkett's {thing} was kept?"
         begun, answer = "The box was", f" {colour}"
-        lines, separator = [str(line) for line in rng.choice(PROSE, size=64)], " "
+        lines, separator = [str(line) for line in rng.choice(TOLD_PROSE, size=64)], " "
     return _put_together(tokenizer, rng, (told, question, begun, answer), lines, separator)
 
 
 def _list_without(rng: np.random.Generator, colour: str, thing: str) -> list[str]:
-    pairs = [(c, t) for c in COLOURS for t in THINGS if (c, t) != (colour, thing)]
+    pairs = [(c, t) for c in BOX_COLOURS for t in LISTED_THINGS if (c, t) != (colour, thing)]
     numbers = rng.integers(10_000, 100_000, size=64)
     chosen = [pairs[i] for i in rng.choice(len(pairs), size=64, replace=False)]
     return [
@@ -169,7 +169,7 @@ def _list_without(rng: np.random.Generator, colour: str, thing: str) -> list[str
 
 
 def _put_together(tokenizer, rng, parts: tuple[str, ...], lines: list[str], separator: str):
-    """Lines before and after what is told, and the question: about TOKENS tokens."""
+    """Lines before and after what is told, and the question: about ASKING_TOKENS tokens."""
     told, question, begun, answer = parts
 
     def ids(text: str) -> np.ndarray:
@@ -177,7 +177,7 @@ def _put_together(tokenizer, rng, parts: tuple[str, ...], lines: list[str], sepa
 
     end = ids(f"{separator}\nQuestion: {question}\nAnswer: {begun}")
     line_ids = [ids(line + separator) for line in lines]
-    count = int(np.searchsorted(np.cumsum([len(one) for one in line_ids]), TOKENS - len(end) - 16))
+    count = int(np.searchsorted(np.cumsum([len(one) for one in line_ids]), ASKING_TOKENS - len(end) - 16))
     place = int(rng.integers(1, max(2, count)))
     before = np.concatenate(line_ids[:place])
     head, tail = told.split(answer, 1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from tsjax.config import check, check_type
+from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.host.prefix_files import ReadText, write_prefix
 from tsjax.model.cache import KVCache
@@ -27,12 +28,15 @@ class Prefix:
     Attributes:
       tokens: the text. The cache has the first `length` of them, all but the last or all.
       length: how many of them a run need not read again.
+      is_approximate: whether a lazy prefill read a part of it. Its rows then are not those of a
+        whole reading, and tokens that follow may be others, whatever reads them.
     """
 
     tokens: np.ndarray
     length: int
     cache: KVCache = dataclasses.field(repr=False)
     _model: Model = dataclasses.field(repr=False)
+    is_approximate: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -63,3 +67,12 @@ def check_prefix(prefix: Any, model: Model) -> None:
     check(same, "prefix", where, "one that tsjax.read made with this model: weights differ")
     held, wanted = prefix._model.cfg.cache, model.cfg.cache
     check(held == wanted, "prefix", f"one with cache={held!r}", f"one with cache={wanted!r}")
+
+
+def check_prefix_is_read_alike(prefix: Prefix | None, length: int, argument: str) -> None:
+    """A saved run reads its beginning anew when it goes on, as a whole."""
+    if prefix is not None and length and prefix.is_approximate:
+        raise BadValue(
+            f"{argument} is not valid beside a prefix that a lazy prefill has read: the file has "
+            "no cache, and a run that goes on reads the prefix as a whole"
+        )

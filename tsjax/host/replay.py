@@ -115,7 +115,7 @@ def check_run(
     check(longest <= most, "run", os.fspath(run), f"at most max_new_tokens={most} tokens in a row")
     wide = saved.exceed_max_positions
     how = {"exceed_max_positions": wide, "logits_processor": logits_processor}
-    how["prefill"] = saved.prefill
+    how["prefill"], how["read_first"] = saved.prefill, saved.prefix_length
     # The rows of a saved run are those of all answers; what is told beside them matters not.
     config = saved.config.replace(num_return_sequences=1, logprobs=None)
     config = config.replace(seed=saved.seeds)

@@ -41,7 +41,10 @@ class Request:
       of_rows: for each row, which of the distinct texts it begins with, where a text that several
         rows have is read once; None where each row is read by itself: on a mesh, lazily, where few
         are the same, and where one pass reads all.
-      prefix_length: how many tokens at the beginning of each row are copied from the prefix.
+      prefix_length: how many tokens at the beginning of each row are copied from the prefix. Where
+        a saved run with a lazy prefill began with a prefix and nobody gives it again, so many are
+        read as a whole first.
+      prefix_widths: tokens of each pass of that.
       logprobs: of the tokens that a resumed run had made already; None where nobody asks.
     """
 
@@ -65,6 +68,7 @@ class Request:
     capacity: int = 0
     prefill_widths: list[list[int]] = dataclasses.field(default_factory=list)
     made_widths: list[int] = dataclasses.field(default_factory=list)
+    prefix_widths: list[int] = dataclasses.field(default_factory=list)
     of_rows: tuple[int, ...] | None = None
 
     @property
@@ -88,6 +92,24 @@ class Request:
         if not isinstance(seed, tuple):
             return [seed] * len(self.rows)
         return [one for one in seed for _ in range(self.config.num_return_sequences)]
+
+
+def of_the_prefix(request: Request) -> Request:
+    """What reads the first `prefix_length` tokens as a whole. They are the same in all rows."""
+    known = request.prefix_length + 1  # no prefill reads the last known token
+    return dataclasses.replace(
+        request,
+        rows=[request.rows[0][:known]],
+        prompt_length=[known],
+        finish_reason=[None],
+        config=request.config.replace(seed=0, num_return_sequences=1, logprobs=None),
+        decode=DecodeConfig(model=request.decode.model),
+        prefill_widths=[request.prefix_widths],
+        made_widths=[],
+        prompt_capacity=0,
+        prefix_length=0,
+        logprobs=None,
+    )
 
 
 def repeat_numbers(request: Request) -> list[int]:

@@ -34,10 +34,11 @@ from tsjax.host.interrupt import Interrupt
 from tsjax.host.judge import USUAL, Judge, length_of
 from tsjax.host.moving import Moves, first_memory_config, plainly
 from tsjax.host.repetition import Loops
-from tsjax.host.request import Request, repeat_numbers
+from tsjax.host.request import Request, of_the_prefix, repeat_numbers
 from tsjax.host.stop_strings import StopStrings
 from tsjax.host.telling import doing
 from tsjax.methods.corpus import CorpusIndex
+from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
@@ -342,8 +343,9 @@ def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeSta
     what = "reading the prompt" if texts == 1 else f"reading {texts} prompts"
     with doing(what, longest, "tokens") as work:
         state = begin_run(model, alone)
-        if request.prefix is not None and request.prefix_length:
-            state = programs_of(model).adopt(state, request.prefix.cache)
+        if request.prefix_length:
+            cache = _cache_of_prefix(model, alone, interrupt)
+            state = programs_of(model).adopt(state, cache, np.int32(request.prefix_length))
         for begun, count in _read(model, alone, state):
             state = begun
             interrupt.meet()
@@ -355,6 +357,12 @@ def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeSta
         return state
     of_rows = np.asarray(request.of_rows, np.int32)
     return programs_of(model).spread(begin_run(model, request), state.kv, of_rows)
+
+
+def _cache_of_prefix(model: Model, request: Request, interrupt: Interrupt) -> KVCache:
+    if request.prefix is not None:
+        return request.prefix.cache
+    return start_run(model, of_the_prefix(request), interrupt).kv
 
 
 def _each_text_once(request: Request) -> Request:
@@ -478,8 +486,9 @@ def _prompt_computed(state: DecodeState) -> tuple[float, ...]:
     if state.prompt is None:
         return ()
     counts = processes.on_host(state.prompt.computed).sum(axis=(1, 2))
-    rows, tokens = state.prompt_length.shape[0], int(processes.on_host(state.prompt_length).sum())
-    return tuple(float(count + rows) / tokens for count in counts)  # the last token comes anyway
+    new = processes.on_host(state.prompt_length) - processes.on_host(state.prompt.prefix)
+    # The last token comes anyway.
+    return tuple(float(count + len(new)) / int(new.sum()) for count in counts)
 
 
 def _next_chunk(steps: int, share: float) -> int:

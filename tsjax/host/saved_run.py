@@ -47,6 +47,7 @@ class SavedRun:
       cache: how its keys and values were held, for tsjax.load.
       method: as it was asked for.
       prefill: a lazy one, with its cuts named; None where the whole prompt was computed.
+      prefix_length: how many tokens of each prompt a lazy prefill took as read before.
       tokens: those made so far, one array per row.
       finish_reason: None for a row that has not ended.
       processors: name and version of each logits processor.
@@ -67,6 +68,7 @@ class SavedRun:
     tokens: list[np.ndarray]
     finish_reason: list[str | None]
     prefill: LazyPrefill | None = None
+    prefix_length: int = 0
     processors: list[list[Any]] = dataclasses.field(default_factory=list)
     logprobs: list[LogProbs] | None = None
     version: str | None = None
@@ -87,6 +89,8 @@ def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     """Replaces the file in one step: a kill leaves the old one or the new one."""
     # All of its fields: the defaults of a later version may be others.
     lazy = run.prefill and {"version": LAZY_VERSION, **dataclasses.asdict(run.prefill)}
+    if lazy and run.prefix_length:  # older versions refuse what they do not know there
+        lazy = {**lazy, "prefix_length": run.prefix_length}
     document = {
         "format": _format_of(run),
         "tsjax": tsjax_version(),
@@ -138,6 +142,7 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
             tokens=_rows(saved["tokens"]),
             finish_reason=list(saved["finish_reason"]),
             prefill=_prefill_from_dict(saved["prefill"]) if is_lazy else None,
+            prefix_length=saved["prefill"].get("prefix_length", 0) if is_lazy else 0,
             processors=[list(one) for one in saved.get("processors", ())],
             logprobs=_log_probs(saved),
         )
@@ -146,6 +151,7 @@ def read_run(path: str | os.PathLike, argument: str = "resume_from") -> SavedRun
         if not len(run.prompts) == len(run.tokens) == len(run.finish_reason) > 0:
             raise BadValue("prompt, tokens and finish_reason have different numbers of rows")
         _check_types(run)
+        _check_prefix_length(run)
     return run
 
 
@@ -174,6 +180,14 @@ def _check_types(run: SavedRun) -> None:
         check(is_pair, "processors", value, "pairs of a name and a version")
     for value in run.finish_reason:
         check(isinstance(value, str | None), "finish_reason", value, "strings and nulls")
+
+
+def _check_prefix_length(run: SavedRun) -> None:
+    if run.prefix_length:
+        check_int(run.prefix_length, "prefix_length", 0, min(map(len, run.prompts)) - 1)
+        begins = {row[: run.prefix_length].tobytes() for row in run.prompts}
+        same = "a beginning that all prompts have"
+        check(len(begins) == 1, "prefix_length", run.prefix_length, same)
 
 
 def _log_probs(saved: Mapping[str, Any]) -> list[LogProbs] | None:
@@ -220,7 +234,7 @@ def _method_from_dict(saved: Mapping[str, Any]) -> Any:
 
 
 def _prefill_from_dict(saved: Mapping[str, Any]) -> LazyPrefill:
-    fields = dict(saved)
+    fields = {name: value for name, value in saved.items() if name != "prefix_length"}
     version = fields.pop("version")
     known = version in (1, LAZY_VERSION)
     check(known, "prefill", f"version {version!r}", f"version {LAZY_VERSION}")

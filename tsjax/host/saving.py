@@ -19,6 +19,7 @@ from tsjax.files.locked_files import WriterLock
 from tsjax.files.tensor_names import held_as
 from tsjax.files.whole_files import check_place
 from tsjax.host import processes
+from tsjax.host.prefix import check_prefix_is_read_alike
 from tsjax.host.request import Request
 from tsjax.host.run import News
 from tsjax.host.saved_run import SavedRun, check_savable, write_run
@@ -60,6 +61,7 @@ class Saving(Writing):
         if path is not None:
             place = check_place(path, "save_to")
             check_savable(request.method)
+            check_prefix_is_read_alike(request.prefix, request.prefix_length, "save_to")
             self._processors = named(request.processors)
             self._fingerprint = model_fingerprint(model)
             self._lock = WriterLock(place)
@@ -106,6 +108,7 @@ class Saving(Writing):
             cache=self._model.cfg.cache,
             method=self._request.method,
             prefill=self._request.decode.prefill,
+            prefix_length=self._request.prefix_length if self._request.decode.prefill else 0,
             exceed_max_positions=self._request.exceed_max_positions,
             single=self._request.single,
             config=self._request.config,

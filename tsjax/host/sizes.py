@@ -95,7 +95,7 @@ def memory_shortage(request: Request, model: Model) -> str | None:
     """Why a run cannot fit, before a byte of it is allocated; None where it can."""
     mesh, decode, second = mesh_of(model.params), request.decode, request.draft_model
     rows, slots = len(request.rows), request.capacity
-    passes = [*request.prefill_widths, request.made_widths]
+    passes = [*request.prefill_widths, request.made_widths, request.prefix_widths]
     widest = max((width for part in passes for width in part), default=1)
     vocab, told = decode.model.vocab_size, request.config.logprobs
     counted = request.config.presence_penalty != 0 or request.config.frequency_penalty != 0
@@ -104,6 +104,9 @@ def memory_shortage(request: Request, model: Model) -> str | None:
         "the cache of texts that are read once": 0
         if request.of_rows is None
         else cache_bytes(decode.model, max(request.of_rows) + 1, slots, mesh),
+        "the cache of a prefix that is read again": 0
+        if not request.prefix_widths
+        else cache_bytes(decode.model, 1, slots, mesh),
         "counts of tokens": 4 * rows * vocab if counted else 0,
         "the text of each node": 4 * rows * slots * decode.sizes.width if request.processors else 0,
         "the cache": cache_bytes(decode.model, rows, slots, mesh),

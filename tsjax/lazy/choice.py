@@ -14,9 +14,11 @@ from jax import lax
 from pallas_kernels import cache_scores, threshold
 from tsjax.decoding.noise import uniform
 from tsjax.decoding.sampling import sortable
+from tsjax.decoding.state import DecodeState
 from tsjax.lazy.settings import LazySettings, kept
 from tsjax.lazy.state import LazyPlan, PromptState
 from tsjax.model.cache import KVCache
+from tsjax.model.parts import counts_by_part, for_each_part, in_order
 from tsjax.model.passes import Rows
 
 
@@ -34,17 +36,20 @@ def scores_of(plan: LazyPlan, prompt: PromptState, kv: KVCache, stage: int, rows
     for layer, attended in list(zip(layers, rows.attended, strict=True))[-lazy.score_layers :]:
         query, (_, log_totals) = attended
         for row in range(query.shape[1]):
-            total = total + cache_scores(
-                query[:, row], kv.k[layer], kv.rows_in(layer), "softmax",
-                log_totals=log_totals[:, row],
-            )  # fmt: skip
+            asks = (for_each_part(x[:, row], kv.parts) for x in (query, log_totals))
+            total = total + _by_slot(kv, layer, *asks)
     if stage == 0:
-        by_position = total[:, :P]
-    else:
-        slots = prompt.slots[stage - 1]
-        found = jnp.take_along_axis(total, jnp.minimum(slots, total.shape[1] - 1), axis=1)
-        by_position = jnp.where(slots < total.shape[1], found, 0)
-    return by_position
+        return total[:, :P]
+    slots, lacks = prompt.slots[stage - 1], prompt.order[stage - 1].shape[1]
+    found = jnp.take_along_axis(total, jnp.minimum(slots, lacks - 1), axis=1)
+    return jnp.where(slots < lacks, found, 0)
+
+
+def _by_slot(kv: KVCache, layer: int, query, log_totals):
+    """[B, C or more]: the attention that each slot of a layer gets from a query [PB, N, H]."""
+    count = counts_by_part(kv.rows_in(layer), kv.parts)
+    found = cache_scores(query, kv.k[layer], count, "softmax", log_totals=log_totals)
+    return in_order(found[:, None], kv.parts)[:, 0]
 
 
 def scores_of_each_other(plan: LazyPlan, rows: Rows, causal):
@@ -70,17 +75,18 @@ def goes_on(lazy: LazySettings, stage: int, tokens):
     return xp.maximum(share, xp.minimum(lazy.at_least, tokens)) if lazy.at_least else share
 
 
-def chosen_for(plan: LazyPlan, stage: int, scores, among, prompt_length, committed, recent: int):
+def chosen_for(plan: LazyPlan, stage: int, scores, among, state: DecodeState, committed, recent):
     """[B, P] bool: the prompt tokens that take part in a stage, by the scores of the one before.
 
-    Of prompt_length [B] tokens, `goes_on` are chosen `among` some [B, P] that are also among the
-    first `committed` [B]; those beyond, of which the prompt's last token may be one, take part
-    anyway.
+    Of the prompts' tokens after the prefix, `goes_on` are chosen `among` some [B, P] that are
+    also among the first `committed` [B]. Those beyond, of which the prompt's last token may be one,
+    and those of the prefix take part anyway. The last `recent` (an int) are always chosen.
     """
-    lazy, position = plan.lazy, jnp.arange(among.shape[1])
-    is_committed = position < committed[:, None]
-    candidates = among & is_committed
-    takes_part = among & (position < prompt_length[:, None])
+    lazy, position, prompt_length = plan.lazy, jnp.arange(among.shape[1]), state.prompt_length
+    prefix = state.prompt.prefix
+    is_committed, is_new = position < committed[:, None], position >= prefix
+    candidates = among & is_committed & is_new
+    takes_part = among & is_new & (position < prompt_length[:, None])
     if lazy.pool > 1:
         scores = lax.reduce_window(
             jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
@@ -89,10 +95,10 @@ def chosen_for(plan: LazyPlan, stage: int, scores, among, prompt_length, committ
         scores = sums_of_blocks(jnp.where(takes_part, scores, 0), lazy.block)
     always = (position < lazy.sinks) | (position >= prompt_length[:, None] - recent)
     always &= candidates
-    count = goes_on(lazy, stage, prompt_length) - (prompt_length - committed)
+    count = goes_on(lazy, stage, prompt_length - prefix) - (prompt_length - committed)
     count = jnp.maximum(count, jnp.sum(always, axis=1, dtype=jnp.int32))
     best = best_tokens(jnp.where(always, jnp.inf, scores), candidates, count)
-    return best | ~is_committed
+    return best | ~is_committed | ~is_new
 
 
 def sums_of_blocks(scores, block: int):

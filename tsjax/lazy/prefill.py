@@ -21,6 +21,7 @@ from tsjax.decoding.state import DecodeState
 from tsjax.decoding.step import Decide, commit, decode_step
 from tsjax.decoding.verification import judge
 from tsjax.errors import BadValue
+from tsjax.lazy.completing import complete_some, slots_by_position
 from tsjax.lazy.rereading import reread_made
 from tsjax.lazy.revival import is_reviving, revive_where_due, run_root, tokens_until_choice
 from tsjax.lazy.settings import LazySettings
@@ -123,6 +124,17 @@ class LazyPrefill(LazySettings):
         self, params: Params, state: DecodeState, start, *, width: int, cfg: DecodeConfig
     ) -> DecodeState:
         return reread_made(self.plan(cfg.model), params, state, start, width)
+
+    def complete(
+        self, params: Params, state: DecodeState, *, width: int, cfg: DecodeConfig
+    ) -> DecodeState:
+        return complete_some(self.plan(cfg.model), params, state, width)
+
+    def slots_of_layers(self, state: DecodeState, *, cfg: DecodeConfig) -> dict[int, jax.Array]:
+        """For each layer whose rows are not in the order of the text, where its tokens are."""
+        plan = self.plan(cfg.model)
+        found = zip(plan.stages[1:], slots_by_position(plan, state), strict=True)
+        return {layer: slots for layers, slots in found for layer in layers}
 
     def step(
         self, params: Params, state: DecodeState, *, cfg: DecodeConfig, decide: Decide

@@ -103,7 +103,7 @@ def _bring_most_attended(
     lazy, n = plan.lazy, state.prompt_length
     scores = scores_of(plan, state.prompt, state.kv, stage - 1, rows)
     among = state.prompt.done >= stage
-    chosen = chosen_for(plan, stage, scores, among, n, n, lazy.recent)
+    chosen = chosen_for(plan, stage, scores, among, state, n, lazy.recent)
     lacking = chosen & (state.prompt.done == stage) & committed(state) & due[:, None]
     wanted = best_tokens(scores, lacking, jnp.full_like(n, lazy.revive_rows))
     return _bring(plan, weights, state, stage, wanted)
@@ -182,7 +182,7 @@ def _choose_and_revive(
         attending = rows._replace(attended=attended)
         scores = scores_of(plan, prompt, begun.kv, stage - 1, attending)
         among = prompt.chosen[stage - 1]
-        chosen = chosen_for(plan, stage, scores, among, n, n, lazy.recent)
+        chosen = chosen_for(plan, stage, scores, among, begun, n, lazy.recent)
         chosen = jnp.where(due[:, None], chosen, prompt.chosen[stage])
         begun = begun.replace(prompt=take_part(prompt, stage, chosen, n))
         # Results do not depend on how many are computed at once, as each sees lower ones only.

@@ -35,11 +35,11 @@ class LazySettings:
     Attributes:
       keep: the share of the prompt's tokens that goes on after a layer, counted from 1, such as
         {10: 0.7, 20: 0.49, 29: 0.343}; of n tokens, ceil(share * n), the last one always among
-        them. After layer 0 means before the model. "paper" cuts three times, after 30, 60 and 90%
-        of the layers, to 70% of the tokens that are left. "auto" cuts once, where the model has
-        looked up what the prompt's end asks for, to a tenth of the tokens, but to 512 if these are
-        more (`at_least`). Which layer that is, a few prompts say that the model reads once, for
-        seconds.
+        them. After layer 0 means before the model. What a prefix has read stays in all layers:
+        shares are of the tokens after it. "paper" cuts three times, after 30, 60 and 90% of the
+        layers, to 70% of the tokens that are left. "auto" cuts once, where the model has looked up
+        what the prompt's end asks for, to a tenth of the tokens, but to 512 if these are more
+        (`at_least`). Which layer that is, a few prompts say that the model reads once, for seconds.
       speedup: with keep="auto", how many times fewer operations the prompt is to take: it then cuts
         as late as 2% of the tokens still meet it, but not before that layer, and keeps the largest
         share that meets it there.
@@ -120,6 +120,13 @@ class LazySettings:
         """`choose_every`, or what it is where nothing is said."""
         return self.choose_every or CHOOSE_EVERY[self.revive]
 
+    @property
+    def least(self) -> int:
+        """`at_least`, or what it is where nothing is said."""
+        if self.at_least is None:
+            return AUTO_AT_LEAST if self.keep == "auto" else 0
+        return self.at_least
+
     def resolved(self, cfg: ModelConfig, prompt_tokens: int, looks_up: int | None = None) -> Self:
         """The same with its cuts named, for a model and the longest prompt it is to read.
 
@@ -128,9 +135,6 @@ class LazySettings:
             asked for. `generate` measures it.
         """
         keep: Any = self.keep
-        at_least = (
-            (AUTO_AT_LEAST if keep == "auto" else 0) if self.at_least is None else self.at_least
-        )
         cuts = not isinstance(keep, str) or cfg.num_layers > 1
         check(cuts, "keep", keep, "the model has no two layers to cut between")
         if keep == "paper":
@@ -143,7 +147,7 @@ class LazySettings:
         rows, keep = min(self.revive_rows, prompt_tokens), dict(cast(Cuts, keep))
         return dataclasses.replace(
             self, keep=keep, speedup=None, revive_rows=rows,
-            choose_every=self.tokens_between_choices, at_least=at_least,
+            choose_every=self.tokens_between_choices, at_least=self.least,
         )  # fmt: skip
 
 

@@ -64,15 +64,16 @@ def choose_stage(plan: LazyPlan, params: Params, state: DecodeState, stage: int)
         prompt, n = state.prompt, state.prompt_length
         recent = max(lazy.recent, lazy.window)
         among = prompt.chosen[stage]
-        chosen = chosen_for(plan, stage + 1, scores, among, n, n - 1, recent)
+        chosen = chosen_for(plan, stage + 1, scores, among, state, n - 1, recent)
         prompt = prompt.replace(chosen=replaced(prompt.chosen, stage + 1, chosen))
         return state.replace(prompt=prompt.replace(last=rows.hidden))
 
 
-def tokens_to_fill(plan: LazyPlan, stage: int, prompt_tokens):
-    """How many tokens, at most, `fill_stage` has to compute in a stage; of an int or of [B]."""
-    lazy, xp = plan.lazy, jnp if isinstance(prompt_tokens, jax.Array) else np
-    count = prompt_tokens
+def tokens_to_fill(plan: LazyPlan, stage: int, new_tokens):
+    """How many tokens, at most, `fill_stage` has to compute in a stage, where a prompt has so many
+    after its prefix; of an int or of [B]."""
+    lazy, xp = plan.lazy, jnp if isinstance(new_tokens, jax.Array) else np
+    count = new_tokens
     if stage:
         always = xp.minimum(lazy.sinks + max(lazy.recent, lazy.window), count)
         count = xp.maximum(goes_on(lazy, stage, count), always)

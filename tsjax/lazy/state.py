@@ -27,6 +27,8 @@ class PromptState(flax.struct.PyTreeNode):
     are unspecified.
 
     Attributes:
+      prefix: [] int32, how many tokens at the beginning of each prompt were read before: all layers
+        have them, they always take part, and shares are of those after them.
       hidden: [B, P, D], what the last layer that computed the token gave: the paper's aux cache.
       done: [B, P] int8, stages that computed it.
       chosen: one [B, P] bool per stage, the tokens that take part in it; all in the first. True at
@@ -39,6 +41,7 @@ class PromptState(flax.struct.PyTreeNode):
       last: [B, W, D], what the last W prompt tokens have come to during the prefill.
     """
 
+    prefix: jax.Array
     hidden: jax.Array
     done: jax.Array
     chosen: tuple[jax.Array, ...]
@@ -51,6 +54,19 @@ class PromptState(flax.struct.PyTreeNode):
     def capacity(self) -> int:
         """P."""
         return self.hidden.shape[1]
+
+    def after_prefix(self, length) -> PromptState:
+        """Where nothing is computed yet but the first `length` (traced) tokens, in all layers."""
+        position = jnp.arange(self.capacity, dtype=jnp.int32)
+        read = position < length
+        slot = jnp.arange(self.order[0].shape[1], dtype=jnp.int32)
+        stages = jnp.int8(len(self.chosen))
+        return self.replace(
+            prefix=jnp.asarray(length, jnp.int32),
+            done=jnp.where(read, stages, self.done),
+            slots=tuple(jnp.where(read, position, slots) for slots in self.slots),
+            order=tuple(jnp.where(slot < length, slot, order) for order in self.order),
+        )
 
 
 class LazyPlan(NamedTuple):
@@ -78,6 +94,7 @@ def init_prompt(plan: LazyPlan, prompt_length, prompt_capacity: int, capacity: i
     batch, P = prompt_length.shape[0], prompt_capacity
     is_last = jnp.arange(P) == prompt_length[:, None] - 1
     return PromptState(
+        prefix=jnp.zeros((), jnp.int32),
         hidden=jnp.zeros((batch, P, D), dtype),
         done=jnp.where(is_last, stages, 0).astype(jnp.int8),
         chosen=tuple(jnp.ones((batch, P), bool) for _ in range(stages)),

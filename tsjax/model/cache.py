@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels import NarrowRows, Summary, narrowed
 from tsjax.config import ModelConfig
-from tsjax.model.parts import write_by_part
+from tsjax.model.parts import dealt_out, taken_by_part, write_by_part
 from tsjax.model.sharding import named_sharding, parts_of
 from tsjax.model.writing import for_each_row, write_at_once
 from tsjax.typing import Array, DTypeLike, Float, Int, Shaped
@@ -110,8 +110,11 @@ def empty_buffers(
 def _zeros(
     shape: Sequence[int], dtype: DTypeLike, mesh: Mesh | None, axes: Sequence[str | None]
 ) -> Shaped[Array, "..."]:
-    sharding = named_sharding(shape, axes, mesh) if mesh is not None else None
-    return jnp.zeros(shape, dtype, device=sharding)
+    if mesh is None:
+        return jnp.zeros(shape, dtype)
+    sharding = named_sharding(shape, axes, mesh)
+    # Twice: the first one places what is made at once, the second one what a program makes.
+    return lax.with_sharding_constraint(jnp.zeros(shape, dtype, device=sharding), sharding)
 
 
 def _rows_of_layer(cfg: ModelConfig, batch: int, capacity: int, parts: int) -> Any:
@@ -196,6 +199,24 @@ def write_rows(
             k[layer] = write(k[layer], k_rows[index], slot)
             v[layer] = write(v[layer], v_rows[index], slot)
         return cache.replace(k=tuple(k), v=tuple(v))
+
+
+def in_slots(
+    buffer: Float[Array, "PB K S H"] | NarrowRows, slots: Int[Array, "B C"], *, parts: int
+) -> Float[Array, "PB K S H"] | NarrowRows:
+    """One layer's keys or values, with the row of slot slots[b, i] in slot i. Where they are dealt
+    out, each device has the layer whole for a moment."""
+
+    def taken(x):
+        B, missing = len(slots), parts * x.shape[2] - slots.shape[1]
+        places = jnp.pad(slots, ((0, 0), (0, missing)))
+        places = jnp.broadcast_to(places[:, None], (B, x.shape[1], parts * x.shape[2]))
+        if parts == 1:
+            return jnp.take_along_axis(x, places[..., None], axis=2, mode="clip")
+        found = taken_by_part(x, places, parts=parts)
+        return jax.vmap(lambda x: dealt_out(x, parts), 3, 3)(found)
+
+    return jax.tree.map(taken, buffer)
 
 
 def zero_after(x: Shaped[Array, "..."]) -> Int[Array, ""]:

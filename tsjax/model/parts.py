@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import NarrowRows, Summary, tree_attention
+from pallas_kernels import NarrowRows, Ranks, Summary, tree_attention
 from pallas_kernels.dispatch import on_each_device
 from tsjax.model.writing import for_each_row, write_at_once
 from tsjax.typing import Array, Bool, Float, Int, Shaped
@@ -74,10 +74,11 @@ def attention_by_part(
     tree_mask: Bool[Array, "T T"] | Bool[Array, "B T T"],
     *,
     parts: int,
+    ranks: Ranks | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """As `tree_attention` with log totals: each part attends to its own, then they are merged.
 
-    Only the first part sees the fresh rows.
+    Only the first part sees the fresh rows. `ranks` are of the slots of whole texts.
     """
     B, T, N, H = q.shape
     # No array is laid behind another: XLA would then split all that it comes from like the result.
@@ -85,8 +86,17 @@ def attention_by_part(
     mask = for_each_part(jnp.broadcast_to(tree_mask, (B, T, T)), parts) & first[:, None, None]
     q, k_new, v_new = (for_each_part(x, parts) for x in (q, k_new, v_new))
     count = counts_by_part(count, parts)
-    found = tree_attention(q, k_cache, v_cache, count, k_new, v_new, mask, with_log_totals=True)
+    seen = q, k_cache, v_cache, count, k_new, v_new, mask
+    if ranks is not None:
+        ranks = _ranks_by_part(ranks, k_cache.shape[2], parts)
+    found = tree_attention(*seen, ranks=ranks, with_log_totals=True)
     return merged(Summary(*(by_text(x, parts) for x in found)))
+
+
+def _ranks_by_part(ranks: Ranks, slots: int, parts: int) -> Ranks:
+    missing = slots * parts - ranks.slots.shape[1]
+    by_slot = jnp.pad(ranks.slots, ((0, 0), (0, missing)))
+    return Ranks(dealt_out(by_slot[:, None], parts)[:, 0], for_each_part(ranks.rows, parts))
 
 
 def merged(found: Summary) -> Summary:

@@ -90,8 +90,8 @@ def run_layers(
 ) -> Rows:
     """As `run_rows`, but `layers` only, on `hidden`, what the layer before them gave.
 
-    `ranks` says which cached rows a row sees; None is all. Neither these nor a `rest` go with a
-    cache that is dealt out to parts.
+    `ranks` says which cached rows a row sees; None is all. No `rest` goes with a cache that is
+    dealt out to parts.
     """
     queries, attended = [], []
 
@@ -101,7 +101,7 @@ def run_layers(
         queries.append(jnp.sum(grouped, axis=3))
         seen = q, cache.k[layer], cache.v[layer], cache.rows_in(layer), k, v, mask
         if cache.parts > 1:
-            mixed, log_totals = _attention_by_part(*seen, parts=cache.parts)
+            mixed, log_totals = _attention_by_part(*seen, ranks=ranks, parts=cache.parts)
         else:
             mixed, log_totals = _tree_attention(
                 *seen,
