@@ -55,7 +55,8 @@ class Conversation:
     ):
         """`arguments` are those of `generate` that choose tokens: method, config, settings and so
         on. Where nobody says max_new_tokens, an answer has as many as there are positions left, at
-        most 1,024. `template` is for the chat template, {"enable_thinking": False} say."""
+        most 1,024. A lazy prefill prunes turns of 64 new tokens and more. `template` is for
+        the chat template, {"enable_thinking": False} say."""
         self.model, self._template = model, template or {}
         self._how = {name: arguments.pop(name) for name in OF_A_RUN if name in arguments}
         self._config = arguments.pop("config", None)
