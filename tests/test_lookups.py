@@ -76,7 +76,9 @@ def test_a_checkpoint_is_measured_once_and_cut_there(tmp_path, monkeypatch):
 
     def measure(model):
         measured.append(model)
-        return Lookups(((0.0,) * len(BEST_SHARES), (1.0,) * len(BEST_SHARES), (0.0,) * len(BEST_SHARES)))
+        return Lookups(
+            ((0.0,) * len(BEST_SHARES), (1.0,) * len(BEST_SHARES), (0.0,) * len(BEST_SHARES))
+        )
 
     monkeypatch.setattr(lookups, "measure_lookups", measure)
     for _ in range(2):  # as two processes

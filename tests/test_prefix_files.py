@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prefixes in files: the same rows and tokens come back, on any mesh; others are refused."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -61,6 +62,15 @@ def test_a_file_gives_back_the_same_rows_and_tokens(kind, tmp_path):
     np.testing.assert_array_equal(last.view(ours.dtype), ours)
     alone = tokens(model)
     assert tokens(model, prefix=path) == tokens(model, prefix=found) == alone
+
+
+def test_a_file_says_that_a_lazy_prefill_read_it(tmp_path):
+    model, path = looping_model(), tmp_path / "text.prefix"
+    assert not tsjax.read(model, PROMPT[:60]).is_approximate
+    dataclasses.replace(tsjax.read(model, PROMPT[:60]), is_approximate=True).save(path)
+    assert tsjax.read(model, prefix=path).is_approximate
+    with pytest.raises(BadValue, match="save_to is not valid beside a prefix that a lazy"):
+        tokens(model, prefix=path, save_to=tmp_path / "run")
 
 
 def test_what_a_prompt_shares_with_a_file_is_not_read_again(file, tmp_path):

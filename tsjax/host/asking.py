@@ -172,7 +172,8 @@ def longer_request(
 def prefix_in_memory(prefix: Any, model: Model) -> Prefix:
     """What was read before, as it is or from its file, checked against the model."""
     if isinstance(prefix, str | os.PathLike):
-        return Prefix(*read_prefix(prefix, model, sizes.capacity_bucket), _model=model)
+        text = read_prefix(prefix, model, sizes.capacity_bucket)
+        return Prefix(text.tokens, text.length, text.cache, model, text.is_approximate)
     check_prefix(prefix, model)
     return prefix
 

@@ -57,9 +57,10 @@ class Conversation:
     ):  # fmt: skip
         """`arguments` are those of `generate` that choose tokens: method, config, settings and so
         on. Where nobody says max_new_tokens, an answer has as many as there are positions left, at
-        most 1,024. `template` is for the chat template, {"enable_thinking": False} say. `prefix` is
-        what was read before, or its file: of the same system message, or `conversation.prefix` of
-        one with the same beginning."""
+        most 1,024. A lazy prefill prunes turns of 64 new tokens and more. `template` is for the
+        chat template, {"enable_thinking": False} say. `prefix` is what was read before, or its
+        file: of the same system message, or `conversation.prefix` of one with the same
+        beginning."""
         self.model, self._template = model, template or {}
         self._how = {name: arguments.pop(name) for name in OF_A_RUN if name in arguments}
         self._config = arguments.pop("config", None)

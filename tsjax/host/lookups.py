@@ -27,7 +27,10 @@ from tsjax.host.measured_files import keep_measured, kept_measured
 from tsjax.host.telling import doing
 from tsjax.lazy.looking import last_attention
 
-ASKING_PROMPTS, ASKING_TOKENS = 8, 256  # of each kind half: enough for layers to differ, read in seconds
+ASKING_PROMPTS, ASKING_TOKENS = (
+    8,
+    256,
+)  # of each kind half: enough for layers to differ, read in seconds
 BEST_SHARES = (0.02, 0.05, 0.1, 0.2)
 # A cut comes after the first layer that finds, among a fifth of the tokens, those that get most
 # attention, this part of what the best layer finds.
@@ -177,7 +180,9 @@ def _put_together(tokenizer, rng, parts: tuple[str, ...], lines: list[str], sepa
 
     end = ids(f"{separator}\nQuestion: {question}\nAnswer: {begun}")
     line_ids = [ids(line + separator) for line in lines]
-    count = int(np.searchsorted(np.cumsum([len(one) for one in line_ids]), ASKING_TOKENS - len(end) - 16))
+    count = int(
+        np.searchsorted(np.cumsum([len(one) for one in line_ids]), ASKING_TOKENS - len(end) - 16)
+    )
     place = int(rng.integers(1, max(2, count)))
     before = np.concatenate(line_ids[:place])
     head, tail = told.split(answer, 1)

@@ -46,7 +46,8 @@ class Prefix:
         """Writes or replaces a file that `prefix=` takes in its place, in any process with the same
         model. It holds the text and what the model computed of it. A file that cannot be written
         whole is not there."""
-        write_prefix(path, self._model, ReadText(self.tokens, self.length, self.cache))
+        text = ReadText(self.tokens, self.length, self.cache, self.is_approximate)
+        write_prefix(path, self._model, text)
 
     def shared_with(self, prompts: list[np.ndarray]) -> int:
         """How many of its tokens all prompts begin with. The last token of a prompt is left out, as

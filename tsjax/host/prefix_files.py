@@ -50,6 +50,7 @@ class ReadText(NamedTuple):
     tokens: np.ndarray
     length: int
     cache: KVCache
+    is_approximate: bool
 
 
 def write_prefix(path: str | os.PathLike, model: Model, text: ReadText) -> None:
@@ -59,6 +60,7 @@ def write_prefix(path: str | os.PathLike, model: Model, text: ReadText) -> None:
         "format": PREFIX_FORMAT,
         "tsjax": tsjax_version(),
         "length": text.length,
+        "approximate": text.is_approximate,
         "model": {
             "path": model.path,
             "dtype": model.cfg.dtype,
@@ -113,7 +115,7 @@ def read_prefix(path: str | os.PathLike, model: Model, slots_for: Callable[[int]
             raise BadValue("its arrays are not those of its model")
         arrays = _checked(file, work)
         cache = _placed_rows(arrays, model, length, slots_for(length))
-        return ReadText(next(arrays), length, cache)
+        return ReadText(next(arrays), length, cache, file.about["approximate"])
 
 
 def open_prefix(path: str | os.PathLike) -> _Opened:

@@ -49,6 +49,7 @@ def capacity_of(request: Request, wanted: int | None, prefill_width: int) -> int
     decode = request.decode
     read = [request.prefix_length + sum(widths) for widths in request.prefill_widths]
     read.append(max(request.prompt_length) - 1 + sum(request.made_widths))
+    read.append(max(request.prefix_widths, default=0))
     needed = max(max(request.max_length) + decode.rows_ahead, *read)
     if wanted is None:
         return capacity_bucket(needed)
