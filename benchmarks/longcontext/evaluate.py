@@ -34,7 +34,7 @@ from tsjax.config import WEIGHTS
 
 STEPS = {"dense": measure_dense, "develop": develop, "measure": measure}
 LISTS = ("dense", "candidates", "rows")
-ASKED = ("seed", "targets", "develop_length", "develop_samples", "least_dense")
+ASKED = ("seed", "targets", "develop_length", "develop_samples", "dense_samples", "least_dense")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -72,6 +72,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--targets", type=float, nargs="+", default=list(TARGETS))
     parser.add_argument("--develop-length", type=int, default=1024)
     parser.add_argument("--develop-samples", type=int, default=4)
+    parser.add_argument("--dense-samples", type=int, default=3, help="that say what is left out")
     parser.add_argument(
         "--least-dense", type=float, default=0.5, help="tasks with a lower score are left out"
     )

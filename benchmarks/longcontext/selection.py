@@ -74,7 +74,7 @@ def measure_dense(asked: Asked, sources: dict[str, Sources], document: Document,
         for task in args.tasks:
             if has(document["dense"], task=task, length=length) or args.budget.is_used_up:
                 continue
-            samples = range(args.develop_samples)
+            samples = range(args.dense_samples)
             half = sources["development"]
             examples = examples_of(half, task, length, samples, args.seed, "development")
             scores = [score for score, _ in points_of(asked, FULL, examples, length)]

@@ -94,8 +94,7 @@ def make_request(
         method = "autoregressive" if draft_model is None else "draft_model"
     method, config, lengths = resolve_method(method), texts.config, [*map(len, texts.prompts)]
     _check_against_model(config, model)
-    if prefix is not None:
-        prefix = prefix_in_memory(prefix, model)
+    prefix = None if prefix is None else prefix_in_memory(prefix, model)
     if run is None:
         reading = _reading(model, texts, lazy, prefix, read_first, least_to_prune)
     else:

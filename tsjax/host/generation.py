@@ -111,9 +111,8 @@ def generate(
         the first `length` tokens, a tsjax.LogitsProcessor, or several of them in their order. They
         run in the compiled step, for every node of a draft tree, after the penalties and before the
         temperature. A run that is resumed takes the same ones anew.
-      prefix: a text that was read before (`tsjax.read`, or `keep_prefix`), or the file that its
-        `save` wrote: what all prompts begin with of it is not read again. It changes no token, but
-        a lazy prefill cuts what comes after.
+      prefix: what was read before (`tsjax.read`, `keep_prefix`), or the file that its `save` wrote:
+        it is not read again, and changes no token. A lazy prefill cuts only what comes after it.
       keep_prefix: keep what this run reads and writes as `result.prefix`, for a prompt that goes on
         with it; single prompts only.
 

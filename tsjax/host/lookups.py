@@ -27,21 +27,22 @@ from tsjax.host.measured_files import keep_measured, kept_measured
 from tsjax.host.telling import doing
 from tsjax.lazy.looking import last_attention
 
-ASKING_PROMPTS, ASKING_TOKENS = (
-    8,
-    256,
-)  # of each kind half: enough for layers to differ, read in seconds
-BEST_SHARES = (0.02, 0.05, 0.1, 0.2)
-# A cut comes after the first layer that finds, among a fifth of the tokens, those that get most
-# attention, this part of what the best layer finds.
-JUDGED_BY, NEARLY = 0.2, 0.9
+# Half of each kind: enough for layers to differ, and read in seconds.
+ASKING_PROMPTS, ASKING_TOKENS = 8, 256
+# A cut comes after the first layer that finds, among the fifth of the tokens that get most of its
+# attention, this part of what the best layer finds there.
+BEST_SHARE, NEARLY = 0.2, 0.9
 LOOKUPS_FORM = 1  # of the file; grows when other things are measured
 
-BOX_COLOURS = ("amber", "black", "blue", "golden", "green", "grey", "orange", "pink", "purple", "red",
-           "silver", "white", "yellow")  # fmt: skip
-LISTED_THINGS = ("anchor", "basket", "bridge", "candle", "castle", "drum", "engine", "garden", "hammer",
-          "kettle", "ladder", "lantern", "mirror", "pencil", "saddle", "statue", "temple", "ticket",
-          "tunnel", "window")  # fmt: skip
+BOX_COLOURS = (
+    "amber", "black", "blue", "golden", "green", "grey", "orange", "pink", "purple", "red",
+    "silver", "white", "yellow",
+)  # fmt: skip
+LISTED_THINGS = (
+    "anchor", "basket", "bridge", "candle", "castle", "drum", "engine", "garden", "hammer",
+    "kettle", "ladder", "lantern", "mirror", "pencil", "saddle", "statue", "temple", "ticket",
+    "tunnel", "window",
+)  # fmt: skip
 TOLD_PROSE = (
     "The road went down to the river and along its bank.",
     "Nobody had seen so much rain since the spring.",
@@ -62,17 +63,17 @@ class Asking(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """Of what a prompt's last token asks for, the share that is among BEST_SHARES of the tokens, those
-    that it attends to most: [L][len(BEST_SHARES)], the mean over prompts."""
+    """Of what a prompt's last token asks for, the share that is among the BEST_SHARE of the tokens
+    that it attends to most; of each layer, the mean over prompts."""
 
-    found: tuple[tuple[float, ...], ...]
+    found: tuple[float, ...]
 
     @property
     def layer(self) -> int:
         """After which one, counted from 1, a cut loses least of it: the first that is as good as
         any. The last layer is left out, as no cut comes after it."""
-        judged = [row[BEST_SHARES.index(JUDGED_BY)] for row in self.found[:-1]]
-        return 1 + next(i for i, part in enumerate(judged) if part >= NEARLY * max(judged))
+        before = self.found[:-1]
+        return 1 + next(i for i, part in enumerate(before) if part >= NEARLY * max(before))
 
 
 def lookups_of(model: Model) -> Lookups:
@@ -101,7 +102,7 @@ def _lookups(once: _Once) -> Lookups:
     kept = None if processes.are_several() else kept_measured(key)
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kept is not None:
-            return Lookups(tuple(tuple(map(float, row)) for row in kept["found"]))
+            return Lookups(tuple(map(float, kept["found"])))
     with doing("measuring"):
         found = measure_lookups(model)
     if not processes.are_several():
@@ -127,7 +128,7 @@ def measure_lookups(model: Model) -> Lookups:
     state = _prefill(model.params, state, width=width, cfg=cfg)
     weights = processes.on_host(_last_attention(model.params, state, cfg=cfg))  # [L, B, C]
     rows = [_among_best(weights[:, i], one) for i, one in enumerate(asking)]
-    return Lookups(tuple(tuple(row) for row in np.mean(rows, axis=0).round(4).tolist()))
+    return Lookups(tuple(np.mean(rows, axis=0).round(4).tolist()))
 
 
 _prefill = jax.jit(prefill, static_argnames=("width", "cfg"), donate_argnums=1)
@@ -135,11 +136,10 @@ _last_attention = jax.jit(last_attention, static_argnames=("cfg",))
 
 
 def _among_best(weights: np.ndarray, one: Asking) -> np.ndarray:
-    """[L, BEST_SHARES]: which part of the answer's tokens is among the best of weights [L, C]."""
+    """[L]: which part of the answer's tokens is among the best of weights [L, C]."""
     weights = weights[:, : len(one.tokens) - 1]
     ranks = np.argsort(np.argsort(-weights, axis=1, kind="stable"), axis=1)[:, one.answer]
-    counts = np.ceil(np.asarray(BEST_SHARES) * len(one.tokens))
-    return (ranks[:, :, None] < counts).mean(axis=1)
+    return (ranks < np.ceil(BEST_SHARE * len(one.tokens))).mean(axis=1)
 
 
 def asking_prompt(tokenizer: Any, index: int) -> Asking:
@@ -180,9 +180,8 @@ def _put_together(tokenizer, rng, parts: tuple[str, ...], lines: list[str], sepa
 
     end = ids(f"{separator}\nQuestion: {question}\nAnswer: {begun}")
     line_ids = [ids(line + separator) for line in lines]
-    count = int(
-        np.searchsorted(np.cumsum([len(one) for one in line_ids]), ASKING_TOKENS - len(end) - 16)
-    )
+    ends, room = np.cumsum([len(one) for one in line_ids]), ASKING_TOKENS - len(end) - 16
+    count = int(np.searchsorted(ends, room))
     place = int(rng.integers(1, max(2, count)))
     before = np.concatenate(line_ids[:place])
     head, tail = told.split(answer, 1)
