@@ -3,6 +3,7 @@
 
     JAX_PLATFORMS=cpu python -m benchmarks aot --out benchmarks/results/aot
     JAX_PLATFORMS=cpu python -m benchmarks aot --only narrow --name narrow --out ...
+    JAX_PLATFORMS=cpu python -m benchmarks aot --only ranks lazily 16K --name lazy --out ...
 
 Needs the CUDA plugin (see tools/aot.py). The document also says what a call has to do: bytes read
 once, operations, and the time that both take at least on a chip of the nominal speed.
@@ -56,7 +57,9 @@ def _work(read: int, operations: int, case: str) -> dict:
 def main(argv: Sequence[str]) -> None:
     parser = report.parser_of("aot", __doc__)
     parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
-    parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="cases with one of these in the name"
+    )
     parser.add_argument("--name", default="aot", help="of the result (default: %(default)s)")
     options = parser.parse_args(argv)
 
@@ -64,7 +67,9 @@ def main(argv: Sequence[str]) -> None:
     wanted = [(case, target) for case in kernels for target in ("a100", "h100")]
     wanted += [(case, "a100") for case in aot.STEPS]
     wanted += [(case, "a100") for case in aot.TRAINING]
-    wanted = [(case, target) for case, target in wanted if options.only in case]
+    wanted = [
+        (case, target) for case, target in wanted if any(part in case for part in options.only)
+    ]
     cases: dict[str, dict] = {}
     with ThreadPoolExecutor(options.jobs) as pool:
         for (case, target), found in zip(

@@ -141,6 +141,31 @@ def products() -> str:
 PADDED = "xla, few rows"  # as that commit called it
 
 
+LAZY_TOKENS, LAZY_EVERY = 128, 32  # new ones, and a choice with each so many by default
+
+
+def lazy_generation() -> str:
+    """What a whole generation starts, by what was compiled."""
+    cases = compiled("lazy")["cases"]
+    lazy, plain = (cases[f"step llama3.1-8b {kind}, 16K"]["a100"]["program"] for kind in KINDS)
+    choice = lazy["inner_kernels"]
+    step, usual = (
+        one["graph_kernels"] + one["loose_kernels"] - inner
+        for one, inner in ((lazy, choice), (plain, 0))
+    )
+    choices = LAZY_TOKENS // LAZY_EVERY
+    total, full = LAZY_TOKENS * step + choices * choice, LAZY_TOKENS * usual
+    return (
+        f"Of Llama-3.1-8B after 16,384 tokens a step starts {step} kernels, one of plain decoding "
+        f"{usual}, and a choice {choice:,} more: {total:,} for {LAZY_TOKENS} tokens with {choices} "
+        f"choices, {total / full:.2f} times those of plain decoding. Counted in what was compiled "
+        "for an A100, never measured."
+    )
+
+
+KINDS = ("lazily", "plain")
+
+
 def steps(document_name: str = "aot") -> str:
     lines = head(
         "step | weights, cache and state | temporary | copies of a cache | kernels in graphs | "

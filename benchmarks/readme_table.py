@@ -324,6 +324,9 @@ SECTIONS = {
     ("docs/kernels.md", "steps"): gpu_tables.steps,
     ("docs/kernels.md", "narrow-compiled"): functools.partial(gpu_tables.registers, "narrow"),
     ("docs/kernels.md", "narrow-steps"): functools.partial(gpu_tables.steps, "narrow"),
+    ("docs/kernels.md", "lazy-compiled"): functools.partial(gpu_tables.registers, "lazy"),
+    ("docs/kernels.md", "lazy-steps"): functools.partial(gpu_tables.steps, "lazy"),
+    ("docs/lazyllm.md", "lazy-generation"): gpu_tables.lazy_generation,
     ("docs/performance.md", "expected-narrow"): expected.narrow,
 }
 

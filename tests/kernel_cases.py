@@ -73,6 +73,15 @@ def make_rest(rng, inputs):
     return mean, jnp.asarray(log_total)
 
 
+def make_ranks(rng, inputs):
+    """Of slots and of rows, some of which see no slot; and which row sees which slot."""
+    (B, T, *_), S = inputs[0].shape, inputs[1].shape[2]
+    slots, rows = rng.integers(0, 9, (B, S)), rng.integers(0, 10, (B, T))
+    return tuple(jnp.asarray(one, jnp.int32) for one in (slots, rows)), slots[:, None] < rows[
+        ..., None
+    ]
+
+
 def relative_error(out, expected):
     """The largest error over the largest entry."""
     out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)

@@ -15,7 +15,7 @@ import tsjax
 from pallas_kernels.tree_attention.specs import SPECS
 from pallas_kernels.tree_attention.triton import default_blocks
 from tools import aot, gpu_targets
-from tools.aot_kernels import NARROW_CACHE
+from tools.aot_kernels import NARROW_CACHE, RANKS
 from tsjax.decoding.start import temporary_bytes
 from tsjax.files.tensor_names import with_weights
 from tsjax.methods.devices import DRAFT_KERNELS, GPU, device_of, drafter_share, estimated, pass_work
@@ -77,12 +77,16 @@ def test_kernel_with_64_bit_types_switched_on(kernel):
 
 def check_kernel(case: str, target: str, found: dict) -> None:
     _, shapes = aot.kernel_cases()[case]
-    (dtype,) = {dtype for name, (_, dtype) in shapes.items() if name in ("q", "q_last", "rows")}
-    is_narrow = case.endswith(NARROW_CACHE)
-    check_kernels(found, target, dtype, *((NARROW_OF_NARROW, 4) if is_narrow else ()))
+    queries = next(name for name in ("q", "q_last", "rows") if name in shapes)
+    dtype = shapes[queries][1]
+    narrow, wide = (NARROW_OF_NARROW, 4) if case.endswith(NARROW_CACHE) else (NARROW, 5)
+    ranks = 8 if RANKS in case else 0  # a number for each slot and row
+    check_kernels(found, target, dtype, {k: v + ranks for k, v in narrow.items()}, wide)
     names = {base_name(kernel) for kernel in found["kernels"]}
     if case.startswith("tree_attention"):
-        one = SPECS[case.removeprefix("tree_attention ").removesuffix(NARROW_CACHE)]
+        one = SPECS[
+            case.removeprefix("tree_attention ").removesuffix(NARROW_CACHE).removesuffix(RANKS)
+        ]
         chip, sizes = gpu_targets.chip(target), (one.B, one.T, one.K * one.G, one.K, one.S, one.H)
         parts = default_blocks(chip, *sizes, one.dtype).parts
         merge = {"tsjax_tree_attention_merge"} if parts > 1 else set()
@@ -129,8 +133,11 @@ def test_step_with_64_bit_types_switched_on(case):
 
 
 # That of the steps; before them the prompt's n-grams; a pass, and the choice of a draft cache. The
-# width of a verification is chosen inside of a graph.
+# width of a verification is chosen inside of a graph. Of a lazy prefill one choice; on demand one
+# before each of three stages, and passes of two widths for as long as tokens are missing.
 HOST_LOOPS = {
+    "step llama3.1-8b lazily, 16K": 2, "step llama3.1-8b lazily": 10,
+    "step llama3.1-8b lazily, tokenswift": 4,
     "step llama3.1-8b heads alone": 2, "step llama3.1-8b auto": 4, "step llama3.1-8b drafter": 2,
     "step qwen2.5-1.5b magicdec, 8 rows": 4,
 }  # fmt: skip
@@ -191,6 +198,22 @@ def test_what_the_host_does_in_a_sampled_step(case, target):
     logits = 4 * (101 if drafts else 1) * 128_256
     assert found["temp_bytes"] - logits <= (300e6 if drafts else 10e6)
     check_products(program)
+
+
+@pytest.mark.parametrize("target", ["a100", "h100"])
+def test_a_lazy_step_is_a_plain_one_and_a_choice_with_no_loop_inside(target):
+    """Where tokens come back in batches. All attention is the kernel's, that of ranks too: plain
+    XLA would loop over blocks of the cache."""
+    found, plain = (
+        aot.compile_case(f"step llama3.1-8b {kind}, 16K", target)["program"]
+        for kind in ("lazily", "plain")
+    )
+    assert plain["open_loops"] == 1, "that of the steps"
+    assert found["open_loops"] == 2, "and a choice, that is due or not"
+    assert found["host_conditions"] == 0 and found["loose_kernels"] <= 4
+    all_kernels = found["graph_kernels"] + found["loose_kernels"]
+    assert all_kernels - found["inner_kernels"] <= plain["graph_kernels"] + 30
+    assert found["inner_kernels"] <= 2.2 * plain["graph_kernels"]
 
 
 @pytest.mark.parametrize("model", ["llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b"])

@@ -22,6 +22,7 @@ from kernel_cases import (
     define_both,
     define_scores,
     make_inputs,
+    make_ranks,
     make_rest,
     make_score_inputs,
     place,
@@ -34,7 +35,7 @@ from pallas_kernels import cache_scores, decode_attention, device, tree_attentio
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.tree_attention import specs as attention_specs
 from pallas_kernels.tree_attention import triton as attention_triton
-from pallas_kernels.tree_attention.api import Summary
+from pallas_kernels.tree_attention.api import Ranks, Summary
 from tsjax.decoding.programs import programs
 
 kernels = pytest.mark.kernels
@@ -96,10 +97,12 @@ def test_tree_attention_touches_what_it_should(shape, H, parts, lengths):
     rng = np.random.default_rng(0)
     inputs = make_inputs(rng, **shape, H=H, length=np.minimum(lengths[: shape["B"]], shape["S"]))
     rest = make_rest(rng, inputs) if shape["T"] % 2 else ()
+    ranks, visible = make_ranks(rng, inputs) if shape["S"] % 2 else ((), None)
     with in_numpy():
-        found = run_attention(inputs, rest, parts)
-    for one, wanted in zip(found, define_both(*inputs, rest=rest or None), strict=True):
-        assert relative_error(one, wanted) < LARGEST_ERROR
+        found = run_attention(inputs, (*ranks, *rest), parts)
+    wanted = define_both(*inputs, rest=rest or None, visible=visible)
+    for one, other in zip(found, wanted, strict=True):
+        assert relative_error(one, other) < LARGEST_ERROR
 
 
 @kernels
@@ -144,7 +147,8 @@ RAGGED = [dict(B=1, T=67, K=1, G=7, H=96, S=1023), dict(B=3, T=1, K=2, G=1, H=12
 @pytest.mark.parametrize("shape", RAGGED, ids=["ragged", "even"])
 def test_every_access_is_masked(shape, dtype, rng):
     inputs = make_inputs(rng, **shape, dtype=dtype)
-    for options in ({}, dict(rest=Summary(*make_rest(rng, inputs)))):
+    ranks = Ranks(*make_ranks(rng, inputs)[0])
+    for options in ({}, dict(rest=Summary(*make_rest(rng, inputs))), dict(ranks=ranks)):
         attention = functools.partial(tree_attention, **options)
         found = unmasked_accesses(lower_for_cuda(attention, *inputs))
         assert found == {name: [] for name in ATTENTION_KERNELS}

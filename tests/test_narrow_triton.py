@@ -15,6 +15,7 @@ from kernel_cases import (
     define_both,
     define_scores,
     make_inputs,
+    make_ranks,
     make_rest,
     make_score_inputs,
     place,
@@ -22,7 +23,7 @@ from kernel_cases import (
 )
 from kernel_programs import in_numpy, kernel_names, lower_for_cuda, unmasked_accesses
 
-from pallas_kernels import NarrowRows, cache_scores, narrowed, tree_attention, widened
+from pallas_kernels import NarrowRows, Ranks, cache_scores, narrowed, tree_attention, widened
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.narrow_rows import numbers_and_exponents
 from pallas_kernels.tree_attention import triton as attention_triton
@@ -39,9 +40,9 @@ KERNELS = {
 }
 
 
-def attention(*inputs, parts=3):
+def attention(*inputs, parts=3, **ranks):
     blocks = attention_triton.Blocks(16, 16, parts, warps=4, stages=2)
-    return attention_triton.tree_attention(*inputs, blocks=blocks, interpret=True)
+    return attention_triton.tree_attention(*inputs, **ranks, blocks=blocks, interpret=True)
 
 
 def scores(*inputs, mode):
@@ -184,7 +185,8 @@ def test_they_touch_what_they_should(dtype, rng):
 @pytest.mark.parametrize("target", ["a100", "h100"])
 def test_it_is_a_kernel_on_a_gpu_and_every_access_is_masked(target, dtype, rng):
     inputs = narrow_inputs(rng, T=67, K=1, G=7, H=96, S=1023, dtype=dtype)
-    for options in ({}, dict(rest=Summary(*make_rest(rng, inputs)))):
+    ranks = Ranks(*make_ranks(rng, inputs)[0])
+    for options in ({}, dict(rest=Summary(*make_rest(rng, inputs)), ranks=ranks)):
         lowered = lower_for_cuda(
             functools.partial(tree_attention, **options), *inputs, target=target
         )
@@ -231,10 +233,16 @@ def test_they_are_split_as_the_cache(rng):
     rest, heads = make_rest(rng, inputs), ("data", None, "model")
     k, v = (jax.tree.map(lambda x: place(x, "data", "model"), cache) for cache in (k, v))
     arrays = place(q, *heads), k, v, place(length), place(k_new, *heads), place(v_new, *heads)
-    placed = *arrays, place(mask), *(place(x, *heads[::2]) for x in rest)
+    ranks, visible = make_ranks(rng, inputs)
+    beside = (*(place(x, *heads[::2]) for x in rest), *(place(x, "data") for x in ranks))
+    placed = *arrays, place(mask), *beside
+    defined = define_both(
+        q, *(widened(cache, "float32") for cache in inputs[1:3]), *inputs[3:],
+        rest=rest, visible=visible,
+    )  # fmt: skip
     totals = place(np.asarray(rng.uniform(4, 9, (2, 6)), np.float32))
     for run, given, wanted in (
-        (attention, placed, attention(*inputs, *rest)),
+        (attention, placed, defined),
         (functools.partial(scores, mode="softmax"), (q[:, 0], k, place(length), totals), None),
     ):
         compiled = jax.jit(run).lower(*given).compile()
@@ -253,10 +261,12 @@ def test_vmap_is_a_loop(rng):
         for length in ([40, 7], [0, 21])
     ]
     stacked = jax.tree.map(lambda *x: jnp.stack([*map(jnp.asarray, x)]), *cases)
-    out, _ = jax.jit(jax.vmap(attention))(*stacked)
+    ranks, _ = make_ranks(rng, cases[0])
+    ranked = functools.partial(attention, slot_ranks=ranks[0], row_ranks=ranks[1])
+    out, _ = jax.jit(jax.vmap(ranked))(*stacked)
     score = functools.partial(scores, mode="dot")
     products = jax.jit(jax.vmap(score))(stacked[0][:, :, 0], stacked[1], stacked[3])
     for index, inputs in enumerate(cases):
-        assert relative_error(out[index], attention(*inputs)[0]) < LARGEST_ERROR["float32"]
+        assert relative_error(out[index], ranked(*inputs)[0]) < LARGEST_ERROR["float32"]
         alone = score(inputs[0][:, 0], inputs[1], inputs[3])
         np.testing.assert_allclose(products[index], alone, rtol=1e-5, atol=1e-5)

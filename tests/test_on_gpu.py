@@ -6,13 +6,16 @@ float32 reference of the same inputs, which is computed for one kv head after th
 """
 
 import functools
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from pallas_kernels import NarrowMatrix, narrow_product, narrowed, widened
+from pallas_kernels import NarrowMatrix, Ranks, narrow_product, narrowed, widened
 from pallas_kernels.cache_scores import reference as scores_reference
 from pallas_kernels.cache_scores import specs as scores_specs
 from pallas_kernels.cache_scores.api import cache_scores
@@ -206,6 +209,55 @@ def test_narrow_caches(name):
         score = jax.jit(functools.partial(cache_scores, mode=mode))
         found, wanted = score(q[:, 0], caches[0], length), score(q[:, 0], wide[0], length)
         assert relative_error(found, wanted) < SCORES_ERROR[mode]
+
+
+@pytest.mark.parametrize("name", ["llama3.1-8b t8", "llama2-7b t64", "float32 t1"])
+def test_ranks(name):
+    """Slots of any order, by their ranks: each row sees those that it would see of a shorter text,
+    and the first one none."""
+    spec = attention_specs.SPECS[name]._replace(S=4096)
+    q, k_cache, v_cache, _, *fresh = attention_specs.inputs(spec, length=spec.S).values()
+    places = jax.random.permutation(jax.random.key(1), spec.S).astype(jnp.int32)
+    seen = [spec.S * row // spec.T for row in range(spec.T)]
+    ranks = Ranks(places[None], jnp.asarray([seen], jnp.int32))
+    length = jnp.full((1,), spec.S, jnp.int32)
+    given = q, k_cache[:, :, places], v_cache[:, :, places], length, *fresh, ranks
+
+    def attend(*given, implementation=None):
+        return tree_attention(*given[:-1], ranks=given[-1], implementation=implementation)
+
+    out = compile_kernels(attend, given, "tsjax_tree_attention")(*given)
+    assert jnp.array_equal(jax.jit(attend)(*given), out), "not the same bits twice"
+    xla = jax.jit(functools.partial(attend, implementation="xla"))(*given)
+    assert relative_error(out, xla) < 2 * ATTENTION_ERROR[spec.dtype]
+    for row in {0, spec.T // 2, spec.T - 1}:
+        expected = expected_attention(q, k_cache, v_cache, jnp.asarray([seen[row]]), *fresh)
+        assert relative_error(out[:, row], expected[:, row]) < ATTENTION_ERROR[spec.dtype]
+
+
+LAZILY = """
+import sys, tsjax
+model = tsjax.load(tsjax.EMBEDDED, dtype="float32")
+lazy = tsjax.LazyPrefill(keep={2: 0.5, 4: 0.3}, revive=sys.argv[1])
+prompt = [1 + 37 * i % 250 for i in range(1500)]
+found = tsjax.generate(model, prompt, prefill=lazy, max_new_tokens=128)
+print(found.tokens[0].tolist(), found.stats.prompt_computed)
+"""
+
+
+@pytest.mark.parametrize("revive", ["in_batches", "on_demand", "background"])
+def test_a_lazy_generation_says_what_it_says_in_plain_xla(revive):
+    """Processes of their own, as programs are kept by what the environment says when they start."""
+    pytest.importorskip("tsjax")
+    said = []
+    for switched_off in ("", "all"):
+        beside = dict(TSJAX_NO_TRITON=switched_off, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+        command = [sys.executable, "-c", LAZILY, revive]
+        done = subprocess.run(
+            command, env=os.environ | beside, capture_output=True, text=True, check=True
+        )
+        said.append(done.stdout.splitlines()[-1])
+    assert said[0] == said[1]
 
 
 def test_decode_attention_is_tree_attention_for_one_row():

@@ -6,6 +6,7 @@ Sizes that must not matter (chunks, buckets, batches, methods) are varied agains
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.extra.numpy as hnp
@@ -31,9 +32,11 @@ from tsjax.host.asking import make_request
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.reading import kept_prefix
 from tsjax.host.run import start_run
+from tsjax.lazy import revival
 from tsjax.lazy.choice import best_tokens
 from tsjax.lazy.revival import run_root
 from tsjax.lazy.stages import note_committed
+from tsjax.model import control_flow
 from tsjax.model.transformer import final_norm, unembed
 
 CUTS = {1: 0.7, 2: 0.49, 3: 0.343}
@@ -241,6 +244,30 @@ def test_after_a_prefix_to_keep_all_is_the_full_prefill(revive):
     one = lazily(PROMPTS[0][:30], prefill=OFTEN, **settings)
     assert one.stats.prompt_computed == () and one.stats.prefix_tokens == 29
     assert texts(one) == texts(lazily(PROMPTS[0][:30], prefill=None, **settings))
+
+
+@pytest.mark.parametrize("revive", ["in_batches", "background"])
+def test_passes_to_spare_change_nothing(revive, monkeypatch):
+    """A GPU makes all passes of a revival, whether tokens are left for them or not."""
+    lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=2, revive_rows=6)
+    run, logits = Run(small(), PROMPTS, lazy), {}
+    monkeypatch.setattr(revival, "PASS_ROWS", 2)
+    for platform in ("default", "cuda"):
+
+        def choose(*operands, platform=platform, **branches):
+            return branches[platform](*operands)
+
+        chosen = SimpleNamespace(**{**vars(jax.lax), "platform_dependent": choose})
+        with monkeypatch.context() as patch:
+            patch.setattr(control_flow, "lax", chosen)
+            step = jax.jit(lambda state: _step.__wrapped__(run.model.params, state, cfg=run.cfg))
+            state, logits[platform] = run.state, []
+            for _ in range(STEPS):
+                state, found = step(state)
+                logits[platform].append(found)
+        computed = np.asarray(state.prompt.computed)
+        assert computed.max() == 1 and computed.sum() > np.sum(run.state.prompt.computed)
+    np.testing.assert_array_equal(*logits.values())
 
 
 @pytest.mark.wide

@@ -20,6 +20,7 @@ from kernel_cases import (
     check_scores,
     define_both,
     make_inputs,
+    make_ranks,
     make_rest,
     make_score_inputs,
     relative_error,
@@ -141,8 +142,9 @@ def run_attention(rng, shape, blocks=None, with_rest=False):
     return calls
 
 
-def attention_of(inputs, rest=(), blocks=None):
-    """The results, and what was started; caches may be narrow."""
+def attention_of(inputs, rest=(), blocks=None, ranks=()):
+    """The results, and what was started; caches may be narrow. Ranks beyond the lengths may not be
+    read either."""
     q, *caches, length, k_new, v_new, mask = inputs
     (k_cache, k_exponents), (v_cache, v_exponents) = map(numbers_and_exponents, caches)
     with simulated() as simulation:
@@ -150,8 +152,12 @@ def attention_of(inputs, rest=(), blocks=None):
             committed(simulation, one, length)
             for one in (k_cache, v_cache, *k_exponents, *v_exponents)
         )
+        if ranks:
+            slots = np.arange(ranks[0].shape[1]) < np.asarray(length)[:, None]
+            ranks = simulation.with_gaps(ranks[0], slots), ranks[1]
         found = attention_triton._attention(
-            q, k_cache, v_cache, length, k_new, v_new, mask.astype(np.int8), *exponents, *rest,
+            q, k_cache, v_cache, length, k_new, v_new, mask.astype(np.int8), *exponents,
+            *ranks, *rest,
             blocks=blocks and attention_triton.Blocks(*blocks), interpret=False,
         )  # fmt: skip
     return found, simulation.calls
@@ -176,6 +182,29 @@ def test_tree_attention_of_a_narrow_cache(case, rng):
     found, calls = attention_of((q, k, v, *others), rest, blocks)
     assert all(one.written.all() for one in calls[-1].results)
     expected = define_both(q, widened(k, F32), widened(v, F32), *others, rest=rest)
+    for one, other, dtype in zip(found, expected, (q.dtype, F32), strict=True):
+        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+
+
+RANKED = {
+    case: ATTENTION[case] for case in ("one row", "one part", "large tiles", "float32, 1 part")
+}
+RANKED |= {f"{case}, narrow": NARROW_ATTENTION[case] for case in ("a tree", "float32")}
+
+
+@pytest.mark.parametrize("case", RANKED)
+def test_tree_attention_with_ranks(case, rng):
+    """Some rows see no slot, as those to spare of a pass."""
+    shape, blocks = RANKED[case]
+    inputs = q, k, v, *others = make_inputs(rng, **{"dtype": BF16, **shape})
+    ranks, visible = make_ranks(rng, inputs)
+    if case.endswith("narrow"):
+        inputs = q, narrowed(k), narrowed(v), *others
+        k, v = widened(inputs[1], F32), widened(inputs[2], F32)
+    rest = () if case in ONE_PART else make_rest(rng, inputs)
+    found, calls = attention_of(inputs, rest, blocks, ranks)
+    assert all(one.written.all() for one in calls[-1].results)
+    expected = define_both(q, k, v, *others, rest=rest or None, visible=visible)
     for one, other, dtype in zip(found, expected, (q.dtype, F32), strict=True):
         assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
 

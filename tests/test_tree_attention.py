@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_cases import define_both, make_inputs, make_rest, poison, relative_error
+from kernel_cases import define_both, make_inputs, make_ranks, make_rest, poison, relative_error
 
 from pallas_kernels.tree_attention import reference, triton, xla
 from pallas_kernels.tree_attention.api import Ranks, Summary, decode_attention, tree_attention
@@ -44,10 +44,11 @@ def small_blocks(*inputs, rest=(), ranks=None, block=16):
     return xla.tree_attention(*inputs, *rest, **ranks, block=block)
 
 
-def interpreted(*inputs, rest=(), parts=3):
+def interpreted(*inputs, rest=(), ranks=None, parts=3):
+    ranks = {} if ranks is None else dict(slot_ranks=ranks.slots, row_ranks=ranks.rows)
     rows = 16 if inputs[0].shape[1] < 16 else 64
     blocks = triton.Blocks(rows, slots=16, parts=parts, warps=4, stages=2)
-    return triton.tree_attention(*inputs, *rest, blocks=blocks, interpret=True)
+    return triton.tree_attention(*inputs, *rest, **ranks, blocks=blocks, interpret=True)
 
 
 def by_name(*inputs, rest=(), ranks=None, name=None):
@@ -64,7 +65,7 @@ RUNS: dict[str, Callable] = {
     "public": by_name,  # in C++, where there is a compiler
     "triton": interpreted,
 }
-TAKE_RANKS = {"small blocks", "xla", "public"}
+TAKE_RANKS = {"small blocks", "xla", "public", "triton"}
 CALLS = [
     (name, dtype, index)
     for dtype in ("float32", "bfloat16")
@@ -80,16 +81,14 @@ def check(name, dtype, shape, rng, with_rest):
         inputs = make_inputs(rng, **shape, dtype=dtype)
         if shape.get("B") == 2 and not with_rest:  # one mask for all rows of the batch
             inputs = *inputs[:-1], inputs[-1][0]
-        (B, T, *_), S = inputs[0].shape, inputs[1].shape[2]
         given, expected = {}, dict(rest=None)
         if with_rest:
             mean, log_total = make_rest(rng, inputs)
             rest = mean, log_total.astype(accumulation_dtype(dtype))
             given["rest"] = expected["rest"] = rest
         if with_rest and name in TAKE_RANKS:
-            slots, rows = rng.integers(0, 9, (B, S)), rng.integers(1, 9, (B, T))
-            given["ranks"] = Ranks(slots.astype(np.int32), rows.astype(np.int32))
-            expected["visible"] = slots[:, None] < rows[..., None]
+            ranks, expected["visible"] = make_ranks(rng, inputs)
+            given["ranks"] = Ranks(*ranks)
         run = jax.jit(functools.partial(RUNS[name], **given))
         out, log_totals = run(*inputs)
         wanted, wanted_logs = define_both(*inputs, **expected)
@@ -161,10 +160,6 @@ def test_ranks_and_a_rest_that_do_not_fit_are_refused(rng):
     ):
         with pytest.raises(ValueError, match=message):
             tree_attention(*inputs, ranks=ranks)
-    ranks = Ranks(good, good[:, :3])
-    kernel = functools.partial(tree_attention, ranks=ranks, implementation="triton")
-    with pytest.raises(NotImplementedError, match="triton: ranks"):
-        jax.make_jaxpr(kernel)(*inputs)
     mean, log_total = make_rest(rng, inputs)
     with pytest.raises(ValueError, match=r"rest.mean .* is not valid: \(1, 4, 8\) of float32"):
         tree_attention(*inputs, rest=Summary(mean[:, :2], log_total))

@@ -44,6 +44,7 @@ class Step(NamedTuple):
     rows: int = 1  # of the batch
     passes: int = 1
     revive: str | None = None  # of a lazy prefill
+    prompt: int = 32_768  # tokens that it has room for
     program: str = "decode"  # a chunk of steps, a pass of the prefill, a part of a lazy one
     width: int = 512  # of a pass of the prefill
     draft_weights: str = "model"  # those that draft
@@ -90,6 +91,10 @@ STEPS = {
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
     "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", (1, 2, 1), "autoregressive"),
     "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", (1, 2, 1)),
+    "step llama3.1-8b lazily, 16K": Step(
+        "llama3.1-8b", method="autoregressive", capacity=16_640, revive="in_batches", prompt=16_384
+    ),
+    "step llama3.1-8b plain, 16K": Step("llama3.1-8b", method="autoregressive", capacity=16_640),
     "step llama3.1-8b lazily": Step("llama3.1-8b", method="autoregressive", revive="on_demand"),
     "step llama3.1-8b lazily, tokenswift": Step("llama3.1-8b", revive="in_batches"),
     **{
@@ -228,7 +233,7 @@ def settings_of(step: Step, target: str):
             method = tsjax.LikelyTree(width=16, pass_widths=(1, 8), heads=True, costs=costs)
     sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
     prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
-    prefill = prefill and prefill.resolved(config, 32_768)
+    prefill = prefill and prefill.resolved(config, step.prompt)
     return DecodeConfig(config, method, prefill=prefill), sampling
 
 
@@ -278,7 +283,7 @@ def lower_step(step: Step, target: str):
             cfg=cfg,
             capacity=step.capacity,
             max_length=jnp.full((step.rows,), step.capacity),
-            prompt_capacity=32_768 if cfg.prefill else None,
+            prompt_capacity=step.prompt if cfg.prefill else None,
             sampling=sampling_values(sampling, (0,), config.vocab_size, config.dtype),
             mesh=mesh,
         )

@@ -21,6 +21,16 @@ OF_CACHES = (
     "cache_scores softmax float32",
 )
 NARROW_CACHE = ", narrow cache"
+# And those that are compiled with ranks, of a wide cache and of a narrow one.
+OF_RANKS = (
+    "tree_attention llama3.1-8b t1",
+    "tree_attention llama3.1-8b t64",
+    "tree_attention llama3.1-8b t128",
+    "tree_attention llama2-7b t64",
+    "tree_attention llama3.2-1b t64",
+    "tree_attention float32 t64",
+)
+RANKS = ", ranks"
 # Formats of weights, and rows of their products.
 PRODUCTS = {"Q8_0": (1, 64), "Q4_1": (1,), "Q4_K": (64,), "Q5_0": (1,), "Q6_K": (8,)}
 OUTPUTS, INPUTS = 6144, 4096  # queries, keys and values of Llama-3.1-8B
@@ -42,7 +52,9 @@ def kernel_cases() -> dict:
         for mode in ("dot", "softmax"):
             run = functools.partial(cache_scores, mode=mode, implementation="triton")
             cases[f"cache_scores {mode} {name}"] = run, spec.shapes()
-    for case in OF_CACHES:
+    for case in OF_RANKS:
+        cases[case + RANKS] = with_ranks(*cases[case])
+    for case in (*OF_CACHES, *(case + RANKS for case in OF_RANKS)):
         run, shapes = cases[case]
         cases[case + NARROW_CACHE] = with_narrow_cache(run, shapes)
     for name, counts in PRODUCTS.items():
@@ -67,6 +79,18 @@ def with_narrow_cache(run, shapes: dict) -> tuple:
         return run(**{**arrays, **rows})
 
     return narrow, {**shapes, **numbers, **exponents}
+
+
+def with_ranks(run, shapes: dict) -> tuple:
+    """A case of attention where rows see slots of lower ranks alone."""
+    from pallas_kernels import Ranks
+
+    (B, T, _, _), S = shapes["q"][0], shapes["k_cache"][0][2]
+
+    def ranked(slots, rows, **arrays):
+        return run(**arrays, ranks=Ranks(slots, rows))
+
+    return ranked, {**shapes, "slots": ((B, S), "int32"), "rows": ((B, T), "int32")}
 
 
 def narrow_product_of(rows, values, scales, steps=None, least=None, least_steps=None, *, format):

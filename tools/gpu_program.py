@@ -84,6 +84,7 @@ def read_thunks(text: str) -> Program:
 def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], cores: int) -> dict:
     """What the tests hold: `weights` are the shapes of the matrices, `cores` of the chip.
 
+    "open_loops" are those whose number of turns is not known when they are compiled.
     "small_products" are those of each step, with fewer blocks than the chip has cores; what lies in
     a further loop (old slots that a lazy prefill left out, read anew) is none of them.
     """
@@ -104,6 +105,7 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
         "graphs": program.graphs,
         "host_conditions": program.host_conditions,
         "host_loops": program.host_loops,
+        "open_loops": len(re.findall(r" while\((?!.*known_trip_count)", hlo)),
         "graph_kernels": sum(kernel.in_graph for kernel in program.kernels),
         "loose_kernels": sum(not kernel.in_graph for kernel in program.kernels),
         "inner_kernels": sum(kernel.loops > 1 for kernel in program.kernels),

@@ -69,7 +69,7 @@ def tree_attention(
       k_new, v_new: keys and values of the fresh rows.
       tree_mask: tree_mask[t, u] or [b, t, u]: row t sees fresh row u. What a row gets that sees
         nothing at all is unspecified, but its log total, which is -1e29 or less.
-      ranks: which committed slots a row sees; None is all of them. The Triton kernel has none.
+      ranks: which committed slots a row sees; None is all of them.
       rest: slots that are not here; all rows of a query head see them as one slot with the value
         rest.mean and the score rest.log_total.
       live: how many fresh rows of each batch row are wanted, the first ones; what the others get is

@@ -11,6 +11,8 @@ an H100, there is no second kernel. No atomics: two runs give the same bits.
 
 Of narrow rows the products take the numbers, which each type holds exactly, and scores and weights
 get their powers of two. So nothing is rounded that would not be for the same rows in a wide cache.
+
+Of ranks each block of slots takes one more load and one compare, in programs that have them alone.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from pallas_kernels.triton import (
 
 MOST_PARTS = 128
 LOG2_E = math.log2(math.e)
+UNSEEN = 2**31 - 1  # a rank that is below none
 MERGE_SIZE = 4096  # entries that one program of the merge holds
 
 
@@ -99,26 +102,28 @@ def tree_attention(
     """Arguments as in `api.tree_attention`, those of `rest` one by one; returns both results."""
     B, T, N, H = q.shape
     check_supported("tree_attention", q.dtype, H)
-    if slot_ranks is not None or row_ranks is not None:
-        raise NotImplementedError("ranks")
     mask = jnp.broadcast_to(tree_mask, (B, T, T)).astype(jnp.int8)
+    ranks = () if slot_ranks is None else (slot_ranks, row_ranks)
     rest = () if mean is None else (mean, log_total)
     k_cache, k_exponents = numbers_and_exponents(k_cache)
     v_cache, v_exponents = numbers_and_exponents(v_cache)
     exponents = (*k_exponents, *v_exponents)
     if len(exponents) == 1:
         raise NotImplementedError("of keys and values only one are narrow")
-    given = bool(exponents), bool(rest)
+    given = bool(exponents), bool(ranks), bool(rest)
     attention = _on_each_device(N // k_cache.shape[1], *given, blocks, device.gpu(), interpret)
-    return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *exponents, *rest)
+    return attention(q, k_cache, v_cache, length, k_new, v_new, mask, *exponents, *ranks, *rest)
 
 
 @functools.cache
-def _on_each_device(group: int, is_narrow: bool, with_rest: bool, blocks, chip, interpret: bool):
+def _on_each_device(
+    group: int, is_narrow: bool, with_ranks: bool, with_rest: bool, blocks, chip, interpret: bool
+):
     exponents = ", b k s, b k s" if is_narrow else ""
+    ranks = ", b s, b t" if with_ranks else ""
     rest = ", b (k g) h, b (k g)" if with_rest else ""
     split = on_each_device(
-        f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{exponents}{rest} "
+        f"b t (k g) h, b k s h, b k s h, b, b t k h, b t k h, b t u{exponents}{ranks}{rest} "
         "-> b t (k g) h, b t (k g)",
         group=group,
     )
@@ -131,7 +136,8 @@ def _attention(
 ):
     (B, T, N, H), (_, K, S, _) = q.shape, k_cache.shape
     narrow = 2 if k_cache.dtype == jnp.int8 else 0
-    exponents, rest = others[:narrow], others[narrow:]
+    ranked = 2 if others[narrow:] and others[narrow].dtype == jnp.int32 else 0
+    beside, rest = others[: narrow + ranked], others[narrow + ranked :]
     if blocks is None:
         chip = chip or device.gpu()
         blocks = default_blocks(chip, B, T, N, K, S, H, q.dtype)
@@ -145,8 +151,8 @@ def _attention(
     of_parts = (blocks.parts, B, K, rows)
     outputs = [((*of_parts, H), jnp.float32), *[(of_parts, jnp.float32)] * 2]
     parts = launch(
-        functools.partial(_attend, blocks=blocks, alone=alone),
-        length, q, k_cache, v_cache, k_new, v_new, mask, *exponents,
+        functools.partial(_attend, blocks=blocks, alone=alone, with_ranks=bool(ranked)),
+        length, q, k_cache, v_cache, k_new, v_new, mask, *beside,
         grid=(rows // blocks.rows, blocks.parts, B * K),
         outputs=results if alone else outputs,
         warps=blocks.warps, stages=blocks.stages, name="tsjax_tree_attention",
@@ -182,13 +188,16 @@ def _attend(
     k_new_ref, v_new_ref,  # [B, T, K, H]
     mask_ref,  # [B, T, T padded to whole blocks of slots]
     # and if they are narrow: exponents of k_cache and of v_cache [B, K, S]
+    # and if there are ranks: those of slots [B, S], of rows [B, T]
     # outputs: out [parts, B, K, rows, H], peak and total [parts, B, K, rows]
     # or, of one part that is `alone`: merged [B, T, N, H], log_totals [B, T, N]
     *refs,
     blocks: Blocks,
     alone: bool,
+    with_ranks: bool,
 ):  # fmt: skip
-    exponents_refs, refs = refs[: -2 if alone else -3], refs[-2 if alone else -3 :]
+    others, refs = refs[: -2 if alone else -3], refs[-2 if alone else -3 :]
+    exponents_refs, ranks_refs = others[: len(others) - 2 * with_ranks], others[-2:]
     _, T, N, H = q_ref.shape
     K = k_cache_ref.shape[1]
     G = N // K
@@ -206,6 +215,7 @@ def _attend(
     query_head = head * G + remainder(rows, G)
     q_index = b, row_of_q[:, None], query_head[:, None], columns
     q = load(q_ref, q_index, is_row[:, None] & is_column)
+    row_rank = load(ranks_refs[1], (b, row_of_q), is_row)[:, None] if with_ranks else None
     scale = H**-0.5 * LOG2_E  # powers of two are what the chip computes
 
     def attend_fresh(index, carry):
@@ -226,6 +236,9 @@ def _attend(
         k, v = load(k_cache_ref, at, inside), load(v_cache_ref, at, inside)
         scales = [scales_of(load(ref, (b, head, slots), committed)) for ref in exponents_refs]
         visible = None if whole else committed[None, :]
+        if with_ranks:
+            slot_rank = load(ranks_refs[0], (b, slots), committed, UNSEEN)
+            visible = slot_rank[None, :] < row_rank
         k, v = k.astype(q.dtype), v.astype(q.dtype)
         return _add(q, k, v, visible, scale, carry, *scales)
 
@@ -236,9 +249,11 @@ def _attend(
     )
     carry = lax.fori_loop(first, jnp.minimum(last, fresh_blocks), attend_fresh, nothing)
     first_cached = jnp.maximum(first, fresh_blocks)
-    ragged = jnp.clip(fresh_blocks + quotient(length, blocks.slots), first_cached, last)
+    ragged = first_cached  # ranks are a mask of each block, whole or not
     attend_whole, attend_ragged = (functools.partial(attend_cache, whole=w) for w in (True, False))
-    carry = lax.fori_loop(first_cached, ragged, attend_whole, carry)
+    if not with_ranks:
+        ragged = jnp.clip(fresh_blocks + quotient(length, blocks.slots), first_cached, last)
+        carry = lax.fori_loop(first_cached, ragged, attend_whole, carry)
     out, peak, total = lax.fori_loop(ragged, last, attend_ragged, carry)
     if alone:
         merged_ref, log_totals_ref = refs

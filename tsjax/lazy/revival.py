@@ -14,7 +14,7 @@ from tsjax.decoding.state import DecodeState
 from tsjax.lazy.choice import best_tokens, chosen_for, scores_of
 from tsjax.lazy.stages import committed, compute, ranks_below, take_part, waiting
 from tsjax.lazy.state import UNSEEN, LazyPlan
-from tsjax.model.control_flow import run_if
+from tsjax.model.control_flow import run_at_most, run_if
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_layers, run_rows
 from tsjax.model.transformer import ModelWeights, embed
@@ -112,8 +112,10 @@ def _bring_most_attended(
 def _bring(
     plan: LazyPlan, weights: ModelWeights, state: DecodeState, stage: int, wanted
 ) -> DecodeState:
-    """Computes in a stage what it lacks of `wanted` [B, P], some at a time."""
-    layers, width = plan.stages[stage], min(plan.lazy.revive_rows, PASS_ROWS)
+    """Computes in a stage what it lacks of `wanted` [B, P], at most `revive_rows` of each row, some
+    at a time."""
+    layers, most = plan.stages[stage], plan.lazy.revive_rows
+    width = min(most, PASS_ROWS)
 
     def left(changing):
         begun = _with(state, changing, layers)
@@ -124,7 +126,8 @@ def _bring(
         begun = compute(plan, weights, begun, left(changing), stage, width, in_order=False)
         return _changing(begun, layers)
 
-    changed = lax.while_loop(lambda c: jnp.any(left(c)), body, _changing(state, layers))
+    carry = _changing(state, layers)
+    changed = run_at_most(-(-most // width), lambda c: jnp.any(left(c)), body, carry)
     return _with(state, changed, layers)
 
 

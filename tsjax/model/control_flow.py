@@ -40,6 +40,22 @@ def run_if(wanted, function: Callable[..., Any], carry, *inputs, small: bool = F
     return lax.platform_dependent(wanted, carry, *inputs, cuda=by_conditional, default=by_loop)
 
 
+def run_at_most(most: int, wanted: Callable[[Any], Any], function: Callable[[Any], Any], carry):
+    """`function` of the carry, again and again while it is `wanted`: at most `most` times, and once
+    more it would change nothing that counts.
+
+    A loop; on a GPU, where that would ask the host each turn, always `most` times.
+    """
+
+    def while_wanted(carry):
+        return lax.while_loop(wanted, function, carry)
+
+    def in_full(carry):
+        return lax.fori_loop(0, most, lambda _, carry: function(carry), carry)
+
+    return lax.platform_dependent(carry, cuda=in_full, default=while_wanted)
+
+
 def run_one_of(number: Int[Array, ""], branches: Sequence[Callable], *inputs: Any) -> Any:
     """What the branch of this number makes of the inputs.
 
