@@ -250,7 +250,7 @@ def test_after_a_prefix_to_keep_all_is_the_full_prefill(revive):
 def test_passes_to_spare_change_nothing(revive, monkeypatch):
     """A GPU makes all passes of a revival, whether tokens are left for them or not."""
     lazy = tsjax.LazyPrefill(keep=SHORT_CUTS, revive=revive, choose_every=2, revive_rows=6)
-    run, logits = Run(small(), PROMPTS, lazy), {}
+    run, logits = Run.of(small(), PROMPTS, lazy), {}
     monkeypatch.setattr(revival, "PASS_ROWS", 2)
     for platform in ("default", "cuda"):
 
