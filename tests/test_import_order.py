@@ -328,13 +328,13 @@ MOST_LINES_OF_FOLDER = {
     "tsjax/host": 8_390,
     "tsjax/lazy": 1_130,
     "tsjax/methods": 5_310,
-    "tsjax/model": 1_800,
+    "tsjax/model": 1_815,
     "tsjax/training": 2_870,
     "pallas_kernels": 4_850,
     "convert": 550,
-    "benchmarks": 11_080,
-    "tools": 6_500,
-    "tests": 27_550,
+    "benchmarks": 11_089,
+    "tools": 6_526,
+    "tests": 27_689,
     "examples": 330,
 }
 
