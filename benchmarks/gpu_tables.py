@@ -147,7 +147,9 @@ LAZY_TOKENS, LAZY_EVERY = 128, 32  # new ones, and a choice with each so many by
 def lazy_generation() -> str:
     """What a whole generation starts, by what was compiled."""
     cases = compiled("lazy")["cases"]
-    lazy, plain = (cases[f"step llama3.1-8b {kind}, 16K"]["a100"]["program"] for kind in KINDS)
+    lazy, plain = (
+        cases[f"step llama3.1-8b {kind}, 16K"]["a100"]["program"] for kind in ("lazily", "plain")
+    )
     choice = lazy["inner_kernels"]
     step, usual = (
         one["graph_kernels"] + one["loose_kernels"] - inner
@@ -161,9 +163,6 @@ def lazy_generation() -> str:
         f"choices, {total / full:.2f} times those of plain decoding. Counted in what was compiled "
         "for an A100, never measured."
     )
-
-
-KINDS = ("lazily", "plain")
 
 
 def steps(document_name: str = "aot") -> str:
