@@ -49,6 +49,8 @@ HLO = """\
   %logits = f32[8,64]{1,0} fusion(%x), kind=kLoop
   %weights = bf16[64,32]{1,0} get-tuple-element(%arg), index=0
   %widened = bf16[64,32]{1,0} fusion(%x), kind=kLoop
+  %steps = (s32[]) while(%first), condition=%more, body=%step, backend_config={"known_init_step":1}
+  %eight = (s32[]) while(%first), condition=%more, body=%step, backend_config={"known_trip_count":{"n":"8"}}
 }
 """  # noqa: E501
 
@@ -62,6 +64,7 @@ def test_figures(tmp_path):
         "graphs": 2,
         "host_conditions": 1,
         "host_loops": 2,
+        "open_loops": 1,
         "graph_kernels": 7,
         "loose_kernels": 3,
         "inner_kernels": 2,

@@ -236,7 +236,7 @@ def _attend(
         k, v = load(k_cache_ref, at, inside), load(v_cache_ref, at, inside)
         scales = [scales_of(load(ref, (b, head, slots), committed)) for ref in exponents_refs]
         visible = None if whole else committed[None, :]
-        if with_ranks:
+        if row_rank is not None:
             slot_rank = load(ranks_refs[0], (b, slots), committed, UNSEEN)
             visible = slot_rank[None, :] < row_rank
         k, v = k.astype(q.dtype), v.astype(q.dtype)
