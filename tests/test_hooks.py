@@ -182,7 +182,7 @@ def test_with_all_at_once_drafts_change_neither_tokens_nor_log_probabilities(whe
         model = looping_model(mesh=jax.make_mesh((2, 2), ("data", "model")))
         how["num_return_sequences"] = 2
     else:
-        how["prefill"] = tsjax.LazyPrefill(revive="never")
+        how["prefill"] = tsjax.LazyPrefill(keep="paper", revive="never")
     plain = tsjax.generate(MODEL, prompts, **how)
     found = tsjax.generate(model, prompts, method=AnyTree(), **how)
     assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]

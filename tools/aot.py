@@ -232,7 +232,7 @@ def settings_of(step: Step, target: str):
         if step.method == "heads alone":
             method = tsjax.LikelyTree(width=16, pass_widths=(1, 8), heads=True, costs=costs)
     sampling = tsjax.preset(step.model if step.model in PAPER else "llama3.1-8b").config
-    prefill = None if step.revive is None else tsjax.LazyPrefill(revive=step.revive)
+    prefill = None if step.revive is None else tsjax.LazyPrefill(keep="paper", revive=step.revive)
     prefill = prefill and prefill.resolved(config, step.prompt)
     return DecodeConfig(config, method, prefill=prefill), sampling
 
