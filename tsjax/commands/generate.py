@@ -176,7 +176,6 @@ def _generate(args: argparse.Namespace) -> int:
     else:
         (config or tsjax.GenerationConfig()).replace(**settings)
     if args.prefix is not None:
-        check(args.prefill != "lazy", "--prefill", args.prefill, "full, with --prefix")
         open_prefix(args.prefix)
     if args.save_to is not None:
         check_place(args.save_to, "--save-to")
