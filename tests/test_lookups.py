@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a model looks things up: attention by layer, the layer that follows from it, the file."""
 
+import gc
+
 import jax
 import numpy as np
 import pytest
@@ -83,14 +85,17 @@ def test_a_checkpoint_is_measured_once_and_cut_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(lookups, "measure_lookups", measure)
     for _ in range(2):  # as two processes
-        lookups._lookups.cache_clear()
+        lookups._FOUND.clear()
         result = tsjax.generate(
             model, "There was a house. " * 200, max_new_tokens=2, prefill="lazy"
         )
         whole, part = result.stats.prompt_computed
         assert whole == 1 and 0.1 <= part < 0.8
     assert len(measured) == 1
-    lookups._lookups.cache_clear()
+    measured.clear()  # which holds the weights
+    del model, result
+    gc.collect()
+    assert not lookups._FOUND
 
 
 def test_a_model_that_reads_nothing_is_told_so():

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 GOALS = (2.0, 3.0)  # times sooner
-PAPERS_POINT = 2.34  # times sooner, where the paper loses at most 1%
 MOST_LOSS = 0.01
 
 Row = dict[str, Any]

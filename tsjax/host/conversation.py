@@ -117,8 +117,7 @@ class Conversation:
         made, how = self.result.tokens[0], self._how
         most = min(self._limit, self._left(self.tokens_in_context))
         request = longer_request(
-            self.model, self._cut, made, len(made) + most,
-            prefix=self.prefix,
+            self.model, self._cut, made, len(made) + most, prefix=self.prefix,
             logprobs=self.result.logprobs, capacity=how.get("capacity"),
             prefill_width=how.get("prefill_width"),
         )  # fmt: skip

@@ -8,8 +8,8 @@ Knows prompts with a question at their end, and the folder of what was measured.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
+import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -78,25 +78,17 @@ class Lookups(NamedTuple):
 
 def lookups_of(model: Model) -> Lookups:
     """Known from before, in this process or another one, or measured now."""
-    return _lookups(_Once(model))
+    weights = id(model.params)
+    if weights not in _FOUND:
+        _FOUND[weights] = _kept_or_measured(model)
+        weakref.finalize(model.params, _FOUND.pop, weights, None)
+    return _FOUND[weights]
 
 
-class _Once:
-    """A model by its weights, for a table that is kept as long as they are."""
-
-    def __init__(self, model: Model):
-        self.model = model
-
-    def __hash__(self) -> int:
-        return id(self.model.params)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Once) and other.model.params is self.model.params
+_FOUND: dict[int, Lookups] = {}  # by the identity of weights, as long as they are there
 
 
-@functools.lru_cache(maxsize=8)
-def _lookups(once: _Once) -> Lookups:
-    model = once.model
+def _kept_or_measured(model: Model) -> Lookups:
     _tokenizer_of(model)  # before any compute
     key = json.dumps({"lookups": LOOKUPS_FORM, "model": model_fingerprint(model)}, sort_keys=True)
     kept = None if processes.are_several() else kept_measured(key)
