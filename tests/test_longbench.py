@@ -190,7 +190,7 @@ def test_published_files_from_end_to_end(tmp_path, capsys):
     arguments = published(tmp_path, "_e")
     hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=64)
     arguments += ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--out", str(tmp_path)]
-    methods = ["full", "LazyLLM, paper", "random drop, 0.5"]
+    methods = ["full", "LazyLLM", "random drop, 0.5"]
     arguments += ["--methods", *methods, "--e", "--prompt-tokens"]
     longbench.main([*arguments, "40"])
     document = json.loads((tmp_path / "longbench.json").read_text())
