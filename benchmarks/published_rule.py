@@ -25,11 +25,7 @@ def decode_as_published(
     params: Params, state: DecodeState, num_steps, *, cfg: DecodeConfig
 ) -> DecodeState:
     """As `decode`, with steps that accept by the published rule."""
-
-    def step(state: DecodeState) -> DecodeState:
-        return published_step(params, state, cfg=cfg)
-
-    return repeated(step, params, state, num_steps, cfg=cfg)
+    return repeated(published_step, params, state, num_steps, cfg=cfg)
 
 
 def published_step(params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:

@@ -67,7 +67,7 @@ def test_figures(tmp_path):
         "open_loops": 1,
         "graph_kernels": 7,
         "loose_kernels": 3,
-        "inner_kernels": 2,
+        "loops": [[1, 7], [2, 2]],
         "products": 4,
         # Of one row, with few blocks, and by matrix units; neither squares nor in the inner loop.
         "small_products": 2,

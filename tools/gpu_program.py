@@ -37,12 +37,15 @@ class Program(NamedTuple):
     kernels: in the order of the program.
     graphs: CUDA graphs.
     host_conditions, host_loops: those outside of graphs, the outermost loop included.
+    loops: in the order of the program, how many loops each lies in, itself included, and the
+      kernels that lie in no loop within it.
     """
 
     kernels: tuple[Kernel, ...]
     graphs: int
     host_conditions: int
     host_loops: int
+    loops: tuple[tuple[int, int], ...]
 
 
 def read_dump(dump: Path) -> tuple[Program, str]:
@@ -57,8 +60,9 @@ def read_dump(dump: Path) -> tuple[Program, str]:
 
 
 def read_thunks(text: str) -> Program:
-    kernels, graphs, conditions, loops = [], 0, 0, 0
-    around: list[tuple[int, str]] = []  # indent and kind of what a line lies in
+    kernels, graphs, conditions, host_loops = [], 0, 0, 0
+    loops: list[tuple[int, int]] = []
+    around: list[tuple[int, str, int]] = []  # indent, kind and loop of what a line lies in
     for line in text.splitlines():
         found = re.match(r"( *)\d+: (k\w+)\s*(?:\[.*?\])?\s*(.*)", line)
         if not found:
@@ -66,25 +70,30 @@ def read_thunks(text: str) -> Program:
         indent, kind, rest = len(found[1]), found[2], found[3]
         while around and around[-1][0] >= indent:
             around.pop()
-        in_graph = any(outer == "kCommandBuffer" for _, outer in around)
+        in_graph = any(outer == "kCommandBuffer" for _, outer, _ in around)
+        enclosing = [loop for _, outer, loop in around if outer == "kWhile"]
         if kind in ("kCommandBuffer", "kConditional", "kWhile"):
             graphs += kind == "kCommandBuffer"
             conditions += kind == "kConditional" and not in_graph
-            loops += kind == "kWhile" and not in_graph
-            around.append((indent, kind))
+            host_loops += kind == "kWhile" and not in_graph
+            around.append((indent, kind, len(loops)))
+            if kind == "kWhile":
+                loops.append((len(enclosing) + 1, 0))
         elif kind in KERNELS:
             grid = re.search(r"grid: \[(\d+), (\d+), (\d+)\]", rest)
             blocks = int(grid[1]) * int(grid[2]) * int(grid[3]) if grid else 0
             name = rest.split(" grid")[0].strip() or kind
-            depth = sum(outer == "kWhile" for _, outer in around)
-            kernels.append(Kernel(name, in_graph, depth, blocks))
-    return Program(tuple(kernels), graphs, conditions, loops)
+            kernels.append(Kernel(name, in_graph, len(enclosing), blocks))
+            for loop in enclosing[-1:]:
+                loops[loop] = loops[loop][0], loops[loop][1] + 1
+    return Program(tuple(kernels), graphs, conditions, host_loops, tuple(loops))
 
 
 def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], cores: int) -> dict:
     """What the tests hold: `weights` are the shapes of the matrices, `cores` of the chip.
 
-    "open_loops" are those whose number of turns is not known when they are compiled.
+    "open_loops" are those whose number of turns is not known when they are compiled. Of "loops" see
+    Program.
     "small_products" are those of each step, with fewer blocks than the chip has cores; what lies in
     a further loop (old slots that a lazy prefill left out, read anew) is none of them.
     """
@@ -108,7 +117,7 @@ def figures(program: Program, hlo: str, weights: Iterable[tuple[int, int]], core
         "open_loops": len(re.findall(r" while\((?!.*known_trip_count)", hlo)),
         "graph_kernels": sum(kernel.in_graph for kernel in program.kernels),
         "loose_kernels": sum(not kernel.in_graph for kernel in program.kernels),
-        "inner_kernels": sum(kernel.loops > 1 for kernel in program.kernels),
+        "loops": [list(loop) for loop in program.loops],
         "products": len(products),
         "small_products": sum(
             kernel.loops < 2 and 0 < kernel.blocks < cores for kernel in products

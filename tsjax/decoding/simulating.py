@@ -7,6 +7,8 @@ whatever the model thinks of it. The tokens mean nothing, so nothing but measure
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 
 from tsjax.decoding.config import DecodeConfig
@@ -34,9 +36,7 @@ def simulate(
         acceptance = reach(tree, lengths[state.stats.steps % lengths.shape[0]])
         return as_drafted(tree, verdict, acceptance), acceptance
 
-    def step(state: DecodeState) -> DecodeState:
-        return decode_step(params, state, cfg=cfg, decide=decide)
-
+    step = functools.partial(decode_step, decide=decide)
     return repeated(step, params, state, num_steps, cfg=cfg)
 
 

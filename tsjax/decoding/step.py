@@ -8,6 +8,7 @@ ones.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -181,14 +182,11 @@ def decode(
     """At most `num_steps` steps (traced); ends early when fewer than `at_least` rows (traced) run:
     by default when every row is finished."""
 
-    def step(state: DecodeState) -> DecodeState:
-        return decode_step(params, state, cfg=cfg)
-
-    return repeated(step, params, state, num_steps, at_least, cfg=cfg)
+    return repeated(decode_step, params, state, num_steps, at_least, cfg=cfg)
 
 
 def repeated(
-    step: Callable[[DecodeState], DecodeState],
+    step: Callable[..., DecodeState],
     params: Params,
     state: DecodeState,
     num_steps,
@@ -196,16 +194,33 @@ def repeated(
     *,
     cfg: DecodeConfig,
 ) -> DecodeState:
-    """A step of any kind, over and over, as `decode` says."""
+    """A step of any kind, (params, state, *, cfg) -> state, over and over, as `decode` says."""
     memory = cfg.method.read(cfg.model, params, state.memory, state)
 
-    def unfinished(carry):
-        index, state = carry
+    def unfinished(index, state: DecodeState):
         return (index < num_steps) & (jnp.sum(state.running) >= at_least)
 
-    def body(carry):
-        index, state = carry
-        return index + 1, step(state)
+    def one(index, state: DecodeState, cfg: DecodeConfig = cfg):
+        return index + 1, step(params, state, cfg=cfg)
 
     begun = jnp.zeros((), jnp.int32), state.replace(memory=memory)
-    return lax.while_loop(unfinished, body, begun)[1]
+    lazy = cfg.prefill
+    if lazy is None or not lazy.chooses_between_steps:
+        return lax.while_loop(lambda carry: unfinished(*carry), lambda carry: one(*carry), begun)[1]
+    # A choice comes once in many steps, outside of their loop: a step that may have one would have
+    # a loop in it, about which a GPU asks the host each time.
+    inner = dataclasses.replace(cfg, prefill=lazy.between_choices())
+
+    def until_a_choice(carry):
+        index, state = carry
+
+        def goes_on(index, state, stepped):
+            return unfinished(index, state) & ~(stepped & lazy.is_choice_due(state, cfg=cfg))
+
+        def more(index, state, _):
+            return *one(index, state, inner), jnp.array(True)
+
+        begun = index, lazy.choose(params, state, cfg=cfg), jnp.array(False)
+        return lax.while_loop(lambda some: goes_on(*some), lambda some: more(*some), begun)[:2]
+
+    return lax.while_loop(lambda carry: unfinished(*carry), until_a_choice, begun)[1]

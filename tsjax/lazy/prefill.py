@@ -23,7 +23,13 @@ from tsjax.decoding.verification import judge
 from tsjax.errors import BadValue
 from tsjax.lazy.completing import complete_some, slots_by_position
 from tsjax.lazy.rereading import reread_made
-from tsjax.lazy.revival import is_reviving, revive_where_due, run_root, tokens_until_choice
+from tsjax.lazy.revival import (
+    is_reviving,
+    revive_where_due,
+    run_root,
+    something_comes_back,
+    tokens_until_choice,
+)
 from tsjax.lazy.settings import LazySettings
 from tsjax.lazy.stages import choose_stage, fill_stage, note_committed, tokens_to_fill
 from tsjax.lazy.state import LazyPlan, init_prompt
@@ -145,10 +151,26 @@ class LazyPrefill(LazySettings):
             state, after = _choosing_step(plan, params, state, inner, decide)
         else:
             if self.revive != "never":
-                state = revive_where_due(plan, params, state)
+                state = self.choose(params, state, cfg=cfg)
                 state = state.replace(room=tokens_until_choice(plan, state))
             after = decode_step(params, state, cfg=inner, decide=decide)
         return self.noted(state, after, cfg=cfg)
+
+    @property
+    def chooses_between_steps(self) -> bool:
+        """Whether tokens come back before a step, rather than within it or not at all."""
+        return self.revive in ("in_batches", "background")
+
+    def choose(self, params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
+        """What comes back before a step, where that is due."""
+        return revive_where_due(self.plan(cfg.model), params, state)
+
+    def is_choice_due(self, state: DecodeState, *, cfg: DecodeConfig):
+        return something_comes_back(self.plan(cfg.model), state)
+
+    def between_choices(self) -> LazyPrefill:
+        """The same for steps before which nothing comes back."""
+        return _BetweenChoices(**{f.name: getattr(self, f.name) for f in dataclasses.fields(self)})
 
     def run_root(self, params: Params, state: DecodeState, *, cfg: DecodeConfig):
         """What a step of plain decoding does before it judges; see `noted` for what comes after."""
@@ -163,6 +185,11 @@ class LazyPrefill(LazySettings):
     def is_reviving(self, model: ModelConfig, state: DecodeState) -> bool:
         """Whether a row that still runs lacks tokens that come back in the background."""
         return is_reviving(self.plan(model), state)
+
+
+class _BetweenChoices(LazyPrefill):
+    def choose(self, params: Params, state: DecodeState, *, cfg: DecodeConfig) -> DecodeState:
+        return state
 
 
 def _choosing_step(

@@ -49,6 +49,11 @@ def is_reviving(plan: LazyPlan, state: DecodeState) -> bool:
     return bool(jnp.any(lacking_tokens(plan, state) & state.running[:, None]))
 
 
+def something_comes_back(plan: LazyPlan, state: DecodeState):
+    """Whether `revive_where_due` has anything to do: a choice is due in a row that lacks tokens."""
+    return jnp.any(lacking_tokens(plan, state) & choice_is_due(plan, state)[:, None])
+
+
 def _made(state: DecodeState):
     return state.length - state.prompt_length
 
@@ -90,7 +95,7 @@ def revive_where_due(plan: LazyPlan, params: Params, state: DecodeState) -> Deco
         return _changing(bring(_with(state, changing, layers), root, due), layers)
 
     with jax.named_scope("revive"):
-        wanted = jnp.any(lacking_tokens(plan, state) & due[:, None])
+        wanted = something_comes_back(plan, state)
         changed = run_if(wanted, revive, _changing(state, layers), state.root, due)
         return _with(state, changed, layers)
 
