@@ -45,7 +45,7 @@ class LazyOracle:
         x, scores = self.weights.embed[[token]], {}
         for stage, layers in enumerate(self.stages):
             if stage and due and self.lazy.revive == "on_demand":
-                kept = self._choose(stage, scores, range(self.n), last_counts=False)
+                kept = self._choose(stage, scores, last_counts=False)
                 missing = sorted(i for i in kept if i not in self.keys[layers.start])
                 self._run_stage(stage, missing, seen=kept)
                 self.sets[stage] = kept
@@ -73,7 +73,7 @@ class LazyOracle:
         scores = {}
         for stage in range(len(self.stages)):
             if stage:
-                self.sets.append(self._choose(stage, scores, range(n), last_counts=True))
+                self.sets.append(self._choose(stage, scores, last_counts=True))
             new = sorted(self.sets[stage] - self.prefix)
             scores = self._run_stage(stage, new, seen=self.sets[stage])
         return self._unembed(self.aux[n - 1][1])
@@ -97,17 +97,14 @@ class LazyOracle:
 
     def _revive_asked_for(self, stage: int, scores):
         have = {i for i in range(self.n) if i in self.keys[self.stages[stage].start]}
-        kept = self._choose(stage, scores, range(self.n), last_counts=False)
-        missing = sorted(kept - have, key=lambda i: (-scores.get(i, 0.0), i))
+        kept = self._choose(stage, scores, last_counts=False)
+        value = self._compared_by(scores, sorted(self.sets[stage - 1] - self.prefix))
+        missing = sorted(kept - have, key=lambda i: (-value[i], i))
         rows = sorted(missing[: self.lazy.revive_rows])
         self._run_stage(stage, rows, seen=have | set(rows))
 
-    def _choose(self, stage: int, scores, tokens, *, last_counts: bool) -> set[int]:
-        lazy, n, new = self.lazy, self.n, self.n - len(self.prefix)
-        share = fractions.Fraction(str(dict(lazy.keep)[self.stages[stage].start]))
-        count = max(math.ceil(share * new), min(lazy.at_least or 0, new))
-        before = sorted(self.sets[stage - 1] - self.prefix)
-        value = {i: scores.get(i, 0.0) for i in before}
+    def _compared_by(self, scores, before: list[int]) -> dict[int, float]:
+        lazy, value = self.lazy, {i: scores.get(i, 0.0) for i in before}
         if lazy.pool > 1:
             half = lazy.pool // 2
             near = range(-half, half + 1)
@@ -117,6 +114,14 @@ class LazyOracle:
             for i in before:
                 blocks[i // lazy.block] += value[i]
             value = {i: blocks[i // lazy.block] for i in before}
+        return value
+
+    def _choose(self, stage: int, scores, *, last_counts: bool) -> set[int]:
+        lazy, n, new = self.lazy, self.n, self.n - len(self.prefix)
+        share = fractions.Fraction(str(dict(lazy.keep)[self.stages[stage].start]))
+        count = max(math.ceil(share * new), min(lazy.at_least or 0, new))
+        before = sorted(self.sets[stage - 1] - self.prefix)
+        value = self._compared_by(scores, before)
         always = {i for i in before if i < lazy.sinks or i >= n - lazy.recent}
         if last_counts:
             always |= {i for i in before if i >= n - lazy.window}

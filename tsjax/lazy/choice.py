@@ -75,8 +75,23 @@ def goes_on(lazy: LazySettings, stage: int, tokens):
     return xp.maximum(share, xp.minimum(lazy.at_least, tokens)) if lazy.at_least else share
 
 
+def spread(plan: LazyPlan, scores, among, state: DecodeState):
+    """Scores [B, P] by which tokens are compared: each has lent its own to those around it, or to
+    its block, as far as these are `among` those to choose from."""
+    lazy, position = plan.lazy, jnp.arange(among.shape[1])
+    takes_part = among & (position >= state.prompt.prefix)
+    takes_part &= position < state.prompt_length[:, None]
+    if lazy.pool > 1:
+        scores = lax.reduce_window(
+            jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
+        )
+    if lazy.block > 1:
+        scores = sums_of_blocks(jnp.where(takes_part, scores, 0), lazy.block)
+    return scores
+
+
 def chosen_for(plan: LazyPlan, stage: int, scores, among, state: DecodeState, committed, recent):
-    """[B, P] bool: the prompt tokens that take part in a stage, by the scores of the one before.
+    """[B, P] bool: the prompt tokens that take part in a stage, by scores that are `spread`.
 
     Of the prompts' tokens after the prefix, `goes_on` are chosen `among` some [B, P] that are
     also among the first `committed` [B]. Those beyond, of which the prompt's last token may be one,
@@ -86,13 +101,6 @@ def chosen_for(plan: LazyPlan, stage: int, scores, among, state: DecodeState, co
     prefix = state.prompt.prefix
     is_committed, is_new = position < committed[:, None], position >= prefix
     candidates = among & is_committed & is_new
-    takes_part = among & is_new & (position < prompt_length[:, None])
-    if lazy.pool > 1:
-        scores = lax.reduce_window(
-            jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
-        )
-    if lazy.block > 1:
-        scores = sums_of_blocks(jnp.where(takes_part, scores, 0), lazy.block)
     always = (position < lazy.sinks) | (position >= prompt_length[:, None] - recent)
     always &= candidates
     count = goes_on(lazy, stage, prompt_length - prefix) - (prompt_length - committed)
