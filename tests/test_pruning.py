@@ -6,6 +6,7 @@ Sizes that must not matter (chunks, buckets, batches, methods) are varied agains
 
 import dataclasses
 import functools
+import signal
 from types import SimpleNamespace
 
 import hypothesis
@@ -200,15 +201,31 @@ def test_a_prefix_that_is_kept_is_a_whole_one(name):
             oracle.step(token)
         how.pop("max_new_tokens")
         request = make_request(model(), prompt, None, dict(max_new_tokens=STEPS), **how)
-        *_, news = host_run.run(model(), request, Interrupt())
-        stopped = kept_prefix(model(), request, news, None)
+
+        def kept(interrupt):
+            *_, news = host_run.run(model(), request, Interrupt())
+            return kept_prefix(model(), request, news, interrupt)
+
+        stopped, interrupted = kept(None), kept(InSecondPass())
         assert_rows(stopped, oracle)
         lacking = [i for i in range(len(prompt)) if any(i not in keys for keys in oracle.keys)]
         assert stopped.length == lacking[0] and stopped.is_approximate
         oracle.complete()
         assert_rows(result.prefix, oracle)
+        assert_rows(interrupted, oracle)
+    assert interrupted.length in lacking[1:]
     assert result.prefix.length == len(prompt) + STEPS - 1
     assert any("left out" in one.what and one.done == len(lacking) for one in told)
+
+
+class InSecondPass(Interrupt):
+    """Ctrl-C while the second pass of a completion runs."""
+
+    passes = 0
+
+    def meet(self):
+        self.passes += 1
+        self._number = signal.SIGINT if self.passes == 2 else None
 
 
 def assert_rows(prefix, oracle):
