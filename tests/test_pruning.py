@@ -213,7 +213,9 @@ def test_a_prefix_that_is_kept_is_a_whole_one(name):
         oracle.complete()
         assert_rows(result.prefix, oracle)
         assert_rows(interrupted, oracle)
-    assert interrupted.length in lacking[1:]
+    # All that is lacking may have come in one pass.
+    assert interrupted.length in [*lacking[1:], result.prefix.length]
+    assert name != "background" or interrupted.length < len(prompt)
     assert result.prefix.length == len(prompt) + STEPS - 1
     assert any("left out" in one.what and one.done == len(lacking) for one in told)
 
