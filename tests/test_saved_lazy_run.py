@@ -191,8 +191,10 @@ def test_a_run_that_began_with_a_prefix_goes_on_without_it(model, name, tmp_path
     ("damage", "message"),
     [
         (None, "prefill"),
-        ({"version": 3}, "version 3"),
+        ({"version": 4}, "version 4"),
+        ({"version": "3"}, "version '3'"),
         ({"version": 1}, "version 1 with choose_every=4"),
+        ({"version": 2, "block": 32}, "version 2 with pool=1, block=32"),
         ({"keep": "paper"}, "keep='paper' is not valid: shares by layer"),
         ({"window": 0}, "window=0"),
         ({"zzz": 1}, "zzz"),
@@ -213,8 +215,9 @@ def test_a_damaged_file_is_refused(damage, message, tmp_path):
         path.write_text(json.dumps({**document, **prefill}))
         return read_run(path).prefill
 
-    saved = {"version": 2, **dataclasses.asdict(lazy)}
-    assert read({"prefill": saved}) == lazy
+    saved = {"version": 3, **dataclasses.asdict(lazy)}
+    for version in (2, 3):
+        assert read({"prefill": {**saved, "version": version}}) == lazy
     for same in ({"revive": "never"}, {"revive": "on_demand", "choose_every": 1}):
         old = {**saved, **same, "version": 1}
         assert read({"prefill": old}) == dataclasses.replace(lazy, **same)

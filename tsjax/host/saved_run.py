@@ -32,7 +32,7 @@ WITH_PROCESSORS = 3  # of runs with processors of a user's own, which format 2 d
 WITH_LAZY_PREFILL = 4  # of runs with a lazy prefill, which format 3 did not know
 # Of what tokens see of a prompt, by the settings of a lazy prefill. A change of that is another
 # one: under it the tokens of older files would not go on as they began.
-LAZY_VERSION = 2
+LAZY_VERSION = 3
 OLD_FORMAT = 1  # had neither version nor method, and a fingerprint of only the norms
 
 
@@ -236,12 +236,18 @@ def _method_from_dict(saved: Mapping[str, Any]) -> Any:
 def _prefill_from_dict(saved: Mapping[str, Any]) -> LazyPrefill:
     fields = {name: value for name, value in saved.items() if name != "prefix_length"}
     version = fields.pop("version")
-    known = version in (1, LAZY_VERSION)
+    known = isinstance(version, int) and 1 <= version <= LAZY_VERSION
     check(known, "prefill", f"version {version!r}", f"version {LAZY_VERSION}")
     lazy = LazyPrefill(**{key: as_tuples(value) for key, value in fields.items()})
     check(not isinstance(lazy.keep, str), "keep", lazy.keep, "shares by layer")
-    # Version 1 chose first at the choose_every-th new token, where it now is the first one.
-    is_same = version != 1 or lazy.revive == "never" or lazy.choose_every == 1
-    wanted = f"version {LAZY_VERSION}, as this one chose at other tokens"
-    check(is_same, "prefill", f"version 1 with choose_every={lazy.choose_every!r}", wanted)
+    # Version 1 chose first at the choose_every-th new token, where it now is the first one; up to
+    # version 2 what came back in batches was ranked token by token, whatever pool and block are.
+    other = {}
+    if version == 1 and lazy.revive != "never" and lazy.choose_every != 1:
+        other = {"choose_every": lazy.choose_every}
+    elif version <= 2 and lazy.revive == "in_batches" and (lazy.pool > 1 or lazy.block > 1):
+        other = {"pool": lazy.pool, "block": lazy.block}
+    given = ", ".join(f"{name}={value!r}" for name, value in other.items())
+    wanted = f"version {LAZY_VERSION}, as this one chose other tokens"
+    check(not other, "prefill", f"version {version} with {given}", wanted)
     return lazy
