@@ -109,11 +109,11 @@ class LazyOracle:
             half = lazy.pool // 2
             near = range(-half, half + 1)
             value = {i: max(value.get(i + d, 0.0) for d in near) for i in before}
-        if lazy.block > 1:
+        if (lazy.block or 1) > 1:
             blocks = Counter()
             for i in before:
-                blocks[i // lazy.block] += value[i]
-            value = {i: blocks[i // lazy.block] for i in before}
+                blocks[i // (lazy.block or 1)] += value[i]
+            value = {i: blocks[i // (lazy.block or 1)] for i in before}
         return value
 
     def _choose(self, stage: int, scores, *, last_counts: bool) -> set[int]:
@@ -124,7 +124,7 @@ class LazyOracle:
         value = self._compared_by(scores, before)
         always = {i for i in before if i < lazy.sinks or i >= n - lazy.recent}
         if last_counts:
-            always |= {i for i in before if i >= n - lazy.window}
+            always |= {i for i in before if i >= n - (lazy.window or 1)}
         order = sorted(before, key=lambda i: (i not in always, -value[i], i))
         return self.prefix | set(order[: max(count, len(always))])
 
@@ -160,7 +160,7 @@ class LazyOracle:
             x = x + (gate / (1 + np.exp(-gate)) * up) @ layer.down.T
             if index in layers[-self.lazy.score_layers :]:
                 # Of the prompt's last tokens in a prefill; a new token comes alone.
-                for row in weights[-self.lazy.window :]:
+                for row in weights[-(self.lazy.window or 1) :]:
                     totals.update(row)
         return x, totals
 

@@ -14,7 +14,9 @@ import tsjax
 from tsjax.lazy.choice import goes_on
 from tsjax.lazy.settings import (
     AUTO_AT_LEAST,
+    AUTO_BLOCK,
     AUTO_SHARE,
+    AUTO_WINDOW,
     LONGEST_PROMPT,
     auto_cuts,
     kept,
@@ -84,7 +86,7 @@ def test_shares_are_counted_exactly(parts, tokens):
 def test_settings_are_compared_and_how_often_they_choose():
     one, other = (tsjax.LazyPrefill(keep=x) for x in ({2: 0.7, 4: 0.49}, {4: 0.49, 2: 0.7}))
     assert one == other and hash(one) == hash(other)
-    assert tsjax.LazyPrefill().tokens_between_choices == 32
+    assert tsjax.LazyPrefill().tokens_between_choices == 8
     assert tsjax.LazyPrefill(revive="on_demand").tokens_between_choices == 1
     assert tsjax.LazyPrefill(choose_every=5).tokens_between_choices == 5
 
@@ -135,8 +137,11 @@ def test_auto_cuts_where_the_model_looks_things_up():
     cfg = tiny_config(num_layers=8)
     found = tsjax.LazyPrefill().resolved(cfg, 9000, 5)
     assert found.cuts == ((5, AUTO_SHARE),) and found.at_least == AUTO_AT_LEAST
-    given = tsjax.LazyPrefill(at_least=7).resolved(cfg, 9000, 5)
-    assert given.at_least == 7 and tsjax.LazyPrefill(keep="paper").resolved(cfg, 9).at_least == 0
+    assert (found.window, found.block) == (AUTO_WINDOW, AUTO_BLOCK)
+    given = tsjax.LazyPrefill(at_least=7, window=2, block=3).resolved(cfg, 9000, 5)
+    assert (given.at_least, given.window, given.block) == (7, 2, 3)
+    paper = tsjax.LazyPrefill(keep="paper").resolved(cfg, 9)
+    assert (paper.at_least, paper.window, paper.block) == (0, 1, 1)
     for looks_up in (None, 0, 8):
         with pytest.raises(ValueError, match=f"looks_up={looks_up} is not valid: a layer from 1"):
             tsjax.LazyPrefill().resolved(cfg, 9000, looks_up)

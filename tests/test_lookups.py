@@ -91,9 +91,11 @@ def test_a_checkpoint_is_measured_once_and_cut_there(tmp_path, monkeypatch):
         )
         whole, part = result.stats.prompt_computed
         assert whole == 1 and 0.1 <= part < 0.8
+    short = tsjax.generate(model, ["A", "house. " * 400], max_new_tokens=2, prefill="lazy")
+    assert short.stats.prompt_computed[1] < 1  # the other one; of the short one all goes on
     assert len(measured) == 1
     measured.clear()  # which holds the weights
-    del model, result
+    del model, result, short
     gc.collect()
     assert not lookups._FOUND
 

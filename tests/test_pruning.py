@@ -145,7 +145,7 @@ def test_sets_and_logits_are_those_of_the_oracle(name):
     options, sizes = (OPTIONS | WIDE_OPTIONS)[name]
     lazy = tsjax.LazyPrefill(**options)
     with jax.enable_x64(True):
-        prompts = PROMPTS if max(lazy.window, lazy.recent) <= 5 else PROMPTS[:2]
+        prompts = PROMPTS if max(lazy.kept_anyway.values()) <= 5 else PROMPTS[:2]
         run = Run.of(model(), prompts, lazy, **sizes)
         begun = np.asarray(run.state.prompt.computed).sum((1, 2))
         go_as_oracles(run, [LazyOracle(model(), prompt, lazy) for prompt in prompts])

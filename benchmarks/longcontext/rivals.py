@@ -18,7 +18,15 @@ import numpy as np
 
 import tsjax
 from tsjax.host.lookups import lookups_of
-from tsjax.lazy.settings import AUTO_AT_LEAST, Cuts, kept, paper_cuts, prompt_flops
+from tsjax.lazy.settings import (
+    AUTO_AT_LEAST,
+    AUTO_BLOCK,
+    AUTO_WINDOW,
+    Cuts,
+    kept,
+    paper_cuts,
+    prompt_flops,
+)
 
 TARGETS = (1.6, 2.2, 3.2)  # times fewer operations
 BUDGET = 2  # candidates of a family for each of them
@@ -189,7 +197,8 @@ def self_information(asked: Asked, setting: Setting, draw: int) -> Rival:
 
 
 def by_default(asked: Asked, setting: Setting, draw: int) -> Rival:
-    return Rival(tsjax.LazyPrefill(keep=keep_of(setting), at_least=AUTO_AT_LEAST))
+    how: dict[str, Any] = {"at_least": AUTO_AT_LEAST, "window": AUTO_WINDOW, "block": AUTO_BLOCK}
+    return Rival(tsjax.LazyPrefill(keep=keep_of(setting), **how))
 
 
 def whole(asked: Asked) -> list[Shape]:

@@ -153,7 +153,7 @@ OF_MODELS = (
         "revival_ranks_single_tokens",
         "What comes back in batches is ranked by each token's own score, not by its block's.",
         "tsjax/lazy/revival.py",
-        "    scores = spread(plan, scores, among, state)\n    chosen",
+        "    scores = lent_around(plan, scores, among, state)\n    chosen",
         "    chosen",
         ("tests/test_pruning.py::test_sets_and_logits_are_those_of_the_oracle",),
     ),

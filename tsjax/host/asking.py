@@ -196,10 +196,10 @@ def _reading(
     if lazy is None:
         return Reading(None, prefix, read_first)
     new = max(map(len, texts.prompts)) - read_first
-    is_short = 0 < least_to_prune and new < max(least_to_prune, lazy.window)
+    is_short = 0 < least_to_prune and new < max(least_to_prune, lazy.last_tokens)
     if is_short or (prefix is not None and new < 2):
         return Reading(None, prefix, read_first)
-    return Reading(_named_cuts(lazy, model, new), prefix, read_first)
+    return Reading(_named_cuts(lazy, model, texts.prompts, read_first), prefix, read_first)
 
 
 def _reading_again(
@@ -210,8 +210,8 @@ def _reading_again(
     says `lazy` of the run, it has to be so."""
     known = run.prefix_length
     if said_of is not None:
-        new = max(map(len, texts.prompts)) - known
-        check_same_prefill(said_of, run, lazy and _named_cuts(lazy, model, new))
+        named = lazy and _named_cuts(lazy, model, texts.prompts, known)
+        check_same_prefill(said_of, run, named)
     if run.prefill is None:
         known = 0 if prefix is None else prefix.shared_with(texts.rows)
     elif prefix is not None and prefix.shared_with(texts.prompts) < known:
@@ -318,13 +318,20 @@ def _sized(
     return dataclasses.replace(request, capacity=slots, prompt_capacity=fewer)
 
 
-def _named_cuts(lazy: LazyPrefill, model: Model, new: int) -> LazyPrefill | None:
+def _named_cuts(
+    lazy: LazyPrefill, model: Model, prompts: list[np.ndarray], read_before: int
+) -> LazyPrefill | None:
     """With its cuts named, for all prompts of a bucket alike, as every other setting is another
     program. None where so few tokens are new that all would go on."""
+    new = [len(prompt) - read_before for prompt in prompts]
     measures = lazy.keep == "auto" and model.cfg.num_layers > 1
-    if measures and new <= lazy.least:
+    if not measures:
+        return lazy.resolved(model.cfg, _bucket(max(new)))
+    if max(new) <= lazy.least:
         return None
-    return lazy.resolved(model.cfg, _bucket(new), lookups_of(model).layer if measures else None)
+    if lazy.window is None:  # a row beside a long one may be short
+        lazy = dataclasses.replace(lazy, window=min(lazy.last_tokens, *new))
+    return lazy.resolved(model.cfg, _bucket(max(new)), lookups_of(model).layer)
 
 
 def _check_lazy(lazy: LazyPrefill, prompts: list[np.ndarray], read_before: int) -> None:
@@ -332,10 +339,10 @@ def _check_lazy(lazy: LazyPrefill, prompts: list[np.ndarray], read_before: int) 
     for index, size in enumerate(map(len, prompts)):
         check(size <= LONGEST_PROMPT, "prompt", f"row {index} of {size} tokens", most)
         wanted = f"at most the {size} tokens of the prompt in row {index}"
-        for name in ("window", "sinks", "recent"):
-            check(getattr(lazy, name) <= size, name, getattr(lazy, name), wanted)
+        for name, count in lazy.kept_anyway.items():
+            check(count <= size, name, count, wanted)
         new = f"at most the {size - read_before} tokens of row {index} after the prefix"
-        check(lazy.window <= size - read_before, "window", lazy.window, new)
+        check(lazy.last_tokens <= size - read_before, "window", lazy.last_tokens, new)
 
 
 def _shared_texts(rows: list[np.ndarray]) -> tuple[int, ...] | None:

@@ -69,8 +69,7 @@ def compress_prompt(
         layer = max(1, round(0.4 * model.cfg.num_layers))
     check_int(layer, "layer", 1, model.cfg.num_layers - 1)
     lazy = LazyPrefill(keep={layer: share}, revive="never", **{"pool": 5, **choice})
-    for name in ("window", "sinks", "recent"):
-        value = getattr(lazy, name)
+    for name, value in lazy.kept_anyway.items():
         check(value <= len(row), name, value, f"at most the {len(row)} tokens of the prompt")
     return row[_most_attended(model, row, DecodeConfig(model=model.cfg, prefill=lazy))]
 

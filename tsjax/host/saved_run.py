@@ -245,7 +245,7 @@ def _prefill_from_dict(saved: Mapping[str, Any]) -> LazyPrefill:
     other = {}
     if version == 1 and lazy.revive != "never" and lazy.choose_every != 1:
         other = {"choose_every": lazy.choose_every}
-    elif version <= 2 and lazy.revive == "in_batches" and (lazy.pool > 1 or lazy.block > 1):
+    elif version <= 2 and lazy.revive == "in_batches" and (lazy.pool > 1 or lazy.block_tokens > 1):
         other = {"pool": lazy.pool, "block": lazy.block}
     given = ", ".join(f"{name}={value!r}" for name, value in other.items())
     wanted = f"version {LAZY_VERSION}, as this one chose other tokens"

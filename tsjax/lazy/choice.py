@@ -75,7 +75,7 @@ def goes_on(lazy: LazySettings, stage: int, tokens):
     return xp.maximum(share, xp.minimum(lazy.at_least, tokens)) if lazy.at_least else share
 
 
-def spread(plan: LazyPlan, scores, among, state: DecodeState):
+def lent_around(plan: LazyPlan, scores, among, state: DecodeState):
     """Scores [B, P] by which tokens are compared: each has lent its own to those around it, or to
     its block, as far as these are `among` those to choose from."""
     lazy, position = plan.lazy, jnp.arange(among.shape[1])
@@ -85,13 +85,13 @@ def spread(plan: LazyPlan, scores, among, state: DecodeState):
         scores = lax.reduce_window(
             jnp.where(takes_part, scores, 0), 0.0, lax.max, (1, lazy.pool), (1, 1), "SAME"
         )
-    if lazy.block > 1:
-        scores = sums_of_blocks(jnp.where(takes_part, scores, 0), lazy.block)
+    if lazy.block_tokens > 1:
+        scores = sums_of_blocks(jnp.where(takes_part, scores, 0), lazy.block_tokens)
     return scores
 
 
 def chosen_for(plan: LazyPlan, stage: int, scores, among, state: DecodeState, committed, recent):
-    """[B, P] bool: the prompt tokens that take part in a stage, by scores that are `spread`.
+    """[B, P] bool: the prompt tokens that take part in a stage, by scores that are `lent_around`.
 
     Of the prompts' tokens after the prefix, `goes_on` are chosen `among` some [B, P] that are
     also among the first `committed` [B]. Those beyond, of which the prompt's last token may be one,

@@ -16,13 +16,16 @@ from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
 from tsjax.errors import BadValue
 
 # What becomes of tokens that a cut left out, and the new tokens from one choice to the next.
-CHOOSE_EVERY = {"in_batches": 32, "on_demand": 1, "never": 1, "background": 1}
+CHOOSE_EVERY = {"in_batches": 8, "on_demand": 1, "never": 1, "background": 1}
 REVIVE = tuple(CHOOSE_EVERY)
 SCORES = ("attention", "random")
 PAPER_CUTS, PAPER_SHARE = (0.3, 0.6, 0.9), 0.7  # of the layers; of the tokens that are left
 # What keep="auto" keeps where no speed-up is asked for, and the smallest share otherwise; and so
 # many tokens in any case: a tenth of a short prompt is less than a question and what is around it.
 AUTO_SHARE, AUTO_LEAST_SHARE, AUTO_AT_LEAST = 0.1, 0.02, 512
+# An answer that copies asks for what stands around a place, line by line: whole blocks go on and
+# come back. What is asked stands in the prompt's last few tokens.
+AUTO_BLOCK, AUTO_WINDOW = 32, 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,18 +55,19 @@ class LazySettings:
         computed in every layer that lacks some, from the front on, until the cache is complete; new
         tokens see all that there is. No token is computed twice in a layer.
       choose_every: from the first new token on, new tokens from one choice to the next; None is
-        32 "in_batches" and else 1, the paper's. What a token sees depends on its place alone, so
+        8 "in_batches" and else 1, the paper's. What a token sees depends on its place alone, so
         all methods return the same tokens; a step that finds several of them ends where the next
         choice is due.
       revive_rows: tokens that are computed at once; "in_batches" and in the "background" not more
         come back with a choice.
       scores: "attention", or "random" (by `seed`), to compare with.
       window: how many of the prompt's last tokens attend; their weights are added up. They always
-        go on.
+        go on. None is 8 with keep="auto", and else 1.
       pool: each token has the largest score of this many tokens around it; an odd number. Random
         scores are not pooled.
       block: tokens go on in blocks of so many, those with the largest sums of scores; of the last
-        one that is chosen, as many as are left of the share. With 1 each token goes on by itself.
+        one that is chosen, as many as are left of the share. With 1 each token goes on by itself;
+        None is 32 with keep="auto", and else 1.
       score_layers: layers before the cut whose scores are added up, as far as their stage has them.
       at_least: so many tokens go on in any case, or all of a prompt that has no more; None is 512
         with keep="auto", and else 0.
@@ -76,9 +80,9 @@ class LazySettings:
     choose_every: int | None = None
     revive_rows: int = 64
     scores: Literal["attention", "random"] = "attention"
-    window: int = 1
+    window: int | None = None
     pool: int = 1
-    block: int = 1
+    block: int | None = None
     score_layers: int = 1
     at_least: int | None = None
     sinks: int = 0
@@ -99,10 +103,9 @@ class LazySettings:
         for name, known in (("revive", REVIVE), ("scores", SCORES)):
             check(getattr(self, name) in known, name, getattr(self, name), one_of(known))
         check_fields(self, may_be_0=("sinks", "recent", "seed"))
-        if self.choose_every is not None:
-            check_int(self.choose_every, "choose_every", 1)
-        if self.at_least is not None:
-            check_int(self.at_least, "at_least", 0)
+        for name, least in (("choose_every", 1), ("window", 1), ("block", 1), ("at_least", 0)):
+            if getattr(self, name) is not None:
+                check_int(getattr(self, name), name, least)
         check(self.pool % 2 == 1, "pool", self.pool, "an odd number")
         if self.scores == "random":
             wanted = "'never' or 'background' beside scores='random', which no token asks for"
@@ -123,9 +126,26 @@ class LazySettings:
     @property
     def least(self) -> int:
         """`at_least`, or what it is where nothing is said."""
-        if self.at_least is None:
-            return AUTO_AT_LEAST if self.keep == "auto" else 0
-        return self.at_least
+        return self._said("at_least", AUTO_AT_LEAST, 0)
+
+    @property
+    def last_tokens(self) -> int:
+        """`window`, or what it is where nothing is said."""
+        return self._said("window", AUTO_WINDOW, 1)
+
+    @property
+    def block_tokens(self) -> int:
+        """`block`, or what it is where nothing is said."""
+        return self._said("block", AUTO_BLOCK, 1)
+
+    @property
+    def kept_anyway(self) -> dict[str, int]:
+        """How many tokens of a prompt always go on, by the names of their settings."""
+        return {"window": self.last_tokens, "sinks": self.sinks, "recent": self.recent}
+
+    def _said(self, name: str, auto: int, otherwise: int) -> int:
+        said = getattr(self, name)
+        return said if said is not None else auto if self.keep == "auto" else otherwise
 
     def resolved(self, cfg: ModelConfig, prompt_tokens: int, looks_up: int | None = None) -> Self:
         """The same with its cuts named, for a model and the longest prompt it is to read.
@@ -148,6 +168,7 @@ class LazySettings:
         return dataclasses.replace(
             self, keep=keep, speedup=None, revive_rows=rows,
             choose_every=self.tokens_between_choices, at_least=self.least,
+            window=self.last_tokens, block=self.block_tokens,
         )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import Ranks
 from tsjax.decoding.state import DecodeState
-from tsjax.lazy.choice import chosen_for, goes_on, scores_of, scores_of_each_other, spread
+from tsjax.lazy.choice import chosen_for, goes_on, lent_around, scores_of, scores_of_each_other
 from tsjax.lazy.state import UNSEEN, LazyPlan, PromptState
 from tsjax.model.cache import KVCache, write_rows, zero_after
 from tsjax.model.params import Params
@@ -39,8 +39,8 @@ def choose_stage(plan: LazyPlan, params: Params, state: DecodeState, stage: int)
     """Runs the prompt's last tokens through a stage and chooses the tokens of the next one."""
     lazy = plan.lazy
     with jax.named_scope("choose_stage"):
-        window = jnp.arange(lazy.window, dtype=jnp.int32)
-        positions = state.prompt_length[:, None] - lazy.window + window
+        window = jnp.arange(lazy.last_tokens, dtype=jnp.int32)
+        positions = state.prompt_length[:, None] - lazy.last_tokens + window
         hidden = state.prompt.last
         if stage == 0:
             tokens = jnp.take_along_axis(state.tokens, positions, axis=1)
@@ -52,19 +52,19 @@ def choose_stage(plan: LazyPlan, params: Params, state: DecodeState, stage: int)
             with_attended=True,
         )  # fmt: skip
         scores = scores_of(plan, state.prompt, state.kv, stage, rows)
-        if (lazy.pool > 1 or lazy.block > 1) and lazy.scores == "attention":
+        if (lazy.pool > 1 or lazy.block_tokens > 1) and lazy.scores == "attention":
             # They stay anyway, but lend their scores to those around them.
             b = jnp.arange(scores.shape[0])[:, None]
             scores = scores.at[b, positions].add(scores_of_each_other(plan, rows, causal))
-        if lazy.window > 1:
+        if lazy.last_tokens > 1:
             # The last one is not committed yet, here and with every method.
-            others = jnp.full_like(state.prompt_length, lazy.window - 1)
+            others = jnp.full_like(state.prompt_length, lazy.last_tokens - 1)
             after = rows.hidden.ravel()[:1] + scores.ravel()[:1].astype(rows.hidden.dtype)
             state = _append(plan, state, stage, rows, positions, others, after=after)
         prompt, n = state.prompt, state.prompt_length
-        recent = max(lazy.recent, lazy.window)
+        recent = max(lazy.recent, lazy.last_tokens)
         among = prompt.chosen[stage]
-        scores = spread(plan, scores, among, state)
+        scores = lent_around(plan, scores, among, state)
         chosen = chosen_for(plan, stage + 1, scores, among, state, n - 1, recent)
         prompt = prompt.replace(chosen=replaced(prompt.chosen, stage + 1, chosen))
         return state.replace(prompt=prompt.replace(last=rows.hidden))
@@ -76,9 +76,9 @@ def tokens_to_fill(plan: LazyPlan, stage: int, new_tokens):
     lazy, xp = plan.lazy, jnp if isinstance(new_tokens, jax.Array) else np
     count = new_tokens
     if stage:
-        always = xp.minimum(lazy.sinks + max(lazy.recent, lazy.window), count)
+        always = xp.minimum(lazy.sinks + max(lazy.recent, lazy.last_tokens), count)
         count = xp.maximum(goes_on(lazy, stage, count), always)
-    left = 1 if stage == plan.last_stage else lazy.window
+    left = 1 if stage == plan.last_stage else lazy.last_tokens
     return xp.maximum(count - left, 0)
 
 
@@ -201,7 +201,7 @@ def waiting(state: DecodeState, stage: int):
 
 def _before_window(plan: LazyPlan, state: DecodeState, stage: int):
     """[B, P] bool: what `fill_stage` computes; the last stage has no `choose_stage`."""
-    last = 1 if stage == plan.last_stage else plan.lazy.window
+    last = 1 if stage == plan.last_stage else plan.lazy.last_tokens
     return jnp.arange(state.prompt.capacity) < state.prompt_length[:, None] - last
 
 

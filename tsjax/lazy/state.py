@@ -101,5 +101,5 @@ def init_prompt(plan: LazyPlan, prompt_length, prompt_capacity: int, capacity: i
         slots=tuple(jnp.full((batch, P), capacity, jnp.int32) for _ in range(stages - 1)),
         order=tuple(jnp.zeros((batch, capacity), jnp.int32) for _ in range(stages - 1)),
         computed=jnp.zeros((stages, batch, P), jnp.int8),
-        last=jnp.zeros((batch, plan.lazy.window, D), dtype),
+        last=jnp.zeros((batch, plan.lazy.last_tokens, D), dtype),
     )
