@@ -11,6 +11,7 @@ family has the same budget. A family's place is empty where none of its shapes m
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -260,8 +261,7 @@ def candidates(asked: Asked, name: str, tokens: int, target: float) -> list[Sett
     if family.fixed or family.chosen_as:
         return []
     found = (solved(asked, name, shape, tokens, target) for shape in family.shapes(asked))
-    budget = BUDGET * (len(BLOCKS) if name == "one cut, blocks" else 1)
-    return [one for one in found if one is not None][:budget]
+    return list(itertools.islice((one for one in found if one is not None), BUDGET))
 
 
 def rivals(model_layers: int, seed: int = 0) -> dict[str, Rival]:
