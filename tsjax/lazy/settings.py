@@ -21,8 +21,9 @@ REVIVE = tuple(CHOOSE_EVERY)
 SCORES = ("attention", "random")
 PAPER_CUTS, PAPER_SHARE = (0.3, 0.6, 0.9), 0.7  # of the layers; of the tokens that are left
 # What keep="auto" keeps where no speed-up is asked for, and the smallest share otherwise; and so
-# many tokens in any case: a tenth of a short prompt is less than a question and what is around it.
-AUTO_SHARE, AUTO_LEAST_SHARE, AUTO_AT_LEAST = 0.1, 0.02, 512
+# many tokens in any case: a sixteenth of a short prompt is less than a question and what is around
+# it. Of 8,192 tokens both are 512, one pass of a prefill.
+AUTO_SHARE, AUTO_LEAST_SHARE, AUTO_AT_LEAST = 1 / 16, 0.02, 512
 # An answer that copies asks for what stands around a place, line by line: whole blocks go on and
 # come back. What is asked stands in the prompt's last few tokens.
 AUTO_BLOCK, AUTO_WINDOW = 32, 8
@@ -41,7 +42,7 @@ class LazySettings:
         them. After layer 0 means before the model. What a prefix has read stays in all layers:
         shares are of the tokens after it. "paper" cuts three times, after 30, 60 and 90% of the
         layers, to 70% of the tokens that are left. "auto" cuts once, where the model has looked up
-        what the prompt's end asks for, to a tenth of the tokens, but to 512 if these are more
+        what the prompt's end asks for, to a sixteenth of the tokens, but to 512 if these are more
         (`at_least`). Which layer that is, a few prompts say that the model reads once, for seconds.
       speedup: with keep="auto", how many times fewer operations the prompt is to take: it then cuts
         as late as 2% of the tokens still meet it, but not before that layer, and keeps the largest
