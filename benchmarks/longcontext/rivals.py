@@ -79,7 +79,11 @@ def dropped(share: float, draw: int) -> Rival:
 def operations(cfg: tsjax.ModelConfig, rival: Rival, tokens: int) -> float:
     """How many times fewer than those of the full prefill."""
     reader = rival.reader or cfg
-    before = prompt_flops(reader, tokens) * rival.compress_layers / reader.num_layers
+    before, layers = 0.0, rival.compress_layers
+    if layers:  # after which no token goes on
+        before = prompt_flops(
+            reader, tokens, ((layers, 0.0),) if layers < reader.num_layers else ()
+        )
     left = kept(rival.compress_share, tokens)
     return prompt_flops(cfg, tokens) / (before + prompt_flops(cfg, left, rival.cuts))
 

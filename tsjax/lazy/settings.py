@@ -224,16 +224,21 @@ def paper_cuts(num_layers: int) -> Cuts:
 
 
 def prompt_flops(cfg: ModelConfig, tokens: int, cuts: Cuts = ()) -> float:
-    """Multiplications and additions of a prompt's layers: products with weights, and attention."""
+    """Multiplications and additions of a prompt's layers: products with weights, and attention.
+
+    A token that goes no further gets keys and values alone in the last layer before the first cut,
+    and all do in the model's last one.
+    """
     heads, kv_heads = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-    weights = cfg.embed_dim * (2 * heads + 2 * kv_heads + 3 * cfg.mlp_dim)
-    ends = (*(layer for layer, _ in cuts), cfg.num_layers)
-    counts = (tokens, *(kept(share, tokens) for _, share in cuts))
-    total, begun = 0.0, 0
-    for end, count in zip(ends, counts, strict=True):
-        # Each token attends to half of the others on average: scores, and values by their weights.
-        total += (end - begun) * (2.0 * count * weights + 2.0 * heads * count * count)
-        begun = end
+    of_keys, of_others = 2 * kv_heads * cfg.embed_dim, (2 * heads + 3 * cfg.mlp_dim) * cfg.embed_dim
+    shares, first = dict(cuts), cuts[0][0] if cuts else 0
+    total, here = 0.0, kept(shares.get(0, 1.0), tokens)
+    for layer in range(1, cfg.num_layers + 1):
+        after = kept(shares[layer], tokens) if layer in shares else here
+        others = 0 if layer == cfg.num_layers else after if layer == first else here
+        # A token attends to half of the others on average: scores, and values by their weights.
+        total += 2.0 * here * of_keys + others * (2.0 * of_others + 2.0 * heads * here)
+        here = after
     return total
 
 

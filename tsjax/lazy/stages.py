@@ -46,11 +46,7 @@ def choose_stage(plan: LazyPlan, params: Params, state: DecodeState, stage: int)
             tokens = jnp.take_along_axis(state.tokens, positions, axis=1)
             hidden = embed(params.model, tokens)
         causal = window[:, None] >= window
-        layers = plan.stages[stage]
-        rows = run_layers(
-            params.model, state.kv, hidden, positions, causal, layers, cfg=plan.model,
-            with_attended=True,
-        )  # fmt: skip
+        rows = _run_stage(plan, params.model, state, hidden, positions, causal, stage, attends=True)
         scores = scores_of(plan, state.prompt, state.kv, stage, rows)
         if (lazy.pool > 1 or lazy.block_tokens > 1) and lazy.scores == "attention":
             # They stay anyway, but lend their scores to those around them.
@@ -121,12 +117,34 @@ def compute(
     index = jnp.arange(width, dtype=jnp.int32)
     # Rows to spare see nothing, which costs least.
     below = jnp.where(index < count[:, None], ids, 0)
+    if stage == 1 and plan.halved:
+        slots = jnp.arange(prompt.order[0].shape[1], dtype=jnp.int32)
+        all_before = Ranks(jnp.broadcast_to(slots, (ids.shape[0], len(slots))), below)
+        hidden = run_layers(
+            weights, state.kv, hidden, safe, jnp.eye(width, dtype=bool), plan.halved,
+            cfg=plan.model, ranks=all_before,
+        ).hidden  # fmt: skip
     ranks = None if in_order else ranks_below(state.prompt, stage, below)
     causal = index[:, None] >= index
-    rows = run_layers(
-        weights, state.kv, hidden, safe, causal, plan.stages[stage], cfg=plan.model, ranks=ranks
-    )
-    return _append(plan, state, stage, rows, ids, count, after=rows.hidden)
+    rows = _run_stage(plan, weights, state, hidden, safe, causal, stage, ranks=ranks)
+    return _append(plan, state, stage, rows, ids, count, after=_goes_on_from(plan, stage, rows))
+
+
+def _run_stage(
+    plan: LazyPlan, weights: ModelWeights, state: DecodeState, hidden, positions, mask, stage: int,
+    *, ranks: Ranks | None = None, attends: bool = False,
+) -> Rows:  # fmt: skip
+    """A pass through the layers of a stage."""
+    taps = plan.halved if stage == 0 else ()
+    return run_layers(
+        weights, state.kv, hidden, positions, mask, plan.stages[stage], cfg=plan.model,
+        ranks=ranks, with_attended=attends, taps=taps,
+    )  # fmt: skip
+
+
+def _goes_on_from(plan: LazyPlan, stage: int, rows: Rows):
+    """[B, T, D]: of a stage's rows what the next one begins with, see PromptState.hidden."""
+    return rows.taps[0] if stage == 0 and plan.halved else rows.hidden
 
 
 def _append(
@@ -147,7 +165,7 @@ def _append(
         # As the caches, it is written when all is read, or else XLA copies it.
         prompt = _noted(plan, prompt, state.kv, stage, ids + zero_after(after), is_new)
     if stage < plan.last_stage:
-        hidden = hidden.at[b, target].set(rows.hidden, mode="drop")
+        hidden = hidden.at[b, target].set(_goes_on_from(plan, stage, rows), mode="drop")
     return state.replace(
         kv=kv.replace(absent=kv.absent.at[layers.start : layers.stop].add(-count)),
         prompt=prompt.replace(

@@ -29,7 +29,9 @@ class PromptState(flax.struct.PyTreeNode):
     Attributes:
       prefix: [] int32, how many tokens at the beginning of each prompt were read before: all layers
         have them, they always take part, and shares are of those after them.
-      hidden: [B, P, D], what the last layer that computed the token gave: the paper's aux cache.
+      hidden: [B, P, D], the paper's aux cache: what the last layer that computed the token gave.
+        Where that is the one before the first cut, what this layer takes: of tokens that go no
+        further it computes keys and values, and no more.
       done: [B, P] int8, stages that computed it.
       chosen: one [B, P] bool per stage, the tokens that take part in it; all in the first. True at
         positions that are no prompt's.
@@ -83,6 +85,13 @@ class LazyPlan(NamedTuple):
     @property
     def last_stage(self) -> int:
         return len(self.lazy.cuts)
+
+    @property
+    def halved(self) -> range:
+        """The layer before the first cut, if there is one: tokens get their keys and values there
+        in the first stage, and the rest with the second one, which many never see. All tokens of a
+        prompt are in its cache, so what a token sees there is the same at any time."""
+        return self.stages[0][-1:]
 
 
 def init_prompt(plan: LazyPlan, prompt_length, prompt_capacity: int, capacity: int) -> PromptState:
