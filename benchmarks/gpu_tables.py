@@ -141,7 +141,7 @@ def products() -> str:
 PADDED = "xla, few rows"  # as that commit called it
 
 
-LAZY_TOKENS, LAZY_EVERY = 128, 32  # new ones, and a choice with each so many by default
+LAZY_TOKENS, LAZY_EVERY = 128, 8  # new ones, and a choice with each so many by default
 
 
 def lazy_generation() -> str:
