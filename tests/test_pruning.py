@@ -23,7 +23,7 @@ from lazy_oracle import LazyOracle
 
 import tsjax
 from tsjax.decoding.programs import programs
-from tsjax.decoding.reading import prefill
+from tsjax.decoding.reading import prefill, read_part
 from tsjax.decoding.start import init_state
 from tsjax.decoding.state import Verdict
 from tsjax.decoding.step import commit
@@ -432,6 +432,20 @@ def test_no_step_copies_a_cache(revive):
         assert found and set(found) <= IN_PLACE
         assert found.count("fusion") <= found.count("dynamic-update-slice")
         assert "copy" not in operations(executable, state.prompt.order[0])
+
+
+def test_the_layer_before_the_first_cut_computes_keys_and_values_alone():
+    """And no MLP, of which a pass of the whole layer would take more than all that is left."""
+    with jax.enable_x64(True):
+        cfg = model().cfg
+        mlp, found = 2 * 16 * 3 * cfg.embed_dim * cfg.mlp_dim, {}
+        for layer in (1, 2):
+            run = Run.of(model(), PROMPTS, tsjax.LazyPrefill(keep={layer: 0.5}))
+            first = jax.jit(read_part, static_argnames=("part", "width", "cfg")).lower(
+                run.model.params, run.state, 0, part=0, width=16, cfg=run.cfg
+            )
+            found[layer] = first.compile().cost_analysis()["flops"] / len(PROMPTS)
+    assert found[1] < mlp < found[2]
 
 
 def test_names():

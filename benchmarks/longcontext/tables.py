@@ -43,9 +43,10 @@ def _heading(document: Document, here: Sequence[Point]) -> str:
     (full,) = [point for point in here if point.family == "full"]
     counts = [len(row["scores"]) for row in full.rows]
     seconds = [second for row in full.rows for second in row["first"]]
+    each = " to ".join(map(str, sorted({min(counts), max(counts)})))
     return (
-        f"**{document['model']}**, prompts of {here[0].length:,} tokens, {min(counts)} to "
-        f"{max(counts)} of each task; the full prefill's first token comes after "
+        f"**{document['model']}**, prompts of {here[0].length:,} tokens, {each} of each task; "
+        "the full prefill's first token comes after "
         f"{fmean(seconds):.0f} s:"
     )
 

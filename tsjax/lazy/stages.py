@@ -135,7 +135,7 @@ def _run_stage(
     *, ranks: Ranks | None = None, attends: bool = False,
 ) -> Rows:  # fmt: skip
     """A pass through the layers of a stage."""
-    taps = plan.halved if stage == 0 else ()
+    taps = plan.halved if stage == 0 else ()  # a layer's number is how many come before it
     return run_layers(
         weights, state.kv, hidden, positions, mask, plan.stages[stage], cfg=plan.model,
         ranks=ranks, with_attended=attends, taps=taps,
