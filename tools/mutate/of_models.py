@@ -137,8 +137,16 @@ OF_MODELS = (
         "lazy_prefill_forgets_positions",
         "Tokens of a stage are rotated by their order in a pass, not by their positions.",
         "tsjax/lazy/stages.py",
-        "weights, state.kv, hidden, safe, causal, plan.stages[stage]",
-        "weights, state.kv, hidden, 0 * safe + index, causal, plan.stages[stage]",
+        "_run_stage(plan, weights, state, hidden, safe, causal, stage, ranks=ranks)",
+        "_run_stage(plan, weights, state, hidden, 0 * safe + index, causal, stage, ranks=ranks)",
+        ("tests/test_pruning.py::test_sets_and_logits_are_those_of_the_oracle",),
+    ),
+    Change(
+        "halved_layer_sees_all",
+        "In the layer before the first cut a token that goes on sees those after it, too.",
+        "tsjax/lazy/stages.py",
+        "(ids.shape[0], len(slots))), below)",
+        "(ids.shape[0], len(slots))), below + len(slots))",
         ("tests/test_pruning.py::test_sets_and_logits_are_those_of_the_oracle",),
     ),
     Change(
