@@ -59,12 +59,12 @@ def run(implementations: Sequence[Implementation], arrays, *, name: str | None =
         anywhere = _first(general)
         if not branches:
             return anywhere(*arrays)
-        branches = {name: _with_derivative_of(anywhere, f) for name, f in branches.items()}
+        branches = {name: with_derivative_of(anywhere, f) for name, f in branches.items()}
         branches["default"] = anywhere
     return lax.platform_dependent(*arrays, **branches)
 
 
-def _with_derivative_of(other: Callable, function: Callable) -> Callable:
+def with_derivative_of(other: Callable, function: Callable) -> Callable:
     """`function` for values, `other` for forward derivatives, which a kernel does not have."""
     wrapped = jax.custom_jvp(function)
     wrapped.defjvp(lambda primals, tangents: jax.jvp(other, primals, tangents))

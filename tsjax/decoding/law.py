@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -76,9 +77,18 @@ def counts(law: Law) -> tuple[UInt[Array, "*rows V"], Float[Array, "*rows 1"]]:
     return rounded.astype(unsigned), law.total * scale
 
 
+@jax.custom_jvp
 def log_softmax(logits: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
     best = jnp.max(logits, axis=-1, keepdims=True)
     return (logits - best) - log(law_of(logits).total)
+
+
+@log_softmax.defjvp
+def _log_softmax_slope(primals, tangents):
+    """By calculus: integers, which a sum is made of, have no slope."""
+    (logits,), (slope,) = primals, tangents
+    found = log_softmax(logits)
+    return found, slope - jnp.sum(jnp.exp(found) * slope, axis=-1, keepdims=True)
 
 
 def exp_minus(x: Float[Array, "*n"]) -> Float[Array, "*n"]:

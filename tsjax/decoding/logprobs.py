@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import flax.struct
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -64,12 +65,15 @@ def _of(logits, tokens, count: int):
     return chosen, jnp.where(top > -jnp.inf, top_tokens, -1), top
 
 
-def text_log_probs(params: Params, tokens, *, cfg: ModelConfig, count: int, width: int = 512):
+def text_log_probs(
+    params: Params, tokens, *, cfg: ModelConfig, count: int, width: int = 512, remat: bool = False
+):
     """The log-probability of each of tokens [B, T] after those before it; the first's is 0.
 
-    A few positions at a time: logits of a whole text are never there at once.
+    A few positions at a time: logits of a whole text are never there at once, with `remat` not for
+    a gradient either, see `hidden_states`.
     """
-    hidden = hidden_states(params, tokens, cfg=cfg, width=width)
+    hidden = hidden_states(params, tokens, cfg=cfg, width=width, remat=remat)
     batch, length = tokens.shape
     blocks = -(-length // SCORED_AT_ONCE)
     missing = blocks * SCORED_AT_ONCE - length
@@ -83,7 +87,8 @@ def text_log_probs(params: Params, tokens, *, cfg: ModelConfig, count: int, widt
         logits = unembed(params.model, final_norm(params.model, some, cfg=cfg), cfg=cfg)
         return carry, _of(logits, wanted, count)
 
-    _, found = lax.scan(block, None, jnp.arange(blocks, dtype=jnp.int32))
+    body = jax.checkpoint(block) if remat else block
+    _, found = lax.scan(body, None, jnp.arange(blocks, dtype=jnp.int32))
 
     def shifted(x):  # [blocks, B, n, ...] -> [B, T, ...], each entry at the token it is of
         x = jnp.moveaxis(x, 0, 1).reshape(batch, blocks * SCORED_AT_ONCE, *x.shape[3:])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""generate(), stream() and forward(): what a user calls.
+"""generate() and stream(): what a user calls.
 
 Knows text, streaming, progress and interrupts. Does not know how a run goes: `make_request` has
 checked everything a user passed, and `run` yields what is new after each chunk of steps.
@@ -14,10 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from tsjax.config import GenerationConfig, check, check_int
 from tsjax.decoding.method import Method
@@ -26,13 +23,12 @@ from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.asking import make_request
-from tsjax.host.device_programs import programs_of
 from tsjax.host.info import facts
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.host.line_writer import told_as
 from tsjax.host.prefix import Prefix
 from tsjax.host.progress import progress_bar
-from tsjax.host.prompts import check_row, tokenizer_of
+from tsjax.host.prompts import tokenizer_of
 from tsjax.host.reading import kept_prefix
 from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
@@ -40,7 +36,6 @@ from tsjax.host.run import News, run
 from tsjax.host.saving import Saving
 from tsjax.host.telling import Progress, doing
 from tsjax.methods.corpus import Corpus
-from tsjax.model.logits import logits
 
 
 def generate(
@@ -235,21 +230,6 @@ def _stream(model: Model, request: Request, on_interrupt: str) -> Iterator[Strea
         )
     assert news is not None  # `run` yields at least once
     interrupt.finish(result_of(model, request, news), on_interrupt)
-
-
-def forward(model: Model, tokens: Any) -> jax.Array:
-    """Logits [B, T, V] of every position of tokens [B, T]; can be traced, `model` too.
-
-    Its loops have no fixed length, so there is no reverse-mode gradient.
-    """
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        given = f"tokens of shape {tokens.shape} and type {tokens.dtype}"
-        raise BadValue(f"{given} is not valid: [B, T] integers")
-    if any(isinstance(array, Tracer) for array in (tokens, *jax.tree.leaves(model.params))):
-        return logits(model.params, tokens, cfg=model.cfg)
-    check_row(np.asarray(tokens).ravel(), "tokens", model)
-    return programs_of(model).logits(model.params, tokens, cfg=model.cfg)
 
 
 def _check_keep_prefix(keep_prefix: Any, request: Request) -> None:

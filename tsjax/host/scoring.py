@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How probable a model finds a text that is given.
+"""What a model says of texts that are given: logits, and how probable it finds their tokens.
 
 Knows every form of prompt. Does not know decoding.
 """
@@ -10,17 +10,20 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from tsjax.config import check, check_int, check_type
-from tsjax.decoding.logprobs import LogProbs
-from tsjax.errors import Failed
+from tsjax.decoding.logprobs import LogProbs, text_log_probs
+from tsjax.errors import BadValue, Failed
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
 from tsjax.host.prompts import check_row, prompt_rows
 from tsjax.host.telling import doing
+from tsjax.model.logits import logits
 
 WIDTH = 512  # tokens of a pass
 
@@ -82,6 +85,49 @@ def score(model: Model, prompt: Any, continuation: Any, *, logprobs: int = 0) ->
                 f"see to the weights, or try another type than {model.cfg.dtype}"
             )
     return Scored(ends, told)
+
+
+def forward(model: Model, tokens: Any, *, remat: bool = False) -> jax.Array:
+    """Logits [B, T, V] of every position of tokens [B, T]; can be traced, `model` too, and has
+    gradients.
+
+    With `remat` a gradient keeps only what goes into each layer, and computes the rest again.
+    """
+
+    def compiled(params, tokens, cfg):
+        return programs_of(model).logits(params, tokens, cfg=cfg)
+
+    return _told_of(model, tokens, remat, compiled, logits)
+
+
+def log_probs(model: Model, tokens: Any, *, remat: bool = False) -> jax.Array:
+    """The log-probability [B, T] of each of tokens [B, T] after those before it, by the softmax of
+    the logits; the first's is 0. Can be traced, `model` too, and has gradients.
+
+    What `score` tells, for texts of one length. The logits of a whole text are never there at once;
+    with `remat` not for a gradient either, which then keeps only what goes into each layer.
+    """
+
+    def pure(params, tokens, **how):
+        return text_log_probs(params, tokens, count=0, **how).raw
+
+    def compiled(params, tokens, cfg):
+        return programs_of(model).log_probs(params, tokens, cfg=cfg, count=0, width=WIDTH).raw
+
+    return _told_of(model, tokens, remat, compiled, pure)
+
+
+def _told_of(model: Model, tokens: Any, remat: bool, compiled: Any, pure: Any) -> jax.Array:
+    """By the compiled function, or where something is traced by the pure one."""
+    tokens = jnp.asarray(tokens)
+    if tokens.ndim != 2 or tokens.size == 0 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+        given = f"tokens of shape {tokens.shape} and type {tokens.dtype}"
+        raise BadValue(f"{given} is not valid: [B, T] integers")
+    check(isinstance(remat, bool), "remat", remat, "True or False")
+    if any(isinstance(array, Tracer) for array in (tokens, *jax.tree.leaves(model.params))):
+        return pure(model.params, tokens, cfg=model.cfg, remat=remat)
+    check_row(np.asarray(tokens).ravel(), "tokens", model)
+    return compiled(model.params, tokens, cfg=model.cfg)
 
 
 def _of_row(model: Model, row: np.ndarray, end: np.ndarray, count: int) -> LogProbs:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.dispatch import with_derivative_of
 from tsjax.typing import Array, Int, Shaped
 
 
@@ -18,14 +19,16 @@ def for_each_row(
     *inputs: Array,
 ) -> Shaped[Array, "B K slots H"]:
     """one(b, buffer) for every batch row b, in place; on a GPU at_once(buffer, *inputs), which is
-    the same by one scatter, as a loop's turn is the host's there."""
+    the same by one scatter, as a loop's turn is the host's there. Derivatives are those of the
+    scatter, as a loop has none."""
     if buffer.shape[0] == 1:
         return one(jnp.int32(0), buffer)
 
     def in_turn(buffer, *_):
         return lax.fori_loop(jnp.int32(0), jnp.int32(buffer.shape[0]), one, buffer)
 
-    return lax.platform_dependent(buffer, *inputs, cuda=at_once, default=in_turn)
+    default = with_derivative_of(at_once, in_turn)
+    return lax.platform_dependent(buffer, *inputs, cuda=at_once, default=default)
 
 
 def write_at_once(
