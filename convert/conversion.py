@@ -9,17 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import math
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import CHAINED, ModelConfig, check
+from tsjax.config import CHAINED
 from tsjax.errors import BadValue
 from tsjax.files import (
     adapters,
@@ -29,18 +24,20 @@ from tsjax.files import (
     tensor_names,
     weight_files,
 )
-from tsjax.files.config_files import config_to_hf, read_stop_ids
-from tsjax.files.gguf_files import is_gguf, read_headers
-from tsjax.files.gguf_tokenizer import special_ids_of
+from tsjax.files.config_files import read_stop_ids
 from tsjax.files.head_files import MEDUSA, MEDUSA_FILE, VLLM_FILE, head_config, named_in
-from tsjax.files.tensor_names import Entry, Tensor
+from tsjax.files.hf_folders import (
+    MAX_SHARD_SIZE,
+    OnTensor,
+    Source,
+    parse_size,
+    tensors_of,
+    write_hf_folder,
+    write_json,
+)
 from tsjax.input_files import read_json
 
-MERGE_HEADS, DROP_HEADS = "merge", "drop"
 HEADS_FILE = "heads.safetensors"
-MAX_SHARD_SIZE = "2GB"
-
-OnTensor = Callable[[str, int], object]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,19 +47,6 @@ class Written:
     path: str
     num_params: int
     num_bytes: int  # of all files in the folder
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A checkpoint of either kind, read one array at a time in the order of the declaration.
-
-    Of a HuggingFace checkpoint each tensor is an array.
-    """
-
-    cfg: ModelConfig
-    stop_ids: tuple[int, ...]
-    folder: str
-    arrays: Iterator[tuple[Entry, np.ndarray]]
 
 
 def open_source(
@@ -92,17 +76,6 @@ def open_source(
     cfg = huggingface.with_heads_of(cfg, adapter)
     arrays = itertools.chain(own, huggingface.read_heads(cfg, adapter))
     return Source(cfg, stop_ids, folder, arrays)
-
-
-def tensors_of(
-    arrays: Iterable[tuple[Entry, np.ndarray]], on_tensor: OnTensor | None
-) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """What the arrays are in a HuggingFace checkpoint."""
-    for entry, array in arrays:
-        if on_tensor is not None:
-            on_tensor(entry.path, array.nbytes)
-        for tensor in entry.tensors:
-            yield tensor, tensor.of(array)
 
 
 def to_tsjax(
@@ -159,38 +132,13 @@ def to_hf(
       max_shard_size: bytes, or a size such as "2GB", of one weight file.
       The others are as for to_tsjax.
     """
-    shard_bytes = parse_size(max_shard_size)
+    parse_size(max_shard_size)  # refused before anything is read
     checkpoint_folders.check_new_folder(dst, "dst", overwrite=overwrite)
     source = open_source(src, dtype=dtype, heads=heads, allow_pickle=allow_pickle)
-    cfg = source.cfg
-    if cfg.is_narrow:
-        theirs = "and a HuggingFace folder of the wide ones would not be the same model"
-        raise BadValue(f"src={os.fspath(src)!r} holds narrow weights, {theirs}")
-    if cfg.num_draft_heads:
-        check(
-            draft_heads in (MERGE_HEADS, DROP_HEADS),
-            "draft_heads",
-            draft_heads,
-            f"the model has {cfg.num_draft_heads} draft heads; {MERGE_HEADS!r} (--merge-heads) or "
-            f"{DROP_HEADS!r} (--drop-heads), or export them alone (--heads-only)",
-        )
-        if draft_heads == DROP_HEADS:
-            cfg = cfg.with_heads(0)
-    config = {**config_to_hf(cfg), **_special_ids(source)}
-    cfg = dataclasses.replace(cfg, drafter=None)  # it has a folder of its own
-    kept = {entry.path for entry in tensor_names.entries(cfg)}
-    arrays = ((entry, array) for entry, array in source.arrays if entry.path in kept)
-    with checkpoint_folders.new_folder(dst, overwrite=overwrite) as folder:
-        named = [tensor for entry in tensor_names.entries(cfg) for tensor in entry.tensors]
-        tensors, item = tensors_of(arrays, on_tensor), jnp.dtype(cfg.dtype).itemsize
-        num_params = _write_shards(folder, named, tensors, shard_bytes, item)
-        for _ in source.arrays:  # those left out; with the last one comes the warning about NaN
-            pass
-        _write_json(os.path.join(folder, "config.json"), config)
-        checkpoint_folders.copy_companions(source.folder, folder)
-        generation = os.path.join(folder, "generation_config.json")
-        if not os.path.exists(generation):
-            _write_json(generation, _special_ids(source))
+    num_params = write_hf_folder(
+        source, dst, f"src={os.fspath(src)!r}", draft_heads=draft_heads,
+        max_shard_size=max_shard_size, overwrite=overwrite, on_tensor=on_tensor,
+    )  # fmt: skip
     return _written(dst, num_params)
 
 
@@ -227,7 +175,7 @@ def export_heads(
     with checkpoint_folders.new_folder(dst, overwrite=overwrite) as folder:
         weight_files.write_safetensors(os.path.join(folder, file), tensors)
         if cfg.head_kind != CHAINED:  # their code reads it
-            _write_json(os.path.join(folder, "config.json"), head_config(layout, cfg))
+            write_json(os.path.join(folder, "config.json"), head_config(layout, cfg))
     return _written(dst, sum(array.size for array in tensors.values()))
 
 
@@ -296,77 +244,10 @@ def _adapter_in(folder: str | os.PathLike) -> str | None:
     return next(filter(os.path.exists, files), None)
 
 
-def parse_size(size: int | str) -> int:
-    """ "500MB", "2GB", "1.5GiB" or a number of bytes -> bytes."""
-    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(size).strip(), re.IGNORECASE)
-    unit = match[2].upper() if match else None
-    number = float(match[1]) * units[unit] if match and unit in units else 0.0
-    check(number >= 1, "max_shard_size", size, 'bytes, or a size such as "500MB" or "2GB"')
-    return int(number)
-
-
 def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     same_kind = a.dtype == b.dtype and a.shape == b.shape
     bits = f"u{a.dtype.itemsize}"
     return same_kind and bool(np.array_equal(a.view(bits), b.view(bits)))
-
-
-def _special_ids(source: Source) -> dict[str, Any]:
-    """The special token ids; written even when unknown, as transformers has defaults of its own."""
-    known: dict[str, Any] = {}
-    if is_gguf(source.folder):
-        known |= special_ids_of(read_headers(source.folder)[0].fields)
-    for name in ("config.json", "generation_config.json"):
-        path = os.path.join(source.folder, name)
-        if os.path.exists(path):
-            known.update(read_json(path))
-    stop = source.stop_ids
-    return {
-        "bos_token_id": known.get("bos_token_id"),
-        "eos_token_id": stop[0] if len(stop) == 1 else list(stop) or None,
-        "pad_token_id": known.get("pad_token_id"),
-    }
-
-
-def _write_shards(
-    folder: str,
-    named: list[Tensor],
-    tensors: Iterator[tuple[Tensor, np.ndarray]],
-    shard_bytes: int,
-    item_bytes: int,
-) -> int:
-    """Writes model.safetensors, or shards with an index; returns the number of parameters."""
-    shards: list[list[Tensor]] = [[]]
-    filled = 0
-    for tensor in named:
-        size = math.prod(tensor.shape) * item_bytes
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += size
-
-    weight_map = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        some = itertools.islice(tensors, len(shard))
-        content = {tensor.key: np.ascontiguousarray(array) for tensor, array in some}
-        name = name if len(shards) > 1 else "model.safetensors"
-        weight_files.write_safetensors(os.path.join(folder, name), content)
-        weight_map.update(dict.fromkeys(content, name))
-    num_params = sum(math.prod(tensor.shape) for tensor in named)
-    if len(shards) > 1:
-        total = num_params * item_bytes
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(os.path.join(folder, "model.safetensors.index.json"), index)
-    return num_params
-
-
-def _write_json(path: str, content: dict[str, Any]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
 
 
 def _written(path: str | os.PathLike, num_params: int) -> Written:

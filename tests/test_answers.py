@@ -191,9 +191,25 @@ def test_weights_of_another_shape_are_refused():
         MODEL.with_params(looping_model(mlp_dim=64).params)
     with pytest.raises(ValueError, match="the same tree"):
         MODEL.with_params(looping_model(num_draft_heads=1).params)
-    halves = jax.tree.map(lambda x: x.astype("float16"), MODEL.params)
-    with pytest.raises(ValueError, match="float32"):
-        MODEL.with_params(halves)
+    with pytest.raises(ValueError, match="int32.*float32"):
+        MODEL.with_params(jax.tree.map(lambda x: x.astype("int32"), MODEL.params))
+
+
+def test_weights_of_another_type_are_cast():
+    other = looping_model(seed=3)
+    halves = jax.tree.map(lambda x: x.astype("float16"), other.params)
+    with pytest.warns(UserWarning, match=r"params.*: float16 is cast to float32"):
+        given = MODEL.with_params(halves)
+    for one, half in zip(*map(jax.tree.leaves, (given.params, halves)), strict=True):
+        assert one.dtype == "float32"
+        np.testing.assert_array_equal(one, half)
+
+
+def test_weights_that_fit_are_not_copied():
+    other = looping_model(seed=3)
+    given = MODEL.with_params(other.params)
+    for one, array in zip(*map(jax.tree.leaves, (given.params, other.params)), strict=True):
+        assert one is array
 
 
 # --- results that keep ---------------------------------------------------------------------------

@@ -28,7 +28,10 @@ else:
                 globals().setdefault(known, getattr(public, known))
             if name in globals():
                 return globals()[name]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from tsjax.habits import OF_PACKAGE
+
+        advice = f": write {OF_PACKAGE[name]}" if name in OF_PACKAGE else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
 
     def __dir__():
         return [*globals(), *__getattr__("__all__")]

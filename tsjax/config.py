@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tsjax.errors import BadType, BadValue, NoSuchFile, NotSupported
-from tsjax.habits import HABITS
+from tsjax.habits import HABITS, HF_NEUTRAL, NEUTRAL
 from tsjax.input_files import parsing, read_json
 
 LONGEST_NGRAM = 64  # of no_repeat_ngram_size
@@ -304,9 +304,9 @@ class GenerationConfig:
     Processors run in HuggingFace's order: repetition penalty, presence and frequency penalty (of
     generated tokens alone, as in vLLM), no_repeat_ngram_size, min_new_tokens, suppress_tokens,
     those of `logits_processor` and, when sampling, temperature, top_k, top_p, min_p,
-    epsilon_cutoff, eta_cutoff. A neutral value
-    switches a processor off, and without do_sample a value of these that is not neutral is refused.
-    Unlike HuggingFace, `top_k` is off by default (theirs is 50).
+    epsilon_cutoff, eta_cutoff. A neutral value switches a processor off, and without do_sample a
+    value of these that is not neutral is refused. None is the default, and temperature=0 is greedy,
+    whatever else of sampling is said. Unlike HuggingFace, `top_k` is off by default (theirs is 50).
     """
 
     max_new_tokens: int = 256
@@ -327,7 +327,7 @@ class GenerationConfig:
     suppress_tokens: tuple[int, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None  # None: the model's own; (): never stop
     stop_strings: tuple[str, ...] = ()
-    seed: int | tuple[int, ...] = 0  # one for all rows, or one per row
+    seed: int | tuple[int, ...] = 0  # one for all rows, or one per row; a jax key gives 32 bits
     num_return_sequences: int = 1  # answers to each prompt
     logprobs: int | None = None  # tell log-probabilities, and those of so many best tokens
     # (min_period, max_period, times): a row ends where its last tokens say the same thing of
@@ -338,13 +338,16 @@ class GenerationConfig:
         # Plain Python values from here on: they are compared, hashed and written to files.
         for name in GENERATION_NAMES:
             value = _plain(getattr(self, name))
-            if name in ("suppress_tokens", "stop_strings") and value is None:
-                value = ()
+            if value is None:
+                value = getattr(type(self), name)
             elif name == "suppress_tokens" and not isinstance(value, tuple):
                 value = (value,)
             elif name == "stop_strings" and isinstance(value, str):
                 value = (value,)
             object.__setattr__(self, name, value)
+        if self.temperature == 0 and not isinstance(self.temperature, bool):  # greedy elsewhere
+            for name, neutral in {"do_sample": False, **SAMPLING_DEFAULTS}.items():
+                object.__setattr__(self, name, neutral)
         shares = ("top_p", "min_p", "epsilon_cutoff", "eta_cutoff")
         may_be_0 = ("min_new_tokens", "top_k", "no_repeat_ngram_size")
         signs = ("presence_penalty", "frequency_penalty")
@@ -362,8 +365,6 @@ class GenerationConfig:
         require(self.repetition_window != 0, "repetition_window", f"{window}; {off}")
         if self.repetition_window is not None:
             check_int(self.repetition_window, "repetition_window", 1)
-        greedy = "for greedy decoding leave it out and do_sample=False"
-        require(self.temperature != 0, "temperature", f"a positive number; {greedy}")
         penalty = "a positive number; 1.0 switches it off"
         require(self.repetition_penalty > 0, "repetition_penalty", penalty)
         require(self.epsilon_cutoff < 1, "epsilon_cutoff", "in [0, 1); 0 is off")
@@ -399,7 +400,7 @@ class GenerationConfig:
 
     def replace(self, **changes: Any) -> GenerationConfig:
         """The same with other values; do_sample=False takes those of sampling back."""
-        refuse_unknown_settings(changes)
+        changes = known_settings(changes)
         if not changes.get("do_sample", True):
             changes = {**SAMPLING_DEFAULTS, **changes}
         return dataclasses.replace(self, **changes)
@@ -413,7 +414,7 @@ class GenerationConfig:
         ignored. So are a file's sampling values where do_sample is off: HuggingFace does not read
         them either.
         """
-        refuse_unknown_settings(changes)
+        changes = known_settings(changes)
         if isinstance(source, Mapping):
             return cls._from_hf_fields(source, changes)
         if hasattr(source, "to_diff_dict"):  # transformers' class
@@ -435,7 +436,7 @@ class GenerationConfig:
         refused = [
             f"{name}={value!r}"
             for name, value in fields.items()
-            if value is not None and value not in _HF_NEUTRAL.get(name, (value,))
+            if value is not None and value not in HF_NEUTRAL.get(name, (value,))
         ]
         if refused:
             raise NotSupported(
@@ -454,12 +455,30 @@ SAMPLING_NAMES = (
 SAMPLING_DEFAULTS = {name: getattr(GenerationConfig, name) for name in SAMPLING_NAMES}
 
 
-def refuse_unknown_settings(names: Iterable[str]) -> None:
-    """A setting that GenerationConfig does not have is an error that says what to write instead."""
-    for name in names:
+def known_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of GenerationConfig, without those of other programs that ask for nothing. Others
+    are an error that says what to write instead."""
+    kept = {name: value for name, value in settings.items() if not _is_neutral(name, value)}
+    for name in kept:
         if name in HABITS:
             raise BadType(f"unknown argument {name!r}: {HABITS[name]}")
-    refuse_unknown(list(names), GENERATION_NAMES, "argument")
+    refuse_unknown(list(kept), GENERATION_NAMES, "argument")
+    return kept
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    if name in GENERATION_NAMES or name not in HABITS:
+        return False
+    return value is None or any(_plain(value) == _plain(one) for one in NEUTRAL.get(name, ()))
+
+
+def config_of(given: Any) -> GenerationConfig | None:
+    """A config as it was given; also one of transformers."""
+    if hasattr(given, "to_diff_dict"):
+        return GenerationConfig.from_hf(given)
+    if given is not None:
+        check_type(given, GenerationConfig, "config", "a tsjax.GenerationConfig, or transformers'")
+    return given
 
 
 def without_unread(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -472,20 +491,11 @@ def without_unread(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in SAMPLING_NAMES}
 
 
-# HuggingFace settings that change the output, with the values that do nothing, beside None.
-_HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), (1,)),
-    "encoder_repetition_penalty": (1,),
-    **dict.fromkeys(("min_length", "token_healing", "penalty_alpha"), (0,)),
-    "encoder_no_repeat_ngram_size": (0,),
-    **dict.fromkeys(("bad_words_ids", "begin_suppress_tokens", "sequence_bias"), ([], {})),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), ()),
-    **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config"), ()),
-    **dict.fromkeys(("top_h", "dola_layers", "constraints", "force_words_ids"), ()),
-}
-
-
 def _plain(value: Any) -> Any:
     """NumPy and JAX scalars and arrays, and lists of them, as Python numbers and tuples."""
+    if "key<" in str(getattr(value, "dtype", "")):  # jax's, as a seed: 32 of its bits
+        from jax import random, vmap
+
+        value = (vmap(random.bits) if value.ndim else random.bits)(value)
     value = value.tolist() if hasattr(value, "tolist") else value
     return tuple(map(_plain, value)) if isinstance(value, list | tuple) else value

@@ -7,6 +7,7 @@ Knows the arrays of Params that they are. Does not know names (head_files.py, dr
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,10 +27,12 @@ from tsjax.model.transformer import ModelWeights, unembedding_rows
 TABLES = ("model.embed", "model.unembed")  # paths of what has a row for each token
 
 
-def open_heads(path: str | os.PathLike, *, allow_pickle: bool = False) -> weight_files.Weights:
+def open_heads(
+    path: str | os.PathLike, *, allow_pickle: bool = False, hub: Mapping[str, Any] | None = None
+) -> weight_files.Weights:
     """The weight files of an adapter, or of a checkpoint with heads in it."""
     if os.path.isdir(path) or not os.path.exists(path):
-        path = weight_files.find_folder(path, allow_pickle=allow_pickle)
+        path = weight_files.find_folder(path, allow_pickle=allow_pickle, hub=hub)
         pickled = os.path.join(path, MEDUSA_PICKLE)
         has_others = any(name.endswith(".safetensors") for name in os.listdir(path))
         path = pickled if os.path.exists(pickled) and not has_others else path

@@ -15,176 +15,74 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import inspect
 import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-import flax.struct
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer
-from jax.sharding import NamedSharding
 
-from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known
-from tsjax.decoding.method import Method
-from tsjax.errors import BadValue
-from tsjax.files import huggingface, tensor_names, weight_files
+from tsjax.config import (
+    CACHES,
+    DTYPES,
+    WEIGHTS,
+    ModelConfig,
+    check,
+    check_int,
+    check_known,
+    refuse_unknown,
+)
+from tsjax.errors import BadType, BadValue
+from tsjax.files import huggingface, lora, tensor_names, weight_files
 from tsjax.files.adapters import add_words, open_heads
 from tsjax.files.checkpoint_folders import DESCRIPTION, copy_companions, new_folder
 from tsjax.files.config_files import read_stop_ids
-from tsjax.files.drafter_files import open_drafter
+from tsjax.files.drafter_files import FoundDrafter, open_drafter
+from tsjax.files.model_in_memory import Model
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tensor_names import Entry
-from tsjax.files.tokenizer import load_tokenizer
+from tsjax.habits import LOADING
 from tsjax.host.line_writer import told_as
 from tsjax.host.telling import Progress, doing
 from tsjax.input_files import parsing, read_json
 from tsjax.model.param_spec import ParamSpec
-from tsjax.model.params import (
-    Params,
-    declare_params,
-    inputs_first,
-    is_spec,
-    join,
-    placement,
-    with_int8_drafts,
-)
-from tsjax.model.sharding import everywhere, held_here, mesh_of, placed, usable_mesh
-from tsjax.model.transformer import ModelWeights
+from tsjax.model.params import declare_params, inputs_first, is_spec, join, placement
+from tsjax.model.sharding import held_here, placed, usable_mesh
 
 FORMAT_VERSION = 2
 SEPARATE_INPUTS_FIRST = 1  # the version of separate q, k, v, gate and up, each [inputs, outputs]
 ARRAYS = "params"
 
 
-class Model(flax.struct.PyTreeNode):
-    """Weights and what they mean.
-
-    Attributes:
-      params: the arrays; everything else is static.
-      stop_ids: tokens that end a text.
-      path: the folder or file it was loaded from; the tokenizer is read from there.
-    """
-
-    params: Params
-    cfg: ModelConfig = flax.struct.field(pytree_node=False)
-    stop_ids: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
-    path: str | None = flax.struct.field(pytree_node=False, default=None)
-
-    @functools.cached_property
-    def tokenizer(self) -> Any:
-        """The tokenizer of the model's folder, loaded once, under the names of transformers.
-
-        What it lacks, transformers has: its error then says how to load that. A FileNotFoundError
-        if there is no tokenizer, a ValueError if it is damaged.
-        """
-        if self.path is None:
-            raise BadValue("this model has no path, so it has no tokenizer; pass token ids")
-        with doing("making the tokenizer"):
-            return load_tokenizer(self.path)
-
-    @functools.cached_property
-    def _with_int8(self) -> Params:
-        with doing("rounding to int8"):
-            return jax.block_until_ready(with_int8_drafts(self.params, self.cfg))
-
-    def params_for(self, method: Method) -> Params:
-        """The arrays that a method's steps take. A copy in int8 is made once and stays until
-        `drop_copies`."""
-        missing = self.params.drafts is None and not self.cfg.is_narrow
-        return self._with_int8 if method.wants_int8 and missing else self.params
-
-    def weights_beside(self, other: Model) -> ModelWeights:
-        """Its weights, without heads, where another model's lie, whole on each device of a mesh."""
-        place = _place_beside(other)
-        weights = self.params.model
-        return weights if place is None else jax.tree.map(lambda x: placed(x, place), weights)
-
-    def bytes_beside(self, other: Model) -> int:
-        """What `weights_beside` copies to each device."""
-        place = _place_beside(other)
-        leaves = jax.tree.leaves(self.params.model)
-        if place is None or all(leaf.sharding == place for leaf in leaves):
-            return 0
-        return sum(leaf.nbytes for leaf in leaves)
-
-    def with_params(self, params: Params) -> Model:
-        """The same model with other weights of the same shapes: no program is compiled anew."""
-        old, new = (jax.tree.structure(one) for one in (self.params, params))
-        if old != new:
-            raise BadValue("params is not valid: the same tree of arrays as model.params")
-        for (path, old), new in zip(
-            jax.tree_util.tree_leaves_with_path(self.params), jax.tree.leaves(params), strict=True
-        ):
-            given = getattr(new, "shape", None), getattr(new, "dtype", None)
-            name = f"params{jax.tree_util.keystr(path)}"
-            check(given == (old.shape, old.dtype), name, given, f"{old.shape} of {old.dtype}")
-        return self.replace(params=jax.tree.map(_where, self.params, params))
-
-    def drop_copies(self) -> None:
-        """Frees the copy in int8; `params_for` makes another one."""
-        vars(self).pop("_with_int8", None)
-
-    def bytes_for(self, method: Method) -> int:
-        """What `params_for` makes on each device, without the scales; 0 if it is there already."""
-        return self.int8_bytes if method.wants_int8 else 0
-
-    @property
-    def int8_bytes(self) -> int:
-        """Of the copy in int8, where one has to be made: a narrow model drafts with itself."""
-        is_there = self.params.drafts is not None or "_with_int8" in vars(self)
-        if is_there or self.cfg.is_narrow:
-            return 0
-        weights, specs = self.params.model, declare_params(self.cfg).model
-        leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(weights), strict=True)
-        found = [leaf for spec, leaf in leaves if spec.inputs]
-        found += [weights.embed] if weights.unembed is None else []
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in found)
-
-    def __repr__(self) -> str:
-        return f"Model({self.num_params:,} parameters, {self.cfg}, path={self.path!r})"
-
-    @property
-    def num_params(self) -> int:
-        """As the wide model has them."""
-        return sum(math.prod(entry.spec.shape) for entry in tensor_names.entries(self.cfg.as_wide))
-
-
-def _where(old: Any, new: Any) -> Any:
-    """An array where another one lies; a traced one as it is."""
-    if isinstance(old, Tracer) or isinstance(new, Tracer):
-        return new
-    new = jax.device_put(new)  # if it is no array of jax
-    return new if new.sharding == old.sharding else jax.device_put(new, old.sharding)
-
-
-def _place_beside(other: Model) -> NamedSharding | None:
-    """None for what lies on one device."""
-    mesh = mesh_of(other.params)
-    return None if mesh is None else everywhere(mesh)
-
-
 def load(
     path: str | os.PathLike,
     *,
-    dtype: str | None = None,
+    dtype: Any = None,
     mesh: jax.sharding.Mesh | None = None,
     weights: str | None = None,
     cache: str | None = None,
     heads: str | os.PathLike | None = None,
     drafter: str | os.PathLike | None = None,
+    adapter: str | os.PathLike | None = None,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
     allow_pickle: bool = False,
     on_tensor: Callable[[str, int], object] | None = None,
     progress: bool | Callable[[Progress], object] = False,
+    **others: Any,
 ) -> Model:
     """Loads a HuggingFace folder (safetensors), a hub id, a GGUF file or a tsjax checkpoint.
 
     Args:
       path: the folder or file, or organisation/name on the hub. Of a GGUF in parts any of them.
-      dtype: one of config.DTYPES; None keeps the checkpoint's own, and of GGUF is bfloat16.
+      dtype: one of config.DTYPES, in words ("bf16" too) or as jax, NumPy or torch have it; None and
+        "auto" keep the checkpoint's own, and of GGUF it is then bfloat16.
       mesh: places every array as sharding.py says; None puts them on the default device.
       weights: how the matrices are held. "float": in `dtype`; "int8" and "int4": rounded in groups
         of 32 inputs, at 4 bits all but the vocabulary's, which has 8; "stored": as the blocks of a
@@ -197,28 +95,71 @@ def load(
         checkpoint; a hub id of a folder.
       drafter: a folder with a one-layer drafter, which replaces that of the checkpoint; a hub id of
         a folder, or EMBEDDED for that of the embedded model.
+      adapter: a folder or hub id with a low-rank adapter of PEFT (LoRA), which is added to the
+        matrices while they are read; there is nothing of it in the model.
+      revision, cache_dir, token, local_files_only: for a hub id, as huggingface_hub takes them;
+        `revision` is the model's alone.
       allow_pickle: reads pickled torch weights (needs torch) where there are no safetensors.
       on_tensor: called with the path and the bytes of every array read from HuggingFace files.
       progress: True tells on stderr what takes long; a function gets each `Progress`.
     """
-    mesh = usable_mesh(mesh)
+    for name in others:
+        if name in LOADING:
+            raise BadType(f"unknown argument {name!r}: {LOADING[name]}")
+    refuse_unknown([*others], LOAD_NAMES, "argument")
+    mesh, dtype = usable_mesh(mesh), dtype_named(dtype)
     if dtype is not None:
         check_dtype(dtype)
     check_known(weights, "weights", WEIGHTS)
     check_known(cache, "cache", CACHES)
+    hub = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
     with told_as(progress), doing("loading"):
-        model = _loaded(path, dtype, mesh, weights, heads, drafter, allow_pickle, on_tensor)
+        of_model = {**hub, "revision": revision}
+        folder = weight_files.find_folder(path, allow_pickle=allow_pickle, hub=of_model)
+        attached = _open_attached(heads, drafter, adapter, allow_pickle, hub)
+        model = _loaded(folder, dtype, mesh, weights, attached, allow_pickle, on_tensor)
         return model.replace(cfg=model.cfg.with_cache(cache))
 
 
-def _loaded(
-    path: str | os.PathLike, dtype: str | None, mesh: jax.sharding.Mesh | None,
-    weights: str | None, heads: str | os.PathLike | None, drafter: str | os.PathLike | None,
-    allow_pickle: bool, on_tensor: Callable | None,
-) -> Model:  # fmt: skip
-    folder = weight_files.find_folder(path, allow_pickle=allow_pickle)
-    attached = open_heads(heads, allow_pickle=allow_pickle) if heads is not None else None
+LOAD_NAMES = tuple(inspect.signature(load).parameters)[:-1]
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "auto": None}
 
+
+def dtype_named(dtype: Any) -> Any:
+    """The name of a type that may come from jax, NumPy or torch; what is no type as it is."""
+    if dtype is None or isinstance(dtype, str):
+        return _SHORT.get(dtype, dtype)
+    if type(dtype).__module__ == "torch":
+        return str(dtype).removeprefix("torch.")
+    try:
+        return jnp.dtype(dtype).name
+    except TypeError:
+        return dtype
+
+
+class _Attached(NamedTuple):
+    """What comes with a model from other places; None for what does not."""
+
+    heads: weight_files.Weights | None
+    drafter: Callable[..., FoundDrafter] | None  # of the model's settings and its embedding
+    adapter: lora.Adapter | None
+
+
+def _open_attached(
+    heads: Any, drafter: Any, adapter: Any, allow_pickle: bool, hub: dict[str, Any]
+) -> _Attached:
+    how: dict[str, Any] = {"allow_pickle": allow_pickle, "hub": hub}
+    return _Attached(
+        None if heads is None else open_heads(heads, **how),
+        None if drafter is None else functools.partial(open_drafter, drafter, **how),
+        None if adapter is None else lora.open_adapter(adapter, hub),
+    )
+
+
+def _loaded(
+    folder: str, dtype: str | None, mesh: jax.sharding.Mesh | None, weights: str | None,
+    attached: _Attached, allow_pickle: bool, on_tensor: Callable | None,
+) -> Model:  # fmt: skip
     arrays: dict[str, jax.Array] = {}
     # Of several processes each reads its own.
     part = None
@@ -237,38 +178,60 @@ def _loaded(
                 if on_tensor is not None:
                     on_tensor(entry.path, nbytes)
 
+    heads, adapter = attached.heads, attached.adapter
     if is_tsjax(folder):
         cfg, stop_ids = read_description(folder)
         cfg = dataclasses.replace(cfg, dtype=dtype or cfg.dtype)
         check_dtype(cfg.dtype)
         wanted = _weights_of_saved(cfg, weights, folder)
         where, version = os.path.join(folder, ARRAYS), read_version(folder)
-        if wanted == cfg:
+        if wanted == cfg and adapter is None:
             found = _read(where, cfg, mesh, version)
             with doing("loading", _bytes_of(cfg), "bytes"):  # all at once, so nothing is counted
                 arrays |= {entry.path: array for entry, array in found}
         else:
-            wide, cfg = _read(where, cfg, None, version, by_layer=True), wanted
+            wide = _read(where, cfg, None, version, by_layer=True)
+            if adapter is not None:
+                lora.refuse_beside_blocks(weights, cfg.is_narrow)
+                lora.check_fits(adapter, _shapes_of(cfg), repr(folder))
+                wide = lora.add_to_arrays(wide, adapter)
+            cfg = wanted
             place(tensor_names.rounded_arrays(cfg, wide), cfg, _bytes_of(cfg))
     else:
         cfg, stored = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
+        if adapter is not None:
+            lora.refuse_beside_blocks(weights, False)
+            stored = lora.with_adapter(stored, adapter, repr(folder))
         cfg = tensor_names.with_weights(cfg, weights, stored, folder)
         stop_ids = read_stop_ids(folder)
-        own = cfg.with_heads(0) if attached else cfg
+        own = cfg.with_heads(0) if heads else cfg
         place(huggingface.read_model(own, stored, part=part), own, _bytes_of(own))
-    if attached:
-        cfg = huggingface.with_heads_of(cfg, attached)
+    if heads:
+        cfg = huggingface.with_heads_of(cfg, heads)
         heads_alone = _bytes_of(cfg) - _bytes_of(cfg.with_heads(0))
-        place(huggingface.read_heads(cfg, attached, part=part), cfg, heads_alone)
-    if drafter is not None:
-        found = open_drafter(drafter, cfg, embed=arrays["model.embed"], allow_pickle=allow_pickle)
+        place(huggingface.read_heads(cfg, heads, part=part), cfg, heads_alone)
+    if attached.drafter is not None:
+        found = attached.drafter(cfg, embed=arrays["model.embed"])
         cfg = dataclasses.replace(cfg, drafter=found.shape)
         place(huggingface.read_drafter(cfg, found.tensors, part=part), cfg, _bytes_of_drafter(cfg))
         add_words(arrays, cfg, found.words, mesh)
+    return assembled(arrays, cfg, stop_ids, folder)
+
+
+def assembled(
+    arrays: Mapping[str, jax.Array], cfg: ModelConfig, stop_ids: tuple[int, ...], path: str | None
+) -> Model:
+    """A model of arrays by their paths in Params."""
     treedef = jax.tree.structure(declare_params(cfg), is_leaf=is_spec)
     params = treedef.unflatten(arrays[entry.path] for entry in tensor_names.entries(cfg))
-    return Model(params, cfg=cfg, stop_ids=stop_ids, path=folder)
+    return Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
+
+
+def _shapes_of(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of HuggingFace's tensors."""
+    tensors = (tensor for entry in tensor_names.entries(cfg) for tensor in entry.tensors)
+    return {tensor.key: tensor.shape for tensor in tensors}
 
 
 def _weights_of_saved(cfg: ModelConfig, weights: str | None, folder: str) -> ModelConfig:

@@ -145,13 +145,18 @@ def read_stop_ids(folder: str) -> tuple[int, ...]:
             return stop_ids_of(read_headers(folder)[0].fields)
     for name in ("generation_config.json", "config.json"):
         path = os.path.join(folder, name)
-        ids = read_json(path).get("eos_token_id") if os.path.exists(path) else None
-        if ids is not None:
-            ids = tuple(ids) if isinstance(ids, list) else (ids,)
-            for value in ids:
-                check_int(value, f"eos_token_id in {path!r}", 0)
+        ids = stop_ids_in(read_json(path), repr(path)) if os.path.exists(path) else ()
+        if ids:
             return ids
     return ()
+
+
+def stop_ids_in(raw: Mapping[str, Any], place: str) -> tuple[int, ...]:
+    ids = raw.get("eos_token_id")
+    ids = tuple(ids) if isinstance(ids, list | tuple) else () if ids is None else (ids,)
+    for value in ids:
+        check_int(value, f"eos_token_id in {place}", 0)
+    return ids
 
 
 def _family(raw: Mapping[str, Any]) -> str:

@@ -77,10 +77,11 @@ def open_drafter(
     *,
     embed: jax.Array | None = None,
     allow_pickle: bool = False,
+    hub: Mapping[str, Any] | None = None,
 ) -> FoundDrafter:
     """The drafter in a folder, for a model of that shape. Of its weights nothing is read yet, but
     embeddings in the file are compared with `embed`, the model's; without it they are refused."""
-    folder = find_folder(path, allow_pickle=allow_pickle, argument="drafter")
+    folder = find_folder(path, allow_pickle=allow_pickle, argument="drafter", hub=hub)
     if os.fspath(path) == EMBEDDED:
         folder = os.path.join(folder, OF_EMBEDDED)
     wrong = f"drafter={os.fspath(path)!r} is not valid"

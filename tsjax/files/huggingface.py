@@ -54,6 +54,8 @@ def open_checkpoint(
     if not os.path.exists(path):
         names = sorted(os.listdir(folder))
         advice = "; of a GGUF file give the path of one" if any(map(is_gguf, names)) else ""
+        if "adapter_config.json" in names:
+            advice = "; it is an adapter: give the path of its model, and adapter= this folder"
         raise NoSuchFile(
             f"{folder!r} has neither a config.json (HuggingFace) nor a tsjax.json (tsjax); it has "
             f"{', '.join(listed(names)) or 'nothing'}{advice}"

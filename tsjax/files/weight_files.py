@@ -282,11 +282,12 @@ def embedded_folder() -> str:
 
 
 def find_folder(
-    path: str | os.PathLike, *, allow_pickle: bool = False, argument: str = "path"
-) -> str:
+    path: str | os.PathLike, *, allow_pickle: bool = False, argument: str = "path",
+    hub: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
     """A folder or a GGUF file as it is, or the local snapshot of a hub id, downloaded if need be.
 
-    EMBEDDED names the model that comes with this package.
+    EMBEDDED names the model that comes with this package; `hub` is for huggingface_hub.
     """
     name = os.fspath(path)
     if name == EMBEDDED:
@@ -311,6 +312,7 @@ def find_folder(
             name,
             allow_patterns=patterns + ["*.bin", "medusa_lm_head.pt"] * allow_pickle,
             ignore_patterns=["*/*", "consolidated*"],  # second copies of the weights
+            **(hub or {}),
         )
     except (OSError, ValueError) as error:  # huggingface_hub's errors derive from these
         first = [*str(error).strip().splitlines(), type(error).__name__][0]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int, check_type, refuse_unknown_settings
+from tsjax.config import GenerationConfig, check, check_int, check_type, config_of, known_settings
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
@@ -71,13 +71,10 @@ def make_request(
     refuse_tracing(model, prompt)
     check_shared(model.params)
     prompt, settings = prompt_of(model, prompt, settings)
-    refuse_unknown_settings(settings)
+    settings, config = known_settings(settings), config_of(config)
     lazy = _resolve_prefill(prefill)
     if prefill_width is not None:
         check_int(prefill_width, "prefill_width", 1)
-    if config is not None:
-        wanted = "a tsjax.GenerationConfig; for a HuggingFace one use GenerationConfig.from_hf"
-        check_type(config, GenerationConfig, "config", wanted)
     run, of_run = None, ""
     if resume_from is None:
         texts = _fresh(model, prompt, config, settings)
