@@ -6,13 +6,16 @@
 
 # ruff: noqa: I001
 # Models
-from tsjax.files.checkpoint import load, save, Model
+from tsjax.files.checkpoint import load, save
+from tsjax.files.model_in_memory import Model
+from tsjax.files.hf_dicts import from_hf, to_hf, save_hf
+from tsjax.host.nnx_view import as_nnx
 from tsjax.files.weight_files import EMBEDDED
 from tsjax.config import ModelConfig, RopeConfig
 from tsjax.files.presets import model_preset
 
 # Generation
-from tsjax.host.generation import generate, stream, forward
+from tsjax.host.generation import generate, stream
 from tsjax.config import GenerationConfig
 from tsjax.files.presets import preset
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
@@ -23,9 +26,13 @@ from tsjax.errors import TsjaxError
 # Penalties and processors of your own
 from tsjax.decoding.processors import LogitsProcessor, token_bias, bad_words, allowed_tokens
 
-# Log-probabilities
+# Texts that are given, with gradients
+from tsjax.host.scoring import forward, log_probs, score, Scored
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.host.scoring import score, Scored
+
+# Reinforcement learning: sampled answers as arrays
+from tsjax.host.rollouts import rollout, Rollout, FINISH_REASONS
+from tsjax.host.tunix import TunixSampler
 
 # Chats, texts that are read once, many prompts
 from tsjax.host.conversation import Conversation
@@ -81,11 +88,13 @@ from tsjax.decoding.blocks import sample, verify, Verified, token_noise, warped_
 from tsjax.host.compilation import enable_compilation_cache
 
 __all__ = [  # noqa: RUF022
-    "load", "save", "Model", "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
-    "generate", "stream", "forward", "GenerationConfig", "preset",
+    "load", "save", "Model", "from_hf", "to_hf", "save_hf", "as_nnx",
+    "EMBEDDED", "ModelConfig", "RopeConfig", "model_preset",
+    "generate", "stream", "GenerationConfig", "preset",
     "GenerationResult", "RunStats", "StreamChunk", "Progress", "Interrupted", "TsjaxError",
     "LogitsProcessor", "token_bias", "bad_words", "allowed_tokens",
-    "LogProbs", "score", "Scored",
+    "forward", "log_probs", "score", "Scored", "LogProbs",
+    "rollout", "Rollout", "FINISH_REASONS", "TunixSampler",
     "Conversation", "read", "Prefix", "generate_many", "Answer",
     "Autoregressive", "NGram", "TokenSwift", "Medusa", "tree_from_accuracy", "LikelyTree", "Auto",
     "MagicDec", "DraftModel", "TriForce",

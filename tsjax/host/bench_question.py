@@ -66,6 +66,9 @@ class Question:
     cache: str | None = None
     text: str | None = None
     draft_model: str | None = None
+    heads: str | None = None
+    drafter: str | None = None
+    adapter: str | None = None
     exceed_max_positions: bool = False
     peers: bool = True
     peer_tokens: int = PEER_TOKENS
@@ -112,7 +115,9 @@ class Question:
             check(self.model in names, "model", self.model, only)
             check(self.text is None, "--text", self.text, "left out, as a preset has no tokenizer")
             alone = "left out, as drafts are simulated"
-            check(self.draft_model is None, "--draft-model", self.draft_model, alone)
+            for name in ("draft_model", "heads", "drafter", "adapter"):
+                given = getattr(self, name)
+                check(given is None, f"--{name.replace('_', '-')}", given, alone)
 
 
 class Prepared(NamedTuple):
@@ -157,12 +162,14 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
         why = "the weights are random ones in memory"
     else:
         how: Any = {"dtype": question.dtype, "weights": question.weights}
-        model = load(question.model, cache=question.cache, mesh=mesh, **how)
+        attached = {name: getattr(question, name) for name in ("heads", "drafter", "adapter")}
+        model = load(question.model, cache=question.cache, mesh=mesh, **how, **attached)
         if question.draft_model is not None:
             second = load(question.draft_model, **how)
         _check_methods(methods, model.cfg)
         ids, text = _beginning(question, model, longest)
         why = peers.why_not(model.path) if mesh is None else "it runs on no mesh"
+        why = why if question.adapter is None else "it would run without the adapter"
     for length in question.lengths:
         prompt = np.resize(ids, length)  # its length is what counts
         for setting in question.settings:

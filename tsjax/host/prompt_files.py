@@ -18,11 +18,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tsjax.config import GenerationConfig, check
-from tsjax.errors import BadValue, NoSuchFile
+from tsjax.errors import BadValue, NoSuchFile, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.locked_files import is_still, lock
 from tsjax.files.whole_files import check_place, replacing
+from tsjax.host.batch_lines import answer_to, asked_by, is_batch_line
 from tsjax.host.many import TEXTS, Answer, generate_many
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.result import log_probs_to_dict
@@ -87,20 +88,40 @@ class Answering:
         return Done(len(self._lines), self._before, failed, self._tokens)
 
     def __iter__(self) -> Iterator[Answer]:
-        texts = (_prompt_of(self._lines[number]) for number in self._todo)
         with self._file as file:
-            answers = generate_many(self._model, texts, config=self._config, **self._arguments)
-            for answer in answers:
-                number = self._todo[answer.index]
-                _append(file, json.dumps(self._entry(number, answer)).encode() + b"\n")
-                self._tokens += len(answer.tokens)
-                if answer.error is not None:
-                    self._failed.append(number)
-                yield answer
+            for numbers, prompts, config in self._alike():
+                answers = generate_many(self._model, prompts, config=config, **self._arguments)
+                for answer in answers:
+                    number = numbers[answer.index]
+                    _append(file, json.dumps(self._entry(number, answer)).encode() + b"\n")
+                    self._tokens += len(answer.tokens)
+                    if answer.error is not None:
+                        self._failed.append(number)
+                    yield answer
+
+    def _alike(self) -> Iterator[tuple[list[int], list[Any], GenerationConfig]]:
+        """The lines that wait, those with the same settings together: all but those of OpenAI's
+        batches have the command's."""
+        groups: dict[GenerationConfig, tuple[list[int], list[Any]]] = {}
+        for number in self._todo:
+            config = self._config
+            prompt, settings = _prompt_of(self._lines[number])
+            try:
+                config = config.replace(**settings)
+            except (TsjaxError, TypeError, ValueError) as error:
+                prompt = error
+            numbers, prompts = groups.setdefault(config, ([], []))
+            numbers.append(number)
+            prompts.append(prompt)
+        for config, (numbers, prompts) in groups.items():
+            yield numbers, prompts, config
 
     def _entry(self, number: int, answer: Answer) -> dict[str, Any]:
         text = self._lines[number]
         begun = {"line": number, "of": _digest(text), "run": self._run, **_name_of(text)}
+        entry = _entry_of(text)
+        if is_batch_line(entry):
+            return begun | answer_to(entry, answer, tokenizer_of(self._model))
         if answer.error is not None:
             return {**begun, "error": str(answer.error)}
         told = answer.logprobs
@@ -156,7 +177,7 @@ class Answering:
             number, of, run = entry["line"], entry["of"], entry["run"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise self._not_ours(index) from error
-        if "error" in entry:
+        if entry.get("error") is not None:
             return None
         if not isinstance(number, int) or of != _digest(self._lines.get(number)):
             raise BadValue(
@@ -217,16 +238,22 @@ def _entry_of(line: str) -> Any:
         return BadValue(f"no JSON: {error}")
 
 
-def _prompt_of(line: str) -> Any:
-    """What `generate_many` takes, or the error that the line is."""
+def _prompt_of(line: str) -> tuple[Any, dict[str, Any]]:
+    """What `generate_many` takes, or the error that the line is; and settings of its own."""
     entry = _entry_of(line)
     if isinstance(entry, BadValue):
-        return entry
+        return entry, {}
     if isinstance(entry, str):
-        return {"prompt": entry}
+        return {"prompt": entry}, {}
     if not isinstance(entry, Mapping):
-        return BadValue(f"{line:.80} is not valid: an object with {', '.join(TEXTS)}, or a text")
-    return {name: value for name, value in entry.items() if name != "id"}
+        wanted = f"an object with {', '.join(TEXTS)}, a line of an OpenAI batch, or a text"
+        return BadValue(f"{line:.80} is not valid: {wanted}"), {}
+    if is_batch_line(entry):
+        try:
+            return asked_by(entry)
+        except TsjaxError as error:
+            return error, {}
+    return {name: value for name, value in entry.items() if name != "id"}, {}
 
 
 def _name_of(line: str) -> dict[str, Any]:

@@ -101,6 +101,11 @@ class GenerationResult:
     prefix: Any = None
     _facts: Callable[[], dict[str, Any]] = dict
 
+    @property
+    def prompts(self) -> list[np.ndarray]:
+        """The token ids of each row's prompt."""
+        return self._prompts
+
     def __getstate__(self) -> dict[str, Any]:
         """What can leave the process: the text and the facts, as they are told now, in place of the
         tokenizer and the model."""
