@@ -23,7 +23,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURED = re.compile(r"\x1b\[\d+m[^\x1b]*\x1b\[0m")
 MIXED = [
     ("Once upon a time, ", OWN),
-    ("there was ", "heads"),
+    ("there was ", "model"),
     ("日本語 の文 ", "ngrams"),
     ("e\u0301tude 😀😀\n\nextraordinarilylongwordwithoutspaces", "suffix"),
     (" end", OWN),
@@ -43,7 +43,7 @@ def stats(new: int, steps: int, **changes) -> tsjax.RunStats:
 DRAFTS = {
     "drafted": 80,
     "accepted_lengths": (0, 0, 10),
-    "accepted_by_source": {"heads": 15, "ngrams": 5, "suffix": 2},
+    "accepted_by_source": {"model": 15, "ngrams": 5, "suffix": 2},
 }
 
 
@@ -72,15 +72,15 @@ def test_no_line_is_too_wide_and_no_letter_is_lost(width):
     assert "".join(text_of(lines)).replace(" ", "") == re.sub(r"\s", "", whole)
     assert text_of(wrap([("the old house", OWN)], 9)) == ["the old ", "house"]
     assert text_of(wrap([("a\n\nb", OWN)], 9)) == ["a", "", "b"]
-    assert wrap([("e", "heads"), ("\u0301", "suffix")], 9) == [[("e\u0301", "heads")]]
+    assert wrap([("e", "model"), ("\u0301", "suffix")], 9) == [[("e\u0301", "model")]]
 
 
 def test_each_token_has_the_colour_of_its_source():
-    line = [("a", OWN), ("b", "heads"), ("c", "heads"), ("d", "suffix")]
+    line = [("a", OWN), ("b", "model"), ("c", "model"), ("d", "suffix")]
     assert paint(line, True) == "a\x1b[32mbc\x1b[0m\x1b[36md\x1b[0m"
     assert paint(line, False) == "abcd"
     assert [demo.source_of(mask) for mask in range(8)] == [
-        OWN, "heads", "ngrams", "heads", "suffix", "heads", "ngrams", "heads",
+        OWN, "model", "ngrams", "model", "suffix", "model", "ngrams", "model",
     ]  # fmt: skip
     assert set(demo.COLOURS) == set(demo.NAMES) == set(tsjax.SOURCES)
     assert demo.printable("a\x1b[31mb\tc\r\n\u202ed\u200d\x9b") == "a[31mb c\nd"

@@ -142,8 +142,8 @@ def named(sources) -> set[str]:
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ({"suffix_match": 3, "suffix_alone": 4}, {"heads", "suffix"}),
-        ({"suffix_match": 4}, {"heads"}),
+        ({"suffix_match": 3, "suffix_alone": 4}, {"model", "suffix"}),
+        ({"suffix_match": 4}, {"model"}),
         ({"suffix_alone": 3}, {"suffix"}),
     ],
 )
@@ -169,4 +169,4 @@ def test_rows_of_a_batch_draft_repetitions_alone_one_by_one():
     (first, second), _ = drafted(model, method, [REPEATED, [1, 2, 3, 4, 5, 6, 7, 8]])
     assert len(first) == 1 + max(4 + 2 * 3, 5)  # never both in one row
     assert named(first) == {"suffix"}
-    assert "heads" in named(second) and "suffix" not in named(second)
+    assert "model" in named(second) and "suffix" not in named(second)

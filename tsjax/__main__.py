@@ -41,11 +41,23 @@ KNOWN_COMMANDS = {
 }
 
 
+# Those whose first word is a checkpoint.
+WITH_MODEL = ("generate", "read", "chat", "train-heads", "train-drafter", "bench")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = sys.argv[1:] if argv is None else list(argv)
+    argv = _model_first(sys.argv[1:] if argv is None else list(argv))
     # To read the flags takes jax, which is worth a line.
     with contextlib.nullcontext() if "--quiet" in argv else told_on_stderr():
         return _done(argv)
+
+
+def _model_first(argv: list[str]) -> list[str]:
+    """With what llama.cpp calls -m where the checkpoint stands here."""
+    if argv[:1] and argv[0] in WITH_MODEL and "-m" in argv[:-1]:
+        place = argv.index("-m")
+        return [argv[0], argv[place + 1], *argv[1:place], *argv[place + 2 :]]
+    return argv
 
 
 def _done(argv: list[str]) -> int:
@@ -56,6 +68,10 @@ def _done(argv: list[str]) -> int:
 
     if unknown:
         args.parser.error(_unknown_arguments(args, unknown))
+    if getattr(args, "prompt_text", None) is not None:
+        if args.prompt is not None:
+            args.parser.error("give the prompt once: as an argument, or with -p")
+        args.prompt = args.prompt_text
     try:
         if "compilation_cache" in args:
             keep_programs_as_asked(args)

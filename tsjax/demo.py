@@ -49,8 +49,8 @@ PROMPT = "Once upon a time"
 TOKENS = 2000
 
 # What each of tsjax.SOURCES is called here, and its colour: green, yellow, cyan.
-NAMES = {"heads": "model", "ngrams": "n-grams", "suffix": "suffix"}
-COLOURS = {"heads": "32", "ngrams": "33", "suffix": "36"}
+NAMES = {"model": "model", "ngrams": "n-grams", "suffix": "suffix"}
+COLOURS = {"model": "32", "ngrams": "33", "suffix": "36"}
 OWN = ""  # a token that nobody drafted
 BETWEEN = " | "
 # A warm-up's chunks of steps with one method: the loop is entered from what came before, and from

@@ -54,7 +54,13 @@ SETTING_HELP = {
     "for near-ties)",
 }
 MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
-DRAFTER_HELP = "a folder with a one-layer drafter of the model: tsjax train-drafter makes one"
+# What comes with a model from other places.
+ATTACHED = {
+    "heads": "draft heads of the model, TokenSwift's or Medusa's: a folder, file or hub id; tsjax "
+    "train-heads makes some",
+    "drafter": "a folder with a one-layer drafter of the model: tsjax train-drafter makes one",
+    "adapter": "a folder or hub id with a low-rank adapter of PEFT, added to the model's matrices",
+}
 PREFIX_HELP = "a file that tsjax read wrote: what the prompt begins with of it is not read again"
 MOST_SHOWN = 5
 
@@ -123,8 +129,22 @@ def held_of(args: argparse.Namespace) -> dict[str, Any]:
     return given_of(args, ("weights", "cache"))
 
 
+def add_attached(parser: argparse.ArgumentParser, names: Sequence[str] = tuple(ATTACHED)) -> None:
+    for name in names:
+        add(parser, f"--{name} {'DIR' if name == 'drafter' else 'PATH'}", ATTACHED[name])
+
+
+def load_model(args: argparse.Namespace, mesh: Any = None) -> tsjax.Model:
+    """The model of the command's flags, with its numbers held and with what is attached as these
+    say."""
+    attached = [name for name in ATTACHED if name in args]
+    more = {**held_of(args), **given_of(args, attached)}
+    return tsjax.load(args.model, dtype=args.dtype, mesh=mesh, **more)
+
+
 def add_prompt(parser: argparse.ArgumentParser, text: str) -> None:
     add(parser, "prompt", f"{text}; - reads stdin", nargs="?")
+    add(parser, "-p TEXT", "the prompt, as llama.cpp has it", dest="prompt_text")
     add(parser, "--prompt-file FILE", "read the prompt from a file")
     add(parser, "--ids ID,ID,...", "the prompt as token ids")
 
@@ -188,7 +208,8 @@ def add_settings(parser: argparse.ArgumentParser, elsewhere: Sequence[str] = ())
             kind = float if isinstance(field.default, float) else int
             is_told = field.default is not None and field.name not in elsewhere
             default = f" (default: {field.default})" if is_told else ""
-            add(group, f"{flag} N", text + default, type=kind)
+            names = ("-n", flag) if field.name == "max_new_tokens" else (flag,)
+            group.add_argument(*names, metavar="N", help=text + default, type=kind)
 
 
 def given_of(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:

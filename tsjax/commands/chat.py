@@ -54,7 +54,7 @@ def add_chat(commands: Any) -> None:
     cli.add(parser, "--prefix FILE", text)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
-    cli.add(parser, "--drafter DIR", cli.DRAFTER_HELP)
+    cli.add_attached(parser)
     text = "how to decode; the text is the same"
     cli.add(parser, "--method", text, choices=sorted(METHODS), default="auto")
     text = "fields of the method"
@@ -76,8 +76,7 @@ def _chat(args: argparse.Namespace) -> int:
     check_for_chat(given)
     if args.prefix is not None:
         open_prefix(args.prefix)
-    held = cli.held_of(args)
-    model = tsjax.load(args.model, dtype=args.dtype, drafter=args.drafter, **held)
+    model = cli.load_model(args)
     settings = settings_for_chat(model.path, given)
     how = {"method": cli.with_options(method, args.method_options), **settings}
     how["exceed_max_positions"] = args.exceed_max_positions

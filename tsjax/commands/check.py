@@ -31,6 +31,7 @@ def add_check(commands: Any) -> None:
     cli.add(parser, "saved", "a file that --save-to wrote", metavar="RUN")
     cli.add(parser, "--model PATH", "the model, if it is not where it was")
     cli.add(parser, "--dtype", "the run's, which is the default", choices=DTYPES)
+    cli.add_attached(parser, ("adapter",))
     cli.add_switch(parser, "--progress", "progress bar on stderr")
     cli.add_switch(parser, "--json", "print one JSON document")
     cli.add_compilation_cache(parser)
@@ -42,7 +43,8 @@ def _check(args: argparse.Namespace) -> int:
     if path is None:
         raise BadValue(f"run={args.saved!r} does not say where its model is: give --model PATH")
     check(args.dtype in (None, dtype), "--dtype", args.dtype, f"the run's, {dtype}")
-    model = tsjax.load(path, dtype=dtype, weights=saved.weights, cache=saved.cache)
+    how = {"weights": saved.weights, "cache": saved.cache, "adapter": args.adapter}
+    model = tsjax.load(path, dtype=dtype, **how)
     found = tsjax.check_run(model, args.saved, progress=args.progress)
     below = {f"{lead:g}": found.num_below(lead) for lead in LEADS}
     nearest, names = found.nearest(cli.MOST_SHOWN), ("row", "index", "lead")

@@ -64,7 +64,7 @@ def add_generate(commands: Any) -> None:
     cli.add(parser, "--corpus FILE", text, nargs="+")
     text = "a smaller model of the same vocabulary that drafts, by draft_model or triforce"
     cli.add(parser, "--draft-model PATH", text)
-    cli.add(parser, "--drafter DIR", cli.DRAFTER_HELP)
+    cli.add_attached(parser)
     text = (
         "lazy: compute a part of the prompt only, for the first token to come sooner; this changes "
         "the text; by default full, or that of the run that is resumed"
@@ -187,8 +187,7 @@ def _generated(
     args: argparse.Namespace, prompt: Any, messages: Any, settings: dict[str, Any],
     config: Any, method: Any, prefill: Any,
 ) -> int:  # fmt: skip
-    more = {"drafter": args.drafter, **cli.held_of(args)}
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh), **more)
+    model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))
     # A text needs it; ids are printed as they are without one.
     has_text = isinstance(prompt, str) or messages is not None
     tokenizer = model.tokenizer if has_text else tokenizer_of(model)
@@ -258,8 +257,7 @@ def _generate_many(args: argparse.Namespace) -> int:
     method = cli.named_method(args.method or "autoregressive", args.method_options)
     method = cli.with_options(method, args.method_options)
     check_place(args.out, "--out")
-    more = {"drafter": args.drafter, **cli.held_of(args)}
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=cli.mesh_of_sizes(args.mesh), **more)
+    model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))
     rows = cli.given_of(args, ("rows",))
     more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
     answering = Answering(model, args.prompts, args.out, config, **more)

@@ -94,6 +94,7 @@ def add_bench(commands: Any) -> None:
     cli.add(parser, "--settings NAME", f"{' and '.join(SETTINGS)} by default", nargs="+")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
+    cli.add_attached(parser)
     text = "prompts are its beginning; by default the model writes a text"
     cli.add(parser, "--text FILE", text)
     cli.add(parser, "--draft-model PATH", "a smaller checkpoint, for draft_model and triforce")
@@ -115,7 +116,7 @@ def add_bench(commands: Any) -> None:
 
 def _bench(args: argparse.Namespace) -> int:
     names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
-    names += ("draft_model", "warm_up", "peer_tokens")
+    names += ("draft_model", "warm_up", "peer_tokens", *cli.ATTACHED)
     lists: Any = {
         name: tuple(x) for name, x in cli.given_of(args, ("methods", "lengths", "settings")).items()
     }

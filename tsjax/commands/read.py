@@ -39,6 +39,7 @@ def add_read(commands: Any) -> None:
     cli.add(parser, "--prefix FILE", cli.PREFIX_HELP)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
+    cli.add_attached(parser, ("adapter",))
     cli.add(parser, "--prefill-width N", "tokens in a pass", type=int)
     cli.add_mesh(parser)
     cli.add_switch(
@@ -61,7 +62,7 @@ def _read(args: argparse.Namespace) -> int:
     alone = "left out: one process writes the file"
     check(not args.distributed, "--distributed", True, alone)
     mesh = cli.mesh_of_sizes(args.mesh)
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=mesh, **cli.held_of(args))
+    model = cli.load_model(args, mesh)
     more |= cli.given_of(args, ("prefix", "prefill_width"))
     begun = time.perf_counter()
     read = tsjax.read(model, prompt, exceed_max_positions=args.exceed_max_positions, **more)

@@ -62,6 +62,7 @@ def add_train_drafter(commands: Any) -> None:
     cli.add(parser, "--save-every STEPS", "steps between checkpoints", default=100)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
+    cli.add_attached(parser, ("adapter",))
     cli.add_mesh(parser)
     cli.add_compilation_cache(parser)
     group = parser.add_argument_group("how the text is drawn, as the drafter is to be used")
@@ -92,7 +93,7 @@ def _train_drafter(args: argparse.Namespace) -> int:
 
 def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
     mesh = cli.mesh_of_sizes(args.mesh)
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=mesh, **cli.held_of(args))
+    model = cli.load_model(args, mesh)
     shape = dataclasses.replace(shape_for(model.cfg), **cli.given_of(args, ("words", "mlp_dim")))
     names = ("save_to", "minutes", "resume", "data", "prompts", "tokens", "cache_hidden",
              "evaluate_every", "save_every")  # fmt: skip

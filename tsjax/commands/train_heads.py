@@ -68,6 +68,7 @@ def add_train_heads(commands: Any) -> None:
     cli.add_switch(parser, "--cache-hidden", "keep the model's hidden states in host memory")
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
+    cli.add_attached(parser, ("adapter",))
     cli.add_mesh(parser)
     text = "the paper's settings for a model, which other flags override: "
     text += ", ".join(training_preset_names())
@@ -101,7 +102,7 @@ def _train_heads(args: argparse.Namespace) -> int:
 
 def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: Any) -> int:
     mesh = cli.mesh_of_sizes(args.mesh)
-    model = tsjax.load(args.model, dtype=args.dtype, mesh=mesh, **cli.held_of(args))
+    model = cli.load_model(args, mesh)
     names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
     trained = tsjax.train_heads(
         model,

@@ -15,8 +15,9 @@ from jax import lax
 
 from tsjax.typing import Array, Bool, Float, Int
 
-# What drafts a token, for the methods of this package; "heads" includes the model itself.
-SOURCES = ("heads", "ngrams", "suffix")
+# What drafts a token, for the methods of this package. "model" is the model itself: its heads, its
+# passes on a small cache, its drafter, or a second one.
+SOURCES = ("model", "ngrams", "suffix")
 NO_NODE = -1
 
 

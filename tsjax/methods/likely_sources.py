@@ -163,7 +163,7 @@ def as_chain(found: list[Candidates], kinds: list[Int[Array, "B best_of"]]) -> P
         ends = jnp.arange(passes)[None] > depth
         path = of_best.at[:, depth].set(kinds[depth][:, rank_number])
         all_kinds.append(jnp.where(ends, NO_DRAFT, path))
-    return of_kinds(jnp.stack(tokens, axis=1), jnp.stack(all_kinds, axis=1), "heads")
+    return of_kinds(jnp.stack(tokens, axis=1), jnp.stack(all_kinds, axis=1), "model")
 
 
 def grid(number: int) -> list[tuple[int, ...]]:
@@ -194,4 +194,4 @@ def heads_after(chain: Paths, ranked: list[Candidates]) -> Paths:
 
     assert chain.kinds is not None
     tokens, kinds = from_heads(ranked)
-    return of_kinds(joined(chain.tokens, tokens), joined(chain.kinds, kinds), "heads")
+    return of_kinds(joined(chain.tokens, tokens), joined(chain.kinds, kinds), "model")

@@ -403,7 +403,7 @@ class LikelyTree(OnPartialCache):
         drafter = Drafter(model, weights, params.heads[:number], state, CHILDREN)
         ranked = drafter.by_heads(state.memory.hidden, state.root[:, None], noise)
         tokens, kinds = from_heads(ranked)
-        return of_kinds(tokens, kinds, "heads")
+        return of_kinds(tokens, kinds, "model")
 
     # --- learning --------------------------------------------------------------------------------
 

@@ -320,7 +320,7 @@ def tree_of(ranked: list[Candidates], nodes: tuple[Path, ...]) -> Paths:
         tokens.append(jnp.stack(row, axis=1))
         # A path ends before its first token that truncation has removed.
         lengths.append(jnp.sum(jnp.cumprod(jnp.stack(possible, 1), 1), 1, dtype=jnp.int32))
-    return Paths(jnp.stack(tokens, axis=1), jnp.stack(lengths, axis=1), "heads")
+    return Paths(jnp.stack(tokens, axis=1), jnp.stack(lengths, axis=1), "model")
 
 
 def tree_paths(tree: Any) -> tuple[Path, ...]:

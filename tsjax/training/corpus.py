@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from tsjax.input_files import listed, parsing, require_file
 
 TEXT_SUFFIXES = (".txt", ".text")
 TOKEN_SUFFIXES = (".npy", ".bin")
+LINES_SUFFIX = ".jsonl"  # each line a document; only where such a file itself is named
+LINE_FIELDS = ("tokens", "ids", "text")
 TOKEN_DTYPES = ("uint16", "int32", "uint32", "int64")
 
 _CHARACTERS_PER_TOKEN = 16  # more than tokens of text have; see _encode_start
@@ -133,7 +136,8 @@ def read_training_corpus(
     Args:
       data: a path or several, or an array of token ids. Folders are searched for text files
         (.txt, .text) and files of token ids (.npy, .bin), in sorted order. An array [tokens] is one
-        document and gives all its sequences; of [documents, tokens] every row is a document.
+        document and gives all its sequences; of [documents, tokens] every row is a document. Of a
+        .jsonl each line is one: its "tokens" or "ids", or else its "text".
       vocab_size: every id must be below it.
       tokenizer: called when there is text.
       whole_books: take all whole sequences of a text or of a row, not its first one.
@@ -151,6 +155,12 @@ def read_training_corpus(
             require_file(file)
             if file.endswith(TOKEN_SUFFIXES):
                 yield from rows(file, _map_ids(file, data_dtype, argument))
+            elif file.endswith(LINES_SUFFIX):
+                for name, found in _lines(file, argument):
+                    if isinstance(found, str):
+                        found = _encode_start(tokenizer(), found, None)
+                    _check_ids(name, found, vocab_size, argument)
+                    yield name, found, whole_books
             else:
                 text = _read_text(file, argument)
                 ids = _encode_start(tokenizer(), text, None if whole_books else sequence_length)
@@ -226,6 +236,25 @@ def _read_text(file: str, argument: str) -> str:
     found = f"not a text in UTF-8 (byte {content[where]:#04x} at {where})"
     remedy = f"files of token ids end in {' or '.join(TOKEN_SUFFIXES)}"
     raise BadValue(f"{argument}={file!r} is not valid: {found}; {remedy}")
+
+
+def _lines(file: str, argument: str) -> Iterator[tuple[str, np.ndarray | str]]:
+    """What each line of JSON holds: ids, or a text. Lines of answers that failed hold none."""
+    for number, line in enumerate(_read_text(file, argument).split("\n"), 1):
+        if not line.strip():
+            continue
+        name = f"{file}:{number}"
+        with parsing(name, " is not valid", argument=argument):
+            entry = json.loads(line)
+            if isinstance(entry, dict) and entry.get("error") is not None:
+                continue
+            found = [entry[k] for k in LINE_FIELDS if isinstance(entry, dict) and entry.get(k)]
+            if isinstance(entry, dict) and "tokens" in entry and not found:  # an empty answer
+                continue
+            if not found:
+                fields = ", ".join(LINE_FIELDS)
+                raise BadValue(f"an object with one of {fields}; it is {line:.60}")
+            yield name, found[0] if isinstance(found[0], str) else np.asarray(found[0])
 
 
 def _encode_start(tokenizer: Any, text: str, wanted: int | None) -> np.ndarray:
