@@ -5,8 +5,9 @@ Installed as `tsjax_convert`, with the command `tsjax-convert`; in a checkout al
 `python -m convert`.
 """
 
-from .conversion import DROP_HEADS as DROP_HEADS
-from .conversion import MERGE_HEADS as MERGE_HEADS
+from tsjax.files.hf_folders import DROP_HEADS as DROP_HEADS
+from tsjax.files.hf_folders import MERGE_HEADS as MERGE_HEADS
+
 from .conversion import Written as Written
 from .conversion import export_heads as export_heads
 from .conversion import to_hf as to_hf

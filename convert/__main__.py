@@ -12,9 +12,9 @@ import jax
 
 from tsjax.config import WEIGHTS
 from tsjax.files.head_files import LAYOUTS, MEDUSA
+from tsjax.files.hf_folders import MAX_SHARD_SIZE
 
 from . import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
-from .conversion import MAX_SHARD_SIZE
 
 EXAMPLES = """\
 examples:

@@ -250,7 +250,11 @@ ARGUMENTS = [
     ({"save_to": "no/run.json"}, FileNotFoundError, ["save_to='no/run.json'", "does not exist"]),
     ({"capacity": "all"}, ValueError, ["capacity='all'", "an integer"]),
     ({"save_every": 0}, ValueError, ["save_every=0", "at least 1"]),
-    ({"config": {"top_k": 5}}, TypeError, ["config={'top_k': 5}", "GenerationConfig.from_hf"]),
+    (
+        {"config": {"top_k": 5}},
+        TypeError,
+        ["config={'top_k': 5}", "a tsjax.GenerationConfig, or transformers'"],
+    ),
     ({"streamer": object()}, TypeError, ["streamer=<object", "put() and end()"]),
 ]
 

@@ -2,6 +2,7 @@
 """Training sequences: what is read, in which order it comes, what is refused, what counts say."""
 
 import collections
+import json
 
 import helpers
 import numpy as np
@@ -190,3 +191,38 @@ def test_files_of_ids_that_cannot_be_used_are_refused(tmp_path):
     refused(file, "x.npy' is not valid: ")
     np.save(file, np.arange(5))
     refused(file, "has 5 tokens and sequence_length=8")
+
+
+def test_lines_of_json_are_documents(tokenizer, tmp_path):
+    """Answers of `tsjax generate --prompts`, and texts; never the braces."""
+    file = tmp_path / "answers.jsonl"
+    words = text(5, 30)
+    entries = [
+        {"line": 1, "tokens": [*range(5, 25)], "text": "not read"}, {"text": words},
+        {"line": 3, "error": "too long"}, {"ids": [*range(9, 20)]}, {"line": 5, "tokens": []},
+    ]  # fmt: skip
+    file.write_text("".join(f"{json.dumps(entry)}\n\n" for entry in entries))
+    corpus = read(file, tokenizer=tokenizer, whole_books=True)
+    assert corpus.names == (f"{file}:1", f"{file}:3", f"{file}:7")
+    assert corpus.documents[0].tolist() == [[*range(5, 13)], [*range(13, 21)]]
+    ids = tokenizer.encode(words)
+    count = len(ids) // 8
+    assert corpus.documents[1].tolist() == np.reshape(ids[: 8 * count], (count, 8)).tolist()
+    assert len(read(file, tokenizer=tokenizer)) == 3
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "the"}', "an object with one of tokens, ids, text"),
+        ("[1, 2]", "an object with one of"),
+        ("the cat", "x.jsonl:1.* is not valid"),
+        ('{"tokens": [1, 99999]}', "id 99999"),
+        ('{"tokens": [0.5]}', "integers"),
+    ],
+)
+def test_other_lines_are_refused(line, message, tokenizer, tmp_path):
+    file = tmp_path / "x.jsonl"
+    file.write_text(line)
+    with pytest.raises(ValueError, match=message):
+        read(file, tokenizer=tokenizer)

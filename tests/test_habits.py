@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users of transformers, vLLM, llama.cpp and trainers in JAX type: each line works, or one line
-says what to write."""
+"""What users of transformers, vLLM, llama.cpp and trainers in JAX type: each line works, or one
+line says what to write."""
 
 import re
 

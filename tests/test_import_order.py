@@ -321,21 +321,21 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_580,
-    "tsjax/commands": 1_520,
-    "tsjax/decoding": 2_990,
-    "tsjax/files": 4_330,
-    "tsjax/host": 9_080,
+    "tsjax": 1_740,
+    "tsjax/commands": 1_550,
+    "tsjax/decoding": 3_000,
+    "tsjax/files": 4_950,
+    "tsjax/host": 9_790,
     "tsjax/lazy": 1_400,
     "tsjax/methods": 5_310,
-    "tsjax/model": 1_850,
-    "tsjax/training": 2_870,
+    "tsjax/model": 1_890,
+    "tsjax/training": 2_900,
     "pallas_kernels": 4_850,
-    "convert": 550,
+    "convert": 440,
     "benchmarks": 10_560,
     "tools": 6_600,
-    "tests": 28_440,
-    "examples": 330,
+    "tests": 29_450,
+    "examples": 380,
 }
 
 

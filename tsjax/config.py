@@ -472,7 +472,7 @@ def _is_neutral(name: str, value: Any) -> bool:
     return value is None or any(_plain(value) == _plain(one) for one in NEUTRAL.get(name, ()))
 
 
-def config_of(given: Any) -> GenerationConfig | None:
+def given_config(given: Any) -> GenerationConfig | None:
     """A config as it was given; also one of transformers."""
     if hasattr(given, "to_diff_dict"):
         return GenerationConfig.from_hf(given)
@@ -482,10 +482,8 @@ def config_of(given: Any) -> GenerationConfig | None:
 
 
 def without_unread(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without the values that only sampling reads, where they ask for greedy tokens.
-
-    For files: in a call such values are refused.
-    """
+    """Settings without the values that only sampling reads, where they ask for greedy tokens. For
+    files: in a call such values are refused."""
     if fields.get("do_sample"):
         return dict(fields)
     return {name: value for name, value in fields.items() if name not in SAMPLING_NAMES}

@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
-from convert import to_hf
-from convert.conversion import MERGE_HEADS
+from convert import MERGE_HEADS, to_hf
 from tools.facts import facts, todays_command
 from tsjax.model.params import Params, abstract_params
 from tsjax.model.transformer import ModelWeights

@@ -23,7 +23,7 @@ from tsjax.files.checkpoint_folders import check_new_folder
 from tsjax.files.config_files import model_config, stop_ids_in
 from tsjax.files.hf_folders import MAX_SHARD_SIZE, Source, parse_size, write_hf_folder
 from tsjax.files.model_in_memory import Model
-from tsjax.files.weight_files import StoredTensor
+from tsjax.files.weight_files import StoredTensor, numpy_of_torch
 from tsjax.input_files import read_json
 from tsjax.model.params import Params, placement
 from tsjax.model.sharding import placed, usable_mesh
@@ -93,14 +93,7 @@ def _stored(name: Any, array: Any) -> StoredTensor:
 
 def _rows(array: Any, start: int, stop: int, columns: slice | None = None) -> np.ndarray:
     block = array[start:stop] if columns is None else array[start:stop, columns]
-    if hasattr(block, "detach"):  # torch's
-        block = block.detach().cpu().contiguous()
-        if dtype_named(block.dtype) == "bfloat16":  # which NumPy does not have
-            import torch
-
-            return block.view(torch.int16).numpy().view(jax.numpy.bfloat16)
-        return block.numpy()
-    return np.asarray(block)
+    return numpy_of_torch(block) if hasattr(block, "detach") else np.asarray(block)
 
 
 def to_hf(model: Model | Params, cfg: ModelConfig | None = None) -> dict[str, jax.Array]:

@@ -22,7 +22,7 @@ from tsjax.files.tensor_names import Entry
 from tsjax.files.weight_files import StoredTensor, Weights, find_folder, open_weights, raise_all
 from tsjax.input_files import parsing, read_json
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<of>.+)\.lora_(?P<part>[AB])\.weight")
 # Settings under which the sum is not W + scale * B A, with the values under which it is.
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -50,9 +50,11 @@ Adapter = Mapping[str, LowRank]  # by HuggingFace's name of the matrix
 def open_adapter(path: str | os.PathLike, hub: Mapping[str, Any] | None = None) -> Adapter:
     """The adapter in a folder, or of a hub id."""
     folder = find_folder(path, argument="adapter", hub=hub)
-    file = os.path.join(folder, CONFIG) if os.path.isdir(folder) else folder
+    file = os.path.join(folder, ADAPTER_CONFIG) if os.path.isdir(folder) else folder
     if not os.path.isfile(file) or file == folder:
-        raise NoSuchFile(f"adapter={os.fspath(path)!r} is not valid: a folder with {CONFIG} in it")
+        raise NoSuchFile(
+            f"adapter={os.fspath(path)!r} is not valid: a folder with {ADAPTER_CONFIG} in it"
+        )
     config = read_json(file)
     with parsing(file):
         asked = [
@@ -67,7 +69,7 @@ def open_adapter(path: str | os.PathLike, hub: Mapping[str, Any] | None = None) 
                 "(merge_and_unload, save_pretrained)"
             )
         check_float(config.get("lora_alpha"), "lora_alpha", -math.inf, math.inf)
-    weights = open_weights(os.path.join(folder, TENSORS))
+    weights = open_weights(os.path.join(folder, ADAPTER_TENSORS))
     parts: dict[str, dict[str, StoredTensor]] = {}
     unknown = []
     for name, tensor in weights.items():

@@ -167,14 +167,20 @@ def _list_torch(file: str) -> Weights:
 def _torch_rows(
     file: str, name: str, tensor: Any, start: int, stop: int, columns: slice | None = None
 ) -> np.ndarray:
+    with parsing(file, f": {name} cannot be read"):
+        return numpy_of_torch(
+            tensor[start:stop] if columns is None else tensor[start:stop, columns]
+        )
+
+
+def numpy_of_torch(tensor: Any) -> np.ndarray:
+    """From any device, with no gradient."""
     import torch
 
-    with parsing(file, f": {name} cannot be read"):
-        block = tensor[start:stop] if columns is None else tensor[start:stop, columns]
-        block = block.contiguous()
-        if block.dtype is torch.bfloat16:  # torch cannot hand this type to NumPy
-            return block.view(torch.int16).numpy().view(jnp.bfloat16)
-        return block.numpy()
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.dtype is torch.bfloat16:  # torch cannot hand this type to NumPy
+        return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+    return tensor.numpy()
 
 
 def _is_tensor(name: Any, value: Any) -> bool:

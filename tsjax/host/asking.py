@@ -15,7 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int, check_type, config_of, known_settings
+from tsjax.config import (
+    GenerationConfig,
+    check,
+    check_int,
+    check_type,
+    given_config,
+    known_settings,
+)
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
@@ -71,7 +78,7 @@ def make_request(
     refuse_tracing(model, prompt)
     check_shared(model.params)
     prompt, settings = prompt_of(model, prompt, settings)
-    settings, config = known_settings(settings), config_of(config)
+    settings, config = known_settings(settings), given_config(config)
     lazy = _resolve_prefill(prefill)
     if prefill_width is not None:
         check_int(prefill_width, "prefill_width", 1)

@@ -15,7 +15,7 @@ from tsjax.config import check
 from tsjax.errors import NotSupported
 from tsjax.host.many import Answer
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+OPENAI_CHAT, OPENAI_TEXT = "/v1/chat/completions", "/v1/completions"
 # What says nothing about the tokens of an answer.
 _LEFT_OUT = ("model", "user", "metadata", "store", "service_tier", "stream_options", "echo")
 # What is taken as it is, under our names.
@@ -43,8 +43,8 @@ def asked_by(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `generate_many` takes as a prompt, and the settings that the line has of its own."""
     body = entry["body"]
     check(isinstance(body, Mapping), "body", body, "an object")
-    url = entry.get("url", CHAT if "messages" in body else TEXT)
-    check(url in (CHAT, TEXT), "url", url, f"{CHAT} or {TEXT}")
+    url = entry.get("url", OPENAI_CHAT if "messages" in body else OPENAI_TEXT)
+    check(url in (OPENAI_CHAT, OPENAI_TEXT), "url", url, f"{OPENAI_CHAT} or {OPENAI_TEXT}")
     given = {name: value for name, value in body.items() if value is not None}
     refused = [
         f"{name}={value!r:.40}" for name, value in given.items()
@@ -54,7 +54,7 @@ def asked_by(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     refused += [name for name in given if name not in known | _NEUTRAL.keys()]
     if refused:
         raise NotSupported(f"the body asks for {', '.join(refused)}, which tsjax does not have")
-    field = "messages" if url == CHAT else "prompt"
+    field = "messages" if url == OPENAI_CHAT else "prompt"
     check(field in given, "body", dict(body), f"one with {field}, as {url} has it")
     text = given[field]
     way = "ids" if field == "prompt" and not isinstance(text, str) else field
@@ -63,7 +63,7 @@ def asked_by(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if {"temperature", "top_p"} & settings.keys():
         settings["do_sample"] = True
     if given.get("logprobs"):
-        count = given.get("top_logprobs", 0) if url == CHAT else given["logprobs"]
+        count = given.get("top_logprobs", 0) if url == OPENAI_CHAT else given["logprobs"]
         settings["logprobs"] = count
     return prompt, settings
 
@@ -74,7 +74,9 @@ def answer_to(entry: Mapping[str, Any], answer: Answer, tokenizer: Any) -> dict[
     if answer.error is not None:
         error = {"code": type(answer.error).__name__, "message": str(answer.error)}
         return {"custom_id": name, "response": None, "error": error}
-    is_chat = entry.get("url", CHAT if "messages" in entry["body"] else TEXT) == CHAT
+    is_chat = (
+        entry.get("url", OPENAI_CHAT if "messages" in entry["body"] else OPENAI_TEXT) == OPENAI_CHAT
+    )
     told = None if answer.logprobs is None else _told(answer, tokenizer, is_chat)
     said = {"message": {"role": "assistant", "content": answer.text}}
     choice = {

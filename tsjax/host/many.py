@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int, check_type, config_of
+from tsjax.config import GenerationConfig, check, check_int, check_type, given_config
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.state import RUNNING, DecodeState
@@ -108,7 +108,7 @@ def generate_many(
     check_int(rows, "rows", 1)
     several = not isinstance(prompts, str | bytes | Mapping) and isinstance(prompts, Iterable)
     check(several, "prompts", prompts, "an iterable of prompts; one of them goes to generate")
-    config = (config_of(config) or GenerationConfig()).replace(**settings)
+    config = (given_config(config) or GenerationConfig()).replace(**settings)
     answers, wanted = config.num_return_sequences, "1; give a prompt several times, with seeds"
     check(answers == 1, "num_return_sequences", answers, wanted)
     one_seed = isinstance(config.seed, int)

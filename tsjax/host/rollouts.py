@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import GENERATION_NAMES, GenerationConfig, check, check_int, config_of
+from tsjax.config import GENERATION_NAMES, GenerationConfig, check, check_int, given_config
 from tsjax.errors import BadType
 from tsjax.files.checkpoint import Model
 from tsjax.host.generation import generate
@@ -23,7 +23,7 @@ from tsjax.host.result import GenerationResult
 from tsjax.methods.corpus import Corpus
 
 FINISH_REASONS = ("eos", "stop_string", "repetition", "length", "interrupted")
-WIDTHS = 64  # arrays are as wide as a multiple of it: few programs for prompts of many lengths
+ROUNDED_TO = 64  # arrays are as wide as a multiple of it: few programs for prompts of many lengths
 
 
 @functools.partial(
@@ -95,7 +95,7 @@ def rollout(
         if name in arguments:
             raise BadType(f"unknown argument {name!r}: write group")
     settings = {name: arguments.pop(name) for name in GENERATION_NAMES if name in arguments}
-    config = (config_of(config) or GenerationConfig(do_sample=True)).replace(**settings)
+    config = (given_config(config) or GenerationConfig(do_sample=True)).replace(**settings)
     check(config.do_sample or group == 1, "group", group, "1, as greedy answers are all the same")
     config = config.replace(
         seed=seed_of(seed), num_return_sequences=group, logprobs=config.logprobs or 0
@@ -108,7 +108,7 @@ def rollout(
         check(width >= least, "width", width, wanted)
     result = generate(model, prompts, config=config, **arguments)
     least = max(map(len, result.prompts)) + config.max_new_tokens
-    return _padded(result, width or -(-least // WIDTHS) * WIDTHS)
+    return _padded(result, width or -(-least // ROUNDED_TO) * ROUNDED_TO)
 
 
 def seed_of(seed: Any) -> Any:

@@ -27,7 +27,12 @@ from tsjax.host.result import GenerationResult
 from tsjax.host.rollouts import seed_of
 from tsjax.model.params import Params
 
-STOPPED = {"eos": "stop", "stop_string": "stop", "repetition": "stop", "interrupted": "cancelled"}
+TUNIX_REASONS = {
+    "eos": "stop",
+    "stop_string": "stop",
+    "repetition": "stop",
+    "interrupted": "cancelled",
+}
 
 
 @dataclasses.dataclass
@@ -286,7 +291,7 @@ class TunixSampler:
         told, found = result.logprobs or [], []
         for ids, some, reason in zip(result.tokens, told, result.finish_reason, strict=True):
             count = len(ids) - (reason == "eos")
-            found.append((ids[:count], some.processed[:count], STOPPED.get(reason, reason)))
+            found.append((ids[:count], some.processed[:count], TUNIX_REASONS.get(reason, reason)))
         return found
 
     def _ids(self, prompt: Any) -> np.ndarray:
