@@ -123,3 +123,11 @@ def test_train_heads(run, tmp_path):
     assert re.search(r"^\d+ of [1-9]\d* drafts accepted", out, re.M)
     assert "the same text as without heads: True" in out
     assert (tmp_path / "heads" / "heads.safetensors").exists()
+
+
+@pytest.mark.wide
+def test_rollouts(run):
+    out = run("rollouts.py", "tsjax/small-english", "12")
+    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", out)]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > 2 * sum(rewards[:3])
