@@ -205,3 +205,23 @@ def test_no_cache_and_no_weight_is_sent(name, sizes):
     part = state.kv.k[0].addressable_shards[0].data.nbytes
     matrix = model.params.model.layers[0].down.addressable_shards[0].data.nbytes
     assert found and max(found) < min(part, matrix) / 2
+
+
+@pytest.mark.parametrize("given", ["host", "one device", "another mesh", "the same mesh"])
+def test_other_weights_are_placed_as_the_model_is(given):
+    """From wherever a trainer has them; those that lie there already are not copied."""
+    mesh = mesh_of(2, 2, 1)
+    model, other = looping_model(mesh=mesh), looping_model(seed=3).params
+    if given == "host":
+        other = jax.tree.map(np.asarray, other)
+    elif given == "another mesh":
+        other = looping_model(seed=3, mesh=mesh_of(1, 2, 2)).params
+    elif given == "the same mesh":
+        other = looping_model(seed=3, mesh=mesh).params
+    found = model.with_params(other).params
+    wanted = jax.tree.leaves(looping_model(seed=3).params)
+    leaves = zip(*map(jax.tree.leaves, (found, model.params, other)), wanted, strict=True)
+    for one, old, array, value in leaves:
+        assert one.sharding == old.sharding
+        assert (one is array) == (given == "the same mesh")
+        np.testing.assert_array_equal(one, value)

@@ -199,4 +199,20 @@ OF_MODELS = (
         "best = best_tokens(scores, candidates, count)",
         ("tests/test_pruning.py::test_sets_and_logits_are_those_of_the_oracle",),
     ),
+    Change(
+        "log_softmax_has_no_total",
+        "The slope of a log-probability leaves out the sum that it is divided by.",
+        "tsjax/decoding/law.py",
+        "return found, slope - jnp.sum(jnp.exp(found) * slope, axis=-1, keepdims=True)",
+        "return found, slope",
+        ("tests/test_gradients.py::test_gradients_are_those_of_the_definition",),
+    ),
+    Change(
+        "adapter_has_no_scale",
+        "A low-rank adapter is added as it is, not times lora_alpha over its rank.",
+        "tsjax/files/lora.py",
+        "return LowRank(up * np.float32(scale), down)",
+        "return LowRank(up, down)",
+        ("tests/test_hf_dicts.py::test_an_adapter_is_added",),
+    ),
 )

@@ -137,4 +137,12 @@ OF_RUNS = (
         'dtype = dtype or "float32"',
         ("tests/test_checkpoint.py::test_types_are_converted_as_numpy_does[bfloat16-bfloat16]",),
     ),
+    Change(
+        "rollout_masks_the_prompt",
+        "The mask of a rollout has the prompt's tokens, too.",
+        "tsjax/host/rollouts.py",
+        "tokens[row, begin:end], mask[row, begin:end] = prompt, new, True",
+        "tokens[row, begin:end], mask[row, :end] = prompt, new, True",
+        ("tests/test_rollouts.py::test_arrays_are_what_generate_says",),
+    ),
 )
