@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import SIZES, compilations, looping_model, tiny_model
+from helpers import SIZES, assert_same_bits, compilations, looping_model, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,11 +48,11 @@ def test_arrays_are_what_generate_says():
 def test_log_probabilities_are_scores_bit_for_bit():
     found = tsjax.rollout(MODEL, PROMPTS, group=3, seed=1, **HOW)
     told = tsjax.log_probs(MODEL, found.tokens)
-    np.testing.assert_array_equal(jnp.where(found.mask, told, 0), found.raw)
+    assert_same_bits(jnp.where(found.mask, told, 0), found.raw)
     for row, one in enumerate(found.result.tokens):
         scored = tsjax.score(MODEL, PROMPTS[row // 3], one)
         begin, end = int(found.prompt_length[row]), int(found.length[row])
-        np.testing.assert_array_equal(scored.logprobs[0].raw, found.raw[row, begin:end])
+        assert_same_bits(scored.logprobs[0].raw, found.raw[row, begin:end])
 
 
 @settings(max_examples=5, deadline=None)
@@ -207,7 +207,7 @@ def test_tunix_protocol():
         assert answer.request_id == f"to {asked.prompt}" and answer.finish_reason == "length"
         assert answer.text == alone.text
         np.testing.assert_array_equal(answer.token_ids, alone.token_ids)
-        np.testing.assert_array_equal(answer.logprobs, alone.logprobs)
+        assert_same_bits(answer.logprobs, alone.logprobs)
         assert len(answer.token_ids) == asked.sampling_params.max_tokens
     asyncio.run(sampler.pause())
     with pytest.raises(ValueError, match="the sampler is paused"):

@@ -104,11 +104,16 @@ def chosen_settings(documents: Sequence[Document]) -> str:
                         f"| {document['model']} | {setting_name(family, target)} | {cuts_of(best)} "
                         f"| {100 * best['score']:.1f} | {best['divergence']:.3f} |"
                     )
-    first = documents[0]
+    told = ", ".join(
+        f"{one['develop_samples']} prompts of each with {one['develop_length']:,} tokens for "
+        f"{one['model']}"
+        for one in documents
+        if one["candidates"]
+    )
     note = (
-        f"The best mean of the mastered tasks, {first['develop_samples']} prompts of each with "
-        f"{first['develop_length']:,} tokens, from other books and modules than those reported. In "
-        "longer prompts the same layers have the shares that meet the target there."
+        f"The best mean of the mastered tasks ({told or 'none was chosen'}), from other books and "
+        "modules than those reported. In longer prompts the same layers have the shares that meet "
+        "the target there."
     )
     return "\n".join([*lines, "", note])
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsjax.config import check, check_type
+from tsjax.config import GenerationConfig, check, check_type
 from tsjax.errors import BadType, BadValue, NotSupported
 from tsjax.files.hf_dicts import from_hf
 from tsjax.files.model_in_memory import Model
@@ -283,7 +283,7 @@ class TunixSampler:
         settings = {name: value for name, value in settings.items() if value is not None}
         if settings.get("top_k", 0) < 0:  # all of them
             del settings["top_k"]
-        settings |= {"do_sample": True, "logprobs": 0, "seed": seed_of(0 if seed is None else seed)}
+        settings |= {"do_sample": True, "logprobs": 0, "seed": _number(seed)}
         return generate(self.model, rows, **settings, **self._arguments)
 
     def _answers(self, result: GenerationResult) -> list[tuple[np.ndarray, np.ndarray, str]]:
@@ -317,7 +317,15 @@ def _settings_of(request: Any) -> tuple[tuple[str, Any], ...]:
     check(value("beam_size", None) in (None, 1), "beam_size", value("beam_size", None), "None")
     found = {
         "max_new_tokens": value("max_tokens", 64), "temperature": value("temperature", 1.0),
-        "top_p": value("top_p", None), "top_k": value("top_k", None), "seed": value("seed", None),
+        "top_p": value("top_p", None), "top_k": value("top_k", None),
+        "seed": _number(value("seed", None)),
         "return_logprobs": bool(value("return_logprobs", False)),
     }  # fmt: skip
     return tuple(found.items())
+
+
+def _number(seed: Any) -> int:
+    """Of a request's seed; none is 0."""
+    found = GenerationConfig(seed=0 if seed is None else seed_of(seed)).seed
+    assert isinstance(found, int)  # seed_of takes one
+    return found
