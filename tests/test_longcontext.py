@@ -118,6 +118,13 @@ def test_intervals_and_the_best_point():
             divergence=[0.0] * 2,
         )  # fmt: skip
 
+    def alone(task, score):
+        return {key: some[:1] if isinstance(some, list) else some
+                for key, some in (row("late", score, 1.0) | {"task": task}).items()}  # fmt: skip
+
+    full = [alone(task, 1.0) | {"family": "full"} for task in "ab"]
+    said = verdict.summary([alone("a", 1.0), alone("b", 0.0)], {"rows": full})
+    assert said.loss == 0.5 and said.loss_interval == pytest.approx(1.96 * 0.5 / np.sqrt(2))
     rows = [row("full", 1.0, 2.0), row("late", 1.0, 1.25), row("early", 0.5, 0.5)]
     found = [one for one in verdict.points({"rows": rows}) if one.family != "full"]
     assert verdict.best_point(found, 1.5).family == "late"

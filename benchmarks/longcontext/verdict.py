@@ -28,7 +28,8 @@ class Summary(NamedTuple):
     """One setting at one length: means of the tasks, each counting as much.
 
     Attributes:
-      loss: what the full prefill scores more on the same prompts.
+      loss: what the full prefill scores more on the same prompts; its interval is of the prompts of
+        each task, and where there is one of each of the tasks.
       worst: the largest loss of a task.
       first, whole: how many times sooner than after a full prefill the first token comes, and the
         whole answer: medians over all prompts.
@@ -57,9 +58,12 @@ def summary(rows: Sequence[Row], document: Row) -> Summary:
         return np.concatenate([np.asarray(row[key], float) for row in rows])
 
     losses, halves = np.transpose(lost)
+    half = float(np.linalg.norm(halves)) / len(rows)
+    if min(len(row["scores"]) for row in rows) < 2:  # no task says how much its prompts differ
+        half = interval(losses)[1]
     return Summary(
         float(np.mean([np.mean(row["scores"]) for row in rows])),
-        float(losses.mean()), float(np.linalg.norm(halves)) / len(rows), float(losses.max()),
+        float(losses.mean()), half, float(losses.max()),
         float(np.median(over("full_first") / over("first"))),
         float(np.median(over("full_whole") / over("whole"))),
         float(over("agrees").mean()), float(over("divergence").mean()), len(over("scores")),

@@ -127,7 +127,9 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "flo
 
 def dtype_named(dtype: Any) -> Any:
     """The name of a type that may come from jax, NumPy or torch; what is no type as it is."""
-    if dtype is None or isinstance(dtype, str):
+    if dtype is None:
+        return None
+    if isinstance(dtype, str):
         return _SHORT.get(dtype, dtype)
     if type(dtype).__module__ == "torch":
         return str(dtype).removeprefix("torch.")
