@@ -94,7 +94,7 @@ OF_MODELS = (
     Change(
         "a_narrow_model_gets_an_int8_copy",
         "Drafts in int8 round a model that is narrow already.",
-        "tsjax/files/checkpoint.py",
+        "tsjax/files/model_in_memory.py",
         "missing = self.params.drafts is None and not self.cfg.is_narrow",
         "missing = self.params.drafts is None",
         ("tests/test_narrow_weights.py::test_methods_say_what_plain_decoding_says[int8-float32]",),

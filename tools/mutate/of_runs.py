@@ -120,7 +120,7 @@ OF_RUNS = (
     Change(
         "stale_int8_copy",
         "A model that gets other weights drafts with the int8 copy of the old ones.",
-        "tsjax/files/checkpoint.py",
+        "tsjax/files/model_in_memory.py",
         "        return self.replace(params=jax.tree.map(_where, self.params, params))\n",
         "        found = self.replace(params=jax.tree.map(_where, self.params, params))\n"
         '        if "_with_int8" in vars(self):\n'
