@@ -124,6 +124,7 @@ def test_methods_say_what_plain_decoding_says(folder, weights, dtype):
         found = tsjax.generate(model, PROMPT, method=method, **settings)
         assert tokens_of(found) == tokens_of(plain), name
         assert model.bytes_for(method) == 0  # it drafts with itself
+        assert model.params_for(method) is model.params
 
 
 def test_a_mesh_holds_parts_of_it(folder):
