@@ -21,9 +21,10 @@ def pictures(outputs):
 
 @pytest.mark.wide
 def test_it_runs_from_top_to_bottom_and_says_what_is_kept():
-    """Pictures may differ: one has times."""
+    """Pictures may differ, as one has times, and so may the order in which prompts are answered."""
     for cell, found in zip(code_cells(NOTEBOOK), outputs_of(NOTEBOOK), strict=True):
-        assert texts(found) == texts(cell["outputs"])
+        said, kept = ("".join(texts(one)).splitlines() for one in (found, cell["outputs"]))
+        assert sorted(said) == sorted(kept)
         assert len(pictures(found)) == len(pictures(cell["outputs"]))
 
 
