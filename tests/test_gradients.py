@@ -101,6 +101,7 @@ def test_log_probs_are_what_score_tells():
         assert_same_bits(told[7:15], scored.logprobs[0].raw)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA for CPUs in jax 0.10 undoes it")
 def test_a_gradient_by_layer_keeps_less():
     model = tiny_model(num_layers=8, vocab_size=512)
     tokens = jnp.zeros((2, 256), jnp.int32)
