@@ -32,7 +32,7 @@ def open_heads(
 ) -> weight_files.Weights:
     """The weight files of an adapter, or of a checkpoint with heads in it."""
     if os.path.isdir(path) or not os.path.exists(path):
-        path = weight_files.find_folder(path, allow_pickle=allow_pickle, hub=hub)
+        path = weight_files.find_folder(path, allow_pickle=allow_pickle, argument="heads", hub=hub)
         pickled = os.path.join(path, MEDUSA_PICKLE)
         has_others = any(name.endswith(".safetensors") for name in os.listdir(path))
         path = pickled if os.path.exists(pickled) and not has_others else path
