@@ -176,7 +176,9 @@ def check_step(case: str, found: dict) -> None:
         assert found["program"]["graphs"] == 1 and not found["program"]["loose_kernels"]
         called.add("tsjax_tree_attention_merge")
     assert called == wanted
-    check_kernels(found, "a100", "bfloat16")
+    is_narrow = step.cache == "int8"
+    narrow, wide = (NARROW | NARROW_OF_NARROW, 4) if is_narrow else (NARROW, 5)
+    check_kernels(found, "a100", "bfloat16", narrow, wide)
 
 
 # Kernels in CUDA graphs and loose ones, of all that the program has: the choice of a draft cache,
