@@ -80,6 +80,8 @@ def warped_logits(logits, **settings: Any) -> jax.Array:
     """Logits as `sample` has them before the noise: for `verify`."""
     refuse_unknown(list(settings), SAMPLING_NAMES, "argument")
     logits, config = _logits(logits), GenerationConfig(do_sample=True, **settings)
+    wanted = "a positive number; greedy tokens are those of the best logits"
+    check(config.do_sample, "temperature", settings.get("temperature"), wanted)
     values = sampling_values(config, (), logits.shape[2], logits.dtype)
     return warp(logits.astype(accumulation_dtype(logits.dtype)), values)
 
