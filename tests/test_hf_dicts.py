@@ -157,6 +157,35 @@ def test_an_adapter_is_added(family, changes, tmp_path, rng):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_adapter_is_added_before_rounding(dtype, tmp_path, rng):
+    raw = hf_fixtures.config(torch_dtype=dtype)
+    content = {k: v.astype(jnp.dtype(dtype)) for k, v in hf_fixtures.tensors(raw).items()}
+    hf_fixtures.write(tmp_path / "hf", raw, content)
+    wanted = write_adapter(tmp_path / "adapter", raw, content, rng)
+    model = tsjax.load(tmp_path / "hf", adapter=tmp_path / "adapter")
+    for name, array in tsjax.to_hf(model).items():
+        assert array.dtype == dtype
+        rounded = np.asarray(wanted[name], np.float32).astype(array.dtype).astype(np.float32)
+        np.testing.assert_allclose(np.asarray(array, np.float32), rounded, rtol=0.01, atol=0.01)
+
+
+def test_an_adapter_of_a_tied_vocabulary_is_refused(tmp_path, rng):
+    """Also where the file has a matrix of that name, which nobody reads."""
+    raw = hf_fixtures.config(tie_word_embeddings=True)
+    content = hf_fixtures.tensors(raw)
+    content["lm_head.weight"] = content["model.embed_tokens.weight"].copy()
+    hf_fixtures.write(tmp_path / "hf", raw, content)
+    write_adapter(tmp_path / "adapter", raw, content, rng)
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    V, D = content["lm_head.weight"].shape
+    parts = {"A": np.ones((2, D), "f"), "B": np.ones((V, 2), "f")}
+    more = {f"base_model.model.lm_head.lora_{k}.weight": v for k, v in parts.items()}
+    save_file(load_file(file) | more, file)
+    with pytest.raises(ValueError, match="lm_head.weight: .* has no such matrix"):
+        tsjax.load(tmp_path / "hf", adapter=tmp_path / "adapter")
+
+
 @pytest.mark.parity
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's
 def test_an_adapter_of_peft(tmp_path):
@@ -186,6 +215,7 @@ def test_an_adapter_of_peft(tmp_path):
         (dict(modules_to_save=["lm_head"]), "modules_to_save"),
         (dict(peft_type="IA3"), "peft_type='IA3'"),
         (dict(bias="all"), "bias='all'"),
+        (dict(init_lora_weights="pissa"), "init_lora_weights='pissa'"),
         (dict(lora_alpha="x"), "lora_alpha='x'"),
     ],
 )

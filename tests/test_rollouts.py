@@ -239,6 +239,16 @@ def test_weights_come_in_every_form():
         assert sampler.policy_version == 1
         for one, wanted in zip(*map(jax.tree.leaves, (sampler.model.params, other)), strict=True):
             np.testing.assert_array_equal(one, wanted)
+    drafting = tsjax.load(tsjax.EMBEDDED, dtype="float32", drafter=tsjax.EMBEDDED)
+    sampler = tsjax.TunixSampler(drafting)
+    sampler.update_params(tsjax.to_hf(model.with_params(other)))  # of the model alone
+    np.testing.assert_array_equal(sampler.model.params.model.embed, other.model.embed)
+    assert sampler.model.params.drafter is not None
+    alone = {name: x for name, x in tsjax.to_hf(other, model.cfg).items() if "medusa" not in name}
+    sampler.update_params(alone)
+    assert len(sampler.model.params.heads) == model.cfg.num_draft_heads
+    sampler.update_params(tsjax.as_nnx(drafting))
+    np.testing.assert_array_equal(sampler.model.params.drafter.words, drafting.params.drafter.words)
     with pytest.raises(TypeError, match="params of int is not valid"):
         tsjax.TunixSampler(model).update_params(3)
 

@@ -194,8 +194,7 @@ def _loaded(
         else:
             wide = _read(where, cfg, None, version, by_layer=True)
             if adapter is not None:
-                lora.refuse_beside_blocks(weights, cfg.is_narrow)
-                lora.check_fits(adapter, _shapes_of(cfg), repr(folder))
+                _check_adapter(adapter, cfg, weights, folder)
                 wide = lora.add_to_arrays(wide, adapter)
             cfg = wanted
             place(tensor_names.rounded_arrays(cfg, wide), cfg, _bytes_of(cfg))
@@ -203,8 +202,8 @@ def _loaded(
         cfg, stored = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
         if adapter is not None:
-            lora.refuse_beside_blocks(weights, False)
-            stored = lora.with_adapter(stored, adapter, repr(folder))
+            _check_adapter(adapter, cfg, weights, folder)
+            stored = lora.with_adapter(stored, adapter)
         cfg = tensor_names.with_weights(cfg, weights, stored, folder)
         stop_ids = read_stop_ids(folder)
         own = cfg.with_heads(0) if heads else cfg
@@ -230,10 +229,12 @@ def assembled(
     return Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
 
 
-def _shapes_of(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Of HuggingFace's tensors."""
+def _check_adapter(
+    adapter: lora.Adapter, cfg: ModelConfig, weights: str | None, folder: str
+) -> None:
+    lora.refuse_beside_blocks(weights, cfg.is_narrow)
     tensors = (tensor for entry in tensor_names.entries(cfg) for tensor in entry.tensors)
-    return {tensor.key: tensor.shape for tensor in tensors}
+    lora.check_fits(adapter, {tensor.key: tensor.shape for tensor in tensors}, repr(folder))
 
 
 def _weights_of_saved(cfg: ModelConfig, weights: str | None, folder: str) -> ModelConfig:

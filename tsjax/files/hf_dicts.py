@@ -57,6 +57,7 @@ def from_hf(
     kinds = [tensor.dtype for tensor in stored.values()]
     cfg, stop_ids = _config(config, dtype, max(set(kinds), key=kinds.count))
     check_dtype(cfg.dtype)
+    cfg = dataclasses.replace(cfg, drafter=None)  # whose tensors have no names here
     cfg = tensor_names.with_weights(cfg, weights, stored, "tensors")
     specs = {entry.path: entry.spec for entry in tensor_names.entries(cfg)}
     arrays = {}

@@ -30,6 +30,8 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("use_dora", "fan_in_fan_out", "lora_bias", "use_qalora"), (False,)),
     **dict.fromkeys(("modules_to_save", "trainable_token_indices", "layer_replication"), ()),
     **dict.fromkeys(("target_parameters", "alora_invocation_tokens", "arrow_config"), ()),
+    # Others take something off the model's own matrices first.
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
 }  # fmt: skip
 
 
@@ -115,9 +117,8 @@ def check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], place: s
     raise_all(problems, "the adapter is not one of this model")
 
 
-def with_adapter(weights: Weights, adapter: Adapter, place: str) -> Weights:
+def with_adapter(weights: Weights, adapter: Adapter) -> Weights:
     """Tensors of files with the adapter added, each block as it is read."""
-    check_fits(adapter, {name: tensor.shape for name, tensor in weights.items()}, place)
     return {name: _sum(tensor, adapter.get(name)) for name, tensor in weights.items()}
 
 
@@ -126,10 +127,7 @@ def _sum(tensor: StoredTensor, low: LowRank | None) -> StoredTensor:
         return tensor
 
     def rows(start: int, stop: int, columns: slice | None = None) -> np.ndarray:
-        block = tensor.rows(start, stop, columns)
-        return block.astype(np.promote_types(block.dtype, np.float32)) + low.rows(
-            start, stop, columns
-        )
+        return tensor.rows(start, stop, columns).astype(dtype) + low.rows(start, stop, columns)
 
     dtype = "float64" if tensor.dtype == "float64" else "float32"
     return dataclasses.replace(tensor, rows=rows, dtype=dtype, kind="", apart=None)

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tsjax.config import check_type
 from tsjax.files.checkpoint import assembled, named_arrays
@@ -31,12 +32,16 @@ def as_nnx(model: Model) -> Any:
 def _module_class() -> Any:
     from flax import nnx
 
+    def kind_of(array: jax.Array) -> Any:
+        """Integers, such as a drafter's words, are not trained."""
+        return nnx.Param if jnp.issubdtype(array.dtype, jnp.floating) else nnx.Variable
+
     class Decoder(nnx.Module):
         """`arrays` has an nnx.Param for each of the model's arrays, by its path in Params."""
 
         def __init__(self, model: Model):
             named = {entry.path: array for entry, array in named_arrays(model)}
-            self.arrays = nnx.Dict({path: nnx.Param(array) for path, array in named.items()})
+            self.arrays = nnx.Dict({path: kind_of(x)(x) for path, x in named.items()})
             self.cfg, self.stop_ids, self.path = model.cfg, model.stop_ids, model.path
 
         def __call__(self, tokens: Any, *, remat: bool = False) -> jax.Array:

@@ -180,7 +180,10 @@ class TunixSampler:
             nnx.update(module, given)
             return module.model.params
         if isinstance(given, Mapping):
-            return from_hf(given, self.model.cfg).params
+            has_heads = any("medusa" in name for name in given)  # else the model's own stay
+            own, cfg = self.model.params, self.model.cfg if has_heads else self.model.cfg.alone
+            found = from_hf(given, cfg).params
+            return own.replace(model=found.model, heads=found.heads or own.heads)
         wanted = "Params, the nnx.State or module of tsjax.as_nnx, or a dict of HuggingFace's names"
         raise BadType(f"params of {type(given).__name__} is not valid: {wanted}")
 

@@ -51,8 +51,8 @@ def _by_layer(weights, cache, tokens, positions, mask, *, cfg: ModelConfig, taps
         rows = run_layers(weights, cache, hidden, positions, mask, layers, cfg=cfg)
         return rows.hidden, rows.k[0], rows.v[0]
 
+    again = jax.checkpoint(one, static_argnums=3)
     for index in range(cfg.num_layers):
-        again = jax.checkpoint(one, static_argnums=3)
         hidden, k, v = again(hidden, cache, weights, index)
         keys.append(k)
         values.append(v)
