@@ -65,7 +65,7 @@ def test_the_page_about_generation_runs(checkpoint, capsys, tmp_path, monkeypatc
     code = code.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
     exec(compile(code, "docs/generation.md", "exec"), {})
     out = capsys.readouterr().out
-    assert "['length']" in out and "{'heads': 0, 'ngrams': " in out
+    assert "['length']" in out and "{'model': 0, 'ngrams': " in out
 
 
 @pytest.mark.wide
