@@ -34,8 +34,6 @@ MODULES = {
     "exactness": "exactness",
     "equality": "equality",
     "convert_memory": "convert_memory",
-    "longcontext": "longcontext.evaluate",
-    "longbench": "longcontext.longbench",
     "kernels": "kernels",
     "step": "step",
     "step_torch": "step_torch",

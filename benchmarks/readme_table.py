@@ -20,12 +20,12 @@ from benchmarks import (
     real_tables,
     speedup_tables,
 )
-from benchmarks.longcontext import tables
 from benchmarks.prefix_table import prefixes
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
 from benchmarks.start_table import starts
 from benchmarks.table_parts import head, longcontext, of_gpu, read, source
+from experiments.longcontext import tables
 
 
 def on_a_cpu() -> str:

@@ -31,7 +31,8 @@ NOMINAL = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.04e12}  # bytes per second
 def parser_of(name: str, about: str | None) -> argparse.ArgumentParser:
     """A parser for the benchmark of this name with --out; `about` is its module's docstring."""
     text = (about or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=text)
+    run = name if name.startswith("experiments") else f"benchmarks {name}"
+    parser = argparse.ArgumentParser(prog=f"python -m {run}", description=text)
     parser.add_argument("--out", type=_folder, help="folder that receives the JSON document")
     return parser
 

@@ -21,7 +21,7 @@ from tsjax.host.paired_runs import times_by_position
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize("folder", ["benchmarks", "tools", "examples"])
+@pytest.mark.parametrize("folder", ["benchmarks", "tools", "examples", "experiments"])
 def test_every_module_finds_what_it_imports(folder):
     """Most of them run in the wide tier alone, and pyright does not read them."""
     for path in sorted((ROOT / folder).rglob("*.py")):
@@ -73,7 +73,8 @@ def test_the_list_names_every_benchmark():
 def test_recorded_commands_are_shown_as_they_are_today():
     for then, now in (
         ("benchmarks/bench_decode.py --rounds 5", "-m benchmarks decode --rounds 5"),
-        ("-m benchmarks.longcontext.evaluate --out A", "-m benchmarks longcontext --out A"),
+        ("-m benchmarks.longcontext.evaluate --out A", "-m experiments.longcontext --out A"),
+        ("-m benchmarks longcontext --out A", "-m experiments.longcontext --out A"),
         ("-m benchmarks ttft --new 32", "-m benchmarks ttft --new 32"),
     ):
         assert report.todays_command(f"python {then}") == f"python {now}"

@@ -332,9 +332,10 @@ MOST_LINES_OF_FOLDER = {
     "tsjax/training": 2_900,
     "pallas_kernels": 4_850,
     "convert": 440,
-    "benchmarks": 10_560,
-    "tools": 6_690,
-    "tests": 29_500,
+    "benchmarks": 8_620,
+    "experiments": 4_250,
+    "tools": 5_360,
+    "tests": 28_430,
     "examples": 380,
 }
 
@@ -390,7 +391,7 @@ def test_no_folder_grows_unseen(folder: str) -> None:
 
 def test_every_folder_has_a_budget() -> None:
     counted = sources_of(MOST_LINES_OF_FOLDER)
-    for place in (*FOLDERS.values(), "benchmarks", "tools", "tests", "examples"):
+    for place in (*FOLDERS.values(), "benchmarks", "experiments", "tools", "tests", "examples"):
         for path in (ROOT / place).rglob("*.py"):
             assert place == "configs" or str(path.relative_to(ROOT)) in counted, path
 

@@ -26,14 +26,22 @@ def facts() -> dict[str, Any]:
     """Command, device, versions, commit and date of this run."""
     from tsjax.host import info
 
-    command = shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", program(), *sys.argv[1:]])
     return {"command": command, **info.facts(PACKAGES), "commit": _commit()}
+
+
+def program() -> str:
+    """The module that this process runs."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    name = "" if spec is None else spec.name.removesuffix(".__main__")
+    return name if name.startswith("experiments") else "benchmarks"
 
 
 # What commands were called when results were recorded, and what they are called now.
 RENAMED = {
     r"benchmarks/(?:bench_)?(\w+)\.py": r"-m benchmarks \1",
-    r"benchmarks\.longcontext\.evaluate": "benchmarks longcontext",
+    r"-m benchmarks(?:\.longcontext\.evaluate| longcontext)\b": "-m experiments.longcontext",
+    r"-m benchmarks longbench\b": "-m experiments.longcontext.longbench",
 }
 
 

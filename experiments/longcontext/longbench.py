@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Accuracy and time of pruned prompts on LongBench's English and code sets.
 
-    python -m benchmarks longbench --model MODEL --data FOLDER --config FOLDER --out OUT
+    python -m experiments.longcontext.longbench --model MODEL --data FOLDER \\
+        --config FOLDER --out OUT
 
 The files are the user's: the first folder has LongBench's <set>.jsonl (with --e LongBench-E's
 <set>_e.jsonl), the second one its dataset2prompt.json and dataset2maxlen.json. Prompts are read one
@@ -21,6 +22,7 @@ import itertools
 import json
 import re
 import string
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,9 +32,9 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.longcontext.asking import Reply, ask_compiled
-from benchmarks.longcontext.rivals import rivals
-from benchmarks.longcontext.verdict import interval
+from experiments.longcontext.asking import Reply, ask_compiled
+from experiments.longcontext.rivals import rivals
+from experiments.longcontext.verdict import interval
 
 # --- metrics: (answer, reference) -> score, from 0 to 1 ---------------------------------------
 
@@ -354,7 +356,7 @@ def table(groups: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
-    parser = report.parser_of("longbench", __doc__)
+    parser = report.parser_of("experiments.longcontext.longbench", __doc__)
     parser.add_argument("--model", required=True, help="a checkpoint with a tokenizer")
     parser.add_argument("--data", type=Path, required=True, help="folder of the <set>.jsonl files")
     parser.add_argument(
@@ -411,3 +413,7 @@ def _from(least: int) -> Callable[[str], int]:
         return int(text)
 
     return number
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

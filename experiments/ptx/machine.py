@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tools.ptx.memory import Array, Fault, Global, Lanes, Shared
-from tools.ptx.operations import Divergence, Operands, Step, prepare
-from tools.ptx.parse import Instruction, Kernel, parse
+from experiments.ptx.memory import Array, Fault, Global, Lanes, Shared
+from experiments.ptx.operations import Divergence, Operands, Step, prepare
+from experiments.ptx.parse import Instruction, Kernel, parse
 
 MOST_THREADS = 8192  # that run at a time
 MOST_TURNS = 100_000  # parts of a program that the threads of a run may take

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tools.ptx import Array, execute, machine, memory, operations, parse
+from experiments.ptx import Array, execute, machine, memory, operations, parse
 
 MODULE = """
 .version 8.8

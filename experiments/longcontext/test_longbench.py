@@ -9,7 +9,7 @@ import hf_fixtures
 import pytest
 
 import tsjax
-from benchmarks.longcontext import longbench
+from experiments.longcontext import longbench
 
 # --- metrics ----------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.longcontext.asking import Reply, ask_compiled, divergence
-from benchmarks.longcontext.rivals import Asked, Setting, operations, rival_of
-from benchmarks.longcontext.selection import (
+from experiments.longcontext.asking import Reply, ask_compiled, divergence
+from experiments.longcontext.rivals import Asked, Setting, operations, rival_of
+from experiments.longcontext.selection import (
     Document,
     Save,
     forget_programs,
@@ -20,7 +20,7 @@ from benchmarks.longcontext.selection import (
     settings_for,
     ways_to_ask,
 )
-from benchmarks.longcontext.tasks import Example, Sources, examples_of
+from experiments.longcontext.tasks import Example, Sources, examples_of
 
 # A number for each prompt.
 MEASURED = ("scores", "first", "whole", "full_first", "full_whole", "agrees", "divergence")

@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks.longcontext.verdict import GOALS, points
+from experiments.longcontext.verdict import GOALS, points
 
 matplotlib.use("Agg")
 from matplotlib import pyplot

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU kernels as ptxas gets them, executed in NumPy (tools/ptx), and damaged on purpose.
+"""The GPU kernels as ptxas gets them, executed in NumPy (experiments/ptx), and damaged on purpose.
 
 `pytest -m aot`, with JAX_PLATFORMS=cpu and the CUDA plugin installed (see tools/aot.py). Each run
 fails if an access leaves its array or is misaligned, if something is read that nothing wrote, or if
@@ -27,6 +27,8 @@ from kernel_cases import (
 )
 from test_narrow_product import check_sums, make_matrix
 
+from experiments.ptx import Array, compiled, execute
+from experiments.ptx.memory import Fault
 from pallas_kernels import triton as backend
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.narrow_product import triton as narrow_triton
@@ -37,8 +39,6 @@ from pallas_kernels.rms_norm import triton as norm_triton
 from pallas_kernels.rotary import reference as rotary_reference
 from pallas_kernels.rotary import triton as rotary_triton
 from pallas_kernels.tree_attention import triton as attention_triton
-from tools.ptx import Array, compiled, execute
-from tools.ptx.memory import Fault
 
 pytestmark = pytest.mark.aot
 

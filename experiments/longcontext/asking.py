@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import tsjax
-from benchmarks.longcontext.rivals import Rival
+from experiments.longcontext.rivals import Rival
 
 TOLD = 200  # of the first token's likeliest ones
 COMPARED = 20  # of the full prefill's, one by one; all others as one

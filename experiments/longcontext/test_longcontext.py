@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from helpers import tiny_model
 
-from benchmarks.longcontext import rivals, tasks, verdict
-from benchmarks.longcontext.asking import divergence
-from benchmarks.longcontext.rivals import Asked, operations, rival_of, solved
-from benchmarks.longcontext.tasks import HALVES, TASKS, Sources, examples_of
+from experiments.longcontext import rivals, tasks, verdict
+from experiments.longcontext.asking import divergence
+from experiments.longcontext.rivals import Asked, operations, rival_of, solved
+from experiments.longcontext.tasks import HALVES, TASKS, Sources, examples_of
 
 LENGTH = 6000  # a token is a byte here
 

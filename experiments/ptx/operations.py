@@ -15,9 +15,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tools.ptx.arithmetic import PURE, Pure, bits, decode, encode, width
-from tools.ptx.memory import SHARED_BASE, Fault, Uninitialised
-from tools.ptx.parse import Address, Instruction, Kernel, Operand
+from experiments.ptx.arithmetic import PURE, Pure, bits, decode, encode, width
+from experiments.ptx.memory import SHARED_BASE, Fault, Uninitialised
+from experiments.ptx.parse import Address, Instruction, Kernel, Operand
 
 Step = Callable  # of a machine and a mask
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from benchmarks.longcontext.selection import chosen
-from benchmarks.longcontext.verdict import GOALS, MOST_LOSS, Point, best_point, points
+from experiments.longcontext.selection import chosen
+from experiments.longcontext.verdict import GOALS, MOST_LOSS, Point, best_point, points
 
 Document = dict[str, Any]
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Score and time of pruned prompts on a real model, prompt by prompt, all methods in turn.
 
-    python -m benchmarks longcontext --model FILE --books FOLDER --out FOLDER
+    python -m experiments.longcontext --model FILE --books FOLDER --out FOLDER
 
 Half of the books and modules are for development: for each family of methods and each target, the
 best mean score of a few candidates (rivals.py) wins there. The other half is reported: prompt by
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import sys
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +26,10 @@ from typing import Any
 
 import tsjax
 from benchmarks import report
-from benchmarks.longcontext.rivals import FAMILIES, TARGETS, Asked
-from benchmarks.longcontext.selection import Document, develop, measure_dense
-from benchmarks.longcontext.tasks import HALVES, TASKS, Sources
-from benchmarks.longcontext.turns import measure
+from experiments.longcontext.rivals import FAMILIES, TARGETS, Asked
+from experiments.longcontext.selection import Document, develop, measure_dense
+from experiments.longcontext.tasks import HALVES, TASKS, Sources
+from experiments.longcontext.turns import measure
 from tools.facts import sha256_of
 from tsjax.config import WEIGHTS
 
@@ -49,13 +50,13 @@ def main(argv: Sequence[str]) -> None:
     for step in args.parts:
         STEPS[step](asked, sources, document, args, save)
     if any(row["scores"] for row in document["rows"]):
-        from benchmarks.longcontext import plots  # needs matplotlib
+        from experiments.longcontext import plots  # needs matplotlib
 
         plots.draw(document, args.out / f"{name}.png")
 
 
 def arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = report.parser_of("longcontext", __doc__)
+    parser = report.parser_of("experiments.longcontext", __doc__)
     parser.add_argument("--model", required=True, help="a checkpoint for chats")
     parser.add_argument("--small", help="a smaller one that chooses tokens for it")
     parser.add_argument("--weights", choices=WEIGHTS, help="as of tsjax.load")
@@ -109,3 +110,7 @@ def begun(out: Path, name: str, args: argparse.Namespace) -> Document:
     if not other:
         return {**empty, **document, **report.facts()}  # of the command that makes it whole
     raise SystemExit(f"{file} has another {other[0]}: remove it, or give another --out")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.longcontext.asking import TOLD, ask, divergence
-from benchmarks.longcontext.rivals import (
+from experiments.longcontext.asking import TOLD, ask, divergence
+from experiments.longcontext.rivals import (
     FAMILIES,
     FULL,
     Asked,
@@ -27,7 +27,7 @@ from benchmarks.longcontext.rivals import (
     rival_of,
     solved,
 )
-from benchmarks.longcontext.tasks import Example, Sources, examples_of
+from experiments.longcontext.tasks import Example, Sources, examples_of
 
 Document = dict[str, Any]
 Save = Callable[[], object]
