@@ -40,7 +40,6 @@ MODULES = {
     "aot": "aot",
     "many": "many",
     "papers": "papers",
-    "results_page": "results_page",
     "choosing": "choosing",
     "scaling": "scaling",
     "readme_table": "readme_table",

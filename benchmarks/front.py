@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README's few rows, of those in docs/benchmarks.md and docs/lazyllm.md.
+"""The README's few rows, of those in docs/results.md and docs/lazyllm.md.
 
 A row that a reader could not check is refused: a ratio is the one of the two times beside it.
 """

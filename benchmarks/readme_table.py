@@ -17,6 +17,7 @@ from benchmarks import (
     front,
     gpu_tables,
     narrow_tables,
+    papers_tables,
     real_tables,
     speedup_tables,
 )
@@ -137,23 +138,6 @@ def measured() -> str:
     return "\n".join([*lines, "", note + "; ".join(sources) + "."])
 
 
-def tokens_per_step() -> str:
-    document = read("tokens_per_step")
-    settings = list(document["rows"]["model (1 pass)"])
-    lines = head(" | ".join(["drafts", *settings]))
-    for name, cells in document["rows"].items():
-        texts = [f"{cells[s]['tokens_per_step']:.2f}" if s in cells else "" for s in settings]
-        lines.append(f"| {name} | " + " | ".join(texts) + " |")
-    note = (
-        f"Tokens per step (per pass of the full model, its own token included), means over "
-        f"{document['prompts']} prompts of {document['prompt_tokens']} tokens from books and "
-        f"{document['new_tokens']} new tokens each, partial cache of {document['budget']} slots, "
-        "a trained model of 260K parameters without heads; sampled is temperature 1 with min-p "
-        "0.1. Every run returned the tokens of plain decoding. Made by "
-    )
-    return "\n".join([*lines, "", note + source(document) + "."])
-
-
 def draft_weights() -> str:
     document = read("draft_weights")
     lines = head("drafts | greedy | greedy, int8 | sampled | sampled, int8")
@@ -245,7 +229,7 @@ def partial_cache() -> str:
     note = (
         "Tokens per step of four passes on 512 slots and nothing else, at most five, after N "
         "tokens of a book (N and the kind of text head each column), sampled and greedy as in "
-        "[benchmarks.md](benchmarks.md), the embedded model in float32. Made by "
+        "[results.md](results.md), the embedded model in float32. Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
 
@@ -285,40 +269,41 @@ BEGUN = {
 }
 
 SECTIONS = {
-    ("docs/compilation.md", "beginnings"): beginnings,
-    ("docs/compilation.md", "starts"): starts,
-    ("docs/generation.md", "prefixes"): prefixes,
+    ("docs/decoding.md", "beginnings"): beginnings,
+    ("docs/decoding.md", "starts"): starts,
+    ("docs/using.md", "prefixes"): prefixes,
     ("README.md", "front"): front.table,
-    ("docs/benchmarks.md", "real-models"): real_tables.table,
+    ("docs/results.md", "real-models"): real_tables.table,
     ("docs/models.md", "narrow"): narrow_tables.table,
     ("docs/models.md", "narrow-cache"): narrow_tables.cache_table,
     ("docs/models.md", "narrow-drafts"): narrow_tables.drafts_table,
-    ("docs/benchmarks.md", "on-a-cpu"): on_a_cpu,
-    ("docs/benchmarks.md", "rows-on-a-cpu"): rows_on_a_cpu,
-    ("docs/benchmarks.md", "speedup"): speedup_tables.speedup,
-    ("docs/drafts.md", "auto"): real_tables.auto_by_prompt,
-    ("docs/drafts.md", "rows"): speedup_tables.price_of_rows,
-    ("docs/drafts.md", "at-100k"): expected.at_100k,
-    ("docs/one_layer.md", "drafter-chains"): drafter_tables.chains,
-    ("docs/one_layer.md", "drafter-along"): drafter_tables.along_a_text,
-    ("docs/one_layer.md", "drafter-compared"): drafter_tables.compared,
-    ("docs/one_layer.md", "drafter-prices"): drafter_tables.prices,
-    ("docs/benchmarks.md", "measured"): measured,
-    ("docs/benchmarks.md", "tokens-per-step"): tokens_per_step,
-    ("docs/tokenswift.md", "partial-cache"): partial_cache,
+    ("docs/results.md", "on-a-cpu"): on_a_cpu,
+    ("docs/results.md", "rows-on-a-cpu"): rows_on_a_cpu,
+    ("docs/results.md", "speedup"): speedup_tables.speedup,
+    ("docs/methods.md", "auto"): real_tables.auto_by_prompt,
+    ("docs/methods.md", "rows"): speedup_tables.price_of_rows,
+    ("docs/methods.md", "at-100k"): expected.at_100k,
+    ("docs/methods.md", "drafter-chains"): drafter_tables.chains,
+    ("docs/methods.md", "drafter-along"): drafter_tables.along_a_text,
+    ("docs/methods.md", "drafter-compared"): drafter_tables.compared,
+    ("docs/methods.md", "drafter-prices"): drafter_tables.prices,
+    ("docs/results.md", "measured"): measured,
+    ("docs/results.md", "papers"): papers_tables.tables,
+    ("docs/results.md", "killed"): papers_tables.killed_runs,
+    ("docs/methods.md", "partial-cache"): partial_cache,
     ("docs/lazyllm.md", "longcontext-scores"): longcontext_scores,
     ("docs/lazyllm.md", "longcontext-chosen"): longcontext_chosen,
     ("docs/lazyllm.md", "longcontext-verdict"): longcontext_verdict,
-    ("docs/tokenswift.md", "draft-weights"): draft_weights,
+    ("docs/methods.md", "draft-weights"): draft_weights,
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/exactness.md", "near-ties"): near_ties,
     ("docs/exactness.md", "equality"): equality,
-    ("docs/performance.md", "errors"): functools.partial(expected.errors, "h100"),
-    ("docs/performance.md", "errors-h200"): functools.partial(expected.errors, "h200"),
-    ("docs/performance.md", "run-h200"): gpu_tables.run_on_h200,
+    ("docs/speed.md", "errors"): functools.partial(expected.errors, "h100"),
+    ("docs/speed.md", "errors-h200"): functools.partial(expected.errors, "h200"),
+    ("docs/speed.md", "run-h200"): gpu_tables.run_on_h200,
     ("docs/kernels.md", "products"): gpu_tables.products,
-    ("docs/performance.md", "choices"): expected.choices,
-    ("docs/performance.md", "expected-times"): expected.times,
+    ("docs/speed.md", "choices"): expected.choices,
+    ("docs/speed.md", "expected-times"): expected.times,
     ("docs/kernels.md", "paper"): gpu_tables.paper,
     ("docs/kernels.md", "compiled"): gpu_tables.registers,
     ("docs/kernels.md", "steps"): gpu_tables.steps,
@@ -327,7 +312,7 @@ SECTIONS = {
     ("docs/kernels.md", "lazy-compiled"): functools.partial(gpu_tables.registers, "lazy"),
     ("docs/kernels.md", "lazy-steps"): functools.partial(gpu_tables.steps, "lazy"),
     ("docs/lazyllm.md", "lazy-generation"): gpu_tables.lazy_generation,
-    ("docs/performance.md", "expected-narrow"): expected.narrow,
+    ("docs/speed.md", "expected-narrow"): expected.narrow,
 }
 
 

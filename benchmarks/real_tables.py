@@ -28,6 +28,7 @@ TITLES = {
     "auto": "Auto", "paper": "the paper's settings", "ngrams": "n-grams", "torch": "transformers",
     "torch lookup": "transformers, prompt lookup", "llama.cpp lookup": "llama.cpp, prompt lookup",
 }  # fmt: skip
+WITH_SPREAD = COLUMNS[:2]  # the others' is in the documents
 ON_THE_FRONT = (("edit", "greedy"),)  # the others are a link away
 
 
@@ -91,7 +92,9 @@ def _table_of(document: dict) -> str:
         for name in others:
             one = row["methods"].get(name)
             gain = one and one["over_plain"]
-            spread = f" ({gain['min']:.2f} to {gain['max']:.2f})" if gain else ""
+            spread = ""
+            if gain and name in WITH_SPREAD and row["prompts"] > 1:
+                spread = f" ({gain['min']:.2f} to {gain['max']:.2f})"
             found.append(f"{gain['median']:.2f}x{spread}" if gain else "")
         lines.append(
             f"| {KINDS[row['kind']]}: {row['prompts']} | {SETTINGS[row['setting']]} | "
@@ -114,8 +117,8 @@ def _table_of(document: dict) -> str:
     )
     note = (
         f"{name_of(document)} (sha256 {digest}...). How many times faster "
-        f"than plain decoding of the same prompt in the same round: the median of {some}, the "
-        f"least and the most; {', '.join(map(str, sorted(new)))} new "
+        f"than plain decoding of the same prompt in the same round: the median of {some}, in "
+        f"brackets the least and the most; {', '.join(map(str, sorted(new)))} new "
         f"tokens ({SLOW_TOKENS} of the two widest, {PEER_TOKENS} of peers), {ends}. "
         "Plain decoding is at "
         f"{statistics.median(shares):.0%} of the bound. llama.cpp computes with the numbers as the "

@@ -1,13 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/results.md: TokenSwift's tables beside ours, from committed JSON alone.
-
-python -m benchmarks results_page            writes the page
-python -m benchmarks results_page --check    exits with 1 if that would change it
-"""
+"""TokenSwift's tables beside ours, and what a run survived, from committed JSON alone."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -18,7 +13,6 @@ from benchmarks.report import ROOT
 from benchmarks.table_parts import head, read, source
 from tsjax.host.roofline_table import roofline_of
 
-PAGE = ROOT / "docs" / "results.md"
 PUBLISHED = ROOT / "benchmarks" / "published.json"
 MODELS = {"Qwen2.5-1.5B": "qwen2.5-1.5b", "Qwen2.5-7B": "qwen2.5-7b", "Qwen2.5-14B": "qwen2.5-14b"}
 DISTINCT = tuple(f"distinct_{n}" for n in range(1, 5))
@@ -53,15 +47,15 @@ class Cases:
         return self.row(case, method)["text"][-1]
 
 
-def page() -> str:
+def tables() -> str:
     document, published = read("papers"), json.loads(PUBLISHED.read_text())
     ours = Cases(document)
     parts: Iterable[Callable[[Cases, dict], list[str]]] = (
         table_3, published_rule, table_4, table_5, table_6, table_7, table_8, table_12,
         figures_3_and_4,
     )  # fmt: skip
-    lines = [*opening(document), *(line for part in parts for line in part(ours, published))]
-    return "\n".join([*lines, *killed_runs()]) + "\n"
+    rows = (line for part in parts for line in part(ours, published))
+    return "\n".join([*opening(document), *rows])
 
 
 def opening(document: dict) -> list[str]:
@@ -77,37 +71,32 @@ def opening(document: dict) -> list[str]:
     )
     parted, model = len(equal) - sum(equal), NAMES[document["model"]["name"]]
     all_of = "All" if not parted else f"All but {parted} of the"
-    return f"""# TokenSwift's tables, published and here
-
-<!-- Written by `python -m benchmarks results_page`. -->
-
-Published figures are those of [arXiv 2502.18890](https://arxiv.org/abs/2502.18890): one A100,
-models of 1.5B to 14B parameters, 20K to 100K new tokens. Ours are the same experiments on a real
-model, {model} in {document["dtype"]}, on a CPU, at the lengths that it allows: 256
-slots of the draft cache for 4,096 there, {fifth:,} to {5 * fifth:,} new tokens for 20K to 100K;
-penalty windows are the paper's. **What is compared is alpha, and how the settings stand beside
-each other. The speed of the paper's settings is a GPU's**: a step has 30 to 100 rows, which
-a CPU computes one after the other. What pays on a CPU: [benchmarks.md](benchmarks.md).
+    return f"""Published figures are those of [arXiv 2502.18890](https://arxiv.org/abs/2502.18890): one
+A100, models of 1.5B to 14B parameters, 20K to 100K new tokens. Ours are the same experiments on a real
+model, {model} in {document["dtype"]}, on a CPU, at the lengths that it allows: 256 slots of the
+draft cache for 4,096 there, {fifth:,} to {5 * fifth:,} new tokens for 20K to 100K; penalty
+windows are the paper's. **Compare alpha, and the order of the settings. The speed of the paper's
+settings is a GPU's**: a step has 30 to 100 rows, which a CPU computes one after the other.
 
 From {source(document)}. Prompt, in the model's chat template: "{document["prompt"]}" The end of
-the text is barred. Heads: three, trained for {heads["steps"]} steps of {heads["batch_size"]} rows
-of {heads["sequence_length"]} tokens of stories that the model had written (`tsjax train-heads`).
-That is three minutes of a CPU, a three-thousandth of the paper's tokens: they are right for {right}
-of the tokens, where counts are for {counted}. So alpha here is the draft pass's and the n-grams',
-and what trained heads would add is not in it.
+the text is barred. Heads: three, trained for {heads["steps"]} steps of {heads["batch_size"]}
+rows of {heads["sequence_length"]} tokens of stories that the model had written (`tsjax
+train-heads`): three minutes of a CPU, a three-thousandth of the paper's tokens. They are right
+for {right} of the tokens, where counts are for {counted}. So alpha here comes from the draft
+pass and the n-grams; what well-trained heads would add is not in it.
 
 * **alpha**: accepted drafts over drafted positions, as the paper defines it. **x**: seconds per
   token of plain decoding over the method's, both until that length, measured side by side in one
   run.
-* {all_of} {len(equal)} runs of the methods here said the tokens of plain decoding, but for
-  those of the published rule, which cannot.
+* {all_of} {len(equal)} runs of the methods here gave the tokens of plain decoding, except those
+  of the published rule, which cannot.
 * One prompt, one seed: the paper gives 0.02 to 0.11 of alpha as the spread over its five.
 * Written as *published / here*.
 """.splitlines()
 
 
 def table_3(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "## Table 3: methods, after a prompt of 4,096 tokens there", ""]
+    lines = ["", "### Table 3: methods, after a prompt of 4,096 tokens there", ""]
     names = {"TriForce*": "triforce, chosen again", "TokenSwift": "tokenswift"}
     models = list(published["table_3"])
     columns = ["method", "new tokens", *(f"{one}: alpha, x" for one in models), "here"]
@@ -131,7 +120,7 @@ def table_3(ours: Cases, published: dict) -> list[str]:
 
 
 def published_rule(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "## What the published acceptance owes to its rule", ""]
+    lines = ["", "### What the published acceptance owes to its rule", ""]
     lines += head(
         "truncation | published | same drafts, exact | same drafts, published rule | noise "
         "shared with the drafts (default here) | Distinct-2, exact | Distinct-2, published rule"
@@ -158,7 +147,7 @@ def published_rule(ours: Cases, published: dict) -> list[str]:
 
 def table_4(ours: Cases, published: dict) -> list[str]:
     del ours
-    lines = ["", "## Table 4: Qwen2.5 of three sizes, 100K tokens after 4,096", ""]
+    lines = ["", "### Table 4: Qwen2.5 of three sizes, 100K tokens after 4,096", ""]
     lines += head(
         "model | alpha | x | plain decoding | at least, by what it reads | times the bound | "
         "the scheme at that alpha, at most"
@@ -185,7 +174,7 @@ def table_4(ours: Cases, published: dict) -> list[str]:
 
 
 def table_5(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "## Table 5: the draft cache, without n-grams", ""]
+    lines = ["", "### Table 5: the draft cache, without n-grams", ""]
     names = {
         "full": "the whole cache", "partial": "chosen once, after the prompt",
         "dynamic": "chosen again as the text grows",
@@ -205,7 +194,7 @@ def table_5(ours: Cases, published: dict) -> list[str]:
 
 
 def table_6(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "## Table 6: the penalty, by kind of truncation (theta 1.2, window 1,024)", ""]
+    lines = ["", "### Table 6: the penalty, by kind of truncation (theta 1.2, window 1,024)", ""]
     lines += _distinct_head("sampling")
     for name, (*distinct, _) in published["table_6"].items():
         case = papers.USUAL if name == "min-p" else name
@@ -220,7 +209,7 @@ def table_6(ours: Cases, published: dict) -> list[str]:
 
 
 def table_7(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "## Table 7: the shape of the tree, without n-grams", ""]
+    lines = ["", "### Table 7: the shape of the tree, without n-grams", ""]
     found = {
         f"[{name}]": (published["table_7"][name], ours.pairs("caches and trees", method))
         for name, method in {"3,3,3,3": "tree 3,3,3,3", "1,3,3,3": "dynamic"}.items()
@@ -229,7 +218,7 @@ def table_7(ours: Cases, published: dict) -> list[str]:
 
 
 def table_8(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "## Table 8: the strength of the penalty (window 1,024)", ""]
+    lines = ["", "### Table 8: the strength of the penalty (window 1,024)", ""]
     lines += _distinct_head("theta")
     for theta, distinct in published["table_8"].items():
         case = {"1.0": "min-p, no penalty", "1.2": papers.USUAL}.get(theta, f"theta {theta}")
@@ -239,7 +228,7 @@ def table_8(ours: Cases, published: dict) -> list[str]:
 
 
 def table_12(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "## Table 12: kinds of truncation", ""]
+    lines = ["", "### Table 12: kinds of truncation", ""]
     found = {
         name: (there, ours.pairs(papers.USUAL if name == "min-p" else name, "tokenswift"))
         for name, there in published["table_12"].items()
@@ -252,7 +241,7 @@ def table_12(ours: Cases, published: dict) -> list[str]:
 
 def figures_3_and_4(ours: Cases, published: dict) -> list[str]:
     there = published["figure_3"]
-    lines = ["", "## Figures 3 and 4: tokens said before, as n-grams", ""]
+    lines = ["", "### Figures 3 and 4: tokens said before, as n-grams", ""]
     found = {
         "k = 20": (there["k=20"], ours.pairs(papers.USUAL, "tokenswift")),
         "k = 0": (there["k=0"], ours.pairs("caches and trees", "dynamic")),
@@ -268,8 +257,7 @@ def figures_3_and_4(ours: Cases, published: dict) -> list[str]:
     ]  # fmt: skip
 
 
-def killed_runs() -> list[str]:
-    """The part made from soak.json."""
+def killed_runs() -> str:
     document = read("soak")
     if document["troubles"]:
         raise ValueError(f"soak.json has troubles, and no place here: {document['troubles']}")
@@ -294,10 +282,7 @@ def killed_runs() -> list[str]:
         for key in ("after_warm_up", "made")
     )
     tokens, warm_up = f"{document['new_tokens']:,}", f"{document['warm_up']:,}"
-    return f"""
-## A run that is killed again and again
-
-{tokens} new tokens of an earlier embedded model, of the same shape, after
+    return f"""{tokens} new tokens of an earlier embedded model, of the same shape, after
 {document["prompt"]!r}, {document["setting"]}, by Auto, saved every
 {document["save_every"]} tokens, in {len(lives)} processes, each of which goes on with
 the saved file; the last one makes {made_by_last:,} tokens. From {source(document)}.
@@ -321,7 +306,7 @@ the saved file; the last one makes {made_by_last:,} tokens. From {source(documen
   tokens went on to its end, and said that the file lacks it. The file had the first
   {full["lives"][0]["tokens_saved"]:,}; with these, where there was room, the run went on to the
   same {full["new_tokens"]:,}.
-""".rstrip().splitlines()
+""".rstrip()
 
 
 def _mib(size: int) -> str:
@@ -364,15 +349,3 @@ def _both(there: float, here: float) -> str:
 
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-def main(argv: Sequence[str]) -> int | None:
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks results_page", description=about)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args(argv)
-    text = page()
-    if args.check:
-        return 0 if PAGE.read_text("utf-8") == text else 1
-    PAGE.write_text(text, "utf-8")
-    return None
