@@ -43,6 +43,7 @@ MODULES = {
     "many": "many",
     "papers": "papers",
     "results_page": "results_page",
+    "expected": "expected",
     "choosing": "choosing",
     "scaling": "scaling",
     "readme_table": "readme_table",

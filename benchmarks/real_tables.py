@@ -150,24 +150,25 @@ def front_rows() -> list[str]:
 
 
 def auto_by_prompt() -> str:
-    """`Auto` beside fixed trees, prompt by prompt."""
-    lines, sources = [], []
+    """`Auto` beside the best of fixed trees, prompt by prompt."""
+    lines = head("prompt | tokens | plain decoding | Auto | the best fixed setting")
+    settings, sources = set(), []
     for path in sorted(RESULTS.glob("auto-*.json")):
         document = json.loads(path.read_text())
-        names = [row["method"] for row in document["cells"][0]["rows"] if row["method"] != PLAIN]
-        if not lines:
-            titles = " | ".join(TITLES.get(name, name) for name in names)
-            lines = head(
-                f"prompt | tokens | plain decoding | {titles} | Auto over the best of them"
-            )
         for cell in document["cells"]:
             rows = {row["method"]: row for row in cell["rows"]}
-            gains = {name: rows[name]["speedup_over_plain"]["median"] for name in names}
-            best = max(gain for name, gain in gains.items() if name != "auto")
-            what = f"{KINDS[cell['kind']]}, {cell['prompt'] + 1}, {SETTINGS[cell['setting']]}"
-            over = " | ".join(f"{gain:.2f}x" for gain in gains.values())
+            gains = {
+                name: row["speedup_over_plain"]["median"]
+                for name, row in rows.items()
+                if name != PLAIN
+            }
+            auto = gains.pop("auto")
+            best = max(gains, key=gains.__getitem__)
+            settings.add(SETTINGS[cell["setting"]])
             plain, tokens = rows[PLAIN]["ms_per_token"]["median"], cell["answer_tokens"]
-            share = gains["auto"] / best
-            lines.append(f"| {what} | {tokens:,} | {plain:.1f} ms | {over} | {share:.2f} |")
-        sources.append(f"{name_of(document)}: {source(document)}")
+            lines.append(
+                f"| {KINDS[cell['kind']]}, {cell['prompt'] + 1} | {tokens:,} | {plain:.1f} ms "
+                f"| {auto:.2f}x | {gains[best]:.2f}x, {best} |"
+            )
+        sources.append(f"{name_of(document)}, {', '.join(sorted(settings))}: {source(document)}")
     return "\n".join([*lines, "", f"{'; '.join(sources)}."])
