@@ -42,6 +42,7 @@ MODULES = {
     "papers": "papers",
     "choosing": "choosing",
     "scaling": "scaling",
+    "expected": "expected",
     "readme_table": "readme_table",
 }
 

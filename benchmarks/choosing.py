@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the table of docs/choosing.md: memory and times by model and card, from the cost model.
+"""Writes the table of cards in docs/speed.md: memory and times by model, from the cost model.
 
 python -m benchmarks choosing            writes the table
 python -m benchmarks choosing --check    exits with 1 if that would change it
@@ -16,7 +16,7 @@ from tsjax.files.presets import model_preset_names
 from tsjax.host.roofline_table import roofline_of
 from tsjax.model.cache import cache_bytes
 
-PAGE = ROOT / "docs" / "choosing.md"
+PAGE = ROOT / "docs" / "speed.md"
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
 CARDS = {"rtx-4090": "RTX 4090, 24 GB", "a100-40gb": "A100, 40 GB", "a100": "A100, 80 GB",
          "h100": "H100, 80 GB", "h200": "H200, 141 GB"}  # fmt: skip
@@ -26,6 +26,7 @@ PROMPT, NEW = 4096, 102_400
 def table() -> list[str]:
     cards = " | ".join(CARDS.values())
     lines = head(f"model, bfloat16 | weights | cache of {PROMPT + NEW:,} tokens | {cards}")
+    alike: dict[str, list[str]] = {}  # models of one shape
     for name in model_preset_names():
         found = {card: roofline_of(name, device=card, prompt=PROMPT, new=NEW) for card in CARDS}
         one = next(iter(found.values()))
@@ -38,8 +39,10 @@ def table() -> list[str]:
                 for row in roofline.methods
                 if row.name in ("plain", "auto")
             )
-            cells.append(f"{plain:.1f}, {auto:.1f} ms" if roofline.fits else "no room")
-        lines.append(f"| {name} | {weights:.1f} GB | {cache:.1f} GB | {' | '.join(cells)} |")
+            cells.append(f"{plain:.1f}, {auto:.1f}" if roofline.fits else "no room")
+        figures = f"{weights:.1f} GB | {cache:.1f} GB | {' | '.join(cells)}"
+        alike.setdefault(figures, []).append(name)
+    lines += [f"| {', '.join(names)} | {figures} |" for figures, names in alike.items()]
     return lines
 
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the cost model expects of GPUs, as tables for docs/performance.md. Runs nothing.
+"""What the cost model expects of GPUs, and what two of them took, as tables. Runs no model.
+
+    python -m benchmarks expected            prints the tables, with every model, chip and length
 
 Knows presets, the formula of `tsjax.methods.devices`, and the runs that it is held against;
-`python -m benchmarks readme_table` writes the tables.
+`python -m benchmarks readme_table` writes the part of them that docs/speed.md shows.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest.mock import patch
 
 import tsjax
@@ -19,8 +22,8 @@ from tsjax.files.tensor_names import with_weights
 from tsjax.methods import likely_growth, model_drafts
 from tsjax.methods.auto import choose
 from tsjax.methods.cost_model import Costs
-from tsjax.methods.devices import GPU, GPU_OF_THE_RUN, GPUS, Device, estimated, plain_bytes
-from tsjax.methods.roofline import USABLE, has_room
+from tsjax.methods.devices import GPU_OF_THE_RUN, GPUS, Device, estimated, plain_bytes
+from tsjax.methods.roofline import has_room
 
 MODELS = ("llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b")
 CHIPS = {
@@ -32,6 +35,13 @@ CHIPS = {
     "RTX 4090": "rtx 4090",
 }
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
+# What the page shows of all.
+SHOWN_MODELS = ("llama3.1-8b", "qwen2.5-1.5b")
+SHOWN_CHIPS = ("A100 80GB", "H100", "H200")
+SHOWN_LENGTHS = (4096, 32_768, 131_072)
+SHOWN_CHOICES = (4096, 131_072)
+SHOWN_NARROW = ("H100", "RTX 4090"), (4096, 65_536)
+SHOWN_PASSES = {("plain", 1), ("tokenswift", 101), ("verify", 8), ("verify", 64), ("verify", 101)}
 HEADS = 3
 LONG_RUN = 100_000  # tokens
 BIAS = 0.9  # drafts that are right so many times as often as assumed
@@ -59,17 +69,17 @@ def gain(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -
     return costs.plain(context) / method.promise(model, costs, context).seconds_per_token
 
 
-def times() -> str:
+def times(whole: bool = False) -> str:
     """Plain steps, their bound, and what drafts are expected to gain, by model, chip and length."""
     use_configs()
-    lengths = [f"{length:,}" for length in LENGTHS]
-    lines = head(["model", "chip", *lengths])
-    for name in MODELS:
+    lengths = LENGTHS if whole else SHOWN_LENGTHS
+    lines = head(["model", "chip", *(f"{length:,}" for length in lengths)])
+    for name in MODELS if whole else SHOWN_MODELS:
         plain, heads = (tsjax.model_preset(name).with_heads(n) for n in (0, HEADS))
-        for chip, key in CHIPS.items():
-            device, cells = GPUS[key], []
+        for chip in CHIPS if whole else SHOWN_CHIPS:
+            device, cells = GPUS[CHIPS[chip]], []
             tables = [(model, estimated(model, device, 1)) for model in (plain, heads)]
-            for length in LENGTHS:
+            for length in lengths:
                 if not has_room(plain, device, length):
                     cells.append("no room")
                     continue
@@ -85,14 +95,13 @@ def times() -> str:
                     for step in document["rows"]
                     if step["pass"] == "plain"
                 }
-                cells = [f"**{found[n]:.1f} ms**" if n in found else "" for n in LENGTHS]
+                cells = [f"**{found[n]:.1f} ms**" if n in found else "" for n in lengths]
                 lines.append(row([name, f"**{chip.upper()}, measured**", *cells]))
     note = (
-        "Estimates, not measured, but for the rows that say so. Milliseconds of a plain step, in "
-        "brackets the bandwidth bound (weights and cache read once at the data sheet's speed); "
-        f"then how many times faster `tsjax.Auto()` expects to be without draft heads, and with "
-        f"{HEADS}. bfloat16, one row, no sampling filters. No room: weights and cache exceed "
-        f"{USABLE:.0%} of the chip's memory; drafts in int8 are offered where their copy fits too."
+        "Estimates, except where marked. Milliseconds of a plain step; in brackets the bandwidth "
+        "bound (weights and cache read once at the data sheet's speed); then the speed-up that "
+        f"`tsjax.Auto()` expects without draft heads, and with {HEADS}. bfloat16, one row, no "
+        "filters."
     )
     return "\n".join([*lines, "", note])
 
@@ -106,31 +115,31 @@ NARROW = (
 )
 
 
-def narrow() -> str:
+def narrow(whole: bool = False) -> str:
     """Plain steps of Llama-3.1-8B with narrow weights and caches."""
     use_configs()
     model = tsjax.model_preset(MODELS[0])
-    lines = head(["weights", "cache", "chip", *(f"{length:,}" for length in LENGTHS)])
+    every = ("A100 80GB", "H100", "H200", "RTX 4090"), LENGTHS
+    chips, lengths = every if whole else SHOWN_NARROW
+    lines = head(["weights", "cache", "chip", *(f"{length:,}" for length in lengths)])
     for weights, cache in NARROW:
         one = dataclasses.replace(with_weights(model, weights, {}, ""), cache=cache)
-        for chip in ("A100 80GB", "H100", "H200", "RTX 4090"):
+        for chip in chips:
             device = GPUS[CHIPS[chip]]
             costs, cells = estimated(one, device, 1), []
-            for length in LENGTHS:
+            for length in lengths:
                 bound = 1e3 * plain_bytes(one, length) / device.bytes_per_second
-                found = f"{1e3 * costs.plain(length):.1f} ({bound:.1f}) ms"
+                found = f"{1e3 * costs.plain(length):.1f} ({bound:.1f})"
                 cells.append(found if has_room(one, device, length) else "no room")
             lines.append(row([f"`{weights}`", f"`{cache}`", chip, *cells]))
     note = (
-        "Estimates, not measured: no GPU has run the kernels that read narrow weights and caches. "
-        f"{MODELS[0]}, milliseconds of a plain step, in brackets the bandwidth bound. A narrow "
-        f"weight is taken to need as long as {GPU.narrow_bytes} bytes at least, by the "
-        "instructions that were counted."
+        "Estimates: no GPU has run the kernels that read narrow weights and caches. Milliseconds "
+        f"of a plain step of {MODELS[0]}, in brackets the bandwidth bound."
     )
     return "\n".join([*lines, "", note])
 
 
-def choices() -> str:
+def choices(whole: bool = False) -> str:
     """What is chosen for Llama-3.1-8B with heads, and what its verification takes."""
     use_configs()
     model = tsjax.model_preset(MODELS[0]).with_heads(HEADS)
@@ -138,15 +147,15 @@ def choices() -> str:
     lines = head(["chip", "length", *columns])
     for chip in ("A100 80GB", "H100"):
         costs = estimated(model, GPUS[CHIPS[chip]], 1)
-        for length in LENGTHS:
+        for length in LENGTHS if whole else SHOWN_CHOICES:
             method = choose(model, costs, length)
             promise = method.promise(model, costs, length)
             cost = (costs.of_pass(promise.width, length) + costs.overhead) / costs.plain(length)
             cells = [chip, f"{length:,}", _drafts(method), method.draft_weights]
             lines.append(row([*cells, str(promise.width), f"{cost:.2f}"]))
     note = (
-        f"Estimates, not measured: {MODELS[0]} with {HEADS} heads. Rows: of the step that promises "
-        "most, before the run has shown how often its drafts are right."
+        f"Estimates: {MODELS[0]} with {HEADS} heads. Rows of the step that promises most, before a "
+        "run has shown how often drafts are right."
     )
     return "\n".join([*lines, "", note])
 
@@ -195,21 +204,22 @@ def at_100k() -> str:
             cells = [f"{tokens:.2f}", str(rows), f"{1e3 * seconds:.1f}", f"{1e3 * plain:.1f}"]
             lines.append(row([chip, name, *cells, f"{plain * tokens / seconds:.2f}x"]))
     note = (
-        f"Estimates, not measured: {MODELS[0]} with {HEADS} heads, one row of {LONG_RUN:,} tokens, "
-        f"{_drafts(method)}, drafted in {method.draft_weights}. As assumed: heads as in "
-        "TokenSwift's Table 3, passes and text as `tsjax/methods/model_drafts.py` and "
-        "`likely_growth.py` have them. Less often: every draft, when all before it were right."
+        f"Estimates, not measured: {MODELS[0]} with {HEADS} heads, a row of {LONG_RUN:,} tokens; "
+        f"{_drafts(method)}, drafted in {method.draft_weights}. As assumed: "
+        "`tsjax/methods/model_drafts.py` and `likely_growth.py`, heads as in TokenSwift's Table 3. "
+        "Less often: each draft, when all before it were right."
     )
     return "\n".join([*lines, "", note])
 
 
-def errors(chip: str) -> str:
-    """The formula against the figures of a GPU."""
+def errors(chip: str, whole: bool = False) -> str:
+    """The formula against the figures of a GPU; the page has some passes and two lengths."""
     use_configs()
     document = measured(chip)
     model = tsjax.model_preset(document["model"]).with_heads(HEADS)
     costs = estimated(model, MEASURED[chip], 1)
     found: dict[tuple[str, int], dict[int, str]] = {}
+    differences = []
     for step in document["rows"]:
         kind, rows, context, ms = (
             step["pass"], step["rows"], step["context"], step["ms"]["median"]
@@ -221,15 +231,30 @@ def errors(chip: str) -> str:
         else:
             seconds = costs.of_pass(rows, slots if kind == "draft" else context)
             seconds += costs.overhead if kind == "plain" else 0
-        cell = f"{ms:.2f} ms, {1e3 * seconds / ms - 1:+.1%}"
+        differences.append(1e3 * seconds / ms - 1)
+        cell = f"{ms:.2f}, {differences[-1]:+.1%}"
         found.setdefault((kind, rows), {})[context] = cell
-    contexts = list(dict.fromkeys(step["context"] for step in document["rows"]))
+    contexts = sorted({step["context"] for step in document["rows"]})
+    contexts = contexts if whole else [contexts[0], contexts[-1]]
     lines = head(["pass", "rows", *(f"{context:,}" for context in contexts)])
     for (kind, rows), cells in sorted(found.items()):
-        lines.append(row([kind, str(rows), *(cells.get(context, "") for context in contexts)]))
+        if whole or (kind, rows) in SHOWN_PASSES:
+            lines.append(row([kind, str(rows), *(cells.get(context, "") for context in contexts)]))
     note = (
-        f"Measured on one {document['device']} ({document['date']}, jax "
-        f"{document['versions']['jax']}), and how much the formula differs. Made by "
-        f"`{document['command']}`."
+        f"Milliseconds measured on one {document['device']} ({document['date']}, jax "
+        f"{document['versions']['jax']}), and how far the formula is from them: "
+        f"{min(differences):+.1%} to {max(differences):+.1%} over all passes and lengths."
     )
+    note += f" Made by `{document['command']}`." if whole else ""
     return "\n".join([*lines, "", note])
+
+
+def main(argv: Sequence[str]) -> None:
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks expected", description=about)
+    parser.parse_args(argv)
+    tables = [
+        *(errors(chip, whole=True) for chip in MEASURED),
+        choices(whole=True), times(whole=True), narrow(whole=True), at_100k(),
+    ]  # fmt: skip
+    print("\n\n".join(tables))

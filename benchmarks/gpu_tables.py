@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.table_parts import RESULTS, head, of_gpu, source
+from benchmarks.table_parts import RESULTS, head, of_gpu
 
 
 def plain_step(document: dict, row: dict) -> str:
@@ -25,12 +25,19 @@ def compiled(name: str = "aot") -> dict:
 EXPECTED_BANDWIDTH, EXPECTED_MATRIX, LAUNCHES_US = 0.85, 0.5, 5.0
 
 
+# The calls that the page's text is about; aot.json has all of them.
+ON_PAPER = (
+    *(f"tree_attention llama3.1-8b t{rows}" for rows in (1, 64, 101, 117)),
+    *(f"tree_attention llama2-7b t{rows}" for rows in (1, 64)),
+    *(f"cache_scores {mode} llama3.1-8b" for mode in ("dot", "softmax")),
+)
+
+
 def paper() -> str:
-    lines = head("call | read | operations | per byte | A100: bound, expected | H100 | H200")
+    lines = head("call | read | operations per byte | A100: bound, expected | H100 | H200")
     document = compiled()
-    for name, case in document["cases"].items():
-        if not case.get("bound_us"):
-            continue
+    for name in ON_PAPER:
+        case = document["cases"][name]
         read, operations = case["read_bytes"], case["operations"]
         cells = []
         for chip, bound in case["bound_us"].items():
@@ -40,46 +47,64 @@ def paper() -> str:
             compute = 0 if "dot" in name else operations / (EXPECTED_MATRIX * peak)
             cells.append(f"{bound:.0f}, {1e6 * max(memory, compute) + LAUNCHES_US:.0f} us")
         lines.append(
-            f"| {name} | {read / 1e6:.0f} MB | {operations / 1e9:.1f} G "
-            f"| {operations / read:.0f} | {' | '.join(cells)} |"
+            f"| {name} | {read / 1e6:.0f} MB | {operations / read:.0f} | {' | '.join(cells)} |"
         )
     return "\n".join(lines)
 
 
-def registers(document_name: str = "aot") -> str:
-    document = compiled(document_name)
-    spilled, alike = 0, {}
-    for name, case in document["cases"].items():
+COMPILED = ("aot", "narrow", "lazy")  # most cases, those with narrow numbers, lazy prefills
+CHIPS = ("a100", "h100")
+
+
+def registers() -> str:
+    """For each kernel and chip, the case with the fewest registers and the one with the most."""
+    documents = [compiled(name) for name in COMPILED]
+    spilled, found = 0, {}
+    for name, case in (pair for document in documents for pair in document["cases"].items()):
         if "bound_us" not in case:
             continue
-        for kernel in case["a100"]["kernels"]:
-            # A merge is not there where one part does it all.
-            other = [k for k in case["h100"]["kernels"] if k["name"] == kernel["name"]]
-            both = (kernel, *other)
-            spilled += sum(k["spilled_bytes"] for k in both)
-            cells = [f"{k['registers']}, {k['shared_bytes'] / 1024:.0f} KiB" for k in both]
-            cells += [] if other else ["-"]
-            used = ["wgmma" if k["wgmma"] else "mma" if k["mma"] else "" for k in both]
-            cells.append(" / ".join(used) if any(used) else "")
-            key = kernel["name"].removeprefix("tsjax_"), *cells
-            shape = name.split(" ", 2 if name.startswith("cache_scores") else 1)[-1]
-            alike.setdefault(key, []).append(shape)
-    lines = head("kernel | A100: registers, shared memory | H100 | instructions | shapes")
-    for key, shapes in sorted(alike.items(), key=lambda item: item[0][0]):
-        lines.append(f"| {' | '.join(key)} | {', '.join(shapes)} |")
-    note = f"Spilled bytes in all of them together: {spilled}. Made by "
-    return "\n".join([*lines, "", note + source(document) + "."])
+        shape = name.split(" ", 2 if name.startswith("cache_scores") else 1)[-1]
+        for chip in CHIPS:
+            for kernel in case[chip]["kernels"]:
+                spilled += kernel["spilled_bytes"]
+                size = kernel["registers"], kernel["shared_bytes"]
+                used = ", wgmma" if kernel["wgmma"] else ", mma" if kernel["mma"] else ""
+                cell = f"{size[0]}, {size[1] / 1024:.0f} KiB{used} ({shape})"
+                of_chip = found.setdefault(kernel["name"].removeprefix("tsjax_"), {})
+                of_chip.setdefault(chip, []).append((size, cell))
+    lines = head("kernel | A100: fewest registers | most | H100: fewest | most")
+    for kernel, chips in sorted(found.items()):
+        cells = []
+        for chip in CHIPS:
+            sizes = [size for size, _ in chips[chip]]
+            cells += [chips[chip][sizes.index(one)][1] for one in (min(sizes), max(sizes))]
+        lines.append(f"| {kernel} | {' | '.join(cells)} |")
+    made = (
+        f"{name}.json ({document['date']}, jax {document['versions']['jax']})"
+        for name, document in zip(COMPILED, documents, strict=True)
+    )
+    note = (
+        f"Spilled bytes in all cases together: {spilled}. Made by `python -m benchmarks aot` with "
+        f"the options that each file names: {', '.join(made)}."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def run_on_h200() -> str:
     """Whole runs with simulated drafts, beside torch and the reading of prompts."""
-    run, torch, lazy = map(of_gpu, ("bench-llama3.1-8b", "step-torch-llama3.1-8b", "ttft"))
+    names = "bench-llama3.1-8b", "step-torch-llama3.1-8b", "ttft"
+    run, torch, lazy = map(of_gpu, names)
     lines = head("what | context | result | against")
-    for row in run["rows"]:
-        ms, plain = row["ms_per_token"]["median"], row["method"] == "plain"
-        what = "plain decoding" if plain else f"TokenSwift, {row['tokens_per_step']:.2f} a step"
-        gain = "" if plain else f"{row['speedup_over_plain']['median']:.2f}x plain decoding"
-        lines.append(f"| {what}, per token | {row['context']:,} | {ms:.2f} ms | {gain} |")
+    for method in ("plain", "tokenswift"):
+        rows = [row for row in run["rows"] if row["method"] == method]
+        contexts = "; ".join(f"{row['context']:,}" for row in rows)
+        ms = "; ".join(f"{row['ms_per_token']['median']:.2f}" for row in rows)
+        what, gain = "plain decoding", ""
+        if method != "plain":
+            what = f"TokenSwift, {rows[0]['tokens_per_step']:.2f} a step"
+            gains = (f"{row['speedup_over_plain']['median']:.2f}x" for row in rows)
+            gain = f"{'; '.join(gains)} plain decoding"
+        lines.append(f"| {what}, per token | {contexts} | {ms} ms | {gain} |")
     (row,) = torch["rows"]
     (ours,) = (
         one["ms_per_token"]["median"]
@@ -108,11 +133,11 @@ def run_on_h200() -> str:
                 f"| {case['new_tokens']} tokens, prefill: {how} "
                 f"| {case['prompt_tokens']:,} | {seconds:.2f} s | {gain} |"
             )
-    facts = ", ".join(f"`{document['command']}`" for document in (run, torch, lazy))
     note = (
         f"One {run['device']}, {run['date']}, jax {run['versions']['jax']}, torch "
         f"{torch['versions']['torch']}; random weights of {run['model']} in {run['dtype']}. "
-        f"Accepted lengths are those of the embedded model. By {facts}."
+        "Accepted lengths are those of the embedded model. Commands: "
+        f"{', '.join(f'`{name}.json`' for name in names)} of `benchmarks/results/h200/`."
     )
     return "\n".join([*lines, "", note])
 
@@ -121,19 +146,24 @@ def products() -> str:
     """Passes of few rows by a kernel of our own, which is gone, and by XLA."""
     document = of_gpu("step-products")
     names = {None: "a kernel of our own", PADDED: "XLA, padded to 8 rows", "xla": "XLA"}
-    found: dict[tuple, dict[str | None, float]] = {}
+    contexts = sorted({row["context"] for row in document["rows"]})
+    ends = contexts[0], contexts[-1]
+    found: dict[tuple, dict[str | None, list[float]]] = {}
     for row in document["rows"]:
-        if row["rows"] <= 16:
-            place = row["pass"], row["rows"], row["context"]
-            found.setdefault(place, {})[row.get("products")] = row["ms"]["median"]
-    lines = head(f"pass | rows | context | {' | '.join(names.values())}")
-    for (kind, rows, context), times in found.items():
-        cells = (f"{times[name]:.2f} ms" if name in times else "" for name in names)
-        lines.append(f"| {kind} | {rows} | {context:,} | {' | '.join(cells)} |")
+        if row["rows"] <= 16 and row["context"] in ends:
+            times = found.setdefault((row["pass"], row["rows"]), {})
+            times.setdefault(row.get("products"), []).append(row["ms"]["median"])
+    lines = head(f"pass | rows | {' | '.join(names.values())}")
+    for (kind, rows), times in found.items():
+        cells = (
+            f"{', '.join(f'{ms:.2f}' for ms in times[name])} ms" if name in times else ""
+            for name in names
+        )
+        lines.append(f"| {kind} | {rows} | {' | '.join(cells)} |")
     note = (
-        f"One {document['device']}, {document['date']}, jax {document['versions']['jax']}, "
-        f"llama3.1-8b in bfloat16, in turns; by `{document['command']}` at the commit "
-        f"{document['commit']}."
+        f"At contexts of {ends[0]:,} and {ends[1]:,}. One {document['device']}, "
+        f"{document['date']}, jax {document['versions']['jax']}, llama3.1-8b in bfloat16, in "
+        f"turns; by `{document['command']}` at the commit {document['commit']}."
     )
     return "\n".join([*lines, "", note])
 
@@ -161,20 +191,38 @@ def lazy_generation() -> str:
     )
 
 
-def steps(document_name: str = "aot") -> str:
+# What the page shows of what was compiled, by document: what decides a method or a card.
+STEPS = {
+    "aot": (
+        "step llama3.1-8b plain", "step llama3.1-8b tokenswift", "step llama3.1-8b int8 drafts",
+        "step llama3.1-8b auto", "step llama3.1-8b magicdec",
+        "step llama2-7b-yarn-128k tokenswift", "step qwen2.5-14b tokenswift",
+        "step qwen2.5-32b tokenswift, 2 devices", "prefill llama2-7b-yarn-128k by 2048",
+    ),
+    "narrow": (
+        "step llama3.1-8b plain, narrow int4", "step llama3.1-8b plain, narrow int8 and cache",
+    ),
+    "lazy": ("step llama3.1-8b lazily, 16K", "step llama3.1-8b lazily"),
+}  # fmt: skip
+
+
+def steps() -> str:
     lines = head(
-        "step | weights, cache and state | temporary | copies of a cache | kernels in graphs | "
+        "step | weights, cache and state | temporary | kernels in graphs | "
         "started by the host | loops that ask the host"
     )
-    for name, case in compiled(document_name)["cases"].items():
-        found = case["a100"]
-        if "cache_copies" not in found:
-            continue
-        each = ", each device" if "devices" in name else ""
-        lines.append(
-            f"| {name.removeprefix('step ')} | {found['argument_bytes'] / 1e9:.1f} GB{each} "
-            f"| {found['temp_bytes'] / 1e6:,.0f} MB | {found['cache_copies']} "
-            f"| {found['program']['graph_kernels']:,} | {found['program']['loose_kernels']} "
-            f"| {found['program']['host_loops']} |"
-        )
-    return "\n".join([*lines, "", "Made by the same command."])
+    copies = 0
+    for document, names in STEPS.items():
+        cases = compiled(document)["cases"]
+        copies += sum(case["a100"].get("cache_copies", 0) for case in cases.values())
+        for name in names:
+            found = cases[name]["a100"]
+            each = ", each device" if "devices" in name else ""
+            lines.append(
+                f"| {name.removeprefix('step ')} | {found['argument_bytes'] / 1e9:.1f} GB{each} "
+                f"| {found['temp_bytes'] / 1e6:,.0f} MB "
+                f"| {found['program']['graph_kernels']:,} | {found['program']['loose_kernels']} "
+                f"| {found['program']['host_loops']} |"
+            )
+    note = f"Copies of a cache in all cases together: {copies}. Made by the same commands."
+    return "\n".join([*lines, "", note])

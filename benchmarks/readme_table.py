@@ -229,7 +229,7 @@ def partial_cache() -> str:
     note = (
         "Tokens per step of four passes on 512 slots and nothing else, at most five, after N "
         "tokens of a book (N and the kind of text head each column), sampled and greedy as in "
-        "[results.md](results.md), the embedded model in float32. Made by "
+        "[the table above](#do-drafts-pay), the embedded model in float32. Made by "
     )
     return "\n".join([*lines, "", note + source(document) + "."])
 
@@ -280,21 +280,19 @@ SECTIONS = {
     ("docs/results.md", "on-a-cpu"): on_a_cpu,
     ("docs/results.md", "rows-on-a-cpu"): rows_on_a_cpu,
     ("docs/results.md", "speedup"): speedup_tables.speedup,
-    ("docs/methods.md", "auto"): real_tables.auto_by_prompt,
-    ("docs/methods.md", "rows"): speedup_tables.price_of_rows,
+    ("docs/methods.md", "auto"): real_tables.auto_by_kind,
     ("docs/methods.md", "at-100k"): expected.at_100k,
-    ("docs/methods.md", "drafter-chains"): drafter_tables.chains,
-    ("docs/methods.md", "drafter-along"): drafter_tables.along_a_text,
+    ("docs/results.md", "drafter-chains"): drafter_tables.chains,
+    ("docs/results.md", "drafter-along"): drafter_tables.along_a_text,
     ("docs/methods.md", "drafter-compared"): drafter_tables.compared,
-    ("docs/methods.md", "drafter-prices"): drafter_tables.prices,
     ("docs/results.md", "measured"): measured,
     ("docs/results.md", "papers"): papers_tables.tables,
     ("docs/results.md", "killed"): papers_tables.killed_runs,
-    ("docs/methods.md", "partial-cache"): partial_cache,
+    ("docs/results.md", "partial-cache"): partial_cache,
     ("docs/lazyllm.md", "longcontext-scores"): longcontext_scores,
     ("docs/lazyllm.md", "longcontext-chosen"): longcontext_chosen,
     ("docs/lazyllm.md", "longcontext-verdict"): longcontext_verdict,
-    ("docs/methods.md", "draft-weights"): draft_weights,
+    ("docs/results.md", "draft-weights"): draft_weights,
     ("docs/exactness.md", "exactness"): exactness,
     ("docs/exactness.md", "near-ties"): near_ties,
     ("docs/exactness.md", "equality"): equality,
@@ -307,10 +305,6 @@ SECTIONS = {
     ("docs/kernels.md", "paper"): gpu_tables.paper,
     ("docs/kernels.md", "compiled"): gpu_tables.registers,
     ("docs/kernels.md", "steps"): gpu_tables.steps,
-    ("docs/kernels.md", "narrow-compiled"): functools.partial(gpu_tables.registers, "narrow"),
-    ("docs/kernels.md", "narrow-steps"): functools.partial(gpu_tables.steps, "narrow"),
-    ("docs/kernels.md", "lazy-compiled"): functools.partial(gpu_tables.registers, "lazy"),
-    ("docs/kernels.md", "lazy-steps"): functools.partial(gpu_tables.steps, "lazy"),
     ("docs/lazyllm.md", "lazy-generation"): gpu_tables.lazy_generation,
     ("docs/speed.md", "expected-narrow"): expected.narrow,
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What fits on several devices, and what they send: compiles for GPUs, writes docs/scaling.md.
+"""What fits on several devices, and what they send: compiles for GPUs, writes docs/devices.md.
 
     JAX_PLATFORMS=cpu python -m benchmarks scaling --compile --out benchmarks/results/aot
     python -m benchmarks scaling             writes the tables of the page
@@ -24,22 +24,24 @@ from tsjax.host.layout import layout
 from tsjax.methods.devices import GPUS
 from tsjax.methods.roofline import USABLE
 
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "devices.md"
 RESULT = ROOT / "benchmarks" / "results" / "aot" / "scaling.json"
 MODELS = ("qwen2.5-14b", "qwen2.5-32b", "llama3.1-70b")
-CONTEXTS = (131_072, 1_048_576)
-MESHES = ((1, 1), (2, 1), (4, 1), (8, 1), (2, 4), (8, 2), (8, 4))  # model, slots
+MESHES = {  # model, slots; by tokens
+    131_072: ((1, 1), (2, 1), (4, 1), (8, 1)),
+    1_048_576: ((4, 1), (8, 1), (8, 4)),
+}
 CHIPS = {"a100": "A100, 80 GB", "h100": "H100, 80 GB", "h200": "H200, 141 GB"}
 
 
 def fits() -> list[str]:
     """Bytes of each device, and the least time of a step where they have room."""
     chips = " | ".join(CHIPS.values())
-    lines = head(f"model | tokens | model x slots | weights on each | cache on each | {chips}")
+    lines = head(f"model | tokens | model x slots | GB of weights, cache | {chips}")
     for name in MODELS:
         cfg = model_preset(name)
-        for context in CONTEXTS:
-            for model, slots in MESHES:
+        for context, meshes in MESHES.items():
+            for model, slots in meshes:
                 found = layout(name, cfg, {"data": 1, "model": model, "slots": slots}, context)
                 *weights, cache = found.parts
                 room = [found.each <= USABLE * GPUS[chip].memory for chip in CHIPS]
@@ -48,33 +50,32 @@ def fits() -> list[str]:
                 (table,) = (one.each for one in weights if one.name == "vocabulary")
                 read = found.each - (0 if cfg.tie_embeddings else table / 2)
                 cells = [
-                    f"{1e3 * read / GPUS[chip].bytes_per_second:.1f} ms" if has else "no room"
+                    f"{1e3 * read / GPUS[chip].bytes_per_second:.1f}" if has else "no room"
                     for chip, has in zip(CHIPS, room, strict=True)
                 ]
                 held = sum(one.each for one in weights)
                 lines.append(
-                    f"| {name} | {context:,} | {model} x {slots} | {held / 1e9:.1f} GB | "
-                    f"{cache.each / 1e9:.1f} GB | {' | '.join(cells)} |"
+                    f"| {name} | {context:,} | {model} x {slots} | {held / 1e9:.1f}, "
+                    f"{cache.each / 1e9:.1f} | {' | '.join(cells)} |"
                 )
     return lines
 
 
 def compiled() -> list[str]:
-    """What the compiler says of steps on A100s."""
-    lines = head(
-        "step | tokens | data, model, slots | memory of each device | cache on each | "
-        "collectives | sent per step | the largest"
-    )
+    """What the compiler says of steps on A100s: of plain decoding, then of TokenSwift."""
+    lines = head("model | tokens | model x slots | GB of each device | collectives | MB sent")
+    pairs: dict[tuple, list[dict]] = {}
     for case, found in json.loads(RESULT.read_text("utf-8"))["cases"].items():
-        step, used = aot.SCALING[case], memory(found)
-        cfg = model_preset(step.model)
-        kind = "plain" if step.method == "autoregressive" else "TokenSwift"
-        cache = cfg.num_layers * found["cache_bytes"]
-        lines.append(
-            f"| {step.model}, {kind} | {step.capacity:,} | {', '.join(map(str, step.mesh))} | "
-            f"{used / 1e9:.1f} GB | {cache / 1e9:.1f} GB | {found['sent']['step_count']} | "
-            f"{found['sent']['step'] / 1e6:.1f} MB | {largest(found) / 1e6:.2f} MB |"
+        step = aot.SCALING[case]
+        pairs.setdefault((step.model, step.capacity, *step.mesh[1:]), []).append(found)
+    for (name, tokens, model, slots), pair in pairs.items():
+        columns = (
+            [f"{memory(found) / 1e9:.1f}" for found in pair],
+            [f"{found['sent']['step_count']}" for found in pair],
+            [f"{found['sent']['step'] / 1e6:.1f}" for found in pair],
         )
+        cells = " | ".join(map(", ".join, columns))
+        lines.append(f"| {name} | {tokens:,} | {model} x {slots} | {cells} |")
     return lines
 
 

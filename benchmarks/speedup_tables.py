@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of time: whether drafts pay after a text and along a run, and what a further row costs."""
+"""The table of time: whether drafts pay after a text and along a run."""
 
 from __future__ import annotations
 
 from benchmarks.table_parts import head, read, source
-from tsjax.methods.cost_model import as_costs
 
 
 def speedup_rows(document: dict) -> dict[tuple, dict]:
@@ -80,29 +79,6 @@ def over_runs(document: dict) -> list[str]:
         f"Over {document['new_tokens']:,} tokens ({document['rounds']} rounds, ended before 32,768 "
         f"tokens were done) Auto is {', '.join(found)} as fast as plain."
     ]
-
-
-def price_of_rows() -> str:
-    """What a further row costs where Auto was measured, and what that leaves at most."""
-    document = read("speedup")
-    costs = as_costs(document["costs"])
-    lines = head(
-        "context | plain step | a further row | a draft pass on 512 slots "
-        "| most for 4 drafts, 5 / (1 + 4r) | most, 1 / r"
-    )
-    for context in (2048, 8192, 32_768):
-        plain = costs.plain(context)
-        row = (costs.of_pass(8, context) - costs.of_pass(1, context)) / 7
-        drafting = min(costs.of_draft_pass(512, in_int8) for in_int8 in (False, True))
-        lines.append(
-            f"| {context:,} | {1e3 * plain:.2f} ms | {1e3 * row:.2f} ms, r = {row / plain:.2f} "
-            f"| {1e3 * drafting:.2f} ms | {5 / (1 + 4 * row / plain):.1f}x | {plain / row:.1f}x |"
-        )
-    note = (
-        "The embedded model in float32, by the table that Auto had measured; a row is the seventh "
-        "part of what seven more take. Made by "
-    )
-    return "\n".join([*lines, "", note + source(document) + "."])
 
 
 def after_random(rows: list[dict]) -> list[str]:

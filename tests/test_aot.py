@@ -121,7 +121,7 @@ SPLIT = "scaling qwen2.5-14b plain, 1048576 tokens on 1,1,4"
     [case if case == SPLIT else pytest.param(case, marks=pytest.mark.slow) for case in aot.SCALING],
 )
 def test_step_over_several_devices(case):
-    """As the figures of docs/scaling.md."""
+    """As the figures of docs/devices.md."""
     found = aot.compile_case(case, "a100")
     assert found["alias_bytes"] > 0.99 * found["output_bytes"]
     check_compiled(case, found)
@@ -228,8 +228,8 @@ def test_products_fill_an_h100(model):
 
 @pytest.mark.parametrize("case", MOST_KERNELS)
 def test_the_loop_of_steps_fits_in_the_graph(case):
-    """With the flags of docs/compilation.md."""
-    page = (aot.ROOT / "docs" / "compilation.md").read_text()
+    """With the flags of docs/decoding.md."""
+    page = (aot.ROOT / "docs" / "decoding.md").read_text()
     (flags,) = re.findall(r'export XLA_FLAGS="(.*)"', page)
     program = aot.compile_case(case, "a100", XLA_FLAGS=flags)["program"]
     assert program["graphs"] == 1

@@ -61,16 +61,16 @@ def test_the_three_lines_run(checkpoint, capsys):
 @pytest.mark.wide
 def test_the_page_about_generation_runs(checkpoint, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # it writes a file
-    code = "\n".join(blocks("docs/generation.md", "python"))
+    code = "\n".join(blocks("docs/using.md", "python"))
     code = code.replace("path/to/checkpoint", checkpoint).replace("1000", "20")
-    exec(compile(code, "docs/generation.md", "exec"), {})
+    exec(compile(code, "docs/using.md", "exec"), {})
     out = capsys.readouterr().out
     assert "['length']" in out and "{'model': 0, 'ngrams': " in out
 
 
 @pytest.mark.wide
 def test_the_page_about_blocks_runs():
-    page = "docs/building_blocks.md"
+    page = "docs/own_method.md"
     exec(compile("\n".join(blocks(page, "python")), page, "exec"), {})
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a mesh would hold is what it holds; docs/scaling.md says what is counted today."""
+"""What a mesh would hold is what it holds; docs/devices.md says what is counted today."""
 
 import json
 

@@ -35,5 +35,5 @@ def test_readers_see_what_it_says():
     assert "the same text" in said
     assert sum(len(pictures(cell["outputs"])) for cell in cells) == 2
     assert not any(cell.get("execution_count") for cell in cells)
-    for link in ("docs/generation.md", "docs/choosing.md", "docs/coming_from.md"):
+    for link in ("docs/using.md", "docs/methods.md", "docs/exactness.md"):
         assert f"../{link}" in TOUR.read_text() and (TOUR.parent.parent / link).is_file()

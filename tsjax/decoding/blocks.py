@@ -2,7 +2,8 @@
 """The exact sampler and the exact judge, for other engines.
 
 Pure functions of arrays, which can be jitted and sharded by whoever calls them. Know logits and
-positions. Know no model, no cache and no method: see docs/building_blocks.md.
+positions. Know no model, no cache and no method: see
+docs/own_method.md#for-other-engines-the-sampler-and-the-judge.
 """
 
 from __future__ import annotations

@@ -294,7 +294,7 @@ def roofline_lines(found: Roofline) -> list[str]:
         "",
         *(f"{row.name} would draft by {row.drafts}." for row in found.methods if row.drafts),
         "ms/token, run, speed-up: estimates, calibrated on an H100 and an H200 "
-        "(docs/performance.md); means over the run.",
+        "(docs/speed.md); means over the run.",
         "bound: if reading the weights and caches of a step's passes were all that takes time, at "
         "these tokens per step.",
         "ideal: speed-up by reading all parameters and caches alone, at the mean context.",
