@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from experiments.longcontext.selection import chosen
 from experiments.longcontext.verdict import GOALS, MOST_LOSS, Point, best_point, points
 
 Document = dict[str, Any]
@@ -90,32 +89,6 @@ def _note(documents: Sequence[Document]) -> str:
     if left_out:
         note += f" Left out, as the full prefill scores less than {least}: {', '.join(left_out)}."
     return note
-
-
-def chosen_settings(documents: Sequence[Document]) -> str:
-    """What the development half chose, and its scores with it."""
-    lines = ["| model | method | cuts | score | divergence |", "|---|---|---|---|---|"]
-    for document in documents:
-        for family in dict.fromkeys(row["family"] for row in document["candidates"]):
-            for target in document["targets"]:
-                best = chosen(document, family, target)
-                if best is not None and best["score"] is not None:
-                    lines.append(
-                        f"| {document['model']} | {setting_name(family, target)} | {cuts_of(best)} "
-                        f"| {100 * best['score']:.1f} | {best['divergence']:.3f} |"
-                    )
-    told = ", ".join(
-        f"{one['develop_samples']} prompts of each with {one['develop_length']:,} tokens for "
-        f"{one['model']}"
-        for one in documents
-        if one["candidates"]
-    )
-    note = (
-        f"The best mean of the mastered tasks ({told or 'none was chosen'}), from other books and "
-        "modules than those reported. In longer prompts the same layers have the shares that meet "
-        "the target there."
-    )
-    return "\n".join([*lines, "", note])
 
 
 def verdict_text(documents: Sequence[Document]) -> str:
