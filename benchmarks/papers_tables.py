@@ -73,8 +73,8 @@ def opening(document: dict) -> list[str]:
     all_of = "All" if not parted else f"All but {parted} of the"
     return f"""Published figures are those of [arXiv 2502.18890](https://arxiv.org/abs/2502.18890):
 one A100, models of 1.5B to 14B parameters, 20K to 100K new tokens. Ours are the same experiments on
-a real model, {model} in {document["dtype"]}, on a CPU, at the lengths that it allows: 256 slots of the
-draft cache for 4,096 there, {fifth:,} to {5 * fifth:,} new tokens for 20K to 100K; penalty
+a real model, {model} in {document["dtype"]}, on a CPU, at the lengths that it allows: 256 slots of
+the draft cache for 4,096 there, {fifth:,} to {5 * fifth:,} new tokens for 20K to 100K; penalty
 windows are the paper's. **Compare alpha, and the order of the settings. The speed of the paper's
 settings is a GPU's**: a step has 30 to 100 rows, which a CPU computes one after the other.
 
