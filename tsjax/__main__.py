@@ -32,7 +32,7 @@ KNOWN_COMMANDS = {
     "train-heads": ("train_heads", "train draft heads for a checkpoint"),
     "train-drafter": ("train_drafter", "train a one-layer drafter for a checkpoint"),
     "demo": ("measuring", "a first look, with nothing downloaded"),
-    "bench": ("measuring", "measure methods, lengths and sampling of a checkpoint side by side"),
+    "bench": ("bench", "measure methods, lengths and sampling of a checkpoint side by side"),
     "roofline": (
         "measuring",
         "the least time of a run by memory, and what each method is expected to take",
