@@ -22,6 +22,7 @@ import tsjax
 from tsjax.commands.parser import tell
 from tsjax.config import CACHES, GENERATION_NAMES, WEIGHTS, check, refuse_unknown
 from tsjax.errors import BadValue
+from tsjax.files.presets import preset_names
 from tsjax.host import layout, processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.telling import listening
@@ -108,13 +109,37 @@ def command(commands: Any, name: str, run: Any, text: str, about: str, examples:
     return parser
 
 
-def add_mesh(parser: argparse.ArgumentParser) -> None:
+def add_mesh(parser: argparse.ArgumentParser, distributed: bool = True) -> None:
     add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
     text = (
         "one of several processes, each with devices of its own: srun, mpirun or "
         "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
     )
-    add_switch(parser, "--distributed", text)
+    if distributed:
+        add_switch(parser, "--distributed", text)
+
+
+def add_method(parser: argparse.ArgumentParser, default: str) -> None:
+    text = (
+        "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
+        "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
+        f"{default})"
+    )
+    add(parser, "--method", text, choices=sorted(METHODS))
+    text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"
+    for name, method in METHODS.items():
+        text += f"; {name}: {', '.join(fields_of(method))}" if fields_of(method) else ""
+    add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+
+
+def add_preset(parser: argparse.ArgumentParser, settings: str) -> None:
+    text = f"{settings} settings of the paper for a model, which other flags override: "
+    text += ", ".join(preset_names())
+    add(parser, "--preset NAME", text, choices=preset_names())
+
+
+def add_exceeding(parser: argparse.ArgumentParser) -> None:
+    add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
 
 
 def add_held(parser: argparse.ArgumentParser) -> None:

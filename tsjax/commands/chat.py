@@ -59,9 +59,7 @@ def add_chat(commands: Any) -> None:
     cli.add(parser, "--method", text, choices=sorted(METHODS), default="auto")
     text = "fields of the method"
     cli.add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
-    cli.add_switch(
-        parser, "--exceed-max-positions", "allow more tokens than the model was made for"
-    )
+    cli.add_exceeding(parser)
     cli.add_compilation_cache(parser)
     cli.add_settings(parser, elsewhere=("max_new_tokens", "seed", *SAMPLING_NAMES))
 
