@@ -53,7 +53,7 @@ def add_batch(commands: Any) -> None:
     cli.add_switch(parser, "--json", "print one JSON document at the end")
     cli.add_exceeding(parser)
     cli.add_compilation_cache(parser)
-    cli.add_settings(parser)
+    cli.add_settings(parser, logprobs="{}")
 
 
 def _batch(args: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ def add_demo(commands: Any) -> None:
     )
     parser = cli.command(commands, "demo", _demo, text, about)
     cli.add(parser, "--tokens N", "tokens of each text", default=TOKENS)
-    cli.add(parser, "--seed N", cli.SETTING_HELP["seed"], default=0)
+    cli.add(parser, "--seed N", cli.help_of(tsjax.GenerationConfig)["seed"], default=0)
     cli.add(parser, "--prompt", "the text to continue", default=PROMPT)
     cli.add(parser, "--model PATH", "another checkpoint", default=tsjax.EMBEDDED)
     which = parser.add_mutually_exclusive_group()
