@@ -327,6 +327,7 @@ def test_what_a_full_disk_takes_in_part_is_taken_back(tmp_path):
         (["M", "none.jsonl", "--out", "O"], "prompts='none.jsonl' is not valid: no such file"),
         (["none/m", "P", "--out", "no/such/o.jsonl"], "does not exist"),
         (["./none", "P", "--out", "O"], "'./none'"),
+        (["./none", "P", "--out", "O", "--rows", "0"], "--rows=0 is not valid"),
         (["M", "P", "--out", "P"], "another file than the prompts"),
         (["M", "P", "--out", "O", "--save-to", "s"], "unrecognized arguments: --save-to s"),
         (["M", "P", "--out", "O", "--best-of", "2"], "unknown argument --best-of"),

@@ -10,7 +10,7 @@ from typing import Any
 
 import tsjax
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES
+from tsjax.config import DTYPES, check_int
 from tsjax.files.presets import preset
 from tsjax.files.whole_files import check_place
 from tsjax.host.progress import progress_bar
@@ -42,7 +42,7 @@ def add_batch(commands: Any) -> None:
     cli.add(parser, "model", cli.MODEL_HELP)
     cli.add(parser, "prompts", "the file of prompts", metavar="PROMPTS_FILE")
     cli.add(parser, "--out FILE", "where the answers go", required=True)
-    cli.add(parser, "--rows N", "answers that are made side by side", type=int)
+    cli.add(parser, "--rows N", "answers that are made side by side", default=8)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
     cli.add_method(parser, "autoregressive")
@@ -58,6 +58,7 @@ def add_batch(commands: Any) -> None:
 
 def _batch(args: argparse.Namespace) -> int:
     # Refuses what is wrong before the model is read.
+    check_int(args.rows, "--rows", 1)
     config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
     config = config.replace(**cli.settings_of(args))
     method = cli.named_method(args.method or "autoregressive", args.method_options)
@@ -65,7 +66,7 @@ def _batch(args: argparse.Namespace) -> int:
     read_lines(args.prompts)
     check_place(args.out, "--out")
     model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))
-    more = {"exceed_max_positions": args.exceed_max_positions, **cli.given_of(args, ("rows",))}
+    more = {"rows": args.rows, "exceed_max_positions": args.exceed_max_positions}
     answering = Answering(model, args.prompts, args.out, config, method=method, **more)
     with (
         doing("answering", answering.waiting, "prompts") as work,
