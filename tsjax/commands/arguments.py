@@ -256,7 +256,7 @@ def fields_of(method: type) -> list[str]:
 
 def named_method(name: str, options: Sequence[str]) -> Any:
     """What a name stands for; beside options the method itself, also where Auto would choose."""
-    return METHODS[name]() if options else resolve_method(name)
+    return with_options(METHODS[name](), options) if options else resolve_method(name)
 
 
 def with_options(method: Any, options: Sequence[str], flag: str = "--method-options") -> Any:

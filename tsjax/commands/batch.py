@@ -62,7 +62,6 @@ def _batch(args: argparse.Namespace) -> int:
     config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
     config = config.replace(**cli.settings_of(args))
     method = cli.named_method(args.method or "autoregressive", args.method_options)
-    method = cli.with_options(method, args.method_options)
     read_lines(args.prompts)
     check_place(args.out, "--out")
     model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))

@@ -76,8 +76,7 @@ def _chat(args: argparse.Namespace) -> int:
         open_prefix(args.prefix)
     model = cli.load_model(args)
     settings = settings_for_chat(model.path, given)
-    how = {"method": cli.with_options(method, args.method_options), **settings}
-    how["exceed_max_positions"] = args.exceed_max_positions
+    how = {"method": method, "exceed_max_positions": args.exceed_max_positions, **settings}
     if args.prefix is not None:
         how["prefix"] = tsjax.read(model, prefix=args.prefix)
     sampling = sampling_in_words(settings)

@@ -35,8 +35,6 @@ def add_demo(commands: Any) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    method = cli.with_options(
-        cli.named_method("tokenswift", args.method_options), args.method_options
-    )
+    method = cli.named_method("tokenswift", args.method_options)
     given = cli.given_of(args, ("prompt", "tokens", "seed", "settings", "plain"))
     return run_demo(args.model, method=method, out=sys.stdout, **given)

@@ -94,10 +94,9 @@ def _method(args: argparse.Namespace) -> Any:
     if args.method is None and args.preset is None and not args.method_options:
         resumes = args.resume_from is not None and args.corpus is None
         return None if resumes or args.draft_model is not None else resolve_method("auto")
-    method = cli.named_method(args.method or "autoregressive", args.method_options)
     if args.preset is not None and args.method in (None, "tokenswift"):
-        method = preset(args.preset).method
-    return cli.with_options(method, args.method_options)
+        return cli.with_options(preset(args.preset).method, args.method_options)
+    return cli.named_method(args.method or "autoregressive", args.method_options)
 
 
 def _prefill(args: argparse.Namespace) -> Any:
