@@ -57,7 +57,7 @@ LINES = [
 def run(model, lines, tmp_path, *flags):
     file, out = tmp_path / "batch.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps(one) + "\n" for one in lines))
-    argv = ["generate", model.path, "--prompts", str(file), "--out", str(out), "--quiet", *flags]
+    argv = ["batch", model.path, str(file), "--out", str(out), "--quiet", *flags]
     code = main(argv)
     found = [json.loads(one) for one in out.read_text().splitlines()]
     return code, {one["custom_id"]: one for one in found if "custom_id" in one}

@@ -194,7 +194,7 @@ def test_files_of_ids_that_cannot_be_used_are_refused(tmp_path):
 
 
 def test_lines_of_json_are_documents(tokenizer, tmp_path):
-    """Answers of `tsjax generate --prompts`, and texts; never the braces."""
+    """Answers of `tsjax batch`, and texts; never the braces."""
     file = tmp_path / "answers.jsonl"
     words = text(5, 30)
     entries = [

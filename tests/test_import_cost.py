@@ -6,7 +6,9 @@ import sys
 
 import pytest
 
+import tsjax
 from tsjax.__main__ import KNOWN_COMMANDS, parser_for
+from tsjax.commands.arguments import help_of
 
 HEAVY = (
     "torch",
@@ -50,6 +52,15 @@ def test_the_command_line_answers_before_jax(argv):
 @pytest.mark.parametrize("name", KNOWN_COMMANDS)
 def test_a_command_says_in_one_line_what_help_says_without_it(name):
     assert parser_for([name]).format_help() == parser_for([]).format_help()
+
+
+def test_a_flag_says_what_the_docstring_says_of_its_setting():
+    for settings in (tsjax.GenerationConfig, tsjax.HeadTraining, tsjax.DrafterTraining):
+        assert [*help_of(settings)] == [*settings.__dataclass_fields__]
+    assert help_of(tsjax.HeadTraining)["beta2"] == "AdamW's"
+    assert help_of(tsjax.GenerationConfig)["seed"].endswith(
+        "(in bfloat16 and float16 but for near-ties)"
+    )
 
 
 def test_each_public_name_is_found():

@@ -322,7 +322,7 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_740,
-    "tsjax/commands": 1_550,
+    "tsjax/commands": 1_620,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
     "tsjax/host": 9_800,

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import signal
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -239,7 +240,7 @@ ARGV = ["--do-sample", "--temperature", "0.9", "--dtype", "float32", "--rows", "
 def test_a_file_of_prompts_becomes_a_file_of_answers(model, tmp_path, capsys):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     lines = write_prompts(prompts, 12)
-    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV, "--json"]
+    argv = ["batch", model.path, str(prompts), "--out", str(out), *ARGV, "--json"]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["lines"] == 12
     found = {entry["line"]: entry for entry in lines_of(out)}
@@ -252,6 +253,10 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(model, tmp_path, capsys):
     before = out.read_bytes()
     assert main(argv) == 0 and out.read_bytes() == before
     assert "12 answered before, 0 tokens now" in capsys.readouterr().err
+    # In the words of the last release, which are told once.
+    old = ["generate", "--out", str(tmp_path / "old.jsonl"), model.path, "--prompts", str(prompts)]
+    assert main([*old, *ARGV]) == 0 and (tmp_path / "old.jsonl").read_bytes() == before
+    assert capsys.readouterr().err.count("tsjax batch MODEL FILE --out FILE") == 1
     out.write_bytes(before[: len(before) * 2 // 3])
     assert main(argv) == 0 and len(lines_of(out)) == 12
     for entry in lines_of(out):
@@ -263,7 +268,7 @@ def test_broken_lines_are_named_and_the_others_run(model, tmp_path, capsys):
     prompts.write_text('{"prompt": "the"}\n{"prompt": \n"in"\n\n{"top_k": 3}\n[1]\n')
     link = tmp_path / "link.jsonl"
     link.symlink_to(out)
-    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(link), *ARGV]
+    argv = ["batch", model.path, str(prompts), "--out", str(link), *ARGV]
     assert main([*argv, "--max-new-tokens", "4"]) == 1
     found = {entry["line"]: entry for entry in lines_of(out)}
     assert sorted(found) == [1, 2, 3, 5, 6]  # blank lines are none
@@ -284,7 +289,7 @@ def test_broken_lines_are_named_and_the_others_run(model, tmp_path, capsys):
 def test_answers_to_something_else_are_not_mixed_up(model, tmp_path, capsys):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     write_prompts(prompts, 2)
-    argv = ["generate", model.path, "--prompts", str(prompts), "--out", str(out), *ARGV]
+    argv = ["batch", model.path, str(prompts), "--out", str(out), *ARGV]
 
     def refused(message, *more):
         before = out.read_bytes()
@@ -318,17 +323,19 @@ def test_what_a_full_disk_takes_in_part_is_taken_back(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--prompts", "P"], "--prompts needs --out"),
-        (["the", "--out", "o.jsonl"], "--out is not valid without --prompts"),
-        (["--prompts", "none.jsonl", "--out", "O"], "no such file"),
-        (["--prompts", "P", "--out", "no/such/o.jsonl"], "does not exist"),
-        (["--prompts", "P", "--out", "P"], "another file than the prompts"),
-        (["--prompts", "P", "--out", "O", "--save-to", "s"], "--save-to is not valid"),
-        (["--prompts", "P", "--out", "O", "--prefill", "lazy"], "--prefill"),
+        (["M", "P"], "required: --out"),
+        (["M", "none.jsonl", "--out", "O"], "prompts='none.jsonl' is not valid: no such file"),
+        (["none/m", "P", "--out", "no/such/o.jsonl"], "does not exist"),
+        (["./none", "P", "--out", "O"], "'./none'"),
+        (["./none", "P", "--out", "O", "--rows", "0"], "--rows=0 is not valid"),
+        (["M", "P", "--out", "P"], "another file than the prompts"),
+        (["M", "P", "--out", "O", "--save-to", "s"], "unrecognized arguments: --save-to s"),
+        (["M", "P", "--out", "O", "--best-of", "2"], "unknown argument --best-of"),
     ],
 )
 def test_wrong_flags_are_told(more, message, model, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('"the"\n')
-    named = {"P": str(tmp_path / "p.jsonl"), "O": str(tmp_path / "o.jsonl")}
-    assert main(["generate", model.path, *(named.get(word, word) for word in more)]) == 2
+    named = {"M": model.path, "P": str(tmp_path / "p.jsonl"), "O": str(tmp_path / "o.jsonl")}
+    with pytest.raises(SystemExit, match="2"):
+        sys.exit(main(["batch", *(named.get(word, word) for word in more)]))
     assert message in capsys.readouterr().err

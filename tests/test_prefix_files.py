@@ -252,7 +252,6 @@ def test_a_chat_goes_on_from_a_file(folder, tmp_path, capsys, monkeypatch):
         (("read", "x", "a", "--save-to", "."), "not a folder"),
         (("read", "x", "a", "--save-to", "f", "--prefix", "none"), "no such file"),
         (("generate", "x", "a", "--prefix", "none"), "no such file"),
-        (("generate", "x", "--prompts", "f", "--out", "o", "--prefix", "none"), "left out with"),
         (("chat", "x", "--prefix", "none"), "no such file"),
     ],
 )

@@ -207,6 +207,3 @@ def test_several_processes_need_to_know_each_other(tmp_path, capsys, monkeypatch
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
     assert main([*argv, "--mesh", "1,2"]) == 2
     assert "JAX_NUM_PROCESSES='two'" in capsys.readouterr().err
-    files = ["--prompts", "a.jsonl", "--out", "b.jsonl"]
-    assert main([*argv[:2], *files, "--distributed"]) == 2
-    assert "left out with --prompts" in capsys.readouterr().err

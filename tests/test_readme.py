@@ -75,7 +75,6 @@ def test_the_page_about_blocks_runs():
 
 
 GENERATE = [line for line in commands("docs/command_line.md") if line.startswith("tsjax generate")]
-GENERATE = [line for line in GENERATE if "--prompts" not in line]  # test_many.py has files
 
 
 @pytest.mark.wide

@@ -47,8 +47,8 @@ def test_what_does_not_divide_is_said():
     assert next(part.split for part in found.parts if part.name == "mlp") == 2
 
 
-def test_info_of_a_mesh(capsys):
-    argv = ["info", "--mesh", "1,8,2", "--model", "llama3.1-70b", "--context", "1048576"]
+def test_what_a_mesh_holds(capsys):
+    argv = ["fits", "llama3.1-70b", "1,8,2", "--context", "1048576"]
     assert main(argv) == 0
     said = capsys.readouterr().out
     # 80 layers of 8 heads of 128 numbers, keys and values, in two bytes.
@@ -60,16 +60,24 @@ def test_info_of_a_mesh(capsys):
     narrow = json.loads(capsys.readouterr().out)
     assert narrow["parts"][-1]["each"] == 2 * 80 * 8 * (128 + 1) * 1048576 // 16
     assert narrow["parts"][:-1] == found["parts"][:-1]
+    # In the words of the last release, which are told once.
+    for model in (["llama3.1-70b"], []):
+        old = ["info", "--rows", "2", "--mesh", "2,1", *(f"--model={name}" for name in model)]
+        assert main(["fits", *(model or [tsjax.EMBEDDED]), "2,1", "--rows", "2"]) == 0
+        wanted = capsys.readouterr().out
+        assert main(old) == 0
+        assert (said := capsys.readouterr()).out == wanted
+        assert said.err == "tsjax: info --mesh is now: tsjax fits MODEL DATA,MODEL[,SLOTS]\n"
 
 
-def test_meshes_that_are_none_are_refused_and_what_goes_with_one(capsys):
+def test_meshes_that_are_none_are_refused_and_models_that_are_none(capsys):
     for sizes in ("", "2", "0,1", "1,2,3,4", "a,b", "1.5,2"):
-        assert main(["info", "--mesh", sizes]) == 2
-        assert "--mesh" in capsys.readouterr().err
-    alone = {"--model": "qwen2.5-14b", "--cache": "int8", "--context": "7", "--rows": "2"}
-    for flag, value in alone.items():
-        assert main(["info", flag, value]) == 2
-        assert f"{flag} is not valid without --mesh" in capsys.readouterr().err
+        assert main(["fits", "qwen2.5-14b", sizes]) == 2
+        assert f"MESH={sizes!r} is not valid: DATA,MODEL" in capsys.readouterr().err
+    assert main(["fits", "qwen2.5-15b", "1,1"]) == 2
+    assert "names that need no folder: tsjax/small-english" in capsys.readouterr().err
+    assert main(["fits", "qwen2.5-14b", "1,1", "--rows", "0"]) == 2
+    assert "--rows=0 is not valid" in capsys.readouterr().err
 
 
 def test_the_page_is_of_today():

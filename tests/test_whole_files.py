@@ -96,7 +96,7 @@ def test_what_is_no_file_is_refused_before_any_work_and_stays(
             tsjax.generate(model, [1, 2, 3], max_new_tokens=2, save_to=place)
         for argv in (
             ["generate", "no/model", "the", "--save-to", place],
-            ["generate", "no/model", "--prompts", "p.jsonl", "--out", place],
+            ["batch", "no/model", "p.jsonl", "--out", place],
             ["bench", "no/model", "--plot", place],
         ):
             assert main(argv) == 2

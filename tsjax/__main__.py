@@ -17,36 +17,35 @@ from collections.abc import Sequence
 
 import tsjax
 from tsjax.commands.parser import Parser, tell
+from tsjax.commands.renamed import in_new_words
 from tsjax.config import GENERATION_NAMES
 from tsjax.habits import HABITS
 from tsjax.host.line_writer import told_on_stderr
 from tsjax.host.telling import doing
 
-# Command -> its module, which is loaded, and jax with it, when it is asked for; and its one line in
-# --help.
+# Command -> its one line in --help. Its module, and jax with it, is loaded when it is asked for.
 KNOWN_COMMANDS = {
-    "generate": ("generate", "continue a text with a HuggingFace or tsjax checkpoint"),
-    "read": ("read", "read a text once, for prompts that begin with it"),
-    "chat": ("chat", "talk with a checkpoint in a terminal"),
-    "check": ("check", "compare a saved run's tokens with plain decoding"),
-    "train-heads": ("train_heads", "train draft heads for a checkpoint"),
-    "train-drafter": ("train_drafter", "train a one-layer drafter for a checkpoint"),
-    "demo": ("measuring", "a first look, with nothing downloaded"),
-    "bench": ("measuring", "measure methods, lengths and sampling of a checkpoint side by side"),
-    "roofline": (
-        "measuring",
-        "the least time of a run by memory, and what each method is expected to take",
-    ),
-    "info": ("measuring", "the machine, and what of tsjax is used on it"),
+    "generate": "continue a text with a HuggingFace or tsjax checkpoint",
+    "batch": "answer a file of prompts, side by side",
+    "read": "read a text once, for prompts that begin with it",
+    "chat": "talk with a checkpoint in a terminal",
+    "check": "compare a saved run's tokens with plain decoding",
+    "train-heads": "train draft heads for a checkpoint",
+    "train-drafter": "train a one-layer drafter for a checkpoint",
+    "demo": "a first look, with nothing downloaded",
+    "bench": "measure methods, lengths and sampling of a checkpoint side by side",
+    "roofline": "the least time of a run by memory, and what each method is expected to take",
+    "fits": "what each device of a mesh would hold of a model and its texts",
+    "info": "the machine, and what of tsjax is used on it",
 }
 
 
 # Those whose first word is a checkpoint.
-WITH_MODEL = ("generate", "read", "chat", "train-heads", "train-drafter", "bench")
+WITH_MODEL = ("generate", "batch", "read", "chat", "train-heads", "train-drafter", "bench", "fits")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = _model_first(sys.argv[1:] if argv is None else list(argv))
+    argv = in_new_words(_model_first(sys.argv[1:] if argv is None else list(argv)))
     # To read the flags takes jax, which is worth a line.
     with contextlib.nullcontext() if "--quiet" in argv else told_on_stderr():
         return _done(argv)
@@ -98,7 +97,7 @@ def _unknown_arguments(args: argparse.Namespace, unknown: Sequence[str]) -> str:
     """What to write instead of a flag that other programs have."""
     from tsjax.commands.arguments import flag_of
 
-    for word in unknown if args.parser.prog.endswith(" generate") else ():
+    for word in unknown if args.parser.prog.endswith((" generate", " batch")) else ():
         name = word.partition("=")[0].lstrip("-").replace("-", "_")
         if word.startswith("-") and name in HABITS:
             names = rf"\b({'|'.join(GENERATION_NAMES)})\b"
@@ -115,10 +114,10 @@ def parser_for(argv: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tsjax {tsjax.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     asked = next((word for word in argv if not word.startswith("-")), None)
-    for name, (module, text) in KNOWN_COMMANDS.items():
+    for name, text in KNOWN_COMMANDS.items():
         if name == asked:
-            found = importlib.import_module(f"tsjax.commands.{module}")
-            getattr(found, f"add_{name.replace('-', '_')}")(commands)
+            word = name.replace("-", "_")
+            getattr(importlib.import_module(f"tsjax.commands.{word}"), f"add_{word}")(commands)
         else:
             commands.add_parser(name, help=text)
     return parser

@@ -225,9 +225,8 @@ class ModelConfig:
         check(len(shares) in (0, self.num_draft_heads), "head_accuracy", shares, wanted)
         object.__setattr__(self, "head_accuracy", shares)
         if self.drafter is not None:
-            layers = f"at most the model's num_layers={self.num_layers}"
-            deepest = max(self.drafter.taps)
-            check(deepest <= self.num_layers, "drafter taps", self.drafter.taps, layers)
+            taps, most = self.drafter.taps, self.num_layers
+            check(max(taps) <= most, "drafter taps", taps, f"at most the model's num_layers={most}")
         formats = tuple(map(tuple, self.layer_formats))
         object.__setattr__(self, "layer_formats", formats)
         names = {len(layer) for layer in formats}
@@ -274,16 +273,13 @@ class ModelConfig:
     def to_dict(self) -> dict[str, Any]:
         """Without the kind of heads where it is the first one, without a drafter or formats where
         there are none, and without a cache of the model's type, as files had it before others."""
+        is_wide = not self.is_narrow
+        left_out = {
+            "head_kind": self.head_kind == CHAINED, "drafter": self.drafter is None,
+            "layer_formats": is_wide, "unembed_format": is_wide, "cache": self.cache == "same",
+        }  # fmt: skip
         fields = dataclasses.asdict(self)
-        if self.head_kind == CHAINED:
-            del fields["head_kind"]
-        if self.drafter is None:
-            del fields["drafter"]
-        if not self.is_narrow:
-            del fields["layer_formats"], fields["unembed_format"]
-        if self.cache == "same":
-            del fields["cache"]
-        return fields
+        return {name: value for name, value in fields.items() if not left_out.get(name)}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> ModelConfig:
@@ -291,8 +287,7 @@ class ModelConfig:
         refuse_unknown(list(fields), known, "model config field")
         drafter = fields.get("drafter")
         if drafter is not None:
-            rope = RopeConfig(**drafter["rope"])
-            drafter = OneLayer(**{**drafter, "rope": rope})
+            drafter = OneLayer(**{**drafter, "rope": RopeConfig(**drafter["rope"])})
         rope = RopeConfig(**fields.get("rope", {}))
         return cls(**{**fields, "rope": rope, "drafter": drafter})
 
@@ -304,35 +299,57 @@ class GenerationConfig:
     Processors run in HuggingFace's order: repetition penalty, presence and frequency penalty (of
     generated tokens alone, as in vLLM), no_repeat_ngram_size, min_new_tokens, suppress_tokens,
     those of `logits_processor` and, when sampling, temperature, top_k, top_p, min_p,
-    epsilon_cutoff, eta_cutoff. A neutral value switches a processor off, and without do_sample a
-    value of these that is not neutral is refused. None is the default, and temperature=0 is greedy,
-    whatever else of sampling is said. Unlike HuggingFace, `top_k` is off by default (theirs is 50).
+    epsilon_cutoff, eta_cutoff. Without do_sample a value that only sampling reads is refused. None
+    is the default, and temperature=0 is greedy, whatever else of sampling is said.
+
+    Attributes:
+      max_new_tokens: tokens to generate.
+      min_new_tokens: bar the stop tokens before this many.
+      do_sample: sample instead of taking the most probable token.
+      temperature: divide the logits by this.
+      top_k: keep the k best tokens; 0 is off (HuggingFace's default is 50).
+      top_p: keep the smallest set of tokens with this mass; 1 is off.
+      min_p: keep tokens with at least this share of the best one's probability; 0 is off.
+      epsilon_cutoff: keep tokens with at least this probability; 0 is off.
+      eta_cutoff: as epsilon, but adapted to the entropy; 0 is off.
+      min_tokens_to_keep: never truncate to fewer tokens.
+      repetition_penalty: above 1 makes recent tokens less likely; 1 is off.
+      repetition_window: how many tokens count as recent; all by default.
+      presence_penalty: taken off the logits of tokens that were generated before; 0 is off.
+      frequency_penalty: the same for each time a token was generated; 0 is off.
+      no_repeat_ngram_size: so many tokens never stand together twice; 0 is off.
+      suppress_tokens: ids that are never chosen.
+      eos_token_id: ids that end the text; the model's own by default.
+      stop_strings: strings that end the text.
+      seed: the same seed gives the same tokens, whatever the method (in bfloat16 and float16 but
+        for near-ties).
+      num_return_sequences: answers to each prompt; they differ when sampling.
+      logprobs: log-probabilities of the tokens and of so many best ones.
+      repetition_detection: end a text that says the same MIN to MAX tokens TIMES times in a row.
     """
 
     max_new_tokens: int = 256
     min_new_tokens: int = 0
     do_sample: bool = False
     temperature: float = 1.0
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    epsilon_cutoff: float = 0.0  # 0: off
-    eta_cutoff: float = 0.0  # 0: off
-    min_tokens_to_keep: int = 1  # no truncation leaves fewer tokens than this
-    repetition_penalty: float = 1.0  # 1: off
-    repetition_window: int | None = None  # penalise the last N tokens; None: all of them
-    presence_penalty: float = 0.0  # 0: off; taken off the logit of what was generated before
-    frequency_penalty: float = 0.0  # 0: off; the same for each time it was generated
-    no_repeat_ngram_size: int = 0  # 0: off; so many tokens stand together once at most
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    epsilon_cutoff: float = 0.0
+    eta_cutoff: float = 0.0
+    min_tokens_to_keep: int = 1
+    repetition_penalty: float = 1.0
+    repetition_window: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    no_repeat_ngram_size: int = 0
     suppress_tokens: tuple[int, ...] = ()
     eos_token_id: int | tuple[int, ...] | None = None  # None: the model's own; (): never stop
     stop_strings: tuple[str, ...] = ()
     seed: int | tuple[int, ...] = 0  # one for all rows, or one per row; a jax key gives 32 bits
-    num_return_sequences: int = 1  # answers to each prompt
-    logprobs: int | None = None  # tell log-probabilities, and those of so many best tokens
-    # (min_period, max_period, times): a row ends where its last tokens say the same thing of
-    # min_period to max_period tokens so many times in a row.
-    repetition_detection: tuple[int, int, int] | None = None
+    num_return_sequences: int = 1
+    logprobs: int | None = None
+    repetition_detection: tuple[int, int, int] | None = None  # (MIN, MAX, TIMES)
 
     def __post_init__(self):
         # Plain Python values from here on: they are compared, hashed and written to files.
@@ -356,47 +373,37 @@ class GenerationConfig:
         def require(condition: bool, name: str, wanted: str) -> None:
             check(condition, name, getattr(self, name), wanted)
 
-        most = self.max_new_tokens
-        longest = f"at most {LONGEST_NGRAM}"
-        require(self.no_repeat_ngram_size <= LONGEST_NGRAM, "no_repeat_ngram_size", longest)
+        ngram, most = self.no_repeat_ngram_size, self.max_new_tokens
+        require(ngram <= LONGEST_NGRAM, "no_repeat_ngram_size", f"at most {LONGEST_NGRAM}")
         require(self.min_new_tokens <= most, "min_new_tokens", f"at most max_new_tokens={most}")
-        window = "a positive number of tokens, or None for the whole context"
-        off = "repetition_penalty=1.0 switches the penalty off"
-        require(self.repetition_window != 0, "repetition_window", f"{window}; {off}")
-        if self.repetition_window is not None:
-            check_int(self.repetition_window, "repetition_window", 1)
+        window = "a positive number of tokens, or None for the whole context; "
+        window += "repetition_penalty=1.0 switches the penalty off"
+        require(self.repetition_window != 0, "repetition_window", window)
+        for name, least in (("repetition_window", 1), ("logprobs", 0)):
+            if getattr(self, name) is not None:
+                check_int(getattr(self, name), name, least)
         penalty = "a positive number; 1.0 switches it off"
         require(self.repetition_penalty > 0, "repetition_penalty", penalty)
         require(self.epsilon_cutoff < 1, "epsilon_cutoff", "in [0, 1); 0 is off")
         require(self.eta_cutoff < 1, "eta_cutoff", "in [0, 1); 0 is off")
-        if self.logprobs is not None:
-            check_int(self.logprobs, "logprobs", 0)
         greedy = "1, as greedy answers are all the same; or add do_sample=True (--do-sample)"
         require(self.do_sample or self.num_return_sequences == 1, "num_return_sequences", greedy)
-        self._check_repetition_detection()
+        if (times := self.repetition_detection) is not None:
+            good = isinstance(times, tuple) and [type(one) for one in times] == [int] * 3
+            good = good and 1 <= times[0] <= times[1] and 2 <= times[2] <= 65536 // times[1]
+            wanted = "three integers (min_period, max_period, times): 1 <= min_period <= max_period"
+            wanted += ", times >= 2, and max_period * times at most 65536 tokens"
+            require(good, "repetition_detection", wanted)
         for name in ("suppress_tokens", "eos_token_id", "seed"):
             value = getattr(self, name)
-            if value is not None or name != "eos_token_id":
-                for item in value if isinstance(value, tuple) else (value,):
-                    check_int(item, name, 0, 2**32 - 1)
+            for item in value if isinstance(value, tuple) else () if value is None else (value,):
+                check_int(item, name, 0, 2**32 - 1)
         strings = self.stop_strings
         are_texts = isinstance(strings, tuple) and all(isinstance(s, str) and s for s in strings)
         require(are_texts, "stop_strings", "a string or a list of non-empty strings")
         unread = "only sampling reads it; add do_sample=True (--do-sample), or leave it out"
         for name, neutral in SAMPLING_DEFAULTS.items():
             require(self.do_sample or getattr(self, name) == neutral, name, unread)
-
-    def _check_repetition_detection(self) -> None:
-        given = self.repetition_detection
-        if given is None:
-            return
-        wanted = "three integers (min_period, max_period, times): 1 <= min_period <= max_period, "
-        wanted += "times >= 2, and max_period * times at most 65536 tokens"
-        good = isinstance(given, tuple) and len(given) == 3
-        good = good and all(isinstance(x, int) and not isinstance(x, bool) for x in given)
-        good = good and 1 <= given[0] <= given[1] and given[2] >= 2
-        good = good and given[1] * given[2] <= 65536
-        check(good, "repetition_detection", given, wanted)
 
     def replace(self, **changes: Any) -> GenerationConfig:
         """The same with other values; do_sample=False takes those of sampling back."""
@@ -415,10 +422,9 @@ class GenerationConfig:
         them either.
         """
         changes = known_settings(changes)
+        source = source.to_dict() if hasattr(source, "to_diff_dict") else source  # transformers'
         if isinstance(source, Mapping):
             return cls._from_hf_fields(source, changes)
-        if hasattr(source, "to_diff_dict"):  # transformers' class
-            return cls._from_hf_fields(source.to_dict(), changes)
         path = os.fspath(source)
         if os.path.isdir(path):
             path = os.path.join(path, "generation_config.json")
@@ -432,17 +438,13 @@ class GenerationConfig:
     def _from_hf_fields(cls, fields: Mapping[str, Any], changes: Mapping[str, Any]):
         sampled = {"do_sample": False, **fields, **changes}["do_sample"]
         fields = {**without_unread({**fields, "do_sample": sampled}), **changes}
-        known = {k: v for k, v in fields.items() if k in GENERATION_NAMES and v is not None}
-        refused = [
-            f"{name}={value!r}"
-            for name, value in fields.items()
-            if value is not None and value not in HF_NEUTRAL.get(name, (value,))
-        ]
-        if refused:
-            raise NotSupported(
-                f"generation config asks for {', '.join(refused)}, which tsjax does not have; "
-                "remove the setting or decode with transformers"
-            )
+        set_to = {name: value for name, value in fields.items() if value is not None}
+        unlike = [n for n, value in set_to.items() if value not in HF_NEUTRAL.get(n, (value,))]
+        if unlike:
+            asked = ", ".join(f"{name}={fields[name]!r}" for name in unlike)
+            wanted = "which tsjax does not have; remove the setting or decode with transformers"
+            raise NotSupported(f"generation config asks for {asked}, {wanted}")
+        known = {name: value for name, value in set_to.items() if name in GENERATION_NAMES}
         if known.get("do_sample"):
             known.setdefault("top_k", 50)  # HuggingFace's default, where the file is silent
         return cls(**known)
@@ -484,9 +486,8 @@ def given_config(given: Any) -> GenerationConfig | None:
 def without_unread(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Settings without the values that only sampling reads, where they ask for greedy tokens. For
     files: in a call such values are refused."""
-    if fields.get("do_sample"):
-        return dict(fields)
-    return {name: value for name, value in fields.items() if name not in SAMPLING_NAMES}
+    unread = () if fields.get("do_sample") else SAMPLING_NAMES
+    return {name: value for name, value in fields.items() if name not in unread}
 
 
 def _plain(value: Any) -> Any:

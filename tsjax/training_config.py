@@ -17,26 +17,43 @@ class HeadTraining:
     """How heads are trained. The defaults are TokenSwift's Table 9 (all models but the 14B one).
 
     Where the table is silent the defaults are those of the published code: Adam's epsilon, weights
-    that start from a normal distribution, gradients clipped to norm 1, no decay of norms. `of_kind`
-    has the defaults for Medusa's heads.
+    that start from a normal distribution, gradients clipped to norm 1, no decay of norms.
+
+    Attributes:
+      num_heads: heads to train; head i guesses the token i + 1 further.
+      sequence_length: tokens of each sequence.
+      steps: steps of the optimiser.
+      batch_size: sequences per step.
+      micro_batch: sequences per pass, on each part of the mesh's data axis.
+      learning_rate: the highest, after the warm-up.
+      warmup_steps: steps until it is reached.
+      weight_decay: AdamW's, for the heads' matrices.
+      beta1, beta2: AdamW's.
+      max_grad_norm: clip gradients to this norm; 0 is off.
+      init_scale: standard deviation of the first weights.
+      chunk_tokens: positions whose logits exist at a time.
+      seed: of the first weights and of the order of the sequences.
+      head_kind: TokenSwift's heads, or Medusa's with the model's vocabulary matrix or with their
+        own; Medusa's have other defaults (tsjax.HeadTraining.of_kind).
+      loss_decay: what a head's loss counts, for 1 of the head before it.
     """
 
     num_heads: int = 3
-    sequence_length: int = 8192  # tokens
+    sequence_length: int = 8192
     steps: int = 200
-    batch_size: int = 120  # sequences per step
-    micro_batch: int = 3  # sequences per pass, for each part of a mesh's "data" axis
-    learning_rate: float = 5e-3  # the highest: after the warm-up it falls to 0 as a cosine
+    batch_size: int = 120
+    micro_batch: int = 3
+    learning_rate: float = 5e-3  # it falls to 0 as a cosine
     warmup_steps: int = 50
     weight_decay: float = 0.1
     beta1: float = 0.9
     beta2: float = 0.999
-    max_grad_norm: float = 1.0  # 0: off
-    init_scale: float = 0.02  # standard deviation of the first weights
-    chunk_tokens: int = 1024  # positions of a micro-batch whose logits exist at a time
-    seed: int = 0  # first weights and order of the sequences
+    max_grad_norm: float = 1.0
+    init_scale: float = 0.02
+    chunk_tokens: int = 1024
+    seed: int = 0
     head_kind: str = CHAINED  # one of HEAD_KINDS
-    loss_decay: float = 1.0  # what a head's loss counts, for 1 of the head before it
+    loss_decay: float = 1.0
 
     def __post_init__(self):
         shares = ("beta1", "beta2", "loss_decay")
@@ -81,15 +98,17 @@ class DrafterTraining:
     """How a one-layer drafter is trained.
 
     Attributes:
-      steps: of the optimiser; 0 where a time says when it is over.
-      step_tokens: of the texts of a step.
+      steps: steps of the optimiser; 0 where a time says when it is over.
+      step_tokens: tokens of the texts of a step.
       depth: drafts in a row that are trained.
-      every: drafts after the first are trained from one in so many positions.
-      learning_rate: the highest: after the warm-up it falls to a twentieth as a cosine.
+      every: train drafts after the first from one in so many positions.
+      learning_rate: the highest, after the warm-up.
+      warmup_steps: steps until it is reached.
+      beta1, beta2: Adam's.
+      max_grad_norm: clip gradients to this norm.
       depth_weight: what a draft's loss counts, for 1 of the draft before it.
       temperature: at which it is to agree with the model.
-      variation: what total variation, the drafts that would be wrong, counts in the loss; the
-        cross-entropy has the rest.
+      variation: what total variation counts in the loss; cross-entropy has the rest.
       seed: of the first weights and of the order of the texts.
     """
 
@@ -97,7 +116,7 @@ class DrafterTraining:
     step_tokens: int = 1024
     depth: int = 4
     every: int = 4
-    learning_rate: float = 2e-4
+    learning_rate: float = 2e-4  # it falls to a twentieth as a cosine
     warmup_steps: int = 20
     beta1: float = 0.9
     beta2: float = 0.95

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import contextlib
 import dataclasses
+import inspect
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -22,37 +25,13 @@ import tsjax
 from tsjax.commands.parser import tell
 from tsjax.config import CACHES, GENERATION_NAMES, WEIGHTS, check, refuse_unknown
 from tsjax.errors import BadValue
+from tsjax.files.presets import preset_names
 from tsjax.host import layout, processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
 from tsjax.host.telling import listening
 from tsjax.input_files import read_text
 from tsjax.methods import METHODS, resolve_method
 
-SETTING_HELP = {
-    "max_new_tokens": "tokens to generate",
-    "min_new_tokens": "bar the stop tokens before this many",
-    "do_sample": "sample instead of taking the most probable token",
-    "temperature": "divide the logits by this",
-    "top_k": "keep the k best tokens; 0 is off (HuggingFace's default is 50)",
-    "top_p": "keep the smallest set of tokens with this mass; 1 is off",
-    "min_p": "keep tokens with at least this share of the best one's probability; 0 is off",
-    "epsilon_cutoff": "keep tokens with at least this probability; 0 is off",
-    "eta_cutoff": "as epsilon, but adapted to the entropy; 0 is off",
-    "min_tokens_to_keep": "never truncate to fewer tokens",
-    "repetition_penalty": "above 1 makes recent tokens less likely; 1 is off",
-    "repetition_window": "how many tokens count as recent; all by default",
-    "suppress_tokens": "ids that are never chosen",
-    "eos_token_id": "ids that end the text; the model's own by default, none with -1",
-    "stop_strings": "strings that end the text",
-    "presence_penalty": "taken off the logits of tokens that were generated before; 0 is off",
-    "frequency_penalty": "the same for each time a token was generated; 0 is off",
-    "no_repeat_ngram_size": "so many tokens never stand together twice; 0 is off",
-    "num_return_sequences": "answers to each prompt; they differ when sampling",
-    "logprobs": "with --json, log-probabilities of the tokens and of so many best ones",
-    "repetition_detection": "end a text that says the same MIN to MAX tokens TIMES times in a row",
-    "seed": "the same seed gives the same tokens, whatever the method (in bfloat16 and float16 but "
-    "for near-ties)",
-}
 MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
 # What comes with a model from other places.
 ATTACHED = {
@@ -108,13 +87,37 @@ def command(commands: Any, name: str, run: Any, text: str, about: str, examples:
     return parser
 
 
-def add_mesh(parser: argparse.ArgumentParser) -> None:
+def add_mesh(parser: argparse.ArgumentParser, distributed: bool = True) -> None:
     add(parser, "--mesh DATA,MODEL[,SLOTS]", "devices: parts of a batch, of the model, of a cache")
     text = (
         "one of several processes, each with devices of its own: srun, mpirun or "
         "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which"
     )
-    add_switch(parser, "--distributed", text)
+    if distributed:
+        add_switch(parser, "--distributed", text)
+
+
+def add_method(parser: argparse.ArgumentParser, default: str) -> None:
+    text = (
+        "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
+        "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
+        f"{default})"
+    )
+    add(parser, "--method", text, choices=sorted(METHODS))
+    text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"
+    for name, method in METHODS.items():
+        text += f"; {name}: {', '.join(fields_of(method))}" if fields_of(method) else ""
+    add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+
+
+def add_preset(parser: argparse.ArgumentParser, settings: str) -> None:
+    text = f"{settings} settings of the paper for a model, which other flags override: "
+    text += ", ".join(preset_names())
+    add(parser, "--preset NAME", text, choices=preset_names())
+
+
+def add_exceeding(parser: argparse.ArgumentParser) -> None:
+    add_switch(parser, "--exceed-max-positions", "allow more tokens than the model was made for")
 
 
 def add_held(parser: argparse.ArgumentParser) -> None:
@@ -191,11 +194,35 @@ def keep_programs_as_asked(args: argparse.Namespace) -> None:
         enable_compilation_cache(args.compilation_cache)
 
 
-def add_settings(parser: argparse.ArgumentParser, elsewhere: Sequence[str] = ()) -> None:
+def help_of(settings: type) -> dict[str, str]:
+    """What the docstring of a dataclass says of each field; python -OO has no docstrings."""
+    told = inspect.cleandoc(settings.__doc__ or "").partition("Attributes:")[2]
+    found: dict[str, str] = collections.defaultdict(str)
+    for item in re.split(r"\n  (?=\w)", told)[1:]:
+        names, _, text = item.partition(": ")
+        found |= dict.fromkeys(names.split(", "), " ".join(text.split()).removesuffix("."))
+    return found
+
+
+def add_fields(group: Any, settings: type, names: Sequence[str], **changed: dict) -> None:
+    """Flags for some fields of a dataclass; `changed` has what is not as with the others."""
+    told = help_of(settings)
+    for field in dataclasses.fields(settings):
+        if field.name in names:
+            text = f"{told[field.name]} (default: {field.default})"
+            options = dict(type=type(field.default), metavar="N", help=text)
+            group.add_argument(flag_of(field.name), **{**options, **changed.get(field.name, {})})
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, elsewhere: Sequence[str] = (), **words: str
+) -> None:
     """Those whose default the command says `elsewhere` are shown without one."""
     group = parser.add_argument_group("what to generate")
+    words = {"logprobs": "with --json, {}", "eos_token_id": "{}, none with -1", **words}
+    told = help_of(tsjax.GenerationConfig)
     for field in dataclasses.fields(tsjax.GenerationConfig):
-        flag, text = flag_of(field.name), SETTING_HELP[field.name]
+        flag, text = flag_of(field.name), words.get(field.name, "{}").format(told[field.name])
         if field.name == "do_sample":
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         elif field.name in ("suppress_tokens", "eos_token_id"):
@@ -229,7 +256,7 @@ def fields_of(method: type) -> list[str]:
 
 def named_method(name: str, options: Sequence[str]) -> Any:
     """What a name stands for; beside options the method itself, also where Auto would choose."""
-    return METHODS[name]() if options else resolve_method(name)
+    return with_options(METHODS[name](), options) if options else resolve_method(name)
 
 
 def with_options(method: Any, options: Sequence[str], flag: str = "--method-options") -> Any:

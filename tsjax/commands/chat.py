@@ -59,9 +59,7 @@ def add_chat(commands: Any) -> None:
     cli.add(parser, "--method", text, choices=sorted(METHODS), default="auto")
     text = "fields of the method"
     cli.add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
-    cli.add_switch(
-        parser, "--exceed-max-positions", "allow more tokens than the model was made for"
-    )
+    cli.add_exceeding(parser)
     cli.add_compilation_cache(parser)
     cli.add_settings(parser, elsewhere=("max_new_tokens", "seed", *SAMPLING_NAMES))
 
@@ -78,8 +76,7 @@ def _chat(args: argparse.Namespace) -> int:
         open_prefix(args.prefix)
     model = cli.load_model(args)
     settings = settings_for_chat(model.path, given)
-    how = {"method": cli.with_options(method, args.method_options), **settings}
-    how["exceed_max_positions"] = args.exceed_max_positions
+    how = {"method": method, "exceed_max_positions": args.exceed_max_positions, **settings}
     if args.prefix is not None:
         how["prefix"] = tsjax.read(model, prefix=args.prefix)
     sampling = sampling_in_words(settings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tsjax generate`: one prompt, or a file of them.
+"""`tsjax generate`: one prompt.
 
 Knows which flags go together. A wrong value is refused before the model is read.
 """
@@ -7,26 +7,23 @@ Knows which flags go together. A wrong value is refused before the model is read
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from typing import Any
 
 import tsjax
 from tsjax.commands import arguments as cli
 from tsjax.commands.chat_sampling import check_for_chat, sampling_in_words, settings_for_chat
-from tsjax.config import DTYPES, check
+from tsjax.config import DTYPES
 from tsjax.errors import BadValue
-from tsjax.files.presets import preset, preset_names
+from tsjax.files.presets import preset
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.files.whole_files import check_place
 from tsjax.host import processes
 from tsjax.host.prefix_files import open_prefix
-from tsjax.host.progress import progress_bar
-from tsjax.host.prompt_files import Answering
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
-from tsjax.host.telling import doing, seconds_of_process
-from tsjax.methods import METHODS, resolve_method
+from tsjax.host.telling import seconds_of_process
+from tsjax.methods import resolve_method
 
 EXAMPLES = """examples:
   tsjax generate ./llama-3.1-8b "Once upon a time" --dtype bfloat16 --max-new-tokens 1000
@@ -50,16 +47,7 @@ def add_generate(commands: Any) -> None:
     cli.add(parser, "--prefix FILE", cli.PREFIX_HELP)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
-    text = (
-        "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
-        "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
-        "auto, or that of the run which is resumed)"
-    )
-    cli.add(parser, "--method", text, choices=sorted(METHODS))
-    text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"
-    for name, method in METHODS.items():
-        text += f"; {name}: {', '.join(cli.fields_of(method))}" if cli.fields_of(method) else ""
-    cli.add(parser, "--method-options NAME=VALUE", text, nargs="+", default=[])
+    cli.add_method(parser, "auto, or that of the run which is resumed")
     text = "earlier texts to draft from, with auto: files that --save-to wrote, or texts"
     cli.add(parser, "--corpus FILE", text, nargs="+")
     text = "a smaller model of the same vocabulary that drafts, by draft_model or triforce"
@@ -73,27 +61,15 @@ def add_generate(commands: Any) -> None:
     text = "fields of the lazy prefill, 'keep={10:0.7,20:0.49}' or speedup=2, say: "
     text += ", ".join(cli.fields_of(tsjax.LazyPrefill))
     cli.add(parser, "--prefill-options NAME=VALUE", text, nargs="+", default=[])
-    text = "sampling and TokenSwift settings of the paper for a model, which other flags override: "
-    text += ", ".join(preset_names())
-    cli.add(parser, "--preset NAME", text, choices=preset_names())
+    cli.add_preset(parser, "sampling and TokenSwift")
     text = "a message to answer, by the checkpoint's chat template, sampled as tsjax chat does; "
     text += "- reads stdin"
     cli.add(parser, "--chat MESSAGE", text)
     cli.add(parser, "--system TEXT", "with --chat, the system's message before it")
-    text = (
-        "answer each line of a file, JSON with prompt, messages or ids, and where it has its own "
-        "seed, max_new_tokens and id; the batch stays full"
-    )
-    cli.add(parser, "--prompts FILE.jsonl", text)
-    text = "with --prompts, where the answers go; what is there already is not answered again"
-    cli.add(parser, "--out FILE.jsonl", text)
-    cli.add(parser, "--rows N", "with --prompts, answers that are made side by side", type=int)
     cli.add_mesh(parser)
     cli.add_switch(parser, "--progress", "progress bar instead of text")
     cli.add_switch(parser, "--json", "print one JSON document at the end")
-    cli.add_switch(
-        parser, "--exceed-max-positions", "allow more tokens than the model was made for"
-    )
+    cli.add_exceeding(parser)
     cli.add(parser, "--save-to FILE", "save the run here, to resume it")
     cli.add(parser, "--save-every TOKENS", "tokens between two writes of that file", default=1000)
     cli.add(parser, "--resume-from FILE", "go on with a run saved there")
@@ -103,16 +79,13 @@ def add_generate(commands: Any) -> None:
 
 def _prompt(args: argparse.Namespace) -> Any:
     """None for a chat."""
-    given = cli.given_of(args, ("prompt", "prompt_file", "ids", "chat", "prompts", "resume_from"))
+    given = cli.given_of(args, ("prompt", "prompt_file", "ids", "chat", "resume_from"))
     if len(given) != 1:
-        ways = "as an argument (- reads stdin), with --prompt-file, --ids, --chat, --prompts or "
-        raise BadValue(f"give the prompt once: {ways}--resume-from")
-    for flag, needs in (("system", "chat"), ("out", "prompts"), ("rows", "prompts")):
-        if getattr(args, flag) is not None and getattr(args, needs) is None:
-            raise BadValue(f"--{flag} is not valid without --{needs}")
-    if args.chat is not None or args.prompts is not None:
-        return None
-    return cli.prompt_of_flags(args)
+        ways = "as an argument (- reads stdin), with --prompt-file, --ids, --chat or --resume-from"
+        raise BadValue(f"give the prompt once: {ways}")
+    if args.system is not None and args.chat is None:
+        raise BadValue("--system is not valid without --chat")
+    return None if args.chat is not None else cli.prompt_of_flags(args)
 
 
 def _method(args: argparse.Namespace) -> Any:
@@ -121,10 +94,9 @@ def _method(args: argparse.Namespace) -> Any:
     if args.method is None and args.preset is None and not args.method_options:
         resumes = args.resume_from is not None and args.corpus is None
         return None if resumes or args.draft_model is not None else resolve_method("auto")
-    method = cli.named_method(args.method or "autoregressive", args.method_options)
     if args.preset is not None and args.method in (None, "tokenswift"):
-        method = preset(args.preset).method
-    return cli.with_options(method, args.method_options)
+        return cli.with_options(preset(args.preset).method, args.method_options)
+    return cli.named_method(args.method or "autoregressive", args.method_options)
 
 
 def _prefill(args: argparse.Namespace) -> Any:
@@ -162,8 +134,6 @@ def _samples_as_a_chat(args: argparse.Namespace) -> bool:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    if args.prompts is not None:
-        return _generate_many(args)
     prompt, settings = _prompt(args), cli.settings_of(args)
     if settings.get("logprobs") is not None and not args.json:
         raise BadValue("--logprobs is not valid without --json: the text has no place for them")
@@ -238,49 +208,3 @@ def _generated(
     cli.tell_unless_quiet(args, figures)
     go_on = f"[go on with --resume-from {args.save_to}]" if args.save_to is not None else ""
     return cli.exit_code(args, result, "interrupted" in result.finish_reason, go_on)
-
-
-def _generate_many(args: argparse.Namespace) -> int:
-    _prompt(args)
-    if args.out is None:
-        raise BadValue("--prompts needs --out FILE.jsonl, where the answers go")
-    check(args.prefix is None, "--prefix", args.prefix, "left out with --prompts")
-    refused = ("save_to", "resume_from", "corpus", "draft_model")
-    for name in refused:
-        if getattr(args, name) is not None:
-            raise BadValue(f"{cli.flag_of(name)} is not valid with --prompts: --out is resumed")
-    check(args.prefill != "lazy", "--prefill", args.prefill, "full, with --prompts")
-    left_out = "left out with --prompts: one process writes the answers"
-    check(not args.distributed, "--distributed", True, left_out)
-    config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
-    config = config.replace(**cli.settings_of(args))
-    method = cli.named_method(args.method or "autoregressive", args.method_options)
-    method = cli.with_options(method, args.method_options)
-    check_place(args.out, "--out")
-    model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))
-    rows = cli.given_of(args, ("rows",))
-    more = {"method": method, "exceed_max_positions": args.exceed_max_positions, **rows}
-    answering = Answering(model, args.prompts, args.out, config, **more)
-    with (
-        doing("answering", answering.waiting, "prompts") as work,
-        progress_bar(args.progress and not args.quiet, answering.waiting, "answers") as bar,
-    ):
-        try:
-            for count, _ in enumerate(answering, 1):
-                work.done(count)
-                bar.update(1)
-        except (tsjax.Interrupted, KeyboardInterrupt):
-            cli.tell("[go on with the same command]")
-            return 130
-    done = answering.done
-    if args.json:
-        print(json.dumps(dataclasses.asdict(done)))
-    figures = (
-        f"[{done.lines} prompts, {done.before} answered before, {done.tokens} tokens now, "
-        f"{len(done.failed)} failed]"
-    )
-    cli.tell_unless_quiet(args, figures)
-    if done.failed:
-        shown = ", ".join(map(str, done.failed[: cli.MOST_SHOWN]))
-        cli.tell(f"tsjax: error: these lines could not be answered: {shown}; why is in {args.out}")
-    return 1 if done.failed else 0

@@ -42,9 +42,7 @@ def add_read(commands: Any) -> None:
     cli.add_attached(parser, ("adapter",))
     cli.add(parser, "--prefill-width N", "tokens in a pass", type=int)
     cli.add_mesh(parser)
-    cli.add_switch(
-        parser, "--exceed-max-positions", "allow more tokens than the model was made for"
-    )
+    cli.add_exceeding(parser)
     cli.add_compilation_cache(parser)
 
 

@@ -16,20 +16,7 @@ from tsjax.training.drafter_run import DRAFTER_SETTINGS, OWN_TOKENS
 from tsjax.training.drafter_steps import shape_for
 from tsjax.training_config import DrafterTraining
 
-DRAFTER_TRAINING_HELP = {
-    "steps": "steps of the optimiser, in place of --minutes",
-    "step_tokens": "tokens of the texts of a step",
-    "depth": "drafts in a row that are trained",
-    "every": "train drafts after the first from one in so many positions",
-    "learning_rate": "the highest, after the warm-up",
-    "warmup_steps": "steps until it is reached",
-    "beta1": "Adam's",
-    "beta2": "Adam's",
-    "max_grad_norm": "clip gradients to this norm",
-    "depth_weight": "what a draft's loss counts, for 1 of the draft before it",
-    "variation": "what total variation counts in the loss; cross-entropy has the rest",
-    "seed": "of the first weights and of the order of the texts",
-}
+OF_TRAINING = [name for name in DRAFTER_SETTINGS if name != "temperature"]  # which is of the text
 OF_TEXT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")
 DRAFTER_EXAMPLES = """examples:
   tsjax train-drafter model.gguf --save-to drafter --minutes 60
@@ -66,19 +53,13 @@ def add_train_drafter(commands: Any) -> None:
     cli.add_mesh(parser)
     cli.add_compilation_cache(parser)
     group = parser.add_argument_group("how the text is drawn, as the drafter is to be used")
-    for field in dataclasses.fields(tsjax.GenerationConfig):
-        if field.name in OF_TEXT:
-            kind = int if field.name in ("top_k", "repetition_window") else float
-            default = 0.7 if field.name == "temperature" else field.default
-            text = f"{cli.SETTING_HELP[field.name]} (default: {default})"
-            group.add_argument(cli.flag_of(field.name), type=kind, metavar="N", help=text)
+    text = cli.help_of(tsjax.GenerationConfig)["temperature"] + " (default: 0.7)"
+    changed = dict(temperature=dict(help=text), repetition_window=dict(type=int))
+    cli.add_fields(group, tsjax.GenerationConfig, OF_TEXT, **changed)
     cli.add_switch(group, "--greedy", "the most probable tokens, in place of sampling")
     group = parser.add_argument_group("how to train")
-    for field in dataclasses.fields(DrafterTraining):
-        if field.name != "temperature":
-            text = f"{DRAFTER_TRAINING_HELP[field.name]} (default: {field.default})"
-            flag = cli.flag_of(field.name)
-            group.add_argument(flag, type=type(field.default), metavar="N", help=text)
+    steps = dict(help="steps of the optimiser, in place of --minutes (default: 0)")
+    cli.add_fields(group, DrafterTraining, OF_TRAINING, steps=steps)
 
 
 def _train_drafter(args: argparse.Namespace) -> int:
@@ -97,14 +78,13 @@ def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
     shape = dataclasses.replace(shape_for(model.cfg), **cli.given_of(args, ("words", "mlp_dim")))
     names = ("save_to", "minutes", "resume", "data", "prompts", "tokens", "cache_hidden",
              "evaluate_every", "save_every")  # fmt: skip
-    settings = [name for name in DRAFTER_SETTINGS if name != "temperature"]
     trained = tsjax.train_drafter(
         model,
         sampling=sampling,
         shape=shape,
         progress=processes.is_first() and not args.quiet,
         on_interrupt="return",
-        **cli.given_of(args, [*names, *settings]),
+        **cli.given_of(args, [*names, *OF_TRAINING]),
     )
     for name, found in (("all", trained.evaluation), *trained.evaluation.get("by", {}).items()):
         if "tokens_per_step" in found:

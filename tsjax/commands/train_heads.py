@@ -18,25 +18,6 @@ from tsjax.host import processes
 from tsjax.training.corpus import TOKEN_DTYPES
 from tsjax.training.run import SETTING_NAMES as TRAINING_NAMES
 
-TRAINING_HELP = {
-    "num_heads": "heads to train; head i guesses the token i + 1 further",
-    "sequence_length": "tokens of each sequence",
-    "steps": "steps of the optimiser",
-    "batch_size": "sequences per step",
-    "micro_batch": "sequences per pass, on each part of the mesh's data axis",
-    "learning_rate": "the highest, after the warm-up",
-    "warmup_steps": "steps until it is reached",
-    "weight_decay": "AdamW's, for the heads' matrices",
-    "beta1": "AdamW's",
-    "beta2": "AdamW's",
-    "max_grad_norm": "clip gradients to this norm; 0 is off",
-    "init_scale": "standard deviation of the first weights",
-    "chunk_tokens": "positions whose logits exist at a time",
-    "seed": "of the first weights and of the order of the sequences",
-    "head_kind": "TokenSwift's heads, or Medusa's with the model's vocabulary matrix or with their "
-    "own; Medusa's have other defaults (tsjax.HeadTraining.of_kind)",
-    "loss_decay": "what a head's loss counts, for 1 of the head before it",
-}
 TRAINING_EXAMPLES = """examples:
   tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b
   tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b --resume
@@ -75,14 +56,8 @@ def add_train_heads(commands: Any) -> None:
     cli.add(parser, "--preset NAME", text, choices=training_preset_names())
     cli.add_compilation_cache(parser)
     group = parser.add_argument_group("how to train")
-    for field in dataclasses.fields(tsjax.HeadTraining):
-        flag = cli.flag_of(field.name)
-        text = f"{TRAINING_HELP[field.name]} (default: {field.default})"
-        choices = HEAD_KINDS if field.name == "head_kind" else None
-        metavar = None if choices else "N"
-        group.add_argument(
-            flag, type=type(field.default), choices=choices, metavar=metavar, help=text
-        )
+    kinds = dict(choices=HEAD_KINDS, metavar=None)
+    cli.add_fields(group, tsjax.HeadTraining, TRAINING_NAMES, head_kind=kinds)
 
 
 def _train_heads(args: argparse.Namespace) -> int:

@@ -150,7 +150,7 @@ def _remedies(request: Request, device: Any, mesh: Any) -> list[str]:
         if copies > 1:
             found.append(
                 f"the {mesh.size} devices hold {copies} copies of the cache: more of them along "
-                "an axis 'slots' of their mesh split it, see tsjax info --mesh"
+                "an axis 'slots' of their mesh split it, see tsjax fits"
             )
     share = memory_share() if device.platform == "gpu" else None
     if share is not None and share < 0.9:

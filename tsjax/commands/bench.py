@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tsjax bench`: methods, lengths and sampling of a checkpoint side by side."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from typing import Any
+
+from tsjax.commands import arguments as cli
+from tsjax.config import DTYPES
+from tsjax.host.bench import answer
+from tsjax.host.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
+from tsjax.host.paired_runs import PLAIN, SETTINGS
+from tsjax.host.peers import PEER_TOKENS
+from tsjax.methods import METHODS
+
+BENCH_EXAMPLES = """examples:
+  tsjax bench ./story-model --lengths 1024 8192 --new-tokens 2000 --plot times.png
+  tsjax bench ./story-model --text book.txt --methods plain auto --settings sampled
+  tsjax bench llama3.1-8b --methods plain tokenswift --lengths 65536 \\
+      --simulate-acceptance bench.json
+"""
+
+
+def add_bench(commands: Any) -> None:
+    text = "measure methods, lengths and sampling of a checkpoint side by side"
+    about = (
+        "Measures each method after prompts of each length, greedily and sampled, in rounds that "
+        "take turns; compiling is apart. A line for each cell goes to stdout and one JSON document "
+        "after them, the time left to stderr. All tokens are compared with plain decoding's: exit "
+        "code 1 if they differ in float32 or float64. After Ctrl-C the document has what there is."
+    )
+    parser = cli.command(commands, "bench", _bench, text, about, BENCH_EXAMPLES)
+    cli.add(parser, "model", cli.MODEL_HELP + "; with --simulate-acceptance a preset")
+    text = (
+        f"{PLAIN}, which the others are held against, {', '.join(METHODS)}; tokenswift is the "
+        f"paper's settings (default: {' '.join(DEFAULT)})"
+    )
+    cli.add(parser, "--methods NAME", text, nargs="+")
+    text = f"tokens of the prompts (default: {' '.join(map(str, LENGTHS))})"
+    flags = dict(type=int, nargs="+", metavar="N", help=text)
+    parser.add_argument("--lengths", "--contexts", **flags)
+    cli.add(parser, "--new-tokens N", "tokens of each run", default=NEW_TOKENS)
+    cli.add(parser, "--rounds N", "that count", default=ROUNDS)
+    text = "rounds before these, which do not count; long runs need none"
+    cli.add(parser, "--warm-up N", text, default=WARM_UP)
+    cli.add(parser, "--settings NAME", f"{' and '.join(SETTINGS)} by default", nargs="+")
+    cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
+    cli.add_held(parser)
+    cli.add_attached(parser)
+    text = "prompts are its beginning; by default the model writes a text"
+    cli.add(parser, "--text FILE", text)
+    cli.add(parser, "--draft-model PATH", "a smaller checkpoint, for draft_model and triforce")
+    cli.add_mesh(parser)
+    cli.add_switch(
+        parser, "--exceed-max-positions", "allow more tokens than the model was made for"
+    )
+    cli.add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
+    text = "new tokens of transformers' runs at most, as they take long"
+    cli.add(parser, "--peer-tokens N", text, default=PEER_TOKENS)
+    cli.add(parser, "--plot FILE", "draw times by length and, in long runs, by output position")
+    text = (
+        "take accepted lengths from here, as if drafts were so often right: a JSON list of one for "
+        "each step, or a file that tsjax bench wrote; weights are random ones of a preset's shape"
+    )
+    cli.add(parser, "--simulate-acceptance TRACE", text)
+    cli.add_compilation_cache(parser)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    names = ("model", "new_tokens", "rounds", "dtype", "text", "plot", "exceed_max_positions")
+    names += ("draft_model", "warm_up", "peer_tokens", *cli.ATTACHED)
+    lists: Any = {
+        name: tuple(x) for name, x in cli.given_of(args, ("methods", "lengths", "settings")).items()
+    }
+    question = Question(
+        peers=not args.no_peers,
+        quiet=args.quiet,
+        simulate=args.simulate_acceptance,
+        **cli.held_of(args),
+        **cli.given_of(args, names),
+        **lists,
+    )
+    with cli.joined(args):
+        return answer(question, shlex.join(["tsjax", *args.argv]), cli.mesh_of_sizes(args.mesh))
