@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import tsjax
 from benchmarks.report import ROOT, use_configs
+from benchmarks.table_parts import made_by
 from tsjax.files.tensor_names import with_weights
 from tsjax.methods import likely_growth, model_drafts
 from tsjax.methods.auto import choose
@@ -230,6 +231,6 @@ def errors(chip: str) -> str:
     note = (
         f"Measured on one {document['device']} ({document['date']}, jax "
         f"{document['versions']['jax']}), and how much the formula differs. Made by "
-        f"`{document['command']}`."
+        f"{made_by(document)}."
     )
     return "\n".join([*lines, "", note])

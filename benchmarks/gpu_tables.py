@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.table_parts import RESULTS, head, of_gpu, source
+from benchmarks.table_parts import RESULTS, head, made_by, of_gpu, source
 
 
 def plain_step(document: dict, row: dict) -> str:
@@ -108,7 +108,7 @@ def run_on_h200() -> str:
                 f"| {case['new_tokens']} tokens, prefill: {how} "
                 f"| {case['prompt_tokens']:,} | {seconds:.2f} s | {gain} |"
             )
-    facts = ", ".join(f"`{document['command']}`" for document in (run, torch, lazy))
+    facts = ", ".join(map(made_by, (run, torch, lazy)))
     note = (
         f"One {run['device']}, {run['date']}, jax {run['versions']['jax']}, torch "
         f"{torch['versions']['torch']}; random weights of {run['model']} in {run['dtype']}. "

@@ -322,19 +322,19 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_740,
-    "tsjax/commands": 1_550,
+    "tsjax/commands": 1_590,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
-    "tsjax/host": 9_800,
+    "tsjax/host": 9_940,
     "tsjax/lazy": 1_400,
     "tsjax/methods": 5_310,
     "tsjax/model": 1_890,
     "tsjax/training": 2_900,
     "pallas_kernels": 4_850,
     "convert": 440,
-    "benchmarks": 10_560,
+    "benchmarks": 9_250,
     "tools": 6_690,
-    "tests": 29_500,
+    "tests": 29_640,
     "examples": 380,
 }
 

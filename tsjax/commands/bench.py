@@ -39,7 +39,8 @@ def add_bench(commands: Any) -> None:
     cli.add(parser, "model", cli.MODEL_HELP + "; with --simulate-acceptance a preset")
     text = (
         f"{PLAIN}, which the others are held against, {', '.join(METHODS)}, each also with fields "
-        f"as in likely_tree:width=6,pass_widths=(1,2) (default: {' '.join(DEFAULT)})"
+        "as in likely_tree:width=6,pass_widths=(1,2); tokenswift without is the paper's settings "
+        f"(default: {' '.join(DEFAULT)})"
     )
     cli.add(parser, "--methods NAME[:FIELD=VALUE,...]", text, nargs="+", default=DEFAULT)
     text = f"tokens of the prompts (default: {' '.join(map(str, LENGTHS))})"

@@ -48,7 +48,7 @@ SIMULATED = "simulated acceptance, random weights"
 SECONDS_BETWEEN_LINES = 10
 DEAR = 2.0  # plain steps that a pass may take before the bench says so
 FEWEST_TOKENS = 8  # of a run, where an answer is shorter: fewer are too few to time
-BESIDE = ("plot", "out", "quiet")  # what no figure depends on
+NOT_ASKED = ("plot", "out", "quiet")  # what no figure depends on
 
 
 def write(line: str) -> None:
@@ -114,7 +114,7 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
     if question.out is None:
         write(json.dumps(document))
     elif document["complete"]:
-        save(document, question.out)
+        save_bench(document, question.out)
     else:
         note("[go on with the same command]", question.quiet)
     if question.plot is not None and document["rows"] and processes.is_first():
@@ -146,7 +146,7 @@ def too_wide(asked: Prepared) -> Iterator[str]:
 # --- the file -----------------------------------------------------------------------------------
 
 
-def save(document: Mapping[str, Any], path: str) -> None:
+def save_bench(document: Mapping[str, Any], path: str) -> None:
     write_text(path, json.dumps(document, indent=1) + "\n")
 
 
@@ -157,7 +157,7 @@ def asked_of(asked: Prepared, document: Mapping[str, Any]) -> dict[str, Any]:
         **{name: document[name] for name in ("settings", "text", "mesh", "device", "cpus")},
         "fingerprint": model_fingerprint(asked.model),
     }  # fmt: skip
-    return {name: value for name, value in found.items() if name not in BESIDE}
+    return {name: value for name, value in found.items() if name not in NOT_ASKED}
 
 
 def go_on_from(path: str, document: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
         for kind, error in found.failed.items():
             leave_out(kind, error, **cell.where)
         if question.out is not None:
-            save(document, question.out)
+            save_bench(document, question.out)
 
 
 def _tokens(asked: Prepared, prompt: np.ndarray, setting: str) -> int:
