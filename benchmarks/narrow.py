@@ -27,7 +27,7 @@ import numpy as np
 import tsjax
 from benchmarks import report, rows
 from tsjax.host.info import cores
-from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.host.timing import ratios, summary
 from tsjax.input_files import read_text
 
 WEIGHTS = ("float", "int8", "int4", "stored")
@@ -105,7 +105,7 @@ def of_context(models: dict[str, tsjax.Model], context: int, args: Any) -> dict[
     }
     if args.llama_bench:
         calls[PEER] = peer
-    interleaved(calls, args.rounds, warmup=1)
+    report.interleaved(calls, args.rounds, warmup=1)
     plains = {name: times[1:] for (name, _), times in seconds.items()}
     passes = {
         (name, count): call

@@ -2,8 +2,9 @@
 """TokenSwift's tables again on a real model, at the lengths that a CPU allows.
 
 Each case is one way of sampling and a few methods, which go on side by side with plain decoding
-after the same prompt, see longrun.py. The end of a text is barred. The document is written again
-after every case, and a case that is there is not run again.
+after the same prompt: always the one that has said least, so that each part of the text is timed
+within minutes on all of them. The end of a text is barred. The document is written again after
+every case, and a case that is there is not run again.
 
     python -m benchmarks papers --model FILE --heads HEADS --out benchmarks/results/cpu
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,18 +25,19 @@ import jax
 import numpy as np
 
 import tsjax
-from benchmarks import report
-from benchmarks.longrun import PENALTY, side_by_side
+from benchmarks import report, text_figures
 from benchmarks.published_rule import decode_as_published
 from benchmarks.real_models import PROMPTS, described
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.host.chat import chat_prompt
-from tsjax.host.paired_runs import PLAIN, Runs
+from tsjax.host.paired_runs import PLAIN, Runs, parted_at, times_by_position
 from tsjax.input_files import read_json
 
 BUDGET = 256  # slots of the draft cache: 4,096 in the paper
 NEW_TOKENS = 1_280  # 100K in the paper, so that the five marks are 20K to 100K
-SHORT = NEW_TOKENS // 5  # where a step takes long
+MARKS = 5
+SHORT = NEW_TOKENS // MARKS  # where a step takes long
+PENALTY = dict(repetition_penalty=1.2, repetition_window=1024)
 DRAWN = dict(do_sample=True, temperature=1.0)
 MIN_P, TOP_P, ETA = dict(min_p=0.1), dict(top_p=0.9), dict(eta_cutoff=2e-4)
 TRUNCATIONS = {"top-p": TOP_P, "eta": ETA, "min-p": MIN_P}
@@ -132,8 +135,62 @@ def measured(case: Case, model: Any, prompt: Any, new: int, seed: int) -> dict[s
     programs = {PUBLISHED_RULE: _published} if PUBLISHED_RULE in methods else None
     barred = {"seed": seed, "suppress_tokens": tuple(model.stop_ids)}
     runs = Runs(model, prompt, {**case.settings, **barred}, methods, tokens, programs)
-    *_, found = side_by_side(runs, new)
+    found = told(runs, side_by_side(runs), [new * (mark + 1) // MARKS for mark in range(MARKS)])
     return {"case": case.name, "settings": dict(case.settings), **found}
+
+
+def side_by_side(runs: Runs) -> dict[str, dict[str, Any]]:
+    """What each method has said and took in the end; the one that has said least goes on."""
+    going = {name: runs.chunks(name) for name in runs.requests}
+    latest: dict[str, dict[str, Any]] = {name: {} for name in going}
+    waiting = set(going)
+    while waiting:
+        name = min(waiting, key=lambda one: len(latest[one].get("tokens", ())))
+        found = next(going[name], None)
+        if found is None:
+            waiting.remove(name)
+        else:
+            latest[name] = found
+    return latest
+
+
+def told(runs: Runs, latest: Mapping[str, dict[str, Any]], marks: Sequence[int]) -> dict[str, Any]:
+    """The figures of all methods until each mark."""
+    text = latest[PLAIN]["tokens"]
+    ids = np.asarray(text, np.int32)
+    seconds = {name: at_marks(one["made"], marks, 2) for name, one in latest.items()}
+    steps = {name: at_marks(one["made"], marks, 1) for name, one in latest.items()}
+    rows = {}
+    for name, one in latest.items():
+        place = parted_at(one["tokens"], text)
+        rows[name] = {
+            "ms_per_token": [1e3 * s / m for s, m in zip(seconds[name], marks, strict=True)],
+            "tokens_per_step": [m / s for s, m in zip(steps[name], marks, strict=True)],
+            "speedup": [a / b for a, b in zip(seconds[PLAIN], seconds[name], strict=True)],
+            "by_position": times_by_position([one["made"]]),
+            "accepted_lengths": list(one["stats"].accepted_lengths),
+            "accepted_by_source": one["stats"].accepted_by_source,
+            "alpha": one["stats"].alpha,
+            "draft_positions": one["stats"].draft_positions,
+            "gave_up": one["gave_up"],
+            "same_tokens": place is None,
+            "parted_at": place,
+            "options": runs.begins_with(name),
+        }
+        if place is not None:
+            others = one["tokens"].tolist()
+            rows[name]["text"] = [text_figures.figures(others[:mark]) for mark in marks]
+    return {
+        "marks": list(marks),
+        "text": [text_figures.figures(text[:mark].tolist()) for mark in marks],
+        "sha256": hashlib.sha256(ids[: marks[-1]].tobytes()).hexdigest(),
+        "methods": rows,
+    }
+
+
+def at_marks(made: Sequence[tuple[int, int, float]], marks: Sequence[int], index: int):
+    """Steps (1) or seconds (2) until each mark; a chunk's count as even."""
+    return np.interp(marks, [one[0] for one in made], [one[index] for one in made]).tolist()
 
 
 @functools.partial(jax.jit, static_argnames="cfg", donate_argnames="state")

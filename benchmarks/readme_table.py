@@ -24,7 +24,7 @@ from benchmarks.prefix_table import prefixes
 from benchmarks.report import ROOT
 from benchmarks.rows_table import rows_on_a_cpu
 from benchmarks.start_table import starts
-from benchmarks.table_parts import head, longcontext, of_gpu, read, source
+from benchmarks.table_parts import head, longcontext, made_by, of_gpu, read, source
 from experiments.longcontext import tables
 
 
@@ -161,7 +161,7 @@ def equality() -> str:
     return (
         f"In float32 {held(here)}, with the kernels in C++. Made by {source(here)}.\n\n"
         f"On one {gpu} ({there['date']}, jax {jax}) {held(there)}. Made by "
-        f"`{there['command']}` at the commit {there['commit']}."
+        f"{made_by(there)}."
     )
 
 

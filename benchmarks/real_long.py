@@ -39,7 +39,6 @@ from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.paired_runs import PLAIN, Runs, compared, parted_at, times_by_position
 from tsjax.host.peers import PEER_TOKENS, Peer, PeerRuns
-from tsjax.host.timing import interleaved
 from tsjax.input_files import read_json
 
 YARN_FACTOR = 4.0  # by the card of Qwen2.5, from 32K to 128K
@@ -156,7 +155,7 @@ def by_context(
         calls["torch"] = functools.partial(theirs.run, SETTINGS["paper"])
     except Exception as error:  # there may be no torch, or no accelerate
         left_out.append({"case": f"torch at {context}", "error": report.first_line(error)})
-    found = interleaved(calls, args.rounds, keep_errors=True)
+    found = report.interleaved(calls, args.rounds, keep_errors=True)
     for name, error in found.failed.items():
         left_out.append({"case": f"{name} at {context}", "error": report.first_line(error)})
     rows = compared(ours, found.results)

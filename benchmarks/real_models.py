@@ -37,7 +37,7 @@ from tsjax.host.costs import costs_of
 from tsjax.host.paired_runs import PLAIN, Runs, compared
 from tsjax.host.paired_runs import SETTINGS as OF_RUNS
 from tsjax.host.peers import LOOKUP, PEER_TOKENS, Peer, PeerRuns
-from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.host.timing import ratios, summary
 from tsjax.input_files import read_json
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import plain_bytes
@@ -233,7 +233,7 @@ def measured(
         calls |= llama.calls(ids.tolist(), min(new, PEER_TOKENS))
     read = int(plain_bytes(model.cfg, len(ids) + new // 2))
     calls["bound"] = functools.partial(seconds_to_read, read)
-    found = interleaved(calls, rounds, keep_errors=True)
+    found = report.interleaved(calls, rounds, keep_errors=True)
     left_out += [
         {"method": name, "error": report.first_line(error)} for name, error in found.failed.items()
     ]

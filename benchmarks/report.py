@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from tools.facts import facts as facts
 from tools.facts import todays_command as todays_command
 from tsjax.files.whole_files import write_text
+from tsjax.host.timing import Rounds, fill
 from tsjax.input_files import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +93,17 @@ def show_bars(document: dict[str, Any]) -> None:
     for bar in document.get("bars", []):
         verdict = "met" if bar["met"] else "MISSED"
         print(f"{verdict:7}{bar['value']:7.3f} against {bar['bar']}: {bar['what']}")
+
+
+def interleaved(
+    calls: Mapping[Any, Callable[[], Any]], rounds: int, *, warmup: int = 1, **how: Any
+) -> Rounds:
+    """Several calls side by side, so that a machine whose speed drifts favours none of them; `how`
+    is that of `fill`."""
+    found = Rounds({name: [] for name in calls}, {name: [] for name in calls}, {})
+    for _ in fill(found, calls, rounds, warmup, **how):
+        pass
+    return found
 
 
 class Budget:

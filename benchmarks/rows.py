@@ -29,7 +29,7 @@ from tsjax.decoding.noise import position_noise, row_keys
 from tsjax.decoding.programs import compiler_options
 from tsjax.decoding.sampling import best
 from tsjax.host.measuring import DEEPEST, measure
-from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.host.timing import ratios, summary
 from tsjax.model.cache import init_cache
 from tsjax.model.params import random_params
 from tsjax.model.passes import run_layers
@@ -108,7 +108,7 @@ def timed(calls: dict[int, Callable[[], Any]], rounds: int) -> dict[int, list[fl
         return time.perf_counter() - begun
 
     every = {rows: functools.partial(seconds, call) for rows, call in calls.items()}
-    return interleaved(every, rounds).results
+    return report.interleaved(every, rounds).results
 
 
 def of_products(kind: str, rounds: int) -> dict[str, Any]:

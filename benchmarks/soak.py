@@ -4,7 +4,7 @@
 Parts, each of which says on which machine it ran:
 
 * plain: plain decoding in one process, whose tokens the others have to give. Left out where
-  `longrun` has recorded the hash of the same run.
+  results/cpu/longrun.json has the hash of the same run.
 * killed: Auto, saved now and then, in many processes. Half of the kills (SIGKILL) fall at a random
   moment within a chunk of steps, after a random number of tokens; the others at any moment of a
   process, while it starts and reads the text, too. SIGINT and SIGTERM come once each. All of them
@@ -42,7 +42,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import tsjax
-from benchmarks import longrun, report
+from benchmarks import report
+from benchmarks.papers import DRAWN, MIN_P, PENALTY
 from benchmarks.soak_life import COUNT
 from benchmarks.soak_troubles import (
     ANY_TIME,
@@ -59,6 +60,7 @@ from pallas_kernels.cache_folder import cache_folder
 from tsjax.host.saved_run import read_run
 
 SETTING = "sampled, penalty"
+NEW_TOKENS, PROMPT = 102_400, "Once upon a time"
 PARTS = ("plain", "killed", "full disk", "whole")
 SAVE_EVERY = 250
 SAMPLES = 100  # of memory, from the first token of a run to the last
@@ -73,7 +75,7 @@ LONGEST_WAIT = 3600.0  # seconds for anything
 def main(argv: Sequence[str]) -> int | None:
     parser = report.parser_of("soak", __doc__)
     parser.add_argument("--model", default=tsjax.EMBEDDED)
-    parser.add_argument("--new-tokens", type=int, default=longrun.NEW_TOKENS)
+    parser.add_argument("--new-tokens", type=int, default=NEW_TOKENS)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     text = "default: all but whole, and plain where nothing is recorded"
@@ -85,10 +87,10 @@ def main(argv: Sequence[str]) -> int | None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored stays so
     model = tsjax.load(args.model)
     kernels = native.status(try_now=True).state  # which the processes then find
-    settings = {**longrun.SETTINGS[SETTING], "seed": args.seed}
+    settings = {**DRAWN, **MIN_P, **PENALTY, "seed": args.seed}
     asked = {
         "model": Path(args.model).name, "dtype": model.cfg.dtype, "new_tokens": args.new_tokens,
-        "prompt": longrun.PROMPT, "setting": SETTING, "settings": settings, "kills": args.kills,
+        "prompt": PROMPT, "setting": SETTING, "settings": settings, "kills": args.kills,
         "save_every": SAVE_EVERY, "warm_up": WARM_UP, "kernels": kernels,
     }  # fmt: skip
     document = report.series(args.out, "soak", asked, "parts")
@@ -114,7 +116,7 @@ def main(argv: Sequence[str]) -> int | None:
 
 
 def recorded_tokens(asked: dict[str, Any]) -> dict[str, Any] | None:
-    """What `longrun` recorded of plain decoding's tokens, where it was asked the same."""
+    """What longrun.json has of plain decoding's tokens, where it was asked the same."""
     path = report.ROOT / "benchmarks" / "results" / "cpu" / "longrun.json"
     document = json.loads(path.read_text("utf-8"))
     same = {"model": asked["model"], "dtype": asked["dtype"], "tokens": asked["new_tokens"]}
@@ -156,7 +158,7 @@ class Series:
         self.number += 1
         name = f"life-{self.number}"
         asked = {
-            "model": self.args.model, "prompt": longrun.PROMPT, "settings": self.settings,
+            "model": self.args.model, "prompt": PROMPT, "settings": self.settings,
             "method": method, "tokens": self.args.new_tokens, "save_every": SAVE_EVERY,
             "saved": str(self.saved), "notes": str(self.folder / f"{name}.jsonl"),
             "counter": str(self.folder / f"{name}.count"),

@@ -32,13 +32,12 @@ from jax import lax
 
 import tsjax
 from benchmarks import report
-from benchmarks.draft import caught_up
 from pallas_kernels import narrowed
 from tsjax.config import CACHES
 from tsjax.decoding.programs import programs as decode_programs
 from tsjax.decoding.sampling import sampling_values
 from tsjax.files.tensor_names import ROUNDED, with_weights
-from tsjax.host.timing import interleaved, summary
+from tsjax.host.timing import summary
 from tsjax.model.cache import KVCache, cache_bytes
 from tsjax.model.params import abstract_params, normal, random_params
 from tsjax.model.passes import run_rows
@@ -80,6 +79,16 @@ def read_bytes(kind: str, *, weights: int, heads: int, per_token: int, context: 
         "verify": whole,
         "tokenswift": drafted + heads + whole,
     }[kind]
+
+
+def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.DecodeState:
+    """The state with a memory that knows all tokens, as after a step in the midst of a run."""
+    method, memory = cfg.method, cfg.method.read(cfg.model, None, state.memory, state)
+    if getattr(memory, "cache", None) is not None:
+        cache, most = memory.cache, cfg.sizes.depth + 1
+        cache = method.caught_up(cfg.model, None, cache, state.kv, state.tokens, most)
+        memory = memory.replace(cache=cache)
+    return state.replace(memory=memory)
 
 
 class Machine:
@@ -299,7 +308,7 @@ def measure_context(machine: Machine, programs: dict, context: int, effort: Effo
                 continue
             count = max(1, min(effort.most_steps, round(effort.seconds / seconds)))
             calls[what] = functools.partial(run, what, count)
-    rounds = interleaved(calls, effort.rounds, warmup=0, keep_errors=True)
+    rounds = report.interleaved(calls, effort.rounds, warmup=0, keep_errors=True)
     return {**rounds.results, **found, **rounds.failed}
 
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
 
+from benchmarks.__main__ import MODULES
 from benchmarks.report import ROOT, todays_command
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu"
@@ -24,10 +26,22 @@ def of_gpu(name: str) -> dict:
     return json.loads((RESULTS.parent / "h200" / f"{name}.json").read_text())
 
 
+def made_by(document: dict) -> str:
+    """The command as it is today; of a benchmark that is gone as it was, and the commit that ran
+    it."""
+    command = todays_command(document["command"])
+    name = re.search(r"-m benchmarks (\w+)", command)
+    if name is None or name[1] in MODULES:
+        return f"`{command}`"
+    commit = document.get("commit")
+    then = f"the commit {commit}" if commit else "a commit of that day"
+    return f"`{document['command']}` at {then.replace('+', ', with changes')}"
+
+
 def source(document: dict) -> str:
     versions = document["versions"]
     return (
-        f"`{todays_command(document['command'])}` "
+        f"{made_by(document)} "
         f"({document['cpus']} cores of {document['device']}, "
         f"jax {versions['jax']}, Python {versions['python']}, {document['date']})"
     )

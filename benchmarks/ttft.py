@@ -25,7 +25,7 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.host.timing import ratios, summary
 from tsjax.lazy.settings import prompt_flops
 from tsjax.model.params import random_params
 
@@ -101,7 +101,7 @@ def generations(model, prompt, lazy, names, new: int, rounds: int) -> dict[str, 
         return result.stats.prompt_computed
 
     calls = {name: functools.partial(computed, prefill) for name, prefill in prefills.items()}
-    found = interleaved(calls, rounds)
+    found = report.interleaved(calls, rounds)
     return {
         name: {
             "choose_every": getattr(prefills[name], "tokens_between_choices", None),
@@ -158,7 +158,7 @@ def main(argv: Sequence[str]) -> None:
             name: functools.partial(first_token, model, prompt, prefill)
             for name, prefill in {"full": "full", **lazy}.items()
         }
-        seconds = interleaved(calls, args.rounds).results
+        seconds = report.interleaved(calls, args.rounds).results
         whole = prompt_flops(model.cfg, tokens)
         for name, times in seconds.items():
             row: dict[str, Any] = {"prompt_tokens": tokens, "schedule": name}

@@ -131,6 +131,18 @@ def test_prompts_are_the_beginning_of_a_text(folder, capsys, monkeypatch, tmp_pa
     assert found["text"]["name"] == str(text) and len(found["text"]["sha256"]) == 64
 
 
+def test_rows_are_methods_with_fields(own, capsys):
+    """One method twice; a comma in brackets parts nothing."""
+    rows = ["ngram:num_ngrams=0,suffix_length=4", "ngram:pass_widths=(1,2),num_ngrams=1"]
+    found, lines, _ = run(capsys, own, "--methods", "plain", *rows, *QUICK, "--no-peers")
+    assert [row["method"] for row in found["rows"]] == ["plain", *rows]
+    assert all(row["same_tokens"] for row in found["rows"])
+    _, one, other = (row["options"] for row in found["rows"])
+    assert (one["num_ngrams"], one["suffix_length"]) == (0, 4)
+    assert (other["num_ngrams"], other["pass_widths"]) == (1, [1, 2])
+    assert all(row in line for row, line in zip(rows, lines[1:], strict=True))
+
+
 # --- tokens -----------------------------------------------------------------------------------
 
 
@@ -316,6 +328,13 @@ def test_accepted_lengths_are_replayed(capsys, presets, tmp_path):
         (["--methods", "plain", "eagle"], ["--methods='eagle'", "'plain', 'autoregressive'"]),
         (["--methods", "ngram"], ["--methods='ngram'", "with plain among them"]),
         (["--methods", "plain", "plain"], ["--methods='plain plain'", "each once"]),
+        (["--methods", "plain", "ngram:no=1"], ["unknown option of NGram 'no'", "num_ngrams"]),
+        (["--methods", "plain", "ngram:num_ngrams=x"], ["num_ngrams='x'", "an integer"]),
+        (["--methods", "plain", "ngram:"], ["--methods ''", "NAME=VALUE"]),
+        (["--methods", "plain", "plain:a=1"], ["--methods ['a=1']", "Autoregressive has none"]),
+        (["--chat"], ["--chat=True", "with --prompts FILE"]),
+        (["--prompts", "no.txt"], ["no.txt", "no such file"]),
+        (["--out", "no/out.json"], ["--out='no/out.json'", "folder"]),
         (["--methods", "plain", "draft_model"], ["--methods='draft_model'", "--draft-model PATH"]),
         (["--draft-model", "x"], ["--draft-model='x'", "draft_model or triforce"]),
         (["--lengths", "0"], ["--lengths=0", "an integer, at least 1"]),

@@ -2,20 +2,19 @@
 """The benchmarks: their list, that they run, what they write, and their arithmetic."""
 
 import importlib
-import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import helpers
-import hf_fixtures
 import pytest
 
-import tsjax
 from benchmarks import __main__ as command
-from benchmarks import equality, report
+from benchmarks import report
+from benchmarks.table_parts import made_by
+from tsjax.__main__ import main
 from tsjax.host.paired_runs import times_by_position
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,7 +56,7 @@ def run(name: str, out: Path, *arguments: str, complete: bool = True) -> dict:
 def test_the_list_names_every_benchmark():
     done = program("decoding", "--rounds", "1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: 'decoding' is no benchmark: cpu, speedup, ")
+    assert done.stderr.startswith("error: 'decoding' is no benchmark: cpu, rows, ")
     done = program()
     assert done.returncode == 0
     assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(command.MODULES)
@@ -78,6 +77,35 @@ def test_recorded_commands_are_shown_as_they_are_today():
         ("-m benchmarks ttft --new 32", "-m benchmarks ttft --new 32"),
     ):
         assert report.todays_command(f"python {then}") == f"python {now}"
+
+
+def test_a_benchmark_that_is_gone_is_named_with_its_commit():
+    here = "python -m benchmarks ttft --new 32"
+    for ran, commit, said in (
+        (here, "1a", f"`{here}`"),
+        ("tsjax bench x", None, "`tsjax bench x`"),
+        ("python -m benchmarks gone", "1a", "`python -m benchmarks gone` at the commit 1a"),
+        (
+            "python benchmarks/bench_gone.py",
+            "1a+",
+            "`python benchmarks/bench_gone.py` at the commit 1a, with changes",
+        ),
+        ("python -m benchmarks gone", None, "`python -m benchmarks gone` at a commit of that day"),
+    ):
+        assert made_by({"command": ran, "commit": commit}) == said
+
+
+def test_the_series_asks_nothing_wrong(monkeypatch, capsys, tmp_path):
+    """Each line of `tsjax bench` fails at the model alone, which is none here."""
+    lines = (ROOT / "benchmarks" / "series.sh").read_text().replace("\\\n", " ").splitlines()
+    asked = [
+        line.replace("$OUT", str(tmp_path)) for line in lines if line.startswith("tsjax bench")
+    ]
+    assert len(asked) > 5
+    for line in asked:
+        _, name, _, *flags = shlex.split(line)
+        assert main([name, str(tmp_path / "none"), *flags]) == 2, line
+        assert str(tmp_path / "none") in capsys.readouterr().err, line
 
 
 @pytest.mark.wide
@@ -108,67 +136,9 @@ def test_a_step_runs_on_a_cpu(tmp_path):
     assert len(document["bars"]) == 2  # the plain steps; no pass has 64 rows
 
 
-@pytest.mark.wide
-def test_speedups_are_measured_on_a_cpu(tmp_path):
-    """Where torch is installed, over torch and the bound as well."""
-    torch = importlib.util.find_spec("torch") is not None
-    text = tmp_path / "one.txt"
-    text.write_text("a thin man " * 200)
-    hf_fixtures.make(tmp_path / "hf", vocab_size=len(helpers.TOKENS), max_position_embeddings=512)
-    arguments = ["--model", helpers.save_tokenizer(tmp_path / "hf"), "--out", str(tmp_path)]
-    arguments += "--settings greedy --contexts 64 --tokens 40 --rounds 1".split()
-    arguments += ["--text", str(text), "--threads", str(int(torch))]
-    done = program("speedup", *arguments, "--random", "--long", "300")
-    assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "speedup.json").read_text())
-    assert document["complete"] and not document["left_out"]
-    rows = {(row["text"], row["method"]): row for row in document["rows"]}
-    ours = ["plain", "paper", "auto", "text", "passes", "ngrams"]
-    names = [("one.txt", name) for name in (*ours, *(["torch", "torch lookup"] if torch else []))]
-    assert list(rows) == [*names, ("random", "plain"), ("random", "auto")]
-    for (_, name), row in rows.items():
-        assert row["ms_per_token"]["median"] > 0 and row["tokens_per_step"] >= 1
-        assert row["same_tokens"] if name in ours else "same_tokens" not in row
-        assert ("bound" in row) == (torch and name == "plain")
-    assert rows["one.txt", "auto"]["best_fixed"] in {*ours} - {"auto"}
-    assert (tmp_path / "speedup.png").stat().st_size > 0
-    long = document["long"]["rows"]
-    assert [(row["method"], row["same_tokens"]) for row in long] == [
-        ("plain", True),
-        ("auto", True),
-    ]
-    assert all(row["by_position"]["position"] == [300] for row in long)
-
-
 def test_a_run_s_speed_is_told_by_output_position():
     chunks = [(0, 0, 0.0), (1024, 512, 1.0), (3072, 2560, 5.0), (3100, 2588, 5.028)]
     found = times_by_position([chunks])
     assert found["position"] == [1024, 2048, 3072, 3100]
     assert found["ms_per_token"] == pytest.approx([1e3 / 1024, 2e3 / 1024, 2e3 / 1024, 1])
     assert found["tokens_per_step"] == pytest.approx([2, 1, 1, 1])
-
-
-@pytest.mark.wide
-def test_methods_are_held_against_plain_decoding(tmp_path, monkeypatch, capsys):
-    """Goes on with the second round; a token that differs is told with its place."""
-    tsjax.save(helpers.tiny_model(num_layers=1), tmp_path / "model")
-    monkeypatch.setattr(equality, "METHODS", {"ngram": tsjax.NGram()})
-    argv = ["--model", str(tmp_path / "model"), "--length", "12", "--out", str(tmp_path)]
-    generate = tsjax.generate
-
-    def wrong(model, prompts, *, method, **asked):
-        result = generate(model, prompts, method=method, **asked)
-        if method != "autoregressive":
-            result.tokens[1][5] += 1
-        return result
-
-    for rounds in (1, 2):
-        equality.main([*argv, "--batch", "2", "--tokens", str(24 * rounds)])
-        found = json.loads((tmp_path / "equality-float32.json").read_text())
-        assert (found["rounds"], found["tokens"]) == (rounds, 24 * rounds)
-        assert len(found["parted"]) == rounds - 1
-        monkeypatch.setattr(tsjax, "generate", wrong)
-    (parted,) = found["parted"]
-    assert (parted["round"], parted["row"], parted["after"]) == (1, 1, 5)
-    with pytest.raises(SystemExit, match="of another run"):
-        equality.main([*argv, "--batch", "3", "--tokens", "48"])

@@ -259,7 +259,7 @@ def test_command_interrupted_leaves_nothing(tmp_path, capsys, monkeypatch):
 @pytest.mark.wide
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's /proc")
 def test_memory_of_a_conversion_is_that_of_the_model(tmp_path):
-    """A small version of benchmarks' convert_memory: there is no second copy of the weights."""
+    """There is no second copy of the weights."""
     code = """if True:
         import re, sys, jax.numpy as jnp
         from orbax.checkpoint import v1 as ocp

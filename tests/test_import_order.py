@@ -322,20 +322,20 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_740,
-    "tsjax/commands": 1_620,
+    "tsjax/commands": 1_660,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
-    "tsjax/host": 9_800,
+    "tsjax/host": 9_940,
     "tsjax/lazy": 1_400,
     "tsjax/methods": 5_310,
     "tsjax/model": 1_890,
     "tsjax/training": 2_900,
     "pallas_kernels": 4_850,
     "convert": 440,
-    "benchmarks": 8_620,
+    "benchmarks": 7_300,
     "experiments": 4_250,
     "tools": 5_360,
-    "tests": 28_430,
+    "tests": 28_600,
     "examples": 380,
 }
 

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from benchmarks import report
-from tsjax.host.timing import interleaved
 
 L2_BYTES = 60e6  # an H200's
 TURN_CALLS = 16  # the least calls in one turn of a program's loop: the loop itself costs a little
@@ -142,7 +141,7 @@ def time_runners(runners: dict, effort: Effort, rounds: int, seconds: float, fai
         except Exception as error:
             failed[name] = report.first_line(error)
     calls = {name: runners[name].round for name in outputs}
-    found = interleaved(calls, rounds, warmup=0, most=effort.most, keep_errors=True)
+    found = report.interleaved(calls, rounds, warmup=0, most=effort.most, keep_errors=True)
     failed |= {name: report.first_line(error) for name, error in found.failed.items()}
     return found.results, outputs
 

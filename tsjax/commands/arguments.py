@@ -272,8 +272,7 @@ def with_options(method: Any, options: Sequence[str], flag: str = "--method-opti
             changes[name] = value  # a plain word
     name, known = type(method).__name__, fields_of(type(method))
     if changes and not known:
-        wanted = f"{name} has none; choose another --method"
-        raise BadValue(f"--method-options {options} is not valid: {wanted}")
+        raise BadValue(f"{flag} {options} is not valid: {name} has none; choose another method")
     refuse_unknown(list(changes), known, f"option of {name}")
     return dataclasses.replace(method, **changes)
 

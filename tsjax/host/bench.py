@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tsjax bench: methods, lengths and sampling of one checkpoint, measured side by side.
+"""tsjax bench: methods, lengths or prompts, and sampling of one checkpoint, side by side.
 
-Knows the cells of a measurement and how to print them. Does not know what can be asked
-(bench_question.py) or how a run goes (paired_runs.py).
+Knows the cells of a measurement, how to print them and the file that has them. Does not know what
+can be asked (bench_question.py) or how a run goes (paired_runs.py).
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.errors import NotEnoughMemory
+from tsjax.errors import BadValue, NotEnoughMemory
+from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tensor_names import held_as
+from tsjax.files.whole_files import write_text
 from tsjax.host import peers, processes
 from tsjax.host.bandwidth import reader
 from tsjax.host.bench_question import BOUND, Prepared, Question, prepare
@@ -35,6 +39,7 @@ from tsjax.host.plots import plot
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.telling import doing
 from tsjax.host.timing import Rounds, fill, ratios, summary
+from tsjax.input_files import read_json
 from tsjax.methods.devices import device_of, estimated, plain_bytes
 
 ENDED = (KeyboardInterrupt, Interrupted)
@@ -42,6 +47,8 @@ EXACT = ("float32", "float64")
 SIMULATED = "simulated acceptance, random weights"
 SECONDS_BETWEEN_LINES = 10
 DEAR = 2.0  # plain steps that a pass may take before the bench says so
+FEWEST_TOKENS = 8  # of a run, where an answer is shorter: fewer are too few to time
+NOT_ASKED = ("plot", "out", "quiet")  # what no figure depends on
 
 
 def write(line: str) -> None:
@@ -54,8 +61,8 @@ def note(line: str, quiet: bool = False) -> None:
 
 
 def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = None) -> int:
-    """Measures, prints a line for each cell and one JSON document at the end. Of several processes
-    the first one's clock counts.
+    """Measures, prints a line for each row and one JSON document at the end, or writes that to a
+    file after each cell. Of several processes the first one's clock counts.
 
     Returns the exit code: 1 where a run in float32 or float64 has other tokens than plain decoding,
     130 after Ctrl-C, 143 after SIGTERM.
@@ -78,10 +85,16 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
         note(f"tsjax: {line}", question.quiet)
     for gone in document["left_out"]:
         write(f"left out: {gone['method']}: {gone['error']}")
+    if question.out is not None:
+        document["asked"] = asked_of(asked, document)
+        go_on_from(question.out, document)
+    wide = max(map(len, asked.methods))
+    for row in document["rows"]:
+        write(line_of(row, wide))
     try:
         for row in _measured(asked, document):
             document["rows"].append(row)
-            write(line_of(row))
+            write(line_of(row, wide))
         document["complete"] = True
     except ENDED as error:
         code = getattr(error, "code", None) or 130
@@ -91,9 +104,19 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
             document["interrupted"] = {name: result[name] for name in names}
             document["interrupted"]["tokens"] = len(result["tokens"])
     except Exception:  # whatever it is: what was measured is not lost
-        write(json.dumps(document))
+        if question.out is None:
+            write(json.dumps(document))
         raise
-    write(json.dumps(document))
+    if question.prompts is not None:
+        document["over_prompts"] = over_prompts(document["rows"])
+        for one in document["over_prompts"]:
+            write(line_over_prompts(one, wide))
+    if question.out is None:
+        write(json.dumps(document))
+    elif document["complete"]:
+        save_bench(document, question.out)
+    else:
+        note("[go on with the same command]", question.quiet)
     if question.plot is not None and document["rows"] and processes.is_first():
         plot_of(document, question.plot)
     differs = [row for row in document["rows"] if row.get("same_tokens") is False]
@@ -105,7 +128,7 @@ def answer(question: Question, command: str, mesh: jax.sharding.Mesh | None = No
 
 def too_wide(asked: Prepared) -> Iterator[str]:
     """What to say of settings that are not meant for the device, by the formula for it."""
-    model, longest = asked.model, max(asked.question.lengths)
+    model, longest = asked.model, asked.longest
     costs = estimated(model.cfg, device_of(*device_in(model.params)), 1)
     for name, method in asked.methods.items():
         if method.chooses or method.wants_costs or method.takes_draft_model:
@@ -120,10 +143,63 @@ def too_wide(asked: Prepared) -> Iterator[str]:
             )
 
 
+# --- the file -----------------------------------------------------------------------------------
+
+
+def save_bench(document: Mapping[str, Any], path: str) -> None:
+    write_text(path, json.dumps(document, indent=1) + "\n")
+
+
+def asked_of(asked: Prepared, document: Mapping[str, Any]) -> dict[str, Any]:
+    """What has to be the same where a measurement goes on."""
+    found = {
+        **vars(asked.question), "methods": [*asked.methods], "versions": {**document["versions"]},
+        **{name: document[name] for name in ("settings", "text", "mesh", "device", "cpus")},
+        "fingerprint": model_fingerprint(asked.model),
+    }  # fmt: skip
+    return {name: value for name, value in found.items() if name not in NOT_ASKED}
+
+
+def go_on_from(path: str, document: dict[str, Any]) -> None:
+    """Takes over the cells that an earlier run of the same question has written to a file."""
+    if not os.path.exists(path):
+        return
+    known, now = read_json(path), json.loads(json.dumps(document["asked"]))
+    then, another = known.get("asked"), "another file, which may be new"
+    if not isinstance(then, dict):
+        raise BadValue(f"--out={path!r} is not valid: tsjax bench --out wrote none; {another}")
+    differs = [
+        f"{name} was {then.get(name)!r}, and is {now.get(name)!r}"
+        for name in {**then, **now} if then.get(name) != now.get(name)
+    ]  # fmt: skip
+    if differs:
+        said = f"--out={path!r} is of another question"
+        raise BadValue(f"{said}: {'; '.join(differs)}. The same flags, or {another}")
+    document["rows"] += known["rows"]
+    there = {_cell_of(row) for row in known["rows"]}
+    document["left_out"] += [gone for gone in known["left_out"] if _cell_of(gone) in there]
+
+
 # --- the cells ----------------------------------------------------------------------------------
 
 
-Cell = tuple[int, str]  # tokens of the prompt, setting
+class Cell(NamedTuple):
+    """Attributes:
+    prompt: its number in a file; None for a length of a text.
+    context: its tokens.
+    """
+
+    prompt: int | None
+    context: int
+    setting: str
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+def _cell_of(row: Mapping[str, Any]) -> Cell:
+    return Cell(*(row.get(name) for name in Cell._fields))
 
 
 def left_out_of(document: dict[str, Any], method: str, error: Exception, **where: Any) -> None:
@@ -135,25 +211,31 @@ def left_out_of(document: dict[str, Any], method: str, error: Exception, **where
 
 
 def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yields the rows of each cell, also of one that is interrupted."""
+    """Yields the rows of each cell that is not there, also of one that is interrupted."""
     question, leave_out = asked.question, functools.partial(left_out_of, document)
+    there = {_cell_of(row) for row in document["rows"]}
+    places = [(number, len(prompt)) for number, prompt in asked.prompts.items()]
+    places += [(None, length) for length in question.lengths]
+    cells = [Cell(*place, setting) for place in places for setting in question.settings]
+    cells = [cell for cell in cells if cell not in there]
+    if not cells:
+        return
     ids, peer = _written(asked), _peer(asked, leave_out)
     kinds = [*asked.methods, *(PEERS if peer else ()), *([BOUND] if asked.with_bound else [])]
-    cells = [(length, name) for length in question.lengths for name in question.settings]
     total = question.warm_up + question.rounds
     left = TimeLeft((kind, cell) for cell in cells for kind in kinds for _ in range(total))
     for cell in cells:
-        prompt, setting = ids[: cell[0]], cell[1]
-        where = {"context": cell[0], "setting": setting}
+        prompt = ids[: cell.context] if cell.prompt is None else asked.prompts[cell.prompt]
         calls: dict[str, Callable[[], Any]] = {}
         try:
             with doing("preparing the runs"):
-                runs = _runs(asked, prompt, setting)
-                calls = _calls(asked, runs, prompt, setting, peer, leave_out)
+                new = _tokens(asked, prompt, cell.setting)
+                runs = _runs(asked, prompt, cell.setting, new)
+                calls = _calls(asked, runs, prompt, cell, new, peer, leave_out)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             if processes.are_several() and not isinstance(error, NotEnoughMemory):
                 raise  # the others know nothing of it
-            leave_out("all", error, **where)
+            leave_out("all", error, **cell.where)
         for kind in set(kinds) - set(calls):
             left.drop((kind, cell))
         if not calls:
@@ -162,9 +244,24 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
         try:
             _take_turns(found, calls, question, cell, left)
         finally:  # also after a signal
-            yield from _rows(asked, runs, found, cell)
+            yield from _rows(asked, runs, found, cell, new)
         for kind, error in found.failed.items():
-            leave_out(kind, error, **where)
+            leave_out(kind, error, **cell.where)
+        if question.out is not None:
+            save_bench(document, question.out)
+
+
+def _tokens(asked: Prepared, prompt: np.ndarray, setting: str) -> int:
+    """New ones of a run; after a prompt of a file as many as plain decoding answers, its stop token
+    among them."""
+    question = asked.question
+    if question.prompts is None:
+        return question.new_tokens
+    said = generate(
+        asked.model, prompt, method="autoregressive", max_new_tokens=question.new_tokens,
+        exceed_max_positions=question.exceed_max_positions, **SETTINGS[setting],
+    )  # fmt: skip
+    return max(min(FEWEST_TOKENS, question.new_tokens), len(said.tokens[0]))
 
 
 def _take_turns(
@@ -199,14 +296,15 @@ def _peer(asked: Prepared, leave_out: Callable[..., None]) -> peers.Peer | None:
 
 
 def progress_line(left: TimeLeft, kind: str, cell: Cell) -> str:
-    where = f"{cell[0]:,} tokens, {cell[1]}" + (f", {kind}" if kind else " done")
+    number = "" if cell.prompt is None else f"prompt {cell.prompt}, "
+    where = f"{number}{cell.context:,} tokens, {cell.setting}" + (f", {kind}" if kind else " done")
     time_left = f"about {in_words(left.seconds)} left" if left.made < left.total else "the end"
     return f"[{left.made} of {left.total} runs, {time_left}: {where}]"
 
 
 def _written(asked: Prepared) -> np.ndarray:
     """The longest prompt; the model writes what is missing, sampled with seed 0."""
-    missing = max(asked.question.lengths) - len(asked.beginning)
+    missing = max(asked.question.lengths, default=0) - len(asked.beginning)
     if missing <= 0:
         return asked.beginning
     told = f"[the model writes a text of {missing:,} tokens to begin with]"
@@ -216,8 +314,8 @@ def _written(asked: Prepared) -> np.ndarray:
     return np.concatenate([asked.beginning, written.tokens[0]])
 
 
-def _runs(asked: Prepared, prompt: np.ndarray, setting: str) -> Runs:
-    new = dict.fromkeys(asked.methods, asked.question.new_tokens)
+def _runs(asked: Prepared, prompt: np.ndarray, setting: str, new_tokens: int) -> Runs:
+    new = dict.fromkeys(asked.methods, new_tokens)
     model, programs = asked.model, {}
     for name, trace in asked.traces.items():
         lengths = jnp.asarray(trace, jnp.int32)
@@ -235,7 +333,8 @@ def _calls(
     asked: Prepared,
     runs: Runs,
     prompt: np.ndarray,
-    setting: str,
+    cell: Cell,
+    new: int,
     peer: peers.Peer | None,
     leave_out: Callable[..., None],
 ) -> dict[str, Callable[[], Any]]:
@@ -243,38 +342,33 @@ def _calls(
         name: functools.partial(runs.run, name) for name in asked.methods
     }
     if peer is not None:
-        where = {"context": len(prompt), "setting": setting}
         try:
-            new = min(asked.question.new_tokens, asked.question.peer_tokens)
-            theirs = peers.PeerRuns(peer, prompt, new)
-            calls |= theirs.calls(SETTINGS[setting], functools.partial(leave_out, **where))
+            theirs = peers.PeerRuns(peer, prompt, min(new, asked.question.peer_tokens))
+            leave_it = functools.partial(leave_out, **cell.where)
+            calls |= theirs.calls(SETTINGS[cell.setting], leave_it)
         except Exception as error:  # of whatever kind: it is theirs
             for name in PEERS:
-                leave_out(name, error, **where)
+                leave_out(name, error, **cell.where)
     if asked.with_bound:
-        nbytes = _plain_bytes(asked, len(prompt))
+        nbytes = plain_bytes(asked.model.cfg, cell.context + new / 2)  # at the mean context
         rate = reader(nbytes)
         calls[BOUND] = lambda: nbytes / rate()
     return calls
 
 
-def _plain_bytes(asked: Prepared, length: int) -> float:
-    """What a plain step reads at the mean context."""
-    return plain_bytes(asked.model.cfg, length + asked.question.new_tokens / 2)
-
-
-def _rows(asked: Prepared, runs: Runs, found: Rounds, cell: Cell) -> Iterator[dict[str, Any]]:
-    length, setting = cell
+def _rows(
+    asked: Prepared, runs: Runs, found: Rounds, cell: Cell, new: int
+) -> Iterator[dict[str, Any]]:
     results = {name: made for name, made in found.results.items() if made}
     bound = [1e3 * seconds for seconds in results.pop(BOUND, [])]
     for row in compared(runs, results):
         name, made = row["method"], results[row["method"]]
-        row = {"context": length, "setting": setting, **row, "rounds": len(made)}
+        row = {**cell.where, **row, "rounds": len(made)}
         times = [one["ms_per_token"] for one in made]
         if bound:
             row["bound_ms"] = summary(bound)
             row["share_of_bound"] = ratios(bound, times)
-            row["bound_bytes"] = _plain_bytes(asked, length)
+            row["bound_bytes"] = plain_bytes(asked.model.cfg, cell.context + new / 2)
         if name in asked.methods:
             row |= _of_ours(runs, name, made)
         row["timed_tokens"] = made[0]["made"][-1][0]
@@ -311,12 +405,14 @@ def _of_ours(runs: Runs, name: str, made: Sequence[Mapping[str, Any]]) -> dict[s
 # --- what is printed ----------------------------------------------------------------------------
 
 
-def line_of(row: Mapping[str, Any]) -> str:
+def line_of(row: Mapping[str, Any], wide: int = 0) -> str:
+    """`wide` is the longest method's name."""
     times = row["ms_per_token"]
     spread = f"({times['min']:.2f} to {times['max']:.2f})"
+    place = f"{row['context']:>7}" if "prompt" not in row else f"prompt {row['prompt']:<3}"
     parts = [
-        f"{row['context']:>7} {row['setting']:8} {row['method']:13}{times['median']:9.2f} ms/token "
-        f"{spread:19}"
+        f"{place} {row['setting']:8} {row['method']:{max(wide, 12)}} {times['median']:8.2f} "
+        f"ms/token {spread:19}"
     ]
     over = row.get("speedup_over_plain")
     times_as_fast = f"{over['median']:#5.3g}" if over else ""
@@ -337,6 +433,32 @@ def line_of(row: Mapping[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def over_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Each method and setting over all prompts: medians, the least and the most."""
+    found = []
+    for setting, method in dict.fromkeys((row["setting"], row["method"]) for row in rows):
+        some = [row for row in rows if (row["setting"], row["method"]) == (setting, method)]
+        gains = [r["speedup_over_plain"]["median"] for r in some if "speedup_over_plain" in r]
+        found.append({
+            "setting": setting, "method": method, "prompts": len(some),
+            "ms_per_token": summary([row["ms_per_token"]["median"] for row in some]),
+            "tokens_per_step": statistics.median(row["tokens_per_step"] for row in some),
+            **({"speedup_over_plain": summary(gains)} if gains else {}),
+        })  # fmt: skip
+    return found
+
+
+def line_over_prompts(one: Mapping[str, Any], wide: int) -> str:
+    over, times = one.get("speedup_over_plain"), one["ms_per_token"]
+    gain = ""
+    if over:
+        gain = f"{over['median']:.2f}x plain ({over['min']:.2f} to {over['max']:.2f})"
+    return (
+        f"{one['prompts']:>3} prompts {one['setting']:8} {one['method']:{max(wide, 12)}} "
+        f"{times['median']:8.2f} ms/token  {gain:27}  {one['tokens_per_step']:.2f} tokens/step"
+    )
+
+
 def plot_of(document: Mapping[str, Any], path: str) -> None:
     rows = document["rows"]
     long = [row for row in rows if "by_position" in row]
@@ -344,7 +466,3 @@ def plot_of(document: Mapping[str, Any], path: str) -> None:
     title = f"{long[-1]['setting']}, after {long[-1]['context']:,} tokens" if long else ""
     simulated = f"{document['model']}: {SIMULATED}" if document["simulated"] else ""
     plot(path, rows, long, title, simulated)
-
-
-def _cell_of(row: Mapping[str, Any]) -> Cell:
-    return row["context"], row["setting"]

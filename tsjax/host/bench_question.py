@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `tsjax bench` is asked, and all it needs for that.
 
-Knows flags, checkpoints and texts. Everything that can be wrong with a question is said here,
-before anything runs. Does not know how runs are measured (bench.py).
+Knows flags, checkpoints, texts and prompts. Everything that can be wrong with a question is said
+here, before anything runs. Does not know how runs are measured (bench.py).
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ import numpy as np
 
 from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known, one_of
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.errors import NotEnoughMemory
+from tsjax.errors import BadValue, NotEnoughMemory, TsjaxError
 from tsjax.files.checkpoint import Model, check_dtype, load
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.tensor_names import with_weights
 from tsjax.files.tokenizer import encode
+from tsjax.files.whole_files import check_place
 from tsjax.host import peers
+from tsjax.host.chat import chat_prompt
+from tsjax.host.many import TEXTS
 from tsjax.host.memory import available_bytes
 from tsjax.host.paired_runs import PEERS, PLAIN, SETTINGS, requested
 from tsjax.host.peers import PEER_TOKENS
 from tsjax.host.plots import check_plot
-from tsjax.host.prompts import encode_text, tokenizer_of
+from tsjax.host.prompt_files import prompt_of_line, read_lines
+from tsjax.host.prompts import encode_text, prompt_row, tokenizer_of
 from tsjax.host.trace import read_trace
 from tsjax.input_files import read_text
 from tsjax.methods import METHODS, TokenSwift
@@ -49,13 +53,15 @@ class Question:
 
     Attributes:
       model: a checkpoint; with `simulate` the name of a preset.
+      methods: by what was typed of each.
+      lengths: of prompts from one text; () with `prompts`.
       peers: whether transformers runs too, where it can.
       simulate: a file with accepted lengths, see `read_trace`.
       quiet: no lines about the time left.
     """
 
     model: str
-    methods: tuple[str, ...] = DEFAULT
+    methods: Mapping[str, Method]
     lengths: tuple[int, ...] = LENGTHS
     new_tokens: int = NEW_TOKENS
     rounds: int = ROUNDS
@@ -65,6 +71,8 @@ class Question:
     weights: str | None = None
     cache: str | None = None
     text: str | None = None
+    prompts: str | None = None
+    chat: bool = False
     draft_model: str | None = None
     heads: str | None = None
     drafter: str | None = None
@@ -74,27 +82,22 @@ class Question:
     peer_tokens: int = PEER_TOKENS
     plot: str | None = None
     simulate: str | None = None
+    out: str | None = None
     quiet: bool = False
 
     def __post_init__(self):
-        wanted = one_of((PLAIN, *METHODS))
-        for name in self.methods:
-            check(name == PLAIN or name in METHODS, "--methods", name, wanted)
-        for flag, values in (
-            ("--methods", self.methods),
-            ("--lengths", self.lengths),
-            ("--settings", self.settings),
-        ):
-            good = bool(values) and len(set(values)) == len(values)
+        for flag, values in (("--lengths", self.lengths), ("--settings", self.settings)):
+            good = bool(values or self.prompts) and len(set(values)) == len(values)
             check(good, flag, " ".join(map(str, values)), "one or more, each once")
         held = f"with {PLAIN} among them, which the others are held against"
         check(PLAIN in self.methods, "--methods", " ".join(self.methods), held)
         takers = [name for name, one in METHODS.items() if one().takes_draft_model]
+        names = {row.partition(":")[0] for row in self.methods}
         if self.draft_model is None:
             with_one = "left out, or with --draft-model PATH"
-            check("draft_model" not in self.methods, "--methods", "draft_model", with_one)
+            check("draft_model" not in names, "--methods", "draft_model", with_one)
         else:
-            taken = not set(takers).isdisjoint(self.methods)
+            taken = not names.isdisjoint(takers)
             check(taken, "--draft-model", self.draft_model, f"with --methods {' or '.join(takers)}")
         for length in self.lengths:
             check_int(length, "--lengths", 1)
@@ -107,8 +110,16 @@ class Question:
         check_known(self.dtype, "--dtype", DTYPES)
         check_known(self.weights, "--weights", WEIGHTS)
         check_known(self.cache, "--cache", CACHES)
+        check(self.prompts is not None or not self.chat, "--chat", True, "with --prompts FILE")
+        for flag, given in (
+            ("--lengths", self.lengths), ("--text", self.text), ("--plot", self.plot),
+            ("--simulate-acceptance", self.simulate),
+        ):  # fmt: skip
+            check(self.prompts is None or not given, flag, given, "left out with --prompts")
         if self.plot is not None:
             check_plot(self.plot, "--plot")
+        if self.out is not None:
+            check_place(self.out, "--out")
         if self.simulate is not None:
             names = model_preset_names()
             only = f"with --simulate-acceptance the name of a preset, {one_of(names)}"
@@ -123,6 +134,7 @@ class Question:
 class Prepared(NamedTuple):
     """Attributes:
     beginning: the prompt of all lengths, as far as it is known; the model writes the rest.
+    prompts: those of a file by the numbers of their lines, in the place of the beginning.
     draft_model: the second one; None without.
     traces: accepted lengths of each method that drafts; {} for real acceptance.
     left_out: what cannot run, and why.
@@ -133,6 +145,7 @@ class Prepared(NamedTuple):
     draft_model: Model | None
     methods: dict[str, Method]
     beginning: np.ndarray
+    prompts: dict[int, np.ndarray]
     text: dict[str, Any]
     traces: dict[str, tuple[int, ...]]
     left_out: tuple[dict[str, Any], ...]
@@ -142,13 +155,19 @@ class Prepared(NamedTuple):
         return self.question.simulate is not None
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts.values()), default=max(self.question.lengths, default=0))
+
+    @property
     def with_bound(self) -> bool:
         return mesh_of(self.model.params) is None
 
 
 def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
-    longest, traces, second = max(question.lengths), {}, None
-    methods = {name: _method(name, question) for name in question.methods}
+    longest, traces, second = max(question.lengths, default=0), {}, None
+    prompts: dict[int, np.ndarray] = {}
+    methods = {row: _as_simulated(row, one, question) for row, one in question.methods.items()}
     if question.simulate is not None:
         one_device = "left out with --simulate-acceptance, on one device"
         check(mesh is None, "--mesh", mesh and dict(mesh.shape), one_device)
@@ -167,11 +186,14 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
         if question.draft_model is not None:
             second = load(question.draft_model, **how)
         _check_methods(methods, model.cfg)
-        ids, text = _beginning(question, model, longest)
+        if question.prompts is None:
+            ids, text = _beginning(question, model, longest)
+        else:
+            ids, (prompts, text) = np.zeros(0, np.int32), _prompts(question, model)
         why = peers.why_not(model.path) if mesh is None else "it runs on no mesh"
         why = why if question.adapter is None else "it would run without the adapter"
-    for length in question.lengths:
-        prompt = np.resize(ids, length)  # its length is what counts
+    # Of those from one text the length is what counts.
+    for prompt in [*prompts.values(), *(np.resize(ids, length) for length in question.lengths)]:
         for setting in question.settings:
             new, beyond = question.new_tokens, question.exceed_max_positions
             one = next((one for one in methods.values() if one.takes_draft_model), Autoregressive())
@@ -180,7 +202,7 @@ def prepare(question: Question, mesh: jax.sharding.Mesh | None) -> Prepared:
     gone = [{"method": name, "error": why} for name in PEERS if why and question.peers]
     if mesh is not None:
         gone.append({"method": BOUND, "error": "the devices of a mesh read parts of it each"})
-    return Prepared(question, model, second, methods, ids, text, traces, tuple(gone))
+    return Prepared(question, model, second, methods, ids, prompts, text, traces, tuple(gone))
 
 
 def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
@@ -190,13 +212,11 @@ def _check_methods(methods: Mapping[str, Method], cfg: ModelConfig) -> None:
             method.sizes(cfg)
 
 
-def _method(name: str, question: Question) -> Method:
-    if name == PLAIN:
-        return Autoregressive()
-    if name == "tokenswift" and question.simulate:  # what a trace was made with
-        known = question.model in preset_names()
-        return preset(question.model).method if known else TokenSwift.paper()
-    return METHODS[name]()
+def _as_simulated(row: str, method: Method, question: Question) -> Method:
+    if row != "tokenswift" or question.simulate is None:
+        return method
+    known = question.model in preset_names()  # what a trace was made with
+    return preset(question.model).method if known else TokenSwift.paper()
 
 
 def _shape(question: Question) -> ModelConfig:
@@ -234,3 +254,27 @@ def _beginning(question: Question, model: Model, longest: int) -> tuple[np.ndarr
         return ids[:longest], {"name": "written by the model after 16 random tokens"}
     ids = encode_text(model, BEGINNING, "prompt")
     return ids[:longest], {"name": f"written by the model after {BEGINNING!r}"}
+
+
+def _prompts(question: Question, model: Model) -> tuple[dict[int, np.ndarray], dict[str, Any]]:
+    """The prompts of a file as ids. A line's own seed and settings do not count."""
+    name, found = str(question.prompts), {}
+    lines = read_lines(name)
+    for number, line in lines.items():
+        given: Any = {"prompt": line.rstrip("\r")}
+        try:
+            if name.endswith(".jsonl"):
+                given, _ = prompt_of_line(line)
+            if isinstance(given, TsjaxError):
+                raise given
+            way = next((one for one in TEXTS if given.get(one) is not None), None)
+            check(way is not None, "prompt", given, f"with one of {', '.join(TEXTS)}")
+            text = given[way]
+            if way == "prompt" and question.chat:
+                way, text = "messages", [{"role": "user", "content": text}]
+            ids = chat_prompt(model, text) if way == "messages" else prompt_row(model, text)
+        except TsjaxError as error:
+            raise BadValue(f"--prompts={name!r} is not valid: line {number}: {error}") from error
+        found[number] = np.asarray(ids, np.int32)
+    digest = hashlib.sha256("\n".join(lines.values()).encode("utf-8", "surrogatepass")).hexdigest()
+    return found, {"name": name, "sha256": digest, "prompts": len(found), "chat": question.chat}

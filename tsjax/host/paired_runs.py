@@ -204,7 +204,3 @@ def times_by_position(runs: Sequence[Sequence[tuple[int, int, float]]]) -> dict[
         "ms_per_token": (1e3 * np.median(seconds, axis=0) / count).tolist(),
         "tokens_per_step": (count / np.median(steps, axis=0)).tolist(),
     }
-
-
-def random_tokens(model: Model, count: int) -> np.ndarray:
-    return np.random.default_rng(0).integers(model.cfg.vocab_size, size=count, dtype=np.int32)

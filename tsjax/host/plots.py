@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times per token by context and by output position, drawn by matplotlib.
 
-Knows rows as `tsjax bench` and `python -m benchmarks speedup` make them. matplotlib is imported
-where something is drawn.
+Knows rows as `tsjax bench` makes them. matplotlib is imported where something is drawn.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Answering:
         groups: dict[GenerationConfig, tuple[list[int], list[Any]]] = {}
         for number in self._todo:
             config = self._config
-            prompt, settings = _prompt_of(self._lines[number])
+            prompt, settings = prompt_of_line(self._lines[number])
             try:
                 config = config.replace(**settings)
             except (TsjaxError, TypeError, ValueError) as error:
@@ -238,7 +238,7 @@ def _entry_of(line: str) -> Any:
         return BadValue(f"no JSON: {error}")
 
 
-def _prompt_of(line: str) -> tuple[Any, dict[str, Any]]:
+def prompt_of_line(line: str) -> tuple[Any, dict[str, Any]]:
     """What `generate_many` takes, or the error that the line is; and settings of its own."""
     entry = _entry_of(line)
     if isinstance(entry, BadValue):

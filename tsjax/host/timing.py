@@ -30,31 +30,6 @@ class Rounds(NamedTuple):
     failed: dict[Any, Exception]
 
 
-def interleaved(
-    calls: Mapping[Any, Callable[[], Any]],
-    rounds: int,
-    *,
-    warmup: int = 1,
-    most: float = float("inf"),
-    keep_errors: bool = False,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Rounds:
-    """Makes every call once in each round. Every second round goes backwards.
-
-    A drift of the machine's speed is then cancelled over two rounds, and no call always follows the
-    same other one.
-
-    Args:
-      warmup: rounds before the first one that counts. They compile.
-      most: a call that has used this many seconds and has LEAST_ROUNDS rounds gets no more.
-      keep_errors: a call that raises moves to `failed`. Otherwise its error is raised.
-    """
-    found = Rounds({name: [] for name in calls}, {name: [] for name in calls}, {})
-    for _ in fill(found, calls, rounds, warmup, most=most, keep_errors=keep_errors, clock=clock):
-        pass
-    return found
-
-
 def fill(
     found: Rounds,
     calls: Mapping[Any, Callable[[], Any]],
@@ -65,9 +40,16 @@ def fill(
     keep_errors: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[tuple[Any, float]]:
-    """As `interleaved`, into `found`, where it stays if a call is interrupted.
+    """Makes every call once in each round, into `found`, where it stays if one is interrupted.
 
-    Yields each call's name and seconds when it has been made, also in rounds that do not count.
+    Every second round goes backwards: a drift of the machine's speed is then cancelled over two
+    rounds, and no call always follows the same other one. Yields each call's name and seconds when
+    it has been made, also in rounds that do not count.
+
+    Args:
+      warmup: rounds before the first one that counts. They compile.
+      most: a call that has used this many seconds and has LEAST_ROUNDS rounds gets no more.
+      keep_errors: a call that raises moves to `failed`. Otherwise its error is raised.
     """
     for number in range(-warmup, rounds):
         order = list(found.seconds) if number % 2 == 0 else list(reversed(found.seconds))
