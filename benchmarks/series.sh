@@ -27,7 +27,7 @@ tsjax bench tsjax/small-english --dtype float32 --text "$TEXT" --lengths 8192 16
 
 # In batches of 8, a million tokens of each method: the same answers as plain decoding's, to the byte.
 seq 984 | sed 's/.*/{"prompt": "Chapter &.", "seed": &}/' > "$OUT/million.jsonl"
-answer() { tsjax generate tsjax/small-english --dtype float32 --do-sample --min-p 0.1 --repetition-penalty 1.2 --eos-token-id -1 --max-new-tokens 1024 --rows 8 --prompts "$OUT/million.jsonl" --out "$OUT/million-$1.jsonl" --method "${@:2}"; }
+answer() { tsjax batch tsjax/small-english "$OUT/million.jsonl" --dtype float32 --do-sample --min-p 0.1 --repetition-penalty 1.2 --eos-token-id -1 --max-new-tokens 1024 --rows 8 --out "$OUT/million-$1.jsonl" --method "${@:2}"; }
 answer plain autoregressive
 answer ngram ngram --method-options num_ngrams=2 suffix_length=6
 answer tokenswift tokenswift --method-options num_ngrams=2 suffix_length=6 "tree=(1,2,1,1)" draft_budget=256
