@@ -58,18 +58,44 @@ def test_each_public_name_is_found():
         "import sys, pickle, tsjax; first = tsjax.GenerationConfig; assert 'jax' in sys.modules;"
         "from tsjax import load, save as other; import tsjax.public as public; star = {};"
         "exec('from tsjax import *', star); assert pickle.loads(pickle.dumps(first)) is first;"
-        "assert {*public.__all__} <= {*dir(tsjax)} and tsjax.__all__ is public.__all__;"
+        "assert {*public.__all__, *tsjax._MODULES} <= {*dir(tsjax)};"
+        "assert tsjax.__all__ is public.__all__ and not {'sample', 'Method'} & {*dir(tsjax)};"
         "assert all(getattr(tsjax, n) is getattr(public, n) is star[n] for n in tsjax.__all__);"
         "assert tsjax.files.tokenizer.encode and isinstance(first(), tsjax.GenerationConfig);"
+        "assert 'tsjax.training' not in sys.modules and tsjax.training.train_heads;"
         "print(hasattr(tsjax, 'no_such_name'), load is tsjax.load)"
     )
     assert said(code) == ["False", "True"]
 
 
+def test_a_name_that_moved_warns_once_where_it_is_used_and_is_the_same():
+    code = """
+import warnings, tsjax
+for module in tsjax._MODULES:
+    place, star = getattr(tsjax, module), {}
+    exec(f"from tsjax.{module} import *", star)
+    for name in {*place.__all__} - {*tsjax.__all__}:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            exec(f"from tsjax import {name} as old")
+            assert getattr(tsjax, name) is old is getattr(place, name) is star[name]
+        (one,) = told
+        assert (one.category, one.filename) == (FutureWarning, "<string>")
+        print(str(one.message).replace(" ", "_"))
+"""
+    told = said(code)
+    end = "; the old name goes in the next release".replace(" ", "_")
+    assert {f"tsjax.{name}_is_now_tsjax.{module}.{name}{end}" for module, name in (
+        ("steps", "decode_step"), ("methods", "Method"), ("blocks", "verify"),
+        ("training", "OneLayer"), ("costs", "Line"), ("results", "Answer"),
+    )} < {*told}  # fmt: skip
+    assert len(told) == 58
+
+
 def test_heavy_packages_stay_unloaded_and_no_backend_starts():
     """The caller sets platforms and device counts after the import, before the first array."""
     code = (
-        "import sys, pallas_kernels; from tsjax import load;"
+        "import sys, pallas_kernels; from tsjax import load, training, steps, costs, results;"
         f"print(*(m for m in {HEAVY} if m in sys.modules));"
         "import tsjax_convert; print('torch' in sys.modules);"
         "import jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices('cpu')))"
