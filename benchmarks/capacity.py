@@ -39,13 +39,13 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
 
     model = story_model(args.large)
-    cfg = tsjax.DecodeConfig(model)
-    params = tsjax.init_params(model)
+    cfg = tsjax.steps.DecodeConfig(model)
+    params = tsjax.steps.init_params(model)
     run = programs(jax.default_backend(), model.dtype)
     prompt = np.random.default_rng(0).integers(3, 32000, (1, args.length)).astype(np.int32)
 
     def start(capacity: int):
-        state = tsjax.init_state(
+        state = tsjax.steps.init_state(
             prompt, [args.length], cfg=cfg, capacity=capacity, max_length=[capacity]
         )
         return run.read_part(params, state, 0, part=0, width=args.length, cfg=cfg)

@@ -24,9 +24,10 @@ from benchmarks import report
 from benchmarks.capacity import story_model
 from tsjax.decoding.sampling import step_noise
 from tsjax.host.timing import interleaved, ratios, summary
+from tsjax.steps import DecodeConfig, DecodeState, decode_step, init_params, init_state
 
 
-def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.DecodeState:
+def caught_up(state: DecodeState, cfg: DecodeConfig) -> DecodeState:
     """The state with a memory that knows all tokens, as after a step in the midst of a run."""
     method, memory = cfg.method, cfg.method.read(cfg.model, None, state.memory, state)
     if getattr(memory, "cache", None) is not None:
@@ -39,16 +40,14 @@ def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.Decode
 def calls(short: int, long: int, budget: int) -> dict[str, Callable[[], object]]:
     """What is timed: the draft pass at two contexts, drafts from history, and whole steps."""
     model = story_model(2 * long, num_draft_heads=3)
-    params = tsjax.init_params(model)
+    params = init_params(model)
     rng = np.random.default_rng(0)
     capacity = long + 4096
 
-    def state_at(length: int, cfg: tsjax.DecodeConfig):
+    def state_at(length: int, cfg: DecodeConfig):
         # Words follow Zipf's law, as in text.
         tokens = np.minimum(rng.zipf(1.2, (1, length)), model.vocab_size - 1).astype(np.int32)
-        state = tsjax.init_state(
-            tokens, [length], cfg=cfg, capacity=capacity, max_length=[capacity]
-        )
+        state = init_state(tokens, [length], cfg=cfg, capacity=capacity, max_length=[capacity])
         shape = state.kv.k[0].shape
         noise = jnp.asarray(rng.standard_normal(shape, np.float32))
         fill = tuple(noise for _ in range(model.num_layers))
@@ -65,16 +64,16 @@ def calls(short: int, long: int, budget: int) -> dict[str, Callable[[], object]]
         return jax.jit(run)
 
     # The draft pass at two contexts.
-    partial = tsjax.DecodeConfig(
+    partial = DecodeConfig(
         model, tsjax.TokenSwift(draft_budget=budget, num_ngrams=0, suffix_length=0)
     )
     run_partial = drafting(partial)
     partial_states = {n: state_at(n, partial) for n in (short, long)}
     # Drafts from history, and whole steps.
-    history = tsjax.DecodeConfig(model, tsjax.NGram())
+    history = DecodeConfig(model, tsjax.NGram())
     run_history = drafting(history)
     history_state = state_at(long, history)
-    plain = tsjax.DecodeConfig(model)
+    plain = DecodeConfig(model)
     plain_state = state_at(long, plain)
 
     # Five n-grams enter the table, which is donated as in the real loop.
@@ -96,7 +95,7 @@ def calls(short: int, long: int, budget: int) -> dict[str, Callable[[], object]]
     def step(params, state, table, *, cfg):
         # The new state's caches stay inside: what is timed is the work, not the allocation.
         state = state.replace(memory=table)
-        new = tsjax.decode_step(params, state, cfg=cfg)
+        new = decode_step(params, state, cfg=cfg)
         return new.length, new.tokens
 
     def step_with_history(params, state):

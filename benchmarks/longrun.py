@@ -45,8 +45,8 @@ PROMPT = "Once upon a time"
 # As compared in the TokenSwift paper, and as here.
 VARIANTS: dict[str, Method] = {
     "tokenswift": tsjax.TokenSwift.paper(),
-    "snapkv": tsjax.MagicDec(draft_choice="snapkv"),
-    "triforce, chosen again": tsjax.TriForce(draft_refresh=None),
+    "snapkv": tsjax.methods.MagicDec(draft_choice="snapkv"),
+    "triforce, chosen again": tsjax.methods.TriForce(draft_refresh=None),
 }
 
 

@@ -71,7 +71,7 @@ def methods_of(model, context: float) -> dict[str, Any]:
         if option.draft_passes == 4
     ]
     return {
-        "plain": tsjax.Autoregressive(),
+        "plain": tsjax.methods.Autoregressive(),
         "paper": tsjax.TokenSwift.paper(),
         "auto": tsjax.Auto(),
         "text": text,
@@ -84,7 +84,7 @@ def methods_of(model, context: float) -> dict[str, Any]:
 
 def sweep() -> dict[str, Any]:
     """What the partial cache holds: when it is chosen again, and whether passes see the rest."""
-    methods: dict[str, Any] = {"plain": tsjax.Autoregressive()}
+    methods: dict[str, Any] = {"plain": tsjax.methods.Autoregressive()}
     for rule, every in {"the paper's rule": None, "every 8 tokens": 8, "every step": 1}.items():
         for rest in (False, True):
             methods[f"{rule}, rest" if rest else rule] = tsjax.TokenSwift(

@@ -88,8 +88,8 @@ class Machine:
     def __init__(self, model, preset, contexts, slack: int):
         self.model = model.with_heads(NUM_HEADS)
         self.cfgs = {
-            "plain": tsjax.DecodeConfig(self.model),
-            "tokenswift": tsjax.DecodeConfig(self.model, preset.method),
+            "plain": tsjax.steps.DecodeConfig(self.model),
+            "tokenswift": tsjax.steps.DecodeConfig(self.model, preset.method),
         }
         self.budget = preset.method.draft_budget
         depth = self.cfgs["tokenswift"].sizes.depth
@@ -107,7 +107,7 @@ class Machine:
         words = np.minimum(rng.zipf(1.2, (1, self.capacity)), model.vocab_size - 1)
         self.states = {}
         for kind, cfg in self.cfgs.items():
-            state = tsjax.init_state(
+            state = tsjax.steps.init_state(
                 words.astype(np.int32),
                 [max(contexts)],
                 cfg=cfg,

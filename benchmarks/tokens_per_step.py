@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> None:
     cache = dict(draft_budget=args.budget, num_sinks=4)
     four = dict(tree=(1, 3, 3, 3), draft_passes=4, **cache)
     methods = {
-        "plain decoding": tsjax.Autoregressive(),
+        "plain decoding": tsjax.methods.Autoregressive(),
         "n-grams": tsjax.NGram(suffix_length=0),
         "n-grams, entered at once": tsjax.NGram(suffix_length=0, ngram_delay=0),
         "suffix": tsjax.NGram(num_ngrams=0),

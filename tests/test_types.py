@@ -70,7 +70,7 @@ def test_a_pass_joins_no_types_or_ranks_unsaid(dtype):
         flags = dict.fromkeys(("qkv_bias", "qk_norm", "tie_embeddings"), dtype != "float64")
         cfg = tiny_config(dtype=dtype, num_draft_heads=2, **flags)
         logits, normed, cache, rest = jax.jit(lambda params: run_pass(params, cfg))(
-            tsjax.init_params(cfg)
+            tsjax.steps.init_params(cfg)
         )
         assert logits.dtype == ("float32" if dtype == "bfloat16" else dtype)
         assert {x.dtype for x in (normed, *cache.k, *(one.mean for one in rest))} == {

@@ -39,7 +39,7 @@ from tsjax.host.conversation import Conversation
 from tsjax.host.reading import read
 from tsjax.host.prefix import Prefix
 
-# Methods of decoding, and where drafts come from
+# Methods of decoding
 from tsjax.methods import Auto, TokenSwift, NGram, LikelyTree, DraftModel
 from tsjax.methods.corpus import Corpus
 from tsjax.host.corpus_files import read_corpus

@@ -98,7 +98,7 @@ def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
     names = ("save_to", "minutes", "resume", "data", "prompts", "tokens", "cache_hidden",
              "evaluate_every", "save_every")  # fmt: skip
     settings = [name for name in DRAFTER_SETTINGS if name != "temperature"]
-    trained = tsjax.train_drafter(
+    trained = tsjax.training.train_drafter(
         model,
         sampling=sampling,
         shape=shape,

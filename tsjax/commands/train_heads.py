@@ -17,6 +17,7 @@ from tsjax.files.presets import training_preset, training_preset_names
 from tsjax.host import processes
 from tsjax.training.corpus import TOKEN_DTYPES
 from tsjax.training.run import SETTING_NAMES as TRAINING_NAMES
+from tsjax.training_config import HeadTraining
 
 TRAINING_HELP = {
     "num_heads": "heads to train; head i guesses the token i + 1 further",
@@ -34,7 +35,7 @@ TRAINING_HELP = {
     "chunk_tokens": "positions whose logits exist at a time",
     "seed": "of the first weights and of the order of the sequences",
     "head_kind": "TokenSwift's heads, or Medusa's with the model's vocabulary matrix or with their "
-    "own; Medusa's have other defaults (tsjax.HeadTraining.of_kind)",
+    "own; Medusa's have other defaults (tsjax.training.HeadTraining.of_kind)",
     "loss_decay": "what a head's loss counts, for 1 of the head before it",
 }
 TRAINING_EXAMPLES = """examples:
@@ -75,7 +76,7 @@ def add_train_heads(commands: Any) -> None:
     cli.add(parser, "--preset NAME", text, choices=training_preset_names())
     cli.add_compilation_cache(parser)
     group = parser.add_argument_group("how to train")
-    for field in dataclasses.fields(tsjax.HeadTraining):
+    for field in dataclasses.fields(HeadTraining):
         flag = cli.flag_of(field.name)
         text = f"{TRAINING_HELP[field.name]} (default: {field.default})"
         choices = HEAD_KINDS if field.name == "head_kind" else None
@@ -87,7 +88,7 @@ def add_train_heads(commands: Any) -> None:
 
 def _train_heads(args: argparse.Namespace) -> int:
     if args.preset is None:
-        settings = tsjax.HeadTraining.of_kind(args.head_kind or tsjax.HeadTraining.head_kind)
+        settings = HeadTraining.of_kind(args.head_kind or HeadTraining.head_kind)
     else:
         settings = training_preset(args.preset)
     # Refuses a wrong value before the model is read.
@@ -100,11 +101,11 @@ def _train_heads(args: argparse.Namespace) -> int:
         return _trained(args, settings, held_out)
 
 
-def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: Any) -> int:
+def _trained(args: argparse.Namespace, settings: HeadTraining, held_out: Any) -> int:
     mesh = cli.mesh_of_sizes(args.mesh)
     model = cli.load_model(args, mesh)
     names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
-    trained = tsjax.train_heads(
+    trained = tsjax.training.train_heads(
         model,
         settings=settings,
         held_out=held_out,

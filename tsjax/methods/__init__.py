@@ -40,7 +40,7 @@ def register_method(name: str, method: type[Method]) -> None:
     check(isinstance(name, str) and name.isidentifier(), "name", name, "an identifier")
     check(METHODS.get(name, method) is method, "name", name, "free: another method has it")
     is_one = isinstance(method, type) and issubclass(method, Method) and method.__hash__ is not None
-    wanted = "a frozen dataclass that extends tsjax.Method"
+    wanted = "a frozen dataclass that extends tsjax.methods.Method"
     check(is_one and dataclasses.is_dataclass(method), "method", method, wanted)
     check(1 <= len(method.sources) <= 8, "sources", method.sources, "one to eight names")
     METHODS[name] = method
