@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types in the signatures of array code: that they are there, are checked, and cost nothing."""
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,17 @@ def test_every_signature_is_complete_and_means_something():
             named = {*inspect.signature(function).parameters} - {"self", "cls"}
             hints = typing.get_type_hints(inspect.unwrap(function))
             assert {*named, "return"} <= hints.keys(), (module, function.__qualname__)
+
+
+def test_no_field_of_a_state_is_an_array_of_any_shape():
+    for path in Path(tsjax.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = map(ast.unparse, getattr(node, "bases", []))
+            if isinstance(node, ast.ClassDef) and any("PyTree" in base for base in bases):
+                fields = (
+                    ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)
+                )
+                assert not [one for one in fields if "jax.Array" in one], (path, node.name)
 
 
 def test_a_wrong_shape_is_refused():
