@@ -106,7 +106,7 @@ def measured(
     texts = write_own_text(
         model, str(folder), Questions(half, {}), sampling=sampling, tokens=tokens
     )
-    settings = tsjax.DrafterTraining(temperature=sampling.temperature)
+    settings = tsjax.training.DrafterTraining(temperature=sampling.temperature)
     tapped = TappedTexts(model, model.cfg, texts, STEP_TOKENS, settings.seed)
     assert model.params.drafter is not None
     found = evaluated(model.params.drafter, tapped, settings)
@@ -120,7 +120,8 @@ def along(model: tsjax.Model, new: int, sampling: tsjax.GenerationConfig) -> lis
     tree = functools.partial(
         tsjax.LikelyTree, width=DRAFTS + 1, pass_widths=(), places=0, drafter=DRAFTS, costs=free
     )
-    methods = {"learning": tree(), "not learning": tree(adapt=False), PLAIN: tsjax.Autoregressive()}
+    methods: dict[str, Any] = {"learning": tree(), "not learning": tree(adapt=False)}
+    methods[PLAIN] = tsjax.methods.Autoregressive()
     how = {"do_sample": True, "temperature": sampling.temperature}
     rows = []
     for kind in LONG_KINDS:

@@ -48,7 +48,7 @@ def model_of_law():
         vocab_size=size, embed_dim=size, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2,
         mlp_dim=1, max_positions=1_000_000, norm_eps=1e-9,
     )  # fmt: skip
-    params = tsjax.init_params(cfg)
+    params = tsjax.steps.init_params(cfg)
     weights = jax.tree.map(jnp.zeros_like, params.model)
     # A one-hot state of norm 1 leaves the final norm with the entry sqrt(size).
     table = np.tile(np.log(LAW)[:, None] / np.sqrt(size), (1, size))

@@ -70,8 +70,8 @@ def cases() -> Iterator[Case]:
     rivals = {
         "auto": tsjax.Auto(),
         "tokenswift": swift(),
-        "triforce": tsjax.TriForce(draft_budget=BUDGET),
-        "triforce, chosen again": tsjax.TriForce(draft_budget=BUDGET, draft_refresh=None),
+        "triforce": tsjax.methods.TriForce(draft_budget=BUDGET),
+        "triforce, chosen again": tsjax.methods.TriForce(draft_budget=BUDGET, draft_refresh=None),
     }
     yield Case(USUAL, base, rivals)
     caches = {

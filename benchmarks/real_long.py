@@ -47,10 +47,10 @@ EQUAL: dict[str, Any] = {
     "tree of the text": tsjax.LikelyTree(width=8, pass_widths=(1, 2, 4)),
     "int8 passes": tsjax.LikelyTree(width=8, draft_passes=2, draft_weights="int8"),
     "paper": tsjax.TokenSwift.paper(),
-    "magicdec": tsjax.MagicDec(),
+    "magicdec": tsjax.methods.MagicDec(),
 }
 TIMED: dict[str, Any] = {
-    PLAIN: tsjax.Autoregressive(), "auto": tsjax.Auto(),
+    PLAIN: tsjax.methods.Autoregressive(), "auto": tsjax.Auto(),
     "tree of the text": EQUAL["tree of the text"], "paper": tsjax.TokenSwift.paper(),
 }  # fmt: skip
 

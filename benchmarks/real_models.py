@@ -87,7 +87,7 @@ def methods_of(model: tsjax.Model, second: tsjax.Model | None, costs: Costs) -> 
     """What is compared. All but "auto" are fixed settings, prices of rows the machine's."""
     text = functools.partial(tsjax.LikelyTree, costs=costs, places=8)
     found: dict[str, Any] = {
-        PLAIN: tsjax.Autoregressive(),
+        PLAIN: tsjax.methods.Autoregressive(),
         "auto": tsjax.Auto(),
         "narrow tree": text(width=6, pass_widths=(1, 2, 3, 4)),
         "wide tree": text(width=16, pass_widths=(1, 2, 4, 8)),
@@ -96,10 +96,10 @@ def methods_of(model: tsjax.Model, second: tsjax.Model | None, costs: Costs) -> 
         ),
         "ngrams": tsjax.NGram(),
         "paper": tsjax.TokenSwift.paper(),
-        "magicdec": tsjax.MagicDec(),
+        "magicdec": tsjax.methods.MagicDec(),
     }
     if second is not None:
-        found |= {"second model": tsjax.DraftModel(), "triforce": tsjax.TriForce()}
+        found |= {"second model": tsjax.DraftModel(), "triforce": tsjax.methods.TriForce()}
     every = functools.partial(tsjax.LikelyTree, pass_widths=(), costs=free_rows(costs))
     found["16 rows, text"] = every(width=16, places=8)
     if model.cfg.num_draft_heads:
@@ -261,7 +261,7 @@ def measured(
 
 def answer_tokens(model: tsjax.Model, ids: np.ndarray, settings: dict[str, Any], most: int) -> int:
     """How long plain decoding's answer is, its stop token among them; at most `most`."""
-    methods = {PLAIN: tsjax.Autoregressive()}
+    methods = {PLAIN: tsjax.methods.Autoregressive()}
     said = Runs(model, ids, settings, methods, {PLAIN: most}).run(PLAIN)["tokens"]
     ends = np.flatnonzero(np.isin(said, model.stop_ids))
     return max(FEWEST_TOKENS, int(ends[0]) + 1) if len(ends) else most

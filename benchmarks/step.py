@@ -81,7 +81,9 @@ def read_bytes(kind: str, *, weights: int, heads: int, per_token: int, context: 
     }[kind]
 
 
-def caught_up(state: tsjax.DecodeState, cfg: tsjax.DecodeConfig) -> tsjax.DecodeState:
+def caught_up(
+    state: tsjax.steps.DecodeState, cfg: tsjax.steps.DecodeConfig
+) -> tsjax.steps.DecodeState:
     """The state with a memory that knows all tokens, as after a step in the midst of a run."""
     method, memory = cfg.method, cfg.method.read(cfg.model, None, state.memory, state)
     if getattr(memory, "cache", None) is not None:
@@ -97,8 +99,8 @@ class Machine:
     def __init__(self, model, preset, contexts, slack: int):
         self.model = model.with_heads(NUM_HEADS)
         self.cfgs = {
-            "plain": tsjax.DecodeConfig(self.model),
-            "tokenswift": tsjax.DecodeConfig(self.model, preset.method),
+            "plain": tsjax.steps.DecodeConfig(self.model),
+            "tokenswift": tsjax.steps.DecodeConfig(self.model, preset.method),
         }
         self.budget = preset.method.draft_budget
         depth = self.cfgs["tokenswift"].sizes.depth
@@ -116,7 +118,7 @@ class Machine:
         words = np.minimum(rng.zipf(1.2, (1, self.capacity)), model.vocab_size - 1)
         self.states = {}
         for kind, cfg in self.cfgs.items():
-            state = tsjax.init_state(
+            state = tsjax.steps.init_state(
                 words.astype(np.int32),
                 [max(contexts)],
                 cfg=cfg,

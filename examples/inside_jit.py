@@ -12,18 +12,19 @@ import jax
 import jax.numpy as jnp
 
 import tsjax
+from tsjax.steps import DecodeConfig, DecodeState, decode_step, init_state, prefill
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "cfg"))
-def decode_until(params, prompts, lengths, wanted, *, limit: int, cfg: tsjax.DecodeConfig):
+def decode_until(params, prompts, lengths, wanted, *, limit: int, cfg: DecodeConfig):
     """Greedy tokens [B, capacity], lengths [B] and steps: until each row has `wanted`, or `limit`.
 
     A step emits one token or, with a method that drafts, several.
     """
-    state = tsjax.init_state(prompts, lengths, cfg=cfg, capacity=256, max_length=lengths + limit)
-    state = tsjax.prefill(params, state, width=16, cfg=cfg)
+    state = init_state(prompts, lengths, cfg=cfg, capacity=256, max_length=lengths + limit)
+    state = prefill(params, state, width=16, cfg=cfg)
 
-    def found(state: tsjax.DecodeState):
+    def found(state: DecodeState):
         at = jnp.arange(state.tokens.shape[1])
         new = (at >= lengths[:, None]) & (at < state.length[:, None])
         return jnp.any(new & (state.tokens == wanted), axis=1)
@@ -34,7 +35,7 @@ def decode_until(params, prompts, lengths, wanted, *, limit: int, cfg: tsjax.Dec
 
     def step(carry):
         state, steps = carry
-        return tsjax.decode_step(params, state, cfg=cfg), steps + 1
+        return decode_step(params, state, cfg=cfg), steps + 1
 
     state, steps = jax.lax.while_loop(unfinished, step, (state, jnp.int32(0)))
     return state.tokens, state.length, steps
@@ -45,8 +46,8 @@ def main(path: str = tsjax.EMBEDDED, prompt: str = "It was a dark") -> None:
     ids = model.tokenizer.encode(prompt)
     wanted = model.tokenizer.encode(".", add_special_tokens=False)[-1]
     prompts, lengths = jnp.asarray([ids]), jnp.asarray([len(ids)])
-    for method in (tsjax.Autoregressive(), tsjax.TokenSwift(tree=(1,), num_ngrams=1)):
-        cfg = tsjax.DecodeConfig(model.cfg, method)
+    for method in (tsjax.methods.Autoregressive(), tsjax.TokenSwift(tree=(1,), num_ngrams=1)):
+        cfg = DecodeConfig(model.cfg, method)
         tokens, length, steps = decode_until(
             model.params, prompts, lengths, wanted, limit=60, cfg=cfg
         )

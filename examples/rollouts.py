@@ -28,7 +28,7 @@ def main(path: str = tsjax.EMBEDDED, steps: str = "25", group: int = 8) -> None:
     optimizer = optax.adam(3e-4)
 
     @jax.jit
-    def learn(params, moments, rollout: tsjax.Rollout, advantages):
+    def learn(params, moments, rollout: tsjax.results.Rollout, advantages):
         def loss(params):
             told = tsjax.log_probs(model.replace(params=params), rollout.tokens, remat=True)
             # The ratio to what it was when it was sampled: its slope is the policy gradient.

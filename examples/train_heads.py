@@ -29,7 +29,7 @@ def main(path: str = tsjax.EMBEDDED, folder: str | None = None) -> None:
         )
 
         # 2. Heads: the model stays as it is, its heads learn the tokens further ahead.
-        trained = tsjax.train_heads(
+        trained = tsjax.training.train_heads(
             model,
             np.stack(written.tokens),
             num_heads=2,

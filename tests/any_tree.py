@@ -19,7 +19,7 @@ FOLLOWS = (5, 3)  # the token after t, most often, in the text of helpers.loopin
 
 
 @dataclasses.dataclass(frozen=True)
-class AnyTree(tsjax.Method):
+class AnyTree(tsjax.methods.Method):
     """Trees drawn anew at each length: right ones, wrong ones, none, and all between.
 
     A path goes on as `looping_model` most often does, is cut anywhere, and turns wrong anywhere: to
@@ -35,7 +35,7 @@ class AnyTree(tsjax.Method):
 
     def sizes(self, model):
         width = 1 + self.paths * self.depth
-        return tsjax.Sizes(width=width, depth=self.depth, narrower=self.pass_widths)
+        return tsjax.methods.Sizes(width=width, depth=self.depth, narrower=self.pass_widths)
 
     def draft(self, model, params, state, noise):
         width = self.sizes(model).width

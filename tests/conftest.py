@@ -244,7 +244,7 @@ def any_tree_has_a_name():
     import tsjax
     from tsjax.methods import METHODS
 
-    tsjax.register_method("any_tree", AnyTree)
+    tsjax.methods.register_method("any_tree", AnyTree)
     yield
     del METHODS["any_tree"]
 

@@ -25,6 +25,7 @@ import tsjax
 from pallas_kernels import native
 from tsjax.decoding.noise import position_noise
 from tsjax.methods.cost_model import Costs, Line
+from tsjax.steps import sampling_values
 
 VOCAB = 61
 
@@ -67,7 +68,7 @@ def tiny_config(**changes) -> tsjax.ModelConfig:
 def tiny_model(*, seed: int = 0, mesh=None, stop_ids=(), path=None, **changes) -> tsjax.Model:
     """Random weights, large enough for logits that differ clearly from token to token."""
     cfg = tiny_config(**changes)
-    params = tsjax.init_params(cfg, seed=seed, scale=0.4, mesh=mesh)
+    params = tsjax.steps.init_params(cfg, seed=seed, scale=0.4, mesh=mesh)
     return tsjax.Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
 
 
@@ -77,7 +78,7 @@ def looping_model(*, seed: int = 2, mesh=None, stop_ids=(), path=None, **changes
     The layers are random, and change its mind now and then.
     """
     cfg = tiny_config(**{**LOOPING, **changes})
-    params, V = tsjax.init_params(cfg, seed=seed, scale=0.1), cfg.vocab_size
+    params, V = tsjax.steps.init_params(cfg, seed=seed, scale=0.1), cfg.vocab_size
     table = 0.3 * np.random.default_rng(seed).standard_normal((V, V))
     table[np.arange(V), (5 * np.arange(V) + 3) % V] += 1.2
     weights = params.model.replace(
@@ -87,12 +88,12 @@ def looping_model(*, seed: int = 2, mesh=None, stop_ids=(), path=None, **changes
     if params.drafter is not None:
         params = params.replace(drafter=_knowing_drafter(params, cfg.drafter.words, cfg.dtype))
     if mesh is not None:
-        placed = tsjax.init_params(cfg, mesh=mesh)
+        placed = tsjax.steps.init_params(cfg, mesh=mesh)
         params = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), params, placed)
     return tsjax.Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
 
 
-def _knowing_drafter(params: tsjax.Params, words: int, dtype: str):
+def _knowing_drafter(params: tsjax.steps.Params, words: int, dtype: str):
     """It knows what mostly follows each token, of all tokens but a few; its layer is random."""
     V = len(params.model.embed)
     said = np.random.default_rng(1).permutation(V)[:words].astype(np.int32)
@@ -107,7 +108,7 @@ def chain_model(successor: Mapping[int, int], *, vocab_size: int = VOCAB, **kwar
     The layers add nothing, the embedding is one-hot, and the unembedding is the table.
     """
     cfg = tiny_config(vocab_size=vocab_size, embed_dim=vocab_size, num_layers=1)
-    params = tsjax.init_params(cfg)
+    params = tsjax.steps.init_params(cfg)
     weights = jax.tree.map(jnp.zeros_like, params.model)
     table = np.zeros((vocab_size, vocab_size), np.float32)
     for token in range(vocab_size):
@@ -129,7 +130,7 @@ def chain(*tokens: int) -> dict[int, int]:
 def fresh_state(
     model, texts, *, method=None, capacity=64, max_length=None, prompt_length=None, repeats=None,
     **settings,
-) -> tsjax.DecodeState:  # fmt: skip
+) -> tsjax.steps.DecodeState:  # fmt: skip
     """init_state of ragged texts; `settings` are those of GenerationConfig."""
     lengths = np.asarray([len(text) for text in texts], np.int32)
     tokens = np.zeros((len(texts), lengths.max()), np.int32)
@@ -137,26 +138,26 @@ def fresh_state(
         row[: len(text)] = text
     config = tsjax.GenerationConfig(**settings)
     stop_ids = config.eos_token_id or ()
-    return tsjax.init_state(
+    return tsjax.steps.init_state(
         tokens,
         lengths if prompt_length is None else prompt_length,
-        cfg=tsjax.DecodeConfig(model.cfg, method or tsjax.Autoregressive()),
+        cfg=tsjax.steps.DecodeConfig(model.cfg, method or tsjax.methods.Autoregressive()),
         capacity=capacity,
         max_length=[capacity] * len(texts) if max_length is None else max_length,
         length=lengths,
-        sampling=tsjax.sampling_values(config, stop_ids, model.cfg.vocab_size, model.cfg.dtype),
-        row_key=tsjax.row_keys([config.seed] * len(texts), repeats or range(len(texts))),
+        sampling=sampling_values(config, stop_ids, model.cfg.vocab_size, model.cfg.dtype),
+        row_key=tsjax.steps.row_keys([config.seed] * len(texts), repeats or range(len(texts))),
     )
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "width"))
 def prefilled(params, state, *, cfg, width=8):
-    return tsjax.prefill(params, state, width=width, cfg=cfg)
+    return tsjax.steps.prefill(params, state, width=width, cfg=cfg)
 
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def decoded(params, state, num_steps, *, cfg):
-    return tsjax.decode(params, state, num_steps, cfg=cfg)
+    return tsjax.steps.decode(params, state, num_steps, cfg=cfg)
 
 
 def new_tokens(state) -> list[list[int]]:
@@ -336,7 +337,7 @@ def oracle(model: tsjax.Model, prompt: Sequence[int], **settings) -> list[int]:
     stop_ids = model.stop_ids if config.eos_token_id is None else config.eos_token_id
     stop_ids = (stop_ids,) if isinstance(stop_ids, int) else tuple(stop_ids)
     config = config.replace(eos_token_id=stop_ids)
-    key = tsjax.row_keys([config.seed], [0])
+    key = tsjax.steps.row_keys([config.seed], [0])
     history = list(prompt)
     nudge = np.random.default_rng(0)
     for _ in range(config.max_new_tokens):

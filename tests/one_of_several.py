@@ -77,9 +77,9 @@ def trained(model, folder=None, **more):
     how = dict(held_out=BOOK[:3], steps=4, save_to=folder, **TRAINING, **more)
     if folder is not None and "resume" not in more:
         with contextlib.suppress(Enough):
-            tsjax.train_heads(model, BOOK, on_step=stop_at_two, **how)
+            tsjax.training.train_heads(model, BOOK, on_step=stop_at_two, **how)
         how["resume"] = True
-    found = tsjax.train_heads(model, BOOK, **how)
+    found = tsjax.training.train_heads(model, BOOK, **how)
     (head,) = found.model.params.heads
     return [
         *(record["head_losses"][0] for record in found.history),
@@ -114,10 +114,10 @@ def refused(model, folder):
         lambda: tiny_model(mesh=part),
         lambda: tsjax.generate(alone, [1]),
         lambda: tsjax.score(alone, [1], [2]),
-        lambda: tsjax.train_heads(alone, BOOK, steps=2, **TRAINING),
+        lambda: tsjax.training.train_heads(alone, BOOK, steps=2, **TRAINING),
         lambda: tsjax.generate(model, [1 + number]),
         lambda: tsjax.score(model, [1], [1 + number]),
-        lambda: tsjax.train_heads(model, BOOK[number:], steps=2, **TRAINING),
+        lambda: tsjax.training.train_heads(model, BOOK[number:], steps=2, **TRAINING),
     )
     return [why_not(call) for call in calls]
 

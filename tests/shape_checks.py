@@ -16,6 +16,7 @@ MODULES = [
     "tsjax.decoding.noise",
     "tsjax.decoding.processors",
     "tsjax.decoding.sampling",
+    "tsjax.decoding.state",
     "tsjax.decoding.tree",
     "tsjax.methods.history",
     "tsjax.model.cache",

@@ -44,7 +44,7 @@ def test_every_draft_is_right_where_a_draft_cache_holds_all_that_layers_do(reviv
     """A pass on it is then one of the model, whatever a lazy prefill left out. In the first step
     nothing is in it yet, and it does not know of tokens that come back in the same one."""
     lazy = tsjax.LazyPrefill(keep={1: 0.2}, revive=revive, revive_rows=12)
-    method = tsjax.MagicDec(draft_passes=2, draft_budget=128, draft_choice="importance")
+    method = tsjax.methods.MagicDec(draft_passes=2, draft_budget=128, draft_choice="importance")
     rng = np.random.default_rng(2)
     with jax.enable_x64(True):
         model = tiny_model(dtype="float64")
@@ -71,15 +71,15 @@ def states_of(model, method, prompts: list[list[int]], num_steps: int, **setting
 
     In place of the prompts' rows the cache holds any: what is tested here does not depend on them.
     """
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
     config = tsjax.GenerationConfig(**settings)
     tokens = np.zeros((len(prompts), 40), np.int32)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = prompt
-    state = tsjax.init_state(
+    state = tsjax.steps.init_state(
         tokens, np.asarray(list(map(len, prompts))), cfg=cfg, capacity=CAPACITY,
         max_length=[CAPACITY] * len(prompts),
-        sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
+        sampling=tsjax.steps.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
     )  # fmt: skip
     rng = np.random.default_rng(0)
     pairs = jax.tree.map(
@@ -192,7 +192,7 @@ def test_what_truncation_has_removed_is_not_drafted():
 def test_importance_is_that_of_all_query_heads_of_a_group():
     """Rows.query against NumPy: the sum over the query heads that share a kv head."""
     cfg = tiny_config(num_layers=2, num_heads=6, num_kv_heads=2)
-    model = tsjax.Model(tsjax.init_params(cfg, seed=3, scale=0.4), cfg=cfg)
+    model = tsjax.Model(tsjax.steps.init_params(cfg, seed=3, scale=0.4), cfg=cfg)
     weights = model.params.model
     tokens = np.random.default_rng(1).integers(0, cfg.vocab_size, 13)
     positions, causal = np.arange(13, dtype=np.int32)[None], np.tril(np.ones((13, 13), bool))

@@ -177,7 +177,7 @@ def perfect_model(successor: dict[int, int], heads: int = 3) -> tsjax.Model:
     follow[np.arange(VOCAB), [successor.get(token, 0) for token in range(VOCAB)]] = 1
     # Each head adds the next token's vector to those of the heads before it, ten times as large.
     linears = (10**index * follow.T for index in range(1, heads + 1))
-    pairs = zip(tsjax.init_params(cfg).heads, linears, strict=True)
+    pairs = zip(tsjax.steps.init_params(cfg).heads, linears, strict=True)
     made = tuple(head.replace(linear=jax.numpy.asarray(linear)) for head, linear in pairs)
     return tsjax.Model(plain.params.replace(heads=made), cfg=cfg)
 

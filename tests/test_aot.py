@@ -158,7 +158,7 @@ def check_step(case: str, found: dict) -> None:
     assert largest < found["cache_bytes"] / 2, "no layer's keys or values, and no weight"
     most = 2 * found["cache_bytes"]  # of two layers
     if step.program == "prefill":
-        cfg = tsjax.DecodeConfig(tsjax.model_preset(step.model))
+        cfg = tsjax.steps.DecodeConfig(tsjax.model_preset(step.model))
         most = temporary_bytes(cfg, step.rows, step.capacity, step.width)
     assert found["temp_bytes"] < most
     if step.program == "decode" and step.mesh == (1, 1, 1) and step.method != "drafter":

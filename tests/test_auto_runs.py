@@ -172,7 +172,7 @@ def test_a_resumed_run_says_the_same_by_any_table(tmp_path):
     model, file = tiny_model(num_draft_heads=1), tmp_path / "run.json"
     plain = tsjax.generate(model, ROWS, **SETTINGS)
     drafts, text = Auto(costs=table((1, 1.0), (8, 1.1), heads=1e-2)), Auto(costs=DEAR_ROWS)
-    methods = [tsjax.choose_method(one, model, 100).method for one in (drafts, text)]
+    methods = [tsjax.costs.choose_method(one, model, 100).method for one in (drafts, text)]
     assert [method.heads for method in methods] == [True, False]
     for first, second in ((drafts, text), (text, drafts)):
         tsjax.generate(model, ROWS, method=first, save_to=file, **SETTINGS | {"max_new_tokens": 23})
@@ -239,13 +239,13 @@ def test_choose_method_is_what_generate_takes(model, monkeypatch, tmp_path):
     monkeypatch.setenv("TSJAX_CACHE", str(tmp_path))  # without what other tests have measured
     monkeypatch.setattr(costs, "_KNOWN", {})
     monkeypatch.setattr(costs, "measure", lambda *_: table((1, 1.0), (8, 1.5)))
-    choice = tsjax.choose_method("tokenswift", model, 3 + 10)
+    choice = tsjax.costs.choose_method("tokenswift", model, 3 + 10)
     assert isinstance(choice.method, LikelyTree) and choice.method.draft_passes == 0
     assert choice.step_cost == pytest.approx(1) and choice.costs.origin == "measured"
     assert choice.method.pass_widths == (1, 4, 8) and choice.method.width == 16
     result = tsjax.generate(model, [1, 2, 3], method="tokenswift", max_new_tokens=20)
     assert result.stats.method == choice.method
-    kept = tsjax.choose_method(NGram.paper(), model, 13)
+    kept = tsjax.costs.choose_method(NGram.paper(), model, 13)
     assert kept.method == NGram.paper() and kept.step_cost == pytest.approx(1 + 0.5 / 7 * 76)
 
 

@@ -227,7 +227,7 @@ def test_generate_inside_jit_is_refused(model, no_compute):
         ),
     ):
         refused(
-            TypeError, call, f"a traced {what}", "tsjax.prefill", "tsjax.decode",
+            TypeError, call, f"a traced {what}", "tsjax.steps.prefill", "tsjax.steps.decode",
             "examples/inside_jit.py",
         )  # fmt: skip
 
@@ -241,7 +241,7 @@ ARGUMENTS = [
     *(({"model": other}, TypeError, ["model=", "tsjax.load"]) for other in ({}, "a/path", None)),
     ({"on_interrupt": "stop"}, ValueError, ["on_interrupt='stop'", "'raise' or 'return'"]),
     ({"method": "medusa2"}, ValueError, ["method='medusa2'", "'autoregressive'"]),
-    ({"method": tsjax.Autoregressive}, ValueError, ["method=<class", "or its dataclass"]),
+    ({"method": tsjax.methods.Autoregressive}, ValueError, ["method=<class", "or its dataclass"]),
     ({"prefill": "half"}, ValueError, ["prefill='half'", "'full'"]),
     ({"prefill_width": 0}, ValueError, ["prefill_width=0", "at least 1"]),
     ({"capacity": 18}, ValueError, ["capacity=18", "at least 19 slots", "max_new_tokens=16"]),

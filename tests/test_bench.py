@@ -401,7 +401,7 @@ def test_time_left():
 def test_runs_have_all_their_tokens_and_plain_s_prompt():
     """A stop token ends nothing here."""
     model = helpers.chain_model(helpers.chain(1, 2, 3, 1), stop_ids=(2,))
-    methods = {"plain": tsjax.Autoregressive(), "ngram": tsjax.NGram()}
+    methods = {"plain": tsjax.methods.Autoregressive(), "ngram": tsjax.NGram()}
     runs = Runs(model, jnp.asarray([1]), {}, methods, {"plain": 12, "ngram": 6})
     assert runs.run("plain")["tokens"].tolist() == 4 * [2, 3, 1]
     found = runs.run("ngram")

@@ -13,13 +13,14 @@ from helpers import SIZES, looping_model
 from jax.sharding import NamedSharding, PartitionSpec
 
 import tsjax
+from tsjax.blocks import sample, token_noise, verify, warped_logits
 
 VOCAB = 24
 MODEL = looping_model()
 WARP = dict(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01)
 
 
-sampled = jax.jit(functools.partial(tsjax.sample, **WARP))
+sampled = jax.jit(functools.partial(sample, **WARP))
 
 
 def test_sample_says_what_generate_says():
@@ -45,21 +46,21 @@ def test_shards_say_the_same(rng):
 
 ALPHABET, DEPTH, PATHS, LENGTH = 4, 3, 5, 10
 FIRST = np.zeros(1, np.int32)  # how often a row is repeated
-one_token = jax.jit(functools.partial(tsjax.sample, temperature=0.7))
+one_token = jax.jit(functools.partial(sample, temperature=0.7))
 
 
 @functools.partial(jax.jit, static_argnames="greedy")
 def judged(root, guesses, lengths, seed, before, table, greedy):
     """The tree of the guesses, and what is emitted by a model that looks at two tokens."""
-    tree = tsjax.merge_paths(root, guesses, lengths, width=1 + PATHS * DEPTH)
+    tree = tsjax.methods.merge_paths(root, guesses, lengths, width=1 + PATHS * DEPTH)
     parents = tree.parents[0]
     last = jnp.where(parents >= 0, tree.tokens[0, parents], before)
     logits = table[last, tree.tokens[0]][None]
     if greedy:
-        return tree, tsjax.verify(tree, logits, None)
+        return tree, verify(tree, logits, None)
     positions = LENGTH + np.arange(DEPTH + 1)[None]
-    noise = tsjax.token_noise(seed, FIRST, positions, ALPHABET)
-    return tree, tsjax.verify(tree, tsjax.warped_logits(logits, temperature=0.7), noise)
+    noise = token_noise(seed, FIRST, positions, ALPHABET)
+    return tree, verify(tree, warped_logits(logits, temperature=0.7), noise)
 
 
 @hypothesis.given(seed=st.integers(0, 10**6), greedy=st.booleans())
@@ -98,17 +99,17 @@ def test_a_tree_emits_what_sampling_one_by_one_would(seed, greedy):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: tsjax.sample(x[0], [0], [0], [[1]]), "logits"),
-        (lambda x: tsjax.sample(x, [0], [0], [[1]]), "positions"),
-        (lambda x: tsjax.sample(x, [0.9], [0], [[1, 2]]), r"seeds=\[0.9\] .*: \[B\] integers, at"),
-        (lambda x: tsjax.sample(x, [-1], [0], [[1, 2]]), "seeds=-1 is not valid: .* at least 0"),
-        (lambda x: tsjax.sample(x, [0], np.asarray([-2]), [[1, 2]]), "repeats=-2 is not valid"),
-        (lambda x: tsjax.sample(x, [0], [0], [[7.5, 8]]), r"positions=\[\[7.5, 8.0\]\] is no"),
-        (lambda x: jax.jit(lambda p: tsjax.sample(x, [0], [0], p))(x[:, :, 0]), "positions='float"),
-        (lambda x: tsjax.sample(x, [0], [0], [[1, 2]], temperature=0.0), "temperature"),
-        (lambda x: tsjax.sample(x, [0], [0], [[1, 2]], repetition_penalty=1.2), "unknown argument"),
-        (lambda x: tsjax.verify(_tree(), x), "logits"),
-        (lambda x: tsjax.verify(_tree(), jnp.ones((1, 3, 5)), x), "noise"),
+        (lambda x: sample(x[0], [0], [0], [[1]]), "logits"),
+        (lambda x: sample(x, [0], [0], [[1]]), "positions"),
+        (lambda x: sample(x, [0.9], [0], [[1, 2]]), r"seeds=\[0.9\] .*: \[B\] integers, at"),
+        (lambda x: sample(x, [-1], [0], [[1, 2]]), "seeds=-1 is not valid: .* at least 0"),
+        (lambda x: sample(x, [0], np.asarray([-2]), [[1, 2]]), "repeats=-2 is not valid"),
+        (lambda x: sample(x, [0], [0], [[7.5, 8]]), r"positions=\[\[7.5, 8.0\]\] is no"),
+        (lambda x: jax.jit(lambda p: sample(x, [0], [0], p))(x[:, :, 0]), "positions='float"),
+        (lambda x: sample(x, [0], [0], [[1, 2]], temperature=0.0), "temperature"),
+        (lambda x: sample(x, [0], [0], [[1, 2]], repetition_penalty=1.2), "unknown argument"),
+        (lambda x: verify(_tree(), x), "logits"),
+        (lambda x: verify(_tree(), jnp.ones((1, 3, 5)), x), "noise"),
     ],
 )
 def test_wrong_arguments_are_refused(call, message):
@@ -119,4 +120,4 @@ def test_wrong_arguments_are_refused(call, message):
 @jax.jit
 def _tree():
     paths, lengths = jnp.ones((1, 1, 2), jnp.int32), jnp.asarray([[2]])
-    return tsjax.merge_paths(jnp.asarray([1], jnp.int32), paths, lengths, width=3)
+    return tsjax.methods.merge_paths(jnp.asarray([1], jnp.int32), paths, lengths, width=3)

@@ -116,7 +116,7 @@ def test_no_truncation_hides_one_broken_logit(settings, rng):
     logits = rng.standard_normal((2, 3, 33)).astype(np.float32)
     logits[0, 1, 5], logits[1, 0, 3], logits[1, 2, 7] = np.nan, -np.nan, np.inf
     config = tsjax.GenerationConfig(do_sample=True, **settings)
-    values = tsjax.sampling_values(config, (), 33, jnp.float32)
+    values = tsjax.steps.sampling_values(config, (), 33, jnp.float32)
     score, _ = jax.jit(lambda x: best_with_score(warp(x, values)))(logits)
     assert np.argwhere(~(np.asarray(score) < np.inf)).tolist() == [[0, 1], [1, 0], [1, 2]]
 
@@ -126,15 +126,15 @@ def test_sample_and_verify_refuse_them_or_say_minus_one(rng):
     logits[1, 1] = np.nan
     given = [1, 2], [0, 0], [[4, 5, 6], [4, 5, 6]]
     with pytest.raises(RuntimeError, match="row 1, place 1"):
-        tsjax.sample(logits, *given)
-    assert jax.jit(lambda x: tsjax.sample(x, *given))(logits)[1].tolist()[1] == -1
+        tsjax.blocks.sample(logits, *given)
+    assert jax.jit(lambda x: tsjax.blocks.sample(x, *given))(logits)[1].tolist()[1] == -1
     root, first = jnp.asarray([3, 3]), int(np.argmax(logits[0, 0]))
     other = int(np.argmax(logits[1, 0]))
     paths = jnp.asarray([[[first, 1]], [[other, 1]]], jnp.int32)
-    tree = tsjax.merge_paths(root, paths, jnp.full((2, 1), 2, jnp.int32), width=3)
+    tree = tsjax.methods.merge_paths(root, paths, jnp.full((2, 1), 2, jnp.int32), width=3)
     with pytest.raises(RuntimeError, match="row 1, place 1"):
-        tsjax.verify(tree, logits)
-    found = jax.jit(tsjax.verify)(tree, logits)
+        tsjax.blocks.verify(tree, logits)
+    found = jax.jit(tsjax.blocks.verify)(tree, logits)
     assert found.count[1] == 2 and found.tokens[1, :2].tolist() == [other, -1]
     logits[1] = np.where(np.arange(3)[:, None] == 2, np.nan, 0)  # of no node that is reached
-    tsjax.verify(tree, jnp.asarray(logits))
+    tsjax.blocks.verify(tree, jnp.asarray(logits))

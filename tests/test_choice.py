@@ -12,10 +12,10 @@ from test_sampling import choose, draw_logits, make_config, make_values, run_war
 
 from pallas_kernels import native, threshold
 from pallas_kernels.threshold.xla import last_by_digits
-from tsjax import row_keys
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.processors import first_last_seen
 from tsjax.decoding.sampling import largest, nucleus, sortable
+from tsjax.steps import row_keys
 
 HAS_KERNELS = native.status(try_now=True).state == "ready"
 pytestmark = pytest.mark.usefixtures("strict_promotion")

@@ -49,7 +49,7 @@ def test_a_stopwatch_leaves_compiling_out(monkeypatch):
 
 def test_rates_of_a_run_leave_compiling_out():
     cfg = tiny_config(vocab_size=67)  # a shape of its own, so nothing is compiled yet
-    model = tsjax.Model(tsjax.init_params(cfg), cfg=cfg)
+    model = tsjax.Model(tsjax.steps.init_params(cfg), cfg=cfg)
     began = time.perf_counter()
     first = tsjax.generate(model, [1, 2, 3], max_new_tokens=4).stats
     wall = time.perf_counter() - began
@@ -159,7 +159,7 @@ def test_a_run_that_changes_its_method_compiles_each_once(compiled):
                 return tsjax.LikelyTree(
                     draft_passes=1, draft_weights="int8", costs=MIXED_COSTS, **sizes
                 )
-            return tsjax.Autoregressive()
+            return tsjax.methods.Autoregressive()
 
     tsjax.generate(model, [1, 2, 3], max_new_tokens=60, method=Changing(), eos_token_id=())
     assert compiled.count("decode") == 2
@@ -172,7 +172,7 @@ def test_a_run_that_changes_its_method_compiles_each_once(compiled):
 def checkpoint(tmp_path):
     cfg = tiny_config(vocab_size=67)
     save_tokenizer(tmp_path)
-    model = tsjax.Model(tsjax.init_params(cfg), cfg=cfg, path=str(tmp_path))
+    model = tsjax.Model(tsjax.steps.init_params(cfg), cfg=cfg, path=str(tmp_path))
     tsjax.save(model, tmp_path / "model")
     return tmp_path / "model"
 

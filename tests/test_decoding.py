@@ -48,11 +48,11 @@ def begun(model, prompts=PROMPTS, *, max_new_tokens=12, **settings):
 
 @functools.partial(jax.jit, static_argnames="cfg")
 def decode_step(params, state, *, cfg):
-    return tsjax.decode_step(params, state, cfg=cfg)
+    return tsjax.steps.decode_step(params, state, cfg=cfg)
 
 
 def run(model, state, num_steps):
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     return decoded(model.params, prefilled(model.params, state, cfg=cfg), num_steps, cfg=cfg)
 
 
@@ -103,16 +103,16 @@ def test_forward_takes_lists_and_refuses_other_shapes(model):
 
 
 def test_composed_in_the_users_own_jit_gives_the_tokens_of_generate(model):
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     tokens, lengths = np.asarray([[1, 2, 3, 4, 5], [9, 8, 0, 0, 0]]), np.asarray([5, 2])
 
     @jax.jit
     def my_program(params, tokens, lengths):
-        state = tsjax.init_state(
+        state = tsjax.steps.init_state(
             tokens, lengths, cfg=cfg, capacity=CAPACITY, max_length=lengths + 12
         )
-        state = tsjax.prefill(params, state, width=4, cfg=cfg)
-        step = functools.partial(tsjax.decode_step, params, cfg=cfg)
+        state = tsjax.steps.prefill(params, state, width=4, cfg=cfg)
+        step = functools.partial(tsjax.steps.decode_step, params, cfg=cfg)
         return jax.lax.fori_loop(0, 15, lambda _, state: step(state), state)
 
     expected = tsjax.generate(model, PROMPTS, max_new_tokens=12)
@@ -121,7 +121,7 @@ def test_composed_in_the_users_own_jit_gives_the_tokens_of_generate(model):
 
 
 def test_decode_is_decode_step_repeated(model):
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     start = prefilled(model.params, begun(model, do_sample=True, seed=4), cfg=cfg)
     state = start
     for _ in range(5):
@@ -131,7 +131,7 @@ def test_decode_is_decode_step_repeated(model):
 
 
 def test_prefill_width_changes_nothing(model):
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     expected = specified(prefilled(model.params, begun(model), cfg=cfg))
     actual = specified(prefilled(model.params, begun(model), cfg=cfg, width=3))
     chex.assert_trees_all_close(actual, expected, atol=1e-5)
@@ -165,15 +165,15 @@ def test_a_prefill_chunk_that_would_leave_the_buffers_begins_earlier(model):
     assert tight.tokens[0, :24].tolist() == roomy.tokens[0, :24].tolist()
     with pytest.raises(ValueError, match="width=32 is not valid: at most the capacity 24"):
         state = begun(model, prompt, capacity=24, max_new_tokens=5)
-        prefilled(model.params, state, cfg=tsjax.DecodeConfig(model=model.cfg), width=32)
+        prefilled(model.params, state, cfg=tsjax.steps.DecodeConfig(model=model.cfg), width=32)
 
 
 def test_a_donated_state_leaves_its_callers_arrays_alone(model):
-    cfg = tsjax.DecodeConfig(model=model.cfg)
-    values = tsjax.sampling_values(tsjax.GenerationConfig(), (), VOCAB, "float32")
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
+    values = tsjax.steps.sampling_values(tsjax.GenerationConfig(), (), VOCAB, "float32")
     values = jax.tree.map(jnp.asarray, values)
-    mine = (jnp.array([2]), jnp.array([9]), tsjax.row_keys([0], [0]), values)
-    state = tsjax.init_state(
+    mine = (jnp.array([2]), jnp.array([9]), tsjax.steps.row_keys([0], [0]), values)
+    state = tsjax.steps.init_state(
         jnp.array([[1, 2]]), mine[0], cfg=cfg, capacity=16, max_length=mine[1], row_key=mine[2],
         sampling=mine[3],
     )  # fmt: skip
@@ -191,14 +191,14 @@ def test_a_donated_state_leaves_its_callers_arrays_alone(model):
     ],
 )
 def test_init_state_refuses(model, tokens, lengths, message):
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     with pytest.raises(ValueError, match=message):
-        tsjax.init_state(jnp.array(tokens), lengths, cfg=cfg, capacity=16, max_length=[16])
+        tsjax.steps.init_state(jnp.array(tokens), lengths, cfg=cfg, capacity=16, max_length=[16])
 
 
 def test_a_row_ends_where_its_buffers_end(model):
     state = begun(model, [[1, 2, 3]], capacity=16, max_new_tokens=50)
-    state = decoded(model.params, state, 50, cfg=tsjax.DecodeConfig(model=model.cfg))
+    state = decoded(model.params, state, 50, cfg=tsjax.steps.DecodeConfig(model=model.cfg))
     assert int(state.length[0]) == 16
 
 
@@ -208,7 +208,7 @@ def test_a_row_ends_where_its_buffers_end(model):
 @pytest.mark.parametrize("garbage", [np.nan, -1e30])
 def test_slots_beyond_the_length_are_never_read(model, garbage):
     capacity = 1300
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     prompts = [[(7 * i) % VOCAB for i in range(1025)], [1, 2, 3]]
     state = begun(model, prompts, capacity=capacity, do_sample=True, repetition_penalty=1.3)
     clean = prefilled(model.params, state, cfg=cfg, width=128)
@@ -234,7 +234,7 @@ PROGRAMS = {
 
 
 def compiled(model, program: str, *, batch: int, capacity: int):
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     state = begun(model, [[1, 2, 3]] * batch, capacity=capacity)
     run = programs("cpu", model.cfg.dtype)
     return PROGRAMS[program](run, model.params, state, cfg).compile()

@@ -35,9 +35,9 @@ def text_of(lines) -> list[str]:
     return ["".join(text for text, _ in line) for line in lines]
 
 
-def stats(new: int, steps: int, **changes) -> tsjax.RunStats:
+def stats(new: int, steps: int, **changes) -> tsjax.results.RunStats:
     known = {**STATS, **changes}
-    return tsjax.RunStats(new_tokens=(new,), steps=(steps,), computed_tokens=new, **known)
+    return tsjax.results.RunStats(new_tokens=(new,), steps=(steps,), computed_tokens=new, **known)
 
 
 DRAFTS = {
@@ -82,7 +82,7 @@ def test_each_token_has_the_colour_of_its_source():
     assert [demo.source_of(mask) for mask in range(8)] == [
         OWN, "model", "ngrams", "model", "suffix", "model", "ngrams", "model",
     ]  # fmt: skip
-    assert set(demo.COLOURS) == set(demo.NAMES) == set(tsjax.SOURCES)
+    assert set(demo.COLOURS) == set(demo.NAMES) == set(tsjax.methods.SOURCES)
     assert demo.printable("a\x1b[31mb\tc\r\n\u202ed\u200d\x9b") == "a[31mb c\nd"
 
 

@@ -23,12 +23,12 @@ def read():
     model = tiny_model(seed=3)
     rng = np.random.default_rng(0)
     tokens = rng.integers(model.cfg.vocab_size, size=(len(LENGTHS), max(LENGTHS) + 1))
-    cfg = tsjax.DecodeConfig(model=model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
     prompt_length = np.asarray(LENGTHS) + 1
-    state = tsjax.init_state(
+    state = tsjax.steps.init_state(
         tokens, prompt_length, cfg=cfg, capacity=CAPACITY, max_length=[CAPACITY] * len(LENGTHS)
     )
-    state = tsjax.prefill(model.params, state, width=16, cfg=cfg)
+    state = tsjax.steps.prefill(model.params, state, width=16, cfg=cfg)
     return model, tokens, state
 
 
@@ -106,7 +106,7 @@ def test_tokens_are_scored_only_when_they_are_chosen(rule):
     assert not any(name in entry_computation(text) for name in names)
 
 
-@pytest.mark.parametrize("method", [tsjax.TokenSwift, tsjax.LikelyTree, tsjax.MagicDec])
+@pytest.mark.parametrize("method", [tsjax.TokenSwift, tsjax.LikelyTree, tsjax.methods.MagicDec])
 def test_wrong_settings(method):
     for name, value in (
         ("draft_choice", "h2o"), ("draft_budget", 16), ("draft_refresh", 0)

@@ -13,14 +13,15 @@ import pytest
 from helpers import SIZES, save_tokenizer, tiny_model
 
 import tsjax
+from tsjax.costs import Costs, Line
 from tsjax.methods import corpus
 from tsjax.methods.corpus import ORDERS, WAYS, Corpus
 from tsjax.methods.history import last_tokens
 
 MODEL = tiny_model()
-LINE = tsjax.Line(1.0)
-COSTS = tsjax.Costs(
-    passes=((1, LINE), (16, tsjax.Line(2.0))), heads=0.0, choice=LINE, suffix=tsjax.Line(0.0),
+LINE = Line(1.0)
+COSTS = Costs(
+    passes=((1, LINE), (16, Line(2.0))), heads=0.0, choice=LINE, suffix=Line(0.0),
     ngrams=0.0, overhead=0.0, origin="measured",
 )  # fmt: skip
 SETTINGS = dict(max_new_tokens=60, do_sample=True, temperature=1.5, seed=3, **SIZES)

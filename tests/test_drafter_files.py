@@ -14,6 +14,7 @@ import pytest
 from helpers import oracle_hidden
 
 import tsjax
+from tsjax.costs import Costs, Line
 from tsjax.files.adapters import write_drafter_of
 from tsjax.files.drafter_files import OF_EMBEDDED, open_drafter
 from tsjax.files.fingerprint import model_fingerprint
@@ -396,8 +397,8 @@ def test_the_embedded_model_has_one():
     folder = os.path.join(embedded_folder(), OF_EMBEDDED)
     assert sum(file.stat().st_size for file in os.scandir(folder)) <= 10**6
     model = tsjax.load(tsjax.EMBEDDED, dtype="float32", drafter=tsjax.EMBEDDED)
-    row = tsjax.Line(1.0)
-    free = tsjax.Costs(((1, row), (8, row)), 0.0, row, row, 0.0, 0.0, "measured", any_rows=True)
+    row = Line(1.0)
+    free = Costs(((1, row), (8, row)), 0.0, row, row, 0.0, 0.0, "measured", any_rows=True)
     tree = tsjax.LikelyTree(width=5, pass_widths=(), places=0, drafter=4, adapt=False, costs=free)
     config = tsjax.GenerationConfig(
         max_new_tokens=120, min_new_tokens=120, do_sample=True, temperature=0.8

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 import tsjax
 from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.training import (
+    DrafterTraining,
     batches,
     drafter_evaluation,
     drafter_loss,
@@ -95,7 +96,7 @@ def random_pieces(model, *, seed: int = 0, places: int = 32) -> Pieces:
 
 
 def drafter_model(**changes) -> tsjax.Model:
-    shape = tsjax.OneLayer(mlp_dim=32, words=12, taps=(0, 1, 2), window=8)
+    shape = tsjax.training.OneLayer(mlp_dim=32, words=12, taps=(0, 1, 2), window=8)
     model = tiny_model(drafter=shape, num_layers=2, **changes)
     words = np.random.default_rng(1).permutation(model.cfg.vocab_size)[:12].astype(np.int32)
     drafter = model.params.drafter.replace(words=jnp.asarray(words))
@@ -150,7 +151,7 @@ def test_the_first_weights_are_those_of_least_squares():
 
 def test_the_first_weights_are_none_of_the_models():
     """Whose arrays would be gone after a step."""
-    shape = tsjax.OneLayer(mlp_dim=16, words=8, taps=(0, 2))
+    shape = tsjax.training.OneLayer(mlp_dim=16, words=8, taps=(0, 2))
     model = tiny_model(num_layers=2)  # in float32, as what is trained
     cfg = dataclasses.replace(model.cfg, drafter=shape)
     weights = drafter_steps.first_weights(cfg, model.params.model, 0)
@@ -165,7 +166,7 @@ def test_the_gradient_is_that_of_the_loss(variation):
         model = drafter_model(dtype="float64")
         pieces = random_pieces(model)
         pieces = pieces.replace(taps=pieces.taps.astype(float), last=pieces.last.astype(float))
-        chosen = tsjax.DrafterTraining(depth=3, every=4, variation=variation, temperature=0.8)
+        chosen = DrafterTraining(depth=3, every=4, variation=variation, temperature=0.8)
         starts = jnp.arange(1, 32, 4, dtype=jnp.int32)
 
         def loss(drafter):
@@ -193,7 +194,7 @@ def test_the_gradient_is_that_of_the_loss(variation):
 def test_what_counts_in_the_loss_stays_within_a_text():
     """Other text after a text's end, and another prompt, change nothing of what is counted."""
     model = drafter_model()
-    pieces, chosen = random_pieces(model), tsjax.DrafterTraining(depth=3, every=4)
+    pieces, chosen = random_pieces(model), DrafterTraining(depth=3, every=4)
     starts = jnp.arange(0, 32, 4, dtype=jnp.int32)
 
     def measured(pieces):
@@ -228,8 +229,8 @@ def test_steps_go_from_what_was_right_to_the_token_after_it():
 
 
 def test_the_expected_speedup_is_that_of_the_best_chain():
-    line = tsjax.Line
-    costs = tsjax.Costs(
+    line = tsjax.costs.Line
+    costs = tsjax.costs.Costs(
         ((1, line(0.8)), (2, line(1.0)), (3, line(1.2))), 0.0, line(0.0), line(0.0), 0.0, 0.2,
         "measured", one_layer=0.1,
     )  # fmt: skip
@@ -256,7 +257,7 @@ def test_a_clock_leaves_out_pauses_and_what_comes_before_the_steps(monkeypatch):
 # --- own text, and a run of all ------------------------------------------------------------------
 
 SAMPLED = tsjax.GenerationConfig(do_sample=True, temperature=0.9)
-SHAPE = tsjax.OneLayer(mlp_dim=32, words=256, taps=(3, 6), window=64)
+SHAPE = tsjax.training.OneLayer(mlp_dim=32, words=256, taps=(3, 6), window=64)
 FEW = dict(tokens=900, shape=SHAPE, steps=4, step_tokens=512, depth=2, sampling=SAMPLED)
 
 
@@ -281,7 +282,7 @@ def trained(embedded, prompts, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(own_text, "ANSWER_LENGTHS", (40, 60))
         patch.setattr(own_text, "FIRST_ANSWERS", 3)
-        found = tsjax.train_drafter(
+        found = tsjax.training.train_drafter(
             embedded, save_to=folder, prompts=prompts, evaluate_every=3, save_every=2, **FEW
         )
     return folder, found
@@ -345,15 +346,15 @@ def test_a_run_that_was_ended_goes_on_with_the_same_numbers(trained, embedded, t
     more = {**FEW, "save_every": 1, "evaluate_every": 3}
     shutil.copytree(folder / "text", tmp_path / "run" / "text")
     with pytest.raises(Killed):
-        tsjax.train_drafter(embedded, save_to=tmp_path / "run", on_step=die, **more)
+        tsjax.training.train_drafter(embedded, save_to=tmp_path / "run", on_step=die, **more)
     with pytest.raises(AlreadyThere, match="pass resume=True"):
-        tsjax.train_drafter(embedded, save_to=tmp_path / "run", **more)
+        tsjax.training.train_drafter(embedded, save_to=tmp_path / "run", **more)
     with pytest.raises(BadValue, match="learning_rate=0.0002, now 0.1"):
-        tsjax.train_drafter(
+        tsjax.training.train_drafter(
             embedded, save_to=tmp_path / "run", resume=True, learning_rate=0.1, **more
         )
     more["tokens"] = 9000  # it writes no more text once it has begun to learn
-    resumed = tsjax.train_drafter(embedded, save_to=tmp_path / "run", resume=True, **more)
+    resumed = tsjax.training.train_drafter(embedded, save_to=tmp_path / "run", resume=True, **more)
     for one, other in zip(resumed.history, found.history, strict=True):
         assert one["losses"] == other["losses"] and one["overlap"] == other["overlap"]
     jax.tree.map(
@@ -378,5 +379,5 @@ def test_what_is_wrong_is_said_before_anything_is_written(
 ):
     monkeypatch.setattr(drafter_run, "write_own_text", None)  # is not called
     with pytest.raises(error, match=message):
-        tsjax.train_drafter(embedded, save_to=tmp_path / "new", **changes)
+        tsjax.training.train_drafter(embedded, save_to=tmp_path / "new", **changes)
     assert not (tmp_path / "new" / "text").exists()

@@ -36,7 +36,7 @@ def model_of(seed: int) -> tsjax.Model:
 
 def after_steps(model, method, prompts: list[list[int]], num_steps: int, **settings):
     """The state after a prefill and `num_steps` steps."""
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
     state = fresh_state(model, prompts, method=method, capacity=CAPACITY, **settings)
     state = prefilled(model.params, state, cfg=cfg, width=16)
     return decoded(model.params, state, num_steps, cfg=cfg)
@@ -128,7 +128,7 @@ REPEATED = [1, 2, 3, 4, 9, 1, 2, 3]  # three tokens match, and 4, 9, 1 ... follo
 
 def drafted(model, method, texts):
     """Which nodes each source has named, and the tokens of a greedy tree."""
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
     state = prefilled(model.params, fresh_state(model, texts, method=method), cfg=cfg)
     noise = jnp.zeros((len(texts), cfg.sizes.levels, cfg.model.vocab_size))
     tree = jax.jit(method.draft, static_argnums=0)(model.cfg, model.params, state, noise)[1]

@@ -119,7 +119,8 @@ def test_tokens_of_the_vocabulary_and_exchanged_tensors_are_seen(model):
 
 
 def test_settings_that_choose_tokens_are_seen():
-    rope, linear = tsjax.RopeConfig(theta=500000.0), tsjax.RopeConfig(kind="linear", factor=2.0)
+    rope = tsjax.steps.RopeConfig(theta=500000.0)
+    linear = tsjax.steps.RopeConfig(kind="linear", factor=2.0)
     changes = ({"norm_eps": 1e-6}, {"rope": rope}, {"rope": linear}, {"dtype": "bfloat16"})
     assert differ(tiny_model(), *(tiny_model(**change) for change in changes))
 

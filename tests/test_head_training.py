@@ -235,7 +235,7 @@ def test_default_settings_are_the_papers():
     assert (paper.weight_decay, paper.beta1, paper.beta2) == (0.1, 0.9, 0.999)
     for name in training_preset_names():
         assert tsjax.model_preset(name).embed_dim  # a model of this name is known
-        settings = tsjax.training_preset(name)
+        settings = tsjax.training.training_preset(name)
         if name == "qwen2.5-14b":
             assert (settings.learning_rate, settings.steps, settings.batch_size) == (1e-3, 600, 40)
         else:

@@ -117,7 +117,7 @@ def test_processors_come_after_the_penalties():
     """By hand: 1 and 3 are halved, or doubled below 0, and were said once; then the processor."""
     config = tsjax.GenerationConfig(repetition_penalty=2.0, presence_penalty=0.25)
     hook = tsjax.LogitsProcessor(lambda logits, tokens, length: 2 * logits + 1)
-    values = tsjax.sampling_values(config, (), 4, "float32", [hook])
+    values = tsjax.steps.sampling_values(config, (), 4, "float32", [hook])
     tokens, length, start = jnp.asarray([[3, 1, 3]]), jnp.asarray([3]), jnp.asarray([1])
     seen = first_last_seen(tokens, length, 4)
     text = KnownText(tokens, length, start, seen, first_counts(tokens, start, length, 4))
@@ -199,7 +199,8 @@ def test_drafts_are_accepted_where_a_hook_says_what_comes():
 
     model = chain_model({}, vocab_size=VOCAB)
     how = dict(max_new_tokens=60, logits_processor=counting, **SIZES)
-    found = tsjax.generate(model, [3], method=tsjax.MagicDec(draft_budget=12, num_sinks=2), **how)
+    chain = tsjax.methods.MagicDec(draft_budget=12, num_sinks=2)
+    found = tsjax.generate(model, [3], method=chain, **how)
     assert found.tokens[0].tolist() == [(4 + i) % VOCAB for i in range(60)]
     assert found.stats.tokens_per_step > 2
 
@@ -213,9 +214,9 @@ def test_other_arrays_do_not_compile_anew():
 
 
 def test_what_is_off_is_not_in_the_state():
-    state = tsjax.init_state(
+    state = tsjax.steps.init_state(
         jnp.zeros((1, 4), jnp.int32), jnp.asarray([4]), capacity=32, max_length=jnp.asarray([9]),
-        cfg=tsjax.DecodeConfig(MODEL.cfg),
+        cfg=tsjax.steps.DecodeConfig(MODEL.cfg),
     )  # fmt: skip
     assert state.counts is None and state.logprobs is None and state.sampling.processors == ()
 

@@ -55,9 +55,13 @@ def test_a_command_says_in_one_line_what_help_says_without_it(name):
 
 
 def test_a_flag_says_what_the_docstring_says_of_its_setting():
-    for settings in (tsjax.GenerationConfig, tsjax.HeadTraining, tsjax.DrafterTraining):
+    for settings in (
+        tsjax.GenerationConfig,
+        tsjax.training.HeadTraining,
+        tsjax.training.DrafterTraining,
+    ):
         assert [*help_of(settings)] == [*settings.__dataclass_fields__]
-    assert help_of(tsjax.HeadTraining)["beta2"] == "AdamW's"
+    assert help_of(tsjax.training.HeadTraining)["beta2"] == "AdamW's"
     assert help_of(tsjax.GenerationConfig)["seed"].endswith(
         "(in bfloat16 and float16 but for near-ties)"
     )
@@ -69,18 +73,41 @@ def test_each_public_name_is_found():
         "import sys, pickle, tsjax; first = tsjax.GenerationConfig; assert 'jax' in sys.modules;"
         "from tsjax import load, save as other; import tsjax.public as public; star = {};"
         "exec('from tsjax import *', star); assert pickle.loads(pickle.dumps(first)) is first;"
-        "assert {*public.__all__} <= {*dir(tsjax)} and tsjax.__all__ is public.__all__;"
+        "assert {*public.__all__, *tsjax._MODULES} <= {*dir(tsjax)};"
+        "assert tsjax.__all__ is public.__all__ and not {'sample', 'Method'} & {*dir(tsjax)};"
         "assert all(getattr(tsjax, n) is getattr(public, n) is star[n] for n in tsjax.__all__);"
         "assert tsjax.files.tokenizer.encode and isinstance(first(), tsjax.GenerationConfig);"
+        "assert 'tsjax.training' not in sys.modules and tsjax.training.train_heads;"
         "print(hasattr(tsjax, 'no_such_name'), load is tsjax.load)"
     )
     assert said(code) == ["False", "True"]
 
 
+def test_a_name_that_moved_warns_once_where_it_is_used_and_is_the_same():
+    code = """
+import warnings, tsjax
+for module in tsjax._MODULES:
+    place = getattr(tsjax, module)
+    for name in {*place.__all__} - {*tsjax.__all__}:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            exec(f"from tsjax import {name} as old; from tsjax.{module} import {name} as new")
+            assert getattr(tsjax, name) is old is new is getattr(place, name)
+        (one,) = told
+        end = f"now tsjax.{module}.{name}; the old name goes in the next release"
+        assert str(one.message) == f"tsjax.{name} is {end}"
+        assert (one.category, one.filename) == (FutureWarning, "<string>")
+        print(f"{module}.{name}")
+"""
+    moved = {"steps.decode_step", "methods.Method", "blocks.verify", "training.OneLayer"}
+    found = said(code)
+    assert moved < {*found} and len(found) >= 58
+
+
 def test_heavy_packages_stay_unloaded_and_no_backend_starts():
     """The caller sets platforms and device counts after the import, before the first array."""
     code = (
-        "import sys, pallas_kernels; from tsjax import load;"
+        "import sys, pallas_kernels; from tsjax import load, training, steps, costs, results;"
         f"print(*(m for m in {HEAVY} if m in sys.modules));"
         "import tsjax_convert; print('torch' in sys.modules);"
         "import jax; jax.config.update('jax_num_cpu_devices', 3); print(len(jax.devices('cpu')))"

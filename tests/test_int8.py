@@ -87,7 +87,7 @@ def test_only_exact_products_go_without_the_highest_precision():
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_matrix_of_a_product_and_nothing_else(tied):
     one = model(tie_embeddings=tied)
-    params = tsjax.with_int8_drafts(one.params, one.cfg)
+    params = tsjax.steps.with_int8_drafts(one.params, one.cfg)
     assert params.model is one.params.model and params.heads is one.params.heads
     drafts, own = params.drafts, params.model
     assert drafts.embed is own.embed and drafts.final_norm is own.final_norm
@@ -129,7 +129,7 @@ def test_passes_read_the_copy_and_verification_does_not():
     one, other = model(), tiny_model(seed=11, num_draft_heads=2)
     right = ask(one)
     wrong = tsjax.Model(one.params, cfg=one.cfg)
-    copy = tsjax.with_int8_drafts(other.params, one.cfg).drafts
+    copy = tsjax.steps.with_int8_drafts(other.params, one.cfg).drafts
     wrong.__dict__["_with_int8"] = one.params.replace(drafts=copy)
     misled = ask(wrong)
     np.testing.assert_array_equal(right.tokens[0], misled.tokens[0])
@@ -166,7 +166,7 @@ def test_other_weights_have_a_copy_of_their_own():
 
 def test_a_model_that_has_a_copy_is_saved_and_counted_without_it(tmp_path):
     one = model()
-    two = tsjax.Model(tsjax.with_int8_drafts(one.params, one.cfg), cfg=one.cfg)
+    two = tsjax.Model(tsjax.steps.with_int8_drafts(one.params, one.cfg), cfg=one.cfg)
     assert two.num_params == one.num_params and two.bytes_for(PASSES) == 0
     assert two.params_for(PASSES) is two.params
     tsjax.save(two, tmp_path / "saved")
@@ -177,14 +177,14 @@ def test_a_model_that_has_a_copy_is_saved_and_counted_without_it(tmp_path):
 
 def test_pure_functions_say_what_they_need():
     one = model()
-    cfg = tsjax.DecodeConfig(model=one.cfg, method=PASSES)
-    state = tsjax.init_state(
+    cfg = tsjax.steps.DecodeConfig(model=one.cfg, method=PASSES)
+    state = tsjax.steps.init_state(
         np.asarray([[1, 2, 3]], np.int32), np.asarray([3]), cfg=cfg, capacity=64, max_length=[40]
     )
     with pytest.raises(ValueError, match=r"draft_weights='int8' needs .*with_int8_drafts"):
-        jax.eval_shape(functools.partial(tsjax.decode_step, cfg=cfg), one.params, state)
-    params = tsjax.with_int8_drafts(one.params, one.cfg)
-    jax.eval_shape(functools.partial(tsjax.decode_step, cfg=cfg), params, state)
+        jax.eval_shape(functools.partial(tsjax.steps.decode_step, cfg=cfg), one.params, state)
+    params = tsjax.steps.with_int8_drafts(one.params, one.cfg)
+    jax.eval_shape(functools.partial(tsjax.steps.decode_step, cfg=cfg), params, state)
 
 
 @pytest.mark.parametrize("method", [tsjax.TokenSwift, tsjax.LikelyTree])
@@ -196,8 +196,8 @@ def test_other_types_are_refused(method):
 def test_values_lie_as_the_weights_do_and_scales_as_their_outputs():
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     cfg = tiny_config(num_draft_heads=2)
-    params = tsjax.init_params(cfg, seed=3, mesh=mesh)
-    drafts = tsjax.with_int8_drafts(params, cfg).drafts
+    params = tsjax.steps.init_params(cfg, seed=3, mesh=mesh)
+    drafts = tsjax.steps.with_int8_drafts(params, cfg).drafts
     for layer, own in zip(drafts.layers, params.model.layers, strict=True):
         for name in ("qkv", "o", "gate_up", "down"):
             matrix, weight = getattr(layer, name), getattr(own, name)

@@ -136,15 +136,15 @@ def test_what_a_program_depends_on():
         return kept_programs.words_of(program.name, call.static, call.arguments, device)
 
     arrays = {"a": jax.numpy.ones((2, 3)), "b": x}
-    call = Call.of((arrays, 3), {"cfg": tsjax.Autoregressive()})
+    call = Call.of((arrays, 3), {"cfg": tsjax.methods.Autoregressive()})
     base = words(*call.given, **call.named, **call.static)
     shapes = pickle.loads(pickle.dumps(call.abstract()))
     assert words(*shapes.given, **shapes.named, **shapes.static) == base
     others = [
-        words(arrays, 4.0, cfg=tsjax.Autoregressive()), words(arrays, 3, cfg=tsjax.NGram()),
-        words({**arrays, "b": x[:2]}, 3, cfg=tsjax.Autoregressive()),
-        words({**arrays, "b": x.astype(int)}, 3, cfg=tsjax.Autoregressive()),
-        words([*arrays.values()], 3, cfg=tsjax.Autoregressive()),
+        words(arrays, 4.0, cfg=tsjax.methods.Autoregressive()), words(arrays, 3, cfg=tsjax.NGram()),
+        words({**arrays, "b": x[:2]}, 3, cfg=tsjax.methods.Autoregressive()),
+        words({**arrays, "b": x.astype(int)}, 3, cfg=tsjax.methods.Autoregressive()),
+        words([*arrays.values()], 3, cfg=tsjax.methods.Autoregressive()),
     ]  # fmt: skip
     with jax.enable_x64(not jax.config.jax_enable_x64):
         others.append(words(*call.given, **call.named, **call.static))

@@ -37,6 +37,7 @@ from pallas_kernels.tree_attention import specs as attention_specs
 from pallas_kernels.tree_attention import triton as attention_triton
 from pallas_kernels.tree_attention.api import Ranks, Summary
 from tsjax.decoding.programs import programs
+from tsjax.methods import Autoregressive
 
 kernels = pytest.mark.kernels
 LARGEST_ERROR = 2e-6  # in float32
@@ -234,19 +235,19 @@ def test_it_is_a_kernel_on_a_gpu(mode, rng):
     [
         (tsjax.TokenSwift(), "bfloat16"),
         pytest.param(tsjax.TokenSwift(), "float32", marks=kernels),
-        pytest.param(tsjax.Autoregressive(), "bfloat16", marks=kernels),
+        pytest.param(Autoregressive(), "bfloat16", marks=kernels),
     ],
     ids=["tokenswift", "tokenswift in float32", "autoregressive"],
 )
 def test_a_decode_step_runs_the_kernels(method, dtype):
     """The program that `generate` runs, for tiny model and cache."""
     model = tiny_model(num_draft_heads=3, dtype=dtype)
-    cfg = tsjax.DecodeConfig(model.cfg, method)
-    state = tsjax.init_state(
+    cfg = tsjax.steps.DecodeConfig(model.cfg, method)
+    state = tsjax.steps.init_state(
         jnp.ones((1, 4), jnp.int32), jnp.array([4]), cfg=cfg, capacity=256, max_length=[99]
     )
     decode = programs("gpu", model.cfg.dtype).decode
-    names = STEP_KERNELS | (SCORES_KERNELS["dot"] if method != tsjax.Autoregressive() else set())
+    names = STEP_KERNELS | (SCORES_KERNELS["dot"] if method != Autoregressive() else set())
     assert kernel_names(lower_for_cuda(decode, model.params, state, 2, cfg=cfg).as_text()) == names
     assert not kernel_names(lower_here(decode, model.params, state, 2, cfg=cfg).as_text())
 

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsjax import GenerationConfig, row_keys, sampling_values
+from tsjax import GenerationConfig
 from tsjax.decoding.law import counts, exp_minus, law_of, log, log_softmax, total
 from tsjax.decoding.sampling import step_noise, warp, with_noise
+from tsjax.steps import row_keys, sampling_values
 
 AS_USERS = {"xla_backend_optimization_level": 3}
 VOCAB, ROWS = 1000, 12  # so many rows are dealt out to threads, one is not

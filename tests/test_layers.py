@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tsjax import RopeConfig
 from tsjax.model.layers import linear, rope_frequencies, rotary_angles
+from tsjax.steps import RopeConfig
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 

@@ -68,7 +68,7 @@ def test_schedules_that_do_not_fit_are_refused():
          "revive='on_demand' is not valid with method=NGram"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            tsjax.DecodeConfig(model=cfg, **given)
+            tsjax.steps.DecodeConfig(model=cfg, **given)
 
 
 @hypothesis.given(

@@ -17,6 +17,7 @@ import pytest
 from helpers import chain_model, tiny_config, tiny_model
 
 import tsjax
+from tsjax.costs import Costs, Int8Costs, Line
 from tsjax.decoding.start import first_memory
 from tsjax.decoding.tree import NO_NODE, cut, grow_tree
 from tsjax.methods import likely_growth, rates
@@ -24,15 +25,15 @@ from tsjax.methods.likely_sources import best_of_pass
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.rates import KINDS, MOST_RATE, NO_DRAFT, REMEMBERED, TRUST
 
-LINE = tsjax.Line(1.0)
+LINE = Line(1.0)
 
 
-def table(rows: float, draft_pass: float = 0.1, width: int = 16) -> tsjax.Costs:
+def table(rows: float, draft_pass: float = 0.1, width: int = 16) -> Costs:
     """A pass of `width` rows takes `rows` plain steps, one that drafts `draft_pass` of one."""
-    return tsjax.Costs(
-        passes=((1, LINE), (width, tsjax.Line(rows))), heads=0.0, choice=tsjax.Line(0.0),
-        suffix=tsjax.Line(0.0), ngrams=0.0, overhead=0.0, origin="measured",
-        int8=tsjax.Int8Costs(tsjax.Line(draft_pass), 0.0),
+    return Costs(
+        passes=((1, LINE), (width, Line(rows))), heads=0.0, choice=Line(0.0),
+        suffix=Line(0.0), ngrams=0.0, overhead=0.0, origin="measured",
+        int8=Int8Costs(Line(draft_pass), 0.0),
     )  # fmt: skip
 
 
@@ -151,15 +152,15 @@ CYCLE = {token: (token + 1) % 6 for token in range(6)}
 
 def states(model, method, prompt, steps, **settings):
     """The state after the prompt and after each step."""
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
     config = tsjax.GenerationConfig(**settings)
-    state = tsjax.init_state(
+    state = tsjax.steps.init_state(
         np.asarray([prompt], np.int32), np.asarray([len(prompt)], np.int32), cfg=cfg,
         capacity=128, max_length=[100],
-        sampling=tsjax.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
+        sampling=tsjax.steps.sampling_values(config, (), model.cfg.vocab_size, model.cfg.dtype),
     )  # fmt: skip
-    state = tsjax.prefill(model.params, state, cfg=cfg, width=64)
-    step = jax.jit(tsjax.decode, static_argnames="cfg")
+    state = tsjax.steps.prefill(model.params, state, cfg=cfg, width=64)
+    step = jax.jit(tsjax.steps.decode, static_argnames="cfg")
     found = [state]
     for _ in range(steps):
         found.append(step(model.params, found[-1], 1, cfg=cfg))
@@ -217,7 +218,7 @@ def test_rates_outlive_a_change_of_method():
     last = states(model, method, [0, 1, 2, 3, 4, 5] * 3, 5)[-1]
     lesson = method.lesson(last.memory)
     other = dataclasses.replace(method, draft_passes=1, draft_budget=32)
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=other)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=other)
     how = dict(cfg=cfg, batch=1, capacity=last.tokens.shape[1], mesh=None)
     (taught, _), (fresh, _) = first_memory(lesson, **how), first_memory(None, **how)
     assert np.array_equal(taught.rates.values, last.memory.rates.values)

@@ -18,6 +18,7 @@ import tsjax
 from pallas_kernels import Ranks, Summary, native
 from tsjax.decoding.programs import programs
 from tsjax.methods.devices import leaves_out_rows
+from tsjax.steps import DecodeConfig
 
 pytestmark = pytest.mark.skipif(
     not native.serves("float32", head_dim=8), reason="only the kernels in C++ leave rows out"
@@ -129,21 +130,21 @@ def test_counts_that_do_not_fit_are_refused(live, rows):
 def test_a_step_that_leaves_out_rows_decides_as_one_that_does_not(widths, rng):
     """Its targets, keys and values, wherever something is drafted; rows that have ended aside."""
 
-    class Widths(tsjax.Autoregressive):
+    class Widths(tsjax.methods.Autoregressive):
         def sizes(self, model):
             return super().sizes(model)._replace(width=WIDTH, depth=4, narrower=widths)
 
     history = [rng.integers(0, VOCAB, 11).tolist(), rng.integers(0, VOCAB, 6).tolist()]
     model = tiny_model(vocab_size=VOCAB)
-    cfg = tsjax.DecodeConfig(model.cfg, Widths())
-    state = prefilled(model.params, fresh_state(model, history), cfg=tsjax.DecodeConfig(model.cfg))
+    cfg = DecodeConfig(model.cfg, Widths())
+    state = prefilled(model.params, fresh_state(model, history), cfg=DecodeConfig(model.cfg))
     tree = random_tree(rng, [text[-1] for text in history], 6)
     filled = np.arange(WIDTH) < np.asarray(tree.reach)[:, None]
     assert 1 < filled.sum() < BATCH * WIDTH
     found, wanted = (
         verified(
             model.params, state, tree,
-            cfg=tsjax.DecodeConfig(model.cfg, cfg.method, leaves_out_rows=leaves_out),
+            cfg=DecodeConfig(model.cfg, cfg.method, leaves_out_rows=leaves_out),
         )
         for leaves_out in (True, False)
     )  # fmt: skip
@@ -158,14 +159,14 @@ def test_a_step_that_leaves_out_rows_decides_as_one_that_does_not(widths, rng):
 def test_a_program_of_several_widths_has_its_layers_once():
     """Where rows are left out; elsewhere once for each width."""
     model = tiny_model()
-    costs = tsjax.Costs(
+    costs = tsjax.costs.Costs(
         ((1, (1.0, 0)), (16, (2.0, 0))), 0.0, (0.0, 0), (0.0, 0), 0.0, 0.0, "measured"
     )
     method = tsjax.LikelyTree(width=16, pass_widths=(1, 4, 8), costs=costs)
     state = fresh_state(model, [[1, 2, 3]], method=method)
 
     def attentions(leaves_out: bool) -> int:
-        cfg = tsjax.DecodeConfig(model.cfg, method, leaves_out_rows=leaves_out)
+        cfg = DecodeConfig(model.cfg, method, leaves_out_rows=leaves_out)
         decode = programs("cpu", model.cfg.dtype).decode
         text = decode.lower(model.params, state, jnp.int32(8), cfg=cfg).compile().as_text()
         return len(re.findall(r'custom_call_target="tsjax_tree_attention_', text))

@@ -25,7 +25,7 @@ def test_the_last_tokens_attention_is_the_oracles_in_every_layer():
 
 
 def check_attention(model):
-    cfg, n = tsjax.DecodeConfig(model=model.cfg), len(PROMPT)
+    cfg, n = tsjax.steps.DecodeConfig(model=model.cfg), len(PROMPT)
     state = init_state(PROMPT[None], [n], cfg=cfg, capacity=64, max_length=[n + 1])
     state = jax.jit(prefill, static_argnames=("width", "cfg"))(
         model.params, state, width=16, cfg=cfg

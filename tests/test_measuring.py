@@ -192,7 +192,7 @@ def test_parts_do_what_they_say(layers, monkeypatch):
     assert part._carry.length.tolist() == part._carry.seen.tolist() == [40] * 3
     part = parts.tokens(8).part
     noise = tsjax.decoding.noise.position_noise(
-        tsjax.row_keys([0] * 3, [0] * 3), np.tile(np.arange(8, dtype=np.int32), (3, 1)), 61,
+        tsjax.steps.row_keys([0] * 3, [0] * 3), np.tile(np.arange(8, dtype=np.int32), (3, 1)), 61,
         np.float32,
     )  # fmt: skip
     assert part.run(part.calls(0)).tolist() == np.argmax(noise, axis=2).tolist()
@@ -200,7 +200,7 @@ def test_parts_do_what_they_say(layers, monkeypatch):
 
 def test_a_model_with_a_drafter_is_measured_by_few_layers(monkeypatch):
     monkeypatch.setattr(measuring, "PROGRAM_LAYERS", 1)
-    shape = tsjax.OneLayer(mlp_dim=16, words=8, taps=(0, 2, 4))
+    shape = tsjax.training.OneLayer(mlp_dim=16, words=8, taps=(0, 2, 4))
     model = tiny_model(num_layers=4, drafter=shape)
     found = measuring.measure(model.params, model.cfg, 1, 64)
     assert 0 < found.one_layer < found.plain(64)
@@ -208,7 +208,7 @@ def test_a_model_with_a_drafter_is_measured_by_few_layers(monkeypatch):
 
 def test_a_chain_of_drafts_reads_its_weights_from_memory():
     """As in a step, which has read the whole model before them."""
-    shape = tsjax.OneLayer(mlp_dim=16, words=8, taps=(12,))
+    shape = tsjax.training.OneLayer(mlp_dim=16, words=8, taps=(12,))
     model = tiny_model(num_layers=12, drafter=shape)
     layers, drafter = map(jax.tree.leaves, (model.params.model.layers, model.params.drafter))
     nbytes = sum(array.nbytes for array in drafter)
@@ -315,7 +315,7 @@ def test_what_cannot_run_is_estimated(folder):
     """Weights that are shapes, and a trace: nothing is measured, and the table says so."""
     _, calls = folder
     shapes = dataclasses.replace(MODEL, params=abstract_params(MODEL.cfg))
-    found = tsjax.choose_method("tokenswift", shapes, 1000, batch=2)
+    found = tsjax.costs.choose_method("tokenswift", shapes, 1000, batch=2)
     assert found.costs == estimated(MODEL.cfg, CPU, 2) and found.costs.origin == "estimated"
 
     traced = []
@@ -326,13 +326,13 @@ def test_what_cannot_run_is_estimated(folder):
 
     jax.jit(trace)(MODEL.params)
     assert traced == [estimated(MODEL.cfg, CPU, 1)] and not calls
-    assert tsjax.choose_method("tokenswift", MODEL, 1000).costs == TABLE and len(calls) == 1
+    assert tsjax.costs.choose_method("tokenswift", MODEL, 1000).costs == TABLE and len(calls) == 1
 
 
 def test_nothing_is_measured_for_methods_that_do_not_ask(folder):
     _, calls = folder
     tsjax.generate(MODEL, [1, 2], max_new_tokens=4)
-    assert tsjax.choose_method(tsjax.Auto(costs=TABLE), MODEL, 100).costs == TABLE
+    assert tsjax.costs.choose_method(tsjax.Auto(costs=TABLE), MODEL, 100).costs == TABLE
     for known in (False, True):
         found = tsjax.generate(MODEL, [1, 2], method="auto", max_new_tokens=400)
         assert found.stats.method.costs.origin == ("measured" if known else "estimated")
@@ -385,7 +385,8 @@ def test_what_a_plain_step_took_is_kept_for_later_runs(folder, monkeypatch):
     monkeypatch.setattr(run, "_next_chunk", lambda steps, *_: 16)
     tsjax.generate(MODEL, [1, 2], **settings)
     kept = costs.earlier_plain(MODEL, 1, 152)
-    assert kept.method == tsjax.Autoregressive() and 0 < kept.seconds < 10 and kept.context > 128
+    assert kept.method == tsjax.methods.Autoregressive()
+    assert 0 < kept.seconds < 10 and kept.context > 128
     assert costs.earlier_plain(MODEL, 2, 152) is None is costs.earlier_plain(MODEL, 1, 5000)
     assert costs.measured_on(tsjax.Auto(), MODEL, 152, 1).plain == kept
     assert costs.measured_on(tsjax.Auto(costs=TABLE), MODEL, 152, 1).plain is None

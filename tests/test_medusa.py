@@ -28,6 +28,7 @@ from helpers import (
 from test_likely_tree import states
 
 import tsjax
+from tsjax.costs import Line
 from tsjax.methods import resolve_method
 from tsjax.methods.medusa import VICUNA_7B
 from tsjax.model.heads import run_heads, unembed_with_heads
@@ -98,7 +99,7 @@ def perfect_model(kind: str, heads: int, second: int | None = None) -> tsjax.Mod
     plain = chain_model({token: successor(token) for token in range(VOCAB)}, vocab_size=VOCAB)
     cfg = dataclasses.replace(plain.cfg, num_draft_heads=heads, head_kind=kind)
     found = []
-    for index, head in enumerate(tsjax.init_params(cfg).heads):
+    for index, head in enumerate(tsjax.steps.init_params(cfg).heads):
         # The matrix of the model adds 5 itself, one of a head's own does what it says.
         steps, matrix = index + 2 - (kind == SHARED), np.zeros((VOCAB, VOCAB), np.float32)
         for token in range(VOCAB):
@@ -116,7 +117,7 @@ PATHS = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0))
 @pytest.mark.parametrize(("kind", "second"), [(SHARED, None), (OWN, 0), (OWN, 2)])
 def test_perfect_heads_are_accepted_in_full(kind, second):
     """Each head guesses the token that it is for. Only the first step knows no state."""
-    state = states(perfect_model(kind, 3, second), tsjax.Medusa(tree=PATHS), [1], 12)[-1]
+    state = states(perfect_model(kind, 3, second), tsjax.methods.Medusa(tree=PATHS), [1], 12)[-1]
     assert state.stats.accepted[0, 3] >= 11
     said = np.asarray(state.tokens)[0, 1 : int(state.length[0])].tolist()
     assert said == [successor(1, 1 + i) for i in range(len(said))]
@@ -128,11 +129,11 @@ def test_drafts_are_ranked_with_the_noise_of_their_positions():
     row = np.random.default_rng(3).standard_normal(VOCAB) / 3
     weights = plain.params.model.replace(unembed=jnp.tile(jnp.float32(row)[:, None], (1, VOCAB)))
     cfg = dataclasses.replace(plain.cfg, num_draft_heads=3, head_kind=SHARED)
-    heads = jax.tree.map(jnp.zeros_like, tsjax.init_params(cfg).heads)
-    model = tsjax.Model(tsjax.Params(model=weights, heads=heads), cfg=cfg)
+    heads = jax.tree.map(jnp.zeros_like, tsjax.steps.init_params(cfg).heads)
+    model = tsjax.Model(tsjax.steps.Params(model=weights, heads=heads), cfg=cfg)
     found = []
     for coupled in (True, False):
-        method = tsjax.Medusa(tree=(1, 1, 1), noise_coupled=coupled)
+        method = tsjax.methods.Medusa(tree=(1, 1, 1), noise_coupled=coupled)
         settings = dict(do_sample=True, repetition_penalty=1.1, repetition_window=4)
         state = states(model, method, [1], 20, **settings)[-1]
         found.append(int(state.stats.accepted[0, 3]))
@@ -140,7 +141,7 @@ def test_drafts_are_ranked_with_the_noise_of_their_positions():
 
 
 def test_it_says_what_it_needs_before_it_computes():
-    assert resolve_method("medusa") == tsjax.Medusa()
+    assert resolve_method("medusa") == tsjax.methods.Medusa()
     for model, has in (
         (tiny_model(), "the model has none"),
         (tiny_model(num_draft_heads=2), "the 2 of the model are TokenSwift's"),
@@ -151,9 +152,9 @@ def test_it_says_what_it_needs_before_it_computes():
             tsjax.generate(empty, [1, 2], method="medusa", max_new_tokens=4)
     for tree, message in (0, "at least 1"), ((), "at least one node"), (((1, 0),), "parent"):
         with pytest.raises(ValueError, match=f"tree=.* is not valid: .*{message}"):
-            tsjax.Medusa(tree=tree)
+            tsjax.methods.Medusa(tree=tree)
     with pytest.raises(ValueError, match="below the vocabulary size 61"):
-        tsjax.Medusa(tree=(99,)).sizes(model_of(SHARED).cfg)
+        tsjax.methods.Medusa(tree=(99,)).sizes(model_of(SHARED).cfg)
     for arguments, message in (
         (([],), "table=.* a row of shares for each head"),
         (([[1.5]], 3), "table=1.5 is not valid: a finite number, between 0 and 1"),
@@ -162,7 +163,7 @@ def test_it_says_what_it_needs_before_it_computes():
         (([[0.0]], 3), "a head that is right now and then"),
     ):
         with pytest.raises(ValueError, match=message):
-            tsjax.tree_from_accuracy(*arguments)
+            tsjax.methods.tree_from_accuracy(*arguments)
 
 
 # --- trees ---------------------------------------------------------------------------------------
@@ -203,7 +204,7 @@ def test_no_tree_is_worth_more(table, nodes, row_cost):
         max((worth(table, tree) for tree in trees), default=0.0)
         for trees in every_tree(tuple(map(len, table)), 6)
     ]
-    found = tsjax.tree_from_accuracy(table, nodes)
+    found = tsjax.methods.tree_from_accuracy(table, nodes)
     assert len(set(found)) == len(found) <= nodes
     assert all(path[:-1] in found for path in found if len(path) > 1)
     assert worth(table, found) == pytest.approx(max(best[: nodes + 1]), rel=1e-12)
@@ -211,7 +212,7 @@ def test_no_tree_is_worth_more(table, nodes, row_cost):
     cost = max(row_cost, 0.6 * max(worth(table, [path]) for path in found))
     per_token = [(1 + cost * n) / (1 + v) for n, v in enumerate(best) if n == 0 or v]
     try:
-        paid = tsjax.tree_from_accuracy(table, row_cost=cost)
+        paid = tsjax.methods.tree_from_accuracy(table, row_cost=cost)
     except ValueError:
         assert per_token[0] <= min(per_token) * (1 + 1e-12)
         return
@@ -223,7 +224,7 @@ def test_no_tree_is_worth_more(table, nodes, row_cost):
 def test_the_default_trees():
     def paths(heads, tree=None, **changes):
         cfg = tiny_config(num_draft_heads=heads, head_kind=SHARED, **changes)
-        return (tsjax.Medusa(tree=tree) if tree else tsjax.Medusa()).paths(cfg)
+        return (tsjax.methods.Medusa(tree=tree) if tree else tsjax.methods.Medusa()).paths(cfg)
 
     assert len(paths(4)) == 63 and paths(4) == paths(7)
     # The value of a published tree of 63 nodes by the same table is 1.34 tokens.
@@ -239,15 +240,15 @@ def test_the_number_of_nodes_follows_the_costs():
 
     def nodes(row: float) -> int:
         costs = MIXED_COSTS._replace(
-            passes=((1, tsjax.Line(1.0)), (64, tsjax.Line(1.0 + 63 * row))), heads=0.1, overhead=0.0
+            passes=((1, Line(1.0)), (64, Line(1.0 + 63 * row))), heads=0.1, overhead=0.0
         )
-        measured = tsjax.Measured(cfg, "cpu", "cpu", 100, 1, costs=costs)
-        found = tsjax.Medusa(tree=None).next(measured)
+        measured = tsjax.methods.Measured(cfg, "cpu", "cpu", 100, 1, costs=costs)
+        found = tsjax.methods.Medusa(tree=None).next(measured)
         assert found.next(measured._replace(current=found)) == found
         return found.tree
 
     assert nodes(0.0) == 63 > nodes(0.005) > nodes(0.05) > nodes(10.0) == 1
-    choice = tsjax.choose_method(tsjax.Medusa(tree=None), model_of(SHARED), 100)
+    choice = tsjax.costs.choose_method(tsjax.methods.Medusa(tree=None), model_of(SHARED), 100)
     assert isinstance(choice.method.tree, int) and choice.step_cost > 0
 
 
@@ -317,7 +318,7 @@ def test_training_teaches_heads_and_writes_them_as_medusa_does(kind, tmp_path):
         head_kind=kind, num_heads=2, sequence_length=24, steps=60, warmup_steps=5, batch_size=4,
         micro_batch=4, learning_rate=0.05, save_to=tmp_path / "run",
     )  # fmt: skip
-    trained = tsjax.train_heads(model, np.arange(40 * 24) % size, held_out=0.1, **options)
+    trained = tsjax.training.train_heads(model, np.arange(40 * 24) % size, held_out=0.1, **options)
     first, last = trained.history[0], trained.history[-1]
     # A new head says what the model says, which is wrong here: its labels come a token later.
     assert min(first["head_losses"]) > 3 and max(last["head_losses"]) < 0.05
@@ -328,7 +329,7 @@ def test_training_teaches_heads_and_writes_them_as_medusa_does(kind, tmp_path):
     stored = safetensors.numpy.load_file(tmp_path / "run" / "heads.safetensors")
     wanted = {f"{k}.0.linear.{x}" for k in range(2) for x in ("weight", "bias")}
     assert set(stored) == wanted | ({"0.1.weight", "1.1.weight"} if kind == OWN else set())
-    state = states(trained.model, tsjax.Medusa(tree=(1, 1)), [3], 8)[-1]
+    state = states(trained.model, tsjax.methods.Medusa(tree=(1, 1)), [3], 8)[-1]
     assert state.stats.accepted[0, 2] >= 7
 
 

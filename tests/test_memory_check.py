@@ -39,13 +39,13 @@ PREFILLS = [
 ]
 
 
-def decode_config(step: aot.Step) -> tsjax.DecodeConfig:
+def decode_config(step: aot.Step) -> tsjax.steps.DecodeConfig:
     """What tools/aot.py compiles."""
     model, method = tsjax.model_preset(step.model), METHODS[step.method]()
     if step.method == "tokenswift":
         model = dataclasses.replace(model, num_draft_heads=3)
         method = tsjax.preset(step.model).method if step.model in aot.PAPER else method
-    return tsjax.DecodeConfig(model, method)
+    return tsjax.steps.DecodeConfig(model, method)
 
 
 @pytest.mark.parametrize("case", STEPS)
@@ -60,7 +60,7 @@ def test_a_step_needs_about_what_the_compiler_for_an_a100_says(case):
 def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, width, needed):
     name, _, weights = model.partition(", ")
     model = with_weights(tsjax.model_preset(name), weights or "float", {}, "")
-    cfg = tsjax.DecodeConfig(model)
+    cfg = tsjax.steps.DecodeConfig(model)
     estimate = temporary_bytes(cfg, 1, 32_768, width)
     assert needed <= estimate <= 2 * needed + 100e6
 
@@ -70,9 +70,9 @@ def test_a_pass_of_the_prefill_needs_about_what_the_compiler_says(model, width, 
 )
 def test_no_program_for_this_machine_needs_more(method):
     model = tiny_model()
-    cfg = tsjax.DecodeConfig(model.cfg, METHODS[method]())
+    cfg = tsjax.steps.DecodeConfig(model.cfg, METHODS[method]())
     lengths = jnp.array([3, 3]), jnp.array([100, 100])
-    state = tsjax.init_state(
+    state = tsjax.steps.init_state(
         jnp.ones((2, 3), jnp.int32), lengths[0], cfg=cfg, capacity=4096, max_length=lengths[1]
     )
     run = programs("cpu", model.cfg.dtype)
@@ -85,8 +85,8 @@ def test_no_program_for_this_machine_needs_more(method):
 
 def test_what_makes_it_larger():
     model = dataclasses.replace(tsjax.model_preset("llama3.1-8b"), num_draft_heads=3)
-    drafts = tsjax.DecodeConfig(model, tsjax.TokenSwift())
-    plain = tsjax.DecodeConfig(model)
+    drafts = tsjax.steps.DecodeConfig(model, tsjax.TokenSwift())
+    plain = tsjax.steps.DecodeConfig(model)
 
     def needed(cfg, batch=1, capacity=32_768, width=16):
         return temporary_bytes(cfg, batch, capacity, width)
@@ -95,7 +95,7 @@ def test_what_makes_it_larger():
     assert needed(plain) == needed(plain, capacity=131_072) < needed(plain, width=512)
     chosen = needed(drafts, capacity=524_288) - needed(drafts, capacity=262_144)
     assert chosen == 262_144 * 32 * 8 * (4 + 4)  # of each key a score and an integer
-    no_pass = tsjax.DecodeConfig(model, tsjax.TokenSwift(draft_from="verified_state"))
+    no_pass = tsjax.steps.DecodeConfig(model, tsjax.TokenSwift(draft_from="verified_state"))
     assert needed(no_pass, capacity=262_144) == needed(no_pass, capacity=131_072)
 
 
@@ -147,7 +147,7 @@ def refusal(monkeypatch, platform="gpu", method: Any = "autoregressive", **chang
 
 def test_the_parts_are_named_and_add_up(monkeypatch):
     text = refusal(monkeypatch, method=tsjax.TokenSwift.paper(draft_budget=64))
-    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift.paper(draft_budget=64))
+    cfg = tsjax.steps.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift.paper(draft_budget=64))
     cache = cache_bytes(cfg.model, 1, 262_144)
     method = memory_bytes(cfg, 1, 262_144, 0)
     temporary = temporary_bytes(cfg, 1, 262_144, 16)
@@ -194,7 +194,7 @@ def test_weights_in_int8_count_until_they_are_there(monkeypatch):
 def test_temporary_arrays_alone_can_be_too_much(monkeypatch):
     """The cache and the method's memory would fit."""
     model = tiny_model(vocab_size=61)
-    cfg = tsjax.DecodeConfig(model.cfg)
+    cfg = tsjax.steps.DecodeConfig(model.cfg)
     needed = cache_bytes(model.cfg, 1, 2048) + memory_bytes(cfg, 1, 2048, 0)
     temporary = temporary_bytes(cfg, 1, 2048, 16)
     monkeypatch.setattr(sizes, "available_bytes", lambda device: needed + temporary - 1)
@@ -250,7 +250,7 @@ def test_a_copy_of_an_earlier_run_gives_way(monkeypatch):
 
 
 def test_rows_that_lie_on_several_devices_count_once():
-    cfg = tsjax.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift.paper(draft_budget=64))
+    cfg = tsjax.steps.DecodeConfig(tiny_model().cfg, tsjax.TokenSwift.paper(draft_budget=64))
     mesh = jax.make_mesh((4, 1), ("data", "model"))
     one, four = (temporary_bytes(cfg, rows, 2048, 16) for rows in (2, 8))
     assert temporary_bytes(cfg, 8, 2048, 16, mesh) == one < four

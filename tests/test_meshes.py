@@ -188,8 +188,9 @@ def test_no_cache_and_no_weight_is_sent(name, sizes):
     """Each collective of a step is smaller than a part of a layer's cache and than a matrix."""
     mesh, rows = usable_mesh(mesh_of(*sizes)), 2 * sizes[0]
     model = tiny_model(num_layers=2, num_draft_heads=2, mesh=mesh, mlp_dim=8192)
-    cfg = DecodeConfig(model.cfg, tsjax.Autoregressive() if name == "prefill" else TOKENSWIFT)
-    state = tsjax.init_state(
+    plain = tsjax.methods.Autoregressive()
+    cfg = DecodeConfig(model.cfg, plain if name == "prefill" else TOKENSWIFT)
+    state = tsjax.steps.init_state(
         np.ones((rows, 8), np.int32), np.full(rows, 8), cfg=cfg, capacity=16_384,
         max_length=np.full(rows, 4000), mesh=mesh,
     )  # fmt: skip

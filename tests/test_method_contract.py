@@ -20,15 +20,16 @@ from any_tree import AnyTree
 from helpers import MIXED_COSTS, PROMPTS, SIZES, looping_model
 
 import tsjax
+from tsjax.costs import Costs, Int8Costs, Line
 from tsjax.decoding.method import Measured
 from tsjax.decoding.start import init_state
 from tsjax.host import run
 from tsjax.methods import METHODS, auto
 
-LINE = tsjax.Line(1.0)
-CHEAP_ROWS = tsjax.Costs(  # what is drafted at all is judged
-    passes=((1, LINE), (64, tsjax.Line(1.01))), heads=0.0, choice=LINE, suffix=LINE, ngrams=0.0,
-    overhead=0.0, origin="measured", int8=tsjax.Int8Costs(tsjax.Line(0.01), 0.0),
+LINE = Line(1.0)
+CHEAP_ROWS = Costs(  # what is drafted at all is judged
+    passes=((1, LINE), (64, Line(1.01))), heads=0.0, choice=LINE, suffix=LINE, ngrams=0.0,
+    overhead=0.0, origin="measured", int8=Int8Costs(Line(0.01), 0.0),
 )  # fmt: skip
 # Every processor is on, so each row of the table compiles one step; rows end by a stop token or by
 # length, at different steps.
@@ -47,13 +48,13 @@ class Row(NamedTuple):
     emitted drafts of each source. Where they change, say in which way they became better.
     """
 
-    method: tsjax.Method
+    method: tsjax.methods.Method
     accepted: tuple[int, ...] = ()
     by_source: tuple[int, ...] = ()
     heads: int = 0
     head_kind: str = "chained"
     second: bool = False  # whether there is a second model
-    drafter: tsjax.OneLayer | None = None
+    drafter: tsjax.training.OneLayer | None = None
     cache: str = "same"
 
     def model(self, dtype: str = "float64", mesh=None) -> tsjax.Model:
@@ -75,7 +76,7 @@ def second_model(dtype: str = "float64") -> tsjax.Model:
 
 
 ROWS = {
-    "autoregressive": Row(tsjax.Autoregressive(), (102,), (0, 0, 0)),
+    "autoregressive": Row(tsjax.methods.Autoregressive(), (102,), (0, 0, 0)),
     "ngram": Row(
         tsjax.NGram(num_ngrams=4, ngram_size=3, ngram_slots=5, suffix_length=6, pass_widths=(1, 4)),
         (67, 10, 5, 0, 0, 0, 0), (0, 10, 12),
@@ -96,7 +97,7 @@ ROWS = {
         (0, 2, 22, 8, 0, 0, 0, 0, 0), (69, 20, 4), heads=2, cache="int8",
     ),
     "medusa": Row(
-        tsjax.Medusa(tree=12), (35, 16, 9, 2), (40, 0, 0), heads=3, head_kind="parallel"
+        tsjax.methods.Medusa(tree=12), (35, 16, 9, 2), (40, 0, 0), heads=3, head_kind="parallel"
     ),
     "likely_tree": Row(
         tsjax.LikelyTree(
@@ -108,10 +109,10 @@ ROWS = {
     "one_layer": Row(
         tsjax.LikelyTree(width=8, pass_widths=(1, 4), drafter=3, places=0, costs=CHEAP_ROWS),
         (29, 20, 7, 3), (43, 0, 0, 0),
-        drafter=tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=9),
+        drafter=tsjax.training.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=9),
     ),
     "magicdec": Row(
-        tsjax.MagicDec(draft_choice="snapkv", draft_passes=2, draft_budget=36, num_sinks=1),
+        tsjax.methods.MagicDec(draft_choice="snapkv", draft_passes=2, draft_budget=36, num_sinks=1),
         (2, 2, 32), (66, 0, 0),
     ),
     "draft_model": Row(
@@ -119,7 +120,7 @@ ROWS = {
         (11, 13, 7, 1, 8), (62,), second=True,
     ),
     "triforce": Row(
-        tsjax.TriForce(length=4, draft_budget=20, inner_budget=24, inner_sinks=1),
+        tsjax.methods.TriForce(length=4, draft_budget=20, inner_budget=24, inner_sinks=1),
         (5, 3, 1, 2, 16), (75,), second=True,
     ),
     "auto": Row(
@@ -161,11 +162,11 @@ def texts(result) -> list[list[int]]:
     return [row.tolist() for row in result.tokens]
 
 
-def decoded_by(row: Row, dtype: str) -> tsjax.DecodeConfig:
+def decoded_by(row: Row, dtype: str) -> tsjax.steps.DecodeConfig:
     """What the steps of a run are compiled for: Auto's first choice, a second model filled in."""
     second, cfg = second_model(dtype).cfg if row.second else None, row.model(dtype).cfg
     measured = Measured(cfg, "cpu", "cpu", context=64, batch=len(PROMPTS), draft_model=second)
-    return tsjax.DecodeConfig(cfg, row.method.next(measured))
+    return tsjax.steps.DecodeConfig(cfg, row.method.next(measured))
 
 
 def test_every_method_has_a_row():
@@ -227,9 +228,9 @@ def test_memory_keeps_its_shapes_and_types_and_is_read_once(row):
     state = init_state(
         np.asarray([[1, 2, 3, 4], [5, 6, 0, 0]]), np.asarray([4, 2]), cfg=cfg,
         capacity=SIZES["capacity"], max_length=np.asarray([60, 60]),
-        sampling=tsjax.sampling_values(config, (11,), model.cfg.vocab_size, "float32"),
+        sampling=tsjax.steps.sampling_values(config, (11,), model.cfg.vocab_size, "float32"),
     )  # fmt: skip
-    after = jax.eval_shape(functools.partial(tsjax.decode_step, cfg=cfg), params, state)
+    after = jax.eval_shape(functools.partial(tsjax.steps.decode_step, cfg=cfg), params, state)
     assert_like(state, after)
     wide = {"int64", "float64", "uint64"}
     assert not wide & {str(leaf.dtype) for leaf in jax.tree.leaves(after)}

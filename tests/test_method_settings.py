@@ -40,9 +40,9 @@ METHODS = {  # and heads
     "no_tree": (
         tsjax.TokenSwift(tree=(), num_ngrams=3, ngram_size=3, suffix_length=3, draft_budget=40), 0
     ),
-    "magicdec": (tsjax.MagicDec(draft_budget=12, num_sinks=2, draft_weights="int8"), 0),
+    "magicdec": (tsjax.methods.MagicDec(draft_budget=12, num_sinks=2, draft_weights="int8"), 0),
     "triforce": (
-        tsjax.TriForce(
+        tsjax.methods.TriForce(
             length=3, inner_length=2, draft_budget=16, num_sinks=0, draft_refresh=None,
             draft_weights="int8",
         ),

@@ -46,7 +46,7 @@ METHODS = {
         width=8, draft_passes=2, heads=True, places=2, draft_budget=20, num_sinks=3,
         draft_refresh=None,
     ),
-    "magicdec": tsjax.MagicDec(
+    "magicdec": tsjax.methods.MagicDec(
         draft_choice="snapkv", draft_passes=2, draft_budget=36, num_sinks=1
     ),
 }  # fmt: skip
@@ -360,7 +360,7 @@ def test_a_lazily_read_prompt_goes_on_as_plainly():
     lazy = tsjax.LazyPrefill(keep={1: 0.5})
     both = [
         texts(tsjax.generate(model, prompt, method=method, prefill=lazy, **SETTINGS))
-        for method in (tsjax.Autoregressive(), METHODS["tokenswift"])
+        for method in (tsjax.methods.Autoregressive(), METHODS["tokenswift"])
     ]
     assert both[0] == both[1]
 

@@ -110,7 +110,7 @@ def test_rounded_ones_are_near(folder, weights, steps):
 
 METHODS = {
     "text": tsjax.LikelyTree(width=6),
-    "int8 passes": tsjax.MagicDec(draft_budget=8, num_sinks=2, draft_weights="int8"),
+    "int8 passes": tsjax.methods.MagicDec(draft_budget=8, num_sinks=2, draft_weights="int8"),
 }
 
 

@@ -112,9 +112,9 @@ def test_no_flag_changes_the_noise(name, value):
 
 
 def test_keys_of_another_hash_are_refused():
-    cfg = tsjax.DecodeConfig(tiny_config(), tsjax.Autoregressive())
+    cfg = tsjax.steps.DecodeConfig(tiny_config(), tsjax.methods.Autoregressive())
     for keys in (jax.random.key(0, impl="rbg")[None], jnp.zeros((1, 2), jnp.uint32)):
-        with pytest.raises(ValueError, match="row_key .* tsjax.row_keys"):
+        with pytest.raises(ValueError, match="row_key .* tsjax.steps.row_keys"):
             init_state([[1]], [1], cfg=cfg, capacity=8, max_length=[4], row_key=keys)
 
 

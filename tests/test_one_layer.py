@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsjax
+from tsjax.costs import Costs, Line
 from tsjax.decoding.start import first_memory, init_state
 from tsjax.errors import BadValue
 from tsjax.methods import correction, one_layer
@@ -26,16 +27,16 @@ from tsjax.model.logits import tapped_states
 from tsjax.training import drafter_loss
 from tsjax.training.drafter_loss import Pieces
 
-LINE = tsjax.Line(1.0)
-CHEAP = tsjax.Costs(
-    passes=((1, LINE), (64, tsjax.Line(1.01))), heads=0.0, choice=LINE, suffix=LINE, ngrams=0.0,
+LINE = Line(1.0)
+CHEAP = Costs(
+    passes=((1, LINE), (64, Line(1.01))), heads=0.0, choice=LINE, suffix=LINE, ngrams=0.0,
     overhead=0.0, origin="measured", any_rows=True,
 )  # fmt: skip
 PROMPT = [3, 14, 1, 5, 9, 2, 6]
 
 
 def model_with_drafter(window: int = 64, **changes) -> tsjax.Model:
-    shape = tsjax.OneLayer(mlp_dim=32, words=20, taps=(0, 1, 2), window=window)
+    shape = tsjax.training.OneLayer(mlp_dim=32, words=20, taps=(0, 1, 2), window=window)
     model = tiny_model(drafter=shape, num_layers=2, **changes)
     said = np.random.default_rng(5).permutation(model.cfg.vocab_size)[:20].astype(np.int32)
     drafter = model.params.drafter.replace(words=jnp.asarray(said))
@@ -54,7 +55,7 @@ def drafts(params, state, *, cfg, number):
 
 
 def run_of(model, steps: int, method, prompts=(PROMPT,)):
-    cfg = tsjax.DecodeConfig(model.cfg, method)
+    cfg = tsjax.steps.DecodeConfig(model.cfg, method)
     longest = max(map(len, prompts))
     tokens = np.zeros((len(prompts), longest), np.int32)
     for row, prompt in enumerate(prompts):
@@ -63,8 +64,8 @@ def run_of(model, steps: int, method, prompts=(PROMPT,)):
     state = init_state(
         tokens, lengths, cfg=cfg, capacity=128, max_length=np.full(len(prompts), 120, np.int32)
     )
-    state = tsjax.prefill(model.params, state, width=16, cfg=cfg)
-    step = jax.jit(tsjax.decode_step, static_argnames="cfg")
+    state = tsjax.steps.prefill(model.params, state, width=16, cfg=cfg)
+    step = jax.jit(tsjax.steps.decode_step, static_argnames="cfg")
     for _ in range(steps):
         state = step(model.params, state, cfg=cfg)
     return cfg, state
@@ -105,7 +106,8 @@ def test_a_run_drafts_what_training_computes(drafted):
 
 def loop_with_drafter() -> tsjax.Model:
     return looping_model(
-        drafter=tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=64), num_layers=2
+        drafter=tsjax.training.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), window=64),
+        num_layers=2,
     )
 
 
@@ -172,7 +174,7 @@ def test_what_it_has_learned_outlives_a_change_of_method():
     model = loop_with_drafter()
     method = tsjax.LikelyTree(places=0, drafter=3, width=4, costs=CHEAP)
     _, state = run_of(model, 6, method)
-    cfg = tsjax.DecodeConfig(model.cfg, tsjax.LikelyTree(drafter=1, costs=CHEAP))
+    cfg = tsjax.steps.DecodeConfig(model.cfg, tsjax.LikelyTree(drafter=1, costs=CHEAP))
     how = dict(cfg=cfg, batch=1, capacity=state.tokens.shape[1], mesh=None)
     memory, _ = first_memory(method.lesson(state.memory), **how)
     found = np.asarray(memory.layer.correction)
@@ -180,7 +182,7 @@ def test_what_it_has_learned_outlives_a_change_of_method():
 
 
 def test_a_published_head_does_not_learn():
-    shape = tsjax.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), token_in_state=False)
+    shape = tsjax.training.OneLayer(mlp_dim=16, words=20, taps=(0, 1, 2), token_in_state=False)
     model = tiny_model(drafter=shape, num_layers=2)
     _, state = run_of(model, 1, tsjax.LikelyTree(drafter=2, costs=CHEAP))
     assert state.memory.layer.correction is None
@@ -192,7 +194,7 @@ def test_the_window_holds_the_last_rows(longest, window, counts):
     """Against a list: of each row that counts one copy, none older than the window, and none lost
     but those at its end that a block does not fit over."""
     counts = [min(count, longest) for count in counts]
-    shape = tsjax.OneLayer(mlp_dim=4, words=2, taps=(0,), window=window)
+    shape = tsjax.training.OneLayer(mlp_dim=4, words=2, taps=(0,), window=window)
     cfg = tiny_model(drafter=shape).cfg
     memory = one_layer.init_layer_memory(cfg, 1, 2, longest)
     written, held = 0, []
@@ -230,4 +232,4 @@ def test_what_it_needs_is_said_before_anything_runs():
     with pytest.raises(BadValue, match="drafter=2 is not valid: 0, with draft_passes or heads"):
         tsjax.LikelyTree(drafter=2, draft_passes=1)
     with pytest.raises(BadValue, match="drafter taps=\\(0, 9\\) is not valid: at most"):
-        tiny_model(drafter=tsjax.OneLayer(mlp_dim=4, words=2, taps=(0, 9)))
+        tiny_model(drafter=tsjax.training.OneLayer(mlp_dim=4, words=2, taps=(0, 9)))

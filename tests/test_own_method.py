@@ -20,7 +20,7 @@ from tsjax.methods import METHODS, resolve_method
 
 
 @dataclasses.dataclass(frozen=True)
-class FromText(tsjax.Method):
+class FromText(tsjax.methods.Method):
     """Drafts the next tokens of a text that the output may follow, such as a file to be edited."""
 
     text: tuple[int, ...] = (0,)
@@ -28,7 +28,7 @@ class FromText(tsjax.Method):
     sources: ClassVar[tuple[str, ...]] = ("text",)
 
     def sizes(self, model):
-        return tsjax.Sizes(width=1 + self.length, depth=self.length)
+        return tsjax.methods.Sizes(width=1 + self.length, depth=self.length)
 
     def init(self, model, batch, capacity, mesh):
         return jnp.zeros((batch,), jnp.int32)  # where each row is in the text
@@ -39,9 +39,9 @@ class FromText(tsjax.Method):
     def draft(self, model, params, state, noise):
         text, here = jnp.asarray(self.text, jnp.int32), state.memory
         places = here[:, None] + jnp.arange(self.length, dtype=jnp.int32)
-        tokens = text[jnp.minimum(places, len(self.text) - 1)]
-        left = jnp.clip(len(self.text) - here, 0, self.length)
-        tree = tsjax.merge_paths(state.root, tokens[:, None], left[:, None], width=1 + self.length)
+        tokens = text[jnp.minimum(places, len(self.text) - 1)][:, None]
+        left = jnp.clip(len(self.text) - here, 0, self.length)[:, None]
+        tree = tsjax.methods.merge_paths(state.root, tokens, left, width=1 + self.length)
         return here, tree
 
     def learn(self, model, params, memory, state, verdict, acceptance):
@@ -57,7 +57,7 @@ PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9, 8], [1, 2, 3]]
 
 @pytest.fixture(scope="module", autouse=True)
 def registered():
-    tsjax.register_method("from_text", FromText)
+    tsjax.methods.register_method("from_text", FromText)
     yield
     del METHODS["from_text"]
 
@@ -100,7 +100,7 @@ class GivesUp(FromText):
 
     def next(self, measured):
         enough = measured.current is not None and measured.steps >= 8
-        return tsjax.Autoregressive() if enough else measured.current or self
+        return tsjax.methods.Autoregressive() if enough else measured.current or self
 
 
 def test_a_method_may_go_on_as_another(method, plain):
@@ -114,7 +114,7 @@ def test_a_method_may_go_on_as_another(method, plain):
 
 
 @dataclasses.dataclass(frozen=True)
-class Counts(tsjax.Autoregressive):
+class Counts(tsjax.methods.Autoregressive):
     """Counts its steps, over a spell of plain decoding as well."""
 
     told: ClassVar[list[tuple[str, int]]] = []
@@ -139,7 +139,7 @@ class Counts(tsjax.Autoregressive):
     def next(self, measured):
         if measured.current is None or measured.steps < 4:
             return measured.current or self
-        return tsjax.Autoregressive() if measured.current == self else self
+        return tsjax.methods.Autoregressive() if measured.current == self else self
 
 
 def test_a_method_gets_its_lesson_back_after_plain_decoding(plain, monkeypatch):
@@ -156,11 +156,11 @@ def test_a_method_gets_its_lesson_back_after_plain_decoding(plain, monkeypatch):
 def test_names(method, tmp_path):
     assert resolve_method("from_text") == FromText()
     with pytest.raises(ValueError, match="name='ngram' is not valid: free"):
-        tsjax.register_method("ngram", FromText)
+        tsjax.methods.register_method("ngram", FromText)
     with pytest.raises(ValueError, match="name='from text' is not valid: an identifier"):
-        tsjax.register_method("from text", FromText)
-    with pytest.raises(ValueError, match="method=.*a frozen dataclass that extends tsjax.Method"):
-        tsjax.register_method("mutable", dataclasses.make_dataclass("Mutable", ["x"]))
+        tsjax.methods.register_method("from text", FromText)
+    with pytest.raises(ValueError, match="method=.*dataclass that extends tsjax.methods.Method"):
+        tsjax.methods.register_method("mutable", dataclasses.make_dataclass("Mutable", ["x"]))
     given = GivesUp(text=method.text)  # it runs without a name, but is not saved
     with pytest.raises(ValueError, match="save_to.*GivesUp.*register_method"):
         tsjax.generate(MODEL, [1], method=given, save_to=tmp_path / "run.json", **SETTINGS)

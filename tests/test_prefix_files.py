@@ -141,7 +141,7 @@ def test_what_is_no_file_of_a_prefix_is_refused(change, error, message, file):
     ("model", "message"),
     [
         (lambda: looping_model(seed=3), "read by another model: load that of the file"),
-        (lambda: looping_model(rope=tsjax.RopeConfig(theta=100.0)), "read by another model"),
+        (lambda: looping_model(rope=tsjax.steps.RopeConfig(theta=100.0)), "read by another model"),
         (lambda: looping_model(cache="int8"), r"the model has 'int8': load it with cache='same'"),
         (lambda: looping_model(dtype="bfloat16"), "load it with dtype='float32'"),
         (lambda: tiny_model(num_layers=3), "read by another model"),

@@ -39,7 +39,7 @@ def test_every_preset_has_the_papers_values():
         assert method.tree == (1, 3, 3, 3) and method.num_ngrams == 20 and method.ngram_size == 4
         assert (method.draft_budget, method.num_sinks) == (4096, 16)
         with_heads = tsjax.model_preset(name).to_dict() | {"num_draft_heads": 3}
-        decode = tsjax.DecodeConfig(tsjax.ModelConfig.from_dict(with_heads), method)
+        decode = tsjax.steps.DecodeConfig(tsjax.ModelConfig.from_dict(with_heads), method)
         assert (decode.sizes.depth, decode.sizes.width) == (4, 101)
 
 

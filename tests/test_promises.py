@@ -39,7 +39,7 @@ def test_every_method_answers_for_itself(name):
 
 
 def test_magicdec_is_priced_by_its_passes():
-    method = tsjax.MagicDec(draft_passes=3, draft_budget=64)
+    method = tsjax.methods.MagicDec(draft_passes=3, draft_budget=64)
     promise = method.promise(MODEL, MIXED, CONTEXT)
     one = 10 + 0.5 * 64
     assert promise.seconds == pytest.approx(3 * one + MIXED.of_pass(4, CONTEXT) + 4)
@@ -63,7 +63,7 @@ def test_a_second_model_is_priced_by_what_it_reads():
 
 
 def test_triforce_is_priced_by_both_levels():
-    method = tsjax.TriForce(length=6, draft_budget=64)
+    method = tsjax.methods.TriForce(length=6, draft_budget=64)
     promise = method.promise(MODEL, MIXED, CONTEXT)
     passes = 6 / 1.2  # one token each, and what the text offers
     one = 10 + 0.5 * 64 + 2 + 0.125 + 0.001 * CONTEXT  # of two rows
@@ -87,14 +87,14 @@ def test_no_other_file_asks_for_a_method_s_type():
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(tsjax.Method):
+class Own(tsjax.methods.Method):
     """A user's, which says nothing of what it finds."""
 
 
 def test_what_is_not_known_is_said():
     """And not that of one pass that finds one token."""
     assert Own().promise(MODEL, MIXED, CONTEXT) is None
-    choice = tsjax.choose_method(Own(), tiny_model(), 100)
+    choice = tsjax.costs.choose_method(Own(), tiny_model(), 100)
     assert choice.method == Own() and choice.step_cost is None
     with pytest.raises(ValueError, match="what a step of Own finds is not known"):
         expected(Own(), MODEL, MIXED, GPUS["h100"], Span(100, 100))

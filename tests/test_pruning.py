@@ -94,7 +94,7 @@ class Run:
 
     @classmethod
     def of(cls, model, prompts, lazy, *, width=16, capacity=CAPACITY, prompt_capacity=64):
-        cfg = tsjax.DecodeConfig(model=model.cfg, prefill=lazy)
+        cfg = tsjax.steps.DecodeConfig(model=model.cfg, prefill=lazy)
         length = np.asarray([len(row) for row in prompts])
         tokens = np.zeros((len(prompts), max(length)), np.int32)
         for row, ids in zip(tokens, prompts, strict=True):
@@ -360,7 +360,7 @@ def test_best_tokens(data):
 
 
 def test_a_state_that_could_not_hold_the_prefill_is_refused():
-    cfg = tsjax.DecodeConfig(model=small().cfg, prefill=tsjax.LazyPrefill(keep=SHORT_CUTS))
+    cfg = tsjax.steps.DecodeConfig(model=small().cfg, prefill=tsjax.LazyPrefill(keep=SHORT_CUTS))
     never = tsjax.LazyPrefill(keep=SHORT_CUTS, revive="never")
 
     def begun(cfg=cfg, capacity=CAPACITY, **more):
@@ -412,7 +412,7 @@ def test_prompts_of_a_bucket_share_their_programs():
 def test_no_step_copies_a_cache(revive):
     tiny = tiny_model()
     lazy = tsjax.LazyPrefill(keep={1: 0.5}, revive=revive, revive_rows=8, window=2)
-    cfg = tsjax.DecodeConfig(model=tiny.cfg, prefill=lazy)
+    cfg = tsjax.steps.DecodeConfig(model=tiny.cfg, prefill=lazy)
     state = init_state(
         np.ones((1, 64), np.int32), np.asarray([64]), cfg=cfg, capacity=65536, max_length=[100],
         prompt_capacity=1024,

@@ -33,8 +33,8 @@ METHODS = {
     "the paper's settings": tsjax.TokenSwift(),
     "likely tree": tsjax.LikelyTree(width=6, pass_widths=(1, 2, 4), places=8),
     "int8 passes": tsjax.LikelyTree(width=6, draft_passes=2, draft_weights="int8"),
-    "magicdec": tsjax.MagicDec(),
-    "triforce": tsjax.TriForce(),
+    "magicdec": tsjax.methods.MagicDec(),
+    "triforce": tsjax.methods.TriForce(),
     "auto": tsjax.Auto(),
 }
 

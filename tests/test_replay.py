@@ -39,7 +39,7 @@ def oracle_scores(model, history, seed):
     scores = oracle_logits(model, history)[-1]
     for token in set(history[-SAMPLED["repetition_window"] :]):
         scores[token] *= 1.3 if scores[token] < 0 else 1 / 1.3
-    key, at = tsjax.row_keys([seed], [0]), jnp.asarray([[len(history)]])
+    key, at = tsjax.steps.row_keys([seed], [0]), jnp.asarray([[len(history)]])
     noise = position_noise(key, at, len(scores), jnp.float32)
     return scores / SAMPLED["temperature"] + np.asarray(noise, np.float64)[0, 0]
 

@@ -40,7 +40,7 @@ def test_arrays_are_what_generate_says():
             told = getattr(arrays, name)[row]
             np.testing.assert_array_equal(told[begin:end], getattr(said.logprobs[row], name))
             assert not told[~arrays.mask[row]].any()
-        assert tsjax.FINISH_REASONS[arrays.finish_reason[row]] == said.finish_reason[row]
+        assert tsjax.results.FINISH_REASONS[arrays.finish_reason[row]] == said.finish_reason[row]
     assert {"eos", "length"} <= set(said.finish_reason)
     assert found.result.tokens[3].tolist() == said.tokens[3].tolist()
 
@@ -107,7 +107,7 @@ def test_a_pytree_of_arrays_goes_through_jit():
     found = tsjax.rollout(MODEL, PROMPTS, group=2, width=40, **HOW)
     assert found.tokens.shape == (6, 40)
     same = jax.jit(lambda rollout: rollout)(found)
-    assert isinstance(same, tsjax.Rollout) and same.result is None
+    assert isinstance(same, tsjax.results.Rollout) and same.result is None
     np.testing.assert_array_equal(same.processed, found.processed)
 
 

@@ -103,7 +103,7 @@ def test_a_step_reads_what_its_passes_read():
         1.5 * weights
     )
     for one_pass in (
-        tsjax.Autoregressive(),
+        tsjax.methods.Autoregressive(),
         tsjax.NGram(),
         tsjax.TokenSwift(draft_from="verified_state"),
         LikelyTree(draft_passes=4),  # a step may leave them out
@@ -139,7 +139,7 @@ def test_expected_times_are_means_over_the_run():
     # With other drafts: the same steps, more tokens.
     more = expected(method, model, costs, device, span, 2 * found.tokens_per_step)
     assert more.seconds == pytest.approx(found.seconds / 2, rel=1e-6)
-    plain = expected(tsjax.Autoregressive(), model, costs, device, span)
+    plain = expected(tsjax.methods.Autoregressive(), model, costs, device, span)
     assert plain.tokens_per_step == 1
     assert plain.least == pytest.approx(sum(counted("llama3.1-8b", 17_000)[:2]) / 3.35e12)
     assert has_room(model, device, 40_000) and not has_room(model, GPUS["rtx 4090"], 131_072)

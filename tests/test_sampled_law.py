@@ -30,7 +30,7 @@ def model_of_the_law() -> tsjax.Model:
     cfg = tiny_config(
         vocab_size=STATES, embed_dim=STATES, num_layers=1, num_heads=1, num_kv_heads=1, mlp_dim=8
     )
-    params = tsjax.init_params(cfg)
+    params = tsjax.steps.init_params(cfg)
     weights = jax.tree.map(jnp.zeros_like, params.model)
     weights = weights.replace(
         embed=jnp.eye(STATES),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import define_process, define_warp
 
-from tsjax import GenerationConfig, row_keys, sampling_values
+from tsjax import GenerationConfig
 from tsjax.decoding.processors import KnownText, first_counts, first_last_seen
 from tsjax.decoding.sampling import (
     best,
@@ -25,6 +25,7 @@ from tsjax.decoding.sampling import (
     step_noise,
     warp,
 )
+from tsjax.steps import row_keys, sampling_values
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 

@@ -20,7 +20,7 @@ from tsjax.host.saved_run import read_run
 
 PROMPT = [3, 1, 4, 1, 5]
 METHODS = [
-    tsjax.Autoregressive(),
+    tsjax.methods.Autoregressive(),
     tsjax.NGram(suffix_length=4, pass_widths=(3,)),
     tsjax.Auto(),
     tsjax.TokenSwift(tree=((0,), (0, 1)), draft_from="partial_cache", noise_coupled=False),
@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_with_its_method(model, tmp_path):
     again = tsjax.generate(model, resume_from=path, max_new_tokens=9, save_to=path)
     assert again.stats.method == read_run(path).method == method
     other = tsjax.generate(model, resume_from=path, max_new_tokens=12, method="autoregressive")
-    assert other.stats.method == tsjax.Autoregressive()
+    assert other.stats.method == tsjax.methods.Autoregressive()
     assert other.tokens[0].tolist()[:9] == again.tokens[0].tolist()
     with pytest.raises(ValueError, match="method='' is not valid"):
         tsjax.generate(model, resume_from=path, method="")
@@ -134,7 +134,7 @@ def test_an_older_file_is_resumed_with_a_warning(model, tmp_path):
         result = tsjax.generate(model, resume_from=path, save_to=path)
     assert warned[0].filename == __file__
     assert result.tokens[0].tolist() == saved_by(model, tmp_path / "new.json")["tokens"][0]
-    assert result.stats.method == tsjax.Autoregressive()
+    assert result.stats.method == tsjax.methods.Autoregressive()
     assert json.loads(path.read_text())["format"] == 2
     path.write_text(json.dumps(OLD_FILE))
     another = "saved with another model or dtype: load that of the run"

@@ -55,8 +55,8 @@ def step(reader, tokens, length, right, settings):
     weights, running = model.params.model, jnp.ones(length.shape, bool)
     reader = forgotten(reader, right)
     reader = kept_up(reader, settings, weights, tokens, length - 1, NUMBER, cfg=model.cfg)
-    state = tsjax.init_state(
-        tokens, length, cfg=tsjax.DecodeConfig(model=model.cfg), capacity=CAPACITY,
+    state = tsjax.steps.init_state(
+        tokens, length, cfg=tsjax.steps.DecodeConfig(model=model.cfg), capacity=CAPACITY,
         max_length=jnp.full(length.shape, CAPACITY),
     )  # fmt: skip
     noise, text = jnp.zeros((len(tokens), NUMBER, VOCAB)), known_text(state, NUMBER)
@@ -123,8 +123,8 @@ def test_the_same_model_is_right_each_time(length, settings, tmp_path):
 def test_the_lowest_level_changes_no_chain():
     """TriForce's chain is what passes on the retrieval cache alone would draft, one by one."""
     of_cache = dict(draft_choice="retrieval", draft_budget=24, num_sinks=8, draft_refresh="never")
-    alone = tsjax.MagicDec(draft_passes=5, **of_cache)
-    triforce = tsjax.TriForce(length=5, inner_budget=40, inner_sinks=2, **of_cache)
+    alone = tsjax.methods.MagicDec(draft_passes=5, **of_cache)
+    triforce = tsjax.methods.TriForce(length=5, inner_budget=40, inner_sinks=2, **of_cache)
     found = []
     with jax.enable_x64(True):
         model, second = (looping_model(dtype="float64", num_layers=n) for n in (2, 1))
@@ -158,7 +158,7 @@ def test_what_is_not_valid():
         (tsjax.DraftModel, "length", 0),
         (tsjax.DraftModel, "draft_choice", "snapkv"),
         (tsjax.DraftModel, "draft_budget", 16),
-        (tsjax.TriForce, "inner_budget", 16),
+        (tsjax.methods.TriForce, "inner_budget", 16),
     ):
         with pytest.raises(ValueError, match=f"{field}={value!r}"):
             method(**{field: value})

@@ -32,11 +32,11 @@ def test_a_path_of_the_wanted_length_is_taken(wanted, count):
 
 
 @dataclasses.dataclass(frozen=True)
-class Counting(tsjax.Method):
+class Counting(tsjax.methods.Method):
     """Drafts 11 12 13, whatever was said."""
 
     def sizes(self, model):
-        return tsjax.Sizes(width=4, depth=3)
+        return tsjax.methods.Sizes(width=4, depth=3)
 
     def draft(self, model, params, state, noise):
         tokens, lengths = jnp.asarray([[[11, 12, 13]]], jnp.int32), jnp.asarray([[3]], jnp.int32)
@@ -46,9 +46,9 @@ class Counting(tsjax.Method):
 def steps(lengths):
     """What 40 tokens after the prompt are found by."""
     model = tiny_model()
-    cfg = tsjax.DecodeConfig(model.cfg, Counting())
-    state = tsjax.init_state(PROMPT, [8], cfg=cfg, capacity=128, max_length=[48])
-    state = tsjax.prefill(model.params, state, width=16, cfg=cfg)
+    cfg = tsjax.steps.DecodeConfig(model.cfg, Counting())
+    state = tsjax.steps.init_state(PROMPT, [8], cfg=cfg, capacity=128, max_length=[48])
+    state = tsjax.steps.prefill(model.params, state, width=16, cfg=cfg)
     program = programs("cpu", "float32").simulate
     return program(model.params, state, jnp.asarray(lengths, jnp.int32), 1000, cfg=cfg)
 

@@ -37,7 +37,7 @@ def compiled(
     model = tiny_model(num_draft_heads=2, dtype=dtype, cache=cache)
     method = COST_METHODS[name]
     state = fresh_state(model, [[1, 2, 3]] * batch, method=method, capacity=capacity)
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
     steps = jnp.int32(8)
     lowered = programs("cpu", dtype).decode.lower(model.params, state, steps, cfg=cfg)
     return lowered.compile(FUSED_AS_FOR_USERS), state
@@ -138,8 +138,8 @@ def test_a_narrow_pass_does_not_compute_the_wide_one():
     """Neither runs before it is known how many nodes there are."""
     model = tiny_model(vocab_size=VOCAB)
     method = tsjax.NGram(num_ngrams=0, suffix_length=6, pass_widths=(1,))
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
     state = fresh_state(model, [[1, 2, 3]], method=method)
-    step = jax.jit(functools.partial(tsjax.decode_step, cfg=cfg))
+    step = jax.jit(functools.partial(tsjax.steps.decode_step, cfg=cfg))
     text = step.lower(model.params, state).compile().as_text()
     assert "/mlp/" in text and "/mlp/" not in entry_computation(text)

@@ -25,7 +25,7 @@ from tsjax.training.corpus import Order
 from tsjax.training.loss import init_heads
 
 LENGTH, ROWS = 16, 10
-SETTINGS = tsjax.HeadTraining(
+SETTINGS = tsjax.training.HeadTraining(
     num_heads=2, sequence_length=LENGTH, steps=7, warmup_steps=2, batch_size=4, micro_batch=2,
     chunk_tokens=12, init_scale=0.1,
 )  # fmt: skip
@@ -40,11 +40,11 @@ def model():
 @pytest.fixture(scope="module")
 def whole(model):
     """A run that nothing stopped."""
-    return tsjax.train_heads(model, DATA, settings=SETTINGS)
+    return tsjax.training.train_heads(model, DATA, settings=SETTINGS)
 
 
 def train(model, **options):
-    return tsjax.train_heads(model, DATA, **{"settings": SETTINGS, **options})
+    return tsjax.training.train_heads(model, DATA, **{"settings": SETTINGS, **options})
 
 
 def numbers(history):
@@ -75,11 +75,11 @@ def test_two_heads_learn_a_text_that_repeats_itself():
     sharp = model.params.model.replace(unembed=model.params.model.unembed * 8)
     model = model.replace(params=model.params.replace(model=sharp))
     text = np.arange(40 * 24) % size
-    settings = tsjax.HeadTraining(
+    settings = tsjax.training.HeadTraining(
         num_heads=2, sequence_length=24, steps=80, warmup_steps=5, batch_size=4, micro_batch=4,
         learning_rate=0.05,
     )  # fmt: skip
-    trained = tsjax.train_heads(model, text, settings=settings, held_out=0.1)
+    trained = tsjax.training.train_heads(model, text, settings=settings, held_out=0.1)
     for a, b in zip(
         jax.tree.leaves(trained.model.params.model), jax.tree.leaves(sharp), strict=True
     ):
@@ -283,8 +283,8 @@ def test_resuming_something_else_is_refused_and_changes_nothing(model, tmp_path)
     refused(r"made with learning_rate=0.005, now 0.01; seed=0, now 1$", learning_rate=0.01, seed=1)
     refused(r"made with another model \(or type\)", model=helpers.tiny_model(seed=1))
     with pytest.raises(ValueError, match="made with other data"):
-        tsjax.train_heads(model, DATA[1:], settings=SETTINGS, steps=3, save_to=tmp_path / "run",
-                          resume=True)  # fmt: skip
+        how = dict(settings=SETTINGS, steps=3, save_to=tmp_path / "run", resume=True)
+        tsjax.training.train_heads(model, DATA[1:], **how)
     refused(r"it holds a run; pass resume=True \(--resume\)", FileExistsError, resume=False)
     refused(r"has no checkpoint/step-\*", FileNotFoundError, save_to=tmp_path / "other")
     refused("save_to names the folder", save_to=None)
@@ -356,11 +356,11 @@ def test_wrong_places_are_refused(model, tmp_path):
     refused(FileExistsError, "it has 'file'; choose a folder of its own", tmp_path)
     refused(ValueError, "save_to='' is not valid", "")
     with pytest.raises(TypeError, match="model=3 is not valid"):
-        tsjax.train_heads(3, DATA)
+        tsjax.training.train_heads(3, DATA)
     with pytest.raises(ValueError, match="batch_size=4 is not valid: a multiple of the 8 .* mesh"):
         mesh = jax.make_mesh((4, 1), ("data", "model"))
         train(helpers.tiny_model(mesh=mesh))
     with pytest.raises(ValueError, match="this model has no path, so it has no tokenizer"):
         text = tmp_path / "a.txt"
         text.write_text("some text")
-        tsjax.train_heads(model, text, settings=SETTINGS)
+        tsjax.training.train_heads(model, text, settings=SETTINGS)

@@ -291,7 +291,7 @@ def test_auto_has_to_be_resolved():
     for name in ("tree", "draft_from"):
         with pytest.raises(ValueError, match=f"{name}='auto' is not valid: .*tsjax.Auto"):
             TokenSwift(**{name: "auto"})
-    with pytest.raises(ValueError, match=r"Auto\(\) is not valid here.*tsjax.choose_method"):
+    with pytest.raises(ValueError, match=r"Auto\(\) is not valid here.*tsjax.costs.choose_method"):
         decode_config(Auto(), 3)
 
 

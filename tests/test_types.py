@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The types in the signatures of array code: that they are there, are checked, and cost nothing."""
 
+import ast
 import importlib
 import inspect
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,17 @@ def test_every_signature_is_complete_and_means_something():
             assert {*named, "return"} <= hints.keys(), (module, function.__qualname__)
 
 
+def test_no_field_of_a_state_is_an_array_of_any_shape():
+    for path in Path(tsjax.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            bases = map(ast.unparse, getattr(node, "bases", []))
+            if isinstance(node, ast.ClassDef) and any("PyTree" in base for base in bases):
+                fields = (
+                    ast.unparse(part) for part in node.body if isinstance(part, ast.AnnAssign)
+                )
+                assert not [one for one in fields if "jax.Array" in one], (path, node.name)
+
+
 def test_a_wrong_shape_is_refused():
     root = jnp.asarray([3, 4], jnp.int32)
     paths, lengths = jnp.ones((2, 5, 3), jnp.int32), jnp.ones((2, 5), jnp.int32)
@@ -70,7 +83,7 @@ def test_a_pass_joins_no_types_or_ranks_unsaid(dtype):
         flags = dict.fromkeys(("qkv_bias", "qk_norm", "tie_embeddings"), dtype != "float64")
         cfg = tiny_config(dtype=dtype, num_draft_heads=2, **flags)
         logits, normed, cache, rest = jax.jit(lambda params: run_pass(params, cfg))(
-            tsjax.init_params(cfg)
+            tsjax.steps.init_params(cfg)
         )
         assert logits.dtype == ("float32" if dtype == "bfloat16" else dtype)
         assert {x.dtype for x in (normed, *cache.k, *(one.mean for one in rest))} == {

@@ -58,7 +58,7 @@ def drafted_texts(tree) -> list[dict[int, list[int]]]:
 
 def sampling_values(dtype: str, **settings):
     config = tsjax.GenerationConfig(**settings)
-    return tsjax.sampling_values(config, config.eos_token_id or (), VOCAB, dtype)
+    return tsjax.steps.sampling_values(config, config.eos_token_id or (), VOCAB, dtype)
 
 
 # --- each node's decision ------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_a_nodes_target_is_what_plain_decoding_says_after_its_text(settings, rng
     history = [rng.integers(0, VOCAB, 11).tolist(), rng.integers(0, VOCAB, 6).tolist()]
     with jax.enable_x64(True):
         model = tiny_model(vocab_size=VOCAB, dtype="float64")
-        cfg = tsjax.DecodeConfig(model=model.cfg)
+        cfg = tsjax.steps.DecodeConfig(model=model.cfg)
         state = prefilled(model.params, fresh_state(model, history, **settings), cfg=cfg)
         tree = random_tree(rng, [text[-1] for text in history], 6)
         verdict = verified(model.params, state, tree, cfg=cfg)
@@ -225,7 +225,7 @@ def test_the_walk_is_a_walk(seed, alphabet):
 def test_steps_leave_the_state_of_a_prefill_of_the_same_text():
     """As if the emitted text had been the prompt, also of a row that has ended before others."""
     method, model = AnyTree(), looping_model()
-    cfg = tsjax.DecodeConfig(model=model.cfg, method=method)
+    cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
     settings = dict(repetition_penalty=0.7, method=method)  # says again what it has said
     texts = [[1, 2, 3, 1, 2, 3, 1, 2], [4], [5, 6]]
     state = fresh_state(model, texts, **settings).replace(max_length=jnp.asarray([14, 58, 59]))

@@ -123,7 +123,7 @@ def test_devices_are_refused(tmp_path):
 def test_a_file_of_a_folder_of_training_may_be_no_pipe(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(PermissionError, match="metrics.jsonl' is not valid: a file.*a named pipe"):
-        tsjax.train_heads(tiny_model(), [[1, 2, 3, 4] * 9], save_to=tmp_path)
+        tsjax.training.train_heads(tiny_model(), [[1, 2, 3, 4] * 9], save_to=tmp_path)
 
 
 def test_a_link_stays_and_its_target_is_replaced(tmp_path, result):

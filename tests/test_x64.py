@@ -37,12 +37,12 @@ def test_a_lazy_prefill():
 def test_training(dtype):
     model = tiny_model(dtype=dtype)
     data = np.random.default_rng(0).integers(0, model.cfg.vocab_size, (8, 16))
-    settings = tsjax.HeadTraining(
+    settings = tsjax.training.HeadTraining(
         num_heads=2, steps=2, batch_size=4, micro_batch=2, sequence_length=16, warmup_steps=1
     )
 
     def run():
-        trained = tsjax.train_heads(model, data, settings=settings, held_out=0.25)
+        trained = tsjax.training.train_heads(model, data, settings=settings, held_out=0.25)
         assert {str(x.dtype) for x in jax.tree.leaves(trained.model.params.heads)} == {dtype}
         return [record["loss"] for record in trained.history]
 
@@ -76,7 +76,7 @@ def real_types(jaxpr, found):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_no_number_of_a_step_is_wider(dtype):
     model = tiny_model(dtype=dtype, num_draft_heads=2)
-    cfg = tsjax.DecodeConfig(model.cfg, EVERYTHING)
+    cfg = tsjax.steps.DecodeConfig(model.cfg, EVERYTHING)
     with jax.enable_x64(True):
         state = init_state(
             np.ones((1, 16), np.int32), np.asarray([16]), cfg=cfg, capacity=256,

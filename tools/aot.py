@@ -139,7 +139,7 @@ SCALING = {
 }
 
 
-# The programs of tsjax.train_heads for Llama-3.1-8B, with its defaults: one micro-batch.
+# The programs of tsjax.training.train_heads for Llama-3.1-8B, with its defaults: one micro-batch.
 TRAINING = {f"train_heads {part}": part for part in ("hidden_states", "add_gradients", "update")}
 
 
@@ -160,7 +160,7 @@ def lower_training(part: str, target: str):
     def aval(x):
         return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=sharding)
 
-    cfg, settings = tsjax.model_preset("llama3.1-8b"), tsjax.HeadTraining()
+    cfg, settings = tsjax.model_preset("llama3.1-8b"), tsjax.training.HeadTraining()
     heads = jax.eval_shape(lambda: head_training.init_heads(cfg, settings))
     moments = jax.eval_shape(lambda: head_training.optimiser(settings).init(heads))
     total = jax.eval_shape(lambda: head_training.zero_gradients(heads))
@@ -208,7 +208,7 @@ def settings_of(step: Step, target: str):
 
     config = with_weights(tsjax.model_preset(step.model), step.weights, {}, "")
     config = dataclasses.replace(config, cache=step.cache)
-    method = METHODS.get(step.method, tsjax.Autoregressive)()
+    method = METHODS.get(step.method, tsjax.methods.Autoregressive)()
     if step.method == "tokenswift":
         config = dataclasses.replace(config, num_draft_heads=3)
         method = tsjax.preset(step.model).method if step.model in PAPER else method

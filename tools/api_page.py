@@ -5,7 +5,7 @@ python -m tools.api_page            writes docs/api.md
 python -m tools.api_page --check    exits with 1 if that would change it
 
 Reads sources and imports none of them, so the page is the same for every version of Python and jax.
-Names, headings and their order are those of tsjax/public.py and pallas_kernels/__init__.py. Knows
+Names, headings and their order are those of tsjax/public.py, the MODULES and pallas_kernels. Knows
 how docstrings are written here. Does not know what any name is for.
 """
 
@@ -26,10 +26,13 @@ TARGET = ROOT / "docs" / "api.md"
 TITLE = """\
 # The public names
 
-`import tsjax` has these names, `import pallas_kernels` those under "Kernels". What is not here
-may change without notice. This page is made from the docstrings by `python -m tools.api_page`.
+`import tsjax` has these names (`steps.decode` is `tsjax.steps.decode`), `import pallas_kernels`
+those under "Kernels". What is not here may change without notice. This page is made from the
+docstrings by `python -m tools.api_page`.
 """
-HEADINGS = {"tsjax.public": "", "pallas_kernels": "Kernels"}  # above the first comment
+TOP = "tsjax.public"
+MODULES = [f"tsjax.{name}" for name in "methods steps blocks training costs results".split()]
+HEADINGS = {TOP: "", **dict(zip(MODULES, MODULES, strict=True)), "pallas_kernels": "Kernels"}
 DIRECTIVES = ("# ruff:", "# isort:", "# fmt:", "# pyright:")  # comments for tools
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises")
 ITEM = re.compile(r"  ([\w*][\w*, .]*): ")
@@ -71,6 +74,8 @@ def by_heading(package: str) -> dict[str, list[str]]:
     """Public names in the order of their imports, under the comments that stand above these."""
     tree, lines = read(package)
     wanted, heading = set(public_names(package)), HEADINGS[package]
+    if package in MODULES:
+        wanted -= set(public_names(TOP))  # have their entry there
     found: dict[str, list[str]] = {}
     for node in tree.body:
         above = node.lineno - 1
@@ -115,27 +120,26 @@ def find(module: str, name: str) -> Found | None:
     return None
 
 
-def entry(package: str, name: str) -> str:
-    """The part of the page about one name."""
+def entry(package: str, name: str, prefix: str) -> str:
+    """The part of the page about one name, which users write with the prefix."""
     found = find(package, name)
     if found is None:
         raise ValueError(f"{package}.{name} is not defined in this repository")
     node, source = found.node, found.source
     if isinstance(node, ast.Assign):
         lines = source.lines[node.lineno - 1 : node.end_lineno]
-        return f"### {name}\n\n" + code(lines)
+        return f"### {prefix}{name}\n\n" + code(lines)
     owners = [*unlisted_bases(found), found]
     texts = [text for owner in owners if (text := docstring(owner.node))]
     if not texts:
         raise ValueError(f"{package}.{name} is public and has no docstring")
-    parts = [f"### {name}", code(shape(owners)), *map(prose, texts)]
-    for owner in owners:
-        parts += members(owner, name)
+    parts = [f"### {prefix}{name}", code(shape(owners)), *map(prose, texts)]
+    parts += [part for owner in owners for part in members(owner, name)]
     return "\n\n".join(part for part in parts if part)
 
 
 def docstring(node: ast.AST) -> str:
-    documented = isinstance(node, ast.FunctionDef | ast.ClassDef)
+    documented = isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module)
     return inspect.cleandoc(ast.get_docstring(node, clean=False) or "") if documented else ""
 
 
@@ -230,9 +234,12 @@ def page() -> str:
     }
     contents, body = [], []
     for (package, heading), names in groups.items():
-        links = ", ".join(f"[{name}](#{name.lower()})" for name in names)
-        contents.append(f"* {heading}: {links}")
-        body += [f"## {heading}", *(entry(package, name) for name in names)]
+        of, about = "", []
+        if package in MODULES:
+            of, about = package.removeprefix("tsjax.") + ".", [docstring(read(package).tree)]
+        links = (f"[{name}](#{(of + name).lower().replace('.', '')})" for name in names)
+        contents.append(f"* {heading}: {', '.join(links)}")
+        body += [f"## {heading}", *about, *(entry(package, name, of) for name in names)]
     return "\n\n".join([TITLE.rstrip(), "\n".join(contents), *body]) + "\n"
 
 

@@ -30,6 +30,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
+from tsjax.costs import Costs, Line
+from tsjax.methods import MagicDec, Medusa, TriForce
 from tsjax.model.heads import ParallelHead
 from tsjax.model.params import inputs_first, join
 from tsjax.model.transformer import declare_model
@@ -63,7 +65,7 @@ def small_model() -> tsjax.Model:
         parts = zip(inputs_first(spec), scales, strict=True)
         return join(spec, [draw(part.shape, scale) for part, scale in parts])
 
-    weights = jax.tree.map(jnp.ones_like, tsjax.init_params(cfg))
+    weights = jax.tree.map(jnp.ones_like, tsjax.steps.init_params(cfg))
     layers = tuple(
         layer.replace(
             qkv=drawn(spec.qkv, (0.9, 0.9, 0.4)),
@@ -82,7 +84,7 @@ def small_model() -> tsjax.Model:
         head.replace(linear=2.0**index * (follows + draw(one_hot.shape, 0.1)).T)
         for index, head in enumerate(weights.heads, start=1)
     )
-    return tsjax.Model(tsjax.Params(model, heads), cfg=cfg)
+    return tsjax.Model(tsjax.steps.Params(model, heads), cfg=cfg)
 
 
 @functools.cache
@@ -99,7 +101,7 @@ def small_parallel_model() -> tsjax.Model:
         )
         for depth in (1, 2)
     )
-    return tsjax.Model(tsjax.Params(model.params.model, heads), cfg=cfg)
+    return tsjax.Model(tsjax.steps.Params(model.params.model, heads), cfg=cfg)
 
 
 def _small(rng: np.random.RandomState) -> np.ndarray:
@@ -110,7 +112,7 @@ def first_layer(model: tsjax.Model) -> tsjax.Model:
     """A model of the first layer alone, without heads."""
     weights = model.params.model
     cfg = dataclasses.replace(model.cfg, num_layers=1, num_draft_heads=0)
-    return tsjax.Model(tsjax.Params(weights.replace(layers=weights.layers[:1])), cfg=cfg)
+    return tsjax.Model(tsjax.steps.Params(weights.replace(layers=weights.layers[:1])), cfg=cfg)
 
 
 @functools.cache
@@ -130,9 +132,9 @@ class Case(NamedTuple):
 
 SMALL = ("small",)
 # Ten more rows take as long as a plain step, and a pass on few slots a small part of it.
-COSTS = tsjax.Costs(
-    passes=((1, tsjax.Line(0.25, 0.01)), (11, tsjax.Line(0.5, 0.02))), heads=0.01,
-    choice=tsjax.Line(0.1), suffix=tsjax.Line(0.01), ngrams=0.01, overhead=0.0, origin="measured",
+COSTS = Costs(
+    passes=((1, Line(0.25, 0.01)), (11, Line(0.5, 0.02))), heads=0.01,
+    choice=Line(0.1), suffix=Line(0.01), ngrams=0.01, overhead=0.0, origin="measured",
 )  # fmt: skip
 CASES = {
     "ngrams": Case(
@@ -189,24 +191,24 @@ CASES = {
         ("embedded",),  # many weights of the small one lie between two steps of int8
     ),
     "streaming": Case(
-        tsjax.MagicDec(draft_budget=24, num_sinks=2), dict(do_sample=True, temperature=0.6), SMALL
+        MagicDec(draft_budget=24, num_sinks=2), dict(do_sample=True, temperature=0.6), SMALL
     ),
     "snapkv": Case(
-        tsjax.MagicDec(draft_choice="snapkv", draft_budget=40, num_sinks=2, draft_refresh=9),
+        MagicDec(draft_choice="snapkv", draft_budget=40, num_sinks=2, draft_refresh=9),
         dict(do_sample=True, temperature=0.6),
         SMALL,
     ),
     "retrieval once": Case(
-        tsjax.TriForce(draft_budget=32), dict(do_sample=True, temperature=0.6, top_k=20), SMALL
+        TriForce(draft_budget=32), dict(do_sample=True, temperature=0.6, top_k=20), SMALL
     ),
     "retrieval again": Case(
-        tsjax.TriForce(draft_budget=32, draft_refresh=None, inner_budget=40, inner_sinks=2),
+        TriForce(draft_budget=32, draft_refresh=None, inner_budget=40, inner_sinks=2),
         dict(do_sample=True, temperature=0.6, top_k=20),
         SMALL,
         second=True,
     ),
     "medusa": Case(
-        tsjax.Medusa(tree=((0,), (0, 0), (0, 1), (1,), (1, 0), (2,))),
+        Medusa(tree=((0,), (0, 0), (0, 1), (1,), (1, 0), (2,))),
         dict(do_sample=True, temperature=0.6, min_p=0.05),
         ("small, parallel heads",),
     ),

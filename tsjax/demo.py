@@ -48,7 +48,7 @@ STYLES: dict[str, dict[str, Any]] = {
 PROMPT = "Once upon a time"
 TOKENS = 2000
 
-# What each of tsjax.SOURCES is called here, and its colour: green, yellow, cyan.
+# What each of tsjax.methods.SOURCES is called here, and its colour: green, yellow, cyan.
 NAMES = {"model": "model", "ngrams": "n-grams", "suffix": "suffix"}
 COLOURS = {"model": "32", "ngrams": "33", "suffix": "36"}
 OWN = ""  # a token that nobody drafted

@@ -34,7 +34,7 @@ class HeadTraining:
       chunk_tokens: positions whose logits exist at a time.
       seed: of the first weights and of the order of the sequences.
       head_kind: TokenSwift's heads, or Medusa's with the model's vocabulary matrix or with their
-        own; Medusa's have other defaults (tsjax.HeadTraining.of_kind).
+        own; Medusa's have other defaults (tsjax.training.HeadTraining.of_kind).
       loss_decay: what a head's loss counts, for 1 of the head before it.
     """
 

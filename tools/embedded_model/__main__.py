@@ -45,7 +45,7 @@ ON_GPU = {
     "dropout": 0.1,
 }
 
-# Of tsjax.train_heads. The paper's learning rate is for models with 16 times as many dimensions.
+# Of train_heads. The paper's learning rate is for models with 16 times as many dimensions.
 HEADS = {
     "steps": 200,
     "learning_rate": 0.03,
@@ -205,7 +205,7 @@ def heads(args: argparse.Namespace, argv: list[str]) -> None:
     folder.check_trained(args.work)
     held_out = args.work / "held_out.npy"
     np.save(held_out, texts.Stream.load(args.work / folder.HELD_OUT).tokens)
-    trained = tsjax.train_heads(
+    trained = tsjax.training.train_heads(
         tsjax.load(args.work / folder.BEST),
         texts.Stream.load(args.work / folder.TRAIN).tokens,
         held_out=[held_out],

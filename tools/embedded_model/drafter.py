@@ -16,7 +16,7 @@ from tsjax.training.own_text import read_own_text
 ASKED = Path(__file__).with_name("asked.json")
 SAMPLING = tsjax.GenerationConfig(do_sample=True, temperature=0.8)
 # Where its model's logits come from, and no more: 1 MB has no room for three taps.
-SHAPE = tsjax.OneLayer(mlp_dim=32, words=2048, taps=(6,), rope=RopeConfig(theta=10_000.0))
+SHAPE = tsjax.training.OneLayer(mlp_dim=32, words=2048, taps=(6,), rope=RopeConfig(theta=10_000.0))
 MOST_BYTES = 10**6
 CARD = """\
 # The small English model's drafter
@@ -37,7 +37,7 @@ on {device} (python {python}, jax {jax}, {date}). On held-out text of that kind 
 def make_drafter(work: Path, out: Path, minutes: float, tokens: int, shown: dict[str, Any]) -> str:
     """Trains it in `work` and writes the folder `out`; returns its card."""
     model = tsjax.load(tsjax.EMBEDDED)
-    trained = tsjax.train_drafter(
+    trained = tsjax.training.train_drafter(
         model, save_to=work, minutes=minutes, prompts=ASKED, tokens=tokens, sampling=SAMPLING,
         shape=SHAPE, cache_hidden=True, progress=True,
     )  # fmt: skip

@@ -45,7 +45,7 @@ SMALL = tsjax.ModelConfig(
     # with gaps have shown all of them long before this.
     max_positions=131_072,
     norm_eps=1e-5,
-    rope=tsjax.RopeConfig(theta=10_000.0),
+    rope=tsjax.steps.RopeConfig(theta=10_000.0),
     tie_embeddings=True,
 )
 FORMAT = 2  # of what is in STATE

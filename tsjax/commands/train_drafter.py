@@ -78,7 +78,7 @@ def _trained(args: argparse.Namespace, sampling: tsjax.GenerationConfig) -> int:
     shape = dataclasses.replace(shape_for(model.cfg), **cli.given_of(args, ("words", "mlp_dim")))
     names = ("save_to", "minutes", "resume", "data", "prompts", "tokens", "cache_hidden",
              "evaluate_every", "save_every")  # fmt: skip
-    trained = tsjax.train_drafter(
+    trained = tsjax.training.train_drafter(
         model,
         sampling=sampling,
         shape=shape,

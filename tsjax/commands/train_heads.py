@@ -17,6 +17,7 @@ from tsjax.files.presets import training_preset, training_preset_names
 from tsjax.host import processes
 from tsjax.training.corpus import TOKEN_DTYPES
 from tsjax.training.run import SETTING_NAMES as TRAINING_NAMES
+from tsjax.training_config import HeadTraining
 
 TRAINING_EXAMPLES = """examples:
   tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b
@@ -57,12 +58,12 @@ def add_train_heads(commands: Any) -> None:
     cli.add_compilation_cache(parser)
     group = parser.add_argument_group("how to train")
     kinds = dict(choices=HEAD_KINDS, metavar=None)
-    cli.add_fields(group, tsjax.HeadTraining, TRAINING_NAMES, head_kind=kinds)
+    cli.add_fields(group, tsjax.training.HeadTraining, TRAINING_NAMES, head_kind=kinds)
 
 
 def _train_heads(args: argparse.Namespace) -> int:
     if args.preset is None:
-        settings = tsjax.HeadTraining.of_kind(args.head_kind or tsjax.HeadTraining.head_kind)
+        settings = HeadTraining.of_kind(args.head_kind or HeadTraining.head_kind)
     else:
         settings = training_preset(args.preset)
     # Refuses a wrong value before the model is read.
@@ -75,11 +76,11 @@ def _train_heads(args: argparse.Namespace) -> int:
         return _trained(args, settings, held_out)
 
 
-def _trained(args: argparse.Namespace, settings: tsjax.HeadTraining, held_out: Any) -> int:
+def _trained(args: argparse.Namespace, settings: HeadTraining, held_out: Any) -> int:
     mesh = cli.mesh_of_sizes(args.mesh)
     model = cli.load_model(args, mesh)
     names = ("data", "whole_books", "data_dtype", "cache_hidden", "save_to", "save_every", "resume")
-    trained = tsjax.train_heads(
+    trained = tsjax.training.train_heads(
         model,
         settings=settings,
         held_out=held_out,

@@ -21,7 +21,7 @@ from tsjax.decoding.sampling import best_with_score, sampling_values, warp
 from tsjax.decoding.tree import DraftTree
 from tsjax.decoding.verification import accept
 from tsjax.errors import Failed
-from tsjax.typing import accumulation_dtype
+from tsjax.typing import Array, Int, accumulation_dtype
 
 
 class Verified(NamedTuple):
@@ -35,9 +35,9 @@ class Verified(NamedTuple):
         beyond `count` unspecified.
     """
 
-    tokens: jax.Array
-    count: jax.Array
-    path: jax.Array
+    tokens: Int[Array, "B J+1"]
+    count: Int[Array, "B"]
+    path: Int[Array, "B J+1"]
 
 
 def token_noise(seeds, repeats, positions, vocab_size: int, dtype: Any = jnp.float32) -> jax.Array:

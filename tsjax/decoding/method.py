@@ -84,8 +84,8 @@ class Measured(NamedTuple):
       tokens_left: that a row is expected to get: as many as it has, 128 at least, at most what it
         may still get.
       compiling: seconds that the programs of a method took to compile in this run, on average.
-      costs: what the parts of a step take here, a tsjax.Costs; None for methods that do not want
-        them.
+      costs: what the parts of a step take here, a tsjax.costs.Costs; None for methods that do not
+        want them.
       plain: plain decoding as an earlier run knew it; None where none did.
       int8_fits: whether there is memory for a copy of the model in int8.
       corpus: whether there are earlier texts to draft from.
@@ -179,8 +179,8 @@ class Method:
         return False
 
     def promise(self, model: ModelConfig, costs: Any, context: float) -> Promise | None:
-        """What a step finds and takes at `context` tokens, by `costs`, a tsjax.Costs; None where
-        that is not known."""
+        """What a step finds and takes at `context` tokens, by `costs`, a tsjax.costs.Costs; None
+        where that is not known."""
         return None
 
     def sizes(self, model: ModelConfig) -> Sizes:

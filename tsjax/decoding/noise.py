@@ -42,7 +42,8 @@ def check_keys(keys: Array) -> None:
     if not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key) or (
         str(jax.random.key_impl(keys)) != IMPLEMENTATION
     ):
-        raise BadValue(f"row_key of type {keys.dtype} is not valid: what tsjax.row_keys returns")
+        wanted = "what tsjax.steps.row_keys returns"
+        raise BadValue(f"row_key of type {keys.dtype} is not valid: {wanted}")
 
 
 def position_noise(

@@ -7,7 +7,6 @@ Knows steps. Does not know where the text comes from.
 from __future__ import annotations
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -17,6 +16,7 @@ from tsjax.decoding.state import LENGTH, RUNNING, DecodeState, Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept, pass_over, score_nodes
 from tsjax.model.params import Params
+from tsjax.typing import Array, Float, Int
 
 
 class Replay(flax.struct.PyTreeNode):
@@ -28,9 +28,9 @@ class Replay(flax.struct.PyTreeNode):
       behind: [B, C], by how much the score of the given token is below it.
     """
 
-    choice: jax.Array
-    lead: jax.Array
-    behind: jax.Array
+    choice: Int[Array, "B C"]
+    lead: Float[Array, "B C"]
+    behind: Float[Array, "B C"]
 
 
 def init_replay(state: DecodeState) -> Replay:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from tsjax.decoding.logprobs import LogProbs
@@ -17,6 +16,7 @@ from tsjax.decoding.processors import KnownText
 from tsjax.decoding.sampling import SamplingValues
 from tsjax.model.cache import KVCache
 from tsjax.model.passes import Rows
+from tsjax.typing import Array, Bool, Int, Key, UInt
 
 RUNNING, EOS, LENGTH, STOPPED, BROKEN = 0, 1, 2, 3, 4  # values of DecodeState.finish
 
@@ -24,10 +24,10 @@ RUNNING, EOS, LENGTH, STOPPED, BROKEN = 0, 1, 2, 3, 4  # values of DecodeState.f
 class StepStats(flax.struct.PyTreeNode):
     """Counters of a run, per batch row. A step counts for a row that was still running."""
 
-    steps: jax.Array  # [B] int32
-    drafted: jax.Array  # [B] int32, nodes of all trees, the roots not counted
-    accepted: jax.Array  # [B, J + 1] int32, steps that emitted 0, 1, ... J drafted tokens
-    by_source: jax.Array  # [B, sources] int32, emitted drafted tokens that a source drafted
+    steps: Int[Array, "B"]
+    drafted: Int[Array, "B"]  # nodes of all trees, the roots not counted
+    accepted: Int[Array, "B J+1"]  # steps that emitted 0, 1, ... J drafted tokens
+    by_source: Int[Array, "B sources"]  # emitted drafted tokens that a source drafted
 
 
 class DecodeState(flax.struct.PyTreeNode):
@@ -59,29 +59,29 @@ class DecodeState(flax.struct.PyTreeNode):
     """
 
     kv: KVCache
-    tokens: jax.Array
-    sources: jax.Array
-    prompt_length: jax.Array
-    max_length: jax.Array
-    last_seen: jax.Array | None
-    counts: jax.Array | None
+    tokens: Int[Array, "B C"]
+    sources: UInt[Array, "B C"]
+    prompt_length: Int[Array, "B"]
+    max_length: Int[Array, "B"]
+    last_seen: Int[Array, "B V"] | None
+    counts: Int[Array, "B V"] | None
     logprobs: LogProbs | None
-    row_key: jax.Array
-    finish: jax.Array
+    row_key: Key[Array, "B"]
+    finish: Int[Array, "B"]
     sampling: SamplingValues
     stats: StepStats
-    emitted: jax.Array
-    room: jax.Array
+    emitted: Int[Array, "B"]
+    room: Int[Array, "B"]
     memory: Any = ()
     prompt: Any = None
 
     @property
-    def length(self) -> jax.Array:
+    def length(self) -> Int[Array, "B"]:
         """[B] int32, known tokens. The last of them, the root, is not in the cache yet."""
         return self.kv.length + 1
 
     @property
-    def root(self) -> jax.Array:
+    def root(self) -> Int[Array, "B"]:
         """[B] int32, the last known token of each row."""
         return jnp.take_along_axis(self.tokens, self.kv.length[:, None], axis=1)[:, 0]
 
@@ -91,7 +91,7 @@ class DecodeState(flax.struct.PyTreeNode):
         return KnownText(self.tokens, self.length, self.prompt_length, self.last_seen, self.counts)
 
     @property
-    def running(self) -> jax.Array:
+    def running(self) -> Bool[Array, "B"]:
         return self.finish == RUNNING
 
 
@@ -104,10 +104,10 @@ class Verdict(flax.struct.PyTreeNode):
       where targets are given.
     """
 
-    target: jax.Array
+    target: Int[Array, "B T"]
     rows: Rows
     logprobs: LogProbs | None = None
-    broken: jax.Array | None = None
+    broken: Bool[Array, "B T"] | None = None
 
 
 class Acceptance(flax.struct.PyTreeNode):
@@ -116,5 +116,5 @@ class Acceptance(flax.struct.PyTreeNode):
     count: [B] int32, accepted nodes after the root.
     """
 
-    path: jax.Array
-    count: jax.Array
+    path: Int[Array, "B J+1"]
+    count: Int[Array, "B"]

@@ -25,6 +25,7 @@ from tsjax.model.control_flow import run_one_of
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import final_norm, unembed
+from tsjax.typing import Array, Float
 
 OF_LAYERS = ("k", "v", "query", "attended")  # the fields of Rows with an entry for each layer
 
@@ -166,9 +167,9 @@ class NodeScores(NamedTuple):
     """[B, T, V] of each node's successor: the model's logits, those of the distribution it is drawn
     from, and that with the noise, whose best is the successor."""
 
-    logits: jax.Array
-    processed: jax.Array
-    scores: jax.Array
+    logits: Float[Array, "B T V"]
+    processed: Float[Array, "B T V"]
+    scores: Float[Array, "B T V"]
 
 
 def score_nodes(

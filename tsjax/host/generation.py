@@ -101,7 +101,7 @@ def generate(
       corpus: earlier texts to draft from, for method="auto" and tsjax.LikelyTree: an output for the
         same prompt, templates. It changes no token; a run that is resumed takes it anew.
       draft_model: a second model of the same vocabulary, for method="draft_model" and
-        tsjax.TriForce. It changes no token; a run that is resumed takes it anew.
+        tsjax.methods.TriForce. It changes no token; a run that is resumed takes it anew.
       logits_processor: a function (logits [V], tokens [C], length) -> logits of what comes after
         the first `length` tokens, a tsjax.LogitsProcessor, or several of them in their order. They
         run in the compiled step, for every node of a draft tree, after the penalties and before the

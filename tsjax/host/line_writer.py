@@ -156,7 +156,7 @@ def told_as(progress: Any) -> contextlib.AbstractContextManager[Any]:
 
 def check_progress(progress: Any) -> None:
     if not (isinstance(progress, bool) or callable(progress)):
-        wanted = "False, True, or a function that takes a tsjax.Progress"
+        wanted = "False, True, or a function that takes a tsjax.results.Progress"
         raise BadType(f"progress={progress!r:.80} is not valid: {wanted}")
 
 

@@ -64,8 +64,8 @@ def refuse_tracing(model: Model, prompt: Any) -> None:
         if any(isinstance(array, Tracer) for array in jax.tree.leaves(arrays)):
             raise BadType(
                 f"a traced {name} is not valid: generate and stream are loops on the host; inside "
-                "jit, vmap or grad use tsjax.init_state, tsjax.prefill and tsjax.decode, as in "
-                "examples/inside_jit.py"
+                "jit, vmap or grad use tsjax.steps.init_state, tsjax.steps.prefill and "
+                "tsjax.steps.decode, as in examples/inside_jit.py"
             )
 
 

@@ -209,7 +209,7 @@ def check_savable(method: Any) -> None:
     """A file holds a method's name, so it has to have one."""
     if type(method) not in METHODS.values():
         kind = type(method).__name__
-        remedy = f"give it a name first, tsjax.register_method('{kind.lower()}', {kind})"
+        remedy = f"give it a name first, tsjax.methods.register_method('{kind.lower()}', {kind})"
         raise BadValue(f"save_to is not valid with method={kind}: {remedy}")
 
 
@@ -227,7 +227,8 @@ def _method_from_dict(saved: Mapping[str, Any]) -> Any:
     fields = dict(saved)
     name = fields.pop("name")
     if name not in METHODS:
-        raise BadValue(f"method {name!r} is unknown: tsjax.register_method gives it its name")
+        remedy = "tsjax.methods.register_method gives it its name"
+        raise BadValue(f"method {name!r} is unknown: {remedy}")
     if "auto" in (fields.get("tree"), fields.get("draft_from")):
         return Auto()  # as older versions wrote it
     return METHODS[name](**{key: as_tuples(value) for key, value in fields.items()})

@@ -205,8 +205,8 @@ def _choosing_step(
 
 
 def _check_prompts(state: DecodeState, prompt_capacity: int, capacity: int) -> None:
-    """Refuses what `tsjax.prefill` would not read. Lengths that are traced pass: a run that is
-    resumed has longer ones, and calls `read_made` after the prefill."""
+    """Refuses what `tsjax.steps.prefill` would not read. Lengths that are traced pass: a run that
+    is resumed has longer ones, and calls `read_made` after the prefill."""
     most = f"at most the capacity {capacity}"
     check(0 < prompt_capacity <= capacity, "prompt_capacity", prompt_capacity, most)
     if isinstance(state.prompt_length, Tracer) or isinstance(state.length, Tracer):

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import flax.struct
-import jax
 import jax.numpy as jnp
 
 from tsjax.config import ModelConfig
 from tsjax.lazy.settings import LazySettings
+from tsjax.typing import Array, Bool, Float, Int
 
 UNSEEN = 2**31 - 1  # the rank of a token that no row sees: beyond every position
 
@@ -43,14 +43,14 @@ class PromptState(flax.struct.PyTreeNode):
       last: [B, W, D], what the last W prompt tokens have come to during the prefill.
     """
 
-    prefix: jax.Array
-    hidden: jax.Array
-    done: jax.Array
-    chosen: tuple[jax.Array, ...]
-    slots: tuple[jax.Array, ...]
-    order: tuple[jax.Array, ...]
-    computed: jax.Array
-    last: jax.Array
+    prefix: Int[Array, ""]
+    hidden: Float[Array, "B P D"]
+    done: Int[Array, "B P"]
+    chosen: tuple[Bool[Array, "B P"], ...]
+    slots: tuple[Int[Array, "B P"], ...]
+    order: tuple[Int[Array, "B C"], ...]
+    computed: Int[Array, "stages B P"]
+    last: Float[Array, "B window D"]
 
     @property
     def capacity(self) -> int:

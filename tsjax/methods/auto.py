@@ -76,7 +76,7 @@ class Auto(Method):
     def sizes(self, model: ModelConfig) -> Sizes:
         raise BadValue(
             "Auto() is not valid here: tsjax.generate chooses by the length of its run; "
-            "tsjax.choose_method('auto', model, context) does the same"
+            "tsjax.costs.choose_method('auto', model, context) does the same"
         )
 
     def next(self, measured: Measured) -> Method:

@@ -129,7 +129,7 @@ ANY_COSTS = Costs(
 
 def as_costs(value: Any) -> Costs:
     """The table from nested lists, as a file has them. ValueError for what is none."""
-    wanted = "a tsjax.Costs: two passes or more, the first of one row, and seconds of 0 or more"
+    wanted = "a tsjax.costs.Costs: two passes or more, the first of one row, seconds of 0 or more"
     try:
         passes, heads, choice, suffix, ngrams, overhead, origin, *others = value
         # A table from before there were such.

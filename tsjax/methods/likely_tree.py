@@ -204,7 +204,7 @@ class LikelyTree(OnPartialCache):
         if self.costs is None:
             raise BadValue(
                 "costs=None is not valid in a state: tsjax.generate and "
-                "tsjax.choose_method(method, model, context) choose them, or give "
+                "tsjax.costs.choose_method(method, model, context) choose them, or give "
                 "LikelyTree(costs=...)"
             )
         cache = hidden = layer = table = None

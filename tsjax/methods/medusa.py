@@ -103,8 +103,8 @@ class Medusa(Method):
         if not heads or model.head_kind == CHAINED:
             has = f"the {heads} of the model are TokenSwift's" if heads else "the model has none"
             remedy = (
-                "load some with tsjax.load(..., heads=...), train some with tsjax.train_heads(..., "
-                "head_kind='parallel'), or use another method"
+                "load some with tsjax.load(..., heads=...), train some with "
+                "tsjax.training.train_heads(..., head_kind='parallel'), or use another method"
             )
             raise BadValue(f"{wanted}, and {has}: {remedy}")
         if self.tree is None or isinstance(self.tree, int):

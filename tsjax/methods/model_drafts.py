@@ -83,7 +83,7 @@ def weights_for(method: Method, params: Params) -> ModelWeights:
     if params.drafts is None:
         raise BadValue(
             "draft_weights='int8' needs params with the model in int8: "
-            "tsjax.with_int8_drafts(params, cfg), or tsjax.generate, which makes it"
+            "tsjax.steps.with_int8_drafts(params, cfg), or tsjax.generate, which makes it"
         )
     return params.drafts
 

@@ -1,2 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training of draft heads."""
+"""The training of draft heads and of one-layer drafters, and the text that it learns from."""
+
+# ruff: noqa: I001
+from tsjax.training.run import train_heads, TrainedHeads
+from tsjax.training_config import HeadTraining, DrafterTraining
+from tsjax.files.presets import training_preset
+from tsjax.training.drafter_run import train_drafter, TrainedDrafter
+from tsjax.config import OneLayer
+
+__all__ = [
+    "train_heads", "TrainedHeads", "HeadTraining", "training_preset",
+    "train_drafter", "TrainedDrafter", "DrafterTraining", "OneLayer",
+]  # fmt: skip

@@ -35,16 +35,16 @@ from tsjax.model.transformer import (
     unembedding_rows,
 )
 from tsjax.training_config import HeadTraining
-from tsjax.typing import accumulation_dtype
+from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 TOP = 3  # accuracies are counted for the 1, 2 ... TOP most probable tokens
 
 
 class HeadMetrics(flax.struct.PyTreeNode):
-    """Sums over positions; [n] is one entry per head, and absent for a single one."""
+    """Sums over positions, one entry per head; for a single head without that axis."""
 
-    loss: jax.Array  # [n], cross-entropy in nats
-    hits: jax.Array  # [n, TOP] int32, labels among the 1, 2 ... TOP most probable
+    loss: Float[Array, "*heads"]  # cross-entropy in nats
+    hits: Int[Array, "*heads top"]  # labels among the 1, 2 ... TOP most probable
 
 
 class GradientSum(flax.struct.PyTreeNode):
@@ -156,9 +156,9 @@ def measure_heads(
 class _Chunk(flax.struct.PyTreeNode):
     """c positions of each sequence; a label that is not valid does not exist or was counted."""
 
-    hidden: Any  # [B, c, D]
-    labels: Any  # [n, B, c] int32
-    valid: Any  # [n, c] bool
+    hidden: Float[Array, "B c D"]
+    labels: Int[Array, "n B c"]
+    valid: Bool[Array, "n c"]
 
 
 def _over_chunks(body, total, hidden, tokens, shifts: Sequence[int], chunk_tokens: int):
