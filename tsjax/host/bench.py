@@ -175,9 +175,12 @@ def go_on_from(path: str, document: dict[str, Any]) -> None:
     if differs:
         said = f"--out={path!r} is of another question"
         raise BadValue(f"{said}: {'; '.join(differs)}. The same flags, or {another}")
-    document["rows"] += known["rows"]
+    document.update({name: known[name] for name in ("date", "rows", "complete")})
     there = {_cell_of(row) for row in known["rows"]}
-    document["left_out"] += [gone for gone in known["left_out"] if _cell_of(gone) in there]
+    of_cells = [gone for gone in known["left_out"] if _cell_of(gone) in there]
+    document["left_out"] = (
+        known["left_out"] if known["complete"] else document["left_out"] + of_cells
+    )
 
 
 # --- the cells ----------------------------------------------------------------------------------
@@ -199,7 +202,7 @@ class Cell(NamedTuple):
 
 
 def _cell_of(row: Mapping[str, Any]) -> Cell:
-    return Cell(*(row.get(name) for name in Cell._fields))
+    return Cell(row.get("prompt"), row.get("context", 0), row.get("setting", ""))
 
 
 def left_out_of(document: dict[str, Any], method: str, error: Exception, **where: Any) -> None:
@@ -218,7 +221,7 @@ def _measured(asked: Prepared, document: dict[str, Any]) -> Iterator[dict[str, A
     places += [(None, length) for length in question.lengths]
     cells = [Cell(*place, setting) for place in places for setting in question.settings]
     cells = [cell for cell in cells if cell not in there]
-    if not cells:
+    if document["complete"] or not cells:
         return
     ids, peer = _written(asked), _peer(asked, leave_out)
     kinds = [*asked.methods, *(PEERS if peer else ()), *([BOUND] if asked.with_bound else [])]
