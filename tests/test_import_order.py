@@ -325,21 +325,21 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_740,
-    "tsjax/commands": 1_660,
+    "tsjax": 1_755,
+    "tsjax/commands": 1_656,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
-    "tsjax/host": 9_940,
+    "tsjax/host": 9_945,
     "tsjax/lazy": 1_400,
     "tsjax/methods": 5_308,
     "tsjax/model": 1_890,
     "tsjax/training": 2_908,
     "pallas_kernels": 4_850,
     "convert": 440,
-    "benchmarks": 7_330,
+    "benchmarks": 7_335,
     "experiments": 4_250,
-    "tools": 5_360,
-    "tests": 28_610,
+    "tools": 5_365,
+    "tests": 28_700,
     "examples": 380,
 }
 
