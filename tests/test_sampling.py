@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tsjax.sampling against float64 NumPy definitions that sort, as transformers does.
+"""Sampling against float64 NumPy definitions that sort, as transformers does.
 
 Rows that came too close to a decision that rounding could turn (`slack`) are drawn again.
 """

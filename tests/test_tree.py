@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""tsjax.tree against a trie of plain dicts, and the static sizes of a step in tsjax.methods.
+"""Trees against a trie of plain dicts, and the static sizes of a step in tsjax.methods.
 
 A node is named by the tokens on its path from the root, so the slots that merge_paths chooses do
 not matter: only which paths there are, and what each node says about the others.
