@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from benchmarks.report import ROOT
 from benchmarks.table_parts import head
 from tsjax.files.presets import model_preset_names
-from tsjax.host.roofline_table import roofline_of
+from tsjax.measure.roofline_table import roofline_of
 from tsjax.model.cache import cache_bytes
 
 PAGE = ROOT / "docs" / "speed.md"

@@ -31,9 +31,9 @@ from benchmarks.real_models import PROMPTS, described, free_rows
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.measuring import measure
-from tsjax.host.paired_runs import PLAIN, Runs, times_by_position
-from tsjax.host.timing import ratios, summary
 from tsjax.input_files import read_json
+from tsjax.measure.paired_runs import PLAIN, Runs, times_by_position
+from tsjax.measure.timing import ratios, summary
 from tsjax.training.drafter_evaluation import evaluated
 from tsjax.training.drafter_run import TEXT
 from tsjax.training.own_text import Questions, read_own_text, write_own_text

@@ -8,7 +8,7 @@ import statistics
 from benchmarks.real_models import by_kind
 from benchmarks.real_tables import KINDS, NAMES
 from benchmarks.table_parts import head, read, source
-from tsjax.host.paired_runs import PLAIN
+from tsjax.measure.paired_runs import PLAIN
 
 MODEL = "smollm2-135m-bfloat16"
 

@@ -34,7 +34,7 @@ import numpy as np
 import tsjax
 from benchmarks import report
 from pallas_kernels import native
-from tsjax.host.timing import summary
+from tsjax.measure.timing import summary
 
 LAW = np.asarray([0.29, 0.15, 0.12, 0.10, 0.08, 0.07, 0.06, 0.05, 0.04, 0.04])
 TREE = (1, 3, 3, 3)

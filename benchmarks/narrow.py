@@ -27,8 +27,8 @@ import numpy as np
 import tsjax
 from benchmarks import report, rows
 from tsjax.host.info import cores
-from tsjax.host.timing import ratios, summary
 from tsjax.input_files import read_text
+from tsjax.measure.timing import ratios, summary
 
 WEIGHTS = ("float", "int8", "int4", "stored")
 ROWS = (1, 2, 4, 8, 16)

@@ -30,8 +30,8 @@ from benchmarks.published_rule import decode_as_published
 from benchmarks.real_models import PROMPTS, described
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.host.chat import chat_prompt
-from tsjax.host.paired_runs import PLAIN, Runs, parted_at, times_by_position
 from tsjax.input_files import read_json
+from tsjax.measure.paired_runs import PLAIN, Runs, parted_at, times_by_position
 
 BUDGET = 256  # slots of the draft cache: 4,096 in the paper
 NEW_TOKENS = 1_280  # 100K in the paper, so that the five marks are 20K to 100K

@@ -11,7 +11,7 @@ from benchmarks import papers, soak_troubles
 from benchmarks.real_tables import NAMES
 from benchmarks.report import ROOT
 from benchmarks.table_parts import head, read, source
-from tsjax.host.roofline_table import roofline_of
+from tsjax.measure.roofline_table import roofline_of
 
 PUBLISHED = ROOT / "benchmarks" / "published.json"
 MODELS = {"Qwen2.5-1.5B": "qwen2.5-1.5b", "Qwen2.5-7B": "qwen2.5-7b", "Qwen2.5-14B": "qwen2.5-14b"}

@@ -25,8 +25,8 @@ import tsjax
 from benchmarks import report
 from tsjax.config import WEIGHTS
 from tsjax.host.telling import seconds_of_process
-from tsjax.host.timing import ratios, summary
 from tsjax.input_files import read_text
+from tsjax.measure.timing import ratios, summary
 
 READING, FROM_FILE = "reading", "prefix file"
 QUESTIONS = (

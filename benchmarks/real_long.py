@@ -37,9 +37,9 @@ from tsjax.config import RopeConfig
 from tsjax.files.tokenizer import encode
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
-from tsjax.host.paired_runs import PLAIN, Runs, compared, parted_at, times_by_position
-from tsjax.host.peers import PEER_TOKENS, Peer, PeerRuns
 from tsjax.input_files import read_json
+from tsjax.measure.paired_runs import PLAIN, Runs, compared, parted_at, times_by_position
+from tsjax.measure.peers import PEER_TOKENS, Peer, PeerRuns
 
 YARN_FACTOR = 4.0  # by the card of Qwen2.5, from 32K to 128K
 EQUAL: dict[str, Any] = {

@@ -34,11 +34,11 @@ from tools.facts import sha256_of
 from tsjax.config import WEIGHTS
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
-from tsjax.host.paired_runs import PLAIN, Runs, compared
-from tsjax.host.paired_runs import SETTINGS as OF_RUNS
-from tsjax.host.peers import LOOKUP, PEER_TOKENS, Peer, PeerRuns
-from tsjax.host.timing import ratios, summary
 from tsjax.input_files import read_json
+from tsjax.measure.paired_runs import PLAIN, Runs, compared
+from tsjax.measure.paired_runs import SETTINGS as OF_RUNS
+from tsjax.measure.peers import LOOKUP, PEER_TOKENS, Peer, PeerRuns
+from tsjax.measure.timing import ratios, summary
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import plain_bytes
 

@@ -21,8 +21,8 @@ from typing import Any
 from tools.facts import facts as facts
 from tools.facts import todays_command as todays_command
 from tsjax.files.whole_files import write_text
-from tsjax.host.timing import Rounds, fill
 from tsjax.input_files import read_json
+from tsjax.measure.timing import Rounds, fill
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGAN = time.monotonic()
@@ -179,7 +179,7 @@ def begun(is_gpu: bool, **more: Any) -> dict[str, Any]:
     """The document of a command for a GPU, with the bandwidth of a copy, before the first case."""
     import jax
 
-    from tsjax.host.bandwidth import copier
+    from tsjax.measure.bandwidth import copier
 
     kind = jax.devices()[0].device_kind
     bandwidth = copier(2**31 if is_gpu else 2**25)()

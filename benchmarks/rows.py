@@ -29,7 +29,7 @@ from tsjax.decoding.noise import position_noise, row_keys
 from tsjax.decoding.programs import compiler_options
 from tsjax.decoding.sampling import best
 from tsjax.host.measuring import DEEPEST, measure
-from tsjax.host.timing import ratios, summary
+from tsjax.measure.timing import ratios, summary
 from tsjax.model.cache import init_cache
 from tsjax.model.params import random_params
 from tsjax.model.passes import run_layers

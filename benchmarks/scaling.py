@@ -6,7 +6,7 @@
     python -m benchmarks scaling --check     exits with 1 if that would change it
 
 The first needs the CUDA plugin (see tools/aot.py) and keeps what it has found before. Nothing is
-run on a GPU. The tables are counted by `tsjax.host.layout`, and read from the compiled programs.
+run on a GPU. The tables are counted by `tsjax.measure.layout`, and read from the compiled programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.report import ROOT
 from benchmarks.table_parts import head
 from tools import aot
 from tsjax.files.presets import model_preset
-from tsjax.host.layout import layout
+from tsjax.measure.layout import layout
 from tsjax.methods.devices import GPUS
 from tsjax.methods.roofline import USABLE
 

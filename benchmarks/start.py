@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import report
 from benchmarks.real_models import prompts_of
 from pallas_kernels.cache_folder import cache_folder
-from tsjax.host.timing import ratios, summary
+from tsjax.measure.timing import ratios, summary
 
 METHODS = "autoregressive", "auto"
 CASES: dict[str, list[str]] = {

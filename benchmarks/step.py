@@ -37,7 +37,7 @@ from tsjax.config import CACHES
 from tsjax.decoding.programs import programs as decode_programs
 from tsjax.decoding.sampling import sampling_values
 from tsjax.files.tensor_names import ROUNDED, with_weights
-from tsjax.host.timing import summary
+from tsjax.measure.timing import summary
 from tsjax.model.cache import KVCache, cache_bytes
 from tsjax.model.params import abstract_params, normal, random_params
 from tsjax.model.passes import run_rows

@@ -25,8 +25,8 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from tsjax.host.timing import ratios, summary
 from tsjax.lazy.settings import prompt_flops
+from tsjax.measure.timing import ratios, summary
 from tsjax.model.params import random_params
 
 # After which share of the layers a cut is made, and the share of the prompt that goes on.

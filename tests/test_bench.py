@@ -16,11 +16,11 @@ import pytest
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import bandwidth, bench_question, peers
-from tsjax.host import bench as bench_module
 from tsjax.host.device_programs import programs_of
-from tsjax.host.paired_runs import Runs
 from tsjax.host.progress import TimeLeft, in_words
+from tsjax.measure import bandwidth, bench_question, peers
+from tsjax.measure import bench as bench_module
+from tsjax.measure.paired_runs import Runs
 from tsjax.methods.devices import plain_bytes
 
 QUICK = ["--lengths", "16", "--new-tokens", "24", "--rounds", "1", "--settings", "greedy"]

@@ -10,8 +10,8 @@ import pytest
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import bench as bench_module
-from tsjax.host import bench_question
+from tsjax.measure import bench as bench_module
+from tsjax.measure import bench_question
 
 TWO = ["--methods", "plain", "ngram"]
 SHORT = ["--new-tokens", "12", "--rounds", "3", "--warm-up", "0", "--settings", "greedy"]

@@ -15,7 +15,7 @@ from benchmarks import __main__ as command
 from benchmarks import report
 from benchmarks.table_parts import made_by
 from tsjax.__main__ import main
-from tsjax.host.paired_runs import times_by_position
+from tsjax.measure.paired_runs import times_by_position
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -36,6 +36,7 @@ ROWS = {
     "tsjax.lazy": 5,
     "tsjax.files": 6,
     "tsjax.host": 7,
+    "tsjax.measure": 8,
     "tsjax.training": 8,
     "tsjax.public": 9,
     "tsjax.steps": 9,
@@ -61,7 +62,7 @@ ALLOWED = {("tsjax.__main__", "tsjax_convert")}  # the command line offers conve
 FORBIDDEN = {("tsjax.methods", "tsjax.decoding.verification")}
 
 MAY_READ_PICKLES = ("tsjax.files.weight_files",)
-MAY_RUN_TORCH = ("tsjax.host.peers",)  # what tsjax is measured against
+MAY_RUN_TORCH = ("tsjax.measure.peers",)  # what tsjax is measured against
 
 PURE_ROWS = range(1, 6)  # no printing, clocks or files
 LAZY = set(
@@ -278,7 +279,7 @@ def check(sources: dict[str, str]) -> str:
         {"tsjax.config": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import tqdm"},
         {"tsjax.host.run": "import time\ndef f():\n    import transformers, tqdm\n    print(1)"},
         {"tsjax.__main__": "from tsjax import load\ndef f():\n    import tsjax_convert.tables"},
-        {"tsjax.host.peers": "def f():\n    import torch, transformers"},
+        {"tsjax.measure.peers": "def f():\n    import torch, transformers"},
         {"tsjax_convert.tables": "import tsjax, safetensors\ndef f():\n    import torch"},
     ],
 )
@@ -329,8 +330,9 @@ MOST_LINES_OF_FOLDER = {
     "tsjax/commands": 1_656,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
-    "tsjax/host": 9_945,
+    "tsjax/host": 8_050,
     "tsjax/lazy": 1_400,
+    "tsjax/measure": 1_900,
     "tsjax/methods": 5_308,
     "tsjax/model": 1_890,
     "tsjax/training": 2_908,

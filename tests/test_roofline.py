@@ -10,7 +10,7 @@ import pytest
 import tsjax
 from tsjax.__main__ import main
 from tsjax.files.checkpoint import read_config
-from tsjax.host import roofline_table
+from tsjax.measure import roofline_table
 from tsjax.methods.devices import CPU, GPUS, estimated
 from tsjax.methods.likely_tree import LikelyTree
 from tsjax.methods.roofline import Span, expected, has_room, ideal_speedup, reads, step_reads

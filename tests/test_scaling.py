@@ -10,7 +10,7 @@ from helpers import tiny_config, tiny_model
 import tsjax
 from benchmarks import scaling
 from tsjax.__main__ import main
-from tsjax.host import layout
+from tsjax.measure import layout
 from tsjax.model.cache import init_cache
 from tsjax.model.sharding import usable_mesh
 

@@ -4,7 +4,7 @@
 import pytest
 
 from benchmarks.report import interleaved
-from tsjax.host.timing import ratios, summary
+from tsjax.measure.timing import ratios, summary
 
 
 class Clock:

@@ -29,11 +29,11 @@ from tsjax.decoding.tree import SOURCES
 from tsjax.files.checkpoint import Model, load
 from tsjax.files.tokenizer import Detokenizer, encode
 from tsjax.files.weight_files import EMBEDDED
-from tsjax.host.bandwidth import read_rate
 from tsjax.host.beside import BESIDE
 from tsjax.host.generation import stream
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.result import RunStats, StreamChunk
+from tsjax.measure.bandwidth import read_rate
 from tsjax.methods import Auto, Autoregressive
 from tsjax.methods.devices import plain_bytes
 

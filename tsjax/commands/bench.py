@@ -10,10 +10,10 @@ from typing import Any
 
 from tsjax.commands import arguments as cli
 from tsjax.config import DTYPES, check, one_of
-from tsjax.host.bench import answer
-from tsjax.host.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
-from tsjax.host.paired_runs import PLAIN, SETTINGS
-from tsjax.host.peers import PEER_TOKENS
+from tsjax.measure.bench import answer
+from tsjax.measure.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
+from tsjax.measure.paired_runs import PLAIN, SETTINGS
+from tsjax.measure.peers import PEER_TOKENS
 from tsjax.methods import METHODS
 
 BENCH_EXAMPLES = """examples:
@@ -57,7 +57,7 @@ def add_bench(commands: Any) -> None:
     text = "prompts are its beginning; by default the model writes a text"
     cli.add(parser, "--text FILE", text)
     text = (
-        "in place of lengths: a text a line, or .jsonl as tsjax generate has it, of which only the "
+        "in place of lengths: a text a line, or .jsonl as tsjax batch takes it, of which only the "
         "texts count; after each all runs make as many tokens as plain decoding's answer has, "
         "--new-tokens at most"
     )

@@ -11,8 +11,8 @@ from typing import Any
 from tsjax.commands import arguments as cli
 from tsjax.config import check_int
 from tsjax.files.presets import model_preset_names
-from tsjax.host.layout import layout, layout_lines, sizes_of
-from tsjax.host.roofline_table import config_of
+from tsjax.measure.layout import layout, layout_lines, sizes_of
+from tsjax.measure.roofline_table import config_of
 
 FITS_EXAMPLES = """examples:
   tsjax fits llama3.1-8b 1,1 --context 100000

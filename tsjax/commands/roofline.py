@@ -9,7 +9,7 @@ from typing import Any
 from tsjax.commands import arguments as cli
 from tsjax.config import DTYPES
 from tsjax.files.presets import model_preset_names
-from tsjax.host.roofline_table import DEVICES, roofline_of, show
+from tsjax.measure.roofline_table import DEVICES, roofline_of, show
 
 ROOFLINE_EXAMPLES = """examples:
   tsjax roofline llama3.1-8b --device a100 --prompt 4096 --new 100000

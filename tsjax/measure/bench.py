@@ -24,9 +24,7 @@ from tsjax.errors import BadValue, NotEnoughMemory
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tensor_names import held_as
 from tsjax.files.whole_files import write_text
-from tsjax.host import peers, processes
-from tsjax.host.bandwidth import reader
-from tsjax.host.bench_question import BOUND, Prepared, Question, prepare
+from tsjax.host import processes
 from tsjax.host.costs import measured_on
 from tsjax.host.device_programs import programs_of
 from tsjax.host.generation import generate
@@ -34,12 +32,15 @@ from tsjax.host.info import PACKAGES, facts
 from tsjax.host.interrupt import Interrupted
 from tsjax.host.measuring import device_in
 from tsjax.host.memory import SCOPES
-from tsjax.host.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, times_by_position
-from tsjax.host.plots import plot
 from tsjax.host.progress import TimeLeft, in_words
 from tsjax.host.telling import doing
-from tsjax.host.timing import Rounds, fill, ratios, summary
 from tsjax.input_files import read_json
+from tsjax.measure import peers
+from tsjax.measure.bandwidth import reader
+from tsjax.measure.bench_question import BOUND, Prepared, Question, prepare
+from tsjax.measure.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, times_by_position
+from tsjax.measure.plots import plot
+from tsjax.measure.timing import Rounds, fill, ratios, summary
 from tsjax.methods.devices import device_of, estimated, plain_bytes
 
 ENDED = (KeyboardInterrupt, Interrupted)

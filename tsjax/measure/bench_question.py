@@ -23,17 +23,17 @@ from tsjax.files.presets import model_preset, model_preset_names, preset, preset
 from tsjax.files.tensor_names import with_weights
 from tsjax.files.tokenizer import encode
 from tsjax.files.whole_files import check_place
-from tsjax.host import peers
 from tsjax.host.chat import chat_prompt
 from tsjax.host.many import TEXTS
 from tsjax.host.memory import available_bytes
-from tsjax.host.paired_runs import PEERS, PLAIN, SETTINGS, requested
-from tsjax.host.peers import PEER_TOKENS
-from tsjax.host.plots import check_plot
 from tsjax.host.prompt_files import prompt_of_line, read_lines
 from tsjax.host.prompts import encode_text, prompt_row, tokenizer_of
-from tsjax.host.trace import read_trace
 from tsjax.input_files import read_text
+from tsjax.measure import peers
+from tsjax.measure.paired_runs import PEERS, PLAIN, SETTINGS, requested
+from tsjax.measure.peers import PEER_TOKENS
+from tsjax.measure.plots import check_plot
+from tsjax.measure.trace import read_trace
 from tsjax.methods import METHODS, TokenSwift
 from tsjax.model.params import abstract_params, random_params
 from tsjax.model.sharding import mesh_of

@@ -22,8 +22,8 @@ from tsjax.files.checkpoint import read_config
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.tensor_names import with_weights
 from tsjax.files.weight_files import EMBEDDED
-from tsjax.host.bandwidth import MOST_READ, read_rate
-from tsjax.host.trace import read_bench
+from tsjax.measure.bandwidth import MOST_READ, read_rate
+from tsjax.measure.trace import read_bench
 from tsjax.methods import Autoregressive, NGram, TokenSwift
 from tsjax.methods.auto import choose
 from tsjax.methods.cost_model import Costs

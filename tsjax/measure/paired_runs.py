@@ -27,7 +27,7 @@ from tsjax.host.interrupt import Interrupt
 from tsjax.host.memory import forget_peak, peak_memory
 from tsjax.host.request import Request
 from tsjax.host.run import News, begun_anew, run, start_run
-from tsjax.host.timing import ratios, summary
+from tsjax.measure.timing import ratios, summary
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sampled": dict(
