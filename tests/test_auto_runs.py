@@ -20,8 +20,6 @@ from tsjax.methods import Auto, LikelyTree, NGram, auto
 from tsjax.methods.cost_model import Int8Costs, Line
 from tsjax.methods.rates import first_rates
 
-# --- in a run --------------------------------------------------------------------------------
-
 SETTINGS = dict(max_new_tokens=60, do_sample=True, seed=5)
 PER_STEP = table((1, 1.0), (8, 1.0))  # a second for each step
 DRAFTING = LikelyTree(width=4, pass_widths=(1,), places=2, costs=PER_STEP)
@@ -164,6 +162,18 @@ def test_a_run_comes_back_to_drafts_that_pay_again_and_knows_their_rates(
     assert np.array_equal(left.tried, returned.tried)
     assert np.array_equal(left.right, returned.right)
     assert not np.array_equal(left.tried, first_rates().tried)
+
+
+def test_many_prompts_go_on_with_what_takes_less_time(model, said_plainly, monkeypatch):
+    """By what steps took, whoever was in the rows: no answer is long enough to judge by."""
+    told = let_auto_choose(DRAFTING, monkeypatch, [50.0, 1.0], [5.0])
+    monkeypatch.setattr(auto, "STEPS_TO_JUDGE", 30)
+    monkeypatch.setattr(judge, "LATELY", 1e9)
+    monkeypatch.setattr(auto, "TRIALS_COST", 0.2)
+    how = dict(SETTINGS, max_new_tokens=6, method=Auto(costs=PER_STEP), rows=2)
+    for answer in tsjax.generate_many(model, ROWS[:1] * 24, **how):
+        assert answer.tokens.tolist() == said_plainly[0][:6]
+    assert spells(method for _, method in told)[:3] == [DRAFTING, PLAIN, DRAFTING]
 
 
 @pytest.mark.wide

@@ -180,7 +180,7 @@ def stopping_in(name: str, call: int):
         begun = 0
 
         def __init__(self, model, prompt, settings, methods, new_tokens, *others):
-            def program(params, state, steps, *, cfg):
+            def program(params, state, steps, at_least, *, cfg):
                 Stopping.begun += 1
                 if Stopping.begun == call:
                     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs that are compiled beside a run: it begins plainly, and goes over when they are there."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -85,6 +86,20 @@ def test_a_run_begins_plainly_and_goes_over(helper, made, decoded):  # noqa: F81
     tokens, stats = auto_says(model)
     assert tokens == plain and decoded[-1] == "tree" and "decode" not in made
     assert stats.beside_seconds == 0
+    # So do many prompts, and what is compiled beside them is what runs.
+    made.clear()
+    decoded.clear()
+    many = {**SETTINGS, "max_new_tokens": 8, "method": AUTO, "rows": 2}
+    for answer in tsjax.generate_many(model, [PROMPT] * 8, **many):
+        assert answer.tokens.tolist() == plain[:8]
+    assert decoded == sorted(decoded) and {*decoded} == {"plain", "tree"}
+    assert made.count("decode") == 2 * 3  # traced, lowered and compiled
+    # Larger buffers have programs of their own.
+    decoded.clear()
+    prompts, more = [*[PROMPT] * 2, PROMPT * 260, *[PROMPT] * 6], {"exceed_max_positions": True}
+    said = [one.tokens.tolist() for one in tsjax.generate_many(model, prompts, **many, **more)]
+    assert said.count(plain[:8]) >= 8
+    assert [name for name, _ in itertools.groupby(decoded)] == ["tree", "plain", "tree"]
 
 
 def test_other_prices_make_no_other_program(helper, decoded):

@@ -327,7 +327,7 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 1_755,
-    "tsjax/commands": 1_656,
+    "tsjax/commands": 1_660,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
     "tsjax/host": 8_050,
@@ -341,7 +341,7 @@ MOST_LINES_OF_FOLDER = {
     "benchmarks": 7_335,
     "experiments": 4_250,
     "tools": 5_365,
-    "tests": 28_700,
+    "tests": 28_730,
     "examples": 380,
 }
 

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from any_tree import AnyTree
-from helpers import TOKENS, compilations, looping_model, save_tokenizer
+from helpers import MIXED_COSTS, TOKENS, compilations, looping_model, save_tokenizer
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import many, prompt_files, sizes
+from tsjax.host import many, prompt_files, run, sizes
 
 VOCAB = len(TOKENS)
 SAMPLED = dict(do_sample=True, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1)
@@ -51,6 +51,12 @@ def alone(model, prompt, **how):
     return tsjax.generate(model, prompt["ids"], capacity=2048, **{**how, **own}, **SIZES)
 
 
+def are_as_alone(answers, model, prompts, **how):
+    for one in answers:
+        assert one.tokens.tolist() == alone(model, prompts[one.index], **how).tokens[0].tolist()
+    return len(answers)
+
+
 # --- in memory -----------------------------------------------------------------------------------
 
 
@@ -71,10 +77,9 @@ def test_each_answer_is_that_of_its_prompt_alone(method, model):
 
 def test_texts_and_stop_strings_and_loops(model):
     texts = ["the tea", "has", "the tea", "in an"] * 3
-    how = dict(max_new_tokens=40, stop_strings=("e",), repetition_detection=(1, 4, 4), rows=3)
-    for answer in tsjax.generate_many(model, texts, **how):
-        how_alone = {name: value for name, value in how.items() if name != "rows"}
-        wanted = tsjax.generate(model, texts[answer.index], **how_alone)
+    how = dict(max_new_tokens=40, stop_strings=("e",), repetition_detection=(1, 4, 4))
+    for answer in tsjax.generate_many(model, texts, rows=3, **how):
+        wanted = tsjax.generate(model, texts[answer.index], **how)
         assert answer.text == wanted.text and answer.finish_reason == wanted.finish_reason[0]
 
 
@@ -86,7 +91,7 @@ class KnowsLengths(AnyTree):
         return jnp.zeros((batch,), jnp.int32)
 
     def read(self, model, params, memory, state):
-        return state.length
+        return jnp.maximum(memory, state.length)
 
     def learn(self, model, params, memory, state, verdict, acceptance):
         return memory + state.emitted
@@ -94,19 +99,51 @@ class KnowsLengths(AnyTree):
 
 def test_the_batch_stays_full_and_its_method_knows_who_is_in_it(model, monkeypatch):
     """No step is made with an empty row while prompts wait, nor with what was of another prompt."""
-    idle, wrong = [], []
-    go_on = many._Many._go_on
+    wrong, read = [], many._Many.read
 
-    def watched(self, interrupt):
-        idle.append(sum(row is None for row in self._rows) if not self._spent else 0)
-        ended = go_on(self, interrupt)
-        wrong.append((np.asarray(self._state.memory) != self._state.length).any())
-        return ended
+    def watched(self, state, interrupted):
+        if state.stats.steps.any():
+            wrong.append(self.waits and self.running < len(self.rows))
+            wrong.append((np.asarray(state.memory) != state.length).any())
+        return read(self, state, interrupted)
 
-    monkeypatch.setattr(many._Many, "_go_on", watched)
+    monkeypatch.setattr(many._Many, "read", watched)
     how = dict(method=KnowsLengths(), rows=3, **SAMPLED, **SIZES)
     answers = list(tsjax.generate_many(model, prompts_of(20), **how))
-    assert len(answers) == 20 and not any(idle) and not any(wrong)
+    assert len(answers) == 20 and len(wrong) > 9 and not any(wrong)
+
+
+@pytest.fixture
+def reading(monkeypatch):
+    """The requests of the prompts as they are read."""
+    found, start_run = [], many.start_run
+    monkeypatch.setattr(many, "start_run", lambda *all: found.append(all[1]) or start_run(*all))
+    return found
+
+
+def test_what_all_prompts_begin_with_is_read_once(model, reading):
+    begin, how = [*range(3, 30)], dict(SAMPLED, max_new_tokens=9)
+    prompts = [{"ids": [*begin, *prompt["ids"]]} for prompt in prompts_of(7)] + [{"ids": [5, 6]}]
+    prefix = tsjax.read(model, begin, **SIZES)
+    answers = [*tsjax.generate_many(model, prompts, rows=3, prefix=prefix, **how, **SIZES)]
+    assert are_as_alone(answers, model, prompts, **how) == 8
+    assert [request.prefix_length for request in reading] == [26] * 7 + [0]
+
+
+@pytest.mark.parametrize("drafts_from", ["corpus", "draft_model"])
+def test_what_others_draft_from_serves_later_prompts_too(drafts_from, model, monkeypatch):
+    news, ended = [], many._Many._ended
+    monkeypatch.setattr(many._Many, "_ended", lambda *all: news.append(all[1]) or ended(*all))
+    prompts, how = prompts_of(12), dict(do_sample=True, temperature=0.9)
+    texts = [alone(model, prompt, **how).tokens[0].tolist() for prompt in prompts]
+    corpus = tsjax.Corpus([[*p["ids"], *text] for p, text in zip(prompts, texts, strict=True)])
+    drafts = tsjax.LikelyTree(width=8, pass_widths=(), places=0, corpus=True, costs=MIXED_COSTS)
+    by = {"corpus": dict(corpus=corpus, method=drafts), "draft_model": dict(draft_model=model)}
+    for answer in tsjax.generate_many(model, prompts, rows=3, **by[drafts_from], **how, **SIZES):
+        assert answer.tokens.tolist() == texts[answer.index]
+    steps, right = news[-1].steps.steps, news[-1].steps.by_source[:, -1]
+    made = sum(map(len, texts))
+    assert made - sum(right) <= sum(steps) < made / 2 and min(right) > made / 9
 
 
 def test_prompts_are_taken_as_they_are_needed(model):
@@ -122,21 +159,13 @@ def test_prompts_are_taken_as_they_are_needed(model):
     assert len(taken) <= 4
 
 
-def test_a_longer_prompt_makes_the_buffers_grow(model, monkeypatch):
-    capacities, begin = [], many._Many._begin
-
-    def watched(self, *args):
-        begin(self, *args)
-        capacities.append(self._state.tokens.shape[1])
-
-    monkeypatch.setattr(many._Many, "_begin", watched)
+def test_a_longer_prompt_makes_the_buffers_grow(model, reading):
     prompts = [{"ids": [3] * 5}, {"ids": [4] * 2000, "max_new_tokens": 100}, {"ids": [5] * 9}]
     how = dict(max_new_tokens=60, eos_token_id=())
-    for answer in tsjax.generate_many(model, prompts, rows=2, **how, **SIZES):
-        if answer.index != 1:
-            wanted = alone(model, prompts[answer.index], **how)
-            assert answer.tokens.tolist() == wanted.tokens[0].tolist()
-    assert capacities == [2048, 4096, 4096]
+    answers = [*tsjax.generate_many(model, prompts, rows=2, **how, **SIZES)]
+    short = [answer for answer in answers if answer.index != 1]  # which `alone` has room for
+    assert are_as_alone(short, model, prompts, **how) == 2
+    assert [request.capacity for request in reading] == [2048, 4096, 4096]
 
 
 def test_a_prompt_that_is_not_valid_is_an_answer_with_an_error(model):
@@ -167,7 +196,7 @@ def test_what_all_prompts_share_is_checked_at_the_call(settings, message, model)
         tsjax.generate_many(model, **{"prompts": [], **settings})
 
 
-@pytest.mark.parametrize(("place", "name"), [(many._Many, "_go_on"), (many, "start_run")])
+@pytest.mark.parametrize(("place", "name"), [(run, "_next_chunk"), (many, "start_run")])
 def test_ctrl_c_ends_it_and_what_was_yielded_is_whole(place, name, model, monkeypatch):
     """In a chunk of steps, or while a prompt is read: no step runs on a cache half filled."""
     real, calls, found = getattr(place, name), [], []
@@ -182,10 +211,7 @@ def test_ctrl_c_ends_it_and_what_was_yielded_is_whole(place, name, model, monkey
     with pytest.raises(KeyboardInterrupt):
         for answer in tsjax.generate_many(model, prompts_of(30), rows=2, **SAMPLED, **SIZES):
             found.append(answer)
-    assert 0 < len(found) < 30
-    for answer in found:
-        wanted = alone(model, prompts_of(30)[answer.index], **SAMPLED)
-        assert answer.tokens.tolist() == wanted.tokens[0].tolist()
+    assert 0 < are_as_alone(found, model, prompts_of(30), **SAMPLED) < 30
 
 
 def test_who_makes_the_prompts_may_fail(model):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-grams of tsjax.methods against the rules of its docstrings in plain Python: dicts, lists and loops."""
+"""N-grams against the rules of their docstrings in plain Python: dicts, lists and loops."""
 
 import collections
 import functools

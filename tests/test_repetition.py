@@ -47,7 +47,7 @@ def test_it_is_found_where_a_plain_loop_finds_it(text, least, more, times, data)
     place, found = known, None
     while found is None and place < len(text):
         size = data.draw(st.integers(1, 20))
-        inside = loops.find(0, np.asarray(text[place : place + size], np.int32))
+        inside = loops.find(np.asarray(text[place : place + size], np.int32))
         found = None if inside is None else place + inside
         place += size
     assert found == wanted
@@ -55,8 +55,8 @@ def test_it_is_found_where_a_plain_loop_finds_it(text, least, more, times, data)
 
 def test_a_stop_token_ends_a_row_as_such():
     loops = Loops(request_of((1, 1, 3), stop_ids=(7,)))
-    assert loops.find(0, np.asarray([7, 7, 7])) is None
-    assert Loops(request_of(None)).find(0, np.asarray([1, 1, 1, 1])) is None
+    assert loops.find(np.asarray([7, 7, 7])) is None
+    assert Loops(request_of(None)).find(np.asarray([1, 1, 1, 1])) is None
 
 
 @pytest.mark.parametrize("method", [None, AnyTree()], ids=str)

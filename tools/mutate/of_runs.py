@@ -29,8 +29,8 @@ OF_RUNS = (
         "stop_string_in_one_token_alone",
         "A stop string is not found where it began in a token before.",
         "tsjax/host/stop_strings.py",
-        "self.tails[row] = self._tail(text)",
-        'self.tails[row] = ""',
+        "self.tail = self._tail(text)",
+        'self.tail = ""',
         ("tests/test_generation.py::test_stop_strings",),
     ),
     Change(
@@ -84,13 +84,12 @@ OF_RUNS = (
     Change(
         "refilled_row_keeps_its_memory",
         "When generate_many fills a row again, the method remembers the text before.",
-        "tsjax/host/many.py",
-        "        self._state = programs.fill_row(state.replace(memory=()), alone, np.int32(row))\n",
-        "        kept = state.memory\n"
-        "        self._state = programs.fill_row(state.replace(memory=()), alone, np.int32(row))\n"
-        "        if kept != ():\n"
-        "            self._state = self._state.replace(memory=kept)\n"
-        "            self._learn_anew = lambda: None\n",
+        "tsjax/host/run.py",
+        "            state, filled = rows.refill(rows.stop(state), interrupt)\n"
+        "        if other == decode and not filled:\n",
+        "            state, filled = rows.refill(rows.stop(state), interrupt)\n"
+        "            state = state.replace(memory=memory)\n"
+        "        if other == decode:\n",
         ("tests/test_many.py::test_the_batch_stays_full_and_its_method_knows_who_is_in_it",),
     ),
     Change(

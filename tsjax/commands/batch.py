@@ -45,7 +45,8 @@ def add_batch(commands: Any) -> None:
     cli.add(parser, "--rows N", "answers that are made side by side", default=8)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
-    cli.add_method(parser, "autoregressive")
+    cli.add_method(parser, "auto")
+    cli.add(parser, "--corpus FILE", "earlier texts to draft from, with auto", nargs="+")
     cli.add_attached(parser)
     cli.add_preset(parser, "sampling")
     cli.add_mesh(parser, distributed=False)
@@ -61,11 +62,13 @@ def _batch(args: argparse.Namespace) -> int:
     check_int(args.rows, "--rows", 1)
     config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
     config = config.replace(**cli.settings_of(args))
-    method = cli.named_method(args.method or "autoregressive", args.method_options)
+    method = cli.named_method(args.method or "auto", args.method_options)
     read_lines(args.prompts)
     check_place(args.out, "--out")
     model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))
-    more = {"rows": args.rows, "exceed_max_positions": args.exceed_max_positions}
+    more: dict[str, Any] = {"rows": args.rows, "exceed_max_positions": args.exceed_max_positions}
+    if args.corpus is not None:
+        more["corpus"] = tsjax.read_corpus(model, *args.corpus)
     answering = Answering(model, args.prompts, args.out, config, method=method, **more)
     with (
         doing("answering", answering.waiting, "prompts") as work,

@@ -172,6 +172,27 @@ def longer_request(
     return _that_fits(request, model, capacity, prefill_width)
 
 
+def batch_request(
+    model: Model, request: Request, rows: int, capacity: int | None, prefill_width: int | None
+) -> Request:
+    """A batch with room for `rows` texts like that of the request: none is in it yet, and nobody
+    knows how many will be."""
+    was = request.measured
+    measured = measured_on(request.method, model, was.context, rows)
+    batch = dataclasses.replace(
+        request,
+        rows=request.rows * rows,
+        prompt_length=request.prompt_length * rows,
+        finish_reason=["stopped"] * rows,
+        measured=measured._replace(corpus=was.corpus, draft_model=was.draft_model),
+        logprobs=request.logprobs and request.logprobs * rows,
+    )
+    batch = _that_fits(batch, model, capacity, prefill_width)
+    empty: dict[str, Any] = dict(rows=[request.rows[0][:1]] * rows, prompt_length=[1] * rows)
+    empty |= dict(of_rows=None, prefill_widths=[], prefix=None, prefix_length=0)
+    return dataclasses.replace(batch, capacity=max(batch.capacity, request.capacity), **empty)
+
+
 def prefix_in_memory(prefix: Any, model: Model) -> Prefix:
     """What was read before, as it is or from its file, checked against the model."""
     if isinstance(prefix, str | os.PathLike):

@@ -6,6 +6,7 @@ Knows counters and clocks. Does not know when drafts pay: the method says.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class Judge:
         self._foretold = Foretold(request.prompt_length)
         self._model, self._request, self._doubts = model, request, False
         self._reviving = self._is_reviving(state)
-        self._prompts, self._context = np.asarray(request.prompt_length), request.measured.context
+        self._context = request.measured.context
         self._tried: dict[Method, Tried] = {}
         self._to_keep = [steps * len(request.rows) for steps in STEPS_TO_KEEP]
         self._begin(Known.of(state))
@@ -47,11 +48,13 @@ class Judge:
         self._seconds = self._steps = self._tokens = 0.0
 
     def next(
-        self, current: Method, state: DecodeState, took: float, compiling: float, moving: float
-    ) -> Method:
-        """The method that is to draft the next chunk; the last one `took` so many seconds. What
-        was waited for `compiling` says what another program would take; to go over to the one that
-        the run was to begin with takes so many seconds of `moving`."""
+        self, current: Method, state: DecodeState, tokens_left: float, took: float,
+        compiling: float, moving: float,
+    ) -> Method:  # fmt: skip
+        """The method that is to draft the next chunk; the last one `took` so many seconds. A row is
+        expected to get `tokens_left`. What was waited for `compiling` says what another program
+        would take; to go over to the one that the run was to begin with takes so many seconds of
+        `moving`."""
         now, last = Known.of(state), self._last
         self._reviving, was_reviving = self._is_reviving(state), self._reviving
         if self._reviving or was_reviving:  # while it revives, steps end early
@@ -67,7 +70,7 @@ class Judge:
             self._steps += np.sum(steps)
             self._tokens += np.sum(now.length - last.length)
         self._first, self._last = False, now
-        context, made = int(np.mean(now.length)), np.mean(now.length - self._prompts)
+        context = int(np.mean(now.length))
         tokens, waits = processes.on_host(state.tokens), self._to_begin is not None
         measured = self._request.measured._replace(
             current=current,
@@ -82,7 +85,7 @@ class Judge:
             first=self._to_begin,
             moving=moving,
             foretold=self._foretold.read(tokens, now.length) if waits else 0.0,
-            tokens_left=float(min(self._request.config.max_new_tokens - made, max(made, USUAL))),
+            tokens_left=tokens_left,
             compiling=processes.first_says(compiling / (1 + len(self._tried))),
         )
         self._doubt(measured)
@@ -109,6 +112,12 @@ class Judge:
             context = int(np.mean(now.length))
             self._tried[current] = Tried(current, per_token, context, per_step)
         self._begin(now._replace(steps=np.zeros_like(now.steps)))
+
+    def refilled(self, state: DecodeState, rows: Sequence[int], prompts: list[int]) -> None:
+        """Those rows have other texts, and counters are 0. What steps took is known as before."""
+        self._last = Known.of(state)
+        for row in rows:
+            self._foretold.begin(row, prompts[row])
 
     def _doubt(self, measured: Measured) -> None:
         """A table that the run contradicts is not kept: no step takes less than a plain one."""

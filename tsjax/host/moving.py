@@ -86,7 +86,7 @@ class Moves:
         begun = state.replace(memory=memory, stats=stats)
         calls = {
             "first_memory": Call.of((None,), how),
-            "decode": Call.of((self._params(decode.method), begun, 1), {"cfg": decode.in_steps}),
+            "decode": Call.of((self._params(decode.method), begun, 1, 1), {"cfg": decode.in_steps}),
         }
         if decode.method == PLAINLY:  # nothing: compiled at once where it is wanted
             calls.pop("first_memory")

@@ -18,40 +18,36 @@ LOOKED_BACK, FEWEST_LOOKED_AT = 64, 16  # tokens of a row
 
 
 class Loops:
-    """Finds the token at which the last ones are `times` equal parts of min to max tokens.
+    """Finds the token of a row at which the last ones are `times` equal parts of min to max tokens.
 
     Only generated tokens count. What is found depends on the tokens alone, so it is the same for
     every method and however they come.
     """
 
-    def __init__(self, request: Request):
+    def __init__(self, request: Request, row: int = 0):
         self._asked, self._stop_ids = request.config.repetition_detection, request.stop_ids
         if self._asked is None:
             return
         least, most, _ = self._asked
         self._periods = np.arange(least, most + 1)
-        # Of each row: its tokens, and for each period how many of the last ones are what stands a
-        # period before them.
-        room = request.config.max_new_tokens
-        self._texts = [np.full(most + room, -1, np.int32) for _ in request.rows]
-        self._counts = [0] * len(request.rows)
-        self._repeated = [np.zeros(len(self._periods), np.int64) for _ in request.rows]
-        for row, (tokens, n) in enumerate(zip(request.rows, request.prompt_length, strict=True)):
-            self.find(row, tokens[n:])
+        # The tokens, and for each period how many of the last ones are what stands one before them.
+        self._text = np.full(most + request.config.max_new_tokens, -1, np.int32)
+        self._count, self._repeated = 0, np.zeros(len(self._periods), np.int64)
+        self.find(request.rows[row][request.prompt_length[row] :])
 
-    def find(self, row: int, tokens: np.ndarray) -> int | None:
+    def find(self, tokens: np.ndarray) -> int | None:
         """How many of `tokens` it takes to complete a repetition, None if there is none."""
         if self._asked is None:
             return None
         _, most, times = self._asked
-        text, enough = self._texts[row], self._periods * (times - 1)
+        enough = self._periods * (times - 1)
         for index, token in enumerate(tokens):
-            at = most + self._counts[row]  # before the text stand -1s
-            same = text[at - self._periods] == token
-            self._repeated[row] = np.where(same, self._repeated[row] + 1, 0)
-            text[at] = token
-            self._counts[row] += 1
-            if (self._repeated[row] >= enough).any() and token not in self._stop_ids:
+            at = most + self._count  # before the text stand -1s
+            same = self._text[at - self._periods] == token
+            self._repeated = np.where(same, self._repeated + 1, 0)
+            self._text[at] = token
+            self._count += 1
+            if (self._repeated >= enough).any() and token not in self._stop_ids:
                 return index + 1
         return None
 
@@ -61,9 +57,14 @@ class Foretold:
     share of the last tokens that were made, of all rows."""
 
     def __init__(self, prompt_length: Sequence[int]):
-        self._prompts, self._known = prompt_length, [0] * len(prompt_length)
-        self._after: list[dict[tuple[int, ...], int]] = [{} for _ in prompt_length]
-        self._right: deque[bool] = deque(maxlen=LOOKED_BACK * len(prompt_length))
+        rows = len(prompt_length)
+        self._prompts, self._known = list(prompt_length), [0] * rows
+        self._after: list[dict[tuple[int, ...], int]] = [{} for _ in range(rows)]
+        self._right: deque[bool] = deque(maxlen=LOOKED_BACK * rows)
+
+    def begin(self, row: int, prompt: int) -> None:
+        """Another text, with so many tokens of a prompt, is in the row from here on."""
+        self._prompts[row], self._known[row], self._after[row] = prompt, 0, {}
 
     def read(self, tokens: np.ndarray, length: np.ndarray) -> float:
         for row, (after, prompt) in enumerate(zip(self._after, self._prompts, strict=True)):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run: the state is filled, and chunks of steps run until every row has ended.
 
-Knows the device's programs, clocks, and what the host reads after a chunk. Does not know how a step
-works, nor which method goes on; a row ends by its own rules.
+Knows the device's programs and clocks. Does not know how a step works, nor which method goes on; a
+row ends by its own rules, and may have another text then.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ from tsjax.decoding.method import PLAINLY, Method
 from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.sampling import sampling_values
 from tsjax.decoding.start import init_stats
-from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState, StepStats
-from tsjax.errors import Failed
+from tsjax.decoding.state import DecodeState, StepStats
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.beside import BESIDE
@@ -31,11 +30,10 @@ from tsjax.host.compilation import Stopwatch
 from tsjax.host.costs import Measuring
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.judge import USUAL, Judge, length_of
+from tsjax.host.judge import USUAL, Judge
 from tsjax.host.moving import Moves, first_memory_config, plainly
-from tsjax.host.repetition import Loops
 from tsjax.host.request import Request, of_the_prefix, repeat_numbers
-from tsjax.host.stop_strings import StopStrings
+from tsjax.host.rows import HostRows
 from tsjax.host.telling import doing
 from tsjax.methods.corpus import CorpusIndex
 from tsjax.model.cache import KVCache
@@ -44,7 +42,6 @@ from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
 
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
-_REASONS = {EOS: "eos", LENGTH: "length"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,25 +77,29 @@ def run(
     begun: DecodeState | None = None,
     program: Callable[..., DecodeState] | None = None,
     watched: bool = False,
+    rows: HostRows | None = None,
 ) -> Iterator[News]:
     """Yields the News of each chunk of steps; the last one has every finish reason filled in.
 
     A state that has `begun` already, as `start_run` fills it, is used up. `program` runs the chunks
     in place of `decode`, for measurements. The interrupt is entered until there are news. What a
-    reader watches has them several times a second.
+    reader watches has them several times a second. `rows` may give a row another text when it has
+    ended, and may have something to tell between two chunks: then the news have no steps.
     """
-    going = _run(model, request, interrupt, begun, program, watched)
+    rows = rows or HostRows(model, request)
+    going = _run(model, request, interrupt, begun, program, watched, rows)
     while True:
         with interrupt:
             news = next(going, None)
         if news is None:
             return
         yield news
+        del news  # with a memory that may be begun anew
 
 
 def _run(
     model: Model, request: Request, interrupt: Interrupt, begun: DecodeState | None,
-    program: Callable[..., DecodeState] | None, watched: bool,
+    program: Callable[..., DecodeState] | None, watched: bool, rows: HostRows,
 ) -> Iterator[News]:  # fmt: skip
     chunk_of_steps = program or programs_of(model).decode
     prefilling, decoding, steps, beside = Stopwatch(), Stopwatch(), 1, BESIDE.seconds
@@ -109,8 +110,8 @@ def _run(
             index = None if corpus is None else corpus.on(jax.tree.leaves(model.params)[0])
         second = None if draft_model is None else draft_model.weights_beside(model)
         moves = Moves(model, lambda method: params_for(model, method, index, second))
-        decode, lesson = request.decode, None
-        earlier: StepStats | None = None  # the counters until the method changed last
+        decode, lesson, counted = request.decode, None, 0
+        earlier: StepStats | None = None  # the counters until they began again last
         if begun is not None:
             state = kept_on_device(model, begun)
         elif request.method.chooses:
@@ -118,19 +119,23 @@ def _run(
         else:
             state = start_run(model, request, interrupt)
         params = params_for(model, decode.method, index, second)
-    rows, judge = HostRows(model, request), Judge(model, request, state, decode == request.decode)
+    judge = Judge(model, request, state, decode == request.decode)
     wants = request.method.wants_costs and request.measured.costs is None
     measuring = Measuring(model, wants, len(request.rows), request.measured.context)
     wanted = seconds_per_chunk(processes.own_device(model.params).platform, request, watched)
     while True:
-        if not interrupt.requested and rows.running:
+        stepped = bool(rows.running) and not (rows.failed or interrupt.requested)
+        if stepped:
             with decoding:
-                state = chunk_of_steps(params, state, steps, cfg=decode.in_steps)
+                at_least = rows.running if rows.waits else 1
+                state = chunk_of_steps(params, state, steps, at_least, cfg=decode.in_steps)
                 state.kv.length.block_until_ready()
                 interrupt.meet()
-            seconds = processes.first_says(decoding.last)
-            steps = _next_chunk(steps, seconds / wanted)
-        read = rows.read(seen := Seen.of(state), interrupt.requested)
+            seconds, before = processes.first_says(decoding.last), counted
+            counted = int(processes.on_host(state.stats.steps).max())
+            steps = _next_chunk(counted - before, seconds / wanted)
+        interrupted = interrupt.requested
+        read = rows.read(state, interrupted)
         counts = _on_host(state.stats) if earlier is None else _sum(earlier, state.stats)
         yield News(
             **read,
@@ -143,26 +148,40 @@ def _run(
             gave_up=judge.has_begun and decode != request.decode and decode.method == PLAINLY,
             prompt_computed=_prompt_computed(state),
         )
-        if not rows.running:
+        if interrupted or not (rows.running or rows.waits):
             return
-        if (broken := rows.broken(seen)) is not None:
-            raise broken
-        if not BESIDE.is_working:  # which would disturb it
-            judge.costs = measuring.go_on(decoding.seconds) or judge.costs
-        moving = 0.0 if judge.has_begun else moves.seconds(request.decode, state)
-        method = judge.next(decode.method, state, seconds, decoding.compiling, moving)
-        other = dataclasses.replace(decode, method=method)
-        with decoding:  # reading programs
-            moves_on = other != decode and moves.is_ready(other, state)
-        if moves_on:
+        rows.check()
+        other = decode
+        if stepped:
+            if not BESIDE.is_working:  # which would disturb it
+                judge.costs = measuring.go_on(decoding.seconds) or judge.costs
+            moving = 0.0 if judge.has_begun else moves.seconds(request.decode, state)
+            took = rows.tokens_left, seconds, decoding.compiling, moving
+            other = dataclasses.replace(decode, method=judge.next(decode.method, state, *took))
+            with decoding:  # reading programs
+                if other != decode and not moves.is_ready(other, state):
+                    other = decode
+        if other != decode:
             judge.moved(decode.method)
-            learned = decode.method.lesson(state.memory)
-            lesson = lesson if learned is None else learned
-            earlier, steps, decode = counts, FIRST_CHUNK, other
-            params = params_for(model, method, index, second)
-            with decoding:
-                state = begun_anew(model, state, decode, lesson)
-        state = rows.stop(state)
+        memory, shape = state.memory, state.tokens.shape
+        with prefilling:
+            state, filled = rows.refill(rows.stop(state), interrupt)
+        if other == decode and not filled:
+            continue
+        learned = decode.method.lesson(memory)
+        lesson = lesson if learned is None else learned
+        del memory
+        larger = request.method.chooses and state.tokens.shape != shape
+        if larger and other != plainly(other) and not moves.is_ready(other, state):
+            other = plainly(other)  # as at the beginning: programs are for a capacity
+            judge, filled = Judge(model, request, state, begun=False), [*range(len(rows.rows))]
+        if other != decode:
+            steps, params = FIRST_CHUNK, params_for(model, other.method, index, second)
+        earlier, counted, decode = counts, 0, other
+        with decoding:
+            state = begun_anew(model, state, decode, lesson)
+        if filled:
+            judge.refilled(state, filled, rows.prompt_length)
 
 
 def _begun_where_ready(
@@ -215,125 +234,6 @@ def params_for(
         corpus=corpus if method.reads_corpus else None,
         draft_model=second if method.takes_draft_model else None,
     )
-
-
-class Seen(NamedTuple):
-    """What the host reads of a state, as NumPy arrays."""
-
-    tokens: np.ndarray
-    sources: np.ndarray
-    length: np.ndarray
-    finish: np.ndarray
-    logprobs: LogProbs | None
-
-    @classmethod
-    def of(cls, state: DecodeState) -> Seen:
-        of_tokens = state.tokens, state.sources, state.finish, state.logprobs
-        tokens, sources, finish, told = processes.on_host(of_tokens)
-        return cls(tokens, sources, length_of(state), finish, told)
-
-    def row(self, row: int) -> Seen:
-        """One of them, as a batch of one."""
-        return jax.tree.map(lambda x: x[row : row + 1], self)
-
-
-class HostRows:
-    """The rows of a run as the host knows them: what was emitted, and why a row has ended."""
-
-    def __init__(self, model: Model, request: Request):
-        self._request, self._watch = request, StopStrings(model, request)
-        self._loops = Loops(request)
-        self._emitted = [len(row) for row in request.rows]
-        self._reasons = list(request.finish_reason)
-        told = request.logprobs or [None] * len(request.rows)
-        self._told: list[list[LogProbs]] = [[] if one is None else [one] for one in told]
-
-    @property
-    def running(self) -> bool:
-        return None in self._reasons
-
-    def read(self, seen: Seen, interrupted: bool) -> dict:
-        """What is new, as the fields of News."""
-        tokens, drafted_by, length, finish = seen[:4]
-        begun = list(self._reasons)
-        new, sources, before = [], [], list(self._emitted)
-        for row, reason in enumerate(begun):
-            known = self._emitted[row]
-            fresh = np.array(tokens[row, known : length[row] if reason is None else known])
-            if reason is None:
-                cut, why = self._watch.find(row, fresh), "stop_string"
-                loop = self._loops.find(row, fresh if cut is None else fresh[: cut - 1])
-                if loop is not None:
-                    cut, why = loop, "repetition"
-                if cut is not None:
-                    fresh, self._reasons[row] = fresh[:cut], why
-                elif finish[row] in _REASONS:
-                    self._reasons[row] = _REASONS[finish[row]]
-                elif interrupted:
-                    self._reasons[row] = "interrupted"
-            self._emitted[row] += len(fresh)
-            sources.append(drafted_by[row, known : self._emitted[row]].copy())
-            new.append(fresh)
-        told = self._news_of(seen.logprobs, before)
-        return {
-            "tokens": new,
-            "logprobs": told,
-            "all_logprobs": self._all_told(),
-            "sources": sources,
-            "all_tokens": [
-                tokens[row, n : self._emitted[row]].copy()
-                for row, n in enumerate(self._request.prompt_length)
-            ],
-            "reasons": list(self._reasons),
-            "newly_ended": [a is not b for a, b in zip(begun, self._reasons, strict=True)],
-            "computed": int(length.sum()) - sum(map(len, self._request.rows)),
-        }
-
-    def broken(self, seen: Seen, first: int = 0) -> Failed | None:
-        """Why a row cannot go on, after `read`; rows are numbered from `first` on."""
-        half = self._request.decode.model.dtype == "float16"
-        why = "float16 ends at 65504, so try bfloat16 or float32" if half else "see to the weights"
-        for row, known in enumerate(self._emitted):
-            if self._reasons[row] is None and seen.finish[row] == BROKEN:
-                new = known - self._request.prompt_length[row] + 1
-                return Failed(
-                    f"the scores of new token {new} of row {first + row} (position {known}) are "
-                    f"NaN or infinite: {why}, or to a logits_processor. What came before is kept."
-                )
-        return None
-
-    def _news_of(self, found: LogProbs | None, before: list[int]) -> list[LogProbs] | None:
-        """Log-probabilities of what is new since `before`."""
-        if found is None or self._request.logprobs is None:
-            return None
-        new = [
-            jax.tree.map(
-                lambda x, row=row, begin=begin: x[row, begin : self._emitted[row]].copy(), found
-            )
-            for row, begin in enumerate(before)
-        ]
-        for parts, one in zip(self._told, new, strict=True):
-            if len(one.raw):
-                parts.append(one)
-        return new
-
-    def _all_told(self) -> Callable[[], list[LogProbs] | None]:
-        """Those of all tokens so far, which grow: put together for who asks."""
-        counts = [*map(len, self._told)]
-
-        def together() -> list[LogProbs] | None:
-            if self._request.logprobs is None:
-                return None
-            parts = [told[:count] for told, count in zip(self._told, counts, strict=True)]
-            return [jax.tree.map(lambda *xs: np.concatenate(xs), *some) for some in parts]
-
-        return together
-
-    def stop(self, state: DecodeState) -> DecodeState:
-        """The state in which rows that the host has ended run no more."""
-        ended = np.asarray([reason is not None for reason in self._reasons])
-        stopped = ended & (processes.on_host(state.finish) == RUNNING)
-        return stopped_in(state, stopped)
 
 
 def start_run(model: Model, request: Request, interrupt: Interrupt) -> DecodeState:
@@ -434,12 +334,6 @@ def kept_on_device(model: Model, state: DecodeState) -> DecodeState:
     if mesh_of(model.params) is not None:
         return state
     return jax.device_put(state, jax.tree.leaves(model.params)[0].sharding)
-
-
-def stopped_in(state: DecodeState, rows: np.ndarray) -> DecodeState:
-    if not rows.any():
-        return state
-    return state.replace(finish=jnp.where(rows, jnp.int8(STOPPED), state.finish))
 
 
 def _read(model: Model, request: Request, state: DecodeState) -> Iterator[tuple[DecodeState, int]]:

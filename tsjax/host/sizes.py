@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tsjax.config import check, check_int
 from tsjax.decoding.start import memory_bytes, temporary_bytes
-from tsjax.errors import BadValue, NotEnoughMemory
+from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.host.info import memory_share
 from tsjax.host.memory import available_bytes
@@ -84,12 +84,6 @@ def capacity_bucket(needed: int, smallest: int = SMALLEST_CAPACITY) -> int:
     if needed > LARGEST_DOUBLING:
         return -(-needed // LARGEST_DOUBLING) * LARGEST_DOUBLING
     return max(smallest, 1 << (needed - 1).bit_length())
-
-
-def check_memory(request: Request, model: Model) -> None:
-    shortage = memory_shortage(request, model)
-    if shortage:
-        raise NotEnoughMemory(shortage)
 
 
 def memory_shortage(request: Request, model: Model) -> str | None:

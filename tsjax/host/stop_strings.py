@@ -20,7 +20,7 @@ class StopStrings:
     text, but a stop string may name one; a token that ends the row anyway is left to that.
     """
 
-    def __init__(self, model: Model, request: Request):
+    def __init__(self, model: Model, request: Request, row: int):
         self.stops = request.config.stop_strings
         if not self.stops:
             return
@@ -30,23 +30,22 @@ class StopStrings:
             for index, text in special_tokens(tokenizer).items()
             if index not in request.stop_ids and any(text in stop for stop in self.stops)
         }
-        self.writers = [Detokenizer(tokenizer, context=row) for row in request.rows]
-        recent = [row[-self.keep - 64 :] for row in request.rows]
-        self.tails = [self._tail(decode_text(tokenizer, ids.tolist())) for ids in recent]
+        known = request.rows[row]
+        self.writer = Detokenizer(tokenizer, context=known)
+        self.tail = self._tail(decode_text(tokenizer, known[-self.keep - 64 :].tolist()))
 
-    def find(self, row: int, tokens: np.ndarray) -> int | None:
+    def find(self, tokens: np.ndarray) -> int | None:
         """How many of `tokens` it takes to complete a stop string, None if none does."""
         if not self.stops:
             return None
         for index, token in enumerate(tokens):
-            tail, writer = self.tails[row], self.writers[row]
-            text = tail + writer.push([token])
+            text = self.tail + self.writer.push([token])
             # If the row ended here, its text would end with what is still pending.
-            whole = text + writer.pending() + self.special.get(int(token), "")
+            whole = text + self.writer.pending() + self.special.get(int(token), "")
             # Only a match that ends after the tail is new.
-            if any(whole.find(s, max(0, len(tail) - len(s) + 1)) >= 0 for s in self.stops):
+            if any(whole.find(s, max(0, len(self.tail) - len(s) + 1)) >= 0 for s in self.stops):
                 return index + 1
-            self.tails[row] = self._tail(text)
+            self.tail = self._tail(text)
         return None
 
     def _tail(self, text: str) -> str:

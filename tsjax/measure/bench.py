@@ -324,7 +324,7 @@ def _runs(asked: Prepared, prompt: np.ndarray, setting: str, new_tokens: int) ->
     for name, trace in asked.traces.items():
         lengths = jnp.asarray(trace, jnp.int32)
 
-        def simulated(params, state, steps, *, cfg, lengths=lengths):
+        def simulated(params, state, steps, at_least, *, cfg, lengths=lengths):
             return programs_of(model).simulate(params, state, lengths, steps, cfg=cfg)
 
         programs[name] = simulated
