@@ -21,37 +21,6 @@ def compiled(name: str = "aot") -> dict:
     return json.loads((RESULTS.parent / "aot" / f"{name}.json").read_text())
 
 
-# What a call is expected to reach of a chip before anything is measured; docs/kernels.md says why.
-EXPECTED_BANDWIDTH, EXPECTED_MATRIX, LAUNCHES_US = 0.85, 0.5, 5.0
-
-
-# The calls that the page's text is about; aot.json has all of them.
-ON_PAPER = (
-    *(f"tree_attention llama3.1-8b t{rows}" for rows in (1, 64, 101, 117)),
-    *(f"tree_attention llama2-7b t{rows}" for rows in (1, 64)),
-    *(f"cache_scores {mode} llama3.1-8b" for mode in ("dot", "softmax")),
-)
-
-
-def paper() -> str:
-    lines = head("call | read | operations per byte | A100: bound, expected | H100 | H200")
-    document = compiled()
-    for name in ON_PAPER:
-        case = document["cases"][name]
-        read, operations = case["read_bytes"], case["operations"]
-        cells = []
-        for chip, bound in case["bound_us"].items():
-            bandwidth, peak = document["chips"][chip]
-            memory = read / (EXPECTED_BANDWIDTH * bandwidth)
-            # Scores need next to no operations, and "dot" no matrix units.
-            compute = 0 if "dot" in name else operations / (EXPECTED_MATRIX * peak)
-            cells.append(f"{bound:.0f}, {1e6 * max(memory, compute) + LAUNCHES_US:.0f} us")
-        lines.append(
-            f"| {name} | {read / 1e6:.0f} MB | {operations / read:.0f} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
-
-
 COMPILED = ("aot", "narrow", "lazy")  # most cases, those with narrow numbers, lazy prefills
 CHIPS = ("a100", "h100")
 

@@ -58,8 +58,8 @@ def table() -> str:
         "chosen by, and how often the most likely token is that of float32, which has the file's "
         "own numbers, as has `stored`. Made by "
     )
-    made = map(source, (*documents, *judged, *cached))
-    return "\n".join([*lines, "", f"{note}{'; '.join(made)}."])
+    made = source(*documents, *judged, *cached)
+    return "\n".join([*lines, "", f"{note}{made}."])
 
 
 def _speed(one: dict | None) -> list[str]:
@@ -93,7 +93,7 @@ def cache_table() -> str:
                 f"| {wide['ms'] / narrow['ms']:.2f}x | {by_rows:.2f}x |"
             )
     note = "Weights as stored; medians of plain decoding in turn, and of passes of 8 rows. Made by "
-    return "\n".join([*lines, "", f"{note}{'; '.join(map(source, documents))}."])
+    return "\n".join([*lines, "", f"{note}{source(*documents)}."])
 
 
 def drafts_table() -> str:
@@ -122,4 +122,4 @@ def drafts_table() -> str:
         f"the median, the least and the most. {parted} of {len(runs)} runs said other tokens than "
         "plain decoding. Made by "
     )
-    return "\n".join([*lines, "", f"{note}{'; '.join(map(source, documents))}."])
+    return "\n".join([*lines, "", f"{note}{source(*documents)}."])

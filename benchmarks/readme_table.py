@@ -129,12 +129,12 @@ def measured() -> str:
     }.items():
         document = read(name)
         lines += render(document)
-        sources.append(source(document))
+        sources.append(document)
     note = (
         "Times: float32, medians of interleaved runs, random weights of the shapes named (15M "
         "parameters where none is). Made by "
     )
-    return "\n".join([*lines, "", note + "; ".join(sources) + "."])
+    return "\n".join([*lines, "", note + source(*sources) + "."])
 
 
 def exactness() -> str:
@@ -193,28 +193,8 @@ def near_ties() -> str:
     )
 
 
-def partial_cache() -> str:
-    document = read("partial_cache")
-    rows = {(r["context"], r["setting"], r["method"]): r for r in document["rows"]}
-    columns = list(dict.fromkeys((context, setting) for context, setting, _ in rows))
-    options = {name: row["options"] for (_, _, name), row in rows.items() if "options" in row}
-    lines = head(" | ".join(["chosen by", "rest seen", *(f"{c:,}, {s}" for c, s in columns)]))
-    for name, chosen in options.items():
-        if name in ("plain", "tokenswift"):
-            continue
-        cells = [f"{rows[c, s, name]['tokens_per_step']:.2f}" for c, s in columns]
-        rest = "yes" if chosen["draft_rest"] else "no"
-        lines.append(f"| {name.removesuffix(', rest')} | {rest} | {' | '.join(cells)} |")
-    note = (
-        "Tokens per step of four passes on 512 slots and nothing else, at most five, after N "
-        "tokens of a book (N and the kind of text head each column; sampled is temperature 1, "
-        "min-p 0.1 and a penalty of 1.2 over 1,024 tokens), the embedded model in float32. Made by "
-    )
-    return "\n".join([*lines, "", note + source(document) + "."])
-
-
 def longcontext_scores() -> str:
-    made = "; ".join(source(document) for document in longcontext())
+    made = source(*longcontext())
     return f"{tables.scores(longcontext())} Made by {made}."
 
 
@@ -262,7 +242,6 @@ SECTIONS = {
     ("docs/results.md", "measured"): measured,
     ("docs/results.md", "papers"): papers_tables.tables,
     ("docs/results.md", "killed"): papers_tables.killed_runs,
-    ("docs/results.md", "partial-cache"): partial_cache,
     ("docs/lazyllm.md", "longcontext-scores"): longcontext_scores,
     ("docs/lazyllm.md", "longcontext-verdict"): longcontext_verdict,
     ("docs/exactness.md", "exactness"): exactness,
@@ -274,7 +253,6 @@ SECTIONS = {
     ("docs/kernels.md", "products"): gpu_tables.products,
     ("docs/speed.md", "choices"): expected.choices,
     ("docs/speed.md", "expected-times"): expected.times,
-    ("docs/kernels.md", "paper"): gpu_tables.paper,
     ("docs/kernels.md", "compiled"): gpu_tables.registers,
     ("docs/kernels.md", "steps"): gpu_tables.steps,
     ("docs/lazyllm.md", "lazy-generation"): gpu_tables.lazy_generation,

@@ -57,7 +57,7 @@ def long_documents() -> list[dict]:
 
 
 def _by_position(document: dict) -> str:
-    """What methods take after prompts of several lengths, and along one text."""
+    """What methods take after prompts of several lengths."""
     lines = head("where | method | per token | x | tokens per step")
     for case in document["cases"]:
         if "context" in case:
@@ -68,24 +68,18 @@ def _by_position(document: dict) -> str:
                 what = f"{case['new_tokens']} tokens after {case['context']:,}"
                 lines.append(f"| {what} | {TITLES.get(row['method'], row['method'])} | "
                              f"{' | '.join(cells)} |")  # fmt: skip
-        if case["case"] == "long":
-            plain = next(row for row in case["rows"] if row["method"] == PLAIN)["by_position"]
-            for row in case["rows"]:
-                found = row["by_position"].values()
-                for then, end, ms, steps in zip(plain["ms_per_token"], *found, strict=True):
-                    over = "" if row["method"] == PLAIN else f"{then / ms:.2f}x"
-                    lines.append(f"| to token {end:,} of one text | {row['method']} | {ms:.1f} ms "
-                                 f"| {over} | {steps:.2f} |")  # fmt: skip
     name = NAMES[document["model"]["name"]]
     title = f"**{name} by position, the paper's sampling**, from {source(document)}"
     return "\n".join([title, "", *lines])
 
 
 def _table_of(document: dict) -> str:
-    rows, cells = reported(document), document["cells"]
+    """Greedy rows, which peers have too; the documents have the sampled ones."""
+    rows = [row for row in reported(document) if row["setting"] == "greedy"]
+    cells = document["cells"]
     others = [name for name in (*COLUMNS, *PEERS) if any(name in row["methods"] for row in rows)]
     lines = head(
-        "prompts | sampling | plain decoding, per token | "
+        "prompts, greedy | plain decoding, per token | "
         + " | ".join(TITLES.get(name, name) for name in others)
     )
     for row in rows:
@@ -98,7 +92,7 @@ def _table_of(document: dict) -> str:
                 spread = f" ({gain['min']:.2f} to {gain['max']:.2f})"
             found.append(f"{gain['median']:.2f}x{spread}" if gain else "")
         lines.append(
-            f"| {KINDS[row['kind']]}: {row['prompts']} | {SETTINGS[row['setting']]} | "
+            f"| {KINDS[row['kind']]}: {row['prompts']} | "
             + " | ".join(found) + " |"
         )  # fmt: skip
     counts = {row["prompts"] for row in rows}
@@ -164,7 +158,7 @@ def auto_by_kind() -> str:
     every = [row for one in autos() for cell in one["cells"] for row in cell["rows"]]
     ours = [row["same_tokens"] for row in every if row["method"] != PLAIN]
     said = f"{sum(ours)} of {len(ours)} runs gave the tokens of plain decoding"
-    made = "; ".join(source(document) for document in autos())
+    made = source(*autos())
     return "\n".join([
         *lines, "",
         "What plain decoding takes for a token, and how many times faster Auto is, and a fixed "

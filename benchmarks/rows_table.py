@@ -31,4 +31,4 @@ def rows_on_a_cpu() -> str:
         f"one took {seconds[0]:.1f} to {seconds[-1]:.1f} s, compiling included. Instructions: "
         f"{', '.join(document['instructions'])}. Medians of {document['rounds']} rounds. Made by "
     )
-    return "\n".join([*lines, "", f"{note}{source(document)}; {source(real)}."])
+    return "\n".join([*lines, "", f"{note}{source(document, real)}."])

@@ -28,6 +28,6 @@ def starts() -> str:
                 f"| {document['model']}, {what} | {kept} | {' | '.join(pairs)} | "
                 f"{row['plain_over_auto']['median']:.2f} | {silent:.1f} s |"
             )
-    made = "; ".join(map(source, documents))
+    made = source(*documents)
     note = "Medians of rounds in turn, the longest silence of all of them; both said the same text."
     return "\n".join([*lines, "", f"{note} Made by {made}."])

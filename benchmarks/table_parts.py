@@ -38,13 +38,17 @@ def made_by(document: dict) -> str:
     return f"`{document['command']}` at {then.replace('+', ', with changes')}"
 
 
-def source(document: dict) -> str:
-    versions = document["versions"]
-    return (
-        f"{made_by(document)} "
-        f"({document['cpus']} cores of {document['device']}, "
-        f"jax {versions['jax']}, Python {versions['python']}, {document['date']})"
-    )
+def source(*documents: dict) -> str:
+    """The commands, each machine once."""
+    made: dict[str, list[str]] = {}
+    for document in documents:
+        versions = document["versions"]
+        where = (
+            f"({document['cpus']} cores of {document['device']}, jax {versions['jax']}, "
+            f"Python {versions['python']}, {document['date']})"
+        )
+        made.setdefault(where, []).append(made_by(document))
+    return "; ".join(f"{', '.join(commands)} {where}" for where, commands in made.items())
 
 
 def head(columns: str) -> list[str]:
