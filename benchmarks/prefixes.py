@@ -24,9 +24,9 @@ from typing import Any
 import tsjax
 from benchmarks import report
 from tsjax.config import WEIGHTS
-from tsjax.host.telling import seconds_of_process
 from tsjax.input_files import read_text
 from tsjax.measure.timing import ratios, summary
+from tsjax.telling import seconds_of_process
 
 READING, FROM_FILE = "reading", "prefix file"
 QUESTIONS = (

@@ -26,8 +26,8 @@ ROWS = {
     "tsjax.training_config": 2,
     "tsjax.errors": -1,
     # Told of from everywhere, from before jax is loaded.
-    "tsjax.host.telling": -1,
-    "tsjax.host.line_writer": 0,
+    "tsjax.telling": -1,
+    "tsjax.line_writer": 0,
     "tsjax.input_files": 0,
     "tsjax.typing": 1,
     "tsjax.model": 2,
@@ -326,11 +326,11 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 1_755,
+    "tsjax": 2_135,
     "tsjax/commands": 1_660,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
-    "tsjax/host": 8_050,
+    "tsjax/host": 7_675,
     "tsjax/lazy": 1_400,
     "tsjax/measure": 1_900,
     "tsjax/methods": 5_308,

@@ -12,11 +12,11 @@ import jax
 import pytest
 
 import tsjax
+from tsjax import line_writer, telling
 from tsjax.__main__ import main
 from tsjax.files import huggingface
-from tsjax.host import line_writer, telling
-from tsjax.host.line_writer import LineWriter, told_as, told_on_stderr
-from tsjax.host.telling import Progress, beside, doing, hearing, listening
+from tsjax.line_writer import LineWriter, told_as, told_on_stderr
+from tsjax.telling import Progress, beside, doing, hearing, listening
 
 
 class Stream(io.StringIO):

@@ -20,8 +20,8 @@ from tsjax.commands.parser import Parser, tell
 from tsjax.commands.renamed import in_new_words
 from tsjax.config import GENERATION_NAMES
 from tsjax.habits import HABITS
-from tsjax.host.line_writer import told_on_stderr
-from tsjax.host.telling import doing
+from tsjax.line_writer import told_on_stderr
+from tsjax.telling import doing
 
 # Command -> its one line in --help. Its module, and jax with it, is loaded when it is asked for.
 KNOWN_COMMANDS = {

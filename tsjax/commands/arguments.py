@@ -28,10 +28,10 @@ from tsjax.errors import BadValue
 from tsjax.files.presets import preset_names
 from tsjax.host import processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
-from tsjax.host.telling import listening
 from tsjax.input_files import read_text
 from tsjax.measure import layout
 from tsjax.methods import METHODS, resolve_method
+from tsjax.telling import listening
 
 MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
 # What comes with a model from other places.

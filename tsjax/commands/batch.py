@@ -15,7 +15,7 @@ from tsjax.files.presets import preset
 from tsjax.files.whole_files import check_place
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering, read_lines
-from tsjax.host.telling import doing
+from tsjax.telling import doing
 
 ABOUT_BATCH = """Answers each line of a file, several side by side. Answers are written as they
 come, one a line, with the number of the prompt's line. What is there already is not

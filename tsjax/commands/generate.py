@@ -22,8 +22,8 @@ from tsjax.host import processes
 from tsjax.host.prefix_files import open_prefix
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
-from tsjax.host.telling import seconds_of_process
 from tsjax.methods import resolve_method
+from tsjax.telling import seconds_of_process
 
 EXAMPLES = """examples:
   tsjax generate ./llama-3.1-8b "Once upon a time" --dtype bfloat16 --max-new-tokens 1000

@@ -46,12 +46,12 @@ from tsjax.files.model_in_memory import Model
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tensor_names import Entry
 from tsjax.habits import LOADING
-from tsjax.host.line_writer import told_as
-from tsjax.host.telling import Progress, doing
 from tsjax.input_files import parsing, read_json
+from tsjax.line_writer import told_as
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import declare_params, inputs_first, is_spec, join, placement
 from tsjax.model.sharding import held_here, placed, usable_mesh
+from tsjax.telling import Progress, doing
 
 FORMAT_VERSION = 2
 SEPARATE_INPUTS_FIRST = 1  # the version of separate q, k, v, gate and up, each [inputs, outputs]

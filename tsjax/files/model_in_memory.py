@@ -23,10 +23,10 @@ from tsjax.errors import BadValue
 from tsjax.files import tensor_names
 from tsjax.files.tokenizer import load_tokenizer
 from tsjax.habits import OF_MODEL
-from tsjax.host.telling import doing
 from tsjax.model.params import Params, declare_params, is_spec, with_int8_drafts
 from tsjax.model.sharding import everywhere, mesh_of, placed
 from tsjax.model.transformer import ModelWeights
+from tsjax.telling import doing
 
 
 class Model(flax.struct.PyTreeNode):

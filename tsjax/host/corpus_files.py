@@ -15,9 +15,9 @@ from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import Model
 from tsjax.host.prompts import encode_text
 from tsjax.host.saved_run import read_run
-from tsjax.host.telling import doing
 from tsjax.input_files import read_text
 from tsjax.methods.corpus import Corpus
+from tsjax.telling import doing
 
 
 def read_corpus(model: Model, *files: str | os.PathLike) -> Corpus:

@@ -27,7 +27,6 @@ from tsjax.host.info import cores
 from tsjax.host.measured_files import keep_measured, kept_measured, measured_file, write_measured
 from tsjax.host.measuring import context_bucket, device_in, measure, pieces
 from tsjax.host.memory import available_bytes
-from tsjax.host.telling import doing
 from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
 from tsjax.methods.auto import Choice
@@ -35,6 +34,7 @@ from tsjax.methods.cost_model import Costs, as_costs
 from tsjax.methods.devices import device_of, estimated
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
+from tsjax.telling import doing
 
 # Of a run's seconds those that measuring may take, by pieces that take about so many; and bytes
 # that have to be free for its buffers.

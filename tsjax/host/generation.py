@@ -25,7 +25,6 @@ from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.asking import make_request
 from tsjax.host.info import facts
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
-from tsjax.host.line_writer import told_as
 from tsjax.host.prefix import Prefix
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompts import tokenizer_of
@@ -34,8 +33,9 @@ from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, run
 from tsjax.host.saving import Saving
-from tsjax.host.telling import Progress, doing
+from tsjax.line_writer import told_as
 from tsjax.methods.corpus import Corpus
+from tsjax.telling import Progress, doing
 
 
 def generate(

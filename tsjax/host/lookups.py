@@ -24,8 +24,8 @@ from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
 from tsjax.host.measured_files import keep_measured, kept_measured
-from tsjax.host.telling import doing
 from tsjax.lazy.looking import last_attention
+from tsjax.telling import doing
 
 # Half of each kind: enough for layers to differ, and read in seconds.
 ASKING_PROMPTS, ASKING_TOKENS = 8, 256

@@ -24,8 +24,8 @@ from tsjax.host.prefix import Prefix
 from tsjax.host.request import Request
 from tsjax.host.run import News, start_run
 from tsjax.host.sizes import widths_of
-from tsjax.host.telling import doing
 from tsjax.model.cache import KVCache
+from tsjax.telling import doing
 
 
 def read(

@@ -28,7 +28,7 @@ from tsjax.host.prompts import check_row
 from tsjax.host.resuming import check_same_model, check_same_processors
 from tsjax.host.run import start_run
 from tsjax.host.saved_run import read_run
-from tsjax.host.telling import doing
+from tsjax.telling import doing
 
 STEPS_PER_CALL = 32  # after which the progress bar moves and Ctrl-C is heard
 

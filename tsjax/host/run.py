@@ -34,12 +34,12 @@ from tsjax.host.judge import USUAL, Judge
 from tsjax.host.moving import Moves, first_memory_config, plainly
 from tsjax.host.request import Request, of_the_prefix, repeat_numbers
 from tsjax.host.rows import HostRows
-from tsjax.host.telling import doing
 from tsjax.methods.corpus import CorpusIndex
 from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
+from tsjax.telling import doing
 
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
 

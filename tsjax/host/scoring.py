@@ -22,8 +22,8 @@ from tsjax.files.tokenizer import encode
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
 from tsjax.host.prompts import check_row, prompt_rows
-from tsjax.host.telling import doing
 from tsjax.model.logits import logits
+from tsjax.telling import doing
 
 WIDTH = 512  # tokens of a pass
 

@@ -33,7 +33,6 @@ from tsjax.host.interrupt import Interrupted
 from tsjax.host.measuring import device_in
 from tsjax.host.memory import SCOPES
 from tsjax.host.progress import TimeLeft, in_words
-from tsjax.host.telling import doing
 from tsjax.input_files import read_json
 from tsjax.measure import peers
 from tsjax.measure.bandwidth import reader
@@ -42,6 +41,7 @@ from tsjax.measure.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, ti
 from tsjax.measure.plots import plot
 from tsjax.measure.timing import Rounds, fill, ratios, summary
 from tsjax.methods.devices import device_of, estimated, plain_bytes
+from tsjax.telling import doing
 
 ENDED = (KeyboardInterrupt, Interrupted)
 EXACT = ("float32", "float64")

@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from tsjax.host import processes
-from tsjax.host.telling import doing
 from tsjax.methods.cost_model import Costs
 from tsjax.model.drafter import DrafterWeights
+from tsjax.telling import doing
 from tsjax.training import drafter_loss
 from tsjax.training.batches import StreamRows
 from tsjax.training.tapped_texts import TappedTexts

@@ -23,12 +23,12 @@ from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.costs import costs_of
 from tsjax.host.interrupt import Interrupt
-from tsjax.host.telling import doing
 from tsjax.model.drafter import DrafterWeights, declare_drafter
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import is_spec
 from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import unembedding_rows
+from tsjax.telling import doing
 from tsjax.training import drafter_loss, least_squares
 from tsjax.training.batches import ROW_TOKENS, most_frequent_tokens
 from tsjax.training.drafter_evaluation import evaluated, expected_speedup

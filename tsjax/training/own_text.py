@@ -29,8 +29,8 @@ from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.whole_files import replacing, write_text
 from tsjax.host.chat import chat_prompt
 from tsjax.host.many import generate_many
-from tsjax.host.telling import doing
 from tsjax.input_files import parsing, read_json
+from tsjax.telling import doing
 
 RECORD = "text.json"
 OWN_KIND = "prompt"  # of prompts that a user gives line by line

@@ -29,8 +29,8 @@ from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
-from tsjax.host.telling import doing
 from tsjax.model.sharding import mesh_of, named_sharding, placed
+from tsjax.telling import doing
 from tsjax.training import loss, saved
 from tsjax.training.corpus import (
     Order,
