@@ -327,7 +327,7 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 2_135,
-    "tsjax/commands": 1_660,
+    "tsjax/commands": 1_672,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
     "tsjax/host": 7_675,
@@ -341,7 +341,7 @@ MOST_LINES_OF_FOLDER = {
     "benchmarks": 7_335,
     "experiments": 4_250,
     "tools": 5_365,
-    "tests": 28_730,
+    "tests": 28_735,
     "examples": 380,
 }
 

@@ -284,6 +284,13 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(model, tmp_path, capsys):
     assert main([*old, *ARGV]) == 0
     assert {entry["line"]: entry for entry in lines_of(tmp_path / "old.jsonl")} == found
     assert capsys.readouterr().err.count("tsjax batch MODEL FILE --out FILE") == 1
+    # A second model drafts, and a text is known before: the same answers.
+    tsjax.read(model, "the").save(tmp_path / "the.prefix")
+    more = ["--draft-model", model.path, "--prefix", str(tmp_path / "the.prefix")]
+    assert (
+        main(["batch", model.path, str(prompts), "--out", str(tmp_path / "o2"), *ARGV, *more]) == 0
+    )
+    assert {entry["line"]: entry for entry in lines_of(tmp_path / "o2")} == found
     out.write_bytes(before[: len(before) * 2 // 3])
     assert main(argv) == 0 and len(lines_of(out)) == 12
     for entry in lines_of(out):

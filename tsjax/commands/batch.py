@@ -13,6 +13,7 @@ from tsjax.commands import arguments as cli
 from tsjax.config import DTYPES, check_int
 from tsjax.files.presets import preset
 from tsjax.files.whole_files import check_place
+from tsjax.host.prefix_files import open_prefix
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering, read_lines
 from tsjax.telling import doing
@@ -43,10 +44,12 @@ def add_batch(commands: Any) -> None:
     cli.add(parser, "prompts", "the file of prompts", metavar="PROMPTS_FILE")
     cli.add(parser, "--out FILE", "where the answers go", required=True)
     cli.add(parser, "--rows N", "answers that are made side by side", default=8)
+    cli.add(parser, "--prefix FILE", cli.PREFIX_HELP)
     cli.add(parser, "--dtype", "the checkpoint's own by default", choices=DTYPES)
     cli.add_held(parser)
     cli.add_method(parser, "auto")
     cli.add(parser, "--corpus FILE", "earlier texts to draft from, with auto", nargs="+")
+    cli.add(parser, "--draft-model PATH", "a smaller model that drafts, as in tsjax generate")
     cli.add_attached(parser)
     cli.add_preset(parser, "sampling")
     cli.add_mesh(parser, distributed=False)
@@ -62,13 +65,20 @@ def _batch(args: argparse.Namespace) -> int:
     check_int(args.rows, "--rows", 1)
     config = tsjax.GenerationConfig() if args.preset is None else preset(args.preset).config
     config = config.replace(**cli.settings_of(args))
-    method = cli.named_method(args.method or "auto", args.method_options)
+    usual = "auto" if args.draft_model is None else "draft_model"
+    method = cli.named_method(args.method or usual, args.method_options)
+    if args.prefix is not None:
+        open_prefix(args.prefix)
     read_lines(args.prompts)
     check_place(args.out, "--out")
     model = cli.load_model(args, cli.mesh_of_sizes(args.mesh))
     more: dict[str, Any] = {"rows": args.rows, "exceed_max_positions": args.exceed_max_positions}
     if args.corpus is not None:
         more["corpus"] = tsjax.read_corpus(model, *args.corpus)
+    if args.draft_model is not None:
+        more["draft_model"] = tsjax.load(args.draft_model, dtype=args.dtype, weights=args.weights)
+    if args.prefix is not None:
+        more["prefix"] = tsjax.read(model, prefix=args.prefix)
     answering = Answering(model, args.prompts, args.out, config, method=method, **more)
     with (
         doing("answering", answering.waiting, "prompts") as work,
