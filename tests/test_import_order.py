@@ -327,21 +327,21 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 2_135,
-    "tsjax/commands": 1_672,
+    "tsjax/commands": 1_675,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
     "tsjax/host": 7_675,
     "tsjax/lazy": 1_400,
-    "tsjax/measure": 1_900,
+    "tsjax/measure": 1_915,
     "tsjax/methods": 5_308,
     "tsjax/model": 1_890,
     "tsjax/training": 2_908,
     "pallas_kernels": 4_850,
     "convert": 440,
-    "benchmarks": 7_335,
+    "benchmarks": 7_280,
     "experiments": 4_250,
     "tools": 5_365,
-    "tests": 28_735,
+    "tests": 28_745,
     "examples": 380,
 }
 

@@ -19,7 +19,7 @@ from helpers import MIXED_COSTS, TOKENS, compilations, looping_model, save_token
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.host import many, prompt_files, run, sizes
+from tsjax.host import judge, many, prompt_files, run, sizes
 
 VOCAB = len(TOKENS)
 SAMPLED = dict(do_sample=True, temperature=0.9, repetition_penalty=1.2, frequency_penalty=0.1)
@@ -235,6 +235,16 @@ def test_a_row_that_memory_has_no_room_for_is_an_error(model, monkeypatch):
     found = {a.index: a for a in tsjax.generate_many(model, prompts, **how)}
     assert [found[i].error is None for i in range(3)] == [True, False, True]
     assert isinstance(found[1].error, MemoryError) and "40 rows" in str(found[1].error)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_that_only_some_rows_take_is_remembered_as_no_plain_one(model, monkeypatch, count):
+    kept = []
+    monkeypatch.setattr(judge, "STEPS_TO_KEEP", (16,))
+    monkeypatch.setattr(judge, "keep_plain", lambda *what: kept.append(what))
+    prompts = [{"ids": [3, 4, 5], "seed": n} for n in range(count)]
+    list(tsjax.generate_many(model, prompts, rows=2, max_new_tokens=300, eos_token_id=()))
+    assert len(kept) == (count == 2)
 
 
 def test_programs_are_few(model):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""benchmarks/longcontext: its prompts, what an answer scores, and what settings meet a target.
+"""experiments/longcontext: its prompts, what an answer scores, and what settings meet a target.
 
 That its tables are made from the results, test_readme.py says; longbench.py has tests of its own.
 """

@@ -13,6 +13,7 @@ from tsjax.commands import arguments as cli
 from tsjax.config import DTYPES, check_int
 from tsjax.files.presets import preset
 from tsjax.files.whole_files import check_place
+from tsjax.host.prefix import check_prefix_is_read_alike
 from tsjax.host.prefix_files import open_prefix
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering, read_lines
@@ -78,7 +79,8 @@ def _batch(args: argparse.Namespace) -> int:
     if args.draft_model is not None:
         more["draft_model"] = tsjax.load(args.draft_model, dtype=args.dtype, weights=args.weights)
     if args.prefix is not None:
-        more["prefix"] = tsjax.read(model, prefix=args.prefix)
+        more["prefix"] = prefix = tsjax.read(model, prefix=args.prefix)
+        check_prefix_is_read_alike(prefix, prefix.length, "--out")
     answering = Answering(model, args.prompts, args.out, config, method=method, **more)
     with (
         doing("answering", answering.waiting, "prompts") as work,

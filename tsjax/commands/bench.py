@@ -33,13 +33,13 @@ def add_bench(commands: Any) -> None:
         "rounds that take turns; compiling is apart. A line for each row goes to stdout and one "
         "JSON document after them, or into a file; the time left to stderr. All tokens are "
         "compared with plain decoding's: exit code 1 if they differ in float32 or float64. After "
-        "Ctrl-C the document has what there is."
+        "Ctrl-C the document has what there is; a file has the whole cells."
     )
     parser = cli.command(commands, "bench", _bench, text, about, BENCH_EXAMPLES)
     cli.add(parser, "model", cli.MODEL_HELP + "; with --simulate-acceptance a preset")
     text = (
         f"{PLAIN}, which the others are held against, {', '.join(METHODS)}, each also with fields "
-        "as in likely_tree:width=6,pass_widths=(1,2); tokenswift without is the paper's settings "
+        "as in likely_tree:width=6,pass_widths=(1,2), else with those that suit the device "
         f"(default: {' '.join(DEFAULT)})"
     )
     cli.add(parser, "--methods NAME[:FIELD=VALUE,...]", text, nargs="+", default=DEFAULT)

@@ -14,7 +14,10 @@ def in_new_words(argv: list[str]) -> list[str]:
     """The command that is meant; what it is called now is said once on stderr."""
     command, words = argv[:1], argv[1:]
     if command == ["generate"] and (file := _taken(words, "--prompts")) is not None:
-        _say(words, "generate --prompts is now: tsjax batch MODEL FILE --out FILE")
+        now = "tsjax batch MODEL FILE --out FILE"
+        _say(words, f"generate --prompts is now: {now} (by auto, where no --method is named)")
+        for flag in ("--prefill", "--save-every"):  # they did nothing there
+            _taken(words, flag)
         # At the end, where no flag before takes it for one of its values.
         return ["batch", *words, *([] if "--" in words else ["--"]), file]
     if command == ["info"] and (mesh := _taken(words, "--mesh")) is not None:

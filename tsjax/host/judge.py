@@ -46,6 +46,7 @@ class Judge:
         """From here on steps are judged; the first chunk is not, as what it does comes once."""
         self._first, self._last, self._since = True, known, 0.0
         self._seconds = self._steps = self._tokens = 0.0
+        self._full = True
 
     def next(
         self, current: Method, state: DecodeState, tokens_left: float, took: float,
@@ -61,6 +62,7 @@ class Judge:
             self._begin(now)
         elif not self._first:
             steps = now.steps - last.steps  # each of which some rows take
+            self._full = self._full and bool(np.min(steps) == np.max(steps))
             spent = took * np.sum(steps) / max(np.max(steps), 1)
             if self._seconds > LATELY * len(steps):
                 self._seconds, self._steps, self._tokens = (
@@ -88,8 +90,9 @@ class Judge:
             tokens_left=tokens_left,
             compiling=processes.first_says(compiling / (1 + len(self._tried))),
         )
-        self._doubt(measured)
-        self._remember(measured)
+        if self._full:  # a step that only some rows take may take less than one of all
+            self._doubt(measured)
+            self._remember(measured)
         return self._request.method.next(measured)
 
     def _remember(self, measured: Measured) -> None:

@@ -174,7 +174,9 @@ def _run(
         larger = request.method.chooses and state.tokens.shape != shape
         if larger and other != plainly(other) and not moves.is_ready(other, state):
             other = plainly(other)  # as at the beginning: programs are for a capacity
-            judge, filled = Judge(model, request, state, begun=False), [*range(len(rows.rows))]
+            costs, filled = judge.costs, [*range(len(rows.rows))]
+            judge = Judge(model, request, state, begun=False)
+            judge.costs = costs
         if other != decode:
             steps, params = FIRST_CHUNK, params_for(model, other.method, index, second)
         earlier, counted, decode = counts, 0, other

@@ -8,6 +8,7 @@ can be asked (bench_question.py) or how a run goes (paired_runs.py).
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import statistics
@@ -50,6 +51,7 @@ SECONDS_BETWEEN_LINES = 10
 DEAR = 2.0  # plain steps that a pass may take before the bench says so
 FEWEST_TOKENS = 8  # of a run, where an answer is shorter: fewer are too few to time
 NOT_ASKED = ("plot", "out", "quiet")  # what no figure depends on
+CHOOSE_KERNELS = ("TSJAX_NATIVE", "TSJAX_NO_TRITON", "XLA_FLAGS")  # variables
 
 
 def write(line: str) -> None:
@@ -157,8 +159,20 @@ def asked_of(asked: Prepared, document: Mapping[str, Any]) -> dict[str, Any]:
         **vars(asked.question), "methods": [*asked.methods], "versions": {**document["versions"]},
         **{name: document[name] for name in ("settings", "text", "mesh", "device", "cpus")},
         "fingerprint": model_fingerprint(asked.model),
+        "second": asked.draft_model and model_fingerprint(asked.draft_model),
+        "drafters": _digest_of_drafters(asked), "kernels": {
+            name: os.environ[name] for name in CHOOSE_KERNELS if name in os.environ
+        },
     }  # fmt: skip
     return {name: value for name, value in found.items() if name not in NOT_ASKED}
+
+
+def _digest_of_drafters(asked: Prepared) -> str:
+    """Of what drafts and chooses no token, which a model's fingerprint leaves out."""
+    digest = hashlib.sha256(json.dumps(asked.traces).encode())
+    for leaf in jax.tree.leaves((asked.model.params.heads, asked.model.params.drafter)):
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def go_on_from(path: str, document: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ __all__ = [
     "DraftTree", "merge_paths", "SOURCES", "Verdict", "Acceptance",
 ]  # fmt: skip
 
-# "tokenswift" by name is Auto; TokenSwift() has the paper's settings.
+# "tokenswift" by name is Auto; TokenSwift.paper() has the paper's settings.
 METHODS: dict[str, type[Method]] = {
     "autoregressive": Autoregressive, "ngram": NGram, "tokenswift": TokenSwift, "medusa": Medusa,
     "likely_tree": LikelyTree, "magicdec": MagicDec, "draft_model": DraftModel,
