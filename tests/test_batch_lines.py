@@ -51,6 +51,13 @@ LINES = [
         {"prompt": [5, 6, 7]},
         dict(max_new_tokens=3, frequency_penalty=0.5, stop_strings=("zz",), logprobs=1),
     ),
+    (
+        line("f", {"messages": [{"role": "user", "content": [
+            {"type": "text", "text": "the "}, {"type": "text", "text": "ant"}]}],
+            "max_tokens": 6, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2}),
+        CHAT, dict(max_new_tokens=6, do_sample=True, min_p=0.1, repetition_penalty=1.2,
+                   min_new_tokens=2),
+    ),
 ]  # fmt: skip
 
 
@@ -65,7 +72,7 @@ def run(model, lines, tmp_path, *flags):
 
 def test_each_line_has_its_own_settings_and_its_answer_their_form(model, tmp_path):
     code, found = run(model, [one for one, _, _ in LINES], tmp_path)
-    assert code == 0 and found.keys() == set("abcde")
+    assert code == 0 and found.keys() == set("abcdef")
     for asked, text, settings in LINES:
         alone = tsjax.generate(model, **text, **settings)
         answer = found[asked["custom_id"]]

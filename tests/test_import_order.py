@@ -327,10 +327,10 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
     "tsjax": 2_135,
-    "tsjax/commands": 1_675,
+    "tsjax/commands": 1_680,
     "tsjax/decoding": 3_000,
     "tsjax/files": 4_950,
-    "tsjax/host": 7_675,
+    "tsjax/host": 7_695,
     "tsjax/lazy": 1_400,
     "tsjax/measure": 1_915,
     "tsjax/methods": 5_308,
@@ -341,7 +341,7 @@ MOST_LINES_OF_FOLDER = {
     "benchmarks": 7_280,
     "experiments": 4_250,
     "tools": 5_365,
-    "tests": 28_745,
+    "tests": 28_755,
     "examples": 380,
 }
 

@@ -137,7 +137,7 @@ OF_MODEL |= dict.fromkeys(("cuda", "cpu", "half", "bfloat16", "float"), OF_MODEL
 OF_MODEL["apply"] = OF_MODEL["forward"]
 OF_PACKAGE = {
     "LLM": "model = tsjax.load(path), and then tsjax.generate(model, prompts)",
-    "SamplingParams": "its values are arguments of tsjax.generate",
+    "SamplingParams": "its values as arguments of tsjax.generate: temperature=0.8, seed=0",
     "AutoTokenizer": "model.tokenizer is there after model = tsjax.load(path)",
     "chat": "tsjax.generate(model, messages=[...]), or tsjax.Conversation(model)",
     "TextStreamer": "tsjax.stream(model, prompt) yields text, and streamer= takes transformers'",

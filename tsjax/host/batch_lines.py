@@ -25,6 +25,9 @@ _OF_EACH = {
 _SETTINGS = {
     "temperature": "temperature", "top_p": "top_p", "stop": "stop_strings",
     "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+    # Of servers that speak the form.
+    "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "repetition_penalty",
+    "min_tokens": "min_new_tokens",
 }  # fmt: skip
 # What changes an answer and does not exist here, with the values that ask for nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -53,19 +56,33 @@ def asked_by(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     known = {"messages", "prompt", "logprobs", "top_logprobs", *_LEFT_OUT, *_OF_EACH, *_SETTINGS}
     refused += [name for name in given if name not in known | _NEUTRAL.keys()]
     if refused:
-        raise NotSupported(f"the body asks for {', '.join(refused)}, which tsjax does not have")
+        raise NotSupported(
+            f"the body asks for {', '.join(refused)}, which tsjax batch does not have"
+        )
     field = "messages" if url == OPENAI_CHAT else "prompt"
     check(field in given, "body", dict(body), f"one with {field}, as {url} has it")
     text = given[field]
+    text = [*map(_in_one_text, text)] if field == "messages" and isinstance(text, list) else text
     way = "ids" if field == "prompt" and not isinstance(text, str) else field
     prompt = {way: text, **{_OF_EACH[k]: v for k, v in given.items() if k in _OF_EACH}}
     settings = {_SETTINGS[name]: value for name, value in given.items() if name in _SETTINGS}
-    if {"temperature", "top_p"} & settings.keys():
+    if {"temperature", "top_p", "top_k", "min_p"} & settings.keys():
         settings["do_sample"] = True
     if given.get("logprobs"):
         count = given.get("top_logprobs", 0) if url == OPENAI_CHAT else given["logprobs"]
         settings["logprobs"] = count
     return prompt, settings
+
+
+def _in_one_text(message: Any) -> Any:
+    """A message whose content is a list of parts, as one text; templates of texts know no parts."""
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(parts, list):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else None for part in parts]
+    whole = all(isinstance(text, str) for text in texts)
+    check(whole, "messages", parts, "contents of text alone: a string, or parts of type text")
+    return {**message, "content": "".join(map(str, texts))}
 
 
 def answer_to(entry: Mapping[str, Any], answer: Answer, tokenizer: Any) -> dict[str, Any]:
