@@ -102,8 +102,8 @@ def _batch(args: argparse.Namespace) -> int:
     )
     cli.tell_unless_quiet(args, figures)
     if done.failed:
-        shown, more = ", ".join(map(str, done.failed[: cli.MOST_SHOWN])), len(done.failed)
-        more -= cli.MOST_SHOWN
-        shown += f" and {more} more" if more > 0 else ""
+        shown = ", ".join(map(str, done.failed[: cli.MOST_SHOWN]))
+        unseen = len(done.failed) - cli.MOST_SHOWN
+        shown += f" and {unseen} more" if unseen > 0 else ""
         cli.tell(f"tsjax: error: these lines could not be answered: {shown}; why is in {args.out}")
     return 1 if done.failed else 0
