@@ -62,6 +62,8 @@ def _by_position(document: dict) -> str:
     for case in document["cases"]:
         if "context" in case:
             for row in case["rows"]:
+                if row["method"] == "auto":  # an earlier one
+                    continue
                 gain = row.get("speedup_over_plain")
                 cells = [f"{row['ms_per_token']['median']:.1f} ms"]
                 cells += [f"{gain['median']:.2f}x" if gain else "", f"{row['tokens_per_step']:.2f}"]

@@ -16,8 +16,9 @@ def in_new_words(argv: list[str]) -> list[str]:
     if command == ["generate"] and (file := _taken(words, "--prompts")) is not None:
         now = "tsjax batch MODEL FILE --out FILE"
         _say(words, f"generate --prompts is now: {now} (by auto, where no --method is named)")
-        for flag in ("--prefill", "--save-every"):  # they did nothing there
-            _taken(words, flag)
+        _taken(words, "--save-every")  # it did nothing there, nor did a full prefill
+        if (prefill := _taken(words, "--prefill")) not in (None, "full"):
+            words.append(f"--prefill={prefill}")  # which is refused
         # At the end, where no flag before takes it for one of its values.
         return ["batch", *words, *([] if "--" in words else ["--"]), file]
     if command == ["info"] and (mesh := _taken(words, "--mesh")) is not None:
