@@ -28,10 +28,10 @@ import numpy as np
 import tsjax
 from benchmarks import report
 from benchmarks.real_models import PROMPTS, described, free_rows
+from tsjax.base.input_files import read_json
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
 from tsjax.host.measuring import measure
-from tsjax.input_files import read_json
 from tsjax.measure.paired_runs import PLAIN, Runs, times_by_position
 from tsjax.measure.timing import ratios, summary
 from tsjax.training.drafter_evaluation import evaluated

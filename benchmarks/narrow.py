@@ -26,8 +26,8 @@ import numpy as np
 
 import tsjax
 from benchmarks import report, rows
+from tsjax.base.input_files import read_text
 from tsjax.host.info import cores
-from tsjax.input_files import read_text
 from tsjax.measure.timing import ratios, summary
 
 WEIGHTS = ("float", "int8", "int4", "stored")

@@ -28,9 +28,9 @@ import tsjax
 from benchmarks import report, text_figures
 from benchmarks.published_rule import decode_as_published
 from benchmarks.real_models import PROMPTS, described
+from tsjax.base.input_files import read_json
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.host.chat import chat_prompt
-from tsjax.input_files import read_json
 from tsjax.measure.paired_runs import PLAIN, Runs, parted_at, times_by_position
 
 BUDGET = 256  # slots of the draft cache: 4,096 in the paper

@@ -23,10 +23,10 @@ from typing import Any
 
 import tsjax
 from benchmarks import report
-from tsjax.config import WEIGHTS
-from tsjax.input_files import read_text
+from tsjax.base.input_files import read_text
+from tsjax.base.model_config import WEIGHTS
+from tsjax.base.telling import seconds_of_process
 from tsjax.measure.timing import ratios, summary
-from tsjax.telling import seconds_of_process
 
 READING, FROM_FILE = "reading", "prefix file"
 QUESTIONS = (

@@ -33,11 +33,11 @@ from benchmarks import report
 from benchmarks.real_models import PROMPTS, SETTINGS
 from benchmarks.text_figures import figures
 from tools.facts import sha256_of
-from tsjax.config import RopeConfig
+from tsjax.base.input_files import read_json
+from tsjax.base.model_config import RopeConfig
 from tsjax.files.tokenizer import encode
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
-from tsjax.input_files import read_json
 from tsjax.measure.paired_runs import PLAIN, Runs, compared, parted_at, times_by_position
 from tsjax.measure.peers import PEER_TOKENS, Peer, PeerRuns
 

@@ -31,10 +31,10 @@ from benchmarks import report
 from benchmarks.cpu import seconds_to_read
 from benchmarks.text_figures import figures
 from tools.facts import sha256_of
-from tsjax.config import WEIGHTS
+from tsjax.base.input_files import read_json
+from tsjax.base.model_config import WEIGHTS
 from tsjax.host.chat import chat_prompt
 from tsjax.host.costs import costs_of
-from tsjax.input_files import read_json
 from tsjax.measure.paired_runs import PLAIN, Runs, compared
 from tsjax.measure.paired_runs import SETTINGS as OF_RUNS
 from tsjax.measure.peers import LOOKUP, PEER_TOKENS, Peer, PeerRuns

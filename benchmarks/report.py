@@ -20,8 +20,8 @@ from typing import Any
 
 from tools.facts import facts as facts
 from tools.facts import todays_command as todays_command
+from tsjax.base.input_files import read_json
 from tsjax.files.whole_files import write_text
-from tsjax.input_files import read_json
 from tsjax.measure.timing import Rounds, fill
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -33,7 +33,7 @@ from jax import lax
 import tsjax
 from benchmarks import report
 from pallas_kernels import narrowed
-from tsjax.config import CACHES
+from tsjax.base.model_config import CACHES
 from tsjax.decoding.programs import programs as decode_programs
 from tsjax.decoding.sampling import sampling_values
 from tsjax.files.tensor_names import ROUNDED, with_weights

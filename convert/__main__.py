@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import jax
 
-from tsjax.config import WEIGHTS
+from tsjax.base.model_config import WEIGHTS
 from tsjax.files.head_files import LAYOUTS, MEDUSA
 from tsjax.files.hf_folders import MAX_SHARD_SIZE
 

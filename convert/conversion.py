@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import CHAINED
-from tsjax.errors import BadValue
+from tsjax.base.errors import BadValue
+from tsjax.base.input_files import read_json
+from tsjax.base.model_config import CHAINED
 from tsjax.files import (
     adapters,
     checkpoint,
@@ -35,7 +36,6 @@ from tsjax.files.hf_folders import (
     write_hf_folder,
     write_json,
 )
-from tsjax.input_files import read_json
 
 HEADS_FILE = "heads.safetensors"
 

@@ -113,7 +113,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def leave_works_untold() -> None:
     """However slow the machine is, stderr has what a test waits for; see test_telling.py."""
-    from tsjax import line_writer
+    from tsjax.base import line_writer
 
     line_writer.SECONDS_UNTOLD = line_writer.SECONDS_BETWEEN = float("inf")
 

@@ -29,11 +29,11 @@ import numpy as np
 from safetensors.numpy import save_file
 
 import tsjax
-from tsjax.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.input_files import read_text
 from tsjax.files import checkpoint
 from tsjax.files.tokenizer import Detokenizer, encode, load_tokenizer
 from tsjax.host import resuming
-from tsjax.input_files import read_text
 from tsjax.training import corpus
 from tsjax.training import saved as saved_training
 from tsjax.training.steps import restored

@@ -30,7 +30,7 @@ from helpers import (
 )
 
 import tsjax
-from tsjax.config import without_unread
+from tsjax.base.generation_config import without_unread
 from tsjax.host import run
 from tsjax.methods import resolve_method
 

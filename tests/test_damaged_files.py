@@ -25,12 +25,12 @@ import tsjax
 import tsjax_convert
 import tsjax_convert.__main__
 from tsjax.__main__ import main
-from tsjax.errors import BadValue, NotSupported
+from tsjax.base.errors import BadValue, NotSupported
+from tsjax.base.input_files import parsing, read_json
 from tsjax.files import tensor_names
 from tsjax.files.checkpoint import load, save
 from tsjax.files.tokenizer import encode, load_tokenizer
 from tsjax.host.prompts import tokenizer_of
-from tsjax.input_files import parsing, read_json
 
 # --- any file --------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import tsjax
-from tsjax import demo
 from tsjax.__main__ import main
-from tsjax.demo import OWN, Column, frame, paint, text_width, wrap
+from tsjax.commands import side_by_side as demo
+from tsjax.commands.side_by_side import OWN, Column, frame, paint, text_width, wrap
 
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 COLOURED = re.compile(r"\x1b\[\d+m[^\x1b]*\x1b\[0m")

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsjax
-from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
+from tsjax.base.errors import AlreadyThere, BadValue, NoSuchFile
 from tsjax.training import (
     DrafterTraining,
     batches,

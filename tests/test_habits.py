@@ -13,7 +13,7 @@ from helpers import TOKENS, save_tokenizer
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.habits import HABITS, LOADING, NEUTRAL, OF_MODEL, OF_PACKAGE
+from tsjax.base.habits import HABITS, LOADING, NEUTRAL, OF_MODEL, OF_PACKAGE
 
 SIZES = dict(max_new_tokens=4, capacity=64)
 

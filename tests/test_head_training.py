@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import tsjax
+from tsjax.base.training_config import HeadTraining
 from tsjax.files.presets import training_preset_names
 from tsjax.model.heads import HeadWeights
 from tsjax.model.logits import hidden_states
@@ -27,7 +28,6 @@ from tsjax.training.loss import (
     update,
     zero_gradients,
 )
-from tsjax.training_config import HeadTraining
 
 LENGTH = 23
 SETTINGS = HeadTraining(

@@ -8,7 +8,7 @@ import math
 import pytest
 from hf_fixtures import FAMILIES, config
 
-from tsjax.config import RopeConfig
+from tsjax.base.model_config import RopeConfig
 from tsjax.files.config_files import config_to_hf, model_config, read_stop_ids
 from tsjax.files.weight_files import find_folder
 

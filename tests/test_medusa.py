@@ -28,13 +28,13 @@ from helpers import (
 from test_likely_tree import states
 
 import tsjax
+from tsjax.base.training_config import HeadTraining
 from tsjax.costs import Line
 from tsjax.methods import resolve_method
 from tsjax.methods.medusa import VICUNA_7B
 from tsjax.model.heads import run_heads, unembed_with_heads
 from tsjax.model.logits import hidden_states
 from tsjax.training.loss import add_gradients, init_heads, measure_heads, zero_gradients
-from tsjax.training_config import HeadTraining
 
 VOCAB = 24
 KINDS = SHARED, OWN = "parallel", "parallel_own_vocabulary"

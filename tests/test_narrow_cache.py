@@ -26,9 +26,9 @@ from pallas_kernels import (
     tree_attention,
     widened,
 )  # fmt: skip
-from tsjax.config import CACHES
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import CACHES
 from tsjax.decoding.config import DecodeConfig
-from tsjax.errors import BadValue
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.model.cache import cache_bytes, init_cache, keys_in_cache, write_rows
 from tsjax.model.logits import logits

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Types
 import tsjax
 from pallas_kernels import NarrowMatrix, native
 from pallas_kernels.narrow_product.matrix import FORMATS
-from tsjax.config import FORMATS as NAMES
-from tsjax.errors import NotInstalled, NotSupported
+from tsjax.base.errors import NotInstalled, NotSupported
+from tsjax.base.model_config import FORMATS as NAMES
 from tsjax.files import gguf_numbers
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.methods.devices import pass_work

@@ -26,7 +26,7 @@ from kernel_cases import define_both, make_inputs, place, random_tree, relative_
 from pallas_kernels import Ranks, narrowed, native, product, tree_attention
 from pallas_kernels.product.reference import product as product_reference
 from pallas_kernels.tree_attention import reference
-from tsjax.config import CACHES
+from tsjax.base.model_config import CACHES
 from tsjax.model.cache import init_cache, write_rows
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import final_norm, unembed

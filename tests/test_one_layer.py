@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tsjax
+from tsjax.base.errors import BadValue
 from tsjax.costs import Costs, Line
 from tsjax.decoding.start import first_memory, init_state
-from tsjax.errors import BadValue
 from tsjax.methods import correction, one_layer
 from tsjax.methods.correction import LEARNED_AT_ONCE
 from tsjax.model.drafter import words_logits

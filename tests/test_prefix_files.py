@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import tsjax
 from tsjax.__main__ import main
-from tsjax.errors import BadValue, NoSuchFile
+from tsjax.base.errors import BadValue, NoSuchFile
 from tsjax.host import conversation, prefix_files
 from tsjax.model.parts import by_text
 

@@ -12,11 +12,11 @@ import jax
 import pytest
 
 import tsjax
-from tsjax import line_writer, telling
 from tsjax.__main__ import main
+from tsjax.base import line_writer, telling
+from tsjax.base.line_writer import LineWriter, told_as, told_on_stderr
+from tsjax.base.telling import Progress, beside, doing, hearing, listening
 from tsjax.files import huggingface
-from tsjax.line_writer import LineWriter, told_as, told_on_stderr
-from tsjax.telling import Progress, beside, doing, hearing, listening
 
 
 class Stream(io.StringIO):

@@ -116,7 +116,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import typing, tsjax
 from tsjax.decoding import tree
-from tsjax.typing import Array, Float
+from tsjax.base.typing import Array, Float
 assert Float[Array, "B T"] == Array
 assert typing.get_type_hints(tree.merge_paths)["root"] == Array
 """

@@ -12,8 +12,8 @@ from helpers import tiny_model
 import tsjax
 import tsjax_convert
 from tsjax.__main__ import main
+from tsjax.base.input_files import kind_of
 from tsjax.files import adapters, whole_files
-from tsjax.input_files import kind_of
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ else:
                     new = f"{place.__name__}.{name}; the old name goes in the next release"
                     _warn(f"tsjax.{name} is now {new}", FutureWarning, stacklevel=2)
                     return globals().setdefault(name, getattr(place, name))
-        from tsjax.habits import OF_PACKAGE
+        from tsjax.base.habits import OF_PACKAGE
 
         advice = f": write {OF_PACKAGE[name]}" if name in OF_PACKAGE else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Sequence
 
 import tsjax
+from tsjax.base.generation_config import GENERATION_NAMES
+from tsjax.base.habits import HABITS
+from tsjax.base.line_writer import told_on_stderr
+from tsjax.base.telling import doing
 from tsjax.commands.parser import Parser, tell
 from tsjax.commands.renamed import in_new_words
-from tsjax.config import GENERATION_NAMES
-from tsjax.habits import HABITS
-from tsjax.line_writer import told_on_stderr
-from tsjax.telling import doing
 
 # Command -> its one line in --help. Its module, and jax with it, is loaded when it is asked for.
 KNOWN_COMMANDS = {

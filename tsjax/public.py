@@ -12,17 +12,17 @@ from tsjax.files.model_in_memory import Model
 from tsjax.files.hf_dicts import from_hf, to_hf, save_hf
 from tsjax.host.nnx_view import as_nnx
 from tsjax.files.weight_files import EMBEDDED
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
 from tsjax.files.presets import model_preset
 
 # Generation
 from tsjax.host.generation import generate, stream
 from tsjax.host.many import generate_many
-from tsjax.config import GenerationConfig
+from tsjax.base.generation_config import GenerationConfig
 from tsjax.files.presets import preset
 from tsjax.host.result import GenerationResult
 from tsjax.host.interrupt import Interrupted
-from tsjax.errors import TsjaxError
+from tsjax.base.errors import TsjaxError
 
 # Penalties and processors of your own
 from tsjax.decoding.processors import LogitsProcessor, token_bias, bad_words, allowed_tokens

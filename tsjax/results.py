@@ -3,7 +3,7 @@
 
 # ruff: noqa: I001
 from tsjax.host.result import RunStats, StreamChunk
-from tsjax.telling import Progress
+from tsjax.base.telling import Progress
 from tsjax.host.many import Answer
 from tsjax.host.scoring import Scored
 from tsjax.decoding.logprobs import LogProbs

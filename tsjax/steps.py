@@ -10,7 +10,7 @@ from tsjax.decoding.state import DecodeState, StepStats
 from tsjax.decoding.noise import row_keys
 from tsjax.decoding.sampling import sampling_values
 from tsjax.model.params import Params, init_params, with_int8_drafts
-from tsjax.config import RopeConfig
+from tsjax.base.model_config import RopeConfig
 
 __all__ = [
     "DecodeConfig", "init_state", "prefill", "decode", "decode_step", "DecodeState", "StepStats",

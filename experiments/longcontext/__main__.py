@@ -31,7 +31,7 @@ from experiments.longcontext.selection import Document, develop, measure_dense
 from experiments.longcontext.tasks import HALVES, TASKS, Sources
 from experiments.longcontext.turns import measure
 from tools.facts import sha256_of
-from tsjax.config import WEIGHTS
+from tsjax.base.model_config import WEIGHTS
 
 STEPS = {"dense": measure_dense, "develop": develop, "measure": measure}
 LISTS = ("dense", "candidates", "rows")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tsjax
-from tsjax.config import RopeConfig
+from tsjax.base.model_config import RopeConfig
 from tsjax.files.drafter_files import DRAFTER_CONFIG, DRAFTER_FILE
 from tsjax.training.drafter_run import TEXT
 from tsjax.training.own_text import read_own_text

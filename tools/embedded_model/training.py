@@ -23,7 +23,7 @@ import optax
 from jax import lax
 
 import tsjax
-from tsjax.config import check
+from tsjax.base.checks import check
 from tsjax.files.whole_files import replacing
 from tsjax.model.params import init_params, is_spec
 from tsjax.model.transformer import ModelWeights, declare_model

@@ -22,16 +22,18 @@ from typing import Any
 import jax
 
 import tsjax
+from tsjax.base.checks import check, refuse_unknown
+from tsjax.base.errors import BadValue
+from tsjax.base.generation_config import GENERATION_NAMES
+from tsjax.base.input_files import read_text
+from tsjax.base.model_config import CACHES, WEIGHTS
+from tsjax.base.telling import listening
 from tsjax.commands.parser import tell
-from tsjax.config import CACHES, GENERATION_NAMES, WEIGHTS, check, refuse_unknown
-from tsjax.errors import BadValue
 from tsjax.files.presets import preset_names
 from tsjax.host import processes
 from tsjax.host.compilation import enable_compilation_cache, keep_programs, programs_folder
-from tsjax.input_files import read_text
 from tsjax.measure import layout
 from tsjax.methods import METHODS, resolve_method
-from tsjax.telling import listening
 
 MODEL_HELP = "checkpoint folder, or organisation/name on the hub"
 # What comes with a model from other places.

@@ -9,15 +9,16 @@ import json
 from typing import Any
 
 import tsjax
+from tsjax.base.checks import check_int
+from tsjax.base.model_config import DTYPES
+from tsjax.base.telling import doing
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES, check_int
 from tsjax.files.presets import preset
 from tsjax.files.whole_files import check_place
 from tsjax.host.prefix import check_prefix_is_read_alike
 from tsjax.host.prefix_files import open_prefix
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering, read_lines
-from tsjax.telling import doing
 
 ABOUT_BATCH = """Answers each line of a file, several side by side. Answers are written as they
 come, one a line, with the number of the prompt's line. What is there already is not

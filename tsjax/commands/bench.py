@@ -8,8 +8,9 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from tsjax.base.checks import check, one_of
+from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES, check, one_of
 from tsjax.measure.bench import answer
 from tsjax.measure.bench_question import DEFAULT, LENGTHS, NEW_TOKENS, ROUNDS, WARM_UP, Question
 from tsjax.measure.paired_runs import PLAIN, SETTINGS

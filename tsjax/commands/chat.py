@@ -16,13 +16,14 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 import tsjax
+from tsjax.base.generation_config import SAMPLING_NAMES
+from tsjax.base.input_files import parsing, read_text
+from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
 from tsjax.commands.chat_sampling import check_for_chat, sampling_in_words, settings_for_chat
-from tsjax.config import DTYPES, SAMPLING_NAMES
 from tsjax.files.whole_files import check_place, write_text
 from tsjax.host.chat import check_chat
 from tsjax.host.prefix_files import open_prefix
-from tsjax.input_files import parsing, read_text
 from tsjax.methods import METHODS
 
 COMMANDS = {

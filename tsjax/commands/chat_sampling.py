@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import tsjax
+from tsjax.base.generation_config import GENERATION_NAMES, SAMPLING_NAMES
+from tsjax.base.input_files import read_json
 from tsjax.commands import arguments as cli
-from tsjax.config import GENERATION_NAMES, SAMPLING_NAMES
-from tsjax.input_files import read_json
 
 # Greedy answers of small models go in circles, and at temperature 1 they lose the thread.
 CHAT_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.95, "top_k": 0}

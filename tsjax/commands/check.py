@@ -10,9 +10,10 @@ import math
 from typing import Any
 
 import tsjax
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES, check
-from tsjax.errors import BadValue
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tsjax
 from tsjax.commands import arguments as cli
-from tsjax.demo import PROMPT, STYLES, TOKENS, run_demo
+from tsjax.commands.side_by_side import PROMPT, STYLES, TOKENS, run_demo
 
 
 def add_demo(commands: Any) -> None:

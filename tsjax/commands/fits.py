@@ -8,8 +8,8 @@ import dataclasses
 import json
 from typing import Any
 
+from tsjax.base.checks import check_int
 from tsjax.commands import arguments as cli
-from tsjax.config import check_int
 from tsjax.files.presets import model_preset_names
 from tsjax.measure.layout import layout, layout_lines, sizes_of
 from tsjax.measure.roofline_table import config_of

@@ -11,10 +11,11 @@ import json
 from typing import Any
 
 import tsjax
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import DTYPES
+from tsjax.base.telling import seconds_of_process
 from tsjax.commands import arguments as cli
 from tsjax.commands.chat_sampling import check_for_chat, sampling_in_words, settings_for_chat
-from tsjax.config import DTYPES
-from tsjax.errors import BadValue
 from tsjax.files.presets import preset
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.files.whole_files import check_place
@@ -23,7 +24,6 @@ from tsjax.host.prefix_files import open_prefix
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
 from tsjax.methods import resolve_method
-from tsjax.telling import seconds_of_process
 
 EXAMPLES = """examples:
   tsjax generate ./llama-3.1-8b "Once upon a time" --dtype bfloat16 --max-new-tokens 1000

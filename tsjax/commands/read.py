@@ -9,9 +9,10 @@ import time
 from typing import Any
 
 import tsjax
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES, check
-from tsjax.errors import BadValue
 from tsjax.files.whole_files import check_place
 from tsjax.host.prefix_files import open_prefix
 

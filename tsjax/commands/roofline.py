@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES
 from tsjax.files.presets import model_preset_names
 from tsjax.measure.roofline_table import DEVICES, roofline_of, show
 

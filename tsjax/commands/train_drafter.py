@@ -9,12 +9,13 @@ import json
 from typing import Any
 
 import tsjax
+from tsjax.base.generation_config import GENERATION_NAMES
+from tsjax.base.model_config import DTYPES
+from tsjax.base.training_config import DrafterTraining
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES, GENERATION_NAMES
 from tsjax.host import processes
 from tsjax.training.drafter_run import DRAFTER_SETTINGS, OWN_TOKENS
 from tsjax.training.drafter_steps import shape_for
-from tsjax.training_config import DrafterTraining
 
 OF_TRAINING = [name for name in DRAFTER_SETTINGS if name != "temperature"]  # which is of the text
 OF_TEXT = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "repetition_window")

@@ -11,13 +11,13 @@ import os
 from typing import Any
 
 import tsjax
+from tsjax.base.model_config import DTYPES, HEAD_KINDS
+from tsjax.base.training_config import HeadTraining
 from tsjax.commands import arguments as cli
-from tsjax.config import DTYPES, HEAD_KINDS
 from tsjax.files.presets import training_preset, training_preset_names
 from tsjax.host import processes
 from tsjax.training.corpus import TOKEN_DTYPES
 from tsjax.training.run import SETTING_NAMES as TRAINING_NAMES
-from tsjax.training_config import HeadTraining
 
 TRAINING_EXAMPLES = """examples:
   tsjax train-heads ./llama-3.1-8b --data books/ --save-to heads --preset llama3.1-8b

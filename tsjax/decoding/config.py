@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
 from tsjax.decoding.method import Autoregressive, Method, Sizes
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.typing import Array, DTypeLike, Float, Int, UInt
+from tsjax.base.typing import Array, DTypeLike, Float, Int, UInt
 
 LN2 = math.log(2)
 BLOCK = 128  # terms of a sum that are added first

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
 from tsjax.decoding.law import log_softmax
 from tsjax.decoding.sampling import best_few
 from tsjax.model.logits import hidden_states

@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Float
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
 from tsjax.model.params import Params
-from tsjax.typing import Array, Float
 
 Memory = Any  # a pytree of arrays: what a method remembers from step to step
 Noise = Float[Array, "B levels V"]  # of the positions from state.length on

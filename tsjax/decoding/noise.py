@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tsjax.errors import BadValue
-from tsjax.typing import Array, DTypeLike, Float, Integer, Key, UInt
+from tsjax.base.errors import BadValue
+from tsjax.base.typing import Array, DTypeLike, Float, Integer, Key, UInt
 
 IMPLEMENTATION = "threefry2x32"  # of the keys: two words each
 ROTATIONS, PARITY = ((13, 15, 26, 6), (17, 29, 16, 24)), 0x1BD11BDA  # of Threefry-2x32

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tsjax.config import check, check_int
-from tsjax.errors import BadType, BadValue
-from tsjax.typing import Array, Bool, Float, Int
+from tsjax.base.checks import check, check_int
+from tsjax.base.errors import BadType, BadValue
+from tsjax.base.typing import Array, Bool, Float, Int
 
 NEVER_SEEN = -(2**31)
 NO_TOKEN = -1

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.config import check
+from tsjax.base.checks import check
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.state import DecodeState
 from tsjax.model.cache import write_rows

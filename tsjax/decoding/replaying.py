@@ -10,13 +10,13 @@ import flax.struct
 import jax.numpy as jnp
 from jax import lax
 
+from tsjax.base.typing import Array, Float, Int
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.sampling import best_few, step_noise
 from tsjax.decoding.state import LENGTH, RUNNING, DecodeState, Verdict
 from tsjax.decoding.step import commit
 from tsjax.decoding.verification import accept, pass_over, score_nodes
 from tsjax.model.params import Params
-from tsjax.typing import Array, Float, Int
 
 
 class Replay(flax.struct.PyTreeNode):

@@ -27,7 +27,8 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import threshold
-from tsjax.config import GenerationConfig
+from tsjax.base.generation_config import GenerationConfig
+from tsjax.base.typing import Array, Bool, DTypeLike, Float, Int, Key, UInt, accumulation_dtype
 from tsjax.decoding.law import counts, exp_minus, law_of, total
 from tsjax.decoding.noise import position_noise
 from tsjax.decoding.processors import (
@@ -39,7 +40,6 @@ from tsjax.decoding.processors import (
     penalise_counts,
     penalise_repetition,
 )
-from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Key, UInt, accumulation_dtype
 
 WHOLE_CONTEXT = 2**30  # as a repetition window
 

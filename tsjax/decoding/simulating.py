@@ -11,12 +11,12 @@ import functools
 
 import jax.numpy as jnp
 
+from tsjax.base.typing import Array, Int
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.decoding.step import decode_step, repeated
 from tsjax.decoding.tree import DraftTree
 from tsjax.model.params import Params
-from tsjax.typing import Array, Int
 
 
 def simulate(

@@ -12,7 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.config import GenerationConfig, ModelConfig, check
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.generation_config import GenerationConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import accumulation_dtype
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import empty_log_probs
 from tsjax.decoding.method import Memory
@@ -20,11 +24,9 @@ from tsjax.decoding.noise import IMPLEMENTATION, check_keys, row_keys
 from tsjax.decoding.processors import first_counts, first_last_seen
 from tsjax.decoding.sampling import SamplingValues, sampling_values
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
-from tsjax.errors import BadValue
 from tsjax.model.cache import Cache, KVCache, init_cache, keys_in_cache
 from tsjax.model.parts import by_text
 from tsjax.model.sharding import everywhere, named_sharding
-from tsjax.typing import accumulation_dtype
 
 # Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
 # 132 multiprocessors four tiles of 128 rows, of head dimension 128, in float32.

@@ -11,12 +11,12 @@ from typing import Any
 import flax.struct
 import jax.numpy as jnp
 
+from tsjax.base.typing import Array, Bool, Int, Key, UInt
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.processors import KnownText
 from tsjax.decoding.sampling import SamplingValues
 from tsjax.model.cache import KVCache
 from tsjax.model.passes import Rows
-from tsjax.typing import Array, Bool, Int, Key, UInt
 
 RUNNING, EOS, LENGTH, STOPPED, BROKEN = 0, 1, 2, 3, 4  # values of DecodeState.finish
 

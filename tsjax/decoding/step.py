@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tsjax.base.errors import BadValue
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import step_noise
@@ -30,7 +31,6 @@ from tsjax.decoding.state import (
 )
 from tsjax.decoding.tree import DraftTree
 from tsjax.decoding.verification import accept, verify_tree
-from tsjax.errors import BadValue
 from tsjax.model.cache import write_rows
 from tsjax.model.params import Params
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tsjax.typing import Array, Bool, Float, Int
+from tsjax.base.typing import Array, Bool, Float, Int
 
 # What drafts a token, for the methods of this package. "model" is the model itself: its heads, its
 # passes on a small cache, its drafter, or a second one.

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.base.typing import Array, Float
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import log_probs_of
 from tsjax.decoding.processors import NEVER_SEEN
@@ -25,7 +26,6 @@ from tsjax.model.control_flow import run_one_of
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import final_norm, unembed
-from tsjax.typing import Array, Float
 
 OF_LAYERS = ("k", "v", "query", "attended")  # the fields of Rows with an entry for each layer
 

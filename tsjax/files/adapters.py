@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import ModelConfig
-from tsjax.errors import BadValue
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
 from tsjax.files import weight_files
 from tsjax.files.drafter_files import write_drafter
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in

@@ -22,7 +22,7 @@ import jinja2.nodes
 import jinja2.sandbox
 import numpy as np
 
-from tsjax.errors import BadType, BadValue
+from tsjax.base.errors import BadType, BadValue
 
 # Stands after the message that is continued, to find its end in the written chat. A template sees
 # it, so it is the one that transformers uses.

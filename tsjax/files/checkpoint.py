@@ -26,17 +26,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import (
-    CACHES,
-    DTYPES,
-    WEIGHTS,
-    ModelConfig,
-    check,
-    check_int,
-    check_known,
-    refuse_unknown,
-)
-from tsjax.errors import BadType, BadValue
+from tsjax.base.checks import check, check_int, check_known, refuse_unknown
+from tsjax.base.errors import BadType, BadValue
+from tsjax.base.habits import LOADING
+from tsjax.base.input_files import parsing, read_json
+from tsjax.base.line_writer import told_as
+from tsjax.base.model_config import CACHES, DTYPES, WEIGHTS, ModelConfig
+from tsjax.base.telling import Progress, doing
 from tsjax.files import huggingface, lora, tensor_names, weight_files
 from tsjax.files.adapters import add_words, open_heads
 from tsjax.files.checkpoint_folders import DESCRIPTION, copy_companions, new_folder
@@ -45,13 +41,9 @@ from tsjax.files.drafter_files import FoundDrafter, open_drafter
 from tsjax.files.model_in_memory import Model
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tensor_names import Entry
-from tsjax.habits import LOADING
-from tsjax.input_files import parsing, read_json
-from tsjax.line_writer import told_as
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import declare_params, inputs_first, is_spec, join, placement
 from tsjax.model.sharding import held_here, placed, usable_mesh
-from tsjax.telling import Progress, doing
 
 FORMAT_VERSION = 2
 SEPARATE_INPUTS_FIRST = 1  # the version of separate q, k, v, gate and up, each [inputs, outputs]

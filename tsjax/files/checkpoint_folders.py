@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from tsjax.errors import AlreadyThere, NoSuchFile
+from tsjax.base.errors import AlreadyThere, NoSuchFile
+from tsjax.base.input_files import require_file
 from tsjax.files.gguf_files import is_gguf
 from tsjax.files.tokenizer import load_tokenizer
 from tsjax.files.whole_files import check_writable, own_place, path_of
-from tsjax.input_files import require_file
 
 DESCRIPTION = "tsjax.json"
 

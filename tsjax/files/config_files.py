@@ -12,11 +12,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tsjax.config import CHAINED, ModelConfig, RopeConfig, check, check_float, check_int
-from tsjax.errors import BadValue, NotSupported
+from tsjax.base.checks import check, check_float, check_int
+from tsjax.base.errors import BadValue, NotSupported
+from tsjax.base.input_files import parsing, read_json
+from tsjax.base.model_config import CHAINED, ModelConfig, RopeConfig
 from tsjax.files.gguf_files import is_gguf, read_headers
 from tsjax.files.gguf_tokenizer import stop_ids_of
-from tsjax.input_files import parsing, read_json
 
 FAMILIES = {
     "llama": "LlamaForCausalLM",

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import DTYPES, ModelConfig, OneLayer, RopeConfig, check, check_type
-from tsjax.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.checks import check, check_type
+from tsjax.base.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.input_files import parsing, read_json
+from tsjax.base.model_config import DTYPES, ModelConfig, OneLayer, RopeConfig
 from tsjax.files.config_files import model_config
 from tsjax.files.weight_files import (
     EMBEDDED,
@@ -31,7 +33,6 @@ from tsjax.files.weight_files import (
     write_safetensors,
 )
 from tsjax.files.whole_files import write_text
-from tsjax.input_files import parsing, read_json
 
 DRAFTER_CONFIG, DRAFTER_FILE = "config.json", "model.safetensors"
 OF_EMBEDDED = "drafter"  # its folder in that of the embedded model

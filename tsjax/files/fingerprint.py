@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsjax.config import ModelConfig
-from tsjax.errors import BadValue
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
 from tsjax.files.checkpoint import Model
 from tsjax.files.tensor_names import Tensor, entries, held_as
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.input_files import listed, parsing, require_file
 from tsjax.files.gguf_numbers import kind_of_code, out_of_pairs, stored_tensor
 from tsjax.files.weight_files import GGUF, StoredTensor, Weights, version_of
-from tsjax.input_files import listed, parsing, require_file
 
 _PART = re.compile(r"(?P<name>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _VERSIONS = (2, 3)

@@ -17,8 +17,8 @@ import numpy as np
 
 from pallas_kernels import native
 from pallas_kernels.stored_blocks.api import BLOCK_TYPES, taken_apart, widened
-from tsjax.config import WIDE
-from tsjax.errors import NotInstalled, NotSupported
+from tsjax.base.errors import NotInstalled, NotSupported
+from tsjax.base.model_config import WIDE
 from tsjax.files.weight_files import StoredTensor, Version, read_pieces
 
 

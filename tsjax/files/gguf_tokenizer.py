@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsjax.config import check_int
-from tsjax.errors import BadValue, NotSupported
+from tsjax.base.checks import check_int
+from tsjax.base.errors import BadValue, NotSupported
 from tsjax.files.plain_tokenizer import Described, add_special_tokens
 
 BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"  # tokenizer.ggml.model

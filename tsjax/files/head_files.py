@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import CHAINED, OWN_VOCABULARY, PARALLEL, ModelConfig, check, one_of
-from tsjax.errors import BadValue, NotSupported
+from tsjax.base.checks import check, one_of
+from tsjax.base.errors import BadValue, NotSupported
+from tsjax.base.model_config import CHAINED, OWN_VOCABULARY, PARALLEL, ModelConfig
 from tsjax.files.weight_files import StoredTensor, Weights
 
 # The layouts of Medusa's heads: its own code's, and vLLM's.

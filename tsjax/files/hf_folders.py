@@ -19,15 +19,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import ModelConfig, check
-from tsjax.errors import BadValue
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.input_files import read_json
+from tsjax.base.model_config import ModelConfig
 from tsjax.files import tensor_names, weight_files
 from tsjax.files.checkpoint_folders import copy_companions, new_folder
 from tsjax.files.config_files import config_to_hf
 from tsjax.files.gguf_files import is_gguf, read_headers
 from tsjax.files.gguf_tokenizer import special_ids_of
 from tsjax.files.tensor_names import Entry, Tensor
-from tsjax.input_files import read_json
 
 MERGE_HEADS, DROP_HEADS = "merge", "drop"
 MAX_SHARD_SIZE = "2GB"

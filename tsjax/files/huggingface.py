@@ -22,14 +22,15 @@ import numpy as np
 
 from pallas_kernels import NarrowMatrix
 from pallas_kernels.narrow_product.matrix import FORMATS, empty_parts, packed, rounded
-from tsjax.config import CHAINED, DTYPES, WIDE, ModelConfig, check
-from tsjax.errors import NoSuchFile
+from tsjax.base.checks import check
+from tsjax.base.errors import NoSuchFile
+from tsjax.base.input_files import listed, parsing, read_json
+from tsjax.base.model_config import CHAINED, DTYPES, WIDE, ModelConfig
 from tsjax.files.config_files import model_config
 from tsjax.files.gguf_files import is_gguf, open_gguf
 from tsjax.files.head_files import find_heads
 from tsjax.files.tensor_names import Entry, Wanted, to_read
 from tsjax.files.weight_files import StoredTensor, Weights, open_weights, raise_all
-from tsjax.input_files import listed, parsing, read_json
 
 TYPE_OF_GGUF = "bfloat16"  # quantised numbers have fewer bits
 _THREADS = min(8, os.cpu_count() or 1)  # that read; each has a block in memory

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsjax.config import check, check_float
-from tsjax.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.checks import check, check_float
+from tsjax.base.errors import BadValue, NoSuchFile, NotSupported
+from tsjax.base.input_files import parsing, read_json
 from tsjax.files.tensor_names import Entry
 from tsjax.files.weight_files import StoredTensor, Weights, find_folder, open_weights, raise_all
-from tsjax.input_files import parsing, read_json
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<of>.+)\.lora_(?P<part>[AB])\.weight")

@@ -17,16 +17,17 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from tsjax.config import ModelConfig, check
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.habits import OF_MODEL
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.telling import doing
 from tsjax.decoding.method import Method
-from tsjax.errors import BadValue
 from tsjax.files import tensor_names
 from tsjax.files.tokenizer import load_tokenizer
-from tsjax.habits import OF_MODEL
 from tsjax.model.params import Params, declare_params, is_spec, with_int8_drafts
 from tsjax.model.sharding import everywhere, mesh_of, placed
 from tsjax.model.transformer import ModelWeights
-from tsjax.telling import doing
 
 
 class Model(flax.struct.PyTreeNode):

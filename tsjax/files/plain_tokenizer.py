@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsjax.errors import BadType, BadValue, NotSupported
+from tsjax.base.errors import BadType, BadValue, NotSupported
 
 SPECIAL_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",

@@ -13,9 +13,11 @@ import importlib.resources
 import json
 from typing import Any, NamedTuple
 
-from tsjax.config import GenerationConfig, ModelConfig, check
+from tsjax.base.checks import check
+from tsjax.base.generation_config import GenerationConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.training_config import HeadTraining
 from tsjax.methods import TokenSwift
-from tsjax.training_config import HeadTraining
 
 
 class Preset(NamedTuple):

@@ -18,8 +18,8 @@ from typing import Any
 
 import jax
 
-from tsjax.errors import BadValue
-from tsjax.input_files import filtered_log, parsing, read_json, require_file
+from tsjax.base.errors import BadValue
+from tsjax.base.input_files import filtered_log, parsing, read_json, require_file
 
 _DATABASE = "state"  # orbax's folder of all arrays, an OCDBT database of tensorstore
 

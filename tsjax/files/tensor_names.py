@@ -17,8 +17,8 @@ import numpy as np
 
 from pallas_kernels import NarrowMatrix
 from pallas_kernels.narrow_product.matrix import FORMATS, packed, rounded
-from tsjax.config import LAYER_MATRICES, NUM_LAYER_MATRICES, WIDE, ModelConfig
-from tsjax.errors import BadValue, NotInstalled, NotSupported
+from tsjax.base.errors import BadValue, NotInstalled, NotSupported
+from tsjax.base.model_config import LAYER_MATRICES, NUM_LAYER_MATRICES, WIDE, ModelConfig
 from tsjax.files.weight_files import StoredTensor, Weights
 from tsjax.model.narrow import NARROW_ARRAYS, of_one_format
 from tsjax.model.param_spec import ParamSpec

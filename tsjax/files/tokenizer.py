@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.errors import NoSuchFile
+from tsjax.base.errors import NoSuchFile
+from tsjax.base.input_files import filtered_log, parsing, require_file
 from tsjax.files import gguf_tokenizer
 from tsjax.files.gguf_files import is_gguf, read_headers
 from tsjax.files.plain_tokenizer import PlainTokenizer
 from tsjax.files.usual_tokenizer import NeedsTransformers, described_folder
-from tsjax.input_files import filtered_log, parsing, require_file
 
 REPLACEMENT = "\ufffd"  # what an incomplete or invalid UTF-8 sequence decodes to
 

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from tsjax.base.input_files import read_json, read_text, require_file
 from tsjax.files.gguf_tokenizer import QWEN2_WORDS, SPACE
 from tsjax.files.plain_tokenizer import (
     CONFIG,
@@ -24,7 +25,6 @@ from tsjax.files.plain_tokenizer import (
     special_names,
     special_token,
 )
-from tsjax.input_files import read_json, read_text, require_file
 
 _TEMPLATE, _MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.errors import BadValue, NoSuchFile, NotInstalled
+from tsjax.base.errors import BadValue, NoSuchFile, NotInstalled
+from tsjax.base.input_files import kind_of, listed, parsing, read_json, require_file
 from tsjax.files.whole_files import replacing
-from tsjax.input_files import kind_of, listed, parsing, read_json, require_file
 
 GGUF = ".gguf"  # how such a file ends; see gguf_files.py
 _BLOCK_BYTES = 4 * 2**20  # what a thread reads at a time; a core's cache holds it until it moves on

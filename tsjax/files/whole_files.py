@@ -17,9 +17,9 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from tsjax.config import check
-from tsjax.errors import NoSuchFile, NotAFile, NotWritable
-from tsjax.input_files import FILE, FOLDER, kind_of
+from tsjax.base.checks import check
+from tsjax.base.errors import NoSuchFile, NotAFile, NotWritable
+from tsjax.base.input_files import FILE, FOLDER, kind_of
 
 
 def path_of(path: Any, argument: str, wanted: str) -> str:

@@ -15,20 +15,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsjax.config import (
-    GenerationConfig,
-    check,
-    check_int,
-    check_type,
-    given_config,
-    known_settings,
-)
+from tsjax.base.checks import check, check_int, check_type
+from tsjax.base.errors import BadValue, NotEnoughMemory
+from tsjax.base.generation_config import GenerationConfig, given_config, known_settings
+from tsjax.base.typing import accumulation_dtype
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.processors import check_processors
 from tsjax.decoding.reading import parts
-from tsjax.errors import BadValue, NotEnoughMemory
 from tsjax.files.checkpoint import Model
 from tsjax.host import sizes
 from tsjax.host.costs import measured_on
@@ -48,7 +43,6 @@ from tsjax.methods import resolve_method
 from tsjax.methods.corpus import Corpus
 from tsjax.methods.devices import leaves_out_rows
 from tsjax.model.sharding import mesh_of
-from tsjax.typing import accumulation_dtype
 
 
 def make_request(

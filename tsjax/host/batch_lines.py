@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import check
-from tsjax.errors import NotSupported
+from tsjax.base.checks import check
+from tsjax.base.errors import NotSupported
 from tsjax.host.many import Answer
 
 OPENAI_CHAT, OPENAI_TEXT = "/v1/chat/completions", "/v1/completions"

@@ -21,11 +21,11 @@ from typing import NamedTuple
 
 import jax
 
+from tsjax.base.telling import beside, doing
 from tsjax.files.locked_files import lock
 from tsjax.host import kept_programs
 from tsjax.host.compilation import choose_folder, executables_folder
 from tsjax.host.device_programs import Call, programs_on
-from tsjax.telling import beside, doing
 
 WAITS = 0.05  # seconds between two looks
 # Of the least priority before it imports anything: that takes longer than to compile a step.

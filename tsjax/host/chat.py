@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import check
-from tsjax.errors import BadValue
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 

@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import pallas_kernels
 from pallas_kernels.cache_folder import cache_folder
-from tsjax.errors import NotWritable
+from tsjax.base.errors import NotWritable
 from tsjax.files.locked_files import lock
 from tsjax.files.whole_files import place_of
 

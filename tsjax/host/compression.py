@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import check, check_int, one_of, refuse_unknown
+from tsjax.base.checks import check, check_int, one_of, refuse_unknown
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.start import init_state
 from tsjax.files.checkpoint import Model

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import GENERATION_NAMES, GenerationConfig, check, refuse_unknown
-from tsjax.errors import BadValue
+from tsjax.base.checks import check, refuse_unknown
+from tsjax.base.errors import BadValue
+from tsjax.base.generation_config import GENERATION_NAMES, GenerationConfig
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.asking import longer_request, make_request, prefix_in_memory

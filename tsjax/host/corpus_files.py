@@ -10,14 +10,14 @@ import os
 
 import numpy as np
 
-from tsjax.config import check
-from tsjax.errors import NoSuchFile
+from tsjax.base.checks import check
+from tsjax.base.errors import NoSuchFile
+from tsjax.base.input_files import read_text
+from tsjax.base.telling import doing
 from tsjax.files.checkpoint import Model
 from tsjax.host.prompts import encode_text
 from tsjax.host.saved_run import read_run
-from tsjax.input_files import read_text
 from tsjax.methods.corpus import Corpus
-from tsjax.telling import doing
 
 
 def read_corpus(model: Model, *files: str | os.PathLike) -> Corpus:

@@ -18,7 +18,9 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from tsjax.config import ModelConfig
+from tsjax.base.input_files import read_json
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.telling import doing
 from tsjax.decoding.method import PLAINLY, Measured, Method, Tried
 from tsjax.files.checkpoint import Model, tsjax_version
 from tsjax.host import processes
@@ -27,14 +29,12 @@ from tsjax.host.info import cores
 from tsjax.host.measured_files import keep_measured, kept_measured, measured_file, write_measured
 from tsjax.host.measuring import context_bucket, device_in, measure, pieces
 from tsjax.host.memory import available_bytes
-from tsjax.input_files import read_json
 from tsjax.methods import resolve_method
 from tsjax.methods.auto import Choice
 from tsjax.methods.cost_model import Costs, as_costs
 from tsjax.methods.devices import device_of, estimated
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
-from tsjax.telling import doing
 
 # Of a run's seconds those that measuring may take, by pieces that take about so many; and bytes
 # that have to be free for its buffers.

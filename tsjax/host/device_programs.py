@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from tsjax.base.telling import doing
 from tsjax.decoding.programs import programs
 from tsjax.files.checkpoint import Model
 from tsjax.host import kept_programs, processes
 from tsjax.host.compilation import counted_as_compiling, try_to_keep_programs, without_jaxs_folder
-from tsjax.telling import doing
 
 config: Any = jax.config
 STATIC = (

@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int
+from tsjax.base.checks import check, check_int
+from tsjax.base.errors import BadType, BadValue
+from tsjax.base.generation_config import GenerationConfig
+from tsjax.base.line_writer import told_as
+from tsjax.base.telling import Progress, doing
 from tsjax.decoding.method import Method
-from tsjax.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import Detokenizer
@@ -33,9 +36,7 @@ from tsjax.host.request import Request
 from tsjax.host.result import GenerationResult, RunStats, StreamChunk
 from tsjax.host.run import News, run
 from tsjax.host.saving import Saving
-from tsjax.line_writer import told_as
 from tsjax.methods.corpus import Corpus
-from tsjax.telling import Progress, doing
 
 
 def generate(

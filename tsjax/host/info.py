@@ -22,8 +22,8 @@ import jax
 from pallas_kernels import native
 from pallas_kernels.cache_folder import cache_folder
 from pallas_kernels.device import table, table_file
+from tsjax.base.input_files import reason
 from tsjax.host.compilation import programs_folder
-from tsjax.input_files import reason
 
 PACKAGES = ("tsjax", "jax", "jaxlib", "numpy", "transformers")
 DRIVER = "/proc/driver/nvidia/version"

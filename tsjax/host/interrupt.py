@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-from tsjax.config import check
+from tsjax.base.checks import check
 from tsjax.host import processes
 
 

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from tsjax.base.errors import BadValue
+from tsjax.base.telling import doing
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.reading import prefill
 from tsjax.decoding.start import init_state
-from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
 from tsjax.host.measured_files import keep_measured, kept_measured
 from tsjax.lazy.looking import last_attention
-from tsjax.telling import doing
 
 # Half of each kind: enough for layers to differ, and read in seconds.
 ASKING_PROMPTS, ASKING_TOKENS = 8, 256

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_int, check_type, given_config
+from tsjax.base.checks import check, check_int, check_type
+from tsjax.base.errors import BadValue, TsjaxError
+from tsjax.base.generation_config import GenerationConfig, given_config
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.state import DecodeState
-from tsjax.errors import BadValue, TsjaxError
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.host.asking import batch_request, make_request, prefix_in_memory

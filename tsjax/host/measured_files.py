@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.cache_folder import cache_folder
+from tsjax.base.input_files import read_json
 from tsjax.files.whole_files import write_text
-from tsjax.input_files import read_json
 
 
 def measured_file(key: str, ending: str = ".json") -> Path | None:

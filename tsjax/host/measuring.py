@@ -24,7 +24,9 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from tsjax.config import OWN_VOCABULARY, GenerationConfig, ModelConfig
+from tsjax.base.generation_config import GenerationConfig
+from tsjax.base.model_config import OWN_VOCABULARY, ModelConfig
+from tsjax.base.typing import accumulation_dtype
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Autoregressive
 from tsjax.decoding.noise import position_noise, row_keys
@@ -44,7 +46,6 @@ from tsjax.model.params import Params
 from tsjax.model.passes import run_layers
 from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import ModelWeights, final_norm, int8_weights, unembed
-from tsjax.typing import accumulation_dtype
 
 # Rows of the passes that are measured. Others lie on straight lines between and beyond them.
 ROWS_OF_CPU, ROWS_OF_GPU = (1, 4, 8, 16), (1, 8, 16, 32, 64)

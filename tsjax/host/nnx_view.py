@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import check_type
+from tsjax.base.checks import check_type
 from tsjax.files.checkpoint import assembled, named_arrays
 from tsjax.files.model_in_memory import Model
 from tsjax.host.scoring import forward

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import check, check_type
-from tsjax.errors import BadValue
+from tsjax.base.checks import check, check_type
+from tsjax.base.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.host.prefix_files import ReadText, write_prefix
 from tsjax.model.cache import KVCache

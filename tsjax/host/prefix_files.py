@@ -21,17 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import NarrowRows
-from tsjax.config import ModelConfig, check_int
-from tsjax.errors import BadValue, NoSuchFile
+from tsjax.base.checks import check_int
+from tsjax.base.errors import BadValue, NoSuchFile
+from tsjax.base.input_files import parsing, require_file
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.telling import doing
 from tsjax.files.checkpoint import Model, refuse_several, tsjax_version
 from tsjax.files.fingerprint import check_held_alike, model_fingerprint
 from tsjax.files.tensor_names import held_as
 from tsjax.files.weight_files import Version, read_pieces, version_of
 from tsjax.files.whole_files import replacing
-from tsjax.input_files import parsing, require_file
 from tsjax.model.cache import CACHE_AXES, KVCache, init_cache
 from tsjax.model.sharding import everywhere, mesh_of, named_sharding, parts_of, placed
-from tsjax.telling import doing
 
 # Another one also where the same weights would have other keys or values in their caches.
 PREFIX_FORMAT = 1

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsjax.config import check
-from tsjax.errors import BadValue
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
 from tsjax.model.sharding import everywhere, mesh_of
 
 GONE = 10  # seconds without a word after which a process counts as gone

@@ -17,8 +17,9 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tsjax.config import GenerationConfig, check
-from tsjax.errors import BadValue, NoSuchFile, TsjaxError
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue, NoSuchFile, TsjaxError
+from tsjax.base.generation_config import GenerationConfig
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.locked_files import is_still, lock

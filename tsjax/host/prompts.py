@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from tsjax.config import check
-from tsjax.errors import BadType, BadValue
+from tsjax.base.checks import check
+from tsjax.base.errors import BadType, BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 from tsjax.host.chat import chat_prompt

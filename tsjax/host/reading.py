@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsjax.config import check, check_type
+from tsjax.base.checks import check, check_type
+from tsjax.base.telling import doing
 from tsjax.decoding.reading import UNREAD, reading_config
 from tsjax.decoding.state import DecodeState
 from tsjax.files.checkpoint import Model
@@ -25,7 +26,6 @@ from tsjax.host.request import Request
 from tsjax.host.run import News, start_run
 from tsjax.host.sizes import widths_of
 from tsjax.model.cache import KVCache
-from tsjax.telling import doing
 
 
 def read(

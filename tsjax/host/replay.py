@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import check, check_type
+from tsjax.base.checks import check, check_type
+from tsjax.base.telling import doing
 from tsjax.decoding.replaying import init_replay
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
@@ -28,7 +29,6 @@ from tsjax.host.prompts import check_row
 from tsjax.host.resuming import check_same_model, check_same_processors
 from tsjax.host.run import start_run
 from tsjax.host.saved_run import read_run
-from tsjax.telling import doing
 
 STEPS_PER_CALL = 32  # after which the progress bar moves and Ctrl-C is heard
 

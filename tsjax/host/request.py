@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from tsjax.config import GenerationConfig
+from tsjax.base.generation_config import GenerationConfig
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import Measured, Method

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from tsjax.base.errors import BadValue
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.errors import BadValue
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.files.whole_files import write_text
 

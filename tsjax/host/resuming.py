@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import check
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
 from tsjax.decoding.processors import LogitsProcessor
-from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import check_held_alike, fingerprint_of_norms, model_fingerprint
 from tsjax.host.prompts import check_row, prompt_rows

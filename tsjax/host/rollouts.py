@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import GENERATION_NAMES, GenerationConfig, check, check_int, given_config
-from tsjax.errors import BadType
+from tsjax.base.checks import check, check_int
+from tsjax.base.errors import BadType
+from tsjax.base.generation_config import GENERATION_NAMES, GenerationConfig, given_config
 from tsjax.files.checkpoint import Model
 from tsjax.host.generation import generate
 from tsjax.host.prompts import prompt_of, prompt_rows

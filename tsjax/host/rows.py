@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.base.errors import Failed
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.state import BROKEN, EOS, LENGTH, RUNNING, STOPPED, DecodeState
-from tsjax.errors import Failed
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt

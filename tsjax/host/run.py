@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tsjax.base.telling import doing
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import LogProbs
 from tsjax.decoding.method import PLAINLY, Method
@@ -39,7 +40,6 @@ from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
 from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
-from tsjax.telling import doing
 
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, ModelConfig, check, check_int, without_unread
+from tsjax.base.checks import check, check_int
+from tsjax.base.errors import BadValue, NoSuchFile
+from tsjax.base.generation_config import GenerationConfig, without_unread
+from tsjax.base.input_files import parsing, read_json
+from tsjax.base.model_config import ModelConfig
 from tsjax.decoding.logprobs import LogProbs
-from tsjax.errors import BadValue, NoSuchFile
 from tsjax.files.checkpoint import tsjax_version
 from tsjax.files.whole_files import write_text
 from tsjax.host.result import log_probs_from_dict, log_probs_to_dict
-from tsjax.input_files import parsing, read_json
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.methods import METHODS, Auto
 from tsjax.methods.paths import as_tuples

@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from tsjax.base.errors import BadValue
 from tsjax.decoding.processors import named
-from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.locked_files import WriterLock

@@ -14,16 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from tsjax.config import check, check_int, check_type
+from tsjax.base.checks import check, check_int, check_type
+from tsjax.base.errors import BadValue, Failed
+from tsjax.base.telling import doing
 from tsjax.decoding.logprobs import LogProbs, text_log_probs
-from tsjax.errors import BadValue, Failed
 from tsjax.files.checkpoint import Model
 from tsjax.files.tokenizer import encode
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
 from tsjax.host.prompts import check_row, prompt_rows
 from tsjax.model.logits import logits
-from tsjax.telling import doing
 
 WIDTH = 512  # tokens of a pass
 

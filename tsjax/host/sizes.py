@@ -10,9 +10,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from tsjax.config import check, check_int
+from tsjax.base.checks import check, check_int
+from tsjax.base.errors import BadValue
 from tsjax.decoding.start import memory_bytes, temporary_bytes
-from tsjax.errors import BadValue
 from tsjax.files.checkpoint import Model
 from tsjax.host.info import memory_share
 from tsjax.host.memory import available_bytes

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsjax.config import GenerationConfig, check, check_type
-from tsjax.errors import BadType, BadValue, NotSupported
+from tsjax.base.checks import check, check_type
+from tsjax.base.errors import BadType, BadValue, NotSupported
+from tsjax.base.generation_config import GenerationConfig
 from tsjax.files.hf_dicts import from_hf
 from tsjax.files.model_in_memory import Model
 from tsjax.host.generation import generate

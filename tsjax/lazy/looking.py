@@ -6,11 +6,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from pallas_kernels import cache_scores
+from tsjax.base.typing import Array, Float
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.state import DecodeState
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
-from tsjax.typing import Array, Float
 
 
 def last_attention(

@@ -13,14 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from tsjax.config import ModelConfig, check
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.method import Memory, Method, Sizes
 from tsjax.decoding.sampling import step_noise
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.step import Decide, commit, decode_step
 from tsjax.decoding.verification import judge
-from tsjax.errors import BadValue
 from tsjax.lazy.completing import complete_some, slots_by_position
 from tsjax.lazy.rereading import reread_made
 from tsjax.lazy.revival import (

@@ -12,8 +12,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self, cast
 
-from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
-from tsjax.errors import BadValue
+from tsjax.base.checks import check, check_fields, check_int, one_of
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
 
 # What becomes of tokens that a cut left out, and the new tokens from one choice to the next.
 CHOOSE_EVERY = {"in_batches": 8, "on_demand": 1, "never": 1, "background": 1}

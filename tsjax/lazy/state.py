@@ -11,9 +11,9 @@ from typing import NamedTuple
 import flax.struct
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, Float, Int
 from tsjax.lazy.settings import LazySettings
-from tsjax.typing import Array, Bool, Float, Int
 
 UNSEEN = 2**31 - 1  # the rank of a token that no row sees: beyond every position
 

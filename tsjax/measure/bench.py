@@ -21,7 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.errors import BadValue, NotEnoughMemory
+from tsjax.base.errors import BadValue, NotEnoughMemory
+from tsjax.base.input_files import read_json
+from tsjax.base.telling import doing
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.tensor_names import held_as
 from tsjax.files.whole_files import write_text
@@ -34,7 +36,6 @@ from tsjax.host.interrupt import Interrupted
 from tsjax.host.measuring import device_in
 from tsjax.host.memory import SCOPES
 from tsjax.host.progress import TimeLeft, in_words
-from tsjax.input_files import read_json
 from tsjax.measure import peers
 from tsjax.measure.bandwidth import reader
 from tsjax.measure.bench_question import BOUND, Prepared, Question, prepare
@@ -42,7 +43,6 @@ from tsjax.measure.paired_runs import EVERY, PEERS, SETTINGS, Runs, compared, ti
 from tsjax.measure.plots import plot
 from tsjax.measure.timing import Rounds, fill, ratios, summary
 from tsjax.methods.devices import device_of, estimated, plain_bytes
-from tsjax.telling import doing
 
 ENDED = (KeyboardInterrupt, Interrupted)
 EXACT = ("float32", "float64")

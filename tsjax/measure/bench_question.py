@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known, one_of
+from tsjax.base.checks import check, check_int, check_known, one_of
+from tsjax.base.errors import BadValue, NotEnoughMemory, TsjaxError
+from tsjax.base.input_files import read_text
+from tsjax.base.model_config import CACHES, DTYPES, WEIGHTS, ModelConfig
 from tsjax.decoding.method import Autoregressive, Method
-from tsjax.errors import BadValue, NotEnoughMemory, TsjaxError
 from tsjax.files.checkpoint import Model, check_dtype, load
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.tensor_names import with_weights
@@ -28,7 +30,6 @@ from tsjax.host.many import TEXTS
 from tsjax.host.memory import available_bytes
 from tsjax.host.prompt_files import prompt_of_line, read_lines
 from tsjax.host.prompts import encode_text, prompt_row, tokenizer_of
-from tsjax.input_files import read_text
 from tsjax.measure import peers
 from tsjax.measure.paired_runs import PEERS, PLAIN, SETTINGS, requested
 from tsjax.measure.peers import PEER_TOKENS

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from tsjax.config import ModelConfig, check
+from tsjax.base.checks import check
+from tsjax.base.model_config import ModelConfig
 from tsjax.model.cache import cache_bytes
 from tsjax.model.params import declare_params, is_spec, placement
 from tsjax.model.sharding import AXES, wanted_axes

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import GenerationConfig
+from tsjax.base.generation_config import GenerationConfig
 from tsjax.decoding.method import Method
 from tsjax.files.checkpoint import Model
 from tsjax.host.asking import make_request

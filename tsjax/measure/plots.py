@@ -11,8 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tsjax.config import check
-from tsjax.errors import NotInstalled
+from tsjax.base.checks import check
+from tsjax.base.errors import NotInstalled
 from tsjax.files.whole_files import check_place, replacing
 
 ENDINGS = (".png", ".svg", ".pdf")

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from tsjax.config import CACHES, DTYPES, WEIGHTS, ModelConfig, check, check_int, check_known
+from tsjax.base.checks import check, check_int, check_known
+from tsjax.base.errors import NoSuchFile
+from tsjax.base.model_config import CACHES, DTYPES, WEIGHTS, ModelConfig
 from tsjax.decoding.method import Method
-from tsjax.errors import NoSuchFile
 from tsjax.files.checkpoint import read_config
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
 from tsjax.files.tensor_names import with_weights

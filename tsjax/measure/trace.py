@@ -11,9 +11,9 @@ import json
 import random
 from typing import Any
 
-from tsjax.config import check
-from tsjax.errors import BadValue
-from tsjax.input_files import read_text
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.input_files import read_text
 
 MOST_DRAFTED = 4096  # drafted tokens of a step
 

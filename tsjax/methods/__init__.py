@@ -5,7 +5,7 @@
 import dataclasses
 from typing import Any
 
-from tsjax.config import check, one_of
+from tsjax.base.checks import check, one_of
 from tsjax.decoding.method import Autoregressive
 from tsjax.methods.ngram import NGram
 from tsjax.methods.tokenswift import TokenSwift

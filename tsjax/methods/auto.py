@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from tsjax.config import ModelConfig
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
 from tsjax.decoding.method import PLAINLY, Measured, Method, Sizes
-from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs, as_costs
 from tsjax.methods.devices import costs_for
 from tsjax.methods.likely_sources import LIKELY_SOURCES

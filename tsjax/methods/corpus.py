@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import check
+from tsjax.base.checks import check
+from tsjax.base.typing import Array, Int
 from tsjax.methods.history import leading
 from tsjax.model.sharding import everywhere, mesh_of
-from tsjax.typing import Array, Int
 
 ORDERS = (8, 4, 2)  # lengths of the matches that are looked up
 WAYS = 2  # places of each, the latest ones

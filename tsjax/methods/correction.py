@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import product
-from tsjax.typing import Array, Bool, DTypeLike, Float
+from tsjax.base.typing import Array, Bool, DTypeLike, Float
 
 # Of what is missing in a state, what is there when the same state comes again. Chosen on SmolLM2's
 # own text: 0.1 to 0.4 are alike, 0.8 is worse where a text does not repeat itself.

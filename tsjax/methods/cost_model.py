@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tsjax.config import check
-from tsjax.errors import BadValue
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
 
 # Twice the rows may take so many times as long, or right drafts do not pay; and a narrower width is
 # worth compiling where the next wider one that is takes so many times as long.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pallas_kernels import native
 from pallas_kernels.narrow_product.matrix import FORMATS
-from tsjax.config import OWN_VOCABULARY, WIDE, ModelConfig
+from tsjax.base.model_config import OWN_VOCABULARY, WIDE, ModelConfig
 from tsjax.decoding.method import Measured
 from tsjax.methods.cost_model import Costs, Int8Costs, Line
 

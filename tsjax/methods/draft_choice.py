@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import NarrowRows, cache_scores
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Float, Int, Num, Shaped
 from tsjax.methods.partial_cache import Scores, importance
 from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
 from tsjax.model.parts import counts_by_part, dealt_out, for_each_part, in_order, positions_by_part
 from tsjax.model.passes import run_rows
-from tsjax.typing import Array, Float, Int, Num, Shaped
 
 CHUNK = 8  # tokens that "retrieval" takes together
 WINDOW, POOL = 32, 5  # of "snapkv": the last tokens, which ask, and neighbours that count together

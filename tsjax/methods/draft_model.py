@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
+from tsjax.base.checks import check, check_fields, check_int, one_of
+from tsjax.base.model_config import ModelConfig
 from tsjax.decoding.method import DraftPasses, Measured, Memory, Method, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree, merge_paths

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.typing import Array, Bool, Int
+from tsjax.base.typing import Array, Bool, Int
 
 MATCH_LIMIT = 16  # tokens of a suffix that are compared
 TOKENS_PER_MATCH = 4  # a match of m tokens is continued by up to this times m

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import flax.struct
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, Float, Int
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import first_with, shared
 from tsjax.methods.cost_model import Costs
@@ -32,7 +33,6 @@ from tsjax.methods.one_layer import LayerMemory
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths
 from tsjax.methods.rates import KINDS, NO_DRAFT, Rates, chances
-from tsjax.typing import Array, Bool, Float, Int
 
 FORGETS = 0.98  # of a pace the share that is left after a step
 # Assumed before a run: of the share that the best candidate of a pass leaves, what the others get;

@@ -11,9 +11,10 @@ import itertools
 
 import jax.numpy as jnp
 
+from tsjax.base.errors import BadValue
+from tsjax.base.typing import Array, Float, Int
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, shared
-from tsjax.errors import BadValue
 from tsjax.methods.corpus import CorpusIndex, match_sizes_in, places_in, what_followed_in
 from tsjax.methods.history import NgramTable, last_tokens, longest_match, match_sizes, what_followed
 from tsjax.methods.model_drafts import Candidates
@@ -32,7 +33,6 @@ from tsjax.methods.rates import (
     between,
     kind_number,
 )
-from tsjax.typing import Array, Float, Int
 
 LIKELY_SOURCES = (*SOURCES, "corpus")
 CHILDREN = 3  # candidates of a pass

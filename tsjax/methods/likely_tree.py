@@ -15,11 +15,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig, check, check_fields, check_int
+from tsjax.base.checks import check, check_fields, check_int
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, Float, Int
 from tsjax.decoding.method import Measured, Method, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree, cut, grow_tree
-from tsjax.errors import BadValue
 from tsjax.methods.corpus import PLACES
 from tsjax.methods.cost_model import ANY_COSTS, Costs, as_costs
 from tsjax.methods.devices import costs_for
@@ -67,7 +69,6 @@ from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths, all_kinds, all_tokens, as_tuples, of_kinds, source_numbers
 from tsjax.methods.rates import MOST_HEADS, NO_DRAFT, chances, first_rates, learned
 from tsjax.model.params import Params
-from tsjax.typing import Array, Bool, Float, Int
 
 EXPLORES = 32  # steps after which a pass runs although it does not seem to pay
 PAIR = 2  # tokens of an n-gram: one that is known, and what follows it

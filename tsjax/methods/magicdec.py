@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig, check_fields, check_int
+from tsjax.base.checks import check_fields, check_int
+from tsjax.base.model_config import ModelConfig
 from tsjax.decoding.method import DraftPasses, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, DraftTree

@@ -17,11 +17,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import CHAINED, ModelConfig, check, check_fields, check_float, check_int
+from tsjax.base.checks import check, check_fields, check_float, check_int
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import CHAINED, ModelConfig
 from tsjax.decoding.method import Measured, Method, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import SOURCES, DraftTree
-from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import costs_for
 from tsjax.methods.model_drafts import Drafter, newest

@@ -17,11 +17,12 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, DTypeLike, Float, Int, Shaped
 from tsjax.decoding.method import Method, Noise
 from tsjax.decoding.sampling import best_few, score_choices, step_noise
 from tsjax.decoding.state import Acceptance, DecodeState
-from tsjax.errors import BadValue
 from tsjax.methods.partial_cache import DraftCache, summarize_rest
 from tsjax.model.cache import write_rows
 from tsjax.model.control_flow import run_if
@@ -30,7 +31,6 @@ from tsjax.model.narrow import is_narrow
 from tsjax.model.params import Params
 from tsjax.model.passes import Rows, run_rows
 from tsjax.model.transformer import ModelWeights, final_norm
-from tsjax.typing import Array, Bool, DTypeLike, Float, Int, Shaped
 
 # How often a draft is right when all before it were. Heads among three candidates: what TokenSwift
 # reports (Table 3: 3.36 accepted tokens of 4 after a pass, 1.6 of 4 from verified states), spread

@@ -12,7 +12,9 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig, check, check_int
+from tsjax.base.checks import check, check_int
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Int
 from tsjax.decoding.method import Measured, Method, Noise, Promise, Sizes
 from tsjax.decoding.sampling import WHOLE_CONTEXT, SamplingValues
 from tsjax.decoding.state import DecodeState
@@ -30,7 +32,6 @@ from tsjax.methods.history import (
 )
 from tsjax.methods.paths import Paths, as_tree, as_tuples
 from tsjax.model.params import Params
-from tsjax.typing import Array, Int
 
 # Repetitions of the text vary most, so these are assumptions: the share of the steps with a long
 # match, how often its tokens are right, and the tokens that n-grams find in a step (the paper's

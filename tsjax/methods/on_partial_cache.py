@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from tsjax.config import ModelConfig, check, check_int, one_of
+from tsjax.base.checks import check, check_int, one_of
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Int
 from tsjax.decoding.method import Method
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
 from tsjax.methods.cost_model import Costs
@@ -19,7 +21,6 @@ from tsjax.methods.model_drafts import newest
 from tsjax.methods.partial_cache import DraftCache, Scores, init_draft_cache, refresh_draft_cache
 from tsjax.model.cache import KVCache
 from tsjax.model.params import Params
-from tsjax.typing import Array, Int
 
 NEVER = "never"
 DRAFT_WEIGHTS = ("model", "int8")

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import tree_attention
-from tsjax.config import ModelConfig
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, Float, Int, accumulation_dtype
 from tsjax.decoding.method import Noise
 from tsjax.decoding.sampling import best_few, score_choices
 from tsjax.decoding.state import Acceptance, DecodeState, Verdict
-from tsjax.errors import BadValue
 from tsjax.methods.correction import after_rows, corrected, normed_state
 from tsjax.methods.model_drafts import Candidates, no_candidates
 from tsjax.model.control_flow import run_if
@@ -26,7 +27,6 @@ from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, word
 from tsjax.model.params import Params
 from tsjax.model.transformer import embed
 from tsjax.model.writing import for_each_row, scattered
-from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 
 class LayerMemory(flax.struct.PyTreeNode):

@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from pallas_kernels import NarrowRows, Summary, best_slots, cache_scores, tree_attention, widened
 from pallas_kernels.best_slots.xla import firsts_above
 from pallas_kernels.threshold.xla import last_by_digits
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, DTypeLike, Float, Int, accumulation_dtype
 from tsjax.decoding.sampling import sortable
 from tsjax.model.cache import Attended, Cache, KVCache, empty_buffers
 from tsjax.model.control_flow import run_if
@@ -32,7 +33,6 @@ from tsjax.model.parts import (
     taken_by_part,
 )
 from tsjax.model.writing import for_each_row, scattered
-from tsjax.typing import Array, Bool, DTypeLike, Float, Int, accumulation_dtype
 
 # Of each layer; -inf where there is no key. Of a cache that is dealt out, as its rows are.
 Scores = tuple[Float[Array, "R K S"], ...]

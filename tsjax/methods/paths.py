@@ -12,10 +12,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from tsjax.base.typing import Array, Bool, Int
 from tsjax.decoding.method import Sizes
 from tsjax.decoding.tree import SOURCES, DraftTree, merge_paths
 from tsjax.methods.rates import NO_DRAFT
-from tsjax.typing import Array, Bool, Int
 
 
 @dataclasses.dataclass(frozen=True)

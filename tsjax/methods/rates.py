@@ -19,7 +19,7 @@ import flax.struct
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.typing import Array, Bool, Float, Int, Num
+from tsjax.base.typing import Array, Bool, Float, Int, Num
 
 NO_DRAFT = -1
 MOST_RATE = 0.98  # so that a draft is never as likely as the one before it

@@ -10,9 +10,9 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple
 
-from tsjax.config import WIDE, ModelConfig
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import WIDE, ModelConfig
 from tsjax.decoding.method import Method, Promise
-from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import Device, pass_work
 

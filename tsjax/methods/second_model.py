@@ -13,19 +13,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.config import ModelConfig
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, Float, Int
 from tsjax.decoding.method import Noise
 from tsjax.decoding.processors import NEVER_SEEN
 from tsjax.decoding.sampling import best, score_choices
 from tsjax.decoding.state import DecodeState
-from tsjax.errors import BadValue
 from tsjax.methods.on_partial_cache import OnPartialCache
 from tsjax.methods.partial_cache import DraftCache
 from tsjax.model.cache import KVCache, init_cache, write_rows
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
 from tsjax.model.transformer import ModelWeights, final_norm, unembed
-from tsjax.typing import Array, Bool, Float, Int
 
 READ_WIDTH = 64  # rows of a pass that reads
 BEHIND = 2  # rows of a chain's first pass: the newest token, and one before it that was not read

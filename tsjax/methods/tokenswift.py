@@ -16,11 +16,13 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from tsjax.config import ModelConfig, check, check_fields, check_int, one_of
+from tsjax.base.checks import check, check_fields, check_int, one_of
+from tsjax.base.errors import BadValue
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, Float
 from tsjax.decoding.method import DraftPasses, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree
-from tsjax.errors import BadValue
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.history import MATCH_LIMIT, NgramTable
 from tsjax.methods.model_drafts import (
@@ -40,7 +42,6 @@ from tsjax.methods.partial_cache import DraftCache
 from tsjax.methods.paths import Paths, as_tree, as_tuples
 from tsjax.model.control_flow import run_if
 from tsjax.model.params import Params
-from tsjax.typing import Array, Bool, Float
 
 DRAFT_FROM = ("partial_cache", "verified_state")
 MOST_NODES = 4096  # of a tree

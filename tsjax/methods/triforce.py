@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.config import ModelConfig, check, check_fields, check_int
+from tsjax.base.checks import check, check_fields, check_int
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool
 from tsjax.decoding.method import DraftPasses, Measured, Method, Noise, Promise, Sizes
 from tsjax.decoding.state import DecodeState
 from tsjax.decoding.tree import DraftTree, merge_paths
@@ -37,7 +39,6 @@ from tsjax.methods.second_model import (
 )
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
-from tsjax.typing import Array, Bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

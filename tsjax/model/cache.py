@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 
 from pallas_kernels import NarrowRows, Summary, narrowed
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, DTypeLike, Float, Int, Shaped
 from tsjax.model.parts import dealt_out, taken_by_part, write_by_part
 from tsjax.model.sharding import named_sharding, parts_of
 from tsjax.model.writing import for_each_row, write_at_once
-from tsjax.typing import Array, DTypeLike, Float, Int, Shaped
 
 CACHE_AXES = ("cache_rows", "cache_heads", None, "head_dim")  # of rows by parts.py
 WHOLE_AXES = ("batch", "cache_heads", None, "head_dim")  # of caches that are not dealt out

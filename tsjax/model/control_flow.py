@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.typing import Array, Int
+from tsjax.base.typing import Array, Int
 
 
 def run_if(wanted, function: Callable[..., Any], carry, *inputs, small: bool = False):

@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import rms_norm, rotary_heads
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Float, Int, accumulation_dtype
 from tsjax.model.layers import linear, rotary_angles
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.transformer import LayerWeights, layer_output
-from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
 class DrafterWeights(flax.struct.PyTreeNode):

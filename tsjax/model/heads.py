@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import add_rms_norm, rms_norm
-from tsjax.config import CHAINED, OWN_VOCABULARY, ModelConfig
+from tsjax.base.model_config import CHAINED, OWN_VOCABULARY, ModelConfig
+from tsjax.base.typing import Array, Float, accumulation_dtype
 from tsjax.model.layers import linear
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.transformer import ModelWeights, final_norm, unembed
-from tsjax.typing import Array, Float, accumulation_dtype
 
 
 class HeadWeights(flax.struct.PyTreeNode):

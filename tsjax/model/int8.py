@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from tsjax.typing import Array, Float, accumulation_dtype
+from tsjax.base.typing import Array, Float, accumulation_dtype
 
 LARGEST = 127
 

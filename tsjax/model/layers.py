@@ -16,9 +16,9 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import NarrowMatrix, gated, narrow_product, product
-from tsjax.config import RopeConfig
+from tsjax.base.model_config import RopeConfig
+from tsjax.base.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 from tsjax.model.int8 import Int8Matrix
-from tsjax.typing import Array, DTypeLike, Float, Int, accumulation_dtype
 
 Matrix = Float[Array, "..."] | Int8Matrix | NarrowMatrix
 Weight = Matrix | tuple[Matrix, ...]  # in one piece, or in several

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
 from tsjax.model.cache import init_cache, write_rows
 from tsjax.model.params import Params
 from tsjax.model.passes import run_layers, run_rows

@@ -17,7 +17,7 @@ import jax
 
 from pallas_kernels import NarrowMatrix
 from pallas_kernels.narrow_product.matrix import FORMATS, shapes_of
-from tsjax.config import WIDE
+from tsjax.base.model_config import WIDE
 from tsjax.model.param_spec import ParamSpec
 from tsjax.model.sharding import wanted_axes
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
 from tsjax.model.drafter import DrafterWeights, declare_drafter
 from tsjax.model.heads import Head, declare_heads
 from tsjax.model.int8 import as_int8

@@ -17,8 +17,8 @@ from jax import lax
 
 from pallas_kernels import NarrowRows, Ranks, Summary, tree_attention
 from pallas_kernels.dispatch import on_each_device
+from tsjax.base.typing import Array, Bool, Float, Int, Shaped
 from tsjax.model.writing import for_each_row, write_at_once
-from tsjax.typing import Array, Bool, Float, Int, Shaped
 
 
 def for_each_part(x: Shaped[Array, "B ..."], parts: int) -> Shaped[Array, "PB ..."]:

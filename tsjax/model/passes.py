@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import Ranks, Summary, tree_attention
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.typing import Array, Bool, Float, Int
 from tsjax.model.cache import Attended, Cache
 from tsjax.model.parts import attention_by_part
 from tsjax.model.transformer import ModelWeights, apply_layers, embed
-from tsjax.typing import Array, Bool, Float, Int
 
 # Traced once for all layers, see `apply_layers`.
 _tree_attention = jax.jit(tree_attention, static_argnames=("with_log_totals",))

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from tsjax.errors import BadType, BadValue
+from tsjax.base.errors import BadType, BadValue
 
 AXES = ("data", "model", "slots")
 MODEL = ("model", "slots")  # of weights: devices that hold slots of a cache share them as well

@@ -19,12 +19,12 @@ from jax import lax
 
 from pallas_kernels import NarrowMatrix, add_rms_norm, rms_norm, rotary_heads, rotate, rounded_rows
 from pallas_kernels.narrow_rows import power_of_2
-from tsjax.config import WIDE, ModelConfig
+from tsjax.base.model_config import WIDE, ModelConfig
+from tsjax.base.typing import Array, Float, Int, accumulation_dtype
 from tsjax.model.int8 import Int8Matrix
 from tsjax.model.layers import Matrix, linear, rotary_angles, swiglu
 from tsjax.model.narrow import declared
 from tsjax.model.param_spec import ParamSpec
-from tsjax.typing import Array, Float, Int, accumulation_dtype
 
 
 class LayerWeights(flax.struct.PyTreeNode):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.dispatch import with_derivative_of
-from tsjax.typing import Array, Int, Shaped
+from tsjax.base.typing import Array, Int, Shaped
 
 
 def for_each_row(

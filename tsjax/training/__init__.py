@@ -3,10 +3,10 @@
 
 # ruff: noqa: I001
 from tsjax.training.run import train_heads, TrainedHeads
-from tsjax.training_config import HeadTraining, DrafterTraining
+from tsjax.base.training_config import HeadTraining, DrafterTraining
 from tsjax.files.presets import training_preset
 from tsjax.training.drafter_run import train_drafter, TrainedDrafter
-from tsjax.config import OneLayer
+from tsjax.base.model_config import OneLayer
 
 __all__ = [
     "train_heads", "TrainedHeads", "HeadTraining", "training_preset",

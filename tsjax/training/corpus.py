@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from tsjax.config import check, check_float
-from tsjax.errors import BadType, BadValue, NoSuchFile
+from tsjax.base.checks import check, check_float
+from tsjax.base.errors import BadType, BadValue, NoSuchFile
+from tsjax.base.input_files import listed, parsing, require_file
 from tsjax.files.tokenizer import encode
-from tsjax.input_files import listed, parsing, require_file
 
 TEXT_SUFFIXES = (".txt", ".text")
 TOKEN_SUFFIXES = (".npy", ".bin")

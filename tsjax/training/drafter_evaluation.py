@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from tsjax.base.telling import doing
+from tsjax.base.training_config import DrafterTraining
 from tsjax.host import processes
 from tsjax.methods.cost_model import Costs
 from tsjax.model.drafter import DrafterWeights
-from tsjax.telling import doing
 from tsjax.training import drafter_loss
 from tsjax.training.batches import StreamRows
 from tsjax.training.tapped_texts import TappedTexts
-from tsjax.training_config import DrafterTraining
 
 OUTPUT_PLACES = (0, 256, 512, 1024, 2048, 4096, 6144)  # where evaluation begins a new row
 

@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import rms_norm
-from tsjax.config import ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.base.training_config import DrafterTraining
+from tsjax.base.typing import Array, Bool, Float, Int, accumulation_dtype
 from tsjax.model.drafter import DrafterWeights, carried, draft_rows, fused, words_logits
 from tsjax.model.layers import linear
 from tsjax.model.transformer import ModelWeights, final_norm, unembedding, unembedding_rows
-from tsjax.training_config import DrafterTraining
-from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 NOT_SEEN = -1e30  # the score of what a row does not see
 

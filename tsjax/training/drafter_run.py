@@ -12,15 +12,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tsjax.config import (
-    GenerationConfig,
-    OneLayer,
-    check,
-    check_float,
-    check_int,
-    check_type,
-    refuse_unknown,
-)
+from tsjax.base.checks import check, check_float, check_int, check_type, refuse_unknown
+from tsjax.base.generation_config import GenerationConfig
+from tsjax.base.model_config import OneLayer
+from tsjax.base.training_config import DrafterTraining
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.host import processes
@@ -32,7 +27,6 @@ from tsjax.training.own_text import OwnText, read_asked, read_own_text, write_ow
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
 from tsjax.training.tapped_texts import check_rows
-from tsjax.training_config import DrafterTraining
 
 DRAFTER_SETTINGS = tuple(field.name for field in dataclasses.fields(DrafterTraining))
 TEXT = "text"  # the folder of the model's own text in that of a run

@@ -18,7 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsjax.config import ModelConfig, OneLayer, RopeConfig
+from tsjax.base.model_config import ModelConfig, OneLayer, RopeConfig
+from tsjax.base.telling import doing
+from tsjax.base.training_config import DrafterTraining
+from tsjax.base.typing import accumulation_dtype
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.costs import costs_of
@@ -28,15 +31,12 @@ from tsjax.model.param_spec import ParamSpec
 from tsjax.model.params import is_spec
 from tsjax.model.sharding import everywhere, mesh_of
 from tsjax.model.transformer import unembedding_rows
-from tsjax.telling import doing
 from tsjax.training import drafter_loss, least_squares
 from tsjax.training.batches import ROW_TOKENS, most_frequent_tokens
 from tsjax.training.drafter_evaluation import evaluated, expected_speedup
 from tsjax.training.own_text import OwnText
 from tsjax.training.saved import Record
 from tsjax.training.tapped_texts import TappedTexts
-from tsjax.training_config import DrafterTraining
-from tsjax.typing import accumulation_dtype
 
 # Tokens that the first weights are fitted to: all where what the model computes is kept, as it is
 # needed anyway; else at most so many. What a state becomes is fitted to the last of them.

@@ -23,7 +23,9 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import NarrowMatrix
-from tsjax.config import OWN_VOCABULARY, ModelConfig
+from tsjax.base.model_config import OWN_VOCABULARY, ModelConfig
+from tsjax.base.training_config import HeadTraining
+from tsjax.base.typing import Array, Bool, Float, Int, accumulation_dtype
 from tsjax.model.heads import Head, declare_heads, run_heads
 from tsjax.model.layers import linear
 from tsjax.model.params import inputs_first, join
@@ -34,8 +36,6 @@ from tsjax.model.transformer import (
     unembedding,
     unembedding_rows,
 )
-from tsjax.training_config import HeadTraining
-from tsjax.typing import Array, Bool, Float, Int, accumulation_dtype
 
 TOP = 3  # accuracies are counted for the 1, 2 ... TOP most probable tokens
 

@@ -22,15 +22,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsjax.config import GenerationConfig, check
-from tsjax.errors import BadValue, NoSuchFile
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue, NoSuchFile
+from tsjax.base.generation_config import GenerationConfig
+from tsjax.base.input_files import parsing, read_json
+from tsjax.base.telling import doing
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import model_fingerprint
 from tsjax.files.whole_files import replacing, write_text
 from tsjax.host.chat import chat_prompt
 from tsjax.host.many import generate_many
-from tsjax.input_files import parsing, read_json
-from tsjax.telling import doing
 
 RECORD = "text.json"
 OWN_KIND = "prompt"  # of prompts that a user gives line by line

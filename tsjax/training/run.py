@@ -23,14 +23,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.config import check, check_int, check_type, refuse_unknown
+from tsjax.base.checks import check, check_int, check_type, refuse_unknown
+from tsjax.base.telling import doing
+from tsjax.base.training_config import HeadTraining
 from tsjax.files.checkpoint import Model
 from tsjax.files.fingerprint import fingerprint_of_first_rows, model_fingerprint
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of
 from tsjax.host.interrupt import Interrupt, check_on_interrupt
 from tsjax.model.sharding import mesh_of, named_sharding, placed
-from tsjax.telling import doing
 from tsjax.training import loss, saved
 from tsjax.training.corpus import (
     Order,
@@ -41,7 +42,6 @@ from tsjax.training.corpus import (
 from tsjax.training.loss import TOP, cast_heads
 from tsjax.training.saved import Record
 from tsjax.training.steps import restored, take_steps
-from tsjax.training_config import HeadTraining
 
 SETTING_NAMES = tuple(field.name for field in dataclasses.fields(HeadTraining))
 

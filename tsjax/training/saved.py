@@ -21,8 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsjax.config import check
-from tsjax.errors import AlreadyThere, BadValue, NoSuchFile
+from tsjax.base.checks import check
+from tsjax.base.errors import AlreadyThere, BadValue, NoSuchFile
+from tsjax.base.input_files import listed, parsing, read_json, require_file
 from tsjax.files import stored_arrays
 from tsjax.files.adapters import write_drafter_of, write_heads
 from tsjax.files.checkpoint import Model
@@ -38,7 +39,6 @@ from tsjax.files.whole_files import (
 )
 from tsjax.host import processes
 from tsjax.host.saving import Writing
-from tsjax.input_files import listed, parsing, read_json, require_file
 from tsjax.model.sharding import placed
 
 CHECKPOINT_FORMAT = 4

@@ -13,12 +13,13 @@ from typing import Any, Protocol
 
 import jax
 
-from tsjax.config import CHAINED, check
-from tsjax.errors import BadValue
+from tsjax.base.checks import check
+from tsjax.base.errors import BadValue
+from tsjax.base.input_files import parsing
+from tsjax.base.model_config import CHAINED
 from tsjax.host import processes
 from tsjax.host.interrupt import Interrupt
 from tsjax.host.progress import progress_bar
-from tsjax.input_files import parsing
 from tsjax.training import saved
 from tsjax.training.saved import Record
 

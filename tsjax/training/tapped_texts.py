@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from tsjax.config import ModelConfig, check
+from tsjax.base.checks import check
+from tsjax.base.model_config import ModelConfig
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.device_programs import programs_of

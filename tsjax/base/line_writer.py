@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tsjax.errors import BadType
-from tsjax.telling import Progress, Works, hearing, listening
+from tsjax.base.errors import BadType
+from tsjax.base.telling import Progress, Works, hearing, listening
 
 SECONDS_UNTOLD = 1.0  # what takes less is not worth a line
 SECONDS_BETWEEN = 2.0  # lines that stay, or where that is longer

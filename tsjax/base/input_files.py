@@ -15,7 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from tsjax.errors import BadValue, NotSupported
+from tsjax.base.errors import BadValue, NotSupported
 
 LISTED = 20  # of a list of problems or names
 _LONGEST_REASON = 1000  # characters of what a parser says

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from tsjax.config import CHAINED, HEAD_KINDS, check, check_fields, one_of
+from tsjax.base.checks import check, check_fields, one_of
+from tsjax.base.model_config import CHAINED, HEAD_KINDS
 
 
 @dataclasses.dataclass(frozen=True)

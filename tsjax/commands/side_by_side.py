@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 import jax
 
-from tsjax.config import GenerationConfig
+from tsjax.base.generation_config import GenerationConfig
 from tsjax.decoding.method import Measured, Method
 from tsjax.decoding.tree import SOURCES
 from tsjax.files.checkpoint import Model, load
