@@ -78,6 +78,8 @@ def test_each_line_has_its_own_settings_and_its_answer_their_form(model, tmp_pat
         answer = found[asked["custom_id"]]
         assert answer["error"] is None and answer["response"]["status_code"] == 200
         body = answer["response"]["body"]
+        assert asked["custom_id"] in body["id"] and body["id"] == answer["response"]["request_id"]
+        assert body["created"] > 1e9
         (choice,) = body["choices"]
         is_chat = asked["url"] == "/v1/chat/completions"
         said = choice["message"]["content"] if is_chat else choice["text"]
@@ -113,6 +115,14 @@ def test_a_line_that_cannot_be_answered_has_an_error_and_is_tried_again(model, t
     lines[1] = line("bad", {**CHAT, "max_tokens": 2})
     code, found = run(model, lines, tmp_path)
     assert found["bad"]["error"] is None and code == 1
+
+
+def test_a_name_stands_once(tmp_path, capsys):
+    file = tmp_path / "batch.jsonl"
+    lines = [line("a", CHAT), line("b", CHAT), line("a", {**CHAT, "seed": 1})]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    assert main(["batch", "no-model", str(file), "--out", str(tmp_path / "out")]) == 2
+    assert "line 3: 'a' is line 1's" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

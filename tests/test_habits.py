@@ -103,6 +103,9 @@ ANSWERED = {
     "tsjax.rollout(model, ['the'], n=8)": "write group",
     "model.apply({}, [[1]])": "tsjax.forward(model, tokens)",
     "tsjax.load(path, tempo=3)": "unknown argument 'tempo'",
+    # names in other letters
+    "tsjax.Ngram()": "write tsjax.NGram",
+    "tsjax.medusa()": "write tsjax.methods.Medusa",
 }  # fmt: skip
 
 

@@ -324,12 +324,12 @@ MOST_LINES, MOST_LINES_OF_FUNCTION = 500, 90
 # Lines of Python in each folder; of "tsjax" those beside its rooms. A change that needs more raises
 # the number by hand, and its commit says why. One that needs less lowers it.
 MOST_LINES_OF_FOLDER = {
-    "tsjax": 440,
+    "tsjax": 455,
     "tsjax/base": 1_400,
     "tsjax/commands": 2_170,
     "tsjax/decoding": 2_850,
     "tsjax/files": 4_950,
-    "tsjax/host": 7_695,
+    "tsjax/host": 7_710,
     "tsjax/lazy": 1_400,
     "tsjax/measure": 1_920,
     "tsjax/methods": 5_320,

@@ -28,6 +28,7 @@ else:
         """A module, a public name, or a folder that these need: with the first all are there."""
         if name in _MODULES:
             return _import_module(f"tsjax.{name}")
+        near = iter(())
         if name == "__all__" or not name.startswith("__"):  # what inspect and the like look for
             import tsjax.public as public
 
@@ -35,15 +36,23 @@ else:
                 globals().setdefault(known, getattr(public, known))
             if name in globals():
                 return globals()[name]
-            for place in map(_import_module, (f"tsjax.{module}" for module in _MODULES)):
+            places = [_import_module(f"tsjax.{module}") for module in _MODULES]
+            for place in places:
                 if name in place.__all__:  # it was here; until the next release it is
                     new = f"{place.__name__}.{name}; the old name goes in the next release"
                     _warn(f"tsjax.{name} is now {new}", FutureWarning, stacklevel=2)
                     return globals().setdefault(name, getattr(place, name))
+            near = (
+                f"{place.__name__.removesuffix('.public')}.{known}"
+                for place in (public, *places)
+                for known in place.__all__
+                if known.lower() == name.lower()
+            )
         from tsjax.base.habits import OF_PACKAGE
 
-        advice = f": write {OF_PACKAGE[name]}" if name in OF_PACKAGE else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{advice}")
+        advice = OF_PACKAGE.get(name) or next(near, None)
+        wanted = f": write {advice}" if advice else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{wanted}")
 
     def __dir__():
         return {*globals(), *__getattr__("__all__"), *_MODULES}

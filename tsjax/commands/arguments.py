@@ -102,9 +102,9 @@ def add_mesh(parser: argparse.ArgumentParser, distributed: bool = True) -> None:
 
 def add_method(parser: argparse.ArgumentParser, default: str) -> None:
     text = (
-        "how to decode; every method returns the same tokens in float32 and float64, in bfloat16 "
-        "and float16 drafts may part from plain decoding at a near-tie, see tsjax check (default: "
-        f"{default})"
+        "how to decode, autoregressive being plain decoding; every method returns the same tokens "
+        "in float32 and float64, in bfloat16 and float16 drafts may part from plain decoding at a "
+        f"near-tie, see tsjax check (default: {default})"
     )
     add(parser, "--method", text, choices=sorted(METHODS))
     text = "fields of the method, such as tree=(1,3,3) draft_from=verified_state"

@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 import tsjax
+from tsjax.base.checks import check
 from tsjax.base.errors import BadValue
 from tsjax.base.model_config import DTYPES
 from tsjax.base.telling import seconds_of_process
@@ -96,7 +97,11 @@ def _method(args: argparse.Namespace) -> Any:
         return None if resumes or args.draft_model is not None else resolve_method("auto")
     if args.preset is not None and args.method in (None, "tokenswift"):
         return cli.with_options(preset(args.preset).method, args.method_options)
-    return cli.named_method(args.method or "autoregressive", args.method_options)
+    resumes = args.method is None and args.resume_from is not None
+    wanted = "--method beside them, as a saved run keeps the options of its own"
+    check(not resumes, "--method-options", " ".join(args.method_options), wanted)
+    usual = "auto" if args.draft_model is None else "draft_model"
+    return cli.named_method(args.method or usual, args.method_options)
 
 
 def _prefill(args: argparse.Namespace) -> Any:

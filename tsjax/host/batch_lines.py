@@ -6,6 +6,7 @@ Knows their fields of chat completions and completions. Does not know files or m
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -102,14 +103,17 @@ def answer_to(entry: Mapping[str, Any], answer: Answer, tokenizer: Any) -> dict[
     }  # fmt: skip
     read, made = answer.prompt_tokens, len(answer.tokens)
     body = {
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
         "model": entry["body"].get("model"),
         "choices": [choice],
         "usage": {
             "prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made,
         },
     }  # fmt: skip
-    return {"custom_id": name, "response": {"status_code": 200, "body": body}, "error": None}
+    response = {"status_code": 200, "request_id": body["id"], "body": body}
+    return {"custom_id": name, "response": response, "error": None}
 
 
 def _told(answer: Answer, tokenizer: Any, is_chat: bool) -> dict[str, Any]:
