@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -130,16 +130,9 @@ def try_change(change: Change, root: Path, arguments: Sequence[str], timeout: fl
         shutil.rmtree(file.parent / "__pycache__", ignore_errors=True)
 
 
-def outcomes(
-    changes: Sequence[Change], root: Path, *, whole: bool, options: Sequence[str], timeout: float
-) -> Iterator[tuple[Change, Outcome]]:
-    for change in changes:
-        yield change, try_change(change, root, tests_of(change, whole, options), timeout)
-
-
-def tests_of(change: Change, whole: bool, options: Sequence[str]) -> list[str]:
-    chosen = [f"--ignore={ITS_OWN_TESTS}"] if whole else [*change.tests]
-    return [*chosen, *options]
+def tests_of(changes: Sequence[Change], whole: bool) -> list[str]:
+    named = dict.fromkeys(test for change in changes for test in change.tests)
+    return [f"--ignore={ITS_OWN_TESTS}"] if whole else [*named]
 
 
 def selected(names: Sequence[str], changes: Sequence[Change]) -> list[Change]:
@@ -174,16 +167,15 @@ def main(argv: Sequence[str] | None = None, changes: Sequence[Change] = CHANGES)
     with tempfile.TemporaryDirectory(prefix="tsjax-mutate-") as folder:
         root = copy_tree(args.tree, Path(folder))
         if args.baseline:
-            named = dict.fromkeys(test for change in chosen for test in change.tests)
-            tests = [f"--ignore={ITS_OWN_TESTS}"] if args.whole else [*named]
-            found = run_tests(root, [*tests, *options], args.timeout)
+            tests = [*tests_of(chosen, args.whole), *options]
+            found = run_tests(root, tests, args.timeout)
             if found.kind != SURVIVED:
                 print(f"the unbroken library: {found}")
                 return 1
             print(f"the unbroken library passes in {found.seconds:.1f} s", flush=True)
-        for change, outcome in outcomes(
-            chosen, root, whole=args.whole, options=options, timeout=args.timeout
-        ):
+        for change in chosen:
+            tests = [*tests_of([change], args.whole), *options]
+            outcome = try_change(change, root, tests, args.timeout)
             print(f"{change.name}: {outcome}", flush=True)
             records.append({"name": change.name, **outcome._asdict(), "tests": [*change.tests]})
             if args.json:
