@@ -15,6 +15,7 @@ kernel of this project registers, spilled bytes, shared memory and instructions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -52,33 +53,26 @@ class Step(NamedTuple):
     cache: str = "same"
 
 
+_plain = functools.partial(Step, method="autoregressive")
 STEPS = {
-    "step llama3.1-8b plain": Step("llama3.1-8b", method="autoregressive"),
-    "step llama2-7b-yarn-128k plain": Step("llama2-7b-yarn-128k", method="autoregressive"),
+    "step llama3.1-8b plain": _plain("llama3.1-8b"),
+    "step llama2-7b-yarn-128k plain": _plain("llama2-7b-yarn-128k"),
     "step llama2-7b-yarn-128k tokenswift": Step("llama2-7b-yarn-128k"),
-    "step qwen2.5-1.5b plain": Step("qwen2.5-1.5b", method="autoregressive"),
-    "step qwen2.5-1.5b plain, 64 rows": Step(
-        "qwen2.5-1.5b", method="autoregressive", capacity=8192, rows=64
-    ),
-    "step qwen2.5-1.5b plain, 64 rows on 2 devices": Step(
-        "qwen2.5-1.5b", (2, 1, 1), method="autoregressive", capacity=8192, rows=64
+    "step qwen2.5-1.5b plain": _plain("qwen2.5-1.5b"),
+    "step qwen2.5-1.5b plain, 64 rows": _plain("qwen2.5-1.5b", capacity=8192, rows=64),
+    "step qwen2.5-1.5b plain, 64 rows on 2 devices": _plain(
+        "qwen2.5-1.5b", (2, 1, 1), capacity=8192, rows=64
     ),
     "step qwen2.5-1.5b magicdec, 8 rows": Step("qwen2.5-1.5b", method="magicdec", rows=8),
-    "step qwen2.5-1.5b plain, 8 rows in 2 parts": Step(
-        "qwen2.5-1.5b", (1, 1, 2), method="autoregressive", rows=8
-    ),
+    "step qwen2.5-1.5b plain, 8 rows in 2 parts": _plain("qwen2.5-1.5b", (1, 1, 2), rows=8),
     "step qwen2.5-1.5b tokenswift": Step("qwen2.5-1.5b"),
     "step llama3.1-8b tokenswift": Step("llama3.1-8b"),
     "step llama3.1-8b 3 passes": Step("llama3.1-8b", passes=3),
     "step llama3.1-8b int8 drafts": Step("llama3.1-8b", draft_weights="int8"),
-    "step llama3.1-8b plain, narrow int8": Step(
-        "llama3.1-8b", method="autoregressive", weights="int8"
-    ),
-    "step llama3.1-8b plain, narrow int4": Step(
-        "llama3.1-8b", method="autoregressive", weights="int4"
-    ),
-    "step llama3.1-8b plain, narrow int8 and cache": Step(
-        "llama3.1-8b", method="autoregressive", weights="int8", cache="int8"
+    "step llama3.1-8b plain, narrow int8": _plain("llama3.1-8b", weights="int8"),
+    "step llama3.1-8b plain, narrow int4": _plain("llama3.1-8b", weights="int4"),
+    "step llama3.1-8b plain, narrow int8 and cache": _plain(
+        "llama3.1-8b", weights="int8", cache="int8"
     ),
     "step llama3.1-8b tokenswift, narrow cache": Step("llama3.1-8b", cache="int8"),
     "step llama3.1-8b tokenswift, narrow int8": Step("llama3.1-8b", weights="int8"),
@@ -87,19 +81,19 @@ STEPS = {
     "step llama3.1-8b drafter": Step("llama3.1-8b", method="drafter"),
     "step llama3.1-8b magicdec": Step("llama3.1-8b", method="magicdec"),
     "step llama3.1-8b triforce": Step("llama3.1-8b", method="triforce"),
-    "step qwen2.5-14b plain": Step("qwen2.5-14b", method="autoregressive"),
+    "step qwen2.5-14b plain": _plain("qwen2.5-14b"),
     "step qwen2.5-14b tokenswift": Step("qwen2.5-14b"),
-    "step qwen2.5-32b plain, 2 devices": Step("qwen2.5-32b", (1, 2, 1), "autoregressive"),
+    "step qwen2.5-32b plain, 2 devices": _plain("qwen2.5-32b", (1, 2, 1)),
     "step qwen2.5-32b tokenswift, 2 devices": Step("qwen2.5-32b", (1, 2, 1)),
-    "step llama3.1-8b lazily, 16K": Step(
-        "llama3.1-8b", method="autoregressive", capacity=16_640, revive="in_batches", prompt=16_384
+    "step llama3.1-8b lazily, 16K": _plain(
+        "llama3.1-8b", capacity=16_640, revive="in_batches", prompt=16_384
     ),
-    "step llama3.1-8b plain, 16K": Step("llama3.1-8b", method="autoregressive", capacity=16_640),
-    "step llama3.1-8b lazily": Step("llama3.1-8b", method="autoregressive", revive="on_demand"),
+    "step llama3.1-8b plain, 16K": _plain("llama3.1-8b", capacity=16_640),
+    "step llama3.1-8b lazily": _plain("llama3.1-8b", revive="on_demand"),
     "step llama3.1-8b lazily, tokenswift": Step("llama3.1-8b", revive="in_batches"),
     **{
-        f"prefill {model} by {width}": Step(
-            model, method="autoregressive", capacity=32_768, program="prefill", width=width
+        f"prefill {model} by {width}": _plain(
+            model, capacity=32_768, program="prefill", width=width
         )
         for model, width in (
             ("llama3.1-8b", 512),
@@ -108,12 +102,8 @@ STEPS = {
             ("qwen2.5-1.5b", 2048),
         )
     },  # fmt: skip
-    "fill_stage llama3.1-8b": Step(
-        "llama3.1-8b", method="autoregressive", revive="on_demand", program="fill_stage"
-    ),
-    "choose_stage llama3.1-8b": Step(
-        "llama3.1-8b", method="autoregressive", revive="on_demand", program="choose_stage"
-    ),
+    "fill_stage llama3.1-8b": _plain("llama3.1-8b", revive="on_demand", program="fill_stage"),
+    "choose_stage llama3.1-8b": _plain("llama3.1-8b", revive="on_demand", program="choose_stage"),
 }
 
 
@@ -155,11 +145,7 @@ def lower_training(part: str, target: str):
     from tsjax.training import loss as head_training
     from tsjax.training.run import training_programs
 
-    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
-
-    def aval(x):
-        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype), sharding=sharding)
-
+    aval = gpu_targets.shapes_on(target)
     cfg, settings = tsjax.model_preset("llama3.1-8b"), tsjax.training.HeadTraining()
     heads = jax.eval_shape(lambda: head_training.init_heads(cfg, settings))
     moments = jax.eval_shape(lambda: head_training.optimiser(settings).init(heads))
@@ -171,18 +157,15 @@ def lower_training(part: str, target: str):
         aval, (heads, moments, total, tokens, hidden)
     )
     params = jax.tree.map(aval, declare_params(cfg), is_leaf=is_spec)
-    with gpu_targets.abstract_gpu(target):
-        if part == "hidden_states":
-            program = decode_programs("gpu", cfg.dtype).hidden_states
-            traced = program.trace(params, tokens, cfg=cfg)
-        elif part == "add_gradients":
-            traced = training_programs().add_gradients.trace(
-                heads, params.model, hidden, tokens, total, cfg=cfg,
-                chunk_tokens=settings.chunk_tokens,
-            )  # fmt: skip
-        else:
-            traced = training_programs().update.trace(heads, moments, total, settings=settings)
-        return traced.lower(lowering_platforms=("cuda",))
+    if part == "hidden_states":
+        program = decode_programs("gpu", cfg.dtype).hidden_states
+        return gpu_targets.lowered(target, program, params, tokens, cfg=cfg)
+    if part == "add_gradients":
+        program, how = training_programs().add_gradients, {"chunk_tokens": settings.chunk_tokens}
+        given = heads, params.model, hidden, tokens, total
+        return gpu_targets.lowered(target, program, *given, cfg=cfg, **how)
+    program = training_programs().update
+    return gpu_targets.lowered(target, program, heads, moments, total, settings=settings)
 
 
 def training_bytes(found: list[dict]) -> int:
@@ -300,19 +283,16 @@ def lower_step(step: Step, target: str):
 
     state = jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, Cache))
     steps = jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)
-    compiled = programs("gpu", config.dtype)
-    with gpu_targets.abstract_gpu(target):
-        if step.program == "decode":
-            traced = compiled.decode.trace(params, state, steps, cfg=cfg)
-        elif step.program == "prefill":
-            state = state.replace(**dict.fromkeys(UNREAD))
-            how = dict(part=0, width=step.width, cfg=reading_config(cfg))
-            traced = compiled.read_part.trace(params, state, steps, **how)
-        elif step.program == "fill_stage":
-            traced = compiled.read_part.trace(params, state, steps, part=1, width=512, cfg=cfg)
-        else:
-            traced = compiled.finish_part.trace(params, state, part=1, cfg=cfg)
-        lowered = traced.lower(lowering_platforms=("cuda",))
+    compiled, given, how = programs("gpu", config.dtype), (params, state, steps), {"cfg": cfg}
+    program = compiled.decode if step.program == "decode" else compiled.read_part
+    if step.program == "prefill":
+        given = params, state.replace(**dict.fromkeys(UNREAD)), steps
+        how = dict(part=0, width=step.width, cfg=reading_config(cfg))
+    elif step.program == "fill_stage":
+        how |= dict(part=1, width=step.width)
+    elif step.program == "choose_stage":
+        program, given, how = compiled.finish_part, (params, state), dict(part=1, cfg=cfg)
+    lowered = gpu_targets.lowered(target, program, *given, **how)
     partial = getattr(state.memory, "cache", None)
     caches = [state.kv] if partial is None else [state.kv, partial]
     buffers = [jax.tree.leaves(cache.k[0])[0] for cache in caches]  # of narrow rows the numbers

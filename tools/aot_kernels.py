@@ -103,15 +103,10 @@ def narrow_product_of(rows, values, scales, steps=None, least=None, least_steps=
 
 def lower_kernel(case: str, target: str):
     import jax
-    import jax.numpy as jnp
 
     from tools import gpu_targets
 
     run, shapes = kernel_cases()[case]
-    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
-    arrays = {
-        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-        for name, (shape, dtype) in shapes.items()
-    }
-    with gpu_targets.abstract_gpu(target):
-        return jax.jit(run).trace(**arrays).lower(lowering_platforms=("cuda",))
+    aval = gpu_targets.shapes_on(target)
+    arrays = {name: aval(jax.ShapeDtypeStruct(*one)) for name, one in shapes.items()}
+    return gpu_targets.lowered(target, jax.jit(run), **arrays)

@@ -41,24 +41,16 @@ def lower_chain(model: str, target: str):
 
     cfg = tsjax.model_preset(model)
     cfg = dataclasses.replace(cfg, drafter=shape_for(cfg))
-    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
-
-    def aval(x):
-        kind = jnp.dtype(x.dtype) if isinstance(x.dtype, str) else x.dtype  # some are of keys
-        return jax.ShapeDtypeStruct(x.shape, kind, sharding=sharding)
-
+    aval = gpu_targets.shapes_on(target)
     params = jax.tree.map(aval, declare_params(cfg), is_leaf=is_spec)
     params = params.replace(model=params.model.replace(layers=()))
-    given = jax.tree.map(aval, jax.eval_shape(lambda: before_a_chain(cfg, 1, None)))
+    memory, state = jax.tree.map(aval, jax.eval_shape(lambda: before_a_chain(cfg, 1, None)))
     program = jax.jit(
         after_a_chain, static_argnames="cfg", donate_argnames="memory",
         compiler_options=compiler_options("gpu", cfg.dtype),
     )  # fmt: skip
-    memory, state = given
-    noise = jax.ShapeDtypeStruct((1, CHAIN, cfg.vocab_size), jnp.float32, sharding=sharding)
-    with gpu_targets.abstract_gpu(target):
-        traced = program.trace(memory, params, state, noise, cfg=cfg)
-        return traced.lower(lowering_platforms=("cuda",))
+    noise = aval(jax.ShapeDtypeStruct((1, CHAIN, cfg.vocab_size), jnp.float32))
+    return gpu_targets.lowered(target, program, memory, params, state, noise, cfg=cfg)
 
 
 def lower_pass(one: Pass, target: str):
@@ -69,29 +61,21 @@ def lower_pass(one: Pass, target: str):
     import tsjax
     from tools import gpu_targets
     from tsjax.decoding.programs import compiler_options
-    from tsjax.model.cache import KVCache
+    from tsjax.model.cache import init_cache
     from tsjax.model.params import declare_params, is_spec
     from tsjax.model.passes import run_rows
     from tsjax.model.transformer import final_norm, unembed
 
-    cfg, rows = tsjax.model_preset(one.model), (1, one.rows)
-    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
-
-    def aval(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
-
-    specs = declare_params(cfg).model
-    weights = jax.tree.map(lambda spec: aval(spec.shape, spec.dtype), specs, is_leaf=is_spec)
-    slots = aval((1, cfg.num_kv_heads, one.capacity, cfg.head_dim), cfg.dtype)
-    layers = (slots,) * cfg.num_layers
-    cache = KVCache(k=layers, v=layers, length=aval((1,), jnp.int32))
+    cfg, rows, aval = tsjax.model_preset(one.model), (1, one.rows), gpu_targets.shapes_on(target)
+    weights = jax.tree.map(aval, declare_params(cfg).model, is_leaf=is_spec)
+    cache = jax.tree.map(aval, jax.eval_shape(lambda: init_cache(cfg, 1, one.capacity)))
 
     def run(weights, cache, tokens, positions, mask):
         found = run_rows(weights, cache, tokens, positions, mask, cfg=cfg)
         logits = unembed(weights, final_norm(weights, found.hidden, cfg=cfg), cfg=cfg)
         return jnp.argmax(logits, axis=-1), found.k, found.v
 
-    arguments = aval(rows, jnp.int32), aval(rows, jnp.int32), aval((one.rows,) * 2, jnp.bool)
+    given = (rows, jnp.int32), (rows, jnp.int32), ((one.rows,) * 2, jnp.bool)
+    arguments = (aval(jax.ShapeDtypeStruct(*shape)) for shape in given)
     program = jax.jit(run, compiler_options=compiler_options("gpu", cfg.dtype))
-    with gpu_targets.abstract_gpu(target):
-        return program.trace(weights, cache, *arguments).lower(lowering_platforms=("cuda",))
+    return gpu_targets.lowered(target, program, weights, cache, *arguments)

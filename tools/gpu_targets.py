@@ -7,6 +7,7 @@ import contextlib
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh
 
@@ -26,6 +27,17 @@ def devices(target: str, count: int = 1):
     return topology.devices
 
 
+def shapes_on(target: str):
+    """A function of an array, or of what else has a shape and a type: it, lying on that GPU."""
+    sharding = jax.sharding.SingleDeviceSharding(devices(target)[0])
+
+    def aval(x):
+        kind = jnp.dtype(x.dtype) if isinstance(x.dtype, str) else x.dtype  # some are of keys
+        return jax.ShapeDtypeStruct(x.shape, kind, sharding=sharding)
+
+    return aval
+
+
 CAPABILITIES = {"a100": 8.0, "h100": 9.0, "h200": 9.0}
 
 
@@ -39,6 +51,12 @@ def abstract_gpu(target: str):
     0.11 on, Pallas asks the mesh for the GPU."""
     with device.assumed(chip(target)), _abstract_mesh(chip(target)):
         yield
+
+
+def lowered(target: str, program, *arguments, **more):
+    """A jitted function, lowered for that GPU."""
+    with abstract_gpu(target):
+        return program.trace(*arguments, **more).lower(lowering_platforms=("cuda",))
 
 
 def _abstract_mesh(chip: device.Gpu):

@@ -66,6 +66,20 @@ def _qwen2(**changes):
     return {**raw, **window, "rope_theta": 1e6, "rms_norm_eps": 1e-6, **changes}
 
 
+def _scaled(factor, positions):
+    return {"factor": factor, "original_max_position_embeddings": positions}
+
+
+def _yarn(factor, positions, **more):
+    return {"rope_type": "yarn", **_scaled(factor, positions), **more}
+
+
+def _llama3(factor, positions):
+    bounds = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    positions = {"original_max_position_embeddings": positions}
+    return {"factor": factor, **bounds, **positions, "rope_type": "llama3"}
+
+
 def _without(raw, *names):
     return {name: value for name, value in raw.items() if name not in names}
 
@@ -76,73 +90,38 @@ CASES = {
     "llama_mha": _llama(num_key_value_heads=4),
     "llama_linear": _llama(rope_theta=10000.0, rope_scaling={"type": "linear", "factor": 4.0}),
     # Llama 3.1: rope that is slowed down for long wavelengths; the file names head_dim.
-    "llama_llama3": _llama(
-        head_dim=16,
-        rope_theta=500000.0,
-        rope_scaling={
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-            "rope_type": "llama3",
-        },
-    ),
+    "llama_llama3": _llama(head_dim=16, rope_theta=500000.0, rope_scaling=_llama3(8.0, 64)),
     # Llama 3.2: the same with shared embeddings.
     "llama_llama3_tied": _llama(
         num_key_value_heads=1,
         tie_word_embeddings=True,
         vocab_size=128,
         rope_theta=500000.0,
-        rope_scaling={
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "rope_type": "llama3",
-        },
+        rope_scaling=_llama3(32.0, 128),
     ),
     # YaRN-Llama-2: the old key "type".
     "llama_yarn_type": _llama(
         num_key_value_heads=4,
         max_position_embeddings=1024,
-        rope_scaling={
-            "factor": 16.0,
-            "original_max_position_embeddings": 64,
-            "type": "yarn",
-            "finetuned": True,
-        },
+        rope_scaling=dict(_scaled(16.0, 64), type="yarn", finetuned=True),
     ),
     "llama_yarn_attention_factor": _llama(
         rope_theta=10000.0,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 128,
-            "attention_factor": 0.8,
-            "beta_fast": 16.0,
-            "beta_slow": 2.0,
-        },
+        rope_scaling=_yarn(4.0, 128, attention_factor=0.8, beta_fast=16.0, beta_slow=2.0),
     ),
     "llama_yarn_mscale": _llama(
         hidden_size=48,
         num_attention_heads=3,
         num_key_value_heads=1,
         rope_theta=10000.0,
-        rope_scaling={
-            "rope_type": "yarn",
-            "factor": 8.0,
-            "original_max_position_embeddings": 64,
-            "mscale": 1.0,
-            "mscale_all_dim": 0.7,
-            "truncate": False,
-        },
+        rope_scaling=_yarn(8.0, 64, mscale=1.0, mscale_all_dim=0.7, truncate=False),
     ),
     "llama_biases": _llama(attention_bias=True, mlp_bias=True, rope_theta=10000.0),
     "qwen2": _qwen2(),
     "qwen2_yarn_tied": _qwen2(
         tie_word_embeddings=True,
         vocab_size=128,
-        rope_scaling={"factor": 4.0, "original_max_position_embeddings": 128, "rope_type": "yarn"},
+        rope_scaling=dict(_scaled(4.0, 128), rope_type="yarn"),
     ),
     # Qwen3: norms of q and k, and heads larger than hidden_size / num_attention_heads.
     "qwen3": {

@@ -36,13 +36,12 @@ class Compiled(NamedTuple):
 
 def compile_kernel(function: Callable, arrays: Sequence, target: str = "a100") -> Compiled:
     """`function` of these arrays, or of their shapes, is one call of a kernel and nothing else."""
-    sharding = jax.sharding.SingleDeviceSharding(gpu_targets.devices(target)[0])
-    shapes = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=sharding) for one in arrays]
-    with gpu_targets.abstract_gpu(target), warnings.catch_warnings(), jax.disable_jit(False):
+    shapes = map(gpu_targets.shapes_on(target), arrays)
+    with warnings.catch_warnings(), jax.disable_jit(False):
         warnings.filterwarnings(
             "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
         )
-        lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",))
+        lowered = gpu_targets.lowered(target, jax.jit(function), *shapes)
         with tempfile.TemporaryDirectory() as folder:
             lowered.compile(compiler_options={"xla_dump_to": folder, **EMITTERS})
             return read_dump(Path(folder))
