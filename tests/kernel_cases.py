@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.narrow_rows import NarrowRows, widened
 from pallas_kernels.typing import accumulation_dtype
 
 # --- tree_attention --------------------------------------------------------------------------
@@ -82,11 +83,22 @@ def make_ranks(rng, inputs):
     ]
 
 
+def with_wide_caches(inputs, dtype):
+    return tuple(widened(x, dtype) if isinstance(x, NarrowRows) else x for x in inputs)
+
+
 def relative_error(out, expected):
     """The largest error over the largest entry."""
     out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)
     assert out.shape == expected.shape
     return np.abs(out - expected).max() / np.abs(expected).max()
+
+
+def check_near(found, expected, most):
+    """Arrays one by one; `most` is the largest relative error of each of them, or of all."""
+    each = most if isinstance(most, tuple) else (most,) * len(expected)
+    for one, other, largest in zip(found, expected, each, strict=True):
+        assert relative_error(one, other) < largest
 
 
 def poison(array, length, value=np.nan):

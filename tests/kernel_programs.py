@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +33,7 @@ from tools import gpu_targets
 def lower_for_cuda(function, *args, target="a100", **static):
     """The program of a function, or of a jitted one, for a GPU that is not there."""
     jitted = function if hasattr(function, "trace") else jax.jit(function)
-    with gpu_targets.abstract_gpu(target), warnings.catch_warnings():
-        # The way out when the backend goes is in docs/kernels.md.
-        warnings.filterwarnings(
-            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-        )
-        return jitted.trace(*args, **static).lower(lowering_platforms=("cuda",))
+    return gpu_targets.lowered(target, jitted, *args, **static)
 
 
 def kernel_names(text: str) -> set[str]:

@@ -19,6 +19,7 @@ import pytest
 from helpers import tiny_model
 from jax.experimental.pallas import triton as backend
 from kernel_cases import (
+    check_near,
     define_both,
     define_scores,
     make_inputs,
@@ -27,11 +28,12 @@ from kernel_cases import (
     make_score_inputs,
     place,
     relative_error,
+    with_wide_caches,
 )
 from kernel_programs import in_numpy, kernel_names, lower_for_cuda, unmasked_accesses
 
 import tsjax
-from pallas_kernels import cache_scores, decode_attention, device, tree_attention
+from pallas_kernels import cache_scores, decode_attention, device, narrowed, tree_attention
 from pallas_kernels.cache_scores import triton as scores_triton
 from pallas_kernels.tree_attention import specs as attention_specs
 from pallas_kernels.tree_attention import triton as attention_triton
@@ -63,6 +65,12 @@ interpreted = functools.partial(
 interpreted_scores = functools.partial(
     scores_triton.cache_scores, blocks=scores_blocks(16, 3), interpret=True
 )
+
+
+def as_held(held, inputs):
+    """Inputs of attention with their caches in wide or in narrow rows."""
+    q, k, v, *others = inputs
+    return inputs if held == "wide" else (q, narrowed(k), narrowed(v), *others)
 
 
 # --- no access outside an array, no result left out -------------------------------------------
@@ -101,9 +109,7 @@ def test_tree_attention_touches_what_it_should(shape, H, parts, lengths):
     ranks, visible = make_ranks(rng, inputs) if shape["S"] % 2 else ((), None)
     with in_numpy():
         found = run_attention(inputs, (*ranks, *rest), parts)
-    wanted = define_both(*inputs, rest=rest or None, visible=visible)
-    for one, other in zip(found, wanted, strict=True):
-        assert relative_error(one, other) < LARGEST_ERROR
+    check_near(found, define_both(*inputs, rest=rest or None, visible=visible), LARGEST_ERROR)
 
 
 @kernels
@@ -143,19 +149,24 @@ def test_lengths_above_the_capacity_are_cut(rng):
 RAGGED = [dict(B=1, T=67, K=1, G=7, H=96, S=1023), dict(B=3, T=1, K=2, G=1, H=128, S=64)]
 
 
+MASKED = [("a100", shape, dtype, "wide") for shape in (0, 1) for dtype in ("float32", "bfloat16")]
+MASKED += [(target, 0, dtype, "narrow") for target in ("a100", "h100")
+           for dtype in ("float32", "bfloat16", "float16")]  # fmt: skip
+
+
 @kernels
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("shape", RAGGED, ids=["ragged", "even"])
-def test_every_access_is_masked(shape, dtype, rng):
-    inputs = make_inputs(rng, **shape, dtype=dtype)
-    ranks = Ranks(*make_ranks(rng, inputs)[0])
-    for options in ({}, dict(rest=Summary(*make_rest(rng, inputs))), dict(ranks=ranks)):
+@pytest.mark.parametrize("target, shape, dtype, held", MASKED)
+def test_every_access_is_masked(target, shape, dtype, held, rng):
+    inputs = as_held(held, make_inputs(rng, **RAGGED[shape], dtype=dtype))
+    ranks, rest = Ranks(*make_ranks(rng, inputs)[0]), Summary(*make_rest(rng, inputs))
+    for options in ({}, dict(rest=rest), dict(rest=rest, ranks=ranks)):
         attention = functools.partial(tree_attention, **options)
-        found = unmasked_accesses(lower_for_cuda(attention, *inputs))
+        found = unmasked_accesses(lower_for_cuda(attention, *inputs, target=target))
         assert found == {name: [] for name in ATTENTION_KERNELS}
     q, k_cache, _, length, *_ = inputs
     for mode, names in SCORES_KERNELS.items():
-        lowered = lower_for_cuda(lambda *x, m=mode: cache_scores(*x, m), q[:, 0], k_cache, length)
+        score = functools.partial(cache_scores, mode=mode)
+        lowered = lower_for_cuda(score, q[:, 0], k_cache, length, target=target)
         assert unmasked_accesses(lowered) == {name: [] for name in names}
 
 
@@ -293,43 +304,56 @@ def is_placed(out, *axes):
 
 @kernels
 @pytest.mark.parametrize(
-    "fresh, K, G", [("placed", 2, 3), ("everywhere", 2, 3), ("placed", 2, 1), ("everywhere", 3, 2)]
-)
-def test_tree_attention_is_split_as_the_cache(fresh, K, G, rng):
+    "fresh, K, G, held",
+    [
+        ("placed", 2, 3, "wide"), ("everywhere", 2, 3, "wide"), ("placed", 2, 1, "wide"),
+        ("everywhere", 3, 2, "wide"), ("placed", 2, 3, "narrow"),
+    ],
+)  # fmt: skip
+def test_tree_attention_is_split_as_the_cache(fresh, K, G, held, rng):
     """Fresh rows come placed, as from a model's layers, or whole; 3 heads are not divided."""
-    inputs = make_inputs(rng, B=2, T=5, S=90, K=K, G=G, H=64, length=[90, 33])
+    inputs = as_held(held, make_inputs(rng, B=2, T=5, S=90, K=K, G=G, H=64, length=[90, 33]))
     q, k_cache, v_cache, length, k_new, v_new, mask = inputs
     axes = ("data", "model") if K == 2 else ("data",)
     heads = ("data", None, "model") if fresh == "placed" else ()
-    caches = [place(cache, *axes) for cache in (k_cache, v_cache)]
+    caches = jax.tree.map(lambda x: place(x, *axes), (k_cache, v_cache))
     new = [place(x, *heads) for x in (k_new, v_new)]
     arrays = (place(q, *heads), *caches, place(length), *new, place(mask))
-    rest = make_rest(rng, inputs)
-    placed = [place(x, *heads[::2]) for x in rest]
-    for found, expected in (
-        (run_split(interpreted, *arrays), define_both(*inputs)),
-        (run_split(interpreted, *arrays, *placed), define_both(*inputs, rest=rest)),
+    rest, (ranks, visible) = make_rest(rng, inputs), make_ranks(rng, inputs)
+    with_rest = [place(x, *heads[::2]) for x in rest]
+    with_ranks = [*with_rest, *(place(x, "data") for x in ranks)]
+    define = functools.partial(define_both, *with_wide_caches(inputs, "float32"))
+    for more, expected in (
+        ((), define()),
+        (with_rest, define(rest=rest)),
+        (with_ranks, define(rest=rest, visible=visible)),
     ):
-        for out, wanted in zip(found, expected, strict=True):
-            assert is_placed(out, axes[0], None, *axes[1:])
-            assert relative_error(out, wanted) < LARGEST_ERROR
+        found = run_split(interpreted, *arrays, *more)
+        assert all(is_placed(out, axes[0], None, *axes[1:]) for out in found)
+        check_near(found, expected, LARGEST_ERROR)
 
 
 @kernels
 @pytest.mark.parametrize("mode", SCORES_KERNELS)
-@pytest.mark.parametrize("K, G", [(2, 3), (2, 1), (3, 3)])
-def test_cache_scores_is_split_as_the_cache(mode, K, G, rng):
+@pytest.mark.parametrize(
+    "K, G, held", [(2, 3, "wide"), (2, 1, "wide"), (3, 3, "wide"), (2, 3, "narrow")]
+)
+def test_cache_scores_is_split_as_the_cache(mode, K, G, held, rng):
     """Also where the query is everywhere, as the one that a draft cache keeps."""
     q, k_cache, length = make_score_inputs(rng, K=K, G=G, S=90, H=64, length=(90, 33))
+    if held == "narrow":
+        k_cache = narrowed(k_cache)
     axes = ("data", "model") if K == 2 else ("data",)
     score = functools.partial(interpreted_scores, mode=mode)
     totals = np.asarray(rng.uniform(2, 5, q.shape[:2]), np.float32)
     law = "dot" if mode == "dot" else "shares"
     for given in (None, totals) if mode == "softmax" else (None,):
         more = () if given is None else (place(given),)
-        out = run_split(score, place(q), place(k_cache, *axes), place(length), *more)
+        placed = jax.tree.map(lambda x: place(x, *axes), k_cache)
+        out = run_split(score, place(q), placed, place(length), *more)
         assert is_placed(out, *axes)
-        expected = define_scores(q, k_cache, length, law, log_totals=given)
+        (wide,) = with_wide_caches([k_cache], "float32")
+        expected = define_scores(q, wide, length, law, log_totals=given)
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4 if given is None else 0)
 
 
@@ -369,19 +393,13 @@ def test_tuned_block_sizes_take_the_place_of_the_rule(monkeypatch, tmp_path):
 def test_hopper_reads_three_blocks_ahead(T, K, G):
     """Of tiles of 64 rows and more, where nothing was measured: an A100 has no room for it."""
     shape = dict(B=1, T=T, N=K * G, K=K, S=9000, H=128, dtype="bfloat16")
-    stages = {
-        capability: attention_triton.default_blocks(
-            device.Gpu("another", 132, capability), **shape
-        ).stages
-        for capability in (8.0, 9.0, 10.0)
-    }
-    assert stages == {8.0: 2, 9.0: 3, 10.0: 2}
-    assert (
-        attention_triton.default_blocks(
-            device.Gpu(None, 132, 9.0), **{**shape, "dtype": "float32"}
-        ).stages
-        == 2
-    )
+
+    def stages(capability, **changes):
+        chip = device.Gpu("another", 132, capability)
+        return attention_triton.default_blocks(chip, **{**shape, **changes}).stages
+
+    assert [stages(capability) for capability in (8.0, 9.0, 10.0)] == [2, 3, 2]
+    assert stages(9.0, dtype="float32") == 2
 
 
 @kernels
@@ -392,8 +410,7 @@ def test_one_part_needs_no_merge(rng):
     rest = jnp.ones((B, N, H)), jnp.full((B, N), -1e30)
     run = functools.partial(attention_triton.tree_attention, blocks=attention_blocks(16, 16, 1))
     alone, by_merge = (run(*inputs, *more, interpret=True) for more in ((), rest))
-    for one, other in zip(alone, by_merge, strict=True):
-        assert relative_error(one, other) < LARGEST_ERROR
+    check_near(alone, by_merge, LARGEST_ERROR)
     names = [kernel_names(lower_for_cuda(run, *inputs, *more).as_text()) for more in ((), rest)]
     assert names == [{"tsjax_tree_attention"}, ATTENTION_KERNELS]
 
@@ -402,26 +419,31 @@ def test_one_part_needs_no_merge(rng):
 
 
 @kernels
-@pytest.mark.parametrize("implementation", ["public", "interpreted"])
+@pytest.mark.parametrize("implementation", ["public", "interpreted", "narrow"])
 def test_vmap_is_a_loop(implementation, rng):
-    attention, scores = tree_attention, cache_scores
-    if implementation == "interpreted":
+    """Of narrow caches with ranks, which are those of all."""
+    cases = [make_inputs(rng, B=2, T=3, S=40, length=length) for length in ([40, 7], [0, 21])]
+    attention, scores, ranks = tree_attention, cache_scores, {}
+    if implementation == "narrow":
+        ranks = dict(zip(("slot_ranks", "row_ranks"), make_ranks(rng, cases[0])[0], strict=True))
+        cases = [as_held("narrow", inputs) for inputs in cases]
+    if implementation != "public":
         scores = functools.partial(interpreted_scores, mode="dot")
 
         def attention(*inputs):
-            return interpreted(*inputs)[0]
+            return interpreted(*inputs, **ranks)[0]
 
-    cases = [make_inputs(rng, B=2, T=3, S=40, length=length) for length in ([40, 7], [0, 21])]
-    q, k_cache, *rest = (
-        jnp.stack([jnp.asarray(x) for x in pair]) for pair in zip(*cases, strict=True)
-    )
+    def at(arrays, index):
+        return jax.tree.map(lambda x: x[index], arrays)
+
+    q, k_cache, *rest = jax.tree.map(lambda *x: jnp.stack([*map(jnp.asarray, x)]), *cases)
     # The second cache is that of both; the mapped axis of the query is not the first.
     out = jax.jit(jax.vmap(attention, in_axes=(1, None, 0, 0, 0, 0, 0)))(
-        jnp.swapaxes(q, 0, 1), k_cache[1], *rest
+        jnp.swapaxes(q, 0, 1), at(k_cache, 1), *rest
     )
     mapped = jax.jit(jax.vmap(scores))(q[:, :, 0], k_cache, rest[1])
     for index in range(2):
-        alone = attention(q[index], k_cache[1], *(x[index] for x in rest))
+        alone = attention(q[index], at(k_cache, 1), *at(rest, index))
         assert relative_error(out[index], alone) < LARGEST_ERROR
-        alone = scores(q[index, :, 0], k_cache[index], rest[1][index])
-        np.testing.assert_allclose(mapped[index], alone, rtol=1e-5)
+        alone = scores(q[index, :, 0], at(k_cache, index), rest[1][index])
+        np.testing.assert_allclose(mapped[index], alone, rtol=1e-5, atol=1e-5)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from pathlib import Path
 
 import jax
@@ -55,7 +56,11 @@ def abstract_gpu(target: str):
 
 def lowered(target: str, program, *arguments, **more):
     """A jitted function, lowered for that GPU."""
-    with abstract_gpu(target):
+    with abstract_gpu(target), warnings.catch_warnings():
+        # The way out when the backend goes is in docs/kernels.md.
+        warnings.filterwarnings(
+            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
+        )
         return program.trace(*arguments, **more).lower(lowering_platforms=("cuda",))
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -37,10 +36,7 @@ class Compiled(NamedTuple):
 def compile_kernel(function: Callable, arrays: Sequence, target: str = "a100") -> Compiled:
     """`function` of these arrays, or of their shapes, is one call of a kernel and nothing else."""
     shapes = map(gpu_targets.shapes_on(target), arrays)
-    with warnings.catch_warnings(), jax.disable_jit(False):
-        warnings.filterwarnings(
-            "ignore", "The Pallas Triton backend is deprecated", DeprecationWarning
-        )
+    with jax.disable_jit(False):
         lowered = gpu_targets.lowered(target, jax.jit(function), *shapes)
         with tempfile.TemporaryDirectory() as folder:
             lowered.compile(compiler_options={"xla_dump_to": folder, **EMITTERS})

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import (
+    check_near,
     check_scores,
     define_both,
     make_inputs,
     make_ranks,
     make_rest,
     make_score_inputs,
-    relative_error,
+    with_wide_caches,
 )
 from test_narrow_product import check_sums, make_matrix
 
@@ -132,13 +133,18 @@ NARROW_ATTENTION = {
 ONE_PART = ("one part", "float32, 1 part")
 
 
-def run_attention(rng, shape, blocks=None, with_rest=False):
-    inputs = make_inputs(rng, **{"dtype": BF16, **shape})
+def run_attention(rng, shape, blocks=None, with_rest=False, ranked=False, narrow=False):
+    """Ranked, some rows see no slot, as those to spare of a pass."""
+    inputs = q, *caches, length, k_new, v_new, mask = make_inputs(rng, **{"dtype": BF16, **shape})
     rest = make_rest(rng, inputs) if with_rest else ()
-    found, calls = attention_of(inputs, rest, blocks)
-    expected = define_both(*inputs, rest=rest or None)
-    for one, other, dtype in zip(found, expected, (inputs[0].dtype, F32), strict=True):
-        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+    ranks, visible = make_ranks(rng, inputs) if ranked else ((), None)
+    if narrow:
+        caches = [narrowed(cache) for cache in caches]
+    inputs = q, *caches, length, k_new, v_new, mask
+    found, calls = attention_of(inputs, rest, blocks, ranks)
+    expected = define_both(*with_wide_caches(inputs, F32), rest=rest or None, visible=visible)
+    check_near(found, expected, (ERROR[q.dtype.name], ERROR["float32"]))
+    assert all(one.written.all() for one in calls[-1].results)
     return calls
 
 
@@ -170,20 +176,12 @@ def test_tree_attention(case, with_rest, rng):
     names = ["tsjax_tree_attention", "tsjax_tree_attention_merge"]
     is_alone = case in ONE_PART and not with_rest
     assert [call.name for call in calls] == names[: 1 if is_alone else 2]
-    assert all(one.written.all() for one in calls[-1].results)
 
 
 @pytest.mark.parametrize("case", NARROW_ATTENTION)
 def test_tree_attention_of_a_narrow_cache(case, rng):
     """Here sums may have another order than those of a wide cache have."""
-    shape, blocks = NARROW_ATTENTION[case]
-    inputs = q, k, v, *others = make_inputs(rng, **{"dtype": BF16, **shape})
-    rest, k, v = make_rest(rng, inputs), narrowed(k), narrowed(v)
-    found, calls = attention_of((q, k, v, *others), rest, blocks)
-    assert all(one.written.all() for one in calls[-1].results)
-    expected = define_both(q, widened(k, F32), widened(v, F32), *others, rest=rest)
-    for one, other, dtype in zip(found, expected, (q.dtype, F32), strict=True):
-        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+    run_attention(rng, *NARROW_ATTENTION[case], with_rest=True, narrow=True)
 
 
 RANKED = {
@@ -194,19 +192,8 @@ RANKED |= {f"{case}, narrow": NARROW_ATTENTION[case] for case in ("a tree", "flo
 
 @pytest.mark.parametrize("case", RANKED)
 def test_tree_attention_with_ranks(case, rng):
-    """Some rows see no slot, as those to spare of a pass."""
-    shape, blocks = RANKED[case]
-    inputs = q, k, v, *others = make_inputs(rng, **{"dtype": BF16, **shape})
-    ranks, visible = make_ranks(rng, inputs)
-    if case.endswith("narrow"):
-        inputs = q, narrowed(k), narrowed(v), *others
-        k, v = widened(inputs[1], F32), widened(inputs[2], F32)
-    rest = () if case in ONE_PART else make_rest(rng, inputs)
-    found, calls = attention_of(inputs, rest, blocks, ranks)
-    assert all(one.written.all() for one in calls[-1].results)
-    expected = define_both(q, k, v, *others, rest=rest or None, visible=visible)
-    for one, other, dtype in zip(found, expected, (q.dtype, F32), strict=True):
-        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+    has_rest, narrow = case not in ONE_PART, case.endswith("narrow")
+    run_attention(rng, *RANKED[case], with_rest=has_rest, ranked=True, narrow=narrow)
 
 
 SCORES = {
@@ -264,8 +251,7 @@ def run_norm(rng, width, dtype, adds):
     with simulated() as simulation:
         found = norm_triton._norms(*arrays, eps=1e-5, interpret=False)
     define = norm_reference.add_rms_norm if adds else norm_reference.rms_norm
-    for one, other in zip(*map(jax.tree.leaves, (found, define(*arrays, 1e-5))), strict=True):
-        assert relative_error(one, other) < ERROR[rows.dtype.name]
+    check_near(*map(jax.tree.leaves, (found, define(*arrays, 1e-5))), ERROR[rows.dtype.name])
     return simulation.calls
 
 
@@ -319,8 +305,7 @@ def run_rotary(rng, head_dim, dtype, fresh_dtype):
     with simulated() as simulation:
         found = rotary_triton._heads(fresh, cos, sin, dtype=jnp.dtype(dtype), interpret=False)
     expected = rotary_reference.rotary_heads(fresh, cos, sin, dtype)
-    for one, other in zip(found, expected, strict=True):
-        assert relative_error(one, other) < ERROR[jnp.dtype(dtype).name]
+    check_near(found, expected, ERROR[jnp.dtype(dtype).name])
     return simulation.calls
 
 
