@@ -13,39 +13,17 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-MODULES = {
-    "cpu": "cpu",
-    "rows": "rows",
-    "narrow": "narrow",
-    "start": "start",
-    "prefixes": "prefixes",
-    "real_models": "real_models",
-    "real_long": "real_long",
-    "drafter": "drafter",
-    "soak": "soak",
-    "ttft": "ttft",
-    "exactness": "exactness",
-    "kernels": "kernels",
-    "step": "step",
-    "step_torch": "step_torch",
-    "aot": "aot",
-    "papers": "papers",
-    "choosing": "choosing",
-    "scaling": "scaling",
-    "expected": "expected",
-    "readme_table": "readme_table",
-}
-
-
-def module_of(name: str) -> str:
-    return f"benchmarks.{MODULES[name]}"
+NAMES = (
+    "cpu", "narrow", "start", "prefixes", "soak", "ttft", "kernels", "step", "step_torch", "aot",
+    "choosing", "scaling", "expected", "readme_table",
+)  # fmt: skip
 
 
 def listing() -> str:
     """The names, each with the first line of its module, which is read and not imported."""
     lines = ["python -m benchmarks NAME [flags]; NAME --help lists the flags", ""]
-    for name in MODULES:
-        spec = find_spec(module_of(name))
+    for name in NAMES:
+        spec = find_spec(f"benchmarks.{name}")
         assert spec is not None and spec.origin is not None
         about = ast.get_docstring(ast.parse(Path(spec.origin).read_text("utf-8"))) or ""
         lines.append(f"{name:18}{about.splitlines()[0]}")
@@ -57,10 +35,10 @@ def main(argv: Sequence[str]) -> int | None:
         print(listing())
         return 0
     name, *flags = argv
-    if name not in MODULES:
-        print(f"error: {name!r} is no benchmark: {', '.join(MODULES)}", file=sys.stderr)
+    if name not in NAMES:
+        print(f"error: {name!r} is no benchmark: {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    return importlib.import_module(module_of(name)).main(flags)
+    return importlib.import_module(f"benchmarks.{name}").main(flags)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from unittest.mock import patch
 
 import tsjax
-from benchmarks.report import ROOT, use_configs
+from benchmarks.report import use_configs
+from benchmarks.table_parts import head, line, read, with_note
 from tsjax.files.tensor_names import with_weights
 from tsjax.methods import likely_growth, model_drafts
 from tsjax.methods.auto import choose
@@ -25,15 +25,12 @@ from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import GPU_OF_THE_RUN, GPUS, Device, estimated, plain_bytes
 from tsjax.methods.roofline import has_room
 
+use_configs()
 MODELS = ("llama3.1-8b", "llama2-7b-yarn-128k", "qwen2.5-1.5b", "qwen2.5-14b")
 CHIPS = {
-    "A100 40GB": "a100 40gb",
-    "A100 80GB": "a100",
-    "H100": "h100",
-    "H200": "h200",
-    "L40S": "l40s",
+    "A100 40GB": "a100 40gb", "A100 80GB": "a100", "H100": "h100", "H200": "h200", "L40S": "l40s",
     "RTX 4090": "rtx 4090",
-}
+}  # fmt: skip
 LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
 # What the page shows of all.
 SHOWN_MODELS = ("llama3.1-8b", "qwen2.5-1.5b")
@@ -50,16 +47,13 @@ MEASURED = {"h100": GPUS["h100"]._replace(reach=GPU_OF_THE_RUN), "h200": GPUS["h
 
 
 def measured(chip: str) -> dict:
-    file = ROOT / "benchmarks" / "results" / chip / "step-llama3.1-8b.json"
-    return json.loads(file.read_text())
+    return read("step-llama3.1-8b", chip)
 
 
-def head(columns: list[str]) -> list[str]:
-    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-
-
-def row(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def plain_step(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -> str:
+    """Its milliseconds, and in brackets those of the bound."""
+    bound = 1e3 * plain_bytes(model, context) / device.bytes_per_second
+    return f"{1e3 * costs.plain(context):.1f} ({bound:.1f})"
 
 
 def gain(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -> float:
@@ -71,9 +65,8 @@ def gain(model: tsjax.ModelConfig, costs: Costs, device: Device, context: int) -
 
 def times(whole: bool = False) -> str:
     """Plain steps, their bound, and what drafts are expected to gain, by model, chip and length."""
-    use_configs()
     lengths = LENGTHS if whole else SHOWN_LENGTHS
-    lines = head(["model", "chip", *(f"{length:,}" for length in lengths)])
+    lines = head("model", "chip", *(f"{length:,}" for length in lengths))
     for name in MODELS if whole else SHOWN_MODELS:
         plain, heads = (tsjax.model_preset(name).with_heads(n) for n in (0, HEADS))
         for chip in CHIPS if whole else SHOWN_CHIPS:
@@ -83,10 +76,9 @@ def times(whole: bool = False) -> str:
                 if not has_room(plain, device, length):
                     cells.append("no room")
                     continue
-                bound = 1e3 * plain_bytes(plain, length) / device.bytes_per_second
                 gains = ", ".join(f"{gain(*table, device, length):.1f}x" for table in tables)
-                cells.append(f"{1e3 * tables[0][1].plain(length):.1f} ({bound:.1f}) ms; {gains}")
-            lines.append(row([name, chip, *cells]))
+                cells.append(f"{plain_step(*tables[0], device, length)} ms; {gains}")
+            lines.append(line(name, chip, *cells))
         for chip in MEASURED:
             document = measured(chip)
             if document["model"] == name:
@@ -96,55 +88,51 @@ def times(whole: bool = False) -> str:
                     if step["pass"] == "plain"
                 }
                 cells = [f"**{found[n]:.1f} ms**" if n in found else "" for n in lengths]
-                lines.append(row([name, f"**{chip.upper()}, measured**", *cells]))
+                lines.append(line(name, f"**{chip.upper()}, measured**", *cells))
     note = (
         "Estimates, except where marked. Milliseconds of a plain step; in brackets the bandwidth "
         "bound (weights and cache read once at the data sheet's speed); then the speed-up that "
         f"`tsjax.Auto()` expects without draft heads, and with {HEADS}. bfloat16, one row, no "
         "filters."
     )
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 NARROW = (
-    ("float", "same"),
-    ("int8", "same"),
-    ("int4", "same"),
-    ("float", "int8"),
-    ("int8", "int8"),
-)
+    ("float", "same"), ("int8", "same"), ("int4", "same"), ("float", "int8"), ("int8", "int8"),
+)  # fmt: skip
 
 
 def narrow(whole: bool = False) -> str:
     """Plain steps of Llama-3.1-8B with narrow weights and caches."""
-    use_configs()
     model = tsjax.model_preset(MODELS[0])
     every = ("A100 80GB", "H100", "H200", "RTX 4090"), LENGTHS
     chips, lengths = every if whole else SHOWN_NARROW
-    lines = head(["weights", "cache", "chip", *(f"{length:,}" for length in lengths)])
+    lines = head("weights", "cache", "chip", *(f"{length:,}" for length in lengths))
     for weights, cache in NARROW:
         one = dataclasses.replace(with_weights(model, weights, {}, ""), cache=cache)
         for chip in chips:
             device = GPUS[CHIPS[chip]]
-            costs, cells = estimated(one, device, 1), []
-            for length in lengths:
-                bound = 1e3 * plain_bytes(one, length) / device.bytes_per_second
-                found = f"{1e3 * costs.plain(length):.1f} ({bound:.1f})"
-                cells.append(found if has_room(one, device, length) else "no room")
-            lines.append(row([f"`{weights}`", f"`{cache}`", chip, *cells]))
+            costs = estimated(one, device, 1)
+            cells = (
+                plain_step(one, costs, device, length)
+                if has_room(one, device, length)
+                else "no room"
+                for length in lengths
+            )
+            lines.append(line(f"`{weights}`", f"`{cache}`", chip, *cells))
     note = (
         "Estimates: no GPU has run the kernels that read narrow weights and caches. Milliseconds "
         f"of a plain step of {MODELS[0]}, in brackets the bandwidth bound."
     )
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 def choices(whole: bool = False) -> str:
     """What is chosen for Llama-3.1-8B with heads, and what its verification takes."""
-    use_configs()
     model = tsjax.model_preset(MODELS[0]).with_heads(HEADS)
     columns = ["drafts", "draft weights", "rows", "verification, in plain steps"]
-    lines = head(["chip", "length", *columns])
+    lines = head("chip", "length", *columns)
     for chip in ("A100 80GB", "H100"):
         costs = estimated(model, GPUS[CHIPS[chip]], 1)
         for length in LENGTHS if whole else SHOWN_CHOICES:
@@ -152,12 +140,12 @@ def choices(whole: bool = False) -> str:
             promise = method.promise(model, costs, length)
             cost = (costs.of_pass(promise.width, length) + costs.overhead) / costs.plain(length)
             cells = [chip, f"{length:,}", _drafts(method), method.draft_weights]
-            lines.append(row([*cells, str(promise.width), f"{cost:.2f}"]))
+            lines.append(line(*cells, str(promise.width), f"{cost:.2f}"))
     note = (
         f"Estimates: {MODELS[0]} with {HEADS} heads. Rows of the step that promises most, before a "
         "run has shown how often drafts are right."
     )
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 def _drafts(method: tsjax.LikelyTree) -> str:
@@ -188,10 +176,9 @@ def less_often_right(bias: float) -> Iterator[None]:
 
 def at_100k() -> str:
     """What Llama-3.1-8B with heads gains at 100,000 tokens, by two assumptions of its drafts."""
-    use_configs()
     model = tsjax.model_preset(MODELS[0]).with_heads(HEADS)
     columns = ["tokens per step", "rows", "ms of a step", "ms of a plain step", "gain"]
-    lines = head(["chip", "drafts are right", *columns])
+    lines = head("chip", "drafts are right", *columns)
     for chip in ("A100 80GB", "H100"):
         device = GPUS[CHIPS[chip]]
         costs = estimated(model, device, 1)
@@ -202,19 +189,18 @@ def at_100k() -> str:
             with less_often_right(bias):
                 tokens, seconds, rows, *_ = method.promise(model, costs, LONG_RUN)
             cells = [f"{tokens:.2f}", str(rows), f"{1e3 * seconds:.1f}", f"{1e3 * plain:.1f}"]
-            lines.append(row([chip, name, *cells, f"{plain * tokens / seconds:.2f}x"]))
+            lines.append(line(chip, name, *cells, f"{plain * tokens / seconds:.2f}x"))
     note = (
         f"Estimates, not measured: {MODELS[0]} with {HEADS} heads, a row of {LONG_RUN:,} tokens; "
         f"{_drafts(method)}, drafted in {method.draft_weights}. As assumed: "
         "`tsjax/methods/model_drafts.py` and `likely_growth.py`, heads as in TokenSwift's Table 3. "
         "Less often: each draft, when all before it were right."
     )
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 def errors(chip: str, whole: bool = False) -> str:
     """The formula against the figures of a GPU; the page has some passes and two lengths."""
-    use_configs()
     document = measured(chip)
     model = tsjax.model_preset(document["model"]).with_heads(HEADS)
     costs = estimated(model, MEASURED[chip], 1)
@@ -236,17 +222,17 @@ def errors(chip: str, whole: bool = False) -> str:
         found.setdefault((kind, rows), {})[context] = cell
     contexts = sorted({step["context"] for step in document["rows"]})
     contexts = contexts if whole else [contexts[0], contexts[-1]]
-    lines = head(["pass", "rows", *(f"{context:,}" for context in contexts)])
+    lines = head("pass", "rows", *(f"{context:,}" for context in contexts))
     for (kind, rows), cells in sorted(found.items()):
         if whole or (kind, rows) in SHOWN_PASSES:
-            lines.append(row([kind, str(rows), *(cells.get(context, "") for context in contexts)]))
+            lines.append(line(kind, str(rows), *(cells.get(context, "") for context in contexts)))
     note = (
         f"Milliseconds measured on one {document['device']} ({document['date']}, jax "
         f"{document['versions']['jax']}), and how far the formula is from them: "
         f"{min(differences):+.1%} to {max(differences):+.1%} over all passes and lengths."
     )
     note += f" Made by `{document['command']}`." if whole else ""
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 def main(argv: Sequence[str]) -> None:

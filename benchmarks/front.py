@@ -9,34 +9,33 @@ from __future__ import annotations
 import re
 import statistics
 
-from benchmarks import gpu_tables, real_tables
-from benchmarks.table_parts import head, longcontext, machine, of_gpu, read
+from benchmarks import cpu_tables, gpu_tables, real_tables
+from benchmarks.table_parts import head, line, machine, matching, of_gpu, read
 
 QUANTITY = re.compile(r"([\d,]*\.?\d+) (?:ms|s|MB)\b")
+Row = tuple[str, ...]  # what, tsjax, against, ratio, machine
 
 
 def table() -> str:
-    lines = [*real_tables.front_rows(), *plain_decoding(), *on_the_gpu()]
-    lines += [lazy_prefill(), memory()]
-    return "\n".join([*head("what | tsjax | against | ratio | machine"), *map(checked, lines)])
+    rows = [*real_tables.front_rows(), *plain_decoding(), *on_the_gpu(), lazy_prefill(), memory()]
+    lines = (line(*checked(*row)) for row in rows)
+    return "\n".join([*head("what", "tsjax", "against", "ratio", "machine"), *lines])
 
 
-def plain_decoding() -> list[str]:
-    document, lines = read("cpu"), []
+def plain_decoding() -> list[Row]:
+    document, found = read("cpu"), []
     for row in document["rows"]:
         if (row["shape"], row["context"]) == ("125M", 8192):
             ms, others = row["median_ms"], [name for name in row["over"] if name != "plain XLA"]
+            what = f"plain decoding of {row['shape']} at a context of {row['context']:,}, per token"
             against = ", ".join(f"{ms[name]:.1f} ms ({name})" for name in others)
             ratios = ", ".join(f"{ms[name] / ms['native']:.2f}x" for name in others)
-            lines.append(
-                f"| plain decoding of {row['shape']} at a context of {row['context']:,}, per token "
-                f"| {ms['native']:.1f} ms | {against} "
-                f"| {ratios}; {row['share_of_bound']:.0%} of the bound | {machine(document)} |"
-            )
-    return lines
+            ratios += f"; {row['share_of_bound']:.0%} of the bound"
+            found.append((what, f"{ms['native']:.1f} ms", against, ratios, machine(document)))
+    return found
 
 
-def on_the_gpu() -> list[str]:
+def on_the_gpu() -> list[Row]:
     document = of_gpu("step-llama3.1-8b")
     return [
         gpu_tables.plain_step(document, row)
@@ -45,9 +44,9 @@ def on_the_gpu() -> list[str]:
     ]
 
 
-def lazy_prefill() -> str:
+def lazy_prefill() -> Row:
     """Of the largest model, after its longest prompts."""
-    document = max(longcontext(), key=lambda one: one["rows"][0]["full_first"][0])
+    document = max(matching("longcontext-*"), key=lambda one: one["rows"][0]["full_first"][0])
     rows = [row for row in document["rows"] if row["family"] == "default" and row["scores"]]
     longest = max(row["length"] for row in rows)
     rows = [row for row in rows if row["length"] == longest]
@@ -55,27 +54,22 @@ def lazy_prefill() -> str:
         statistics.median(second for row in rows for second in row[key])
         for key in ("first", "full_first")
     )
-    return (
-        f"| LazyLLM (approximate), {document['model']}, first token after {longest:,} "
-        f"| {cut:.1f} s | {full:.1f} s (a full prefill) | {full / cut:.2f}x | {machine(document)} |"
-    )
+    what = f"LazyLLM (approximate), {document['model']}, first token after {longest:,}"
+    against, ratio = f"{full:.1f} s (a full prefill)", f"{full / cut:.2f}x"
+    return what, f"{cut:.1f} s", against, ratio, machine(document)
 
 
-def memory() -> str:
+def memory() -> Row:
     document = read("capacity")
-    return (
-        f"| temporary memory of the decode loop | {document['temp_bytes'] / 1e6:.1f} MB "
-        f"| {document['cache_bytes'] / 1e6:,.0f} MB (its cache) "
-        f"| {document['temp_share']:.2%} | {machine(document)} |"
-    )
+    return *cpu_tables.decode_loop(document), machine(document)
 
 
-def checked(line: str) -> str:
+def checked(*row: str) -> Row:
     """The row as it is, or ValueError: each ratio follows from its times, as they are rounded."""
-    _, what, ours, against, ratios, *_ = (cell.strip() for cell in line.split("|"))
+    what, ours, against, ratios, *_ = row
     shown = [ratio.strip() for ratio in ratios.partition(";")[0].split(",") if ratio.strip()]
     if shown and "(1.0 tokens per step)" in what:
-        raise ValueError(f"plain decoding is compared with itself: {line}")
+        raise ValueError(f"plain decoding is compared with itself: {line(*row)}")
     for ratio, other in zip(shown, QUANTITY.findall(against), strict=True):
         number, unit = re.match(r"([\d.]+)(x|%)", ratio).groups()
         lowest, highest = (end / (100 if unit == "%" else 1) for end in _as_rounded(number))
@@ -84,8 +78,8 @@ def checked(line: str) -> str:
         if unit == "%":  # a share: of a bound that is less, or of a whole that is more
             agrees = agrees or (highest >= least / high and lowest <= most / low)
         if not agrees:
-            raise ValueError(f"{ratio} does not follow from the times shown: {line}")
-    return line
+            raise ValueError(f"{ratio} does not follow from the times shown: {line(*row)}")
+    return row
 
 
 def _as_rounded(number: str) -> tuple[float, float]:

@@ -3,24 +3,24 @@
 
 from __future__ import annotations
 
-import json
+import functools
 
-from benchmarks.table_parts import RESULTS, head, of_gpu
+from benchmarks.table_parts import head, line, of_gpu, read, table, times, with_note
 
 
-def plain_step(document: dict, row: dict) -> str:
+def plain_step(document: dict, row: dict) -> tuple[str, ...]:
+    """A row of the README's."""
     return (
-        f"| a step of plain decoding, {document['model']} in {document['dtype']}, random weights, "
-        f"at {row['context']:,} | {row['ms']['median']:.1f} ms | {row['bound_ms']:.1f} ms "
-        f"(reading at the speed of a copy) | {1 / row['over_bound']:.0%} of the bound "
-        f"| {document['device']}, {document['date']} |"
+        f"a step of plain decoding, {document['model']} in {document['dtype']}, random weights, "
+        f"at {row['context']:,}",
+        f"{row['ms']['median']:.1f} ms",
+        f"{row['bound_ms']:.1f} ms (reading at the speed of a copy)",
+        f"{1 / row['over_bound']:.0%} of the bound",
+        f"{document['device']}, {document['date']}",
     )
 
 
-def compiled(name: str = "aot") -> dict:
-    return json.loads((RESULTS.parent / "aot" / f"{name}.json").read_text())
-
-
+compiled = functools.partial(read, folder="aot")
 COMPILED = ("aot", "narrow", "lazy")  # most cases, those with narrow numbers, lazy prefills
 CHIPS = ("a100", "h100")
 
@@ -41,13 +41,13 @@ def registers() -> str:
                 cell = f"{size[0]}, {size[1] / 1024:.0f} KiB{used} ({shape})"
                 of_chip = found.setdefault(kernel["name"].removeprefix("tsjax_"), {})
                 of_chip.setdefault(chip, []).append((size, cell))
-    lines = head("kernel | A100: fewest registers | most | H100: fewest | most")
+    lines = head("kernel", "A100: fewest registers", "most", "H100: fewest", "most")
     for kernel, chips in sorted(found.items()):
         cells = []
         for chip in CHIPS:
             sizes = [size for size, _ in chips[chip]]
             cells += [chips[chip][sizes.index(one)][1] for one in (min(sizes), max(sizes))]
-        lines.append(f"| {kernel} | {' | '.join(cells)} |")
+        lines.append(line(kernel, *cells))
     made = (
         f"{name}.json ({document['date']}, jax {document['versions']['jax']})"
         for name, document in zip(COMPILED, documents, strict=True)
@@ -56,59 +56,55 @@ def registers() -> str:
         f"Spilled bytes in all cases together: {spilled}. Made by `python -m benchmarks aot` with "
         f"the options that each file names: {', '.join(made)}."
     )
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 def run_on_h200() -> str:
     """Whole runs with simulated drafts, beside torch and the reading of prompts."""
     names = "bench-llama3.1-8b", "step-torch-llama3.1-8b", "ttft"
     run, torch, lazy = map(of_gpu, names)
-    lines = head("what | context | result | against")
-    for method in ("plain", "tokenswift"):
-        rows = [row for row in run["rows"] if row["method"] == method]
+    lines = head("what", "context", "result", "against")
+    by_method = {name: [row for row in run["rows"] if row["method"] == name]
+                 for name in ("plain", "tokenswift")}  # fmt: skip
+    for method, rows in by_method.items():
         contexts = "; ".join(f"{row['context']:,}" for row in rows)
         ms = "; ".join(f"{row['ms_per_token']['median']:.2f}" for row in rows)
         what, gain = "plain decoding", ""
         if method != "plain":
             what = f"TokenSwift, {rows[0]['tokens_per_step']:.2f} a step"
-            gains = (f"{row['speedup_over_plain']['median']:.2f}x" for row in rows)
-            gain = f"{'; '.join(gains)} plain decoding"
-        lines.append(f"| {what}, per token | {contexts} | {ms} ms | {gain} |")
+            gain = f"{'; '.join(times(row['speedup_over_plain']) for row in rows)} plain decoding"
+        lines.append(line(f"{what}, per token", contexts, f"{ms} ms", gain))
     (row,) = torch["rows"]
     (ours,) = (
         one["ms_per_token"]["median"]
-        for one in run["rows"]
-        if (one["method"], one["context"]) == ("plain", row["context"])
+        for one in by_method["plain"]
+        if one["context"] == row["context"]
     )
+    what, gain = f"torch `generate`, {row['cache']}", f"{row['median_ms'] / ours:.1f} times ours"
     lines.append(
-        f"| torch `generate`, {row['cache']}, per token | {row['context']:,} "
-        f"| {row['median_ms']:.2f} ms | {row['median_ms'] / ours:.1f} times ours |"
+        line(f"{what}, per token", f"{row['context']:,}", f"{row['median_ms']:.2f} ms", gain)
     )
     for row in lazy["rows"]:
-        seconds, speedup = row["first_token_seconds"]["median"], row.get("speedup")
-        gain = f"{speedup['median']:.2f}x, {row['predicted']:.2f}x by operations" if speedup else ""
-        lines.append(
-            f"| first token, prefill: {row['schedule']} | {row['prompt_tokens']:,} "
-            f"| {seconds:.2f} s | {gain} |"
-        )
+        gain = ""
+        if "speedup" in row:
+            gain = f"{times(row['speedup'])}, {row['predicted']:.2f}x by operations"
+        what, seconds = f"first token, prefill: {row['schedule']}", row["first_token_seconds"]
+        lines.append(line(what, f"{row['prompt_tokens']:,}", f"{seconds['median']:.2f} s", gain))
     for case in lazy["generations"]:
         for revived, one in case["runs"].items():
-            seconds = one["generation_seconds"]["median"]
+            seconds = f"{one['generation_seconds']['median']:.2f} s"
             how, gain = "full", ""
             if revived != "full":
-                how = f"{case['schedule']}, revived: {revived}"
-                gain = f"{one['speedup']['median']:.2f}x"
-            lines.append(
-                f"| {case['new_tokens']} tokens, prefill: {how} "
-                f"| {case['prompt_tokens']:,} | {seconds:.2f} s | {gain} |"
-            )
+                how, gain = f"{case['schedule']}, revived: {revived}", times(one["speedup"])
+            what = f"{case['new_tokens']} tokens, prefill: {how}"
+            lines.append(line(what, f"{case['prompt_tokens']:,}", seconds, gain))
     note = (
         f"One {run['device']}, {run['date']}, jax {run['versions']['jax']}, torch "
         f"{torch['versions']['torch']}; random weights of {run['model']} in {run['dtype']}. "
         "Accepted lengths are those of the embedded model. Commands: "
         f"{', '.join(f'`{name}.json`' for name in names)} of `benchmarks/results/h200/`."
     )
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 def products() -> str:
@@ -122,19 +118,19 @@ def products() -> str:
         if row["rows"] <= 16 and row["context"] in ends:
             times = found.setdefault((row["pass"], row["rows"]), {})
             times.setdefault(row.get("products"), []).append(row["ms"]["median"])
-    lines = head(f"pass | rows | {' | '.join(names.values())}")
+    lines = head("pass", "rows", *names.values())
     for (kind, rows), times in found.items():
         cells = (
             f"{', '.join(f'{ms:.2f}' for ms in times[name])} ms" if name in times else ""
             for name in names
         )
-        lines.append(f"| {kind} | {rows} | {' | '.join(cells)} |")
+        lines.append(line(kind, str(rows), *cells))
     note = (
         f"At contexts of {ends[0]:,} and {ends[1]:,}. One {document['device']}, "
         f"{document['date']}, jax {document['versions']['jax']}, llama3.1-8b in bfloat16, in "
         f"turns; by `{document['command']}` at the commit {document['commit']}."
     )
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)
 
 
 PADDED = "xla, few rows"  # as that commit called it
@@ -176,22 +172,24 @@ STEPS = {
 
 
 def steps() -> str:
-    lines = head(
-        "step | weights, cache and state | temporary | kernels in graphs | "
-        "started by the host | loops that ask the host"
-    )
-    copies = 0
+    rows, copies = [], 0
     for document, names in STEPS.items():
         cases = compiled(document)["cases"]
         copies += sum(case["a100"].get("cache_copies", 0) for case in cases.values())
-        for name in names:
-            found = cases[name]["a100"]
-            each = ", each device" if "devices" in name else ""
-            lines.append(
-                f"| {name.removeprefix('step ')} | {found['argument_bytes'] / 1e9:.1f} GB{each} "
-                f"| {found['temp_bytes'] / 1e6:,.0f} MB "
-                f"| {found['program']['graph_kernels']:,} | {found['program']['loose_kernels']} "
-                f"| {found['program']['host_loops']} |"
-            )
+        rows += [{"name": name.removeprefix("step "), **cases[name]["a100"]} for name in names]
+
+    def held(row: dict) -> str:
+        each = ", each device" if "devices" in row["name"] else ""
+        return f"{row['argument_bytes'] / 1e9:.1f} GB{each}"
+
+    lines = table(
+        rows,
+        ("step", "{name}"),
+        ("weights, cache and state", held),
+        ("temporary", lambda row: f"{row['temp_bytes'] / 1e6:,.0f} MB"),
+        ("kernels in graphs", "{program[graph_kernels]:,}"),
+        ("started by the host", "{program[loose_kernels]}"),
+        ("loops that ask the host", "{program[host_loops]}"),
+    )
     note = f"Copies of a cache in all cases together: {copies}. Made by the same commands."
-    return "\n".join([*lines, "", note])
+    return with_note(lines, note)

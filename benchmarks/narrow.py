@@ -17,7 +17,8 @@ import json
 import os
 import statistics
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import tsjax
-from benchmarks import report, rows
+from benchmarks import report
 from tsjax.base.input_files import read_text
+from tsjax.decoding.noise import position_noise, row_keys
+from tsjax.decoding.programs import compiler_options
+from tsjax.decoding.sampling import best
 from tsjax.host.info import cores
+from tsjax.host.measuring import DEEPEST
 from tsjax.measure.timing import ratios, summary
+from tsjax.model.cache import init_cache
+from tsjax.model.passes import run_layers
+from tsjax.model.transformer import final_norm, unembed
 
 WEIGHTS = ("float", "int8", "int4", "stored")
 ROWS = (1, 2, 4, 8, 16)
@@ -53,7 +61,7 @@ def main(argv: Sequence[str]) -> None:
     name = model + ("-cache" if args.int8_cache else "")
     document: dict[str, Any] = {
         "model": model, "dtype": args.dtype, "steps": args.steps, "rounds": args.rounds,
-        "instructions": rows.instructions(),
+        "instructions": instructions(),
     }  # fmt: skip
     if args.texts:
         document["quality"] = of_texts(args)
@@ -68,11 +76,60 @@ def main(argv: Sequence[str]) -> None:
     report.write(document, args.out, f"narrow-{name}")
 
 
+def instructions() -> list[str]:
+    """Those of the processor that the kernels can use."""
+    wanted = ("avx2", "avx512f", "avx512_bf16", "asimd")
+    try:
+        flags = open("/proc/cpuinfo").read().split()
+    except OSError:
+        return []
+    return [flag for flag in wanted if flag in flags]
+
+
 def bytes_read(model: tsjax.Model) -> int:
     """By a step: all but the embedding, which it looks a row up in, unless it unembeds."""
     weights = model.params.model
     unread = weights.embed.nbytes if weights.unembed is not None else 0
     return sum(leaf.nbytes for leaf in jax.tree.leaves(weights)) - unread
+
+
+def whole_passes(params, cfg, context: int) -> dict[int, Callable[[], Any]]:
+    """All layers in one program, and the sampled token of each row, as a step has them."""
+    options = compiler_options(jax.default_backend(), cfg.dtype)
+    cache = init_cache(cfg, 1, context + ROWS[-1], None)
+    cache = cache.replace(length=jnp.full((1,), context, jnp.int32))
+
+    @functools.partial(jax.jit, compiler_options=options)
+    def run(hidden, weights, cache):
+        rows = hidden.shape[1]
+        positions = cache.length[:, None] + jnp.arange(rows, dtype=jnp.int32)
+        causal = jnp.tril(jnp.ones((rows, rows), bool))
+        layers = range(cfg.num_layers)
+        hidden = run_layers(weights, cache, hidden, positions, causal, layers, cfg=cfg).hidden
+        logits = unembed(weights, final_norm(weights, hidden, cfg=cfg), cfg=cfg)
+        deep = positions[:, : min(rows, DEEPEST)]
+        keys = row_keys(jnp.zeros(1, jnp.uint32), jnp.zeros(1, jnp.uint32))
+        noise = position_noise(keys, deep, cfg.vocab_size, logits.dtype)
+        return best(logits + noise[:, jnp.arange(rows) % deep.shape[1]])
+
+    return {
+        rows: functools.partial(
+            run, jnp.ones((1, rows, cfg.embed_dim), cfg.dtype), params.model, cache
+        )
+        for rows in ROWS
+    }
+
+
+def timed(calls: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
+    """Seconds of each call in each round."""
+
+    def seconds(call: Callable[[], Any]) -> float:
+        begun = time.perf_counter()
+        jax.block_until_ready(call())
+        return time.perf_counter() - begun
+
+    every = {name: functools.partial(seconds, call) for name, call in calls.items()}
+    return report.interleaved(every, rounds).results
 
 
 def of_context(models: dict[str, tsjax.Model], context: int, args: Any) -> dict[str, Any]:
@@ -110,10 +167,9 @@ def of_context(models: dict[str, tsjax.Model], context: int, args: Any) -> dict[
     passes = {
         (name, count): call
         for name, model in models.items()
-        for count, call in rows.whole_passes(model.params, model.cfg, context).items()
-        if count in ROWS
+        for count, call in whole_passes(model.params, model.cfg, context).items()
     }
-    found = rows.timed(passes, args.rounds)
+    found = timed(passes, args.rounds)
     document["ways"] = {
         name: {
             "ms": 1e3 * statistics.median(times),

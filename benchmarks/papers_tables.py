@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import papers, soak_troubles
-from benchmarks.real_tables import NAMES
+from benchmarks import soak_troubles
+from benchmarks.real_tables import MODELS
 from benchmarks.report import ROOT
-from benchmarks.table_parts import head, read, source
+from benchmarks.table_parts import head, line, read, source, table
 from tsjax.measure.roofline_table import roofline_of
 
 PUBLISHED = ROOT / "benchmarks" / "published.json"
-MODELS = {"Qwen2.5-1.5B": "qwen2.5-1.5b", "Qwen2.5-7B": "qwen2.5-7b", "Qwen2.5-14B": "qwen2.5-14b"}
-DISTINCT = tuple(f"distinct_{n}" for n in range(1, 5))
+SIZES = {"Qwen2.5-1.5B": "qwen2.5-1.5b", "Qwen2.5-7B": "qwen2.5-7b", "Qwen2.5-14B": "qwen2.5-14b"}
+LENGTHS = ("20K", "40K", "60K", "80K", "100K")
+USUAL, PUBLISHED_RULE = "min-p", "published rule"  # a case, and the one method that is not lossless
 Pairs = Sequence[Sequence[float]]  # alpha and speed-up at each mark
 
 
@@ -28,7 +29,7 @@ class Cases:
 
     def __init__(self, document: dict[str, Any]):
         self._cases = {one["case"]: one for one in document["cases"]}
-        self.marks = self._cases[papers.USUAL]["marks"]
+        self.marks = self._cases[USUAL]["marks"]
 
     def pairs(self, case: str, method: str) -> Pairs:
         """Alpha and speed-up until each mark."""
@@ -50,26 +51,29 @@ class Cases:
 def tables() -> str:
     document, published = read("papers"), json.loads(PUBLISHED.read_text())
     ours = Cases(document)
-    parts: Iterable[Callable[[Cases, dict], list[str]]] = (
+    parts = (
         table_3, published_rule, table_4, table_5, table_6, table_7, table_8, table_12,
         figures_3_and_4,
     )  # fmt: skip
-    rows = (line for part in parts for line in part(ours, published))
-    return "\n".join([*opening(document), *rows])
+    return "\n\n".join([opening(document), *(part(ours, published) for part in parts)])
 
 
-def opening(document: dict) -> list[str]:
+def section(title: str, lines: Sequence[str], note: str = "") -> str:
+    return "\n".join([f"### {title}", "", *lines, *(("", note) if note else ())])
+
+
+def opening(document: dict) -> str:
     equal = [
         row["same_tokens"]
         for case in document["cases"]
         for name, row in case["methods"].items()
-        if name not in ("plain", papers.PUBLISHED_RULE)
+        if name not in ("plain", PUBLISHED_RULE)
     ]
     heads, fifth = document["heads"], document["new_tokens"] // 5
     right, counted = (
         ", ".join(f"{share:.0%}" for share in heads[name]) for name in ("top1", "counts")
     )
-    parted, model = len(equal) - sum(equal), NAMES[document["model"]["name"]]
+    parted, model = len(equal) - sum(equal), MODELS[document["model"]["name"]]
     all_of = "All" if not parted else f"All but {parted} of the"
     return f"""Published figures are those of [arXiv 2502.18890](https://arxiv.org/abs/2502.18890):
 one A100, models of 1.5B to 14B parameters, 20K to 100K new tokens. Ours are the same experiments on
@@ -92,169 +96,180 @@ pass and the n-grams; what well-trained heads would add is not in it.
   of the published rule, which cannot.
 * One prompt, one seed: the paper gives 0.02 to 0.11 of alpha as the spread over its five.
 * Written as *published / here*.
-""".splitlines()
+""".rstrip()
 
 
-def table_3(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "### Table 3: methods, after a prompt of 4,096 tokens there", ""]
-    names = {"TriForce*": "triforce, chosen again", "TokenSwift": "tokenswift"}
-    models = list(published["table_3"])
-    columns = ["method", "new tokens", *(f"{one}: alpha, x" for one in models), "here"]
-    lines += head(" | ".join(columns))
+def table_3(ours: Cases, published: dict) -> str:
+    models, names = published["table_3"], {
+        "TriForce*": "triforce, chosen again", "TokenSwift": "tokenswift"
+    }  # fmt: skip
+    lines = head("method", "new tokens", *(f"{one}: alpha, x" for one in models), "here")
     for name, method in names.items():
-        here = ours.pairs(papers.USUAL, method)
+        here = ours.pairs(USUAL, method)
         for index in (0, 2, 4):
-            cells = [_pair(published["table_3"][model][name]["4096"][index]) for model in models]
+            cells = (_pair(found[name]["4096"][index]) for found in models.values())
             length = f"{published['generated'][index]} / {ours.marks[index]:,}"
-            lines.append(_row([name, length, *cells, _pair(here[index])]))
-    last = {
-        name: ours.pairs(papers.USUAL, name)[-1][1] for name in ("tokenswift", "triforce", "auto")
-    }
-    return [
-        *lines, "",
+            lines.append(line(name, length, *cells, _pair(here[index])))
+    last = {name: ours.pairs(USUAL, name)[-1][1] for name in ("tokenswift", "triforce", "auto")}
+    note = (
         "TriForce has no second model here: what followed the longest earlier match is offered at "
         f"the lowest level. `Auto` on the same text: {last['auto']:.2f}x, where the paper's "
         f"settings are at {last['tokenswift']:.2f}x and TriForce as published, its cache chosen "
-        f"once, at {last['triforce']:.2f}x.",
-    ]  # fmt: skip
-
-
-def published_rule(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "### What the published acceptance owes to its rule", ""]
-    lines += head(
-        "truncation | published | same drafts, exact | same drafts, published rule | noise "
-        "shared with the drafts (default here) | Distinct-2, exact | Distinct-2, published rule"
+        f"once, at {last['triforce']:.2f}x."
     )
+    return section("Table 3: methods, after a prompt of 4,096 tokens there", lines, note)
+
+
+def published_rule(ours: Cases, published: dict) -> str:
     name, case = "top-p", "rule, top-p"
-    exact = ours.pairs(case, "same drafts")[-1][0]
-    other = ours.pairs(case, papers.PUBLISHED_RULE)[-1][0]
-    coupled = ours.pairs(name, "tokenswift")[0][0]
-    text, biased = ours.text(case), ours.text(case, papers.PUBLISHED_RULE)
-    cells = [name, f"{published['table_12'][name][0][0]:.2f}"]
-    cells += [f"{alpha:.2f}" for alpha in (exact, other, coupled)]
-    lines.append(_row([*cells, f"{text['distinct_2']:.2f}", f"{biased['distinct_2']:.2f}"]))
-    return [
-        *lines, "",
-        f"Alpha over {papers.SHORT:,} new tokens. The published program draws a token for each "
+    alphas = (
+        published["table_12"][name][0],
+        ours.pairs(case, "same drafts")[-1],
+        ours.pairs(case, PUBLISHED_RULE)[-1],
+        ours.pairs(name, "tokenswift")[0],
+    )
+    distinct = (ours.text(case), ours.text(case, PUBLISHED_RULE))
+    lines = head(
+        "truncation", "published", "same drafts, exact", "same drafts, published rule",
+        "noise shared with the drafts (default here)", "Distinct-2, exact",
+        "Distinct-2, published rule",
+    )  # fmt: skip
+    figures = [*(alpha for alpha, _ in alphas), *(one["distinct_2"] for one in distinct)]
+    lines.append(line(name, *(f"{figure:.2f}" for figure in figures)))
+    note = (
+        f"Alpha over {ours.marks[0]:,} new tokens. The published program draws a token for each "
         "row of the tree at each depth and keeps the row that agrees the longest; a token that "
         "47 rows share has 47 tries. What it says is therefore not a sample of the model, and "
-        "its alpha is not one of a lossless method "
-        "([benchmarks/published_rule.py](../benchmarks/published_rule.py), which only this "
-        "table runs). Ours draws one token per position. Drafts that are ranked with the noise "
-        "of their positions win some of it back, exactly.",
-    ]  # fmt: skip
-
-
-def table_4(ours: Cases, published: dict) -> list[str]:
-    del ours
-    lines = ["", "### Table 4: Qwen2.5 of three sizes, 100K tokens after 4,096", ""]
-    lines += head(
-        "model | alpha | x | plain decoding | at least, by what it reads | times the bound | "
-        "the scheme at that alpha, at most"
+        "its alpha is not one of a lossless method (`benchmarks/published_rule.py` of that "
+        "commit). Ours draws one token per position. Drafts that are ranked with the noise of "
+        "their positions win some of it back, exactly."
     )
-    for name, preset in MODELS.items():
+    return section("What the published acceptance owes to its rule", lines, note)
+
+
+def table_4(ours: Cases, published: dict) -> str:
+    del ours
+    lines = head(
+        "model", "alpha", "x", "plain decoding", "at least, by what it reads", "times the bound",
+        "the scheme at that alpha, at most",
+    )  # fmt: skip
+    for name, preset in SIZES.items():
         alpha, gain, plain, _ = published["table_4"][name][-1]
         given = [f"tokenswift={alpha}"]
         found = roofline_of(preset, prompt=4096, new=102_400, device="a100", acceptance=given)
         ideal = next(one.ideal for one in found.methods if one.name == "tokenswift")
         bound = found.bound * 102_400 / 60
-        lines.append(
-            _row([
-                name, f"{alpha:.2f}", f"{gain:.2f}x", f"{plain:.0f} min", f"{bound:.1f} min",
-                f"{plain / bound:.0f}x", f"{ideal:.2f}x",
-            ])
-        )  # fmt: skip
-    return [
-        *lines, "",
+        figures = f"{alpha:.2f}", f"{gain:.2f}x", f"{plain:.0f} min", f"{bound:.1f} min"
+        lines.append(line(name, *figures, f"{plain / bound:.0f}x", f"{ideal:.2f}x"))
+    note = (
         "The last three columns are arithmetic (`tsjax roofline`), not runs: no checkpoint of "
         "these sizes was run here. The paper's plain decoding takes many times what reading "
         "weights and cache takes, and its x are held against that. Against decoding at the bound "
-        "the scheme, which reads all weights twice per step, can give what the last column says.",
-    ]  # fmt: skip
+        "the scheme, which reads all weights twice per step, can give what the last column says."
+    )
+    return section("Table 4: Qwen2.5 of three sizes, 100K tokens after 4,096", lines, note)
 
 
-def table_5(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "### Table 5: the draft cache, without n-grams", ""]
+def table_5(ours: Cases, published: dict) -> str:
     names = {
         "full": "the whole cache", "partial": "chosen once, after the prompt",
         "dynamic": "chosen again as the text grows",
     }  # fmt: skip
-    return [
-        *lines,
-        *_by_length(
-            ours,
-            {
-                title: (published["table_5"][name], ours.pairs("caches and trees", name))
-                for name, title in names.items()
-            },
-        ),
-        "",
-        "As there, a cache that is chosen once falls behind as the text grows.",
-    ]
+    found = {
+        title: (published["table_5"][name], ours.pairs("caches and trees", name))
+        for name, title in names.items()
+    }
+    note = "As there, a cache that is chosen once falls behind as the text grows."
+    return section("Table 5: the draft cache, without n-grams", _by_length(ours, found), note)
 
 
-def table_6(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "### Table 6: the penalty, by kind of truncation (theta 1.2, window 1,024)", ""]
-    lines += _distinct_head("sampling")
-    for name, (*distinct, _) in published["table_6"].items():
-        case = papers.USUAL if name == "min-p" else name
-        here = [ours.text(case)[one] for one in DISTINCT]
-        lines.append(_row([name, *map(_both, distinct, here)]))
-    return [
-        *lines,
-        "",
+def table_6(ours: Cases, published: dict) -> str:
+    texts = {name: ours.text(USUAL if name == "min-p" else name) for name in published["table_6"]}
+    note = (
         "Distinct-n falls with the length of a text, and ours are an eightieth as long: compare "
-        "within a column.",
-    ]
+        "within a column."
+    )
+    title = "Table 6: the penalty, by kind of truncation (theta 1.2, window 1,024)"
+    return section(title, _distinct("sampling", published["table_6"], texts), note)
 
 
-def table_7(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "### Table 7: the shape of the tree, without n-grams", ""]
+def table_7(ours: Cases, published: dict) -> str:
     found = {
         f"[{name}]": (published["table_7"][name], ours.pairs("caches and trees", method))
         for name, method in {"3,3,3,3": "tree 3,3,3,3", "1,3,3,3": "dynamic"}.items()
     }
-    return [*lines, *_by_length(ours, found)]
+    return section("Table 7: the shape of the tree, without n-grams", _by_length(ours, found))
 
 
-def table_8(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "### Table 8: the strength of the penalty (window 1,024)", ""]
-    lines += _distinct_head("theta")
-    for theta, distinct in published["table_8"].items():
-        case = {"1.0": "min-p, no penalty", "1.2": papers.USUAL}.get(theta, f"theta {theta}")
-        here = [ours.text(case)[one] for one in DISTINCT]
-        lines.append(_row([theta, *map(_both, distinct, here)]))
+def table_8(ours: Cases, published: dict) -> str:
+    cases = {"1.0": "min-p, no penalty", "1.2": USUAL}
+    texts = {theta: ours.text(cases.get(theta, f"theta {theta}")) for theta in published["table_8"]}
+    title = "Table 8: the strength of the penalty (window 1,024)"
+    return section(title, _distinct("theta", published["table_8"], texts))
+
+
+def table_12(ours: Cases, published: dict) -> str:
+    found = {
+        name: (there, ours.pairs(USUAL if name == "min-p" else name, "tokenswift"))
+        for name, there in published["table_12"].items()
+    }
+    note = "The published alpha rises with the length, as its texts repeat themselves (Table 6)."
+    return section("Table 12: kinds of truncation", _by_length(ours, found), note)
+
+
+def figures_3_and_4(ours: Cases, published: dict) -> str:
+    there = published["figure_3"]
+    found = {
+        "k = 20": (there["k=20"], ours.pairs(USUAL, "tokenswift")),
+        "k = 0": (there["k=0"], ours.pairs("caches and trees", "dynamic")),
+    }
+    row = ours.row(USUAL, "tokenswift")
+    steps = sum(row["accepted_lengths"])
+    beta = row["accepted_by_source"].get("ngrams", 0) / (row["draft_positions"] * steps)
+    note = (
+        f"Of alpha with k = 20, n-grams have a part (beta) of {beta:.2f} here; the paper gives "
+        f"{there['k=20, beta'][0]:.2f} to {there['k=20, beta'][-1]:.2f}. Figure 4 was published "
+        "without numbers."
+    )
+    title = "Figures 3 and 4: tokens said before, as n-grams"
+    return section(title, _by_length(ours, found), note)
+
+
+def _by_length(ours: Cases, found: dict[str, tuple[Pairs | None, Pairs]]) -> list[str]:
+    """A column for each length, a row for each name: alpha and x, published / here."""
+    labels = [f"{there} / {mark:,}" for there, mark in zip(LENGTHS, ours.marks, strict=True)]
+    lines = head("alpha, x", *labels)
+    for name, (there, here) in found.items():
+        cells = []
+        for index in range(len(labels)):
+            left = "" if there is None else _pair(there[index])
+            right = _pair(here[index]) if index < len(here) else ""
+            cells.append(f"{left} / {right}" if left and right else left or right)
+        lines.append(line(name, *cells))
     return lines
 
 
-def table_12(ours: Cases, published: dict) -> list[str]:
-    lines = ["", "### Table 12: kinds of truncation", ""]
-    found = {
-        name: (there, ours.pairs(papers.USUAL if name == "min-p" else name, "tokenswift"))
-        for name, there in published["table_12"].items()
-    }
-    return [
-        *lines, *_by_length(ours, found), "",
-        "The published alpha rises with the length, as its texts repeat themselves (Table 6).",
-    ]  # fmt: skip
+def _distinct(title: str, there: dict[str, Sequence[float]], here: dict[str, dict]) -> list[str]:
+    """How many of the n-grams of a text are different, published / here."""
+    return table(
+        here,
+        (title, str),
+        *(
+            (
+                f"Distinct-{n}",
+                lambda name, n=n: f"{there[name][n - 1]:.2f} / {here[name][f'distinct_{n}']:.2f}",
+            )
+            for n in range(1, 5)
+        ),
+    )
 
 
-def figures_3_and_4(ours: Cases, published: dict) -> list[str]:
-    there = published["figure_3"]
-    lines = ["", "### Figures 3 and 4: tokens said before, as n-grams", ""]
-    found = {
-        "k = 20": (there["k=20"], ours.pairs(papers.USUAL, "tokenswift")),
-        "k = 0": (there["k=0"], ours.pairs("caches and trees", "dynamic")),
-    }
-    row = ours.row(papers.USUAL, "tokenswift")
-    steps = sum(row["accepted_lengths"])
-    beta = row["accepted_by_source"].get("ngrams", 0) / (row["draft_positions"] * steps)
-    return [
-        *lines, *_by_length(ours, found), "",
-        f"Of alpha with k = 20, n-grams have a part (beta) of {beta:.2f} here; the paper gives "
-        f"{there['k=20, beta'][0]:.2f} to {there['k=20, beta'][-1]:.2f}. Figure 4 was published "
-        "without numbers.",
-    ]  # fmt: skip
+def _pair(pair: Sequence[float]) -> str:
+    alpha, gain = pair
+    return f"{alpha:.2f}, {gain:.2f}x"
+
+
+# --- what a run survived ----------------------------------------------------------------------
 
 
 def killed_runs() -> str:
@@ -315,37 +330,3 @@ def _mib(size: int) -> str:
 
 def _named(names: Sequence[str]) -> str:
     return f" ({', '.join(dict.fromkeys(names))})" if names else ""
-
-
-def _by_length(ours: Cases, found: dict[str, tuple[Pairs | None, Pairs]]) -> list[str]:
-    """A column for each length, a row for each name: alpha and x, published / here."""
-    labels = [f"{there} / {mark:,}" for there, mark in zip(LENGTHS, ours.marks, strict=True)]
-    lines = head(" | ".join(["alpha, x", *labels]))
-    for name, (there, here) in found.items():
-        cells = []
-        for index in range(len(labels)):
-            left = "" if there is None else _pair(there[index])
-            right = _pair(here[index]) if index < len(here) else ""
-            cells.append(f"{left} / {right}" if left and right else left or right)
-        lines.append(_row([name, *cells]))
-    return lines
-
-
-LENGTHS = ("20K", "40K", "60K", "80K", "100K")
-
-
-def _distinct_head(first: str) -> list[str]:
-    return head(" | ".join([first, *(f"Distinct-{n}" for n in range(1, 5))]))
-
-
-def _pair(pair: Sequence[float]) -> str:
-    alpha, gain = pair
-    return f"{alpha:.2f}, {gain:.2f}x"
-
-
-def _both(there: float, here: float) -> str:
-    return f"{there:.2f} / {here:.2f}"
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -11,21 +11,16 @@ run on a GPU. The tables are counted by `tsjax.measure.layout`, and read from th
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 
 from benchmarks import report
-from benchmarks.report import ROOT
-from benchmarks.table_parts import head
+from benchmarks.table_parts import head, line, read, write
 from tools import aot
 from tsjax.files.presets import model_preset
 from tsjax.measure.layout import layout
 from tsjax.methods.devices import GPUS
 from tsjax.methods.roofline import USABLE
 
-PAGE = ROOT / "docs" / "devices.md"
-RESULT = ROOT / "benchmarks" / "results" / "aot" / "scaling.json"
 MODELS = ("qwen2.5-14b", "qwen2.5-32b", "llama3.1-70b")
 MESHES = {  # model, slots; by tokens
     131_072: ((1, 1), (2, 1), (4, 1), (8, 1)),
@@ -34,10 +29,10 @@ MESHES = {  # model, slots; by tokens
 CHIPS = {"a100": "A100, 80 GB", "h100": "H100, 80 GB", "h200": "H200, 141 GB"}
 
 
-def fits() -> list[str]:
+def fits() -> str:
     """Bytes of each device, and the least time of a step where they have room."""
-    chips = " | ".join(CHIPS.values())
-    lines = head(f"model | tokens | model x slots | GB of weights, cache | {chips}")
+    titles = "model", "tokens", "model x slots", "GB of weights, cache"
+    lines = head(*titles, *CHIPS.values())
     for name in MODELS:
         cfg = model_preset(name)
         for context, meshes in MESHES.items():
@@ -48,24 +43,23 @@ def fits() -> list[str]:
                 if not any(room):
                     continue
                 (table,) = (one.each for one in weights if one.name == "vocabulary")
-                read = found.each - (0 if cfg.tie_embeddings else table / 2)
-                cells = [
-                    f"{1e3 * read / GPUS[chip].bytes_per_second:.1f}" if has else "no room"
+                nbytes = found.each - (0 if cfg.tie_embeddings else table / 2)
+                cells = (
+                    f"{1e3 * nbytes / GPUS[chip].bytes_per_second:.1f}" if has else "no room"
                     for chip, has in zip(CHIPS, room, strict=True)
-                ]
-                held = sum(one.each for one in weights)
-                lines.append(
-                    f"| {name} | {context:,} | {model} x {slots} | {held / 1e9:.1f}, "
-                    f"{cache.each / 1e9:.1f} | {' | '.join(cells)} |"
                 )
-    return lines
+                held = sum(one.each for one in weights)
+                parts = f"{held / 1e9:.1f}, {cache.each / 1e9:.1f}"
+                lines.append(line(name, f"{context:,}", f"{model} x {slots}", parts, *cells))
+    return "\n".join(lines)
 
 
-def compiled() -> list[str]:
+def compiled() -> str:
     """What the compiler says of steps on A100s: of plain decoding, then of TokenSwift."""
-    lines = head("model | tokens | model x slots | GB of each device | collectives | MB sent")
+    titles = "GB of each device", "collectives", "MB sent"
+    lines = head("model", "tokens", "model x slots", *titles)
     pairs: dict[tuple, list[dict]] = {}
-    for case, found in json.loads(RESULT.read_text("utf-8"))["cases"].items():
+    for case, found in read("scaling", "aot")["cases"].items():
         step = aot.SCALING[case]
         pairs.setdefault((step.model, step.capacity, *step.mesh[1:]), []).append(found)
     for (name, tokens, model, slots), pair in pairs.items():
@@ -74,9 +68,9 @@ def compiled() -> list[str]:
             [f"{found['sent']['step_count']}" for found in pair],
             [f"{found['sent']['step'] / 1e6:.1f}" for found in pair],
         )
-        cells = " | ".join(map(", ".join, columns))
-        lines.append(f"| {name} | {tokens:,} | {model} x {slots} | {cells} |")
-    return lines
+        cells = map(", ".join, columns)
+        lines.append(line(name, f"{tokens:,}", f"{model} x {slots}", *cells))
+    return "\n".join(lines)
 
 
 def memory(found: dict) -> int:
@@ -88,16 +82,6 @@ def memory(found: dict) -> int:
 def largest(found: dict) -> int:
     """Bytes of the largest collective of a usual step."""
     return max(one["bytes"] for one in found["sent"]["each"] if one["inside"] == ["loop"])
-
-
-def page(text: str) -> str:
-    """The page with the tables of today."""
-    for name, table in (("fits", fits), ("compiled", compiled)):
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        made = "\n".join([begin, *table(), end])
-        text, count = re.subn(f"{begin}.*?{end}", lambda _, made=made: made, text, flags=re.DOTALL)
-        assert count == 1, name
-    return text
 
 
 def compile_all(out, only: str) -> None:
@@ -125,9 +109,5 @@ def main(argv: Sequence[str]) -> int | None:
     if options.compile:
         compile_all(options.out, options.only)
         return None
-    old = PAGE.read_text("utf-8")
-    new = page(old)
-    if options.check:
-        return 0 if new == old else 1
-    PAGE.write_text(new, "utf-8")
-    return None
+    sections = {("docs/devices.md", "fits"): fits, ("docs/devices.md", "compiled"): compiled}
+    return write(sections, options.check)

@@ -43,7 +43,6 @@ import numpy as np
 
 import tsjax
 from benchmarks import report
-from benchmarks.papers import DRAWN, MIN_P, PENALTY
 from benchmarks.soak_life import COUNT
 from benchmarks.soak_troubles import (
     ANY_TIME,
@@ -58,6 +57,7 @@ from benchmarks.soak_troubles import (
 from pallas_kernels import native
 from pallas_kernels.cache_folder import cache_folder
 from tsjax.host.saved_run import read_run
+from tsjax.measure.paired_runs import SETTINGS
 
 SETTING = "sampled, penalty"
 NEW_TOKENS, PROMPT = 102_400, "Once upon a time"
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int | None:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # what is ignored stays so
     model = tsjax.load(args.model)
     kernels = native.status(try_now=True).state  # which the processes then find
-    settings = {**DRAWN, **MIN_P, **PENALTY, "seed": args.seed}
+    settings = {**SETTINGS["sampled"], "seed": args.seed}
     asked = {
         "model": Path(args.model).name, "dtype": model.cfg.dtype, "new_tokens": args.new_tokens,
         "prompt": PROMPT, "setting": SETTING, "settings": settings, "kills": args.kills,

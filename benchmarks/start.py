@@ -18,13 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.real_models import prompts_of
 from pallas_kernels.cache_folder import cache_folder
+from tsjax.base.input_files import read_json
 from tsjax.measure.timing import ratios, summary
 
 METHODS = "autoregressive", "auto"
@@ -34,6 +34,7 @@ CASES: dict[str, list[str]] = {
     "edit": ["--max-new-tokens", "300", "--no-do-sample"],
 }  # fmt: skip
 KINDS = {"answer": ("short", "story", "code"), "edit": ("edit",)}
+PROMPTS = report.ROOT / "benchmarks" / "prompts.json"
 MOST_WAITED = 180  # seconds for programs that are compiled beside a command
 
 
@@ -49,8 +50,7 @@ def main(argv: Sequence[str]) -> None:
     name = Path(args.model).stem
     found: list[dict[str, Any]] = []
     for case in args.cases:
-        given = [one for one in prompts_of("report", KINDS[case])]
-        for kind, number, prompt in given[: args.prompts * len(KINDS[case])]:
+        for kind, number, prompt in prompts_of(KINDS[case], args.prompts):
             for kept, rounds in ((False, args.cold), (True, args.rounds)):
                 if not rounds:
                     continue
@@ -59,6 +59,15 @@ def main(argv: Sequence[str]) -> None:
                 print(line_of(found[-1]), file=sys.stderr)
     document = {"model": name, "dtype": args.dtype, "rows": found}
     report.write(document, args.out, f"start-{name}")
+
+
+def prompts_of(kinds: Sequence[str], count: int) -> Iterator[tuple[str, int, str]]:
+    """So many of each kind, from the second half: the first one is to choose settings on."""
+    every = read_json(PROMPTS)["kinds"]
+    first = len(every[kinds[0]]) // 2
+    for number in range(first, min(first + count, 2 * first)):
+        for kind in kinds:
+            yield kind, number, every[kind][number]
 
 
 def line_of(row: dict[str, Any]) -> str:

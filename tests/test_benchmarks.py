@@ -9,16 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import helpers
-import numpy as np
 import pytest
 
-import tsjax
 from benchmarks import __main__ as command
-from benchmarks import papers, report
+from benchmarks import report
 from benchmarks.table_parts import made_by
 from tsjax.__main__ import main
-from tsjax.measure.paired_runs import PLAIN, Runs, times_by_position
+from tsjax.measure.paired_runs import times_by_position
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -59,17 +56,17 @@ def run(name: str, out: Path, *arguments: str, complete: bool = True) -> dict:
 def test_the_list_names_every_benchmark():
     done = program("decoding", "--rounds", "1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: 'decoding' is no benchmark: cpu, rows, ")
+    assert done.stderr.startswith("error: 'decoding' is no benchmark: cpu, narrow, ")
     done = program()
     assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(command.MODULES)
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == list(command.NAMES)
     folder = ROOT / "benchmarks"
     with_main = {
         str(path.relative_to(folder).with_suffix("")).removesuffix("/__init__").replace("/", ".")
         for path in folder.rglob("*.py")
         if "\ndef main(" in path.read_text()
     }
-    assert with_main - {"__main__"} == set(command.MODULES.values())
+    assert with_main - {"__main__"} == set(command.NAMES)
 
 
 def test_recorded_commands_are_shown_as_they_are_today():
@@ -137,17 +134,6 @@ def test_a_step_runs_on_a_cpu(tmp_path):
     for row in document["rows"]:
         assert row["ms"]["min"] > 0 and row["bound_ms"] > 0 and row["over_plain"] > 0
     assert len(document["bars"]) == 2  # the plain steps; no pass has 64 rows
-
-
-def test_the_published_rule_runs_in_the_loop_of_a_run():
-    model, prompt = helpers.tiny_model(num_layers=1), np.arange(3, 9, dtype=np.int32)
-    drafts = tsjax.NGram(num_ngrams=2, suffix_length=2)
-    methods = {PLAIN: tsjax.methods.Autoregressive(), papers.PUBLISHED_RULE: drafts}
-    program = {papers.PUBLISHED_RULE: papers._published}
-    runs = Runs(model, prompt, {}, methods, dict.fromkeys(methods, 12), program)
-    found = papers.told(runs, papers.side_by_side(runs), [6, 12])
-    assert [*found["methods"]] == [*methods] and found["methods"][PLAIN]["same_tokens"]
-    assert len(found["methods"][papers.PUBLISHED_RULE]["ms_per_token"]) == 2
 
 
 def test_a_run_s_speed_is_told_by_output_position():

@@ -13,7 +13,6 @@ from helpers import MIXED_COSTS as MIXED
 from helpers import tiny_config
 
 import tsjax
-from benchmarks.rows import SHAPES, config_of
 from tsjax.methods import Auto, Autoregressive, NGram, TokenSwift
 from tsjax.methods.cost_model import Int8Costs, Line, as_costs
 from tsjax.methods.devices import CPU, GPUS, device_of, estimated, pass_line, pass_work
@@ -231,7 +230,10 @@ def test_the_formula_against_a_cpu():
     )  # fmt: skip
     passes = results("cpu/rows-smollm2-135m-bfloat16")["passes"]
     cases = [(smollm2, one) for one in passes]
-    random = config_of(SHAPES["500 MB"])
+    random = tsjax.ModelConfig(
+        vocab_size=49_152, embed_dim=1024, num_layers=16, num_heads=16, num_kv_heads=8, head_dim=64,
+        mlp_dim=2816, max_positions=32_768, norm_eps=1e-5, dtype="bfloat16",
+    )  # fmt: skip
     cases += [(random, one) for one in results("cpu/rows")["passes"] if one["model"] == "500 MB"]
     errors = {}
     for model, one in cases:

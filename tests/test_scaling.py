@@ -9,6 +9,7 @@ from helpers import tiny_config, tiny_model
 
 import tsjax
 from benchmarks import scaling
+from benchmarks.table_parts import read
 from tsjax.__main__ import main
 from tsjax.measure import layout
 from tsjax.model.cache import init_cache
@@ -86,7 +87,7 @@ def test_the_page_is_of_today():
 
 def test_what_was_compiled_fits_and_sends_no_cache():
     """The figures that are committed, also of the cases that CI does not compile."""
-    cases = json.loads(scaling.RESULT.read_text())["cases"]
+    cases = read("scaling", "aot")["cases"]
     assert cases.keys() == scaling.aot.SCALING.keys()
     for case, found in cases.items():
         check_compiled(case, found)
