@@ -17,8 +17,7 @@ import json
 import os
 import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -120,33 +119,20 @@ def whole_passes(params, cfg, context: int) -> dict[int, Callable[[], Any]]:
     }
 
 
-def timed(calls: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
-    """Seconds of each call in each round."""
-
-    def seconds(call: Callable[[], Any]) -> float:
-        begun = time.perf_counter()
-        jax.block_until_ready(call())
-        return time.perf_counter() - begun
-
-    every = {name: functools.partial(seconds, call) for name, call in calls.items()}
-    return report.interleaved(every, rounds).results
-
-
 def of_context(models: dict[str, tsjax.Model], context: int, args: Any) -> dict[str, Any]:
     first = next(iter(models.values()))
     ids = np.random.default_rng(0).integers(0, first.cfg.vocab_size, context).tolist()
-    seconds: dict[tuple[str, str], list[float]] = {}
     texts = {name: tsjax.read(model, ids[:-1]) for name, model in models.items()}
 
-    def plain(name: str, model: tsjax.Model) -> None:
+    def plain(name: str, model: tsjax.Model) -> float:
+        """Seconds of a token."""
         found = tsjax.generate(
             model, ids, prefix=texts[name], method="autoregressive", max_new_tokens=args.steps,
             eos_token_id=(),
         )  # fmt: skip
-        per_token = found.stats.decode_seconds / found.stats.computed_tokens
-        seconds.setdefault((name, "plain"), []).append(per_token)
+        return found.stats.decode_seconds / found.stats.computed_tokens
 
-    def peer() -> None:
+    def peer() -> float:
         command = [
             args.llama_bench, "-m", args.model, "-t", str(cores()), "-p", "0", "-n",
             str(args.steps), "-d", str(context), "-r", "1", "-o", "json",
@@ -154,7 +140,7 @@ def of_context(models: dict[str, tsjax.Model], context: int, args: Any) -> dict[
         said = subprocess.run(command, check=True, capture_output=True, text=True)
         (found,) = json.loads(said.stdout)
         document["peer"] = {"commit": found["build_commit"], "type": found["model_type"]}
-        seconds.setdefault((PEER, "plain"), []).append(1 / found["avg_ts"])
+        return 1 / found["avg_ts"]
 
     document: dict[str, Any] = {"context": context}
     calls: dict[Any, Any] = {
@@ -162,14 +148,13 @@ def of_context(models: dict[str, tsjax.Model], context: int, args: Any) -> dict[
     }
     if args.llama_bench:
         calls[PEER] = peer
-    report.interleaved(calls, args.rounds, warmup=1)
-    plains = {name: times[1:] for (name, _), times in seconds.items()}
+    plains = report.interleaved(calls, args.rounds).results
     passes = {
         (name, count): call
         for name, model in models.items()
         for count, call in whole_passes(model.params, model.cfg, context).items()
     }
-    found = timed(passes, args.rounds)
+    found = report.interleaved(passes, args.rounds).seconds
     document["ways"] = {
         name: {
             "ms": 1e3 * statistics.median(times),

@@ -11,7 +11,7 @@ import helpers
 import hf_fixtures
 import pytest
 
-from benchmarks import front, readme_table
+from benchmarks import front, readme_table, table_parts
 from tsjax.__main__ import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -107,6 +107,8 @@ def test_every_command_exists(line, capsys):
 
 def test_figures_come_from_committed_results():
     assert readme_table.main(["--check"]) == 0, "run python -m benchmarks readme_table"
+    assert table_parts.write({("README.md", "front"): lambda: "another table"}, check=True) == 1
+    assert (ROOT / "README.md").read_text() == README
 
 
 def test_a_row_of_the_front_that_cannot_be_checked_is_refused():
