@@ -32,7 +32,6 @@ from helpers import (
 import tsjax
 from tsjax.base.generation_config import without_unread
 from tsjax.host import run
-from tsjax.methods import resolve_method
 
 ANY = AnyTree()
 VOCAB, BATCH = LOOPING["vocab_size"], len(PROMPTS)
@@ -268,8 +267,3 @@ def test_alone_and_interrupted_a_row_has_the_same_tokens(whole, tmp_path, monkey
     assert part.tokens[0].tolist() == expected[0][0][: len(part.tokens[0])]
     resumed = tsjax.generate(model, resume_from=path, method=AnyTree(), **SIZES)
     assert rows_of(resumed) == expected
-
-
-def test_names_are_methods_with_their_defaults():
-    assert resolve_method("ngram") == tsjax.NGram()
-    assert resolve_method("tokenswift") == tsjax.Auto()

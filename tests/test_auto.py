@@ -107,11 +107,6 @@ def test_a_promise_by_hand(drafts_per_second, context, weights):
 # --- the choice ------------------------------------------------------------------------------
 
 
-def test_a_program_that_takes_any_rows_is_the_same_for_all_prices():
-    for passes in (((1, 1.0), (128, 1.0)), ((1, 1.0), (8, 4.0))):
-        assert table(*passes, any_rows=True).widths(0, 64) == (1, 2, 4, 8, 16)
-
-
 @pytest.mark.parametrize(
     ("passes", "widths"),
     [
@@ -126,6 +121,8 @@ def test_trees_are_as_wide_as_right_drafts_pay(passes, widths):
     assert costs.widths(0, 64) == widths
     for option in options(LLAMA, costs, 0):
         assert (*option.pass_widths, option.width) == widths
+    # A program that takes any rows is the same for all prices.
+    assert costs._replace(any_rows=True).widths(0, 64) == (1, 2, 4, 8, 16)
 
 
 def test_int8_drafts_are_chosen_where_they_are_cheaper():

@@ -19,22 +19,6 @@ from tsjax.methods.devices import CPU, GPUS, device_of, estimated, pass_line, pa
 from tsjax.methods.model_drafts import PASS_WITH_REST_IS_RIGHT
 from tsjax.methods.ngram import REPEAT_IS_RIGHT, REPEATS
 
-
-def promised(method, model, costs, context) -> tuple[float, float]:
-    """Tokens and seconds."""
-    promise = method.promise(model, costs, context)
-    return promise.tokens, promise.seconds
-
-
-def tokens_of(method, model) -> float:
-    """They follow from the method and the model."""
-    return promised(method, model, MIXED, 9000)[0]
-
-
-def seconds_of(method, model, costs, context) -> float:
-    return promised(method, model, costs, context)[1]
-
-
 LLAMA_8B = dict(
     vocab_size=128_256, embed_dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128,
     mlp_dim=14_336, dtype="bfloat16",
@@ -62,11 +46,11 @@ def test_a_step_by_hand():
     one, verify = 10 + 0.5 * 64, 14 + 0.5 * context
 
     def seconds(method, model=model):
-        return seconds_of(method, model, MIXED, context)
+        return method.promise(model, MIXED, context).seconds
 
     # What is displaced is chosen again after 48 tokens, of which a step finds some.
     tokens = 1 + 0.8 + 0.8**2
-    assert tokens_of(method, model) == pytest.approx(tokens)
+    assert method.promise(model, MIXED, context).tokens == pytest.approx(tokens)
     choice = 2 + 0.25 * context
     assert seconds(method) == pytest.approx(2 * one + verify + 4 + choice * tokens / 48)
     # Or after 4; and to sum up the rest, the partial cache is read once more.
@@ -87,9 +71,10 @@ def test_repetitions_take_the_wider_pass():
     method = NGram(num_ngrams=0, suffix_length=7, suffix_match=8, pass_widths=(1,))
     usual, wide = MIXED.of_pass(1, 100), MIXED.of_pass(8, 100)
     expected = (1 - REPEATS) * usual + REPEATS * wide + 4 + 0.125 + 0.1
-    assert seconds_of(method, llama(), MIXED, 100) == pytest.approx(expected)
+    promise = method.promise(llama(), MIXED, 100)
+    assert promise.seconds == pytest.approx(expected)
     right = [REPEAT_IS_RIGHT**n for n in range(1, 8)]
-    assert tokens_of(method, llama()) == pytest.approx(1 + REPEATS * sum(right))
+    assert promise.tokens == pytest.approx(1 + REPEATS * sum(right))
 
 
 @pytest.mark.parametrize(

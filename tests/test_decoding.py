@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure functions: prefill, decode_step, decode, forward, and what their programs cost.
+"""The pure functions: prefill, decode_step, decode, forward.
 
-Nothing here goes through `generate`, except to compare with it.
+Nothing here goes through `generate`, except to compare with it. What their programs cost is in
+test_step_cost.py.
 """
 
 import functools
-import re
 
 import chex
 import jax
@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
-    IN_PLACE,
     VOCAB,
     chain,
     chain_model,
@@ -21,7 +20,6 @@ from helpers import (
     decoded,
     fresh_state,
     new_tokens,
-    operations,
     oracle_logits,
     prefilled,
     tiny_model,
@@ -30,7 +28,6 @@ from helpers import (
 import tsjax
 from tsjax.decoding.programs import programs
 from tsjax.decoding.state import EOS, LENGTH
-from tsjax.model.cache import cache_bytes
 
 CAPACITY = 64
 PROMPTS = [[1, 2, 3, 4, 5], [9, 8]]
@@ -202,7 +199,7 @@ def test_a_row_ends_where_its_buffers_end(model):
     assert int(state.length[0]) == 16
 
 
-# --- what lies beyond the length, and what a program costs --------------------------------------
+# --- what lies beyond the length --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("garbage", [np.nan, -1e30])
@@ -223,55 +220,3 @@ def test_slots_beyond_the_length_are_never_read(model, garbage):
     expected = decoded(model.params, clean, 12, cfg=cfg)
     actual = decoded(model.params, poisoned, 12, cfg=cfg)
     chex.assert_trees_all_equal(specified(actual), specified(expected))
-
-
-PROGRAMS = {
-    "decode": lambda run, params, state, cfg: run.decode.lower(params, state, 8, cfg=cfg),
-    "prefill": lambda run, params, state, cfg: run.read_part.lower(
-        params, state, 0, part=0, width=16, cfg=cfg
-    ),
-}
-
-
-def compiled(model, program: str, *, batch: int, capacity: int):
-    cfg = tsjax.steps.DecodeConfig(model=model.cfg)
-    state = begun(model, [[1, 2, 3]] * batch, capacity=capacity)
-    run = programs("cpu", model.cfg.dtype)
-    return PROGRAMS[program](run, model.params, state, cfg).compile()
-
-
-@pytest.mark.parametrize(
-    ("program", "batch", "dtype"),
-    [
-        ("decode", 3, "float32"),
-        ("prefill", 1, "float32"),
-        pytest.param("decode", 1, "bfloat16", marks=pytest.mark.wide),
-        pytest.param("prefill", 3, "bfloat16", marks=pytest.mark.wide),
-    ],
-)
-def test_no_step_copies_the_cache(program, batch, dtype):
-    # A block is a fixed amount of scratch memory; the cache has to be large beside it.
-    model, capacity = tiny_model(dtype=dtype), 262144 if dtype == "float32" else 524288
-    executable = compiled(model, program, batch=batch, capacity=capacity)
-    memory, cache = executable.memory_analysis(), cache_bytes(model.cfg, batch, capacity)
-    assert memory.temp_size_in_bytes <= 0.05 * cache
-    assert memory.alias_size_in_bytes >= cache  # the donated state is written in place
-    buffer = jax.ShapeDtypeStruct(
-        (batch, model.cfg.num_kv_heads, capacity, model.cfg.head_dim), dtype
-    )
-    found = operations(executable, buffer)
-    assert found and set(found) <= IN_PLACE
-    # Each fusion of that shape is one of the writes, wrapped.
-    assert found.count("fusion") <= found.count("dynamic-update-slice")
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_work_does_not_grow_with_the_capacity(model, program):
-    """Neither the work of a pass through each loop nor a loop's fixed number of passes does."""
-    work = []
-    for capacity in (8192, 65536):  # both larger than a block
-        executable = compiled(model, program, batch=1, capacity=capacity)
-        cost = executable.cost_analysis()
-        passes = re.findall(r'"known_trip_count":\{"n":"(\d+)"', executable.as_text())
-        work.append((cost["flops"], cost["bytes accessed"], sorted(passes)))
-    assert work[0] == work[1] and min(work[0][:2]) > 0

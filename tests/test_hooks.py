@@ -21,14 +21,12 @@ from helpers import LOOPING, PROMPTS, SIZES, chain_model, compilations, looping_
 import tsjax
 from tsjax.decoding import processors
 from tsjax.decoding.processors import (
-    NEVER_SEEN,
     KnownText,
     apply,
     bar_repeated_ngrams,
     first_counts,
     first_last_seen,
     penalise_counts,
-    tokens_before,
 )
 from tsjax.decoding.sampling import process
 
@@ -84,14 +82,6 @@ def test_the_rules_are_the_plain_loops(text, size, room, at_once, data):
     np.testing.assert_array_equal(out[0, 0], np.float32(by_ngrams(logits, text, size)))
 
 
-def test_the_last_tokens_are_known_and_drafted_ones():
-    text = KnownText(jnp.asarray([[7, 8, 9, 0, 0]]), jnp.asarray([3]), jnp.asarray([1]))
-    drafted = jnp.asarray([[[4, 5], [4, 5], [6, 6]]])
-    at = jnp.asarray([[[3, 4], [3, NEVER_SEEN], [NEVER_SEEN, NEVER_SEEN]]])
-    found = tokens_before(text, 4, (drafted, at), 3)
-    assert found.tolist() == [[[8, 9, 4, 5], [7, 8, 9, 4], [-1, 7, 8, 9]]]
-
-
 @pytest.mark.parity
 @pytest.mark.skipif(not HAS_TORCH, reason="there is no torch")
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -143,26 +133,22 @@ class CannotBeHashed:
         return logits + self.by
 
 
-HOOKS = {
-    "presence-greedy": dict(presence_penalty=0.8, frequency_penalty=0.3),
-    "ngrams-greedy": dict(no_repeat_ngram_size=3),
-    "several-sampled": dict(
-        logits_processor=[
-            tsjax.token_bias({3: 1.5, 4: -np.inf}, VOCAB),
-            tsjax.bad_words([[1, 2], [5]], VOCAB),
-            tsjax.LogitsProcessor(alternating, arrays=(0.05,)),
-        ],
-        repetition_penalty=1.2,
-        repetition_window=6,
-    ),
-}
+HOOKS = dict(
+    logits_processor=[
+        tsjax.token_bias({3: 1.5, 4: -np.inf}, VOCAB),
+        tsjax.bad_words([[1, 2], [5]], VOCAB),
+        tsjax.LogitsProcessor(alternating, arrays=(0.05,)),
+    ],
+    repetition_penalty=1.2,
+    repetition_window=6,
+    do_sample=True,
+    seed=5,
+)
 
 
-@pytest.mark.parametrize("name", HOOKS)
-def test_drafts_change_no_token(name):
-    how = dict(
-        max_new_tokens=40, do_sample=name.endswith("sampled"), seed=5, **SIZES, **HOOKS[name]
-    )
+def test_drafts_change_no_token():
+    """What is no function of a user's own is in test_any_tree.py."""
+    how = dict(max_new_tokens=40, **SIZES, **HOOKS)
     plain = tsjax.generate(MODEL, PROMPTS, **how)
     found = tsjax.generate(MODEL, PROMPTS, method=AnyTree(), **how)
     assert [row.tolist() for row in found.tokens] == [row.tolist() for row in plain.tokens]
@@ -174,8 +160,8 @@ def test_drafts_change_no_token(name):
 def test_with_all_at_once_drafts_change_neither_tokens_nor_log_probabilities(where):
     prompts = [(np.arange(40) * 5 % VOCAB).tolist(), (np.arange(30) * 3 % VOCAB).tolist()]
     how = dict(
-        HOOKS["several-sampled"], frequency_penalty=0.1, no_repeat_ngram_size=4, do_sample=True,
-        min_new_tokens=9, logprobs=1, seed=5, max_new_tokens=25, **SIZES,
+        HOOKS, frequency_penalty=0.1, no_repeat_ngram_size=4, min_new_tokens=9, logprobs=1,
+        max_new_tokens=25, **SIZES,
     )  # fmt: skip
     model = MODEL
     if where == "on a mesh":
@@ -246,14 +232,6 @@ def test_a_resumed_run_needs_the_same_processors(tmp_path):
     )  # fmt: skip
     assert found.tokens[0].tolist() == whole.tokens[0].tolist()
     assert not tsjax.check_run(MODEL, path, logits_processor=hook).departures
-
-
-def test_counts_go_on_where_a_run_is_resumed(tmp_path):
-    path, how = tmp_path / "run.json", dict(frequency_penalty=0.7, presence_penalty=0.2)
-    whole = tsjax.generate(MODEL, [1, 2], max_new_tokens=30, **how, **SIZES)
-    tsjax.generate(MODEL, [1, 2], max_new_tokens=12, save_to=path, **how, **SIZES)
-    found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=30, **SIZES)
-    assert found.tokens[0].tolist() == whole.tokens[0].tolist()
 
 
 # --- what is refused -----------------------------------------------------------------------------

@@ -99,6 +99,7 @@ def test_the_table_is_the_sum_of_its_parts(monkeypatch):
         int8=Int8Costs(Line(2.5, 0.25), 1.5 + 2 * 1.0),
         any_rows=formula.any_rows,
     )  # fmt: skip
+    assert table_of(monkeypatch, SECONDS, at_once=False) == found, "in pieces, too"
     without = table_of(monkeypatch, SECONDS, heads=0)
     assert without.heads == without.int8.heads == 0
     twice = table_of(monkeypatch, SECONDS, times=2.0)  # where half of the layers stand for all
@@ -199,7 +200,8 @@ def test_parts_do_what_they_say(layers, monkeypatch):
 
 
 def test_a_model_with_a_drafter_is_measured_by_few_layers(monkeypatch):
-    monkeypatch.setattr(measuring, "PROGRAM_LAYERS", 1)
+    for name, value in {"PROGRAM_LAYERS": 1, "ROWS_OF_CPU": (1, 4), "REPETITIONS": 1}.items():
+        monkeypatch.setattr(measuring, name, value)
     shape = tsjax.training.OneLayer(mlp_dim=16, words=8, taps=(0, 2, 4))
     model = tiny_model(num_layers=4, drafter=shape)
     found = measuring.measure(model.params, model.cfg, 1, 64)
@@ -364,14 +366,9 @@ def test_a_run_measures_in_pieces(folder, monkeypatch):
     assert measuring_within.go_on(200 * one_piece) is None and len(made) == 5, "once"
     _, calls = folder
     assert of_model() == TABLE and not calls
-    for not_wanted in (costs.Measuring(MODEL, False, 1, 100),):
-        assert not_wanted.go_on(1e9) is None and len(made) == 5
+    assert costs.Measuring(MODEL, False, 1, 100).go_on(1e9) is None and len(made) == 5
     monkeypatch.setattr(costs, "available_bytes", lambda device: 0)
     assert costs.Measuring(MODEL, True, 1, 100).go_on(1e9) is None and len(made) == 5
-
-
-def test_pieces_make_the_table_of_one_go(monkeypatch):
-    assert table_of(monkeypatch, SECONDS) == table_of(monkeypatch, SECONDS, at_once=False)
 
 
 # --- what a plain step takes -------------------------------------------------------------------

@@ -265,11 +265,6 @@ def test_what_is_off_is_not_in_the_program(settings):
 # --- process: the history --------------------------------------------------------------------
 
 
-def run_process(logits, tokens, length, positions, prompt_length, config):
-    values = make_values(config, logits.shape[-1])
-    return run(logits, tokens, length, positions, prompt_length, values)[0]
-
-
 @pytest.mark.parametrize(
     ("window", "penalty"),
     [(1, 1.7), (2, 0.6), (5, 1.7), (19, 0.6), (20, 1.7), (1000, 0.6), (None, 1.7)],
@@ -281,7 +276,8 @@ def test_repetition_window(window, penalty, rng):
     length = np.asarray([20, 1, 11], np.int32)
     ahead = np.arange(4, dtype=np.int32)  # positions beyond the known tokens: the window moves on
     logits = np.asarray(draw_logits(rng, (3, 4, 15)), np.float32)
-    ours = run_process(logits, tokens, length, length[:, None] + ahead, length, config)
+    values = make_values(config, 15)
+    ours, _ = run(logits, tokens, length, length[:, None] + ahead, length, values)
     for b, t in np.ndindex(3, 4):
         position = length[b] + t
         oldest = 0 if window is None else max(position - window, 0)
@@ -289,14 +285,3 @@ def test_repetition_window(window, penalty, rng):
         for token, x in enumerate(logits[b, t]):
             expected = x if token not in recent else x * penalty if x < 0 else x / penalty
             np.testing.assert_allclose(ours[b, t, token], expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("new", [0, 1, 4, 5, 6])
-def test_min_new_tokens_bars_only_the_stop_tokens(new, rng):
-    config = make_config(min_new_tokens=5, eos_token_id=(1, 3))
-    logits = np.asarray(draw_logits(rng, (1, 1, 6)), np.float32)
-    length, prompt_length = np.asarray([10 + new]), np.asarray([10])
-    tokens = np.zeros((1, 20), np.int32)
-    ours = run_process(logits, tokens, length, length[:, None], prompt_length, config)
-    barred = np.flatnonzero(np.isneginf(ours[0, 0])).tolist()
-    assert barred == ([1, 3] if new < 5 else [])

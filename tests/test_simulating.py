@@ -64,7 +64,7 @@ def test_steps_follow_the_lengths_and_begin_again():
 
 def test_the_text_is_what_was_drafted():
     """And after it the model's own token."""
-    state = steps([2])
+    state = steps([2, 2, 2])  # as many numbers as above, so it is one program
     text = state.tokens[0, 8:47].reshape(13, 3).tolist()
     assert [drafted for *drafted, _ in text] == 13 * [[11, 12]]
     assert state.sources[0, 8:47].reshape(13, 3).tolist() == 13 * [[1, 1, 0]]
@@ -72,4 +72,4 @@ def test_the_text_is_what_was_drafted():
 
 def test_without_drafts_it_is_plain_decoding():
     expected = oracle(tiny_model(), PROMPT[0].tolist(), max_new_tokens=40)
-    assert steps([0]).tokens[0, 8:48].tolist() == expected
+    assert steps([0, 0, 0]).tokens[0, 8:48].tolist() == expected

@@ -17,29 +17,33 @@ from pallas_kernels.best_slots.xla import BLOCK
 from tsjax.decoding.programs import programs
 
 COST_METHODS = {
+    "prefill": tsjax.methods.Autoregressive(),
+    "plain": tsjax.methods.Autoregressive(),
     "ngram": tsjax.NGram(num_ngrams=4, pass_widths=(1, 9)),
     "partial_cache": tsjax.TokenSwift(tree=(2, 2), draft_budget=500, num_ngrams=4),
     "verified_state": tsjax.TokenSwift(
         tree=(2, 2), draft_from="verified_state", num_ngrams=4, suffix_length=0
     ),
 }
-NAMES = [
-    "partial_cache",
-    *(pytest.param(x, marks=pytest.mark.wide) for x in ("ngram", "verified_state")),
-]
+DEFAULT = ("prefill", "plain", "partial_cache")
+NAMES = [pytest.param(x, marks=() if x in DEFAULT else pytest.mark.wide) for x in COST_METHODS]
 
 
 @functools.cache
 def compiled(
     name: str, *, capacity: int, batch: int = 1, dtype: str = "float32", cache: str = "same"
 ):
-    """The program of the loop over steps, and the state it takes."""
+    """The program of the loop over steps, or of a pass of a prefill, and the state it takes."""
     model = tiny_model(num_draft_heads=2, dtype=dtype, cache=cache)
     method = COST_METHODS[name]
     state = fresh_state(model, [[1, 2, 3]] * batch, method=method, capacity=capacity)
     cfg = tsjax.steps.DecodeConfig(model=model.cfg, method=method)
-    steps = jnp.int32(8)
-    lowered = programs("cpu", dtype).decode.lower(model.params, state, steps, cfg=cfg)
+    run, number = programs("cpu", dtype), jnp.int32(8)
+    if name == "prefill":
+        how = dict(part=0, width=16, cfg=cfg)
+        lowered = run.read_part.lower(model.params, state, number, **how)
+    else:
+        lowered = run.decode.lower(model.params, state, number, cfg=cfg)
     return lowered.compile(FUSED_AS_FOR_USERS), state
 
 
@@ -55,15 +59,20 @@ def partial_cache(state):
     return getattr(state.memory, "cache", None)
 
 
-def ngram_table(state):
-    return getattr(state.memory, "ngrams", state.memory)
+def ngram_places(state) -> list:
+    table = getattr(state.memory, "ngrams", state.memory)
+    return [table.places] if table else []
 
 
 @pytest.mark.parametrize(
     ("name", "batch", "dtype", "held"),
     [
+        ("prefill", 1, "float32", "same"),
+        ("plain", 3, "float32", "same"),
         ("partial_cache", 3, "bfloat16", "same"),
         ("partial_cache", 3, "bfloat16", "int8"),
+        pytest.param("prefill", 3, "bfloat16", "same", marks=pytest.mark.wide),
+        pytest.param("plain", 3, "bfloat16", "same", marks=pytest.mark.wide),
         pytest.param("ngram", 1, "float32", "same", marks=pytest.mark.wide),
         pytest.param("partial_cache", 1, "float32", "same", marks=pytest.mark.wide),
     ],
@@ -74,7 +83,8 @@ def test_no_step_copies_a_buffer(name, batch, dtype, held):
     memory = executable.memory_analysis()
     cache = sum(buffer.nbytes for buffer in state.kv.k + state.kv.v)
     assert memory.temp_size_in_bytes <= 0.05 * cache + scores_bytes(state)
-    donated = cache + ngram_table(state).places.nbytes + state.tokens.nbytes
+    buffers = [state.tokens, *ngram_places(state)]
+    donated = cache + sum(buffer.nbytes for buffer in buffers)
     cache = partial_cache(state)
     if cache is not None:
         donated += sum(buffer.nbytes for buffer in cache.k + cache.v)
@@ -85,7 +95,7 @@ def test_no_step_copies_a_buffer(name, batch, dtype, held):
         assert found and set(found) <= IN_PLACE
         # Each fusion of that shape is one of the writes, wrapped.
         assert found.count("fusion") <= found.count("dynamic-update-slice")
-    for buffer in (state.tokens, ngram_table(state).places):
+    for buffer in buffers:
         assert set(operations(executable, buffer)) <= IN_PLACE | {"scatter"}
     if cache is not None:
         # Where it is chosen again, what was gathered is selected for the rows that need it, and
@@ -119,11 +129,10 @@ def test_work_does_not_grow_with_the_capacity(name):
         assert work[1][2] <= work[0][2]
     else:
         assert work[1][2] == work[0][2]
-    if name != "partial_cache":
-        assert work[1][3] - work[0][3] <= 40 * (large - small)
+        assert work[1][3] - work[0][3] <= (40 if ngram_places(state) else 0) * (large - small)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if "prefill" not in name.values])
 def test_steps_ask_the_host_nothing(name):
     """All that a step reads and writes is on the device; the host only starts the loop."""
     executable, state = compiled(name, capacity=SMALL)  # compiled by the test before

@@ -280,6 +280,7 @@ def test_refused_settings(method, name, value, wanted):
 
 def test_methods_by_name_and_by_dataclass():
     assert resolve_method("autoregressive") == Autoregressive()
+    assert resolve_method("ngram") == NGram()
     assert resolve_method("tokenswift") == resolve_method("auto") == Auto()
     assert resolve_method(NGram(num_ngrams=3)) == NGram(num_ngrams=3)
     for value in ("eagle", None, TokenSwift):

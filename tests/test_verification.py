@@ -143,22 +143,6 @@ def test_a_nodes_scores_are_those_of_its_text_alone(settings, seed, alphabet):
     np.testing.assert_array_equal(actual[real].view(np.int64), expected[real].view(np.int64))
 
 
-def test_the_window_slides_with_the_depth():
-    """By hand: a window of 2 sees the last two tokens before each position, drafted or not."""
-    tree = merged(
-        jnp.asarray([3, 3], jnp.int32),
-        jnp.broadcast_to(jnp.asarray([5, 6, 5, 7], jnp.int32), (BATCH, PATHS, DEPTH)),
-        jnp.full((BATCH, PATHS), DEPTH),
-    )
-    values = sampling_values("float32", repetition_penalty=2.0, repetition_window=2)
-    logits, history = jnp.ones((BATCH, WIDTH, VOCAB)), jnp.asarray([[8, 9, 3]] * BATCH)
-    length = jnp.full((BATCH,), 3, jnp.int32)
-    noise = jnp.zeros((BATCH, DEPTH + 1, VOCAB))
-    scores = scores_in_the_tree(logits, tree, history, length, length, noise, values)
-    penalised = [set(np.flatnonzero(row == 0.5).tolist()) for row in np.asarray(scores)[0]]
-    assert penalised[: DEPTH + 1] == [{9, 3}, {3, 5}, {5, 6}, {6, 5}, {5, 7}]
-
-
 @functools.partial(jax.jit, static_argnames="cfg")
 def verified(params, state, tree, *, cfg):
     noise = step_noise(state.row_key, state.length, DEPTH + 1, VOCAB, state.sampling)

@@ -102,9 +102,10 @@ def known_costs(params: Params, cfg: ModelConfig, batch: int, context: float) ->
     key = _key(params, cfg, batch, context)
     # Several processes may have other files each, and they have to agree.
     if key not in _KNOWN and not processes.are_several():
-        kept = _read(key)
-        if kept is not None:
-            _KNOWN[key] = kept
+        kept = kept_measured(key)
+        with contextlib.suppress(ValueError, TypeError, KeyError):
+            if kept is not None:
+                _KNOWN[key] = as_costs(kept["costs"])
     return _KNOWN.get(key)
 
 
@@ -207,10 +208,3 @@ def _key(params: Params, cfg: ModelConfig, batch: int, context: float) -> str:
         "batch": batch,
     }
     return json.dumps(facts, sort_keys=True)
-
-
-def _read(key: str) -> Costs | None:
-    kept = kept_measured(key)
-    with contextlib.suppress(ValueError, TypeError, KeyError):
-        return None if kept is None else as_costs(kept["costs"])
-    return None

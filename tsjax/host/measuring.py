@@ -236,8 +236,6 @@ class Timed(Clocked):
     def seconds(self, context: int, clock: Clock) -> float:
         inputs = self._inputs(context)
 
-        times: list[float]
-
         def call(count: int) -> float:
             begun = clock()
             self._carry = self._program(np.int32(count), self._carry, inputs)
@@ -246,14 +244,13 @@ class Timed(Clocked):
             return processes.first_says((clock() - begun) / count)
 
         call(1)
+        times: list[float] = []
         if self._before is not None:
-            times = []
             while len(times) < MOST_CALLS:
                 self._before.seconds(context, clock)
                 times.append(call(1))
             return statistics.median(times)
         count = min(max(int(CALL_SECONDS / max(call(1), 1e-9)), 1), MOST_REPEATS)
-        times = []
         while len(times) < MOST_CALLS and count * sum(times) < BUDGET:
             times.append(call(count))
         return min(times)

@@ -191,21 +191,19 @@ def opening(
     model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False
 ) -> LikelyTree:
     """Drafts from the text, and from heads or a drafter where they promise more."""
-    return _best(options(model, costs, context, corpus=corpus), model, costs, context)
+    return _best(model, costs, context, corpus=corpus)
 
 
 def best_with_passes(
     model: ModelConfig, costs: Costs, context: float, *, corpus: bool = False
 ) -> LikelyTree:
     """Drafts from passes of the model beside them."""
-    found = options(model, costs, context, corpus=corpus, passes=True)
-    return _best(found, model, costs, context)
+    return _best(model, costs, context, corpus=corpus, passes=True)
 
 
-def _best(
-    found: Iterator[LikelyTree], model: ModelConfig, costs: Costs, context: float
-) -> LikelyTree:
+def _best(model: ModelConfig, costs: Costs, context: float, **how: bool) -> LikelyTree:
     """The fewest expected seconds per token; of equal ones the simplest."""
+    found = options(model, costs, context, **how)
     return min(found, key=lambda one: one.promise(model, costs, context).seconds_per_token)
 
 

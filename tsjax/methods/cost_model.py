@@ -131,23 +131,21 @@ def as_costs(value: Any) -> Costs:
     """The table from nested lists, as a file has them. ValueError for what is none."""
     wanted = "a tsjax.costs.Costs: two passes or more, the first of one row, seconds of 0 or more"
     try:
-        passes, heads, choice, suffix, ngrams, overhead, origin, *others = value
-        # A table from before there were such.
-        int8, any_rows, one_layer = [*others, *[None, False, 0.0][len(others) :]]
+        found = Costs(*value)  # an earlier version's lacks the last ones
+        int8 = found.int8
         if int8 is not None:
-            one_row, int8_heads = int8
-            int8 = Int8Costs(_line(one_row), float(int8_heads))
-        costs = Costs(
-            passes=tuple((rows, _line(line)) for rows, line in passes),
-            heads=float(heads),
-            choice=_line(choice),
-            suffix=_line(suffix),
-            ngrams=float(ngrams),
-            overhead=float(overhead),
-            origin=origin,
+            one_row, heads = int8
+            int8 = Int8Costs(_line(one_row), float(heads))
+        costs = found._replace(
+            passes=tuple((rows, _line(line)) for rows, line in found.passes),
+            heads=float(found.heads),
+            choice=_line(found.choice),
+            suffix=_line(found.suffix),
+            ngrams=float(found.ngrams),
+            overhead=float(found.overhead),
             int8=int8,
-            any_rows=bool(any_rows),
-            one_layer=float(one_layer),
+            any_rows=bool(found.any_rows),
+            one_layer=float(found.one_layer),
         )
     except (TypeError, ValueError) as error:
         raise BadValue(f"costs={value!r:.80} is not valid: {wanted}") from error
@@ -159,7 +157,8 @@ def as_costs(value: Any) -> Costs:
     check(all(isinstance(rows, int) for rows in widths), "costs", value, wanted)
     ascending = len(widths) > 1 and widths[0] == 1 and widths == sorted(set(widths))
     check(ascending and costs.of_pass(1, 0) > 0, "costs", value, wanted)
-    check(origin in ("measured", "estimated"), "costs", origin, "'measured' or 'estimated'")
+    is_known = costs.origin in ("measured", "estimated")
+    check(is_known, "costs", costs.origin, "'measured' or 'estimated'")
     return costs
 
 

@@ -132,9 +132,8 @@ LOGITS_PASSES = 3
 # copied, the paper's budget.
 SCORE_PASSES, CHOICE_KERNELS, CHOSEN_SLOTS = 20, 12, 4096
 NGRAM_KERNELS = 40  # entering n-grams and looking them up
-DRAFT_KERNELS = (
-    61  # of a draft of the one-layer drafter, with a quarter of what a chain begins with
-)
+# Of a draft of the one-layer drafter, with a quarter of what a chain begins with.
+DRAFT_KERNELS = 61
 
 
 def leaves_out_rows(platform: str, model: ModelConfig) -> bool:
@@ -249,6 +248,7 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
         read += _size(model) * heads * model.embed_dim**2
         return read / (device.bytes_per_second * share) + reach.step if heads else 0.0
 
+    of_drafter = drafter_share(model) * lines[0].seconds
     return Costs(
         passes=tuple(passes),
         heads=of_heads(None),
@@ -263,13 +263,8 @@ def estimated(model: ModelConfig, device: Device, batch: int) -> Costs:
             pass_line(model, device, 1, batch, reach.int8_bytes), of_heads(reach.int8_bytes)
         ),
         any_rows=device is CPU and leaves_out_rows("cpu", model),
-        one_layer=_one_layer(model, reach, lines[0].seconds),
+        one_layer=of_drafter + DRAFT_KERNELS * reach.kernel if of_drafter else 0.0,
     )
-
-
-def _one_layer(model: ModelConfig, reach: Reach, of_pass: float) -> float:
-    share = drafter_share(model)
-    return share * of_pass + DRAFT_KERNELS * reach.kernel if share else 0.0
 
 
 def drafter_share(model: ModelConfig) -> float:
