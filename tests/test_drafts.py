@@ -102,11 +102,9 @@ def test_drafts_that_see_the_rest_see_everything_where_all_tokens_count_alike():
 
 def test_noise_makes_sampled_drafts_meet():
     """noise_coupled=False drafts the most probable tokens, which sampling chooses less often."""
-    counts = []
-    for method in (THREE, dataclasses.replace(THREE, noise_coupled=False)):
-        state = after_steps(model_of(0), method, [list(range(11))], 20, **PENALISED)
-        counts.append(len(new_tokens(state)[0]))
-    assert counts[0] > 1.5 * counts[1] and counts[1] > 20
+    method = dataclasses.replace(THREE, noise_coupled=False)
+    state = after_steps(model_of(0), method, [list(range(11))], 20, **PENALISED)
+    assert 20 < len(new_tokens(state)[0]) < (19 * 4 + 1) / 1.5  # of the test above
 
 
 @pytest.mark.parametrize(

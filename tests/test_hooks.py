@@ -234,6 +234,14 @@ def test_a_resumed_run_needs_the_same_processors(tmp_path):
     assert not tsjax.check_run(MODEL, path, logits_processor=hook).departures
 
 
+def test_counts_go_on_where_a_run_is_resumed(tmp_path):
+    path, how = tmp_path / "run.json", dict(frequency_penalty=0.7, presence_penalty=0.2)
+    whole = tsjax.generate(MODEL, [1, 2], max_new_tokens=30, **how, **SIZES)
+    tsjax.generate(MODEL, [1, 2], max_new_tokens=12, save_to=path, **how, **SIZES)
+    found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=30, **SIZES)
+    assert found.tokens[0].tolist() == whole.tokens[0].tolist()
+
+
 # --- what is refused -----------------------------------------------------------------------------
 
 

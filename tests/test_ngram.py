@@ -160,14 +160,12 @@ def check_suffix(search, tokens, length, limit):
 
 @functools.partial(jax.jit, static_argnames=("limit", "block"))
 def suffix_search(tokens, length, limit, block=SEARCH_BLOCK):
+    """In one block as on a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ngram, "SEARCH_BLOCK", block)
         return ngram.longest_suffix(tokens, length, limit)
 
 
-at_once = jax.jit(  # as on a GPU
-    functools.partial(ngram.longest_suffix, find=ngram.match_at_once), static_argnames="limit"
-)
 lengths_strategy = st.tuples(
     *[st.one_of(st.integers(0, WIDTH), st.sampled_from([WIDTH - 1, WIDTH]))] * ROWS
 )
@@ -177,7 +175,6 @@ lengths_strategy = st.tuples(
 @hypothesis.settings(max_examples=40)
 def test_longest_suffix(tokens, length, limit):
     check_suffix(suffix_search, tokens, length, limit)
-    check_suffix(at_once, tokens, length, limit)
 
 
 @pytest.mark.parametrize("block, x64", [(1, False), (33, True), (99, False)])

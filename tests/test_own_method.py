@@ -12,7 +12,6 @@ import pytest
 from helpers import SIZES, tiny_model
 
 import tsjax
-from tsjax.host import run
 from tsjax.methods import METHODS, resolve_method
 
 # docs/own_method.md shows this class; the test at the end compares.
@@ -111,46 +110,6 @@ def test_a_method_may_go_on_as_another(method, plain):
     assert result.stats.gave_up and result.stats.method == given
     assert result.stats.accepted + sum(result.stats.steps) == 3 * 48
     assert result.stats.accepted == result.stats.accepted_by_source["text"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Counts(tsjax.methods.Autoregressive):
-    """Counts its steps, over a spell of plain decoding as well."""
-
-    told: ClassVar[list[tuple[str, int]]] = []
-
-    def init(self, *args):
-        return jnp.int32(0)
-
-    def draft(self, model, params, state, noise):
-        return state.memory, super().draft(model, params, state, noise)[1]
-
-    def learn(self, model, params, memory, *after):
-        return memory + 1
-
-    def lesson(self, memory):
-        self.told.append(("lesson", int(memory)))
-        return memory
-
-    def taught(self, memory, lesson):
-        self.told.append(("taught", int(lesson)))
-        return lesson
-
-    def next(self, measured):
-        if measured.current is None or measured.steps < 4:
-            return measured.current or self
-        return tsjax.methods.Autoregressive() if measured.current == self else self
-
-
-def test_a_method_gets_its_lesson_back_after_plain_decoding(plain, monkeypatch):
-    monkeypatch.setattr(run, "_next_chunk", lambda steps, elapsed: 2)
-    monkeypatch.setattr(run, "FIRST_CHUNK", 2)
-    Counts.told.clear()
-    result = tsjax.generate(MODEL, PROMPTS, method=Counts(), **SETTINGS)
-    assert [row.tolist() for row in result.tokens] == plain
-    names, steps = zip(*Counts.told, strict=True)
-    assert names[:5] == ("lesson", "taught") * 2 + ("lesson",)
-    assert 0 < steps[0] == steps[1] < steps[2] == steps[3] < steps[4]
 
 
 def test_names(method, tmp_path):

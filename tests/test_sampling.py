@@ -19,7 +19,6 @@ from tsjax.decoding.sampling import (
     best_by_two_reductions,
     best_few,
     few_by_one_reduction,
-    few_one_by_one,
     process,
     score_choices,
     step_noise,
@@ -185,29 +184,21 @@ def choose(logits, last_seen, positions, prompt_length, row_key, values):
     return best(score_choices(logits, text, depths, noise, values))
 
 
-@pytest.mark.parametrize("k", [1, 3, 8, 40])
-def test_best_few_is_top_k(k, rng):
-    scores = rng.integers(0, 9, (4, 2, 50)).astype(np.float32)  # with ties
-    scores[0, 0, 5:] = -np.inf
-    values, indices = best_few(jnp.asarray(scores), k)
-    order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
-    np.testing.assert_array_equal(values, np.take_along_axis(scores, order, -1))
-    real = np.asarray(values) > -np.inf
-    np.testing.assert_array_equal(np.asarray(indices)[real], order[real])
-
-
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
-def test_best_few_in_one_reduction_are_those_one_by_one(k, rng):
-    """What GPUs run, for scores with ties, absent ones, fewer than k real ones, and NaN."""
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 8, 40])
+def test_the_best_few(k, rng):
+    """As a stable sort has them, of few also as GPUs find them: with ties, absent scores, fewer
+    real ones than k, and NaN."""
     scores = rng.integers(0, 4, (5, 300)).astype(np.float32)
-    scores[1, 2:] = -np.inf
-    scores[2] = -np.inf
+    scores[1, 2:] = scores[2] = -np.inf
     scores[3] = rng.standard_normal(300)
-    values, indices = few_by_one_reduction(jnp.asarray(scores), k)
-    wanted_values, wanted = few_one_by_one(jnp.asarray(scores), k)
-    np.testing.assert_array_equal(values, wanted_values)
-    real = np.asarray(values) > -np.inf
-    np.testing.assert_array_equal(np.asarray(indices)[real], np.asarray(wanted)[real])
+    order = np.argsort(-scores, axis=-1, kind="stable")[..., :k]
+    for few in (best_few, few_by_one_reduction)[: 1 + (k <= 4)]:
+        values, indices = few(jnp.asarray(scores), k)
+        np.testing.assert_array_equal(values, np.take_along_axis(scores, order, -1))
+        real = np.asarray(values) > -np.inf
+        np.testing.assert_array_equal(np.asarray(indices)[real], order[real])
+    if k > 4:
+        return
     for broken in (False, True):
         scores[:, 7] = np.nan if broken else scores[:, 7]
         values, indices = few_by_one_reduction(jnp.asarray(scores), k)
@@ -285,3 +276,14 @@ def test_repetition_window(window, penalty, rng):
         for token, x in enumerate(logits[b, t]):
             expected = x if token not in recent else x * penalty if x < 0 else x / penalty
             np.testing.assert_allclose(ours[b, t, token], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("new", [0, 1, 4, 5, 6])
+def test_min_new_tokens_bars_only_the_stop_tokens(new, rng):
+    values = make_values(make_config(min_new_tokens=5, eos_token_id=(1, 3)), 6)
+    logits = np.asarray(draw_logits(rng, (1, 1, 6)), np.float32)
+    length, prompt_length = np.asarray([10 + new]), np.asarray([10])
+    tokens = np.zeros((1, 20), np.int32)
+    ours, _ = run(logits, tokens, length, length[:, None], prompt_length, values)
+    barred = np.flatnonzero(np.isneginf(ours[0, 0])).tolist()
+    assert barred == ([1, 3] if new < 5 else [])

@@ -25,7 +25,7 @@ from tsjax.methods.second_model import (
     init_reader,
     kept_up,
     known_text,
-    weights_of,
+    second_of,
 )
 from tsjax.model.params import Params
 
@@ -99,20 +99,16 @@ class DraftModel(OnPartialCache):
     def read(
         self, model: ModelConfig, params: Params, memory: Reader, state: DecodeState
     ) -> Reader:
-        weights = weights_of(params, self.model)
-        assert self.model is not None
-        return kept_up(
-            memory, self, weights, state.tokens, state.kv.length, self.length, cfg=self.model
-        )
+        weights, cfg = second_of(params, self.model)
+        return kept_up(memory, self, weights, state.tokens, state.kv.length, self.length, cfg=cfg)
 
     def draft(
         self, model: ModelConfig, params: Params, state: DecodeState, noise: Noise
     ) -> tuple[Reader, DraftTree]:
-        weights = weights_of(params, self.model)
-        assert self.model is not None
+        weights, cfg = second_of(params, self.model)
         text = known_text(state, self.length)
         reader, guesses = guess(
-            state.memory, weights, state, text, noise, self.length, state.running, cfg=self.model
+            state.memory, weights, state, text, noise, self.length, state.running, cfg=cfg
         )
         count = state.running[:, None] * self.length
         tree = merge_paths(

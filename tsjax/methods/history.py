@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import flax.struct
 import jax
@@ -122,18 +122,13 @@ Match = tuple[Int[Array, "B {limit}"], Int[Array, "B"], Int[Array, "B"]]
 Place = tuple[Int[Array, "B"], Int[Array, "B"]]
 
 
-def longest_suffix(
-    tokens: Int[Array, "B C"],
-    length: Int[Array, "B"],
-    limit: int,
-    find: Callable[..., Place] | None = None,
-) -> Match:
+def longest_suffix(tokens: Int[Array, "B C"], length: Int[Array, "B"], limit: int) -> Match:
     """What followed the longest earlier match of the last tokens, and how long the match is.
 
     TOKENS_PER_MATCH tokens are drafted for each equal one and at most `limit`; where what followed
     reaches the end of the text, it goes on as it would if the text from there on repeated itself.
     """
-    position, size = (find or longest_match)(tokens, length)
+    position, size = longest_match(tokens, length)
     count = jnp.minimum(TOKENS_PER_MATCH * size, limit)
     return what_followed(tokens, length, position[:, None], limit)[:, 0], count, size
 
@@ -145,17 +140,10 @@ def longest_match(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Place:
     equal those at the end of the text, counted backwards and at most MATCH_LIMIT of them; among
     equals the last; no equal token is no match.
     """
-    return lax.platform_dependent(tokens, length, cpu=match_in_blocks, default=match_at_once)
-
-
-def match_in_blocks(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Place:
-    """As `longest_match`, at a cost that follows `length`."""
-    return _search(tokens, length, min(SEARCH_BLOCK, tokens.shape[1]))
-
-
-def match_at_once(tokens: Int[Array, "B C"], length: Int[Array, "B"]) -> Place:
-    """As `longest_match`, without a loop: a GPU looks at the whole buffer in no time."""
-    return _search(tokens, length, tokens.shape[1])
+    C = tokens.shape[1]
+    in_blocks = functools.partial(match_in_blocks, block=min(SEARCH_BLOCK, C))
+    at_once = functools.partial(match_in_blocks, block=C)  # a GPU looks at it all in no time
+    return lax.platform_dependent(tokens, length, cpu=in_blocks, default=at_once)
 
 
 def what_followed(
@@ -191,7 +179,8 @@ def leading(equal: Iterable[Bool[Array, "B P"]]) -> Int[Array, "B P"]:
     return functools.reduce(jnp.add, (one.astype(jnp.int32) for one in so_far))
 
 
-def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], block: int) -> Place:
+def match_in_blocks(tokens: Int[Array, "B C"], length: Int[Array, "B"], block: int) -> Place:
+    """As `longest_match`, at a cost that follows `length`; of one block without a loop."""
     B, C = tokens.shape
     pattern = last_tokens(tokens, length)
 
@@ -213,11 +202,10 @@ def _search(tokens: Int[Array, "B C"], length: Int[Array, "B"], block: int) -> P
         return jnp.maximum(best, jnp.max(score, axis=1))
 
     with jax.named_scope("longest_suffix"):
-        longest = jnp.max(length).astype(jnp.int32)
-        blocks = (longest + block - 1) // block
         best = jnp.full((B,), -1, jnp.int32)
         if block == C:
             best = search(jnp.int32(0), best)
         else:
+            blocks = (jnp.max(length).astype(jnp.int32) + block - 1) // block
             best = lax.fori_loop(jnp.int32(0), blocks, search, best)
         return best % C, jnp.maximum(best // C, 0)

@@ -260,11 +260,11 @@ def fitted(logits: Float[Array, "B T W"], vocab: int) -> Float[Array, "B T {voca
     return jnp.pad(logits, ((0, 0), (0, 0), (0, more)), constant_values=-jnp.inf)
 
 
-def weights_of(params: Params, model: ModelConfig | None) -> ModelWeights:
-    """The second model's. ValueError where there is none."""
+def second_of(params: Params, model: ModelConfig | None) -> tuple[ModelWeights, ModelConfig]:
+    """The second model's weights and config. ValueError where there is none."""
     if model is None or params.draft_model is None:
         raise BadValue(
             "a second model is missing: tsjax.generate(..., draft_model=tsjax.load(...)); in steps "
             "of your own params.replace(draft_model=...), and the method's `model` is its config"
         )
-    return params.draft_model
+    return params.draft_model, model

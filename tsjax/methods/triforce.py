@@ -35,7 +35,7 @@ from tsjax.methods.second_model import (
     guess,
     known_text,
     next_tokens,
-    weights_of,
+    second_of,
 )
 from tsjax.model.params import Params
 from tsjax.model.passes import run_rows
@@ -207,16 +207,16 @@ class TriForce(OnPartialCache):
         """What the lowest level offers, and how many tokens of it."""
         number = jnp.where(short, self.inner_length, 0)
         if reader is not None:
-            assert self.model is not None
-            weights = weights_of(params, self.model)
+            weights, cfg = second_of(params, self.model)
             reader, offered = guess(
-                reader, weights, state, text, noise, self.inner_length, short, cfg=self.model
+                reader, weights, state, text, noise, self.inner_length, short, cfg=cfg
             )
             return reader, offered, number
         b = jnp.arange(text.tokens.shape[0])[:, None]
         index = jnp.arange(self._most, dtype=jnp.int32)[None]
-        slots = jnp.where(index < text.count[:, None], text.length[:, None] + index, -1)
-        slots = jnp.where(slots < 0, text.tokens.shape[1], slots)  # out of bounds: dropped
+        slots = jnp.where(
+            index < text.count[:, None], text.length[:, None] + index, text.tokens.shape[1]
+        )  # out of bounds: dropped
         tokens = text.tokens.at[b, slots].set(text.guesses, mode="drop")
         offered, found, _ = longest_suffix(tokens, text.end, self.inner_length)
         return None, offered, jnp.minimum(number, found)
