@@ -21,7 +21,7 @@ AUTO = tsjax.Auto(costs=MIXED_COSTS)
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 
 
-class Later(beside.Helper):
+class Later:
     """Compiles after it was asked a few times whether it has ended."""
 
     looks = 3
@@ -153,15 +153,14 @@ def test_one_helper_at_a_time_and_nothing_twice(helper):
     assert begun == [["a"], ["b", "c"]]
 
 
-def test_a_helper_that_fails_is_told_and_the_run_goes_on(helper, decoded):
+def test_a_helper_that_fails_is_told_and_the_run_goes_on(helper, decoded, monkeypatch):
     model = tiny_model(vocab_size=67)
 
-    class Failing(Later):
-        def has_ended(self):
-            self.warn("no memory")
-            return True
+    def fail(asked):
+        raise MemoryError("no memory")
 
-    helper(Failing)
+    monkeypatch.setattr(beside.Asked, "compile", fail)
+    helper(beside.OtherThread)
     with pytest.warns(UserWarning, match="was not compiled beside the run: no memory"):
         auto_says(model)
     assert {*decoded} == {"plain"}

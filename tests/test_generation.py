@@ -27,7 +27,7 @@ from helpers import (
 import tsjax
 from tsjax.host import run as host_run
 from tsjax.host import saving
-from tsjax.host.chunks import seconds_per_chunk
+from tsjax.host.run import seconds_per_chunk
 
 PROMPT = [1, 2, 3]
 RAGGED = [[1, 2, 3], [4], [1, 2, 3], [5, 6, 7, 8, 9, 10, 11]]

@@ -15,8 +15,7 @@ from tsjax.base.telling import doing
 from tsjax.commands import arguments as cli
 from tsjax.files.presets import preset
 from tsjax.files.whole_files import check_place
-from tsjax.host.prefix import check_prefix_is_read_alike
-from tsjax.host.prefix_files import open_prefix
+from tsjax.host.prefix import check_prefix_is_read_alike, open_prefix
 from tsjax.host.progress import progress_bar
 from tsjax.host.prompt_files import Answering, read_lines
 

@@ -23,7 +23,7 @@ from tsjax.commands import arguments as cli
 from tsjax.commands.chat_sampling import check_for_chat, sampling_in_words, settings_for_chat
 from tsjax.files.whole_files import check_place, write_text
 from tsjax.host.chat import check_chat
-from tsjax.host.prefix_files import open_prefix
+from tsjax.host.prefix import open_prefix
 from tsjax.methods import METHODS
 
 COMMANDS = {

@@ -21,7 +21,7 @@ from tsjax.files.presets import preset
 from tsjax.files.tokenizer import Detokenizer
 from tsjax.files.whole_files import check_place
 from tsjax.host import processes
-from tsjax.host.prefix_files import open_prefix
+from tsjax.host.prefix import open_prefix
 from tsjax.host.prompts import tokenizer_of
 from tsjax.host.saved_run import read_run
 from tsjax.methods import resolve_method

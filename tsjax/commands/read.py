@@ -14,7 +14,7 @@ from tsjax.base.errors import BadValue
 from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
 from tsjax.files.whole_files import check_place
-from tsjax.host.prefix_files import open_prefix
+from tsjax.host.prefix import open_prefix
 
 READ_EXAMPLES = """examples:
   tsjax read ./story-model --prompt-file book.txt --save-to book.prefix

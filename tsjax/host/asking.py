@@ -29,8 +29,7 @@ from tsjax.host import sizes
 from tsjax.host.costs import measured_on
 from tsjax.host.lookups import lookups_of
 from tsjax.host.measuring import device_in
-from tsjax.host.prefix import Prefix, check_prefix, check_prefix_is_read_alike
-from tsjax.host.prefix_files import read_prefix
+from tsjax.host.prefix import Prefix, check_prefix, check_prefix_is_read_alike, read_prefix
 from tsjax.host.processes import check_same, check_shared
 from tsjax.host.prompts import prompt_of, prompt_rows, refuse_deep, refuse_tracing, tokenizer_of
 from tsjax.host.request import Request
@@ -94,11 +93,10 @@ def make_request(
     _check_against_model(config, model)
     prefix = None if prefix is None else prefix_in_memory(prefix, model)
     if run is None:
-        reading = _reading(model, texts, lazy, prefix, read_first, least_to_prune)
+        lazy, prefix, known = _reading(model, texts, lazy, prefix, read_first, least_to_prune)
     else:
         said = None if prefill is None else of_run
-        reading = _reading_again(model, texts, lazy, prefix, run, said)
-    lazy, prefix, known = reading
+        lazy, prefix, known = _reading_again(model, texts, lazy, prefix, run, said)
     if lazy is not None:
         _check_lazy(lazy, texts.prompts, known)
     _check_corpus(corpus, method, model)
@@ -190,43 +188,35 @@ def batch_request(
 def prefix_in_memory(prefix: Any, model: Model) -> Prefix:
     """What was read before, as it is or from its file, checked against the model."""
     if isinstance(prefix, str | os.PathLike):
-        text = read_prefix(prefix, model, sizes.capacity_bucket)
-        return Prefix(text.tokens, text.length, text.cache, model, text.is_approximate)
+        return read_prefix(prefix, model, sizes.capacity_bucket)
     check_prefix(prefix, model)
     return prefix
-
-
-class Reading(NamedTuple):
-    """How prompts are read: lazily, with the cuts named, or as a whole; and of what was read before
-    so many tokens."""
-
-    lazy: LazyPrefill | None
-    prefix: Prefix | None
-    known: int
 
 
 def _reading(
     model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, read_first: int,
     least_to_prune: int,
-) -> Reading:  # fmt: skip
-    """For a run that begins. Where a prefix leaves one token to each row, nothing can be pruned."""
+) -> tuple[LazyPrefill | None, Prefix | None, int]:  # fmt: skip
+    """How the prompts of a run that begins are read: lazily, with the cuts named, or as a whole;
+    and of what was read before so many tokens. Where a prefix leaves one token to each row, nothing
+    can be pruned."""
     if prefix is not None:
         read_first = prefix.shared_with(texts.prompts)
     if lazy is None:
-        return Reading(None, prefix, read_first)
+        return None, prefix, read_first
     new = max(map(len, texts.prompts)) - read_first
     is_short = 0 < least_to_prune and new < max(least_to_prune, lazy.last_tokens)
     if is_short or (prefix is not None and new < 2):
-        return Reading(None, prefix, read_first)
-    return Reading(_named_cuts(lazy, model, texts.prompts, read_first), prefix, read_first)
+        return None, prefix, read_first
+    return _named_cuts(lazy, model, texts.prompts, read_first), prefix, read_first
 
 
 def _reading_again(
     model: Model, texts: Texts, lazy: LazyPrefill | None, prefix: Prefix | None, run: SavedRun,
     said_of: str | None,
-) -> Reading:  # fmt: skip
-    """For a run that goes on: what a lazy one took as read before, it takes again. Where the caller
-    says `lazy` of the run, it has to be so."""
+) -> tuple[LazyPrefill | None, Prefix | None, int]:  # fmt: skip
+    """The same for a run that goes on: what a lazy one took as read before, it takes again. Where
+    the caller says `lazy` of the run, it has to be so."""
     known = run.prefix_length
     if said_of is not None:
         named = lazy and _named_cuts(lazy, model, texts.prompts, known)
@@ -236,7 +226,7 @@ def _reading_again(
     elif prefix is not None and prefix.shared_with(texts.prompts) < known:
         prefix = None
     check_prefix_is_read_alike(prefix, known, "resume_from")
-    return Reading(run.prefill, prefix, known)
+    return run.prefill, prefix, known
 
 
 def _bucket(tokens: int) -> int:

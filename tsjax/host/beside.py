@@ -73,18 +73,11 @@ def _difference(found: str, wanted: str) -> str:
     return next((f"{one!r:.99} and not {other!r:.99}" for one, other in pairs if one != other), "")
 
 
-class Helper:
-    """Who compiles, until it has ended."""
-
-    def has_ended(self) -> bool:
-        raise NotImplementedError
-
-    @staticmethod
-    def warn(why: str) -> None:
-        warnings.warn(f"a program was not compiled beside the run: {why}", stacklevel=2)
+def _warn(why: str) -> None:
+    warnings.warn(f"a program was not compiled beside the run: {why}", stacklevel=2)
 
 
-class OtherProcess(Helper):
+class OtherProcess:
     """With the least priority, and not of the terminal's group: Ctrl-C is the run's."""
 
     def __init__(self, asked: list[Asked]):
@@ -106,7 +99,7 @@ class OtherProcess(Helper):
         if self._process.returncode:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").splitlines()
-            self.warn(lines[-1] if lines else f"exit code {self._process.returncode}")
+            _warn(lines[-1] if lines else f"exit code {self._process.returncode}")
         self._errors.close()
         return True
 
@@ -123,7 +116,7 @@ def serve() -> None:
         one.compile()
 
 
-class OtherThread(Helper):
+class OtherThread:
     """Of this process, which does not end before it."""
 
     def __init__(self, asked: list[Asked]):
@@ -142,7 +135,7 @@ class OtherThread(Helper):
         if self._thread.is_alive():
             return False
         if self._error:
-            self.warn(self._error)
+            _warn(self._error)
         return True
 
 
@@ -151,7 +144,7 @@ class Beside:
 
     def __init__(self) -> None:
         self._waiting: list[Asked] = []
-        self._helper: Helper | None = None
+        self._helper: OtherProcess | OtherThread | None = None
         self._asked: set[str] = set()
         self._seconds, self._since = 0.0, 0.0
 

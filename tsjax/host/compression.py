@@ -7,11 +7,8 @@ any prefill and any method takes it.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from tsjax.base.checks import check, check_int, one_of, refuse_unknown
@@ -23,8 +20,6 @@ from tsjax.host.device_programs import programs_of
 from tsjax.host.prompts import prompt_row
 from tsjax.lazy.prefill import LazyPrefill
 from tsjax.lazy.settings import LONGEST_PROMPT, kept
-from tsjax.model.logits import hidden_states
-from tsjax.model.transformer import final_norm, unembed
 
 BY = ("attention", "self_information")
 CHOICE = ("window", "pool", "block", "score_layers", "sinks", "recent")  # of LazyPrefill
@@ -94,25 +89,13 @@ def _most_attended(model: Model, row: np.ndarray, cfg: DecodeConfig) -> np.ndarr
 
 def _least_likely(model: Model, row: np.ndarray, count: int) -> np.ndarray:
     """Which tokens [n] the model did not expect, the first and the last one among them."""
-    found = _information(model.params, _padded(row)[0], cfg=model.cfg)
-    information = processes.on_host(found)
-    information = np.pad(information[0, : len(row) - 1], (1, 0))
+    tokens, width = _padded(row)
+    found = (
+        programs_of(model).log_probs(model.params, tokens, cfg=model.cfg, count=0, width=width).raw
+    )
+    expected = processes.on_host(found)[0, : len(row)]
     always = np.isin(np.arange(len(row)), (0, len(row) - 1))
-    order = np.lexsort((np.arange(len(row)), -information, ~always))
+    order = np.lexsort((np.arange(len(row)), expected, ~always))
     chosen = np.zeros(len(row), bool)
     chosen[order[:count]] = True
     return chosen
-
-
-@functools.partial(jax.jit, static_argnames=("cfg",))
-def _information(params, tokens, *, cfg):
-    """Minus the log-probability of each token but the first, [B, T - 1]."""
-    hidden = hidden_states(params, tokens, cfg=cfg)[:, :-1]
-
-    def of_one(pair):
-        hidden, following = pair
-        logits = unembed(params.model, final_norm(params.model, hidden, cfg=cfg), cfg=cfg)
-        return jax.nn.logsumexp(logits, axis=-1) - logits[jnp.arange(len(following)), following]
-
-    rows = jnp.swapaxes(hidden, 0, 1), jnp.swapaxes(tokens[:, 1:], 0, 1)
-    return jnp.swapaxes(jax.lax.map(of_one, rows), 0, 1)  # the logits of one position at a time

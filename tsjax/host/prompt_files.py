@@ -119,8 +119,10 @@ class Answering:
 
     def _entry(self, number: int, answer: Answer) -> dict[str, Any]:
         text = self._lines[number]
-        begun = {"line": number, "of": _digest(text), "run": self._run, **_name_of(text)}
         entry = _entry_of(text)
+        begun = {"line": number, "of": _digest(text), "run": self._run}
+        if isinstance(entry, Mapping) and "id" in entry:  # the line's own name for itself
+            begun["id"] = entry["id"]
         if is_batch_line(entry):
             return begun | answer_to(entry, answer, tokenizer_of(self._model))
         if answer.error is not None:
@@ -263,12 +265,6 @@ def prompt_of_line(line: str) -> tuple[Any, dict[str, Any]]:
         except TsjaxError as error:
             return error, {}
     return {name: value for name, value in entry.items() if name != "id"}, {}
-
-
-def _name_of(line: str) -> dict[str, Any]:
-    """The line's own name for itself."""
-    entry = _entry_of(line)
-    return {"id": entry["id"]} if isinstance(entry, Mapping) and "id" in entry else {}
 
 
 def _digest(*values: Any) -> str:

@@ -8,6 +8,7 @@ row ends by its own rules, and may have another text then.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,7 +27,6 @@ from tsjax.decoding.state import DecodeState, StepStats
 from tsjax.files.checkpoint import Model
 from tsjax.host import processes
 from tsjax.host.beside import BESIDE
-from tsjax.host.chunks import seconds_per_chunk
 from tsjax.host.compilation import Stopwatch
 from tsjax.host.costs import Measuring
 from tsjax.host.device_programs import programs_of
@@ -42,6 +42,7 @@ from tsjax.model.sharding import mesh_of
 from tsjax.model.transformer import ModelWeights
 
 FIRST_CHUNK = 16  # steps, of a method that goes on with a run
+SECONDS_PER_CHUNK, SECONDS_ON_GPU = 0.2, 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,8 @@ def _run(
         with doing("indexing the corpus"):
             index = None if corpus is None else corpus.on(jax.tree.leaves(model.params)[0])
         second = None if draft_model is None else draft_model.weights_beside(model)
-        moves = Moves(model, lambda method: params_for(model, method, index, second))
+        params_of = functools.partial(params_for, model, corpus=index, second=second)
+        moves = Moves(model, params_of)
         decode, lesson, counted = request.decode, None, 0
         earlier: StepStats | None = None  # the counters until they began again last
         if begun is not None:
@@ -118,7 +120,7 @@ def _run(
             decode, state, earlier = _begun_where_ready(model, request, interrupt, moves)
         else:
             state = start_run(model, request, interrupt)
-        params = params_for(model, decode.method, index, second)
+        params = params_of(decode.method)
     judge = Judge(model, request, state, decode == request.decode)
     wants = request.method.wants_costs and request.measured.costs is None
     measuring = Measuring(model, wants, len(request.rows), request.measured.context)
@@ -178,7 +180,7 @@ def _run(
             judge = Judge(model, request, state, begun=False)
             judge.costs = costs
         if other != decode:
-            steps, params = FIRST_CHUNK, params_for(model, other.method, index, second)
+            steps, params = FIRST_CHUNK, params_of(other.method)
         earlier, counted, decode = counts, 0, other
         with decoding:
             state = begun_anew(model, state, decode, lesson)
@@ -392,3 +394,15 @@ def _next_chunk(steps: int, share: float) -> int:
     `share` is what the last one took of that time."""
     wanted = int(steps / max(share, 1e-6))
     return max(1, min(wanted, 4 * steps))
+
+
+def seconds_per_chunk(platform: str, request: Request, watched: bool) -> float:
+    """How long a chunk takes, after which the host looks at what there is. A GPU then waits some
+    milliseconds for the next one, which is 1 or 2% of the short time.
+
+    The long one has to do nobody harm: a stream speaks at a chunk's end, so one that is `watched`
+    has the short time. So has one that the host cuts, by a stop string or by a loop: what it
+    computes beyond is thrown away. A Ctrl-C, and a change of the method, wait up to a second.
+    """
+    cut_by_host = request.config.stop_strings or request.config.repetition_detection is not None
+    return SECONDS_PER_CHUNK if watched or cut_by_host or platform != "gpu" else SECONDS_ON_GPU

@@ -205,9 +205,7 @@ class TunixSampler:
         self._state = "paused"
         return True
 
-    async def resume(self, **_: Any) -> bool:
-        self._state = "running"
-        return True
+    resume = start
 
     async def get_mesh(self, **_: Any) -> Any:
         sharding = jax.tree.leaves(self.model.params)[0].sharding
@@ -269,8 +267,7 @@ class TunixSampler:
         self.policy_version = getattr(sync_request, "policy_version", self.policy_version + 1)
         return True
 
-    async def post_weight_sync(self, sync_request: Any = None, **_: Any) -> bool:
-        return True
+    post_weight_sync = pre_weight_sync
 
     async def get_transfer_status(self, req_id: Any, **_: Any) -> str:
         return "SUCCESS"  # weight_sync has taken the arrays when it returns
