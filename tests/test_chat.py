@@ -54,13 +54,10 @@ GREEDY = ["--no-do-sample"]
 
 def with_template(folder, template: str | None, **fields):
     """A model whose folder has a tokenizer with this template."""
-    save_tokenizer(folder)
+    tsjax.save(tiny_model(vocab_size=len(TOKENS), **fields), folder / "model")
+    save_tokenizer(folder / "model")
     if template is not None:
-        (folder / "chat_template.jinja").write_text(template)
-    model = tiny_model(vocab_size=len(TOKENS), **fields)
-    tsjax.save(model, folder / "model")
-    for file in folder.glob("*.*"):
-        (folder / "model" / file.name).write_bytes(file.read_bytes())
+        (folder / "model" / "chat_template.jinja").write_text(template)
     return tsjax.load(folder / "model")
 
 
@@ -72,16 +69,17 @@ def chatty(tmp_path_factory):
 # --- prompts -------------------------------------------------------------------------------------
 
 
+def by_transformers(model, chat, **how) -> list[int]:
+    tokenizer = load_tokenizer(model.path)
+    return tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False, **how)
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_prompts_are_those_of_transformers(name, tmp_path):
     model = with_template(tmp_path, TEMPLATES[name])
-    tokenizer = load_tokenizer(model.path)
     system = {"role": "system", "content": "the in"}
-    chats = CHATS if name == "mistral" else [*CHATS, [system, USER]]
-    for chat in chats:
-        theirs = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+    for chat in CHATS if name == "mistral" else [*CHATS, [system, USER]]:
+        theirs = by_transformers(model, chat, add_generation_prompt=True)
         assert chat_prompt(model, chat).tolist() == theirs
 
 
@@ -106,27 +104,22 @@ def test_what_a_template_may_not_do_is_told(template, why, tmp_path):
 
 
 def test_an_answer_that_is_begun_is_continued(chatty):
-    tokenizer = load_tokenizer(chatty.path)
     chat = [USER, {"role": "assistant", "content": "the"}]
-    theirs = tokenizer.apply_chat_template(
-        chat, continue_final_message=True, tokenize=True, return_dict=False
-    )
+    theirs = by_transformers(chatty, chat, continue_final_message=True)
     assert chat_prompt(chatty, chat).tolist() == theirs
 
 
 def test_messages_and_a_tokenizers_output_are_prompts(chatty):
-    found = tsjax.generate(chatty, messages=CHATS, max_new_tokens=5, **SIZES)
     ids = [chat_prompt(chatty, chat) for chat in CHATS]
-    alone = tsjax.generate(chatty, ids, max_new_tokens=5, **SIZES)
-    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
-    tokenizer = load_tokenizer(chatty.path)
-    one = tsjax.generate(chatty, **tokenizer("the tea"), max_new_tokens=5, **SIZES)
-    alone = tsjax.generate(chatty, "the tea", max_new_tokens=5, **SIZES)
-    assert one.tokens[0].tolist() == alone.tokens[0].tolist()
     padded = {"input_ids": [[0, 0, 5, 6], [5, 6, 7, 8]], "attention_mask": [[0, 0, 1, 1], [1] * 4]}
-    found = tsjax.generate(chatty, **padded, max_new_tokens=5, **SIZES)
-    alone = tsjax.generate(chatty, [[5, 6], [5, 6, 7, 8]], max_new_tokens=5, **SIZES)
-    assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
+    for given, prompt in (
+        (dict(messages=CHATS), ids),
+        (load_tokenizer(chatty.path)("the tea"), "the tea"),
+        (padded, [[5, 6], [5, 6, 7, 8]]),
+    ):
+        found = tsjax.generate(chatty, **given, max_new_tokens=5, **SIZES)
+        alone = tsjax.generate(chatty, prompt, max_new_tokens=5, **SIZES)
+        assert [r.tolist() for r in found.tokens] == [r.tolist() for r in alone.tokens]
 
 
 def test_a_model_without_a_template_says_so(tmp_path, capsys, monkeypatch):
@@ -180,10 +173,8 @@ def test_a_conversation_says_what_its_messages_say(chatty):
     assert conversation.messages[0] == {"role": "system", "content": "in"}
 
 
-def test_what_was_read_is_not_read_again(tmp_path):
-    # Whose answers come back from text to the tokens that they were, as a template's do.
-    model = with_template(tmp_path, CHATML)
-    conversation = tsjax.Conversation(model, max_new_tokens=6, eos_token_id=(), **SIZES)
+def test_what_was_read_is_not_read_again(chatty):
+    conversation = tsjax.Conversation(chatty, max_new_tokens=6, eos_token_id=(), **SIZES)
     list(conversation.say("the tea has a lot of it " * 4))
     assert conversation.tokens_read_anew == conversation.result.stats.prompt_tokens[0]
     list(conversation.say("and"))
@@ -193,11 +184,11 @@ def test_what_was_read_is_not_read_again(tmp_path):
     assert conversation.messages == [] and conversation.prefix is None
 
 
-def test_a_lazy_prefill_prunes_long_turns_on_top_of_what_was_read(tmp_path):
-    model, long = with_template(tmp_path, CHATML), "the tea has a lot of it " * 4
+def test_a_lazy_prefill_prunes_long_turns_on_top_of_what_was_read(chatty):
+    long = "the tea has a lot of it " * 4
     how = dict(prefill=tsjax.LazyPrefill(keep={1: 0.4}, revive="never"), eos_token_id=())
     how |= dict(SIZES, capacity=512)
-    conversation = tsjax.Conversation(model, max_new_tokens=6, **how)
+    conversation = tsjax.Conversation(chatty, max_new_tokens=6, **how)
     list(conversation.say(long))
     stats, kept = conversation.result.stats, conversation.prefix
     assert stats.prompt_computed[1] < 0.45 and kept.length == stats.prompt_tokens[0] + 5
@@ -206,7 +197,7 @@ def test_a_lazy_prefill_prunes_long_turns_on_top_of_what_was_read(tmp_path):
     stats = conversation.result.stats
     assert stats.prefix_tokens > 60 and stats.prompt_computed[1] < 0.45
     list(conversation.more())  # as a larger limit would have made it
-    wanted = tsjax.generate(model, messages=asked, prefix=kept, max_new_tokens=12, **how)
+    wanted = tsjax.generate(chatty, messages=asked, prefix=kept, max_new_tokens=12, **how)
     assert conversation.result.tokens[0].tolist() == wanted.tokens[0].tolist()
     list(conversation.say("and"))  # a short turn, which is read as a whole
     stats = conversation.result.stats
@@ -254,9 +245,7 @@ def test_what_ends_a_chunk_is_told_and_what_was_said_kept(chatty, monkeypatch):
 
 
 def test_an_answer_is_as_long_as_there_are_positions(tmp_path):
-    save_tokenizer(tmp_path)
-    (tmp_path / "chat_template.jinja").write_text(CHATML)
-    model = tiny_model(vocab_size=len(TOKENS), max_positions=64, path=str(tmp_path))
+    model = with_template(tmp_path, CHATML, max_positions=64)
     conversation = tsjax.Conversation(model, eos_token_id=())
     list(conversation.say("the tea"))
     stats = conversation.result.stats

@@ -14,6 +14,7 @@ import jax
 import pytest
 from any_tree import AnyTree
 from helpers import MIXED_COSTS, TOKENS, save_tokenizer, tiny_config, tiny_model
+from test_kept_programs import named_as_they_are_made
 
 import tsjax
 from pallas_kernels import dispatch
@@ -65,16 +66,9 @@ def test_rates_of_a_run_leave_compiling_out():
 @pytest.fixture
 def compiled():
     """The names of the programs that are compiled from now on, as in a fresh process."""
-    names = []
-
-    def note(event, duration_secs, *, fun_name="?", **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(fun_name.removeprefix("jit(").removesuffix(")"))
-
     jax.clear_caches()
-    jax.monitoring.register_event_duration_secs_listener(note)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(note)
+    with named_as_they_are_made("/jax/core/compile/backend_compile_duration") as names:
+        yield names
 
 
 @pytest.mark.parametrize(
@@ -168,15 +162,6 @@ def test_a_run_that_changes_its_method_compiles_each_once(compiled):
 # --- programs on disk ----------------------------------------------------------------------------
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    cfg = tiny_config(vocab_size=67)
-    save_tokenizer(tmp_path)
-    model = tsjax.Model(tsjax.steps.init_params(cfg), cfg=cfg, path=str(tmp_path))
-    tsjax.save(model, tmp_path / "model")
-    return tmp_path / "model"
-
-
 # Nothing is said of kept programs, nor of kernels.
 FRESH = {
     name: value
@@ -185,28 +170,27 @@ FRESH = {
 } | {"TSJAX_NATIVE": "0"}
 
 
-def run_command(*arguments, **environment):
+def run_python(*arguments, **environment):
+    command = [sys.executable, *map(str, arguments)]
     done = subprocess.run(
-        [sys.executable, "-m", "tsjax", *map(str, arguments)],
-        env={**FRESH, **environment}, capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
+        command, env={**FRESH, **environment}, capture_output=True, text=True, cwd=ROOT
+    )
     assert done.returncode == 0, done.stderr
     return done
 
 
-def programs_in(folder):
-    return {str(path) for path in Path(folder).rglob("*-cache")}
-
-
 @pytest.mark.wide
-def test_the_command_line_keeps_programs(checkpoint, tmp_path):
-    command = ["generate", checkpoint, "--ids", "1,2,3", "--max-new-tokens", "2"]
+def test_the_command_line_keeps_programs(tmp_path):
+    save_tokenizer(tmp_path)
+    tsjax.save(tiny_model(vocab_size=67, path=str(tmp_path)), tmp_path / "model")
+    command = ["-m", "tsjax", "generate", tmp_path / "model", "--ids", "1,2,3", "--json"]
+    command += ["--max-new-tokens", 2]
     cache = {"XDG_CACHE_HOME": str(tmp_path / "home")}
-    first = run_command(*command, "--json", **cache)
-    kept = programs_in(tmp_path / "home" / "tsjax" / "programs")
+    first = run_python(*command, **cache)
+    kept = {*(tmp_path / "home" / "tsjax" / "programs").rglob("*-cache")}
     assert kept
-    second = run_command(*command, "--json", **cache)
-    assert programs_in(tmp_path) == kept, "the same programs are found again"
+    second = run_python(*command, **cache)
+    assert {*tmp_path.rglob("*-cache")} == kept, "the same programs are found again"
     assert " s for compiling" in second.stderr.splitlines()[-1]
     for done in (first, second):
         assert json.loads(done.stdout)["stats"]["compile_seconds"] > 0
@@ -239,12 +223,7 @@ print(jax.config.jax_compilation_cache_dir, jax.config.jax_enable_compilation_ca
 
 def folder_after(*flags, **environment):
     """The folder that jax is told to keep programs in; None where it keeps none."""
-    command = [sys.executable, "-c", WHERE, *map(str, flags)]
-    done = subprocess.run(
-        command, env={**FRESH, **environment}, capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    folder, enabled = done.stdout.split()
+    folder, enabled = run_python("-c", WHERE, *flags, **environment).stdout.split()
     return Path(folder) if enabled == "True" and folder != "None" else None
 
 
@@ -312,27 +291,17 @@ def test_kernels_are_told_apart_in_words_that_stay():
     told = dispatch._told(made(2))
     held = [*made(2).__code__.co_consts, *made.__code__.co_consts]
     assert dispatch._told(made(2)) == told and held
-    others = [
-        made(3),
-        made(2, 4),
-        functools.partial(made(2), given=5),
-        functools.partial(made(2), 6),
-    ]
+    bound = functools.partial(made(2), given=5), functools.partial(made(2), 6)
+    others = [made(3), made(2, 4), *bound]
     assert len({told, *map(dispatch._told, others)}) == 5
     assert not any(" at 0x" in dispatch._told(one) for one in others)
-
-
-class _OnGpu:
-    """Stands for an array on a GPU."""
-
-    def devices(self):
-        return [types.SimpleNamespace(platform="gpu")]
 
 
 def test_the_library_keeps_programs_on_a_gpu(monkeypatch):
     asked = []
     monkeypatch.setattr(device_programs, "try_to_keep_programs", lambda: asked.append("gpu"))
-    device_programs.programs_of(types.SimpleNamespace(params=[_OnGpu()], cfg=tiny_config()))
+    array = types.SimpleNamespace(devices=lambda: [types.SimpleNamespace(platform="gpu")])
+    device_programs.programs_of(types.SimpleNamespace(params=[array], cfg=tiny_config()))
     assert asked == ["gpu"]
     tsjax.generate(tiny_model(), [1, 2, 3], max_new_tokens=2)
     assert asked == ["gpu"], "on a CPU finished programs are kept whole"

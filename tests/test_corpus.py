@@ -150,32 +150,30 @@ def test_predictions_from_counts():
 # --- bad input -------------------------------------------------------------------------------
 
 
-def test_data_that_cannot_be_used_is_refused(books, tmp_path, tokenizer):
-    def refused(data, message, error=ValueError, **options):
-        with pytest.raises(error, match=message):
-            read(data, tokenizer=tokenizer, **options)
+def refused(data, message, error=ValueError, **options):
+    with pytest.raises(error, match=message):
+        read(data, **options)
 
+
+def test_data_that_cannot_be_used_is_refused(books, tmp_path, tokenizer):
+    by = dict(tokenizer=tokenizer)
     refused(tmp_path / "no", r"data='.*no': there is no such file or folder", FileNotFoundError)
     refused(tmp_path / "no", "held_out='.*no'", FileNotFoundError, argument="held_out")
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused([books, empty], "empty' is not valid: the folder has no text")
+    refused([books, empty], "empty' is not valid: the folder has no text", **by)
     refused(7, "data=7 is not valid", TypeError)
-    refused(books, r"the longest of 4 documents, '.*', has \d+ tokens and sequence_length=900",
-            length=900)  # fmt: skip
-
+    longest = r"the longest of 4 documents, '.*', has \d+ tokens and sequence_length=900"
+    refused(books, longest, length=900, **by)
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"abc\0def")
-    refused(binary, r"not a text in UTF-8 \(byte 0x00 at 3\); files of token ids end in .npy or")
-    refused(books, r"the tokenizer does not fit the model: .* gives the id \d+, .* vocab_size=9",
-            vocab_size=9)  # fmt: skip
+    not_utf8 = r"not a text in UTF-8 \(byte 0x00 at 3\); files of token ids end in .npy or"
+    refused(binary, not_utf8, **by)
+    unfit = r"the tokenizer does not fit the model: .* gives the id \d+, .* vocab_size=9"
+    refused(books, unfit, vocab_size=9, **by)
 
 
 def test_files_of_ids_that_cannot_be_used_are_refused(tmp_path):
-    def refused(data, message, **options):
-        with pytest.raises(ValueError, match=message):
-            read(data, **options)
-
     raw = tmp_path / "raw.bin"
     np.arange(20, dtype=np.uint16).tofile(raw)
     refused(raw, r"does not say .* give data_dtype \(--data-dtype\), one of uint16")
@@ -224,5 +222,4 @@ def test_lines_of_json_are_documents(tokenizer, tmp_path):
 def test_other_lines_are_refused(line, message, tokenizer, tmp_path):
     file = tmp_path / "x.jsonl"
     file.write_text(line)
-    with pytest.raises(ValueError, match=message):
-        read(file, tokenizer=tokenizer)
+    refused(file, message, tokenizer=tokenizer)

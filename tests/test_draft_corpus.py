@@ -145,10 +145,7 @@ def test_files_become_a_corpus(plain, tmp_path):
     tsjax.generate(MODEL, PROMPT, save_to=run, **SETTINGS)
     found = tsjax.read_corpus(MODEL, run)
     assert found.rows[0].tolist() == PROMPT + plain.tokens[0].tolist()
-    folder = tmp_path / "model"
-    folder.mkdir()
-    save_tokenizer(folder)
-    model = dataclasses.replace(MODEL, path=str(folder))
+    model = dataclasses.replace(MODEL, path=save_tokenizer(tmp_path / "model"))
     text = tmp_path / "text.txt"
     text.write_text("a b")
     both = tsjax.read_corpus(model, run, text)

@@ -128,6 +128,23 @@ def current_handlers():
     return [signal.getsignal(number) for number in BOTH]
 
 
+def signal_in(monkeypatch, program: str, number: int, sent: int = signal.SIGINT) -> list:
+    """A signal while the device works on the number-th call of a program; its calls."""
+    real, calls = run.programs_of, []
+
+    def signalled(model):
+        def call(*args, **kwargs):
+            calls.append(args)
+            if len(calls) == number:
+                os.kill(os.getpid(), sent)
+            return getattr(real(model), program)(*args, **kwargs)
+
+        return SimpleNamespace(**{**vars(real(model)), program: call})
+
+    monkeypatch.setattr(run, "programs_of", signalled)
+    return calls
+
+
 def send(number: int, after: int):
     """For a RecordingStreamer: sends this process a signal when this many tokens have come."""
 
@@ -179,21 +196,11 @@ def test_a_signal_before_the_first_step_gives_no_tokens(model, tmp_path):
 
 def test_a_signal_during_the_prefill_ends_it(model, monkeypatch):
     """Also where the device is still compiling: the handler runs when it is done."""
-    real, passes = run.programs_of, []
-
-    def signalled(model):
-        def read_part(*args, **kwargs):
-            passes.append(args)
-            os.kill(os.getpid(), signal.SIGTERM)
-            return real(model).read_part(*args, **kwargs)
-
-        return SimpleNamespace(**{**vars(real(model)), "read_part": read_part})
-
-    monkeypatch.setattr(run, "programs_of", signalled)
+    calls = signal_in(monkeypatch, "read_part", 1, signal.SIGTERM)
     result = interrupted(
         lambda: tsjax.generate(model, PROMPT * 9, prefill_width=8, max_new_tokens=9)
     )
-    assert len(passes) == 1 and result.finish_reason == ["interrupted"]
+    assert len(calls) == 1 and result.finish_reason == ["interrupted"]
     assert tokens_of(result) == [[]]
 
 
@@ -250,18 +257,7 @@ def test_a_stream_ends_with_the_chunk_that_was_interrupted(model, monkeypatch, o
 
 def interrupt_chunk(monkeypatch, number: int, steps: int):
     """Chunks of `steps` steps after a first one of 1; Ctrl-C while the device works on one."""
-    real, calls = run.programs_of, []
-
-    def signalled(model):
-        def decode(*args, **kwargs):
-            calls.append(args)
-            if len(calls) == number:
-                os.kill(os.getpid(), signal.SIGINT)
-            return real(model).decode(*args, **kwargs)
-
-        return SimpleNamespace(**{**vars(real(model)), "decode": decode})
-
-    monkeypatch.setattr(run, "programs_of", signalled)
+    signal_in(monkeypatch, "decode", number)
     monkeypatch.setattr(run, "_next_chunk", lambda *_: steps)
 
 
@@ -306,38 +302,6 @@ def test_a_stop_string_is_found_across_the_interrupt(tmp_path, monkeypatch):
     assert result.text == "the abc"  # a single prompt stays one
 
 
-@pytest.mark.wide
-def test_a_killed_process_goes_on_from_its_last_save(model, tmp_path):
-    path = tmp_path / "run.json"
-    script = f"""
-        import os, signal
-        import jax
-
-        jax.config.update("jax_num_cpu_devices", 4)
-        from helpers import RecordingStreamer, tiny_model
-        import tsjax
-
-        def kill(count):
-            if count == 21:  # in the chunk after the one that was saved with 20 tokens or less
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        tsjax.generate(tiny_model(), {PROMPT}, max_new_tokens=40, save_to={os.fspath(path)!r},
-                       save_every=1, streamer=RecordingStreamer(kill), **{SAMPLED})
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
-    )
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    expected = generate(model, max_new_tokens=40, **SAMPLED)[0]
-    saved = json.loads(path.read_text())["tokens"][0]
-    assert 0 < len(saved) <= 21 and saved == expected[: len(saved)]
-    assert sorted(os.listdir(tmp_path)) == ["run.json", "run.json.lock"]
-    assert generate(model, None, resume_from=path, save_to=path) == [expected]
-    assert os.listdir(tmp_path) == ["run.json"]
-
-
 # --- whole processes ----------------------------------------------------------------------------
 
 JOB = """
@@ -354,7 +318,7 @@ JOB = """
 
         result = tsjax.generate(
             model, [1 + number], max_new_tokens=40, do_sample=True, streamer=RecordingStreamer(act),
-            save_to=f"run-{{number}}.json",
+            save_to=f"run-{{number}}.json", save_every=1,
         )
         with open(f"{{number}}.json", "w") as file:
             json.dump(result.tokens[0].tolist(), file)
@@ -362,26 +326,27 @@ JOB = """
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_a_job_over_prompts_ends_at_the_first_signal(number, code, tmp_path):
-    """The results that were finished are there, and the run that was not can go on."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(JOB.format(signal=number.name))],
-        cwd=tmp_path,
-        capture_output=True,
-        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
-    )
+    """The results that were finished are there, and the run that was not can go on: where it was
+    killed, from its last save, in a chunk before."""
+    killed = number == signal.SIGKILL
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    command = [sys.executable, "-c", textwrap.dedent(JOB.format(signal=number.name))]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment)
     assert done.returncode == code, done.stderr.decode()
     finished = ["0.json", "1.json"]
-    assert sorted(os.listdir(tmp_path)) == [*finished, *(f"run-{n}.json" for n in range(3))]
+    left = [*finished, *(f"run-{n}.json" for n in range(3)), *["run-2.json.lock"] * killed]
+    assert sorted(os.listdir(tmp_path)) == left
 
     model = tiny_model()
-    rows = [
-        tsjax.generate(model, [1 + n], max_new_tokens=40, do_sample=True).tokens[0].tolist()
-        for n in range(3)
-    ]
+    rows = [generate(model, [1 + n], max_new_tokens=40, do_sample=True)[0] for n in range(3)]
     assert [json.loads((tmp_path / name).read_text()) for name in finished] == rows[:2]
-    (saved,) = json.loads((tmp_path / "run-2.json").read_text())["tokens"]
-    assert 9 <= len(saved) < 40 and saved == rows[2][: len(saved)]
-    resumed = tsjax.generate(model, resume_from=tmp_path / "run-2.json")
-    assert resumed.tokens[0].tolist() == rows[2]
+    path = tmp_path / "run-2.json"
+    (saved,) = json.loads(path.read_text())["tokens"]
+    assert saved == rows[2][: len(saved)]
+    assert 0 < len(saved) <= 9 if killed else 9 <= len(saved) < 40
+    assert generate(model, None, resume_from=path, save_to=path) == rows[2:]
+    assert not (tmp_path / "run-2.json.lock").exists()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finished programs on disk: who finds one neither traces nor compiles, and what makes another."""
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -12,7 +13,8 @@ from any_tree import AnyTree
 from helpers import MIXED_COSTS, tiny_model
 
 import tsjax
-from tsjax.host import compilation, device_programs, kept_programs
+from tsjax.decoding.method import PLAINLY
+from tsjax.host import compilation, kept_programs
 from tsjax.host.device_programs import Call, programs_on
 from tsjax.methods import METHODS
 
@@ -33,18 +35,24 @@ def in_a_new_process():
     jax.clear_caches()
 
 
-@pytest.fixture
-def made():
-    """The names of programs that are traced and compiled from now on."""
+@contextlib.contextmanager
+def named_as_they_are_made(events=compilation.COMPILING):
+    """The names of programs that are traced, lowered and compiled from now on."""
     names = []
 
     def note(event, duration_secs, *, fun_name="?", **_):
-        if event.startswith(compilation.COMPILING):
+        if event.startswith(events):
             names.append(fun_name.removeprefix("jit(").removesuffix(")"))
 
     jax.monitoring.register_event_duration_secs_listener(note)
     yield names
     jax.monitoring.unregister_event_duration_listener(note)
+
+
+@pytest.fixture
+def made():
+    with named_as_they_are_made() as names:
+        yield names
 
 
 def said(model, **settings):
@@ -79,13 +87,11 @@ def test_a_second_process_traces_nothing(folder, made, method):
     assert made.count("decode") >= 1, "another program"
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda x: x[: len(x) // 2], lambda x: x[:-1] + b"?", lambda x: b""]
-)
-def test_a_damaged_program_is_made_anew(folder, made, damage):
+def test_a_damaged_program_is_made_anew(folder, made):
     model = tiny_model(vocab_size=67)
     first, _ = said(model)
-    for path in kept(folder):
+    damages = lambda x: x[: len(x) // 2], lambda x: x[:-1] + b"?", lambda x: b""
+    for path, damage in zip(kept(folder), damages, strict=True):
         path.write_bytes(damage(path.read_bytes()))
     in_a_new_process()
     made.clear()
@@ -131,27 +137,26 @@ def test_what_a_program_depends_on():
     program, x = programs_on("cpu", "float32").adopt, np.ones(3, np.float32)
     device = jax.devices()[0]
 
-    def words(*given, **named):
-        call = Call.of(given, named)
+    def words(call):
         return kept_programs.words_of(program.name, call.static, call.arguments, device)
 
+    def of(*given, cfg=PLAINLY):
+        return words(Call.of(given, {"cfg": cfg}))
+
     arrays = {"a": jax.numpy.ones((2, 3)), "b": x}
-    call = Call.of((arrays, 3), {"cfg": tsjax.methods.Autoregressive()})
-    base = words(*call.given, **call.named, **call.static)
-    shapes = pickle.loads(pickle.dumps(call.abstract()))
-    assert words(*shapes.given, **shapes.named, **shapes.static) == base
+    base = of(arrays, 3)
+    shapes = Call.of((arrays, 3), {"cfg": PLAINLY}).abstract()
+    assert words(pickle.loads(pickle.dumps(shapes))) == base
     others = [
-        words(arrays, 4.0, cfg=tsjax.methods.Autoregressive()), words(arrays, 3, cfg=tsjax.NGram()),
-        words({**arrays, "b": x[:2]}, 3, cfg=tsjax.methods.Autoregressive()),
-        words({**arrays, "b": x.astype(int)}, 3, cfg=tsjax.methods.Autoregressive()),
-        words([*arrays.values()], 3, cfg=tsjax.methods.Autoregressive()),
+        of(arrays, 4.0), of(arrays, 3, cfg=tsjax.NGram()), of({**arrays, "b": x[:2]}, 3),
+        of({**arrays, "b": x.astype(int)}, 3), of([*arrays.values()], 3),
     ]  # fmt: skip
     with jax.enable_x64(not jax.config.jax_enable_x64):
-        others.append(words(*call.given, **call.named, **call.static))
+        others.append(of(arrays, 3))
     with jax.default_matmul_precision("float32"):
-        others.append(words(*call.given, **call.named, **call.static))
+        others.append(of(arrays, 3))
     assert len({base, *others}) == 8
-    assert words(*call.given, **call.named, **call.static) == base
+    assert of(arrays, 3) == base
 
 
 def test_what_lies_on_several_devices_is_left_to_jax(folder):
@@ -159,6 +164,4 @@ def test_what_lies_on_several_devices_is_left_to_jax(folder):
     both = [jax.device_put(np.ones(2), device) for device in devices]
     assert Call.of(tuple(both), {}).device() is None
     assert Call.of((both[1], np.ones(3)), {}).device() == devices[1]
-    assert (
-        device_programs.programs_on("cpu", "float32").adopt.words(Call.of(tuple(both), {})) is None
-    )
+    assert programs_on("cpu", "float32").adopt.words(Call.of(tuple(both), {})) is None

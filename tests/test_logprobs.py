@@ -30,6 +30,11 @@ def same(mine, theirs):
     np.testing.assert_allclose(mine, theirs, rtol=0 if EXACT else 1e-5, atol=0 if EXACT else 1e-5)
 
 
+def all_same(found, wanted):
+    for mine, theirs in zip(found.logprobs, wanted.logprobs, strict=True):
+        jax.tree.map(same, mine, theirs)
+
+
 def processed(logits, text, settings):
     """By plain loops: the penalty, the temperature, the k best."""
     x = np.asarray(logits, np.float64).copy()
@@ -65,12 +70,16 @@ def test_they_are_those_of_float64(settings):
 
 
 def test_drafts_change_none():
+    """Nor does a stream, which tells them piece by piece."""
     how = dict(max_new_tokens=30, logprobs=3, **SIZES, **SAMPLED)
     plain = tsjax.generate(MODEL, PROMPTS, **how)
     found = tsjax.generate(MODEL, PROMPTS, method=AnyTree(), **how)
     assert found.stats.tokens_per_step > 1.1
-    for mine, theirs in zip(found.logprobs, plain.logprobs, strict=True):
-        jax.tree.map(same, mine, theirs)
+    all_same(found, plain)
+    chunks = list(tsjax.stream(MODEL, PROMPTS, method=AnyTree(), **how))
+    for row, told in enumerate(plain.logprobs):
+        same(np.concatenate([chunk.logprobs[row].raw for chunk in chunks]), told.raw)
+        assert all(len(c.logprobs[row].raw) == len(c.tokens[row]) for c in chunks)
 
 
 def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
@@ -85,23 +94,11 @@ def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
         np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
 
 
-def test_a_stream_tells_them_piece_by_piece():
-    how = dict(max_new_tokens=25, logprobs=3, **SIZES, **SAMPLED)
-    whole = tsjax.generate(MODEL, PROMPTS, **how).logprobs
-    chunks = list(tsjax.stream(MODEL, PROMPTS, method=AnyTree(), **how))
-    for row in range(len(PROMPTS)):
-        joined = np.concatenate([chunk.logprobs[row].raw for chunk in chunks])
-        np.testing.assert_allclose(joined, whole[row].raw, atol=1e-5)
-        assert all(len(c.logprobs[row].raw) == len(c.tokens[row]) for c in chunks)
-
-
 def test_a_resumed_run_has_those_of_its_first_part(tmp_path):
     path, how = tmp_path / "run.json", dict(logprobs=3, **SAMPLED)
     whole = tsjax.generate(MODEL, PROMPTS, max_new_tokens=20, **how, **SIZES)
     tsjax.generate(MODEL, PROMPTS, max_new_tokens=8, save_to=path, **how, **SIZES)
-    found = tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES)
-    for mine, theirs in zip(found.logprobs, whole.logprobs, strict=True):
-        jax.tree.map(same, mine, theirs)
+    all_same(tsjax.generate(MODEL, resume_from=path, max_new_tokens=20, **SIZES), whole)
     saved = json.loads(path.read_text())
     saved["logprobs"][0]["raw"].pop()
     path.write_text(json.dumps(saved))
@@ -110,12 +107,11 @@ def test_a_resumed_run_has_those_of_its_first_part(tmp_path):
 
 
 def test_a_row_that_a_stop_string_ends_has_one_for_each_token(tmp_path):
-    save_tokenizer(tmp_path)
-    model = looping_model(vocab_size=len(TOKENS), embed_dim=len(TOKENS), path=str(tmp_path))
+    sizes = dict(vocab_size=len(TOKENS), embed_dim=len(TOKENS))
+    model = looping_model(**sizes, path=save_tokenizer(tmp_path))
     how = dict(max_new_tokens=20, logprobs=1, **SIZES)
     text = tsjax.generate(model, [3, 4], **how).text
-    stop = text[len(text) // 2 :][:2]
-    found = tsjax.generate(model, [3, 4], stop_strings=(stop,), **how)
+    found = tsjax.generate(model, [3, 4], stop_strings=(text[len(text) // 2 :][:2],), **how)
     assert found.finish_reason == ["stop_string"]
     assert len(found.logprobs[0].raw) == len(found.tokens[0])
 

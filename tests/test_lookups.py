@@ -19,12 +19,9 @@ from tsjax.lazy.looking import last_attention
 PROMPT = np.random.default_rng(3).integers(0, 61, 45)
 
 
+@jax.enable_x64(True)
 def test_the_last_tokens_attention_is_the_oracles_in_every_layer():
-    with jax.enable_x64(True):
-        check_attention(tiny_model(num_layers=3, dtype="float64"))
-
-
-def check_attention(model):
+    model = tiny_model(num_layers=3, dtype="float64")
     cfg, n = tsjax.steps.DecodeConfig(model=model.cfg), len(PROMPT)
     state = init_state(PROMPT[None], [n], cfg=cfg, capacity=64, max_length=[n + 1])
     state = jax.jit(prefill, static_argnames=("width", "cfg"))(
@@ -42,12 +39,9 @@ def check_attention(model):
 
 
 def test_the_first_layer_that_is_nearly_as_good_as_the_best_is_cut_after():
-    def table(*judged):
-        return Lookups(judged)
-
-    assert table(0.0, 0.5, 0.91, 0.2, 1.0, 0.7).layer == 3
-    assert table(0.0, 0.5, 0.89, 0.2, 1.0, 0.7).layer == 5
-    assert table(0.3, 0.1, 1.0).layer == 1  # no cut comes after the last layer
+    assert Lookups((0.0, 0.5, 0.91, 0.2, 1.0, 0.7)).layer == 3
+    assert Lookups((0.0, 0.5, 0.89, 0.2, 1.0, 0.7)).layer == 5
+    assert Lookups((0.3, 0.1, 1.0)).layer == 1  # no cut comes after the last layer
 
 
 def test_what_is_among_the_best():

@@ -30,8 +30,7 @@ SIZES = dict(prefill_width=16)
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("many") / "m"
     tsjax.save(looping_model(vocab_size=VOCAB, embed_dim=VOCAB, stop_ids=(2,)), folder)
-    save_tokenizer(folder)
-    return tsjax.load(folder)
+    return tsjax.load(save_tokenizer(folder))
 
 
 def prompts_of(count, seed=0):
@@ -297,9 +296,8 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(model, tmp_path, capsys):
     # A second model drafts, and a text is known before: the same answers.
     tsjax.read(model, "the").save(tmp_path / "the.prefix")
     more = ["--draft-model", model.path, "--prefix", str(tmp_path / "the.prefix")]
-    assert (
-        main(["batch", model.path, str(prompts), "--out", str(tmp_path / "o2"), *ARGV, *more]) == 0
-    )
+    other = ["batch", model.path, str(prompts), "--out", str(tmp_path / "o2")]
+    assert main([*other, *ARGV, *more]) == 0
     assert {entry["line"]: entry for entry in lines_of(tmp_path / "o2")} == found
     out.write_bytes(before[: len(before) * 2 // 3])
     assert main(argv) == 0 and len(lines_of(out)) == 12

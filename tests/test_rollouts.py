@@ -87,19 +87,17 @@ def test_earlier_rollouts_are_a_corpus():
 
 
 def test_weights_are_swapped_at_no_cost():
-    """A hundred times: nothing is compiled, and no array stays."""
+    """Nothing is compiled, and no array stays."""
     others = [looping_model(seed=seed, stop_ids=(7,)).params for seed in (2, 3)]
     model = MODEL
     how = dict(group=2, max_new_tokens=3, **SIZES)
-    for step in range(4):
+    for step in range(30):
+        if step == 4:
+            before = len(jax.live_arrays())
         model = model.with_params(others[step % 2])
-        tsjax.rollout(model, PROMPTS, seed=step, **how)
-    before = len(jax.live_arrays())
-    with compilations() as names:
-        for step in range(100):
-            model = model.with_params(others[step % 2])
+        with compilations() as names:
             tsjax.rollout(model, PROMPTS, seed=step, **how)
-    assert not names
+        assert step < 4 or not names
     assert len(jax.live_arrays()) <= before
 
 
@@ -190,10 +188,11 @@ def test_tunix_asks_and_is_answered():
     whole = sampler(TEXTS, 8, temperature=1.0, seed=3, echo=True, pad_output=True)
     np.testing.assert_array_equal(whole.tokens[1][: len(said.prompts[1])], said.prompts[1])
     assert {len(row) for row in whole.tokens} == {16}
-    greedy = sampler(TEXTS[0], 8)
-    np.testing.assert_array_equal(
-        greedy.tokens[0], tsjax.generate(model, TEXTS[0], max_new_tokens=8).tokens[0]
-    )
+    greedy = tsjax.generate(model, TEXTS[0], max_new_tokens=8).tokens[0].tolist()
+    assert sampler(TEXTS[0], 8).tokens[0].tolist() == greedy
+    # A stop token is left out, as tunix does.
+    found = sampler(TEXTS[0], 8, eos_tokens=[greedy[4]], return_logprobs=True)
+    assert found.tokens[0].tolist() == greedy[:4] and len(found.logprobs[0]) == 4
 
 
 def test_tunix_protocol():
@@ -215,13 +214,6 @@ def test_tunix_protocol():
     asyncio.run(sampler.resume())
     metadata = asyncio.run(sampler.get_weight_sync_metadata())
     assert len(jax.tree.leaves(metadata)) == len(jax.tree.leaves(model.params))
-
-
-def test_a_stop_token_is_left_out_for_tunix():
-    model = SPEAKING()
-    said = tsjax.generate(model, TEXTS[0], max_new_tokens=8).tokens[0].tolist()
-    found = tsjax.TunixSampler(model)(TEXTS[0], 8, eos_tokens=[said[4]], return_logprobs=True)
-    assert found.tokens[0].tolist() == said[:4] and len(found.logprobs[0]) == 4
 
 
 def test_weights_come_in_every_form():

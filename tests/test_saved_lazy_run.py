@@ -8,14 +8,13 @@ compared: that of a resumed run has the sets, the rows and their places that the
 import dataclasses
 import itertools
 import json
-import os
-import signal
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from helpers import tiny_model
+from test_interrupt import signal_in
+from test_interrupt import tokens_of as rows_of
 
 import tsjax
 from tsjax.host import run as host_run
@@ -41,10 +40,6 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 PROMPTS = prompts_of(53, 37, 5)
-
-
-def rows_of(result) -> list[list[int]]:
-    return [row.tolist() for row in result.tokens]
 
 
 def saved_chunks(model, folder, settings, lazy):
@@ -122,21 +117,6 @@ def test_a_run_that_is_killed_after_any_chunk_goes_on_as_if_it_never_was(model, 
             assert rows_of(tsjax.generate(model, resume_from=path, **SIZES)) == whole
     if name == "on demand":  # it costs programs of its own
         assert tsjax.check_run(model, saved[-1][0]).departures == []
-
-
-def signal_in(patch, program: str, number: int):
-    """Ctrl-C while the device works on the number-th pass of `program`."""
-    real, calls = host_run.programs_of, itertools.count(1)
-
-    def signalled(model):
-        def run(*args, **kwargs):
-            if next(calls) == number:
-                os.kill(os.getpid(), signal.SIGINT)
-            return getattr(real(model), program)(*args, **kwargs)
-
-        return SimpleNamespace(**{**vars(real(model)), program: run})
-
-    patch.setattr(host_run, "programs_of", signalled)
 
 
 def test_a_run_that_is_stopped_while_it_reads_goes_on(model, tmp_path):
