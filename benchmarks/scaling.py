@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from benchmarks import report
 from benchmarks.table_parts import head, line, read, write
 from tools import aot
+from tsjax.decoding.held import USABLE
 from tsjax.files.presets import model_preset
 from tsjax.measure.layout import layout
 from tsjax.methods.devices import GPUS
-from tsjax.methods.roofline import USABLE
 
 MODELS = ("qwen2.5-14b", "qwen2.5-32b", "llama3.1-70b")
 MESHES = {  # model, slots; by tokens

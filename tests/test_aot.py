@@ -16,7 +16,7 @@ from pallas_kernels.tree_attention.specs import SPECS
 from pallas_kernels.tree_attention.triton import default_blocks
 from tools import aot, gpu_targets
 from tools.aot_kernels import NARROW_CACHE, RANKS
-from tsjax.decoding.start import temporary_bytes
+from tsjax.decoding.held import temporary_bytes
 from tsjax.files.tensor_names import with_weights
 from tsjax.methods.devices import DRAFT_KERNELS, GPU, device_of, drafter_share, estimated, pass_work
 from tsjax.training.drafter_steps import shape_for

@@ -14,8 +14,8 @@ from helpers import tiny_model
 
 import tsjax
 from tools import aot
+from tsjax.decoding.held import memory_bytes, temporary_bytes
 from tsjax.decoding.programs import programs
-from tsjax.decoding.start import memory_bytes, temporary_bytes
 from tsjax.files.tensor_names import with_weights
 from tsjax.host import asking, sizes
 from tsjax.host.info import MEMORY_SHARES

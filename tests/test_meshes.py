@@ -17,8 +17,8 @@ from pallas_kernels import native
 from tools.gpu_program import sent
 from tsjax.base.errors import NotEnoughMemory
 from tsjax.decoding.config import DecodeConfig
+from tsjax.decoding.held import UNMERGED
 from tsjax.decoding.programs import programs
-from tsjax.decoding.start import UNMERGED
 from tsjax.host import sizes as run_sizes
 from tsjax.model.cache import cache_bytes, init_cache
 from tsjax.model.sharding import usable_mesh

@@ -2,6 +2,7 @@
 """What a mesh would hold is what it holds; docs/devices.md says what is counted today."""
 
 import json
+import types
 
 import jax
 import pytest
@@ -71,10 +72,60 @@ def test_what_a_mesh_holds(capsys):
         assert said.err == "tsjax: info --mesh is now: tsjax fits MODEL DATA,MODEL[,SLOTS]\n"
 
 
+def test_whether_it_fits_and_what_would(capsys, monkeypatch):
+    """Llama-3.1-8B: so many weights, and 65,536 numbers of each token, in two bytes."""
+    weights, token, room = 2 * 8_030_261_248, 2 * 65_536, 36_000_000_000
+    most = (room - weights) // token
+
+    def last(mesh: str, context: int | str, *more: str, model: str = "llama3.1-8b") -> str:
+        assert main(["fits", model, mesh, "--context", str(context), *more]) == 0
+        return capsys.readouterr().out.splitlines()[-1]
+
+    card = ["--device", "a100-40gb"]
+    end = f"the 36.00 GB for each, nine tenths of its memory; at most {most:,} tokens fit"
+    assert last("1,1", most, *card) == f"fits a100-40gb: 0.00 GB are left of {end}"
+    assert last("1,1", most + 1, *card) == (
+        f"does not fit a100-40gb: 0.00 GB more than {end}; all fits on 2 devices, MESH 1,2,1"
+    )
+    assert last("1,1", "1M", *card) == last("1,1", 2**20, *card)
+    assert last("1,1", "1M", *card).endswith("; all fits on 6 devices, MESH 1,2,3")
+    assert last("1,2,3", "1m", *card).startswith("fits")
+    for mesh in ("1,5", "1,1,5", "1,4", "1,2,2"):
+        assert last(mesh, "1024K", *card).startswith("does not fit"), mesh
+    said = last("1,1", "1024M", *card, model="llama3.1-70b")
+    assert said.endswith("; no token fits")  # and no 1,024 devices either
+    # Simulated devices share what this machine has free.
+    monkeypatch.setattr(layout, "available_bytes", lambda device: 40_000_000_000)
+    assert last("1,1", most) == f"fits this machine: 0.00 GB are left of {end}"
+    said = last("1,2", "1M", "--device", "cpu")
+    assert "more than the 18.00 GB for each" in said and said.endswith(" tokens fit")
+    # A machine with one GPU, and one of which nothing is known.
+    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA A")
+    monkeypatch.setattr(jax, "devices", lambda name: [gpu])
+    assert last("1,1", most).startswith("fits NVIDIA A: 0.00 GB are left")
+    said = "does not fit NVIDIA A: the mesh has more devices than the 1 here"
+    assert last("1,2", 1000) == f"{said}; all fits on 1 devices, MESH 1,1,1"
+    assert last("1,2", "1M") == said
+    monkeypatch.setattr(layout, "available_bytes", lambda device: None)
+    unknown = "whether it fits is not known: {} does not say; --device names a card"
+    assert last("1,1", 1000) == unknown.format("NVIDIA A")
+
+    def fail(name):
+        raise RuntimeError("Unable to initialize backend")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    assert last("1,1", 1000) == unknown.format("this machine")
+
+
 def test_meshes_that_are_none_are_refused_and_models_that_are_none(capsys):
     for sizes in ("", "2", "0,1", "1,2,3,4", "a,b", "1.5,2"):
         assert main(["fits", "qwen2.5-14b", sizes]) == 2
         assert f"MESH={sizes!r} is not valid: DATA,MODEL" in capsys.readouterr().err
+    for wrong in ("ten", "K", "1.5M", "32KB"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["fits", "qwen2.5-14b", "1,1", "--context", wrong])
+        said = f"argument --context: {wrong!r} is not valid: a count of tokens, such as 32768, 32K"
+        assert said in capsys.readouterr().err
     assert main(["fits", "qwen2.5-15b", "1,1"]) == 2
     assert "names that need no folder: tsjax/small-english" in capsys.readouterr().err
     assert main(["fits", "qwen2.5-14b", "1,1", "--rows", "0"]) == 2

@@ -70,10 +70,25 @@ def add(parser: Any, flag: str, text: str, **options: Any) -> None:
     if metavar:
         options["metavar"] = metavar
     if isinstance(default, int | float):
-        options["type"] = type(default)
+        options.setdefault("type", type(default))
     if isinstance(default, int | float | str):
         text += f" (default: {default})"
     parser.add_argument(name, help=text, **options)
+
+
+def count_of_tokens(text: str) -> int:
+    """An integer, or one of 1,024 (K) or 1,024 x 1,024 (M) tokens, as lengths are named."""
+    unit = {"K": 2**10, "M": 2**20}.get(text[-1:].upper(), 1)
+    try:
+        return unit * int(text if unit == 1 else text[:-1])
+    except ValueError:
+        wanted = f"{text!r} is not valid: a count of tokens, such as 32768, 32K or 1M"
+        raise argparse.ArgumentTypeError(wanted) from None
+
+
+def add_count(parser: Any, flag: str, text: str, default: int) -> None:
+    text += ", also as 32K or 1M"
+    add(parser, f"{flag} N", text, default=default, type=count_of_tokens)
 
 
 def add_switch(parser: Any, flag: str, text: str) -> None:

@@ -44,10 +44,10 @@ def add_bench(commands: Any) -> None:
         f"(default: {' '.join(DEFAULT)})"
     )
     cli.add(parser, "--methods NAME[:FIELD=VALUE,...]", text, nargs="+", default=DEFAULT)
-    text = f"tokens of the prompts (default: {' '.join(map(str, LENGTHS))})"
-    flags = dict(type=int, nargs="+", metavar="N", help=text)
+    text = f"tokens of the prompts, also as 32K or 1M (default: {' '.join(map(str, LENGTHS))})"
+    flags = dict(type=cli.count_of_tokens, nargs="+", metavar="N", help=text)
     parser.add_argument("--lengths", "--contexts", **flags)
-    cli.add(parser, "--new-tokens N", "tokens of each run", default=NEW_TOKENS)
+    cli.add_count(parser, "--new-tokens", "tokens of each run", NEW_TOKENS)
     cli.add(parser, "--rounds N", "that count", default=ROUNDS)
     text = "rounds before these, which do not count; long runs need none"
     cli.add(parser, "--warm-up N", text, default=WARM_UP)
@@ -73,7 +73,7 @@ def add_bench(commands: Any) -> None:
     )
     cli.add_switch(parser, "--no-peers", "leave out transformers, with and without prompt lookup")
     text = "new tokens of transformers' runs at most, as they take long"
-    cli.add(parser, "--peer-tokens N", text, default=PEER_TOKENS)
+    cli.add_count(parser, "--peer-tokens", text, PEER_TOKENS)
     cli.add(parser, "--plot FILE", "draw times by length and, in long runs, by output position")
     text = (
         "take accepted lengths from here, as if drafts were so often right: a JSON list of one for "

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from tsjax.base.model_config import DTYPES
 from tsjax.commands import arguments as cli
 from tsjax.files.presets import model_preset_names
-from tsjax.measure.roofline_table import DEVICES, roofline_of, show
+from tsjax.measure.roofline_table import DEVICES, document, roofline_lines, roofline_of
 
 ROOFLINE_EXAMPLES = """examples:
   tsjax roofline llama3.1-8b --device a100 --prompt 4096 --new 100000
@@ -29,8 +30,8 @@ def add_roofline(commands: Any) -> None:
     cli.add(parser, "model", cli.MODEL_HELP + "; or a preset, " + ", ".join(model_preset_names()))
     text = "by its data sheet; cpu measures the memory of this machine (default: the machine's own)"
     cli.add(parser, "--device", text, choices=DEVICES)
-    cli.add(parser, "--prompt N", "tokens of the prompt", default=4096)
-    cli.add(parser, "--new N", "new tokens of each row", default=100_000)
+    cli.add_count(parser, "--prompt", "tokens of the prompt", 4096)
+    cli.add_count(parser, "--new", "new tokens of each row", 100_000)
     cli.add(parser, "--batch N", "rows", default=1)
     cli.add(parser, "--dtype", "of weights and cache; the model's own by default", choices=DTYPES)
     cli.add_held(parser)
@@ -48,5 +49,6 @@ def add_roofline(commands: Any) -> None:
 def _roofline(args: argparse.Namespace) -> int:
     names = ("prompt", "new", "device", "batch", "dtype", "heads", "acceptance")
     given = {**cli.held_of(args), **cli.given_of(args, names)}
-    show(roofline_of(args.model, **given), args.json)
+    found = roofline_of(args.model, **given)
+    print(json.dumps(document(found)) if args.json else "\n".join(roofline_lines(found)))
     return 0

@@ -15,7 +15,6 @@ from jax import lax
 from tsjax.base.checks import check
 from tsjax.base.errors import BadValue
 from tsjax.base.generation_config import GenerationConfig
-from tsjax.base.model_config import ModelConfig
 from tsjax.base.typing import accumulation_dtype
 from tsjax.decoding.config import DecodeConfig
 from tsjax.decoding.logprobs import empty_log_probs
@@ -24,14 +23,9 @@ from tsjax.decoding.noise import IMPLEMENTATION, check_keys, row_keys
 from tsjax.decoding.processors import first_counts, first_last_seen
 from tsjax.decoding.sampling import SamplingValues, sampling_values
 from tsjax.decoding.state import RUNNING, STOPPED, DecodeState, StepStats
-from tsjax.model.cache import Cache, KVCache, init_cache, keys_in_cache
+from tsjax.model.cache import Cache, KVCache, init_cache
 from tsjax.model.parts import by_text
-from tsjax.model.sharding import everywhere, named_sharding
-
-# Bytes of unfinished results that the kernel of attention leaves to its merge: on each of an H100's
-# 132 multiprocessors four tiles of 128 rows, of head dimension 128, in float32.
-UNMERGED = 132 * 4 * 128 * 128 * 4
-SCORED_SLOTS = 512  # of the cache, at a time, where many rows attend in plain XLA
+from tsjax.model.sharding import everywhere
 
 
 def init_state(
@@ -105,7 +99,7 @@ def init_state(
         stats=init_stats(cfg, batch),
         emitted=jnp.zeros((batch,), jnp.int32),
         room=jnp.full((batch,), capacity, jnp.int32),
-        memory=_empty_memory(cfg, batch, capacity, mesh),
+        memory=empty_memory(cfg, batch, capacity, mesh),
     )
     if cfg.prefill is not None:
         longest = width if prompt_capacity is None else prompt_capacity
@@ -224,86 +218,16 @@ def init_stats(cfg: DecodeConfig, batch: int) -> StepStats:
 def first_memory(lesson, *, cfg: DecodeConfig, batch: int, capacity: int, mesh):
     """What a method begins with, and its counters, on each device of a mesh. It knows no more than
     the `lesson` of one before, if there is any."""
-    memory = _empty_memory(cfg, batch, capacity, mesh)
+    memory = empty_memory(cfg, batch, capacity, mesh)
     if lesson is not None:
         memory = cfg.method.taught(memory, lesson)
     begun = memory, init_stats(cfg, batch)
     return begun if mesh is None else _on_each_device(begun, mesh)
 
 
-def _empty_memory(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> Memory:
+def empty_memory(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> Memory:
     memory = cfg.method.init(cfg.model, batch, capacity, mesh)
     return memory if cfg.prefill is None else cfg.prefill.begin_memory(memory)
-
-
-def memory_bytes(cfg: DecodeConfig, batch: int, capacity: int, prompt_capacity: int) -> int:
-    """Bytes that the method and a lazy prefill remember in a state, on one device."""
-
-    def allocated():
-        lazy, memory = cfg.prefill, _empty_memory(cfg, batch, capacity, None)
-        return memory, lazy and lazy.init(cfg.model, jnp.ones(batch), prompt_capacity, capacity)
-
-    leaves = jax.tree.leaves(jax.eval_shape(allocated))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-
-
-def temporary_bytes(
-    cfg: DecodeConfig, batch: int, capacity: int, prefill_width: int, mesh=None
-) -> int:
-    """What a run's programs need beside weights and state on one device: estimated, rather high.
-
-    XLA says it only when it has compiled. Arrays that are not needed at the same time share memory,
-    so what counts is the largest moment: of a pass of the prefill; of a step while all rows of the
-    widest tree are scored; or of its end, when the method chooses a partial cache anew.
-    """
-    model, sizes = cfg.model, cfg.sizes
-    # Keys and values of all layers stay until they are written; for the method also queries, and
-    # for one that asks for it all query heads and what they saw.
-    kept = 3 + (2 * model.group_size if sizes.with_attended else 0)
-    choice = _choice_bytes(cfg, batch, capacity, mesh)
-    if mesh is not None:  # rows of a batch may lie on several devices; the rest counts as whole
-        (batch,) = named_sharding((batch,), ("batch",), mesh).shard_shape((batch,))
-    prefill = _pass_bytes(model, batch * prefill_width, kept=2)
-    if model.is_narrow:  # XLA's products of many rows: a matrix is wide while it is multiplied
-        prefill += 2 * model.mlp_dim * model.embed_dim * _sizes_of(model)[0]
-    step = _pass_bytes(model, batch * sizes.width, kept=kept)
-    return max(prefill, step + max(_scoring_bytes(cfg, batch), choice))
-
-
-def _pass_bytes(model: ModelConfig, rows: int, kept: int) -> int:
-    """Bytes of `rows` rows: `kept` arrays for each layer's kv heads, and the work of one layer."""
-    size, wide = _sizes_of(model)
-    D, H, heads = model.embed_dim, model.head_dim, model.num_heads + 2 * model.num_kv_heads
-    hidden = 4 * D * size + D * wide  # two layers' before and after a norm; a product's sums
-    attention = heads * H * (wide + size) + 2 * model.num_heads * SCORED_SLOTS * wide
-    mlp = 3 * model.mlp_dim * size
-    layers = kept * model.num_layers * model.num_kv_heads * H * size
-    return rows * (layers + hidden + max(attention, mlp)) + UNMERGED
-
-
-def _scoring_bytes(cfg: DecodeConfig, batch: int) -> int:
-    """For each node and each position's noise: per token of the vocabulary, where all processors
-    are on, its logit, that as an integer of the same order, its probability, the noise, and whether
-    it is penalised."""
-    _, wide = _sizes_of(cfg.model)
-    rows = cfg.sizes.width + cfg.sizes.depth + 1
-    return batch * rows * cfg.model.vocab_size * (4 * wide + 1)
-
-
-def _choice_bytes(cfg: DecodeConfig, batch: int, capacity: int, mesh) -> int:
-    """For each key of the whole cache its score, and that as an integer of the same order."""
-    model = cfg.model
-    memory = jax.eval_shape(lambda: cfg.method.init(model, batch, capacity, None))
-    parts = jax.tree.leaves(memory, is_leaf=lambda part: isinstance(part, Cache))
-    if not any(isinstance(part, Cache) for part in parts):
-        return 0
-    _, wide = _sizes_of(model)
-    return 2 * wide * keys_in_cache(model, batch, capacity, mesh)
-
-
-def _sizes_of(model: ModelConfig) -> tuple[int, int]:
-    """Bytes of a number of the model's type, and of the type of sums and scores."""
-    return jnp.dtype(model.dtype).itemsize, jnp.dtype(accumulation_dtype(model.dtype)).itemsize
 
 
 def _on_each_device(state: Any, mesh) -> Any:

@@ -22,10 +22,11 @@ from tsjax.base.errors import BadValue
 from tsjax.base.habits import OF_MODEL
 from tsjax.base.model_config import ModelConfig
 from tsjax.base.telling import doing
+from tsjax.decoding.held import int8_copy_bytes
 from tsjax.decoding.method import Method
 from tsjax.files import tensor_names
 from tsjax.files.tokenizer import load_tokenizer
-from tsjax.model.params import Params, declare_params, is_spec, with_int8_drafts
+from tsjax.model.params import Params, with_int8_drafts
 from tsjax.model.sharding import everywhere, mesh_of, placed
 from tsjax.model.transformer import ModelWeights
 
@@ -118,13 +119,7 @@ class Model(flax.struct.PyTreeNode):
     def int8_bytes(self) -> int:
         """Of the copy in int8, where one has to be made: a narrow model drafts with itself."""
         is_there = self.params.drafts is not None or "_with_int8" in vars(self)
-        if is_there or self.cfg.is_narrow:
-            return 0
-        weights, specs = self.params.model, declare_params(self.cfg).model
-        leaves = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(weights), strict=True)
-        found = [leaf for spec, leaf in leaves if spec.inputs]
-        found += [weights.embed] if weights.unembed is None else []
-        return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) for leaf in found)
+        return 0 if is_there else int8_copy_bytes(self.cfg, mesh_of(self.params))
 
     def __getattr__(self, name: str) -> Any:
         """What users of other programs look for, in an error."""

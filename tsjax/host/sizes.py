@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from tsjax.base.checks import check, check_int
 from tsjax.base.errors import BadValue
-from tsjax.decoding.start import memory_bytes, temporary_bytes
+from tsjax.decoding.held import state_bytes, temporary_bytes
 from tsjax.files.checkpoint import Model
 from tsjax.host.info import memory_share
 from tsjax.host.memory import available_bytes
@@ -92,22 +92,17 @@ def memory_shortage(request: Request, model: Model) -> str | None:
     rows, slots = len(request.rows), request.capacity
     passes = [*request.prefill_widths, request.made_widths, request.prefix_widths]
     widest = max((width for part in passes for width in part), default=1)
-    vocab, told = decode.model.vocab_size, request.config.logprobs
-    counted = request.config.presence_penalty != 0 or request.config.frequency_penalty != 0
-    sizes = {
-        "log-probabilities": 0 if told is None else rows * slots * (8 + 16 * told),
-        "the cache of texts that are read once": 0
-        if request.of_rows is None
-        else cache_bytes(decode.model, max(request.of_rows) + 1, slots, mesh),
-        "the cache of a prefix that is read again": 0
-        if not request.prefix_widths
-        else cache_bytes(decode.model, 1, slots, mesh),
-        "counts of tokens": 4 * rows * vocab if counted else 0,
-        "the text of each node": 4 * rows * slots * decode.sizes.width if request.processors else 0,
-        "the cache": cache_bytes(decode.model, rows, slots, mesh),
-        "what method and prefill remember": memory_bytes(
-            decode, rows, slots, request.prompt_capacity
-        ),
+    sizes = state_bytes(
+        decode,
+        request.config,
+        rows,
+        slots,
+        prompt_capacity=request.prompt_capacity,
+        read_once=0 if request.of_rows is None else max(request.of_rows) + 1,
+        prefixes=1 if request.prefix_widths else 0,
+        has_processors=bool(request.processors),
+        mesh=mesh,
+    ) | {
         "weights in int8": model.int8_bytes if request.may_want_int8 else 0,
         "the corpus": 0 if request.corpus is None else request.corpus.nbytes,
         "a copy of the second model": 0 if second is None else second.bytes_beside(model),

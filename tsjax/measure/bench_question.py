@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tsjax.base.checks import check, check_int, check_known, one_of
+from tsjax.base.checks import check, check_int, one_of
 from tsjax.base.errors import BadValue, NotEnoughMemory, TsjaxError
 from tsjax.base.input_files import read_text
-from tsjax.base.model_config import CACHES, DTYPES, WEIGHTS, ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.decoding.held import held_by_text
 from tsjax.decoding.method import Autoregressive, Method
 from tsjax.files.checkpoint import Model, check_dtype, load
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
@@ -36,7 +37,7 @@ from tsjax.measure.peers import PEER_TOKENS
 from tsjax.measure.plots import check_plot
 from tsjax.measure.trace import read_trace
 from tsjax.methods import METHODS, TokenSwift
-from tsjax.model.params import abstract_params, random_params
+from tsjax.model.params import random_params
 from tsjax.model.sharding import mesh_of
 
 LENGTHS, NEW_TOKENS, ROUNDS = (512, 2048), 512, 3
@@ -108,9 +109,6 @@ class Question:
         check_int(self.peer_tokens, "--peer-tokens", 32)
         for name in self.settings:
             check(name in SETTINGS, "--settings", name, one_of(SETTINGS))
-        check_known(self.dtype, "--dtype", DTYPES)
-        check_known(self.weights, "--weights", WEIGHTS)
-        check_known(self.cache, "--cache", CACHES)
         check(self.prompts is not None or not self.chat, "--chat", True, "with --prompts FILE")
         for flag, given in (
             ("--lengths", self.lengths), ("--text", self.text), ("--plot", self.plot),
@@ -230,7 +228,7 @@ def _shape(question: Question) -> ModelConfig:
     fits = longest <= most or question.exceed_max_positions
     wanted = f"at most {most}, as the model has {cfg.max_positions} positions"
     check(fits, "--lengths", longest, f"{wanted}; or --exceed-max-positions")
-    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_params(cfg)))
+    needed = held_by_text(cfg, rows=0, slots=0)
     free = available_bytes(jax.devices()[0])
     if free is not None and needed > free:
         raise NotEnoughMemory(

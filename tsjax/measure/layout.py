@@ -1,25 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each device of a mesh holds, in bytes, before anything is allocated.
+"""What each device of a mesh would hold, and whether it fits a card or the machine.
 
-Knows where sharding.py places parameters and caches. Needs no devices: a mesh here is three sizes.
+Knows how to name and print it; what is counted is decoding/held.py's. A mesh here is three sizes.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from tsjax.base.checks import check
 from tsjax.base.model_config import ModelConfig
+from tsjax.decoding.held import USABLE, held_by_text, weights_held
+from tsjax.host.memory import available_bytes
+from tsjax.methods.devices import GPUS
 from tsjax.model.cache import cache_bytes
-from tsjax.model.params import declare_params, is_spec, placement
 from tsjax.model.sharding import AXES, wanted_axes
+
+# Counts of devices that are tried: few as they are, then those that machines come in.
+COUNTS = (*range(1, 17), 32, 64, 128, 256, 512, 1024)
 
 
 class Part(NamedTuple):
@@ -75,19 +80,13 @@ def layout(
     """Weights of a model, and the cache of `rows` texts of `context` tokens, on a mesh."""
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
     found: dict[str, list[Part]] = {}
-    specs = jax.tree_util.tree_leaves_with_path(declare_params(cfg), is_leaf=is_spec)
-    for path, spec in specs:
-        name = _name_of(jax.tree_util.keystr(path))
-        place = placement(spec, mesh)
-        assert place is not None
-        shape = place.shard_shape(spec.shape)
-        size = jnp.dtype(spec.dtype).itemsize
+    for (path, spec, each), (*_, whole) in zip(
+        weights_held(cfg, mesh), weights_held(cfg), strict=True
+    ):
         wanted = {axis for one in spec.axes for axis in wanted_axes(one)}
         could = math.prod(sizes[axis] for axis in wanted)
-        whole, each = math.prod(spec.shape), math.prod(shape)
-        found.setdefault(name, []).append(
-            Part(name, each * size, whole * size, whole // each, could)
-        )
+        name = _name_of(path)
+        found.setdefault(name, []).append(Part(name, each, whole, whole // each, could))
     parts = [_sum(name, some) for name, some in found.items()]
     each, whole = cache_bytes(cfg, rows, context, mesh), cache_bytes(cfg, rows, context)
     could = math.prod(sizes.values()) // (1 if rows > 1 else sizes["data"])  # a text is one row
@@ -126,3 +125,94 @@ def layout_lines(found: Layout) -> list[str]:
         )
     said.append(f"  {'together':32}{found.each / 1e9:8.2f} GB on each")
     return said
+
+
+class Room(NamedTuple):
+    """Attributes:
+    device: the name of a card, or of what this machine has.
+    memory: bytes of each of its devices, or free of all where they share it; None if nobody knows.
+    devices: how many there are; None for any number.
+    shared: whether simulated devices have these bytes together.
+    """
+
+    device: str
+    memory: int | None
+    devices: int | None = None
+    shared: bool = False
+
+
+def room_of(name: str | None) -> Room:
+    """Of a card by its data sheet, of the "cpu", or what is free of this machine's first device."""
+    if name not in (None, "cpu"):
+        return Room(name, int(GPUS[name.replace("-", " ")].memory))
+    try:
+        here, *others = jax.devices(name)
+    except (RuntimeError, AssertionError):  # a platform was asked for that is not here
+        return Room("this machine", None)
+    if here.platform == "cpu":
+        return Room("this machine", available_bytes(here), shared=True)
+    return Room(here.device_kind, available_bytes(here), 1 + len(others))
+
+
+class Fit(NamedTuple):
+    """Attributes:
+    room: bytes of each device that weights and cache may take; None where nobody knows.
+    fits: None where nobody knows.
+    spare: bytes of each device that are left; below 0, that are missing.
+    most_tokens: of each text, on this mesh; 0 where the weights alone are too much.
+    fewest: the mesh of the fewest devices that have room, where this one does not fit.
+    devices: how many there are, where the mesh has more.
+    """
+
+    device: str
+    room: int | None = None
+    fits: bool | None = None
+    spare: int = 0
+    most_tokens: int = 0
+    fewest: dict[str, int] | None = None
+    devices: int | None = None
+
+
+def fit_of(found: Layout, cfg: ModelConfig, known: Room) -> Fit:
+    """Whether a layout fits, and what would."""
+    if known.memory is None:
+        return Fit(known.device)
+    most = known.devices or COUNTS[-1]
+    room = int(USABLE * known.memory) // (found.devices if known.shared else 1)
+    mesh, cache = AbstractMesh(tuple(found.mesh.values()), AXES), found.parts[-1].each
+
+    def cache_of(tokens: int) -> int:
+        return cache_bytes(cfg, found.rows, tokens, mesh)
+
+    tokens = bisect.bisect_right(range(1, 2**40), room - (found.each - cache), key=cache_of)
+    few = known.devices if found.devices > most else None
+    fits = found.each <= room and few is None
+    fewest = None if fits or known.shared else _fewest(found, cfg, room, most)
+    return Fit(known.device, room, fits, room - found.each, tokens, fewest, few)
+
+
+def _fewest(found: Layout, cfg: ModelConfig, room: int, most: int) -> dict[str, int] | None:
+    """Of as many devices the mesh that leaves most room; of these the most parts of the model."""
+    for count in (count for count in COUNTS if count <= most):
+        parts = [part for part in range(count, 0, -1) if count % part == 0]
+        meshes = [AbstractMesh((1, part, count // part), AXES) for part in parts]
+        held = [held_by_text(cfg, found.rows, found.context, mesh) for mesh in meshes]
+        if min(held) <= room:
+            return dict(meshes[held.index(min(held))].shape)
+    return None
+
+
+def fit_line(found: Fit) -> str:
+    if found.room is None:
+        return f"whether it fits is not known: {found.device} does not say; --device names a card"
+    room = f"the {found.room / 1e9:.2f} GB for each, nine tenths of its memory"
+    tokens = f"at most {found.most_tokens:,} tokens fit" if found.most_tokens else "no token fits"
+    if found.fits:
+        return f"fits {found.device}: {found.spare / 1e9:.2f} GB are left of {room}; {tokens}"
+    why = f"{-found.spare / 1e9:.2f} GB more than {room}; {tokens}"
+    if found.devices is not None:
+        why = f"the mesh has more devices than the {found.devices} here"
+    if found.fewest:
+        shape = ",".join(map(str, found.fewest.values()))
+        why += f"; all fits on {math.prod(found.fewest.values()):,} devices, MESH {shape}"
+    return f"does not fit {found.device}: {why}"

@@ -8,16 +8,16 @@ methods/roofline.py. No weights are read.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from tsjax.base.checks import check, check_int, check_known
+from tsjax.base.checks import check, check_int
 from tsjax.base.errors import NoSuchFile
-from tsjax.base.model_config import CACHES, DTYPES, WEIGHTS, ModelConfig
+from tsjax.base.model_config import ModelConfig
+from tsjax.decoding.held import held_by_text
 from tsjax.decoding.method import Method
 from tsjax.files.checkpoint import read_config
 from tsjax.files.presets import model_preset, model_preset_names, preset, preset_names
@@ -119,10 +119,6 @@ def roofline_of(
     check_int(batch, "--batch", 1)
     if heads is not None:
         check_int(heads, "--heads", 0)
-    check_known(dtype, "--dtype", DTYPES)
-    check_known(device, "--device", DEVICES)
-    check_known(weights, "--weights", WEIGHTS)
-    check_known(cache, "--cache", CACHES)
     given = tokens_given(acceptance)
     model = config_of(name, weights, cache)
     if heads is None and name in model_preset_names():
@@ -311,7 +307,7 @@ def roofline_lines(found: Roofline) -> list[str]:
         of_gpu = "No GPU has run the kernels for a cache in eight bits."
         said.append(of_cpu if found.device is CPU else of_gpu)
     if not found.fits:
-        end = reads(model, span.prompt + span.new, span.batch).whole
+        end = held_by_text(model, span.batch, span.prompt + span.new)
         said.append(
             f"No room: weights and cache are {_gb(end)} at the end, the device has "
             f"{_gb(found.device.memory)}."
@@ -352,10 +348,6 @@ def document(found: Roofline) -> dict[str, Any]:
             for row in found.methods
         },
     }
-
-
-def show(found: Roofline, as_json: bool) -> None:
-    print(json.dumps(document(found)) if as_json else "\n".join(roofline_lines(found)))
 
 
 def _gb(count: float) -> str:

@@ -7,17 +7,18 @@ data sheet, and how often drafts are right, is what the caller says.
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import NamedTuple
 
 from tsjax.base.errors import BadValue
 from tsjax.base.model_config import WIDE, ModelConfig
+from tsjax.decoding.held import USABLE, held_by_text, int8_copy_bytes
 from tsjax.decoding.method import Method, Promise
 from tsjax.methods.cost_model import Costs
 from tsjax.methods.devices import Device, pass_work
 
 PARTS = 16  # of a run, at whose middles an expected time is taken
-USABLE = 0.9  # of a device's memory
 
 
 class Span(NamedTuple):
@@ -74,8 +75,8 @@ def has_room(
     model: ModelConfig, device: Device, context: float, batch: int = 1, *, in_int8: bool = False
 ) -> bool:
     """Whether weights and cache fit, `in_int8` with a copy of the matrices to draft with."""
-    copy = reads(model, 0, in_int8=True).weights if in_int8 and not model.is_narrow else 0
-    return reads(model, context, batch).whole + copy <= USABLE * device.memory
+    copy = int8_copy_bytes(model) if in_int8 else 0
+    return held_by_text(model, batch, math.ceil(context)) + copy <= USABLE * device.memory
 
 
 def promised(method: Method, model: ModelConfig, costs: Costs, context: float) -> Promise:
