@@ -95,23 +95,6 @@ def test_cells_of_a_tiny_model(folder, capsys):
     assert re.search(r"\[9 of 18 runs, about \d+ s left: 16 tokens, sampled done\]", err)
 
 
-def test_acceptance_is_what_the_run_of_the_library_says(own, capsys):
-    """The same prompt by `generate`; counts of one round are those of one run."""
-    found, *_ = run(capsys, own, *TWO, *QUICK)
-    ids = np.random.default_rng(0).integers(helpers.VOCAB, size=16, dtype=np.int32)
-    model = tsjax.load(own)
-    result = tsjax.generate(model, ids, method=tsjax.NGram(), max_new_tokens=24, eos_token_id=())
-    row, stats = found["rows"][1], result.stats
-    assert row["tokens_per_step"] == pytest.approx(stats.tokens_per_step)
-    assert row["accepted_lengths"] == list(stats.accepted_lengths)
-    assert row["alpha"] == pytest.approx(stats.alpha)
-    assert row["accepted_of_drafted"] == (stats.accepted / stats.drafted if stats.drafted else None)
-    steps = sum(stats.steps)
-    assert row["accepted_per_step"] == {
-        source: count / steps for source, count in stats.accepted_by_source.items()
-    }
-
-
 def test_prompts_are_the_beginning_of_a_text(folder, capsys, monkeypatch, tmp_path):
     prompts = []
 
@@ -131,38 +114,44 @@ def test_prompts_are_the_beginning_of_a_text(folder, capsys, monkeypatch, tmp_pa
     assert found["text"]["name"] == str(text) and len(found["text"]["sha256"]) == 64
 
 
-def test_rows_are_methods_with_fields(own, capsys):
-    """One method twice; a comma in brackets parts nothing."""
-    rows = ["ngram:num_ngrams=0,suffix_length=4", "ngram:pass_widths=(1,2),num_ngrams=1"]
+def test_rows_are_methods_with_fields_and_say_what_a_run_of_the_library_says(own, capsys):
+    """One method often; a comma in brackets parts nothing. Counts of one round are those of one
+    run of `generate` after the same prompt."""
+    rows = ["ngram", "ngram:num_ngrams=0,suffix_length=4", "ngram:pass_widths=(1,2),num_ngrams=1"]
     found, lines, _ = run(capsys, own, "--methods", "plain", *rows, *QUICK, "--no-peers")
     assert [row["method"] for row in found["rows"]] == ["plain", *rows]
     assert all(row["same_tokens"] for row in found["rows"])
-    _, one, other = (row["options"] for row in found["rows"])
-    assert (one["num_ngrams"], one["suffix_length"]) == (0, 4)
-    assert (other["num_ngrams"], other["pass_widths"]) == (1, [1, 2])
+    _, row, one, other = found["rows"]
+    assert (one["options"]["num_ngrams"], one["options"]["suffix_length"]) == (0, 4)
+    assert (other["options"]["num_ngrams"], other["options"]["pass_widths"]) == (1, [1, 2])
     assert all(row in line for row, line in zip(rows, lines[1:], strict=True))
+
+    ids = np.random.default_rng(0).integers(helpers.VOCAB, size=16, dtype=np.int32)
+    settings = dict(max_new_tokens=24, eos_token_id=())
+    stats = tsjax.generate(tsjax.load(own), ids, method=tsjax.NGram(), **settings).stats
+    assert row["tokens_per_step"] == pytest.approx(stats.tokens_per_step)
+    assert row["accepted_lengths"] == list(stats.accepted_lengths)
+    assert row["alpha"] == pytest.approx(stats.alpha)
+    assert row["accepted_of_drafted"] == (stats.accepted / stats.drafted if stats.drafted else None)
+    assert row["accepted_per_step"] == {
+        source: count / sum(stats.steps) for source, count in stats.accepted_by_source.items()
+    }
 
 
 # --- tokens -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def wrong_ngram(monkeypatch):
-    """Its sixth token is another one."""
+@pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
+def test_other_tokens_are_told(own, capsys, monkeypatch, dtype, code):
+    """The sixth is another one: an error where rounding is no excuse."""
     honest = Runs.run
 
-    def run(self, name):
+    def run_wrongly(self, name):
         found = honest(self, name)
-        if name == "ngram":
-            found["tokens"][5] += 1
+        found["tokens"][5] += name == "ngram"
         return found
 
-    monkeypatch.setattr(Runs, "run", run)
-
-
-@pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
-def test_other_tokens_are_told(own, capsys, wrong_ngram, dtype, code):
-    """An error where rounding is no excuse."""
+    monkeypatch.setattr(Runs, "run", run_wrongly)
     found, lines, err = run(capsys, own, *TWO, *QUICK, "--dtype", dtype, code=code)
     plain, ngram = found["rows"]
     assert plain["same_tokens"] and not ngram["same_tokens"]
@@ -173,28 +162,21 @@ def test_other_tokens_are_told(own, capsys, wrong_ngram, dtype, code):
 # --- a signal ---------------------------------------------------------------------------------
 
 
-def stopping_in(name: str, call: int):
-    """Runs in which a method's steps get a signal while their chunk of this number runs."""
+def test_a_signal_leaves_what_was_measured(own, capsys, monkeypatch):
+    """The warm-up goes backwards and takes 12 chunks; the signal comes in the second round, while
+    the third of its chunks runs."""
+    begun = itertools.count(1)
 
     class Stopping(Runs):
-        begun = 0
-
-        def __init__(self, model, prompt, settings, methods, new_tokens, *others):
+        def __init__(self, model, *others):
             def program(params, state, steps, at_least, *, cfg):
-                Stopping.begun += 1
-                if Stopping.begun == call:
+                if next(begun) == 12 + 3:
                     os.kill(os.getpid(), signal.SIGTERM)
                 return programs_of(model).decode(params, state, 2, cfg=cfg)
 
-            super().__init__(model, prompt, settings, methods, new_tokens, {name: program})
+            super().__init__(model, *others[:4], {"ngram": program})
 
-    return Stopping
-
-
-def test_a_signal_leaves_what_was_measured(own, capsys, monkeypatch):
-    """The warm-up goes backwards and takes 12 chunks; the signal comes in the second round."""
-    chunks = 12 + 3
-    monkeypatch.setattr(bench_module, "Runs", stopping_in("ngram", chunks))
+    monkeypatch.setattr(bench_module, "Runs", Stopping)
     argv = [own, *TWO, *QUICK, "--no-peers", "--settings", "greedy", "sampled"]
     found, lines, _ = run(capsys, *argv, code=143)
     assert not found["complete"]

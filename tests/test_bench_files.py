@@ -7,22 +7,14 @@ import helpers
 import hf_fixtures
 import numpy as np
 import pytest
+from test_bench import TWO, run
 
 import tsjax
 from tsjax.__main__ import main
 from tsjax.measure import bench as bench_module
 from tsjax.measure import bench_question
 
-TWO = ["--methods", "plain", "ngram"]
 SHORT = ["--new-tokens", "12", "--rounds", "3", "--warm-up", "0", "--settings", "greedy"]
-
-
-def run(capsys, *argv: str) -> tuple[dict, list[str], str]:
-    """The document, the lines before it, and stderr."""
-    assert main(["bench", *argv]) == 0
-    out, err = capsys.readouterr()
-    *lines, last = out.splitlines()
-    return json.loads(last), lines, err
 
 
 @pytest.fixture(scope="module")
@@ -85,11 +77,7 @@ def test_texts_of_a_file_are_messages_with_chat(capsys, monkeypatch, tmp_path):
     ("line", "flags", "words"),
     [
         ('{"ids": [1, 99999]}', [], ["line 1: prompt holds token id 99999"]),
-        (
-            '{"text": "a"}',
-            [],
-            ["line 1: prompt={'text': 'a'}", "with one of prompt, messages, ids"],
-        ),
+        ('{"text": "a"}', [], ["prompt={'text': 'a'}", "with one of prompt, messages, ids"]),
         ("{", [], ["line 1: no JSON"]),
         ('{"ids": [1]}', ["--lengths", "8"], ["--lengths=(8,)", "left out with --prompts"]),
         ('{"ids": [1]}', ["--text", "a.txt"], ["--text='a.txt'", "left out with --prompts"]),

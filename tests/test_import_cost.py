@@ -4,22 +4,11 @@
 import subprocess
 import sys
 
-import pytest
-
 import tsjax
 from tsjax.__main__ import KNOWN_COMMANDS, parser_for
 from tsjax.commands.arguments import help_of
 
-HEAVY = (
-    "torch",
-    "transformers",
-    "orbax",
-    "optax",
-    "safetensors",
-    "huggingface_hub",
-    "tqdm",
-    "matplotlib",
-)
+HEAVY = tuple("torch transformers orbax optax safetensors huggingface_hub tqdm matplotlib".split())
 
 
 def said(code: str) -> list[str]:
@@ -29,37 +18,27 @@ def said(code: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_the_package_is_there_before_jax():
+def test_the_package_is_there_and_the_command_line_answers_before_jax():
     code = (
-        "import sys, tsjax; assert tsjax.__version__ and not hasattr(tsjax, '__wrapped__');"
-        f"print(*(m for m in ('jax', 'numpy', 'flax', *{HEAVY}) if m in sys.modules))"
+        "import contextlib, sys, tsjax\n"
+        "assert tsjax.__version__ and not hasattr(tsjax, '__wrapped__')\n"
+        "from tsjax.__main__ import main\n"
+        "for argv in ([], ['--help'], ['--version'], ['no-such-command']):\n"
+        "    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):\n"
+        "        with contextlib.suppress(SystemExit): main(argv)\n"
+        f"    print(*(m for m in ('jax', 'numpy', 'flax', *{HEAVY}) if m in sys.modules))"
     )
     assert said(code) == []
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["no-such-command"], []])
-def test_the_command_line_answers_before_jax(argv):
-    code = (
-        "import contextlib, sys; from tsjax.__main__ import main\n"
-        "with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):\n"
-        f"    try: main({argv})\n"
-        "    except SystemExit: pass\n"
-        f"print(*(m for m in ('jax', 'numpy', *{HEAVY}) if m in sys.modules))"
-    )
-    assert said(code) == []
-
-
-@pytest.mark.parametrize("name", KNOWN_COMMANDS)
-def test_a_command_says_in_one_line_what_help_says_without_it(name):
-    assert parser_for([name]).format_help() == parser_for([]).format_help()
+def test_a_command_says_in_one_line_what_help_says_without_it():
+    for name in KNOWN_COMMANDS:
+        assert parser_for([name]).format_help() == parser_for([]).format_help(), name
 
 
 def test_a_flag_says_what_the_docstring_says_of_its_setting():
-    for settings in (
-        tsjax.GenerationConfig,
-        tsjax.training.HeadTraining,
-        tsjax.training.DrafterTraining,
-    ):
+    of_training = tsjax.training.HeadTraining, tsjax.training.DrafterTraining
+    for settings in (tsjax.GenerationConfig, *of_training):
         assert [*help_of(settings)] == [*settings.__dataclass_fields__]
     assert help_of(tsjax.training.HeadTraining)["beta2"] == "AdamW's"
     assert help_of(tsjax.GenerationConfig)["seed"].endswith(

@@ -124,12 +124,8 @@ def test_a_gpu(driver, monkeypatch):
     assert f"tree_attention {one.tuned['tree_attention']} shapes" in shapes
     assert shapes.endswith(", in nvidia_h100_80gb_hbm3.json")
     json.dumps(dataclasses.asdict(found))
-
-
-def test_the_share_of_a_gpus_memory(driver, monkeypatch):
-    name = "XLA_CLIENT_MEM_FRACTION"
     for value, share in ((".5", 0.5), ("much", None)):
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", value)
         assert memory_share() == share
 
 

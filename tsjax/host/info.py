@@ -24,6 +24,7 @@ from pallas_kernels.cache_folder import cache_folder
 from pallas_kernels.device import table, table_file
 from tsjax.base.input_files import reason
 from tsjax.host.compilation import programs_folder
+from tsjax.host.memory import main_memory
 
 PACKAGES = ("tsjax", "jax", "jaxlib", "numpy", "transformers")
 DRIVER = "/proc/driver/nvidia/version"
@@ -115,7 +116,7 @@ def info() -> Info:
         system=platform.platform(),
         cpu=cpu_name(),
         cores=cores(),
-        memory=_main_memory(),
+        memory=main_memory(),
         devices=tuple(map(_device, devices)),
         trouble=trouble,
         driver=_driver(),
@@ -161,15 +162,6 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _main_memory() -> int | None:
-    sizes = []
-    with contextlib.suppress(ValueError, OSError, AttributeError):
-        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    with contextlib.suppress(ValueError, OSError):  # no container, or one without a limit
-        sizes.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(sizes, default=None)
 
 
 def _device(device: Any) -> DeviceFacts:

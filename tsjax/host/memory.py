@@ -50,10 +50,21 @@ def available_bytes(device: Any) -> int | None:
     with open("/proc/meminfo", encoding="ascii") as file:
         fields = dict(line.split(":", 1) for line in file)
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    try:  # a container may be allowed less
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = int(file.read())
-        with open("/sys/fs/cgroup/memory.current", encoding="ascii") as file:
-            return min(free, limit - int(file.read()))
-    except (OSError, ValueError):  # no such limit
-        return free
+    limit, used = map(_of_container, ("max", "current"))
+    return free if limit is None or used is None else min(free, limit - used)
+
+
+def main_memory() -> int | None:
+    """Bytes of the machine, or those that a container allows; None where nothing says it."""
+    limit = _of_container("max")
+    sizes = [] if limit is None else [limit]
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(sizes, default=None)
+
+
+def _of_container(name: str) -> int | None:
+    """None outside of one, and for a limit that is none."""
+    with contextlib.suppress(ValueError, OSError):
+        return int(Path(f"/sys/fs/cgroup/memory.{name}").read_text())
+    return None
