@@ -13,23 +13,8 @@ import hf_fixtures
 import numpy as np
 from gguf import GGMLQuantizationType as Types
 
-NAMES = {
-    "model.embed_tokens": "token_embd", "lm_head": "output", "model.norm": "output_norm",
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}  # fmt: skip
 # Rows of whole blocks of 32, and heads enough for a wrong order of them to show.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
-
-
-def their_name(name: str) -> str:
-    """llama.cpp's name of one of HuggingFace's tensors."""
-    stem, ending = name.rsplit(".", 1)
-    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
-    return f"blk.{match[1]}.{NAMES[match[2]]}.{ending}" if match else f"{NAMES[stem]}.{ending}"
 
 
 def paired(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -94,19 +79,25 @@ def make(
         add(writer, name.replace("ARCH", written), value)
     if tokenizer is not None:
         add_tokenizer(writer, json.loads((tokenizer / "tokenizer.json").read_text()))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[written.upper()], raw["num_hidden_layers"])
     for name, array in content.items():
         split = {"q_proj": heads, "k_proj": kv_heads}.get(name.split(".")[-2])
         in_pairs = split if written == "llama" else None
-        put(writer, their_name(name), array, kind_of(name), in_pairs)
+        their_name = names.get_name(name, (".weight", ".bias"))
+        put(writer, their_name, array, kind_of(name), in_pairs)
     for name, array in dict(extra).items():
         writer.add_tensor(name, array)
+    finish(writer, path)
+    read_as = {name: stored(array, kind_of(name)) for name, array in content.items()}
+    hf_fixtures.write(path.with_suffix(""), raw, read_as)
+    return path
+
+
+def finish(writer: gguf.GGUFWriter, path: Path) -> None:
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    read_as = {name: stored(array, kind_of(name)) for name, array in content.items()}
-    hf_fixtures.write(path.with_suffix(""), raw, read_as)
-    return path
 
 
 def put(

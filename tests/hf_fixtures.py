@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random HuggingFace checkpoints, written without any of the code under test."""
+"""Small random HuggingFace checkpoints, written without any of the code under test, and what two
+of them are compared by."""
 
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
@@ -25,6 +27,15 @@ FAMILIES = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
 }
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+# Scaled positions.
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def config(family: str = "llama", **changes) -> dict:
@@ -114,3 +125,20 @@ def change_tensors(folder: Path, changes: dict[str, np.ndarray]) -> None:
     content = load_file(folder / "model.safetensors") | changes
     kept = {name: array for name, array in content.items() if array is not ...}
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def same(a, b) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+def assert_same_trees(left, right) -> None:
+    """Of arrays: the same bits."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for (path, a), b in zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True):
+        assert same(a, b), jax.tree_util.keystr(path)
+
+
+def assert_same_models(found, wanted) -> None:
+    assert found.cfg == wanted.cfg
+    assert_same_trees(found.params, wanted.params)

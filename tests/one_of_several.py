@@ -164,12 +164,8 @@ def long_run(out, sizes):
 
 
 def write(out, found):
-    if processes.is_first():
-        with open(out, "w") as file:
-            json.dump(found, file)
-    else:
-        with open(f"{out}.{jax.process_index()}", "w") as file:
-            json.dump(found, file)
+    with open(out if processes.is_first() else f"{out}.{jax.process_index()}", "w") as file:
+        json.dump(found, file)
 
 
 if __name__ == "__main__":

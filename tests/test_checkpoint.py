@@ -17,26 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_fixtures import change, change_tensors, make, weights
+from hf_fixtures import BIASED, assert_same_trees, change, change_tensors, make, same, weights
 from safetensors.numpy import save_file
 
 from tsjax.files import huggingface, weight_files
 from tsjax.files.checkpoint import Model, load, save
 from tsjax.files.config_files import model_config
 from tsjax.files.tensor_names import Entry, entries
-
-BIASED = {"attention_bias": True, "mlp_bias": True}
-
-
-def same(a, b) -> bool:
-    a, b = np.asarray(a), np.asarray(b)
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-
-
-def assert_same_trees(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for (path, a), b in zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True):
-        assert same(a, b), jax.tree_util.keystr(path)
 
 
 def check_layer(theirs: dict, ours, cfg, prefix: str) -> None:
@@ -350,7 +337,7 @@ def test_a_file_that_is_replaced_while_it_is_read(same_size, tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "value"), [("float32", np.nan), ("bfloat16", -np.inf), ("float16", np.inf)]
 )
-def test_nan_weights_warn_and_load(value, dtype, tmp_path):
+def test_weights_that_are_not_finite_warn_and_load(value, dtype, tmp_path):
     raw = hf_fixtures.config(torch_dtype=dtype)
     content = {k: v.astype(jnp.dtype(dtype)) for k, v in hf_fixtures.tensors(raw).items()}
     content["model.layers.0.input_layernorm.weight"][5] = jnp.finfo(dtype).max  # which is finite
@@ -360,12 +347,9 @@ def test_nan_weights_warn_and_load(value, dtype, tmp_path):
     with pytest.warns(UserWarning, match=only):
         model = load(tmp_path)
     check_model(content, model)
-
-
-def test_overflow_in_the_conversion_warns(tmp_path):
-    change_tensors(make(tmp_path), {"model.norm.weight": np.full(32, 1e6, np.float32)})
-    with pytest.warns(UserWarning, match="model.norm.weight .* infinite values as float16"):
-        load(tmp_path, dtype="float16")
+    if dtype == "float32":  # whose largest number is too large
+        with pytest.warns(UserWarning, match="input_layernorm.* infinite values as float16"):
+            load(tmp_path, dtype="float16")
 
 
 def test_wrong_arguments_are_refused(tmp_path):
@@ -373,9 +357,8 @@ def test_wrong_arguments_are_refused(tmp_path):
     for dtype in ("int8", "bits16", "half_"):
         with pytest.raises(ValueError, match=f"dtype='{dtype}' is not valid: one of float32"):
             load(tmp_path, dtype=dtype)
-    with pytest.raises(
-        ValueError, match="a checkpoint is a folder or a file ending in .gguf, this is a file"
-    ):
+    wrong = "a checkpoint is a folder or a file ending in .gguf, this is a file"
+    with pytest.raises(ValueError, match=wrong):
         load(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="mesh axes"):
         load(tmp_path, mesh=jax.make_mesh((4,), ("x",)))
@@ -404,14 +387,10 @@ def test_pickles_of_other_things_are_refused(tmp_path):
     make(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     file = tmp_path / "pytorch_model.bin"
-    for content, message in (
-        ({"a": os.getcwd}, "corrupt or holds more than tensors"),
-        ({"epoch": 3}, "holds more than tensors: epoch"),
-        (b"nonsense", "corrupt"),
-    ):
-        if isinstance(content, bytes):
-            file.write_bytes(content)
-        else:
-            torch.save(content, file)
-        with pytest.raises(ValueError, match=message):
+    file.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="corrupt"):
+        load(tmp_path, allow_pickle=True)
+    for content, more in (({"a": os.getcwd}, ""), ({"epoch": 3}, ": epoch")):
+        torch.save(content, file)
+        with pytest.raises(ValueError, match=f"holds more than tensors{more}"):
             load(tmp_path, allow_pickle=True)

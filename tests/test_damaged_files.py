@@ -5,14 +5,11 @@ Single damages, each with what must be said about it. file_fuzz.py makes many, c
 """
 
 import contextlib
-import gc
 import json
 import re
-import shutil
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 
 import file_fuzz
 import helpers
@@ -154,7 +151,7 @@ def test_token_ids_need_no_tokenizer(talker):
 def test_without_a_vocabulary_there_is_no_tokenizer(talker):
     model, file = talker
     file.unlink()  # tokenizer_config.json alone would be a tokenizer without tokens
-    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded"):
+    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded from .*pass token"):
         load_tokenizer(str(file.parent))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -249,50 +246,7 @@ def test_all_values_that_are_not_finite_are_one_warning(tmp_path):
         assert re.search(r"model.embed_tokens.weight in .*and 1 more", str(warned[0].message))
 
 
-# --- tsjax checkpoints and the command line --------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory):
-    place = tmp_path_factory.mktemp("original")
-    save(load(make(place / "hf")), place / "ts")
-    return place / "ts"
-
-
-@pytest.fixture
-def stored(original, tmp_path):
-    return Path(shutil.copytree(original, tmp_path / "ts"))
-
-
-def overwrite(name: str, content: bytes):
-    return lambda folder: (folder / "params" / "state" / name).write_bytes(content)
-
-
-TYPES = b'{"array_metadatas": [{"array_metadata": {}}]}'
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        overwrite("_METADATA", b"{"),
-        overwrite("_sharding", b""),
-        overwrite("manifest.ocdbt", b"x" * 90),
-        lambda folder: (folder / "params" / "state" / "manifest.ocdbt").unlink(),
-        overwrite("array_metadatas/process_0", TYPES),
-    ],
-    ids=["names", "sharding", "list", "no list", "types"],
-)
-def test_damaged_array_files_are_named(damage, stored, caplog, monkeypatch):
-    damage(stored)
-    unheard, found = [], None
-    monkeypatch.setattr(sys, "unraisablehook", unheard.append)
-    try:
-        load(stored)
-    except ValueError as error:  # not pytest.raises, which would keep what hangs on the error
-        found = type(error), str(error)
-    gc.collect()  # what readers left speaks now, if at all
-    assert found is not None and found[0] is BadValue and "ts/params' is damaged: " in found[1]
-    assert not caplog.records and not unheard
+# --- the command line ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,6 @@ def test_it_is_answered_by_what_to_write(line, model, folder):
     assert "\n" not in said and len(said) < 300
 
 
-def test_there_are_forty_lines():
-    assert len(WORK) + len(ANSWERED) >= 40
-
-
 # --- what is meant ------------------------------------------------------------------------------
 
 
@@ -150,23 +146,6 @@ def test_a_config_of_transformers(model):
 def test_types_of_torch(folder):
     torch = pytest.importorskip("torch")
     assert tsjax.load(folder, dtype=torch.bfloat16).cfg.dtype == "bfloat16"
-
-
-def test_a_hub_id_is_fetched_as_it_is_asked(folder, monkeypatch):
-    import huggingface_hub
-
-    asked = []
-
-    def fetch(name, **how):
-        asked.append((name, how))
-        return folder
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    how = dict(revision="v2", cache_dir="somewhere", token="secret", local_files_only=True)
-    tsjax.load("organisation/name", **how)
-    ((name, found),) = asked
-    assert name == "organisation/name"
-    assert {key: found[key] for key in how} == how
 
 
 def test_every_advice_is_a_line_about_what_exists():

@@ -6,17 +6,13 @@ import json
 import math
 
 import pytest
-from hf_fixtures import FAMILIES, config
+from hf_fixtures import BIASED, FAMILIES, LLAMA3, YARN, config, make
 
+import tsjax
 from tsjax.base.model_config import RopeConfig
 from tsjax.files.config_files import config_to_hf, model_config, read_stop_ids
 from tsjax.files.weight_files import find_folder
 
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 LOG4 = math.log(4)
 PARTIAL = {"rope_type": "default", "partial_rotary_factor": 0.25}
 
@@ -139,7 +135,7 @@ def test_wrong_values_are_refused(family, changes, message):
 
 
 ROUND_TRIPS = [
-    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 16}),
+    ("llama", {**BIASED, "head_dim": 16}),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
     ("llama", {"rope_scaling": LLAMA3, "torch_dtype": "bfloat16", "medusa_heads": 3}),
     ("llama", {"rope_scaling": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}}),
@@ -207,16 +203,20 @@ def test_a_hub_id_is_downloaded(monkeypatch, tmp_path):
 
     asked = []
 
-    def download(name, *, allow_patterns, ignore_patterns):
+    def download(name, *, allow_patterns, ignore_patterns, **how):
         if name == "no/network":
             raise LocalEntryNotFoundError("outgoing traffic has been disabled")
-        asked.append((name, "*.bin" in allow_patterns, "*.safetensors" in allow_patterns))
+        asked.append((name, "*.bin" in allow_patterns, "*.safetensors" in allow_patterns, how))
         return str(tmp_path)
 
+    make(tmp_path)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert find_folder("org/name") == str(tmp_path)
     assert find_folder("org/name", allow_pickle=True) == str(tmp_path)
-    assert asked == [("org/name", False, True), ("org/name", True, True)]
+    how = dict(revision="v2", cache_dir="somewhere", token="secret", local_files_only=True)
+    tsjax.load("org/name", **how)
+    pickles = zip((False, True, False), ({}, {}, how), strict=True)
+    assert asked == [("org/name", wanted, True, said) for wanted, said in pickles]
     with pytest.raises(FileNotFoundError, match="'no/network'.* no such folder.*outgoing traffic"):
         find_folder("no/network")
     for path in ("/no/such/folder", "name", "a/b/c", "./a"):

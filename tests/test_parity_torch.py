@@ -64,29 +64,6 @@ def pair(tmp_path_factory):
     return make_pair("qwen2", tmp_path_factory.mktemp("qwen2"), seed=9)
 
 
-GREEDY_SETTINGS = [
-    {"repetition_penalty": 1.3},
-    {"repetition_penalty": 0.7},
-    {"repetition_penalty": 1.1, "suppress_tokens": [0, 5, 40, 41, 42]},
-    {"eos_token_id": [3, 11, 67, 68]},
-    {"eos_token_id": [3, 11, 67, 68], "min_new_tokens": 40},
-    {"eos_token_id": [17, 80], "min_new_tokens": 3, "repetition_penalty": 1.2},
-]
-
-
-@pytest.mark.wide
-@pytest.mark.parametrize("settings", GREEDY_SETTINGS, ids=str)
-def test_generate_with_processors(pair, settings):
-    theirs, ours = pair
-    for length in (1, 33):
-        prompt = draw_prompt(theirs, length, seed=length)
-        tokens, margins = record_goldens.run_greedy(theirs, prompt.tolist(), 100, **settings)
-        mine = {"eos_token_id": (), **settings}
-        result = tsjax.generate(ours, prompt, max_new_tokens=100, **mine)
-        assert_same_tokens(result.tokens[0], tokens, margins)
-        assert result.finish_reason == ["length" if len(tokens) == 100 else "eos"]
-
-
 def test_processors_in_the_order_of_generate(pair):
     """The scores that transformers' generate reports, from the logits that it reports."""
     theirs, _ = pair

@@ -232,21 +232,8 @@ THOUGHT = {"role": "assistant", "content": "<think>a</think>the", "reasoning": "
 PARTS = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<é>", "parameters": {}}}]
 
-# In the manner of Llama 2, Llama 3, Qwen 2.5, ChatML, Mistral and DeepSeek's distilled models.
+# In the manner of Llama 3, Qwen 2.5, ChatML, Mistral and DeepSeek's distilled models.
 TEMPLATES = {
-    "llama_2": """\
-{%- if messages[0]['role'] == 'system' %}{% set start = '<<' ~ messages[0]['content'] ~ '>>\n' %}
-{%- set messages = messages[1:] %}{% else %}{% set start = '' %}{% endif %}
-{%- for m in messages %}
-    {%- if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('take turns: ' ~ m['role']) }}
-    {%- endif %}
-    {%- if m['role'] == 'user' %}
-        {{- bos_token + '[I] ' + (start if loop.first else '') + m['content'].strip() + ' [/I]' }}
-    {%- else %}
-        {{- ' ' + m['content'].strip() + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}""",
     "llama_3": """\
 {{- bos_token }}
 {%- set day = strftime_now('%Y') if now is not defined else now %}

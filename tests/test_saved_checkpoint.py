@@ -2,20 +2,23 @@
 """tsjax's own checkpoints: saving is all or nothing, what is read is what was saved."""
 
 import dataclasses
+import gc
 import json
 import os
 import shutil
+import sys
 
 import hf_fixtures
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hf_fixtures import change, make
+from hf_fixtures import BIASED, assert_same_trees, change, make, same
 from jax.sharding import AxisType
-from test_checkpoint import BIASED, assert_same_trees, check_model, same
+from test_checkpoint import check_model
 
 import tsjax.files.checkpoint
+from tsjax.base.errors import BadValue
 from tsjax.files.checkpoint import load, save
 from tsjax.files.config_files import model_config
 from tsjax.model.params import abstract_params
@@ -199,6 +202,37 @@ def test_arrays_that_do_not_fit_the_description_are_listed(saved):
         "model.embed has shape [48, 32]; the config asks for [50, 32]",
     ):
         assert line in str(error.value)
+
+
+def overwrite(name: str, content: bytes):
+    return lambda state: (state / name).write_bytes(content)
+
+
+TYPES = b'{"array_metadatas": [{"array_metadata": {}}]}'
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        overwrite("_METADATA", b"{"),
+        overwrite("_sharding", b""),
+        overwrite("manifest.ocdbt", b"x" * 90),
+        lambda state: (state / "manifest.ocdbt").unlink(),
+        overwrite("array_metadatas/process_0", TYPES),
+    ],
+    ids=["names", "sharding", "list", "no list", "types"],
+)
+def test_damaged_array_files_are_named(damage, saved, caplog, monkeypatch):
+    damage(saved / "params" / "state")
+    unheard, found = [], None
+    monkeypatch.setattr(sys, "unraisablehook", unheard.append)
+    try:
+        load(saved)
+    except ValueError as error:  # not pytest.raises, which would keep what hangs on the error
+        found = type(error), str(error)
+    gc.collect()  # what readers left speaks now, if at all
+    assert found is not None and found[0] is BadValue and "ts/params' is damaged: " in found[1]
+    assert not caplog.records and not unheard
 
 
 # What version 0.1.0 made of HuggingFace's names, one replacement after the other.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from tsjax.files.tokenizer import Detokenizer, decode_text, load_tokenizer
+from tsjax.files.tokenizer import Detokenizer, decode_text
 
 SAMPLE = "Hello world, naïve 日本語 😀 👩‍👩‍👧 \u202e x  y\n"
 
@@ -121,12 +121,3 @@ def test_a_long_row_is_decoded_in_a_bounded_window(name, monkeypatch):
     text = "".join(in_pieces(tokenizer, ids))
     assert text == decode_text(tokenizer, ids)
     assert max(sizes) < 150 < len(ids)
-
-
-def test_load_tokenizer_loads_once(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no tokenizer could be loaded from .*pass token"):
-        load_tokenizer(str(tmp_path))
-    TOKENIZERS["byte_level"].save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded.encode(SAMPLE) == TOKENIZERS["byte_level"].encode(SAMPLE)
-    assert load_tokenizer(str(tmp_path)) is loaded

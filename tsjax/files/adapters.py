@@ -17,9 +17,10 @@ import numpy as np
 from tsjax.base.errors import BadValue
 from tsjax.base.model_config import ModelConfig
 from tsjax.files import weight_files
-from tsjax.files.drafter_files import write_drafter
+from tsjax.files.drafter_files import MATRIX, PREFIX, WORD_NUMBERS, write_drafter
 from tsjax.files.head_files import MEDUSA, MEDUSA_PICKLE, find_heads, named_in
-from tsjax.files.tensor_names import entries, named_leaves
+from tsjax.files.model_in_memory import Model, named_arrays
+from tsjax.files.tensor_names import entries
 from tsjax.model.params import declare_params, is_spec, placement
 from tsjax.model.sharding import placed
 from tsjax.model.transformer import ModelWeights, unembedding_rows
@@ -45,15 +46,18 @@ def open_heads(
     return weights
 
 
-def write_heads(model: Any, file: str) -> None:
+def write_heads(model: Model, file: str) -> None:
     """Replaces a file with the model's draft heads, as TokenSwift's or Medusa's code names them."""
-    tensors = {
+    weight_files.write_safetensors(file, named_in(MEDUSA, _tensors_of(model, "heads.")))
+
+
+def _tensors_of(model: Model, beginning: str) -> dict[str, np.ndarray]:
+    return {
         tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
-        for entry, leaf in named_leaves(model.cfg, model.params)
-        if entry.path.startswith("heads.")
+        for entry, leaf in named_arrays(model)
+        if entry.path.startswith(beginning)
         for tensor in entry.tensors
     }
-    weight_files.write_safetensors(file, named_in(MEDUSA, tensors))
 
 
 def add_words(arrays: dict[str, jax.Array], cfg: ModelConfig, words: np.ndarray, mesh: Any) -> None:
@@ -70,17 +74,12 @@ def add_words(arrays: dict[str, jax.Array], cfg: ModelConfig, words: np.ndarray,
         arrays["drafter.unembed"] = jax.device_put(rows, placement(specs.unembed, mesh))
 
 
-def write_drafter_of(model: Any, folder: str) -> None:
+def write_drafter_of(model: Model, folder: str) -> None:
     """Writes or replaces a model's drafter. Rows of the model's own matrix are left out."""
     drafter = model.params.drafter
     assert drafter is not None
-    own = unembedding_rows(model.params.model, drafter.words)
-    is_own = bool(jnp.array_equal(own, drafter.unembed))
-    left_out = {"drafter.words", *(["drafter.unembed"] if is_own else [])}
-    tensors = {
-        tensor.key: np.ascontiguousarray(tensor.of(np.asarray(leaf)))
-        for entry, leaf in named_leaves(model.cfg, model.params)
-        if entry.path.startswith("drafter.") and entry.path not in left_out
-        for tensor in entry.tensors
-    }
-    write_drafter(folder, model.cfg, tensors, np.asarray(drafter.words))
+    tensors = _tensors_of(model, PREFIX)
+    words = tensors.pop(PREFIX + WORD_NUMBERS)
+    if jnp.array_equal(unembedding_rows(model.params.model, drafter.words), drafter.unembed):
+        del tensors[PREFIX + MATRIX]
+    write_drafter(folder, model.cfg, tensors, words)

@@ -38,7 +38,7 @@ from tsjax.files.adapters import add_words, open_heads
 from tsjax.files.checkpoint_folders import DESCRIPTION, copy_companions, new_folder
 from tsjax.files.config_files import read_stop_ids
 from tsjax.files.drafter_files import FoundDrafter, open_drafter
-from tsjax.files.model_in_memory import Model
+from tsjax.files.model_in_memory import Model, named_arrays
 from tsjax.files.stored_arrays import list_arrays, read_arrays
 from tsjax.files.tensor_names import Entry
 from tsjax.model.param_spec import ParamSpec
@@ -186,7 +186,7 @@ def _loaded(
         else:
             wide = _read(where, cfg, None, version, by_layer=True)
             if adapter is not None:
-                _check_adapter(adapter, cfg, weights, folder)
+                lora.check_adapter(adapter, cfg, weights, folder)
                 wide = lora.add_to_arrays(wide, adapter)
             cfg = wanted
             place(tensor_names.rounded_arrays(cfg, wide), cfg, _bytes_of(cfg))
@@ -194,7 +194,7 @@ def _loaded(
         cfg, stored = huggingface.open_checkpoint(folder, dtype=dtype, allow_pickle=allow_pickle)
         check_dtype(cfg.dtype)
         if adapter is not None:
-            _check_adapter(adapter, cfg, weights, folder)
+            lora.check_adapter(adapter, cfg, weights, folder)
             stored = lora.with_adapter(stored, adapter)
         cfg = tensor_names.with_weights(cfg, weights, stored, folder)
         stop_ids = read_stop_ids(folder)
@@ -207,7 +207,8 @@ def _loaded(
     if attached.drafter is not None:
         found = attached.drafter(cfg, embed=arrays["model.embed"])
         cfg = dataclasses.replace(cfg, drafter=found.shape)
-        place(huggingface.read_drafter(cfg, found.tensors, part=part), cfg, _bytes_of_drafter(cfg))
+        drafter_alone = _bytes_of(cfg) - _bytes_of(dataclasses.replace(cfg, drafter=None))
+        place(huggingface.read_drafter(cfg, found.tensors, part=part), cfg, drafter_alone)
         add_words(arrays, cfg, found.words, mesh)
     return assembled(arrays, cfg, stop_ids, folder)
 
@@ -221,14 +222,6 @@ def assembled(
     return Model(params, cfg=cfg, stop_ids=stop_ids, path=path)
 
 
-def _check_adapter(
-    adapter: lora.Adapter, cfg: ModelConfig, weights: str | None, folder: str
-) -> None:
-    lora.refuse_beside_blocks(weights, cfg.is_narrow)
-    tensors = (tensor for entry in tensor_names.entries(cfg) for tensor in entry.tensors)
-    lora.check_fits(adapter, {tensor.key: tensor.shape for tensor in tensors}, repr(folder))
-
-
 def _weights_of_saved(cfg: ModelConfig, weights: str | None, folder: str) -> ModelConfig:
     """A tsjax checkpoint's settings with its matrices held as they are wanted."""
     if weights is None or (weights == "stored" and cfg.is_narrow):
@@ -238,10 +231,6 @@ def _weights_of_saved(cfg: ModelConfig, weights: str | None, folder: str) -> Mod
         holds = f"{folder!r} holds narrow weights, and the wide ones are lost"
         raise BadValue(f"weights={weights!r} is not valid: {holds}; leave it out")
     return wanted
-
-
-def _bytes_of_drafter(cfg: ModelConfig) -> int:
-    return _bytes_of(cfg) - _bytes_of(dataclasses.replace(cfg, drafter=None))
 
 
 def _bytes_of(cfg: ModelConfig) -> int:
@@ -271,11 +260,6 @@ def refuse_several(call: str) -> None:
     alone = "call it in a process by itself, without jax.distributed.initialize()"
     if count > 1:
         raise BadValue(f"{call} is not valid among {count} processes: {alone}")
-
-
-def named_arrays(model: Model) -> list[tuple[Entry, jax.Array]]:
-    """Every array of the model with its names, in the order of the declaration."""
-    return tensor_names.named_leaves(model.cfg, model.params)
 
 
 def is_tsjax(folder: str) -> bool:

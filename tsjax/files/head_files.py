@@ -123,12 +123,8 @@ def _parallel(weights: Weights, beside_model: bool) -> FoundHeads | None:
 
 
 def _matching(weights: Weights, patterns: Sequence[re.Pattern]) -> dict[str, re.Match]:
-    found = {}
-    for name in weights:
-        for pattern in patterns:
-            if match := pattern.fullmatch(name):
-                found[name] = match
-    return found
+    pairs = ((name, pattern.fullmatch(name)) for name in weights for pattern in patterns)
+    return {name: match for name, match in pairs if match}
 
 
 def _zeros(name: str, like: StoredTensor) -> StoredTensor:

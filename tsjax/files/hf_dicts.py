@@ -20,11 +20,11 @@ from tsjax.base.errors import BadType, BadValue
 from tsjax.base.input_files import read_json
 from tsjax.base.model_config import WEIGHTS, ModelConfig
 from tsjax.files import huggingface, tensor_names
-from tsjax.files.checkpoint import assembled, check_dtype, dtype_named, named_arrays, refuse_several
+from tsjax.files.checkpoint import assembled, check_dtype, dtype_named, refuse_several
 from tsjax.files.checkpoint_folders import check_new_folder
 from tsjax.files.config_files import model_config, stop_ids_in
 from tsjax.files.hf_folders import MAX_SHARD_SIZE, Source, parse_size, write_hf_folder
-from tsjax.files.model_in_memory import Model
+from tsjax.files.model_in_memory import Model, named_arrays
 from tsjax.files.weight_files import StoredTensor, numpy_of_torch
 from tsjax.model.params import Params, placement
 from tsjax.model.sharding import placed, usable_mesh

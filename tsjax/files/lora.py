@@ -19,7 +19,8 @@ import numpy as np
 from tsjax.base.checks import check, check_float
 from tsjax.base.errors import BadValue, NoSuchFile, NotSupported
 from tsjax.base.input_files import parsing, read_json
-from tsjax.files.tensor_names import Entry
+from tsjax.base.model_config import ModelConfig
+from tsjax.files.tensor_names import Entry, entries
 from tsjax.files.weight_files import StoredTensor, Weights, find_folder, open_weights, raise_all
 
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -105,9 +106,16 @@ def _low_rank(of: str, both: Mapping[str, StoredTensor], config: Mapping[str, An
     return LowRank(up * np.float32(scale), down)
 
 
-def check_fits(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], place: str) -> None:
-    """Refuses an adapter of another model: `shapes` are those of the model's tensors."""
-    problems = []
+def check_adapter(adapter: Adapter, cfg: ModelConfig, weights: str | None, folder: str) -> None:
+    """Refuses an adapter of another model than that in the folder, or to be held as `weights`: a
+    sum has other numbers than the blocks of a file, and narrow weights no room for it."""
+    if weights == "stored":
+        wanted = "'int8' or 'float': a matrix with an adapter is none of the file's"
+        check(False, "weights", weights, wanted)
+    if cfg.is_narrow:
+        raise BadValue("adapter is not valid for a checkpoint of narrow weights: merge it before")
+    shapes = {tensor.key: tensor.shape for entry in entries(cfg) for tensor in entry.tensors}
+    problems, place = [], repr(folder)
     for name, low in adapter.items():
         shape = len(low.up), low.down.shape[1]
         if name not in shapes:
@@ -147,12 +155,3 @@ def add_to_arrays(
                 delta = low.rows(0, len(low.up)).reshape(place.shape)
                 place[...] = (place.astype(np.float32) + delta).astype(kind)
         yield entry, array
-
-
-def refuse_beside_blocks(weights: str | None, is_narrow: bool) -> None:
-    """A sum has other numbers than the blocks of a file, and narrow weights no room for it."""
-    if weights == "stored":
-        wanted = "'int8' or 'float': a matrix with an adapter is none of the file's"
-        check(False, "weights", weights, wanted)
-    if is_narrow:
-        raise BadValue("adapter is not valid for a checkpoint of narrow weights: merge it before")

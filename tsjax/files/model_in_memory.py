@@ -135,6 +135,12 @@ class Model(flax.struct.PyTreeNode):
         return sum(math.prod(entry.spec.shape) for entry in tensor_names.entries(self.cfg.as_wide))
 
 
+def named_arrays(model: Model) -> list[tuple[tensor_names.Entry, jax.Array]]:
+    """Every array of the model with its names, in the order of the declaration."""
+    trained = model.params.replace(drafts=None)
+    return [*zip(tensor_names.entries(model.cfg), jax.tree.leaves(trained), strict=True)]
+
+
 def _same_kind(old: Any, new: Any) -> bool:
     """Whether arrays of one type can take the place of the other's."""
     if new is None:

@@ -42,18 +42,13 @@ def add_special_tokens(tokenizer: Any, settings: Mapping[str, Any], added: Seque
         token.special = token.special or token.content in named
         known.add(token.content)
     more = [special_token(name) for name in special_names(settings) if name not in known]
-    add_tokens(tokenizer, [*added, *more])
+    tokenizer.add_tokens([*added, *more])
 
 
 def special_token(content: str) -> Any:
     from tokenizers import AddedToken
 
     return AddedToken(content, special=True)
-
-
-def add_tokens(tokenizer: Any, tokens: list[Any]) -> None:
-    if tokens:
-        tokenizer.add_tokens(tokens)
 
 
 class Encoded(dict[str, Any]):

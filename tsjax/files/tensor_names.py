@@ -22,7 +22,7 @@ from tsjax.base.model_config import LAYER_MATRICES, NUM_LAYER_MATRICES, WIDE, Mo
 from tsjax.files.weight_files import StoredTensor, Weights
 from tsjax.model.narrow import NARROW_ARRAYS, of_one_format
 from tsjax.model.param_spec import ParamSpec
-from tsjax.model.params import Params, declare_params, is_spec
+from tsjax.model.params import declare_params, is_spec
 
 # HuggingFace's name of each tensor and the path in Params. The tensors of one path lie together
 # there, in this order, along the second axis. Matrices are [outputs, inputs] on both sides; here
@@ -266,12 +266,6 @@ def _held_as(entry: Entry, wide: jax.Array) -> Any:
     outputs, inputs = wide.shape[:count], wide.shape[count:]
     parts = rounded(np.asarray(wide).reshape(math.prod(outputs), -1), entry.format)
     return packed(FORMATS[entry.format], outputs, inputs, **parts)
-
-
-def named_leaves(cfg: ModelConfig, params: Params) -> list[tuple[Entry, jax.Array]]:
-    """Every array of a model with its names, in the order of the declaration."""
-    trained = params.replace(drafts=None)
-    return [*zip(entries(cfg), jax.tree.leaves(trained), strict=True)]
 
 
 def _tensors(names: list[str], spec: ParamSpec) -> tuple[Tensor, ...]:

@@ -32,7 +32,7 @@ _VOCABULARY = re.compile(
     r"tokenizer\.(json|model.*)|vocab.*|merges\.txt|tekken\.json|.*\.(model|tiktoken)"
 )
 _DAMAGED = " has a tokenizer that cannot be loaded; token ids work without it"
-# (name, size, time of the last change, inode) of each file in a folder.
+# (name, size, time of the last change, inode) of each file.
 _State = tuple[tuple[str, int, int, int], ...]
 
 
@@ -43,7 +43,7 @@ def load_tokenizer(path: str) -> Any:
     """
     if is_gguf(path):
         info = os.stat(path)
-        return _load_from_gguf(path, (info.st_size, info.st_mtime_ns, info.st_ino))
+        return _load_tokenizer(path, ((path, info.st_size, info.st_mtime_ns, info.st_ino),))
     state = _folder_state(path)
     if not any(_VOCABULARY.fullmatch(name) for name, *_ in state):
         raise NoSuchFile(
@@ -55,25 +55,21 @@ def load_tokenizer(path: str) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _load_tokenizer(path: str, state: _State) -> Any:
-    for name, *_ in state:
-        require_file(os.path.join(path, name))
+    if is_gguf(path):
+        fields = read_headers(path)[0].fields
+        if not gguf_tokenizer.has_tokenizer(fields):
+            raise NoSuchFile(f"{path!r} has no tokenizer: pass token ids instead of text")
+        describe = functools.partial(gguf_tokenizer.described, fields)
+    else:
+        for name, *_ in state:
+            require_file(os.path.join(path, name))
+        describe = functools.partial(described_folder, path)
     with parsing(path, _DAMAGED):
         try:
-            tokenizer = PlainTokenizer(path, described_folder(path))
+            tokenizer = PlainTokenizer(path, describe())
         except NeedsTransformers:
             tokenizer = _by_transformers(path)
         _visible_and_byte_tokens(tokenizer)  # is read later, while tokens are made
-        return tokenizer
-
-
-@functools.lru_cache(maxsize=8)
-def _load_from_gguf(path: str, state: tuple[int, int, int]) -> Any:
-    fields = read_headers(path)[0].fields
-    if not gguf_tokenizer.has_tokenizer(fields):
-        raise NoSuchFile(f"{path!r} has no tokenizer: pass token ids instead of text")
-    with parsing(path, _DAMAGED):
-        tokenizer = PlainTokenizer(path, gguf_tokenizer.described(fields))
-        _visible_and_byte_tokens(tokenizer)
         return tokenizer
 
 

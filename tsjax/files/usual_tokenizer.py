@@ -21,7 +21,6 @@ from tsjax.files.plain_tokenizer import (
     TOKENIZER,
     Described,
     add_special_tokens,
-    add_tokens,
     special_names,
     special_token,
 )
@@ -130,7 +129,7 @@ def described_folder(path: str) -> Described:
     tokenizer, added = _tokenizer(content, kind, settings.pop("added_tokens_decoder", None))
     add_special_tokens(tokenizer, settings, added)
     if name == "Qwen2Tokenizer":  # marks all of them once more
-        add_tokens(tokenizer, [special_token(name) for name in special_names(settings)])
+        tokenizer.add_tokens([special_token(name) for name in special_names(settings)])
     for token, place in (("bos_token", 0), ("eos_token", -1)):
         wanted = settings.pop(f"add_{token}", None)
         if wanted is not None:
