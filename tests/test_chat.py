@@ -20,7 +20,7 @@ from tsjax.files.tokenizer import load_tokenizer
 from tsjax.host import conversation as conversation_module
 from tsjax.host.chat import chat_prompt
 
-# Templates as four families have them, in short; the last belongs to models that reason.
+# Templates as three families have them, in short; the last belongs to models that reason.
 LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] %}\
 {% set system = '<<' + messages[0]['content'] + '>>' %}\
 {% else %}{% set rest = messages %}{% set system = '' %}{% endif %}\
@@ -31,9 +31,6 @@ LLAMA_2 = """{% if messages[0]['role'] == 'system' %}{% set rest = messages[1:] 
 CHATML = """{% for m in messages %}\
 {{ ' ' + m.role + ' ' + m.content + eos_token + '\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ ' assistant\n' }}{% endif %}"""
-MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ 'in ' + m.content }}\
-{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% else %}\
-{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"""
 QWEN_3 = """{% for m in messages %}{% set content = m.content %}\
 {% if m.role == 'assistant' and 'thin' in content %}\
 {% set content = content.split('thin')[-1] %}{% endif %}\
@@ -41,7 +38,7 @@ QWEN_3 = """{% for m in messages %}{% set content = m.content %}\
 {% if add_generation_prompt %}{{ ' assistant ' }}\
 {% if enable_thinking is defined and enable_thinking is false %}{{ 'thin thin' }}{% endif %}\
 {% endif %}"""
-TEMPLATES = dict(llama_2=LLAMA_2, chatml=CHATML, mistral=MISTRAL, qwen_3=QWEN_3)
+TEMPLATES = dict(llama_2=LLAMA_2, chatml=CHATML, qwen_3=QWEN_3)
 USER, ASSISTANT = {"role": "user", "content": "the tea"}, {"role": "assistant", "content": "has"}
 CHATS = [
     [USER],
@@ -78,7 +75,7 @@ def by_transformers(model, chat, **how) -> list[int]:
 def test_prompts_are_those_of_transformers(name, tmp_path):
     model = with_template(tmp_path, TEMPLATES[name])
     system = {"role": "system", "content": "the in"}
-    for chat in CHATS if name == "mistral" else [*CHATS, [system, USER]]:
+    for chat in [*CHATS, [system, USER]]:
         theirs = by_transformers(model, chat, add_generation_prompt=True)
         assert chat_prompt(model, chat).tolist() == theirs
 

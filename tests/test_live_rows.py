@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import fresh_state, prefilled, tiny_model
+from helpers import MIXED_COSTS, fresh_state, prefilled, tiny_model
 from kernel_cases import make_heads, make_inputs, make_norm, make_rest, place
 from test_verification import BATCH, VOCAB, WIDTH, random_tree, verified
 
@@ -100,19 +100,15 @@ def test_under_vmap_and_on_a_mesh(operation, rng):
     live = jnp.asarray([2, 5, 0, 1], jnp.int32)
     wanted = kernel(*arrays)
     of_rows = [array.ndim > 2 or array.shape == (4,) for array in arrays]
-    placed = [
-        place(x, "data") if rows else place(x) for x, rows in zip(arrays, of_rows, strict=True)
-    ]
+    pairs = list(zip(arrays, of_rows, strict=True))
+    placed = [place(x, "data") if rows else place(x) for x, rows in pairs]
     call = jax.jit(lambda live, *arrays: kernel(*arrays, live=live))
     check_live(call(place(live, "data"), *placed), wanted, live)
     if operation is tree_attention:
         return  # `rest` and `ranks` stand in the function, not among its arguments
-    pairs = [
-        x.reshape(2, 2, *x.shape[1:]) if rows else x
-        for x, rows in zip(arrays, of_rows, strict=True)
-    ]
+    in_pairs = [x.reshape(2, 2, *x.shape[1:]) if rows else x for x, rows in pairs]
     axes = [0 if rows else None for rows in of_rows]
-    found = jax.vmap(call, (0, *axes))(live.reshape(2, 2), *pairs)
+    found = jax.vmap(call, (0, *axes))(live.reshape(2, 2), *in_pairs)
     whole = jax.tree.map(lambda x: x.reshape(4, *x.shape[2:]), found)
     check_live(whole, wanted, live)
 
@@ -148,21 +144,15 @@ def test_a_step_that_leaves_out_rows_decides_as_one_that_does_not(widths, rng):
         )
         for leaves_out in (True, False)
     )  # fmt: skip
-    for one, other in zip(
-        (found.target, *found.rows.k, *found.rows.v),
-        (wanted.target, *wanted.rows.k, *wanted.rows.v),
-        strict=True,
-    ):  # fmt: skip
+    arrays = ([one.target, *one.rows.k, *one.rows.v] for one in (found, wanted))
+    for one, other in zip(*arrays, strict=True):
         np.testing.assert_array_equal(np.asarray(one)[filled], np.asarray(other)[filled])
 
 
 def test_a_program_of_several_widths_has_its_layers_once():
     """Where rows are left out; elsewhere once for each width."""
     model = tiny_model()
-    costs = tsjax.costs.Costs(
-        ((1, (1.0, 0)), (16, (2.0, 0))), 0.0, (0.0, 0), (0.0, 0), 0.0, 0.0, "measured"
-    )
-    method = tsjax.LikelyTree(width=16, pass_widths=(1, 4, 8), costs=costs)
+    method = tsjax.LikelyTree(width=16, pass_widths=(1, 4, 8), costs=MIXED_COSTS)
     state = fresh_state(model, [[1, 2, 3]], method=method)
 
     def attentions(leaves_out: bool) -> int:

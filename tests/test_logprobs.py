@@ -88,10 +88,6 @@ def test_they_change_no_token_and_cost_nothing_where_nobody_asks():
     silent = tsjax.generate(MODEL, PROMPTS, **how)
     assert silent.logprobs is None and told.logprobs[0].top.shape == (20, 0)
     assert [row.tolist() for row in told.tokens] == [row.tolist() for row in silent.tokens]
-    # A text that is given has the score that it was told when it was made.
-    found = tsjax.score(MODEL, PROMPTS, told.tokens)
-    for mine, theirs in zip(found.logprobs, told.logprobs, strict=True):
-        np.testing.assert_allclose(mine.raw, theirs.raw, atol=1e-5)
 
 
 def test_a_resumed_run_has_those_of_its_first_part(tmp_path):

@@ -275,7 +275,8 @@ ARGV = ["--do-sample", "--temperature", "0.9", "--dtype", "float32", "--rows", "
 def test_a_file_of_prompts_becomes_a_file_of_answers(model, tmp_path, capsys):
     prompts, out = tmp_path / "p.jsonl", tmp_path / "o.jsonl"
     lines = write_prompts(prompts, 12)
-    argv = ["batch", model.path, str(prompts), "--out", str(out), *ARGV, "--json"]
+    plain = [*ARGV, "--method", "autoregressive"]
+    argv = ["batch", model.path, str(prompts), "--out", str(out), *plain, "--json"]
     assert main(argv) == 0
     assert json.loads(capsys.readouterr().out)["lines"] == 12
     found = {entry["line"]: entry for entry in lines_of(out)}
@@ -290,7 +291,7 @@ def test_a_file_of_prompts_becomes_a_file_of_answers(model, tmp_path, capsys):
     assert "12 answered before, 0 tokens now" in capsys.readouterr().err
     # In the words of the last release, which are told once.
     old = ["generate", "--out", str(tmp_path / "old.jsonl"), model.path, "--prompts", str(prompts)]
-    assert main([*old, *ARGV]) == 0
+    assert main([*old, *plain]) == 0
     assert {entry["line"]: entry for entry in lines_of(tmp_path / "old.jsonl")} == found
     assert capsys.readouterr().err.count("tsjax batch MODEL FILE --out FILE") == 1
     # A second model drafts, and a text is known before: the same answers.

@@ -54,7 +54,7 @@ def test_in_float32_all_tokens_are_the_best_and_lead_as_the_oracle_says(model, t
     assert all(found.leads[row][index] == lead for row, index, lead in nearest)
     rows = zip(RAGGED, saved["tokens"], found.leads, SAMPLED["seed"], strict=True)
     for prompt, made, leads, seed in rows:
-        for index, token in [*enumerate(made)][::3]:
+        for index, token in [*enumerate(made)][::5]:
             scores = oracle_scores(model, prompt + made[:index], seed)
             assert np.argmax(scores) == token
             second, first = np.sort(scores)[-2:]

@@ -121,8 +121,9 @@ class Program:
 
     def _had(self, call: Call) -> Callable:
         """From disk, or compiled now; the jitted function where nothing is kept of it."""
-        words, device = self.words(call), call.device()
-        if words is None or device is None:
+        device = call.device()
+        words = None if device is None else self.words_for(call, device)
+        if words is None:
             return self._jitted
         if not self.has(words):
             self.load(words, device)
@@ -151,13 +152,8 @@ class Program:
             kept_programs.keep_program(words, found)
         return found
 
-    def words(self, call: Call) -> str | None:
-        """What it is kept by; None where it is not."""
-        device = call.device()
-        return None if device is None else self.words_for(call, device)
-
     def words_for(self, call: Call, device: Any) -> str | None:
-        """As `words`, for arrays on a device, or their shapes."""
+        """What it is kept by, for arrays on a device, or their shapes; None where it is not."""
         if kept_programs.safe_folder() is None or config.jax_disable_jit:
             return None
         try:

@@ -117,8 +117,10 @@ def check_run(
     how = {"exceed_max_positions": wide, "logits_processor": logits_processor}
     how["prefill"], how["read_first"] = saved.prefill, saved.prefix_length
     # The rows of a saved run are those of all answers; what is told beside them matters not.
-    config = saved.config.replace(num_return_sequences=1, logprobs=None)
-    config = config.replace(seed=saved.seeds)
+    seed, answers = saved.config.seed, saved.config.num_return_sequences
+    if isinstance(seed, tuple):
+        seed = tuple(one for one in seed for _ in range(answers))
+    config = saved.config.replace(seed=seed, num_return_sequences=1, logprobs=None)
     request = make_request(model, saved.prompts, config, {}, **how)
     check_same_processors(name, saved, request.processors)
     begin = request.prompt_length

@@ -78,14 +78,6 @@ class SavedRun:
     cache: str = "same"
     is_old: bool = False
 
-    @property
-    def seeds(self) -> int | tuple[int, ...]:
-        """One for all rows, or one per row."""
-        seed = self.config.seed
-        if not isinstance(seed, tuple):
-            return seed
-        return tuple(one for one in seed for _ in range(self.config.num_return_sequences))
-
 
 def write_run(path: str | os.PathLike, run: SavedRun) -> None:
     """Replaces the file in one step: a kill leaves the old one or the new one."""
