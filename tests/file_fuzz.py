@@ -259,21 +259,25 @@ def pipe(path: Path):
 
 
 @contextlib.contextmanager
+def replaced(file: Path, kind: str):
+    """By what is no file: a folder, a device, a pipe."""
+    file.unlink()
+    if kind == "folder":
+        file.mkdir()
+    if kind == "device":
+        file.symlink_to("/dev/zero")
+    with pipe(file) if kind == "pipe" else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
 def damaged(rng: random.Random, file: Path, others: list[Path]):
     action = rng.choice(["bytes"] * 12 + ["remove", "folder", "pipe", "device", "swap"])
-    with contextlib.ExitStack() as stack:
-        if action == "bytes":
-            file.write_bytes(changed_bytes(rng, file.read_bytes()))
-        elif action == "swap":
-            shutil.copyfile(rng.choice(others), file)
-        else:
-            file.unlink()
-            if action == "folder":
-                file.mkdir()
-            if action == "device":
-                file.symlink_to("/dev/zero")
-            if action == "pipe":
-                stack.enter_context(pipe(file))
+    if action == "bytes":
+        file.write_bytes(changed_bytes(rng, file.read_bytes()))
+    elif action == "swap":
+        shutil.copyfile(rng.choice(others), file)
+    with replaced(file, action) if action not in ("bytes", "swap") else contextlib.nullcontext():
         yield action
 
 

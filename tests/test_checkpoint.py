@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import unpacked
 from hf_fixtures import BIASED, assert_same_trees, change, change_tensors, make, same, weights
 from safetensors.numpy import save_file
 
@@ -25,37 +26,26 @@ from tsjax.files.checkpoint import Model, load, save
 from tsjax.files.config_files import model_config
 from tsjax.files.tensor_names import Entry, entries
 
+BOTH = (("", "weight"), ("_bias", "bias"))
+NAMES = {
+    **{f"{x}{end}": f"self_attn.{x}_proj.{kind}" for x in "qkvo" for end, kind in BOTH},
+    **{f"{x}{end}": f"mlp.{x}_proj.{kind}" for x in ("gate", "up", "down") for end, kind in BOTH},
+    **{f"{x}_norm": f"self_attn.{x}_norm.weight" for x in "qk"},
+    "attn_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+}
+
 
 def check_layer(theirs: dict, ours, cfg, prefix: str) -> None:
-    """Every weight of one layer, moved by hand, head by head and unit by unit."""
-    D, H, K, G = cfg.embed_dim, cfg.head_dim, cfg.num_kv_heads, cfg.group_size
-    places = {"q": [(n // G, n % G) for n in range(K * G)]}
-    places |= {"k": [(n, G) for n in range(K)], "v": [(n, G + 1) for n in range(K)]}
-    for name, heads in places.items():
-        theirs_of = f"{prefix}.self_attn.{name}_proj"
-        assert len(theirs[f"{theirs_of}.weight"]) == H * len(heads)
-        for n, place in enumerate(heads):
-            rows = slice(n * H, (n + 1) * H)
-            assert same(ours.qkv[place], theirs[f"{theirs_of}.weight"][rows])
-            if cfg.qkv_bias:
-                assert same(ours.qkv_bias[place], theirs[f"{theirs_of}.bias"][rows])
-    assert ours.qkv.shape == (K, G + 2, H, D)
-    weight = theirs[f"{prefix}.self_attn.o_proj.weight"]
-    for n in range(cfg.num_heads):
-        assert same(ours.o[:, n], weight[:, n * H : (n + 1) * H])
-    for index, name in enumerate(("gate", "up")):
-        assert same(ours.gate_up[:, index], theirs[f"{prefix}.mlp.{name}_proj.weight"])
-        if cfg.mlp_bias:
-            assert same(ours.gate_up_bias[:, index], theirs[f"{prefix}.mlp.{name}_proj.bias"])
-    others = {
-        "down": "mlp.down_proj.weight", "attn_norm": "input_layernorm.weight",
-        "mlp_norm": "post_attention_layernorm.weight",
-        **({"down_bias": "mlp.down_proj.bias"} if cfg.mlp_bias else {}),
-        **({"o_bias": "self_attn.o_proj.bias"} if cfg.out_bias else {}),
-        **({f"{x}_norm": f"self_attn.{x}_norm.weight" for x in "qk"} if cfg.qk_norm else {}),
-    }  # fmt: skip
-    for name, of_theirs in others.items():
-        assert same(getattr(ours, name), theirs[f"{prefix}.{of_theirs}"]), name
+    """Every weight of one layer, and no other."""
+    assert ours.qkv.shape == (cfg.num_kv_heads, cfg.group_size + 2, cfg.head_dim, cfg.embed_dim)
+    parts = unpacked(ours)
+    for name, of_theirs in NAMES.items():
+        wanted = theirs.get(f"{prefix}.{of_theirs}")
+        array = parts.get(name, getattr(ours, name, None))
+        assert (array is None) == (wanted is None), name
+        if wanted is not None:
+            assert same(np.reshape(array, wanted.shape), wanted), name
 
 
 def check_model(theirs: dict, model: Model) -> None:

@@ -26,7 +26,7 @@ from safetensors.numpy import load_file
 import tsjax.files.checkpoint
 from tsjax.files.checkpoint import load
 from tsjax.model.logits import logits
-from tsjax_convert import DROP_HEADS, MERGE_HEADS, export_heads, to_hf, to_tsjax, verify
+from tsjax_convert import export_heads, to_hf, to_tsjax, verify
 from tsjax_convert.__main__ import main
 from tsjax_convert.conversion import parse_size
 
@@ -138,18 +138,28 @@ def test_heads_go_out_alone_and_come_back(with_heads, tmp_path):
     assert verify(donor, tmp_path / "again") == 6
 
 
-def test_heads_are_merged_or_dropped_but_never_by_chance(with_heads, tmp_path):
+def test_heads_are_merged_or_dropped_but_never_by_chance(with_heads, tmp_path, capsys):
+    """By the command."""
     base, donor = with_heads
-    with pytest.raises(ValueError, match="the model has 2 draft heads.*--merge-heads.*--drop"):
-        to_hf(base, tmp_path / "out", heads=donor)
-    to_hf(base, tmp_path / "merged", heads=donor, draft_heads=MERGE_HEADS)
-    assert_same_trees(weights(tmp_path / "merged"), {**weights(base), **heads_of(donor)})
-    assert json.loads((tmp_path / "merged" / "config.json").read_text())["medusa_heads"] == 2
-    assert load(tmp_path / "merged").cfg.num_draft_heads == 2
-    to_hf(tmp_path / "merged", tmp_path / "bare", draft_heads=DROP_HEADS)
-    assert_same_trees(weights(tmp_path / "bare"), weights(base))
-    assert "medusa_heads" not in json.loads((tmp_path / "bare" / "config.json").read_text())
-    assert verify(tmp_path / "merged", tmp_path / "bare") == 21
+    ts, out = tmp_path / "ts", tmp_path / "out"
+
+    def run(*argv) -> int:
+        return main([*map(str, argv)])
+
+    assert run(base, ts, "--heads", donor, "--verify") == 0
+    assert run(ts, tmp_path / "adapter", "--heads-only", "--verify") == 0
+    assert "6 tensors verified" in capsys.readouterr().out
+    assert run(ts, out, "--to", "hf") == 2
+    asked = "the model has 2 draft heads.*--merge-heads.*--drop-heads"
+    assert re.search(asked, capsys.readouterr().err)
+    assert run(ts, out, "--to", "hf", "--merge-heads", "--verify") == 0
+    assert_same_trees(weights(out), {**weights(base), **heads_of(donor)})
+    assert json.loads((out / "config.json").read_text())["medusa_heads"] == 2
+    assert load(out).cfg.num_draft_heads == 2
+    assert run(ts, out, "--to", "hf", "--drop-heads", "--overwrite", "--verify") == 0
+    assert "21 tensors verified" in capsys.readouterr().out
+    assert_same_trees(weights(out), weights(base))
+    assert "medusa_heads" not in json.loads((out / "config.json").read_text())
 
 
 # --- transformers loads it -------------------------------------------------------------------
@@ -198,19 +208,8 @@ def test_command_converts_and_verifies(tmp_path, capsys):
     assert out.startswith(f"{ts}: ") and " parameters, " in out and "21 tensors verified" in out
     assert main([ts, back, "--to", "hf", "--max-shard-size", "20KB", "--verify", "--quiet"]) == 0
     assert_same_trees(weights(tmp_path / "back"), weights(src))
-
-
-def test_command_handles_heads(with_heads, tmp_path, capsys):
-    base, donor = map(str, with_heads)
-    ts = str(tmp_path / "ts")
-    assert main([base, ts, "--heads", donor, "--verify", "--dtype", "bfloat16"]) == 0
-    assert main([ts, str(tmp_path / "adapter"), "--heads-only", "--verify"]) == 0
-    assert "6 tensors verified" in capsys.readouterr().out
-    assert main([ts, str(tmp_path / "hf"), "--to", "hf"]) == 2
-    assert "--merge-heads" in capsys.readouterr().err
-    assert main([ts, str(tmp_path / "hf"), "--to", "hf", "--merge-heads", "--verify"]) == 0
-    assert main([ts, str(tmp_path / "hf"), "--to", "hf", "--drop-heads", "--overwrite"]) == 0
-    assert heads_of(tmp_path / "hf") == {}
+    assert main([back, ts, "--overwrite", "--dtype", "bfloat16"]) == 0
+    assert load(ts).cfg.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@
 Single damages, each with what must be said about it. file_fuzz.py makes many, chosen by a seed.
 """
 
-import contextlib
 import json
 import re
 import subprocess
@@ -67,13 +66,6 @@ def test_whatever_a_parser_raises_becomes_one_error_but_what_is_not_about_the_fi
             raise error
 
 
-@pytest.fixture
-def pipe():
-    """Makes named pipes whose readers find them empty, so that no reader waits for ever."""
-    with contextlib.ExitStack() as stack:
-        yield lambda path: stack.enter_context(file_fuzz.pipe(path))
-
-
 KINDS_OF_FILES = {"pipe": "a named pipe", "device": "a device", "folder": "a folder"}
 
 
@@ -87,19 +79,12 @@ KINDS_OF_FILES = {"pipe": "a named pipe", "device": "a device", "folder": "a fol
         ("tokenizer.json", "device"),
     ],
 )
-def test_only_files_are_opened(name, kind, tmp_path, pipe):
+def test_only_files_are_opened(name, kind, tmp_path):
     make(tmp_path)
     helpers.save_tokenizer(tmp_path)
     (tmp_path / "generation_config.json").write_text("{}")
-    file = tmp_path / name
-    file.unlink()
-    if kind == "pipe":
-        pipe(file)
-    elif kind == "device":
-        file.symlink_to("/dev/zero")
-    else:
-        file.mkdir()
-    with pytest.raises(ValueError, match=f"{name}' is {KINDS_OF_FILES[kind]}; it must be a file"):
+    said = f"{name}' is {KINDS_OF_FILES[kind]}; it must be a file"
+    with file_fuzz.replaced(tmp_path / name, kind), pytest.raises(ValueError, match=said):
         _ = load(tmp_path).tokenizer
 
 

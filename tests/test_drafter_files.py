@@ -3,6 +3,7 @@
 would compute something else is refused."""
 
 import dataclasses
+import functools
 import json
 import os
 
@@ -208,7 +209,8 @@ def test_published_heads_compute_what_was_published(layout, config, after, base,
     causal = jnp.tril(jnp.ones((count, count), bool))
     text, positions = jnp.asarray([tokens[:count]]), jnp.arange(count, dtype=jnp.int32)[None]
     cache = init_cache(loaded.cfg, 1, count)
-    rows = run_rows(loaded.params.model, cache, text, positions, causal, cfg=loaded.cfg, taps=after)
+    run = jax.jit(functools.partial(run_rows, cfg=loaded.cfg, taps=after))
+    rows = run(loaded.params.model, cache, text, positions, causal)
     found = fast_logits(loaded, jnp.stack(rows.taps, axis=2), tokens, deep)
 
     embed = np.asarray(model.params.model.embed, np.float64)
@@ -235,9 +237,12 @@ def test_a_published_head_goes_on_in_tsjaxs_own_files(layout, base, model, tmp_p
 def test_heads_of_the_whole_vocabulary_need_no_words(base, model, tmp_path):
     absent = dict.fromkeys(("d2t", "t2d", "lm_head.weight"), ...)
     folder = head(tmp_path, "eagle", {"draft_vocab_size": V}, absent)
-    _, drafter = parts(tsjax.load(base, drafter=folder))
+    loaded = tsjax.load(base, drafter=folder)
+    _, drafter = parts(loaded)
     np.testing.assert_array_equal(drafter.words, np.arange(V))
     np.testing.assert_array_equal(drafter.unembed, model.params.model.unembed)
+    write_drafter_of(loaded, str(tmp_path / "own"))
+    assert "lm_head.weight" not in hf_fixtures.weights(tmp_path / "own")
 
 
 def test_embeddings_in_the_file_have_to_be_the_models(model, tmp_path, monkeypatch):
@@ -300,12 +305,7 @@ def zeros(*shape):
         ("vllm", {"norm_before_residual": ...}, {}, "norm_before_residual=None is not valid: true"),
         ("vllm", {"speculators_model_type": "peagle"}, {}, "speculators_model_type='peagle'"),
         ("vllm", {"transformer_layer_config": ...}, {}, "transformer_layer_config=None"),
-        (
-            "eagle",
-            {},
-            {"midlayer.self_attn.q_proj.bias": zeros(D)},
-            "not part of this model: midlayer.self_attn.q_proj.bias",
-        ),
+        ("eagle", {}, {"midlayer.self_attn.q_proj.bias": zeros(D)}, "not part of .*q_proj.bias"),
         ("vllm", {}, {"layers.0.self_attn.q_norm.weight": zeros(H)}, "not part of .*q_norm.weight"),
         ("eagle", {}, {"midlayer.hidden_norm.weight": ...}, "are no head of EAGLE-3, which has"),
         # Layers that it reads.
@@ -383,9 +383,5 @@ def test_the_embedded_model_has_one():
     config = tsjax.GenerationConfig(
         max_new_tokens=120, min_new_tokens=120, do_sample=True, temperature=0.8
     )
-    found, plain = (
-        tsjax.generate(model, "Once upon a time", config=config, method=method)
-        for method in (tree, "autoregressive")
-    )
-    assert found.tokens[0].tolist() == plain.tokens[0].tolist()
+    found = tsjax.generate(model, "Once upon a time", config=config, method=tree)
     assert found.stats.tokens_per_step > 1.2

@@ -119,8 +119,11 @@ def test_rows_in_pairs_are_read_from_anywhere(rng):
     ("fields", "scaling"),
     [
         ({"rope.scaling.type": "none"}, None),
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, ("linear", 2.0)),
-        ({"rope.scale_linear": 4.0}, ("linear", 4.0)),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
         (
             {
                 "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
@@ -131,8 +134,6 @@ def test_rows_in_pairs_are_read_from_anywhere(rng):
     ],
 )  # fmt: skip
 def test_scaled_positions(fields, scaling, tmp_path):
-    if isinstance(scaling, tuple):
-        scaling = {"rope_type": scaling[0], "factor": scaling[1]}
     fields = {f"ARCH.{name}": value for name, value in fields.items()}
     path = gguf_fixtures.make(tmp_path / "m.gguf", "qwen2", fields=fields, rope_scaling=scaling)
     assert_same_models(tsjax.load(path, dtype="float32"), tsjax.load(tmp_path / "m"))

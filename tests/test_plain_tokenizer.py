@@ -255,10 +255,7 @@ TEMPLATES = {
 {%- endif %}
 {%- for m in messages %}
     {%- if m.role == 'tool' %}
-        {%- if loop.previtem is undefined or loop.previtem.role != 'tool' %}{{- '[' }}{% endif %}
-        {{- m.content }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- ']\n' }}{% endif %}
-        {%- continue %}
+        {{- '[' + m.content + ']' }}{%- continue %}
     {%- endif %}
     {{- '<' + m.role + '>' }}
     {%- if m.content is defined %}{{- m.content }}{% endif %}

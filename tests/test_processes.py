@@ -58,6 +58,13 @@ def ended(running, seconds):
     return [one.returncode for one in running], found
 
 
+def finished(running, seconds):
+    """What was said by processes that end well."""
+    codes, said = ended(running, seconds)
+    assert codes == [0] * len(running), said[0][1][-3000:]
+    return said
+
+
 def read(path):
     with open(path) as file:
         return json.load(file)
@@ -85,8 +92,7 @@ def wanted():
 def test_processes_give_the_tokens_of_one(count, devices, meshes, wanted, tmp_path):
     out = tmp_path / "found.json"
     with started(count, "generate", devices, out, *meshes) as running:
-        codes, said = ended(running, 500)
-    assert codes == [0] * count, said[0][1][-3000:]
+        finished(running, 500)
     parts = [out, *(f"{out}.{number}" for number in range(1, count))]
     for found in map(read, parts):
         for sizes in meshes:
@@ -99,8 +105,7 @@ def test_each_process_reads_its_own_part_of_a_checkpoint(tmp_path):
     folder, out = tmp_path / "hf", tmp_path / "found.json"
     hf_fixtures.make(folder)
     with started(2, "load", 1, out, folder, "1,2") as running:
-        codes, said = ended(running, 300)
-    assert codes == [0, 0], said[0][1][-3000:]
+        finished(running, 300)
     wanted = texts(tsjax.load(folder), ["plain"])
     size = (folder / "model.safetensors").stat().st_size
     for found in map(read, (out, f"{out}.1")):
@@ -112,8 +117,7 @@ def test_each_process_reads_its_own_part_of_a_checkpoint(tmp_path):
 def test_other_calls_say_the_same_and_some_are_refused(tmp_path):
     out, folder = tmp_path / "found.json", tmp_path / "heads"
     with started(2, "calls", 2, out, folder) as running:
-        codes, said = ended(running, 300)
-    assert codes == [0, 0], said[0][1][-3000:]
+        finished(running, 300)
     model = tiny_model()
     training = job.trained(model)
     plain, _ = job.measured_run(model, None, tmp_path / "run.json")
@@ -190,8 +194,7 @@ def test_the_command_runs_in_several_processes(tmp_path, capfd):
     flags = ["generate", str(folder), "--ids", "3,4,5", "--max-new-tokens", "12", "--json"]
     program = (sys.executable, "-m", "tsjax")
     with started(2, *flags, "--distributed", "--mesh", "1,2", program=program) as running:
-        codes, said = ended(running, 200)
-    assert codes == [0, 0], said[0][1][-3000:]
+        said = finished(running, 200)
     assert main(flags) == 0
     wanted = json.loads(capfd.readouterr().out)
     found = json.loads(said[0][0].splitlines()[-1])

@@ -208,6 +208,10 @@ def overwrite(name: str, content: bytes):
     return lambda state: (state / name).write_bytes(content)
 
 
+def cut(state) -> None:
+    os.truncate(max(state.rglob("d/*"), key=os.path.getsize), 1000)
+
+
 TYPES = b'{"array_metadatas": [{"array_metadata": {}}]}'
 
 
@@ -219,8 +223,9 @@ TYPES = b'{"array_metadatas": [{"array_metadata": {}}]}'
         overwrite("manifest.ocdbt", b"x" * 90),
         lambda state: (state / "manifest.ocdbt").unlink(),
         overwrite("array_metadatas/process_0", TYPES),
+        cut,
     ],
-    ids=["names", "sharding", "list", "no list", "types"],
+    ids=["names", "sharding", "list", "no list", "types", "cut"],
 )
 def test_damaged_array_files_are_named(damage, saved, caplog, monkeypatch):
     damage(saved / "params" / "state")

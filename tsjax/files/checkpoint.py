@@ -108,7 +108,12 @@ def load(
     with told_as(progress), doing("loading"):
         of_model = {**hub, "revision": revision}
         folder = weight_files.find_folder(path, allow_pickle=allow_pickle, hub=of_model)
-        attached = _open_attached(heads, drafter, adapter, allow_pickle, hub)
+        how: dict[str, Any] = {"allow_pickle": allow_pickle, "hub": hub}
+        attached = _Attached(
+            None if heads is None else open_heads(heads, **how),
+            None if drafter is None else functools.partial(open_drafter, drafter, **how),
+            None if adapter is None else lora.open_adapter(adapter, hub),
+        )
         model = _loaded(folder, dtype, mesh, weights, attached, allow_pickle, on_tensor)
         return model.replace(cfg=model.cfg.with_cache(cache))
 
@@ -137,17 +142,6 @@ class _Attached(NamedTuple):
     heads: weight_files.Weights | None
     drafter: Callable[..., FoundDrafter] | None  # of the model's settings and its embedding
     adapter: lora.Adapter | None
-
-
-def _open_attached(
-    heads: Any, drafter: Any, adapter: Any, allow_pickle: bool, hub: dict[str, Any]
-) -> _Attached:
-    how: dict[str, Any] = {"allow_pickle": allow_pickle, "hub": hub}
-    return _Attached(
-        None if heads is None else open_heads(heads, **how),
-        None if drafter is None else functools.partial(open_drafter, drafter, **how),
-        None if adapter is None else lora.open_adapter(adapter, hub),
-    )
 
 
 def _loaded(

@@ -127,13 +127,10 @@ def check_adapter(adapter: Adapter, cfg: ModelConfig, weights: str | None, folde
 
 def with_adapter(weights: Weights, adapter: Adapter) -> Weights:
     """Tensors of files with the adapter added, each block as it is read."""
-    return {name: _sum(tensor, adapter.get(name)) for name, tensor in weights.items()}
+    return {n: _sum(one, adapter[n]) if n in adapter else one for n, one in weights.items()}
 
 
-def _sum(tensor: StoredTensor, low: LowRank | None) -> StoredTensor:
-    if low is None:
-        return tensor
-
+def _sum(tensor: StoredTensor, low: LowRank) -> StoredTensor:
     def rows(start: int, stop: int, columns: slice | None = None) -> np.ndarray:
         return tensor.rows(start, stop, columns).astype(dtype) + low.rows(start, stop, columns)
 

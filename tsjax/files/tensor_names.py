@@ -214,9 +214,10 @@ def _stored_formats(cfg: ModelConfig, weights: Weights) -> ModelConfig:
 
     def of(key: str) -> str:
         stored = weights.get(key)
-        if stored is None or stored.apart is not None or stored.kind in NOT_IN_BLOCKS:
-            return stored.kind if stored is not None and stored.apart is not None else WIDE
-        unknown.setdefault(stored.kind, stored)
+        if stored is not None and stored.apart is not None:
+            return stored.kind
+        if stored is not None and stored.kind not in NOT_IN_BLOCKS:
+            unknown.setdefault(stored.kind, stored)
         return WIDE
 
     keys = {entry.path: [tensor.key for tensor in entry.tensors] for entry in entries(cfg.as_wide)}

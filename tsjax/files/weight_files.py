@@ -298,9 +298,7 @@ def find_folder(
     name = os.fspath(path)
     if name == EMBEDDED:
         return embedded_folder()
-    if os.path.isdir(name):
-        return os.path.abspath(name)
-    if os.path.exists(name) and name.endswith(GGUF):
+    if os.path.isdir(name) or (os.path.exists(name) and name.endswith(GGUF)):
         return os.path.abspath(name)
     if os.path.exists(name):
         wanted = f"a checkpoint is a folder or a file ending in {GGUF}"
